@@ -50,7 +50,7 @@ models:
 	mkdir -p build
 	$(PYTEST) -m "slow or not slow" --measured build/measured.json tests/models/test_families.py \
 		tests/parity/test_families.py $(if $(FAMILY),-k $(FAMILY))
-	python -m trilith.testing.models_page build/measured.json
+	PYTHONPATH=tests python -m support.models_page build/measured.json
 
 # Faults seeded one at a time: does the suite see each of them? Not part of `check`; PART=2/4 is the second of four.
 mutants:

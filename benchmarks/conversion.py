@@ -24,9 +24,9 @@ from trilith.checkpoints import convert, convert_to_dcp, differences, read_sourc
 from trilith.checkpoints.convert.execute import execute
 from trilith.checkpoints.convert.transfer import Transfer
 from trilith.checkpoints.copies import Links, Stored, Whole, copies
+from trilith.machine.random_files import write_hf_folder
 from trilith.parallel_state import Box
 from trilith.storage import TensorFile, TensorWriter
-from trilith.testing.hf_folders import write_hf_folder
 
 TENSOR, PIPELINE = 4, 2
 MATRIX, MATRICES = 4096, 16

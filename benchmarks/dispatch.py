@@ -18,7 +18,6 @@ from measure import Row
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from trilith.bench.layers import Mlp
 from trilith.layers import (
     ColumnParallelLinear,
     Dropout,
@@ -27,6 +26,7 @@ from trilith.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from trilith.machine.layers import Mlp
 
 WIDTH, CALLS, ROUNDS = 16, 50, 60
 

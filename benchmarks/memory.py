@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 from measure import Row, in_turn, ratio
-from trilith.bench.cases import SMALL
 from trilith.layers import (
     Checkpointing,
     checkpoint_blocks,
     vocab_parallel_cross_entropy,
 )
+from trilith.machine.cases import SMALL
 from trilith.models import family_of
 from trilith.testing import LiveBytes
 

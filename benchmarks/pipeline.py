@@ -12,7 +12,7 @@ from pathlib import Path
 
 from measure import Row
 from trilith.pipeline import SCHEDULE_NAMES, bubble, layout_of
-from trilith.testing.sleeping_stages import measured_timetable
+from trilith.pipeline.sleeping_stages import measured_timetable
 
 RANKS, MICRO_BATCHES, SECONDS = 4, 8, 0.25
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from measure import Row
-from trilith.bench.child import in_ranks
-from trilith.bench.run import measure, report_json
-from trilith.bench.steps import WARM_UP, train_steps
+from trilith.machine.child import in_ranks
+from trilith.machine.random_files import write_tokens
+from trilith.machine.run import measure, report_json
+from trilith.machine.steps import WARM_UP, train_steps
 from trilith.parallel_state import BadInput
 from trilith.planner.time import Machine, StepTime, machine_from_bench
 from trilith.recipes.recipe import parse_recipe
-from trilith.testing.short_runs import write_tokens
 from trilith.training.dry_run import plan_without_weights, predicted_step
 
 COUNT, STEPS, BATCH, LENGTH, SEED = 20, 4, 8, 256, 0

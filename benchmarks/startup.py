@@ -151,7 +151,7 @@ def processor_time(command: list[str], folder: Path) -> float:
 
 def write_recipe(folder: Path) -> Path:
     """Write a token file and a recipe of one step of the model; return the recipe's path."""
-    from trilith.testing.short_runs import write_tokens
+    from trilith.machine.random_files import write_tokens
 
     write_tokens(folder / "tokens", vocab_size=503)
     shape = {"model_type": "llama", **SHAPE}

@@ -47,11 +47,11 @@ def bench(
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from ..bench import measure
-    from ..bench.cases import PARTS
-    from ..bench.page import make_page, shown_figure
-    from ..bench.row import Case, Row
-    from ..bench.run import check_parts, report_json
+    from ..machine import measure
+    from ..machine.cases import PARTS
+    from ..machine.page import make_page, shown_figure
+    from ..machine.row import Case, Row
+    from ..machine.run import check_parts, report_json
     from ..runs.console import plain_console
     from ..storage.output_file import check_output_file, output_file
     from ..storage.parents import make_parents, remove_empty

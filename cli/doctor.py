@@ -11,7 +11,7 @@ import typer
 from .shared.say import say
 
 if TYPE_CHECKING:
-    from ..bench import Finding
+    from ..machine import Finding
 
 
 def doctor(
@@ -57,7 +57,7 @@ def doctor(
         srun --ntasks-per-node=1 trilith doctor --nodes /shared/runs --exclude
         torchrun --nnodes 2 --rdzv-endpoint node1:29400 --rdzv-backend c10d --no-python trilith doctor --nodes
     """
-    from ..bench import diagnose
+    from ..machine import diagnose
     from ..parallel_state import BadInput
     from ..runs.console import plain_console
 
@@ -79,8 +79,8 @@ def doctor(
 
 
 def _compare(folders: Sequence[Path], *, gbits: float | None, exclude: bool, as_json: bool) -> None:
-    from ..bench import preflight
     from ..cluster import exclude_nodes
+    from ..machine import preflight
 
     result = preflight(folders, gbits=gbits)
     if result is None:

@@ -8,7 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     from ..models import Family
-    from ..testing.family_features import Features
+    from .shared.family_features import Features
 
 
 def models(
@@ -53,7 +53,7 @@ def _print_families(families: list[Family], as_json: bool) -> None:
 
     from ..models import published_sizes
     from ..runs.console import plain_console
-    from ..testing.family_features import AXES, features_of
+    from .shared.family_features import AXES, features_of
 
     sizes: dict[str, list[str]] = {family.model_type: [] for family in families}
     for name, size in published_sizes().items():
@@ -75,7 +75,7 @@ def _print_families(families: list[Family], as_json: bool) -> None:
 
 
 def _row(features: Features) -> tuple[str, ...]:
-    from ..testing.family_features import AXES
+    from .shared.family_features import AXES
 
     axes = [_word(axis in features.axes) for axis in AXES]
     lora = ", ".join(features.lora) or _word(False)

@@ -29,7 +29,7 @@ def quickstart(
     from rich.text import Text
 
     from ..runs.console import plain_console
-    from ..testing.quickstart import Quickstart
+    from .shared.quickstart import Quickstart
 
     console = plain_console()
     checks = Quickstart(out, lambda text: console.print(text, soft_wrap=True)).run()

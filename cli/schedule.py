@@ -65,7 +65,7 @@ def schedule(
     console.print("")
     tables: dict[str, Timetable] = {"computed": computed}
     if measure:
-        from ..testing.sleeping_stages import measured_timetable
+        from ..pipeline.sleeping_stages import measured_timetable
 
         with console.status("running"):
             tables["measured"] = measured_timetable(

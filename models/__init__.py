@@ -14,6 +14,7 @@ from .lora.config import LoraConfig
 from .lora.family import AdaptedFamily, adapted
 from .lora.targets import PEFT_PREFIX, Site
 from .sizes import Size, published_size, published_sizes
+from .tiny_config import tiny_config
 from .zoo import FAMILIES, family_of
 
 __all__ = [
@@ -41,4 +42,5 @@ __all__ = [
     "family_of",
     "published_size",
     "published_sizes",
+    "tiny_config",
 ]

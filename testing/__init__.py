@@ -5,12 +5,12 @@ compares your module in a layout with the same module on one process; and ``Live
 memory that tensors hold.
 """
 
+from ..ranks.failures import RankError, RankFailure
+from ..ranks.fresh import ExitCode, run_fresh
+from ..ranks.pool import run_parallel
 from .invariance.check import LayoutVariance, assert_layout_invariant
 from .live_bytes import LiveBytes
 from .operators import Operators, collectives_of
-from .ranks.failures import RankError, RankFailure
-from .ranks.fresh import ExitCode, run_fresh
-from .ranks.pool import run_parallel
 
 __all__ = [
     "ExitCode",

@@ -5,8 +5,6 @@ fetched, nothing is complained about, nothing is wider than the screen, text sta
 large enough to read. Screenshots are left in the folder that is printed.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math
@@ -15,10 +13,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from trilith.runs.report.page import make_report
 from trilith.runs.report.record import RunRecord
@@ -56,15 +52,15 @@ LOOK = """(() => {
 class Browser:
     """Drive a headless Chromium over its DevTools pipe."""
 
-    def __init__(self, read: int, write: int) -> None:
+    def __init__(self, read, write):
         self._read, self._write, self._left, self._count = read, write, b"", 0
-        self.events: list[dict[str, Any]] = []
+        self.events = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
 
-    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+    def call(self, method, **parameters):
         self._count += 1
-        message: dict[str, Any] = {"id": self._count, "method": method, "params": parameters}
+        message = {"id": self._count, "method": method, "params": parameters}
         if hasattr(self, "_session"):
             message["sessionId"] = self._session
         os.write(self._write, json.dumps(message).encode() + b"\0")
@@ -76,11 +72,11 @@ class Browser:
                 return dict(answer["result"])
             self.events.append(answer)
 
-    def wait(self, method: str) -> None:
+    def wait(self, method):
         while not any(event.get("method") == method for event in self.events):
             self.events.append(self._next())
 
-    def _next(self) -> dict[str, Any]:
+    def _next(self):
         while b"\0" not in self._left:
             self._left += os.read(self._read, 1 << 20)
         first, _, self._left = self._left.partition(b"\0")
@@ -88,14 +84,14 @@ class Browser:
 
 
 @contextmanager
-def chromium() -> Iterator[Browser]:
+def chromium():
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if program is None:
         sys.exit("No Chromium here: apt-get install chromium, or run this where there is one")
     theirs_in, ours_out = os.pipe()
     ours_in, theirs_out = os.pipe()
 
-    def inherit() -> None:
+    def inherit():
         # Chromium reads file 3 and writes file 4; moved up first, so that neither overwrites the other.
         high_in, high_out = os.dup2(theirs_in, 30), os.dup2(theirs_out, 31)
         os.dup2(high_in, 3)
@@ -117,7 +113,7 @@ def chromium() -> Iterator[Browser]:
             process.wait()
 
 
-def look(page: Path, screen: str, scheme: str, picture: Path) -> list[str]:
+def look(page, screen, scheme, picture):
     """Return everything that is wrong with the page on this screen."""
     with chromium() as browser:
         width, height = SCREENS[screen]
@@ -153,7 +149,7 @@ def look(page: Path, screen: str, scheme: str, picture: Path) -> list[str]:
     return wrong
 
 
-def example(name: str, steps: int) -> RunRecord:
+def example(name, steps):
     """Return the record of a run with everything that a report shows."""
     lines = [
         {
@@ -178,7 +174,7 @@ def example(name: str, steps: int) -> RunRecord:
     return RunRecord(name, lines, events, f"{name}/checkpoints/step-00000100")
 
 
-def main() -> int:
+def main():
     folder = Path(tempfile.mkdtemp(prefix="trilith-browser-"))
     pages = {
         "one": [example("run", 300)],

@@ -4,30 +4,31 @@
 outlives the session is an error.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+from support.models_page import MEASURED
+from trilith.ranks import pool, processes
 from trilith.system import search_garbage_rarely
 from trilith.system.process_info import children_of, environment_of, process_info
-from trilith.testing.models_page import MEASURED
-from trilith.testing.ranks import pool, processes
 
 torch.set_num_threads(1)
 #: What files of tests import that start the command on ranks; a fork that imports it is slower by a third.
-processes.templates.preload = ["pytest", "trilith.cli.app", "trilith.testing.short_runs"]
+processes.templates.preload = [
+    "pytest",
+    "trilith.cli.app",
+    "trilith.pipeline.user_stages",
+    "support.short_runs",
+]
 settings.register_profile("trilith", deadline=None, derandomize=True)
 settings.register_profile("quick", settings.get_profile("trilith"), max_examples=20)
 
@@ -36,26 +37,26 @@ MARK = f"{os.getpid()}-{time.time_ns()}"
 os.environ["TRILITH_TEST_SESSION"] = MARK
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="leave out tests that take long or start processes")
     parser.addoption("--seconds", help="file for the tests that took long: what --quick leaves out")
     parser.addoption("--measured", help="JSON file for the differences that the tests of families measured")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     settings.load_profile("quick" if config.getoption("quick") else "trilith")
 
 
 @pytest.fixture(autouse=True, scope="session")
-def no_processes_if_quick(request: pytest.FixtureRequest) -> Iterator[None]:
+def no_processes_if_quick(request):
     """With ``--quick``, skip a test where it asks for ranks, forks, or starts Python."""
     start = subprocess.Popen.__init__
 
-    def skip(*given: Any, **named: Any) -> Any:
+    def skip(*given, **named):
         # Only `make quick` gives the option; `make check` runs every one of these tests.
         pytest.skip("--quick: starts a process")
 
-    def init(self: Any, command: Any, *given: Any, **named: Any) -> None:
+    def init(self, command, *given, **named):
         first = command if isinstance(command, str | os.PathLike) else next(iter(command))
         if Path(first).parent == Path(sys.executable).parent:
             self.returncode, self._child_created = 0, False  # what its ``__del__`` reads
@@ -74,10 +75,10 @@ def no_processes_if_quick(request: pytest.FixtureRequest) -> Iterator[None]:
 LONG = 0.5
 SECONDS = Path(__file__).parent / "seconds.txt"
 #: Seconds of each test function in this session, in all lanes.
-TOOK: Counter[str] = Counter()
+TOOK = Counter()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """With ``--quick``, leave out the functions that took long when ``make seconds`` was last run."""
     if config.getoption("quick"):
         long = {line.split()[1] for line in SECONDS.read_text().splitlines()}
@@ -86,23 +87,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.nodeid.partition("[")[0] not in long]
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Let no later garbage collection walk what is here by now, and stays: 6,000 tests and all imports."""
     search_garbage_rarely()
 
 
-def write_seconds(file: Path) -> None:
+def write_seconds(file):
     """Write the functions that took long, the longest first, and what all others took together."""
     long = [(name, seconds) for name, seconds in TOOK.most_common() if seconds >= LONG]
     rest = sum(seconds for seconds in TOOK.values() if seconds < LONG)
     file.write_text("".join(f"{seconds:.1f} {name}\n" for name, seconds in [*long, ("others", rest)]))
 
 
-#: What tests that passed have measured: family, axes, difference (see ``trilith.testing.models_page``).
-FOUND: list[Any] = []
+#: What tests that passed have measured: family, axes, difference (see ``support.models_page``).
+FOUND = []
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+def pytest_runtest_logreport(report):
     """Collect how long a test took and what it has measured, in this process or in a lane."""
     TOOK[report.nodeid.partition("[")[0]] += report.duration
     if report.when == "call" and report.passed:
@@ -110,7 +111,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session):
     """Fail the session if a process that a test started still runs once the pool's ranks have been ended."""
     if (file := session.config.getoption("measured")) and not hasattr(session.config, "workeroutput"):
         Path(file).write_text(json.dumps({MEASURED: FOUND}))
@@ -132,22 +133,22 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 #: A line for each process that was left behind here or in a lane.
-LEFT: list[str] = []
+LEFT = []
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any, error: object) -> None:
+def pytest_testnodedown(node, error):
     """Take over from a lane of pytest-xdist what its tests left behind."""
     LEFT.extend(getattr(node, "workeroutput", {}).get("left", ()))
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter):
     for line in LEFT:
         terminalreporter.write_line(f"still running after the last test: {line}", red=True)
 
 
-def _left_behind() -> list[int]:
+def _left_behind():
     mine = f"TRILITH_TEST_SESSION={MARK}"
     numbers = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
     marked = [pid for pid in numbers if pid != os.getpid() and mine in environment_of(pid)]
@@ -156,7 +157,7 @@ def _left_behind() -> list[int]:
     return sorted(alive)
 
 
-def _description(pid: int) -> str:
+def _description(pid):
     """Describe a process by its command, and by the test that ran when it started, if that is known."""
     try:
         command = (Path("/proc") / str(pid) / "cmdline").read_text(errors="replace").replace("\0", " ")

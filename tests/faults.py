@@ -5,8 +5,6 @@ files. C: tensors. D: config, and determinism. E: layout and launch. F: data and
 folder and output. K: kills.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -15,17 +13,17 @@ from pathlib import Path
 CASES = {"A": 36, "B": 19, "C": 18, "D": 29, "E": 20, "F": 14, "G": 26, "K": 19}
 
 #: Cases of features that do not exist yet.
-NOT_YET: dict[str, str] = {}
+NOT_YET = {}
 
 
-def found_in(names: str) -> set[str]:
+def found_in(names):
     return {
         match[1].upper() + match[2]
         for match in re.finditer(r"(?<![A-Za-z0-9])([A-Ga-gKk])(\d{1,2})(?=[a-c]?(?![A-Za-z0-9]))", names)
     }
 
 
-def main() -> int:
+def main():
     collected = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "slow or not slow"],
         cwd=Path(__file__).resolve().parent.parent,

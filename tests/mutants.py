@@ -6,8 +6,6 @@ loads. A test that stays green on its mutant is no test. Only copies of the tree
 A place is a function and a piece of its syntax tree, so that a function may move, and be laid out anew.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import os
@@ -15,12 +13,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,7 +49,7 @@ class Mutant(NamedTuple):
     tests: str
 
 
-def read_mutants() -> tuple[Mutant, ...]:
+def read_mutants():
     """Read the table in ``mutants.txt``: a name; the function, the old and the new code; the tests."""
     found = []
     for record in (ROOT / "tests/mutants.txt").read_text().split("\n\n"):
@@ -67,7 +64,7 @@ def read_mutants() -> tuple[Mutant, ...]:
 MUTANTS = read_mutants()
 
 
-def code_files() -> list[Path]:
+def code_files():
     """Return the package's own files."""
     away = {"tests", "benchmarks", "examples", "build"}
     found = (path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
@@ -75,11 +72,11 @@ def code_files() -> list[Path]:
 
 
 @cache
-def scopes() -> dict[str, list[tuple[Path, ast.Module, ast.AST]]]:
+def scopes():
     """Return every function, class and constant by its name in the module, with its file and the module."""
-    found: dict[str, list[tuple[Path, ast.Module, ast.AST]]] = {}
+    found = {}
 
-    def visit(inside: ast.AST, prefix: str, path: Path, module: ast.Module) -> None:
+    def visit(inside, prefix, path, module):
         for node in ast.iter_child_nodes(inside):
             named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
             if named:
@@ -96,16 +93,16 @@ def scopes() -> dict[str, list[tuple[Path, ast.Module, ast.AST]]]:
     return found
 
 
-def same(one: object, other: ast.AST) -> bool:
+def same(one, other):
     """Return whether both are the same code, wherever it stands."""
     return type(one) is type(other) and _written(one) == _written(other)
 
 
-def _written(node: Any) -> str:
+def _written(node):
     return ast.dump(node).replace("Store()", "Load()")
 
 
-def places(scope: ast.AST, old: list[ast.expr] | list[ast.stmt]) -> Iterator[tuple[Any, str, int]]:
+def places(scope, old):
     """Yield where the expression or the statements stand: a node, its field, and the index in that field."""
     for node in ast.walk(scope):
         for field, value in ast.iter_fields(node):
@@ -116,7 +113,7 @@ def places(scope: ast.AST, old: list[ast.expr] | list[ast.stmt]) -> Iterator[tup
                     yield node, field, at
 
 
-def parse(old: str, new: str) -> tuple[list[Any], list[Any]]:
+def parse(old, new):
     """Parse both as expressions, or as statements if one of them is not an expression."""
     before, after = ast.parse(old).body, ast.parse(new).body
     if len(before) == len(after) == 1 and isinstance(before[0], ast.Expr) and isinstance(after[0], ast.Expr):
@@ -124,7 +121,7 @@ def parse(old: str, new: str) -> tuple[list[Any], list[Any]]:
     return [*before], [*after]
 
 
-def seed(mutant: Mutant) -> tuple[Path, str]:
+def seed(mutant):
     """Return the file with the mistake, and its new text; ``LookupError`` unless there is one such place."""
     old, new = parse(mutant.old, mutant.new)
     found = [
@@ -145,7 +142,7 @@ def seed(mutant: Mutant) -> tuple[Path, str]:
     return path, text
 
 
-def copy_tree(target: Path) -> Path:
+def copy_tree(target):
     """Copy to ``target`` the files that git tracks or would track."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(
@@ -157,7 +154,7 @@ def copy_tree(target: Path) -> Path:
     return target
 
 
-def run_tests(tree: Path, tests: str, *more: str) -> subprocess.CompletedProcess[str]:
+def run_tests(tree, tests, *more):
     """Run pytest on the copy, which comes before any installed trilith on the path."""
     options = [
         "-x",
@@ -178,7 +175,7 @@ def run_tests(tree: Path, tests: str, *more: str) -> subprocess.CompletedProcess
     )
 
 
-def caught_by(tree: Path, mutant: Mutant) -> str | None:
+def caught_by(tree, mutant):
     """Return the test that fails on the mutant, or ``None``."""
     file, text = seed(mutant)
     original = (tree / file).read_text()
@@ -191,7 +188,7 @@ def caught_by(tree: Path, mutant: Mutant) -> str | None:
     return failed[0].removeprefix("FAILED ") if result.returncode == 1 and failed else None
 
 
-def failed_without(tree: Path, mutants: list[Mutant]) -> str:
+def failed_without(tree, mutants):
     """Run the mutants' tests on the tree as it is; return what pytest says if one fails."""
     chosen_by_name = {mutant.tests for mutant in mutants if "-k" in mutant.tests}
     plain = {
@@ -203,7 +200,7 @@ def failed_without(tree: Path, mutants: list[Mutant]) -> str:
     return ""
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("only", nargs="*", help="only mutants whose name contains one of these")
     parser.add_argument("--part", default="1/1", help="2/4 is the second of four parts")
@@ -215,12 +212,12 @@ def main() -> int:
     for mutant in chosen:
         seed(mutant)  # all places are there before anything runs
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.lanes) as lanes:
-        trees: SimpleQueue[Path] = SimpleQueue()
+        trees = SimpleQueue()
         for lane in range(options.lanes):
             (Path(folder) / str(lane)).mkdir()
             trees.put(copy_tree(Path(folder) / str(lane) / "trilith"))
 
-        def on_a_tree(work: Callable[[Path], Any]) -> Any:
+        def on_a_tree(work):
             tree = trees.get()
             try:
                 return work(tree)

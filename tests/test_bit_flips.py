@@ -5,33 +5,30 @@ damaged folder must be what was written; else the answer is an error of one line
 A Hugging Face folder is not among them: its format has no place for a checksum.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
 import torch.distributed as dist
+from support.configs import TINIEST_LLAMA
+from support.folders import contents
+from support.short_runs import tiny_recipe
 from trilith.checkpoints import ConversionOptions, convert, load_model, read_source, verify
 from trilith.cli.app import run
 from trilith.data import TokenFile
 from trilith.data.token_writer import TokenWriter
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadInput, Box
 from trilith.recipes.foreign.translation import to_toml
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.report.record import read_run
-from trilith.testing.hf_folders import contents
-from trilith.testing.short_runs import tiny_recipe, write_tokens
-from trilith.testing.tiny_models import TINIEST_LLAMA
 from trilith.training.run_data import open_data
 
 STEPS = 3
@@ -40,7 +37,7 @@ CODES = (2, 3, 4)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory):
     """Make the folders to damage; each is read by the reader of the same name in ``READERS``."""
     root = tmp_path_factory.mktemp("flips") / "made"
     (root / "tokens").mkdir(parents=True)
@@ -63,7 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def write_chat(name: Path) -> None:
+def write_chat(name):
     """Write a set of conversations, in which some of the tokens are to be learnt."""
     name.parent.mkdir()
     random = np.random.default_rng(5)
@@ -73,7 +70,7 @@ def write_chat(name: Path) -> None:
         writer.commit()
 
 
-def recipe(root: Path, steps: int, *, tokens: str = "tokens", out: str = "run") -> dict[str, Any]:
+def recipe(root, steps, *, tokens="tokens", out="run"):
     model = {"config": TINIEST_LLAMA}
     if (root / "tokenizer").exists():
         model["tokenizer"] = str(root / "tokenizer")
@@ -88,7 +85,7 @@ def recipe(root: Path, steps: int, *, tokens: str = "tokens", out: str = "run") 
     )
 
 
-def train(root: Path, recipe: dict[str, Any]) -> int:
+def train(root, recipe):
     path = root.parent / "recipe.toml"
     path.write_text("".join(f"{key} = {to_toml(value)}\n" for key, value in recipe.items()))
     try:
@@ -98,12 +95,12 @@ def train(root: Path, recipe: dict[str, Any]) -> int:
             dist.destroy_process_group()
 
 
-def interrupted(source: Path, out: Path) -> None:
+def interrupted(source, out):
     """Stop a conversion when some of its work is noted as done."""
     out.parent.mkdir()
-    moved: list[int] = []
+    moved = []
 
-    def stop(done: int) -> None:
+    def stop(done):
         moved.append(done)
         if len(moved) == 9:
             raise KeyboardInterrupt
@@ -113,7 +110,7 @@ def interrupted(source: Path, out: Path) -> None:
     assert list(out.parent.rglob("journal*"))
 
 
-def all_of(folder: Path) -> object:
+def all_of(folder):
     """Return all that a checkpoint says and holds."""
     source = read_source(folder)
     assert source.manifest is not None
@@ -140,11 +137,11 @@ class Run:
     weights: object
 
 
-def facts(line: dict[str, Any]) -> frozenset[str]:
+def facts(line):
     return frozenset(f"{key}={value!r}" for key, value in line.items())
 
 
-def read_a_run(folder: Path, weights: Callable[[Path], object]) -> object:
+def read_a_run(folder, weights):
     """Read the run as the report, ``inspect`` and ``generate`` do."""
     record = read_run(folder)
     steps = {str(line["step"]): facts(line) for line in record.steps}
@@ -152,7 +149,7 @@ def read_a_run(folder: Path, weights: Callable[[Path], object]) -> object:
     return Run(all_of(folder), steps, events, weights(folder))
 
 
-def resume(root: Path) -> object:
+def resume(root):
     """One more step: its loss, its gradient norm, and every number of its checkpoint."""
     code = train(root, recipe(root, STEPS + 1))
     if code:
@@ -166,12 +163,12 @@ def resume(root: Path) -> object:
 class Refused(Exception):
     """A command ended with this exit code."""
 
-    def __init__(self, code: int) -> None:
+    def __init__(self, code):
         super().__init__(f"exit code {code}")
         self.exit_code = code
 
 
-def all_tokens(root: Path, tokens: str) -> object:
+def all_tokens(root, tokens):
     """Every id by itself, which are to be learnt, and as the batches of a run have them."""
     file = TokenFile.open(root / tokens / "ids")
     batches = open_data(parse_recipe(recipe(root, STEPS, tokens=tokens)))
@@ -182,19 +179,19 @@ def all_tokens(root: Path, tokens: str) -> object:
     return file.ids(0, count).tobytes(), learnt, file.documents.tobytes(), file.fingerprint, inputs
 
 
-def exported(folder: Path) -> object:
+def exported(folder):
     """The run's adapters in PEFT's format."""
     out = folder.with_name("peft")
     convert(folder, out, to="peft")
     return contents(out)
 
 
-def load_all(folder: Path) -> object:
+def load_all(folder):
     model = load_model(folder)
     return {name: value.detach().numpy().tobytes() for name, value in model.named_parameters()}
 
 
-def finish(root: Path) -> object:
+def finish(root):
     """Call the interrupted conversion again, and return the tensors of its output."""
     out = root / "interrupted" / "out"
     convert(
@@ -203,7 +200,7 @@ def finish(root: Path) -> object:
     return all_of(out)
 
 
-READERS: dict[str, list[Callable[[Path], object]]] = {
+READERS = {
     "tokens": [lambda root: all_tokens(root, "tokens")],
     "chat": [lambda root: all_tokens(root, "chat")],
     "lora": [lambda root: read_a_run(root / "lora", exported)],
@@ -214,20 +211,20 @@ READERS: dict[str, list[Callable[[Path], object]]] = {
 }
 
 
-def kind_of(path: Path, made: Path) -> str:
+def kind_of(path, made):
     """Files that differ in numbers alone are of one kind."""
     return re.sub(r"[0-9a-f]{16}|[0-9]+", "N", str(path.relative_to(made)))
 
 
-def files_by_kind(made: Path) -> dict[str, list[Path]]:
-    kinds: dict[str, list[Path]] = defaultdict(list)
+def files_by_kind(made):
+    kinds = defaultdict(list)
     for path in sorted(made.rglob("*")):
         if path.is_file() and path.stat().st_size:
             kinds[kind_of(path, made)].append(path)
     return kinds
 
 
-def flipped(data: bytes, random: Random) -> bytes:
+def flipped(data, random):
     """One bit: in half of the cases among the first 4,096 bytes, where formats keep what they say."""
     near = random.random() < 0.5
     at = random.randrange(min(len(data), 4096) if near else len(data))
@@ -236,7 +233,7 @@ def flipped(data: bytes, random: Random) -> bytes:
     return bytes(changed)
 
 
-def answer(read: Callable[[Path], object], root: Path) -> object:
+def answer(read, root):
     """Return what was read, or the exit code of the refusal."""
     try:
         return read(root)
@@ -245,17 +242,17 @@ def answer(read: Callable[[Path], object], root: Path) -> object:
         return int(error.exit_code)
 
 
-def campaign(made: Path, count: int, resumes: int, seed: int) -> Counter[str]:
+def campaign(made, count, resumes, seed):
     random, outcomes = Random(seed), Counter[str]()
     scratch = made.parent / "scratch"
     kinds = files_by_kind(made)  # of an empty file, which a run's lock is, there is no bit to flip
     assert {path.relative_to(made).parts[0] for files in kinds.values() for path in files} == READERS.keys()
 
-    def fresh() -> Path:
+    def fresh():
         shutil.rmtree(scratch, ignore_errors=True)
         return Path(shutil.copytree(made, scratch / "made"))
 
-    whole: dict[tuple[str, int], object] = {}
+    whole = {}
     bad = []
     for number in itertools.count():
         if outcomes.total() + len(bad) == count:
@@ -289,7 +286,7 @@ def campaign(made: Path, count: int, resumes: int, seed: int) -> Counter[str]:
     return outcomes
 
 
-def same(found: object, whole: object) -> bool:
+def same(found, whole):
     """Equal; of a run's steps and events it is enough that those which are there are as they were."""
     if not isinstance(found, Run) or not isinstance(whole, Run):
         return found == whole
@@ -307,9 +304,7 @@ def same(found: object, whole: object) -> bool:
         pytest.param(2000, 20, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(3000)]),
     ],
 )
-def test_no_flipped_bit_is_accepted_with_another_meaning(
-    made: Path, count: int, resumes: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_flipped_bit_is_accepted_with_another_meaning(made, count, resumes, capsys):
     outcomes = campaign(made, count, resumes, seed=count)
     assert outcomes["refused"] > count // 2
     with capsys.disabled():

@@ -1,34 +1,31 @@
 """Check that the examples in the docs work: a reader of checkpoints that does not use trilith; watching."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from support.configs import TINY_LLAMA, TINY_MIXTRAL
+from support.short_runs import run_recipe, tiny_recipe
 from transformers import LlamaConfig, LlamaForCausalLM
 from trilith.checkpoints import convert
 from trilith.cli.app import run
 from trilith.layers import routers
+from trilith.machine.random_files import write_tokens
 from trilith.models import LoraConfig, adapted
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
-from trilith.testing.tiny_models import TINY_LLAMA, TINY_MIXTRAL
 from trilith.training.run_plan import plan
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 
 @pytest.fixture
-def shown() -> dict[str, Any]:
+def shown():
     """The functions that docs/checkpoints.md shows; none needs this library."""
-    space: dict[str, Any] = {}
+    space = {}
     for code in re.findall(r"```python\n(.*?)```", (DOCS / "checkpoints.md").read_text(), re.DOTALL):
         assert "trilith" not in code
         assert len(code.strip().splitlines()) <= 24
@@ -37,14 +34,12 @@ def shown() -> dict[str, Any]:
 
 
 @pytest.fixture
-def read(shown: dict[str, Any]) -> Callable[[str, str], torch.Tensor]:
-    reader: Callable[[str, str], torch.Tensor] = shown["read"]
+def read(shown):
+    reader = shown["read"]
     return reader
 
 
-def test_the_reader_reads_what_convert_writes(
-    tmp_path: Path, read: Callable[[str, str], torch.Tensor]
-) -> None:
+def test_the_reader_reads_what_convert_writes(tmp_path, read):
     model = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA))
     model.save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "out", tensor=4, pipeline=3)
@@ -57,7 +52,7 @@ def test_the_reader_reads_what_convert_writes(
         assert torch.equal(read(str(tmp_path / "out"), ours), theirs[name])
 
 
-def test_the_reader_reads_what_a_run_writes(tmp_path: Path, read: Callable[[str, str], torch.Tensor]) -> None:
+def test_the_reader_reads_what_a_run_writes(tmp_path, read):
     tokens = write_tokens(tmp_path / "tokens")
     raw = tiny_recipe(tmp_path / "run", tokens, steps=1, layout={"tensor": 2, "data": 2, "zero": 1})
     run_parallel(run_recipe, 4, raw)
@@ -68,7 +63,7 @@ def test_the_reader_reads_what_a_run_writes(tmp_path: Path, read: Callable[[str,
     assert float(moment.max()) > 0
 
 
-def test_the_seal_is_checked_as_shown(tmp_path: Path, shown: dict[str, Any]) -> None:
+def test_the_seal_is_checked_as_shown(tmp_path, shown):
     LlamaForCausalLM(LlamaConfig(**TINY_LLAMA)).save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "out", tensor=2)
     assert shown["sealed"](str(tmp_path / "out"))
@@ -77,7 +72,7 @@ def test_the_seal_is_checked_as_shown(tmp_path: Path, shown: dict[str, Any]) -> 
     assert not shown["sealed"](str(tmp_path / "out"))
 
 
-def test_what_is_watched_is_watched_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_watched_is_watched_as_shown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (DOCS / "watching.md").read_text()
     (recipe,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
@@ -96,7 +91,7 @@ def test_what_is_watched_is_watched_as_shown(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "run" / "report.html").exists() and (tmp_path / "compared.html").exists()
 
 
-def test_what_context_parallelism_shows_runs(tmp_path: Path) -> None:
+def test_what_context_parallelism_shows_runs(tmp_path):
     text = (DOCS / "context.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(compile(code, "context.md", "exec"), {})
@@ -105,7 +100,7 @@ def test_what_context_parallelism_shows_runs(tmp_path: Path) -> None:
     assert (layout.context, layout.ring) == (4, True)
 
 
-def test_what_is_said_of_experts_runs(tmp_path: Path) -> None:
+def test_what_is_said_of_experts_runs(tmp_path):
     text = (DOCS / "experts.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(compile(code, "experts.md", "exec"), {})
@@ -121,7 +116,7 @@ def test_what_is_said_of_experts_runs(tmp_path: Path) -> None:
     assert len(family.stacks(planned.config)) == 2 * planned.config.num_hidden_layers
 
 
-def test_the_page_on_new_families_shows_code_tests_and_files_that_exist() -> None:
+def test_the_page_on_new_families_shows_code_tests_and_files_that_exist():
     text, root = (DOCS / "new_family.md").read_text(), DOCS.parent
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert code in (root / "models" / "smollm3.py").read_text()

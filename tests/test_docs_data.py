@@ -1,12 +1,9 @@
 """Check that docs/data.md works: run its commands, in its order, with the files that it shows."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
 
-import pytest
 from trilith.cli.app import run
 from trilith.runs.metrics import read_metrics
 
@@ -14,14 +11,12 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 
 
-def block(language: str) -> str:
+def block(language):
     (found,) = re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
     return str(found)
 
 
-def test_the_commands_of_the_page_on_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_of_the_page_on_data(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("corpus.txt").write_text((ROOT / "README.md").read_text(encoding="utf-8") + TEXT, encoding="utf-8")
     for name, language in (("chat.jsonl", "jsonl"), ("chat.jinja", "jinja"), ("recipe.toml", "toml")):

@@ -1,12 +1,9 @@
 """The example of docs/your_model.md: one model in every layout; trained, cut anew, exported, imported."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from trilith.testing import assert_layout_invariant, run_parallel
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def example(name: str) -> ModuleType:
+def example(name):
     """Under its own name, as other processes find it."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
@@ -54,7 +51,7 @@ custom, plain = example("custom_model"), example("plain_model")
     ],
     ids=str,
 )
-def test_the_example_is_one_model_in_every_layout(layout: Layout, schedule: str | None) -> None:
+def test_the_example_is_one_model_in_every_layout(layout, schedule):
     batch = custom.batch(0, samples=4, frames=4, length=4)
     found = assert_layout_invariant(
         custom.Transcriber, batch, layouts=[layout], loss=custom.loss, schedule=schedule
@@ -62,14 +59,12 @@ def test_the_example_is_one_model_in_every_layout(layout: Layout, schedule: str 
     assert found[layout].gradients < 1e-10
 
 
-def stretch(layout: Layout, out: Path, steps: int) -> list[float]:
-    losses: list[float] = custom.train(layout, out, steps)
+def stretch(layout, out, steps):
+    losses = custom.train(layout, out, steps)
     return losses
 
 
-def test_it_is_trained_resumed_in_another_layout_cut_anew_exported_and_imported(
-    tmp_path: Path,
-) -> None:
+def test_it_is_trained_resumed_in_another_layout_cut_anew_exported_and_imported(tmp_path):
     whole = run_parallel(stretch, 1, Layout(), tmp_path / "whole", 12)[0]
     run_parallel(stretch, 2, Layout(tensor=2, sequence=True), tmp_path / "run", 6)
     second = run_parallel(stretch, 2, Layout(pipeline=2), tmp_path / "run", 12)[1]
@@ -90,7 +85,7 @@ def test_it_is_trained_resumed_in_another_layout_cut_anew_exported_and_imported(
     assert torch.equal(again(**given), ours(**given))
 
 
-def test_the_plain_model_and_ours_have_the_same_gradients() -> None:
+def test_the_plain_model_and_ours_have_the_same_gradients():
     theirs, ours = plain.Transcriber().double(), custom.Transcriber().double()
     initialize(ours, 3)
     links, _ = expand(custom.NAMES, {n: tuple(p.shape) for n, p in ours.named_parameters()}, 2)
@@ -110,8 +105,8 @@ def test_the_plain_model_and_ours_have_the_same_gradients() -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_takes_any_layout_from_the_command_line(tmp_path: Path) -> None:
-    def launch(ranks: int, *arguments: str) -> str:
+def test_torchrun_takes_any_layout_from_the_command_line(tmp_path):
+    def launch(ranks, *arguments):
         command = [
             "-m",
             "torch.distributed.run",

@@ -1,14 +1,11 @@
 """The worked example of docs/fine_tuning.md, command by command, on a model smaller than quickstart's."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +17,6 @@ from trilith.data import TokenFile
 from trilith.data.text.stdlib_corpus import standard_library
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.layers import gather_logits
-from trilith.models import CausalLM
 from trilith.runs.metrics import read_metrics
 
 TEXT = (Path(__file__).parents[1] / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
@@ -48,12 +44,12 @@ warmup = 10
 """
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     """A folder with ``quickstart/hf``, pretrained for a moment on Python's sources, and the doc's recipes."""
     folder = tmp_path_factory.mktemp("example")
     with pytest.MonkeyPatch.context() as patch:
@@ -72,7 +68,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def do(line: str) -> None:
+def do(line):
     """One line of the doc, its runs shortened and in this process."""
     words = shlex.split(line)
     if words[:2] == ["trilith", "quickstart"]:
@@ -89,7 +85,7 @@ def do(line: str) -> None:
 
 
 @torch.no_grad()
-def loss_of(model: CausalLM, place: Path) -> float:
+def loss_of(model, place):
     """On the same stretch of the new text."""
     tokens = torch.from_numpy(TokenFile.open(place / "reference").tokens[: 64 * 49].astype("int64")).view(
         64, 49
@@ -98,7 +94,7 @@ def loss_of(model: CausalLM, place: Path) -> float:
     return float(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
 
 
-def test_the_new_text_is_learnt(place: Path) -> None:
+def test_the_new_text_is_learnt(place):
     before = loss_of(load_model(place / "quickstart" / "hf"), place)
     for name in ("merged", "full"):
         after = loss_of(load_model(place / name), place)
@@ -107,10 +103,10 @@ def test_the_new_text_is_learnt(place: Path) -> None:
         assert len(steps) == 60
 
 
-def test_peft_and_transformers_load_the_results(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peft_and_transformers_load_the_results(place, monkeypatch):
     monkeypatch.chdir(place)
     (code,) = blocks("python")
-    space: dict[str, Any] = {}
+    space = {}
     exec(compile(code, "fine_tuning.md", "exec"), space)
     assert float(space["gap"]) < 1e-4
     ids = space["ids"]
@@ -123,9 +119,7 @@ def test_peft_and_transformers_load_the_results(place: Path, monkeypatch: pytest
             )
 
 
-def test_adapters_write_what_the_merged_model_writes(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_adapters_write_what_the_merged_model_writes(place, monkeypatch, capfd):
     monkeypatch.chdir(place)
     said = []
     for words in (["merged"], ["lora-run"], ["quickstart/hf", "--adapter", "adapter"], ["quickstart/hf"]):
@@ -135,7 +129,7 @@ def test_adapters_write_what_the_merged_model_writes(
     assert said[0] == said[1] == said[2] != said[3]
 
 
-def test_lora_changed_the_linears_and_full_fine_tuning_everything(place: Path) -> None:
+def test_lora_changed_the_linears_and_full_fine_tuning_everything(place):
     before, merged, full = (
         load_file(place / name / "model.safetensors") for name in ("quickstart/hf", "merged", "full")
     )

@@ -1,7 +1,5 @@
 """docs/install.md and the Containerfile name one version of each package that pyproject.toml asks for."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_page_and_the_container_name_the_same_versions_of_all_packages() -> None:
+def test_the_page_and_the_container_name_the_same_versions_of_all_packages():
     page = (ROOT / "docs" / "install.md").read_text()
     rows = dict(re.findall(r"^\| ([\w]+)[^|]*\| ([\d.]+) \|", page, re.MULTILINE))
     pinned = dict(re.findall(r"^ {4}([\w]+)==([\d.]+)", (ROOT / "Containerfile").read_text(), re.MULTILINE))
@@ -21,7 +19,7 @@ def test_the_page_and_the_container_name_the_same_versions_of_all_packages() -> 
     assert names == rows.keys()
 
 
-def test_the_container_runs_as_a_user_of_its_own() -> None:
+def test_the_container_runs_as_a_user_of_its_own():
     lines = (ROOT / "Containerfile").read_text().splitlines()
     user = lines.index("USER trainer")
     assert not any(line.startswith("USER") for line in lines[user + 1 :])

@@ -1,7 +1,5 @@
 """The seeded faults still fit the code: the place of each is there, once, and so are its tests."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path
@@ -17,19 +15,19 @@ SPEC.loader.exec_module(mutants)
 
 
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
-def test_a_seeded_fault_fits_the_code(mutant: mutants.Mutant) -> None:
+def test_a_seeded_fault_fits_the_code(mutant):
     file, text = mutants.seed(mutant)
     compile(text, file, "exec")
     path, _, test = mutant.tests.split()[-1].partition("::")
     assert f"def {test}" in (HERE.parent / path).read_text()
 
 
-def test_a_fault_whose_place_is_gone_is_an_error() -> None:
+def test_a_fault_whose_place_is_gone_is_an_error():
     gone = mutants.MUTANTS[0]._replace(old="no_such_name()")
     with pytest.raises(LookupError, match="0 times, expected once"):
         mutants.seed(gone)
 
 
-def test_parts_of_the_faults_are_all_of_them_once() -> None:
+def test_parts_of_the_faults_are_all_of_them_once():
     parts = [mutants.MUTANTS[part::4] for part in range(4)]
     assert sorted(sum(parts, ())) == sorted(mutants.MUTANTS)

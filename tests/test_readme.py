@@ -1,40 +1,37 @@
 """Check that the README works: its Python runs, its recipe is one, its commands do what they say."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from support.configs import TINY_LLAMA
 from trilith.cli.app import run
 from trilith.data.text.tokenizer_training import train_tokenizer
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import Layout, ParallelState, clip_gradients, finalize_gradients
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import run_fresh
-from trilith.testing.short_runs import write_tokens
-from trilith.testing.tiny_models import TINY_LLAMA
 
 README = Path(__file__).parents[1] / "README.md"
 CONVERTING = ("convert", "inspect", "parity")
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def commands() -> list[list[str]]:
+def commands():
     """Return the words of every `trilith` command shown, in order."""
     lines = [line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]
     return [shlex.split(line)[1:] for line in lines if line.startswith("trilith ")]
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tmp_path, monkeypatch):
     """Make a folder with a small `Llama-3.2-1B`, its tokenizer, and a `corpus.txt`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -48,18 +45,18 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_python_runs() -> None:
+def test_the_python_runs():
     (code,) = blocks("python")
-    space: dict[str, object] = {}
+    space = {}
     exec(compile(code, str(README), "exec"), space)
     result = space["y"]
     assert isinstance(result, torch.Tensor)
     assert result.shape == (2, 8, 64)
 
 
-def reuse(code: str) -> float:
+def reuse(code):
     """The block, then its class on this world; a number of what it computes, and of a gradient."""
-    space: dict[str, Any] = {}
+    space = {}
     exec(compile(code, str(README), "exec"), space)
     state = None
     if "RANK" in os.environ:
@@ -76,7 +73,7 @@ def reuse(code: str) -> float:
     return norm
 
 
-def test_the_layers_work_as_shown_under_torchrun_and_agree(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_layers_work_as_shown_under_torchrun_and_agree(capsys):
     """No process group, and a seed of its own on each rank, as torchrun leaves them."""
     (code,) = blocks("python")
     reuse(code)
@@ -86,14 +83,14 @@ def test_the_layers_work_as_shown_under_torchrun_and_agree(capsys: pytest.Captur
         assert alone in rank.output
 
 
-def test_the_recipe_is_one(tmp_path: Path) -> None:
+def test_the_recipe_is_one(tmp_path):
     (text,) = blocks("toml")
     recipe = parse_recipe(tomllib.loads(text))
     assert recipe.layout.world == 8
     assert write_tokens(tmp_path / recipe.data.tokens if isinstance(recipe.data.tokens, str) else tmp_path)
 
 
-def test_converting_works_as_shown(place: Path) -> None:
+def test_converting_works_as_shown(place):
     shown = [words for words in commands() if words[0] in CONVERTING]
     assert len(shown) == 5
     for words in shown:
@@ -105,7 +102,7 @@ def test_converting_works_as_shown(place: Path) -> None:
     assert (source / "tokenizer.json").read_bytes() == (again / "tokenizer.json").read_bytes()
 
 
-def test_training_works_as_shown_at_a_small_size(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_training_works_as_shown_at_a_small_size(place, capfd):
     (text,) = blocks("toml")
     Path("recipe.toml").write_text(text)
     tokenize, train, resume, report, generate = (words for words in commands() if words[0] not in CONVERTING)

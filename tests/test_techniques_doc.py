@@ -1,11 +1,8 @@
 """docs/techniques.md: commands, keys, files, tests and links exist; the corrected figures are right."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer.main
@@ -18,7 +15,7 @@ from trilith.planner.formulas.training_time import DAY, device_hours, training_f
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "techniques.md").read_text()
-COMMANDS: dict[str, Any] = dict(every_command(typer.main.get_command(make_app())))
+COMMANDS = dict(every_command(typer.main.get_command(make_app())))
 #: What the tutorials teach: each must stand in the first cell of a row.
 TAUGHT = """
     nn.DataParallel; DDP; DistributedSampler; FSDP; ZeRO-1; ZeRO-2; ZeRO-3; ZeRO-Offload; tensor parallelism;
@@ -30,7 +27,7 @@ TAUGHT = """
 """
 
 
-def rows(heading: str) -> list[list[str]]:
+def rows(heading):
     """Return the cells of the rows below a heading, without the table's head."""
     part = TEXT.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     lines = [line for line in part.splitlines() if line.startswith("| ")]
@@ -52,7 +49,7 @@ TECHNIQUES = [
 QUOTED = re.findall(r"`([^`]+)`", TEXT)
 
 
-def test_everything_that_is_taught_has_a_row_that_says_where_it_is() -> None:
+def test_everything_that_is_taught_has_a_row_that_says_where_it_is():
     names = " | ".join(row[0] for row in TECHNIQUES)
     assert [word for word in TAUGHT.split(";") if " ".join(word.split()) not in names] == []
     for name, what, where in TECHNIQUES:
@@ -60,7 +57,7 @@ def test_everything_that_is_taught_has_a_row_that_says_where_it_is() -> None:
         assert where.startswith("not built, because") or not where.startswith("not built"), name
 
 
-def test_files_and_tests_exist() -> None:
+def test_files_and_tests_exist():
     named = [one for one in QUOTED if re.fullmatch(r"[\w/]+\.(py|md)(::\w+)?", one)]
     assert len(named) > 50
     for one in named:
@@ -69,12 +66,12 @@ def test_files_and_tests_exist() -> None:
         assert f"def {test}(" in (ROOT / file).read_text() if test else True, one
 
 
-def test_links_lead_to_files() -> None:
+def test_links_lead_to_files():
     links = re.findall(r"\]\(([^)#]+)", TEXT)
     assert len(links) > 5 and [one for one in links if not (ROOT / "docs" / one).is_file()] == []
 
 
-def test_commands_are_accepted() -> None:
+def test_commands_are_accepted():
     shown = [shlex.split(one)[1:] for one in QUOTED if one.startswith("trilith ") and "TOPIC" not in one]
     assert len(shown) > 15
     for words in shown:
@@ -82,7 +79,7 @@ def test_commands_are_accepted() -> None:
         COMMANDS[" ".join(words[:said])].make_context(words[0], words[said:])
 
 
-def test_recipe_keys_exist() -> None:
+def test_recipe_keys_exist():
     keys = [one.split(" = ")[0] for one in QUOTED if re.fullmatch(r"[a-z_0-9]+(\.[a-z_0-9]+)?( = .+)?", one)]
     assert len(keys) > 20
     page = (ROOT / "docs" / "recipe.md").read_text()  # which a test compares with the schema
@@ -105,7 +102,7 @@ BY_FORMULA = [
 
 
 @pytest.mark.parametrize("number", range(len(WRONG)))
-def test_a_corrected_figure_is_what_its_arithmetic_and_the_formulas_give(number: int) -> None:
+def test_a_corrected_figure_is_what_its_arithmetic_and_the_formulas_give(number):
     claim, right, why, arithmetic = WRONG[number]
     value = eval(arithmetic.strip("`"), {})
     written = [f"{100 * value:.3g} %", f"{value:.3g} GB", f"{value:,.0f}", f"{value:.4g}"]
@@ -113,9 +110,7 @@ def test_a_corrected_figure_is_what_its_arithmetic_and_the_formulas_give(number:
     assert right == BY_FORMULA[number]
 
 
-def test_the_textbook_s_figures_come_out_of_the_commands_beside_them(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_textbook_s_figures_come_out_of_the_commands_beside_them(capsys):
     """Every number in the second column stands in what the command prints, or in the test that is named."""
     from trilith.cli.app import run
 

@@ -1,14 +1,10 @@
 """docs/your_model.md, followed from top to bottom: its code is one file, its commands are run."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -21,12 +17,12 @@ from trilith.training import ModuleStep
 PAGE = (Path(__file__).parents[1] / "docs" / "your_model.md").read_text(encoding="utf-8")
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+def page(tmp_path_factory):
     """Return all of its Python, as a reader would have it in one file."""
     file = tmp_path_factory.mktemp("page") / "my_model_of_the_page.py"
     file.write_text("\n\n".join(blocks("python")), encoding="utf-8")
@@ -38,7 +34,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     return module
 
 
-def call(file: str, *arguments: Any) -> Any:
+def call(file, *arguments):
     """Call the page's ``train``, in a process that knows the page by its file."""
     spec = importlib.util.spec_from_file_location("page_in_a_rank", file)
     assert spec is not None
@@ -48,15 +44,13 @@ def call(file: str, *arguments: Any) -> Any:
     return module.train(*arguments)
 
 
-def test_the_proof_holds(page: ModuleType) -> None:
+def test_the_proof_holds(page):
     found = page.prove()
     assert len(found) == 5
     assert max(one.gradients for one in found.values()) < 1e-10
 
 
-def test_it_trains_and_its_commands_work(
-    page: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_trains_and_its_commands_work(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder, file = str(tmp_path / "run"), page.__file__
     first = run_parallel(call, 2, file, Layout(tensor=2), 6, folder)[0]
@@ -71,7 +65,7 @@ def test_it_trains_and_its_commands_work(
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
 
 
-def call_own_loop(file: str, *arguments: Any) -> Any:
+def call_own_loop(file, *arguments):
     """Call the page's ``own_loop``, in a process that knows the page by its file."""
     spec = importlib.util.spec_from_file_location("page_in_a_rank", file)
     assert spec is not None
@@ -81,9 +75,7 @@ def call_own_loop(file: str, *arguments: Any) -> Any:
     return module.own_loop(*arguments)
 
 
-def test_a_zoo_model_trains_in_the_pages_own_loop_and_goes_on_in_another_layout(
-    page: ModuleType, tmp_path: Path
-) -> None:
+def test_a_zoo_model_trains_in_the_pages_own_loop_and_goes_on_in_another_layout(page, tmp_path):
     whole, parts, file = str(tmp_path / "whole"), str(tmp_path / "parts"), page.__file__
     expected = run_parallel(call_own_loop, 1, file, Layout(), whole, 6)[0]
     first = run_parallel(call_own_loop, 2, file, Layout.of(data=2, zero=2), parts, 3)
@@ -93,7 +85,7 @@ def test_a_zoo_model_trains_in_the_pages_own_loop_and_goes_on_in_another_layout(
     assert run(["verify", parts]) == 0
 
 
-def test_the_refusals_are_worded_as_shown(page: ModuleType) -> None:
+def test_the_refusals_are_worded_as_shown(page):
     shown = re.search(r"A cut that is not even: `(.*?)`", PAGE, re.DOTALL)
     assert shown is not None
     with pytest.raises(BadInput) as caught:
@@ -112,7 +104,7 @@ def test_the_refusals_are_worded_as_shown(page: ModuleType) -> None:
     assert str(caught.value) == " ".join(shown[1].split())
 
 
-def test_the_rules_names_exist(page: ModuleType) -> None:
+def test_the_rules_names_exist(page):
     import trilith.layers
     import trilith.models
     import trilith.parallel_state
@@ -125,7 +117,7 @@ def test_the_rules_names_exist(page: ModuleType) -> None:
     initialize(page.Model(), 0)
 
 
-def test_it_is_planned_for_any_number_of_ranks(page: ModuleType) -> None:
+def test_it_is_planned_for_any_number_of_ranks(page):
     layout = Layout.of(tensor=2, data=4, zero=3)
     memory, sent = page.dry_run(layout, rank=3)
     alone, _ = page.dry_run(Layout())

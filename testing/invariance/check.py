@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ...checkpoints import differences, read_source
 from ...parallel_state import BadInput, Layout
-from ..ranks.failures import RankError
-from ..ranks.pickling import FunctionName, pack
-from ..ranks.pool import run_parallel
+from ...ranks.failures import RankError
+from ...ranks.pickling import FunctionName, pack
+from ...ranks.pool import run_parallel
 from .finding import Fault, Figures
 from .run import Trial, Witnessed, alone, in_layout
 from .verdict import judge

@@ -30,11 +30,11 @@ from ...parallel_state import (
 )
 from ...parallel_state.engine import local_data
 from ...parallel_state.initial_weights import fill
+from ...ranks.pickling import FunctionName, unpack
 from ...training.adamw import make_adamw
 from ...training.precision import Precision
 from ...training.user_step import ModuleStep, Samples, own_samples
 from ...training.zero_on_fsdp import shard_over_data, stacks_of_experts
-from ..ranks.pickling import FunctionName, unpack
 from .recorder import Seen, Witness
 
 Held = dict[str, tuple[Box, Tensor]]

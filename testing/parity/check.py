@@ -10,7 +10,7 @@ import torch
 from ...checkpoints import check_whole, read_source
 from ...parallel_state import BadInput, Layout, check_local_ranks
 from ...pipeline import check_schedule
-from ..ranks.failures import RankError
+from ...ranks.failures import RankError
 from .case import Difference, Observation, Question, differences, first_beyond
 from .ours import observe_ours
 from .transformers import observe_hf

@@ -23,10 +23,10 @@ from ...layers import (
 )
 from ...models import CausalLM
 from ...parallel_state import Box, Declaration, ParallelState, declarations
+from ...ranks.pool import run_parallel
 from ...training.precision import Precision
 from ...training.step import TrainStep
 from ...training.zero_on_fsdp import shard_over_data
-from ..ranks.pool import run_parallel
 from ..short_training import Pieces, assemble, pieces
 from .case import Observation, Question
 

@@ -13,7 +13,7 @@ from ...checkpoints import read_source
 from ...layers import IGNORE, routers
 from ...models import Link
 from ...parallel_state import Box
-from ..ranks.pool import run_parallel
+from ...ranks.pool import run_parallel
 from .case import Observation, Question
 
 

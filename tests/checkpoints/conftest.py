@@ -1,13 +1,8 @@
 """Other places to copy to and from, and a kill at each operation on the disk or on a store."""
 
-from __future__ import annotations
-
 import os
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from pathlib import Path
-from typing import Any
+from contextlib import contextmanager, suppress
 from unittest import mock
 
 import fsspec
@@ -25,13 +20,13 @@ class Killed(BaseException):
     """The process ends here: nothing after it happens."""
 
 
-def _let_go(staging: Staging) -> None:
+def _let_go(staging):
     """Leave everything as it is, as a kill does."""
     staging._lock.release()
 
 
 @contextmanager
-def _killed_at(at: int) -> Iterator[list[str]]:
+def _killed_at(at):
     """End the block at its operation number ``at``; yield the names of the operations that it began.
 
     Of a write that is killed, half has arrived. A block with fewer operations runs to its end.
@@ -39,8 +34,8 @@ def _killed_at(at: int) -> Iterator[list[str]]:
     operations = list[str]()
     real = {name: getattr(Disk, name) for name in OPERATIONS}
 
-    def counted(name: str) -> Any:
-        def call(disk: Disk, *given: Any) -> Any:
+    def counted(name):
+        def call(disk, *given):
             operations.append(name)
             if len(operations) != at:
                 return real[name](disk, *given)
@@ -62,7 +57,7 @@ def _killed_at(at: int) -> Iterator[list[str]]:
 
 
 @contextmanager
-def _stopped_at(at: int) -> Iterator[list[str]]:
+def _stopped_at(at):
     """End the block at its operation number ``at`` on a store; yield the operations that it began.
 
     Half of that operation is still done.
@@ -70,17 +65,17 @@ def _stopped_at(at: int) -> Iterator[list[str]]:
     operations = list[str]()
     put, remove = RemoteFolder._put, RemoteFolder.remove
 
-    def step(what: str) -> bool:
+    def step(what):
         operations.append(what)
         return len(operations) == at
 
-    def half(folder: RemoteFolder, out: Any, piece: bytes) -> None:
+    def half(folder, out, piece):
         if step("write"):
             put(folder, out, piece[: len(piece) // 2])
             raise Killed
         put(folder, out, piece)
 
-    def no_more(folder: RemoteFolder, name: str) -> None:
+    def no_more(folder, name):
         if step(f"remove {name}"):
             for inner in [one for one in folder.sizes(name) if one != MANIFEST][:1]:
                 remove(folder, f"{name}/{inner}")
@@ -92,17 +87,17 @@ def _stopped_at(at: int) -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def stopped_at() -> Callable[[int], AbstractContextManager[list[str]]]:
+def stopped_at():
     return _stopped_at
 
 
 @pytest.fixture
-def killed_at() -> Callable[[int], AbstractContextManager[list[str]]]:
+def killed_at():
     return _killed_at
 
 
 @contextmanager
-def _bucket() -> Iterator[str]:
+def _bucket():
     """Serve S3 from this process, with buckets of its own; yield the URL of an empty place."""
     reason = "pip install 'moto[server]' s3fs: no dependency of the tests"
     moto = pytest.importorskip("moto.server", reason=reason)
@@ -122,7 +117,7 @@ def _bucket() -> Iterator[str]:
 
 
 @contextmanager
-def _place(kind: str, folder: Path) -> Iterator[str]:
+def _place(kind, folder):
     if kind == "s3":
         with _bucket() as url:
             yield url
@@ -136,32 +131,32 @@ _STORES = ["memory", pytest.param("s3", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(params=["local", *_STORES])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def place(request, tmp_path):
     """Yield the path or URL of an empty place."""
     with _place(request.param, tmp_path) as found:
         yield found
 
 
 @pytest.fixture(params=_STORES)
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def url(request, tmp_path):
     """Yield the URL of an empty place."""
     with _place(request.param, tmp_path) as found:
         yield found
 
 
-def _end_use() -> None:
+def _end_use():
     while fetched._in_use:
         os.close(fetched._in_use.popitem()[1])
 
 
 @pytest.fixture
-def end_use() -> Callable[[], None]:
+def end_use():
     """Return what lets no copy be in use any more, as if this process had ended."""
     return _end_use
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cache(tmp_path, monkeypatch):
     """Give the test a cache of its own, and an empty store in memory."""
     monkeypatch.setenv(fetched.CACHE, str(tmp_path / "cache"))
     yield tmp_path / "cache"

@@ -1,15 +1,13 @@
 """Conversion both ways and between layouts: bit for bit, complete by itself, readable by transformers."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.folders import contents
+from support.short_runs import run_recipe, tiny_recipe
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from trilith.checkpoints import (
     Manifest,
@@ -22,17 +20,16 @@ from trilith.checkpoints import (
 )
 from trilith.checkpoints.hugging_face.writer import plan_shards
 from trilith.cli.app import run
+from trilith.machine.random_files import write_tokens
 from trilith.models import family_of
 from trilith.parallel_state import BadCheckpoint, BadInput, Box, Layout, ParallelState
 from trilith.storage.safetensors_header import build_header
 from trilith.testing import run_parallel
-from trilith.testing.hf_folders import contents
-from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
 
 Tensors = dict[str, torch.Tensor]
 
 
-def llama(tied: bool = False, biases: bool = True) -> LlamaForCausalLM:
+def llama(tied=False, biases=True):
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -54,7 +51,7 @@ def llama(tied: bool = False, biases: bool = True) -> LlamaForCausalLM:
     return roughened(model)
 
 
-def gpt2() -> GPT2LMHeadModel:
+def gpt2():
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=131, n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
@@ -62,7 +59,7 @@ def gpt2() -> GPT2LMHeadModel:
     return roughened(GPT2LMHeadModel(config))
 
 
-def roughened(model: Any) -> Any:
+def roughened(model):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -78,7 +75,7 @@ MODELS = {
 
 
 @pytest.fixture
-def hf(tmp_path: Path) -> Path:
+def hf(tmp_path):
     """An untied Llama in fp32, one file, with companions."""
     folder = tmp_path / "hf"
     llama().save_pretrained(folder)
@@ -86,14 +83,14 @@ def hf(tmp_path: Path) -> Path:
     return folder
 
 
-def weights(folder: Path) -> Tensors:
-    found: Tensors = {}
+def weights(folder):
+    found = {}
     for path in sorted(folder.glob("*.safetensors")):
         found |= load_file(path)
     return found
 
 
-def same(a: Tensors, b: Tensors) -> bool:
+def same(a, b):
     return a.keys() == b.keys() and all(
         a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a
     )
@@ -102,9 +99,7 @@ def same(a: Tensors, b: Tensors) -> bool:
 @pytest.mark.parametrize("shard", ["5GB", "20KB"], ids=["single-file", "index"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", MODELS)
-def test_there_and_through_another_layout_and_back_is_bitwise_D6(
-    tmp_path: Path, name: str, dtype: torch.dtype, shard: str
-) -> None:
+def test_there_and_through_another_layout_and_back_is_bitwise_D6(tmp_path, name, dtype, shard):
     source = tmp_path / "hf"
     MODELS[name]().to(dtype).save_pretrained(source, max_shard_size=shard)
     assert (source / "model.safetensors.index.json").exists() == (shard == "20KB")
@@ -120,7 +115,7 @@ def test_there_and_through_another_layout_and_back_is_bitwise_D6(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_loads_the_export_and_computes_the_same(tmp_path: Path, name: str) -> None:
+def test_transformers_loads_the_export_and_computes_the_same(tmp_path, name):
     model = MODELS[name]().eval()
     model.save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "a", tensor=4)
@@ -135,7 +130,7 @@ def test_transformers_loads_the_export_and_computes_the_same(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_each_file_is_exactly_the_state_of_its_rank(tmp_path: Path, name: str) -> None:
+def test_each_file_is_exactly_the_state_of_its_rank(tmp_path, name):
     MODELS[name]().save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "out", tensor=4, pipeline=2)
     source = read_source(tmp_path / "hf")
@@ -155,7 +150,7 @@ def test_each_file_is_exactly_the_state_of_its_rank(tmp_path: Path, name: str) -
             assert tensor.shape[0] == shapes[key][0] or key in ("embed.weight", "head.weight")
 
 
-def test_replicas_are_marked_and_equal_and_owners_cover_once(tmp_path: Path, hf: Path) -> None:
+def test_replicas_are_marked_and_equal_and_owners_cover_once(tmp_path, hf):
     convert(hf, tmp_path / "out", tensor=4, pipeline=2)
     manifest = Manifest.load(tmp_path / "out")
     roles = [part.role for part in manifest.tensors["layers.0.attention.qkv.k.weight"].parts]
@@ -166,9 +161,7 @@ def test_replicas_are_marked_and_equal_and_owners_cover_once(tmp_path: Path, hf:
 
 
 @pytest.mark.parametrize("to", ["sharded", "hf"])
-def test_a_place_that_is_taken_is_said_so_and_loses_the_lock_that_a_killed_run_left(
-    tmp_path: Path, hf: Path, to: str
-) -> None:
+def test_a_place_that_is_taken_is_said_so_and_loses_the_lock_that_a_killed_run_left(tmp_path, hf, to):
     convert(hf, tmp_path / "first", tensor=2)
     convert(tmp_path / "first", tmp_path / "out", to=to)
     before = contents(tmp_path / "out")
@@ -178,21 +171,21 @@ def test_a_place_that_is_taken_is_said_so_and_loses_the_lock_that_a_killed_run_l
     assert contents(tmp_path / "out") == before and not (tmp_path / "out.tmp-lock").exists()
 
 
-def test_companions_travel_byte_for_byte(tmp_path: Path, hf: Path) -> None:
+def test_companions_travel_byte_for_byte(tmp_path, hf):
     convert(hf, tmp_path / "a", tensor=2)
     convert(tmp_path / "a", tmp_path / "back")
     for name in ("tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (hf / name).read_bytes()
 
 
-def test_a_cast_is_told_in_the_config(tmp_path: Path, hf: Path) -> None:
+def test_a_cast_is_told_in_the_config(tmp_path, hf):
     convert(hf, tmp_path / "half", to="hf", dtype="bfloat16")
     expected = {name: tensor.bfloat16() for name, tensor in weights(hf).items()}
     assert same(weights(tmp_path / "half"), expected)
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def change(folder: Path, **changes: torch.Tensor | None) -> None:
+def change(folder, **changes):
     """Replace tensors of the folder's one file; ``None`` deletes; ``__`` stands for a dot."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -205,7 +198,7 @@ def change(folder: Path, **changes: torch.Tensor | None) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def reconfigure(folder: Path, **changes: Any) -> None:
+def reconfigure(folder, **changes):
     path = folder / "config.json"
     config = json.loads(path.read_text()) | changes
     path.write_text(json.dumps(config))
@@ -215,7 +208,7 @@ NORM = "model__norm__weight"
 Q = "model__layers__0__self_attn__q_proj__weight"
 
 
-def nan() -> torch.Tensor:
+def nan():
     return torch.full((32,), float("nan"))
 
 
@@ -239,7 +232,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_weights_that_are_not_those_of_the_config_are_refused(tmp_path: Path, hf: Path, case: str) -> None:
+def test_weights_that_are_not_those_of_the_config_are_refused(tmp_path, hf, case):
     tensors, config, message = BAD[case]
     change(hf, **tensors)
     reconfigure(hf, **config)
@@ -250,14 +243,14 @@ def test_weights_that_are_not_those_of_the_config_are_refused(tmp_path: Path, hf
     assert not list(tmp_path.glob("out*"))
 
 
-def test_a_hole_in_the_layers_is_refused_C16(tmp_path: Path, hf: Path) -> None:
+def test_a_hole_in_the_layers_is_refused_C16(tmp_path, hf):
     gone = {name.replace(".", "__"): None for name in weights(hf) if name.startswith("model.layers.1.")}
     change(hf, **gone)
     with pytest.raises(BadInput, match=r"model\.layers\.1\."):
         convert(hf, tmp_path / "out")
 
 
-def test_names_without_their_prefix_are_refused_with_a_hint_C17(tmp_path: Path, hf: Path) -> None:
+def test_names_without_their_prefix_are_refused_with_a_hint_C17(tmp_path, hf):
     save_file(
         {name.removeprefix("model."): tensor for name, tensor in weights(hf).items()},
         hf / "model.safetensors",
@@ -266,7 +259,7 @@ def test_names_without_their_prefix_are_refused_with_a_hint_C17(tmp_path: Path, 
         convert(hf, tmp_path / "out")
 
 
-def test_the_first_gpt2_s_names_without_prefix_are_read(tmp_path: Path) -> None:
+def test_the_first_gpt2_s_names_without_prefix_are_read(tmp_path):
     gpt2().save_pretrained(tmp_path / "hf")
     path = tmp_path / "hf" / "model.safetensors"
     old = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
@@ -279,14 +272,14 @@ def test_the_first_gpt2_s_names_without_prefix_are_read(tmp_path: Path) -> None:
     assert torch.equal(back["transformer.h.0.attn.c_attn.weight"], old["h.0.attn.c_attn.weight"])
 
 
-def test_nan_passes_only_when_asked_C9(tmp_path: Path, hf: Path) -> None:
+def test_nan_passes_only_when_asked_C9(tmp_path, hf):
     change(hf, **{NORM: nan()})
     convert(hf, tmp_path / "out", tensor=2, allow_nonfinite=True)
     convert(tmp_path / "out", tmp_path / "back", allow_nonfinite=True)
     assert bool(weights(tmp_path / "back")["model.norm.weight"].isnan().all())
 
 
-def test_a_tied_head_that_is_absent_or_repeated_is_accepted_C13(tmp_path: Path) -> None:
+def test_a_tied_head_that_is_absent_or_repeated_is_accepted_C13(tmp_path):
     llama(tied=True).save_pretrained(tmp_path / "hf")
     path = tmp_path / "hf" / "model.safetensors"
     tensors = load_file(path)
@@ -298,14 +291,14 @@ def test_a_tied_head_that_is_absent_or_repeated_is_accepted_C13(tmp_path: Path) 
     assert same(weights(tmp_path / "back"), tensors)
 
 
-def test_a_cast_that_overflows_is_refused_C8(tmp_path: Path, hf: Path) -> None:
+def test_a_cast_that_overflows_is_refused_C8(tmp_path, hf):
     change(hf, **{NORM: torch.full((32,), 1e6)})
     with pytest.raises(BadInput, match="32 that overflow"):
         convert(hf, tmp_path / "out", dtype="float16")
     assert not list(tmp_path.glob("out*"))
 
 
-def test_a_cast_that_makes_all_of_a_tensor_zero_is_refused(tmp_path: Path, hf: Path) -> None:
+def test_a_cast_that_makes_all_of_a_tensor_zero_is_refused(tmp_path, hf):
     change(hf, **{NORM: torch.full((32,), 1e-9)})
     with pytest.raises(BadInput, match=r"32, so that the whole tensor becomes zero.*wider range"):
         convert(hf, tmp_path / "out", dtype="float16")
@@ -314,9 +307,7 @@ def test_a_cast_that_makes_all_of_a_tensor_zero_is_refused(tmp_path: Path, hf: P
 
 
 @pytest.mark.parametrize("to", ["hf", "sharded"])
-def test_a_cast_that_makes_some_numbers_zero_says_how_many(
-    tmp_path: Path, hf: Path, to: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cast_that_makes_some_numbers_zero_says_how_many(tmp_path, hf, to, capsys):
     change(hf, **{NORM: torch.tensor([1.0] * 5 + [1e-9] * 27)})
     words = ["convert", str(hf), str(tmp_path / "out"), "--to", to, "--dtype", "float16"]
     assert run(words) == 0
@@ -334,15 +325,13 @@ def test_a_cast_that_makes_some_numbers_zero_says_how_many(
         pytest.param({"to": "hf", "tensor": 2}, "--to hf", id="layout-of-hf"),
     ],
 )
-def test_a_layout_that_does_not_fit_is_refused(
-    tmp_path: Path, hf: Path, arguments: dict[str, Any], message: str
-) -> None:
+def test_a_layout_that_does_not_fit_is_refused(tmp_path, hf, arguments, message):
     with pytest.raises(BadInput, match=message):
         convert(hf, tmp_path / "out", **arguments)
     assert not list(tmp_path.glob("out*"))
 
 
-def test_outputs_that_cannot_be_are_refused(tmp_path: Path, hf: Path) -> None:
+def test_outputs_that_cannot_be_are_refused(tmp_path, hf):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
     (tmp_path / "file").write_text("")
@@ -351,7 +340,7 @@ def test_outputs_that_cannot_be_are_refused(tmp_path: Path, hf: Path) -> None:
             convert(hf, bad, tensor=2)
 
 
-def test_a_checkpoint_of_another_model_does_not_load_G13(tmp_path: Path, hf: Path) -> None:
+def test_a_checkpoint_of_another_model_does_not_load_G13(tmp_path, hf):
     convert(hf, tmp_path / "a")
     family = family_of(LLAMA_RAW)
     from trilith.checkpoints import load_weights
@@ -362,7 +351,7 @@ def test_a_checkpoint_of_another_model_does_not_load_G13(tmp_path: Path, hf: Pat
         load_weights(tmp_path / "a", model, family, config)
 
 
-LLAMA_RAW: dict[str, Any] = {
+LLAMA_RAW = {
     "model_type": "llama",
     "vocab_size": 131,
     "hidden_size": 64,
@@ -373,7 +362,7 @@ LLAMA_RAW: dict[str, Any] = {
 }
 
 
-def test_a_flipped_bit_does_not_pass_through_a_reshard_G8(tmp_path: Path, hf: Path) -> None:
+def test_a_flipped_bit_does_not_pass_through_a_reshard_G8(tmp_path, hf):
     convert(hf, tmp_path / "a", tensor=2)
     file = tmp_path / "a" / "pipeline-00-of-01.tensor-01-of-02.safetensors"
     data = bytearray(file.read_bytes())
@@ -384,7 +373,7 @@ def test_a_flipped_bit_does_not_pass_through_a_reshard_G8(tmp_path: Path, hf: Pa
     assert not list(tmp_path.glob("b*"))
 
 
-def test_any_box_of_any_tensor_reads_as_its_slice(tmp_path: Path, hf: Path) -> None:
+def test_any_box_of_any_tensor_reads_as_its_slice(tmp_path, hf):
     convert(hf, tmp_path / "a", tensor=2, pipeline=2)
     source, whole = read_source(tmp_path / "a"), weights(hf)
     box = Box((5, 3), (29, 20))
@@ -392,9 +381,7 @@ def test_any_box_of_any_tensor_reads_as_its_slice(tmp_path: Path, hf: Path) -> N
     assert torch.equal(found, whole["model.layers.2.self_attn.o_proj.weight"][5:29, 3:20])
 
 
-def test_a_transposed_square_matrix_has_the_right_shape_and_only_a_comparison_shows_it_C4(
-    tmp_path: Path, hf: Path
-) -> None:
+def test_a_transposed_square_matrix_has_the_right_shape_and_only_a_comparison_shows_it_C4(tmp_path, hf):
     """No header shows it; `diff` against the expected model does, and so do logits against transformers."""
     shutil.copytree(hf, tmp_path / "wrong")
     tensors, name = weights(hf), "model.layers.1.self_attn.o_proj.weight"
@@ -409,9 +396,7 @@ TRAINED = [(2, 1), (1, 2), (4, 1), (2, 3), (1, 3)]
 
 @pytest.mark.parametrize("first", TRAINED, ids=str)
 @pytest.mark.parametrize("second", [(4, 3), (1, 1)], ids=str)
-def test_resharding_there_and_back_is_bitwise_with_moments_D3(
-    trained: Path, tmp_path: Path, first: tuple[int, int], second: tuple[int, int]
-) -> None:
+def test_resharding_there_and_back_is_bitwise_with_moments_D3(trained, tmp_path, first, second):
     for number, (tensor, pipeline) in enumerate((first, second, first)):
         source = trained if not number else tmp_path / str(number - 1)
         convert(source, tmp_path / str(number), to="sharded", tensor=tensor, pipeline=pipeline)
@@ -424,7 +409,7 @@ def test_resharding_there_and_back_is_bitwise_with_moments_D3(
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """A run's checkpoint, written by four ranks."""
     folder = tmp_path_factory.mktemp("trained")
     layout = {"data": 2, "tensor": 2, "zero": 1}
@@ -434,7 +419,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("form", ["to-sharded", "to-hf"])
-def test_llama_405b_is_planned_from_its_headers_alone(tmp_path: Path, form: str) -> None:
+def test_llama_405b_is_planned_from_its_headers_alone(tmp_path, form):
     """The folder has only the headers of 810 GB in 191 files; the data are holes in sparse files."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256,
@@ -453,7 +438,7 @@ def test_llama_405b_is_planned_from_its_headers_alone(tmp_path: Path, form: str)
         with (tmp_path / file).open("wb") as opened:
             opened.write(header)
             opened.truncate(len(header) + sum(entry.nbytes for entry in entries.values()))
-    arguments: dict[str, Any] = {"tensor": 8, "pipeline": 16} if form == "to-sharded" else {"to": "hf"}
+    arguments = {"tensor": 8, "pipeline": 16} if form == "to-sharded" else {"to": "hf"}
     plan = plan_conversion(tmp_path, **arguments)
     assert len(plan.files) == (128 if form == "to-sharded" else len(shards))
     assert 811e9 < plan.nbytes < 813e9

@@ -1,27 +1,23 @@
 """A conversion that is killed: the output is absent or whole, and the same call goes on where it was."""
 
-from __future__ import annotations
-
 import os
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
+from support.configs import TINY_LLAMA
+from support.folders import contents
+from support.short_runs import run_recipe, tiny_recipe
 from trilith.checkpoints import ConversionOptions, convert, read_source
 from trilith.checkpoints.convert import memory_budget
 from trilith.checkpoints.convert.finished_work import FinishedWork
 from trilith.checkpoints.convert.memory_budget import anonymous_memory, block_within
 from trilith.cli.app import run
-from trilith.parallel_state import BadCheckpoint, BadInput, Box
+from trilith.machine.random_files import write_hf_folder, write_tokens
+from trilith.parallel_state import BadCheckpoint, BadInput
 from trilith.storage import TensorWriter
 from trilith.storage.staging import staged
 from trilith.testing import run_fresh, run_parallel
-from trilith.testing.hf_folders import contents, write_hf_folder
-from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
-from trilith.testing.tiny_models import TINY_LLAMA
 
 FORMS = {
     "to-sharded": ("hf", {"tensor": 2, "pipeline": 3}),
@@ -39,7 +35,7 @@ POINTS = [
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sources(tmp_path_factory):
     """One of each form: a Hugging Face folder, its sharded twin, a run's checkpoint with moments."""
     folder = tmp_path_factory.mktemp("sources")
     write_hf_folder(folder / "hf", TINY_LLAMA)
@@ -51,11 +47,11 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def convert_noting(src: str, dst: str, arguments: dict[str, Any], every: int) -> None:
+def convert_noting(src, dst, arguments, every):
     convert(src, dst, **arguments, options=ConversionOptions(note_every=every))
 
 
-def killed(src: Path, dst: Path, arguments: dict[str, Any], point: str, every: int = 4000) -> None:
+def killed(src, dst, arguments, point, every=4000):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRILITH_FAULT", f"rank=0;{point};act=kill")
         (code,) = run_fresh(convert_noting, 1, str(src), str(dst), arguments, every, process_group=False)
@@ -75,9 +71,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("form", "point"), CASES)
-def test_a_killed_conversion_is_absent_or_whole_and_goes_on_K15(
-    tmp_path: Path, sources: Path, form: str, point: str
-) -> None:
+def test_a_killed_conversion_is_absent_or_whole_and_goes_on_K15(tmp_path, sources, form, point):
     name, arguments = FORMS[form]
     src, dst, before = sources / name, tmp_path / "out", contents(sources / name)
     convert(src, tmp_path / "whole", **arguments)
@@ -98,12 +92,12 @@ def test_a_killed_conversion_is_absent_or_whole_and_goes_on_K15(
 
 
 @pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def written(monkeypatch):
     """Record the number of elements of each box that is written from here on."""
-    sizes: list[int] = []
+    sizes = []
     write = TensorWriter.write
 
-    def counted(self: TensorWriter, name: str, box: Box, *rest: Any) -> None:
+    def counted(self, name, box, *rest):
         sizes.append(box.size)
         write(self, name, box, *rest)
 
@@ -112,9 +106,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_was_noted_is_not_written_again(
-    tmp_path: Path, sources: Path, form: str, written: list[int]
-) -> None:
+def test_what_was_noted_is_not_written_again(tmp_path, sources, form, written):
     name, arguments = FORMS[form]
     convert(sources / name, tmp_path / "whole", **arguments)
     all_of_it = sum(written)
@@ -126,7 +118,7 @@ def test_what_was_noted_is_not_written_again(
         "at=convert.noted;time=5",
         40_000 if form == "reshard" else 4000,
     )
-    seen: list[int] = []
+    seen = []
     plan = convert(
         sources / name, tmp_path / "out", **arguments, options=ConversionOptions(progress=seen.append)
     )
@@ -135,7 +127,7 @@ def test_what_was_noted_is_not_written_again(
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_a_source_that_changed_is_begun_anew(tmp_path: Path, sources: Path, written: list[int]) -> None:
+def test_a_source_that_changed_is_begun_anew(tmp_path, sources, written):
     shutil.copytree(sources / "hf", tmp_path / "hf")
     killed(tmp_path / "hf", tmp_path / "out", {"tensor": 2}, "at=convert.after_data")
     os.utime(tmp_path / "hf" / "model.safetensors")
@@ -144,7 +136,7 @@ def test_a_source_that_changed_is_begun_anew(tmp_path: Path, sources: Path, writ
     assert not list(tmp_path.glob("out.tmp-*"))
 
 
-def test_damage_under_work_that_was_noted_is_seen(tmp_path: Path, sources: Path) -> None:
+def test_damage_under_work_that_was_noted_is_seen(tmp_path, sources):
     """A resumed conversion does not use these numbers again, but still reads them for the checksums."""
     shutil.copytree(sources / "sharded", tmp_path / "src")
     file = next((tmp_path / "src").glob("*tensor-01*"))
@@ -159,9 +151,7 @@ def test_damage_under_work_that_was_noted_is_seen(tmp_path: Path, sources: Path)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_flipped_bit_that_makes_a_nan_is_damage_and_not_bad_numbers_G8(
-    tmp_path: Path, sources: Path
-) -> None:
+def test_a_flipped_bit_that_makes_a_nan_is_damage_and_not_bad_numbers_G8(tmp_path, sources):
     convert(sources / "hf", tmp_path / "src", tensor=2)
     file = next((tmp_path / "src").glob("*tensor-00*"))
     data = bytearray(file.read_bytes())
@@ -171,8 +161,8 @@ def test_a_flipped_bit_that_makes_a_nan_is_damage_and_not_bad_numbers_G8(
         convert(tmp_path / "src", tmp_path / "out", to="hf")
 
 
-def test_a_journal_cut_by_the_kill_is_read_as_far_as_it_is_whole(tmp_path: Path) -> None:
-    synced: list[bool] = []
+def test_a_journal_cut_by_the_kill_is_read_as_far_as_it_is_whole(tmp_path):
+    synced = []
     journal = FinishedWork(tmp_path / "j", lambda: synced.append(True), every=10)
     journal.note(3, 5, lambda: [1])
     assert not (tmp_path / "j").exists()
@@ -187,9 +177,7 @@ def test_a_journal_cut_by_the_kill_is_read_as_far_as_it_is_whole(tmp_path: Path)
     assert FinishedWork(tmp_path / "j", lambda: None).done == {**again.done, 8: [9]}
 
 
-def test_a_file_that_is_gone_is_written_again_whatever_the_journal_says(
-    tmp_path: Path, sources: Path
-) -> None:
+def test_a_file_that_is_gone_is_written_again_whatever_the_journal_says(tmp_path, sources):
     convert(sources / "hf", tmp_path / "whole", tensor=2)
     killed(sources / "hf", tmp_path / "out", {"tensor": 2}, "at=convert.after_data", every=1)
     (left,) = tmp_path.glob("out.tmp-" + "?" * 16)
@@ -198,9 +186,7 @@ def test_a_file_that_is_gone_is_written_again_whatever_the_journal_says(
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_what_a_killed_run_wrote_counts_as_room_for_the_next(
-    tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_killed_run_wrote_counts_as_room_for_the_next(tmp_path, sources, monkeypatch):
     """The disk has room for the output once and a fifth of it."""
     killed(sources / "hf", tmp_path / "out", {"tensor": 2}, "at=convert.after_data")
     (left,) = tmp_path.glob("out.tmp-" + "?" * 16)
@@ -217,7 +203,7 @@ def test_what_a_killed_run_wrote_counts_as_room_for_the_next(
     convert(sources / "hf", tmp_path / "out", tensor=2)
 
 
-def test_an_output_that_is_being_written_is_named_as_that(tmp_path: Path) -> None:
+def test_an_output_that_is_being_written_is_named_as_that(tmp_path):
     for wait in (True, False):
         with suppress(KeyboardInterrupt), staged(tmp_path / "out", identity="0" * 16):
             with pytest.raises(BadInput, match=r"a command is writing now, into out\.tmp-0{16}\. Wait until"):
@@ -228,9 +214,9 @@ def test_an_output_that_is_being_written_is_named_as_that(tmp_path: Path) -> Non
         read_source(tmp_path / "out")
 
 
-def test_an_interrupt_keeps_what_was_written_and_an_error_does_not(tmp_path: Path, sources: Path) -> None:
-    def interrupted(error: type[BaseException]) -> Callable[[int], None]:
-        def stop(done: int) -> None:
+def test_an_interrupt_keeps_what_was_written_and_an_error_does_not(tmp_path, sources):
+    def interrupted(error):
+        def stop(done):
             raise error
 
         return stop
@@ -248,20 +234,18 @@ def test_an_interrupt_keeps_what_was_written_and_an_error_does_not(tmp_path: Pat
     convert(sources / "hf", tmp_path / "out", tensor=2)
 
 
-def test_too_little_memory_is_refused_with_figures() -> None:
+def test_too_little_memory_is_refused_with_figures():
     with pytest.raises(BadInput, match=r"--max-ram: expected at least [\d,]+ MB .*, found 1 MB"):
         block_within(1 << 20, 2)
 
 
-def test_a_process_of_any_size_converts_where_no_memory_is_asked_for(
-    tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_of_any_size_converts_where_no_memory_is_asked_for(tmp_path, sources, monkeypatch):
     monkeypatch.setattr(memory_budget, "anonymous_memory", lambda: 1 << 40)
     assert run(["convert", str(sources / "hf"), str(tmp_path / "out"), "--tensor", "2"]) == 0
     assert run(["convert", str(sources / "hf"), str(tmp_path / "not"), "--max-ram", "1GiB"]) == 2
 
 
-def test_memory_asked_for_bounds_blocks_and_workers() -> None:
+def test_memory_asked_for_bounds_blocks_and_workers():
     now = anonymous_memory()
     block, workers = block_within(now + (64 << 20), 8)
     assert workers == 8 and block % 4096 == 0 and 8 * (4 * block + (4 << 20)) <= 64 << 20
@@ -269,13 +253,13 @@ def test_memory_asked_for_bounds_blocks_and_workers() -> None:
     assert block_within(1 << 40, 8) == block_within(None, 8) == (4 << 20, 8)
 
 
-def convert_and_watch(src: str, dst: str, room: int) -> None:
+def convert_and_watch(src, dst, room):
     """Exit code 0 if this process stayed below what it may use."""
     import threading
 
     before, peak, done = anonymous_memory(), [0], threading.Event()
 
-    def watch() -> None:
+    def watch():
         while not done.wait(0.002):
             peak[0] = max(peak[0], anonymous_memory())
 
@@ -288,7 +272,7 @@ def convert_and_watch(src: str, dst: str, room: int) -> None:
     raise SystemExit(0 if before < peak[0] <= before + room else 1)
 
 
-def test_memory_stays_below_what_was_asked_C7(tmp_path: Path) -> None:
+def test_memory_stays_below_what_was_asked_C7(tmp_path):
     config = {**TINY_LLAMA, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 60000}
     write_hf_folder(tmp_path / "hf", config)
     (code,) = run_fresh(

@@ -3,8 +3,6 @@
 import itertools
 import random
 import threading
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from trilith.checkpoints.convert import execute as execute_module
-from trilith.checkpoints.convert.execute import Report, execute
+from trilith.checkpoints.convert.execute import execute
 from trilith.checkpoints.convert.finished_work import FinishedWork
 from trilith.checkpoints.convert.transfer import Transfer
 from trilith.checkpoints.copies import Copy, Links, Stored, Whole, copies
@@ -25,30 +23,30 @@ from trilith.storage.finite import look_at
 NO_LINKS = Links(None)
 
 
-def cut(shape: tuple[int, ...], cuts: dict[int, Sequence[int]]) -> list[Box]:
+def cut(shape, cuts):
     """Cut a tensor into a grid; ``cuts`` gives the inner bounds of some dims."""
     bounds = [[0, *sorted(cuts.get(dim, ())), n] for dim, n in enumerate(shape)]
     grid = itertools.product(*(itertools.pairwise(each) for each in bounds))
     return [Box(tuple(a for a, _ in cell), tuple(b for _, b in cell)) for cell in grid]
 
 
-def store(directory: Path, name: str, whole: torch.Tensor, boxes: Sequence[Box]) -> list[TensorFile]:
+def store(directory, name, whole, boxes):
     """Write a file for each box."""
     for i, box in enumerate(boxes):
         save_file({name: whole[box.slices].contiguous()}, directory / f"{i}.safetensors")
     return [TensorFile.open(directory / f"{i}.safetensors") for i in range(len(boxes))]
 
 
-def catalog(name: str, whole: torch.Tensor, boxes: Sequence[Box]) -> dict[str, Whole]:
+def catalog(name, whole, boxes):
     stored = tuple(Stored(i, name, box) for i, box in enumerate(boxes))
     return {name: Whole(tuple(whole.shape), name_of(whole.dtype), stored)}
 
 
 @st.composite
-def reshards(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box], list[Box]]:
+def reshards(draw):
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
 
-    def some() -> dict[int, list[int]]:
+    def some():
         return {dim: draw(st.lists(st.integers(0, n), max_size=3)) for dim, n in enumerate(shape)}
 
     return shape, cut(shape, some()), cut(shape, some())
@@ -56,9 +54,7 @@ def reshards(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box], list[Box]]:
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(reshards(), st.integers(8, 200), st.integers(1, 3))
-def test_any_cut_into_any_other_in_files_and_in_memory(
-    tmp_path: Path, case: tuple[tuple[int, ...], list[Box], list[Box]], block: int, threads: int
-) -> None:
+def test_any_cut_into_any_other_in_files_and_in_memory(tmp_path, case, block, threads):
     shape, old, new = case
     for path in tmp_path.iterdir():
         path.unlink()
@@ -84,12 +80,7 @@ def test_any_cut_into_any_other_in_files_and_in_memory(
         assert torch.equal(tensor, whole[box.slices])
 
 
-def run(
-    files: Sequence[TensorFile],
-    whole: dict[str, Whole],
-    wanted: dict[str, Sequence[Box]],
-    links: Links = NO_LINKS,
-) -> tuple[dict[str, list[torch.Tensor]], Report]:
+def run(files, whole, wanted, links=NO_LINKS):
     """Make the wanted boxes of tensors in memory, from the files."""
     made, transfers = {}, []
     for name, boxes in wanted.items():
@@ -102,9 +93,7 @@ def run(
 @pytest.mark.parametrize("old", [1, 2, 8])
 @pytest.mark.parametrize("new", [1, 4, 8])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_every_byte_is_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: int, new: int, dim: int
-) -> None:
+def test_every_byte_is_read_once(tmp_path, monkeypatch, old, new, dim):
     monkeypatch.setattr(execute_module, "BLOCK", 4096)
     whole = torch.randn(64, 96)
     n = whole.shape[dim]
@@ -116,7 +105,7 @@ def test_every_byte_is_read_once(
     assert all(torch.equal(t, whole[b.slices]) for t, b in zip(made["w"], after, strict=True))
 
 
-def test_replicas_are_read_once(tmp_path: Path) -> None:
+def test_replicas_are_read_once(tmp_path):
     whole = torch.randn(64, 96)
     box = Box.whole((64, 96))
     files = store(tmp_path, "w", whole, [box])
@@ -126,9 +115,7 @@ def test_replicas_are_read_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [64, 1000, 1 << 20])
-def test_links_that_split_and_transpose_go_there_and_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
-) -> None:
+def test_links_that_split_and_transpose_go_there_and_back(tmp_path, monkeypatch, block):
     """A matrix that holds q, k and v side by side, stored the other way round (GPT-2's c_attn)."""
     monkeypatch.setattr(execute_module, "BLOCK", block)
     fused = torch.randn(12, 36)
@@ -160,7 +147,7 @@ def test_links_that_split_and_transpose_go_there_and_back(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), -float("nan")])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_a_look_finds_what_is_not_finite(value: float, dtype: torch.dtype) -> None:
+def test_a_look_finds_what_is_not_finite(value, dtype):
     limits = torch.finfo(dtype)
     numbers = torch.tensor([0.0, -0.0, limits.max, limits.min, limits.tiny, -limits.tiny, 1.0], dtype=dtype)
     assert look_at(numbers).finite and not look_at(numbers).zero
@@ -170,7 +157,7 @@ def test_a_look_finds_what_is_not_finite(value: float, dtype: torch.dtype) -> No
         assert not look_at(bad).finite
 
 
-def test_a_look_finds_zeros() -> None:
+def test_a_look_finds_zeros():
     for zeros in (
         torch.zeros(3),
         -torch.zeros(3),
@@ -189,9 +176,7 @@ def test_a_look_finds_zeros() -> None:
         pytest.param(float("-inf"), "-inf at", id="C10-infinity"),
     ],
 )
-def test_what_is_not_finite_is_refused_where_it_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float, says: str
-) -> None:
+def test_what_is_not_finite_is_refused_where_it_stands(tmp_path, monkeypatch, value, says):
     monkeypatch.setattr(execute_module, "BLOCK", 256)
     whole = torch.randn(40, 10)
     whole[33, 7] = value
@@ -206,7 +191,7 @@ def test_what_is_not_finite_is_refused_where_it_stands(
 
 
 @pytest.mark.parametrize("into", ["BF16", "F16", "F64"])
-def test_C8_casts_count_what_overflows(tmp_path: Path, into: str) -> None:
+def test_C8_casts_count_what_overflows(tmp_path, into):
     whole = torch.randn(10, 10)
     whole[3, 3], whole[4, 4] = 3.4e38, -1e5  # the first overflows bf16 when rounded, both overflow fp16
     box = Box.whole((10, 10))
@@ -226,13 +211,7 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 @given(
     exponents=st.lists(st.integers(-1074, 3), min_size=1, max_size=30), block=st.sampled_from([16, 64, 4096])
 )
-def test_casts_count_every_number_that_they_make_zero(
-    tmp_path_factory: pytest.TempPathFactory,
-    stored: torch.dtype,
-    into: torch.dtype,
-    exponents: list[int],
-    block: int,
-) -> None:
+def test_casts_count_every_number_that_they_make_zero(tmp_path_factory, stored, into, exponents, block):
     tmp_path = tmp_path_factory.mktemp("cast")
     whole = torch.tensor([2.0**exponent for exponent in exponents], dtype=torch.float64).to(stored)
     box, out = Box.whole(tuple(whole.shape)), torch.empty(len(exponents), dtype=into)
@@ -246,7 +225,7 @@ def test_casts_count_every_number_that_they_make_zero(
     assert report.vanished == ({"w"} if lost and not bool(expected.any()) else set())
 
 
-def test_a_change_on_the_way_is_counted_as_what_it_makes(tmp_path: Path) -> None:
+def test_a_change_on_the_way_is_counted_as_what_it_makes(tmp_path):
     """Merged adapters are sums in fp32, rounded to the base's type."""
     whole = torch.ones(8, dtype=torch.float16)
     box, out = Box.whole((8,)), torch.empty(8, dtype=torch.float16)
@@ -261,7 +240,7 @@ def test_a_change_on_the_way_is_counted_as_what_it_makes(tmp_path: Path) -> None
     assert report.underflows == {"w": 7} and report.vanished == {"w"}
 
 
-def test_C11_tensors_of_zeros_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_C11_tensors_of_zeros_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(execute_module, "BLOCK", 64)
     mixed = torch.zeros(40)
     mixed[39] = 1
@@ -271,14 +250,14 @@ def test_C11_tensors_of_zeros_are_named(tmp_path: Path, monkeypatch: pytest.Monk
     assert report.zeros == {"zero"}
 
 
-def test_C11_a_resumed_conversion_does_not_take_the_rest_for_all(tmp_path: Path) -> None:
+def test_C11_a_resumed_conversion_does_not_take_the_rest_for_all(tmp_path):
     """The half of the tensor that was made before the kill has numbers that are not zero."""
     whole = torch.cat((torch.ones(20), torch.zeros(20)))
     save_file({"w": whole}, tmp_path / "f")
     halves = [Box((0,), (20,)), Box((20,), (40,))]
     copied = [Copy(0, "w", box, box, False) for box in halves]
 
-    def make(again: bool) -> Report:
+    def make(again):
         writers = [TensorWriter(tmp_path / f"{i}", {"w": ("F32", (20,))}, again=again) for i in range(2)]
         plan = [Transfer("w", *one, "F32") for one in zip(halves, [(c,) for c in copied], strict=True)]
         transfers = zip(plan, writers, strict=True)
@@ -293,10 +272,10 @@ def test_C11_a_resumed_conversion_does_not_take_the_rest_for_all(tmp_path: Path)
     assert make(again=True).zeros == set()
 
 
-def test_a_plan_with_a_hole_or_an_overlap_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_a_plan_with_a_hole_or_an_overlap_is_refused_before_anything_is_read(tmp_path):
     box = Box((0,), (4,))
 
-    def copy(a: int, b: int) -> Copy:
+    def copy(a, b):
         return Copy(0, "w", Box((a,), (b,)), Box((a,), (b,)), False)
 
     for plan in ([copy(0, 3)], [copy(0, 2), copy(1, 4)], [copy(0, 2), copy(1, 2), copy(3, 4)]):
@@ -304,7 +283,7 @@ def test_a_plan_with_a_hole_or_an_overlap_is_refused_before_anything_is_read(tmp
             execute([], [(Transfer("w", box, tuple(plan), "F32"), torch.empty(4))])
 
 
-def test_memory_is_nan_until_it_is_set(tmp_path: Path) -> None:
+def test_memory_is_nan_until_it_is_set(tmp_path):
     whole = torch.ones(4)
     box = Box((0,), (4,))
     files = store(tmp_path, "w", whole, [box])
@@ -316,7 +295,7 @@ def test_memory_is_nan_until_it_is_set(tmp_path: Path) -> None:
     assert out.isnan().all()
 
 
-def test_the_first_error_ends_the_work_and_its_threads(tmp_path: Path) -> None:
+def test_the_first_error_ends_the_work_and_its_threads(tmp_path):
     tensors = {f"w{i}": torch.full((64,), float("nan") if i == 5 else 1.0) for i in range(200)}
     save_file(tensors, tmp_path / "f")
     box = Box((0,), (64,))
@@ -326,22 +305,22 @@ def test_the_first_error_ends_the_work_and_its_threads(tmp_path: Path) -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]
 
 
-def test_progress_adds_up_and_memory_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_adds_up_and_memory_does_not_grow(tmp_path, monkeypatch):
     whole = torch.randn(512, 1024)
     boxes = cut((512, 1024), {1: [100, 777]})
     files = store(tmp_path, "w", whole, [Box.whole((512, 1024))])
     known = catalog("w", whole, [Box.whole((512, 1024))])
-    sizes: list[int] = []
+    sizes = []
     empty = torch.empty
 
-    def counted(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        out: torch.Tensor = empty(*shape, dtype=dtype)
+    def counted(*shape, dtype):
+        out = empty(*shape, dtype=dtype)
         sizes.append(out.nbytes)
         return out
 
     targets = [empty(box.shape) for box in boxes]
     monkeypatch.setattr(torch, "empty", counted)
-    made: list[int] = []
+    made = []
     plan = [
         (Transfer("w", b, tuple(copies("w", b, known, NO_LINKS)), "F32"), t)
         for b, t in zip(boxes, targets, strict=True)

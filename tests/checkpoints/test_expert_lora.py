@@ -1,25 +1,22 @@
 """Adapters on stacks of experts: through files bit for bit, merged, and back in PEFT the same model."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.configs import MODELS, TINY_LLAMA, TINY_MIXTRAL
+from support.families import transformers_model
+from support.short_runs import tiny_recipe, train, whole_tensors
 from transformers import AutoModelForCausalLM
 from trilith.checkpoints import convert, load_source, read_adapter, read_source
 from trilith.cli.app import run
+from trilith.machine.random_files import write_tokens
 from trilith.models import LoraConfig, adapted, family_of
-from trilith.parallel_state import BadInput, Box, Layout, ParallelState
+from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
-from trilith.testing.families import transformers_model
-from trilith.testing.short_runs import tiny_recipe, train, whole_tensors, write_tokens
-from trilith.testing.tiny_models import MODELS, TINY_LLAMA, TINY_MIXTRAL
 
 BOTH = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 LORA = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": [*BOTH]}
@@ -27,11 +24,11 @@ IDS = torch.randint(131, (2, 20), generator=torch.Generator().manual_seed(3))
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """A folder with ``base``, the ``run`` of two ranks that share the experts out, and its ``adapter``."""
     folder = tmp_path_factory.mktemp("trained")
     transformers_model(TINY_MIXTRAL).save_pretrained(folder / "base")
-    changes: dict[str, Any] = {
+    changes = {
         "model": {"config": None, "init_from": str(folder / "base")},
         "layout": {"data": 2, "expert": 2, "zero": 2},
         "dtype": "float32",
@@ -42,13 +39,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def with_peft(folder: Path, adapter: str = "adapter") -> Any:
+def with_peft(folder, adapter="adapter"):
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
     return peft.PeftModel.from_pretrained(base, folder / adapter).eval()
 
 
 @torch.no_grad()
-def test_a_runs_adapters_are_pefts_and_merged_they_give_its_logits(trained: Path, tmp_path: Path) -> None:
+def test_a_runs_adapters_are_pefts_and_merged_they_give_its_logits(trained, tmp_path):
     said = json.loads((trained / "adapter" / "adapter_config.json").read_text())
     assert said["target_parameters"] == [*BOTH]
     theirs = with_peft(trained)
@@ -59,7 +56,7 @@ def test_a_runs_adapters_are_pefts_and_merged_they_give_its_logits(trained: Path
     assert all(float(one.abs().max()) > 0 for name, one in written.items())  # B has moved
     base, adapter, out = (str(one) for one in (trained / "base", trained / "adapter", tmp_path / "merged"))
     assert run(["merge-lora", base, adapter, out]) == 0
-    merged: Any = AutoModelForCausalLM.from_pretrained(out).eval()
+    merged = AutoModelForCausalLM.from_pretrained(out).eval()
     expected = theirs(IDS).logits
     torch.testing.assert_close(merged(IDS).logits, expected, rtol=1e-5, atol=1e-5)
     with theirs.disable_adapter():
@@ -68,26 +65,26 @@ def test_a_runs_adapters_are_pefts_and_merged_they_give_its_logits(trained: Path
 
 @torch.no_grad()
 @pytest.mark.parametrize("model", ["gpt_oss", "granitemoehybrid"])  # (E, in, out) and (E, out, in)
-def test_stacks_that_lie_whole_in_the_files_are_merged_too(model: str, tmp_path: Path) -> None:
+def test_stacks_that_lie_whole_in_the_files_are_merged_too(model, tmp_path):
     row = MODELS[model]
     transformers_model(row).save_pretrained(tmp_path / "base")
     both = ["experts.gate_up_proj", "experts.down_proj"]
     lora = {**LORA, "target_modules": ["q_proj", "o_proj"], "target_parameters": both}
-    theirs: Any = peft.get_peft_model(transformers_model(row), peft.LoraConfig(task_type="CAUSAL_LM", **lora))
+    theirs = peft.get_peft_model(transformers_model(row), peft.LoraConfig(task_type="CAUSAL_LM", **lora))
     for name, parameter in theirs.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, 0.0, 0.2)
     theirs.save_pretrained(tmp_path / "adapter")
     names = ("base", "adapter", "merged")
     assert run(["merge-lora", *(str(tmp_path / name) for name in names)]) == 0
-    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     expected = theirs.eval()(IDS).logits
     torch.testing.assert_close(merged(IDS).logits, expected, rtol=1e-5, atol=1e-5)
     with theirs.disable_adapter():
         assert float((theirs(IDS).logits - expected).abs().max()) > 1e-1
 
 
-def held(folder: Path, layout: Layout) -> dict[str, tuple[Box, torch.Tensor]]:
+def held(folder, layout):
     """Return the part of each factor that this rank reads from PEFT's folder."""
     state = ParallelState.start(layout)
     base = read_source(folder / "base")
@@ -98,7 +95,7 @@ def held(folder: Path, layout: Layout) -> dict[str, tuple[Box, torch.Tensor]]:
     return {name: (one.box(layout, state.at), local_data(parameters[name])) for name, one in stated.items()}
 
 
-def test_pefts_factors_reach_every_layout_bitwise(trained: Path) -> None:
+def test_pefts_factors_reach_every_layout_bitwise(trained):
     whole = {name: one for name, one in whole_tensors(trained / "run").items() if "optimizer" not in name}
     for layout in (Layout.of(tensor=2), Layout.of(data=2, expert=2)):
         for rank in run_parallel(held, 2, trained, layout):
@@ -119,7 +116,7 @@ def test_pefts_factors_reach_every_layout_bitwise(trained: Path) -> None:
         (TINY_MIXTRAL, {"target_modules": []}, "target_modules: expected targets among"),
     ],
 )
-def test_stacks_that_are_not_there_are_refused(model: dict[str, Any], lora: Any, words: str) -> None:
+def test_stacks_that_are_not_there_are_refused(model, lora, words):
     family = family_of(model)
     with pytest.raises(BadInput, match=words):
         adapted(family, LoraConfig.model_validate(lora)).check(family.from_hf(model), "lora")

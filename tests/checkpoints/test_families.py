@@ -1,19 +1,15 @@
 """Llama's relatives through the files: from Hugging Face to another layout and back is bitwise."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.configs import TINY_LLAMA
 from transformers import AutoConfig, AutoModelForCausalLM
 from trilith.checkpoints import read_source
 from trilith.cli.app import run
 from trilith.parallel_state import BadInput
-from trilith.testing.tiny_models import TINY_LLAMA
 
 PLAIN = {key: value for key, value in TINY_LLAMA.items() if key not in ("attention_bias", "model_type")}
 
@@ -29,17 +25,15 @@ EXPERTS["deepseek_v3"] = {
 }
 
 
-def correction_biases(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def correction_biases(model):
     return {name: one for name, one in model.named_buffers() if name.endswith("e_score_correction_bias")}
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe"])
-def test_there_and_through_a_layout_and_back_is_bitwise(kind: str, tmp_path: Path) -> None:
+def test_there_and_through_a_layout_and_back_is_bitwise(kind, tmp_path):
     source, sharded, back = (tmp_path / name for name in ("hf", "sharded", "back"))
     torch.manual_seed(0)
-    theirs: Any = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **PLAIN, **EXPERTS.get(kind, {}))
-    )
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **PLAIN, **EXPERTS.get(kind, {})))
     for p in theirs.parameters():
         torch.nn.init.normal_(p)
     for buffer in correction_biases(theirs).values():
@@ -48,7 +42,7 @@ def test_there_and_through_a_layout_and_back_is_bitwise(kind: str, tmp_path: Pat
     assert run(["convert", str(source), str(sharded), "--tensor", "4", "--pipeline", "3"]) == 0
     assert run(["convert", str(sharded), str(back), "--to", "hf"]) == 0
     assert (source / "model.safetensors").read_bytes() == (back / "model.safetensors").read_bytes()
-    again: Any = AutoModelForCausalLM.from_pretrained(back)
+    again = AutoModelForCausalLM.from_pretrained(back)
     assert type(again) is type(theirs)
     ids = torch.randint(131, (1, 9))
     assert torch.equal(again.eval()(ids).logits, theirs.eval()(ids).logits)
@@ -56,16 +50,16 @@ def test_there_and_through_a_layout_and_back_is_bitwise(kind: str, tmp_path: Pat
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
 def test_correction_biases_stay_fp32_as_in_transformers_and_further_blocks_are_left_out(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    kind, tmp_path, capsys
+):
     """One model is in bf16; another is cast to it, and its file has a block that predicts further tokens."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **PLAIN | EXPERTS[kind])
-    theirs: Any = AutoModelForCausalLM.from_config(config)
+    theirs = AutoModelForCausalLM.from_config(config)
     for buffer in correction_biases(theirs).values():
         torch.nn.init.normal_(buffer)
     theirs.save_pretrained(tmp_path / "fp32")
-    half: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "fp32", dtype=torch.bfloat16)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "fp32", dtype=torch.bfloat16)
     half.save_pretrained(tmp_path / "bf16")
     tensors = load_file(tmp_path / "fp32" / "model.safetensors")
     more = {

@@ -1,15 +1,12 @@
 """FP8 checkpoints of DeepSeek-V3 are read as the bf16 numbers that transformers makes of them."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from support.configs import PUBLISHED
+from support.families import on_disk, transformers_model
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from trilith.checkpoints import load_model, read_source
 from trilith.checkpoints.convert import memory_budget
@@ -19,8 +16,6 @@ from trilith.cli.app import run
 from trilith.layers import gather_logits
 from trilith.parallel_state import BadInput, Box
 from trilith.storage.safetensors_reader import TensorFile
-from trilith.testing.families import on_disk, transformers_model
-from trilith.testing.published_configs import PUBLISHED
 
 HIGH, WIDE = 8, 16
 #: The rows of a latent with its rotated key, 28, are no multiple of a block's.
@@ -31,17 +26,17 @@ PACKING = {
 }
 
 
-def by_hand(numbers: Tensor, scales: Tensor) -> Tensor:
+def by_hand(numbers, scales):
     factors = scales.repeat_interleave(HIGH, 0).repeat_interleave(WIDE, 1)
     return (numbers.float() * factors[: numbers.shape[0], : numbers.shape[1]]).to(torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def packed(tmp_path_factory):
     """A folder with FP8 matrices and a block that predicts further tokens; its tensors in bf16."""
     folder, model = tmp_path_factory.mktemp("fp8"), transformers_model(CONFIG)
     plain = {name: tensor.contiguous() for name, tensor in on_disk(model, model.state_dict()).items()}
-    stored: dict[str, Tensor] = {}
+    stored = {}
     for name, tensor in plain.items():
         if "_proj" in name:
             rows, columns = tensor.shape
@@ -60,7 +55,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder, plain
 
 
-def test_a_matrix_is_what_transformers_makes_of_it() -> None:
+def test_a_matrix_is_what_transformers_makes_of_it():
     numbers, scales = torch.randn(24, 32).to(torch.float8_e4m3fn), torch.rand(3, 2)
     theirs = Fp8Dequantize(None)._dequantize_one(numbers, scales, torch.bfloat16)
     assert torch.equal(by_hand(numbers, scales), theirs)
@@ -69,9 +64,7 @@ def test_a_matrix_is_what_transformers_makes_of_it() -> None:
 @pytest.mark.parametrize(
     "layout", [["--tensor", "1", "--verify"], ["--tensor", "2", "--pipeline", "2"]], ids=str
 )
-def test_it_is_converted_to_bf16_and_exported_so(
-    packed: Any, layout: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_converted_to_bf16_and_exported_so(packed, layout, tmp_path, capsys):
     folder, wanted = packed
     sharded, back = tmp_path / "sharded", tmp_path / "back"
     assert run(["convert", str(folder), str(sharded), *layout]) == 0
@@ -84,7 +77,7 @@ def test_it_is_converted_to_bf16_and_exported_so(
 
 
 @torch.no_grad()
-def test_a_model_is_loaded_from_it(packed: Any) -> None:
+def test_a_model_is_loaded_from_it(packed):
     folder, wanted = packed
     model, ids = load_model(folder), torch.randint(503, (2, 20))
     parameters = dict(model.named_parameters())
@@ -95,7 +88,7 @@ def test_a_model_is_loaded_from_it(packed: Any) -> None:
     assert bool(torch.isfinite(gather_logits(model(ids), 503)).all())
 
 
-def test_any_box_of_a_matrix_is_read_alone(packed: Any) -> None:
+def test_any_box_of_a_matrix_is_read_alone(packed):
     folder, wanted = packed
     source = read_source(folder)
     links, whole = source.links(), wanted["model.layers.3.self_attn.kv_a_proj_with_mqa.weight"]
@@ -104,13 +97,11 @@ def test_any_box_of_a_matrix_is_read_alone(packed: Any) -> None:
         assert torch.equal(source.read("layers.3.attention.kv_down.weight", box, links), whole[box.slices])
 
 
-def test_a_conversion_never_reads_much_at_once(
-    packed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversion_never_reads_much_at_once(packed, tmp_path, monkeypatch):
     folder, _ = packed
     most, read = [0], TensorFile.read
 
-    def counted(file: TensorFile, name: str, *more: Any, **others: Any) -> Tensor:
+    def counted(file, name, *more, **others):
         found = read(file, name, *more, **others)
         if found.dtype == torch.float8_e4m3fn:
             most[0] = max(most[0], found.nbytes)
@@ -123,9 +114,7 @@ def test_a_conversion_never_reads_much_at_once(
     assert 0 < most[0] <= 256
 
 
-def test_factors_that_do_not_fit_and_other_packings_are_refused_in_one_line(
-    packed: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_factors_that_do_not_fit_and_other_packings_are_refused_in_one_line(packed, tmp_path, capsys):
     folder, _ = packed
     tensors, said = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     name = "model.layers.3.self_attn.o_proj.weight"

@@ -1,42 +1,38 @@
 """Weights and token files at a URL are copied to this host, whole or not at all, in bounded space."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from support.configs import TINIEST_LLAMA
+from support.folders import contents
 from trilith.checkpoints import convert
 from trilith.checkpoints.hugging_face.hub import local_folder
 from trilith.cli.app import run
 from trilith.data import TokenFile
+from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadInput
 from trilith.storage import fetched as fetching
 from trilith.storage.fetched import as_url, fetched
 from trilith.storage.remote_folder import RemoteFailed, RemoteFolder
-from trilith.testing.hf_folders import contents, write_hf_folder
-from trilith.testing.short_runs import write_tokens
-from trilith.testing.tiny_models import TINIEST_LLAMA
 
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-def put(url: str, folder: Path) -> None:
+def put(url, folder):
     """Copy the files of a folder to a URL."""
     remote = RemoteFolder(url)
     for file in folder.iterdir():
         remote.copy(file, file.name)
 
 
-def everything(name: str) -> bool:
+def everything(name):
     return True
 
 
-def test_a_model_at_a_url_is_converted_as_the_local_one_and_is_copied_once(tmp_path: Path) -> None:
+def test_a_model_at_a_url_is_converted_as_the_local_one_and_is_copied_once(tmp_path):
     write_hf_folder(tmp_path / "hf", TINIEST_LLAMA)
     put("memory://models/tiny", tmp_path / "hf")
     RemoteFolder("memory://models/tiny").write("code.py", b"raise SystemExit")
@@ -50,7 +46,7 @@ def test_a_model_at_a_url_is_converted_as_the_local_one_and_is_copied_once(tmp_p
         assert local_folder(Path("memory://models/tiny")) == copy
 
 
-def test_the_newest_checkpoint_of_a_mirror_is_read_from_its_url(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_of_a_mirror_is_read_from_its_url(tmp_path):
     write_hf_folder(tmp_path / "hf", TINIEST_LLAMA)
     for step in (2, 10):
         convert(tmp_path / "hf", tmp_path / f"of-{step}", tensor=step // 2 % 4)
@@ -61,7 +57,7 @@ def test_the_newest_checkpoint_of_a_mirror_is_read_from_its_url(tmp_path: Path) 
     assert run(["diff", str(tmp_path / "back"), str(tmp_path / "hf")]) == 0
 
 
-def test_a_token_file_at_a_url_gives_the_same_ids(tmp_path: Path) -> None:
+def test_a_token_file_at_a_url_gives_the_same_ids(tmp_path):
     here = TokenFile.open(write_tokens(tmp_path / "tokens" / "corpus"))
     write_tokens(tmp_path / "tokens" / "other")
     put("memory://data", tmp_path / "tokens")
@@ -72,7 +68,7 @@ def test_a_token_file_at_a_url_gives_the_same_ids(tmp_path: Path) -> None:
     assert {path.name.partition(".")[0] for path in there.path.parent.iterdir()} == {"corpus"}
 
 
-def test_a_file_that_has_changed_at_the_url_is_copied_anew() -> None:
+def test_a_file_that_has_changed_at_the_url_is_copied_anew():
     remote = RemoteFolder("memory://place")
     for text in (b"first", b"other"):
         remote.write("a", text)
@@ -80,11 +76,8 @@ def test_a_file_that_has_changed_at_the_url_is_copied_anew() -> None:
 
 
 def test_a_fetch_that_is_killed_anywhere_leaves_a_whole_copy_or_none(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    killed_at: Callable[[int], AbstractContextManager[list[str]]],
-    end_use: Callable[[], None],
-) -> None:
+    tmp_path, monkeypatch, killed_at, end_use
+):
     data = {"a": os.urandom(300), "b": os.urandom(150)}
     for name, text in data.items():
         RemoteFolder("memory://place").write(name, text)
@@ -103,7 +96,7 @@ def test_a_fetch_that_is_killed_anywhere_leaves_a_whole_copy_or_none(
     assert at > 10 and {*operations} == {"create", "write", "sync", "rename", "make_directory"}
 
 
-def test_a_file_that_arrives_short_is_not_a_copy(cache: Path) -> None:
+def test_a_file_that_arrives_short_is_not_a_copy(cache):
     RemoteFolder("memory://place").write("a", b"1234")
     with (
         mock.patch.object(RemoteFolder, "_pieces", lambda folder, name: [b"123"]),
@@ -113,9 +106,7 @@ def test_a_file_that_arrives_short_is_not_a_copy(cache: Path) -> None:
     assert not [*cache.glob("*/*")]
 
 
-def test_the_copy_unused_for_longest_makes_room_and_one_in_use_never_does(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, end_use: Callable[[], None]
-) -> None:
+def test_the_copy_unused_for_longest_makes_room_and_one_in_use_never_does(cache, monkeypatch, end_use):
     for name in "abcd":
         RemoteFolder(f"memory://{name}").write("file", bytes(1000))
     monkeypatch.setenv(fetching.CACHE_GB, "2.5e-6")
@@ -138,7 +129,7 @@ def test_the_copy_unused_for_longest_makes_room_and_one_in_use_never_does(
         fetched("memory://a", everything)
 
 
-def test_what_is_no_url_stays_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_url_stays_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "s3:" / "bucket").mkdir(parents=True)
     for name in ("org/model", "a/b.json", "/x", "file:///tmp/x", "c:/model", "s3://bucket", ""):
@@ -146,7 +137,7 @@ def test_what_is_no_url_stays_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert as_url(Path("gs://bucket/a")) == as_url("gs://bucket/a") == "gs://bucket/a"
 
 
-def test_a_url_without_weights_or_without_a_store_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_url_without_weights_or_without_a_store_is_one_line(capsys):
     for url, says in (
         ("memory://nothing", "expected a folder with files to read, found none"),
         ("nosuch://bucket", "expected a path, or a URL whose file system is installed"),

@@ -1,7 +1,5 @@
 """Headers, indexes and configs with random damage: accepted or refused in one line, never anything else."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -10,20 +8,17 @@ import struct
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
+from support.configs import TINY_GPT2, TINY_LLAMA
 from trilith.checkpoints import read_source
+from trilith.machine.random_files import write_hf_folder
 from trilith.parallel_state import BadInput
 from trilith.storage import TensorFile
-from trilith.testing.hf_folders import write_hf_folder
-from trilith.testing.tiny_models import TINY_GPT2, TINY_LLAMA
 
-STRANGE: list[Any] = [
+STRANGE = [
     *(None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63, 2**64, 10**30, -(10**30), 0.5, -0.0, 1e308, 1e-320),
     *(
         "",
@@ -46,7 +41,7 @@ STRANGE: list[Any] = [
 SHORT, LONG = 400, (10_000, 5_000, 5_000)
 
 
-def damaged_bytes(raw: bytes, random: Random) -> bytes:
+def damaged_bytes(raw, random):
     data = bytearray(raw)
     for _ in range(random.randint(1, 4)):
         at = random.randrange(len(data) + 1)
@@ -65,7 +60,7 @@ def damaged_bytes(raw: bytes, random: Random) -> bytes:
     return bytes(data)
 
 
-def places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+def places(value, found):
     """List every container of a JSON value with each of its keys."""
     for key in (
         list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
@@ -75,7 +70,7 @@ def places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     return found
 
 
-def damaged_json(value: Any, random: Random) -> bytes:
+def damaged_json(value, random):
     made = copy.deepcopy(value)
     for _ in range(random.randint(1, 3)):
         known = places(made, [])
@@ -96,12 +91,12 @@ def damaged_json(value: Any, random: Random) -> bytes:
 
 
 @contextmanager
-def opened_for_writing() -> Iterator[list[str]]:
+def opened_for_writing():
     """Collect paths that are opened for writing during the ``with`` block, and programs that are started."""
-    paths: list[str] = []
+    paths = []
     active = True
 
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+    def hook(event, arguments):
         if not active:
             return
         if event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
@@ -116,7 +111,7 @@ def opened_for_writing() -> Iterator[list[str]]:
         active = False
 
 
-def tried(read: Any, path: Path) -> bool:
+def tried(read, path):
     """Return whether the file was accepted; any error but ``BadInput``, or a second of computing, fails."""
     began = time.thread_time()
     with warnings.catch_warnings():
@@ -139,7 +134,7 @@ HEADER = {
 }
 
 
-def fuzz_headers(folder: Path, count: int) -> list[bool]:
+def fuzz_headers(folder, count):
     random, path, results = Random(1), folder / "f.safetensors", []
     raw = json.dumps(HEADER).encode()
     whole = struct.pack("<Q", len(raw)) + raw + bytes(40)
@@ -157,7 +152,7 @@ def fuzz_headers(folder: Path, count: int) -> list[bool]:
     return results
 
 
-def fuzz_json(folder: Path, name: str, count: int, seed: int) -> list[bool]:
+def fuzz_json(folder, name, count, seed):
     random, results = Random(seed), []
     original = json.loads((folder / name).read_text())
     with opened_for_writing() as written:
@@ -169,7 +164,7 @@ def fuzz_json(folder: Path, name: str, count: int, seed: int) -> list[bool]:
     return results
 
 
-def model_folder(folder: Path, config: dict[str, Any]) -> Path:
+def model_folder(folder, config):
     write_hf_folder(folder, config, max_shard_size=20_000)
     assert tried(read_source, folder)
     return folder
@@ -182,13 +177,13 @@ COUNTS = [
 
 
 @pytest.mark.parametrize("counts", COUNTS)
-def test_damaged_headers(tmp_path: Path, counts: tuple[int, int, int]) -> None:
+def test_damaged_headers(tmp_path, counts):
     results = fuzz_headers(tmp_path, counts[0])
     assert 0 < sum(results) < len(results) / 2
 
 
 @pytest.mark.parametrize("counts", COUNTS)
-def test_damaged_indexes(tmp_path: Path, counts: tuple[int, int, int]) -> None:
+def test_damaged_indexes(tmp_path, counts):
     folder = model_folder(tmp_path / "hf", TINY_LLAMA)
     results = fuzz_json(folder, "model.safetensors.index.json", counts[1], 2)
     assert 0 < sum(results) < len(results) / 2
@@ -196,7 +191,7 @@ def test_damaged_indexes(tmp_path: Path, counts: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("config", [TINY_LLAMA, TINY_GPT2], ids=["llama", "gpt2"])
-def test_damaged_configs(tmp_path: Path, counts: tuple[int, int, int], config: dict[str, Any]) -> None:
+def test_damaged_configs(tmp_path, counts, config):
     folder = model_folder(tmp_path / "hf", config)
     results = fuzz_json(folder, "config.json", counts[2] // 2, 3)
     assert 0 < sum(results) < len(results)

@@ -2,11 +2,7 @@
 be.
 """
 
-from __future__ import annotations
-
 import tracemalloc
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +15,7 @@ SIZES = st.sampled_from([1, 2, 3, 4])
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
+def layouts(draw):
     """Any layout of at most 256 ranks, with and without ZeRO, context and expert axes."""
     axes = ("tensor", "context", "data_shard", "data_replicate", "pipeline")
     sizes = {axis: draw(SIZES) for axis in axes}
@@ -34,7 +30,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 @st.composite
-def declared(draw: st.DrawFn, layout: Layout) -> Declaration:
+def declared(draw, layout):
     """One to three dims, cut along any or none; padded, stacked experts, buffers, at one end or both."""
     dims = draw(st.integers(1, 3))
     shape = [draw(st.integers(1, 13)) for _ in range(dims)]
@@ -56,12 +52,12 @@ def declared(draw: st.DrawFn, layout: Layout) -> Declaration:
 
 @settings(max_examples=200)
 @given(st.data())
-def test_a_grid_gives_each_rank_the_box_that_it_stores_and_owns(data: st.DataObject) -> None:
+def test_a_grid_gives_each_rank_the_box_that_it_stores_and_owns(data):
     layout = data.draw(layouts())
     stated = data.draw(declared(layout))
     pipeline = 0 if stated.ends else data.draw(st.integers(0, layout.pipeline - 1))
     grid = Grid.of(stated, layout, pipeline)
-    stored: dict[int, Box] = {}
+    stored = {}
     for rank, at in enumerate(layout.places()):
         box = stated.true_part(stated.shard_box(layout, at))
         owns = at.pipeline == pipeline and stated.owner(layout, at) and bool(box.size)
@@ -79,14 +75,14 @@ def test_a_grid_gives_each_rank_the_box_that_it_stores_and_owns(data: st.DataObj
     assert dict(grid.parts(stated.shape, within)) == near
 
 
-def test_a_scalar_and_a_tensor_without_elements_need_no_cuts() -> None:
+def test_a_scalar_and_a_tensor_without_elements_need_no_cuts():
     scalar = Grid(first=3)
     assert [*scalar.parts(())] == [(3, Box((), ()))] and scalar.number(()) == 1
     assert scalar.box_of(3, ()) == Box((), ()) and scalar.box_of(2, ()) is None
     assert [*scalar.parts((0, 2))] == [] and scalar.number((0, 2)) == 0
 
 
-def cut(**changes: int) -> dict[str, int]:
+def cut(**changes):
     return {"dim": 0, "rows": 2, "count": 4, "apart": 1} | changes
 
 
@@ -103,7 +99,7 @@ def cut(**changes: int) -> dict[str, int]:
         pytest.param([cut(rows=1, count=10**15)], "at most 4 parts", id="a-huge-count"),
     ],
 )
-def test_a_grid_that_cannot_be_is_refused_in_one_line(cuts: list[dict[str, int]], says: str) -> None:
+def test_a_grid_that_cannot_be_is_refused_in_one_line(cuts, says):
     grid = Grid.model_validate({"first": 0, "cuts": tuple(cuts)})
     with pytest.raises(BadCheckpoint, match=says) as caught:
         grid.check("manifest.json", "w", (8,), range(4))
@@ -111,12 +107,12 @@ def test_a_grid_that_cannot_be_is_refused_in_one_line(cuts: list[dict[str, int]]
 
 
 @pytest.mark.parametrize("changes", [{"rows": 0}, {"count": 0}, {"apart": 0}, {"dim": -1}, {"rows": -2}])
-def test_no_number_of_a_cut_is_negative_or_nothing(changes: dict[str, int]) -> None:
+def test_no_number_of_a_cut_is_negative_or_nothing(changes):
     with pytest.raises(ValidationError):
         Grid.model_validate({"first": 0, "cuts": (cut(**changes),)})
 
 
-def refused(shape: tuple[int, ...], *cuts: dict[str, int]) -> Callable[[], Any]:
+def refused(shape, *cuts):
     return lambda: Grid.model_validate({"first": 0, "cuts": cuts}).check("m", "w", shape, range(4))
 
 
@@ -134,7 +130,7 @@ def refused(shape: tuple[int, ...], *cuts: dict[str, int]) -> Callable[[], Any]:
         ),
     ],
 )
-def test_the_memory_for_a_grid_of_countless_parts_is_bounded(check: Callable[[], Any]) -> None:
+def test_the_memory_for_a_grid_of_countless_parts_is_bounded(check):
     tracemalloc.start()
     with pytest.raises(BadCheckpoint, match="at most 4 parts"):
         check()

@@ -1,20 +1,18 @@
 """Model ids: the hub's cache is used with its links, and what is not there is refused in one line."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+from support.configs import TINY_LLAMA
 from trilith.checkpoints import convert, differences, read_source
+from trilith.machine.random_files import write_hf_folder
 from trilith.parallel_state import BadInput
-from trilith.testing.hf_folders import write_hf_folder
-from trilith.testing.tiny_models import TINY_LLAMA
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """Make a hub cache with one model, laid out as huggingface_hub does, offline, and nothing else."""
     root = tmp_path / "cache"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(root))
@@ -33,24 +31,24 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return snapshot
 
 
-def test_a_model_in_the_cache_is_read_through_its_links(cache: Path, tmp_path: Path) -> None:
+def test_a_model_in_the_cache_is_read_through_its_links(cache, tmp_path):
     assert read_source("some/llama").path == cache
     convert("some/llama", tmp_path / "out", tensor=2)
     assert not list(differences(read_source(cache), read_source(tmp_path / "out")))
 
 
-def test_a_model_that_is_nowhere_is_refused_offline(cache: Path) -> None:
+def test_a_model_that_is_nowhere_is_refused_offline(cache):
     with pytest.raises(BadInput, match=r"some/other: expected a folder, or a model in .* cache") as refused:
         read_source("some/other")
     assert "not in the cache" in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["missing", "./some/llama", "/some/llama", "some/llama/x", "../llama", "a/"])
-def test_what_is_no_id_is_only_a_folder(cache: Path, name: str) -> None:
+def test_what_is_no_id_is_only_a_folder(cache, name):
     with pytest.raises(BadInput, match="no such folder"):
         read_source(name)
 
 
-def test_a_folder_of_that_name_comes_first(cache: Path, tmp_path: Path) -> None:
+def test_a_folder_of_that_name_comes_first(cache, tmp_path):
     write_hf_folder(tmp_path / "some" / "llama", TINY_LLAMA)
     assert read_source("some/llama").path == Path("some/llama")

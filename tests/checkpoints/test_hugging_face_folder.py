@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +19,7 @@ A, B, C = (torch.arange(4.0) + 10 * i for i in range(3))
 
 
 @pytest.fixture
-def sharded(tmp_path: Path) -> Path:
+def sharded(tmp_path):
     """A good folder: tensors a and b in shard 1, c in shard 2."""
     root = tmp_path / "model"
     root.mkdir()
@@ -33,11 +32,11 @@ def sharded(tmp_path: Path) -> Path:
     return root
 
 
-def write_index(root: Path, weight_map: object, total: int = 48) -> None:
+def write_index(root, weight_map, total=48):
     (root / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
 
 
-def refusal(root: Path) -> str:
+def refusal(root):
     with pytest.raises(BadInput) as caught:
         HFFolder(root)
     message = str(caught.value)
@@ -45,7 +44,7 @@ def refusal(root: Path) -> str:
     return message
 
 
-def test_a_sharded_folder(sharded: Path) -> None:
+def test_a_sharded_folder(sharded):
     folder = HFFolder(sharded)
     assert folder.config == {"model_type": "llama", "hidden_size": 4}
     assert {name: file.path.name for name, (file, _) in folder.tensors.items()} == {
@@ -59,101 +58,101 @@ def test_a_sharded_folder(sharded: Path) -> None:
     assert folder.warnings == []
 
 
-def test_a_single_file(sharded: Path) -> None:
+def test_a_single_file(sharded):
     for name in (INDEX, ONE, TWO):
         (sharded / name).unlink()
     save_file({"a": A}, sharded / SINGLE)
     assert list(HFFolder(sharded).tensors) == ["a"]
 
 
-def no_shard(root: Path) -> None:
+def no_shard(root):
     (root / TWO).unlink()
 
 
-def index_of_text(text: str) -> Callable[[Path], None]:
+def index_of_text(text):
     return lambda root: void((root / INDEX).write_text(text))
 
 
-def mapped(**changes: object) -> Callable[[Path], None]:
+def mapped(**changes):
     """Write the index with some entries changed; ``None`` removes one."""
     both = {"a": ONE, "b": ONE, "c": TWO} | changes
     return lambda root: write_index(root, {name: shard for name, shard in both.items() if shard is not None})
 
 
-def void(_: object) -> None:
+def void(_):
     return None
 
 
-def escaping(name: str) -> Callable[[Path], None]:
+def escaping(name):
     """Move the shard out of the folder, and name it there in the index."""
 
-    def make(root: Path) -> None:
+    def make(root):
         (root / TWO).rename(root.parent / "out.safetensors")
         write_index(root, {"a": ONE, "b": ONE, "c": name.format(root=root.parent)})
 
     return make
 
 
-def linked_out(root: Path) -> None:
+def linked_out(root):
     (root / TWO).rename(root.parent / "out.safetensors")
     (root / TWO).symlink_to("../out.safetensors")
 
 
-def twice(root: Path) -> None:
+def twice(root):
     save_file({"b": B, "c": C}, root / TWO)
 
 
-def more(root: Path) -> None:
+def more(root):
     save_file({"c": C, "extra": A}, root / TWO)
 
 
-def both(root: Path) -> None:
+def both(root):
     save_file({"a": A}, root / SINGLE)
 
 
-def only_pickle(root: Path) -> None:
+def only_pickle(root):
     for name in (ONE, TWO, INDEX):
         (root / name).unlink()
     (root / "pytorch_model.bin").write_bytes(b"pickle")
 
 
-def only_other(root: Path) -> None:
+def only_other(root):
     (root / INDEX).unlink()
 
 
-def case_twins(root: Path) -> None:
+def case_twins(root):
     shutil.copy(root / ONE, root / ONE.upper().replace("SAFETENSORS", "safetensors"))
     write_index(root, {"a": ONE, "b": ONE.upper().replace("SAFETENSORS", "safetensors"), "c": TWO})
 
 
-def huge_index(root: Path) -> None:
+def huge_index(root):
     write_index(root, {f"t{i}": ONE for i in range(100_001)})
 
 
-def larger_still(root: Path) -> None:
+def larger_still(root):
     with open(root / INDEX, "wb") as file:
         file.truncate(100 << 20)
 
 
-def no_config(root: Path) -> None:
+def no_config(root):
     (root / "config.json").unlink()
 
 
-def config_of_text(text: str) -> Callable[[Path], None]:
+def config_of_text(text):
     return lambda root: void((root / "config.json").write_text(text))
 
 
-def large_config(root: Path) -> None:
+def large_config(root):
     with open(root / "config.json", "wb") as file:
         file.truncate(50 << 20)
 
 
-def linked_config(root: Path) -> None:
+def linked_config(root):
     (root / "config.json").rename(root.parent / "config.json")
     (root / "config.json").symlink_to("../config.json")
 
 
-def large_tokenizer(root: Path) -> None:
+def large_tokenizer(root):
     with open(root / "tokenizer.json", "wb") as file:
         file.truncate(2 << 30)
 
@@ -200,14 +199,14 @@ def large_tokenizer(root: Path) -> None:
         pytest.param(lambda root: shutil.rmtree(root), "nothing there", id="B1-no-folder"),
     ],
 )
-def test_bad_folders_are_refused(sharded: Path, spoil: Callable[[Path], None], says: str) -> None:
+def test_bad_folders_are_refused(sharded, spoil, says):
     spoil(sharded)
     with pytest.raises(BadInput, match=says):
         HFFolder(sharded)
     refusal(sharded)
 
 
-def test_B7_links_that_are_trusted_and_links_inside(sharded: Path) -> None:
+def test_B7_links_that_are_trusted_and_links_inside(sharded):
     linked_out(sharded)
     assert "c" in HFFolder(sharded, allow_symlinks=True).tensors
     (sharded / TWO).unlink()
@@ -217,7 +216,7 @@ def test_B7_links_that_are_trusted_and_links_inside(sharded: Path) -> None:
     assert "c" in HFFolder(sharded).tensors
 
 
-def test_B7_the_hugging_face_cache(sharded: Path) -> None:
+def test_B7_the_hugging_face_cache(sharded):
     cache = sharded.parent / "hub" / "models--org--name"
     snapshot = cache / "snapshots" / "0123abc"
     snapshot.mkdir(parents=True)
@@ -234,33 +233,33 @@ def test_B7_the_hugging_face_cache(sharded: Path) -> None:
     assert "link to" in refusal(snapshot)
 
 
-def test_B14_total_size_that_disagrees_is_a_warning(sharded: Path) -> None:
+def test_B14_total_size_that_disagrees_is_a_warning(sharded):
     write_index(sharded, {"a": ONE, "b": ONE, "c": TWO}, total=47)
     assert [w for w in HFFolder(sharded).warnings if "total_size says 47, the tensors have 48" in w]
 
 
-def test_B19_a_count_in_the_names_that_disagrees_is_a_warning(sharded: Path) -> None:
+def test_B19_a_count_in_the_names_that_disagrees_is_a_warning(sharded):
     save_file({"d": A}, sharded / "model-00003-of-00002.safetensors")
     assert [w for w in HFFolder(sharded).warnings if "not read: model-00003" in w]
     write_index(sharded, {"a": ONE, "b": ONE, "c": TWO, "d": "model-00003-of-00002.safetensors"}, total=64)
     assert [w for w in HFFolder(sharded).warnings if "-of-00002, but there are 3" in w]
 
 
-OPENED: list[str] = []
+OPENED = []
 
 
-def watch(event: str, details: tuple[object, ...]) -> None:
+def watch(event, details):
     if event == "open" and OPENED is not None and isinstance(details[0], str | os.PathLike):
         OPENED.append(os.fspath(details[0]))
 
 
 @cache
-def add_watch() -> None:
+def add_watch():
     sys.addaudithook(watch)
 
 
 @pytest.fixture
-def opened() -> Iterator[list[str]]:
+def opened():
     """Record every path that Python opens from here on. An audit hook stays for ever, so it is added once."""
     add_watch()
     OPENED.clear()
@@ -268,7 +267,7 @@ def opened() -> Iterator[list[str]]:
     OPENED.clear()
 
 
-def test_B16_a_pickle_beside_the_weights_is_never_opened(sharded: Path, opened: list[str]) -> None:
+def test_B16_a_pickle_beside_the_weights_is_never_opened(sharded, opened):
     for name in ("pytorch_model.bin", "model.bin", "training_args.bin", "optimizer.pt", "custom.py"):
         (sharded / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     opened.clear()

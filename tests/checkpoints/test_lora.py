@@ -1,10 +1,6 @@
 """LoRA adapters between here and PEFT: the same modules, logits, gradients; files bit for bit; refusals."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -26,7 +22,7 @@ GPT2 = GPT2Config(
     attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
 )  # fmt: skip
 
-TARGETS: dict[str, tuple[Any, dict[str, Any]]] = {
+TARGETS = {
     "llama": (LLAMA, {"target_modules": ["q_proj", "v_proj"], "r": 4, "lora_alpha": 8}),
     "llama-all": (LLAMA, {"target_modules": "all-linear", "r": 3, "use_rslora": True}),
     "llama-patterns": (
@@ -51,17 +47,17 @@ TARGETS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def base_model(config: Any) -> Any:
+def base_model(config):
     torch.manual_seed(0)
-    model: Any = (LlamaForCausalLM if isinstance(config, LlamaConfig) else GPT2LMHeadModel)(config)
+    model = (LlamaForCausalLM if isinstance(config, LlamaConfig) else GPT2LMHeadModel)(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.5 if parameter.ndim == 1 else 0.0, 0.3)
     return model
 
 
-def peft_model(config: Any, lora: dict[str, Any]) -> Any:
+def peft_model(config, lora):
     """Make a PEFT model with random B: a B of zero would hide A's effect."""
-    theirs: Any = peft.get_peft_model(base_model(config), peft.LoraConfig(task_type="CAUSAL_LM", **lora))
+    theirs = peft.get_peft_model(base_model(config), peft.LoraConfig(task_type="CAUSAL_LM", **lora))
     for name, parameter in theirs.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, 0.0, 0.2)
@@ -69,12 +65,12 @@ def peft_model(config: Any, lora: dict[str, Any]) -> Any:
 
 
 @pytest.fixture(params=TARGETS)
-def name(request: pytest.FixtureRequest) -> str:
+def name(request):
     return str(request.param)
 
 
 @pytest.fixture
-def theirs(name: str, tmp_path: Path) -> Any:
+def theirs(name, tmp_path):
     config, lora = TARGETS[name]
     base_model(config).save_pretrained(tmp_path / "base")
     model = peft_model(config, lora)
@@ -82,7 +78,7 @@ def theirs(name: str, tmp_path: Path) -> Any:
     return model
 
 
-def test_pefts_adapter_gives_the_same_logits_and_gradients_here(theirs: Any, tmp_path: Path) -> None:
+def test_pefts_adapter_gives_the_same_logits_and_gradients_here(theirs, tmp_path):
     ours = load_model(tmp_path / "base", adapter=tmp_path / "adapter")
     torch.manual_seed(1)
     ids, labels = torch.randint(131, (2, 20)), torch.randint(131, (2, 20))
@@ -105,7 +101,7 @@ def test_pefts_adapter_gives_the_same_logits_and_gradients_here(theirs: Any, tmp
     assert not [n for n, p in parameters.items() if not p.requires_grad and p.grad is not None]
 
 
-def test_a_config_as_written_means_the_modules_that_peft_takes(name: str, theirs: Any) -> None:
+def test_a_config_as_written_means_the_modules_that_peft_takes(name, theirs):
     raw = theirs.config.to_dict() | {"architectures": None}
     family = family_of(raw)
     sites = adapted(family, LoraConfig.model_validate(TARGETS[name][1])).sites(family.from_hf(raw))
@@ -113,7 +109,7 @@ def test_a_config_as_written_means_the_modules_that_peft_takes(name: str, theirs
     assert {PEFT_PREFIX + site.name for site in sites} == named
 
 
-def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+def logits_of(model, ids):
     with torch.no_grad():
         return gather_logits(model(ids), 131)
 
@@ -122,9 +118,7 @@ def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "blocks", [{"layers_to_transform": 1}, {"layers_to_transform": [0, 2], "layers_pattern": ["h", "layers"]}]
 )
-def test_all_linear_of_some_blocks_is_exported_so_that_peft_takes_the_same(
-    tmp_path: Path, config: Any, blocks: dict[str, Any]
-) -> None:
+def test_all_linear_of_some_blocks_is_exported_so_that_peft_takes_the_same(tmp_path, config, blocks):
     """PEFT refuses a choice of blocks together with all-linear, so the export lists the names."""
     theirs = base_model(config)
     theirs.save_pretrained(tmp_path / "base")
@@ -143,7 +137,7 @@ def test_all_linear_of_some_blocks_is_exported_so_that_peft_takes_the_same(
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(said))
     ids = torch.randint(131, (2, 20))
     plain = theirs.eval()(ids).logits.detach()
-    with_adapter: Any = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
+    with_adapter = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
     assert {
         name.replace(".default", "") for name, _ in with_adapter.named_parameters() if "lora_" in name
     } == {*weights}
@@ -154,7 +148,7 @@ def test_all_linear_of_some_blocks_is_exported_so_that_peft_takes_the_same(
 
 @pytest.mark.parametrize("target", ["all-linear", r".*q_proj"])
 @pytest.mark.parametrize("key", ["layers_to_transform", "layers_pattern"])
-def test_what_peft_refuses_beside_a_string_of_targets_is_refused_here(target: str, key: str) -> None:
+def test_what_peft_refuses_beside_a_string_of_targets_is_refused_here(target, key):
     raw = {
         "peft_type": "LORA",
         "target_modules": target,

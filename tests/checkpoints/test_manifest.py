@@ -3,9 +3,6 @@
 import json
 import os
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 from zlib import crc32
 
 import pytest
@@ -22,7 +19,7 @@ from trilith.storage.records import StoredFile
 UP, NORM = torch.arange(32.0).reshape(8, 4), torch.arange(4.0)
 
 
-def write_checkpoint(directory: Path) -> Manifest:
+def write_checkpoint(directory):
     """Write a checkpoint of two tensor ranks: ``up`` cut on dim 0, ``norm`` on both, and a tokenizer."""
     directory.mkdir(parents=True)
     files, parts = [], []
@@ -56,12 +53,12 @@ def write_checkpoint(directory: Path) -> Manifest:
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def checkpoint(tmp_path):
     write_checkpoint(tmp_path / "step-00000003")
     return tmp_path / "step-00000003"
 
 
-def test_what_is_written_is_read(checkpoint: Path) -> None:
+def test_what_is_written_is_read(checkpoint):
     manifest = Manifest.load(checkpoint)
     assert manifest.layout == Layout(tensor=2) and manifest.config["name"] == "é" and manifest.step == 3
     assert Manifest.parse(manifest.to_bytes(), "again") == manifest
@@ -70,8 +67,8 @@ def test_what_is_written_is_read(checkpoint: Path) -> None:
     assert len((checkpoint / MANIFEST).read_text().splitlines()) > 10  # a line each, for people
 
 
-def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    def edit(directory: Path) -> None:
+def edited(change):
+    def edit(directory):
         manifest = json.loads((directory / MANIFEST).read_text())
         manifest.pop("seal")
         change(manifest)
@@ -80,27 +77,27 @@ def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
     return edit
 
 
-def of_version_1(directory: Path) -> None:
+def of_version_1(directory):
     """Write the manifest as releases before the seal did."""
     manifest = json.loads((directory / MANIFEST).read_text()) | {"version": 1}
     manifest.pop("seal")
     (directory / MANIFEST).write_text(json.dumps(manifest))
 
 
-def raw(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+def raw(change):
     return lambda directory: void(
         (directory / MANIFEST).write_bytes(change((directory / MANIFEST).read_bytes()))
     )
 
 
-def void(_: object) -> None:
+def void(_):
     return None
 
 
 SHARD = "tensor-01-of-02.safetensors"
 
 
-def test_a_manifest_of_the_release_before_the_seal_is_read_and_known_as_unsealed(checkpoint: Path) -> None:
+def test_a_manifest_of_the_release_before_the_seal_is_read_and_known_as_unsealed(checkpoint):
     sealed = Manifest.load(checkpoint)
     of_version_1(checkpoint)
     old = Manifest.load(checkpoint)
@@ -108,7 +105,7 @@ def test_a_manifest_of_the_release_before_the_seal_is_read_and_known_as_unsealed
     assert old.model_copy(update={"version": 2}) == sealed
 
 
-def test_every_single_flipped_bit_of_a_manifest_is_refused(checkpoint: Path) -> None:
+def test_every_single_flipped_bit_of_a_manifest_is_refused(checkpoint):
     whole = (checkpoint / MANIFEST).read_bytes()
     for at in range(len(whole)):
         for bit in range(8):
@@ -118,42 +115,42 @@ def test_every_single_flipped_bit_of_a_manifest_is_refused(checkpoint: Path) -> 
                 Manifest.parse(bytes(damaged), "manifest.json")
 
 
-def gone(directory: Path) -> None:
+def gone(directory):
     directory.rename(directory.parent / "elsewhere")
 
 
-def empty(directory: Path) -> None:
+def empty(directory):
     for path in directory.iterdir():
         path.unlink()
 
 
-def no_shard(directory: Path) -> None:
+def no_shard(directory):
     (directory / SHARD).unlink()
 
 
-def short_shard(directory: Path) -> None:
+def short_shard(directory):
     (directory / SHARD).write_bytes((directory / SHARD).read_bytes()[:-1])
 
 
-def foreign(directory: Path) -> None:
+def foreign(directory):
     save_file({"a": UP}, directory / "tensor-02-of-03.safetensors")
 
 
-def link_out(directory: Path) -> None:
+def link_out(directory):
     (directory / SHARD).rename(directory.parent / "out")
     (directory / SHARD).symlink_to("../out")
 
 
-def short_tokenizer(directory: Path) -> None:
+def short_tokenizer(directory):
     (directory / "tokenizer.json").write_bytes(b"{")
 
 
-def renamed(name: str) -> Callable[[dict[str, Any]], object]:
+def renamed(name):
     return lambda m: m["files"][1].update(name=name)
 
 
-def first_part(m: dict[str, Any]) -> dict[str, Any]:
-    part: dict[str, Any] = m["tensors"]["up"]["parts"][0]
+def first_part(m):
+    part = m["tensors"]["up"]["parts"][0]
     return part
 
 
@@ -222,9 +219,7 @@ def first_part(m: dict[str, Any]) -> dict[str, Any]:
         pytest.param(edited(lambda m: first_part(m).update(start=[-1, 0])), "start", id="G12-negative"),
     ],
 )
-def test_what_is_no_whole_checkpoint_is_refused(
-    checkpoint: Path, spoil: Callable[[Path], None], says: str
-) -> None:
+def test_what_is_no_whole_checkpoint_is_refused(checkpoint, spoil, says):
     spoil(checkpoint)
     with pytest.raises(BadCheckpoint, match=says) as caught:
         Manifest.load(checkpoint)
@@ -232,38 +227,38 @@ def test_what_is_no_whole_checkpoint_is_refused(
     assert str(checkpoint) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def flip(path: Path, at: int) -> None:
+def flip(path, at):
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
 
 
-def flipped_weight(directory: Path) -> None:
+def flipped_weight(directory):
     flip(directory / SHARD, -1)
 
 
-def flipped_tokenizer(directory: Path) -> None:
+def flipped_tokenizer(directory):
     flip(directory / "tokenizer.json", 0)
 
 
-def swapped(directory: Path) -> None:
+def swapped(directory):
     a, b = directory / SHARD, directory / "tensor-00-of-02.safetensors"
     a.rename(directory / "c")
     b.rename(a)
     (directory / "c").rename(b)
 
 
-def other_header(directory: Path) -> None:
+def other_header(directory):
     raw = (directory / SHARD).read_bytes()
     (directory / SHARD).write_bytes(raw.replace(b'"norm"', b'"nurm"'))
 
 
-def broken_header(directory: Path) -> None:
+def broken_header(directory):
     raw = (directory / SHARD).read_bytes()
     (directory / SHARD).write_bytes(raw.replace(b'"norm"', b"'norm'"))
 
 
-def replica_differs(directory: Path) -> None:
+def replica_differs(directory):
     """Write a replica that differs already when it is written, so that its checksum is right."""
     manifest = Manifest.load(directory)
     (directory / SHARD).unlink()
@@ -287,7 +282,7 @@ def replica_differs(directory: Path) -> None:
         pytest.param(replica_differs, "'norm'.*equal replicas", id="G12-replica-differs"),
     ],
 )
-def test_damage_that_only_the_bytes_show(checkpoint: Path, spoil: Callable[[Path], None], says: str) -> None:
+def test_damage_that_only_the_bytes_show(checkpoint, spoil, says):
     spoil(checkpoint)
     manifest = Manifest.load(checkpoint)
     with pytest.raises(BadCheckpoint, match=says) as caught:
@@ -295,13 +290,13 @@ def test_damage_that_only_the_bytes_show(checkpoint: Path, spoil: Callable[[Path
     assert caught.value.exit_code == 4
 
 
-def test_verify_reads_every_byte_once(checkpoint: Path) -> None:
+def test_verify_reads_every_byte_once(checkpoint):
     manifest, read = Manifest.load(checkpoint), list[int]()
     verify(checkpoint, manifest, threads=1, progress=read.append)
     assert sum(read) == sum(file.size for file in manifest.files)
 
 
-def test_G4_an_older_complete_checkpoint_is_used_and_both_are_named(tmp_path: Path) -> None:
+def test_G4_an_older_complete_checkpoint_is_used_and_both_are_named(tmp_path):
     for step in (3, 10, 20):
         write_checkpoint(step_directory(tmp_path, step))
     assert latest_checkpoint(tmp_path).directory == step_directory(tmp_path, 20)
@@ -313,7 +308,7 @@ def test_G4_an_older_complete_checkpoint_is_used_and_both_are_named(tmp_path: Pa
     assert "step-00000010" in found.warnings[1]
 
 
-def test_G26_the_newest_is_the_highest_step_whatever_the_clock_said(tmp_path: Path) -> None:
+def test_G26_the_newest_is_the_highest_step_whatever_the_clock_said(tmp_path):
     for step in (9, 10, 100):
         write_checkpoint(step_directory(tmp_path, step))
         os.utime(step_directory(tmp_path, step), (1e9 - step, 1e9 - step))
@@ -331,7 +326,7 @@ def test_G26_the_newest_is_the_highest_step_whatever_the_clock_said(tmp_path: Pa
         pytest.param(["step-00000007"], "step-00000007", id="G4-only-incomplete"),
     ],
 )
-def test_no_complete_checkpoint(tmp_path: Path, names: list[str] | None, says: str) -> None:
+def test_no_complete_checkpoint(tmp_path, names, says):
     root = tmp_path / "run"
     for name in names or []:
         (root / name).mkdir(parents=True)
@@ -342,7 +337,7 @@ def test_no_complete_checkpoint(tmp_path: Path, names: list[str] | None, says: s
     assert caught.value.exit_code == 4
 
 
-def llama_405b(tensor: int = 8, pipeline: int = 16, layers: int = 126) -> Manifest:
+def llama_405b(tensor=8, pipeline=16, layers=126):
     """Make the manifest of a converted Llama 3.1 405B from its shapes."""
     d, f, v, kv = 16_384, 53_248, 128_256, 1024
     files = tuple(
@@ -352,7 +347,7 @@ def llama_405b(tensor: int = 8, pipeline: int = 16, layers: int = 126) -> Manife
     )
     tensors = {}
 
-    def add(name: str, stage: int, shape: tuple[int, ...], dim: int | None) -> None:
+    def add(name, stage, shape, dim):
         whole, parts = Box.whole(shape), []
         for t in range(tensor):
             step = 0 if dim is None else shape[dim] // tensor
@@ -383,7 +378,7 @@ def llama_405b(tensor: int = 8, pipeline: int = 16, layers: int = 126) -> Manife
     )
 
 
-def test_a_405b_manifest_is_read_and_checked_in_a_moment() -> None:
+def test_a_405b_manifest_is_read_and_checked_in_a_moment():
     manifest = llama_405b()
     text = manifest.to_bytes()
     assert len(text) < 2 << 20

@@ -1,13 +1,9 @@
 """A checkpoint that is written can be read: what no checkpoint can hold is refused before the first step."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,8 +11,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.configs import TINIEST_LLAMA
+from support.forked import obey_permissions, run_forked
+from support.short_runs import run_recipe, tiny_recipe
 from torch import nn
 from trilith.checkpoints import Manifest, Saver, convert, module_contents, read_source, save_module
+from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadInput, ParallelState
 from trilith.recipes.recipe import parse_recipe
 from trilith.storage import companions_in
@@ -24,15 +24,11 @@ from trilith.storage.disk import Disk, DiskFailed
 from trilith.storage.file_names import MANIFEST
 from trilith.storage.files_beside_weights import COMPANIONS
 from trilith.storage.records import StoredFile
-from trilith.testing.forked import obey_permissions, run_forked
-from trilith.testing.hf_folders import write_hf_folder
-from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
-from trilith.testing.tiny_models import TINIEST_LLAMA
 from trilith.training import check_run
 
 
-def nested(levels: int) -> Any:
-    value: Any = 1
+def nested(levels):
+    value = 1
     for level in range(levels):
         value = [value] if level % 2 else {"a": value}
     return value
@@ -64,7 +60,7 @@ values = st.recursive(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
+def group():
     """Start a process group of this process alone: runs then take tenths of a second."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
@@ -72,20 +68,18 @@ def group() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokens(tmp_path_factory):
     return write_tokens(tmp_path_factory.mktemp("data") / "tokens")
 
 
-def steps_of(out: Path) -> int:
+def steps_of(out):
     metrics = out / "metrics.jsonl"
     return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
 
 @pytest.mark.parametrize("what", UNREADABLE)
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_config_that_no_checkpoint_can_hold_is_refused_before_the_first_step(
-    tmp_path: Path, tokens: Path, what: str, depth: int
-) -> None:
+def test_a_config_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path, tokens, what, depth):
     value = UNREADABLE[what]
     for _ in range(depth):
         value = {"inside": [value]}
@@ -98,9 +92,7 @@ def test_a_config_that_no_checkpoint_can_hold_is_refused_before_the_first_step(
 
 @settings(max_examples=60)
 @given(value=values)
-def test_what_save_module_takes_it_gives_back_and_else_it_writes_nothing(
-    tmp_path_factory: pytest.TempPathFactory, value: Any
-) -> None:
+def test_what_save_module_takes_it_gives_back_and_else_it_writes_nothing(tmp_path_factory, value):
     root, model = tmp_path_factory.mktemp("saved") / "m", nn.Linear(2, 2)
     try:
         written = save_module(root, model, data={"mine": value}, config={"mine": [value]})
@@ -119,15 +111,13 @@ def test_what_save_module_takes_it_gives_back_and_else_it_writes_nothing(
 
 @pytest.mark.parametrize("what", ["nan", "date", "300 levels"])
 @pytest.mark.parametrize("where", ["data", "config"])
-def test_what_cannot_be_read_back_is_refused_before_a_folder_is_begun(
-    tmp_path: Path, where: str, what: str
-) -> None:
+def test_what_cannot_be_read_back_is_refused_before_a_folder_is_begun(tmp_path, where, what):
     begun = mock.patch("trilith.storage.staging.Staging.begin", side_effect=AssertionError("begun"))
     with begun, pytest.raises(BadInput, match=rf"{where}\."):
         save_module(tmp_path, nn.Linear(2, 2), **{where: {"mine": UNREADABLE[what]}})
 
 
-def test_a_saver_reads_its_manifest_back_before_the_first_step(tmp_path: Path) -> None:
+def test_a_saver_reads_its_manifest_back_before_the_first_step(tmp_path):
     """A manifest that names a file which may not be copied along is refused."""
     (tmp_path / "note.txt").touch()
     one, model = StoredFile(name="note.txt", size=0, crc32=0), nn.Linear(2, 2)
@@ -137,10 +127,10 @@ def test_a_saver_reads_its_manifest_back_before_the_first_step(tmp_path: Path) -
         Saver(tmp_path / "new", model, None, contents, state=ParallelState.alone())
 
 
-def test_what_the_disk_does_not_give_back_is_not_committed(tmp_path: Path) -> None:
+def test_what_the_disk_does_not_give_back_is_not_committed(tmp_path):
     write = Disk.write_file
 
-    def forgetful(disk: Disk, path: Path, data: bytes) -> None:
+    def forgetful(disk, path, data):
         write(disk, path, data[:-1] if MANIFEST in path.name else data)
 
     with mock.patch.object(Disk, "write_file", forgetful), pytest.raises(DiskFailed, match="read back"):
@@ -148,7 +138,7 @@ def test_what_the_disk_does_not_give_back_is_not_committed(tmp_path: Path) -> No
     assert [*tmp_path.iterdir()] == []
 
 
-def largest(value: Any) -> int:
+def largest(value):
     if isinstance(value, dict):
         return max(map(largest, value.values()), default=0)
     if isinstance(value, list):
@@ -159,9 +149,7 @@ def largest(value: Any) -> int:
 @pytest.mark.filterwarnings("ignore:.*unknown and ignored")
 @pytest.mark.parametrize("what", ["half a surrogate pair", "300 levels"])
 @pytest.mark.parametrize("to", ["hf", "sharded"])
-def test_convert_refuses_a_config_that_it_could_not_write_readably(
-    tmp_path: Path, what: str, to: Any
-) -> None:
+def test_convert_refuses_a_config_that_it_could_not_write_readably(tmp_path, what, to):
     write_hf_folder(tmp_path / "hf", TINIEST_LLAMA)
     config = tmp_path / "hf" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"remark": UNREADABLE[what]}))
@@ -171,14 +159,14 @@ def test_convert_refuses_a_config_that_it_could_not_write_readably(
     assert not (tmp_path / "out").exists()
 
 
-def test_convert_refuses_a_name_of_another_step_for_its_output(tmp_path: Path) -> None:
+def test_convert_refuses_a_name_of_another_step_for_its_output(tmp_path):
     save_module(tmp_path / "m", nn.Linear(2, 2), torch.optim.AdamW(nn.Linear(2, 2).parameters()), step=3)
     with pytest.raises(BadInput, match="step: expected 9, as the directory is named"):
         convert(tmp_path / "m", tmp_path / "step-00000009", to="sharded")
     assert not (tmp_path / "step-00000009").exists()
 
 
-def tokenizer_folder(folder: Path) -> Path:
+def tokenizer_folder(folder):
     folder.mkdir()
     for name in COMPANIONS:
         (folder / name).write_text("{}")
@@ -201,7 +189,7 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_a_file_that_is_no_companion_stays_where_it_is(tmp_path: Path, tokens: Path, name: str) -> None:
+def test_a_file_that_is_no_companion_stays_where_it_is(tmp_path, tokens, name):
     folder = tokenizer_folder(tmp_path / "tokenizer")
     (folder / name).write_text("secret")
     raw = tiny_recipe(
@@ -214,9 +202,7 @@ def test_a_file_that_is_no_companion_stays_where_it_is(tmp_path: Path, tokens: P
 
 
 @pytest.mark.parametrize("command", ["train", "convert"])
-def test_a_link_out_of_the_folder_is_refused_and_nothing_is_copied(
-    tmp_path: Path, tokens: Path, command: str
-) -> None:
+def test_a_link_out_of_the_folder_is_refused_and_nothing_is_copied(tmp_path, tokens, command):
     secret = tmp_path / "secret"
     secret.write_text("root:x:0:0")
     write_hf_folder(tmp_path / "hf", TINIEST_LLAMA)
@@ -231,9 +217,7 @@ def test_a_link_out_of_the_folder_is_refused_and_nothing_is_copied(
 
 
 @pytest.mark.parametrize("given", ["tokenizer", "init_from a HF folder", "init_from a checkpoint"])
-def test_a_companion_that_may_not_be_read_is_refused_before_the_run_makes_anything(
-    tmp_path: Path, tokens: Path, given: str
-) -> None:
+def test_a_companion_that_may_not_be_read_is_refused_before_the_run_makes_anything(tmp_path, tokens, given):
     folder = tmp_path / "given"
     write_hf_folder(folder, TINIEST_LLAMA)
     (folder / "vocab.txt").write_text("a")
@@ -245,7 +229,7 @@ def test_a_companion_that_may_not_be_read_is_refused_before_the_run_makes_anythi
     model = tokenizer if given == "tokenizer" else {"config": None, "init_from": str(folder)}
     recipe = parse_recipe(tiny_recipe(tmp_path / "out", tokens, model=model))
 
-    def work() -> int:
+    def work():
         obey_permissions()
         with pytest.raises(BadInput, match=r"vocab\.txt: expected a readable file"):
             check_run(recipe)
@@ -254,14 +238,14 @@ def test_a_companion_that_may_not_be_read_is_refused_before_the_run_makes_anythi
     assert run_forked(work, tmp_path, limit=60).code == 7
 
 
-def test_the_docs_name_every_companion() -> None:
+def test_the_docs_name_every_companion():
     docs = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     assert re.findall(
         r"`([a-z_]+\.[a-z]+)`", docs.split("Companions are copied by name:")[1].split("No other")[0]
     ) == [*COMPANIONS]
 
 
-def test_links_inside_the_folder_and_into_the_hub_s_cache_are_followed(tmp_path: Path) -> None:
+def test_links_inside_the_folder_and_into_the_hub_s_cache_are_followed(tmp_path):
     snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     (snapshot.parent.parent / "blobs").mkdir()
@@ -271,9 +255,7 @@ def test_links_inside_the_folder_and_into_the_hub_s_cache_are_followed(tmp_path:
     assert [path.name for path in companions_in(snapshot)] == ["tokenizer.json", "vocab.txt"]
 
 
-def test_a_tokenizer_that_changes_during_the_run_is_saved_as_it_was_at_the_start(
-    tmp_path: Path, tokens: Path
-) -> None:
+def test_a_tokenizer_that_changes_during_the_run_is_saved_as_it_was_at_the_start(tmp_path, tokens):
     """It may even be gone by then: the run keeps the files that it began with, and its last save succeeds."""
     from trilith.checkpoints import Contents, Progress, Saver, module_contents
     from trilith.parallel_state import Layout, ParallelState

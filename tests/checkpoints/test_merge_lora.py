@@ -1,11 +1,7 @@
 """Adapters merged into their base: the unmerged model's logits; other tensors byte for byte; refusals."""
 
-from __future__ import annotations
-
 import importlib
 import json
-from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -32,13 +28,13 @@ CASES = {
 
 
 @pytest.fixture(params=CASES)
-def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+def model(request, tmp_path):
     """Make a PEFT model whose base and adapters lie in ``base`` and ``adapter``."""
     torch.manual_seed(0)
     config, lora = CASES[request.param]
-    base: Any = (LlamaForCausalLM if config is LLAMA else GPT2LMHeadModel)(config).eval()
+    base = (LlamaForCausalLM if config is LLAMA else GPT2LMHeadModel)(config).eval()
     base.save_pretrained(tmp_path / "base")
-    theirs: Any = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **lora)).eval()
+    theirs = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **lora)).eval()
     for name, parameter in theirs.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, 0.0, 0.2)
@@ -46,13 +42,13 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return theirs
 
 
-def merge(tmp_path: Path, base: str = "base", out: str = "out", *options: str) -> int:
+def merge(tmp_path, base="base", out="out", *options):
     return run(["merge-lora", str(tmp_path / base), str(tmp_path / "adapter"), str(tmp_path / out), *options])
 
 
-def test_the_merged_model_gives_the_unmerged_models_logits(model: Any, tmp_path: Path) -> None:
+def test_the_merged_model_gives_the_unmerged_models_logits(model, tmp_path):
     assert merge(tmp_path) == 0
-    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     ids = torch.randint(131, (2, 20))
     with torch.no_grad():
         expected = model(ids).logits
@@ -67,14 +63,14 @@ def test_the_merged_model_gives_the_unmerged_models_logits(model: Any, tmp_path:
     assert (tmp_path / "base" / "config.json").read_bytes() == (tmp_path / "out" / "config.json").read_bytes()
 
 
-def test_a_checkpoint_of_any_layout_is_a_base_too(model: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_of_any_layout_is_a_base_too(model, tmp_path):
     convert(tmp_path / "base", tmp_path / "cut", tensor=2, pipeline=2)
     assert merge(tmp_path) == merge(tmp_path, "cut", "other") == 0
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "other"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_the_stored_format_stays_and_the_sum_is_rounded_once(model: Any, tmp_path: Path) -> None:
+def test_the_stored_format_stays_and_the_sum_is_rounded_once(model, tmp_path):
     weights = {name: w.bfloat16() for name, w in load_file(tmp_path / "base" / "model.safetensors").items()}
     save_file(weights, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
     assert merge(tmp_path) == 0
@@ -88,9 +84,7 @@ def test_the_stored_format_stays_and_the_sum_is_rounded_once(model: Any, tmp_pat
             assert bool((error <= exact.abs() * 2**-8 * 1.001 + 1e-7).all()), key
 
 
-def test_a_block_at_a_time_comes_to_the_same(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_at_a_time_comes_to_the_same(model, tmp_path, monkeypatch):
     assert merge(tmp_path) == 0
     budget = importlib.import_module("trilith.checkpoints.convert.memory_budget")
     monkeypatch.setattr(budget, "BLOCK", 1000)
@@ -100,7 +94,7 @@ def test_a_block_at_a_time_comes_to_the_same(
         torch.testing.assert_close(one[name], other[name], rtol=1e-6, atol=1e-7)
 
 
-def spoil(tmp_path: Path, how: str) -> None:
+def spoil(tmp_path, how):
     folder = tmp_path / "adapter"
     file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     tensors, raw = load_file(file), json.loads(config.read_text())
@@ -144,9 +138,7 @@ FLAWS = {
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
-def test_what_does_not_fit_is_refused_and_leaves_nothing(
-    model: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_fit_is_refused_and_leaves_nothing(model, tmp_path, capfd):
     good = {path.name: path.read_bytes() for path in (tmp_path / "adapter").iterdir() if path.is_file()}
     for how, words in FLAWS.items():
         for name, data in good.items():
@@ -159,9 +151,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
-def test_adapters_alone_are_no_model_and_a_model_is_no_adapter(
-    model: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_adapters_alone_are_no_model_and_a_model_is_no_adapter(model, tmp_path, capfd):
     base, adapter, out = (str(tmp_path / name) for name in ("base", "adapter", "out"))
     for words in (
         ["inspect", adapter],

@@ -1,20 +1,17 @@
 """A mirror has whole copies of the newest checkpoints or none, wherever the copying stops."""
 
-from __future__ import annotations
-
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from itertools import count
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import fsspec
 import pytest
 import torch
 import torch.distributed as dist
+from support.configs import TINIEST_LLAMA
+from support.short_runs import run_recipe, tiny_recipe
 from torch import nn
 from trilith.checkpoints import (
     Manifest,
@@ -26,23 +23,22 @@ from trilith.checkpoints import (
     verify,
 )
 from trilith.checkpoints.mirror import Mirror
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadCheckpoint, BadInput, Layout, ParallelState
 from trilith.recipes import parse_recipe
 from trilith.storage import remote_folder
 from trilith.storage.file_names import MANIFEST
 from trilith.storage.leftovers import clear_unfinished
 from trilith.storage.remote_folder import RemoteFailed, RemoteFolder
-from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
-from trilith.testing.tiny_models import TINIEST_LLAMA
 from trilith.training import check_run
 
 
-def saver_of(root: Path, model: nn.Module, **rest: Any) -> Saver:
+def saver_of(root, model, **rest):
     contents = module_contents(model, None, state=ParallelState.alone())
     return Saver(root, model, None, contents, state=ParallelState.alone(), **rest)
 
 
-def written(root: Path, step: int, width: int = 8) -> Path:
+def written(root, step, width=8):
     """Write a checkpoint whose numbers are those of its step."""
     model = nn.Linear(width, width)
     with torch.no_grad():
@@ -50,7 +46,7 @@ def written(root: Path, step: int, width: int = 8) -> Path:
     return save_module(root, model, step=step, keep=9)
 
 
-def fetched(place: str, to: Path) -> Path:
+def fetched(place, to):
     """Copy the whole mirror into a folder, as a user would."""
     system, root = fsspec.core.url_to_fs(place)
     shutil.rmtree(to, ignore_errors=True)
@@ -62,7 +58,7 @@ def fetched(place: str, to: Path) -> Path:
     return to
 
 
-def accepted(folder: Path) -> list[int]:
+def accepted(folder):
     """Return the steps of the checkpoints that a reader takes."""
     found = []
     for path in sorted(folder.glob("step-*")):
@@ -74,7 +70,7 @@ def accepted(folder: Path) -> list[int]:
     return found
 
 
-def stated(folder: Path) -> list[int]:
+def stated(folder):
     """Return the steps of the folders with a manifest that is whole."""
     found = []
     for path in sorted(folder.glob(f"step-*/{MANIFEST}")):
@@ -83,19 +79,19 @@ def stated(folder: Path) -> list[int]:
     return [step for step in found if step is not None]
 
 
-def flipped(path: Path) -> bytes:
+def flipped(path):
     """Return the file's bytes with its last bit changed."""
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     return bytes(data)
 
 
-def same(a: Path, b: Path) -> bool:
+def same(a, b):
     return {p.name: p.read_bytes() for p in a.iterdir()} == {p.name: p.read_bytes() for p in b.iterdir()}
 
 
-def test_committed_checkpoints_are_copied_and_the_newest_kept_in_both(place: str, tmp_path: Path) -> None:
-    said: list[str] = []
+def test_committed_checkpoints_are_copied_and_the_newest_kept_in_both(place, tmp_path):
+    said = []
     with saver_of(tmp_path / "run", nn.Linear(3, 2), keep=2, mirror=place, said=said.append) as saver:
         for step in (1, 2, 3, 4):
             saver.save(Progress(step, Layout()))
@@ -109,9 +105,7 @@ def test_committed_checkpoints_are_copied_and_the_newest_kept_in_both(place: str
     ]
 
 
-def test_a_crash_at_any_operation_leaves_whole_copies_and_loses_none(
-    place: str, tmp_path: Path, stopped_at: Callable[[int], AbstractContextManager[list[str]]]
-) -> None:
+def test_a_crash_at_any_operation_leaves_whole_copies_and_loses_none(place, tmp_path, stopped_at):
     """Step 2 comes after step 1, and one is kept; half of a file, or of a manifest, may have arrived."""
     first, second = written(tmp_path / "run", 1), written(tmp_path / "run", 2)
     for at in count(1):
@@ -134,8 +128,8 @@ def test_a_crash_at_any_operation_leaves_whole_copies_and_loses_none(
     assert at > 10 and {one.split()[0] for one in operations} == {"write", "remove"}
 
 
-def test_a_start_copies_what_a_kill_left_uncopied_and_nothing_twice(place: str, tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_start_copies_what_a_kill_left_uncopied_and_nothing_twice(place, tmp_path):
+    said = []
     with saver_of(tmp_path / "run", nn.Linear(3, 2)) as saver:
         saver.save(Progress(1, Layout()))
     for _ in range(2):
@@ -145,7 +139,7 @@ def test_a_start_copies_what_a_kill_left_uncopied_and_nothing_twice(place: str, 
     assert accepted(fetched(place, tmp_path / "fetched")) == [1]
 
 
-def test_a_damaged_checkpoint_is_not_copied(place: str, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_not_copied(place, tmp_path):
     mirror, path = Mirror(RemoteFolder(place), keep=1), written(tmp_path / "run", 1)
     (file,) = path.glob("*.safetensors")
     file.write_bytes(flipped(file))
@@ -154,8 +148,8 @@ def test_a_damaged_checkpoint_is_not_copied(place: str, tmp_path: Path) -> None:
     assert not (fetched(place, tmp_path / "fetched") / path.name / MANIFEST).exists()
 
 
-def test_a_mirror_that_fails_ends_no_run_and_the_next_commit_reaches_it(place: str, tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_mirror_that_fails_ends_no_run_and_the_next_commit_reaches_it(place, tmp_path):
+    said = []
     with saver_of(tmp_path / "run", nn.Linear(3, 2), mirror=place, said=said.append) as saver:
         with mock.patch.object(RemoteFolder, "_put", side_effect=ConnectionError("no route\nto host")):
             saver.save(Progress(1, Layout()))
@@ -166,10 +160,10 @@ def test_a_mirror_that_fails_ends_no_run_and_the_next_commit_reaches_it(place: s
     assert accepted(fetched(place, tmp_path / "fetched")) == [2]
 
 
-def test_nobody_waits_for_a_copy_and_what_is_copied_stays_until_it_is(place: str, tmp_path: Path) -> None:
+def test_nobody_waits_for_a_copy_and_what_is_copied_stays_until_it_is(place, tmp_path):
     go, begun, real = threading.Event(), threading.Event(), RemoteFolder.copy
 
-    def stuck(folder: RemoteFolder, source: Path, name: str) -> int:
+    def stuck(folder, source, name):
         begun.set()
         assert go.wait(60)
         return real(folder, source, name)
@@ -193,9 +187,7 @@ def test_nobody_waits_for_a_copy_and_what_is_copied_stays_until_it_is(place: str
         pytest.param("{root}/..", "outside the run's folder", id="around"),
     ],
 )
-def test_a_place_that_cannot_be_a_mirror_is_refused_before_the_first_step(
-    where: str, says: str, tmp_path: Path
-) -> None:
+def test_a_place_that_cannot_be_a_mirror_is_refused_before_the_first_step(where, says, tmp_path):
     root = tmp_path / "run" / "checkpoints"
     root.mkdir(parents=True)
     with pytest.raises(BadInput, match=says) as caught:
@@ -203,7 +195,7 @@ def test_a_place_that_cannot_be_a_mirror_is_refused_before_the_first_step(
     assert "\n" not in str(caught.value)
 
 
-def test_a_mirror_of_another_run_or_model_is_refused(place: str, tmp_path: Path) -> None:
+def test_a_mirror_of_another_run_or_model_is_refused(place, tmp_path):
     Mirror(RemoteFolder(place), keep=1).copy(written(tmp_path / "other", 5))
     with pytest.raises(BadInput, match="no checkpoints, found step-00000005"):
         saver_of(tmp_path / "new", nn.Linear(8, 8), mirror=place)
@@ -212,21 +204,21 @@ def test_a_mirror_of_another_run_or_model_is_refused(place: str, tmp_path: Path)
         saver_of(tmp_path / "older", nn.Linear(3, 2), mirror=place)
 
 
-def test_a_place_that_refuses_to_be_written_is_told_before_the_first_step(tmp_path: Path) -> None:
+def test_a_place_that_refuses_to_be_written_is_told_before_the_first_step(tmp_path):
     refusing = mock.patch.object(RemoteFolder, "_put", side_effect=PermissionError("not yours"))
     with refusing, pytest.raises(RemoteFailed, match="PermissionError: not yours"):
         saver_of(tmp_path / "run", nn.Linear(3, 2), mirror="memory://locked")
 
 
 @pytest.fixture
-def group_of_one() -> Iterator[None]:
+def group_of_one():
     """Let runs take place in this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-def mirrored_recipe(tmp_path: Path, *, steps: int, keep: int) -> dict[str, Any]:
+def mirrored_recipe(tmp_path, *, steps, keep):
     tokens = write_tokens(tmp_path / "tokens")
     mirrored = {"mirror": str(tmp_path / "mirror"), "every": 1, "keep": keep}
     model = {"config": TINIEST_LLAMA}
@@ -234,22 +226,20 @@ def mirrored_recipe(tmp_path: Path, *, steps: int, keep: int) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("group_of_one")
-def test_a_run_whose_recipe_names_a_mirror_copies_its_checkpoints_byte_for_byte(tmp_path: Path) -> None:
+def test_a_run_whose_recipe_names_a_mirror_copies_its_checkpoints_byte_for_byte(tmp_path):
     run_recipe(mirrored_recipe(tmp_path, steps=2, keep=1))
     (own,), (copy,) = ((tmp_path / name).iterdir() for name in ("run/checkpoints", "mirror"))
     assert own.name == copy.name == "step-00000002" and same(own, copy)
 
 
-def test_a_recipe_with_an_unknown_store_is_refused_by_the_process_that_starts_the_ranks(
-    tmp_path: Path,
-) -> None:
+def test_a_recipe_with_an_unknown_store_is_refused_by_the_process_that_starts_the_ranks(tmp_path):
     tokens = write_tokens(tmp_path / "tokens")
     raw = tiny_recipe(tmp_path / "run", tokens, checkpoint={"mirror": "nosuch://bucket"})
     with pytest.raises(BadInput, match=r"checkpoint\.mirror|nosuch"):
         check_run(parse_recipe(raw))
 
 
-def test_the_newest_whole_copy_comes_back_byte_for_byte(place: str, tmp_path: Path) -> None:
+def test_the_newest_whole_copy_comes_back_byte_for_byte(place, tmp_path):
     mirror = Mirror(RemoteFolder(place), keep=9)
     for step in (1, 2, 3):
         mirror.copy(written(tmp_path / "run", step))
@@ -260,7 +250,7 @@ def test_the_newest_whole_copy_comes_back_byte_for_byte(place: str, tmp_path: Pa
     assert [*(tmp_path / "new").iterdir()] == [path]
 
 
-def test_a_copy_with_a_wrong_bit_is_told_and_an_older_one_restored(place: str, tmp_path: Path) -> None:
+def test_a_copy_with_a_wrong_bit_is_told_and_an_older_one_restored(place, tmp_path):
     mirror = Mirror(RemoteFolder(place), keep=9)
     for step in (1, 2):
         mirror.copy(written(tmp_path / "run", step))
@@ -273,7 +263,7 @@ def test_a_copy_with_a_wrong_bit_is_told_and_an_older_one_restored(place: str, t
     assert Mirror(RemoteFolder(f"{place}-empty"), keep=1).restore(tmp_path / "none") == (None, [])
 
 
-def test_a_copy_that_has_lost_a_file_is_passed_over_and_made_anew(place: str, tmp_path: Path) -> None:
+def test_a_copy_that_has_lost_a_file_is_passed_over_and_made_anew(place, tmp_path):
     mirror = Mirror(RemoteFolder(place), keep=9)
     for step in (1, 2):
         mirror.copy(written(tmp_path / "run", step))
@@ -287,9 +277,7 @@ def test_a_copy_that_has_lost_a_file_is_passed_over_and_made_anew(place: str, tm
     assert same(fetched(place, tmp_path / "fetched") / original.name, original)
 
 
-def test_what_a_killed_copy_of_an_older_step_left_is_deleted(
-    place: str, tmp_path: Path, stopped_at: Callable[[int], AbstractContextManager[list[str]]]
-) -> None:
+def test_what_a_killed_copy_of_an_older_step_left_is_deleted(place, tmp_path, stopped_at):
     mirror = Mirror(RemoteFolder(place), keep=9)
     with mock.patch.object(remote_folder, "_PIECE", 100), stopped_at(4):
         mirror.copy(written(tmp_path / "run", 1))
@@ -298,9 +286,7 @@ def test_what_a_killed_copy_of_an_older_step_left_is_deleted(
     assert [*mirror.folder.sizes()] == ["step-00000002"]
 
 
-def test_a_restore_that_is_killed_anywhere_leaves_a_whole_checkpoint_or_none(
-    place: str, tmp_path: Path, killed_at: Callable[[int], AbstractContextManager[list[str]]]
-) -> None:
+def test_a_restore_that_is_killed_anywhere_leaves_a_whole_checkpoint_or_none(place, tmp_path, killed_at):
     """The next start completes the work, and leaves nothing else."""
     original = written(tmp_path / "run", 2)
     mirror = Mirror(RemoteFolder(place), keep=1)
@@ -322,7 +308,7 @@ def test_a_restore_that_is_killed_anywhere_leaves_a_whole_checkpoint_or_none(
 
 
 @pytest.mark.usefixtures("group_of_one")
-def test_a_run_whose_folder_is_lost_goes_on_from_its_mirror(tmp_path: Path) -> None:
+def test_a_run_whose_folder_is_lost_goes_on_from_its_mirror(tmp_path):
     raw = mirrored_recipe(tmp_path, steps=4, keep=9)
     run_recipe(raw | {"stop_after": 2})
     shutil.rmtree(tmp_path / "run")
@@ -337,7 +323,7 @@ def test_a_run_whose_folder_is_lost_goes_on_from_its_mirror(tmp_path: Path) -> N
         assert same(tmp_path / "run" / name, tmp_path / "whole" / name)
 
 
-def test_a_recipe_that_restores_from_no_mirror_is_refused(tmp_path: Path) -> None:
+def test_a_recipe_that_restores_from_no_mirror_is_refused(tmp_path):
     raw = tiny_recipe(tmp_path / "run", tmp_path / "tokens", checkpoint={"restore": True})
     with pytest.raises(BadInput, match=r"checkpoint\.restore: expected checkpoint\.mirror"):
         parse_recipe(raw)

@@ -1,15 +1,12 @@
 """MXFP4 checkpoints of GPT-OSS are read as the bf16 numbers that transformers makes of them."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from support.configs import PUBLISHED
+from support.families import transformers_model
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from trilith.checkpoints import load_model, read_source
 from trilith.checkpoints.convert import memory_budget
@@ -19,14 +16,12 @@ from trilith.cli.app import run
 from trilith.layers import gather_logits
 from trilith.parallel_state import BadInput, Box
 from trilith.storage.safetensors_reader import TensorFile
-from trilith.testing.families import transformers_model
-from trilith.testing.published_configs import PUBLISHED
 
 SMALLER = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
 CONFIG = PUBLISHED["gpt-oss-20b"] | SMALLER | {"layer_types": ["sliding_attention", "full_attention"]}
 
 
-def pack(shape: tuple[int, int, int], *, scales: tuple[int, int] = (118, 125)) -> tuple[Tensor, Tensor]:
+def pack(shape, *, scales=(118, 125)):
     """Random packed numbers of a tensor (experts, inputs, outputs): all 16 values, several scales."""
     experts, inputs, outputs = shape
     blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
@@ -34,12 +29,12 @@ def pack(shape: tuple[int, int, int], *, scales: tuple[int, int] = (118, 125)) -
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def packed(tmp_path_factory):
     """A folder in two shards, which the packed tensors straddle; what its tensors are in bf16."""
     folder = tmp_path_factory.mktemp("packed")
     model = transformers_model(CONFIG).to(torch.bfloat16)
     plain = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    stored: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+    stored = ({}, {})
     for number, (name, tensor) in enumerate(list(plain.items())):
         if name.endswith(("gate_up_proj", "down_proj")):
             blocks, scales = pack((*tensor.shape,))
@@ -58,7 +53,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("scales", [(0, 255), (118, 125)])
-def test_every_byte_with_every_scale_is_what_transformers_makes_of_it(scales: tuple[int, int]) -> None:
+def test_every_byte_with_every_scale_is_what_transformers_makes_of_it(scales):
     blocks, exponents = pack((2, 64, 512), scales=scales)
     wanted = convert_moe_packed_tensors(blocks, exponents)
     found = unpack(blocks, exponents).transpose(-1, -2)
@@ -66,7 +61,7 @@ def test_every_byte_with_every_scale_is_what_transformers_makes_of_it(scales: tu
 
 
 @pytest.mark.parametrize("layout", [["--tensor", "1"], ["--tensor", "2", "--pipeline", "2"]], ids=str)
-def test_it_is_converted_to_bf16_and_exported_so(packed: Any, layout: list[str], tmp_path: Path) -> None:
+def test_it_is_converted_to_bf16_and_exported_so(packed, layout, tmp_path):
     folder, wanted = packed
     sharded, back = tmp_path / "sharded", tmp_path / "back"
     assert run(["convert", str(folder), str(sharded), *layout]) == 0
@@ -78,7 +73,7 @@ def test_it_is_converted_to_bf16_and_exported_so(packed: Any, layout: list[str],
     assert "quantization_config" not in said and said["swiglu_limit"] == 7.0
 
 
-def test_a_model_is_loaded_from_it(packed: Any) -> None:
+def test_a_model_is_loaded_from_it(packed):
     folder, wanted = packed
     theirs = transformers_model(CONFIG)
     theirs.load_state_dict({name: tensor.float() for name, tensor in wanted.items()})
@@ -88,7 +83,7 @@ def test_a_model_is_loaded_from_it(packed: Any) -> None:
         assert float((found - theirs(ids).logits).abs().max()) <= 1e-5
 
 
-def test_any_box_of_a_tensor_is_read_alone(packed: Any) -> None:
+def test_any_box_of_a_tensor_is_read_alone(packed):
     folder, wanted = packed
     source = read_source(folder)
     links = source.links()
@@ -100,14 +95,12 @@ def test_any_box_of_a_tensor_is_read_alone(packed: Any) -> None:
             assert torch.equal(read, whole[box.slices])
 
 
-def test_a_conversion_never_reads_much_at_once(
-    packed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversion_never_reads_much_at_once(packed, tmp_path, monkeypatch):
     """A block takes the groups of 32 that it touches; what is unpacked at once has a bound of its own."""
     folder, wanted = packed
     most, read = [0], TensorFile.read
 
-    def counted(file: TensorFile, name: str, *more: Any, **others: Any) -> Tensor:
+    def counted(file, name, *more, **others):
         found = read(file, name, *more, **others)
         if name.endswith((BLOCKS, SCALES)):
             most[0] = max(most[0], found.nbytes)
@@ -124,9 +117,7 @@ def test_a_conversion_never_reads_much_at_once(
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "gptq", None])
-def test_other_packings_are_refused_in_one_line(
-    packed: Any, method: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_packings_are_refused_in_one_line(packed, method, tmp_path, capsys):
     folder, _ = packed
     source = tmp_path / "source"
     source.mkdir()
@@ -140,7 +131,7 @@ def test_other_packings_are_refused_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_scales_that_are_missing_or_of_another_shape_are_refused(packed: Any, tmp_path: Path) -> None:
+def test_scales_that_are_missing_or_of_another_shape_are_refused(packed, tmp_path):
     folder, _ = packed
     shards = sorted(folder.glob("*.safetensors"))
     tensors = load_file(shards[0]) | load_file(shards[1])

@@ -1,37 +1,34 @@
 """Check that retention deletes no checkpoint that is being read, and that a damaged one names a good one."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.configs import TINIEST_LLAMA
+from support.short_runs import run_recipe, tiny_recipe, train
 from torch import nn
 from trilith.checkpoints import convert, find, load_model, load_module, read_source, save_module, verify
 from trilith.checkpoints.reading_lock import hold, nobody_reads
 from trilith.checkpoints.retention import delete_old
 from trilith.cli.app import run
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadCheckpoint, Box
 from trilith.testing import RankError
-from trilith.testing.short_runs import run_recipe, tiny_recipe, train, write_tokens
-from trilith.testing.tiny_models import TINIEST_LLAMA
 
 
 @pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
+def group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-def saved(root: Path, *steps: int, keep: int = 9) -> nn.Linear:
+def saved(root, *steps, keep=9):
     model = nn.Linear(3, 2)
     for step in steps:
         with torch.no_grad():
@@ -40,11 +37,11 @@ def saved(root: Path, *steps: int, keep: int = 9) -> nn.Linear:
     return model
 
 
-def steps_in(root: Path) -> list[int]:
+def steps_in(root):
     return sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
 
 
-def test_retention_leaves_what_is_read_and_deletes_it_with_the_next(tmp_path: Path) -> None:
+def test_retention_leaves_what_is_read_and_deletes_it_with_the_next(tmp_path):
     saved(tmp_path, 1)
     source = read_source(tmp_path)
     saved(tmp_path, 2, keep=1)
@@ -57,7 +54,7 @@ def test_retention_leaves_what_is_read_and_deletes_it_with_the_next(tmp_path: Pa
     assert steps_in(tmp_path) == [3]
 
 
-def test_a_checkpoint_that_is_being_deleted_is_not_taken(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_being_deleted_is_not_taken(tmp_path):
     saved(tmp_path, 1, 2)
     with nobody_reads(tmp_path / "step-00000002") as free:
         assert free
@@ -67,7 +64,7 @@ def test_a_checkpoint_that_is_being_deleted_is_not_taken(tmp_path: Path) -> None
     assert read_source(tmp_path).path.name == "step-00000002"
 
 
-def test_several_readers_hold_one_checkpoint_and_each_alone_keeps_it(tmp_path: Path) -> None:
+def test_several_readers_hold_one_checkpoint_and_each_alone_keeps_it(tmp_path):
     saved(tmp_path, 1, 2)
     held = [hold(tmp_path / "step-00000001") for _ in range(3)]
     for one in held:
@@ -77,24 +74,24 @@ def test_several_readers_hold_one_checkpoint_and_each_alone_keeps_it(tmp_path: P
     assert steps_in(tmp_path) == [2]
 
 
-def reading_convert(run_folder: Path, scratch: Path) -> None:
+def reading_convert(run_folder, scratch):
     convert(run_folder, scratch, to="sharded")
     verify(scratch, read_source(scratch).manifest)
 
 
-def reading_inspect(run_folder: Path, scratch: Path) -> None:
+def reading_inspect(run_folder, scratch):
     assert run(["inspect", str(run_folder), "--tensor", "weight"]) == 0
 
 
-def reading_verify(run_folder: Path, scratch: Path) -> None:
+def reading_verify(run_folder, scratch):
     assert run(["verify", str(run_folder)]) == 0
 
 
-def reading_diff(run_folder: Path, scratch: Path) -> None:
+def reading_diff(run_folder, scratch):
     assert run(["diff", str(run_folder), str(run_folder)]) in (0, 1)
 
 
-def reading_module(run_folder: Path, scratch: Path) -> None:
+def reading_module(run_folder, scratch):
     model = nn.Linear(3, 2)
     at = load_module(run_folder, model)
     assert torch.equal(model.weight, torch.full((2, 3), float(at.step)))
@@ -104,15 +101,13 @@ READERS = [reading_convert, reading_inspect, reading_verify, reading_diff, readi
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
-def test_a_run_is_read_while_it_saves_and_keeps_one(
-    tmp_path: Path, reader: Callable[[Path, Path], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_read_while_it_saves_and_keeps_one(tmp_path, reader, capsys):
     """Each of 40 checkpoints replaces the one before; every read in the meantime succeeds."""
     root, done = tmp_path / "run", threading.Event()
     saved(root, 1)
-    errors: list[BaseException] = []
+    errors = []
 
-    def keep_saving() -> None:
+    def keep_saving():
         try:
             step = 1
             while not done.is_set():
@@ -135,7 +130,7 @@ def test_a_run_is_read_while_it_saves_and_keeps_one(
     assert steps_in(root) == [10**6]  # what readers kept for a while is gone
 
 
-def flip(directory: Path, *, header: bool = False) -> None:
+def flip(directory, *, header=False):
     path = min(directory.glob("*.safetensors"))
     data = bytearray(path.read_bytes())
     data[20 if header else -3] ^= 16
@@ -143,9 +138,7 @@ def flip(directory: Path, *, header: bool = False) -> None:
 
 
 @pytest.mark.parametrize("header", [False, True], ids=["data", "header"])
-def test_a_damaged_newest_step_names_the_newest_good_one_and_the_command(
-    tmp_path: Path, header: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_newest_step_names_the_newest_good_one_and_the_command(tmp_path, header, capsys):
     """The second newest is damaged too: only a good one is named, and the named command works."""
     root = tmp_path / "checkpoints"
     saved(root, 1, 2, 3, 4)
@@ -172,7 +165,7 @@ def test_a_damaged_newest_step_names_the_newest_good_one_and_the_command(
         assert run(command) == 0, command
 
 
-def test_without_a_good_one_none_is_named(tmp_path: Path) -> None:
+def test_without_a_good_one_none_is_named(tmp_path):
     saved(tmp_path, 1, 2)
     for step in (1, 2):
         flip(tmp_path / f"step-{step:08d}")
@@ -181,7 +174,7 @@ def test_without_a_good_one_none_is_named(tmp_path: Path) -> None:
     assert "newest good" not in str(caught.value)
 
 
-def test_a_run_on_two_ranks_names_the_good_one_and_goes_on_from_it(tmp_path: Path) -> None:
+def test_a_run_on_two_ranks_names_the_good_one_and_goes_on_from_it(tmp_path):
     out = tmp_path / "run"
     raw = tiny_recipe(
         out,
@@ -202,11 +195,11 @@ def test_a_run_on_two_ranks_names_the_good_one_and_goes_on_from_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize("use", ["load_model", "init_from", "lora"])
-def test_weights_are_taken_from_no_damaged_checkpoint(tmp_path: Path, use: str) -> None:
+def test_weights_are_taken_from_no_damaged_checkpoint(tmp_path, use):
     tokens = write_tokens(tmp_path / "tokens")
     run_recipe(tiny_recipe(tmp_path / "a", tokens, steps=1, model={"config": TINIEST_LLAMA}))
     flip(tmp_path / "a" / "checkpoints" / "step-00000001")
-    raw: dict[str, Any] = tiny_recipe(tmp_path / "b", tokens, steps=1)
+    raw = tiny_recipe(tmp_path / "b", tokens, steps=1)
     raw["model"] = {"init_from": str(tmp_path / "a")}
     if use == "lora":
         raw["lora"] = {"r": 2, "target_modules": ["q_proj"]}
@@ -214,12 +207,12 @@ def test_weights_are_taken_from_no_damaged_checkpoint(tmp_path: Path, use: str) 
         load_model(tmp_path / "a") if use == "load_model" else run_recipe(raw)
 
 
-def test_a_checkpoint_that_is_deleted_while_it_is_looked_for_is_no_end_of_the_search(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_deleted_while_it_is_looked_for_is_no_end_of_the_search(tmp_path):
     """After the names are listed and before they are opened, a run saves a step and deletes the last one."""
     saved(tmp_path, 1)
     listed = find._latest
 
-    def late(root: Path) -> find.Found:
+    def late(root):
         if steps_in(root) == [1]:
             saved(root, 2, keep=1)
             raise BadCheckpoint(root, expected="a complete checkpoint", found="none")

@@ -1,11 +1,8 @@
 """A conversion that goes on after a stop writes the source as it is now, or nothing: never two mixed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from support.configs import TINY_LLAMA
+from support.folders import contents
 from trilith.checkpoints import ConversionOptions, carry_out, convert, plan_conversion, plan_merge
-from trilith.checkpoints.convert.plan import Plan
+from trilith.machine.random_files import write_hf_folder
 from trilith.parallel_state import BadCheckpoint
 from trilith.storage import safetensors_reader as tensor_file
-from trilith.testing.hf_folders import contents, write_hf_folder
-from trilith.testing.tiny_models import TINY_LLAMA
 
 #: The folder that changes, and the plan that reads it.
-PLANS: dict[str, tuple[str, Callable[[Path], Plan]]] = {
+PLANS = {
     "to-sharded": ("hf", lambda at: plan_conversion(at / "hf", tensor=2, pipeline=2)),
     "to-hf": ("sharded", lambda at: plan_conversion(at / "sharded", to="hf")),
     "reshard": ("sharded", lambda at: plan_conversion(at / "sharded", to="sharded", tensor=4)),
@@ -39,7 +36,7 @@ WAYS = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_waiting_for_the_disk() -> Iterator[None]:
+def no_waiting_for_the_disk():
     """Skip syncs to the disk: the process stops here, but the power is never cut."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: None)
@@ -47,7 +44,7 @@ def no_waiting_for_the_disk() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def originals(tmp_path_factory):
     """Folders ``old`` and ``new`` of the same names, shapes and sizes; every tensor differs."""
     root = tmp_path_factory.mktemp("originals")
     for which, change in (("old", 0.0), ("new", 1.0)):
@@ -61,7 +58,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield root
 
 
-def _write_adapter(folder: Path, weights: dict[str, torch.Tensor], value: float) -> None:
+def _write_adapter(folder, weights, value):
     folder.mkdir()
     adapters = {}
     for name, weight in weights.items():
@@ -76,11 +73,11 @@ def _write_adapter(folder: Path, weights: dict[str, torch.Tensor], value: float)
     )
 
 
-def stop_after(nbytes: int) -> Callable[[int], None]:
+def stop_after(nbytes):
     """Progress that interrupts the work once so much is made, as Ctrl-C does; files stay, as at a kill."""
     made = 0
 
-    def progress(done: int) -> None:
+    def progress(done):
         nonlocal made
         made += done
         if made > nbytes:
@@ -89,7 +86,7 @@ def stop_after(nbytes: int) -> Callable[[int], None]:
     return progress
 
 
-def change(folder: Path, new: Path, way: str) -> None:
+def change(folder, new, way):
     """Give the folder's files the new content, or only new time stamps."""
     for path in [one for one in folder.iterdir() if way != "not"]:
         before = path.stat()
@@ -106,7 +103,7 @@ def change(folder: Path, new: Path, way: str) -> None:
             assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
-def begin(plan: Plan, dst: Path, share: float) -> None:
+def begin(plan, dst, share):
     """Start the same work and stop it when so much of it was made; each piece is noted."""
     options = ConversionOptions(workers=1, note_every=1, progress=stop_after(int(share * plan.nbytes)))
     with pytest.raises(KeyboardInterrupt):
@@ -117,9 +114,7 @@ def begin(plan: Plan, dst: Path, share: float) -> None:
 @pytest.mark.parametrize("form", PLANS)
 @settings(max_examples=12, deadline=None)
 @given(way=st.sampled_from(WAYS), share=st.floats(0.3, 0.95))
-def test_a_source_that_changed_between_is_wholly_the_new_one(
-    originals: Path, form: str, way: str, share: float
-) -> None:
+def test_a_source_that_changed_between_is_wholly_the_new_one(originals, form, way, share):
     folder, plan_of = PLANS[form]
     with tempfile.TemporaryDirectory() as name:
         at = Path(name)
@@ -134,8 +129,8 @@ def test_a_source_that_changed_between_is_wholly_the_new_one(
 
 @pytest.mark.parametrize("form", PLANS)
 def test_new_weights_are_told_where_the_file_system_has_no_change_time(
-    originals: Path, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    originals, tmp_path, form, monkeypatch
+):
     """Only the content differs then: not the inode, the size, or any time."""
     whole = tensor_file.identity_of
     monkeypatch.setattr(tensor_file, "identity_of", lambda status: whole(status)[:-1])
@@ -149,14 +144,12 @@ def test_new_weights_are_told_where_the_file_system_has_no_change_time(
 
 
 @pytest.mark.parametrize("form", PLANS)
-def test_a_source_that_changes_while_it_is_read_is_refused(
-    originals: Path, tmp_path: Path, form: str
-) -> None:
+def test_a_source_that_changes_while_it_is_read_is_refused(originals, tmp_path, form):
     folder, plan_of = PLANS[form]
     shutil.copytree(originals / "old", tmp_path, dirs_exist_ok=True)
-    changed: list[bool] = []
+    changed = []
 
-    def progress(done: int) -> None:
+    def progress(done):
         if not changed:
             change(tmp_path / folder, originals / "new" / folder, "in place, time put back")
             changed.append(True)
@@ -171,9 +164,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused(
 @pytest.mark.parametrize("form", ["to-sharded", "to-hf", "merge-base"])
 @settings(max_examples=20, deadline=None)
 @given(file=st.floats(0, 1, exclude_max=True), bit=st.floats(0, 1, exclude_max=True))
-def test_a_flipped_bit_in_what_a_stop_left_has_no_effect(
-    originals: Path, form: str, file: float, bit: float
-) -> None:
+def test_a_flipped_bit_in_what_a_stop_left_has_no_effect(originals, form, file, bit):
     """The bit is in the journal or in a file already written: a piece that is not as noted is made again."""
     plan_of = PLANS[form][1]
     with tempfile.TemporaryDirectory() as name:

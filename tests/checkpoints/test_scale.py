@@ -1,18 +1,15 @@
 """Checkpoints of thousands of ranks: what a rank computes, gathers, writes and opens, without processes."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from support.configs import TINIEST_LLAMA
 from torch import nn
 from trilith.checkpoints import Manifest, Progress, Saver, load_model, module_contents, read_source, verify
 from trilith.checkpoints.manifest import WITH_GRIDS
@@ -26,13 +23,12 @@ from trilith.parallel_state import BadCheckpoint, Box, Layout, ParallelState
 from trilith.recipes import load_recipe
 from trilith.storage.file_names import MANIFEST
 from trilith.storage.safetensors_reader import TensorFile
-from trilith.testing.tiny_models import TINIEST_LLAMA
 from trilith.training.run_plan import plan
 
 LAYOUT = Layout(tensor=2, data_shard=3, data_replicate=2, pipeline=2, zero=1)
 
 
-def write_stand_in(folder: Path, layout: Layout = LAYOUT) -> dict[str, torch.Tensor]:
+def write_stand_in(folder, layout=LAYOUT):
     """Write a run's checkpoint as its ranks would, one after the other; return the whole tensors."""
     config = TINIEST_LLAMA | {"num_hidden_layers": 2}
     family = family_of(config)
@@ -62,14 +58,12 @@ def write_stand_in(folder: Path, layout: Layout = LAYOUT) -> dict[str, torch.Ten
 
 
 @pytest.fixture(scope="module")
-def stand_in(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+def stand_in(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "step-00000001"
     return folder, write_stand_in(folder)
 
 
-def test_what_grids_say_is_read_verified_and_cut_anew_bit_for_bit(
-    stand_in: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
+def test_what_grids_say_is_read_verified_and_cut_anew_bit_for_bit(stand_in, tmp_path):
     folder, whole = stand_in
     assert json.loads((folder / MANIFEST).read_text())["version"] == 3
     source = read_source(folder)
@@ -85,13 +79,11 @@ def test_what_grids_say_is_read_verified_and_cut_anew_bit_for_bit(
     assert all(torch.equal(tensor, whole[name]) for name, tensor in model.named_parameters())
 
 
-def test_a_reader_opens_only_the_files_that_it_needs(
-    stand_in: tuple[Path, dict[str, torch.Tensor]],
-) -> None:
-    opened: list[str] = []
+def test_a_reader_opens_only_the_files_that_it_needs(stand_in):
+    opened = []
     real = TensorFile.open
 
-    def noting(path: Path, **rest: Any) -> TensorFile:
+    def noting(path, **rest):
         opened.append(Path(path).name)
         return real(path, **rest)
 
@@ -106,7 +98,7 @@ def test_a_reader_opens_only_the_files_that_it_needs(
         assert len(opened) == len({*opened}) == 6
 
 
-def edited(folder: Path, change: Callable[[dict[str, Any]], object]) -> bytes:
+def edited(folder, change):
     """Return a checkpoint's manifest, changed and sealed anew."""
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest.pop("seal")
@@ -114,13 +106,13 @@ def edited(folder: Path, change: Callable[[dict[str, Any]], object]) -> bytes:
     return seal((json.dumps(manifest)[:-1] + "\n}\n").encode())
 
 
-def first_cut(manifest: dict[str, Any]) -> dict[str, Any]:
-    cut: dict[str, Any] = manifest["tensors"]["layers.0.mlp.gate_up.up.weight"]["grid"]["cuts"][0]
+def first_cut(manifest):
+    cut = manifest["tensors"]["layers.0.mlp.gate_up.up.weight"]["grid"]["cuts"][0]
     return cut
 
 
-def grid(manifest: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = manifest["tensors"]["layers.0.mlp.gate_up.up.weight"]["grid"]
+def grid(manifest):
+    found = manifest["tensors"]["layers.0.mlp.gate_up.up.weight"]["grid"]
     return found
 
 
@@ -147,23 +139,19 @@ UP = "'layers.0.mlp.gate_up.up.weight'"
         pytest.param(lambda m: m.update(version=2), "parts in version 2, found a grid", id="of-version-2"),
     ],
 )  # fmt: skip
-def test_a_damaged_grid_is_refused_as_damaged_parts_are(
-    stand_in: tuple[Path, dict[str, torch.Tensor]], change: Callable[[dict[str, Any]], object], says: str
-) -> None:
+def test_a_damaged_grid_is_refused_as_damaged_parts_are(stand_in, change, says):
     with pytest.raises(BadCheckpoint, match=says) as caught:
         Manifest.parse(edited(stand_in[0], change), "manifest.json").check("manifest.json")
     assert caught.value.exit_code == 4 and "\n" not in str(caught.value)
 
 
-def test_a_file_whose_box_is_not_the_grid_s_is_refused(
-    stand_in: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
+def test_a_file_whose_box_is_not_the_grid_s_is_refused(stand_in, tmp_path):
     folder = tmp_path / "step-00000001"
     folder.mkdir()
     for path in stand_in[0].glob("*.safetensors"):
         (folder / path.name).write_bytes(path.read_bytes())
 
-    def uncut(manifest: dict[str, Any]) -> None:  # each tensor rank's first file would hold all rows
+    def uncut(manifest):  # each tensor rank's first file would hold all rows
         grid(manifest)["cuts"][1].update(rows=1 << 40)
 
     (folder / MANIFEST).write_bytes(edited(stand_in[0], uncut))
@@ -171,7 +159,7 @@ def test_a_file_whose_box_is_not_the_grid_s_is_refused(
         verify(folder, Manifest.load(folder))
 
 
-def test_the_manifest_of_405b_on_16384_ranks_is_small_and_says_a_million_parts() -> None:
+def test_the_manifest_of_405b_on_16384_ranks_is_small_and_says_a_million_parts():
     """In counts and bytes; benchmarks/manifests.py has the seconds."""
     recipe = load_recipe("llama-3.1-405b-16384gpus")
     made, layout = plan(recipe), recipe.layout
@@ -200,20 +188,18 @@ def test_the_manifest_of_405b_on_16384_ranks_is_small_and_says_a_million_parts()
     assert {name: box for name, (_, box) in held.items() if not name.startswith("optimizer.")} == mine
 
 
-def saver_of(root: Path, model: nn.Module, **rest: Any) -> Saver:
+def saver_of(root, model, **rest):
     contents = module_contents(model, None, state=ParallelState.alone())
     return Saver(root, model, None, contents, state=ParallelState.alone(), **rest)
 
 
 @pytest.mark.parametrize("layers", [1, 40])
-def test_what_ranks_tell_each_other_of_a_save_does_not_grow_with_the_tensors(
-    layers: int, tmp_path: Path
-) -> None:
+def test_what_ranks_tell_each_other_of_a_save_does_not_grow_with_the_tensors(layers, tmp_path):
     from trilith.checkpoints import save
 
-    told: list[bytes] = []
+    told = []
 
-    def noting(work: Callable[[], Any], **rest: Any) -> list[Any]:
+    def noting(work, **rest):
         results = [work()]
         told.append(pickle.dumps(results))
         return results
@@ -224,13 +210,13 @@ def test_what_ranks_tell_each_other_of_a_save_does_not_grow_with_the_tensors(
     assert len(told) == 4 and max(map(len, told)) < 400
 
 
-def test_nobody_waits_for_the_deletion_of_the_oldest_checkpoint(tmp_path: Path) -> None:
+def test_nobody_waits_for_the_deletion_of_the_oldest_checkpoint(tmp_path):
     """Saves return while a deletion is stuck; what is due is deleted before the saver is left."""
     from trilith.checkpoints import retention
 
     go, begun, real = threading.Event(), threading.Event(), retention.remove_checkpoint
 
-    def stuck(path: Path) -> None:
+    def stuck(path):
         begun.set()
         assert go.wait(60)
         real(path)
@@ -251,10 +237,10 @@ def test_nobody_waits_for_the_deletion_of_the_oldest_checkpoint(tmp_path: Path) 
     assert not [one for one in threading.enumerate() if one.name == "retention"]
 
 
-def test_what_cannot_be_deleted_is_told_and_ends_no_run(tmp_path: Path) -> None:
+def test_what_cannot_be_deleted_is_told_and_ends_no_run(tmp_path):
     from trilith.checkpoints import retention
 
-    said: list[str] = []
+    said = []
     refusing = mock.patch.object(retention, "remove_checkpoint", side_effect=PermissionError("not yours"))
     with refusing, saver_of(tmp_path, nn.Linear(2, 2), keep=1, said=said.append) as saver:
         for step in (1, 2):

@@ -1,34 +1,29 @@
 """An export to a URL is whole there or refused, wherever it is killed, and the same command completes it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import count
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
+from support.configs import TINIEST_LLAMA
 from trilith.checkpoints import convert, read_source
 from trilith.checkpoints.hugging_face.hub import local_folder
 from trilith.cli.app import run
+from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadCheckpoint, BadInput
 from trilith.storage import fetched, remote_folder
 from trilith.storage.remote_folder import RemoteFailed, RemoteFolder
 from trilith.storage.remote_output import NOTE
-from trilith.testing.hf_folders import write_hf_folder
-from trilith.testing.short_runs import write_tokens
-from trilith.testing.tiny_models import TINIEST_LLAMA
 
 pytestmark = pytest.mark.usefixtures("cache")
-FORMS: dict[str, dict[str, Any]] = {"hf": {"to": "hf"}, "sharded": {"to": "sharded", "tensor": 2}}
+FORMS = {"hf": {"to": "hf"}, "sharded": {"to": "sharded", "tensor": 2}}
 Killing = Callable[[int], AbstractContextManager[list[str]]]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory):
     """A checkpoint in ``source``, and what it is converted to, by form."""
     folder = tmp_path_factory.mktemp("made")
     write_hf_folder(folder / "original", TINIEST_LLAMA)
@@ -38,20 +33,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def stored(url: str) -> dict[str, bytes]:
+def stored(url):
     """Return every file at a URL."""
     folder = RemoteFolder(url)
     return {name: folder.read(name) or b"" for name in folder.sizes()}
 
 
-def files(folder: Path) -> dict[str, bytes]:
+def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_an_export_to_a_url_has_the_bytes_of_the_local_one_and_is_verified_there(
-    url: str, form: str, made: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    url, form, made, cache, capsys
+):
     words = {"hf": ["--to", "hf"], "sharded": ["--to", "sharded", "--tensor", "2"]}[form]
     assert run(["convert", str(made / "source"), url, *words, "--verify"]) == 0
     assert f"{url}: read back, every number is the source's" in capsys.readouterr().out
@@ -66,8 +61,8 @@ def test_an_export_to_a_url_has_the_bytes_of_the_local_one_and_is_verified_there
 
 @pytest.mark.parametrize("form", FORMS)
 def test_an_export_killed_at_any_operation_is_refused_or_whole_and_completed_by_the_same_command(
-    url: str, form: str, made: Path, cache: Path, stopped_at: Killing
-) -> None:
+    url, form, made, cache, stopped_at
+):
     """Half of a file, of the note or of the last file may have arrived; a local output is made only once."""
     whole, outcomes = files(made / form), set[bool]()
     for at in count(1):
@@ -97,8 +92,8 @@ def test_an_export_killed_at_any_operation_is_refused_or_whole_and_completed_by_
 
 @pytest.mark.slow
 def test_an_export_killed_at_any_operation_on_this_host_is_completed_by_the_same_command(
-    made: Path, cache: Path, killed_at: Killing
-) -> None:
+    made, cache, killed_at
+):
     for at in count(1):
         place = f"memory://exports/{at}"
         with killed_at(at) as operations:
@@ -112,9 +107,7 @@ def test_an_export_killed_at_any_operation_on_this_host_is_completed_by_the_same
     assert at > 10
 
 
-def test_a_killed_export_is_named_by_who_began_it_and_what_to_do(
-    made: Path, stopped_at: Killing, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_export_is_named_by_who_began_it_and_what_to_do(made, stopped_at, capsys):
     with stopped_at(3):
         convert(made / "source", "memory://exports/model", to="hf")
     place = "memory://exports/model"
@@ -126,7 +119,7 @@ def test_a_killed_export_is_named_by_who_began_it_and_what_to_do(
         assert said.endswith("Run the same command again: it completes the copy\n") and said.count("\n") == 1
 
 
-def test_a_dcp_checkpoint_at_a_url_has_the_numbers_of_its_source(made: Path, tmp_path: Path) -> None:
+def test_a_dcp_checkpoint_at_a_url_has_the_numbers_of_its_source(made, tmp_path):
     assert run(["convert", str(made / "source"), "memory://exports/dcp", "--to", "dcp"]) == 0
     (back := tmp_path / "back").mkdir()
     for name in (there := RemoteFolder("memory://exports/dcp")).sizes():
@@ -135,7 +128,7 @@ def test_a_dcp_checkpoint_at_a_url_has_the_numbers_of_its_source(made: Path, tmp
     assert run(["diff", str(back), str(made / "original"), "--config", str(made / "original")]) == 0
 
 
-def test_a_place_that_is_taken_or_among_checkpoints_is_refused_and_stays_as_it_was(made: Path) -> None:
+def test_a_place_that_is_taken_or_among_checkpoints_is_refused_and_stays_as_it_was(made):
     taken = RemoteFolder("memory://bucket/data")
     taken.write("config.json", b"mine")
     taken.write("more.txt", b"mine")
@@ -157,7 +150,7 @@ def test_a_place_that_is_taken_or_among_checkpoints_is_refused_and_stays_as_it_w
     assert not stored("memory://bucket/run/model") and not stored("memory://bucket/cut/model")
 
 
-def test_an_output_larger_than_the_cache_is_refused(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_larger_than_the_cache_is_refused(made, monkeypatch):
     monkeypatch.setenv(fetched.CACHE_GB, "1e-6")
     with pytest.raises(
         BadInput, match=r"at most 1e-06 GB, as TRILITH_CACHE_GB says, found .* on this host first"
@@ -167,14 +160,14 @@ def test_an_output_larger_than_the_cache_is_refused(made: Path, monkeypatch: pyt
 
 
 def test_an_output_of_two_processes_is_refused_to_the_second_and_killed_ones_are_cleared(
-    made: Path, cache: Path, stopped_at: Killing
-) -> None:
+    made, cache, stopped_at
+):
     with stopped_at(1):
         convert(made / "source", "memory://exports/killed", to="hf")
     assert len([*(cache / "outgoing").iterdir()]) == 2  # the output and its lock
     go, begun, real = threading.Event(), threading.Event(), RemoteFolder.copy
 
-    def stuck(folder: RemoteFolder, source: Path, name: str) -> int:
+    def stuck(folder, source, name):
         begun.set()
         assert go.wait(60)
         return real(folder, source, name)
@@ -191,10 +184,10 @@ def test_an_output_of_two_processes_is_refused_to_the_second_and_killed_ones_are
     assert not [*(cache / "outgoing").iterdir()]
 
 
-def test_a_file_that_arrives_short_is_an_error_and_no_export(made: Path) -> None:
+def test_a_file_that_arrives_short_is_an_error_and_no_export(made):
     real = RemoteFolder.copy
 
-    def short(folder: RemoteFolder, source: Path, name: str) -> int:
+    def short(folder, source, name):
         if name.endswith(".safetensors"):
             folder.write(name, source.read_bytes()[:-1])
             return 0
@@ -209,9 +202,7 @@ def test_a_file_that_arrives_short_is_an_error_and_no_export(made: Path) -> None
         local_folder("memory://exports/model")
 
 
-def test_a_wrong_bit_at_a_url_is_found_by_verify(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_bit_at_a_url_is_found_by_verify(made, tmp_path, capsys):
     convert(made / "source", "memory://exports/model", tensor=2)
     folder = RemoteFolder("memory://exports/model")
     name = next(one for one in folder.sizes() if one.endswith(".safetensors"))

@@ -1,15 +1,11 @@
 """Checkpoints of a module that no family describes: any layout reads them, every command knows them."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from trilith.checkpoints import convert, load_module, read_source, save_module
 from trilith.checkpoints.user_module_family import StoredDeclaration, StoredModule
 from trilith.cli.app import run
@@ -27,7 +23,7 @@ from trilith.parallel_state import (
     local,
 )
 from trilith.testing import run_parallel
-from trilith.testing.short_training import Pieces, assemble, pieces
+from trilith.testing.short_training import assemble, pieces
 from trilith.training import Precision, make_adamw, shard_over_data
 
 NAMES = (
@@ -41,21 +37,21 @@ CONFIG = {"model_type": "embedder", "architectures": ["Embedder"], "width": 8}
 
 
 class Embedder(nn.Module):
-    def __init__(self, width: int = 8, *, state: ParallelState | None = None) -> None:
+    def __init__(self, width=8, *, state=None):
         super().__init__()
         self.embed = VocabParallelEmbedding(37, width, state=state)
         self.blocks = nn.ModuleList([GatedMLP(width, 16, state=state) for _ in range(2)])
         self.gain = nn.LayerNorm(width)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.embed(ids)
         for block in self.blocks:
             x = x + block(x)
-        y: Tensor = self.gain(x)
+        y = self.gain(x)
         return y
 
 
-def trained(state: ParallelState, seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
+def trained(state, seed):
     model = shard_over_data(Embedder(state=state), state, Precision())
     initialize(model, seed, state=state)
     optimizer = make_adamw(model, lr=0.1)
@@ -66,13 +62,13 @@ def trained(state: ParallelState, seed: int) -> tuple[nn.Module, torch.optim.Ada
     return model, optimizer
 
 
-def save(root: str, layout: Layout, seed: int = 1) -> None:
+def save(root, layout, seed=1):
     state = ParallelState.start(layout)
     model, optimizer = trained(state, seed)
     save_module(root, model, optimizer, step=2, data={"at": 5}, config=CONFIG, names=NAMES, state=state)
 
 
-def there_and_back(root: str, layouts: Sequence[Layout]) -> list[Pieces]:
+def there_and_back(root, layouts):
     """Write in the first layout, load and write again in each of the others; the weights and moments held."""
     found = []
     for number, layout in enumerate(layouts):
@@ -95,7 +91,7 @@ def there_and_back(root: str, layouts: Sequence[Layout]) -> list[Pieces]:
     return found
 
 
-def test_any_layout_reads_what_any_wrote_bitwise_with_moments(tmp_path: Path) -> None:
+def test_any_layout_reads_what_any_wrote_bitwise_with_moments(tmp_path):
     layouts = [Layout(tensor=2), Layout.of(data=2, zero=3), Layout.of(data=2), Layout(tensor=2)]
     ranks = run_parallel(there_and_back, 2, str(tmp_path), layouts)
     first, *others = (assemble([rank[number] for rank in ranks]) for number in range(len(layouts)))
@@ -108,13 +104,13 @@ def test_any_layout_reads_what_any_wrote_bitwise_with_moments(tmp_path: Path) ->
 
 
 class Routed(nn.Module):
-    def __init__(self, *, state: ParallelState | None = None) -> None:
+    def __init__(self, *, state=None):
         super().__init__()
         router = TopKRouter(8, 4, 2, score="sigmoid", bias_corrected=True, state=state)
         self.blocks = nn.ModuleList([MoE(router, Experts(4, 8, 16, state=state), state=state)])
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.blocks[0](x)
+    def forward(self, x):
+        y = self.blocks[0](x)
         return y
 
 
@@ -125,7 +121,7 @@ ROUTED_NAMES = (
 )
 
 
-def routed_there_and_back(root: str, layouts: Sequence[Layout]) -> list[Pieces]:
+def routed_there_and_back(root, layouts):
     """Make a module in bf16 with biases that bf16 cannot hold; the first layout moves it by one step."""
     found = []
     for number, layout in enumerate(layouts):
@@ -146,7 +142,7 @@ def routed_there_and_back(root: str, layouts: Sequence[Layout]) -> list[Pieces]:
     return found
 
 
-def test_a_routers_bias_is_saved_with_the_module_in_fp32(tmp_path: Path) -> None:
+def test_a_routers_bias_is_saved_with_the_module_in_fp32(tmp_path):
     layouts = [
         Layout(tensor=2),
         Layout.of(data=2, zero=3, expert=2),
@@ -172,7 +168,7 @@ def test_a_routers_bias_is_saved_with_the_module_in_fp32(tmp_path: Path) -> None
     assert torch.equal(local(model.blocks[0].experts.up), whole[0]["blocks.0.experts.up"])
 
 
-def test_everything_that_is_declared_but_the_start_is_stored() -> None:
+def test_everything_that_is_declared_but_the_start_is_stored():
     declared = {one.name for one in fields(Declaration)} - {"initial"}
     assert declared | {"stages", "rows"} == set(StoredDeclaration.model_fields)
     every = Declaration((3, 8), Cut(1, unit=2), 4, ("tensor",), True, True, True)
@@ -181,13 +177,13 @@ def test_everything_that_is_declared_but_the_start_is_stored() -> None:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tmp_path_factory):
     root = tmp_path_factory.mktemp("module")
     run_parallel(save, 2, str(root / "run"), Layout(tensor=2))
     return root / "run"
 
 
-def test_the_commands_know_it(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_know_it(written, tmp_path, capsys):
     assert run(["inspect", str(written)]) == 0
     assert "checkpoint (training) of embedder, 1,080 parameters" in capsys.readouterr().out
     assert run(["verify", str(written)]) == 0
@@ -213,7 +209,7 @@ def test_the_commands_know_it(written: Path, tmp_path: Path, capsys: pytest.Capt
     assert "pipeline: expected 1, found 2" in capsys.readouterr().err
 
 
-def test_it_is_exported_under_other_names_and_read_back(written: Path, tmp_path: Path) -> None:
+def test_it_is_exported_under_other_names_and_read_back(written, tmp_path):
     assert run(["convert", str(written), str(tmp_path / "hf"), "--to", "hf", "--verify"]) == 0
     theirs = load_file(tmp_path / "hf" / "model.safetensors")
     assert set(theirs) == {"wte", "gain.weight", "gain.bias"} | {
@@ -229,7 +225,7 @@ def test_it_is_exported_under_other_names_and_read_back(written: Path, tmp_path:
     assert run(["diff", str(written), str(tmp_path / "hf")]) == 0
 
 
-def test_what_does_not_fit_is_refused_by_name(written: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_by_name(written, tmp_path):
     with pytest.raises(BadCheckpoint, match=r"embed\.weight: expected \[37, 12\], found \[37, 8\]"):
         load_module(written, Embedder(12))
     with pytest.raises(BadCheckpoint, match=r"weight: expected \[2, 2\], found no such parameter"):
@@ -260,9 +256,7 @@ def test_what_does_not_fit_is_refused_by_name(written: Path, tmp_path: Path) -> 
         ((*NAMES, Rename("haed", "head")), "head: expected a rule for a parameter, found none named"),
     ],
 )
-def test_a_table_that_does_not_cover_each_parameter_once_is_refused(
-    names: Sequence[Rename], said: str, tmp_path: Path
-) -> None:
+def test_a_table_that_does_not_cover_each_parameter_once_is_refused(names, said, tmp_path):
     with pytest.raises(BadInput, match=said):
         save_module(tmp_path, Embedder(), names=names)
     assert not any(tmp_path.iterdir())

@@ -1,15 +1,12 @@
 """A loop of one's own that saves: it goes on bit for bit, or is refused before anything is lost."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from support.configs import TINIEST_LLAMA
+from torch import nn
 from trilith.checkpoints import (
     Saver,
     load_module,
@@ -23,40 +20,39 @@ from trilith.checkpoints import (
 from trilith.models import family_of
 from trilith.parallel_state import BadCheckpoint, BadInput, Layout, ParallelState, initialize
 from trilith.testing import run_parallel
-from trilith.testing.tiny_models import TINIEST_LLAMA
 from trilith.training import Precision, make_adamw, shard_over_data
 
 
 class Two(nn.Module):
     """Use the second layer in some steps only."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.often, self.rarely = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, x: Tensor, both: bool) -> Tensor:
-        y: Tensor = self.often(x)
+    def forward(self, x, both):
+        y = self.often(x)
         return self.rarely(y) if both else y
 
 
-def state_of(layout: Layout) -> ParallelState:
+def state_of(layout):
     return ParallelState.alone() if layout.world == 1 else ParallelState.start(layout)
 
 
-def made(layout: Layout, **how: Any) -> tuple[ParallelState, nn.Module, torch.optim.AdamW]:
+def made(layout, **how):
     state = state_of(layout)
     model = Two() if layout.world == 1 else shard_over_data(Two(), state, Precision())
     initialize(model, 1, state=state)
     return state, model, torch.optim.AdamW(model.parameters(), lr=0.1, **how)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, both: bool) -> None:
+def step(model, optimizer, both):
     optimizer.zero_grad()
     model(torch.ones(2, 4).tril(), both).square().sum().backward()
     optimizer.step()
 
 
-def interrupted(root: str, layout: Layout) -> list[bool]:
+def interrupted(root, layout):
     """Take two steps without the second layer, then two with it: at once, and from a checkpoint between."""
     state, model, optimizer = made(layout)
     for both in (False, False):
@@ -72,12 +68,12 @@ def interrupted(root: str, layout: Layout) -> list[bool]:
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout.of(data=2, zero=3)], ids=str)
-def test_a_parameter_that_steps_left_out_goes_on_bit_for_bit(layout: Layout, tmp_path: Path) -> None:
+def test_a_parameter_that_steps_left_out_goes_on_bit_for_bit(layout, tmp_path):
     for same in run_parallel(interrupted, layout.world, str(tmp_path), layout):
         assert same == [True] * 4
 
 
-def zoo(layout: Layout) -> tuple[Any, torch.optim.AdamW]:
+def zoo(layout):
     state = state_of(layout)
     family = family_of(TINIEST_LLAMA)
     model = family.build(family.from_hf(TINIEST_LLAMA), state=state, device="cpu")
@@ -85,7 +81,7 @@ def zoo(layout: Layout) -> tuple[Any, torch.optim.AdamW]:
     return model, make_adamw(model, lr=1e-2)
 
 
-def interrupted_zoo(root: str, layouts: list[Layout]) -> dict[str, float]:
+def interrupted_zoo(root, layouts):
     """Let norms have gradients in one step of two on each stage; return how many updates they remember."""
     model, optimizer = zoo(layouts[0])
     for number in range(2):
@@ -98,21 +94,19 @@ def interrupted_zoo(root: str, layouts: list[Layout]) -> dict[str, float]:
     return {name: float(optimizer.state[one]["step"]) for name, one in model.named_parameters()}
 
 
-def test_every_rank_remembers_the_updates_of_each_parameter(tmp_path: Path) -> None:
+def test_every_rank_remembers_the_updates_of_each_parameter(tmp_path):
     for counts in run_parallel(interrupted_zoo, 2, str(tmp_path), [Layout(pipeline=2), Layout(tensor=2)]):
         assert len(counts) > 4
         assert counts == {name: 1.0 if "norm" in name else 2.0 for name in counts}
 
 
 @pytest.fixture
-def model() -> nn.Module:
+def model():
     return made(Layout())[1]
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True, None])
-def test_a_number_of_checkpoints_to_keep_that_would_delete_them_all_is_refused(
-    model: nn.Module, keep: Any, tmp_path: Path
-) -> None:
+def test_a_number_of_checkpoints_to_keep_that_would_delete_them_all_is_refused(model, keep, tmp_path):
     save_module(tmp_path, model, step=1)
     with pytest.raises(BadInput, match=r"checkpoints: keep: expected a whole number of 1 or more"):
         save_module(tmp_path, model, step=2, keep=keep)
@@ -120,15 +114,13 @@ def test_a_number_of_checkpoints_to_keep_that_would_delete_them_all_is_refused(
 
 
 @pytest.mark.parametrize("number", [-1, 1.5, True, "3", None])
-def test_a_step_that_is_none_is_refused_and_makes_no_folder(
-    model: nn.Module, number: Any, tmp_path: Path
-) -> None:
+def test_a_step_that_is_none_is_refused_and_makes_no_folder(model, number, tmp_path):
     with pytest.raises(BadInput, match=r"checkpoints: step: expected a whole number of 0 or more"):
         save_module(tmp_path / "new", model, step=number)
     assert [*tmp_path.iterdir()] == []
 
 
-def test_another_model_s_checkpoints_are_not_deleted_as_this_one_s(model: nn.Module, tmp_path: Path) -> None:
+def test_another_model_s_checkpoints_are_not_deleted_as_this_one_s(model, tmp_path):
     for number in (1, 2):
         save_module(tmp_path, nn.Linear(4, 4), step=number)
     with pytest.raises(
@@ -141,7 +133,7 @@ def test_another_model_s_checkpoints_are_not_deleted_as_this_one_s(model: nn.Mod
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
-def test_a_place_that_is_a_file_is_refused_as_one(model: nn.Module, tmp_path: Path) -> None:
+def test_a_place_that_is_a_file_is_refused_as_one(model, tmp_path):
     (tmp_path / "file").write_text("mine")
     for root in (tmp_path / "file", tmp_path / "file" / "in it"):
         with pytest.raises(BadInput, match=r"file: expected a directory, found a file"):
@@ -149,9 +141,7 @@ def test_a_place_that_is_a_file_is_refused_as_one(model: nn.Module, tmp_path: Pa
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_place_that_is_a_link_to_nowhere_is_refused_before_the_first_step(
-    model: nn.Module, tmp_path: Path
-) -> None:
+def test_a_place_that_is_a_link_to_nowhere_is_refused_before_the_first_step(model, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     contents = module_contents(model, None, state=ParallelState.alone())
     for root in (tmp_path / "link", tmp_path / "link" / "in it"):
@@ -162,7 +152,7 @@ def test_a_place_that_is_a_link_to_nowhere_is_refused_before_the_first_step(
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
 
 
-def test_moments_that_a_checkpoint_would_lose_are_refused(tmp_path: Path) -> None:
+def test_moments_that_a_checkpoint_would_lose_are_refused(tmp_path):
     _, model, optimizer = made(Layout(), amsgrad=True)
     with pytest.raises(BadInput, match=r"save_module: optimizer\.amsgrad: expected false"):
         save_module(tmp_path / "new", model, optimizer)
@@ -170,12 +160,12 @@ def test_moments_that_a_checkpoint_would_lose_are_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["module", "model"])
-def test_moments_are_not_read_in_another_dtype_and_weights_alone_are(kind: str, tmp_path: Path) -> None:
+def test_moments_are_not_read_in_another_dtype_and_weights_alone_are(kind, tmp_path):
     family = family_of(TINIEST_LLAMA)
     config = family.from_hf(TINIEST_LLAMA)
     for dtype in (torch.float32, torch.bfloat16):
         if kind == "model":
-            model: Any = family.build(config, device="cpu", dtype=dtype)
+            model = family.build(config, device="cpu", dtype=dtype)
         else:
             model = Two().to(dtype)
         initialize(model, 1)
@@ -183,14 +173,14 @@ def test_moments_are_not_read_in_another_dtype_and_weights_alone_are(kind: str, 
         if dtype is torch.float32:
             (save_model if kind == "model" else save_module)(tmp_path, model, optimizer, step=1)
     before = [one.clone() for one in model.parameters()]
-    restore: Any = restore_model if kind == "model" else load_module
+    restore = restore_model if kind == "model" else load_module
     with pytest.raises(BadInput, match=r"dtype: expected float32, as the run's .* are, found bfloat16"):
         restore(tmp_path, model, optimizer)
     assert all(map(torch.equal, before, model.parameters()))
     assert restore(tmp_path, model).step == 1
 
 
-def test_what_was_frozen_and_is_trained_now_has_no_moments_to_go_on_with(tmp_path: Path) -> None:
+def test_what_was_frozen_and_is_trained_now_has_no_moments_to_go_on_with(tmp_path):
     _, model, optimizer = made(Layout())
     model.rarely.requires_grad_(False)
     step(model, optimizer, True)
@@ -200,7 +190,7 @@ def test_what_was_frozen_and_is_trained_now_has_no_moments_to_go_on_with(tmp_pat
         load_module(tmp_path, model, optimizer)
 
 
-def opened_apart(root: str) -> str:
+def opened_apart(root):
     """Rank 1 opens the folder after another step was saved into it."""
     state = ParallelState.start(Layout(tensor=2))
     source = read_source(root) if state.rank == 0 else None
@@ -215,7 +205,7 @@ def opened_apart(root: str) -> str:
     return "loaded"
 
 
-def save_weights(root: str, number: int) -> None:
+def save_weights(root, number):
     model, _ = zoo(Layout())
     with torch.no_grad():
         for one in model.parameters():
@@ -223,13 +213,13 @@ def save_weights(root: str, number: int) -> None:
     save_model(root, model, step=number, keep=9)
 
 
-def test_ranks_that_opened_different_checkpoints_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_opened_different_checkpoints_are_refused(tmp_path):
     save_weights(str(tmp_path), 1)
     for said in run_parallel(opened_apart, 2, str(tmp_path)):
         assert "expected the same checkpoint on every rank, found step-00000001 and step-00000002" in said
 
 
-def test_a_folder_s_newest_checkpoint_is_found_by_one_rank_for_all(tmp_path: Path) -> None:
+def test_a_folder_s_newest_checkpoint_is_found_by_one_rank_for_all(tmp_path):
     model, _ = zoo(Layout())
     other = nn.Linear(4, 4)
     save_model(tmp_path / "zoo", model, step=1)

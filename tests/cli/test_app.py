@@ -9,7 +9,7 @@ from trilith.cli.app import COMMANDS, run
 from trilith.parallel_state import BadCheckpoint, BadInput, PeerFailed
 
 
-def fail(kind: str) -> None:
+def fail(kind):
     """Fail in one way."""
     match kind:
         case "input":
@@ -26,12 +26,12 @@ def fail(kind: str) -> None:
             raise KeyboardInterrupt
 
 
-def count(number: int) -> None:
+def count(number):
     """Needs a number."""
     print(number)
 
 
-def call(*words: str) -> int:
+def call(*words):
     return run(words, commands=(fail, count))
 
 
@@ -97,7 +97,7 @@ def test_every_command_explains_itself(capsys):
         assert command.__doc__.split()[0] in capsys.readouterr().out
 
 
-def program(*words: str) -> subprocess.CompletedProcess[str]:
+def program(*words):
     environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
     command = [sys.executable, "-P", "-m", "trilith.cli", *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
@@ -126,7 +126,7 @@ def test_help_answers_at_once():
     assert best < 0.5, f"{best:.2f} s"
 
 
-def _processor_seconds(command: list[str]) -> float:
+def _processor_seconds(command):
     before = os.times()
     subprocess.run(command, capture_output=True, timeout=60, check=True)
     after = os.times()

@@ -1,39 +1,36 @@
 """No command starts, or computes, more than one machine can: the limit is said before anything is touched."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.configs import TINY_LLAMA
+from support.folders import contents
 from trilith.checkpoints import ConversionOptions
 from trilith.cli.app import COMMANDS, run
+from trilith.cli.shared import quickstart
 from trilith.cli.shared.sizes import LARGEST, parse_size
 from trilith.data.text import tokenizer_training
+from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadInput, Layout, check_local_ranks, check_workers
 from trilith.pipeline import layout_of, timetable
 from trilith.pipeline.schedule_actions import MOST_FORWARDS, ORDERS
+from trilith.ranks import processes
 from trilith.runs import launch
 from trilith.runs.launch import check_local
 from trilith.system import most_at_once
-from trilith.testing import quickstart, run_fresh, run_parallel
-from trilith.testing.hf_folders import contents, write_hf_folder
-from trilith.testing.ranks import processes
-from trilith.testing.short_runs import write_tokens
-from trilith.testing.tiny_models import TINY_LLAMA
+from trilith.testing import run_fresh, run_parallel
 
 MANY = str(10**6)
 Out = pytest.CaptureFixture[str]
 
 #: Of each option that multiplies work, one number that no machine takes. Options that bound work by
 #: themselves (a batch holds no more rows than there are prompts) are not here.
-WORDS: list[tuple[str, str]] = [
+WORDS = [
     ("train recipe.toml layout.data=1000000 data.global_batch=1000000 data.micro_batch=1", "at most"),
     ("train recipe.toml layout.tensor=1000000", "at most"),
     ("train recipe.toml --nproc 1000000", "1000000"),
@@ -60,7 +57,7 @@ WORDS: list[tuple[str, str]] = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("bounded")
     write_hf_folder(path / "hf", TINY_LLAMA)
     (path / "a.txt").write_text("a b c\n" * 40)
@@ -72,14 +69,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def no_process(*arguments: object, **more: object) -> Any:
+def no_process(*arguments, **more):
     raise AssertionError("a process was started")
 
 
 @pytest.mark.parametrize(("line", "says"), WORDS)
 def test_what_no_machine_can_run_is_refused_in_one_line_before_anything_is_touched(
-    line: str, says: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
-) -> None:
+    line, says, folder, monkeypatch, capsys
+):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(subprocess, "Popen", no_process)
     monkeypatch.setattr(processes.templates, "start", no_process)
@@ -90,7 +87,7 @@ def test_what_no_machine_can_run_is_refused_in_one_line_before_anything_is_touch
     assert "unexpected" not in said.err and contents(folder) == before
 
 
-def test_every_option_for_workers_stands_in_the_table() -> None:
+def test_every_option_for_workers_stands_in_the_table():
     for command in COMMANDS:
         for option in inspect.signature(command).parameters.keys() & {
             "workers",
@@ -103,13 +100,13 @@ def test_every_option_for_workers_stands_in_the_table() -> None:
 
 
 @given(over=st.integers(1, 2**40))
-def test_more_ranks_than_the_limit_are_refused_by_every_way_to_start_them(over: int) -> None:
+def test_more_ranks_than_the_limit_are_refused_by_every_way_to_start_them(over):
     patch = pytest.MonkeyPatch()
     try:
         patch.setattr(subprocess, "Popen", no_process)
         patch.setattr(processes.templates, "start", no_process)
         world = most_at_once() + over
-        ways: list[Callable[[], object]] = [
+        ways = [
             lambda: run_parallel(no_process, world),
             lambda: run_fresh(no_process, world),
             lambda: launch.launch([], world, Path("/no/such/folder")),
@@ -122,22 +119,20 @@ def test_more_ranks_than_the_limit_are_refused_by_every_way_to_start_them(over: 
         patch.undo()
 
 
-def test_on_gpus_there_is_one_rank_for_each_device() -> None:
+def test_on_gpus_there_is_one_rank_for_each_device():
     check_local_ranks(8, devices=8)
     with pytest.raises(BadInput, match="at most 8 CUDA devices, one for each rank, found 9"):
         check_local_ranks(9, devices=8)
 
 
-def test_a_dry_run_plans_any_number_of_ranks(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
-) -> None:
+def test_a_dry_run_plans_any_number_of_ranks(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     line = "train recipe.toml --dry-run layout.data=1000000 data.global_batch=1000000 data.micro_batch=1"
     assert run(line.split()) == 0
     assert "1,000,000" in capsys.readouterr().out.replace("1000000", "1,000,000")
 
 
-def test_the_quickstart_asks_for_fewer_ranks_than_the_least_limit() -> None:
+def test_the_quickstart_asks_for_fewer_ranks_than_the_least_limit():
     text = inspect.getsource(quickstart.Quickstart.train_three_times)
     worlds = [
         int(a) * int(b or 1) for a, b in re.findall(r'layout\.\w+=(\d+)"(?:, "layout\.pipeline=(\d+))?', text)
@@ -146,7 +141,7 @@ def test_the_quickstart_asks_for_fewer_ranks_than_the_least_limit() -> None:
 
 
 @given(workers=st.one_of(st.integers(max_value=0), st.integers(min_value=most_at_once() + 1)))
-def test_no_worker_and_too_many_workers_are_refused(workers: int) -> None:
+def test_no_worker_and_too_many_workers_are_refused(workers):
     with pytest.raises(BadInput, match="workers: expected from 1 to"):
         check_workers(workers, "convert")
     with pytest.raises(BadInput, match="workers"):
@@ -160,9 +155,7 @@ def test_no_worker_and_too_many_workers_are_refused(workers: int) -> None:
     virtual=st.integers(1, 2**30) | st.none(),
     over=st.integers(1, 2**30),
 )
-def test_a_timetable_beyond_the_limit_is_not_computed(
-    name: str, stages: int, virtual: int | None, over: int
-) -> None:
+def test_a_timetable_beyond_the_limit_is_not_computed(name, stages, virtual, over):
     patch = pytest.MonkeyPatch()
     try:
         for one in ORDERS:
@@ -176,16 +169,14 @@ def test_a_timetable_beyond_the_limit_is_not_computed(
 @given(
     text=st.from_regex(r"[0-9]{1,40}(\.[0-9]{1,30})? ?([KMGT]i?B|B)?", fullmatch=True) | st.text(max_size=40)
 )
-def test_a_size_is_one_that_a_machine_can_have_or_refused(text: str) -> None:
+def test_a_size_is_one_that_a_machine_can_have_or_refused(text):
     try:
         assert 1 <= parse_size(text, "--max-ram") <= LARGEST
     except BadInput as error:
         assert error.where == "--max-ram" and len(str(error)) < 300
 
 
-def test_more_text_than_the_limit_is_refused_by_the_training_of_a_tokenizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
-) -> None:
+def test_more_text_than_the_limit_is_refused_by_the_training_of_a_tokenizer(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tokenizer_training, "MOST_CHARACTERS", 1000)
     (tmp_path / "a.txt").write_text("some words again\n\n" * 100)
     words = ["train-tokenizer", str(tmp_path / "a.txt"), "--vocab-size", "270", "--out", str(tmp_path / "t")]
@@ -195,9 +186,7 @@ def test_more_text_than_the_limit_is_refused_by_the_training_of_a_tokenizer(
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_a_text_that_cannot_be_read_is_named_by_the_training_of_a_tokenizer(
-    tmp_path: Path, capsys: Out
-) -> None:
+def test_a_text_that_cannot_be_read_is_named_by_the_training_of_a_tokenizer(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n{"text": 3}\n')
     words = [
         "train-tokenizer",

@@ -1,23 +1,20 @@
 """The commands on folders of weights: what they print, and how they exit."""
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.configs import TINY_LLAMA
 from transformers import LlamaConfig, LlamaForCausalLM
 from trilith.cli import main
 from trilith.cli.app import run
-from trilith.testing.tiny_models import TINY_LLAMA
 
 
 @pytest.fixture
-def hf(tmp_path: Path) -> Path:
+def hf(tmp_path):
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**TINY_LLAMA)).save_pretrained(tmp_path / "hf")
     return tmp_path / "hf"
@@ -26,7 +23,7 @@ def hf(tmp_path: Path) -> Path:
 Out = pytest.CaptureFixture[str]
 
 
-def test_diff_sees_through_layouts_and_forms(tmp_path: Path, hf: Path, capsys: Out) -> None:
+def test_diff_sees_through_layouts_and_forms(tmp_path, hf, capsys):
     assert run(["convert", str(hf), str(tmp_path / "a"), "--tensor", "2", "--pipeline", "3"]) == 0
     assert run(["diff", str(hf), str(tmp_path / "a")]) == 0
     assert "equal, bit for bit" in capsys.readouterr().out
@@ -39,7 +36,7 @@ def test_diff_sees_through_layouts_and_forms(tmp_path: Path, hf: Path, capsys: O
     assert out.count("\n") == 1
 
 
-def test_verify_prints_the_sums_and_sees_a_flipped_bit(tmp_path: Path, hf: Path, capsys: Out) -> None:
+def test_verify_prints_the_sums_and_sees_a_flipped_bit(tmp_path, hf, capsys):
     assert run(["verify", str(hf)]) == 0
     assert run(["convert", str(hf), str(tmp_path / "a"), "--tensor", "2"]) == 0
     assert run(["verify", str(tmp_path / "a")]) == 0
@@ -52,9 +49,7 @@ def test_verify_prints_the_sums_and_sees_a_flipped_bit(tmp_path: Path, hf: Path,
     assert "CRC-32" in capsys.readouterr().err
 
 
-def test_a_key_of_a_config_that_is_unknown_is_told_in_one_line(
-    hf: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
-) -> None:
+def test_a_key_of_a_config_that_is_unknown_is_told_in_one_line(hf, monkeypatch, capsys):
     config = hf / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"some\nkey\x1b": 3}))
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back after the test
@@ -68,7 +63,7 @@ def test_a_key_of_a_config_that_is_unknown_is_told_in_one_line(
     assert "UserWarning: other" in warnings.formatwarning("other", UserWarning, torch.__file__, 1)
 
 
-def test_inspect_shows_the_layout_and_a_tensor(tmp_path: Path, hf: Path, capsys: Out) -> None:
+def test_inspect_shows_the_layout_and_a_tensor(tmp_path, hf, capsys):
     assert run(["convert", str(hf), str(tmp_path / "a"), "--tensor", "2", "--pipeline", "3"]) == 0
     assert run(["inspect", str(tmp_path / "a")]) == 0
     out = capsys.readouterr().out
@@ -79,20 +74,20 @@ def test_inspect_shows_the_layout_and_a_tensor(tmp_path: Path, hf: Path, capsys:
     assert run(["inspect", str(tmp_path / "a"), "--tensor", "nothing"]) == 2
 
 
-def test_reshard_is_convert_between_checkpoints(tmp_path: Path, hf: Path) -> None:
+def test_reshard_is_convert_between_checkpoints(tmp_path, hf):
     assert run(["convert", str(hf), str(tmp_path / "a"), "--tensor", "2"]) == 0
     assert run(["reshard", str(tmp_path / "a"), str(tmp_path / "b"), "--pipeline", "3"]) == 0
     assert len(list((tmp_path / "b").glob("*.safetensors"))) == 3
     assert run(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
 
 
-def test_a_dry_run_writes_nothing(tmp_path: Path, hf: Path, capsys: Out) -> None:
+def test_a_dry_run_writes_nothing(tmp_path, hf, capsys):
     assert run(["convert", str(hf), str(tmp_path / "a"), "--tensor", "4", "--dry-run"]) == 0
     assert "layers.2.mlp.down.weight  F32 [32, 12]  from 1 pieces" in capsys.readouterr().out
     assert not (tmp_path / "a").exists()
 
 
-def test_what_is_not_there_is_one_line_and_code_2(tmp_path: Path, capsys: Out) -> None:
+def test_what_is_not_there_is_one_line_and_code_2(tmp_path, capsys):
     for command in (["convert", "none", str(tmp_path / "a")], ["inspect", "none"], ["verify", "none"]):
         assert run(command) == 2
         error = capsys.readouterr().err

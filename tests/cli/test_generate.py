@@ -1,20 +1,16 @@
 """``trilith generate``: what it writes, from prompts of all kinds, on one rank and on several."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from support.configs import TINY_LLAMA
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trilith.cli.app import run
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.generation import ranks as generate_run
+from trilith.ranks.fresh_worker import leave
 from trilith.testing import run_fresh
-from trilith.testing.ranks.fresh_worker import leave
-from trilith.testing.tiny_models import TINY_LLAMA
 
 CORPUS = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs.\n" * 20
 TEMPLATE = (
@@ -25,7 +21,7 @@ Out = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Make a small model with a tokenizer and a chat template."""
     path = tmp_path_factory.mktemp("generate") / "model"
     train_tokenizer([CORPUS], path, vocab_size=300)
@@ -41,37 +37,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def words(folder: Path, *more: str) -> list[str]:
+def words(folder, *more):
     return ["generate", str(folder), "--ignore-eos", "--max-new-tokens", "12", *more]
 
 
-def written(capfd: Out, folder: Path, *more: str) -> str:
+def written(capfd, folder, *more):
     assert run(words(folder, *more)) == 0
     return capfd.readouterr().out
 
 
-def expected(folder: Path, prompt: str) -> str:
+def expected(folder, prompt):
     """Return the texts of transformers, from its own tokenizer."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    model: Any = LlamaForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = LlamaForCausalLM.from_pretrained(folder)
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     out = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    text: str = tokenizer.decode(out[0], clean_up_tokenization_spaces=False)
+    text = tokenizer.decode(out[0], clean_up_tokenization_spaces=False)
     return text
 
 
-def test_one_prompt_is_written_as_it_grows_and_is_transformers_text(folder: Path, capfd: Out) -> None:
+def test_one_prompt_is_written_as_it_grows_and_is_transformers_text(folder, capfd):
     assert run(words(folder, "--prompt", "The quick")) == 0
     out, err = capfd.readouterr()
     assert out == expected(folder, "The quick") + "\n"
     assert err.startswith("12 tokens in ") and err.endswith(" tokens/s\n")
 
 
-def rows(text: str) -> list[dict[str, Any]]:
+def rows(text):
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_several_prompts_are_a_line_of_json_each(folder: Path, tmp_path: Path, capfd: Out) -> None:
+def test_several_prompts_are_a_line_of_json_each(folder, tmp_path, capfd):
     prompts = ["The quick", "Pack my box with", "dog"]
     file = tmp_path / "prompts.txt"
     file.write_text(f"{prompts[1]}\n\n{prompts[2]}\n")
@@ -84,7 +80,7 @@ def test_several_prompts_are_a_line_of_json_each(folder: Path, tmp_path: Path, c
     assert rows(out.read_text()) == found
 
 
-def test_draws_do_not_depend_on_the_batch(folder: Path, tmp_path: Path, capfd: Out) -> None:
+def test_draws_do_not_depend_on_the_batch(folder, tmp_path, capfd):
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("box", "fox jumps", "five")))
     how = ("--prompts", str(file), "--temperature", "1.2", "--top-k", "40", "--seed")
@@ -92,7 +88,7 @@ def test_draws_do_not_depend_on_the_batch(folder: Path, tmp_path: Path, capfd: O
     assert one == written(capfd, folder, *how, "3", "--batch", "3") != written(capfd, folder, *how, "4")
 
 
-def test_a_stop_text_ends_it_and_is_not_shown(folder: Path, capfd: Out) -> None:
+def test_a_stop_text_ends_it_and_is_not_shown(folder, capfd):
     (free,) = rows(written(capfd, folder, "-p", "The quick", "-p", "dog"))[:1]
     text = free["text"]
     stop = text[len(text) // 2 : len(text) // 2 + 2]
@@ -102,14 +98,12 @@ def test_a_stop_text_ends_it_and_is_not_shown(folder: Path, capfd: Out) -> None:
     assert (found["text"], found["finish"]) == (cut, "stop") and found["tokens"] < 12
 
 
-def test_the_models_own_stop_tokens_are_those_of_all_its_files(
-    folder: Path, tmp_path: Path, capfd: Out
-) -> None:
+def test_the_models_own_stop_tokens_are_those_of_all_its_files(folder, tmp_path, capfd):
     import shutil
 
     copy = tmp_path / "model"
     shutil.copytree(folder, copy)
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(expected(folder, "The quick"), add_special_tokens=False).input_ids
     new = ids[len(tokenizer("The quick", add_special_tokens=False).input_ids) :]
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [299, new[4]]}))
@@ -120,9 +114,7 @@ def test_the_models_own_stop_tokens_are_those_of_all_its_files(
     assert expected(folder, "The quick").startswith("The quick" + row["text"])
 
 
-def test_a_chat_goes_through_the_template_and_shows_the_answer(
-    folder: Path, tmp_path: Path, capfd: Out
-) -> None:
+def test_a_chat_goes_through_the_template_and_shows_the_answer(folder, tmp_path, capfd):
     asked = "<system>Be brief.\n<user>The quick\n<assistant>"
     answer = written(capfd, folder, "--chat", "--system", "Be brief.", "-p", "The quick")
     assert asked + answer == expected(folder, asked) + "\n"
@@ -134,11 +126,11 @@ def test_a_chat_goes_through_the_template_and_shows_the_answer(
     assert "dog" + second["text"] == expected(folder, "dog")
 
 
-def on_a_rank(arguments: list[str]) -> None:
+def on_a_rank(arguments):
     leave(run(arguments))
 
 
-def test_ranks_write_the_same_text_and_only_the_first_of_them(folder: Path, capfd: Out) -> None:
+def test_ranks_write_the_same_text_and_only_the_first_of_them(folder, capfd):
     prompts = ("-p", "The quick", "-p", "Pack my box with", "--temperature", "0.9")
     alone = written(capfd, folder, *prompts)
     arguments = words(folder, *prompts, "--pipeline", "2")
@@ -149,12 +141,10 @@ def test_ranks_write_the_same_text_and_only_the_first_of_them(folder: Path, capf
         assert not any(line in code.output for code in ranks[1:])
 
 
-def test_a_layout_starts_its_ranks_with_the_same_words(
-    folder: Path, capfd: Out, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[tuple[list[str], int]] = []
+def test_a_layout_starts_its_ranks_with_the_same_words(folder, capfd, monkeypatch):
+    started = []
 
-    def launch(arguments: list[str], world: int, status: Path) -> int:
+    def launch(arguments, world, status):
         started.append((arguments, world))
         (status / "figures").write_text("so many tokens")
         return 3
@@ -182,9 +172,7 @@ def test_a_layout_starts_its_ranks_with_the_same_words(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_cannot_be_is_one_line_and_code_2(
-    folder: Path, more: tuple[str, ...], says: str, capfd: Out
-) -> None:
+def test_what_cannot_be_is_one_line_and_code_2(folder, more, says, capfd):
     assert run(words(folder, *more)) == 2
     out, err = capfd.readouterr()
     assert says in err and err.count("\n") == 1 and not out
@@ -194,9 +182,7 @@ def test_what_cannot_be_is_one_line_and_code_2(
     ("line", "says"),
     [("{", "2: expected valid JSON"), ('{"text": "x"}', "2: expected prompt (text) or messages")],
 )
-def test_a_bad_line_of_a_file_is_named(
-    folder: Path, tmp_path: Path, line: str, says: str, capfd: Out
-) -> None:
+def test_a_bad_line_of_a_file_is_named(folder, tmp_path, line, says, capfd):
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": "dog"}) + f"\n{line}\n")
     assert run(words(folder, "--prompts", str(file))) == 2

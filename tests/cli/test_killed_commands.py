@@ -5,8 +5,6 @@ the test kills it after a random time, shorter or longer than the pause. So kill
 commit and clean-up alike, however fast or loaded the machine is. Each start is a fork of this warm process.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import faulthandler
 import gc
@@ -18,27 +16,26 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing import forkserver
-from pathlib import Path
 from random import Random
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.configs import TINY_LLAMA
+from support.folders import contents
+from support.short_runs import run_recipe, tiny_recipe
 from trilith.checkpoints import convert
 from trilith.cli.app import COMMANDS, run
 from trilith.data import token_writer
 from trilith.data.text.text_and_jsonl import read_blocks
 from trilith.data.text.tokenizer_training import train_tokenizer
+from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.runs.metrics import StepMetrics
 from trilith.system.process_info import children_of, process_info
 from trilith.testing import run_parallel
-from trilith.testing.hf_folders import contents, write_hf_folder
-from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
-from trilith.testing.tiny_models import TINY_LLAMA
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 #: Seconds of a pause; and those after which a start counts as hanging, on a machine that others use: one that
@@ -46,9 +43,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 PAUSE, HANGS = 0.05, 300.0
 
 
-def forget_servers() -> None:
+def forget_servers():
     """Let multiprocessing start a server of its own in a fork of a process that has one."""
-    server: Any = forkserver._forkserver
+    server = forkserver._forkserver
     server._forkserver_pid = server._forkserver_address = server._forkserver_alive_fd = None
 
 
@@ -84,13 +81,13 @@ TEMPLATE = (
 )
 
 
-def test_every_command_that_writes_is_killed_here_or_says_where() -> None:
+def test_every_command_that_writes_is_killed_here_or_says_where():
     writing = {c.__name__ for c in COMMANDS if {"out", "dst"} & {*get_type_hints(c)}}
     killed = {words[0].replace("-", "_") for words, _ in WORK.values()}
     assert killed | {*ELSEWHERE} == writing and not killed & {*ELSEWHERE}
 
 
-def make_inputs(root: Path) -> None:
+def make_inputs(root):
     write_hf_folder(root / "hf", CONFIG)
     convert(root / "hf", root / "sharded", tensor=2, pipeline=2)
     tokens = write_tokens(root / "tokens")
@@ -121,7 +118,7 @@ def make_inputs(root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def inputs(tmp_path_factory):
     """The folder of inputs, which is the working directory; and a mark for each of many blocks of text."""
     root = tmp_path_factory.mktemp("inputs")
     make_inputs(root)
@@ -133,13 +130,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield root
 
 
-def below(pid: int) -> set[int]:
+def below(pid):
     """Return the live processes that a process started, and those that these started."""
     found = {one.pid for one in children_of(pid) if one.alive}
     return found.union(*(below(one) for one in found))
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = HANGS) -> bool:
+def wait_for(condition, seconds=HANGS):
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -151,7 +148,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = HANGS) -> bool:
 class Start:
     """Run a command in a fork of this process, and pause it at the call ``at`` of the file system."""
 
-    def __init__(self, words: list[str], said: Path, at: int) -> None:
+    def __init__(self, words, said, at):
         self.said = said
         self._pipe, theirs = os.pipe()
         self.pid = os.fork()
@@ -175,12 +172,12 @@ class Start:
                 os._exit(code)
         os.close(theirs)
 
-    def came(self) -> bool:
+    def came(self):
         """Wait for the pause; false if the process ended without one."""
         assert select.select([self._pipe], [], [], HANGS)[0], "it hangs"
         return os.read(self._pipe, 1) != b""
 
-    def end(self) -> int:
+    def end(self):
         """Wait for its end; the exit code, negative for a signal."""
         self.calls = 0
         while True:
@@ -192,21 +189,21 @@ class Start:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def watch_calls(pipe: int, at: int) -> None:
+def watch_calls(pipe, at):
     """Announce the call ``at``, 1 for the first, and pause there; with 0 announce all and never pause."""
     announce, numbers = os.write, itertools.count(1)
 
-    def meet() -> None:
+    def meet():
         if (number := next(numbers)) == at or not at:
             announce(pipe, b".")
             time.sleep(PAUSE if number == at else 0)
 
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+    def hook(event, arguments):
         if event in EVENTS and "/site-packages/" not in str(arguments[0]):
             meet()
 
-    def met(call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*arguments: Any) -> Any:
+    def met(call):
+        def wrapped(*arguments):
             meet()
             return call(*arguments)
 
@@ -217,22 +214,22 @@ def watch_calls(pipe: int, at: int) -> None:
     sys.addaudithook(hook)
 
 
-def state(home: Path) -> tuple[dict[str, str], list[Path]]:
+def state(home):
     return contents(home), sorted(home.rglob("*"))
 
 
 class Campaign:
     """Kill one command after another, and check the rules after each kill."""
 
-    def __init__(self, inputs: Path, folder: Path, seed: int) -> None:
+    def __init__(self, inputs, folder, seed):
         self.inputs, self.folder, self.random = inputs, folder, Random(seed)
         self.before = contents(inputs)
-        self.whole: dict[str, dict[str, str]] = {}
-        self.calls: dict[str, int] = {}
-        self.count: Counter[str] = Counter()
+        self.whole = {}
+        self.calls = {}
+        self.count = Counter()
         self.homes = 0
 
-    def learn(self, name: str) -> None:
+    def learn(self, name):
         """Start the command undisturbed; note its output and its number of calls."""
         home = self.folder / f"whole {name}"
         home.mkdir()
@@ -243,7 +240,7 @@ class Campaign:
             assert run(["verify", str(home / "out")]) == 0
         self.already = below(os.getpid())  # the server that workers are forks of among them
 
-    def kill_until_through(self, name: str) -> None:
+    def kill_until_through(self, name):
         """Kill starts on one output, one after another, then let a start finish."""
         if name not in self.whole:
             self.learn(name)
@@ -261,7 +258,7 @@ class Campaign:
         assert not left and contents(home) == self.whole[name], (name, left)
         assert {path.name for path in home.iterdir()} == {path.split("/")[0] for path in self.whole[name]}
 
-    def _kill(self, name: str, home: Path) -> None:
+    def _kill(self, name, home):
         """Start one command, or two that race, and kill at a random moment; some races go undisturbed."""
         random, seen = self.random, state(home)
         racing, worker = random.random() < 0.25, random.random() < 0.4
@@ -295,18 +292,18 @@ class Campaign:
         gone = wait_for(lambda: not below(os.getpid()) - self.already)
         assert gone, (name, [process_info(pid) for pid in below(os.getpid()) - self.already])
 
-    def _start(self, name: str, home: Path, at: int) -> Start:
+    def _start(self, name, home, at):
         words = [word.replace("{out}", str(home / "out")) for word in WORK[name][0]]
         self.count["starts"] += 1
         return Start(words, self.folder / f"said-{self.count['starts']}", at)
 
-    def _check_code(self, name: str, start: Start, code: int, *, refused: bool | None) -> None:
+    def _check_code(self, name, start, code, *, refused):
         said = start.said.read_text()
         wanted = {True: {2}, False: {0}, None: {0, 2}}[refused]
         assert code in ({0} if name == "report" else wanted), (name, code, said)
         assert code == 0 or (said.startswith("error: ") and said.count("\n") == 1), (name, said)
 
-    def _committed(self, name: str, home: Path) -> bool:
+    def _committed(self, name, home):
         """Return whether the output exists; if so, check that it equals an undisturbed command's output."""
         if not (home / WORK[name][1]).exists():
             return False
@@ -320,8 +317,8 @@ class Campaign:
     ("kills", "seed"), [(4, 0), *(pytest.param(50, seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
 )
 def test_a_killed_command_leaves_its_output_absent_or_whole_and_the_next_start_leaves_nothing_else(
-    inputs: Path, tmp_path: Path, kills: int, seed: int
-) -> None:
+    inputs, tmp_path, kills, seed
+):
     campaign, names = Campaign(inputs, tmp_path, seed), [*WORK]
     campaign.random.shuffle(names)
     while campaign.count["kills"] < kills:

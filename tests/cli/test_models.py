@@ -1,17 +1,14 @@
 """``trilith models``: what each family can do is what its modules accept, and a size's facts are computed."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
+from support.configs import EXPERTS, MODELS
 from trilith.cli.app import run
 from trilith.models import FAMILIES, published_size, published_sizes
 from trilith.planner.flops import flops_per_token
 from trilith.recipes.recipe import load_recipe
 from trilith.recipes.size_facts import size_facts
-from trilith.testing.tiny_models import EXPERTS, MODELS
 from trilith.training.dry_run import dry_run
 
 Out = pytest.CaptureFixture[str]
@@ -21,12 +18,12 @@ BUILT = [
 ]
 
 
-def printed(capsys: Out, *words: str) -> Any:
+def printed(capsys, *words):
     assert run(["models", *words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def test_every_family_is_listed_with_what_it_can_do(capsys: Out) -> None:
+def test_every_family_is_listed_with_what_it_can_do(capsys):
     found = printed(capsys)
     assert found.keys() == FAMILIES.keys()
     with_experts = {MODELS[row]["model_type"] for row in EXPERTS}
@@ -39,15 +36,13 @@ def test_every_family_is_listed_with_what_it_can_do(capsys: Out) -> None:
     )
 
 
-def test_a_family_that_refuses_an_axis_is_listed_without_it(
-    capsys: Out, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_that_refuses_an_axis_is_listed_without_it(capsys, monkeypatch):
     from trilith.models import LlamaConfig
-    from trilith.parallel_state import BadInput, Layout
+    from trilith.parallel_state import BadInput
 
     check = LlamaConfig.check_layout
 
-    def no_context(self: LlamaConfig, layout: Layout) -> None:
+    def no_context(self, layout):
         check(self, layout)
         if layout.context > 1:
             raise BadInput("layout", "context", expected=1, found=layout.context)
@@ -57,7 +52,7 @@ def test_a_family_that_refuses_an_axis_is_listed_without_it(
     assert "context" not in found["llama"]["axes"] and "context" in found["gpt2"]["axes"]
 
 
-def test_a_size_is_shown_with_its_costs(capsys: Out) -> None:
+def test_a_size_is_shown_with_its_costs(capsys):
     found = printed(capsys, "mixtral-8x7b")
     assert found["parameters"] == 46_702_792_704 and found["active_parameters"] == 12_879_925_248
     assert found["weights_bytes"] == 2 * found["parameters"]
@@ -71,14 +66,14 @@ def test_a_size_is_shown_with_its_costs(capsys: Out) -> None:
     assert f"dry run        {found['dry_run']}" in said and "num_local_experts = 8" in said
 
 
-def test_a_family_by_name_lists_its_sizes(capsys: Out) -> None:
+def test_a_family_by_name_lists_its_sizes(capsys):
     assert printed(capsys, "qwen3")["qwen3-8b"] == {"parameters": 8_190_735_360}
     assert run(["models", "qwen3"]) == 0
     assert "qwen3-8b      8,190,735,360 parameters" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_the_dry_run_that_it_suggests_fits_in_its_memory(name: str) -> None:
+def test_the_dry_run_that_it_suggests_fits_in_its_memory(name):
     facts = size_facts(published_size(name))
     _, _, recipe, *overrides, last = facts.dry_run.split()
     assert last == "--dry-run"
@@ -88,7 +83,7 @@ def test_the_dry_run_that_it_suggests_fits_in_its_memory(name: str) -> None:
     assert found.flops == facts.flops
 
 
-def test_an_unknown_name_is_one_line_with_the_nearest(capsys: Out) -> None:
+def test_an_unknown_name_is_one_line_with_the_nearest(capsys):
     assert run(["models", "llama3-8b"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "found 'llama3-8b'. Nearest: llama-3-8b" in said

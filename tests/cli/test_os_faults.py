@@ -5,8 +5,6 @@ here until it refuses, or until ``VALID`` says how the new command is called. Th
 machine that has a core to spare: what a command computes, and what it lives without waiting for a core.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json
@@ -16,20 +14,16 @@ import stat
 import sys
 import tempfile
 import typing
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import trilith
 import typer
 from safetensors.torch import save_file
-from trilith.checkpoints import convert
-from trilith.cli.app import COMMANDS, run
-from trilith.data.text.tokenizer_training import train_tokenizer
-from trilith.testing.forked import (
+from support.configs import TINY_LLAMA
+from support.forked import (
     few_descriptors,
     little_memory,
     may_mount,
@@ -41,10 +35,11 @@ from trilith.testing.forked import (
     run_forked,
     small_files_only,
 )
-from trilith.testing.hf_folders import write_hf_folder
-from trilith.testing.ranks import pool, processes
-from trilith.testing.short_runs import write_tokens
-from trilith.testing.tiny_models import TINY_LLAMA
+from trilith.checkpoints import convert
+from trilith.cli.app import COMMANDS, run
+from trilith.data.text.tokenizer_training import train_tokenizer
+from trilith.machine.random_files import write_hf_folder, write_tokens
+from trilith.ranks import pool, processes
 
 #: Seconds after which a command counts as hanging, on a machine that others use; and those of a refusal.
 HANGS, REFUSED_WITHIN = 120.0, 5.0
@@ -54,7 +49,7 @@ SUFFIXES = {"recipe": ".toml", "schedule": ".svg", "tokenize": ".bin"}
 
 #: How each command is called so that nothing is wrong. ``{}`` is the folder with the inputs; an output, which
 #: this table does not have, is a new path.
-VALID: dict[str, dict[str, list[str]]] = {
+VALID = {
     "quickstart": {},
     "models": {"+": ["gpt2"]},
     "doctor": {"folders": ["{}"]},
@@ -141,11 +136,11 @@ class Place:
     output: bool
     suffix: str = ""
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.command}-{self.name}"
 
 
-def path_parameters(command: Callable[..., Any]) -> Iterator[str]:
+def path_parameters(command):
     """The names of a command's parameters that are paths, without what only launched ranks are given."""
     for name, hint in typing.get_type_hints(command, include_extras=True).items():
         kind, *about = typing.get_args(hint) or (hint,)
@@ -153,7 +148,7 @@ def path_parameters(command: Callable[..., Any]) -> Iterator[str]:
             yield name
 
 
-def places() -> Iterator[Place]:
+def places():
     for command in COMMANDS:
         valid = VALID.get(command.__name__, {})
         for name in path_parameters(command):
@@ -165,9 +160,7 @@ def places() -> Iterator[Place]:
         yield Place("train", f"recipe: {key}", False, ".json" if key == "model.config" else "")
 
 
-def words(
-    command: str, inputs: Path, place: Path, fault: Place | None = None, at: str | None = None
-) -> list[str]:
+def words(command, inputs, place, fault=None, at=None):
     """Return the command's words, all valid, outputs in ``place``, except the path ``at`` with the fault.
 
     Without ``at`` the place of ``fault`` is as valid as the others.
@@ -203,7 +196,7 @@ def words(
 
 
 @pytest.fixture(scope="module")
-def inputs() -> Iterator[Path]:
+def inputs():
     """A folder with one good input of each kind, and every module of the house imported."""
     root = Path(trilith.__path__[0])
     for file in sorted(root.glob("*/*.py")):
@@ -253,22 +246,22 @@ def inputs() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def _text_of_no_kind(path: Path) -> None:
+def _text_of_no_kind(path):
     path.write_bytes(b"\xff\xfe\x00\xff" * 10)
 
 
-def _sparse(path: Path) -> None:
+def _sparse(path):
     with path.open("wb") as file:
         file.truncate(10 << 30)
 
 
-def _closed(path: Path) -> None:
+def _closed(path):
     path.write_text("{}")
     path.chmod(0)
 
 
 #: Faults in the place of an input.
-INPUT_FAULTS: dict[str, Callable[[Path], object]] = {
+INPUT_FAULTS = {
     "missing": lambda path: None,
     "unreadable": _closed,
     "pipe": os.mkfifo,
@@ -284,7 +277,7 @@ INPUT_FAULTS: dict[str, Callable[[Path], object]] = {
 }
 
 
-def _no_writing(path: Path) -> None:
+def _no_writing(path):
     path.parent.mkdir()
     path.parent.chmod(0o555)
 
@@ -301,7 +294,7 @@ INSIDE_FAULTS = {
 
 
 #: Faults in the place of an output.
-OUTPUT_FAULTS: dict[str, Callable[[Path], object]] = {
+OUTPUT_FAULTS = {
     "read-only": _no_writing,
     "full-disk": lambda path: None,
     "full-mount": lambda path: path.parent.mkdir(),
@@ -320,14 +313,14 @@ MOUNTS = {"full-mount": mount_full, "read-only-mount": mount_read_only}
 STAYS = {"quickstart", "train"}
 
 
-def tree(folder: Path) -> dict[str, tuple[int, int]]:
+def tree(folder):
     return {
         str(path.relative_to(folder)): (path.lstat().st_mode, 0 if path.is_dir() else path.lstat().st_size)
         for path in sorted(folder.rglob("*"))
     }
 
 
-def check(work: Callable[[], int], where: Path, codes: set[int], said: list[str]) -> int:
+def check(work, where, codes, said):
     """Run it and look at its end, and at its time once more if it was long; the exit code."""
     text = " ".join(said)
     for again in (True, False):
@@ -345,10 +338,10 @@ def check(work: Callable[[], int], where: Path, codes: set[int], said: list[str]
     return ended.code
 
 
-def alone(said: list[str], where: Path, limit: Callable[[], object] = lambda: None) -> Callable[[], int]:
+def alone(said, where, limit=lambda: None):
     """Return the work of a child process: take the limit upon itself, then run the command."""
 
-    def work() -> int:
+    def work():
         os.environ.update(TMPDIR=str(where / "tmp"), TOKENIZERS_PARALLELISM="false")
         tempfile.tempdir = None
         # The ranks that this process has already started answer to its parent.
@@ -359,7 +352,7 @@ def alone(said: list[str], where: Path, limit: Callable[[], object] = lambda: No
     return work
 
 
-def path_of(fault: str, where: Path, suffix: str) -> Path:
+def path_of(fault, where, suffix):
     """Return the path at which a fault is made; some faults need a folder or a name of their own."""
     if fault in ("read-only", "a-file-as-folder", *MOUNTS):
         return where / "inner" / f"x{suffix}"
@@ -376,7 +369,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("place", "fault"), CASES)
-def test_a_fault_is_one_line_and_leaves_nothing(inputs: Path, place: Place, fault: str) -> None:
+def test_a_fault_is_one_line_and_leaves_nothing(inputs, place, fault):
     if fault in MOUNTS and not may_mount():
         # A container may forbid mounts; "full-disk" and "read-only" make such faults without them.
         pytest.skip("this system does not let the user mount")
@@ -392,12 +385,12 @@ def test_a_fault_is_one_line_and_leaves_nothing(inputs: Path, place: Place, faul
         before = tree(where), tree(inputs)
         stays = "full" in fault and place.command in STAYS
 
-        def limit() -> None:
+        def limit():
             obey_permissions()
             if fault == "full-disk":
                 small_files_only(16)
 
-        def mounted() -> int:
+        def mounted():
             """Nobody else sees the mount, so its content is looked at here."""
             own_mounts()
             MOUNTS[fault](path.parent)
@@ -417,7 +410,7 @@ def test_a_fault_is_one_line_and_leaves_nothing(inputs: Path, place: Place, faul
             assert tree(where) == before[0], " ".join(said)
 
 
-def cheap(names: Iterable[str], *, first: set[str]) -> list[Any]:
+def cheap(names, *, first):
     """All of the names as parameters; those which are not first are for the slow tests."""
     return [pytest.param(name, marks=[] if name in first else pytest.mark.slow) for name in names]
 
@@ -427,9 +420,7 @@ FOLDERS = [place for place in places() if not place.output and not place.suffix]
 
 @pytest.mark.parametrize("fault", cheap(INSIDE_FAULTS, first={"pipe"}))
 @pytest.mark.parametrize("place", FOLDERS, ids=str)
-def test_a_fault_inside_a_folder_is_one_line_or_without_effect(
-    inputs: Path, place: Place, fault: str
-) -> None:
+def test_a_fault_inside_a_folder_is_one_line_or_without_effect(inputs, place, fault):
     """Damage each file in turn. A command that does not need the file succeeds."""
     for file in files_of(place, inputs):
         with tempfile.TemporaryDirectory(prefix="trilith-case-") as folder:
@@ -449,7 +440,7 @@ def test_a_fault_inside_a_folder_is_one_line_or_without_effect(
             assert (before[0].items() <= after.items()) if code == 0 else after == before[0], " ".join(said)
 
 
-def input_of(place: Place, inputs: Path) -> Path:
+def input_of(place, inputs):
     """Return the good input of a place."""
     key = place.name.removeprefix("recipe: ")
     known = {name: [path] for name, path in (RECIPE_INPUTS | NEEDLESS).items()}
@@ -457,14 +448,14 @@ def input_of(place: Place, inputs: Path) -> Path:
     return Path(given.format(inputs))
 
 
-def files_of(place: Place, inputs: Path) -> list[Path]:
+def files_of(place, inputs):
     """Return the files of an input that is a folder, or has several files, below the folder of inputs."""
     given = input_of(place, inputs)
     found = given.rglob("*") if given.is_dir() else given.parent.glob(f"{given.name}.*")
     return sorted(path.relative_to(inputs) for path in found if path.is_file())
 
 
-def gone() -> None:
+def gone():
     """Delete the working directory."""
     os.mkdir("gone")
     os.chdir("gone")
@@ -472,7 +463,7 @@ def gone() -> None:
 
 
 #: Resources of which the machine has too little. A command that needs none of them succeeds.
-TOO_LITTLE: dict[str, Callable[[], object]] = {
+TOO_LITTLE = {
     "descriptors": lambda: few_descriptors(0),
     "descriptors-3": lambda: few_descriptors(3),
     "descriptors-20": lambda: few_descriptors(20),
@@ -488,9 +479,7 @@ TOO_LITTLE: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("what", cheap(TOO_LITTLE, first={"descriptors-3", "memory-1-MiB", "threads"}))
 @pytest.mark.parametrize("command", [command.__name__ for command in COMMANDS])
-def test_too_little_of_something_is_one_line_and_leaves_nothing(
-    inputs: Path, command: str, what: str
-) -> None:
+def test_too_little_of_something_is_one_line_and_leaves_nothing(inputs, command, what):
     if command in LONG and what == "memory-300-MiB":
         # Enough memory to begin: nothing is refused, and the whole work of these would follow.
         pytest.skip("it goes on, for minutes")
@@ -510,7 +499,7 @@ def test_too_little_of_something_is_one_line_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("command", [command.__name__ for command in COMMANDS])
-def test_a_deleted_working_directory_is_one_line_or_without_effect(inputs: Path, command: str) -> None:
+def test_a_deleted_working_directory_is_one_line_or_without_effect(inputs, command):
     """Inputs are named from the root, outputs from the directory that is gone."""
     with tempfile.TemporaryDirectory(prefix="trilith-case-") as folder:
         where = Path(folder)
@@ -525,7 +514,7 @@ def test_a_deleted_working_directory_is_one_line_or_without_effect(inputs: Path,
 NO_COUNT = {"seed"}
 
 
-def counts() -> Iterator[tuple[str, str]]:
+def counts():
     """Return each option of each command that is a whole number and counts something."""
     for command in COMMANDS:
         for name, hint in typing.get_type_hints(command, include_extras=True).items():
@@ -536,7 +525,7 @@ def counts() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("command", "flag"), counts())
-def test_an_enormous_count_is_one_line_or_without_effect(inputs: Path, command: str, flag: str) -> None:
+def test_an_enormous_count_is_one_line_or_without_effect(inputs, command, flag):
     with tempfile.TemporaryDirectory(prefix="trilith-case-") as folder:
         where = Path(folder)
         (where / "tmp").mkdir()
@@ -546,7 +535,7 @@ def test_an_enormous_count_is_one_line_or_without_effect(inputs: Path, command: 
         assert tree(inputs) == before and (code == 0 or tree(where) == left), " ".join(said)
 
 
-def test_each_command_is_in_the_table() -> None:
+def test_each_command_is_in_the_table():
     assert VALID.keys() == {command.__name__ for command in COMMANDS}
 
 
@@ -565,7 +554,7 @@ LONG = {"quickstart", "parity", "doctor", "bench"}
     ],
     ids=str,
 )
-def test_each_way_of_calling_is_valid(inputs: Path, place: Place) -> None:
+def test_each_way_of_calling_is_valid(inputs, place):
     """Else a command would be refused for another reason, and the table would prove nothing."""
     with tempfile.TemporaryDirectory(prefix="trilith-case-") as folder:
         where = Path(folder)

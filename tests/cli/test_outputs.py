@@ -4,30 +4,27 @@ Every parameter of every command that is a path stands in a table: one that is a
 does, and one that is written to is then tried like the others.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json
 import os
 import re
 import typing
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.configs import TINY_LLAMA
+from support.folders import contents
 from trilith.checkpoints import convert
 from trilith.cli.app import COMMANDS, run
 from trilith.data.text.tokenizer_training import train_tokenizer
+from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadInput
 from trilith.runs.metrics import StepMetrics
 from trilith.storage import output_file
 from trilith.storage.disk import DiskFailed
-from trilith.testing.hf_folders import contents, write_hf_folder
-from trilith.testing.short_runs import write_tokens
-from trilith.testing.tiny_models import TINY_LLAMA
 
 READ, FILE, FOLDER = "read", "a file", "a folder"
 PATHS = {
@@ -58,7 +55,7 @@ PATHS = {
 }
 TEXT = "texts/a.txt"
 #: Below a folder that ``world`` made: the words of each command that writes, and the folder that it reads.
-WORDS: dict[str, tuple[Callable[[str], list[str]], str]] = {
+WORDS = {
     "quickstart": (lambda out: ["quickstart", "--out", out], ""),
     "bench": (lambda out: ["bench", "--quick", "--device", "cpu", "--out", out], ""),
     "convert": (lambda out: ["convert", "hf", out, "--tensor", "2"], "hf"),
@@ -78,11 +75,11 @@ FILES = [name for name, paths in PATHS.items() if FILE in paths.values()]
 SUFFIX = {"schedule": ".png"}
 
 
-def is_path(hint: object) -> bool:
+def is_path(hint):
     return hint is Path or any(is_path(one) for one in typing.get_args(hint))
 
 
-def test_every_path_of_every_command_stands_in_the_table() -> None:
+def test_every_path_of_every_command_stands_in_the_table():
     found = {
         command.__name__: [name for name, hint in typing.get_type_hints(command).items() if is_path(hint)]
         for command in COMMANDS
@@ -96,7 +93,7 @@ def test_every_path_of_every_command_stands_in_the_table() -> None:
         assert ("force" in inspect.signature(command).parameters) == (command.__name__ in FILES), command
 
 
-def write_adapter(folder: Path, base: Path) -> None:
+def write_adapter(folder, base):
     folder.mkdir()
     stated = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "target_modules": ["q_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(stated))
@@ -110,7 +107,7 @@ def write_adapter(folder: Path, base: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory):
     """A model, its sharded twin, a run with a checkpoint, tokens, a tokenizer, a text, a configuration."""
     root = tmp_path_factory.mktemp("world")
     write_hf_folder(root / "hf", {**TINY_LLAMA, "vocab_size": 320})
@@ -130,12 +127,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def world(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def world(made, monkeypatch):
     monkeypatch.chdir(made)
     return made
 
 
-def check_refused(words: list[str], world: Path, capfd: pytest.CaptureFixture[str], says: str) -> None:
+def check_refused(words, world, capfd, says):
     """Check for one line with code 2, and that every file is as before."""
     before = contents(world)
     assert run(words) == 2, words
@@ -145,9 +142,7 @@ def check_refused(words: list[str], world: Path, capfd: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_exists_and_is_not_the_command_s_own_is_refused(
-    world: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_what_exists_and_is_not_the_command_s_own_is_refused(world, tmp_path, capfd, name):
     suffix = SUFFIX.get(name, ".x")
     victims = {
         "weights": (world / "hf" / "model.safetensors").read_bytes(),
@@ -170,9 +165,7 @@ def test_what_exists_and_is_not_the_command_s_own_is_refused(
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_force_replaces_it_and_its_own_is_replaced_without(
-    world: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_force_replaces_it_and_its_own_is_replaced_without(world, tmp_path, capfd, name):
     for suffix in (".png", ".svg", ".pdf") if name == "schedule" else (".x",):
         out = tmp_path / f"out{suffix}"
         out.write_text("mine")
@@ -190,9 +183,7 @@ def test_force_replaces_it_and_its_own_is_replaced_without(
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_no_output_lies_in_the_source_or_among_checkpoints(
-    world: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_no_output_lies_in_the_source_or_among_checkpoints(world, tmp_path, capfd, monkeypatch, name):
     words, source = WORDS[name]
     force = ["--force"] if name in FILES else []
     places = ["run/checkpoints", "run/checkpoints/step-00000001", "sharded"]
@@ -207,9 +198,7 @@ def test_no_output_lies_in_the_source_or_among_checkpoints(
         (tmp_path / "mount").unlink()
 
 
-def test_a_run_s_folder_is_not_its_model_s_nor_among_checkpoints(
-    world: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_s_folder_is_not_its_model_s_nor_among_checkpoints(world, tmp_path, capfd):
     path = tmp_path / "recipe.toml"
     tokens = world / "tokens"
     path.write_text(
@@ -220,7 +209,7 @@ def test_a_run_s_folder_is_not_its_model_s_nor_among_checkpoints(
         check_refused(["train", str(path), f"out={out}"], world, capfd, "outside")
 
 
-def test_of_two_writers_of_one_new_file_the_first_wins(tmp_path: Path) -> None:
+def test_of_two_writers_of_one_new_file_the_first_wins(tmp_path):
     out = tmp_path / "out"
     with pytest.raises(BadInput, match="own earlier output"), output_file.output_file(out) as path:
         path.write_text("second")
@@ -229,7 +218,7 @@ def test_of_two_writers_of_one_new_file_the_first_wins(tmp_path: Path) -> None:
     assert out.read_text() == "first" and [*tmp_path.iterdir()] == [out]
 
 
-def test_an_error_leaves_nothing_and_a_killed_writer_s_file_is_removed(tmp_path: Path) -> None:
+def test_an_error_leaves_nothing_and_a_killed_writer_s_file_is_removed(tmp_path):
     out = tmp_path / "new" / "folder" / "out"
     with pytest.raises(DiskFailed, match="full"), output_file.output_file(out, parents=True) as path:
         path.write_text("half")

@@ -1,23 +1,18 @@
 """Check that names given by a user are printed unchanged, even if they look like markup to the terminal."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
-import pytest
 import trilith
+from support.configs import TINY_LLAMA
 from trilith.cli.app import run
-from trilith.testing.short_runs import write_tokens
-from trilith.testing.tiny_models import TINY_LLAMA
+from trilith.machine.random_files import write_tokens
 
 #: To rich a tag that was never opened, a colour and an emoji.
 ODD = "a[/b][red]:tada:"
 
 
-def test_a_run_in_a_folder_with_brackets_prints_its_name(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_in_a_folder_with_brackets_prints_its_name(tmp_path, capfd):
     tokens = write_tokens(tmp_path / "tokens")
     config = "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_LLAMA.items()) + "}"
     out = tmp_path / ODD / "run"
@@ -34,7 +29,7 @@ def test_a_run_in_a_folder_with_brackets_prints_its_name(
     assert run(["inspect", checkpoint]) == 0 and checkpoint in capfd.readouterr().out
 
 
-def test_every_console_is_the_plain_one() -> None:
+def test_every_console_is_the_plain_one():
     root = Path(trilith.__path__[0])
     files = [
         *(root / "cli").glob("*.py"),

@@ -1,10 +1,7 @@
 """The help of the commands: options explain themselves, examples are accepted, the page is current."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trilith
@@ -12,24 +9,24 @@ import typer.main
 from trilith.cli.app import make_app
 from trilith.cli.reference import EXAMPLES, every_command, reference
 
-COMMANDS: dict[str, Any] = dict(every_command(typer.main.get_command(make_app())))
+COMMANDS = dict(every_command(typer.main.get_command(make_app())))
 #: Words with which a help text would lean on the option above it or on its section.
 LEANING = {"and", "of", "also", "ditto", "with", "its", "it", "so", "the", "a", "an", "another"}
 
 
-def examples(command: Any) -> list[str]:
+def examples(command):
     """Return the commands below "Examples:", with continued lines joined."""
     text = command.help.partition(EXAMPLES)[2].replace("\\\n", " ")
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def test_the_page_of_commands_is_what_the_help_says() -> None:
+def test_the_page_of_commands_is_what_the_help_says():
     page = Path(trilith.__path__[0]) / "docs" / "commands.md"
     assert page.read_text(encoding="utf-8") == reference(), "run `make docs`"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_makes_sense_alone(name: str) -> None:
+def test_every_option_makes_sense_alone(name):
     for one in COMMANDS[name].params:
         if not getattr(one, "hidden", False):
             assert one.param_type_name == "option" or one.metavar, f"{one.name} has no name for users"
@@ -37,7 +34,7 @@ def test_every_option_makes_sense_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_example_is_a_command_line_that_the_command_accepts(name: str) -> None:
+def test_every_example_is_a_command_line_that_the_command_accepts(name):
     shown = examples(COMMANDS[name])
     assert shown, f"trilith {name} shows no example"
     for line in shown:
@@ -49,6 +46,6 @@ def test_every_example_is_a_command_line_that_the_command_accepts(name: str) -> 
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_list_of_commands_shows_one_sentence_for_each(name: str) -> None:
+def test_the_list_of_commands_shows_one_sentence_for_each(name):
     first = COMMANDS[name].help.split("\n\n")[0]
     assert first.endswith(".") and len(first) <= 80, first

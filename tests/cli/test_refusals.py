@@ -1,23 +1,18 @@
 """Bad recipes and arguments end in one line that names the key, with code 2, before any rank starts."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
+from support.configs import TINY_LLAMA
+from support.forked_launch import launch_forked
 from trilith.cli.app import run
+from trilith.cli.shared.quickstart import Check, Quickstart
+from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.testing import run_fresh
-from trilith.testing.forked_launch import launch_forked
-from trilith.testing.hf_folders import write_hf_folder
-from trilith.testing.quickstart import Check, Quickstart
-from trilith.testing.short_runs import write_tokens
-from trilith.testing.tiny_models import TINY_LLAMA
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+def recipe(tmp_path):
     config = "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_LLAMA.items()) + "}"
     tokens = write_tokens(tmp_path / "tokens")
     path = tmp_path / "recipe.toml"
@@ -50,9 +45,7 @@ def recipe(tmp_path: Path) -> Path:
     ],
 )
 @pytest.mark.parametrize("layout", [[], ["layout.data=2"]], ids=["one-rank", "launcher"])
-def test_a_bad_recipe_is_refused_by_key(
-    recipe: Path, capfd: pytest.CaptureFixture[str], change: str, says: str, layout: list[str]
-) -> None:
+def test_a_bad_recipe_is_refused_by_key(recipe, capfd, change, says, layout):
     assert run(["train", str(recipe), *layout, change]) == 2
     err = capfd.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1
@@ -60,25 +53,21 @@ def test_a_bad_recipe_is_refused_by_key(
     assert not (recipe.parent / "run").exists()
 
 
-def test_a_file_in_the_place_of_the_run_s_folder_is_refused(
-    recipe: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_in_the_place_of_the_run_s_folder_is_refused(recipe, capfd):
     (recipe.parent / "run").write_text("mine")
     assert run(["train", str(recipe)]) == 2
     assert "run: expected a folder that can be made" in capfd.readouterr().err
     assert (recipe.parent / "run").read_text() == "mine"
 
 
-def test_cuda_is_refused_before_ranks_start_E20(
-    recipe: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuda_is_refused_before_ranks_start_E20(recipe, capfd, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert run(["train", str(recipe), "device=cuda", "layout.data=2"]) == 2
     assert "this machine has no CUDA device" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("ranks", "code"), [("2", 0), ("3", 2)])
-def test_nproc_is_the_layout_s_ranks(recipe: Path, tmp_path: Path, ranks: str, code: int) -> None:
+def test_nproc_is_the_layout_s_ranks(recipe, tmp_path, ranks, code):
     words = ["train", str(recipe), "layout.data=2", "--nproc", ranks, "--quiet"]
     (ended,) = run_fresh(launch_forked, 1, run, words, str(tmp_path), process_group=False)
     assert ended == code, ended.output
@@ -86,7 +75,7 @@ def test_nproc_is_the_layout_s_ranks(recipe: Path, tmp_path: Path, ranks: str, c
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     write_hf_folder(tmp_path / "hf", TINY_LLAMA)
     return tmp_path / "hf"
 
@@ -102,17 +91,13 @@ def folder(tmp_path: Path) -> Path:
         (["--workers", "0"], "--workers"),
     ],
 )
-def test_a_conversion_that_cannot_be_is_refused_by_option(
-    folder: Path, capfd: pytest.CaptureFixture[str], words: list[str], says: str
-) -> None:
+def test_a_conversion_that_cannot_be_is_refused_by_option(folder, capfd, words, says):
     assert run(["convert", str(folder), str(folder.parent / "out"), *words]) == 2
     assert says in capfd.readouterr().err
     assert not list(folder.parent.glob("out*"))
 
 
-def test_verify_compares_what_was_written_with_the_source(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_compares_what_was_written_with_the_source(folder, capfd):
     out = folder.parent / "out"
     assert run(["convert", str(folder), str(out), "--tensor", "2", "--verify", "--max-ram", "2GiB"]) == 0
     assert "every number is the source's" in capfd.readouterr().out
@@ -120,9 +105,7 @@ def test_verify_compares_what_was_written_with_the_source(
     assert "every number is the source's" in capfd.readouterr().out
 
 
-def test_a_quickstart_with_a_failed_check_exits_with_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_quickstart_with_a_failed_check_exits_with_1(tmp_path, monkeypatch, capfd):
     for passed, code in ((True, 0), (False, 1)):
         checks = [Check("first", "1", "1", True), Check("second", "3", "2", passed)]
         monkeypatch.setattr(Quickstart, "run", lambda self, found=checks: found)
@@ -131,13 +114,13 @@ def test_a_quickstart_with_a_failed_check_exits_with_1(
 
 
 @pytest.mark.slow
-def test_the_quickstart_holds_what_it_says(tmp_path: Path) -> None:
+def test_the_quickstart_holds_what_it_says(tmp_path):
     checks = Quickstart(tmp_path / "q", lambda line: None).run()
     assert len(checks) == 7 and all(check.passed for check in checks), checks
 
 
-def test_an_empty_prompt_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    def generate(**options: Any) -> int:
+def test_an_empty_prompt_is_refused(folder, capfd):
+    def generate(**options):
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         return run(["generate", str(folder), *words])
 
@@ -145,9 +128,7 @@ def test_an_empty_prompt_is_refused(folder: Path, capfd: pytest.CaptureFixture[s
     assert "tokenizer" in capfd.readouterr().err
 
 
-def test_options_that_go_with_another_are_refused_without_it(
-    recipe: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_go_with_another_are_refused_without_it(recipe, capfd):
     for words in (["--rank", "0"], ["--device-memory", "80GB"]):
         assert run(["train", str(recipe), *words]) == 2
         assert f"{words[0]}: expected --dry-run with it" in capfd.readouterr().err
@@ -178,16 +159,12 @@ def test_options_that_go_with_another_are_refused_without_it(
         (["--dtype", "int64"], "--dtype: expected"),
     ],
 )
-def test_a_comparison_that_would_say_nothing_is_refused(
-    folder: Path, capfd: pytest.CaptureFixture[str], words: list[str], says: str
-) -> None:
+def test_a_comparison_that_would_say_nothing_is_refused(folder, capfd, words, says):
     assert run(["parity", str(folder), *words]) == 2
     assert says in capfd.readouterr().err
 
 
-def test_a_place_where_no_file_can_be_is_refused_before_the_work(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_place_where_no_file_can_be_is_refused_before_the_work(tmp_path, capfd):
     (tmp_path / "file").write_text("mine")
     configuration = tmp_path / "ds.json"
     configuration.write_text('{"train_batch_size": 8}')

@@ -1,16 +1,13 @@
 """`trilith schedule`: a timetable that is printed, drawn and measured."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 from trilith.cli.app import run
 from trilith.pipeline import SCHEDULE_NAMES, schedule_kind
 
 
-def test_it_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_and_draws(tmp_path, capsys):
     picture = tmp_path / "zbv.png"
     assert (
         run(["schedule", "--name", "zbv", "--stages", "2", "--microbatches", "4", "--out", str(picture)]) == 0
@@ -23,9 +20,7 @@ def test_it_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert re.search(r"^all +4\.0%; by the formula 4\.0%$", printed, re.MULTILINE)  # 1 / (3 * 2 * 4 + 1)
 
 
-def test_a_measured_run_waits_at_least_as_long_as_the_formula_says(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_measured_run_waits_at_least_as_long_as_the_formula_says(capsys):
     words = ["--name", "1f1b", "--stages", "2", "--microbatches", "4", "--measure", "--unit", "0.05"]
     assert run(["schedule", *words]) == 0
     (computed, measured, formula) = re.findall(r"([\d.]+)%", capsys.readouterr().out.splitlines()[-1])
@@ -34,9 +29,7 @@ def test_a_measured_run_waits_at_least_as_long_as_the_formula_says(
 
 
 @pytest.mark.parametrize("command", ["schedule", "parity"])
-def test_the_help_names_every_schedule_and_how_many_stages_each_has(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_help_names_every_schedule_and_how_many_stages_each_has(command, capsys):
     run([command, "--help"])
     printed = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
     assert ", ".join(SCHEDULE_NAMES) in printed
@@ -55,9 +48,7 @@ def test_the_help_names_every_schedule_and_how_many_stages_each_has(
         (["--name", "1f1b", "--out", "nowhere/picture.png"], "a folder that exists"),
     ],
 )
-def test_what_cannot_be_shown_is_refused_first(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_shown_is_refused_first(words, says, capsys):
     assert run(["schedule", *words]) == 2
     told = capsys.readouterr()
     assert says in told.err and told.err.count("\n") == 1 and not told.out

@@ -1,32 +1,28 @@
 """`trilith verify`: a manifest that is sealed and consistent, but states what cannot be, is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.configs import TINY_LLAMA
+from support.short_runs import tiny_recipe, train
 from trilith.checkpoints import convert
 from trilith.checkpoints.seal import seal
 from trilith.cli.app import run
-from trilith.testing.hf_folders import write_hf_folder
-from trilith.testing.short_runs import tiny_recipe, train, write_tokens
-from trilith.testing.tiny_models import TINY_LLAMA
+from trilith.machine.random_files import write_hf_folder, write_tokens
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("verify")
     write_hf_folder(folder / "hf", TINY_LLAMA)
     convert(folder / "hf", folder / "out", tensor=2)
     return folder / "out"
 
 
-def rewritten(folder: Path, change: Callable[[dict[str, Any]], object], *, sealed: bool = True) -> None:
+def rewritten(folder, change, *, sealed=True):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest.pop("seal")
     change(manifest)
@@ -34,31 +30,31 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], object], *, seale
     (folder / "manifest.json").write_bytes(seal(text) if sealed else text)
 
 
-def no_such_type(m: dict[str, Any]) -> None:
+def no_such_type(m):
     m["model_type"] = m["config"]["model_type"] = "lllama"
 
 
-def one_layer_more(m: dict[str, Any]) -> None:
+def one_layer_more(m):
     m["config"]["num_hidden_layers"] += 1
 
 
-def one_layer_less(m: dict[str, Any]) -> None:
+def one_layer_less(m):
     m["config"]["num_hidden_layers"] -= 1
 
 
-def wider(m: dict[str, Any]) -> None:
+def wider(m):
     m["config"]["intermediate_size"] *= 2
 
 
-def uncuttable(m: dict[str, Any]) -> None:
+def uncuttable(m):
     m["layout"]["tensor"] = 3
 
 
-def too_many_stages(m: dict[str, Any]) -> None:
+def too_many_stages(m):
     m["layout"]["pipeline"] = 7
 
 
-def split_elsewhere(m: dict[str, Any]) -> None:
+def split_elsewhere(m):
     m["layout"]["pipeline"], m["state"] = 2, {"split": [1, 1]}
 
 
@@ -74,13 +70,7 @@ def split_elsewhere(m: dict[str, Any]) -> None:
         (split_elsewhere, "split"),
     ],
 )
-def test_verify_refuses_what_a_manifest_cannot_mean(
-    whole: Path,
-    tmp_path: Path,
-    change: Callable[[dict[str, Any]], object],
-    says: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_verify_refuses_what_a_manifest_cannot_mean(whole, tmp_path, change, says, capsys):
     folder = _copy(whole, tmp_path)
     rewritten(folder, change)
     assert run(["verify", str(folder)]) == 4
@@ -90,23 +80,23 @@ def test_verify_refuses_what_a_manifest_cannot_mean(
     assert re.search(says, error), error
 
 
-def no_step(m: dict[str, Any]) -> None:
+def no_step(m):
     m["step"] = None
 
 
-def of_weights(m: dict[str, Any]) -> None:
+def of_weights(m):
     m["kind"] = "weights"
 
 
-def frozen_with_moments(m: dict[str, Any]) -> None:
+def frozen_with_moments(m):
     m["state"]["frozen"] = ["norm.weight"]
 
 
-def remembers(**what: Any) -> Callable[[dict[str, Any]], None]:
+def remembers(**what):
     return lambda m: m["state"]["memory"].update(what)
 
 
-PROGRESS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+PROGRESS = {
     "no step": (no_step, "step: expected the step of a training run, found none"),
     "weights with moments": (of_weights, "expected no such tensor, .* is one of kind 'weights'"),
     "a frozen weight with moments": (frozen_with_moments, "exp_avg.norm.weight': expected no such tensor"),
@@ -125,16 +115,14 @@ PROGRESS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     train(tiny_recipe(folder / "run", write_tokens(folder / "tokens"), steps=2))
     return folder / "run" / "checkpoints" / "step-00000002"
 
 
 @pytest.mark.parametrize("what", PROGRESS)
-def test_verify_refuses_progress_that_no_run_can_have_made(
-    trained: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_refuses_progress_that_no_run_can_have_made(trained, tmp_path, what, capsys):
     change, says = PROGRESS[what]
     folder = _copy(trained, tmp_path)
     assert run(["verify", str(folder)]) == 0
@@ -145,9 +133,7 @@ def test_verify_refuses_progress_that_no_run_can_have_made(
     assert error.startswith("error: ") and error.count("\n") == 1 and re.search(says, error), error
 
 
-def test_verify_says_that_a_manifest_of_the_release_before_has_no_seal(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_says_that_a_manifest_of_the_release_before_has_no_seal(whole, tmp_path, capsys):
     assert run(["verify", str(whole)]) == 0
     assert "no seal" not in capsys.readouterr().out
     folder = _copy(whole, tmp_path)
@@ -156,9 +142,7 @@ def test_verify_says_that_a_manifest_of_the_release_before_has_no_seal(
     assert "no seal" in capsys.readouterr().out
 
 
-def test_verify_refuses_a_step_beyond_those_of_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_refuses_a_step_beyond_those_of_the_run(tmp_path, capsys):
     train(tiny_recipe(tmp_path / "run", write_tokens(tmp_path / "tokens"), steps=2))
     written = tmp_path / "run" / "checkpoints" / "step-00000002"
     assert run(["verify", str(tmp_path / "run")]) == 0
@@ -169,5 +153,5 @@ def test_verify_refuses_a_step_beyond_those_of_the_run(
     assert "step: expected at most 2, the run's steps, found 3" in capsys.readouterr().err
 
 
-def _copy(folder: Path, to: Path) -> Path:
+def _copy(folder, to):
     return Path(shutil.copytree(folder, to / "copy"))

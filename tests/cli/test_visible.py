@@ -1,7 +1,5 @@
 """Nothing from input commands the terminal: control characters and changes of direction are shown."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -9,7 +7,6 @@ import shutil
 import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,16 +14,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.table import Table
 from safetensors.torch import load_file, save_file
+from support.configs import TINY_LLAMA
 from trilith.checkpoints import convert
 from trilith.cli.app import COMMANDS, run
 from trilith.cli.shared import say as say_module
 from trilith.generation import ranks as generate_run
 from trilith.generation.request import Request
+from trilith.machine.random_files import write_hf_folder
 from trilith.runs import console as console_module
 from trilith.runs import launch
 from trilith.system import visible
-from trilith.testing.hf_folders import write_hf_folder
-from trilith.testing.tiny_models import TINY_LLAMA
 
 ROOT = Path(say_module.__file__).parent
 
@@ -48,7 +45,7 @@ harmful = st.sampled_from(
 texts = st.lists(st.one_of(harmful, st.characters(codec="utf-8")), max_size=8).map("".join)
 
 
-def obeyed(text: str) -> list[str]:
+def obeyed(text):
     """Return the characters of a text that a terminal would obey, by Unicode's own classes."""
     turning = {"LRE", "RLE", "PDF", "LRO", "RLO", "LRI", "RLI", "FSI", "PDI"}
     return [
@@ -61,12 +58,12 @@ def obeyed(text: str) -> list[str]:
 
 
 class Screen(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
 @given(text=texts)
-def test_what_is_made_visible_commands_nothing_and_loses_nothing(text: str) -> None:
+def test_what_is_made_visible_commands_nothing_and_loses_nothing(text):
     shown = visible(text)
     assert not obeyed(shown)
     assert len(shown) >= len(text)
@@ -76,9 +73,7 @@ def test_what_is_made_visible_commands_nothing_and_loses_nothing(text: str) -> N
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=texts)
-def test_text_is_shown_on_a_terminal_and_left_alone_in_a_pipe(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_is_shown_on_a_terminal_and_left_alone_in_a_pipe(text, monkeypatch):
     for stream in (Screen(), io.StringIO()):
         with monkeypatch.context() as patch:
             patch.setattr("sys.stdout", stream)
@@ -89,7 +84,7 @@ def test_text_is_shown_on_a_terminal_and_left_alone_in_a_pipe(
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=texts)
-def test_lines_and_tables_of_the_console_command_nothing(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_and_tables_of_the_console_command_nothing(text, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("sys.stdout", Screen())
         patch.setenv("TERM", "dumb")
@@ -105,11 +100,8 @@ def test_lines_and_tables_of_the_console_command_nothing(text: str, monkeypatch:
 
 @pytest.mark.parametrize("command", [one.__name__.replace("_", "-") for one in COMMANDS])
 def test_no_command_hands_control_characters_of_its_words_to_the_terminal(
-    command: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    command, tmp_path, monkeypatch, capsys
+):
     text = "\x1b[2Jx\x1b]0;t\x07a\u202eb\x9b31m\ry"
     monkeypatch.chdir(tmp_path)
     for words in (
@@ -130,7 +122,7 @@ HARM = "\x1b]0;title\x07\x1b[2Jx\u202ey\x9b31m\rz"
 
 
 @pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hostile(tmp_path_factory):
     """Make folders and files whose names and values hold control characters."""
     path = tmp_path_factory.mktemp("hostile")
     write_hf_folder(path / "hf", TINY_LLAMA)
@@ -174,9 +166,7 @@ LINES = [
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_no_command_hands_control_characters_of_a_file_to_the_terminal(
-    line: str, hostile: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_command_hands_control_characters_of_a_file_to_the_terminal(line, hostile, monkeypatch):
     monkeypatch.chdir(hostile)
     out, err = Screen(), Screen()
     monkeypatch.setattr("sys.stdout", out)
@@ -186,20 +176,18 @@ def test_no_command_hands_control_characters_of_a_file_to_the_terminal(
     assert said and not obeyed(said)
 
 
-def test_a_prompt_that_is_written_out_commands_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_is_written_out_commands_nothing(monkeypatch):
     screen = Screen()
     monkeypatch.setattr("sys.stdout", screen)
     request = Request(Path("hf"), [HARM])
-    prepared: Any = SimpleNamespace(ids=[[1]])
+    prepared = SimpleNamespace(ids=[[1]])
     stream = generate_run._text_of_one(request, prepared, lambda text: say_module.say(text, nl=False))
     assert stream is not None
     stream(HARM)
     assert screen.getvalue() == 2 * visible(HARM)
 
 
-def test_the_word_of_a_failed_rank_commands_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_word_of_a_failed_rank_commands_nothing(tmp_path, monkeypatch, capsys):
     """A rank's status file holds its error, which may quote a file."""
     failed = SimpleNamespace(rank=1, code=2, error=HARM)
     child = SimpleNamespace(poll=lambda: 1, pid=0)
@@ -211,7 +199,7 @@ def test_the_word_of_a_failed_rank_commands_nothing(
     assert "rank 1" in said and not obeyed(said)
 
 
-def test_commands_print_in_one_way() -> None:
+def test_commands_print_in_one_way():
     for path in ROOT.glob("*.py"):
         if path.name not in ("say.py", "app.py"):
             assert "typer.echo(" not in path.read_text(), f"{path.name}: use say"

@@ -1,11 +1,8 @@
 """Write a job's file for each system with ``trilith launch``, and refuse jobs that cannot be."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -14,24 +11,24 @@ from trilith.cli.app import run
 RECIPE = "llama-3.1-70b-64gpus"
 
 
-def written(folder: Path, *words: str) -> str:
+def written(folder, *words):
     out = folder / "job"
     assert run(["launch", *words, "--out", str(out), "--force"]) == 0
     return out.read_text()
 
 
-def loaded(folder: Path, *words: str) -> Any:
+def loaded(folder, *words):
     return yaml.safe_load(written(folder, *words))
 
 
 @pytest.mark.parametrize("system", ["slurm", "kubernetes", "jobset", "skypilot"])
-def test_a_file_says_the_layout_s_ranks_and_how_it_is_started(system: str, tmp_path: Path) -> None:
+def test_a_file_says_the_layout_s_ranks_and_how_it_is_started(system, tmp_path):
     text = written(tmp_path, system, RECIPE, "--nodes", "16")
     assert "on 16 nodes with 4 ranks each" in text
     assert f"trilith train {RECIPE}" in text or RECIPE in yaml.safe_load(text)["spec"].__repr__()
 
 
-def test_a_slurm_script_is_a_script_of_bash_and_holds_what_was_asked(tmp_path: Path) -> None:
+def test_a_slurm_script_is_a_script_of_bash_and_holds_what_was_asked(tmp_path):
     options = ["--partition", "gpu", "--account", "lab", "--exclude", "n7", "--exclude", "n9"]
     limits = ["--minutes", "90", "--warning", "10", "--restarts", "2"]
     text = written(tmp_path, "slurm", RECIPE, "optimizer.lr=1e-4", *options, *limits)
@@ -44,7 +41,7 @@ def test_a_slurm_script_is_a_script_of_bash_and_holds_what_was_asked(tmp_path: P
     assert text.index("#SBATCH --exclude") < text.index("set -u"), "Slurm reads no directive after a command"
 
 
-def test_kubeflow_s_plugin_starts_torchrun_with_the_numbers_of_the_job(tmp_path: Path) -> None:
+def test_kubeflow_s_plugin_starts_torchrun_with_the_numbers_of_the_job(tmp_path):
     job = loaded(tmp_path, "kubernetes", RECIPE, "--image", "here/trilith:1", "--name", "Llama_70B")
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     trainer = job["spec"]["trainer"]
@@ -53,7 +50,7 @@ def test_kubeflow_s_plugin_starts_torchrun_with_the_numbers_of_the_job(tmp_path:
     assert job["metadata"]["name"] == "llama-70b"
 
 
-def test_the_pods_of_a_job_set_meet_at_the_first(tmp_path: Path) -> None:
+def test_the_pods_of_a_job_set_meet_at_the_first(tmp_path):
     job = loaded(tmp_path, "jobset", RECIPE, "--name", "big")
     spec = job["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert (spec["parallelism"], spec["completions"], spec["completionMode"]) == (8, 8, "Indexed")
@@ -64,7 +61,7 @@ def test_the_pods_of_a_job_set_meet_at_the_first(tmp_path: Path) -> None:
     assert {one["name"] for one in claims} == {one["name"] for one in container["volumeMounts"]}
 
 
-def lacks(there: Any, mine: Any, at: str = "") -> list[str]:
+def lacks(there, mine, at=""):
     """Return the places at which ``there`` does not say what ``mine`` says; it may say more."""
     if isinstance(mine, dict):
         pairs = [(key, there.get(key) if isinstance(there, dict) else None) for key in mine]
@@ -85,8 +82,8 @@ def lacks(there: Any, mine: Any, at: str = "") -> list[str]:
 )
 @pytest.mark.parametrize("recipe", [RECIPE, "llama-3.2-1b-1gpu"])
 def test_the_published_schemas_of_kubernetes_objects_know_each_key_and_accept_each_value(
-    system: str, module: str, kind: str, recipe: str, tmp_path: Path
-) -> None:
+    system, module, kind, recipe, tmp_path
+):
     """The models are generated from the schemas; they drop keys that a schema has not."""
     name = f"kubeflow_trainer_api.models.{module}"
     models = pytest.importorskip(name, reason="comes with the extra trilith[test]: kubeflow-trainer-api")
@@ -111,16 +108,14 @@ def test_the_published_schemas_of_kubernetes_objects_know_each_key_and_accept_ea
         ([RECIPE, "layout.tensor=3"], "tensor"),
     ],
 )
-def test_a_job_that_cannot_be_is_refused_and_nothing_is_written(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_cannot_be_is_refused_and_nothing_is_written(words, said, tmp_path, capsys):
     out = tmp_path / "job"
     assert run(["launch", "slurm", *words, "--out", str(out)]) == 2
     assert said in capsys.readouterr().err
     assert not out.exists()
 
 
-def test_only_slurm_is_asked_for_spare_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_slurm_is_asked_for_spare_nodes(tmp_path, capsys):
     out = tmp_path / "job"
     assert run(["launch", "jobset", RECIPE, "--spares", "1", "--out", str(out)]) == 2
     assert (
@@ -128,7 +123,7 @@ def test_only_slurm_is_asked_for_spare_nodes(tmp_path: Path, capsys: pytest.Capt
     )
 
 
-def test_a_job_that_may_shrink_asks_for_a_range_of_nodes(tmp_path: Path) -> None:
+def test_a_job_that_may_shrink_asks_for_a_range_of_nodes(tmp_path):
     text = written(tmp_path, "slurm", RECIPE, "--fit", "--least-nodes", "4", "--spares", "2")
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     assert "#SBATCH --nodes=4-10\n" in text and 'if [ "$count" -lt 4 ]' in text and "| head -n 8)" in text
@@ -139,7 +134,7 @@ def test_a_job_that_may_shrink_asks_for_a_range_of_nodes(tmp_path: Path) -> None
     assert "#SBATCH --nodes=10\n" in fixed and 'if [ "$count" -lt 8 ]' in fixed and "--fit" not in fixed
 
 
-def test_a_slurm_script_has_all_that_a_run_on_many_hosts_needs(tmp_path: Path) -> None:
+def test_a_slurm_script_has_all_that_a_run_on_many_hosts_needs(tmp_path):
     text = written(tmp_path, "slurm", RECIPE)
     for needed in (
         *(
@@ -161,13 +156,13 @@ def test_a_slurm_script_has_all_that_a_run_on_many_hosts_needs(tmp_path: Path) -
         assert needed in text, needed
 
 
-def commands(first: str) -> list[list[str]]:
+def commands(first):
     """Return the commands of docs/clusters.md that begin so, without the program's name."""
     lines = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text(encoding="utf-8").splitlines()
     return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith(f"trilith {first} ")]
 
 
-def test_the_page_s_commands_write_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_s_commands_write_jobs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert len(commands("launch")) == 7
@@ -178,22 +173,20 @@ def test_the_page_s_commands_write_jobs(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_the_page_s_models_fit_their_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_s_models_fit_their_gpus(capsys):
     assert len(commands("train")) == 2
     for words in commands("train"):
         assert run(words) == 0, words
 
 
-def test_a_file_that_somebody_adapted_is_not_written_over(tmp_path: Path) -> None:
+def test_a_file_that_somebody_adapted_is_not_written_over(tmp_path):
     out = tmp_path / "job"
     out.write_text("mine")
     assert run(["launch", "slurm", RECIPE, "--out", str(out)]) == 2
     assert out.read_text() == "mine"
 
 
-def test_a_job_is_not_submitted_where_there_is_no_scheduler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_is_not_submitted_where_there_is_no_scheduler(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     out = tmp_path / "job"
     assert run(["launch", "slurm", RECIPE, "--out", str(out), "--submit"]) == 2
@@ -212,9 +205,8 @@ def test_a_job_is_not_submitted_where_there_is_no_scheduler(
 )
 @pytest.mark.parametrize("code", [0, 7])
 def test_the_written_file_is_handed_to_the_scheduler_whose_refusal_is_told(
-    system: str, program: str, words: str, code: int,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    system, program, words, code,
+    tmp_path, monkeypatch, capfd):  # fmt: skip
     scheduler = tmp_path / program
     scheduler.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/said\ntest -s "{tmp_path}/job" && exit {code}\n')
     scheduler.chmod(0o755)

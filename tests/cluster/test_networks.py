@@ -1,28 +1,25 @@
 """Hosts with networks of their own on this machine: a link is cut in a step, a link is slow."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.networks import NoNetworks, hosts
+from support.short_runs import losses, tiny_recipe, train
+from trilith.machine.random_files import write_tokens
 from trilith.recipes.foreign.translation import to_toml
 from trilith.runs.heartbeat import all_status, status_folder
 from trilith.system.process_info import process_info
-from trilith.testing.networks import Hosts, NoNetworks, hosts
-from trilith.testing.short_runs import losses, tiny_recipe, train, write_tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 TIMEOUT = 10.0
 
 
 @pytest.fixture
-def network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+def network(request, monkeypatch):
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     try:
@@ -33,7 +30,7 @@ def network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip(f"this machine lets us make no network namespaces: {reason}")
 
 
-def wait_until(done: Callable[[], bool], seconds: float, what: str, told: Callable[[], str] = str) -> float:
+def wait_until(done, seconds, what, told=str):
     """Return after how many seconds it was so; ``told`` returns what else a failure should show."""
     began = time.monotonic()
     while not done():
@@ -42,21 +39,19 @@ def wait_until(done: Callable[[], bool], seconds: float, what: str, told: Callab
     return time.monotonic() - began
 
 
-def lives(pid: int) -> bool:
+def lives(pid):
     info = process_info(pid)
     return info is not None and info.alive
 
 
-def start_all(network: Hosts, words: list[str], folder: Path) -> list[Any]:
+def start_all(network, words, folder):
     return [
         network.start(name, network.torchrun(name, words), folder / f"{name}.log") for name in network.names
     ]
 
 
 @pytest.mark.parametrize("network", [2], indirect=True)
-def test_a_link_that_is_cut_in_a_step_is_named_and_the_run_goes_on_when_it_is_back(
-    network: Hosts, tmp_path: Path
-) -> None:
+def test_a_link_that_is_cut_in_a_step_is_named_and_the_run_goes_on_when_it_is_back(network, tmp_path):
     out = tmp_path / "run"
     tokens = write_tokens(tmp_path / "tokens", count=40_000)
     raw = tiny_recipe(out, tokens, steps=400, layout={"data": 2}, timeout=TIMEOUT)
@@ -66,10 +61,10 @@ def test_a_link_that_is_cut_in_a_step_is_named_and_the_run_goes_on_when_it_is_ba
     )
     words = ["trilith", "train", str(tmp_path / "recipe.toml")]
 
-    def logs() -> str:
+    def logs():
         return "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
 
-    def steps() -> int:
+    def steps():
         path = out / "metrics.jsonl"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
@@ -78,7 +73,7 @@ def test_a_link_that_is_cut_in_a_step_is_named_and_the_run_goes_on_when_it_is_ba
     network.cut("node2")
     stopped = steps()
 
-    def ended() -> bool:
+    def ended():
         return [status.code for status in all_status(status_folder(out))] == [3, 3]
 
     seconds = wait_until(ended, TIMEOUT + 5, "the ranks did not say within timeout + 5 s that they failed")
@@ -100,22 +95,22 @@ def test_a_link_that_is_cut_in_a_step_is_named_and_the_run_goes_on_when_it_is_ba
     assert losses(out) == losses(tmp_path / "whole")
 
 
-def compare(network: Hosts, folder: Path, *options: str) -> dict[str, Any]:
+def compare(network, folder, *options):
     """Run the comparison of nodes on all hosts; return what the first says."""
     words = ["trilith", "doctor", "--nodes", "--json", *options, str(folder)]
     for one in start_all(network, words, folder):
         one.wait(120)
     text = (folder / "node1.log").read_text()
-    found: dict[str, Any] = json.JSONDecoder().raw_decode(text[text.index("{\n") :])[0]
+    found = json.JSONDecoder().raw_decode(text[text.index("{\n") :])[0]
     return found
 
 
-def named(found: dict[str, Any]) -> list[str]:
+def named(found):
     return [one["check"] for one in found["findings"] if one["group"] == "links" and one["level"] == "fault"]
 
 
 @pytest.mark.parametrize("network", [3], indirect=True)
-def test_the_node_with_the_slow_link_is_named(network: Hosts, tmp_path: Path) -> None:
+def test_the_node_with_the_slow_link_is_named(network, tmp_path):
     assert compare(network, tmp_path)["exclude"] == []
     network.slow("node3", 50)
     found = compare(network, tmp_path)
@@ -124,9 +119,7 @@ def test_the_node_with_the_slow_link_is_named(network: Hosts, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("network", [2], indirect=True)
-def test_a_slow_link_of_two_nodes_is_named_by_the_rate_that_it_should_have(
-    network: Hosts, tmp_path: Path
-) -> None:
+def test_a_slow_link_of_two_nodes_is_named_by_the_rate_that_it_should_have(network, tmp_path):
     assert named(compare(network, tmp_path, "--gbits", "1")) == []
     network.slow("node1", 50)
     assert named(compare(network, tmp_path, "--gbits", "1")) == ["node1 - node2"]

@@ -1,29 +1,26 @@
 """Run the written sbatch script on a real Slurm: a signal before the limit, a requeue, lost and bad nodes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.short_runs import losses
+from support.slurm import NoSlurm, slurm, unpack
+from support.slurm_job import Submitted
 from trilith.checkpoints import complete_checkpoints, read_source, verify
 from trilith.cli.app import run
 from trilith.runs.events import read_events
 from trilith.system.process_info import started_with
-from trilith.testing.short_runs import losses
-from trilith.testing.slurm import NoSlurm, Slurm, slurm, unpack
-from trilith.testing.slurm_job import Submitted
 
 pytestmark = pytest.mark.timeout(500)
 
 
 @pytest.fixture(scope="session")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unpacked(tmp_path_factory):
     try:
         return unpack(tmp_path_factory.mktemp("slurm-packages"))
     except NoSlurm as reason:
@@ -32,7 +29,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, unpacked: Path) -> Iterator[Slurm]:
+def cluster(tmp_path_factory, unpacked):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -40,14 +37,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, unpacked: Path) -> Iterato
             yield running
 
 
-def said(mine: Submitted) -> str:
+def said(mine):
     """Return all that the job has printed."""
     return "".join(path.read_text() for path in mine.folder.glob("*.log"))
 
 
-def test_a_job_saves_before_its_limit_goes_back_into_the_queue_and_goes_on_bitwise(
-    cluster: Slurm, tmp_path: Path
-) -> None:
+def test_a_job_saves_before_its_limit_goes_back_into_the_queue_and_goes_on_bitwise(cluster, tmp_path):
     """A rank sleeps in its seventh step, so that the signal surely comes before the last one."""
     steps = 40
     mine = Submitted.write(run, tmp_path, "--nodes", "2", steps=steps)
@@ -67,15 +62,13 @@ def test_a_job_saves_before_its_limit_goes_back_into_the_queue_and_goes_on_bitwi
     assert not (mine.out / "stop").exists()
 
 
-def nodes_used(cluster: Slurm, job: str) -> str:
+def nodes_used(cluster, job):
     """Return the nodes of the job, in Slurm's short form."""
     shown = cluster.command("scontrol", "show", "job", job)
     return next(word for word in shown.split() if word.startswith("NodeList=")).partition("=")[2]
 
 
-def test_a_node_in_the_run_s_exclusion_list_is_left_alone_and_a_spare_takes_its_place(
-    cluster: Slurm, tmp_path: Path
-) -> None:
+def test_a_node_in_the_run_s_exclusion_list_is_left_alone_and_a_spare_takes_its_place(cluster, tmp_path):
     """The launcher only notes where it runs; the job then ends with 2, because no rank has started."""
     mine = Submitted.write(run, tmp_path, "--nodes", "1", "--spares", "1", steps=2, ranks=1)
     mine.out.mkdir()
@@ -91,7 +84,7 @@ def test_a_node_in_the_run_s_exclusion_list_is_left_alone_and_a_spare_takes_its_
 
 
 @pytest.mark.slow
-def test_a_node_that_the_scheduler_must_not_use_is_not_used(cluster: Slurm, tmp_path: Path) -> None:
+def test_a_node_that_the_scheduler_must_not_use_is_not_used(cluster, tmp_path):
     mine = Submitted.write(run, tmp_path, "--nodes", "1", "--exclude", "n1", steps=2, ranks=1)
     job = cluster.submit(tmp_path / "job.sbatch")
     assert cluster.wait(job, "COMPLETED", "FAILED") == "COMPLETED", said(mine)
@@ -99,7 +92,7 @@ def test_a_node_that_the_scheduler_must_not_use_is_not_used(cluster: Slurm, tmp_
 
 
 @pytest.mark.slow
-def test_a_job_whose_nodes_are_all_excluded_ends_and_says_so(cluster: Slurm, tmp_path: Path) -> None:
+def test_a_job_whose_nodes_are_all_excluded_ends_and_says_so(cluster, tmp_path):
     mine = Submitted.write(run, tmp_path, "--nodes", "2", steps=2)
     mine.out.mkdir()
     (mine.out / "excluded-nodes").write_text("n2\n")
@@ -109,9 +102,7 @@ def test_a_job_whose_nodes_are_all_excluded_ends_and_says_so(cluster: Slurm, tmp
 
 
 @pytest.mark.slow
-def test_a_job_goes_on_with_what_is_left_of_its_nodes_on_the_same_curve(
-    cluster: Slurm, tmp_path: Path
-) -> None:
+def test_a_job_goes_on_with_what_is_left_of_its_nodes_on_the_same_curve(cluster, tmp_path):
     steps = 200
     mine = Submitted.write(
         run, tmp_path, "--nodes", "2", "--fit", steps=steps, checkpoint={"every": 20, "keep": 3}
@@ -138,9 +129,7 @@ def test_a_job_goes_on_with_what_is_left_of_its_nodes_on_the_same_curve(
 
 
 @pytest.mark.slow
-def test_a_cancelled_job_leaves_nothing_running_and_nothing_half_written(
-    cluster: Slurm, tmp_path: Path
-) -> None:
+def test_a_cancelled_job_leaves_nothing_running_and_nothing_half_written(cluster, tmp_path):
     mine = Submitted.write(run, tmp_path, "--nodes", "2", steps=100_000, checkpoint={"every": 5, "keep": 3})
     job = cluster.submit(tmp_path / "job.sbatch")
     mine.wait_for_steps(23)
@@ -164,7 +153,7 @@ def test_a_cancelled_job_leaves_nothing_running_and_nothing_half_written(
 
 
 @pytest.mark.slow
-def test_tasks_of_srun_without_torchrun_are_the_ranks(cluster: Slurm, tmp_path: Path) -> None:
+def test_tasks_of_srun_without_torchrun_are_the_ranks(cluster, tmp_path):
     mine = Submitted.write(run, tmp_path, "--nodes", "2", steps=20)
     (tmp_path / "plain.sbatch").write_text(
         "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1 --output=plain.log\n"
@@ -179,7 +168,7 @@ def test_tasks_of_srun_without_torchrun_are_the_ranks(cluster: Slurm, tmp_path: 
 _HOLDER = """
 import sys, time
 from pathlib import Path
-from trilith.testing.slurm import slurm
+from support.slurm import slurm
 with slurm(Path(sys.argv[1]), Path(sys.argv[2])) as running:
     print("up", flush=True)
     time.sleep(600)
@@ -187,7 +176,7 @@ with slurm(Path(sys.argv[1]), Path(sys.argv[2])) as running:
 
 
 @pytest.mark.slow
-def test_a_slurm_of_a_killed_test_ends(unpacked: Path, tmp_path: Path) -> None:
+def test_a_slurm_of_a_killed_test_ends(unpacked, tmp_path):
     words = [sys.executable, "-c", _HOLDER, str(tmp_path / "run"), str(unpacked)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "up\n"

@@ -1,10 +1,7 @@
 """Batches: windows of the tokens, the same for any number of data ranks; the step is the only position."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,12 +19,10 @@ Make = Callable[..., TokenFile]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Make:
+def make(tmp_path):
     """Write a file whose token number ``i`` is ``first + i``."""
 
-    def build(
-        name: str, tokens: int, *, first: int = 0, fingerprint: str = "t", vocab: int = 70_000
-    ) -> TokenFile:
+    def build(name, tokens, *, first=0, fingerprint="t", vocab=70_000):
         with TokenWriter(tmp_path / name, vocab_size=vocab, tokenizer_fingerprint=fingerprint) as writer:
             writer.add(np.arange(first, first + tokens))
             return writer.commit()
@@ -35,7 +30,7 @@ def make(tmp_path: Path) -> Make:
     return build
 
 
-def test_samples_are_windows_and_labels_are_the_next_tokens(make: Make) -> None:
+def test_samples_are_windows_and_labels_are_the_next_tokens(make):
     data = GlobalBatches(make("a", 50), 8, 6, seed=1)
     input_ids, labels, positions = data.batch(0)
     assert positions is None
@@ -49,15 +44,13 @@ def test_samples_are_windows_and_labels_are_the_next_tokens(make: Make) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "samples"), [(9, 1), (16, 1), (17, 2), (24, 2), (25, 3)])
-def test_a_window_shares_one_token_with_the_next(make: Make, tokens: int, samples: int) -> None:
+def test_a_window_shares_one_token_with_the_next(make, tokens, samples):
     assert GlobalBatches(make("a", tokens), 8, 1, seed=0).samples == samples
 
 
 @settings(max_examples=40, deadline=None)
 @given(step=st.integers(0, 10**9), seed=st.integers(0, 2**40))
-def test_ranks_pieces_in_order_are_the_global_batch_D5(
-    tmp_path_factory: pytest.TempPathFactory, step: int, seed: int
-) -> None:
+def test_ranks_pieces_in_order_are_the_global_batch_D5(tmp_path_factory, step, seed):
     folder = tmp_path_factory.mktemp("pieces")
     with TokenWriter(folder / "a", vocab_size=200) as writer:
         writer.add(np.arange(100))
@@ -74,7 +67,7 @@ def test_ranks_pieces_in_order_are_the_global_batch_D5(
             assert torch.equal(torch.cat([piece.labels for piece in pieces]), whole.labels)
 
 
-def test_there_is_no_state_but_the_step(make: Make) -> None:
+def test_there_is_no_state_but_the_step(make):
     file = make("a", 1000)
     forward = GlobalBatches(file, 8, 4, seed=3)
     steps = [forward.batch(step)[0] for step in range(80)]
@@ -84,7 +77,7 @@ def test_there_is_no_state_but_the_step(make: Make) -> None:
     assert not torch.equal(GlobalBatches(file, 8, 4, seed=4).batch(0)[0], steps[0])
 
 
-def test_an_epoch_gives_every_sample_once_and_the_next_in_another_order(make: Make) -> None:
+def test_an_epoch_gives_every_sample_once_and_the_next_in_another_order(make):
     data = GlobalBatches(make("a", 20 * 8 + 1), 8, 4, seed=0)
     epochs = [
         torch.cat([data.batch(step)[0][:, 0] for step in range(5 * epoch, 5 * epoch + 5)]) for epoch in (0, 1)
@@ -94,12 +87,12 @@ def test_an_epoch_gives_every_sample_once_and_the_next_in_another_order(make: Ma
     assert epochs[0].tolist() != epochs[1].tolist()
 
 
-def test_f3_a_batch_larger_than_the_data_wraps_over_epochs(make: Make) -> None:
+def test_f3_a_batch_larger_than_the_data_wraps_over_epochs(make):
     data = GlobalBatches(make("a", 3 * 8 + 1), 8, 12, seed=0)
     assert Counter(data.batch(5)[0][:, 0].tolist()) == {0: 4, 8: 4, 16: 4}
 
 
-def test_a_mixture_gives_each_file_its_share_and_each_sample_once_an_epoch(make: Make) -> None:
+def test_a_mixture_gives_each_file_its_share_and_each_sample_once_an_epoch(make):
     files = [make("a", 8 * 40 + 1), make("b", 8 * 10 + 1, first=1000), make("c", 8 * 30 + 1, first=2000)]
     data = GlobalBatches(Mixture(list(zip(files, [5, 3, 2], strict=True))), 8, 10, seed=0)
     assert data.samples == 80
@@ -114,19 +107,19 @@ def test_a_mixture_gives_each_file_its_share_and_each_sample_once_an_epoch(make:
         assert starts.tolist() == expected
 
 
-def test_files_of_one_size_have_orders_of_their_own(make: Make) -> None:
+def test_files_of_one_size_have_orders_of_their_own(make):
     files = [make("a", 8 * 50 + 1), make("b", 8 * 50 + 1)]
     sources, ids = GlobalBatches(Mixture([(file, 1) for file in files]), 8, 100, seed=0).sample_ids(0)
     assert (ids[sources == 0] != ids[sources == 1]).any()
 
 
-def test_a_mixture_of_one_is_the_file(make: Make) -> None:
+def test_a_mixture_of_one_is_the_file(make):
     file = make("a", 500)
     plain, mixed = GlobalBatches(file, 8, 6, seed=2), GlobalBatches(Mixture([(file, 0.3)]), 8, 6, seed=2)
     assert torch.equal(plain.batch(17)[0], mixed.batch(17)[0])
 
 
-def test_f12_fingerprints_name_files_and_shares(make: Make) -> None:
+def test_f12_fingerprints_name_files_and_shares(make):
     a, b = make("a", 100), make("b", 100, first=7)
     prints = {
         GlobalBatches(tokens, 8, 1, seed=0).fingerprint
@@ -137,7 +130,7 @@ def test_f12_fingerprints_name_files_and_shares(make: Make) -> None:
     assert doubled.fingerprint == plain.fingerprint
 
 
-def test_f4_tokens_changed_after_the_file_was_opened_are_found_when_they_are_met(make: Make) -> None:
+def test_f4_tokens_changed_after_the_file_was_opened_are_found_when_they_are_met(make):
     file = make("a", 100, vocab=100)
     content = np.memmap(file.path.with_name("a.bin"), dtype="<u2", mode="r+")
     data = GlobalBatches(file, 9, 11, seed=0)
@@ -146,7 +139,7 @@ def test_f4_tokens_changed_after_the_file_was_opened_are_found_when_they_are_met
         data.batch(0)
 
 
-def _mixed_tokenizers(make: Make) -> None:
+def _mixed_tokenizers(make):
     Mixture([(make("a", 50), 1), (make("b", 50, fingerprint="u"), 1)])
 
 
@@ -173,12 +166,12 @@ def _mixed_tokenizers(make: Make) -> None:
         pytest.param(lambda m: Mixture([]), "at least one", id="mixture-of-nothing"),
     ],
 )
-def test_refusals(make: Make, call: Callable[[Make], object], message: str) -> None:
+def test_refusals(make, call, message):
     with pytest.raises(BadInput, match=message):
         call(make)
 
 
-def test_ids_outside_the_vocabulary_are_refused_on_the_host_F4() -> None:
+def test_ids_outside_the_vocabulary_are_refused_on_the_host_F4():
     """This happens before the batch goes to a device; an ignored label is not outside."""
     good = torch.tensor([[0, 6]])
     Batch(good, torch.tensor([[IGNORE, 6]])).check_ids(7)

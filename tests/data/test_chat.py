@@ -1,10 +1,7 @@
 """Chat sets: every published form, only the assistant's tokens learnt, whichever way they are found."""
 
-from __future__ import annotations
-
 import string
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -51,7 +48,7 @@ TALK = [
 
 
 @pytest.fixture(scope="module", params=["sentencepiece", "byte-level"])
-def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FolderTokenizer:
+def tokenizer(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer") / "t"
     if request.param == "sentencepiece":
         train_tokenizer(TEXTS, folder, vocab_size=400)
@@ -66,21 +63,19 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return loaded
 
 
-def template(tokenizer: FolderTokenizer, folder: Path, text: str, **variables: str) -> ChatTemplate:
+def template(tokenizer, folder, text, **variables):
     (folder / "chat.jinja").write_text(text)
     return ChatTemplate(tokenizer, folder / "chat.jinja", variables)
 
 
-def learnt(tokenizer: FolderTokenizer, ids: list[int], targets: Any) -> list[str]:
+def learnt(tokenizer, ids, targets):
     """Return the runs of tokens that are to be learnt, decoded."""
     edges = np.flatnonzero(np.diff([0, *targets.tolist(), 0]))
     return [tokenizer.decode(ids[a:b]) for a, b in edges.reshape(-1, 2).tolist()]
 
 
 @pytest.mark.parametrize("text", [CHATML, MARKED], ids=["by beginnings", "by marks"])
-def test_only_what_the_assistant_says_is_learnt(
-    tokenizer: FolderTokenizer, tmp_path: Path, text: str
-) -> None:
+def test_only_what_the_assistant_says_is_learnt(tokenizer, tmp_path, text):
     found = template(tokenizer, tmp_path, text)
     assert found.marked == (text == MARKED)
     ids, targets = found.encode(Conversation(TALK), "here")
@@ -91,9 +86,7 @@ def test_only_what_the_assistant_says_is_learnt(
     assert ids == theirs["input_ids"]
 
 
-def test_both_ways_agree_where_a_token_reaches_over_the_edge(
-    tokenizer: FolderTokenizer, tmp_path: Path
-) -> None:
+def test_both_ways_agree_where_a_token_reaches_over_the_edge(tokenizer, tmp_path):
     marked = BLANK.replace(
         "{{ m.role + ': ' + m.content + '\n' }}",
         "{{ m.role + ': ' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '\n' }}"
@@ -107,16 +100,12 @@ def test_both_ways_agree_where_a_token_reaches_over_the_edge(
 
 
 @pytest.mark.parametrize("text", [CHATML, MARKED], ids=["by beginnings", "by marks"])
-def test_of_a_prompt_nothing_is_learnt_whoever_speaks(
-    tokenizer: FolderTokenizer, tmp_path: Path, text: str
-) -> None:
+def test_of_a_prompt_nothing_is_learnt_whoever_speaks(tokenizer, tmp_path, text):
     ids, targets = template(tokenizer, tmp_path, text).encode(Conversation(TALK, given=4), "here")
     assert learnt(tokenizer, ids, targets) == ["the end<|im_end|>\n"]
 
 
-def test_a_template_that_rewrites_the_past_is_refused_with_the_place(
-    tokenizer: FolderTokenizer, tmp_path: Path
-) -> None:
+def test_a_template_that_rewrites_the_past_is_refused_with_the_place(tokenizer, tmp_path):
     talk = [{**message, "thought": "hmm. "} for message in TALK[1:]]
     forgetful = template(tokenizer, tmp_path, FORGETFUL)
     with pytest.raises(BadInput, match=r"as it begins the whole one.*'hmm.*of in\.jsonl:7.*generation %}"):
@@ -135,16 +124,14 @@ def test_a_template_that_rewrites_the_past_is_refused_with_the_place(
     ],
     ids=["raises", "undefined", "surrogate", "surrogate-marked"],
 )
-def test_a_conversation_that_a_template_does_not_take(
-    tokenizer: FolderTokenizer, tmp_path: Path, text: str, message: str, words: str
-) -> None:
+def test_a_conversation_that_a_template_does_not_take(tokenizer, tmp_path, text, message, words):
     with pytest.raises(BadInput, match=words):
         template(tokenizer, tmp_path, text).encode(
             Conversation([{"role": "user", "content": message}]), "in:3"
         )
 
 
-def test_variables_reach_the_template_and_its_hash(tokenizer: FolderTokenizer, tmp_path: Path) -> None:
+def test_variables_reach_the_template_and_its_hash(tokenizer, tmp_path):
     text = "{% if thinking %}{{ mood }}{% endif %}" + CHATML
     on, off, none = (
         template(tokenizer, tmp_path, text, **told)
@@ -155,7 +142,7 @@ def test_variables_reach_the_template_and_its_hash(tokenizer: FolderTokenizer, t
     assert len({on.sha256, off.sha256, none.sha256}) == 3
 
 
-def test_every_sample_gets_one_date(tokenizer: FolderTokenizer, tmp_path: Path) -> None:
+def test_every_sample_gets_one_date(tokenizer, tmp_path):
     text = "{% if not date_string %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}" + CHATML
     (tmp_path / "dated.jinja").write_text(text)
     chat = Chat.of(tmp_path / "dated.jinja", []).on_one_day(tokenizer, tmp_path)
@@ -166,9 +153,7 @@ def test_every_sample_gets_one_date(tokenizer: FolderTokenizer, tmp_path: Path) 
     assert Chat.of(tmp_path / "plain.jinja", []).on_one_day(tokenizer, tmp_path).variables == ()
 
 
-def test_f9_a_tokenizer_without_a_template_says_where_one_goes(
-    tokenizer: FolderTokenizer, tmp_path: Path
-) -> None:
+def test_f9_a_tokenizer_without_a_template_says_where_one_goes(tokenizer, tmp_path):
     with pytest.raises(BadInput, match="--chat-template"):
         ChatTemplate(tokenizer, None)
     with pytest.raises(BadInput, match="expected a file, found nothing there"):
@@ -211,7 +196,7 @@ USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content"
         "alpaca-with-input",
     ],
 )
-def test_every_form_becomes_a_conversation(record: dict[str, Any], expected: Conversation) -> None:
+def test_every_form_becomes_a_conversation(record, expected):
     assert conversation_of(record, "here") == expected
 
 
@@ -233,6 +218,6 @@ def test_every_form_becomes_a_conversation(record: dict[str, Any], expected: Con
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_another_form_is_refused_by_place_and_key(record: dict[str, Any], words: str) -> None:
+def test_another_form_is_refused_by_place_and_key(record, words):
     with pytest.raises(BadInput, match=rf"in\.jsonl:4: .*{words}|in\.jsonl:4: {words}"):
         conversation_of(record, "in.jsonl:4")

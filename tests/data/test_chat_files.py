@@ -1,13 +1,9 @@
 """Chat sets as files: the same bytes from any kind of input and any number of workers, and after a kill."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
 import signal
-from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -32,14 +28,14 @@ SUFFIXES = (".bin", ".docs.npy", ".sums", ".targets", ".json")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "t"
     train_tokenizer([record["messages"][1]["content"] for record in talks(50)], path, vocab_size=280)
     (path / "chat_template.jinja").write_text(TEMPLATE)
     return path
 
 
-def talks(count: int) -> list[dict[str, Any]]:
+def talks(count):
     """Write conversations of which every fifth has no answer."""
     return [
         {
@@ -52,16 +48,16 @@ def talks(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def jsonl(path: Path, records: list[dict[str, Any]]) -> Path:
+def jsonl(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
-def contents(name: Path) -> list[bytes]:
+def contents(name):
     return [name.with_name(name.name + suffix).read_bytes() for suffix in SUFFIXES]
 
 
-def dataset(folder: Path, records: list[dict[str, Any]], files: int = 2) -> Path:
+def dataset(folder, records, files=2):
     """Write a folder as ``Dataset.save_to_disk`` does: Arrow streams, and their names in state.json."""
     folder.mkdir(parents=True)
     each = -(-len(records) // files)
@@ -76,9 +72,7 @@ def dataset(folder: Path, records: list[dict[str, Any]], files: int = 2) -> Path
     return folder
 
 
-def test_all_kinds_of_input_and_any_workers_give_the_same_bytes(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_kinds_of_input_and_any_workers_give_the_same_bytes(folder, tmp_path, monkeypatch):
     records = talks(300)
     plain = jsonl(tmp_path / "in.jsonl", records)
     packed, small = tmp_path / "in.jsonl.gz", tmp_path / "in.jsonl.zst"
@@ -100,9 +94,9 @@ def test_all_kinds_of_input_and_any_workers_give_the_same_bytes(
     assert shown(file, 0, folder) == ("<s>user\nWhat is 1 and 1?</s><s>assistant\n[[It is 2, as ever.</s>]]")
 
 
-def test_plain_text_of_a_dataset_folder(folder: Path, tmp_path: Path) -> None:
+def test_plain_text_of_a_dataset_folder(folder, tmp_path):
     texts = [{"text": f"row {i}", "n": i} for i in range(40)]
-    seen: list[int] = []
+    seen = []
     path = dataset(tmp_path / "set", texts)
     file = tokenize(
         [path], folder, tmp_path / "a", workers=1, on_progress=lambda done, tokens: seen.append(done)
@@ -113,7 +107,7 @@ def test_plain_text_of_a_dataset_folder(folder: Path, tmp_path: Path) -> None:
     assert seen == sorted(seen) and 0.9 * size < seen[-1] <= size
 
 
-def test_folders_that_are_no_data_set(folder: Path, tmp_path: Path) -> None:
+def test_folders_that_are_no_data_set(folder, tmp_path):
     both = tmp_path / "both"
     dataset(both / "train", talks(3))
     dataset(both / "test", talks(3))
@@ -131,7 +125,7 @@ def test_folders_that_are_no_data_set(folder: Path, tmp_path: Path) -> None:
         tokenize([both / "test"], folder, tmp_path / "out", chat=Chat())
 
 
-def test_what_is_no_chat_set_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_what_is_no_chat_set_is_refused(folder, tmp_path):
     (tmp_path / "in.txt").write_text("hello")
     with pytest.raises(BadInput, match=r"conversations in \.jsonl or \.parquet"):
         tokenize([tmp_path / "in.txt"], folder, tmp_path / "out", chat=Chat())
@@ -146,16 +140,16 @@ def test_what_is_no_chat_set_is_refused(folder: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out*"))
 
 
-def cut_short(name: Path) -> None:
+def cut_short(name):
     os.truncate(name.with_name(name.name + ".targets"), 5)
 
 
-def of_others(name: Path) -> None:
+def of_others(name):
     path = name.with_name(name.name + ".targets")
     path.write_bytes(bytes(1 - byte for byte in path.read_bytes()))
 
 
-def missing(name: Path) -> None:
+def missing(name):
     name.with_name(name.name + ".targets").unlink()
 
 
@@ -167,7 +161,7 @@ def missing(name: Path) -> None:
         pytest.param(missing, "expected a file, found nothing there", id="missing"),
     ],
 )
-def test_targets_that_do_not_belong(folder: Path, tmp_path: Path, harm: Any, words: str) -> None:
+def test_targets_that_do_not_belong(folder, tmp_path, harm, words):
     name = tmp_path / "out"
     tokenize([jsonl(tmp_path / "in.jsonl", talks(9))], folder, name, chat=Chat(), workers=1)
     harm(name)
@@ -176,7 +170,7 @@ def test_targets_that_do_not_belong(folder: Path, tmp_path: Path, harm: Any, wor
 
 
 @pytest.mark.parametrize("value", [1, 2])
-def test_verify_reads_every_target(folder: Path, tmp_path: Path, value: int) -> None:
+def test_verify_reads_every_target(folder, tmp_path, value):
     name = tmp_path / "out"
     file = tokenize([jsonl(tmp_path / "in.jsonl", talks(9))], folder, name, chat=Chat(), workers=1)
     with name.with_name("out.targets").open("r+b") as targets:
@@ -186,12 +180,12 @@ def test_verify_reads_every_target(folder: Path, tmp_path: Path, value: int) -> 
         file.verify()
 
 
-def killed_on_the_way(inputs: list[Path], folder: Path, out: Path, chat: Chat | None) -> None:
+def killed_on_the_way(inputs, folder, out, chat):
     """Kill the process, which nothing can catch, after three portions."""
-    seen: list[int] = []
+    seen = []
     token_writer.MARK_EVERY = 0.0
 
-    def count(done: int, tokens: int) -> None:
+    def count(done, tokens):
         seen.append(done)
         if len(seen) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -201,9 +195,7 @@ def killed_on_the_way(inputs: list[Path], folder: Path, out: Path, chat: Chat | 
 
 
 @pytest.mark.parametrize("chat", [Chat(), None], ids=["chat", "text"])
-def test_a_killed_job_goes_on_and_gives_the_same_bytes(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chat: Chat | None
-) -> None:
+def test_a_killed_job_goes_on_and_gives_the_same_bytes(folder, tmp_path, monkeypatch, chat):
     records = talks(200) if chat else [{"text": f"Number {i} of many."} for i in range(600)]
     inputs, out = [jsonl(tmp_path / "in.jsonl", records)], tmp_path / "out"
     (code,) = run_fresh(killed_on_the_way, 1, inputs, folder, out, chat, process_group=False)
@@ -222,12 +214,12 @@ def test_a_killed_job_goes_on_and_gives_the_same_bytes(
     assert not list(tmp_path.glob("*.tmp-*"))
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, call: Any) -> int:
+def counted(monkeypatch, call):
     """Count the blocks that are encoded during the call."""
     made, begun = tokenize_workers._encoder, []
     with monkeypatch.context() as patch:
 
-        def counting(*arguments: Any) -> Any:
+        def counting(*arguments):
             one = made(*arguments)
             return lambda block: (begun.append(block.first), one(block))[1]
 
@@ -236,16 +228,14 @@ def counted(monkeypatch: pytest.MonkeyPatch, call: Any) -> int:
     return len(begun)
 
 
-def test_an_interrupted_job_of_other_input_or_template_begins_anew(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_job_of_other_input_or_template_begins_anew(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(token_writer, "MARK_EVERY", 0.0)
     monkeypatch.setitem(read_blocks.__kwdefaults__, "size", 2000)
     path, out = jsonl(tmp_path / "in.jsonl", talks(100)), tmp_path / "out"
     other = tmp_path / "other.jinja"
     other.write_text(TEMPLATE.replace("bos_token", "'> '"))
 
-    def interrupt(done: int, tokens: int) -> None:
+    def interrupt(done, tokens):
         raise KeyboardInterrupt
 
     for change in (lambda: None, lambda: jsonl(path, talks(101))):
@@ -258,14 +248,12 @@ def test_an_interrupted_job_of_other_input_or_template_begins_anew(
     assert whole > 1 and contents(out) == contents(fresh.path)
 
 
-def test_a_dead_worker_costs_only_what_was_on_the_way(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_worker_costs_only_what_was_on_the_way(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(token_writer, "MARK_EVERY", 0.0)
     monkeypatch.setitem(read_blocks.__kwdefaults__, "size", 2000)
     path = jsonl(tmp_path / "in.jsonl", talks(100))
 
-    def fail(done: int, tokens: int) -> None:
+    def fail(done, tokens):
         raise PeerFailed("a worker died")
 
     with pytest.raises(PeerFailed):
@@ -277,9 +265,7 @@ def test_a_dead_worker_costs_only_what_was_on_the_way(
     )
 
 
-def test_the_command_says_what_is_learnt_and_left_out(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_what_is_learnt_and_left_out(folder, tmp_path, capsys):
     path = jsonl(tmp_path / "in.jsonl", talks(10))
     words = ["tokenize", str(path), "--tokenizer", str(folder), "--out", str(tmp_path / "sft"), "--chat"]
     assert run([*words, "--show", "1", "--workers", "1"]) == 0

@@ -1,9 +1,6 @@
 """Check the warnings, when a chat set is made, about a model that would not stop or would write its role."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from tokenizers import ByteLevelBPETokenizer
@@ -42,7 +39,7 @@ ENDLESS, HEADED = "the special token right behind an answer is not learnt", "ign
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     path, trained = tmp_path_factory.mktemp("tokenizer") / "t", ByteLevelBPETokenizer()
     trained.train_from_iterator(["user assistant"], vocab_size=270, show_progress=False)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token="<|endoftext|>")
@@ -51,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def talks(path: Path, count: int = 6) -> Path:
+def talks(path, count=6):
     """Write conversations of which every third has no answer."""
     roles = ["user", "assistant", "user", "assistant"]
     samples = [
@@ -75,9 +72,7 @@ def talks(path: Path, count: int = 6) -> Path:
         pytest.param(PLAIN + "{#- {% generation %}\n -#}", [HEADED], id="marks-in-a-comment"),
     ],
 )
-def test_the_command_warns(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str, expected: list[str]
-) -> None:
+def test_the_command_warns(folder, tmp_path, capsys, template, expected):
     (tmp_path / "chat.jinja").write_text(template)
     words = ["tokenize", str(talks(tmp_path / "in.jsonl")), "--tokenizer", str(folder), "--quiet"]
     assert run([*words, "--chat-template", str(tmp_path / "chat.jinja"), "--out", str(tmp_path / "out")]) == 0
@@ -88,7 +83,7 @@ def test_the_command_warns(
     assert ("unended" in index["targets"]) == any(ENDLESS in words for words in expected)
 
 
-def test_marks_in_a_comment_mark_nothing(folder: Path, tmp_path: Path) -> None:
+def test_marks_in_a_comment_mark_nothing(folder, tmp_path):
     loaded = load_tokenizer(folder)
     assert isinstance(loaded, FolderTokenizer)
     found = []
@@ -102,15 +97,13 @@ def test_marks_in_a_comment_mark_nothing(folder: Path, tmp_path: Path) -> None:
     assert found[0] == found[1] and sum(found[0][1])
 
 
-def test_the_count_outlives_an_interruption(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_count_outlives_an_interruption(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(token_writer, "MARK_EVERY", 0.0)
     monkeypatch.setitem(read_blocks.__kwdefaults__, "size", 500)
     (tmp_path / "chat.jinja").write_text(SHORT)
     source, chat = talks(tmp_path / "in.jsonl", 30), Chat(tmp_path / "chat.jinja")
 
-    def interrupt(done: int, tokens: int) -> None:
+    def interrupt(done, tokens):
         if tokens:
             raise KeyboardInterrupt
 

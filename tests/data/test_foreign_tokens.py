@@ -3,13 +3,10 @@
 The files in ``foreign_tokens/`` were written by these programs: see ``foreign_tokens/write.py``.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -33,17 +30,17 @@ TOKENIZER = ["--tokenizer", str(FIXTURES / "tokenizer")]
 LENGTHS, POINTERS, BOUNDS = 34, 34 + 6 * 4, 34 + 6 * 12
 
 
-def index(name: Path, out: Path, *options: str) -> int:
+def index(name, out, *options):
     origin = "datatrove" if name.suffix == ".ds" or name.is_dir() else "megatron"
     return run(["tokenize", str(name), *TOKENIZER, "--out", str(out), "--from", origin, *options])
 
 
-def documents_of(file: TokenFile) -> list[list[int]]:
+def documents_of(file):
     return [file.ids(a, b).tolist() for a, b in zip(file.documents, file.documents[1:], strict=False)]
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ours(tmp_path_factory):
     """Tokenize the same documents with our own tokenizing, for Megatron too."""
     out = tmp_path_factory.mktemp("ours") / "ours"
     words = ["tokenize", str(FIXTURES / "documents.jsonl"), *TOKENIZER, "--out", str(out), "--to", "megatron"]
@@ -55,7 +52,7 @@ ALL = ["int32", "uint16", "sentences", "00000_shuffled.ds", "00001_shuffled.ds"]
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_same_tokens_documents_and_batches_without_a_copy(name: str, tmp_path: Path, ours: Path) -> None:
+def test_the_same_tokens_documents_and_batches_without_a_copy(name, tmp_path, ours):
     assert index(FIXTURES / name, tmp_path / "new" / "tokens") == 0
     file, own = TokenFile.open(tmp_path / "new" / "tokens"), TokenFile.open(ours)
     file.verify()
@@ -71,7 +68,7 @@ def test_the_same_tokens_documents_and_batches_without_a_copy(name: str, tmp_pat
                 assert (left is right is None) or torch.equal(left, right)
 
 
-def test_what_is_written_for_megatron_has_the_bytes_that_megatron_writes(ours: Path, tmp_path: Path) -> None:
+def test_what_is_written_for_megatron_has_the_bytes_that_megatron_writes(ours, tmp_path):
     with TokenWriter(tmp_path / "wide", vocab_size=70_000, megatron=True) as writer:
         for ids in DOCUMENTS:
             writer.add(ids)
@@ -82,7 +79,7 @@ def test_what_is_written_for_megatron_has_the_bytes_that_megatron_writes(ours: P
             assert written == (FIXTURES / f"{theirs}{suffix}").read_bytes(), (theirs, suffix)
 
 
-def test_the_first_token_of_every_document_is_noted(tmp_path: Path) -> None:
+def test_the_first_token_of_every_document_is_noted(tmp_path):
     for name, documents in (("all", [[5, 1], [5], [5, 2]]), ("one", [[5, 1], [1, 5]])):
         with TokenWriter(tmp_path / name, vocab_size=9, megatron=True) as writer:
             for ids in documents:
@@ -92,7 +89,7 @@ def test_the_first_token_of_every_document_is_noted(tmp_path: Path) -> None:
         assert found.index.bos_id == (5 if name == "all" else None)
 
 
-def test_parts_of_any_size_give_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_any_size_give_the_same_file(tmp_path, monkeypatch):
     for name in ("int32", "sentences"):
         index_tokens(read_megatron(FIXTURES / name), tmp_path / "whole" / name, vocab_size=257, bos_id=67)
         with monkeypatch.context() as patch:
@@ -105,7 +102,7 @@ def test_parts_of_any_size_give_the_same_file(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.fixture
-def copy(tmp_path: Path) -> Path:
+def copy(tmp_path):
     """Copy a data set of Megatron's, to be changed; its prefix."""
     folder = tmp_path / "theirs"
     folder.mkdir()
@@ -114,9 +111,7 @@ def copy(tmp_path: Path) -> Path:
     return folder / "int32"
 
 
-def test_an_index_beside_megatrons_files_leaves_them_as_they_are(
-    copy: Path, tmp_path: Path, capsys: Capture
-) -> None:
+def test_an_index_beside_megatrons_files_leaves_them_as_they_are(copy, tmp_path, capsys):
     with pytest.raises(BadInput, match=r"trilith tokenize .*int32 --from megatron --out .*int32"):
         TokenFile.open(copy)
     assert index(copy, copy) == 0
@@ -131,7 +126,7 @@ def test_an_index_beside_megatrons_files_leaves_them_as_they_are(
     assert run(["verify", str(copy.with_suffix(".idx"))]) == 0
 
 
-def test_what_a_kill_leaves_beside_megatrons_tokens_lets_nobody_replace_them(copy: Path) -> None:
+def test_what_a_kill_leaves_beside_megatrons_tokens_lets_nobody_replace_them(copy):
     before = copy.with_suffix(".bin").read_bytes()
     (copy.parent / "int32.json.tmp-0123456789abcdef").mkdir()
     with pytest.raises(BadInput, match="an existing file"), TokenWriter(copy, vocab_size=9):
@@ -141,14 +136,14 @@ def test_what_a_kill_leaves_beside_megatrons_tokens_lets_nobody_replace_them(cop
     assert not [path for path in copy.parent.iterdir() if ".tmp-" in path.name]
 
 
-def test_a_folder_of_datatrove_is_a_mixture_by_size(tmp_path: Path, capsys: Capture) -> None:
+def test_a_folder_of_datatrove_is_a_mixture_by_size(tmp_path, capsys):
     assert index(FIXTURES, tmp_path / "fine") == 0
     names = [str(tmp_path / "fine" / f"0000{n}_shuffled") for n in (0, 1)]
     assert f"[data]\ntokens = {json.dumps(names)}\n" in capsys.readouterr().out
     assert all(documents_of(TokenFile.open(name)) == DOCUMENTS for name in names)
 
 
-def test_a_blend_becomes_token_files_and_weights(tmp_path: Path, capsys: Capture) -> None:
+def test_a_blend_becomes_token_files_and_weights(tmp_path, capsys):
     words = ["0.3", str(FIXTURES / "int32"), "0.7", str(FIXTURES / "uint16.bin")]
     assert run(["tokenize", *words, *TOKENIZER, "--out", str(tmp_path / "blend"), "--from", "megatron"]) == 0
     said = capsys.readouterr().out
@@ -156,7 +151,7 @@ def test_a_blend_becomes_token_files_and_weights(tmp_path: Path, capsys: Capture
     assert f"[data]\ntokens = {tokens}\nweights = [0.3, 0.7]\n" in said
 
 
-def test_a_blend_is_read_as_megatron_reads_it() -> None:
+def test_a_blend_is_read_as_megatron_reads_it():
     assert parse_blend(["a"], "x") == (["a"], None)
     assert parse_blend(["a", "b"], "x") == (["a", "b"], None)
     assert parse_blend(["1", "a", "2.5", "b"], "x") == (["a", "b"], [1.0, 2.5])
@@ -167,10 +162,10 @@ def test_a_blend_is_read_as_megatron_reads_it() -> None:
             parse_blend(words, "x")
 
 
-def put(at: int, form: str, value: int) -> Callable[[Path], None]:
+def put(at, form, value):
     """Overwrite a number of the ``.idx``."""
 
-    def change(prefix: Path) -> None:
+    def change(prefix):
         path = prefix.with_suffix(".idx")
         content = bytearray(path.read_bytes())
         struct.pack_into(form, content, at, value)
@@ -179,8 +174,8 @@ def put(at: int, form: str, value: int) -> Callable[[Path], None]:
     return change
 
 
-def resize(suffix: str, by: int) -> Callable[[Path], None]:
-    def change(prefix: Path) -> None:
+def resize(suffix, by):
+    def change(prefix):
         path = prefix.with_suffix(suffix)
         content = path.read_bytes()
         path.write_bytes(content[:by] if by < 0 else content + b"\0" * by)
@@ -188,8 +183,8 @@ def resize(suffix: str, by: int) -> Callable[[Path], None]:
     return change
 
 
-def ids(at: int, value: int) -> Callable[[Path], None]:
-    def change(prefix: Path) -> None:
+def ids(at, value):
+    def change(prefix):
         tokens = np.fromfile(prefix.with_suffix(".bin"), dtype="<i4")
         tokens[at] = value
         tokens.tofile(prefix.with_suffix(".bin"))
@@ -197,20 +192,20 @@ def ids(at: int, value: int) -> Callable[[Path], None]:
     return change
 
 
-def remove(suffix: str) -> Callable[[Path], None]:
+def remove(suffix):
     return lambda prefix: prefix.with_suffix(suffix).unlink()
 
 
-def become(name: str) -> Callable[[Path], None]:
-    def change(prefix: Path) -> None:
+def become(name):
+    def change(prefix):
         for suffix in (".bin", ".idx"):
             shutil.copy(FIXTURES / f"{name}{suffix}", prefix.with_suffix(suffix))
 
     return change
 
 
-def magic(text: bytes) -> Callable[[Path], None]:
-    def change(prefix: Path) -> None:
+def magic(text):
+    def change(prefix):
         path = prefix.with_suffix(".idx")
         path.write_bytes(text + path.read_bytes()[len(text) :])
 
@@ -254,9 +249,7 @@ def magic(text: bytes) -> Callable[[Path], None]:
         pytest.param(become("pictures"), "sequence 1: expected mode 0, text, found mode 1", id="pictures"),
     ],
 )
-def test_megatron_files_that_do_not_fit_are_refused_and_nothing_stays(
-    copy: Path, tmp_path: Path, change: Callable[[Path], None], said: str, capsys: Capture
-) -> None:
+def test_megatron_files_that_do_not_fit_are_refused_and_nothing_stays(copy, tmp_path, change, said, capsys):
     change(copy)
     before = sorted(path.name for path in copy.parent.iterdir())
     for out in (copy, tmp_path / "elsewhere" / "tokens"):
@@ -267,7 +260,7 @@ def test_megatron_files_that_do_not_fit_are_refused_and_nothing_stays(
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
-def test_an_index_cut_or_flipped_anywhere_is_read_or_refused(copy: Path) -> None:
+def test_an_index_cut_or_flipped_anywhere_is_read_or_refused(copy):
     path, whole = copy.with_suffix(".idx"), (FIXTURES / "int32.idx").read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
@@ -282,7 +275,7 @@ def test_an_index_cut_or_flipped_anywhere_is_read_or_refused(copy: Path) -> None
         assert at >= BOUNDS and found.offsets[-1] == 252, "only a bound of documents can be another one"
 
 
-def test_tokens_beyond_4_gib_are_found(tmp_path: Path) -> None:
+def test_tokens_beyond_4_gib_are_found(tmp_path):
     """Two sequences of 2**30 ids each, and a short one behind 8 GiB; the file has holes and takes no room."""
     lengths = np.array([2**30, 2**30, 5], dtype="<i8")
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -293,7 +286,7 @@ def test_tokens_beyond_4_gib_are_found(tmp_path: Path) -> None:
     assert read_megatron(tmp_path / "large").offsets.tolist() == [0, 2**30, 2**31, 2**31 + 5]
 
 
-def test_indexing_takes_no_more_memory_for_more_tokens(tmp_path: Path) -> None:
+def test_indexing_takes_no_more_memory_for_more_tokens(tmp_path):
     peaks = []
     for size in (2**22, 2**24):
         name = tmp_path / str(size)
@@ -309,7 +302,7 @@ def test_indexing_takes_no_more_memory_for_more_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_token_behind_4_gib_is_read_from_its_place(tmp_path: Path) -> None:
+def test_a_token_behind_4_gib_is_read_from_its_place(tmp_path):
     """Reads 4 GiB of a file with holes: some ten seconds."""
     lengths = np.array([2**30, 7], dtype="<i8")
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -346,9 +339,7 @@ def test_a_token_behind_4_gib_is_read_from_its_place(tmp_path: Path) -> None:
         pytest.param(".loss", b"\1" * 252, "no mask of the loss", id="a-loss-mask"),
     ],
 )
-def test_datatrove_files_that_do_not_fit_are_refused(
-    tmp_path: Path, suffix: str, content: bytes | None, said: str
-) -> None:
+def test_datatrove_files_that_do_not_fit_are_refused(tmp_path, suffix, content, said):
     path = tmp_path / "00000_shuffled.ds"
     for end in ("", ".index", ".metadata"):
         shutil.copy(FIXTURES / f"{path.name}{end}", tmp_path)
@@ -370,13 +361,7 @@ def test_datatrove_files_that_do_not_fit_are_refused(
         (["documents.jsonl", "--to", "megatron", "--chat"], "expected text: it learns every token"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(
-    words: list[str],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Capture,
-) -> None:
+def test_options_that_contradict_each_other_are_refused(words, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(FIXTURES)
     template = ["--chat-template", str(tmp_path / "t.jinja")] if "--chat" in words else []
     (tmp_path / "t.jinja").write_text("{% generation %}{{ messages[0].content }}{% endgeneration %}")

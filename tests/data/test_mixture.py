@@ -1,7 +1,5 @@
 """A mixture keeps to its shares at every prefix, and any position can be asked for on its own."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 
@@ -23,7 +21,7 @@ weights = st.lists(
 
 @settings(max_examples=12, deadline=None)
 @given(weights=weights)
-def test_every_prefix_is_within_one_draw_of_the_shares(weights: list[float]) -> None:
+def test_every_prefix_is_within_one_draw_of_the_shares(weights):
     mixing = Interleave(weights)
     length = min(2 * mixing.period, 70_000)
     sources, draws = mixing.locate(np.arange(length))
@@ -37,7 +35,7 @@ def test_every_prefix_is_within_one_draw_of_the_shares(weights: list[float]) -> 
 
 @settings(max_examples=12, deadline=None)
 @given(weights=weights, position=st.integers(0, 10**15))
-def test_a_position_has_the_same_draw_alone_and_in_any_company(weights: list[float], position: int) -> None:
+def test_a_position_has_the_same_draw_alone_and_in_any_company(weights, position):
     mixing = Interleave(weights)
     alone = mixing.locate([position])
     among = Interleave(weights).locate([0, position, position + 1])
@@ -46,7 +44,7 @@ def test_a_position_has_the_same_draw_alone_and_in_any_company(weights: list[flo
 
 @settings(max_examples=25, deadline=None)
 @given(weights=weights)
-def test_shares_are_the_weights_or_the_nearest_that_a_period_holds(weights: list[float]) -> None:
+def test_shares_are_the_weights_or_the_nearest_that_a_period_holds(weights):
     mixing = Interleave(weights)
     exact = [Fraction(str(weight)) for weight in weights]
     wanted = [weight / sum(exact) for weight in exact]
@@ -59,13 +57,13 @@ def test_shares_are_the_weights_or_the_nearest_that_a_period_holds(weights: list
         assert all(abs(a - b) <= limit for a, b in zip(shares, wanted, strict=True))
 
 
-def test_decimal_weights_mean_what_is_written() -> None:
+def test_decimal_weights_mean_what_is_written():
     assert Interleave([0.7, 0.2, 0.1]).shares == [7, 2, 1]
     assert Interleave([1, 1]).shares == [1, 1]
     assert Interleave([3.0]).shares == [1]
 
 
-def test_the_pattern_is_fixed_for_all_time() -> None:
+def test_the_pattern_is_fixed_for_all_time():
     sources, draws = Interleave([0.5, 0.3, 0.2]).locate(np.arange(12))
     assert sources.tolist() == [0, 1, 0, 2, 0, 1, 0, 1, 0, 2, 0, 1]
     assert draws.tolist() == [0, 0, 1, 0, 2, 1, 3, 2, 4, 1, 5, 3]
@@ -82,6 +80,6 @@ def test_the_pattern_is_fixed_for_all_time() -> None:
         pytest.param([1] * (LONGEST_PERIOD + 1), id="too-many"),
     ],
 )
-def test_bad_weights_are_refused(weights: list[float]) -> None:
+def test_bad_weights_are_refused(weights):
     with pytest.raises(BadInput, match="mixture"):
         Interleave(weights)

@@ -1,7 +1,5 @@
 """Packing: every sample once, in as few rows as best fit needs, each row within its room."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,9 +10,9 @@ cases = st.integers(1, 40).flatmap(
 )
 
 
-def best_fit_decreasing(lengths: list[int], room: int) -> list[int]:
+def best_fit_decreasing(lengths, room):
     """Compute how full each row is, as in the textbook, a sample at a time."""
-    rows: list[int] = []
+    rows = []
     for length in sorted(lengths, reverse=True):
         fitting = [row for row in range(len(rows)) if rows[row] + length <= room]
         if fitting:
@@ -26,7 +24,7 @@ def best_fit_decreasing(lengths: list[int], room: int) -> list[int]:
 
 @settings(max_examples=300, deadline=None)
 @given(case=cases)
-def test_rows_are_those_of_best_fit_decreasing(case: tuple[int, list[int]]) -> None:
+def test_rows_are_those_of_best_fit_decreasing(case):
     room, lengths = case
     rows = pack(lengths, room)
     assert sorted(rows.samples.tolist()) == list(range(len(lengths)))
@@ -34,18 +32,18 @@ def test_rows_are_those_of_best_fit_decreasing(case: tuple[int, list[int]]) -> N
     assert sorted(taken) == sorted(best_fit_decreasing(lengths, room))
 
 
-def test_the_rows_are_fixed_for_all_time() -> None:
+def test_the_rows_are_fixed_for_all_time():
     """A run resumed years later must find its samples where they were."""
     rows = pack([3, 9, 1, 4, 4, 2, 10, 6, 1], 10)
     assert [rows[row].tolist() for row in range(len(rows))] == [[6], [1, 2], [7, 3], [4, 0, 5, 8]]
 
 
-def test_samples_of_ordinary_lengths_leave_little_padding() -> None:
+def test_samples_of_ordinary_lengths_leave_little_padding():
     lengths = np.clip(np.random.default_rng(0).lognormal(5, 1, 20_000).astype(int), 1, 2048)
     rows = pack(lengths, 2048)
     assert lengths.sum() / (len(rows) * 2048) > 0.999
 
 
-def test_one_a_row() -> None:
+def test_one_a_row():
     rows = one_a_row([4, 7])
     assert len(rows) == 2 and rows[0].tolist() == [4] and rows[1].tolist() == [7]

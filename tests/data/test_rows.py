@@ -1,15 +1,10 @@
 """Rows of separate documents and of chat samples: what is learnt, where positions start, what is refused."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trilith.data import TokenFile
 from trilith.data.batches import GlobalBatches, Mixture
 from trilith.data.rows import SampleRows, WindowRows, rows_of
 from trilith.data.token_writer import TokenWriter
@@ -29,26 +24,26 @@ samples = st.lists(
 )
 
 
-def write(name: Path, documents: list[Sample], *, chat: bool, template: str = "t") -> TokenFile:
+def write(name, documents, *, chat, template="t"):
     with TokenWriter(name, vocab_size=1000, template_sha256=template if chat else None) as writer:
         for ids, learnt in documents:
             writer.add_documents(ids, [len(ids)], learnt if chat else None)
         return writer.commit()
 
 
-def filled(rows: WindowRows | SampleRows, row: int) -> tuple[list[int], list[int], list[int]]:
+def filled(rows, row):
     ids, labels = np.zeros(rows.length, np.int64), np.full(rows.length, IGNORE, np.int64)
     positions = np.arange(rows.length)
     rows.fill(row, ids, labels, positions)
     return ids.tolist(), labels.tolist(), positions.tolist()
 
 
-def numbered(count: int) -> list[Sample]:
+def numbered(count):
     """Documents of 1, 2, 3 and so on tokens, numbered through."""
     return [([n * (n - 1) // 2 + i for i in range(n)], [1] * n) for n in range(1, count + 1)]
 
 
-def test_separate_documents_restart_and_do_not_predict_each_other(tmp_path: Path) -> None:
+def test_separate_documents_restart_and_do_not_predict_each_other(tmp_path):
     file = write(tmp_path / "d", numbered(5), chat=False)  # starts: 0 1 3 6 10, 15 tokens
     rows = WindowRows(file, 7, separate=True)
     assert len(rows) == 2
@@ -61,9 +56,7 @@ def test_separate_documents_restart_and_do_not_predict_each_other(tmp_path: Path
 
 @settings(max_examples=100, deadline=None)
 @given(documents=samples, length=st.integers(1, 12))
-def test_separate_windows_know_the_document_of_every_token(
-    tmp_path_factory: pytest.TempPathFactory, documents: list[Sample], length: int
-) -> None:
+def test_separate_windows_know_the_document_of_every_token(tmp_path_factory, documents, length):
     tokens = [token for ids, _ in documents for token in ids]
     owner = [number for number, (ids, _) in enumerate(documents) for _ in ids]
     if len(tokens) <= length:
@@ -82,8 +75,8 @@ def test_separate_windows_know_the_document_of_every_token(
 @settings(max_examples=100, deadline=None)
 @given(documents=samples, length=st.integers(8, 20), packed=st.booleans())
 def test_every_sample_stands_whole_in_one_row_and_only_targets_are_labels(
-    tmp_path_factory: pytest.TempPathFactory, documents: list[Sample], length: int, packed: bool
-) -> None:
+    tmp_path_factory, documents, length, packed
+):
     if all(len(ids) == 1 for ids, _ in documents) or not any(any(learnt) for _, learnt in documents):
         return
     file = write(tmp_path_factory.mktemp("s") / "d", documents, chat=True)
@@ -112,7 +105,7 @@ def test_every_sample_stands_whole_in_one_row_and_only_targets_are_labels(
         assert len(rows) == len(expected)
 
 
-def test_a_sample_that_no_row_holds_is_refused_cut_or_left_out(tmp_path: Path) -> None:
+def test_a_sample_that_no_row_holds_is_refused_cut_or_left_out(tmp_path):
     file = write(tmp_path / "d", numbered(6), chat=True)
     with pytest.raises(BadInput, match=r"at most 5 tokens.*1 longer ones of 6, the longest with 6.*overlong"):
         SampleRows(file, 4, packed=True, overlong="refuse")
@@ -125,19 +118,19 @@ def test_a_sample_that_no_row_holds_is_refused_cut_or_left_out(tmp_path: Path) -
     assert len(prints) == 3
 
 
-def test_f2_a_chat_set_without_a_sample_that_fits(tmp_path: Path) -> None:
+def test_f2_a_chat_set_without_a_sample_that_fits(tmp_path):
     file = write(tmp_path / "d", numbered(6)[3:], chat=True)
     with pytest.raises(BadInput, match="some samples of 2 to 3 tokens, found none"):
         SampleRows(file, 2, packed=True, overlong="drop")
 
 
-def test_f14_a_chat_set_with_nothing_to_learn_is_not_written(tmp_path: Path) -> None:
+def test_f14_a_chat_set_with_nothing_to_learn_is_not_written(tmp_path):
     with pytest.raises(BadInput, match="tokens to learn: expected at least one, found none in 0"):
         write(tmp_path / "d", [([1, 2, 3], [0, 0, 0])], chat=True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_choice_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_choice_is_refused(tmp_path):
     file = write(tmp_path / "d", numbered(6), chat=True)
     with pytest.raises(BadInput, match="one of joined, separate, found 'alone'"):
         rows_of(file, 8, "alone", "packed", "refuse")
@@ -145,9 +138,7 @@ def test_an_unknown_choice_is_refused(tmp_path: Path) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(step=st.integers(0, 10**6))
-def test_chat_and_text_in_one_mixture_are_cut_alike_for_any_number_of_ranks(
-    tmp_path_factory: pytest.TempPathFactory, step: int
-) -> None:
+def test_chat_and_text_in_one_mixture_are_cut_alike_for_any_number_of_ranks(tmp_path_factory, step):
     folder = tmp_path_factory.mktemp("mix")
     chat, text = (write(folder / name, numbered(9), chat=name == "chat") for name in ("chat", "text"))
     data = GlobalBatches(Mixture([(chat, 2), (text, 1)]), 10, 12, seed=5)
@@ -160,7 +151,7 @@ def test_chat_and_text_in_one_mixture_are_cut_alike_for_any_number_of_ranks(
             assert tensor is not None and torch.equal(torch.cat(parts), tensor)
 
 
-def test_the_way_rows_are_made_is_part_of_the_fingerprint(tmp_path: Path) -> None:
+def test_the_way_rows_are_made_is_part_of_the_fingerprint(tmp_path):
     chat, text = (write(tmp_path / name, numbered(9), chat=name == "chat") for name in ("chat", "text"))
     other = write(tmp_path / "other", [(ids, [0, *learnt[1:]]) for ids, learnt in numbered(9)], chat=True)
     ways = {

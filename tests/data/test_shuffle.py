@@ -1,7 +1,5 @@
 """The order of samples is a permutation in each epoch and depends on (seed, epoch) alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,40 +12,38 @@ epochs = st.integers(0, 1000)
 
 
 @pytest.mark.parametrize("n", [4, 16, 64, 4096])
-def test_the_network_alone_is_a_permutation_where_it_fits_exactly(n: int) -> None:
+def test_the_network_alone_is_a_permutation_where_it_fits_exactly(n):
     """No number falls outside these sizes; a network that is none would send others round for ever."""
     np.testing.assert_array_equal(np.sort(permute(np.arange(n), n, 3, 1)), np.arange(n))
 
 
 @settings(max_examples=300, deadline=None)
 @given(n=st.integers(1, 5000), seed=seeds, epoch=epochs)
-def test_every_epoch_is_a_permutation(n: int, seed: int, epoch: int) -> None:
+def test_every_epoch_is_a_permutation(n, seed, epoch):
     np.testing.assert_array_equal(np.sort(permute(np.arange(n), n, seed, epoch)), np.arange(n))
 
 
 @pytest.mark.parametrize("n", range(1, 70))
-def test_small_and_power_of_two_sizes_are_permutations(n: int) -> None:
+def test_small_and_power_of_two_sizes_are_permutations(n):
     np.testing.assert_array_equal(np.sort(permute(np.arange(n), n, 0, 0)), np.arange(n))
 
 
 @settings(max_examples=100, deadline=None)
 @given(n=st.integers(1, 5000), seed=seeds, epoch=epochs, data=st.data())
-def test_an_index_goes_to_the_same_place_alone_and_in_any_company(
-    n: int, seed: int, epoch: int, data: st.DataObject
-) -> None:
+def test_an_index_goes_to_the_same_place_alone_and_in_any_company(n, seed, epoch, data):
     indices = data.draw(st.lists(st.integers(0, n - 1), max_size=20))
     whole = permute(np.arange(n), n, seed, epoch)
     assert permute(indices, n, seed, epoch).tolist() == [whole[i] for i in indices]
 
 
-def test_shape_is_kept_and_the_input_is_not_written_to() -> None:
+def test_shape_is_kept_and_the_input_is_not_written_to():
     indices = np.arange(12).reshape(3, 4)
     out = permute(indices, 12, 1, 1)
     assert out.shape == (3, 4) and out.dtype == np.int64
     assert (indices == np.arange(12).reshape(3, 4)).all()
 
 
-def test_seed_epoch_and_stream_each_change_the_order() -> None:
+def test_seed_epoch_and_stream_each_change_the_order():
     base = permute(np.arange(1000), 1000, 1, 0)
     for other in (
         permute(np.arange(1000), 1000, 2, 0),
@@ -57,7 +53,7 @@ def test_seed_epoch_and_stream_each_change_the_order() -> None:
         assert (base == other).mean() < 0.02
 
 
-def test_every_order_of_four_samples_is_about_as_likely() -> None:
+def test_every_order_of_four_samples_is_about_as_likely():
     found, counts = np.unique(
         [permute(np.arange(4), 4, seed, 0) for seed in range(2400)], axis=0, return_counts=True
     )
@@ -65,13 +61,13 @@ def test_every_order_of_four_samples_is_about_as_likely() -> None:
     assert ((counts - 100.0) ** 2 / 100).sum() < 60  # chi-square with 23 degrees: 60 is one in 30,000
 
 
-def test_neighbours_do_not_stay_together() -> None:
+def test_neighbours_do_not_stay_together():
     order = permute(np.arange(100_000), 100_000, 5, 0)
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
     assert abs(np.corrcoef(order, np.arange(100_000))[0, 1]) < 0.02
 
 
-def test_the_order_is_fixed_for_all_time() -> None:
+def test_the_order_is_fixed_for_all_time():
     """A run resumed years later must find its samples where they were."""
     assert permute(np.arange(10), 10, 0, 0).tolist() == [7, 8, 5, 0, 2, 9, 3, 6, 4, 1]
     assert permute([0, 1, 10**12 - 1], 10**12, 1234, 5).tolist() == [532283900465, 843349098538, 492751948383]
@@ -80,7 +76,7 @@ def test_the_order_is_fixed_for_all_time() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(n=st.integers(1, 200), batch=st.integers(1, 50), seed=seeds)
-def test_steps_lie_end_to_end_over_the_epochs(n: int, batch: int, seed: int) -> None:
+def test_steps_lie_end_to_end_over_the_epochs(n, batch, seed):
     steps = 3 * n // batch + 1
     ids = np.concatenate([ids_at(positions_of(step, batch), n, seed) for step in range(steps)])
     for epoch in range(len(ids) // n):
@@ -88,19 +84,19 @@ def test_steps_lie_end_to_end_over_the_epochs(n: int, batch: int, seed: int) -> 
 
 
 @pytest.mark.parametrize("n", [1, 3, 7], ids=lambda n: f"F3-{n}-samples-for-a-batch-of-16")
-def test_a_batch_larger_than_the_data_wraps_over_epochs(n: int) -> None:
+def test_a_batch_larger_than_the_data_wraps_over_epochs(n):
     ids = ids_at(positions_of(2, 16), n, seed=0)
     counts = np.bincount(ids, minlength=n)
     assert len(ids) == 16 and counts.min() >= 16 // n - 1 and counts.max() <= 16 // n + 2
 
 
-def test_positions_far_out_need_no_walk_through_the_epochs() -> None:
+def test_positions_far_out_need_no_walk_through_the_epochs():
     far = 10**15
     assert ids_at([far], 1000, 3)[0] == permute([far % 1000], 1000, 3, far // 1000)[0]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])
-def test_ranks_pieces_in_order_are_the_whole(size: int) -> None:
+def test_ranks_pieces_in_order_are_the_whole(size):
     pieces = [positions_of(5, 12, rank, size) for rank in range(size)]
     np.testing.assert_array_equal(np.concatenate(pieces), np.arange(60, 72))
 
@@ -116,7 +112,7 @@ def test_ranks_pieces_in_order_are_the_whole(size: int) -> None:
         pytest.param(lambda: permute([], 0, 1, 0), "samples", id="F1-no-samples"),
     ],
 )
-def test_refusals(call: object, key: str) -> None:
+def test_refusals(call, key):
     assert callable(call)
     with pytest.raises(BadInput) as caught:
         call()

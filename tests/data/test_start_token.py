@@ -1,11 +1,7 @@
 """Check that a document of text begins with the token that the tokenizer puts before a prompt, by default."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -24,14 +20,14 @@ BOS, EOS = 1, 2
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain(tmp_path_factory):
     """A tokenizer that knows a start token and puts it nowhere."""
     folder = tmp_path_factory.mktemp("tokenizer") / "plain"
     train_tokenizer([text * 20 for text in TEXTS], folder, vocab_size=275)
     return folder
 
 
-def that_puts(before: str, plain: Path, folder: Path) -> Path:
+def that_puts(before, plain, folder):
     """The same tokenizer with special tokens around a text, as Llama 3's ``tokenizer.json`` has them."""
     shutil.copytree(plain, folder)
     backend = Backend.from_file(str(folder / "tokenizer.json"))
@@ -41,21 +37,21 @@ def that_puts(before: str, plain: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def starting(plain: Path) -> Path:
+def starting(plain):
     return that_puts("<s> $A", plain, plain.parent / "starting")
 
 
-def texts(path: Path) -> Path:
+def texts(path):
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     return path
 
 
-def documents(file: TokenFile) -> list[list[int]]:
+def documents(file):
     bounds = zip(file.documents[:-1], file.documents[1:], strict=True)
     return [file.tokens[start:end].tolist() for start, end in bounds]
 
 
-def test_a_document_begins_as_a_prompt_does(starting: Path, plain: Path, tmp_path: Path) -> None:
+def test_a_document_begins_as_a_prompt_does(starting, plain, tmp_path):
     for folder, begin in ((starting, [BOS]), (plain, [])):
         loaded, name = load_tokenizer(folder), tmp_path / folder.name
         file = tokenize([texts(tmp_path / "in.jsonl")], folder, name, workers=1)
@@ -70,17 +66,15 @@ def test_a_document_begins_as_a_prompt_does(starting: Path, plain: Path, tmp_pat
 
 @pytest.mark.parametrize("folder", ["starting", "plain"])
 @pytest.mark.parametrize("bos", [True, False])
-def test_the_choice_can_be_told(
-    folder: str, bos: bool, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    path: Path = request.getfixturevalue(folder)
+def test_the_choice_can_be_told(folder, bos, tmp_path, request):
+    path = request.getfixturevalue(folder)
     source, ids = texts(tmp_path / "in.jsonl"), load_tokenizer(path).encode(TEXTS[0])
     file = tokenize([source], path, tmp_path / "out", bos=bos, append_eos=False)
     assert documents(file)[0] == ([BOS, *ids] if bos else ids)
     assert file.index.bos_id == (BOS if bos else None)
 
 
-def test_without_a_start_token_the_index_is_what_it_was(plain: Path, starting: Path, tmp_path: Path) -> None:
+def test_without_a_start_token_the_index_is_what_it_was(plain, starting, tmp_path):
     """And so an index without the key is read: those written before there was one."""
     source = texts(tmp_path / "in.jsonl")
     tokenize([source], plain, tmp_path / "out")
@@ -95,9 +89,7 @@ def test_without_a_start_token_the_index_is_what_it_was(plain: Path, starting: P
 
 
 @pytest.mark.parametrize(("before", "expected"), [("$A </s>", False), ("<s> $A </s>", True)])
-def test_an_end_that_a_tokenizer_adds_is_no_start(
-    before: str, expected: bool, plain: Path, tmp_path: Path
-) -> None:
+def test_an_end_that_a_tokenizer_adds_is_no_start(before, expected, plain, tmp_path):
     folder = that_puts(before, plain, tmp_path / "t")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     if not expected:  # one token is both, as GPT-2's
@@ -108,7 +100,7 @@ def test_an_end_that_a_tokenizer_adds_is_no_start(
     assert load_tokenizer(folder).starts_with_bos is expected
 
 
-def test_a_choice_that_cannot_be_is_refused(plain: Path, tmp_path: Path) -> None:
+def test_a_choice_that_cannot_be_is_refused(plain, tmp_path):
     folder = tmp_path / "t"
     shutil.copytree(plain, folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -124,13 +116,11 @@ def test_a_choice_that_cannot_be_is_refused(plain: Path, tmp_path: Path) -> None
     assert sorted(tmp_path.iterdir()) == [source, folder]
 
 
-def test_an_interrupted_job_with_the_other_choice_begins_anew(
-    starting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_job_with_the_other_choice_begins_anew(starting, tmp_path, monkeypatch):
     monkeypatch.setattr(token_writer, "MARK_EVERY", 0.0)
     source = texts(tmp_path / "in.jsonl")
 
-    def interrupt(*_: Any) -> None:
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -143,9 +133,7 @@ def test_an_interrupted_job_with_the_other_choice_begins_anew(
 @pytest.mark.parametrize(
     ("choice", "said"), [([], "the start token, id 1"), (["--no-bos"], "no start token")]
 )
-def test_the_command_says_it(
-    choice: list[str], said: str, starting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_it(choice, said, starting, tmp_path, capsys):
     words = ["tokenize", str(texts(tmp_path / "in.jsonl")), "--tokenizer", str(starting), *choice]
     assert run([*words, "--out", str(tmp_path / "out")]) == 0
     assert f"each document begins with {said}\n" in capsys.readouterr().out

@@ -1,15 +1,10 @@
 """Token files: what is written is read back, and whatever does not fit together is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
 import multiprocessing
 import os
-from collections.abc import Callable
-from multiprocessing.queues import Queue
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import numpy as np
@@ -25,18 +20,18 @@ from trilith.storage.lock import FileLock
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
 
 
-def write(name: Path, documents: list[list[int]] = DOCUMENTS, vocab_size: int = 300) -> TokenFile:
+def write(name, documents=DOCUMENTS, vocab_size=300):
     with TokenWriter(name, vocab_size=vocab_size, eos_id=2, tokenizer_fingerprint="abc") as writer:
         for ids in documents:
             writer.add(ids)
         return writer.commit()
 
 
-def files(folder: Path) -> list[str]:
+def files(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def change_index(name: Path, **changes: object) -> None:
+def change_index(name, **changes):
     """Change the index as somebody would who also knows the seal."""
     path = name.with_name(name.name + ".json")
     content = {**json.loads(path.read_text()), **changes}
@@ -48,7 +43,7 @@ def change_index(name: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"), [(300, "<u2"), (2**16, "<u2"), (2**16 + 1, "<u4"), (128_256, "<u4")]
 )
-def test_what_is_written_is_read_back(tmp_path: Path, vocab_size: int, dtype: str) -> None:
+def test_what_is_written_is_read_back(tmp_path, vocab_size, dtype):
     documents = [*DOCUMENTS, [vocab_size - 1]]
     write(tmp_path / "data", documents, vocab_size)
     file = TokenFile.open(tmp_path / "data")
@@ -66,17 +61,17 @@ def test_what_is_written_is_read_back(tmp_path: Path, vocab_size: int, dtype: st
 
 
 @pytest.mark.parametrize("suffix", ["", ".bin", ".json", ".docs.npy", ".sums"])
-def test_any_of_the_files_names_it(tmp_path: Path, suffix: str) -> None:
+def test_any_of_the_files_names_it(tmp_path, suffix):
     write(tmp_path / "v1.5")
     assert TokenFile.open(tmp_path / f"v1.5{suffix}").index.tokens == 9
 
 
-def test_a_name_with_blanks_and_umlauts(tmp_path: Path) -> None:
+def test_a_name_with_blanks_and_umlauts(tmp_path):
     write(tmp_path / "größer als das")
     assert TokenFile.open(tmp_path / "größer als das").index.documents == 3
 
 
-def test_chunks_and_single_documents_make_the_same_file(tmp_path: Path) -> None:
+def test_chunks_and_single_documents_make_the_same_file(tmp_path):
     write(tmp_path / "one")
     with TokenWriter(tmp_path / "two", vocab_size=300, eos_id=2, tokenizer_fingerprint="abc") as writer:
         writer.add_documents(np.array([1, 2, 3, 4]), np.array([3, 1]))
@@ -96,7 +91,7 @@ def test_chunks_and_single_documents_make_the_same_file(tmp_path: Path) -> None:
         pytest.param([1.5], id="not-whole"),
     ],
 )
-def test_bad_ids_are_not_written_and_nothing_stays(tmp_path: Path, ids: list[int]) -> None:
+def test_bad_ids_are_not_written_and_nothing_stays(tmp_path, ids):
     with (
         pytest.raises(BadInput),
         TokenWriter(tmp_path / "data", vocab_size=300) as writer,
@@ -106,27 +101,27 @@ def test_bad_ids_are_not_written_and_nothing_stays(tmp_path: Path, ids: list[int
     assert files(tmp_path) == []
 
 
-def test_no_token_at_all_is_refused(tmp_path: Path) -> None:
+def test_no_token_at_all_is_refused(tmp_path):
     with pytest.raises(BadInput, match="at least one"), TokenWriter(tmp_path / "d", vocab_size=300) as writer:
         writer.commit()
     assert files(tmp_path) == []
 
 
-def _cut_half(name: Path) -> None:
+def _cut_half(name):
     path = name.with_name(name.name + ".bin")
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def _empty(suffix: str) -> Callable[[Path], None]:
+def _empty(suffix):
     return lambda name: name.with_name(name.name + suffix).write_bytes(b"") and None
 
 
-def _remove(suffix: str) -> Callable[[Path], None]:
+def _remove(suffix):
     return lambda name: name.with_name(name.name + suffix).unlink()
 
 
-def _pipe(suffix: str) -> Callable[[Path], None]:
-    def make(name: Path) -> None:
+def _pipe(suffix):
+    def make(name):
         path = name.with_name(name.name + suffix)
         path.unlink()
         os.mkfifo(path)
@@ -134,17 +129,17 @@ def _pipe(suffix: str) -> Callable[[Path], None]:
     return make
 
 
-def _index(text: str | bytes) -> Callable[[Path], None]:
+def _index(text):
     data = text.encode() if isinstance(text, str) else text
     return lambda name: name.with_name(name.name + ".json").write_bytes(data) and None
 
 
-def _changed(**changes: object) -> Callable[[Path], None]:
+def _changed(**changes):
     return lambda name: change_index(name, **changes)
 
 
-def _documents(offsets: object, *, rehash: bool = True) -> Callable[[Path], None]:
-    def make(name: Path) -> None:
+def _documents(offsets, *, rehash=True):
+    def make(name):
         path = name.with_name(name.name + ".docs.npy")
         np.save(path, np.asarray(offsets), allow_pickle=True)
         if rehash:
@@ -155,8 +150,8 @@ def _documents(offsets: object, *, rehash: bool = True) -> Callable[[Path], None
     return make
 
 
-def _file_of_another(suffix: str) -> Callable[[Path], None]:
-    def make(name: Path) -> None:
+def _file_of_another(suffix):
+    def make(name):
         other = name.with_name("other")
         write(other, [[1, 2], [4, 4], [5, 6, 7, 8, 1]])
         other.with_name("other" + suffix).rename(name.with_name(name.name + suffix))
@@ -203,7 +198,7 @@ def _file_of_another(suffix: str) -> Callable[[Path], None]:
         pytest.param(_changed(surprise=1), "surprise", id="index-unknown-key"),
     ],
 )
-def test_damage_is_refused(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+def test_damage_is_refused(tmp_path, damage, message):
     write(tmp_path / "data")
     damage(tmp_path / "data")
     with pytest.raises(BadInput) as caught:
@@ -212,14 +207,14 @@ def test_damage_is_refused(tmp_path: Path, damage: Callable[[Path], None], messa
 
 
 class _Evil:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self):
         return (Path.touch, (self.path,))
 
 
-def test_f11_a_pickle_among_the_offsets_is_not_run(tmp_path: Path) -> None:
+def test_f11_a_pickle_among_the_offsets_is_not_run(tmp_path):
     write(tmp_path / "data")
     _documents(np.array([0, 3, 4, _Evil(tmp_path / "ran")]))(tmp_path / "data")
     with pytest.raises(BadInput):
@@ -227,7 +222,7 @@ def test_f11_a_pickle_among_the_offsets_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_verify_sees_what_opening_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_sees_what_opening_does_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(token_index, "_PROBE_BYTES", 2)
     write(tmp_path / "data", [list(range(1000))], 2000)
     path = tmp_path / "data.bin"
@@ -239,20 +234,20 @@ def test_verify_sees_what_opening_does_not_read(tmp_path: Path, monkeypatch: pyt
         file.verify()
 
 
-def test_verify_names_an_id_outside_the_vocabulary(tmp_path: Path) -> None:
+def test_verify_names_an_id_outside_the_vocabulary(tmp_path):
     write(tmp_path / "data")
     change_index(tmp_path / "data", vocab_size=8)
     with pytest.raises(BadInput, match="token 7"):
         TokenFile.open(tmp_path / "data").verify()
 
 
-def test_f12_fingerprint_is_of_the_content_alone(tmp_path: Path) -> None:
+def test_f12_fingerprint_is_of_the_content_alone(tmp_path):
     first, again = write(tmp_path / "a"), write(tmp_path / "b")
     other = write(tmp_path / "c", [*DOCUMENTS[:2], [5, 6, 7, 8, 10]])
     assert first.fingerprint == again.fingerprint != other.fingerprint
 
 
-def test_f8_vocabulary_may_be_smaller_than_the_models_but_not_larger(tmp_path: Path) -> None:
+def test_f8_vocabulary_may_be_smaller_than_the_models_but_not_larger(tmp_path):
     file = write(tmp_path / "data")
     check_vocabulary(file.vocab_size, 300, file.path)
     check_vocabulary(file.vocab_size, 512, file.path)
@@ -260,7 +255,7 @@ def test_f8_vocabulary_may_be_smaller_than_the_models_but_not_larger(tmp_path: P
         check_vocabulary(file.vocab_size, 299, file.path)
 
 
-def test_f13_a_second_writer_of_the_name_is_refused_while_one_writes_and_after(tmp_path: Path) -> None:
+def test_f13_a_second_writer_of_the_name_is_refused_while_one_writes_and_after(tmp_path):
     with TokenWriter(tmp_path / "data", vocab_size=300) as first:
         first.add([1, 2])
         with (
@@ -276,7 +271,7 @@ def test_f13_a_second_writer_of_the_name_is_refused_while_one_writes_and_after(t
     assert files(tmp_path) == ["data.bin", "data.docs.npy", "data.json", "data.sums"]
 
 
-def _race(name: Path, mine: int, start: Barrier, answers: Queue[int | None]) -> None:
+def _race(name, mine, start, answers):
     start.wait()
     try:
         with TokenWriter(name, vocab_size=300) as writer:
@@ -288,12 +283,10 @@ def _race(name: Path, mine: int, start: Barrier, answers: Queue[int | None]) -> 
         answers.put(None)
 
 
-def test_f13_a_writer_that_finishes_just_before_the_lock_is_not_written_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_f13_a_writer_that_finishes_just_before_the_lock_is_not_written_over(tmp_path, monkeypatch):
     take = FileLock.take
 
-    def late(path: Path) -> FileLock | None:
+    def late(path):
         monkeypatch.setattr(FileLock, "take", take)
         write(tmp_path / "data", [[7]])
         return take(path)
@@ -304,7 +297,7 @@ def test_f13_a_writer_that_finishes_just_before_the_lock_is_not_written_over(
     assert TokenFile.open(tmp_path / "data").tokens.tolist() == [7]
 
 
-def test_f13_of_processes_that_race_exactly_one_writes(tmp_path: Path) -> None:
+def test_f13_of_processes_that_race_exactly_one_writes(tmp_path):
     context = multiprocessing.get_context("fork")
     for attempt in range(5):
         start, answers = context.Barrier(4), context.Queue()
@@ -320,10 +313,10 @@ def test_f13_of_processes_that_race_exactly_one_writes(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if ".tmp-" in path.name]
 
 
-def _die(name: Path, after: str) -> None:
+def _die(name, after):
     renames = 0
 
-    def rename(self: Disk, old: Path, new: Path) -> None:
+    def rename(self, old, new):
         nonlocal renames
         if f"{renames} renames" == after:
             os._exit(9)
@@ -339,9 +332,7 @@ def _die(name: Path, after: str) -> None:
 
 
 @pytest.mark.parametrize("after", ["some tokens", "0 renames", "1 renames", "2 renames", "3 renames"])
-def test_a_killed_writer_leaves_no_token_file_and_does_not_stand_in_the_way(
-    tmp_path: Path, after: str
-) -> None:
+def test_a_killed_writer_leaves_no_token_file_and_does_not_stand_in_the_way(tmp_path, after):
     process = multiprocessing.get_context("fork").Process(target=_die, args=(tmp_path / "data", after))
     process.start()
     process.join()
@@ -354,12 +345,10 @@ def test_a_killed_writer_leaves_no_token_file_and_does_not_stand_in_the_way(
 
 
 @pytest.mark.parametrize("failing", range(4))
-def test_a_disk_that_refuses_a_name_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
-) -> None:
-    done: list[Path] = []
+def test_a_disk_that_refuses_a_name_leaves_nothing(tmp_path, monkeypatch, failing):
+    done = []
 
-    def rename(self: Disk, old: Path, new: Path) -> None:
+    def rename(self, old, new):
         if len(done) == failing:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         done.append(new)
@@ -373,7 +362,7 @@ def test_a_disk_that_refuses_a_name_leaves_nothing(
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".docs.npy", ".sums", ".json"])
-def test_a_strangers_file_is_never_written_over(tmp_path: Path, suffix: str) -> None:
+def test_a_strangers_file_is_never_written_over(tmp_path, suffix):
     (tmp_path / f"data{suffix}").write_bytes(b"precious")
     with pytest.raises(BadInput, match="an existing file"):
         write(tmp_path / "data")
@@ -381,7 +370,7 @@ def test_a_strangers_file_is_never_written_over(tmp_path: Path, suffix: str) -> 
     assert files(tmp_path) == [f"data{suffix}"]
 
 
-def test_a_strangers_files_beside_it_stay_whatever_they_are_called(tmp_path: Path) -> None:
+def test_a_strangers_files_beside_it_stay_whatever_they_are_called(tmp_path):
     precious = [tmp_path / name for name in ("data.lock", "data.tmp-lock", "data.partial", "data.tmp-mine")]
     for path in precious:
         path.write_text("precious")
@@ -392,7 +381,7 @@ def test_a_strangers_files_beside_it_stay_whatever_they_are_called(tmp_path: Pat
     assert (tmp_path / "empty.lock").exists()
 
 
-def test_a_new_folder_is_made_and_goes_again_on_failure(tmp_path: Path) -> None:
+def test_a_new_folder_is_made_and_goes_again_on_failure(tmp_path):
     with pytest.raises(BadInput), TokenWriter(tmp_path / "new" / "data", vocab_size=10) as writer:
         writer.add([11])
     assert files(tmp_path) == []
@@ -402,18 +391,16 @@ def test_a_new_folder_is_made_and_goes_again_on_failure(tmp_path: Path) -> None:
         write(tmp_path / "a" / "b" / "data")
 
 
-def test_everything_is_on_disk_before_the_index_appears(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_on_disk_before_the_index_appears(tmp_path, monkeypatch):
     """Power loss cannot be tested by a kill: the order of syncs and renames is held instead."""
-    log: list[str] = []
+    log = []
     real_fsync, real_rename = os.fsync, os.rename
 
-    def fsync(descriptor: int) -> None:
+    def fsync(descriptor):
         log.append("sync " + Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
         real_fsync(descriptor)
 
-    def rename(old: Path, new: Path) -> None:
+    def rename(old, new):
         log.append(f"rename {old.name}")
         real_rename(old, new)
 

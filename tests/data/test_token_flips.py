@@ -1,9 +1,6 @@
 """A flipped bit in any file of a token file: verify and training refuse it, or nothing changes."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +16,7 @@ from trilith.parallel_state import BadInput
 LENGTH = 64
 
 
-def write(name: Path, *, chat: bool) -> Path:
+def write(name, *, chat):
     """Some 40,000 tokens: three blocks with checksums and more bytes than the small probe of these tests."""
     rng = np.random.default_rng(3)
     with TokenWriter(name, vocab_size=50_000, eos_id=2, template_sha256="0" * 64 if chat else None) as writer:
@@ -31,11 +28,11 @@ def write(name: Path, *, chat: bool) -> Path:
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["text", "chat"])
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(request, tmp_path_factory):
     return write(tmp_path_factory.mktemp("whole") / "data", chat=request.param)
 
 
-def batches(name: Path) -> list[np.ndarray]:
+def batches(name):
     """Everything that training reads of the file, in order: ids and labels of one epoch."""
     made = GlobalBatches(TokenFile.open(name), LENGTH, 4, seed=0, overlong="truncate")
     steps = [made.batch(step) for step in range(made.samples // 4)]
@@ -48,9 +45,7 @@ def batches(name: Path) -> list[np.ndarray]:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
-def test_a_flipped_bit_is_refused_or_changes_nothing(
-    whole: Path, data: st.DataObject, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flipped_bit_is_refused_or_changes_nothing(whole, data, monkeypatch):
     files = [path for path in TokenPaths(whole).all if path.exists()]
     path = data.draw(st.sampled_from(files))
     content = bytearray(path.read_bytes())
@@ -79,22 +74,22 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(
         path.write_bytes(before)
 
 
-def _size_alone(path: Path, size: int, meaning: str, expected_probe: str) -> None:
+def _size_alone(path, size, meaning, expected_probe):
     assert path.stat().st_size == size
 
 
-def _untouched(whole: Path, content: bytes, path: Path) -> list[np.ndarray]:
+def _untouched(whole, content, path):
     path.write_bytes(content)
     return batches(whole)
 
 
-def _meaning(name: Path) -> object:
+def _meaning(name):
     return TokenFile.open(name).index
 
 
 def test_ids_beyond_the_stated_vocabulary_stop_the_batch_even_under_a_seal_of_somebody_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """A maker who writes a smaller vocabulary than his ids need, and all checksums rightly."""
     with TokenWriter(tmp_path / "data", vocab_size=300) as writer:
         monkeypatch.setattr(writer, "_vocab_size", 60_000)
@@ -107,13 +102,11 @@ def test_ids_beyond_the_stated_vocabulary_stop_the_batch_even_under_a_seal_of_so
     assert run(["verify", str(tmp_path / "data")]) == 2
 
 
-def test_a_block_is_compared_once_however_often_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_is_compared_once_however_often_it_is_read(tmp_path, monkeypatch):
     write(tmp_path / "data", chat=False)
     sums, real = 0, token_sums.crc32
 
-    def counted(*arguments: object) -> int:
+    def counted(*arguments):
         nonlocal sums
         sums += 1
         return real(*arguments)
@@ -128,9 +121,7 @@ def test_a_block_is_compared_once_however_often_it_is_read(
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("suffix", ["", ".bin", ".json"])
-def test_verify_reads_a_token_file_and_says_what_it_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str, chat: bool
-) -> None:
+def test_verify_reads_a_token_file_and_says_what_it_compared(tmp_path, capsys, suffix, chat):
     name = write(tmp_path / "data", chat=chat)
     assert run(["verify", f"{name}{suffix}"]) == 0
     said = capsys.readouterr().out
@@ -142,7 +133,7 @@ def test_verify_reads_a_token_file_and_says_what_it_compared(
     assert "data.bin" in capsys.readouterr().err
 
 
-def test_a_file_made_before_there_were_seals_is_still_read(tmp_path: Path) -> None:
+def test_a_file_made_before_there_were_seals_is_still_read(tmp_path):
     name = write(tmp_path / "data", chat=False)
     index = TokenFile.open(name).index.model_dump(exclude_defaults=True, exclude={"sums_sha256", "seal"})
     name.with_suffix(".json").write_text(json.dumps(index | {"version": 1}))

@@ -1,14 +1,11 @@
 """Tokenizing: the same bytes from any number of workers and any cut of the input; errors by file and line."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
 import re
 import string
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,7 @@ from trilith.data import TokenFile
 from trilith.data.text import text_and_jsonl, tokenize_files
 from trilith.data.text.text_and_jsonl import documents_of, read_blocks
 from trilith.data.text.tokenize_files import tokenize
-from trilith.data.text.tokenizer_loading import Tokenizer, load_tokenizer
+from trilith.data.text.tokenizer_loading import load_tokenizer
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.parallel_state import BadInput, PeerFailed
 from typer import Typer
@@ -31,18 +28,18 @@ SOURCES = [LIBRARY / f"{name}.py" for name in ("string", "textwrap", "token", "t
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "t"
     train_tokenizer([source.read_text() for source in SOURCES], path, vocab_size=400)
     return path
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Tokenizer:
+def tokenizer(folder):
     return load_tokenizer(folder)
 
 
-def texts_of(file: TokenFile, tokenizer: Tokenizer, *, eos: bool = True) -> list[str]:
+def texts_of(file, tokenizer, *, eos=True):
     texts = []
     for start, stop in zip(file.documents[:-1], file.documents[1:], strict=True):
         ids = file.tokens[start:stop].tolist()
@@ -52,33 +49,31 @@ def texts_of(file: TokenFile, tokenizer: Tokenizer, *, eos: bool = True) -> list
     return texts
 
 
-def contents(name: Path) -> list[bytes]:
+def contents(name):
     return [
         name.with_name(name.name + suffix).read_bytes() for suffix in (".bin", ".docs.npy", ".sums", ".json")
     ]
 
 
-def jsonl(path: Path, texts: list[str], *, key: str = "text") -> Path:
+def jsonl(path, texts, *, key="text"):
     path.write_text("".join(json.dumps({"n": i, key: text}) + "\n" for i, text in enumerate(texts)))
     return path
 
 
-def test_a_text_file_is_a_document_ended_by_eos(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_text_file_is_a_document_ended_by_eos(folder, tokenizer, tmp_path):
     file = tokenize(SOURCES, folder, tmp_path / "out", workers=1)
     assert texts_of(file, tokenizer) == [source.read_bytes().decode() for source in SOURCES]
     assert file.index.eos_id == 2 and file.vocab_size == 400
     assert file.index.tokenizer_fingerprint == tokenizer.fingerprint
 
 
-def test_without_eos_there_is_only_the_text(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_without_eos_there_is_only_the_text(folder, tokenizer, tmp_path):
     file = tokenize(SOURCES[:2], folder, tmp_path / "out", workers=1, append_eos=False)
     assert texts_of(file, tokenizer, eos=False) == [source.read_text() for source in SOURCES[:2]]
     assert 2 not in file.tokens
 
 
-def test_json_lines_in_order_blank_lines_and_empty_texts_left_out(
-    folder: Path, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_json_lines_in_order_blank_lines_and_empty_texts_left_out(folder, tokenizer, tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_bytes(
         b'\xef\xbb\xbf{"text": "a b\\nc"}\r\n\n{"text": ""}\n   \n{"text": "\\u00e9\xc3\xa9", "x": NaN}'
@@ -86,20 +81,20 @@ def test_json_lines_in_order_blank_lines_and_empty_texts_left_out(
     assert texts_of(tokenize([path], folder, tmp_path / "out", workers=1), tokenizer) == ["a b\nc", "éé"]
 
 
-def test_another_key(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_another_key(folder, tokenizer, tmp_path):
     path = jsonl(tmp_path / "in.jsonl", ["one", "two"], key="content")
     file = tokenize([path], folder, tmp_path / "out", json_key="content", workers=1)
     assert texts_of(file, tokenizer) == ["one", "two"]
 
 
-def test_paragraphs_are_documents(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_paragraphs_are_documents(folder, tokenizer, tmp_path):
     path = tmp_path / "in.txt"
     path.write_bytes(b"\n\n  first\nstill first\n\n \t \nsecond\r\n\r\nthird\n\n\n")
     file = tokenize([path], folder, tmp_path / "out", split_paragraphs=True, workers=1)
     assert texts_of(file, tokenizer) == ["  first\nstill first", "second", "third"]
 
 
-def test_packed_files_give_the_same_tokens(folder: Path, tmp_path: Path) -> None:
+def test_packed_files_give_the_same_tokens(folder, tmp_path):
     plain = jsonl(tmp_path / "in.jsonl", [source.read_text() for source in SOURCES])
     packed = tmp_path / "in.jsonl.gz"
     data = plain.read_bytes()
@@ -114,9 +109,7 @@ def test_packed_files_give_the_same_tokens(folder: Path, tmp_path: Path) -> None
     assert contents(tmp_path / "text") == contents(tmp_path / "source")
 
 
-def test_the_bytes_do_not_depend_on_workers_or_block_size(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bytes_do_not_depend_on_workers_or_block_size(folder, tmp_path, monkeypatch):
     model = folder / "tokenizer.model"
     parts = [part for source in SOURCES for part in source.read_text().split("\n\n")]
     inputs = [jsonl(tmp_path / "a.jsonl", parts), *SOURCES, jsonl(tmp_path / "b.jsonl", parts[::-1])]
@@ -126,8 +119,8 @@ def test_the_bytes_do_not_depend_on_workers_or_block_size(
     assert contents(tmp_path / "one") == contents(tmp_path / "two") == contents(tmp_path / "three")
 
 
-def test_progress_reaches_the_size_of_the_inputs(folder: Path, tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
+def test_progress_reaches_the_size_of_the_inputs(folder, tmp_path):
+    seen = []
     file = tokenize(
         SOURCES,
         folder,
@@ -144,14 +137,12 @@ lines = st.lists(st.sampled_from(["", " ", "\t\r", "a", " b", "cc\r", "é", "\x0
 
 @settings(max_examples=150, deadline=None)
 @given(lines=lines, last=st.sampled_from(["", "\n"]), size=st.integers(1, 40))
-def test_paragraphs_do_not_depend_on_where_blocks_are_cut(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[str], last: str, size: int
-) -> None:
+def test_paragraphs_do_not_depend_on_where_blocks_are_cut(tmp_path_factory, lines, last, size):
     path = tmp_path_factory.mktemp("cut") / "in.txt"
     text = "\n".join(lines) + last
     path.write_bytes(text.encode())
 
-    def documents(size: int) -> list[tuple[str, str]]:
+    def documents(size):
         blocks = list(read_blocks(path, split_paragraphs=True, json_key="text", size=size))
         assert b"".join(bytes(block.data) for block in blocks) == text.encode()
         return [document for block in blocks for document in documents_of(block, "text")]
@@ -163,9 +154,7 @@ def test_paragraphs_do_not_depend_on_where_blocks_are_cut(
 
 @settings(max_examples=50, deadline=None)
 @given(texts=st.lists(st.text(max_size=20), max_size=20), size=st.integers(1, 60))
-def test_json_lines_do_not_depend_on_where_blocks_are_cut(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str], size: int
-) -> None:
+def test_json_lines_do_not_depend_on_where_blocks_are_cut(tmp_path_factory, texts, size):
     path = jsonl(tmp_path_factory.mktemp("cut") / "in.jsonl", texts)
     blocks = read_blocks(path, split_paragraphs=False, json_key="text", size=size)
     found = [document for block in blocks for document in documents_of(block, "text")]
@@ -175,15 +164,15 @@ def test_json_lines_do_not_depend_on_where_blocks_are_cut(
 class _KillsItsReader:
     """Stands for a job; whoever unpickles it dies as if for want of memory."""
 
-    def __init__(self, tokenizer: Path, json_key: str, append_eos: bool, chat: None, bos_id: None) -> None:
+    def __init__(self, tokenizer, json_key, append_eos, chat, bos_id):
         self.json_key, self.chat, self.bos_id = json_key, chat, bos_id
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self):
         return (os._exit, (9,))
 
 
-def _write(name: str, content: bytes) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
+def _write(name, content):
+    def make(folder):
         (folder / name).write_bytes(content)
         return folder / name
 
@@ -193,7 +182,7 @@ def _write(name: str, content: bytes) -> Callable[[Path], Path]:
 GOOD = b'{"text": "fine"}\n'
 
 
-def _empty_folder(folder: Path) -> Path:
+def _empty_folder(folder):
     (folder / "empty").mkdir()
     return folder / "empty"
 
@@ -234,9 +223,7 @@ def _empty_folder(folder: Path) -> Path:
         pytest.param(lambda folder: folder, "an output outside the input", id="folder-of-the-output"),
     ],
 )
-def test_bad_input_names_file_and_line_and_leaves_nothing(
-    folder: Path, tmp_path: Path, make: Callable[[Path], Path], message: str
-) -> None:
+def test_bad_input_names_file_and_line_and_leaves_nothing(folder, tmp_path, make, message):
     path = make(tmp_path)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(BadInput, match=message) as caught:
@@ -245,7 +232,7 @@ def test_bad_input_names_file_and_line_and_leaves_nothing(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_of_several_bad_lines_any_number_of_workers_names_the_first(folder: Path, tmp_path: Path) -> None:
+def test_of_several_bad_lines_any_number_of_workers_names_the_first(folder, tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_bytes(GOOD * 100_000 + b"{\n" + GOOD * 100_000 + b"[\n")
     for workers in (1, 2):
@@ -254,9 +241,7 @@ def test_of_several_bad_lines_any_number_of_workers_names_the_first(folder: Path
         assert sorted(tmp_path.iterdir()) == [path]
 
 
-def test_a_worker_that_is_killed_ends_the_job(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_is_killed_ends_the_job(folder, tmp_path, monkeypatch):
     # Signals come from the worker itself, through what it unpickles: the code under test stays as it is.
     monkeypatch.setattr(tokenize_files, "Job", _KillsItsReader)
     with pytest.raises(PeerFailed, match="--workers"):
@@ -264,7 +249,7 @@ def test_a_worker_that_is_killed_ends_the_job(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_document_has_a_largest_size(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_document_has_a_largest_size(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(text_and_jsonl, "LARGEST_DOCUMENT", 1000)
     path = tmp_path / "in.txt"
     path.write_text("a\n" * 600)
@@ -272,7 +257,7 @@ def test_a_document_has_a_largest_size(folder: Path, tmp_path: Path, monkeypatch
         tokenize([path], folder, tmp_path / "out", workers=1)
 
 
-def test_no_eos_to_append(folder: Path, tmp_path: Path) -> None:
+def test_no_eos_to_append(folder, tmp_path):
     config = json.loads((folder / "tokenizer_config.json").read_text())
     del config["eos_token"]
     copy = tmp_path / "t"
@@ -284,12 +269,10 @@ def test_no_eos_to_append(folder: Path, tmp_path: Path) -> None:
     tokenize(SOURCES, copy, tmp_path / "out", workers=1, append_eos=False)
 
 
-def test_a_worker_that_is_killed_while_it_starts_ends_the_job_too(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_is_killed_while_it_starts_ends_the_job_too(folder, tmp_path, monkeypatch):
     """The server that starts workers then gives an end of file, which a command line takes for Ctrl-D."""
 
-    def killed(*arguments: object) -> None:
+    def killed(*arguments):
         raise EOFError
 
     monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor.submit", killed)
@@ -297,22 +280,20 @@ def test_a_worker_that_is_killed_while_it_starts_ends_the_job_too(
         tokenize(SOURCES, folder / "tokenizer.model", tmp_path / "out", workers=2)
 
 
-def test_no_worker_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_no_worker_is_refused(folder, tmp_path):
     with pytest.raises(BadInput, match="workers"):
         tokenize(SOURCES, folder, tmp_path / "out", workers=0)
 
 
 @pytest.mark.parametrize(("name", "package"), [("in.txt.zst", "zstandard"), ("in.parquet", "pyarrow")])
-def test_a_package_that_is_not_there_is_named(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
-) -> None:
+def test_a_package_that_is_not_there_is_named(folder, tmp_path, monkeypatch, name, package):
     monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / name).write_bytes(b"anything")
     with pytest.raises(BadInput, match=rf"{package}.*pip install 'trilith\[data\]'"):
         tokenize([tmp_path / name], folder, tmp_path / "out", workers=1)
 
 
-def test_zstandard(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_zstandard(folder, tokenizer, tmp_path):
     zstandard = pytest.importorskip("zstandard", reason="comes with the extra trilith[data]")
     path, bad = tmp_path / "in.jsonl.zst", tmp_path / "bad.txt.zst"
     path.write_bytes(
@@ -328,7 +309,7 @@ def test_zstandard(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
         tokenize([bad], folder, tmp_path / "bad", workers=1)
 
 
-def test_parquet(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_parquet(folder, tokenizer, tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason="comes with the extra trilith[data]")
     parquet = pytest.importorskip("pyarrow.parquet", reason="comes with the extra trilith[data]")
     path, texts = tmp_path / "in.parquet", [f"row {i}" for i in range(3000)]
@@ -344,7 +325,7 @@ def test_parquet(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
         tokenize([path], folder, tmp_path / "bad", workers=1)
 
 
-def test_the_command(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_command(folder, tokenizer, tmp_path):
     app = Typer()
     app.command()(command)
     path = jsonl(tmp_path / "in.jsonl", ["one", "two"], key="body")
@@ -357,9 +338,7 @@ def test_the_command(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None
     assert isinstance(again.exception, BadInput) and "an existing file" in str(again.exception)
 
 
-def test_a_tokenizer_trained_by_the_command_is_the_functions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tokenizer_trained_by_the_command_is_the_functions(tmp_path, capsys):
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages }}")
     words = ["train-tokenizer", *map(str, SOURCES), "--vocab-size", "400", "--out", str(tmp_path / "t")]

@@ -1,11 +1,8 @@
 """A tokenization that goes on after a stop writes its input as it is now, whatever happened in between."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,7 @@ WORDS = [f"number {i} of many words" for i in range(400)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def a_mark_for_each_of_many_blocks() -> Iterator[None]:
+def a_mark_for_each_of_many_blocks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: None)
         patch.setattr(token_writer, "MARK_EVERY", 0.0)
@@ -29,21 +26,21 @@ def a_mark_for_each_of_many_blocks() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer") / "folder"
     train_tokenizer(WORDS, folder, vocab_size=300)
     return folder
 
 
-def write(path: Path, letter: str) -> None:
+def write(path, letter):
     """Documents of the same sizes, whatever the letter."""
     path.write_text("".join(json.dumps({"text": letter + word}) + "\n" for word in WORDS))
 
 
-def begin(path: Path, tokenizer: Path, out: Path, blocks: int) -> None:
+def begin(path, tokenizer, out, blocks):
     made = 0
 
-    def stop(done: int, tokens: int) -> None:
+    def stop(done, tokens):
         nonlocal made
         made += 1
         if made == blocks:
@@ -54,7 +51,7 @@ def begin(path: Path, tokenizer: Path, out: Path, blocks: int) -> None:
     assert [*out.parent.glob("out.tmp-*/journal")]
 
 
-def check_equal(path: Path, tokenizer: Path, out: Path) -> None:
+def check_equal(path, tokenizer, out):
     """Going on gives the files that a call of its own gives."""
     tokenize([path], tokenizer, out, workers=1)
     tokenize([path], tokenizer, out.with_name("whole"), workers=1)
@@ -66,9 +63,7 @@ def check_equal(path: Path, tokenizer: Path, out: Path) -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(way=st.sampled_from(("in place", "renamed over", "not")), put_back=st.booleans(), at=st.integers(2, 9))
-def test_an_input_that_changed_between_is_wholly_the_new_one(
-    tokenizer: Path, way: str, put_back: bool, at: int
-) -> None:
+def test_an_input_that_changed_between_is_wholly_the_new_one(tokenizer, way, put_back, at):
     with tempfile.TemporaryDirectory() as name:
         path, out = Path(name) / "in.jsonl", Path(name) / "out"
         write(path, "a")
@@ -86,7 +81,7 @@ def test_an_input_that_changed_between_is_wholly_the_new_one(
 
 @settings(max_examples=25, deadline=None)
 @given(file=st.floats(0, 1, exclude_max=True), bit=st.floats(0, 1, exclude_max=True))
-def test_a_flipped_bit_in_what_a_stop_left_has_no_effect(tokenizer: Path, file: float, bit: float) -> None:
+def test_a_flipped_bit_in_what_a_stop_left_has_no_effect(tokenizer, file, bit):
     with tempfile.TemporaryDirectory() as name:
         path, out = Path(name) / "in.jsonl", Path(name) / "out"
         write(path, "a")

@@ -1,15 +1,11 @@
 """A trained tokenizer gives the same ids from SentencePiece and from the Hugging Face folder, on any text."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
 import string
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 from trilith.data.text import tokenizer_loading
-from trilith.data.text.tokenizer_loading import Tokenizer, load_tokenizer
+from trilith.data.text.tokenizer_loading import load_tokenizer
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.data.vocabulary import check_vocabulary
 from trilith.parallel_state import BadInput
@@ -50,18 +46,18 @@ HARD = [
 
 
 @pytest.fixture(scope="module", params=["bpe", "unigram"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param) / "tokenizer"
     train_tokenizer(PARTS[::2], path, vocab_size=600, model_type=request.param)
     return path
 
 
 @pytest.fixture(scope="module")
-def pair(folder: Path) -> tuple[Tokenizer, Tokenizer]:
+def pair(folder):
     return load_tokenizer(folder / "tokenizer.model"), load_tokenizer(folder)
 
 
-def agree(pair: tuple[Tokenizer, Tokenizer], text: str) -> None:
+def agree(pair, text):
     spoken, folded = (tokenizer.encode(text) for tokenizer in pair)
     assert spoken == folded
     for tokenizer in pair:
@@ -69,11 +65,11 @@ def agree(pair: tuple[Tokenizer, Tokenizer], text: str) -> None:
 
 
 @pytest.mark.parametrize("text", HARD, ids=lambda text: ascii(text)[:20])
-def test_hard_texts_give_equal_ids_and_come_back(pair: tuple[Tokenizer, Tokenizer], text: str) -> None:
+def test_hard_texts_give_equal_ids_and_come_back(pair, text):
     agree(pair, text)
 
 
-def test_seen_and_unseen_parts_of_the_standard_library_do_too(pair: tuple[Tokenizer, Tokenizer]) -> None:
+def test_seen_and_unseen_parts_of_the_standard_library_do_too(pair):
     for part in PARTS:
         agree(pair, part)
     agree(pair, "".join(PARTS))
@@ -83,13 +79,11 @@ def test_seen_and_unseen_parts_of_the_standard_library_do_too(pair: tuple[Tokeni
 @given(
     text=st.text(st.one_of(st.sampled_from(" \t\n▁aebt<s>/0x1-="), st.characters(codec="utf-8")), max_size=60)
 )
-def test_arbitrary_text_does_too(pair: tuple[Tokenizer, Tokenizer], text: str) -> None:
+def test_arbitrary_text_does_too(pair, text):
     agree(pair, text)
 
 
-def test_it_does_too_after_transformers_saved_and_reloaded_it(
-    folder: Path, pair: tuple[Tokenizer, Tokenizer], tmp_path: Path
-) -> None:
+def test_it_does_too_after_transformers_saved_and_reloaded_it(folder, pair, tmp_path):
     from transformers import AutoTokenizer
 
     auto = AutoTokenizer.from_pretrained(folder, add_prefix_space=False, local_files_only=True)
@@ -100,9 +94,7 @@ def test_it_does_too_after_transformers_saved_and_reloaded_it(
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mistral", "qwen3", "gpt_neox"])
-def test_a_models_config_beside_it_changes_nothing(
-    folder: Path, pair: tuple[Tokenizer, Tokenizer], tmp_path: Path, model_type: str
-) -> None:
+def test_a_models_config_beside_it_changes_nothing(folder, pair, tmp_path, model_type):
     shutil.copytree(folder, tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": model_type}))
     beside = load_tokenizer(tmp_path / "model")
@@ -110,7 +102,7 @@ def test_a_models_config_beside_it_changes_nothing(
     assert all(beside.encode(text) == pair[0].encode(text) for text in HARD)
 
 
-def test_sizes_special_ids_and_files(folder: Path, pair: tuple[Tokenizer, Tokenizer]) -> None:
+def test_sizes_special_ids_and_files(folder, pair):
     for tokenizer in pair:
         assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (600, 1, 2)
     assert {path.name for path in folder.iterdir()} == {
@@ -123,7 +115,7 @@ def test_sizes_special_ids_and_files(folder: Path, pair: tuple[Tokenizer, Tokeni
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-def test_training_is_deterministic(tmp_path: Path, model_type: Literal["bpe", "unigram"]) -> None:
+def test_training_is_deterministic(tmp_path, model_type):
     for name in ("one", "two"):
         train_tokenizer(iter(PARTS[:40]), tmp_path / name, vocab_size=400, model_type=model_type)
     for path in (tmp_path / "one").iterdir():
@@ -131,7 +123,7 @@ def test_training_is_deterministic(tmp_path: Path, model_type: Literal["bpe", "u
     assert load_tokenizer(tmp_path / "one").fingerprint == load_tokenizer(tmp_path / "two").fingerprint
 
 
-def test_the_spelling_of_a_special_token_is_text_even_in_letters_never_seen(tmp_path: Path) -> None:
+def test_the_spelling_of_a_special_token_is_text_even_in_letters_never_seen(tmp_path):
     words = ["cab", "bad", "gold", "mild", "calm", "wild", "gaol", "lamb", "cold", "bald", "glad", "clam"]
     texts = [f"{a} {b} {a}{b}" for a in words for b in words]
     train_tokenizer(texts, tmp_path / "t", vocab_size=310, model_type="unigram")
@@ -140,7 +132,7 @@ def test_the_spelling_of_a_special_token_is_text_even_in_letters_never_seen(tmp_
         agree(pair, text)
 
 
-def test_a_long_text_is_learned_from_whole(tmp_path: Path) -> None:
+def test_a_long_text_is_learned_from_whole(tmp_path):
     """SentencePiece leaves out texts above 4,192 bytes unless told otherwise."""
     text = "xylophone quartz " * 1000
     tokenizer = train_tokenizer([text], tmp_path / "t", vocab_size=290)
@@ -157,40 +149,40 @@ def test_a_long_text_is_learned_from_whole(tmp_path: Path) -> None:
         pytest.param({"vocab_size": 300, "texts": [" "]}, "training a bpe vocabulary", id="F1-only-a-blank"),
     ],
 )
-def test_training_refuses_and_leaves_nothing(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+def test_training_refuses_and_leaves_nothing(tmp_path, arguments, message):
     with pytest.raises(BadInput, match=message) as caught:
         train_tokenizer(**{"texts": PARTS, "folder": tmp_path / "t", **arguments})
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_training_writes_over_nothing(tmp_path: Path) -> None:
+def test_training_writes_over_nothing(tmp_path):
     (tmp_path / "notes.txt").write_text("precious")
     with pytest.raises(BadInput, match="empty directory"):
         train_tokenizer(PARTS, tmp_path, vocab_size=300)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def _nothing(folder: Path) -> Path:
+def _nothing(folder):
     return folder / "nowhere"
 
 
-def _no_vocabulary(folder: Path) -> Path:
+def _no_vocabulary(folder):
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.model").unlink()
     return folder
 
 
-def _with(name: str, content: bytes, *, open_file: bool = False) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
+def _with(name, content, *, open_file=False):
+    def make(folder):
         (folder / name).write_bytes(content)
         return folder / name if open_file else folder
 
     return make
 
 
-def _huge(name: str, *, open_file: bool = False) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
+def _huge(name, *, open_file=False):
+    def make(folder):
         with (folder / name).open("r+b") as file:
             file.truncate(2 * 2**30)  # sparse: takes no room
         return folder / name if open_file else folder
@@ -198,7 +190,7 @@ def _huge(name: str, *, open_file: bool = False) -> Callable[[Path], Path]:
     return make
 
 
-def _pipe(folder: Path) -> Path:
+def _pipe(folder):
     (folder / "tokenizer.json").unlink()
     os.mkfifo(folder / "tokenizer.json")
     return folder
@@ -227,9 +219,7 @@ def _pipe(folder: Path) -> Path:
         pytest.param(_pipe, "regular file", id="pipe"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused(
-    folder: Path, tmp_path: Path, damage: Callable[[Path], Path], message: str
-) -> None:
+def test_what_cannot_be_loaded_is_refused(folder, tmp_path, damage, message):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     with pytest.raises(BadInput, match=message) as caught:
@@ -237,7 +227,7 @@ def test_what_cannot_be_loaded_is_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_no_code_of_a_folder_is_run(folder: Path, tmp_path: Path) -> None:
+def test_no_code_of_a_folder_is_run(folder, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     config = json.loads((copy / "tokenizer_config.json").read_text())
@@ -250,8 +240,8 @@ def test_no_code_of_a_folder_is_run(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_adds_special_tokens_adds_none_here_and_decoding_leaves_none_out(
-    folder: Path, pair: tuple[Tokenizer, Tokenizer], tmp_path: Path
-) -> None:
+    folder, pair, tmp_path
+):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     backend = Backend.from_file(str(copy / "tokenizer.json"))
@@ -265,22 +255,20 @@ def test_a_folder_that_adds_special_tokens_adds_none_here_and_decoding_leaves_no
     assert adding.decode([1, *adding.encode("a b"), 2]) == "<s>a b</s>"
 
 
-def test_half_a_surrogate_pair_is_the_same_error_from_both(pair: tuple[Tokenizer, Tokenizer]) -> None:
+def test_half_a_surrogate_pair_is_the_same_error_from_both(pair):
     for tokenizer in pair:
         with pytest.raises(UnicodeEncodeError):
             tokenizer.encode("a\ud800b")
 
 
-def test_f8_vocabulary_may_be_smaller_than_the_models_but_not_larger(
-    pair: tuple[Tokenizer, Tokenizer],
-) -> None:
+def test_f8_vocabulary_may_be_smaller_than_the_models_but_not_larger(pair):
     check_vocabulary(pair[0].vocab_size, 600, "here")
     check_vocabulary(pair[0].vocab_size, 640, "here")
     with pytest.raises(BadInput, match="here: vocab_size: expected at most 599"):
         check_vocabulary(pair[0].vocab_size, 599, "here")
 
 
-def test_fingerprint_follows_the_files(folder: Path, tmp_path: Path) -> None:
+def test_fingerprint_follows_the_files(folder, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     assert load_tokenizer(copy).fingerprint == load_tokenizer(folder).fingerprint
@@ -292,7 +280,7 @@ def test_fingerprint_follows_the_files(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["before_rename", "after_rename"])
-def test_what_a_killed_training_left_is_removed_by_the_next(tmp_path: Path, when: str) -> None:
+def test_what_a_killed_training_left_is_removed_by_the_next(tmp_path, when):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRILITH_FAULT", f"rank=0;at=commit.{when};act=kill")
         (code,) = run_fresh(train_small, 1, str(tmp_path / "t"), process_group=False)
@@ -307,5 +295,5 @@ def test_what_a_killed_training_left_is_removed_by_the_next(tmp_path: Path, when
     assert load_tokenizer(tmp_path / "t").vocab_size == 400
 
 
-def train_small(folder: str) -> None:
+def train_small(folder):
     train_tokenizer(PARTS[:40], folder, vocab_size=400)

@@ -1,12 +1,10 @@
 """Checkpointing is on: blocks run again, products do not where they are kept, and fewer bytes stay alive."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
-from trilith.layers import Checkpointing, checkpoint_blocks
+from trilith.layers import checkpoint_blocks
 from trilith.models import family_of
 from trilith.parallel_state import BadInput
 from trilith.testing import LiveBytes, Operators
@@ -23,19 +21,19 @@ LLAMA = {
 }
 
 
-def model_with(mode: Checkpointing, every: int = 1) -> tuple[Any, list[int]]:
+def model_with(mode, every=1):
     family = family_of(LLAMA)
     torch.manual_seed(0)
     model = family.build(family.from_hf(LLAMA), device="cpu")
     blocks = [(int(number), block) for number, block in model.layers.items()]
     checkpoint_blocks(blocks, mode, every=every)
-    ran: list[int] = []
+    ran = []
     for number, block in blocks:
         block.attention.register_forward_hook(lambda *_, number=number: ran.append(number))
     return model, ran
 
 
-def step(mode: Checkpointing, every: int = 1) -> tuple[list[int], int, int, Tensor]:
+def step(mode, every=1):
     """Return the blocks in the order they ran, products, bytes alive between the passes, a gradient."""
     model, ran = model_with(mode, every)
     x = torch.randint(128, (2, 32), generator=torch.Generator().manual_seed(1))
@@ -61,19 +59,19 @@ FORWARD = [0, 1, 2, 3]
         ("every", 3, [3, 0]),
     ],
 )
-def test_blocks_run_again_in_backward(mode: Checkpointing, every: int, again: list[int]) -> None:
+def test_blocks_run_again_in_backward(mode, every, again):
     ran, _, _, gradient = step(mode, every)
     assert ran == FORWARD + again
     assert torch.equal(gradient, step("none")[3])
 
 
-def test_selective_computes_no_product_again_and_full_all_but_the_last() -> None:
+def test_selective_computes_no_product_again_and_full_all_but_the_last():
     none, selective, full = (step(mode)[1] for mode in ("none", "selective", "full"))
     assert selective == none
     assert full == none + 4 * 6
 
 
-def test_each_keeps_fewer_bytes_alive_than_the_one_before() -> None:
+def test_each_keeps_fewer_bytes_alive_than_the_one_before():
     none, every, selective, full = (step(mode, 2)[2] for mode in ("none", "every", "selective", "full"))
     assert full < selective < none
     assert full < every < none
@@ -85,7 +83,7 @@ def test_each_keeps_fewer_bytes_alive_than_the_one_before() -> None:
 
 
 @torch.library.custom_op("trilith_tests::drawing_attention", mutates_args=())
-def drawing_attention(x: Tensor) -> Tensor:
+def drawing_attention(x: torch.Tensor) -> torch.Tensor:  # torch derives the operator's schema from these
     """Stand in for a GPU's fused attention with dropout: one operator, which draws its mask."""
     return x * (torch.rand_like(x) > 0.5)
 
@@ -94,19 +92,19 @@ drawing_attention.register_autograd(lambda ctx, grad: grad)
 
 
 class DrawingBlock(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for _ in range(2):
             x = x + F.dropout(self.second(drawing_attention(self.first(x))), 0.5)
         return x + F.dropout(self.first(x).tanh(), 0.5)
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_dropout_after_an_attention_that_draws_has_the_same_masks_again(mode: Checkpointing) -> None:
-    def found(mode: Checkpointing) -> list[Tensor]:
+def test_dropout_after_an_attention_that_draws_has_the_same_masks_again(mode):
+    def found(mode):
         torch.manual_seed(0)
         blocks = [DrawingBlock(), DrawingBlock()]
         checkpoint_blocks(enumerate(blocks), mode)
@@ -122,7 +120,7 @@ def test_dropout_after_an_attention_that_draws_has_the_same_masks_again(mode: Ch
         assert torch.equal(one, other)
 
 
-def test_names_stay_and_evaluation_runs_once() -> None:
+def test_names_stay_and_evaluation_runs_once():
     model, ran = model_with("full")
     assert list(model.state_dict()) == list(model_with("none")[0].state_dict())
     with torch.no_grad():
@@ -131,6 +129,6 @@ def test_names_stay_and_evaluation_runs_once() -> None:
 
 
 @pytest.mark.parametrize(("mode", "every", "named"), [("some", 1, "checkpointing"), ("every", 0, "every")])
-def test_what_is_no_mode_is_refused(mode: Any, every: int, named: str) -> None:
+def test_what_is_no_mode_is_refused(mode, every, named):
     with pytest.raises(BadInput, match=named):
         checkpoint_blocks([], mode, every=every)

@@ -1,10 +1,5 @@
 """Check that wrong arguments to layers are refused in one line that says what to do."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from trilith.layers import (
@@ -30,20 +25,20 @@ TWO = ParallelState.stand_in(Layout(tensor=2))
         lambda s: RMSNorm(4, s),
     ],
 )
-def test_a_state_by_position_is_no_bias(make: Callable[[Any], object]) -> None:
+def test_a_state_by_position_is_no_bias(make):
     with pytest.raises(BadInput, match=r"expected no state, found a ParallelState. The state is a keyword"):
         make(TWO)
 
 
 @pytest.mark.parametrize("layer", [ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding])
-def test_a_layout_is_no_state(layer: Callable[..., object]) -> None:
+def test_a_layout_is_no_state(layer):
     with pytest.raises(
         BadInput, match=r"expected a ParallelState or None, found Layout\. ParallelState\.start"
     ):
         layer(4, 4, state=Layout(tensor=2))
 
 
-def test_an_input_of_another_width_is_refused_with_both_numbers() -> None:
+def test_an_input_of_another_width_is_refused_with_both_numbers():
     with pytest.raises(BadInput, match=r"ColumnParallelLinear: input: expected 4 .*found shape \(2, 3\)"):
         ColumnParallelLinear(4, 4)(torch.ones(2, 3))
     with pytest.raises(
@@ -52,7 +47,7 @@ def test_an_input_of_another_width_is_refused_with_both_numbers() -> None:
         RowParallelLinear(16, 4, state=TWO)(torch.ones(2, 16))
 
 
-def test_gathered_logits_and_rows_that_do_not_divide_are_refused() -> None:
+def test_gathered_logits_and_rows_that_do_not_divide_are_refused():
     with pytest.raises(BadInput, match=r"expected 64 columns: a part of 50, found 128\. Do not"):
         vocab_parallel_cross_entropy(
             torch.ones(1, 2, 128), torch.zeros(1, 2, dtype=torch.int64), 50, state=TWO

@@ -1,16 +1,14 @@
 """Attention over the heads of a rank; key/value heads that the ranks do not divide."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from support.compare_layers import compare_with_one_device
+from torch import nn
 from torch.nn import functional as F
 from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 from trilith import layers
@@ -32,10 +30,9 @@ from trilith.layers import (
 )
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.testing import run_parallel
-from trilith.testing.compare_layers import compare_with_one_device
 
 
-def test_splitting_and_merging_heads_are_inverse() -> None:
+def test_splitting_and_merging_heads_are_inverse():
     x = torch.randn(2, 5, 12)
     heads = split_heads(x, 4)
     assert heads.shape == (2, 3, 5, 4) and torch.equal(heads[:, 1], x[..., 4:8])
@@ -43,7 +40,7 @@ def test_splitting_and_merging_heads_are_inverse() -> None:
 
 
 @pytest.mark.parametrize("kv", [6, 3, 2, 1])
-def test_attention_is_softmax_of_scores_below_the_diagonal(kv: int) -> None:
+def test_attention_is_softmax_of_scores_below_the_diagonal(kv):
     q, k, v = torch.randn(2, 6, 7, 4), torch.randn(2, kv, 7, 4), torch.randn(2, kv, 7, 4)
     keys, values = (t.repeat_interleave(6 // kv, 1) for t in (k, v))
     scores = q @ keys.transpose(-1, -2) / 2 + torch.full((7, 7), float("-inf")).triu(1)
@@ -57,7 +54,7 @@ def test_attention_is_softmax_of_scores_below_the_diagonal(kv: int) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_a_sink_takes_a_share_of_the_softmax_forward_and_backward(window: int | None) -> None:
+def test_a_sink_takes_a_share_of_the_softmax_forward_and_backward(window):
     shapes = (2, 6, 9, 8), (2, 3, 9, 8), (2, 3, 9, 8), (6,)
     given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     q, k, v, sinks = given
@@ -77,7 +74,7 @@ def test_a_sink_takes_a_share_of_the_softmax_forward_and_backward(window: int | 
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-def sunk(ring: bool | None, window: int | None) -> list[Tensor]:
+def sunk(ring, window):
     """Return the output here and the whole gradients of q, k, v and the sinks; ``ring`` ``None``: alone."""
     torch.manual_seed(0)
     layout = Layout() if ring is None else Layout.of(context=2, ring=ring)
@@ -96,7 +93,7 @@ def sunk(ring: bool | None, window: int | None) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_over_context_ranks_a_sink_counts_once(window: int | None) -> None:
+def test_over_context_ranks_a_sink_counts_once(window):
     ((whole, *gradients),) = run_parallel(sunk, 1, None, window)
     for ring in (False, True):
         for rank, (out, *found) in enumerate(run_parallel(sunk, 2, ring, window)):
@@ -107,7 +104,7 @@ def test_over_context_ranks_a_sink_counts_once(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("rounded", [False, True])
-def test_biases_by_distance_are_added_to_the_scores(rounded: bool) -> None:
+def test_biases_by_distance_are_added_to_the_scores(rounded):
     """Each head has its own slope, and positions count in the document; two ranks have the heads of one."""
     q, k, v = (torch.randn(2, 12, 9, 8, dtype=torch.float64) for _ in range(3))
     positions = torch.stack((torch.arange(9), torch.cat((torch.arange(4), torch.arange(5)))))
@@ -129,7 +126,7 @@ def test_biases_by_distance_are_added_to_the_scores(rounded: bool) -> None:
     torch.testing.assert_close(torch.cat(parts, dim=1), expected)
 
 
-def test_each_tensor_rank_biases_its_own_heads() -> None:
+def test_each_tensor_rank_biases_its_own_heads():
     alibi, held = Alibi(alibi_slopes(6), factor=0.5, rounded=True), []
     for rank in range(3):
         state = ParallelState.stand_in(Layout.of(tensor=3), rank)
@@ -138,12 +135,12 @@ def test_each_tensor_rank_biases_its_own_heads() -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 4, 6, 12, 71, 112])
-def test_slopes_are_those_of_transformers(heads: int) -> None:
+def test_slopes_are_those_of_transformers(heads):
     wanted = _get_alibi_slopes(heads, torch.device("cpu"))
     assert torch.equal(torch.tensor(alibi_slopes(heads)), wanted)
 
 
-def seen_by_hand(positions: Tensor) -> Tensor:
+def seen_by_hand(positions):
     """Entry (i, j) of each row: whether i sees j."""
     return torch.stack(
         [
@@ -153,7 +150,7 @@ def seen_by_hand(positions: Tensor) -> Tensor:
     )
 
 
-def test_a_token_sees_its_own_document_up_to_itself() -> None:
+def test_a_token_sees_its_own_document_up_to_itself():
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5, 6]])
     mask = AttentionScope(positions).mask
     assert mask is not None and torch.equal(mask.squeeze(1), seen_by_hand(positions))
@@ -164,15 +161,13 @@ def test_a_token_sees_its_own_document_up_to_itself() -> None:
         torch.testing.assert_close(packed[piece], causal_attention(q[piece], k[piece], v[piece]))
 
 
-def test_heads_that_share_keys_under_a_mask_are_given_a_kernel_that_takes_both(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_heads_that_share_keys_under_a_mask_are_given_a_kernel_that_takes_both(monkeypatch):
     """No GPU kernel takes both a mask and groups: the fallback would write out all scores."""
     seen, kernel = [], F.scaled_dot_product_attention
 
-    def watched(q: Tensor, k: Tensor, v: Tensor, **said: Any) -> Tensor:
+    def watched(q, k, v, **said):
         seen.append((q.shape[1], k.shape[1], v.shape[1], said["attn_mask"] is None, said["enable_gqa"]))
-        out: Tensor = kernel(q, k, v, **said)
+        out = kernel(q, k, v, **said)
         return out
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
@@ -183,12 +178,12 @@ def test_heads_that_share_keys_under_a_mask_are_given_a_kernel_that_takes_both(
 
 
 @pytest.mark.parametrize("positions", [None, torch.arange(7), torch.arange(7).expand(2, -1)])
-def test_one_document_a_row_needs_no_mask(positions: Tensor | None) -> None:
+def test_one_document_a_row_needs_no_mask(positions):
     assert AttentionScope(positions).mask is None
 
 
 @given(st.data())
-def test_every_query_head_meets_its_own_key_head(data: st.DataObject) -> None:
+def test_every_query_head_meets_its_own_key_head(data):
     """The heads that a shared output computes, lined up by ``SharedHeads``, for any heads and ranks."""
     kv = data.draw(st.integers(1, 12), label="key/value heads")
     queries = kv * data.draw(st.integers(1, 6), label="queries per key/value head")
@@ -213,7 +208,7 @@ def test_every_query_head_meets_its_own_key_head(data: st.DataObject) -> None:
 class Attention(nn.Module):
     """A model's attention. (Without rotation the gradient of the keys' bias would be zero.)"""
 
-    def __init__(self, queries: int, kv: int, state: ParallelState | None) -> None:
+    def __init__(self, queries, kv, state):
         super().__init__()
         self.qkv = ColumnParallelLinear(
             12, {"q": 4 * queries, "k": 4 * kv, "v": 4 * kv}, unit=4, shared=("k", "v"), state=state
@@ -222,15 +217,15 @@ class Attention(nn.Module):
         self.shared = SharedHeads(queries, kv, state=state)
         self.out = RowParallelLinear(4 * queries, 12, unit=4, state=state)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (split_heads(t, 4) for t in self.qkv(x))
         rope = self.rotary(torch.arange(q.shape[2]), x.dtype)
         heads = causal_attention(rope(q), self.shared(rope(k)), self.shared(v))
-        y: Tensor = self.out(merge_heads(heads))
+        y = self.out(merge_heads(heads))
         return y
 
 
-def attention_in_parts(queries: int, kv: int, sequence: bool) -> float:
+def attention_in_parts(queries, kv, sequence):
     state = ParallelState.start(Layout.of(tensor=dist.get_world_size(), sequence=sequence))
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
@@ -249,23 +244,21 @@ def attention_in_parts(queries: int, kv: int, sequence: bool) -> float:
     ("tensor", "queries", "kv"),
     [(2, 4, 4), (2, 4, 2), (2, 4, 1), (2, 6, 3), (4, 4, 1), (4, 8, 2), (4, 12, 3), (4, 12, 6), (4, 8, 8)],
 )
-def test_attention_in_parts_equals_one_device(
-    tensor: int, queries: int, kv: int, sequence: bool
-) -> None:  # E2
+def test_attention_in_parts_equals_one_device(tensor, queries, kv, sequence):  # E2
     assert max(run_parallel(attention_in_parts, tensor, queries, kv, sequence)) < 1e-12
 
 
-def mlps_in_parts(sequence: bool) -> list[float]:
+def mlps_in_parts(sequence):
     state = ParallelState.start(Layout.of(tensor=dist.get_world_size(), sequence=sequence))
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     between = 1 if sequence else None
     x = torch.randn(2, 8, 12)
 
-    def gated(s: ParallelState | None) -> nn.Module:
+    def gated(s):
         return GatedMLP(12, 20, bias=True, state=s)
 
-    def plain(s: ParallelState | None) -> nn.Module:
+    def plain(s):
         return MLP(12, 20, act="gelu_new", state=s)
 
     return [
@@ -275,11 +268,11 @@ def mlps_in_parts(sequence: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_feed_forward_nets_in_parts_equal_one_device(sequence: bool) -> None:
+def test_feed_forward_nets_in_parts_equal_one_device(sequence):
     for worst in run_parallel(mlps_in_parts, 4, sequence):
         assert max(worst) < 1e-12
 
 
-def test_an_unknown_activation_is_refused() -> None:  # D12
+def test_an_unknown_activation_is_refused():  # D12
     with pytest.raises(BadInput, match=r"hidden_act: expected one of silu, .*found 'swish2'"):
         activation("swish2")

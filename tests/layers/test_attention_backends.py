@@ -1,14 +1,12 @@
 """The table that chooses what computes attention, and the backends that need no dense mask."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from support.configs import MODELS
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as uncompiled
 from trilith.layers import (
@@ -25,7 +23,6 @@ from trilith.layers.attention.backends import BACKENDS, AttentionCall, choose_ba
 from trilith.layers.attention.visible import restarts, visible_tokens
 from trilith.models import family_of
 from trilith.parallel_state import BadInput, ParallelState, initialize
-from trilith.testing.tiny_models import MODELS
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 #: Three documents and two, of uneven lengths.
@@ -33,7 +30,7 @@ POSITIONS = torch.cat([torch.arange(n) for n in (150, 1, 149, 40, 260)]).view(2,
 
 
 @pytest.fixture
-def triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def triton(monkeypatch):
     monkeypatch.setattr("trilith.layers.attention.backends.find_spec", lambda name: object())
 
 
@@ -55,16 +52,14 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_the_table_takes_the_first_backend_that_can(
-    device: str, dtype: torch.dtype, more: dict[str, Any], backend: str, triton: None
-) -> None:
+def test_the_table_takes_the_first_backend_that_can(device, dtype, more, backend, triton):
     call = AttentionCall(device, dtype, **({"width": 64, "value_width": 64} | more))
     assert choose_backend(call) == backend
     assert choose_backend(call, choose_backend(call)) == backend
 
 
 @pytest.mark.parametrize("score", ["", "soft cap", "sinks", "ALiBi"])
-def test_flex_attention_is_taken_where_it_is_pinned(score: Any, triton: None) -> None:
+def test_flex_attention_is_taken_where_it_is_pinned(score, triton):
     assert choose_backend(AttentionCall("cuda", HALF, 64, 64, masked=True, score=score), "flex") == "flex"
 
 
@@ -83,25 +78,21 @@ def test_flex_attention_is_taken_where_it_is_pinned(score: Any, triton: None) ->
     ],
     ids=str,
 )
-def test_a_pinned_backend_that_cannot_is_refused_in_one_line(
-    pinned: Any, call: AttentionCall, need: str, triton: None
-) -> None:
+def test_a_pinned_backend_that_cannot_is_refused_in_one_line(pinned, call, need, triton):
     with pytest.raises(BadInput, match=need) as error:
         choose_backend(call, pinned)
     assert error.value.key == "attention_backend" and "\n" not in str(error.value)
     assert "blockwise" in str(error.value) and pinned in BACKENDS
 
 
-def heads(*, width: int, value_width: int, dtype: torch.dtype = DOUBLE) -> tuple[Tensor, Tensor, Tensor]:
+def heads(*, width, value_width, dtype=DOUBLE):
     generator = torch.Generator().manual_seed(0)
     shapes = (2, 4, 300, width), (2, 2, 300, width), (2, 2, 300, value_width)
     q, k, v = (torch.randn(shape, generator=generator, dtype=dtype, requires_grad=True) for shape in shapes)
     return q, k, v
 
 
-def by_sequence(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *more: Any, scale: float, window_size: tuple[int, int]
-) -> Tensor:
+def by_sequence(q, k, v, starts, *more, scale, window_size):
     """Compute what torch's kernel for documents promises, in plain torch; there is none for a CPU."""
     assert starts.dtype == torch.int32 and more[0] is starts and set(more[1:]) == {int(starts.diff().max())}
     outs = []
@@ -119,9 +110,7 @@ def by_sequence(
 
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 @pytest.mark.parametrize("window", [None, 40])
-def test_documents_one_after_the_other_equal_the_dense_mask(
-    window: int | None, packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documents_one_after_the_other_equal_the_dense_mask(window, packed, monkeypatch):
     """Outputs and gradients, with shared keys and values that are narrower than keys."""
     monkeypatch.setattr(varlen, "_kernel", by_sequence)
     given = heads(width=16, value_width=8)
@@ -135,14 +124,14 @@ def test_documents_one_after_the_other_equal_the_dense_mask(
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-def test_a_kernel_that_is_wrong_on_this_machine_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_is_wrong_on_this_machine_is_not_taken(monkeypatch):
     """Tried on the CPU with stand-ins: one that is right, one whose windows are too wide, one that raises."""
     call = AttentionCall("cuda", HALF, 64, 64, masked=True)
 
-    def wide(*given: Any, window_size: tuple[int, int], **more: Any) -> Tensor:
+    def wide(*given, window_size, **more):
         return by_sequence(*given, window_size=(-1, 0), **more)
 
-    def absent(*given: Any, **more: Any) -> Tensor:
+    def absent(*given, **more):
         raise RuntimeError("no kernel")  # as torch does on a device that has none
 
     for kernel, taken in ((by_sequence, True), (wide, False), (absent, False)):
@@ -166,9 +155,7 @@ def test_a_kernel_that_is_wrong_on_this_machine_is_not_taken(monkeypatch: pytest
     ],
     ids=["documents", "cap", "sinks", "alibi", "rows alike, window", "rows alike, cap"],
 )
-def test_flex_attention_equals_scores_written_out(
-    positions: Tensor, window: int | None, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flex_attention_equals_scores_written_out(positions, window, more, monkeypatch):
     """Forward, as torch computes it without its compiler; on a CPU there is no backward."""
     monkeypatch.setattr(flex, "_compiled", lambda: uncompiled)
     given = [one.detach() for one in heads(width=16, value_width=16, dtype=SINGLE)]
@@ -181,9 +168,7 @@ def test_flex_attention_equals_scores_written_out(
 
 @pytest.mark.parametrize("window", [None, 40, 200])
 @pytest.mark.parametrize("length", [300, 256])
-def test_the_blocks_of_a_mask_are_those_that_torch_finds_token_by_token(
-    window: int | None, length: int
-) -> None:
+def test_the_blocks_of_a_mask_are_those_that_torch_finds_token_by_token(window, length):
     positions = torch.cat([torch.arange(n) for n in (150, 1, length - 151, 40, length - 40)]).view(2, length)
     made = AttentionScope(positions, window=window).block_mask(torch.empty(2, 4, length, 16))
     wanted = create_block_mask(made.mask_mod, 2, None, length, length, device="cpu")
@@ -199,19 +184,17 @@ def test_the_blocks_of_a_mask_are_those_that_torch_finds_token_by_token(
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt_oss", "deepseek_v2"])
-def test_a_mask_is_made_once_a_forward_whatever_the_number_of_blocks(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mask_is_made_once_a_forward_whatever_the_number_of_blocks(name, monkeypatch):
     """And before the blocks: what they ask for is what their layers had made."""
-    made: list[str] = []
+    made = []
     before = AttentionInputs.__init__
-    ready: list[int] = []
+    ready = []
 
-    def watched(self: AttentionInputs, *given: Any, **named: Any) -> None:
+    def watched(self, *given, **named):
         before(self, *given, **named)
         ready.append(len(made))
 
-    def noted(*given: Any) -> Tensor:
+    def noted(*given):
         made.append("mask")
         return visible_tokens(*given)
 
@@ -227,21 +210,21 @@ def test_a_mask_is_made_once_a_forward_whatever_the_number_of_blocks(
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "varlen"])
-def test_documents_of_other_lengths_make_no_new_graph(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_of_other_lengths_make_no_new_graph(backend, monkeypatch):
     """Torch's compiler takes sizes as given at first, and as unknown once they have changed."""
 
-    def in_one_graph(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *more: Any, **named: Any) -> Tensor:
+    def in_one_graph(q, k, v, starts, *more, **named):
         number = torch.bucketize(torch.arange(len(q)), starts, right=True)
         seen = (number[:, None] == number) & torch.ones(len(q), len(q), dtype=torch.bool).tril()
         q, k, v = (one.transpose(0, 1).unsqueeze(0) for one in (q, k, v))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
         return out.squeeze(0).transpose(0, 1)
 
-    def counted(graph: Any, inputs: Any) -> Any:
+    def counted(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
-    graphs: list[Any] = []
+    graphs = []
     monkeypatch.setattr(varlen, "_kernel", in_one_graph)
     for one in (causal, attention):
         monkeypatch.setattr(one, "choose_backend", lambda call, pinned="auto": backend)
@@ -257,9 +240,9 @@ def test_documents_of_other_lengths_make_no_new_graph(backend: str, monkeypatch:
     assert len(graphs) <= 2
 
 
-def test_numbers_on_a_device_are_not_waited_for() -> None:
+def test_numbers_on_a_device_are_not_waited_for():
     """Neither those of a meta tensor nor those on a GPU; a stand-in here has no numbers."""
-    on_gpu: Any = SimpleNamespace(is_meta=False, device=torch.device("cuda"))
+    on_gpu = SimpleNamespace(is_meta=False, device=torch.device("cuda"))
     assert restarts(on_gpu)
     with pytest.raises(TypeError):
         restarts(on_gpu, wait=True)

@@ -1,7 +1,5 @@
 """Check that layers which promise fp32 inside keep it in a user's autocast region."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -21,14 +19,14 @@ D, VOCAB = 16, 31
 Layer = Callable[[Tensor], Tensor]
 
 
-def made(layer: torch.nn.Module) -> torch.nn.Module:
+def made(layer):
     torch.manual_seed(1)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     return layer
 
 
-def attention(x: Tensor) -> Tensor:
+def attention(x):
     q = x.detach().view(1, 2, -1, D // 2)
     how = BlockAttentionOptions(0.5, True, fused=False)
     out, sums = attend(q, q, q, how)
@@ -36,15 +34,15 @@ def attention(x: Tensor) -> Tensor:
     return torch.cat([out, *grads]) + 0 * x.sum()
 
 
-def rotated(x: Tensor) -> Tensor:
+def rotated(x):
     rope = RotaryEmbedding(D, 1e4)(torch.arange(1000, 1000 + len(x[0])), x.dtype)
-    turned: Tensor = rope(x.unsqueeze(1))
+    turned = rope(x.unsqueeze(1))
     return turned
 
 
 LABELS = torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(3))
 HEAD = torch.randn(VOCAB, D, generator=torch.Generator().manual_seed(4))
-LAYERS: dict[str, Layer] = {
+LAYERS = {
     "rms norm": made(RMSNorm(D)),
     "layer norm": made(LayerNorm(D)),
     "router": lambda x: made(TopKRouter(D, 8, 2))(x)[0],
@@ -56,7 +54,7 @@ LAYERS: dict[str, Layer] = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_it_computes_the_same_inside_autocast(name: str) -> None:
+def test_it_computes_the_same_inside_autocast(name):
     layer, results = LAYERS[name], []
     for on in (False, True):
         x = torch.randn(2, 8, D, generator=torch.Generator().manual_seed(2), requires_grad=True)
@@ -69,7 +67,7 @@ def test_it_computes_the_same_inside_autocast(name: str) -> None:
         assert torch.equal(one, other)
 
 
-def test_a_head_and_hidden_states_that_autocast_set_apart_meet_in_the_wider_dtype() -> None:
+def test_a_head_and_hidden_states_that_autocast_set_apart_meet_in_the_wider_dtype():
     x = torch.randn(2, 8, D, generator=torch.Generator().manual_seed(2)).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         found = chunked_cross_entropy(x, HEAD, LABELS, VOCAB, chunk=5)

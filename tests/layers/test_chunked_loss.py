@@ -19,7 +19,7 @@ from trilith.testing import LiveBytes
 V, D, B, S = 131, 24, 3, 11
 
 
-def given(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def given(dtype=torch.float64):
     torch.manual_seed(1)
     hidden = torch.randn(B, S, D, dtype=dtype, requires_grad=True)
     weight = torch.randn(256, D, dtype=dtype, requires_grad=True)
@@ -28,7 +28,7 @@ def given(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tenso
     return hidden, weight, labels
 
 
-PLAIN: dict[str, float] = {}
+PLAIN = {}
 ALL = {"label_smoothing": 0.1, "z_loss": 0.01}
 
 
@@ -40,9 +40,7 @@ ALL = {"label_smoothing": 0.1, "z_loss": 0.01}
         (4, ALL, 3.0, True),
     ],
 )
-def test_it_equals_the_plain_loss(
-    chunk: int, terms: dict[str, float], cap: float | None, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_equals_the_plain_loss(chunk, terms, cap, compiled, monkeypatch):
     hidden, weight, labels = given()
     bias = torch.randn(256, dtype=torch.float64, requires_grad=True)
     every = (hidden, weight, bias)
@@ -70,7 +68,7 @@ def test_it_equals_the_plain_loss(
     assert not found[1][V:].any()
 
 
-def test_a_backward_that_runs_again_is_refused() -> None:
+def test_a_backward_that_runs_again_is_refused():
     hidden, weight, labels = given()
     loss = chunked_cross_entropy(hidden, weight, labels, V, chunk=4)
     loss.backward(retain_graph=True)
@@ -78,8 +76,8 @@ def test_a_backward_that_runs_again_is_refused() -> None:
         loss.backward()
 
 
-def test_a_compiler_that_fails_leaves_the_loss_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(graph: object, inputs: object) -> object:
+def test_a_compiler_that_fails_leaves_the_loss_as_it_is(monkeypatch):
+    def refuses(graph, inputs):
         raise RuntimeError("no compiler here")
 
     compile_with = torch.compile
@@ -95,7 +93,7 @@ def test_a_compiler_that_fails_leaves_the_loss_as_it_is(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("chunk", [8, 600])
-def test_in_bf16_its_gradients_are_as_close_to_fp64_as_the_plain_ones(chunk: int) -> None:
+def test_in_bf16_its_gradients_are_as_close_to_fp64_as_the_plain_ones(chunk):
     """The scale is one over a number of tokens: no number of bf16. A sum in bf16 is rounded at each chunk."""
     torch.manual_seed(1)
     rows, tokens, scale = 384, 600, torch.tensor(1 / 3000)
@@ -103,18 +101,18 @@ def test_in_bf16_its_gradients_are_as_close_to_fp64_as_the_plain_ones(chunk: int
     weight = torch.randn(rows, D).to(torch.bfloat16).requires_grad_()
     labels = torch.randint(rows, (1, tokens))
 
-    def plain(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def plain(x, w):
         loss = vocab_parallel_cross_entropy(F.linear(x, w), labels, rows).sum() * scale
         return torch.autograd.grad(loss, (x, w))
 
-    def chunked(sums: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
+    def chunked(sums=None):
         loss = chunked_cross_entropy(hidden, weight, labels, rows, chunk=chunk, scale=scale, sums=sums)
         assert loss.dtype == torch.float32
         return torch.autograd.grad(loss, (hidden, weight))
 
     exact = plain(*(one.detach().double().requires_grad_() for one in (hidden, weight)))
 
-    def errors(found: tuple[torch.Tensor, ...]) -> list[float]:
+    def errors(found):
         return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
 
     usual, ours, rounded = errors(plain(hidden, weight)), errors(chunked()), errors(chunked(torch.bfloat16))
@@ -122,7 +120,7 @@ def test_in_bf16_its_gradients_are_as_close_to_fp64_as_the_plain_ones(chunk: int
     assert chunk == tokens or rounded[1] > 1.2 * usual[1]
 
 
-def test_a_frozen_weight_and_an_evaluation_cost_no_gradient() -> None:
+def test_a_frozen_weight_and_an_evaluation_cost_no_gradient():
     hidden, weight, labels = given()
     weight.requires_grad_(False)
     with LiveBytes() as memory:
@@ -141,13 +139,7 @@ def test_a_frozen_weight_and_an_evaluation_cost_no_gradient() -> None:
     [(torch.float32, None, 4), (torch.bfloat16, None, 4), (torch.bfloat16, torch.bfloat16, 2)],
     ids=str,
 )
-def test_its_memory_is_a_chunk_of_logits_beside_the_sums(
-    dtype: torch.dtype,
-    sums: torch.dtype | None,
-    sum_bytes: int,
-    cap: float | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_its_memory_is_a_chunk_of_logits_beside_the_sums(dtype, sums, sum_bytes, cap, monkeypatch):
     monkeypatch.setattr(token_losses, "BLOCK_ON_CPU", 2**12)
     monkeypatch.setattr(chunked_loss, "_ROWS", 128)
     torch.manual_seed(1)
@@ -171,11 +163,11 @@ def test_its_memory_is_a_chunk_of_logits_beside_the_sums(
     assert logits < memory.peak - gradients < 1.4 * logits
 
 
-def tokens_of(count: int, hidden: int, compute: int, fused: bool = False) -> Tokens:
+def tokens_of(count, hidden, compute, fused=False):
     return Tokens(1, count, hidden, compute, fused)
 
 
-def test_the_number_of_tokens_is_chosen_by_what_needs_least_memory() -> None:
+def test_the_number_of_tokens_is_chosen_by_what_needs_least_memory():
     vocabulary = 128_256
     assert automatic_chunk(tokens_of(256, 4096, 2), vocabulary) == 0, "62 MiB: the plain loss"
     assert automatic_chunk(tokens_of(2048, 512, 4), vocabulary) == 160, "78 MiB, a third of the gradient"
@@ -188,7 +180,7 @@ def test_the_number_of_tokens_is_chosen_by_what_needs_least_memory() -> None:
     assert automatic_chunk(tokens_of(16384, 2048, 2), vocabulary, state=tensor) == 1344
 
 
-def test_what_is_no_chunk_and_no_label_is_refused() -> None:
+def test_what_is_no_chunk_and_no_label_is_refused():
     hidden, weight, labels = given()
     with pytest.raises(BadInput, match="loss_chunk"):
         chunked_cross_entropy(hidden, weight, labels, V, chunk=0)
@@ -197,7 +189,7 @@ def test_what_is_no_chunk_and_no_label_is_refused() -> None:
         chunked_cross_entropy(hidden, weight, labels, V, chunk=4)
 
 
-def test_with_the_head_in_the_loss_a_model_gives_hidden_states() -> None:
+def test_with_the_head_in_the_loss_a_model_gives_hidden_states():
     """Evaluation too, which has no gradients, takes them to the chunked loss; generation asks for logits."""
     config = {"model_type": "gpt2", "vocab_size": V, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 8}
     family = family_of(config)

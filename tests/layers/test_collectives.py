@@ -1,13 +1,8 @@
 """Each collective pair is its own transpose, which is what makes gradients right; and free on one rank."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from trilith.layers import (
     copy_to_tensor,
     enter_tensor,
@@ -22,7 +17,7 @@ from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.testing import run_parallel
 
 #: For each pair whether its input, and its output, is one tensor that all ranks hold alike.
-PAIRS: dict[str, tuple[Callable[..., Tensor], bool, bool]] = {
+PAIRS = {
     "copy_to_tensor": (copy_to_tensor, True, False),
     "reduce_from_tensor": (reduce_from_tensor, False, True),
     "split_to_tensor": (split_to_tensor, True, False),
@@ -32,12 +27,12 @@ PAIRS: dict[str, tuple[Callable[..., Tensor], bool, bool]] = {
 }
 
 
-def random(shape: tuple[int, ...], seed: int, *, alike: bool) -> Tensor:
+def random(shape, seed, *, alike):
     own = 0 if alike else 1 + dist.get_rank()
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * seed + own))
 
 
-def inner_product(a: Tensor, b: Tensor, *, alike: bool) -> float:
+def inner_product(a, b, *, alike):
     """Return the ranks' common inner product: once for tensors that are alike, else the sum over ranks."""
     value = (a * b).sum().detach()
     if alike:
@@ -46,7 +41,7 @@ def inner_product(a: Tensor, b: Tensor, *, alike: bool) -> float:
     return float(value)
 
 
-def products(name: str, dim: int | None) -> tuple[float, float, tuple[int, ...]]:
+def products(name, dim):
     """Return ``<f(x), y>`` and ``<x, f*(y)>``, and the shape of ``f(x)`` for x of (2, 8, 12)."""
     pair, whole_in, whole_out = PAIRS[name]
     state = ParallelState.start(Layout.of(tensor=dist.get_world_size()))
@@ -82,15 +77,13 @@ def products(name: str, dim: int | None) -> tuple[float, float, tuple[int, ...]]
         ("scatter_sequence", -1, lambda n: (2, 8, 12 // n)),
     ],
 )
-def test_backward_is_the_transpose_of_forward(
-    name: str, dim: int | None, shape: Callable[[int], tuple[int, ...]], tensor: int
-) -> None:
+def test_backward_is_the_transpose_of_forward(name, dim, shape, tensor):
     for forward, backward, found in run_parallel(products, tensor, name, dim):
         assert found == shape(tensor)
         assert forward == pytest.approx(backward, rel=1e-12)
 
 
-def values(dim: int) -> dict[str, Tensor]:
+def values(dim):
     state = ParallelState.start(Layout.of(tensor=dist.get_world_size()))
     whole, own = torch.arange(16.0).reshape(4, 4), torch.full((4, 4), 1.0 + dist.get_rank())
     along = dim if dim >= 0 else dim - 1  # a sequence has features behind it
@@ -106,7 +99,7 @@ def values(dim: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_pieces_lie_in_rank_order(dim: int) -> None:
+def test_pieces_lie_in_rank_order(dim):
     whole = torch.arange(16.0).reshape(4, 4)
     for rank, found in enumerate(run_parallel(values, 4, dim)):
         assert torch.equal(found["reduced"], torch.full((4, 4), 10.0))
@@ -116,13 +109,13 @@ def test_pieces_lie_in_rank_order(dim: int) -> None:
 
 
 @pytest.mark.parametrize("pair", [*(pair for pair, _, _ in PAIRS.values()), enter_tensor, leave_tensor])
-def test_on_one_tensor_rank_each_pair_is_the_identity_itself(pair: Callable[..., Tensor]) -> None:
+def test_on_one_tensor_rank_each_pair_is_the_identity_itself(pair):
     x = torch.randn(2, 3, 4, requires_grad=True)
     for state in (ParallelState.alone(), ParallelState.stand_in(Layout.of(data=2, sequence=True))):
         assert pair(x, state) is x
 
 
-def test_a_length_that_the_ranks_do_not_divide_is_refused() -> None:  # E9
+def test_a_length_that_the_ranks_do_not_divide_is_refused():  # E9
     state = ParallelState.stand_in(Layout.of(tensor=4))
     with pytest.raises(BadInput, match=r"expected a length that tensor=4 divides, found 6"):
         split_to_tensor(torch.zeros(2, 6, 4), state, dim=1)

@@ -1,7 +1,5 @@
 """In backward the input's gradient travels, in its own memory, while the weights' gradients are computed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from trilith.layers import ColumnParallelLinear, VocabParallelHead, gather_sequence, scatter_sequence
@@ -12,7 +10,7 @@ from trilith.testing.operators import Operators
 LAYOUTS = [Layout.of(tensor=2), Layout.of(tensor=2, sequence=True)]
 
 
-def backward_of(layout: Layout, kind: str) -> list[str]:
+def backward_of(layout, kind):
     state = ParallelState.start(layout)
     if kind == "linear":
         layer = ColumnParallelLinear(8, {"a": 6, "b": 4}, state=state)
@@ -27,9 +25,7 @@ def backward_of(layout: Layout, kind: str) -> list[str]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", ["linear", "head"])
-def test_the_gradients_of_the_weights_are_computed_while_the_input_s_is_summed(
-    layout: Layout, kind: str
-) -> None:
+def test_the_gradients_of_the_weights_are_computed_while_the_input_s_is_summed(layout, kind):
     products = 2 if kind == "linear" else 1
     for names in run_parallel(backward_of, 2, layout, kind):
         kinds = ("_c10d_functional::all_reduce_", "_c10d_functional::reduce_scatter_tensor")
@@ -42,7 +38,7 @@ def test_the_gradients_of_the_weights_are_computed_while_the_input_s_is_summed(
         assert names.count("aten::add_") == products - 1 and "aten::add" not in names, "in its own memory"
 
 
-def backward_in_two(layout: Layout) -> list[list[str]]:
+def backward_in_two(layout):
     """Return the operators of the two parts of a backward, as the pipeline's schedules cut it."""
     state = ParallelState.start(layout)
     layer = ColumnParallelLinear(8, {"a": 6, "b": 4}, state=state)
@@ -60,13 +56,13 @@ def backward_in_two(layout: Layout) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_backward_in_two_parts_computes_and_sends_each_gradient_once(layout: Layout) -> None:
+def test_a_backward_in_two_parts_computes_and_sends_each_gradient_once(layout):
     for inputs, weights in run_parallel(backward_in_two, 2, layout):
         assert [sum("c10d" in name for name in names) for names in (inputs, weights)] == [2, 0]  # and a wait
         assert [sum(name == "aten::mm" for name in names) for names in (inputs, weights)] == [2, 2]
 
 
-def copies_of(rows: int) -> int:
+def copies_of(rows):
     state = ParallelState.start(Layout.of(tensor=2, sequence=True))
     with Operators() as seen:
         x = torch.randn(rows, 4, 8, requires_grad=True)
@@ -74,6 +70,6 @@ def copies_of(rows: int) -> int:
     return sum(name in ("aten::cat", "aten::copy_", "aten::clone") for name in seen.names)
 
 
-def test_of_one_row_the_pieces_of_a_sequence_are_not_copied() -> None:
+def test_of_one_row_the_pieces_of_a_sequence_are_not_copied():
     assert run_parallel(copies_of, 2, 1) == [1, 1]  # the gradient of a sum is broadcast
     assert all(count > 4 for count in run_parallel(copies_of, 2, 2))

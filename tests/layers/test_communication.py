@@ -1,11 +1,5 @@
 """Check that layers launch what ``torch.nn`` does on one device, and in parts only the stated collectives."""
 
-from __future__ import annotations
-
-from collections import Counter
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,7 +24,7 @@ from trilith.models import LLAMA
 from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import LiveBytes, Operators, run_parallel
 
-LLAMA_TINY: dict[str, Any] = {
+LLAMA_TINY = {
     "model_type": "llama",
     "vocab_size": 503,
     "hidden_size": 16,
@@ -42,7 +36,7 @@ LLAMA_TINY: dict[str, Any] = {
 B, S, D, V = 2, 12, 16, 512
 
 
-def launched(run: Callable[[], Tensor | tuple[Tensor, ...]]) -> list[str]:
+def launched(run):
     with Operators() as operators:
         y = run()
         parts = (y,) if isinstance(y, Tensor) else y
@@ -60,28 +54,28 @@ ALONE = {
 class Plain(nn.Module):
     """An MLP of ``nn.Linear``, gated or not."""
 
-    def __init__(self, gated: bool) -> None:
+    def __init__(self, gated):
         super().__init__()
         self.gate = nn.Linear(6, 10, False) if gated else None
         self.up, self.down = nn.Linear(6, 10, not gated), nn.Linear(10, 6, not gated)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.gate is not None:
             gate, up = self.gate(x), self.up(x)
-            gated: Tensor = self.down(F.silu(gate) * up)
+            gated = self.down(F.silu(gate) * up)
             return gated
-        plain: Tensor = self.down(F.gelu(self.up(x)))
+        plain = self.down(F.gelu(self.up(x)))
         return plain
 
 
 class Added(nn.Embedding):
     """Learned positions, added."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + super().forward(torch.arange(x.shape[1]))
 
 
-COUNTERPARTS: dict[str, tuple[Any, Any]] = {
+COUNTERPARTS = {
     "column": (lambda s: ColumnParallelLinear(6, 10, state=s), lambda: nn.Linear(6, 10)),
     "row": (lambda s: RowParallelLinear(6, 10, False, state=s), lambda: nn.Linear(6, 10, False)),
     "gathered": (lambda s: ColumnParallelLinear(6, 8, gather_output=True, state=s), lambda: nn.Linear(6, 8)),
@@ -97,7 +91,7 @@ COUNTERPARTS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("state", ALONE.values(), ids=ALONE)
 @pytest.mark.parametrize("layer", COUNTERPARTS)
-def test_on_one_device_exactly_torchs_operators_run(layer: str, state: ParallelState | None) -> None:
+def test_on_one_device_exactly_torchs_operators_run(layer, state):
     """Forward and backward, in order: so not one kernel more, nor a view."""
     ours, theirs = COUNTERPARTS[layer]
     mine, other = ours(state), theirs()
@@ -106,7 +100,7 @@ def test_on_one_device_exactly_torchs_operators_run(layer: str, state: ParallelS
 
 
 @pytest.mark.parametrize("state", ALONE.values(), ids=ALONE)
-def test_on_one_device_embeddings_are_torchs_operators(state: ParallelState | None) -> None:
+def test_on_one_device_embeddings_are_torchs_operators(state):
     """Ids are checked on a CPU if rows are padded, and nowhere else; here no row is padded."""
     ids = torch.randint(128, (2, 5))
     ours, theirs = VocabParallelEmbedding(128, 6, state=state), nn.Embedding(128, 6)
@@ -116,20 +110,20 @@ def test_on_one_device_embeddings_are_torchs_operators(state: ParallelState | No
     assert launched(lambda: position(x, torch.arange(5))) == launched(lambda: added(same))
 
 
-def test_on_one_device_attention_is_one_operator_of_torch() -> None:
+def test_on_one_device_attention_is_one_operator_of_torch():
     mine, other = ([torch.ones(2, 4, 5, 8, requires_grad=True) for _ in range(3)] for _ in range(2))
     theirs = launched(lambda: F.scaled_dot_product_attention(*other, is_causal=True))
     assert launched(lambda: causal_attention(*mine)) == theirs
 
 
-def test_on_one_device_the_loss_needs_less_than_torchs_and_sends_nothing() -> None:
+def test_on_one_device_the_loss_needs_less_than_torchs_and_sends_nothing():
     """Only this layer has operators of its own: they work in place and save a tensor of the logits' size."""
     labels = torch.randint(512, (2, 64))
 
-    def ours(x: Tensor) -> Tensor:
+    def ours(x):
         return vocab_parallel_cross_entropy(x, labels, 512)
 
-    def theirs(x: Tensor) -> Tensor:
+    def theirs(x):
         return F.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="none")
 
     peaks = []
@@ -142,7 +136,7 @@ def test_on_one_device_the_loss_needs_less_than_torchs_and_sends_nothing() -> No
     assert not [name for name in launched(lambda: ours(x)) if "c10d" in name]
 
 
-def named_outputs(sequence: bool) -> tuple[Counter[str], Counter[str]]:
+def named_outputs(sequence):
     state = ParallelState.start(Layout.of(tensor=dist.get_world_size(), sequence=sequence))
     layer = ColumnParallelLinear(D, {"q": 16, "k": 8, "v": 8}, state=state)
     x = torch.randn(B, S // (2 if sequence else 1), D, requires_grad=True)
@@ -153,14 +147,14 @@ def named_outputs(sequence: bool) -> tuple[Counter[str], Counter[str]]:
     return forward.collectives, backward.collectives
 
 
-def test_several_outputs_of_one_input_pay_one_collective() -> None:
+def test_several_outputs_of_one_input_pay_one_collective():
     for forward, backward in run_parallel(named_outputs, 2, False):
         assert (forward, backward) == ({}, {"all_reduce": 1})
     for forward, backward in run_parallel(named_outputs, 2, True):
         assert (forward, backward) == ({"all_gather": 1}, {"reduce_scatter": 1})
 
 
-def largest_tensor(sequence: bool) -> int:
+def largest_tensor(sequence):
     """Return the size, in numbers, of the largest tensor made on a rank in forward, loss and backward."""
     state = ParallelState.start(Layout.of(tensor=dist.get_world_size(), sequence=sequence))
     model = LLAMA.build(LLAMA.from_hf(LLAMA_TINY), state=state, device="cpu")
@@ -170,7 +164,7 @@ def largest_tensor(sequence: bool) -> int:
     return operators.largest
 
 
-def attention_over_context(ring: bool) -> tuple[Any, Any]:
+def attention_over_context(ring):
     """Run one layer's attention, with two key/value heads for four query heads."""
     state = ParallelState.start(Layout.of(context=dist.get_world_size(), ring=ring))
     here, scope = S // state.context_size, AttentionScope(state=state)
@@ -183,7 +177,7 @@ def attention_over_context(ring: bool) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("context", [2, 3])
-def test_context_ranks_send_key_value_heads_and_their_gradients_once(context: int) -> None:
+def test_context_ranks_send_key_value_heads_and_their_gradients_once(context):
     """The numbers are those of docs/context.md. A rank's keys and values are n bytes."""
     n, others = 4 * 2 * B * 2 * 8 * S // context, context - 1
     for (forward, sent), (backward, sent_back) in run_parallel(attention_over_context, context, False):
@@ -199,5 +193,5 @@ def test_context_ranks_send_key_value_heads_and_their_gradients_once(context: in
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
-def test_logits_are_never_gathered(sequence: bool) -> None:
+def test_logits_are_never_gathered(sequence):
     assert run_parallel(largest_tensor, 2, sequence) == [B * S * V // 2] * 2, "a rank's own logits"

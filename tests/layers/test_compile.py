@@ -1,11 +1,8 @@
 """``torch.compile(fullgraph=True)`` traces parallel layers, collectives and all, and changes nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from trilith.layers import AttentionInputs, default_positions
 from trilith.models import LLAMA
 from trilith.parallel_state import Layout, ParallelState
@@ -22,7 +19,7 @@ CONFIG = {
 }
 
 
-def eager_and_compiled(sequence: bool, packed: bool, backend: str) -> float:
+def eager_and_compiled(sequence, packed, backend):
     """Return the largest difference between a block's outputs and gradients, traced and not."""
     torch.manual_seed(0)
     size = dist.get_world_size()
@@ -36,7 +33,7 @@ def eager_and_compiled(sequence: bool, packed: bool, backend: str) -> float:
     positions = (positions % 5 if packed else positions).expand(2, -1)
     inputs = AttentionInputs(positions, like=x, rotary=dict(model.rotary.items()), state=state)
 
-    def run(call: torch.nn.Module) -> list[Tensor]:
+    def run(call):
         block.zero_grad()
         y = call(x, inputs)
         y.pow(2).sum().backward()
@@ -53,13 +50,13 @@ KINDS = pytest.mark.parametrize(
 
 
 @KINDS
-def test_a_block_is_one_graph_and_the_same_numbers(size: int, sequence: bool, packed: bool) -> None:
+def test_a_block_is_one_graph_and_the_same_numbers(size, sequence, packed):
     assert max(run_parallel(eager_and_compiled, size, sequence, packed, "aot_eager")) < 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @KINDS
-def test_made_into_a_kernel_it_is_too(size: int, sequence: bool, packed: bool) -> None:
+def test_made_into_a_kernel_it_is_too(size, sequence, packed):
     found = run_parallel(eager_and_compiled, size, sequence, packed, "inductor", timeout=1000)
     assert max(found) < 1e-5

@@ -1,15 +1,9 @@
 """Pieces of attention put together: the sequence's chunks, which blocks a rank computes, what each gives."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.nn import functional as F
 from trilith.layers import AttentionScope, KeyValueCache, cut_sequence, default_positions, token_places
 from trilith.layers.attention import blockwise as blocks
@@ -20,12 +14,12 @@ from trilith.parallel_state import BadInput, Layout, ParallelState
 _sizes = st.sampled_from([2, 3, 4, 8])
 
 
-def ranks(size: int) -> list[ParallelState]:
+def ranks(size):
     return [ParallelState.stand_in(Layout.of(context=size), rank) for rank in range(size)]
 
 
 @given(_sizes, st.integers(1, 3))
-def test_chunks_are_the_sequence_and_places_say_where(size: int, chunk: int) -> None:
+def test_chunks_are_the_sequence_and_places_say_where(size, chunk):
     whole = torch.randn(2, 2 * size * chunk, 3)
     seen = torch.zeros(whole.shape[1])
     for state in ranks(size):
@@ -36,12 +30,12 @@ def test_chunks_are_the_sequence_and_places_say_where(size: int, chunk: int) -> 
     assert bool((seen == 1).all())
 
 
-def test_a_sequence_that_gives_no_equal_chunks_is_refused_E7() -> None:
+def test_a_sequence_that_gives_no_equal_chunks_is_refused_E7():
     with pytest.raises(BadInput, match=r"expected a multiple of 2 x context=2, found 6.*4 or 8"):
         cut_sequence(torch.zeros(1, 6), ranks(2)[0])
 
 
-def work(scope: ContextScope, size: int, chunk: int) -> list[int]:
+def work(scope, size, chunk):
     """Count the pairs of query and key that a rank computes with each rank's keys."""
     half = chunk * (chunk + 1) // 2
     return [
@@ -51,7 +45,7 @@ def work(scope: ContextScope, size: int, chunk: int) -> list[int]:
 
 
 @given(_sizes, st.integers(1, 16))
-def test_every_rank_has_the_same_work_with_any_ranks_keys(size: int, chunk: int) -> None:
+def test_every_rank_has_the_same_work_with_any_ranks_keys(size, chunk):
     """So a ring never waits for a slow rank.
 
     With its own keys a rank has two causal halves and a whole block, with any other's two whole blocks.
@@ -66,7 +60,7 @@ def test_every_rank_has_the_same_work_with_any_ranks_keys(size: int, chunk: int)
 
 
 @given(_sizes, st.integers(1, 4), st.data())
-def test_blocks_and_masks_are_what_the_whole_mask_says(size: int, chunk: int, data: st.DataObject) -> None:
+def test_blocks_and_masks_are_what_the_whole_mask_says(size, chunk, data):
     length = 2 * size * chunk
     starts = data.draw(st.lists(st.booleans(), min_size=2 * length, max_size=2 * length))
     places = torch.arange(length).expand(2, -1)
@@ -89,7 +83,7 @@ def test_blocks_and_masks_are_what_the_whole_mask_says(size: int, chunk: int, da
         assert torch.equal(found, whole[:, :, token_places(2 * chunk, state)])
 
 
-def test_a_window_leaves_out_the_blocks_before_it() -> None:
+def test_a_window_leaves_out_the_blocks_before_it():
     state = ranks(4)[3]  # chunks 3 and 4 of 8
     scope = ContextScope(token_places(16, state), window=9, state=state)
     found = {source: [*scope.blocks(source, 8)] for source in range(4)}
@@ -98,7 +92,7 @@ def test_a_window_leaves_out_the_blocks_before_it() -> None:
     assert len(found[3]) == 3
 
 
-def test_a_cache_holds_whole_sequences() -> None:
+def test_a_cache_holds_whole_sequences():
     with pytest.raises(AssertionError, match="cache"):
         AttentionScope(torch.zeros(1, 4).long(), KeyValueCache(1, 8), state=ranks(2)[0])
 
@@ -107,7 +101,7 @@ class Attend(torch.autograd.Function):
     """Compute a block alone, as a function with a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: BlockAttentionOptions) -> Tensor:
+    def forward(ctx, q, k, v, options):
         out, log_sums = attend(q, k, v, options)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, log_sums)
@@ -115,14 +109,14 @@ class Attend(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, *grads):
         return *attend_backward(grads[0], *ctx.saved_tensors, ctx.options), None
 
 
-attention: Callable[..., Tensor] = Attend.apply
+attention = Attend.apply
 
 
-def heads(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def heads(dtype=torch.float64):
     """Six query heads, two key/value heads."""
     torch.manual_seed(0)
     return [torch.randn(2, h, 5, 4, dtype=dtype, requires_grad=True) for h in (6, 2, 2)]
@@ -130,9 +124,7 @@ def heads(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 @pytest.mark.parametrize("at_once", [2**26, 2 * 6 * 5 * 2], ids=["whole", "two-rows-at-a-time"])
 @pytest.mark.parametrize("kind", ["all", "causal", "mask"])
-def test_a_block_is_attention_with_its_gradients(
-    kind: str, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_is_attention_with_its_gradients(kind, at_once, monkeypatch):
     """It uses the fused operator if there is no mask, else the formula, a few rows at a time."""
     monkeypatch.setattr(blocks, "_AT_ONCE", at_once)
     if at_once < 2**20:
@@ -151,11 +143,11 @@ def test_a_block_is_attention_with_its_gradients(
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_a_fused_operator_that_is_wrong_or_not_there_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_operator_that_is_wrong_or_not_there_is_not_used(monkeypatch):
     assert blocks.fused_is_right("cpu")
     right = blocks.engine.flash_attention_backward
 
-    def wrong(*tensors: Tensor, **how: Any) -> tuple[Tensor, ...]:
+    def wrong(*tensors, **how):
         dq, dk, dv = right(*tensors, **how)
         return dq, dk * 1.01, dv
 
@@ -166,7 +158,7 @@ def test_a_fused_operator_that_is_wrong_or_not_there_is_not_used(monkeypatch: py
     blocks.fused_is_right.cache_clear()
 
 
-def test_a_query_that_sees_no_key_of_a_block_weighs_nothing() -> None:
+def test_a_query_that_sees_no_key_of_a_block_weighs_nothing():
     q, k, v = heads()
     mask = torch.ones(1, 1, 5, 5, dtype=torch.bool)
     mask[..., 2, :] = False
@@ -175,7 +167,7 @@ def test_a_query_that_sees_no_key_of_a_block_weighs_nothing() -> None:
     assert bool(out.isfinite().all()) and bool(log_sums[:, :, 3].isfinite().all())
 
 
-def test_dropout_is_drawn_again_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_is_drawn_again_in_backward(monkeypatch):
     monkeypatch.setattr(blocks, "_AT_ONCE", 2 * 6 * 5 * 2)
     options = BlockAttentionOptions(0.5, True, dropout=0.4, seed=11)
     torch.autograd.gradcheck(lambda *qkv: attention(*qkv, options), heads(), fast_mode=True)
@@ -184,7 +176,7 @@ def test_dropout_is_drawn_again_in_backward(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(kept, attend(*heads(), options)[0]) and not torch.equal(kept, other)
 
 
-def test_dropout_is_right_on_average() -> None:
+def test_dropout_is_right_on_average():
     q, k, v = (t.detach() for t in heads())
     expected = attend(q, k, v, BlockAttentionOptions(0.5, True))[0]
     drawn = torch.stack(

@@ -1,17 +1,14 @@
 """Dropout masks: alike on ranks that hold the same activations, each rank's own where these are split."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from trilith.layers import Dropout, own_random
 from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import run_parallel
 
 
-def test_on_one_device_it_is_nn_dropout() -> None:
+def test_on_one_device_it_is_nn_dropout():
     x = torch.ones(100, 100)
     ours, theirs = Dropout(0.3), torch.nn.Dropout(0.3)
     torch.manual_seed(3)
@@ -23,13 +20,13 @@ def test_on_one_device_it_is_nn_dropout() -> None:
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
-def test_what_is_kept_is_scaled_so_that_the_mean_stays(p: float) -> None:
+def test_what_is_kept_is_scaled_so_that_the_mean_stays(p):
     y = Dropout(p)(torch.ones(1000, 1000))
     assert float((y == 0).float().mean()) == pytest.approx(p, abs=5e-3)
     assert float(y.mean()) == pytest.approx(1.0, abs=5e-3)
 
 
-def masks(sequence: bool) -> dict[str, Tensor]:
+def masks(sequence):
     """Return a block's draws: dropout of activations, a split region inside, then common numbers again."""
     state = ParallelState.start(Layout.of(tensor=dist.get_world_size(), sequence=sequence))
     torch.manual_seed(5)
@@ -45,7 +42,7 @@ def masks(sequence: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_masks_agree_exactly_where_activations_are_the_same(sequence: bool) -> None:
+def test_masks_agree_exactly_where_activations_are_the_same(sequence):
     first, *others = run_parallel(masks, 4, sequence)
     assert not torch.equal(first["heads"], first["heads again"]) and not torch.equal(
         first["between"], first["after"]
@@ -58,13 +55,13 @@ def test_masks_agree_exactly_where_activations_are_the_same(sequence: bool) -> N
             assert not torch.equal(first[name], other[name])
 
 
-def test_the_same_seed_draws_the_same_masks_again() -> None:
+def test_the_same_seed_draws_the_same_masks_again():
     again = run_parallel(masks, 2, True)
     for one, other in zip(run_parallel(masks, 2, True), again, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_an_unsplit_region_is_left_alone() -> None:
+def test_an_unsplit_region_is_left_alone():
     state = ParallelState.stand_in(Layout.of(tensor=4), 2)
     torch.manual_seed(1)
     with own_random(state, split=False):

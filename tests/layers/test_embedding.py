@@ -1,13 +1,10 @@
 """The vocabulary's two ends: ``nn.Embedding`` and a linear on one device, the same numbers in parts."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from support.compare_layers import compare_with_one_device, made_alike
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from trilith.layers import (
     PositionEmbedding,
@@ -20,10 +17,9 @@ from trilith.layers import (
 from trilith.layers.embedding import check_ids
 from trilith.parallel_state import Layout, ParallelState, declarations
 from trilith.testing import Operators, run_parallel
-from trilith.testing.compare_layers import compare_with_one_device, made_alike
 
 
-def test_on_one_device_it_is_nn_embedding() -> None:
+def test_on_one_device_it_is_nn_embedding():
     ours, theirs = VocabParallelEmbedding(130, 6), nn.Embedding(130, 6)
     ours.load_state_dict(theirs.state_dict())
     ids = torch.randint(130, (2, 7))
@@ -34,7 +30,7 @@ def test_on_one_device_it_is_nn_embedding() -> None:
     assert torch.equal(ours.project(h), nn.functional.linear(h, ours.weight))
 
 
-def test_on_one_device_the_head_is_a_linear_without_bias() -> None:
+def test_on_one_device_the_head_is_a_linear_without_bias():
     head, theirs = VocabParallelHead(6, 130), nn.Linear(6, 130, bias=False)
     head.load_state_dict(theirs.state_dict())
     h = torch.randn(2, 7, 6)
@@ -43,7 +39,7 @@ def test_on_one_device_the_head_is_a_linear_without_bias() -> None:
 
 @pytest.mark.parametrize("wrong", [-1, 130, 255, 256])
 @pytest.mark.parametrize("tensor", [0, 1, 2])
-def test_an_id_outside_the_vocabulary_is_refused(tensor: int, wrong: int) -> None:
+def test_an_id_outside_the_vocabulary_is_refused(tensor, wrong):
     state = ParallelState.stand_in(Layout.of(tensor=tensor)) if tensor else None
     with pytest.raises(IndexError, match="out of range"):
         VocabParallelEmbedding(130, 6, state=state)(torch.tensor([[3, wrong]]))
@@ -60,7 +56,7 @@ def test_an_id_outside_the_vocabulary_is_refused(tensor: int, wrong: int) -> Non
         *((503, 3, 768), (503, 5, 640), (503, 6, 768), (503, 7, 896), (50257, 3, 50304), (129, 256, 256)),
     ],
 )
-def test_a_vocabulary_is_padded_as_far_as_the_layout_needs_E4(vocab: int, tensor: int, padded: int) -> None:
+def test_a_vocabulary_is_padded_as_far_as_the_layout_needs_E4(vocab, tensor, padded):
     assert padded_vocabulary(vocab, tensor) == padded
     for rank in (0, tensor - 1):
         state = ParallelState.stand_in(Layout.of(tensor=tensor), rank)
@@ -72,14 +68,14 @@ def test_a_vocabulary_is_padded_as_far_as_the_layout_needs_E4(vocab: int, tensor
 
 
 @pytest.mark.parametrize("layer", [VocabParallelEmbedding, VocabParallelHead])
-def test_padding_starts_at_zero_E4(layer: Any) -> None:
+def test_padding_starts_at_zero_E4(layer):
     sizes = (130, 6) if layer is VocabParallelEmbedding else (6, 130)
     weight = layer(*sizes, state=ParallelState.alone()).weight.detach()
     assert weight.shape == (256, 6)
     assert bool((weight[130:] == 0).all()) and bool((weight[:130] != 0).any(dim=1).all())
 
 
-def test_positions_are_added() -> None:
+def test_positions_are_added():
     layer = PositionEmbedding(16, 6)
     x = torch.randn(2, 8, 6)
     assert torch.equal(layer(x, torch.arange(8)), x + layer.weight[:8])
@@ -87,20 +83,20 @@ def test_positions_are_added() -> None:
     assert torch.equal(layer(x, both)[1], x[1] + layer.weight[8:])
 
 
-def test_default_positions_are_those_of_the_whole_sequence() -> None:
+def test_default_positions_are_those_of_the_whole_sequence():
     sequence = ParallelState.stand_in(Layout.of(tensor=2, sequence=True), 1)
     assert default_positions(torch.zeros(1, 8), sequence, embedded=False).tolist() == list(range(8))
     assert default_positions(torch.zeros(1, 4, 6), sequence, embedded=True).tolist() == list(range(8))
     assert default_positions(torch.zeros(1, 8, 6), ParallelState.alone(), embedded=True).numel() == 8
 
 
-def test_the_repr_shows_whole_padded_and_local_sizes() -> None:
+def test_the_repr_shows_whole_padded_and_local_sizes():
     state = ParallelState.stand_in(Layout.of(tensor=2))
     assert "130, 6, padded=256, here=(128, 6)" in repr(VocabParallelEmbedding(130, 6, state=state))
     assert "130, 6, padded=256, here=(128, 6)" in repr(VocabParallelHead(6, 130, state=state))
 
 
-def padded(state: ParallelState | None) -> ParallelState:
+def padded(state):
     """The one-device layer with padding: in parts there is always some."""
     return state or ParallelState.alone()
 
@@ -112,17 +108,17 @@ VOCAB = 300
 class Both(nn.Module):
     """A tied pair of ends: embeds, adds positions, projects."""
 
-    def __init__(self, state: ParallelState | None) -> None:
+    def __init__(self, state):
         super().__init__()
         self.embed = VocabParallelEmbedding(VOCAB, 6, ends=True, state=padded(state))
         self.position = PositionEmbedding(16, 6, state=state)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.embed.project(self.position(self.embed(ids), torch.arange(12)))
+    def forward(self, ids):
+        logits = self.embed.project(self.position(self.embed(ids), torch.arange(12)))
         return logits
 
 
-def both_ends(sequence: bool) -> list[float]:
+def both_ends(sequence):
     state = ParallelState.start(Layout.of(tensor=dist.get_world_size(), sequence=sequence))
     torch.set_default_dtype(torch.float64)
     between = 1 if sequence else None
@@ -131,10 +127,10 @@ def both_ends(sequence: bool) -> list[float]:
     ids[0, :8] = torch.tensor([0, 95, 96, 127, 128, 191, 192, 299])  # edges of the ranks' parts
     h = torch.randn(3, 12, 6)
 
-    def embedding(s: ParallelState | None) -> nn.Module:
+    def embedding(s):
         return VocabParallelEmbedding(VOCAB, 6, state=padded(s))
 
-    def head(s: ParallelState | None) -> nn.Module:
+    def head(s):
         return VocabParallelHead(6, VOCAB, state=padded(s))
 
     whole, mine = made_alike(head, state)
@@ -151,12 +147,12 @@ def both_ends(sequence: bool) -> list[float]:
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("tensor", [2, 3, 4])
-def test_in_parts_both_ends_equal_one_device(tensor: int, sequence: bool) -> None:
+def test_in_parts_both_ends_equal_one_device(tensor, sequence):
     for worst in run_parallel(both_ends, tensor, sequence):
         assert max(worst) < 1e-13
 
 
-def test_on_a_gpu_the_device_itself_looks_at_ids_and_the_host_does_not_wait() -> None:
+def test_on_a_gpu_the_device_itself_looks_at_ids_and_the_host_does_not_wait():
     """If the host read a number of a fake tensor, that would be an error."""
     with FakeTensorMode(), Operators() as operators:
         check_ids(torch.zeros(2, 3, dtype=torch.int64, device="cuda"), 7)

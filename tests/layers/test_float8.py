@@ -1,58 +1,53 @@
 """Linears that multiply in float8: against fp64, in every layout, and what they leave as it is."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
+from support.compare_layers import compare_with_one_device
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from trilith.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
-    Scaling,
     checkpoint_blocks,
     use_float8,
 )
 from trilith.layers.float8 import Float8, _Products
 from trilith.parallel_state import Layout, ParallelState, alone_or, local
 from trilith.testing import Operators, run_parallel
-from trilith.testing.compare_layers import compare_with_one_device
 
-SCALINGS: tuple[Scaling, ...] = ("tensorwise", "rowwise")
+SCALINGS = ("tensorwise", "rowwise")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def in_float8(module: nn.Module, scaling: Scaling) -> nn.Module:
+def in_float8(module, scaling):
     assert use_float8(module, scaling) == []
     return module
 
 
-def rounded(x: Tensor, dtype: torch.dtype = E4M3, dim: int | None = None) -> Tensor:
+def rounded(x, dtype=E4M3, dim=None):
     """Return ``x`` rounded to ``dtype`` under the largest power of two that all of it (of a row) bears."""
     top = x.abs().amax(() if dim is None else dim, keepdim=True)
     scale = torch.exp2(torch.floor(torch.log2(torch.finfo(dtype).max / top)))
     return (x * scale).to(dtype).to(x.dtype) / scale
 
 
-def case(features: int = 32, rows: int = 48, tokens: int = 9) -> tuple[Tensor, Tensor, Tensor]:
+def case(features=32, rows=48, tokens=9):
     """Return an input, a weight and a gradient in fp64, each spread over many powers of two."""
     generator = torch.Generator().manual_seed(0)
 
-    def wide(*shape: int) -> Tensor:
+    def wide(*shape):
         powers = torch.randint(-12, 1, shape, generator=generator)
         return torch.randn(shape, dtype=torch.float64, generator=generator) * torch.exp2(powers.double())
 
     return wide(tokens, features), wide(rows, features), wide(tokens, rows)
 
 
-def products(operators: Operators) -> int:
+def products(operators):
     return sum("_scaled_mm" in name for name in operators.names)
 
 
-def run(layer: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def run(layer, x, gradient):
     """Return a linear's output and the gradients of its input and its weight."""
     x = x.clone().requires_grad_()
     y = layer(x)
@@ -63,7 +58,7 @@ def run(layer: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-def test_a_product_is_that_of_the_rounded_factors(kind: Any, scaling: Scaling) -> None:
+def test_a_product_is_that_of_the_rounded_factors(kind, scaling):
     x, w, g = case()
     layer = in_float8(kind(32, 48, bias=False).double(), scaling)
     with torch.no_grad():
@@ -80,7 +75,7 @@ def test_a_product_is_that_of_the_rounded_factors(kind: Any, scaling: Scaling) -
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_it_differs_from_fp64_by_the_rounding_of_two_factors_at_most(scaling: Scaling) -> None:
+def test_it_differs_from_fp64_by_the_rounding_of_two_factors_at_most(scaling):
     x, w, g = case()
     plain = ColumnParallelLinear(32, 48, bias=False).double()
     with torch.no_grad():
@@ -99,7 +94,7 @@ def test_it_differs_from_fp64_by_the_rounding_of_two_factors_at_most(scaling: Sc
         assert 0.01 < float(share.max()) <= bound + 2.0**-9
 
 
-def test_the_dtype_of_the_input_is_that_of_the_output_and_of_the_gradients() -> None:
+def test_the_dtype_of_the_input_is_that_of_the_output_and_of_the_gradients():
     x, _, g = case()
     layer = in_float8(ColumnParallelLinear(32, 48).bfloat16(), "tensorwise")
     for found in run(layer, x.bfloat16(), g.bfloat16()):
@@ -107,7 +102,7 @@ def test_the_dtype_of_the_input_is_that_of_the_output_and_of_the_gradients() -> 
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_zeros_stay_zeros_and_what_is_not_finite_shows(scaling: Scaling) -> None:
+def test_zeros_stay_zeros_and_what_is_not_finite_shows(scaling):
     x, _, g = case()
     layer = in_float8(ColumnParallelLinear(32, 48, bias=False).double(), scaling)
     assert not any(bool(found.any()) for found in run(layer, 0 * x, 0 * g))
@@ -118,7 +113,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_shows(scaling: Scaling) -> None
     assert layer(x * 1e-25).isfinite().all() and bool(layer(x * 1e-25).any())
 
 
-def test_a_weight_with_a_side_that_is_no_multiple_of_16_stays_and_is_named() -> None:
+def test_a_weight_with_a_side_that_is_no_multiple_of_16_stays_and_is_named():
     model = nn.ModuleDict(
         {
             "a": ColumnParallelLinear(32, {"q": 48, "k": 8}),
@@ -136,7 +131,7 @@ def test_a_weight_with_a_side_that_is_no_multiple_of_16_stays_and_is_named() -> 
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_one_graph_holds_forward_and_backward(scaling: Scaling) -> None:
+def test_one_graph_holds_forward_and_backward(scaling):
     x, _, g = case()
     layer = in_float8(ColumnParallelLinear(32, 48, bias=False).double(), scaling)
     plain = run(layer, x, g)
@@ -145,11 +140,11 @@ def test_one_graph_holds_forward_and_backward(scaling: Scaling) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
 
 
-def test_a_frozen_weight_has_no_gradient_and_no_product_for_it() -> None:
+def test_a_frozen_weight_has_no_gradient_and_no_product_for_it():
     x, _, g = case(tokens=16)
     layer = in_float8(ColumnParallelLinear(32, 48, bias=False), "tensorwise")
     layer.weight.requires_grad_(False)
-    held: list[Tensor] = []
+    held = []
     x = x.float().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda one: held.append(one) or one, lambda one: one):
         y = layer(x)
@@ -162,16 +157,16 @@ def test_a_frozen_weight_has_no_gradient_and_no_product_for_it() -> None:
 class Block(nn.Module):
     """Two linears, as a feed-forward has them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = ColumnParallelLinear(32, 64), RowParallelLinear(64, 32)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.up(x).relu())
+    def forward(self, x):
+        y = self.down(self.up(x).relu())
         return y.sin()
 
 
-def test_selective_checkpointing_keeps_products_from_the_hidden_width() -> None:
+def test_selective_checkpointing_keeps_products_from_the_hidden_width():
     block = in_float8(Block(), "tensorwise")
     checkpoint_blocks([(0, block)], "selective")
     y = block(torch.randn(2, 8, 32, requires_grad=True))
@@ -186,7 +181,7 @@ class Uneven(nn.Module):
     Then all features matter alike, but those that round to zero under the scale of all ranks.
     """
 
-    def __init__(self, layer: ColumnParallelLinear | RowParallelLinear, state: ParallelState | None) -> None:
+    def __init__(self, layer, state):
         super().__init__()
         self.layer, self.state = layer, alone_or(state)
         column = isinstance(layer, ColumnParallelLinear)
@@ -195,17 +190,17 @@ class Uneven(nn.Module):
                 here = local(weight)
                 here.div_(self.factors(here.shape[0])[:, None] if column else self.factors(here.shape[1]))
 
-    def factors(self, here: int) -> Tensor:
+    def factors(self, here):
         """Return a power of two for each of this rank's features; all ranks' go from 1 to about 2^-32."""
         first, whole = self.state.tensor_index * here, self.state.tensor_size * here
         return torch.exp2(-32 / whole * torch.arange(first, first + here, dtype=torch.float64))
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         y = self.layer(x)
         return tuple(one * self.factors(one.shape[-1]) for one in y) if isinstance(y, tuple) else y
 
 
-def layouts(scaling: Scaling, sequence: bool) -> list[float]:
+def layouts(scaling, sequence):
     """Compare each kind of linear on this rank with one device; return the largest differences."""
     state = ParallelState.start(Layout.of(tensor=torch.distributed.get_world_size(), sequence=sequence))
     torch.set_default_dtype(torch.float64)
@@ -213,11 +208,11 @@ def layouts(scaling: Scaling, sequence: bool) -> list[float]:
     x = torch.randn(2, 8, 64) * torch.exp2(-0.5 * torch.arange(64.0))
     between = 1 if sequence else None
 
-    def column(s: ParallelState | None) -> nn.Module:
+    def column(s):
         layer = ColumnParallelLinear(64, {"gate": 64, "up": 128}, bias=False, state=s)
         return Uneven(in_float8(layer, scaling), s)
 
-    def row(s: ParallelState | None) -> nn.Module:
+    def row(s):
         return Uneven(in_float8(RowParallelLinear(64, 32, state=s), scaling), s)
 
     return [
@@ -228,7 +223,7 @@ def layouts(scaling: Scaling, sequence: bool) -> list[float]:
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_tensor_ranks_share_a_scale_so_parts_equal_one_device(scaling: Scaling, sequence: bool) -> None:
+def test_tensor_ranks_share_a_scale_so_parts_equal_one_device(scaling, sequence):
     for worst in run_parallel(layouts, 2, scaling, sequence):
         assert len(worst) == 2 and max(worst) < 1e-6
 
@@ -239,12 +234,12 @@ class Context:
     needs_input_grad = (True, False, True, True)
     saved_tensors: tuple[Tensor, ...] = ()
 
-    def save_for_backward(self, *tensors: Tensor) -> None:
+    def save_for_backward(self, *tensors):
         self.saved_tensors = tensors
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_torch_s_rules_for_a_gpu_s_kernels_are_kept(scaling: Scaling) -> None:
+def test_torch_s_rules_for_a_gpu_s_kernels_are_kept(scaling):
     """Shapes, strides and scales, as torch checks them for tensors that say that they are on a GPU."""
     with FakeTensorMode():
         x, g = (torch.empty(2, 9, width, dtype=torch.bfloat16, device="cuda") for width in (32, 48))

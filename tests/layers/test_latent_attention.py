@@ -1,11 +1,10 @@
 """Latent attention and the replicated linear: in parts as on one device, and what a cache keeps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from support.compare_layers import compare_with_one_device, made_alike
+from torch import nn
 from torch.nn import functional as F
 from trilith.layers import (
     AttentionInputs,
@@ -22,7 +21,6 @@ from trilith.layers import (
 from trilith.parallel_state import BadInput, Layout, ParallelState, alone_or, declarations
 from trilith.parallel_state.engine import local_data
 from trilith.testing import Operators, run_parallel
-from trilith.testing.compare_layers import compare_with_one_device, made_alike
 
 HEADS, RANK, NOPE, ROPE, VALUE = 4, 10, 6, 4, 5
 
@@ -30,7 +28,7 @@ HEADS, RANK, NOPE, ROPE, VALUE = 4, 10, 6, 4, 5
 class Latent(nn.Module):
     """The attention with the rotation that a model makes, norms not 1, and perhaps adapters everywhere."""
 
-    def __init__(self, q_lora_rank: int | None, adapters: bool, state: ParallelState | None) -> None:
+    def __init__(self, q_lora_rank, adapters, state):
         super().__init__()
         self.state = alone_or(state)
         self.attention = MultiHeadLatentAttention(
@@ -55,13 +53,13 @@ class Latent(nn.Module):
             box = stated.box(self.state.layout, self.state.at)
             local_data(layer.lora_B).copy_(whole[box.slices])
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
+    def forward(self, x_BSD):
         inputs = AttentionInputs(None, like=x_BSD, rotary={"all": self.rotary}, state=self.state)
-        y_BSD: Tensor = self.attention(x_BSD, inputs)
+        y_BSD = self.attention(x_BSD, inputs)
         return y_BSD
 
 
-def in_parts(sequence: bool) -> float:
+def in_parts(sequence):
     state = ParallelState.start(Layout.of(tensor=dist.get_world_size(), sequence=sequence))
     torch.set_default_dtype(torch.float64)
     between = 1 if sequence else None
@@ -82,11 +80,11 @@ def in_parts(sequence: bool) -> float:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_in_parts_it_equals_one_device(sequence: bool) -> None:
+def test_in_parts_it_equals_one_device(sequence):
     assert max(run_parallel(in_parts, 2, sequence)) < 1e-12
 
 
-def over_context(ring: bool) -> tuple[float, dict[str, int], dict[str, int]]:
+def over_context(ring):
     """Return the largest difference to one device; bytes by kind of collective, sent and planned."""
     state = ParallelState.start(Layout.of(context=2, ring=ring))
     torch.set_default_dtype(torch.float64)
@@ -106,13 +104,13 @@ def over_context(ring: bool) -> tuple[float, dict[str, int], dict[str, int]]:
 
 
 @pytest.mark.parametrize("ring", [False, True], ids=["gathered", "ring"])
-def test_over_context_ranks_it_equals_one_device_and_sends_what_it_says(ring: bool) -> None:
+def test_over_context_ranks_it_equals_one_device_and_sends_what_it_says(ring):
     for worst, sent, planned in run_parallel(over_context, 2, ring):
         assert worst < 1e-12 and sent == planned and sent
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_what_is_replicated_has_partial_gradients_where_ranks_have_their_own_tokens(sequence: bool) -> None:
+def test_what_is_replicated_has_partial_gradients_where_ranks_have_their_own_tokens(sequence):
     state = ParallelState.stand_in(Layout.of(tensor=2, sequence=sequence))
     partial = ("tensor",) if sequence else ()
     layer = Latent(7, True, state).attention
@@ -126,14 +124,14 @@ def test_what_is_replicated_has_partial_gradients_where_ranks_have_their_own_tok
             )
 
 
-def test_a_replicated_linear_is_torchs() -> None:
+def test_a_replicated_linear_is_torchs():
     layer, x = ReplicatedLinear(6, 5), torch.randn(2, 3, 6)
     assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
     with pytest.raises(BadInput, match="ReplicatedLinear"):
         layer(torch.randn(2, 3, 5))
 
 
-def test_values_may_be_narrower_than_keys_and_never_wider() -> None:
+def test_values_may_be_narrower_than_keys_and_never_wider():
     q, k, v = torch.randn(2, 3, 7, 6), torch.randn(2, 3, 7, 6), torch.randn(2, 3, 7, 4)
     scores = q @ k.transpose(-1, -2) / 6**0.5 + torch.full((7, 7), float("-inf")).triu(1)
     found = causal_attention(q, k, v)
@@ -154,7 +152,7 @@ def test_values_may_be_narrower_than_keys_and_never_wider() -> None:
 
 
 @torch.no_grad()
-def test_a_cache_keeps_the_latent_and_one_rotated_key_a_token() -> None:
+def test_a_cache_keeps_the_latent_and_one_rotated_key_a_token():
     layer, x = Latent(7, False, None).eval(), torch.randn(2, 6, 12)
     positions, cache = torch.arange(6).expand(2, -1), KeyValueCache(2, 8)
     pieces = []

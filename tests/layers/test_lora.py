@@ -1,11 +1,8 @@
 """LoRA on the parallel linears: what it computes, in parts as on one device, and what travels."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
+from support.compare_layers import compare_with_one_device
 from torch import nn
 from torch.nn import functional as F
 from trilith.layers import (
@@ -15,13 +12,12 @@ from trilith.layers import (
     attach_expert_lora,
     attach_lora,
 )
-from trilith.parallel_state import BadInput, Cut, Declaration, Layout, ParallelState, declarations
+from trilith.parallel_state import BadInput, Cut, Layout, ParallelState, declarations
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
-from trilith.testing.compare_layers import compare_with_one_device
 
 
-def trained(layer: nn.Module) -> nn.Module:
+def trained(layer):
     """Draw B at random, alike in every layout: a B of zero would hide A's gradient."""
     for name, stated in declarations(layer).items():
         if name.endswith("lora_B"):
@@ -33,7 +29,7 @@ def trained(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def test_it_adds_the_scaled_product_and_starts_at_nothing() -> None:
+def test_it_adds_the_scaled_product_and_starts_at_nothing():
     layer = ColumnParallelLinear(6, {"q": 8, "k": 4})
     plain = layer(x := torch.randn(3, 6))
     attach_lora(layer, r=2, alpha=8, outputs=["q"])
@@ -51,7 +47,7 @@ def test_it_adds_the_scaled_product_and_starts_at_nothing() -> None:
     torch.testing.assert_close(row(x), before + 4 * (x @ row.lora_A.T @ row.lora_B.T))
 
 
-def test_outputs_attached_together_share_one_a() -> None:
+def test_outputs_attached_together_share_one_a():
     layer = ColumnParallelLinear(6, {"q": 8, "k": 4})
     attach_lora(layer, r=2, alpha=2)
     assert sorted(dict(layer.named_parameters())) == sorted(
@@ -59,14 +55,14 @@ def test_outputs_attached_together_share_one_a() -> None:
     )
 
 
-def test_the_declarations_follow_the_base() -> None:
+def test_the_declarations_follow_the_base():
     state = ParallelState.stand_in(Layout.of(tensor=4))
     column = ColumnParallelLinear(8, {"q": 16, "k": 4}, unit=4, shared=("k",), state=state)
     for name in ("q", "k"):
         attach_lora(column, r=2, alpha=2, outputs=[name])
     row = RowParallelLinear(16, 8, unit=4, state=state)
     attach_lora(row, r=2, alpha=2)
-    found: dict[str, Declaration] = declarations(column) | declarations(row)
+    found = declarations(column) | declarations(row)
     assert {name: (d.shape, d.cut, d.partial) for name, d in found.items() if "lora" in name} == {
         "q.lora_A": ((2, 8), None, ("tensor",)),
         "q.lora_B": ((16, 2), found["q.weight"].cut, ()),
@@ -77,7 +73,7 @@ def test_the_declarations_follow_the_base() -> None:
     }
 
 
-def in_parts(sequence: bool) -> list[float]:
+def in_parts(sequence):
     """Compare each kind of linear with adapters to one device in fp64; return the largest differences."""
     world = torch.distributed.get_world_size()
     state = ParallelState.start(Layout.of(tensor=world, sequence=sequence))
@@ -86,18 +82,18 @@ def in_parts(sequence: bool) -> list[float]:
     x = torch.randn(2, 8, 12)
     between = 1 if sequence else None
 
-    def grouped(s: ParallelState | None) -> nn.Module:
+    def grouped(s):
         layer = ColumnParallelLinear(12, {"q": 20, "k": 8}, state=s)
         attach_lora(layer, r=3, alpha=6)
         return trained(layer)
 
-    def separate(s: ParallelState | None) -> nn.Module:
+    def separate(s):
         layer = ColumnParallelLinear(12, {"q": 20, "k": 8}, False, state=s)
         for name in ("q", "k"):
             attach_lora(layer, r=3, alpha=6, outputs=[name])
         return trained(layer)
 
-    def row(s: ParallelState | None) -> nn.Module:
+    def row(s):
         layer = RowParallelLinear(12, 20, state=s)
         attach_lora(layer, r=3, alpha=6, rslora=True)
         return trained(layer)
@@ -111,12 +107,12 @@ def in_parts(sequence: bool) -> list[float]:
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("tensor", [2, 4])
-def test_in_parts_it_equals_one_device(tensor: int, sequence: bool) -> None:
+def test_in_parts_it_equals_one_device(tensor, sequence):
     for worst in run_parallel(in_parts, tensor, sequence):
         assert max(worst) < 1e-13
 
 
-def masks(sequence: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
+def masks(sequence):
     """Return the dropout masks of the adapters of both kinds of linear, and the generator's next number."""
     state = ParallelState.start(Layout.of(tensor=2, sequence=sequence))
     column, row = ColumnParallelLinear(64, 2, state=state), RowParallelLinear(128, 2, state=state)
@@ -134,7 +130,7 @@ def masks(sequence: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_masks_agree_where_the_input_is_shared_and_differ_where_it_is_cut(sequence: bool) -> None:
+def test_masks_agree_where_the_input_is_shared_and_differ_where_it_is_cut(sequence):
     (column, row, after), (other_column, other_row, other_after) = run_parallel(masks, 2, sequence)
     assert torch.equal(column, other_column) and not torch.equal(row, other_row)
     assert after == other_after
@@ -142,7 +138,7 @@ def test_masks_agree_where_the_input_is_shared_and_differ_where_it_is_cut(sequen
         assert set(mask.tolist()) == {0.0, 2.0}
 
 
-def test_dropout_is_for_training() -> None:
+def test_dropout_is_for_training():
     layer = RowParallelLinear(6, 5, False)
     attach_lora(layer, r=2, alpha=2, dropout=0.5)
     trained(layer).eval()
@@ -158,14 +154,14 @@ def test_dropout_is_for_training() -> None:
         ({"r": 1, "alpha": 1, "outputs": ["q"]}, "one adapter at each place"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_is_refused(arguments, words):
     layer = ColumnParallelLinear(6, {"q": 8, "k": 4})
     attach_lora(layer, r=2, alpha=2, outputs=["q"])
     with pytest.raises(BadInput, match=words):
         attach_lora(layer, **arguments)
 
 
-def test_on_experts_it_adds_the_scaled_product_of_each_expert() -> None:
+def test_on_experts_it_adds_the_scaled_product_of_each_expert():
     experts = Experts(3, 6, 8).double()
     x, counts = torch.randn(7, 6, dtype=torch.float64), [2, 0, 5]
     plain = experts(x, counts)
@@ -185,7 +181,7 @@ def test_on_experts_it_adds_the_scaled_product_of_each_expert() -> None:
     assert float((experts(x, counts) - plain).detach().abs().max()) > 1e-2
 
 
-def test_on_experts_the_declarations_follow_the_stacks() -> None:
+def test_on_experts_the_declarations_follow_the_stacks():
     experts = Experts(4, 6, 8, state=ParallelState.stand_in(Layout.of(tensor=2, data=2, expert=2)))
     attach_expert_lora(experts, ["gate", "up"], r=2, alpha=2)
     attach_expert_lora(experts, ["down"], r=2, alpha=2)
@@ -208,7 +204,7 @@ def test_on_experts_the_declarations_follow_the_stacks() -> None:
         (["down"], 1, "one adapter at each place"),
     ],
 )
-def test_on_experts_what_cannot_be_is_refused(outputs: list[str], r: int, words: str) -> None:
+def test_on_experts_what_cannot_be_is_refused(outputs, r, words):
     experts = Experts(3, 6, 8)
     attach_expert_lora(experts, ["down"], r=2, alpha=2)
     with pytest.raises(BadInput, match=words):

@@ -1,18 +1,15 @@
 """Cross entropy: ``F.cross_entropy`` on one device, the same numbers over a cut vocabulary."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import functional as F
 from trilith.layers import IGNORE, padded_vocabulary, token_losses, valid_tokens, vocab_parallel_cross_entropy
 from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import LiveBytes, run_parallel
 
 
-def problem(vocab: int, dtype: torch.dtype, *, scale: float = 4.0) -> tuple[Tensor, Tensor]:
+def problem(vocab, dtype, *, scale=4.0):
     """Draw logits whose padding columns hold anything, and labels of which some do not count."""
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(3, 5, padded_vocabulary(vocab), generator=generator, dtype=torch.float64) * scale
@@ -22,7 +19,7 @@ def problem(vocab: int, dtype: torch.dtype, *, scale: float = 4.0) -> tuple[Tens
     return logits.to(dtype), labels
 
 
-def test_a_label_outside_the_vocabulary_is_refused_and_another_may_be_ignored() -> None:
+def test_a_label_outside_the_vocabulary_is_refused_and_another_may_be_ignored():
     logits, labels = problem(50, torch.float32)
     for wrong in (-1, 50, 127):
         labels[2, 2] = wrong
@@ -38,9 +35,7 @@ def test_a_label_outside_the_vocabulary_is_refused_and_another_may_be_ignored() 
     assert int(valid_tokens(labels, ignore_index=-1)) == labels.numel() - 1
 
 
-def with_gradient(
-    logits: Tensor, labels: Tensor, vocab: int, smoothing: float, z_loss: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def with_gradient(logits, labels, vocab, smoothing, z_loss=0.0):
     x = logits.clone().requires_grad_()
     loss = vocab_parallel_cross_entropy(x, labels, vocab, label_smoothing=smoothing, z_loss=z_loss)
     (loss.sum() / valid_tokens(labels)).backward()
@@ -53,9 +48,7 @@ def with_gradient(
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 1e-5)], ids=str
 )
-def test_on_one_device_it_is_torchs(
-    dtype: torch.dtype, tolerance: float, vocab: int, smoothing: float
-) -> None:
+def test_on_one_device_it_is_torchs(dtype, tolerance, vocab, smoothing):
     logits, labels = problem(vocab, dtype)
     loss, grad = with_gradient(logits, labels, vocab, smoothing)
     # In bf16 the loss is that of the same logits in fp32; only its gradient is rounded.
@@ -70,7 +63,7 @@ def test_on_one_device_it_is_torchs(
     torch.testing.assert_close(grad.to(x.dtype), x.grad, rtol=rounding, atol=tolerance)
 
 
-def test_padding_columns_count_for_nothing_and_get_no_gradient() -> None:
+def test_padding_columns_count_for_nothing_and_get_no_gradient():
     logits, labels = problem(7, torch.float64)
     loss, grad = with_gradient(logits, labels, 7, 0.1)
     assert bool((grad[..., 7:] == 0).all())
@@ -79,7 +72,7 @@ def test_padding_columns_count_for_nothing_and_get_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_with_every_label_ignored_loss_and_gradient_are_zero_F14(smoothing: float) -> None:
+def test_with_every_label_ignored_loss_and_gradient_are_zero_F14(smoothing):
     logits, labels = problem(503, torch.float32)
     labels.fill_(IGNORE)
     x = logits.requires_grad_()
@@ -89,7 +82,7 @@ def test_with_every_label_ignored_loss_and_gradient_are_zero_F14(smoothing: floa
     assert int(valid_tokens(labels)) == 0
 
 
-def of_definition(x: Tensor, labels: Tensor, vocab: int, z_loss: float) -> Tensor:
+def of_definition(x, labels, vocab, z_loss):
     """Compute cross entropy and z-loss of each token with torch's own operators."""
     y = x[..., :vocab].to(torch.promote_types(x.dtype, torch.float32)).flatten(0, 1)
     losses = F.cross_entropy(y, labels.flatten(), reduction="none") + z_loss * y.logsumexp(-1) ** 2
@@ -98,7 +91,7 @@ def of_definition(x: Tensor, labels: Tensor, vocab: int, z_loss: float) -> Tenso
 
 @pytest.mark.parametrize("vocab", [128, 503])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_z_loss_is_a_factor_of_the_squared_log_sum_exp(dtype: torch.dtype, vocab: int) -> None:
+def test_z_loss_is_a_factor_of_the_squared_log_sum_exp(dtype, vocab):
     logits, labels = problem(vocab, dtype)
     x, y = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     found = vocab_parallel_cross_entropy(x, labels, vocab, z_loss=0.01)
@@ -111,7 +104,7 @@ def test_z_loss_is_a_factor_of_the_squared_log_sum_exp(dtype: torch.dtype, vocab
     torch.testing.assert_close(x.grad, y.grad, rtol=tolerance, atol=tolerance)
 
 
-def test_backward_may_run_again_and_copies_no_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_may_run_again_and_copies_no_softmax(monkeypatch):
     monkeypatch.setattr(token_losses, "BLOCK_ON_CPU", 2**12)
     logits, labels = problem(503, torch.bfloat16)
     x = logits.repeat(1, 100, 1).requires_grad_()
@@ -126,9 +119,7 @@ def test_backward_may_run_again_and_copies_no_softmax(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_backward_that_may_overwrite_puts_the_same_gradient_over_the_logits_and_runs_once(
-    dtype: torch.dtype,
-) -> None:
+def test_a_backward_that_may_overwrite_puts_the_same_gradient_over_the_logits_and_runs_once(dtype):
     logits, labels = problem(503, dtype)
     wanted = with_gradient(logits, labels, 503, 0.1, 0.01)[1]
     made = logits.clone().requires_grad_() * 1.0
@@ -140,20 +131,20 @@ def test_a_backward_that_may_overwrite_puts_the_same_gradient_over_the_logits_an
         torch.autograd.grad(loss, made)
 
 
-def test_huge_logits_do_not_overflow() -> None:
+def test_huge_logits_do_not_overflow():
     logits, labels = problem(503, torch.float32, scale=1e30)
     loss, grad = with_gradient(logits, labels, 503, 0.0)
     assert bool(torch.isfinite(loss).all()) and bool(torch.isfinite(grad).all())
 
 
-def test_the_logits_are_left_as_they_were() -> None:
+def test_the_logits_are_left_as_they_were():
     logits, labels = problem(503, torch.float32)
     before = logits.clone()
     with_gradient(logits, labels, 503, 0.1)
     assert torch.equal(logits, before)
 
 
-def in_parts(vocab: int, smoothing: float, z_loss: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def in_parts(vocab, smoothing, z_loss, dtype):
     state = ParallelState.start(Layout.of(tensor=dist.get_world_size()))
     logits, labels = problem(vocab, dtype)
     x = logits.chunk(state.tensor_size, -1)[state.tensor_index].clone().requires_grad_()
@@ -169,9 +160,7 @@ def in_parts(vocab: int, smoothing: float, z_loss: float, dtype: torch.dtype) ->
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.01)])
 @pytest.mark.parametrize("vocab", [7, 130, 503])  # at 7 and 130 some ranks hold nothing but padding
 @pytest.mark.parametrize("tensor", [2, 4])
-def test_over_a_cut_vocabulary_it_equals_one_device(
-    tensor: int, vocab: int, smoothing: float, z_loss: float, dtype: torch.dtype
-) -> None:
+def test_over_a_cut_vocabulary_it_equals_one_device(tensor, vocab, smoothing, z_loss, dtype):
     logits, labels = problem(vocab, dtype)
     loss, grad = with_gradient(logits, labels, vocab, smoothing, z_loss)
     ranks = run_parallel(in_parts, tensor, vocab, smoothing, z_loss, dtype)

@@ -1,10 +1,9 @@
 """Mixtures of experts: against a plain loop over tokens, and on any ranks against one device, in fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
+from support.compare_layers import compare_with_one_device, made_alike
 from torch import Tensor, nn
 from torch.nn import functional as F
 from trilith.layers import ClampedExperts, Experts, GatedMLP, GatedShared, MoE, TopKRouter, grouped_mm
@@ -13,13 +12,12 @@ from trilith.layers.experts.grouped_matmul import by_kernel
 from trilith.parallel_state import BadInput, Layout, Normal, ParallelState, declarations
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
-from trilith.testing.compare_layers import compare_with_one_device, made_alike
 from trilith.testing.operators import Operators
 
 E, K, D, F_ = 8, 2, 12, 16
 
 
-def make(state: ParallelState | None, *, gated: bool = True, shared: bool = False) -> MoE:
+def make(state, *, gated=True, shared=False):
     """Build a mixture in which one expert is never chosen: its bias is low."""
     router = TopKRouter(D, E, K, score="sigmoid", bias_corrected=True, balance=0.1, z_loss=0.01, state=state)
     assert router.bias is not None
@@ -28,7 +26,7 @@ def make(state: ParallelState | None, *, gated: bool = True, shared: bool = Fals
     return MoE(router, Experts(E, D, F_, gated=gated, state=state), shared=net, state=state).double()
 
 
-def by_token(moe: MoE, x_BSD: Tensor) -> Tensor:
+def by_token(moe, x_BSD):
     """Compute the mixture by its definition, token by token."""
     weights, chosen = moe.router(x_BSD)
     rows = []
@@ -47,7 +45,7 @@ def by_token(moe: MoE, x_BSD: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_on_one_device_it_is_its_definition(gated: bool) -> None:
+def test_on_one_device_it_is_its_definition(gated):
     moe = make(None, gated=gated)
     x = torch.randn(2, 7, D, dtype=torch.float64, requires_grad=True)
     other = x.detach().clone().requires_grad_()
@@ -63,7 +61,7 @@ def test_on_one_device_it_is_its_definition(gated: bool) -> None:
     assert float(moe.experts.up.grad[3].abs().max()) == 0.0  # nobody chose it
 
 
-def test_shared_experts_are_added_behind_their_gate() -> None:
+def test_shared_experts_are_added_behind_their_gate():
     torch.manual_seed(3)
     moe = make(None, shared=True)
     x = torch.randn(2, 7, D, dtype=torch.float64)
@@ -73,7 +71,7 @@ def test_shared_experts_are_added_behind_their_gate() -> None:
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 4, 0], [0, 0, 7, 0], [0, 0, 0, 0], [7, 0, 0, 0]])
-def test_groups_may_be_empty(counts: list[int]) -> None:
+def test_groups_may_be_empty(counts):
     x = torch.randn(sum(counts), 5, requires_grad=True)
     w = torch.randn(4, 6, 5, requires_grad=True)
     y = grouped_mm(x, w, counts)
@@ -83,7 +81,7 @@ def test_groups_may_be_empty(counts: list[int]) -> None:
     assert w.grad is not None and [bool(g.any()) for g in w.grad] == [bool(c) for c in counts]
 
 
-def tensor_rank(layout: Layout, shared: bool) -> None:
+def tensor_rank(layout, shared):
     state = ParallelState.start(layout)
     x = torch.randn(2, 8, D, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     dim = 1 if layout.sequence else None
@@ -92,7 +90,7 @@ def tensor_rank(layout: Layout, shared: bool) -> None:
     )
 
 
-def test_cut_inside_the_experts_it_is_the_same() -> None:
+def test_cut_inside_the_experts_it_is_the_same():
     for sequence in (False, True):
         run_parallel(tensor_rank, 2, Layout(tensor=2, sequence=sequence), sequence)
 
@@ -101,7 +99,7 @@ def test_cut_inside_the_experts_it_is_the_same() -> None:
 ROWS = [3, 0, 1, 2]
 
 
-def expert_rank(layout: Layout) -> None:
+def expert_rank(layout):
     """Each rank its own rows; an expert's gradients are whole in its expert group, the router's a part."""
     state = ParallelState.start(layout)
     whole, mine = made_alike(make, state)
@@ -141,11 +139,11 @@ def expert_rank(layout: Layout) -> None:
     [Layout.of(data=4, expert=4), Layout.of(data=4, expert=2), Layout.of(data=4, expert=2, zero=1)],
     ids=str,
 )
-def test_dealt_out_over_ranks_it_is_the_same(layout: Layout) -> None:
+def test_dealt_out_over_ranks_it_is_the_same(layout):
     run_parallel(expert_rank, 4, layout)
 
 
-def test_experts_that_the_ranks_do_not_divide_are_refused() -> None:
+def test_experts_that_the_ranks_do_not_divide_are_refused():
     layout = Layout.of(data=6, expert=6)
     with pytest.raises(BadInput, match=r"expert=6 divides, found 8. Nearest legal expert: 1 or 2") as error:
         make(ParallelState.stand_in(layout))
@@ -165,7 +163,7 @@ def test_experts_that_the_ranks_do_not_divide_are_refused() -> None:
         ),
     ],
 )
-def test_the_kernel_has_the_numbers_of_the_loop(device: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_the_kernel_has_the_numbers_of_the_loop(device, dtype, tolerance):
     torch.manual_seed(0)
     counts = [5, 0, 40, 19]
     x = torch.randn(64, 32, device=device, dtype=dtype, requires_grad=True)
@@ -180,17 +178,15 @@ def test_the_kernel_has_the_numbers_of_the_loop(device: str, dtype: torch.dtype,
         torch.testing.assert_close(one, other, rtol=tolerance, atol=5 * tolerance)
 
 
-def test_a_model_may_hold_experts_anywhere() -> None:
+def test_a_model_may_hold_experts_anywhere():
     model = nn.Sequential(nn.Linear(D, D), make(None).float())
     assert model(torch.randn(1, 3, D)).shape == (1, 3, D)
 
 
 @pytest.mark.parametrize("clamped", [False, True])
-def test_a_mixture_on_one_rank_of_experts_reads_nothing_from_a_device_with_the_kernel(
-    clamped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mixture_on_one_rank_of_experts_reads_nothing_from_a_device_with_the_kernel(clamped, monkeypatch):
     """Forward and backward ask no number of the device where torch's kernel multiplies the groups."""
-    read: list[str] = []
+    read = []
     for module in (grouped_matmul, clamped_experts):
         monkeypatch.setattr(module, "has_kernel", lambda *_: True)
     monkeypatch.setattr(grouped_matmul.GroupSizes, "sizes", property(lambda self: read.append("sizes")))

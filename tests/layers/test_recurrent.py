@@ -1,10 +1,7 @@
 """Recurrent layers: chunks against one token at a time, documents, context ranks, what is kept, FLOPs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from trilith.layers import AttentionInputs, GatedDeltaNet, Mamba2, Tokens, cost_of, cut_sequence
@@ -31,16 +28,16 @@ HIDDEN = 24
 DOCUMENTS = ((64, 1, 20, 65), (150,))
 
 
-def places(rows: tuple[tuple[int, ...], ...]) -> Tensor:
+def places(rows):
     return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
 
 
-def runs_of(positions: Tensor | None, x: Tensor) -> Runs:
+def runs_of(positions, x):
     state = ParallelState.alone()
     return Runs(AttentionInputs(positions, like=x, state=state), state)
 
 
-def one_by_one(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, places: Tensor) -> list[Tensor]:
+def one_by_one(q, k, v, decay, beta, places):
     """Return the outputs (B, S, H, V) of the rule as the paper states it, and the last state (B, H, E, V)."""
     q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q * q.shape[-1] ** -0.5, k))
@@ -55,7 +52,7 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, pla
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one-document", "documents"])
-def test_the_delta_rule_in_chunks_is_the_rule_token_by_token(packed: bool) -> None:
+def test_the_delta_rule_in_chunks_is_the_rule_token_by_token(packed):
     torch.manual_seed(0)
     shapes = [(2, 150, 2, 5), (2, 150, 2, 5), (2, 150, 6, 4), (2, 150, 6), (2, 150, 6)]
     q, k, v, decay, beta = (torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes)
@@ -73,7 +70,7 @@ def test_the_delta_rule_in_chunks_is_the_rule_token_by_token(packed: bool) -> No
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one-document", "documents"])
 @pytest.mark.parametrize("groups", [1, 3])
-def test_the_state_space_in_chunks_is_the_recurrence_token_by_token(packed: bool, groups: int) -> None:
+def test_the_state_space_in_chunks_is_the_recurrence_token_by_token(packed, groups):
     torch.manual_seed(0)
     shapes = [(2, 150, 6, 4), (2, 150, 6), (2, 150, groups, 5), (2, 150, groups, 5)]
     x, decay, b, c = (torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes)
@@ -96,7 +93,7 @@ def test_the_state_space_in_chunks_is_the_recurrence_token_by_token(packed: bool
         assert float((one - other).abs().max()) <= 1e-12 * float(other.abs().max())
 
 
-def test_the_convolution_sees_the_tokens_before_in_its_document_alone() -> None:
+def test_the_convolution_sees_the_tokens_before_in_its_document_alone():
     torch.manual_seed(0)
     x, weight = torch.randn(2, 150, 3, dtype=torch.float64), torch.randn(3, 1, 4, dtype=torch.float64)
     bias, positions = torch.randn(3, dtype=torch.float64), places(DOCUMENTS)
@@ -112,10 +109,10 @@ def test_the_convolution_sees_the_tokens_before_in_its_document_alone() -> None:
     assert torch.allclose(plain, whole[1:, 66:], rtol=0, atol=1e-13)
 
 
-def test_what_is_recomputed_keeps_its_inputs_alone() -> None:
+def test_what_is_recomputed_keeps_its_inputs_alone():
     x = torch.randn(64, 64, requires_grad=True)
 
-    def many(x: Tensor) -> Tensor:
+    def many(x):
         for _ in range(8):
             x = x.sin()
         return x
@@ -128,7 +125,7 @@ def test_what_is_recomputed_keeps_its_inputs_alone() -> None:
     assert torch.equal(found, wanted)
 
 
-def delta_net(state: ParallelState | None) -> GatedDeltaNet:
+def delta_net(state):
     made = GatedDeltaNet(
         HIDDEN, key_heads=2, value_heads=4, key_dim=3, value_dim=5, kernel_size=4, state=state
     ).double()
@@ -136,7 +133,7 @@ def delta_net(state: ParallelState | None) -> GatedDeltaNet:
     return made
 
 
-def mamba(state: ParallelState | None) -> Mamba2:
+def mamba(state):
     made = Mamba2(HIDDEN, heads=4, head_dim=3, state_dim=5, kernel_size=4, state=state).double()
     initialize(made, 1, state=state)
     return made
@@ -145,16 +142,14 @@ def mamba(state: ParallelState | None) -> Mamba2:
 MAKE = {"delta-net": delta_net, "mamba": mamba}
 
 
-def over_context(
-    layer_name: str, layout: Layout, rows: tuple[tuple[int, ...], ...] | None, length: int
-) -> float:
+def over_context(layer_name, layout, rows, length):
     """Return the largest difference to one device: outputs, the input's gradient, the parameters'."""
     state = ParallelState.start(layout)
     generator = torch.Generator().manual_seed(4)
     x, seed = (torch.randn(2, length, HIDDEN, dtype=torch.float64, generator=generator) for _ in range(2))
     positions = None if rows is None else places(rows)
 
-    def run(layer: GatedDeltaNet | Mamba2, here: ParallelState) -> tuple[Tensor, Tensor]:
+    def run(layer, here):
         mine, grad = (cut_sequence(one, here).requires_grad_() for one in (x.clone(), seed))
         where = None if positions is None else cut_sequence(positions, here)
         y = layer(mine, AttentionInputs(where, like=mine, state=here))
@@ -190,13 +185,11 @@ def over_context(
     ],
     ids=str,
 )
-def test_over_context_ranks_it_is_the_layer_of_one_device(
-    layer: str, layout: Layout, rows: tuple[tuple[int, ...], ...] | None, length: int
-) -> None:
+def test_over_context_ranks_it_is_the_layer_of_one_device(layer, layout, rows, length):
     assert max(run_parallel(over_context, layout.world, layer, layout, rows, length)) <= 1e-11
 
 
-def test_its_flops_are_those_that_torch_counts() -> None:
+def test_its_flops_are_those_that_torch_counts():
     """But for the triangular systems, which torch's counter passes over; it has the convolution's padding."""
     layer, tokens = delta_net(None), Tokens(2, 128, HIDDEN)
     x = torch.randn(2, 128, HIDDEN, dtype=torch.float64)

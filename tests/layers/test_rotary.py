@@ -1,9 +1,5 @@
 """Rotary positions against those that transformers computes."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -18,7 +14,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-SCALINGS: dict[str, dict[str, Any]] = {
+SCALINGS = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 2.5},
     "proportional": {"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.3},
@@ -28,7 +24,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def theirs(head_dim: int, theta: float, scaling: dict[str, Any]) -> LlamaRotaryEmbedding:
+def theirs(head_dim, theta, scaling):
     return LlamaRotaryEmbedding(
         LlamaConfig(
             hidden_size=4 * head_dim,
@@ -44,9 +40,7 @@ def theirs(head_dim: int, theta: float, scaling: dict[str, Any]) -> LlamaRotaryE
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
-def test_frequencies_are_transformers_bit_for_bit(
-    scaling: dict[str, Any], head_dim: int, theta: float
-) -> None:
+def test_frequencies_are_transformers_bit_for_bit(scaling, head_dim, theta):
     assert torch.equal(
         inverse_frequencies(head_dim, theta, scaling), theirs(head_dim, theta, scaling).inv_freq
     )
@@ -54,7 +48,7 @@ def test_frequencies_are_transformers_bit_for_bit(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
-def test_the_rotation_is_transformers(scaling: dict[str, Any], dtype: torch.dtype) -> None:
+def test_the_rotation_is_transformers(scaling, dtype):
     q = torch.randn(2, 3, 40, 16).to(dtype)
     positions = torch.stack((torch.arange(40), torch.arange(100, 140)))
     cos, sin = theirs(16, 1e4, scaling)(q, positions)
@@ -65,19 +59,19 @@ def test_the_rotation_is_transformers(scaling: dict[str, Any], dtype: torch.dtyp
     assert torch.equal(RotaryEmbedding(16, 1e4, scaling)(positions[0], dtype)(q)[0], wanted[0])
 
 
-def test_llama3_keeps_short_waves_stretches_long_ones_and_blends_between() -> None:
+def test_llama3_keeps_short_waves_stretches_long_ones_and_blends_between():
     ratio = inverse_frequencies(64, 1e4) / inverse_frequencies(64, 1e4, LLAMA3)
     assert float(ratio[0]) == 1.0 and float(ratio[-1]) == pytest.approx(8.0)
     assert bool((ratio.diff() >= -1e-5).all()) and bool(((ratio > 1.01) & (ratio < 7.99)).any())
 
 
-def test_fp64_stays_fp64() -> None:
+def test_fp64_stays_fp64():
     rope = RotaryEmbedding(16, 1e4)(torch.arange(100_000), torch.float64)
     angle = 99_999 * inverse_frequencies(16, 1e4).double()
     assert torch.equal(rope.cos[-1, :8], angle.cos()) and torch.equal(rope.sin[-1, 8:], angle.sin())
 
 
-def test_a_rotary_embedding_has_no_state_and_survives_the_meta_device() -> None:
+def test_a_rotary_embedding_has_no_state_and_survives_the_meta_device():
     with torch.device("meta"):
         rotary = RotaryEmbedding(16, 1e4, LLAMA3)
     assert not rotary.state_dict()
@@ -97,7 +91,7 @@ def test_a_rotary_embedding_has_no_state_and_survives_the_meta_device() -> None:
         pytest.param({**LLAMA3, "high_freq_factor": True}, "high_freq_factor", id="D15-bool"),
     ],
 )
-def test_a_scaling_that_is_not_computed_is_refused(scaling: dict[str, Any], key: str) -> None:
+def test_a_scaling_that_is_not_computed_is_refused(scaling, key):
     with pytest.raises(BadInput) as error:
         inverse_frequencies(16, 1e4, scaling)
     assert error.value.key == key

@@ -1,9 +1,5 @@
 """The router: scores, groups, biases, weights as transformers' DeepSeek has them; its losses and counts."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import transformers
@@ -17,18 +13,18 @@ from trilith.parallel_state import BadInput, initialize
 E, K, D = 12, 3, 10
 
 
-def inputs(rows: int = 2, length: int = 9) -> Tensor:
+def inputs(rows=2, length=9):
     return torch.randn(rows, length, D, dtype=torch.float64, requires_grad=True)
 
 
-def made(**changes: Any) -> TopKRouter:
+def made(**changes):
     torch.manual_seed(1)
     return TopKRouter(D, E, K, **changes).double()
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(("groups", "kept"), [(1, 1), (4, 2), (3, 1)])
-def test_sigmoid_scores_biases_and_groups_are_deepseek_v3s(groups: int, kept: int, normalize: bool) -> None:
+def test_sigmoid_scores_biases_and_groups_are_deepseek_v3s(groups, kept, normalize):
     config = transformers.DeepseekV3Config(
         hidden_size=D, n_routed_experts=E, num_experts_per_tok=K, n_group=groups, topk_group=kept,
         norm_topk_prob=normalize, routed_scaling_factor=2.5, moe_intermediate_size=4,
@@ -56,7 +52,7 @@ def test_sigmoid_scores_biases_and_groups_are_deepseek_v3s(groups: int, kept: in
     )
 
 
-def test_softmax_groups_count_as_their_best_expert() -> None:
+def test_softmax_groups_count_as_their_best_expert():
     ours, x = made(groups=4, groups_kept=2), inputs()
     _, found = ours(x)
     scores = torch.nn.functional.linear(x, ours.weight).softmax(-1)
@@ -67,7 +63,7 @@ def test_softmax_groups_count_as_their_best_expert() -> None:
     )
 
 
-def test_a_biased_choice_leaves_the_weights_alone() -> None:
+def test_a_biased_choice_leaves_the_weights_alone():
     ours, x = made(bias_corrected=True, normalize=False), inputs()
     assert ours.bias is not None
     ours.bias[:] = torch.linspace(-10, 10, E)
@@ -77,7 +73,7 @@ def test_a_biased_choice_leaves_the_weights_alone() -> None:
     assert torch.equal(weights, scores.gather(-1, found))
 
 
-def test_the_balance_loss_of_one_row_is_transformers() -> None:
+def test_the_balance_loss_of_one_row_is_transformers():
     ours, x = made(balance=0.7), inputs(rows=1)
     x_theirs, weight = x.detach().clone().requires_grad_(), ours.weight.detach().clone().requires_grad_()
     logits = torch.nn.functional.linear(x_theirs, weight)
@@ -91,10 +87,10 @@ def test_the_balance_loss_of_one_row_is_transformers() -> None:
     assert found is not None and found.balance == pytest.approx(float(theirs.detach()), rel=1e-6)
 
 
-def test_losses_are_means_over_rows_whatever_the_micro_batches() -> None:
+def test_losses_are_means_over_rows_whatever_the_micro_batches():
     x = inputs(rows=4).detach()
 
-    def gradient(parts: int, scale: float | None) -> tuple[Tensor, Any]:
+    def gradient(parts, scale):
         router = made(balance=0.3, z_loss=0.01)
         watch = Balancing(router)
         set_auxiliary_scale(router, scale)
@@ -110,7 +106,7 @@ def test_losses_are_means_over_rows_whatever_the_micro_batches() -> None:
     assert once.z_loss == pytest.approx(float(wanted.detach()), rel=1e-12)
 
 
-def test_z_loss_alone_has_the_gradient_of_its_formula() -> None:
+def test_z_loss_alone_has_the_gradient_of_its_formula():
     ours, x = made(), inputs()
     set_auxiliary_losses(ours, z_loss=0.5)
     (ours(x)[0].sum() * 0).backward()
@@ -120,7 +116,7 @@ def test_z_loss_alone_has_the_gradient_of_its_formula() -> None:
     torch.testing.assert_close(x.grad, x_again.grad, rtol=1e-12, atol=1e-15)
 
 
-def test_what_is_computed_again_counts_once_and_without_gradients_not_at_all() -> None:
+def test_what_is_computed_again_counts_once_and_without_gradients_not_at_all():
     ours, x = made(balance=1.0), inputs()
     watch = Balancing(ours)
     with torch.no_grad():
@@ -131,7 +127,7 @@ def test_what_is_computed_again_counts_once_and_without_gradients_not_at_all() -
     assert watch.after_step() is not None and watch.after_step() is None
 
 
-def test_biases_move_towards_even_loads_and_are_resumed() -> None:
+def test_biases_move_towards_even_loads_and_are_resumed():
     ours = made(bias_corrected=True)
     watch = Balancing(ours, rate=0.01)
     torch.manual_seed(0)
@@ -153,7 +149,7 @@ def test_biases_move_towards_even_loads_and_are_resumed() -> None:
     assert torch.equal(ours.bias, before)
 
 
-def test_a_bias_moves_up_where_an_expert_had_fewer_tokens_than_the_mean() -> None:
+def test_a_bias_moves_up_where_an_expert_had_fewer_tokens_than_the_mean():
     ours, x = made(bias_corrected=True), inputs()
     _, chosen = ours(x)
     ours(x)[0].sum().backward()
@@ -163,7 +159,7 @@ def test_a_bias_moves_up_where_an_expert_had_fewer_tokens_than_the_mean() -> Non
     assert ours.bias.tolist() == (0.25 * (counts.mean() - counts).sign()).tolist()
 
 
-def test_biases_stay_fp32_whatever_the_models_dtype() -> None:
+def test_biases_stay_fp32_whatever_the_models_dtype():
     with torch.device("meta"):
         ours = TopKRouter(D, E, K, bias_corrected=True)
     ours.to_empty(device="cpu")
@@ -184,6 +180,6 @@ def test_biases_stay_fp32_whatever_the_models_dtype() -> None:
         ({"groups": 6, "groups_kept": 1}, "at least top_k=3 experts, found 1"),
     ],
 )
-def test_what_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_is_refused(changes, words):
     with pytest.raises(BadInput, match=words):
         TopKRouter(D, E, **{"top_k": K, **changes})

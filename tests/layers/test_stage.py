@@ -1,7 +1,5 @@
 """Check which blocks a pipeline stage has."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +8,7 @@ from trilith.parallel_state import BadInput, Layout, ParallelState
 
 
 @given(st.integers(1, 200), st.integers(1, 64))
-def test_blocks_are_spread_evenly_with_the_odd_ones_in_the_middle(num_layers: int, stages: int) -> None:
+def test_blocks_are_spread_evenly_with_the_odd_ones_in_the_middle(num_layers, stages):
     if stages > num_layers:
         with pytest.raises(BadInput):
             split_blocks(num_layers, stages)
@@ -26,7 +24,7 @@ def test_blocks_are_spread_evenly_with_the_odd_ones_in_the_middle(num_layers: in
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 3))
-def test_stages_hold_every_block_once_in_order(num_layers: int, pipeline: int, tensor: int) -> None:
+def test_stages_hold_every_block_once_in_order(num_layers, pipeline, tensor):
     if pipeline > num_layers:
         return
     layout = Layout.of(tensor=tensor, pipeline=pipeline)
@@ -38,9 +36,7 @@ def test_stages_hold_every_block_once_in_order(num_layers: int, pipeline: int, t
 
 
 @given(st.integers(1, 60), st.integers(2, 5), st.integers(1, 4), st.booleans(), st.integers(1, 2))
-def test_every_block_is_held_once_with_several_stages_a_rank(
-    num_layers: int, pipeline: int, virtual: int, v_shape: bool, tensor: int
-) -> None:
+def test_every_block_is_held_once_with_several_stages_a_rank(num_layers, pipeline, virtual, v_shape, tensor):
     virtual = 2 if v_shape else virtual
     if pipeline * virtual > num_layers:
         return
@@ -60,7 +56,7 @@ def test_every_block_is_held_once_with_several_stages_a_rank(
         assert stage.first == (rank == 0) and stage.last == (rank == (0 if v_shape else pipeline - 1))
 
 
-def test_the_two_shapes() -> None:
+def test_the_two_shapes():
     loop = Layout.of(pipeline=3, virtual_stages=2)
     assert [loop.stages_of(rank) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
     shaped = Layout.of(pipeline=3, virtual_stages=2, v_shape=True)
@@ -72,11 +68,11 @@ def test_the_two_shapes() -> None:
     [(5, 2, [3, 2]), (5, 4, [1, 2, 1, 1]), (126, 16, [7, *[8] * 14, 7]), (8, 4, [2, 2, 2, 2])],
     ids=["E6-5-over-2", "E6-5-over-4", "E6-126-over-16", "even"],
 )
-def test_an_uneven_number_of_blocks_is_split_as_stated(layers: int, stages: int, counts: list[int]) -> None:
+def test_an_uneven_number_of_blocks_is_split_as_stated(layers, stages, counts):
     assert split_blocks(layers, stages) == counts
 
 
-def test_a_split_by_hand_is_kept() -> None:
+def test_a_split_by_hand_is_kept():
     state = ParallelState.stand_in(Layout.of(pipeline=3), 1)
     assert Stage.of(6, split=(1, 2, 3), state=state) == Stage((1, 2), first=False, last=False, number=1)
 
@@ -91,7 +87,7 @@ def test_a_split_by_hand_is_kept() -> None:
         pytest.param(6, 3, (), ("3 counts",), id="E6-none"),
     ],
 )
-def test_refusals(layers: int, stages: int, split: tuple[int, ...] | None, words: tuple[str, ...]) -> None:
+def test_refusals(layers, stages, split, words):
     with pytest.raises(BadInput) as error:
         split_blocks(layers, stages, split)
     assert all(word in str(error.value) for word in words), error.value

@@ -1,22 +1,17 @@
 """The cache of keys and values: a sequence in pieces has the logits of the whole; memory is taken once."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
+from support.configs import MODELS as FAMILIES
+from support.configs import TINY_GLM, TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL
 from trilith.layers import KeyValueCache, gather_logits
-from trilith.models import CausalLM, family_of
+from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.testing import run_parallel
 from trilith.testing.short_training import roughen
-from trilith.testing.tiny_models import MODELS as FAMILIES
-from trilith.testing.tiny_models import TINY_GLM, TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL
 
 PLAIN = {key: value for key, value in TINY_LLAMA.items() if key != "attention_bias"}
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "llama": TINY_LLAMA,
     "llama-kv1": {**TINY_LLAMA, "num_key_value_heads": 1},
     "mistral": PLAIN | {"model_type": "mistral", "sliding_window": 5},
@@ -38,7 +33,7 @@ ROWS = {
 }
 
 
-def built(model: str, state: ParallelState) -> CausalLM:
+def built(model, state):
     family = family_of(MODELS[model])
     made = family.build(family.from_hf(MODELS[model]), state=state, dtype=torch.float64)
     made.to_empty(device="cpu")
@@ -48,13 +43,13 @@ def built(model: str, state: ParallelState) -> CausalLM:
 
 
 @torch.no_grad()
-def whole_and_in_pieces(model: str, layout: Layout, rows: str) -> tuple[list[Tensor], list[Tensor]]:
+def whole_and_in_pieces(model, layout, rows):
     """Return the last logits of each piece, and the shapes and addresses of the cache after it."""
     state = ParallelState.start(layout) if layout.world > 1 else ParallelState.alone()
     made, positions = built(model, state), ROWS[rows]
     tokens = torch.randint(131, (2, 14), generator=torch.Generator().manual_seed(1))
 
-    def logits(y: Tensor) -> Tensor:
+    def logits(y):
         return gather_logits(y[:, -1], 131, state=state)
 
     cache, stop, whole, pieces = KeyValueCache(2, 20), 0, [], []
@@ -70,13 +65,13 @@ def whole_and_in_pieces(model: str, layout: Layout, rows: str) -> tuple[list[Ten
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", [Layout(), Layout.of(tensor=2)], ids=str)
-def test_a_sequence_in_pieces_has_the_logits_that_it_has_whole(model: str, layout: Layout, rows: str) -> None:
+def test_a_sequence_in_pieces_has_the_logits_that_it_has_whole(model, layout, rows):
     for whole, pieces in run_parallel(whole_and_in_pieces, layout.world, model, layout, rows):
         for expected, found in zip(whole, pieces, strict=True):
             assert float((expected - found).abs().max()) <= 1e-10 * float(expected.abs().max())
 
 
-def shapes(layout: Layout) -> list[tuple[int, ...]]:
+def shapes(layout):
     """Return the shape of each block's keys; check that nothing is allocated after the first piece."""
     state = ParallelState.start(layout)
     made, cache = built("llama-kv1" if layout.tensor > 1 else "llama", state), KeyValueCache(2, 20)
@@ -90,19 +85,19 @@ def shapes(layout: Layout) -> list[tuple[int, ...]]:
     return [one[:-2] for one in found[0]]
 
 
-def test_each_block_takes_its_memory_once_for_the_heads_that_its_rank_computes() -> None:
+def test_each_block_takes_its_memory_once_for_the_heads_that_its_rank_computes():
     """Two key/value heads on one device; a single one, which both ranks need, under tensor parallelism."""
     assert shapes_alone() == [(2, 2, 20, 8)] * 3
     for rank in run_parallel(shapes, 2, Layout.of(tensor=2)):
         assert rank == [(2, 1, 20, 8)] * 3
 
 
-def shapes_alone() -> list[tuple[int, ...]]:
+def shapes_alone():
     (found,) = run_parallel(shapes, 1, Layout())
     return found
 
 
-def test_more_tokens_than_it_was_made_for_are_an_error() -> None:
+def test_more_tokens_than_it_was_made_for_are_an_error():
     cache = KeyValueCache(1, 4)
     cache.advance(torch.arange(3).unsqueeze(0))
     with pytest.raises(AssertionError, match="cannot hold 3 tokens and 2"):

@@ -4,17 +4,15 @@ A row of ``tiny_models`` gives a family all of this; ``test_hugging_face`` has l
 device. Beside it ``test_family_fields`` shows that these comparisons see each tensor and each field.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.configs import EXPERTS, MODELS, PUBLISHED
+from support.families import transformers_model
+from support.models_page import MEASURED
 from trilith.checkpoints import load_model, read_adapter, read_source
 from trilith.cli.app import run
 from trilith.generation import generate
@@ -22,13 +20,9 @@ from trilith.layers import gather_logits
 from trilith.models import FAMILIES, AdaptedFamily
 from trilith.models.lora.targets import expert_sites
 from trilith.parallel_state import Layout
-from trilith.testing.families import transformers_model
-from trilith.testing.models_page import MEASURED
-from trilith.testing.parity.case import Observation, Question, differences
+from trilith.testing.parity.case import Question, differences
 from trilith.testing.parity.ours import observe_ours
 from trilith.testing.parity.transformers import observe_hf
-from trilith.testing.published_configs import PUBLISHED
-from trilith.testing.tiny_models import EXPERTS, MODELS
 
 CASES = MODELS | PUBLISHED
 
@@ -52,11 +46,11 @@ PROMPTS = [[5, 17, 90, 2, 41], [77], [3, 3, 60, 8, 12, 100, 31, 9], [1, 2]]
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def theirs(tmp_path_factory):
     """``theirs(row)``: transformers' model and its folder, made once."""
-    made: dict[str, tuple[Any, Path]] = {}
+    made = {}
 
-    def get(row: str) -> tuple[Any, Path]:
+    def get(row):
         if row not in made:
             model, folder = transformers_model(CASES[row]), tmp_path_factory.mktemp(row)
             model.save_pretrained(folder)
@@ -67,11 +61,11 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def reference(theirs: Any) -> Any:
+def reference(theirs):
     """``reference(row)``: what transformers' model showed in a forward and a backward, made once."""
-    made: dict[str, Observation] = {}
+    made = {}
 
-    def get(row: str) -> Observation:
+    def get(row):
         if row not in made:
             made[row] = observe_hf(Question(str(theirs(row)[1])))
         return made[row]
@@ -79,7 +73,7 @@ def reference(theirs: Any) -> Any:
     return get
 
 
-def in_layouts() -> list[Any]:
+def in_layouts():
     return [
         pytest.param(
             row,
@@ -94,8 +88,8 @@ def in_layouts() -> list[Any]:
 
 @pytest.mark.parametrize(("row", "layout"), in_layouts())
 def test_every_output_and_gradient_in_a_layout_is_transformers(
-    row: str, layout: Layout, theirs: Any, reference: Any, record_property: Callable[..., None]
-) -> None:
+    row, layout, theirs, reference, record_property
+):
     found = [*differences(reference(row), observe_ours(Question(str(theirs(row)[1]), layout)))]
     assert {one.name for one in found} >= {"logits", "the step", "layers.0", "embed.weight"}
     worst = max(found, key=lambda one: one.relative)
@@ -104,7 +98,7 @@ def test_every_output_and_gradient_in_a_layout_is_transformers(
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_there_and_through_a_layout_and_back_is_bitwise(row: str, theirs: Any, tmp_path: Path) -> None:
+def test_there_and_through_a_layout_and_back_is_bitwise(row, theirs, tmp_path):
     model, source = theirs(row)
     sharded, back = tmp_path / "sharded", tmp_path / "back"
     assert run(["convert", str(source), str(sharded), "--tensor", "4", "--pipeline", "3"]) == 0
@@ -115,7 +109,7 @@ def test_there_and_through_a_layout_and_back_is_bitwise(row: str, theirs: Any, t
     stated, written = (json.loads((folder / "config.json").read_text()) for folder in (source, back))
     assert {key: value for key, value in written.items() if stated[key] != value} == {}
     assert stated.keys() == written.keys()
-    again: Any = type(model).from_pretrained(back)
+    again = type(model).from_pretrained(back)
     for one in (*again.parameters(), *again.buffers()):  # a mapped file is aligned otherwise: other last bits
         one.data = one.data.clone()
     ids = torch.randint(503, (1, 9))
@@ -123,9 +117,7 @@ def test_there_and_through_a_layout_and_back_is_bitwise(row: str, theirs: Any, t
 
 
 @pytest.mark.parametrize("row", [*FIRST.values(), "opt-350m"])
-def test_greedy_generation_is_transformers(
-    row: str, tmp_path: Path, record_property: Callable[..., None]
-) -> None:
+def test_greedy_generation_is_transformers(row, tmp_path, record_property):
     # With tied embeddings, all as random as here, a token is mostly followed by itself.
     new, untied = 32, {**MODELS[row], "tie_word_embeddings": False}
     spread = 1.0 if row == "opt-350m" else 0.5  # its norms come last and undo much of what its blocks add
@@ -153,9 +145,7 @@ def test_greedy_generation_is_transformers(
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_adapters_go_to_peft_and_back(
-    row: str, theirs: Any, tmp_path: Path, record_property: Callable[..., None]
-) -> None:
+def test_adapters_go_to_peft_and_back(row, theirs, tmp_path, record_property):
     """PEFT's adapter gives the same logits here; back in PEFT it is the same, on the same modules."""
     plain, folder = theirs(row)
     # In a model with experts peft takes modules that are named as an expert's matrices are for experts.
@@ -167,7 +157,7 @@ def test_adapters_go_to_peft_and_back(
     lora = peft.LoraConfig(
         task_type="CAUSAL_LM", target_modules=targets, target_parameters=[*stacks] or None, r=3, lora_alpha=6
     )
-    adapted: Any = peft.get_peft_model(transformers_model(MODELS[row]), lora)
+    adapted = peft.get_peft_model(transformers_model(MODELS[row]), lora)
     torch.manual_seed(1)
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
@@ -199,5 +189,5 @@ def test_adapters_go_to_peft_and_back(
     (tmp_path / "back").mkdir()
     (tmp_path / "back" / "adapter_config.json").write_text(json.dumps(said))
     save_file(back, tmp_path / "back" / "adapter_model.safetensors", {"format": "pt"})
-    again: Any = peft.PeftModel.from_pretrained(transformers_model(MODELS[row]), tmp_path / "back")
+    again = peft.PeftModel.from_pretrained(transformers_model(MODELS[row]), tmp_path / "back")
     assert torch.equal(again.eval()(ids).logits, expected)

@@ -1,22 +1,19 @@
 """Check which layouts a family refuses and accepts, and what it declares about its parameters."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.configs import MODELS
 from trilith.models import FAMILIES, LLAMA, family_of
 from trilith.parallel_state import BadInput, Layout, ParallelState, declarations
-from trilith.testing.tiny_models import MODELS
 
 #: A config of each family.
 BASES = {raw["model_type"]: raw for raw in MODELS.values()}
 
-CONFIG: dict[str, Any] = {
+CONFIG = {
     "model_type": "llama",
     "vocab_size": 503,
     "hidden_size": 48,
@@ -36,14 +33,14 @@ CONFIG: dict[str, Any] = {
     ],
     ids=["E1", "E3", "E5"],
 )
-def test_a_layout_that_cannot_cut_the_model_is_refused(layout: Layout, words: str) -> None:
+def test_a_layout_that_cannot_cut_the_model_is_refused(layout, words):
     config = LLAMA.from_hf(CONFIG)
     with pytest.raises(BadInput, match=words):
         LLAMA.build(config, state=ParallelState.stand_in(layout))
 
 
 @pytest.mark.parametrize("tensor", range(1, 13))
-def test_no_layout_is_refused_for_the_vocabulary_E4(tensor: int) -> None:
+def test_no_layout_is_refused_for_the_vocabulary_E4(tensor):
     wide = {"num_attention_heads": tensor, "num_key_value_heads": tensor, "intermediate_size": 4 * tensor}
     config = LLAMA.from_hf({**CONFIG, **wide, "hidden_size": 8 * tensor, "head_dim": 8})
     model = LLAMA.build(config, state=ParallelState.stand_in(Layout.of(tensor=tensor), tensor - 1))
@@ -54,9 +51,7 @@ def test_no_layout_is_refused_for_the_vocabulary_E4(tensor: int) -> None:
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_a_width_that_tensor_does_not_divide_is_refused_with_the_nearest_that_are_legal_E3(
-    name: str, data: st.DataObject
-) -> None:
+def test_a_width_that_tensor_does_not_divide_is_refused_with_the_nearest_that_are_legal_E3(name, data):
     family, raw = FAMILIES[name], BASES[name]
     config = family.from_hf(raw)
     tensor = data.draw(st.integers(1, 12))
@@ -66,7 +61,7 @@ def test_a_width_that_tensor_does_not_divide_is_refused_with_the_nearest_that_ar
     fields |= {"shared_expert_intermediate_size": width, "linear_num_key_heads": heads}
     fields |= {"mamba_n_heads": heads, "shared_intermediate_size": width}
 
-    def legal(tensor: int, width: int) -> BadInput | None:
+    def legal(tensor, width):
         changed = fields | {key: width for key in fields if key.endswith("intermediate_size")}
         known = {key: value for key, value in changed.items() if key in type(config).model_fields}
         try:
@@ -84,7 +79,7 @@ def test_a_width_that_tensor_does_not_divide_is_refused_with_the_nearest_that_ar
     assert all(legal(tensor, int(n)) is None for n in re.findall(r"\d+", second.split(":")[1]))
 
 
-def test_layers_over_stages_that_do_not_divide_them_and_shared_key_heads_are_accepted() -> None:  # E2, E6
+def test_layers_over_stages_that_do_not_divide_them_and_shared_key_heads_are_accepted():  # E2, E6
     config = LLAMA.from_hf({**CONFIG, "num_attention_heads": 8, "num_key_value_heads": 2})
     stages = LLAMA.declarations(config, Layout.of(tensor=4, pipeline=2))
     blocks = [{name.split(".")[1] for name in stage if name.startswith("layers.")} for stage in stages]
@@ -92,7 +87,7 @@ def test_layers_over_stages_that_do_not_divide_them_and_shared_key_heads_are_acc
     assert stages[0]["layers.0.attention.qkv.k.weight"].cut is None
 
 
-def test_a_family_is_found_by_its_model_type_and_has_a_tiny_model() -> None:
+def test_a_family_is_found_by_its_model_type_and_has_a_tiny_model():
     for name, family in FAMILIES.items():
         assert family_of({"model_type": name, "architectures": [family.architecture]}) is family
     assert {raw["model_type"] for raw in MODELS.values()} == FAMILIES.keys()
@@ -109,9 +104,7 @@ def test_a_family_is_found_by_its_model_type_and_has_a_tiny_model() -> None:
         ({"model_type": "bert"}, "found 'bert'", f"one of {', '.join(sorted(FAMILIES))}"),
     ],
 )
-def test_a_config_of_no_known_type_is_refused_with_what_to_do(
-    config: dict[str, Any], found: str, todo: str
-) -> None:
+def test_a_config_of_no_known_type_is_refused_with_what_to_do(config, found, todo):
     with pytest.raises(BadInput) as refused:
         family_of(config, "here.json")
     line = str(refused.value)
@@ -119,14 +112,14 @@ def test_a_config_of_no_known_type_is_refused_with_what_to_do(
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout.of(tensor=2, pipeline=3, data=2, zero=1)], ids=str)
-def test_names_and_whole_shapes_are_the_same_in_every_layout(layout: Layout) -> None:
+def test_names_and_whole_shapes_are_the_same_in_every_layout(layout):
     config = LLAMA.from_hf({**CONFIG, "tie_word_embeddings": True})
     found = {name: s.shape for stage in LLAMA.declarations(config, layout) for name, s in stage.items()}
     (whole,) = LLAMA.declarations(config)
     assert found == {name: stated.shape for name, stated in whole.items()}
 
 
-def test_building_leaves_torchs_defaults_alone() -> None:
+def test_building_leaves_torchs_defaults_alone():
     config = LLAMA.from_hf(CONFIG)
     model = LLAMA.build(config, dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and next(model.parameters()).is_meta

@@ -1,26 +1,20 @@
 """The comparisons with transformers see every field of a config and every tensor; no field goes unnamed."""
 
-from __future__ import annotations
-
 import inspect
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from itertools import chain, combinations
-from typing import Any
 
 import pytest
 import torch
+from support.configs import MODELS, PUBLISHED, VARIANTS
+from support.families import close, config_of, on_disk, ours_from, transformers_model
 from transformers import AutoConfig, PreTrainedConfig
 from trilith.layers import gather_logits
-from trilith.models import FAMILIES, ModelConfig
+from trilith.models import FAMILIES
 from trilith.models.base.blocks import ParallelBlock
 from trilith.models.base.config import DENIED, INERT
 from trilith.parallel_state import BadInput, declarations
-from trilith.testing.families import close, config_of, on_disk, ours_from, transformers_model
-from trilith.testing.published_configs import PUBLISHED
-from trilith.testing.tiny_models import MODELS
-from trilith.testing.tiny_variants import VARIANTS
 
 CASES = {**MODELS, **{name: MODELS[row] | changes for name, (row, changes) in VARIANTS.items()}}
 CASES |= PUBLISHED
@@ -64,18 +58,18 @@ HEAD_NORMS = ("attention.q_norm.weight", "attention.k_norm.weight")
 IDS = torch.randint(503, (2, 40), generator=torch.Generator().manual_seed(3))
 
 
-def named_by(family: str) -> set[str]:
+def named_by(family):
     """Return the keys that a family's file uses, or names as harmless."""
     config = FAMILIES[family].config
     return {*config.model_fields, *config.OWN_NAMES, *config.HARMLESS, *config.read_keys()}
 
 
-def taken_by(code: Any) -> set[str]:
+def taken_by(code):
     """Return the keys that a class or a function of transformers takes out of further arguments."""
     return {*re.findall(r'kwargs\.(?:pop|get|setdefault)\(\s*"(\w+)"', inspect.getsource(code))}
 
 
-def read_by_transformers(family: str) -> set[str]:
+def read_by_transformers(family):
     """Return the keys of a config.json that transformers reads: fields of the family's class, other names of
     them, and older keys that it takes out of what is left.
     """
@@ -90,14 +84,14 @@ def read_by_transformers(family: str) -> set[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_field_of_transformers_config_is_named(family: str) -> None:
+def test_every_field_of_transformers_config_is_named(family):
     """Each key is used, harmless by value, without meaning for causal models, or refused."""
     known = {name for name in read_by_transformers(family) if not name.startswith("_")}
     assert known - named_by(family) - INERT - DENIED == set()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_key_that_we_read_is_one_that_transformers_reads(family: str) -> None:
+def test_every_key_that_we_read_is_one_that_transformers_reads(family):
     config, known = FAMILIES[family].config, read_by_transformers(family)
     assert config.NOT_KEYS - config.model_fields.keys() == config.NOT_KEYS & known == set()
     ours = config.model_fields.keys() - config.HARMLESS.keys() - config.NOT_KEYS
@@ -105,7 +99,7 @@ def test_every_key_that_we_read_is_one_that_transformers_reads(family: str) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_field_that_is_absent_means_what_it_does_to_transformers(family: str) -> None:
+def test_a_field_that_is_absent_means_what_it_does_to_transformers(family):
     theirs, config = AutoConfig.for_model(family), FAMILIES[family].config
     rotation = getattr(theirs, "rope_parameters", None) or {}
     rotation = rotation.get("full_attention", rotation)
@@ -119,11 +113,11 @@ def test_a_field_that_is_absent_means_what_it_does_to_transformers(family: str) 
     assert differing == {}
 
 
-def refused(raw: Mapping[str, Any]) -> bool:
+def refused(raw):
     return read(raw) is None
 
 
-def read(raw: Mapping[str, Any]) -> ModelConfig | None:
+def read(raw):
     """Return the config that our family makes of the dict; ``None`` if it refuses it."""
     try:
         return FAMILIES[raw["model_type"]].from_hf(raw)
@@ -132,9 +126,7 @@ def read(raw: Mapping[str, Any]) -> ModelConfig | None:
 
 
 @torch.no_grad()
-def changes_logits(
-    theirs: Any, raw: Mapping[str, Any], stored: Mapping[str, torch.Tensor], wanted: torch.Tensor
-) -> bool:
+def changes_logits(theirs, raw, stored, wanted):
     """Return whether a model of this config, with the weights of ``theirs``, is refused or differs."""
     try:
         logits = gather_logits(ours_from(theirs, raw, stored)[2](IDS), 503)
@@ -143,7 +135,7 @@ def changes_logits(
     return float((logits - wanted).abs().max()) > close(raw)
 
 
-def with_no_scaling_under_windows(raw: dict[str, Any]) -> dict[str, Any]:
+def with_no_scaling_under_windows(raw):
     """Return a config without the field that has no key of its own: it stands in an object of another."""
     ropes = raw.get("rope_parameters") or {}
     window = ropes.get("sliding_attention") or {}
@@ -151,7 +143,7 @@ def with_no_scaling_under_windows(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_dropping_a_field_that_the_family_computes_with_is_seen(family: str) -> None:
+def test_dropping_a_field_that_the_family_computes_with_is_seen(family):
     """It is seen in at least one row of the family, where the field has not its default."""
     config = FAMILIES[family].config
     left = {name for name in config.model_fields if name not in NOT_IN_FORWARD | set(config.HARMLESS)}
@@ -181,7 +173,7 @@ def test_dropping_a_field_that_the_family_computes_with_is_seen(family: str) -> 
     assert left == set(), "no row has another value than the default"
 
 
-def pairs_of(block: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
+def pairs_of(block):
     """Yield every two tensors of a block of one shape, and each stack with that of the next experts."""
     for (name, one), (other, another) in combinations(block.named_parameters(), 2):
         if one.shape == another.shape:
@@ -194,7 +186,7 @@ def pairs_of(block: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor, t
 
 @pytest.mark.parametrize("row", CASES)
 @torch.no_grad()
-def test_swapping_two_tensors_of_a_block_is_seen(row: str) -> None:
+def test_swapping_two_tensors_of_a_block_is_seen(row):
     theirs = transformers_model(CASES[row])
     wanted = theirs(IDS).logits
     family, config, model = ours_from(theirs)

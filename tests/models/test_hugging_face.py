@@ -3,21 +3,16 @@
 The models are the rows of ``tiny_models`` and, below, rows with a few fields changed.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
+from support.configs import MODELS, PUBLISHED, VARIANTS
+from support.families import DELTA_NETS, close, config_of, on_disk, ours_from, transformers_model
 from torch import Tensor
 from torch.nn import functional as F
 from trilith.layers import IGNORE, gather_logits, valid_tokens, vocab_parallel_cross_entropy
-from trilith.models import CausalLM, family_of
-from trilith.testing.families import DELTA_NETS, close, config_of, on_disk, ours_from, transformers_model
-from trilith.testing.published_configs import PUBLISHED
-from trilith.testing.tiny_models import MODELS
-from trilith.testing.tiny_variants import VARIANTS
+from trilith.models import family_of
 
 VOCAB = 503
 CASES = {**MODELS, **{name: MODELS[row] | changes for name, (row, changes) in VARIANTS.items()}}
@@ -27,13 +22,13 @@ for name, raw in CASES.items():  # transformers adds the loss of balance only to
         CASES[name] = raw | {"output_router_logits": False}
 
 
-def batch() -> tuple[Tensor, Tensor]:
+def batch():
     ids, labels = torch.randint(VOCAB, (2, 40)), torch.randint(VOCAB, (2, 40))
     labels[0, :5] = IGNORE
     return ids, labels
 
 
-def gradients_in_fp64(model: CausalLM, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+def gradients_in_fp64(model, ids, labels):
     again = deepcopy(model).double()
     again.zero_grad()
     loss = vocab_parallel_cross_entropy(again(ids), labels, VOCAB, label_smoothing=0.1).sum()
@@ -42,7 +37,7 @@ def gradients_in_fp64(model: CausalLM, ids: Tensor, labels: Tensor) -> dict[str,
 
 
 @pytest.mark.parametrize("raw", CASES.values(), ids=CASES)
-def test_logits_and_gradients_are_transformers(raw: dict[str, Any]) -> None:  # D7 of section 5, D15
+def test_logits_and_gradients_are_transformers(raw):  # D7 of section 5, D15
     theirs = transformers_model(raw)
     family, config, model = ours_from(theirs)
     ids, labels = batch()
@@ -80,7 +75,7 @@ def test_logits_and_gradients_are_transformers(raw: dict[str, Any]) -> None:  # 
 
 
 @pytest.mark.parametrize("raw", CASES.values(), ids=CASES)
-def test_the_table_of_names_covers_every_element_of_both_sides_once(raw: dict[str, Any]) -> None:
+def test_the_table_of_names_covers_every_element_of_both_sides_once(raw):
     with torch.device("meta"):
         theirs = transformers_model(raw)
     raw = config_of(theirs)
@@ -103,7 +98,7 @@ def test_the_table_of_names_covers_every_element_of_both_sides_once(raw: dict[st
 
 
 @pytest.mark.parametrize("raw", CASES.values(), ids=CASES)
-def test_what_to_hf_writes_transformers_reads_as_the_same_model(raw: dict[str, Any]) -> None:
+def test_what_to_hf_writes_transformers_reads_as_the_same_model(raw):
     theirs = transformers_model(raw)
     family, config, _ = ours_from(theirs)
     written = family.to_hf(config)
@@ -114,7 +109,7 @@ def test_what_to_hf_writes_transformers_reads_as_the_same_model(raw: dict[str, A
     assert torch.equal(again.eval()(ids).logits, theirs.eval()(ids).logits)
 
 
-def test_new_weights_have_the_spread_that_the_papers_state() -> None:
+def test_new_weights_have_the_spread_that_the_papers_state():
     family, config, _ = ours_from(transformers_model(MODELS["gpt2"]))
     model = family.build(config, device="cpu")
     parameters = dict(model.named_parameters())

@@ -1,7 +1,5 @@
 """docs/models.md has a row for every family, and what tests measured in it."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -10,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import trilith
+from support.models_page import COLUMNS, NOT_MEASURED, axes_of, cells_of, page, with_measured
 from trilith.models import FAMILIES
 from trilith.parallel_state import Layout
-from trilith.testing.models_page import COLUMNS, NOT_MEASURED, axes_of, cells_of, page, with_measured
 
 PAGE = Path(trilith.__path__[0]) / "docs" / "models.md"
 TESTS = """
@@ -26,10 +24,10 @@ def test_it(difference, record_property):
 NUMBER = re.compile(r"0|\d{1,3}|\de-\d\d")
 
 
-def test_the_page_has_a_row_for_every_family_and_a_cell_for_every_axis() -> None:
+def test_the_page_has_a_row_for_every_family_and_a_cell_for_every_axis():
     cells = cells_of(PAGE.read_text())
     assert PAGE.read_text() == page(cells), (
-        "run `make models FAMILY=...` of a new family, or `python -m trilith.testing.models_page`"
+        "run `make models FAMILY=...` of a new family, or `python -m support.models_page`"
     )
     assert [*cells] == [*FAMILIES]
     for family, row in cells.items():
@@ -40,7 +38,7 @@ def test_the_page_has_a_row_for_every_family_and_a_cell_for_every_axis() -> None
         assert row["compile"] != "-", family
 
 
-def test_a_measurement_replaces_an_older_one_by_its_largest_difference() -> None:
+def test_a_measurement_replaces_an_older_one_by_its_largest_difference():
     older = {"llama": {"tensor": "1e-03", "context": "2e-14"}}
     new = [("llama", ["tensor", "ZeRO"], 3.26e-15), ("llama", ["tensor"], 1e-15), ("gpt2", ["generation"], 0)]
     found = cells_of(page(with_measured(older, new)))
@@ -53,14 +51,14 @@ def test_a_measurement_replaces_an_older_one_by_its_largest_difference() -> None
     assert found["gpt2"]["generation"] == "0"
 
 
-def test_a_layout_counts_to_each_of_its_axes() -> None:
+def test_a_layout_counts_to_each_of_its_axes():
     assert axes_of(Layout.of(tensor=2, sequence=True, context=2)) == ["tensor", "sequence", "context"]
     assert axes_of(Layout.of(data=2, expert=2, zero=3)) == ["expert", "ZeRO"]
     assert axes_of(Layout.of(pipeline=2, data=2)) == ["pipeline"]
 
 
 @pytest.mark.slow
-def test_tests_of_families_write_what_they_measure(tmp_path: Path) -> None:
+def test_tests_of_families_write_what_they_measure(tmp_path):
     """Only a test that passed counts."""
     (tmp_path / "conftest.py").write_text((PAGE.parent.parent / "tests" / "conftest.py").read_text())
     (tmp_path / "test_it.py").write_text(TESTS)

@@ -1,32 +1,27 @@
 """Multi-token prediction of DeepSeek-V3 and GLM-4.5: its gradients, its files, and what is refused."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from support.configs import MODELS
+from support.families import config_of, on_disk, transformers_model
 from torch.nn import functional as F
 from trilith.checkpoints import read_source
 from trilith.cli.app import run
 from trilith.data.batch import Batch
 from trilith.data.multi_token_labels import tokens_ahead
 from trilith.layers import IGNORE
-from trilith.models import CausalLM, Family, ModelConfig, family_of
+from trilith.models import family_of
 from trilith.parallel_state import BadInput
-from trilith.testing.families import config_of, on_disk, transformers_model
-from trilith.testing.tiny_models import MODELS
 from trilith.training.step import TrainStep
 
 ROWS = ["deepseek_v3", "glm4_moe"]
 EPS, FACTOR = 1e-3, 0.3
 
 
-def with_block(row: str) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
+def with_block(row):
     """Return transformers' model with one block more, our config.json and the tensors of its folder."""
     blocks = MODELS[row]["num_hidden_layers"]
     theirs = transformers_model(MODELS[row] | {"num_hidden_layers": blocks + 1})
@@ -40,7 +35,7 @@ def with_block(row: str) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
     return theirs, config_of(theirs) | {"num_hidden_layers": blocks, "mtp": True}, tensors
 
 
-def ours_of(raw: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[Family, ModelConfig, CausalLM]:
+def ours_of(raw, tensors):
     family = family_of(raw)
     config = family.from_hf(raw)
     model = family.build(config, device="cpu", dtype=torch.float64)
@@ -53,12 +48,12 @@ def ours_of(raw: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[Family, Mo
     return family, config, model
 
 
-def rms(x: Tensor, weight: Tensor) -> Tensor:
+def rms(x, weight):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_its_gradients_are_those_of_the_paper_s_formulas(row: str) -> None:
+def test_its_gradients_are_those_of_the_paper_s_formulas(row):
     """The block itself is one of transformers, whose norms and scores are fp32 in any dtype; around it stand
     the formulas of section 2.2.
     """
@@ -106,7 +101,7 @@ def test_its_gradients_are_those_of_the_paper_s_formulas(row: str) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     _, raw, tensors = with_block("deepseek_v3")
     found = tmp_path / "published"
     found.mkdir()
@@ -115,7 +110,7 @@ def folder(tmp_path: Path) -> Path:
     return found
 
 
-def test_its_tensors_go_through_a_layout_and_back_bitwise(folder: Path, tmp_path: Path) -> None:
+def test_its_tensors_go_through_a_layout_and_back_bitwise(folder, tmp_path):
     sharded, back = tmp_path / "sharded", tmp_path / "back"
     assert run(["convert", str(folder), str(sharded), "--tensor", "2", "--pipeline", "3"]) == 0
     assert run(["convert", str(sharded), str(back), "--to", "hf"]) == 0
@@ -125,7 +120,7 @@ def test_its_tensors_go_through_a_layout_and_back_bitwise(folder: Path, tmp_path
     assert json.loads((back / "config.json").read_text())["mtp"] is True
 
 
-def test_without_the_key_it_is_left_out_and_a_reader_may_ask_for_it(folder: Path) -> None:
+def test_without_the_key_it_is_left_out_and_a_reader_may_ask_for_it(folder):
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({key: raw[key] for key in raw if key != "mtp"}))
     plain, asked = read_source(folder), read_source(folder, mtp=True)
@@ -137,7 +132,7 @@ def test_without_the_key_it_is_left_out_and_a_reader_may_ask_for_it(folder: Path
     }
 
 
-def test_an_embedding_of_its_own_is_refused(folder: Path) -> None:
+def test_an_embedding_of_its_own_is_refused(folder):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.4.embed_tokens.weight"][7, 3] += 1
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -145,7 +140,7 @@ def test_an_embedding_of_its_own_is_refused(folder: Path) -> None:
         read_source(folder)
 
 
-def test_a_label_of_another_document_does_not_count() -> None:
+def test_a_label_of_another_document_does_not_count():
     ids, labels = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[2, 3, 4, 5, 6]])
     ahead = tokens_ahead(Batch(ids, labels, torch.tensor([[0, 1, 2, 0, 1]])), 2)
     assert ahead[0, 0].tolist() == [[2, 3, 4, 5, 0], [3, 4, 5, 0, 0]]

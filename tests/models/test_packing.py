@@ -1,24 +1,20 @@
 """Documents packed into rows give what each gives alone: logits, loss, gradients, in fp64 to 1e-10."""
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from support.configs import MODELS as FAMILIES
 from torch.nn import functional as F
 from trilith.layers import gather_logits, vocab_parallel_cross_entropy
-from trilith.models import CausalLM, family_of
+from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, finalize_gradients, initialize
 from trilith.pipeline.runner import schedule_of_model
 from trilith.testing import Operators, run_parallel
-from trilith.testing.short_training import Pieces, assemble, pieces, roughen
-from trilith.testing.tiny_models import MODELS as FAMILIES
+from trilith.testing.short_training import assemble, pieces, roughen
 
 VOCAB, SEED = 131, 5
-LLAMA: dict[str, Any] = {
+LLAMA = {
     "model_type": "llama",
     "vocab_size": VOCAB,
     "hidden_size": 24,
@@ -30,7 +26,7 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 16,
     "attention_bias": True,
 }
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "llama": LLAMA,
     "llama-kv1-tied": {**LLAMA, "num_key_value_heads": 1, "tie_word_embeddings": True},
     "mistral": {key: value for key, value in LLAMA.items() if key != "attention_bias"}
@@ -53,13 +49,13 @@ DROPPING = {**MODELS["gpt2"], "attn_pdrop": 0.5}
 ROWS = ((5, 11), (9, 1, 6))
 
 
-def documents() -> list[list[Tensor]]:
+def documents():
     """Return, for each row, the tokens of its documents, each with one token more, which is only a label."""
     generator = torch.Generator().manual_seed(SEED)
     return [[torch.randint(VOCAB, (n + 1,), generator=generator) for n in lengths] for lengths in ROWS]
 
 
-def packed() -> tuple[Tensor, Tensor, Tensor]:
+def packed():
     """Token ids, labels and positions, each (rows, 16)."""
     rows = documents()
     ids = torch.stack([torch.cat([document[:-1] for document in row]) for row in rows])
@@ -68,7 +64,7 @@ def packed() -> tuple[Tensor, Tensor, Tensor]:
     return ids, labels, positions
 
 
-def built(model: str, state: ParallelState, dtype: torch.dtype = torch.float64) -> CausalLM:
+def built(model, state, dtype=torch.float64):
     raw = {**MODELS, "gpt2-dropout": DROPPING}[model]
     family = family_of(raw)
     made = family.build(family.from_hf(raw), state=state, dtype=dtype)
@@ -78,11 +74,11 @@ def built(model: str, state: ParallelState, dtype: torch.dtype = torch.float64) 
     return made
 
 
-def whole_logits(model: CausalLM, logits: Tensor) -> Tensor:
+def whole_logits(model, logits):
     return gather_logits(logits.detach(), VOCAB, state=model.state)
 
 
-def alone(model: str) -> tuple[Tensor, float, dict[str, Tensor]]:
+def alone(model):
     """Return the reference: each document by itself, with no positions, on one device."""
     made = built(model, ParallelState.alone())
     logits, loss = [], torch.zeros((), dtype=torch.float64)
@@ -97,14 +93,14 @@ def alone(model: str) -> tuple[Tensor, float, dict[str, Tensor]]:
     return torch.stack(logits), float(loss.detach()), gradients
 
 
-def together(model: str, layout: Layout) -> tuple[Tensor | None, float, Pieces]:
+def together(model, layout):
     """Return logits on the last stage, loss, and gradients in pieces, of the packed rows in a layout."""
     state = ParallelState.start(layout)
     made = built(model, state)
     ids, labels, positions = packed()
-    losses: list[Tensor] = []
+    losses = []
 
-    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+    def loss(logits, labels):
         return vocab_parallel_cross_entropy(logits, labels, VOCAB, state=state).sum()
 
     if layout.pipeline == 1:
@@ -134,7 +130,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_packed_equals_alone(model: str, layout: Layout) -> None:
+def test_packed_equals_alone(model, layout):
     logits, loss, gradients = alone(model)
     ranks = run_parallel(together, layout.world, model, layout)
     for found, found_loss, _ in ranks:
@@ -153,7 +149,7 @@ def test_packed_equals_alone(model: str, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("model", ["llama", "llama-kv1-tied", "gpt2"])
-def test_without_restarts_it_is_bitwise_the_plain_path(model: str) -> None:
+def test_without_restarts_it_is_bitwise_the_plain_path(model):
     """And the packed rows' mask is made once, not once a block."""
     made = built(model, ParallelState.alone(), torch.float32)
     ids, _, positions = packed()
@@ -174,7 +170,7 @@ def test_without_restarts_it_is_bitwise_the_plain_path(model: str) -> None:
     assert looks["packed"] == looks["plain"] == looks["none"] + 1
 
 
-def with_dropout(layout: Layout) -> list[Tensor]:
+def with_dropout(layout):
     """Return logits under dropout: of the packed rows, with other first documents, and with another seed."""
     state = ParallelState.start(layout)
     model = built("gpt2-dropout", state, torch.float32)
@@ -187,7 +183,7 @@ def with_dropout(layout: Layout) -> list[Tensor]:
     return found
 
 
-def test_dropout_and_packing_go_together() -> None:
+def test_dropout_and_packing_go_together():
     first = torch.stack([torch.arange(16) < lengths[0] for lengths in ROWS])
     for plain, others, reseeded in run_parallel(with_dropout, 2, Layout.of(tensor=2)):
         assert torch.equal(plain[~first], others[~first])

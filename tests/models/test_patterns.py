@@ -1,7 +1,5 @@
 """A user's regular expressions come to an end: decided as ``re`` decides, or refused within a limit."""
 
-from __future__ import annotations
-
 import re
 import time
 
@@ -21,12 +19,12 @@ endless = st.builds("({}{}){}{}".format, atoms, st.sampled_from("+*"), st.sample
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch):
     monkeypatch.setattr(patterns, "PATIENCE", 0.1)
     patterns.compiled.cache_clear()
 
 
-def decided(pattern: str) -> bool | None:
+def decided(pattern):
     """Return whether a group of this pattern takes the name; ``None`` if the pattern is refused as slow."""
     try:
         return bool(assign([ParameterGroup(match=pattern)], {NAME: (), "other!": ()}))
@@ -36,7 +34,7 @@ def decided(pattern: str) -> bool | None:
 
 @settings(max_examples=12, deadline=None)
 @given(pattern=endless, prefix=st.sampled_from(["", "attn.", "^model.*"]))
-def test_a_repetition_in_a_repetition_ends_in_an_answer_or_a_refusal(pattern: str, prefix: str) -> None:
+def test_a_repetition_in_a_repetition_ends_in_an_answer_or_a_refusal(pattern, prefix):
     patterns.compiled.cache_clear()
     began = time.process_time()
     decided(prefix + pattern)
@@ -44,7 +42,7 @@ def test_a_repetition_in_a_repetition_ends_in_an_answer_or_a_refusal(pattern: st
     assert time.process_time() - began < 20
 
 
-def test_patterns_without_an_end_are_refused_wherever_a_user_may_write_one() -> None:
+def test_patterns_without_an_end_are_refused_wherever_a_user_may_write_one():
     pattern = "(.*a+)+b"
     assert decided(pattern) is None
     adapters = {"target_modules": pattern, "exclude_modules": pattern}
@@ -61,7 +59,7 @@ def test_patterns_without_an_end_are_refused_wherever_a_user_may_write_one() -> 
         nested.targets(NAME)
 
 
-def test_the_time_is_that_of_all_names_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_is_that_of_all_names_together(monkeypatch):
     monkeypatch.setattr(patterns, "PATIENCE", 0.5)
     pattern = patterns.Pattern("(a+)+$")
     began = time.process_time()
@@ -74,7 +72,7 @@ def test_the_time_is_that_of_all_names_together(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @settings(max_examples=100, deadline=None)
 @given(pattern=st.text("ab.*+?()[]|\\d{}1,", max_size=8), name=st.text("ab.1", max_size=12))
-def test_what_is_decided_is_what_re_says(pattern: str, name: str) -> None:
+def test_what_is_decided_is_what_re_says(pattern, name):
     try:
         expected = re.search(pattern, name)
     except re.error:
@@ -86,6 +84,6 @@ def test_what_is_decided_is_what_re_says(pattern: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["(" * 3000 + "a" + ")" * 3000, "a" * 100_000])
-def test_a_pattern_too_large_to_compile_is_refused(pattern: str) -> None:
+def test_a_pattern_too_large_to_compile_is_refused(pattern):
     with pytest.raises(BadInput, match="a regular expression"):
         assign([ParameterGroup(match=pattern)], {NAME: ()})

@@ -1,9 +1,6 @@
 """Each row of the table of published sizes is a model of the published number of parameters."""
 
-from __future__ import annotations
-
 from math import prod
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_builds_and_has_the_published_number_of_parameters(name: str) -> None:
+def test_a_row_builds_and_has_the_published_number_of_parameters(name):
     size = SIZES[name]
     model = size.family.on_meta(size.config)
     assert sum(prod(one.shape) for one in declarations(model).values() if not one.buffer) == size.parameters
@@ -27,26 +24,26 @@ def test_a_row_builds_and_has_the_published_number_of_parameters(name: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIZES)
-def test_transformers_counts_the_same_from_the_config_that_is_written(name: str) -> None:
+def test_transformers_counts_the_same_from_the_config_that_is_written(name):
     size = SIZES[name]
     raw = size.family.to_hf(size.config)
     with torch.device("meta"):
-        theirs: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
     assert theirs.num_parameters() == size.parameters
 
 
-def test_every_family_has_a_published_size() -> None:
+def test_every_family_has_a_published_size():
     assert {size.family.model_type for size in SIZES.values()} == FAMILIES.keys()
 
 
-def test_every_key_of_a_row_is_one_that_its_family_reads(recwarn: pytest.WarningsRecorder) -> None:
+def test_every_key_of_a_row_is_one_that_its_family_reads(recwarn):
     """A misspelled key is unknown, and an unknown key gives a warning."""
     for size in SIZES.values():
         assert size.config.num_hidden_layers > 0
     assert [str(one.message) for one in recwarn] == []
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_names() -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_names():
     with pytest.raises(BadInput, match=r"found 'llama-3\.1-9b'. Nearest: llama-3\.1-8b, "):
         published_size("llama-3.1-9b")
     with pytest.raises(BadInput, match=r"found 'zzz'. `trilith models` lists them"):

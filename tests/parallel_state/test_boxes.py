@@ -1,7 +1,5 @@
 """The algebra of boxes, against sets of indices."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import torch
@@ -12,7 +10,7 @@ from trilith.parallel_state import Box, shared_units
 _bounds = st.tuples(st.integers(0, 6), st.integers(0, 6)).map(sorted)
 
 
-def boxes(dims: int) -> st.SearchStrategy[Box]:
+def boxes(dims):
     return st.lists(_bounds, min_size=dims, max_size=dims).map(
         lambda pairs: Box(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
     )
@@ -21,12 +19,12 @@ def boxes(dims: int) -> st.SearchStrategy[Box]:
 _pairs = st.integers(0, 3).flatmap(lambda dims: st.tuples(boxes(dims), boxes(dims)))
 
 
-def indices(box: Box) -> set[tuple[int, ...]]:
+def indices(box):
     return set(product(*(range(a, b) for a, b in zip(box.start, box.stop, strict=True))))
 
 
 @given(_pairs)
-def test_an_intersection_holds_what_both_hold(pair: tuple[Box, Box]) -> None:
+def test_an_intersection_holds_what_both_hold(pair):
     a, b = pair
     overlap = a.intersect(b)
     assert (indices(overlap) if overlap else set()) == indices(a) & indices(b)
@@ -35,14 +33,14 @@ def test_an_intersection_holds_what_both_hold(pair: tuple[Box, Box]) -> None:
 
 
 @given(_pairs)
-def test_size_shape_and_slices_count_the_same_elements(pair: tuple[Box, Box]) -> None:
+def test_size_shape_and_slices_count_the_same_elements(pair):
     box = pair[0]
     assert box.size == len(indices(box)) == torch.Size(box.shape).numel()
     assert torch.zeros((6,) * len(box.shape))[box.slices].shape == box.shape
 
 
 @given(_pairs)
-def test_within_is_the_place_in_the_outer_box(pair: tuple[Box, Box]) -> None:
+def test_within_is_the_place_in_the_outer_box(pair):
     outer = pair[0]
     inner = outer.intersect(pair[1])
     if inner is None:
@@ -53,7 +51,7 @@ def test_within_is_the_place_in_the_outer_box(pair: tuple[Box, Box]) -> None:
 
 
 @given(boxes(3), st.integers(0, 2), st.data())
-def test_narrow_counts_from_the_boxs_own_start(box: Box, dim: int, data: st.DataObject) -> None:
+def test_narrow_counts_from_the_boxs_own_start(box, dim, data):
     length = box.shape[dim]
     start = data.draw(st.integers(0, length))
     stop = data.draw(st.integers(start, length))
@@ -63,19 +61,19 @@ def test_narrow_counts_from_the_boxs_own_start(box: Box, dim: int, data: st.Data
 
 
 @given(boxes(2))
-def test_a_transposed_box_holds_the_transposes_elements(box: Box) -> None:
+def test_a_transposed_box_holds_the_transposes_elements(box):
     whole = torch.arange(36).reshape(6, 6)
     assert torch.equal(whole.T[box.transposed().slices], whole[box.slices].T)
     assert box.transposed().transposed() == box
 
 
-def test_a_scalar_has_one_element_and_no_dims() -> None:
+def test_a_scalar_has_one_element_and_no_dims():
     box = Box.whole(())
     assert (box.size, box.shape, box.intersect(box)) == (1, (), box)
 
 
 @given(st.integers(1, 12), st.integers(1, 8))
-def test_a_rank_needs_every_unit_that_its_equal_share_touches(units: int, size: int) -> None:
+def test_a_rank_needs_every_unit_that_its_equal_share_touches(units, size):
     """A share consists of units cut into ``size`` pieces each: then every rank has ``units`` whole pieces."""
     for index in range(size):
         touched = {piece // size for piece in range(index * units, (index + 1) * units)}

@@ -1,66 +1,62 @@
 """Collectives that ranks issue differently are caught before they run, with both ranks' lines of code."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from support.configs import TINY_GPT2
+from support.short_runs import run_recipe, tiny_recipe
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import CollectiveOrder, Layout, ParallelState, PeerFailed, engine
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import RankError, run_parallel
-from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
-from trilith.testing.tiny_models import TINY_GPT2
 from trilith.training import Trainer
 
 X = torch.ones(4, 6)
 
 
-def attention(group: dist.ProcessGroup, x: Tensor) -> None:
+def attention(group, x):
     engine.all_reduce(x, group)
 
 
-def feed_forward(group: dist.ProcessGroup, x: Tensor) -> None:
+def feed_forward(group, x):
     engine.all_reduce(x, group)
 
 
-def order(group: dist.ProcessGroup, odd: bool) -> None:
+def order(group, odd):
     for one in (feed_forward, attention) if odd else (attention, feed_forward):
         one(group, X)
 
 
-def shape(group: dist.ProcessGroup, odd: bool) -> None:
+def shape(group, odd):
     attention(group, X[:2] if odd else X)
 
 
-def dtype(group: dist.ProcessGroup, odd: bool) -> None:
+def dtype(group, odd):
     attention(group, X.double() if odd else X)
 
 
-def operator(group: dist.ProcessGroup, odd: bool) -> None:
+def operator(group, odd):
     if odd:
         engine.all_gather(X, 0, group)
     else:
         engine.all_reduce(X, group)
 
 
-def reduction(group: dist.ProcessGroup, odd: bool) -> None:
+def reduction(group, odd):
     dist.all_reduce(X.clone(), op=dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM, group=group)
 
 
-def extra(group: dist.ProcessGroup, odd: bool) -> None:
+def extra(group, odd):
     if odd:
         feed_forward(group, X)
     dist.all_reduce(X.clone())
 
 
-def seeded(wrong: Callable[[dist.ProcessGroup, bool], None], every: int, timeout: float) -> None:
+def seeded(wrong, every, timeout):
     """Three good collectives, then those of ``wrong``, which rank 1 does otherwise."""
     state = ParallelState.start(Layout.of(tensor=2))
     with CollectiveOrder(state, every=every, timeout=timedelta(seconds=timeout)):
@@ -69,7 +65,7 @@ def seeded(wrong: Callable[[dist.ProcessGroup, bool], None], every: int, timeout
         wrong(state.tensor_group, state.rank == 1)
 
 
-def said(wrong: Callable[[dist.ProcessGroup, bool], None], every: int = 1, timeout: float = 60) -> list[str]:
+def said(wrong, every=1, timeout=60):
     with pytest.raises(RankError) as error:
         run_parallel(seeded, 2, wrong, every, timeout)
     causes = [failure.cause for failure in error.value.failures]
@@ -78,7 +74,7 @@ def said(wrong: Callable[[dist.ProcessGroup, bool], None], every: int = 1, timeo
     return [str(cause) for cause in causes]
 
 
-def line(function: Callable[..., None], text: str) -> str:
+def line(function, text):
     """Return a pattern for the place in this file of the function's line that has this text."""
     source = Path(__file__).read_text().splitlines()
     first = function.__code__.co_firstlineno
@@ -97,9 +93,7 @@ def line(function: Callable[..., None], text: str) -> str:
     ],
     ids=["K18-order", "K18-shape", "K18-dtype", "K18-operator", "K18-reduction"],
 )
-def test_what_differs_is_named_on_both_ranks_K18(
-    wrong: Callable[[dist.ProcessGroup, bool], None], ours: str, theirs: str
-) -> None:
+def test_what_differs_is_named_on_both_ranks_K18(wrong, ours, theirs):
     places = {
         order: (line(attention, "engine"), line(feed_forward, "engine")),
         shape: (line(attention, "engine"),) * 2,
@@ -113,18 +107,18 @@ def test_what_differs_is_named_on_both_ranks_K18(
     assert re.match(pattern + rf"rank 1 calls {re.escape(theirs)} at {places[1]}", first), first
 
 
-def test_between_rare_comparisons_the_first_call_that_differs_is_named_K18() -> None:
+def test_between_rare_comparisons_the_first_call_that_differs_is_named_K18():
     assert all("collective 4 of ranks [0, 1] differs" in one for one in said(order, every=5))
 
 
-def test_ranks_that_wait_for_each_other_in_two_groups_are_named_with_their_lines_K18() -> None:
+def test_ranks_that_wait_for_each_other_in_two_groups_are_named_with_their_lines_K18():
     first, second = sorted(said(extra, timeout=2))
     assert first.startswith("after 2 s rank 0 waits at collective 1 of ranks [0, 1]: allreduce sum")
     assert "rank 1's last was collective 4 of ranks [0, 1]: all_reduce" in first and "feed_forward" in first
     assert second.startswith("after 2 s rank 1 waits at collective 4")
 
 
-LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+LAYOUTS = [
     ({"tensor": 2, "sequence": True}, {"memory": {"checkpointing": "selective"}}),
     ({"pipeline": 2}, {"memory": {"loss_chunk": 5}}),
     ({"data": 2, "zero": 3}, {"checkpoint": {"every": 1, "background": True}}),
@@ -134,9 +128,7 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("layout", "more"), LAYOUTS, ids=lambda one: str(one)[:40])
-def test_a_run_that_is_right_is_left_alone(
-    layout: dict[str, Any], more: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_run_that_is_right_is_left_alone(layout, more, tmp_path):
     """Two steps, a save, an evaluation and norms raise nothing and change no bit of the losses."""
     tokens = write_tokens(tmp_path / "tokens")
     losses = []
@@ -149,22 +141,22 @@ def test_a_run_that_is_right_is_left_alone(
     assert losses[0] == losses[1]
 
 
-def swapped(raw: dict[str, Any]) -> None:
+def swapped(raw):
     """Run a block's feed-forward before its attention on rank 1, as after a bad merge."""
     recipe = parse_recipe(raw)
     trainer = Trainer(recipe, ParallelState.start(recipe.layout), quiet=True)
-    block: Any = trainer.model.layers["1"]
+    block = trainer.model.layers["1"]
     if trainer.state.rank == 1:
 
-        def parallel(x: Tensor, inputs: Any) -> Tensor:
-            change: Tensor = block.mlp(block.mlp_norm(x))
+        def parallel(x, inputs):
+            change = block.mlp(block.mlp_norm(x))
             return x + change + block.attention(block.attention_norm(x), inputs)
 
         block.forward = parallel
     trainer.run()
 
 
-def test_in_a_run_the_lines_of_the_model_are_named_K18(tmp_path: Path) -> None:
+def test_in_a_run_the_lines_of_the_model_are_named_K18(tmp_path):
     tokens = write_tokens(tmp_path / "tokens")
     raw = tiny_recipe(tmp_path / "run", tokens, layout={"tensor": 2}, debug={"collectives": True})
     with pytest.raises(RankError) as error:

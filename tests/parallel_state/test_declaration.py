@@ -1,7 +1,5 @@
 """Check that a declaration fixes each rank's part: cut as ``torch.chunk`` does, one owner an element."""
 
-from __future__ import annotations
-
 from math import lcm
 
 import pytest
@@ -27,9 +25,9 @@ _sizes = st.sampled_from([1, 2, 3, 4, 8])
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
+def layouts(draw):
     """Any layout of at most 64 ranks, with and without ZeRO, context and expert axes."""
-    sizes: dict[str, int] = {}
+    sizes = {}
     room = 64
     for axis in draw(st.permutations(["tensor", "context", "data_shard", "data_replicate", "pipeline"])):
         sizes[axis] = draw(_sizes.filter(lambda n, room=room: n <= room))
@@ -38,7 +36,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 @st.composite
-def declared(draw: st.DrawFn, tensor: int) -> Declaration:
+def declared(draw, tensor):
     """One to three dims, cut along any or none; padded or not, at one end of the pipeline or both."""
     dims = draw(st.integers(1, 3))
     shape = [draw(st.integers(1, 9)) for _ in range(dims)]
@@ -54,10 +52,10 @@ def declared(draw: st.DrawFn, tensor: int) -> Declaration:
 
 @settings(max_examples=200)
 @given(layouts(), st.data())
-def test_owners_cover_every_true_element_exactly_once(layout: Layout, data: st.DataObject) -> None:
+def test_owners_cover_every_true_element_exactly_once(layout, data):
     stated = data.draw(declared(layout.tensor))
     # A parameter of both ends lies on the first and the last stage, any other on one.
-    stages: list[dict[str, Declaration]] = [{} for _ in range(layout.pipeline)]
+    stages = [{} for _ in range(layout.pipeline)]
     for stage in (
         {0, layout.pipeline - 1} if stated.ends else {data.draw(st.integers(0, layout.pipeline - 1))}
     ):
@@ -76,7 +74,7 @@ def test_owners_cover_every_true_element_exactly_once(layout: Layout, data: st.D
 
 @settings(max_examples=200)
 @given(layouts(), st.data())
-def test_boxes_are_what_chunk_gives(layout: Layout, data: st.DataObject) -> None:
+def test_boxes_are_what_chunk_gives(layout, data):
     stated = data.draw(declared(layout.tensor))
     held = stated.held_shape(layout)
     whole = torch.arange(torch.Size(held).numel()).reshape(held)
@@ -90,7 +88,7 @@ def test_boxes_are_what_chunk_gives(layout: Layout, data: st.DataObject) -> None
         assert torch.equal(whole[stated.shard_box(layout, at).slices], shard)
 
 
-def test_eight_rows_over_64_ranks_leave_56_of_them_empty() -> None:
+def test_eight_rows_over_64_ranks_leave_56_of_them_empty():
     layout = Layout.of(data=64, zero=3)
     router = Declaration((8, 5))
     boxes = [router.shard_box(layout, at) for at in layout.places()]
@@ -98,7 +96,7 @@ def test_eight_rows_over_64_ranks_leave_56_of_them_empty() -> None:
     assert len(holdings([{"router": router}], layout)["router"]) == 8
 
 
-def test_padding_rows_belong_to_no_true_part() -> None:
+def test_padding_rows_belong_to_no_true_part():
     layout = Layout.of(tensor=4)
     vocabulary = Declaration((130, 3), cut=Cut(0), multiple=512)
     true = [vocabulary.true_part(vocabulary.box(layout, at)) for at in layout.places()]
@@ -107,9 +105,7 @@ def test_padding_rows_belong_to_no_true_part() -> None:
 
 
 @given(st.integers(1, 1000), st.integers(1, 200), st.integers(1, 4), st.integers(1, 12))
-def test_padding_gives_every_rank_an_equal_piece_and_wastes_less_than_one_step(
-    rows: int, multiple: int, unit: int, tensor: int
-) -> None:
+def test_padding_gives_every_rank_an_equal_piece_and_wastes_less_than_one_step(rows, multiple, unit, tensor):
     layout = Layout(tensor=tensor)
     stated = Declaration((rows, 2), cut=Cut(0, unit=unit), multiple=multiple)
     stated.check(layout, "weight")
@@ -122,7 +118,7 @@ def test_padding_gives_every_rank_an_equal_piece_and_wastes_less_than_one_step(
 
 
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 12))
-def test_a_cut_is_refused_exactly_where_units_do_not_divide(units: int, unit: int, tensor: int) -> None:
+def test_a_cut_is_refused_exactly_where_units_do_not_divide(units, unit, tensor):
     stated = Declaration((units * unit, 2), cut=Cut(0, unit=unit))
     layout = Layout.of(tensor=tensor)
     if units % tensor == 0:
@@ -135,9 +131,9 @@ def test_a_cut_is_refused_exactly_where_units_do_not_divide(units: int, unit: in
     assert nearest and all(units % n == 0 for n in nearest)
 
 
-def test_declarations_name_every_parameter_once() -> None:
+def test_declarations_name_every_parameter_once():
     class Tied(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             state = ParallelState.alone()
             self.first, self.second, self.plain = nn.Module(), nn.Module(), nn.Linear(3, 2, bias=False)

@@ -1,7 +1,5 @@
 """Norms and clipping: torch's own on one device, every element counted once on many."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +16,7 @@ from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
 
 
-def with_gradients(dtype: torch.dtype = torch.float64) -> nn.Module:
+def with_gradients(dtype=torch.float64):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(dtype)
     model(torch.randn(6, 4, dtype=dtype)).pow(2).sum().backward()
@@ -26,7 +24,7 @@ def with_gradients(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 @pytest.mark.parametrize("limit", [0.5, 1e6], ids=["biting", "idle"])
-def test_on_one_device_it_is_torchs_clipping(limit: float) -> None:
+def test_on_one_device_it_is_torchs_clipping(limit):
     ours, theirs = with_gradients(), with_gradients()
     norm = clip_gradients(ours, limit)
     wanted = torch.nn.utils.clip_grad_norm_(theirs.parameters(), limit)
@@ -36,7 +34,7 @@ def test_on_one_device_it_is_torchs_clipping(limit: float) -> None:
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.5], ids=["no-clipping", "clipping"])
-def test_gradients_of_a_multiple_of_the_loss_are_divided_by_it(limit: float) -> None:
+def test_gradients_of_a_multiple_of_the_loss_are_divided_by_it(limit):
     scaled, plain = with_gradients(), with_gradients()
     for parameter in scaled.parameters():
         parameter.grad.mul_(1024)
@@ -45,20 +43,20 @@ def test_gradients_of_a_multiple_of_the_loss_are_divided_by_it(limit: float) -> 
         assert torch.equal(mine.grad, other.grad)
 
 
-def test_without_a_limit_gradients_stay_as_they_are() -> None:
+def test_without_a_limit_gradients_stay_as_they_are():
     ours, same = with_gradients(), with_gradients()
     assert float(clip_gradients(ours, 0.0)) == float(gradient_norm(same)) > 0
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), same.parameters(), strict=True))
 
 
-def test_bf16_gradients_are_measured_in_fp32() -> None:
+def test_bf16_gradients_are_measured_in_fp32():
     model = with_gradients(torch.bfloat16)
     assert gradient_norm(model).dtype == torch.float32
     exact = torch.stack([p.grad.double().pow(2).sum() for p in model.parameters()]).sum().sqrt()
     assert float(gradient_norm(model)) == pytest.approx(float(exact), rel=1e-5)
 
 
-def test_a_model_without_gradients_has_norm_zero() -> None:
+def test_a_model_without_gradients_has_norm_zero():
     assert float(gradient_norm(nn.Linear(3, 2))) == 0.0
     assert float(clip_gradients(nn.Linear(3, 2), 1.0)) == 0.0
 
@@ -66,14 +64,14 @@ def test_a_model_without_gradients_has_norm_zero() -> None:
 class Parts(nn.Module):
     """One parameter of each kind: cut, whole and alike, whole and partial, shared."""
 
-    def __init__(self, state: ParallelState) -> None:
+    def __init__(self, state):
         super().__init__()
         self.embed = VocabParallelEmbedding(130, 4, state=state)
         self.norm = RMSNorm(4, state=state)
         self.linear = ColumnParallelLinear(4, {"q": 8, "k": 2}, unit=2, shared=("k",), state=state)
 
 
-def norm_of_parts(sequence: bool) -> tuple[float, float]:
+def norm_of_parts(sequence):
     """Return the norm if every element's whole gradient is 1, and the norm after clipping to 1."""
     size = dist.get_world_size()
     state = ParallelState.start(Layout.of(tensor=size, sequence=sequence))
@@ -91,14 +89,14 @@ def norm_of_parts(sequence: bool) -> tuple[float, float]:
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("tensor", [2, 4])
-def test_every_element_counts_once(tensor: int, sequence: bool) -> None:
+def test_every_element_counts_once(tensor, sequence):
     elements = 256 * 4 + 4 + (8 + 2) * 4 + 8 + 2
     for norm, clipped in run_parallel(norm_of_parts, tensor, sequence):
         assert norm == pytest.approx(elements**0.5, rel=1e-6)
         assert clipped == pytest.approx(1.0, rel=1e-5)
 
 
-def test_the_norm_of_many_bf16_gradients_is_that_of_fp64_to_fp32_s_rounding() -> None:
+def test_the_norm_of_many_bf16_gradients_is_that_of_fp64_to_fp32_s_rounding():
     torch.manual_seed(0)
     module = ColumnParallelLinear(2048, 1025).bfloat16()
     for one in module.parameters():

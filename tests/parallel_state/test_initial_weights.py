@@ -1,29 +1,25 @@
 """Initial weights are a function of the seed and the name alone: the same bits in every layout."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trilith.parallel_state import Box, Constant, Initial, Normal, Uniform, seed_of
+from trilith.parallel_state import Box, Constant, Normal, Uniform, seed_of
 from trilith.parallel_state import initial_weights as initial
 
 _TILE_ELEMENTS = 256 * 4096
 
 
-def part(
-    box: Box, shape: tuple[int, ...], how: Initial, seed: int = 1, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+def part(box, shape, how, seed=1, dtype=torch.float32):
     local = torch.full(box.shape, float("nan"), dtype=dtype)
     initial.fill(local, box, shape, how, seed)
     return local
 
 
 @st.composite
-def boxes_of_shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
+def boxes_of_shapes(draw):
     """Shapes around the tiles' edges, and any box of them, empty ones too."""
     edges = st.sampled_from([1, 3, 255, 256, 257, 600])
     shape = tuple(draw(st.lists(edges, min_size=1, max_size=2)))
@@ -35,15 +31,13 @@ def boxes_of_shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
 
 @settings(max_examples=60)
 @given(boxes_of_shapes(), st.sampled_from([Normal(0.02), Uniform(0.5), Constant(2.0)]))
-def test_any_box_holds_its_part_of_the_whole_bit_for_bit(
-    drawn: tuple[tuple[int, ...], Box], how: Initial
-) -> None:
+def test_any_box_holds_its_part_of_the_whole_bit_for_bit(drawn, how):
     shape, box = drawn
     whole = part(Box.whole(shape), shape, how)
     assert torch.equal(part(box, shape, how), whole[box.slices])
 
 
-def test_columns_past_one_tile_agree_as_well() -> None:
+def test_columns_past_one_tile_agree_as_well():
     shape = (3, 9000)
     whole = part(Box.whole(shape), shape, Normal(1.0))
     for start in range(0, 9000, 2250):
@@ -52,11 +46,11 @@ def test_columns_past_one_tile_agree_as_well() -> None:
     assert whole.unique().numel() > 0.99 * whole.numel(), "tiles must not repeat each other"
 
 
-def test_a_rank_draws_one_tile_at_a_time_and_only_those_that_it_touches() -> None:
-    drawn: list[int] = []
+def test_a_rank_draws_one_tile_at_a_time_and_only_those_that_it_touches():
+    drawn = []
     real = initial._draw
 
-    def count(shape: tuple[int, ...], how: Normal | Uniform, seed: int) -> torch.Tensor:
+    def count(shape, how, seed):
         drawn.append(torch.Size(shape).numel())
         return real(shape, how, seed)
 
@@ -68,26 +62,26 @@ def test_a_rank_draws_one_tile_at_a_time_and_only_those_that_it_touches() -> Non
     assert drawn == [_TILE_ELEMENTS] * 4
 
 
-def test_names_and_seeds_give_different_numbers() -> None:
+def test_names_and_seeds_give_different_numbers():
     seeds = {seed_of(seed, name) for seed in (0, 1) for name in ("a.weight", "b.weight")}
     assert len(seeds) == 4 and all(0 <= seed < 2**63 for seed in seeds)
     first, second = (part(Box.whole((64,)), (64,), Normal(1.0), seed) for seed in list(seeds)[:2])
     assert not (first == second).any()
 
 
-def test_a_seed_is_the_same_on_every_machine() -> None:
+def test_a_seed_is_the_same_on_every_machine():
     assert seed_of(7, "layers.0.attention.out.weight") == 1456374995444259160
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_other_dtypes_hold_the_same_numbers_rounded(dtype: torch.dtype) -> None:
+def test_other_dtypes_hold_the_same_numbers_rounded(dtype):
     box = Box.whole((50, 50))
     assert torch.equal(
         part(box, (50, 50), Normal(1.0), dtype=dtype), part(box, (50, 50), Normal(1.0)).to(dtype)
     )
 
 
-def test_distributions_have_the_stated_spread() -> None:
+def test_distributions_have_the_stated_spread():
     shape = (600, 5000)
     normal = part(Box.whole(shape), shape, Normal(0.02))
     assert abs(float(normal.std()) / 0.02 - 1) < 2e-3 and abs(float(normal.mean())) < 5e-5
@@ -98,6 +92,6 @@ def test_distributions_have_the_stated_spread() -> None:
     assert abs(float(uniform.std()) / (1 / 12**0.5) - 1) < 2e-3
 
 
-def test_a_scalar_is_filled() -> None:
+def test_a_scalar_is_filled():
     assert torch.isfinite(part(Box.whole(()), (), Normal(1.0)))
     assert float(part(Box.whole(()), (), Constant(3.0))) == 3.0

@@ -1,7 +1,5 @@
 """A launcher's variables: a set that makes sense, none at all, or a refusal that names the variable."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,7 +35,7 @@ BAD = [(name, text) for name in NUMBERS for text in NO_NUMBERS] + [
 ]
 
 
-def read(**values: str) -> Launched | None:
+def read(**values):
     with pytest.MonkeyPatch.context() as patch:
         for name in (*GOOD, *SRUN, *MPIRUN, "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID"):
             patch.delenv(name, raising=False)
@@ -46,7 +44,7 @@ def read(**values: str) -> Launched | None:
         return launched()
 
 
-def test_a_whole_set_is_read_and_an_empty_one_is_none() -> None:
+def test_a_whole_set_is_read_and_an_empty_one_is_none():
     assert read(**GOOD) == Launched(1, 4, 1, "localhost", 29500)
     assert read() is None
     without = {name: value for name, value in GOOD.items() if name != "LOCAL_RANK"}
@@ -54,14 +52,14 @@ def test_a_whole_set_is_read_and_an_empty_one_is_none() -> None:
 
 
 @pytest.mark.parametrize(("name", "text"), BAD)
-def test_a_value_that_cannot_be_is_refused_by_name(name: str, text: str) -> None:
+def test_a_value_that_cannot_be_is_refused_by_name(name, text):
     with pytest.raises(BadInput, match=f"^environment: {name}: expected ") as caught:
         read(**(GOOD | {name: text}))
     assert "\x1b" not in str(caught.value)
 
 
 @given(st.sampled_from(NUMBERS), st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=12))
-def test_any_text_is_a_number_in_its_bounds_or_refused(name: str, text: str) -> None:
+def test_any_text_is_a_number_in_its_bounds_or_refused(name, text):
     try:
         found = read(**(GOOD | {name: text}))
     except BadInput as error:
@@ -72,19 +70,19 @@ def test_any_text_is_a_number_in_its_bounds_or_refused(name: str, text: str) -> 
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_an_incomplete_set_is_refused_by_what_it_lacks(missing: str) -> None:
+def test_an_incomplete_set_is_refused_by_what_it_lacks(missing):
     with pytest.raises(BadInput, match=f"^environment: {missing}: expected all of RANK"):
         read(**{name: value for name, value in GOOD.items() if name not in (missing, "LOCAL_RANK")})
 
 
-def test_a_state_in_a_user_s_own_script_refuses_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_in_a_user_s_own_script_refuses_them_too(monkeypatch):
     for name, value in (GOOD | {"RANK": "x"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(BadInput, match="environment: RANK"):
         ParallelState.start(Layout.of(data=4))
 
 
-def test_tasks_of_srun_are_ranks_that_meet_at_the_first_node() -> None:
+def test_tasks_of_srun_are_ranks_that_meet_at_the_first_node():
     port = 20000 + 7 * 12 + 2
     assert read(**SRUN) == Launched(3, 4, 1, "gpu07", port)
     assert read(**SRUN, SLURM_RESTART_COUNT="1") == Launched(3, 4, 1, "gpu07", port + 1)
@@ -92,7 +90,7 @@ def test_tasks_of_srun_are_ranks_that_meet_at_the_first_node() -> None:
 
 
 @pytest.mark.parametrize("absent", [{"SLURM_STEP_NODELIST": ""}, {"SLURM_NTASKS": "1"}], ids=["batch", "one"])
-def test_a_batch_script_and_a_step_of_one_task_are_no_rank(absent: dict[str, str]) -> None:
+def test_a_batch_script_and_a_step_of_one_task_are_no_rank(absent):
     (name, value) = next(iter(absent.items()))
     values = {key: text for key, text in SRUN.items() if key != name} | ({name: value} if value else {})
     assert read(**values) is None
@@ -102,11 +100,11 @@ def test_a_batch_script_and_a_step_of_one_task_are_no_rank(absent: dict[str, str
     ("nodes", "first"),
     [("n1", "n1"), ("n1,n2", "n1"), ("gpu[007-009,12],a", "gpu007"), ("r[1-2]n[03,05]-ib", "r1n03-ib")],
 )
-def test_the_first_host_of_a_short_form_is_found(nodes: str, first: str) -> None:
+def test_the_first_host_of_a_short_form_is_found(nodes, first):
     assert first_host(nodes) == first
 
 
-def test_processes_of_mpirun_are_ranks_that_meet_where_the_user_says() -> None:
+def test_processes_of_mpirun_are_ranks_that_meet_where_the_user_says():
     assert read(**MPIRUN) == Launched(1, 2, 0, "head", 29500)
     assert read(**(SRUN | MPIRUN)) == Launched(1, 2, 0, "head", 29500), (
         "mpirun starts its daemons through srun"
@@ -116,7 +114,7 @@ def test_processes_of_mpirun_are_ranks_that_meet_where_the_user_says() -> None:
             read(**{name: value for name, value in MPIRUN.items() if name != missing})
 
 
-def test_ranks_of_torchrun_and_of_ray_are_theirs_whatever_task_started_them() -> None:
+def test_ranks_of_torchrun_and_of_ray_are_theirs_whatever_task_started_them():
     for name in ("TORCHELASTIC_RUN_ID", "RAY_JOB_ID"):
         assert read(**(SRUN | GOOD), **{name: "01"}) == Launched(1, 4, 1, "localhost", 29500)
 
@@ -131,7 +129,7 @@ def test_ranks_of_torchrun_and_of_ray_are_theirs_whatever_task_started_them() ->
         ),
     ],
 )
-def test_variables_that_contradict_each_task_s_own_are_refused(task: dict[str, str], said: str) -> None:
+def test_variables_that_contradict_each_task_s_own_are_refused(task, said):
     with pytest.raises(BadInput, match=said):
         read(**(SRUN | GOOD | task))
     assert read(**(SRUN | GOOD | {"SLURM_PROCID": "1"})) == Launched(1, 4, 1, "localhost", 29500)
@@ -140,11 +138,11 @@ def test_variables_that_contradict_each_task_s_own_are_refused(task: dict[str, s
 @pytest.mark.parametrize(
     ("name", "text"), [("SLURM_NTASKS", "x"), ("SLURM_PROCID", "4"), ("SLURM_LOCALID", "-1")]
 )
-def test_an_impossible_value_of_srun_is_refused_by_name(name: str, text: str) -> None:
+def test_an_impossible_value_of_srun_is_refused_by_name(name, text):
     with pytest.raises(BadInput, match=f"^environment: {name}: expected a whole number"):
         read(**(SRUN | {name: text}))
 
 
-def test_torch_is_told_what_srun_says() -> None:
+def test_torch_is_told_what_srun_says():
     here = read(**SRUN)
     assert here is not None and read(**here.variables) == here

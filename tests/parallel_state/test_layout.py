@@ -1,9 +1,6 @@
 """Check where each rank stands: one to one, in Megatron's order; bad numbers are refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,33 +11,33 @@ _size = st.integers(1, 4)
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
+def layouts(draw):
     sizes = {axis: draw(_size) for axis in ("tensor", "context", "data_shard", "data_replicate", "pipeline")}
     return Layout(**sizes, zero=1 if sizes["data_shard"] > 1 else draw(st.integers(0, 3)))
 
 
 @given(layouts())
-def test_a_stage_s_first_rank_is_the_first_with_its_coordinate(layout: Layout) -> None:
+def test_a_stage_s_first_rank_is_the_first_with_its_coordinate(layout):
     for stage in range(layout.pipeline):
         ranks = (rank for rank, at in enumerate(layout.places()) if at.pipeline == stage)
         assert layout.first_rank(stage) == next(ranks)
 
 
 @given(layouts())
-def test_coordinates_and_ranks_are_a_bijection(layout: Layout) -> None:
+def test_coordinates_and_ranks_are_a_bijection(layout):
     places = list(layout.places())
     assert len(set(places)) == len(places) == layout.world
     assert [layout.rank(at) for at in places] == list(range(layout.world))
 
 
-def test_tensor_is_the_fastest_axis_and_pipeline_the_slowest() -> None:
+def test_tensor_is_the_fastest_axis_and_pipeline_the_slowest():
     layout = Layout(tensor=2, context=2, data_shard=2, data_replicate=2, pipeline=2, zero=1)
     steps = {axis: layout.rank(Coordinates(**{axis: 1})) for axis in AXES}
     assert steps == {"tensor": 1, "context": 2, "data_shard": 4, "data_replicate": 8, "pipeline": 16}
     assert layout.world == 32 and layout.data == 4
 
 
-def test_megatron_order_of_eight_ranks() -> None:
+def test_megatron_order_of_eight_ranks():
     """The groups that Megatron-LM's documentation gives for tensor 2, data 2, pipeline 2."""
     layout = Layout.of(tensor=2, data=2, pipeline=2)
     assert [layout.rank(Coordinates(tensor=tensor)) for tensor in range(2)] == [0, 1]
@@ -49,7 +46,7 @@ def test_megatron_order_of_eight_ranks() -> None:
     assert [layout.rank(replace(third, pipeline=pipeline)) for pipeline in range(2)] == [3, 7]
 
 
-def test_a_rank_of_16384_is_found_without_listing_them() -> None:
+def test_a_rank_of_16384_is_found_without_listing_them():
     layout = Layout.of(tensor=8, pipeline=16, data=128, zero=1)
     assert layout.world == 16_384
     assert layout.rank(layout.coordinates(16_383)) == 16_383
@@ -64,9 +61,7 @@ def test_a_rank_of_16384_is_found_without_listing_them() -> None:
         ({"data": 4, "zero": 0, "data_replicate": 4}, 1, 4),
     ],
 )
-def test_data_ranks_are_replicas_without_zero_and_shards_with_it(
-    asked: dict[str, int], shard: int, replicate: int
-) -> None:
+def test_data_ranks_are_replicas_without_zero_and_shards_with_it(asked, shard, replicate):
     layout = Layout.of(**asked)
     assert (layout.data_shard, layout.data_replicate, layout.data) == (shard, replicate, 4)
 
@@ -97,7 +92,7 @@ def test_data_ranks_are_replicas_without_zero_and_shards_with_it(
         pytest.param(lambda: Layout.of(tensor=2).coordinates(2), "rank", "0 to 1", id="E10-rank"),
     ],
 )
-def test_refusals_name_the_number_and_what_was_expected(make: Any, key: str, wanted: str) -> None:
+def test_refusals_name_the_number_and_what_was_expected(make, key, wanted):
     with pytest.raises(BadInput) as error:
         make()
     assert error.value.key == key and error.value.exit_code == 2
@@ -105,13 +100,13 @@ def test_refusals_name_the_number_and_what_was_expected(make: Any, key: str, wan
 
 
 @pytest.mark.parametrize("world", [1, 3, 8], ids=["E10-fewer", "E10-uneven", "E10-more"])
-def test_a_world_that_is_not_the_product_of_the_axes_is_refused(world: int) -> None:
+def test_a_world_that_is_not_the_product_of_the_axes_is_refused(world):
     with pytest.raises(BadInput, match=r"expected 4 = tensor 2 x .* pipeline 2, found \d\. Start 4 ranks"):
         Layout.of(tensor=2, pipeline=2).check_world(world)
     Layout.of(tensor=2, pipeline=2).check_world(4)
 
 
-def test_expert_is_no_factor_of_the_world() -> None:
+def test_expert_is_no_factor_of_the_world():
     assert Layout(context=2, data_shard=2, expert=4, zero=1).world == 4
 
 
@@ -130,9 +125,7 @@ def test_expert_is_no_factor_of_the_world() -> None:
     ],
     ids=["E7-two", "E7-too-short", "E9-sequence", "E7-and-sequence"],
 )
-def test_a_length_that_cannot_be_cut_is_refused_with_the_nearest_that_can(
-    layout: Layout, length: int, expected: str, nearest: str
-) -> None:
+def test_a_length_that_cannot_be_cut_is_refused_with_the_nearest_that_can(layout, length, expected, nearest):
     with pytest.raises(BadInput) as error:
         layout.check_length(length, "recipe", "data.sequence_length")
     assert str(error.value) == (
@@ -143,10 +136,10 @@ def test_a_length_that_cannot_be_cut_is_refused_with_the_nearest_that_can(
         layout.check_length(legal, "recipe", "data.sequence_length")
 
 
-def test_a_layout_reads_as_its_unusual_numbers() -> None:
+def test_a_layout_reads_as_its_unusual_numbers():
     assert str(Layout()) == "one rank"
     assert str(Layout.of(tensor=2, data=2, zero=1)) == "tensor 2, data_shard 2, zero 1"
 
 
-def _as_any(**values: Any) -> Any:
+def _as_any(**values):
     return values

@@ -1,7 +1,5 @@
 """A layout seen from one rank: without processes as a stand-in, with them as coordinates, mesh and groups."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -27,17 +25,17 @@ LLAMA_405B = {
 }
 
 
-def test_torch_has_every_private_name_that_the_engine_uses() -> None:
+def test_torch_has_every_private_name_that_the_engine_uses():
     assert engine.self_check() == []
 
 
-def test_the_self_check_names_what_a_torch_lacks() -> None:
+def test_the_self_check_names_what_a_torch_lacks():
     private = (*engine.PRIVATE, ("torch.ops._c10d_functional", "no_such_op"), ("torch.nowhere.at_all", "x"))
     missing = engine.self_check(private)
     assert missing == ["torch.ops._c10d_functional.no_such_op", "torch.nowhere.at_all.x"]
 
 
-def test_405b_is_planned_on_the_meta_device_without_processes() -> None:
+def test_405b_is_planned_on_the_meta_device_without_processes():
     family = family_of(LLAMA_405B)
     config = family.from_hf(LLAMA_405B)
     layout = Layout.of(tensor=8, pipeline=16, data=128, zero=1)
@@ -51,7 +49,7 @@ def test_405b_is_planned_on_the_meta_device_without_processes() -> None:
     assert seconds < 10, "some tenths of a second on an idle core"
 
 
-def test_a_stand_in_has_coordinates_and_no_groups() -> None:
+def test_a_stand_in_has_coordinates_and_no_groups():
     state = ParallelState.stand_in(Layout.of(tensor=2, pipeline=2, data=2), rank=5)
     assert (state.tensor_index, state.at.pipeline, state.data_index) == (1, 1, 0)
     assert state.tensor_mesh is None
@@ -59,18 +57,18 @@ def test_a_stand_in_has_coordinates_and_no_groups() -> None:
         _ = state.tensor_group
 
 
-def test_one_device_needs_nothing() -> None:
+def test_one_device_needs_nothing():
     state = ParallelState.alone()
     assert state.layout == Layout() and state.tensor_mesh is None and not state.sequence
     assert state is ParallelState.alone()
 
 
-def test_sequence_parallelism_on_one_tensor_rank_is_off_E8() -> None:
+def test_sequence_parallelism_on_one_tensor_rank_is_off_E8():
     assert not ParallelState.stand_in(Layout.of(data=2, sequence=True)).sequence
     assert ParallelState.stand_in(Layout.of(tensor=2, sequence=True)).sequence
 
 
-def groups(layout: Layout) -> dict[str, list[int]]:
+def groups(layout):
     state = ParallelState.start(layout)
     found = {
         "tensor": dist.get_process_group_ranks(state.tensor_group),
@@ -88,14 +86,14 @@ def groups(layout: Layout) -> dict[str, list[int]]:
     return found
 
 
-def axes_that_share_a_group(layout: Layout) -> set[str]:
+def axes_that_share_a_group(layout):
     state = ParallelState.start(layout)
     assert state.mesh is not None
     groups = {axis: state.mesh.get_group(axis) for axis in state.mesh.mesh_dim_names or ()}
     return {one for one in groups for other in groups if one != other and groups[one] is groups[other]}
 
 
-def test_axes_of_one_rank_share_one_group_and_no_others_do() -> None:
+def test_axes_of_one_rank_share_one_group_and_no_others_do():
     """Each group has sockets, and threads that wake up a hundred times a second."""
     for shared in run_parallel(axes_that_share_a_group, 2, Layout.of(tensor=2)):
         assert shared == {"pipeline", "data_replicate", "fsdp"}
@@ -103,7 +101,7 @@ def test_axes_of_one_rank_share_one_group_and_no_others_do() -> None:
         assert shared == {"data_replicate", "fsdp"}
 
 
-def ranks_along(layout: Layout, axes: tuple[str, ...], rank: int) -> list[int]:
+def ranks_along(layout, axes, rank):
     """Return all ranks that differ from ``rank`` only along ``axes``, in rank order."""
     others = [axis for axis in AXES if axis not in axes]
     wanted, *places = (
@@ -125,7 +123,7 @@ def ranks_along(layout: Layout, axes: tuple[str, ...], rank: int) -> list[int]:
     ],
     ids=str,
 )
-def test_process_groups_are_the_ranks_along_their_axes(layout: Layout) -> None:
+def test_process_groups_are_the_ranks_along_their_axes(layout):
     for rank, found in enumerate(run_parallel(groups, 4, layout)):
         assert ("data_replicate" in found) == (layout.data_sizes()[0] > 1)
         ends = found.pop("ends", None)
@@ -138,7 +136,7 @@ def test_process_groups_are_the_ranks_along_their_axes(layout: Layout) -> None:
             assert ends == [along[0], along[-1]]
 
 
-def test_every_rank_refuses_a_world_of_another_size() -> None:  # E10
+def test_every_rank_refuses_a_world_of_another_size():  # E10
     with pytest.raises(RankError) as error:
         run_parallel(groups, 2, Layout.of(tensor=4))
     assert [type(failure.cause) for failure in error.value.failures] == [BadInput, BadInput]

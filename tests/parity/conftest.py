@@ -1,45 +1,40 @@
 """Share the models of the parity tests, and each model's run on one device, made once."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from support.configs import MODELS
 from trilith.parallel_state import Layout
 from trilith.recipes.sections import MemorySection
 from trilith.testing import run_parallel
 from trilith.testing.short_training import (
     Case,
-    Outcome,
     first_difference,
     outcome,
     relative_differences,
     train_rank,
 )
-from trilith.testing.tiny_models import MODELS
 
 #: ``cuda``: the layouts' ranks share this machine's first GPU, and are compared with one process on the CPU.
 DEVICE = os.environ.get("TRILITH_TEST_DEVICE", "cpu")
 
 
 @pytest.fixture(scope="session")
-def models() -> dict[str, dict[str, Any]]:
+def models():
     return MODELS
 
 
-def run(case: Case) -> Outcome:
+def run(case):
     return outcome(run_parallel(train_rank, case.layout.world, case, timeout=120))
 
 
 @pytest.fixture(scope="session")
-def one_device() -> Callable[[Case], Outcome]:
+def one_device():
     """Run the same training on one device, once for every layout, split, schedule and micro-batch."""
-    known: dict[str, Outcome] = {}
+    known = {}
 
-    def get(case: Case) -> Outcome:
+    def get(case):
         plain = replace(
             case,
             layout=Layout(),
@@ -57,13 +52,13 @@ def one_device() -> Callable[[Case], Outcome]:
 
 
 @pytest.fixture(scope="session")
-def assert_same(one_device: Callable[[Case], Outcome]) -> Callable[..., float]:
+def assert_same(one_device):
     """``assert_same("gpt2", Layout.of(tensor=2))``: losses, gradients, norms, weights are one device's.
 
     The first argument may be a whole ``Case``. Returns the largest relative difference.
     """
 
-    def check(model: str | Case, layout: Layout | None = None, **changes: Any) -> float:
+    def check(model, layout=None, **changes):
         case = model if isinstance(model, Case) else Case(MODELS[model], layout or Layout(), **changes)
         whole = one_device(case)
         # The clipping bites, or it would not be tested.

@@ -1,20 +1,14 @@
 """Whole runs under a chunked loss: an output layer trained alone; evaluation that makes no whole logits."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
+from support.configs import TINY_LLAMA
+from support.short_runs import run_recipe, tiny_recipe
 from trilith.checkpoints import read_source
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import Box, ParallelState
 from trilith.recipes.recipe import parse_recipe
-from trilith.runs.metrics import StepMetrics
 from trilith.testing import LiveBytes, run_parallel
-from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
-from trilith.testing.tiny_models import TINY_LLAMA
 from trilith.training import Evaluator
 from trilith.training.build import build
 from trilith.training.forward import ForwardOnly
@@ -23,20 +17,18 @@ from trilith.training.run_plan import plan
 
 UNTIED = {**TINY_LLAMA, "tie_word_embeddings": False}
 HEAD_ALONE = [{"match": "^(lm_)?head", "lr_scale": 1.0}, {"match": ".", "freeze": True}]
-ONE: dict[str, Any] = {}
+ONE = {}
 ZERO = {"data": 2, "zero": 3}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chunked")
     write_tokens(folder / "tokens")
     return folder
 
 
-def head_alone(
-    place: Path, name: str, layout: dict[str, Any], chunk: int
-) -> tuple[list[StepMetrics], Tensor]:
+def head_alone(place, name, layout, chunk):
     """Train only the output layer; return the steps' metrics and that layer in the end."""
     optimizer = {"lr": 1e-2, "warmup": 0, "clip": 0.0, "groups": HEAD_ALONE}
     raw = tiny_recipe(place / name, place / "tokens", steps=3, optimizer=optimizer)
@@ -47,7 +39,7 @@ def head_alone(
     return steps, source.read("head.weight", Box.whole(whole.shape), source.links())
 
 
-def test_an_output_layer_trained_alone_is_summed_over_the_data_ranks(place: Path) -> None:
+def test_an_output_layer_trained_alone_is_summed_over_the_data_ranks(place):
     expected, weight = head_alone(place, "whole", ONE, 0)
     for name, layout in (("one", ONE), ("zero", ZERO)):
         steps, found = head_alone(place, name, layout, 5)
@@ -60,7 +52,7 @@ def test_an_output_layer_trained_alone_is_summed_over_the_data_ranks(place: Path
 WIDE = {**UNTIED, "vocab_size": 512}
 
 
-def evaluated(raw: dict[str, Any]) -> tuple[float, int]:
+def evaluated(raw):
     """Return the loss on held-out tokens with random weights, and the bytes alive at the worst moment."""
     recipe = parse_recipe(raw)
     state = ParallelState.start(recipe.layout)
@@ -78,7 +70,7 @@ def evaluated(raw: dict[str, Any]) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("layout", [ONE, ZERO], ids=str)
-def test_evaluation_makes_a_chunk_of_logits_at_a_time(place: Path, layout: dict[str, Any]) -> None:
+def test_evaluation_makes_a_chunk_of_logits_at_a_time(place, layout):
     raw = tiny_recipe(place / "none", place / "tokens", data={"sequence_length": 64, "micro_batch": 4})
     raw |= {"layout": layout, "model": {"config": WIDE}}
     raw["evaluation"] = {"tokens": str(place / "tokens"), "samples": 7}

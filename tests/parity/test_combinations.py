@@ -5,24 +5,21 @@ More choices at once, and eight ranks, are drawn in ``test_drawn_layouts.py``; `
 times as much and has ``test_compiled.py``.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import asdict
 from random import Random
 
 import pytest
+from support.combinations import FAMILIES, LONG, Choice, covering_array, draw, pairs
 from trilith.parallel_state import BadInput
 from trilith.pipeline import SCHEDULE_NAMES
 from trilith.recipes.recipe import parse_recipe
-from trilith.testing.combinations import FAMILIES, LONG, Choice, covering_array, draw, pairs
 from trilith.training.run_plan import plan
 
 COVERING = covering_array()
 HELD = frozenset[tuple[object, ...]]().union(*map(pairs, COVERING))
 
 
-def refused(choice: Choice) -> BadInput | None:
+def refused(choice):
     """Why a recipe may not choose this."""
     data = {"tokens": "-", "sequence_length": 16, "micro_batch": choice.micro_batch}
     raw = {
@@ -40,7 +37,7 @@ def refused(choice: Choice) -> BadInput | None:
     return None
 
 
-def test_the_array_is_small_and_holds_every_choice_of_every_axis() -> None:
+def test_the_array_is_small_and_holds_every_choice_of_every_axis():
     assert len(COVERING) <= 80
     values = {value for pair in HELD for value in pair}
     for key, some in {
@@ -54,14 +51,14 @@ def test_the_array_is_small_and_holds_every_choice_of_every_axis() -> None:
         assert {(key, 1), (key, 2)} <= values
 
 
-def test_the_array_holds_every_pair_that_is_drawn() -> None:
+def test_the_array_holds_every_pair_that_is_drawn():
     random = Random(1)
     for _ in range(5000):
         choice = draw(random)
         assert not (missing := pairs(choice) - HELD), (str(choice), missing)
 
 
-def test_the_array_holds_every_pair_that_a_recipe_may_choose() -> None:
+def test_the_array_holds_every_pair_that_a_recipe_may_choose():
     """The draws omit nothing legal: here every value is drawn by itself, and recipes decide on it."""
     random, legal = Random(2), 0
     while legal < 100:
@@ -76,7 +73,7 @@ SEEN = {value for pair in HELD for value in pair}
 KEYS = [*asdict(COVERING[0])]
 
 
-def means_nothing(choice: Choice) -> bool:
+def means_nothing(choice):
     """Return whether one of the choices changes no run: nothing is cut or sent along an axis of one rank."""
     return bool(
         (choice.zero and choice.data * choice.context == 1)
@@ -88,6 +85,6 @@ def means_nothing(choice: Choice) -> bool:
 
 
 @pytest.mark.parametrize("choice", [*COVERING, *LONG], ids=str)
-def test_every_pair_of_choices_equals_one_device(choice: Choice, assert_same: Callable[..., None]) -> None:
+def test_every_pair_of_choices_equals_one_device(choice, assert_same):
     assert (error := refused(choice)) is None, error
     assert_same(choice.case)

@@ -1,15 +1,12 @@
 """Compiled blocks train as one device's do: in parts, sharded, checkpointed, in stages; names stay."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from support.configs import MODELS, TINY_LLAMA
+from support.short_runs import run_recipe, tiny_recipe
 from torch import nn
 from trilith.layers import (
     Attention,
@@ -23,14 +20,13 @@ from trilith.layers import (
 from trilith.layers.attention.sinks import Sinks
 from trilith.layers.compile import keep_compiled_code, parts_in_one_graph
 from trilith.layers.experts.moe import GatedShared
+from trilith.machine.random_files import write_tokens
 from trilith.models import family_of
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.sections import MemorySection
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
 from trilith.testing.short_training import Case, first_difference, outcome, train_rank
-from trilith.testing.tiny_models import MODELS, TINY_LLAMA
 
 
 @pytest.mark.parametrize(
@@ -45,15 +41,13 @@ from trilith.testing.tiny_models import MODELS, TINY_LLAMA
     ],
     ids=str,
 )
-def test_compiled_blocks_equal_one_device(
-    model: str, layout: Layout, memory: MemorySection, assert_same: Callable[..., None]
-) -> None:
+def test_compiled_blocks_equal_one_device(model, layout, memory, assert_same):
     """Traced and differentiated by torch's compiler, not made into C++: that takes minutes."""
     blocks = {"n_layer" if model == "gpt2" else "num_hidden_layers": 3}
     assert_same(Case(MODELS[model] | blocks, layout, memory=memory, compiled="aot_eager", steps=2))
 
 
-def test_adapters_of_ten_ranks_are_compiled(models: dict[str, dict[str, Any]]) -> None:
+def test_adapters_of_ten_ranks_are_compiled(models):
     """Each rank may be another graph of one function, and torch stops at 8 by default."""
     ranks = {f"layers.{block}.self_attn.q_proj": 2 + block for block in range(10)}
     lora = {"r": 1, "target_modules": ["q_proj"], "rank_pattern": ranks}
@@ -67,7 +61,7 @@ def test_adapters_of_ten_ranks_are_compiled(models: dict[str, dict[str, Any]]) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_compiled_run_is_resumed_by_one_that_is_not_and_the_other_way_round(tmp_path: Path) -> None:
+def test_a_compiled_run_is_resumed_by_one_that_is_not_and_the_other_way_round(tmp_path):
     tokens = write_tokens(tmp_path / "tokens")
     config = {"config": {**TINY_LLAMA, "num_hidden_layers": 10}}
     losses = []
@@ -89,9 +83,7 @@ def test_a_compiled_run_is_resumed_by_one_that_is_not_and_the_other_way_round(tm
     ],
     ids=lambda one: str(one)[:40],
 )
-def test_what_needs_operators_one_by_one_is_refused(
-    changes: dict[str, Any], key: str, tmp_path: Path
-) -> None:
+def test_what_needs_operators_one_by_one_is_refused(changes, key, tmp_path):
     """Or, where the user did not ask for it, not compiled, for a reason that the run gives."""
     raw = tiny_recipe(tmp_path / "run", tmp_path / "tokens", **changes)
     with pytest.raises(BadInput) as error:
@@ -101,7 +93,7 @@ def test_what_needs_operators_one_by_one_is_refused(
     assert not found.compiles and (found.not_compiled or "").startswith(key)
 
 
-def test_blocks_are_compiled_by_default_on_a_gpu_and_nowhere_else(tmp_path: Path) -> None:
+def test_blocks_are_compiled_by_default_on_a_gpu_and_nowhere_else(tmp_path):
     raw = tiny_recipe(tmp_path / "run", tmp_path / "tokens")
     assert parse_recipe(raw | {"device": "cuda"}).compiles
     assert not parse_recipe(raw | {"device": "cuda", "compile": False}).compiles
@@ -120,9 +112,7 @@ def test_blocks_are_compiled_by_default_on_a_gpu_and_nowhere_else(tmp_path: Path
     ],
     ids=str,
 )
-def test_a_block_is_compiled_whole_or_in_its_largest_parts_that_are_one_graph(
-    model: str, layout: Layout, whole: bool, outside: tuple[type[nn.Module], ...]
-) -> None:
+def test_a_block_is_compiled_whole_or_in_its_largest_parts_that_are_one_graph(model, layout, whole, outside):
     family = family_of(MODELS[model])
     state = ParallelState.stand_in(layout, 0)
     blocks = [*family.build(family.from_hf(MODELS[model]), state=state).layers.values()]
@@ -138,8 +128,8 @@ def test_a_block_is_compiled_whole_or_in_its_largest_parts_that_are_one_graph(
             assert not left or isinstance(one, nn.Identity | Sinks | GatedShared) or not [*one.parameters()]
 
 
-def test_what_torch_fails_to_compile_runs_without_if_nobody_asked_for_it() -> None:
-    def refuses(graph: Any, inputs: Any) -> Any:
+def test_what_torch_fails_to_compile_runs_without_if_nobody_asked_for_it():
+    def refuses(graph, inputs):
         raise ValueError("no such kernel")
 
     layer = nn.Linear(3, 2)
@@ -156,7 +146,7 @@ def test_what_torch_fails_to_compile_runs_without_if_nobody_asked_for_it() -> No
         other(x)
 
 
-def test_compiled_code_is_kept_in_the_user_s_cache_unless_told_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_is_kept_in_the_user_s_cache_unless_told_where(monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     keep_compiled_code()

@@ -4,11 +4,6 @@ device's.
 Pairs of choices are in ``test_combinations.py``; here are three and more at once.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from trilith.parallel_state import Layout
 from trilith.recipes.sections import MemorySection
@@ -83,7 +78,5 @@ RUNS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout", "changes"), RUNS)
-def test_it_equals_one_device(
-    model: str, layout: Layout, changes: dict[str, Any], assert_same: Callable[..., None]
-) -> None:
+def test_it_equals_one_device(model, layout, changes, assert_same):
     assert_same(model, layout, **changes)

@@ -1,27 +1,21 @@
 """Several documents a row: positions that start again are not ignored, and are split with their rows."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from trilith.data import Batch
-from trilith.testing.short_training import Case, Outcome, batch
+from trilith.testing.short_training import Case, batch
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
-def test_positions_are_not_ignored(
-    one_device: Callable[[Case], Outcome], models: dict[str, dict[str, Any]], model: str
-) -> None:
+def test_positions_are_not_ignored(one_device, models, model):
     """Or the runs with documents in ``test_combinations.py`` would say nothing."""
     joined = Case(models[model])
     assert one_device(joined).losses[0] != one_device(replace(joined, documents=True)).losses[0]
 
 
-def test_a_case_with_documents_has_rows_that_restart_at_different_places() -> None:
+def test_a_case_with_documents_has_rows_that_restart_at_different_places():
     positions = batch(Case({}, documents=True), 0, 100).positions
     assert positions is not None and bool((positions[:, 0] == 0).all())
     starts = positions == 0
@@ -30,7 +24,7 @@ def test_a_case_with_documents_has_rows_that_restart_at_different_places() -> No
     assert bool(((steps == 1) | starts[:, 1:]).all())
 
 
-def test_a_batch_splits_into_its_rows_in_order() -> None:
+def test_a_batch_splits_into_its_rows_in_order():
     ids = torch.arange(24).reshape(6, 4)
     for whole in (Batch(ids, ids + 1), Batch(ids, ids + 1, ids + 2)):
         parts = whole.split(2)

@@ -4,11 +4,8 @@ Legal is what ``plan(parse_recipe(...))`` lets pass, which is what every run goe
 starts. A refusal is one line with both numbers and, where a number is wrong, the nearest that are right.
 """
 
-from __future__ import annotations
-
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from math import prod
@@ -18,11 +15,10 @@ from typing import Any, get_args
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from trilith.parallel_state import BadInput, Layout
-from trilith.recipes import Recipe
+from support.configs import MODELS
+from trilith.parallel_state import BadInput
 from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.sections import LayoutSection, MemorySection
-from trilith.testing.tiny_models import MODELS
 from trilith.training.run_plan import plan
 
 Raw = dict[str, Any]
@@ -36,7 +32,7 @@ SAMPLES, LENGTH = 8, 16
 #: Patterns, over our names and Hugging Face's, of what is frozen: an end, some blocks, all but one block, all
 #: but the norms.
 FROZEN = ("embed|wte", r"^layers\.[01]\.", r"^(?!.*(layers|h)\.2\.)", "^(?!.*(norm|ln_))")
-LORA: list[Raw] = [
+LORA = [
     {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"},
     {"r": 4, "target_modules": "all-linear", "layers_to_transform": [2]},
 ]
@@ -55,7 +51,7 @@ class Drawn:
     raw: Raw
     lora: Raw | None
 
-    def __str__(self) -> str:
+    def __str__(self):
         layout, memory, data = self.raw["layout"], self.raw["memory"], self.raw["data"]
         words = [self.name, self.raw["out"].removeprefix("run-")]
         plain = LayoutSection().model_dump() | MemorySection().model_dump()
@@ -67,7 +63,7 @@ class Drawn:
         return "-".join(words).replace(" ", "")
 
 
-def factors(ranks: int, parts: int) -> list[tuple[int, ...]]:
+def factors(ranks, parts):
     """Return all ways to write a power of two as a product of so many factors."""
     if parts == 1:
         return [(ranks,)]
@@ -75,13 +71,13 @@ def factors(ranks: int, parts: int) -> list[tuple[int, ...]]:
     return [(size, *rest) for size in sizes for rest in factors(ranks // size, parts - 1)]
 
 
-def cuts(blocks: int, stages: int) -> list[list[int]]:
+def cuts(blocks, stages):
     """Return all ways to give each stage at least one of so many blocks."""
     ends = [(0, *inner, blocks) for inner in combinations(range(1, blocks), stages - 1)]
     return [[stop - start for start, stop in pairwise(one)] for one in ends]
 
 
-def draw(ranks: int, seed: int, number: int) -> Drawn:
+def draw(ranks, seed, number):
     """Draw the legal case of this number; it depends on nothing else, so that it can be run alone."""
     random = Random(f"{ranks} {seed} {number}")
     while True:
@@ -94,7 +90,7 @@ def draw(ranks: int, seed: int, number: int) -> Drawn:
                 return Drawn(f"{ranks}-ranks-seed{seed}-number{number}", raw, lora)
 
 
-def sizes_of(ranks: int, random: Random) -> dict[str, int]:
+def sizes_of(ranks, random):
     """Draw the axes of so many ranks.
 
     Layouts with replicas, and with as many shards and stages as there is room for, are drawn more often than
@@ -104,9 +100,9 @@ def sizes_of(ranks: int, random: Random) -> dict[str, int]:
     return random.choice(most_of_replicas(found) if random.random() < 0.3 else found)
 
 
-def recipe_of(sizes: dict[str, int], schedule: str, random: Random) -> Raw:
+def recipe_of(sizes, schedule, random):
     """Draw a recipe for these axes, legal or not; ``schedule`` is used if there is a pipeline."""
-    layout: Raw = {key: sizes[key] for key in ("tensor", "pipeline", "context")}
+    layout = {key: sizes[key] for key in ("tensor", "pipeline", "context")}
     shard, replicas = sizes["data_shard"], sizes["data_replicate"]
     model = random.choice(sorted(MODELS))
     layout |= {
@@ -124,7 +120,7 @@ def recipe_of(sizes: dict[str, int], schedule: str, random: Random) -> Raw:
         stages = layout["pipeline"] * LayoutSection.model_validate(layout).stages_of_a_rank
         blocks = MODELS[model].get("num_hidden_layers") or MODELS[model]["n_layer"]
         layout["split"] = random.choice([None, None, *cuts(blocks, stages)])
-    memory: Raw = {"offload": random.random() < 0.15}
+    memory = {"offload": random.random() < 0.15}
     if layout.get("schedule") not in IN_TWO_PARTS:
         memory["checkpointing"] = random.choice(["none", "selective", "every", "full"])
         memory["loss_chunk"] = random.choice([0, 0, 5])
@@ -135,10 +131,10 @@ def recipe_of(sizes: dict[str, int], schedule: str, random: Random) -> Raw:
     return raw
 
 
-def most_of_replicas(sizes: list[dict[str, int]]) -> list[dict[str, int]]:
+def most_of_replicas(sizes):
     """Choose the layouts with replicas that have most of these axes: shards, replicas, a pipeline."""
 
-    def several(one: dict[str, int]) -> int:
+    def several(one):
         return sum(one[axis] > 1 for axis in ("data_shard", "data_replicate", "pipeline"))
 
     most = max(map(several, sizes))
@@ -146,11 +142,11 @@ def most_of_replicas(sizes: list[dict[str, int]]) -> list[dict[str, int]]:
 
 
 @st.composite
-def wild(draw: st.DrawFn) -> Raw:
+def wild(draw):
     """Draw numbers that mostly make no sense together."""
     size = st.integers(1, 8)
     axes = ("tensor", "pipeline", "data", "data_replicate", "context", "expert", "virtual_stages")
-    layout: Raw = {key: draw(size) for key in axes}
+    layout = {key: draw(size) for key in axes}
     layout |= {"zero": draw(st.integers(0, 3)), "sequence": draw(st.booleans())}
     layout["schedule"] = draw(st.sampled_from(SCHEDULES))
     raw = recipe(draw(st.sampled_from(sorted(MODELS))), layout, {}, draw(size))
@@ -158,7 +154,7 @@ def wild(draw: st.DrawFn) -> Raw:
     return raw
 
 
-def recipe(model: str, layout: Raw, memory: Raw, micro_batch: int) -> Raw:
+def recipe(model, layout, memory, micro_batch):
     data = {"tokens": "-", "sequence_length": LENGTH, "global_batch": SAMPLES, "micro_batch": micro_batch}
     config = {"config": MODELS[model], "init_from": None}
     raw = {
@@ -172,7 +168,7 @@ def recipe(model: str, layout: Raw, memory: Raw, micro_batch: int) -> Raw:
     return raw
 
 
-def refused(raw: Raw) -> BadInput | None:
+def refused(raw):
     try:
         plan(parse_recipe(raw))
     except BadInput as error:
@@ -180,15 +176,15 @@ def refused(raw: Raw) -> BadInput | None:
     return None
 
 
-def legal(raw: Raw) -> bool:
+def legal(raw):
     return refused(raw) is None
 
 
-def parse_layout(raw: Raw) -> Layout:
+def parse_layout(raw):
     return LayoutSection.model_validate(raw["layout"]).layout
 
 
-def put(raw: Raw, key: str, value: int) -> Raw:
+def put(raw, key, value):
     """Return the recipe with one number changed; an axis may be named without its section."""
     if key == "micro-batches a step":
         data, layout = raw["data"], parse_layout(raw)
@@ -203,7 +199,7 @@ FIXED = settings(derandomize=True, database=None, deadline=None, suppress_health
 
 @settings(FIXED, max_examples=150)
 @given(wild())
-def test_a_layout_is_legal_or_refused_with_numbers_that_are_E11(raw: Raw) -> None:
+def test_a_layout_is_legal_or_refused_with_numbers_that_are_E11(raw):
     error = refused(raw)
     assume(error is not None)
     assert error is not None
@@ -221,7 +217,7 @@ def test_a_layout_is_legal_or_refused_with_numbers_that_are_E11(raw: Raw) -> Non
 
 
 @pytest.mark.parametrize("schedule", IN_TWO_PARTS)
-def test_what_takes_one_backward_is_refused_where_it_comes_in_two_parts(schedule: str) -> None:
+def test_what_takes_one_backward_is_refused_where_it_comes_in_two_parts(schedule):
     for memory in ({"checkpointing": "selective"}, {"loss_chunk": 5}):
         raw = recipe("llama", {"pipeline": 2, "schedule": schedule}, memory, 1)
         error = refused(raw)
@@ -231,9 +227,9 @@ def test_what_takes_one_backward_is_refused_where_it_comes_in_two_parts(schedule
         assert legal(raw)
 
 
-def run(drawn: Drawn, assert_same: Callable[..., None]) -> None:
+def run(drawn, assert_same):
     print(drawn)
-    made: Recipe = parse_recipe(drawn.raw)
+    made = parse_recipe(drawn.raw)
     groups = made.optimizer.groups
     assert_same(
         made.out.removeprefix("run-"),
@@ -251,13 +247,13 @@ def run(drawn: Drawn, assert_same: Callable[..., None]) -> None:
     )
 
 
-def drawn(ranks: int, seed: int, count: int) -> list[Drawn]:
+def drawn(ranks, seed, count):
     return [draw(ranks, seed, number) for number in range(count)]
 
 
 # Cases are drawn in the tests, not where these are collected: a draw plans many recipes.
 @pytest.mark.parametrize(("ranks", "number"), [(4, 0), (4, 1), (4, 2), (8, 0)])
-def test_a_legal_layout_equals_one_device(ranks: int, number: int, assert_same: Callable[..., None]) -> None:
+def test_a_legal_layout_equals_one_device(ranks, number, assert_same):
     run(draw(ranks, 0, number), assert_same)
 
 
@@ -265,13 +261,11 @@ def test_a_legal_layout_equals_one_device(ranks: int, number: int, assert_same: 
 @pytest.mark.parametrize(
     ("ranks", "number"), [(ranks, number) for ranks, count in COUNTS_DRAWN.items() for number in range(count)]
 )
-def test_many_legal_layouts_equal_one_device(
-    ranks: int, number: int, assert_same: Callable[..., None]
-) -> None:
+def test_many_legal_layouts_equal_one_device(ranks, number, assert_same):
     run(draw(ranks, SEED, number), assert_same)
 
 
-def test_draws_hold_replicas_of_shards_in_pipelines_frozen_weights_and_adapters() -> None:
+def test_draws_hold_replicas_of_shards_in_pipelines_frozen_weights_and_adapters():
     """The cases for which layouts are drawn come often; the same seed and number draw the same case."""
     found = drawn(8, 1, 60)
     of_three = [one for one in found if all(size(one, axis) > 1 for axis in THREE)]
@@ -287,5 +281,5 @@ def test_draws_hold_replicas_of_shards_in_pipelines_frozen_weights_and_adapters(
 THREE = ("pipeline", "data_shard", "data_replicate")
 
 
-def size(case: Drawn, axis: str) -> int:
+def size(case, axis):
     return int(getattr(parse_layout(case.raw), axis))

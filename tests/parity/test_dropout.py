@@ -1,9 +1,6 @@
 """Dropout in a layout: its masks are the layout's own, the copies of a weight stay equal, a run repeats."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 from trilith.parallel_state import Layout
@@ -14,9 +11,7 @@ from trilith.testing.short_training import Case, first_difference, outcome, trai
 @pytest.mark.parametrize(
     "layout", [Layout.of(tensor=2, sequence=True), Layout.of(tensor=2, pipeline=2)], ids=str
 )
-def test_dropout_keeps_the_copies_equal_and_repeats(
-    layout: Layout, models: dict[str, dict[str, Any]]
-) -> None:
+def test_dropout_keeps_the_copies_equal_and_repeats(layout, models):
     """Masks depend on the layout, so the numbers are no other layout's; ``outcome`` compares the copies."""
     rates = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
     case = Case({**models["gpt2"], **rates, "n_layer": 2}, layout)

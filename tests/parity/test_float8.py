@@ -1,28 +1,21 @@
 """Float8 products in training: the same in every layout, whatever is recomputed, compiled or frozen."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from trilith.layers import Scaling
 from trilith.parallel_state import Layout
 from trilith.recipes.sections import MemorySection
 from trilith.testing import run_parallel
 from trilith.testing.short_training import (
     Case,
-    Outcome,
-    RankOutcome,
     first_difference,
     outcome,
     relative_differences,
     train_rank,
 )
 
-CONFIG: dict[str, Any] = {
+CONFIG = {
     "model_type": "llama",
     "vocab_size": 96,
     "hidden_size": 64,
@@ -42,17 +35,17 @@ ONE = Case(CONFIG, micro_batch=2)
 LORA = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"]}
 
 
-def train_each(cases: Sequence[Case]) -> list[RankOutcome]:
+def train_each(cases):
     return [train_rank(case) for case in cases]
 
 
-def outcomes(cases: Sequence[Case]) -> list[Outcome]:
+def outcomes(cases):
     ranks = run_parallel(train_each, cases[0].layout.world, cases, timeout=240)
     return [outcome(each) for each in zip(*ranks, strict=True)]
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_a_layout_changes_what_rounding_to_float8_leaves_by_a_hundred_thousandth(scaling: Scaling) -> None:
+def test_a_layout_changes_what_rounding_to_float8_leaves_by_a_hundred_thousandth(scaling):
     """In fp64 all but float8's products is exact; without a common scale they would differ by percents."""
     one = replace(ONE, float8=scaling)
     alone, smaller, plain, frozen = outcomes(
@@ -69,7 +62,7 @@ def test_a_layout_changes_what_rounding_to_float8_leaves_by_a_hundred_thousandth
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_recomputed_activations_change_no_bit(scaling: Scaling) -> None:
+def test_recomputed_activations_change_no_bit(scaling):
     one = replace(ONE, float8=scaling, layout=Layout.of(tensor=2, sequence=True))
     memories = [MemorySection(checkpointing="selective"), MemorySection(checkpointing="full")]
     plain, *forgetful = outcomes([one, *(replace(one, memory=memory) for memory in memories)])
@@ -79,14 +72,14 @@ def test_recomputed_activations_change_no_bit(scaling: Scaling) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_in_one_graph_a_layout_is_the_same(scaling: Scaling) -> None:
+def test_in_one_graph_a_layout_is_the_same(scaling):
     one = replace(ONE, float8=scaling, layout=Layout.of(tensor=2, sequence=True))
     plain, compiled = outcomes([one, replace(one, compiled="aot_eager")])
     assert first_difference(plain, compiled, tolerance=1e-6) is None
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_between_the_products_all_is_in_bf16(scaling: Scaling) -> None:
+def test_between_the_products_all_is_in_bf16(scaling):
     case = replace(ONE, float8=scaling, dtype=torch.float32, compute=torch.bfloat16)
     exact, found = outcomes([replace(ONE, dtype=torch.float32), case])
     assert found.losses == pytest.approx(exact.losses, rel=1e-2) and found.losses != exact.losses

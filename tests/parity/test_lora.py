@@ -1,14 +1,9 @@
 """Training LoRA in a layout is training it on one device: losses, gradients, adapters after three steps."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from trilith.parallel_state import Layout
-from trilith.testing.short_training import Case, Outcome
+from trilith.testing.short_training import Case
 
 ALL = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
 LAST = {"r": 4, "use_rslora": True, "target_modules": ["q_proj", "o_proj"], "layers_to_transform": [4]}
@@ -38,15 +33,11 @@ LAYOUTS += [
 
 
 @pytest.mark.parametrize(("model", "lora", "layout"), LAYOUTS)
-def test_a_layout_trains_the_adapters_of_one_device(
-    assert_same: Callable[..., None], model: str, lora: dict[str, Any], layout: dict[str, Any]
-) -> None:
+def test_a_layout_trains_the_adapters_of_one_device(assert_same, model, lora, layout):
     assert_same(model, Layout.of(**layout), lora=lora, clip=1e-3)
 
 
-def test_the_base_stays_as_it_was_to_the_bit(
-    one_device: Callable[[Case], Outcome], models: dict[str, dict[str, Any]]
-) -> None:
+def test_the_base_stays_as_it_was_to_the_bit(one_device, models):
     outcome = one_device(Case(models["llama"], lora=ALL, clip=1e-3))
     for name, before in outcome.initial.items():
         moved = not torch.equal(before, outcome.parameters[name])

@@ -1,27 +1,22 @@
 """Loss scale, fp16 and the dtype of gradient sums: exact laws, in layouts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from support.configs import TINIEST_LLAMA
+from support.short_runs import built
 from torch import Tensor
 from trilith.data import Batch
 from trilith.layers import IGNORE
-from trilith.models import CausalLM
 from trilith.parallel_state import Layout
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import built
-from trilith.testing.tiny_models import TINIEST_LLAMA
 from trilith.training import Precision, TrainStep
 
 SAMPLES, LENGTH = 4, 8
 Gradients = dict[str, Tensor]
 
 
-def gradients(
-    model: CausalLM, precision: Precision, scale: float, only: int | None = None, schedule: str = "1f1b"
-) -> tuple[float, Gradients]:
+def gradients(model, precision, scale, only=None, schedule="1f1b"):
     """Return loss and this rank's gradients of a step at this scale. ``only``: the data rank that counts."""
     tokens = torch.randint(131, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     each = SAMPLES // model.state.layout.data
@@ -57,7 +52,7 @@ SEVERAL = [
 DEEP = {**TINIEST_LLAMA, "num_hidden_layers": 4}
 
 
-def at_two_scales(layout: Layout, schedule: str = "1f1b") -> list[str]:
+def at_two_scales(layout, schedule="1f1b"):
     """Return names whose gradients at scale 4096, divided by it, differ in any bit from those at scale 1."""
     model = built(layout, FP64, DEEP)
     (loss, plain), (scaled_loss, scaled) = (
@@ -69,21 +64,21 @@ def at_two_scales(layout: Layout, schedule: str = "1f1b") -> list[str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_scale_changes_no_bit_of_loss_or_gradients(layout: Layout) -> None:
+def test_the_scale_changes_no_bit_of_loss_or_gradients(layout):
     assert run_parallel(at_two_scales, layout.world, layout) == [[]] * layout.world
 
 
 @pytest.mark.parametrize(("schedule", "layout"), SEVERAL)
-def test_with_several_stages_a_rank_it_changes_none_either(schedule: str, layout: Layout) -> None:
+def test_with_several_stages_a_rank_it_changes_none_either(schedule, layout):
     assert run_parallel(at_two_scales, layout.world, layout, schedule) == [[]] * layout.world
 
 
-def errors_of_half(layout: Layout, schedule: str = "1f1b") -> tuple[float, float]:
+def errors_of_half(layout, schedule="1f1b"):
     """Return the worst relative error of fp16's gradients against fp64's, at scale 2^10 and at 2^-16."""
     _, exact = gradients(built(layout, FP64, DEEP), FP64, 1.0, schedule=schedule)
     model = built(layout, HALF, DEEP)
 
-    def worst(scale: float) -> float:
+    def worst(scale):
         _, found = gradients(model, HALF, scale, schedule=schedule)
         assert {grad.dtype for grad in found.values()} == {torch.float32}
         return max(
@@ -96,18 +91,18 @@ def errors_of_half(layout: Layout, schedule: str = "1f1b") -> tuple[float, float
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS[:2], Layout.of(data=2)], ids=str)
-def test_fp16_gradients_keep_their_digits_by_the_scale(layout: Layout) -> None:
+def test_fp16_gradients_keep_their_digits_by_the_scale(layout):
     for good, lost in run_parallel(errors_of_half, layout.world, layout):
         assert good < 0.01 and lost > 10 * good
 
 
 @pytest.mark.parametrize(("schedule", "layout"), SEVERAL)
-def test_with_several_stages_a_rank_they_keep_them_too(schedule: str, layout: Layout) -> None:
+def test_with_several_stages_a_rank_they_keep_them_too(schedule, layout):
     for good, lost in run_parallel(errors_of_half, layout.world, layout, schedule):
         assert good < 0.01 and lost > 10 * good
 
 
-def sums_of_gradients(layout: Layout, dtype: torch.dtype) -> tuple[int, int]:
+def sums_of_gradients(layout, dtype):
     """Count elements that are not the ranks' sum in ``dtype``, and those that differ in another dtype."""
     wide, narrow = torch.float32, torch.bfloat16
     precision = Precision(wide, narrow, dtype)
@@ -127,6 +122,6 @@ def sums_of_gradients(layout: Layout, dtype: torch.dtype) -> tuple[int, int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", [Layout.of(data=2), Layout.of(data=2, zero=3)], ids=str)
-def test_gradients_are_summed_in_the_chosen_dtype(layout: Layout, dtype: torch.dtype) -> None:
+def test_gradients_are_summed_in_the_chosen_dtype(layout, dtype):
     for wrong, different in run_parallel(sums_of_gradients, 2, layout, dtype):
         assert wrong == 0 and different > 100

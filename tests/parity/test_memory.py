@@ -1,36 +1,31 @@
 """Check that saving memory changes no number: checkpointing none, chunked loss and offload within 1e-10."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch.distributed import fsdp
-from trilith.layers import Checkpointing
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState
 from trilith.recipes.sections import MemorySection
 from trilith.testing import run_parallel
-from trilith.testing.short_training import Case, Outcome, first_difference, outcome, train_rank
+from trilith.testing.short_training import Case, first_difference, outcome, train_rank
 from trilith.training import Precision, zero_on_fsdp
 
 SEQUENCE, STAGES, ZERO = Layout.of(tensor=2, sequence=True), Layout.of(pipeline=2), Layout.of(data=2, zero=3)
 RATES = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "n_layer": 2}
 
 
-def run(case: Case) -> Outcome:
+def run(case):
     return outcome(run_parallel(train_rank, case.layout.world, case, timeout=120))
 
 
 @pytest.fixture(scope="module")
-def plain() -> Callable[[Case], Outcome]:
+def plain():
     """Return a case's outcome without any saving of memory, in its own layout; made once."""
-    known: dict[str, Outcome] = {}
+    known = {}
 
-    def get(case: Case) -> Outcome:
+    def get(case):
         case = replace(case, memory=MemorySection())
         if repr(case) not in known:
             known[repr(case)] = run(case)
@@ -52,22 +47,16 @@ def plain() -> Callable[[Case], Outcome]:
     ],
     ids=str,
 )
-def test_checkpointing_changes_no_bit(
-    model: str,
-    mode: Checkpointing,
-    layout: Layout,
-    models: dict[str, dict[str, Any]],
-    plain: Callable[[Case], Outcome],
-) -> None:
+def test_checkpointing_changes_no_bit(model, mode, layout, models, plain):
     """GPT-2 with dropout; against the same layout, since its masks depend on that."""
     config = {**models[model], **(RATES if model == "gpt2" else {"num_hidden_layers": 2})}
     case = Case(config, layout, steps=2, memory=MemorySection(checkpointing=mode))
     assert first_difference(plain(case), run(case), tolerance=0.0) is None
 
 
-def policies(offload: bool) -> list[tuple[str, bool]]:
+def policies(offload):
     """Return each ``fully_shard``'s kind of offload policy in a model, and whether pages are pinned."""
-    seen: list[Any] = []
+    seen = []
     shard = fsdp.fully_shard
     state = ParallelState.start(Layout.of(data=2, zero=3))
     family = family_of(MODEL)
@@ -85,7 +74,7 @@ def policies(offload: bool) -> list[tuple[str, bool]]:
 MODEL = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 8}
 
 
-def test_offload_reaches_fsdp_and_the_optimizer_steps_on_the_host() -> None:
+def test_offload_reaches_fsdp_and_the_optimizer_steps_on_the_host():
     """Nothing is pinned where the device is the host itself."""
     assert run_parallel(policies, 2, True)[0] == [("CPUOffloadPolicy", False)] * 3
     assert run_parallel(policies, 2, False)[0] == [("OffloadPolicy", False)] * 3

@@ -1,22 +1,17 @@
 """Multi-token prediction trains in every kind of layout as on one device, in fp64."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
+from support.configs import MODELS
 from trilith.parallel_state import Layout
 from trilith.recipes.sections import MemorySection
 from trilith.testing.short_training import Case
-from trilith.testing.tiny_models import MODELS
 
 #: Two blocks predict two and three tokens ahead; the second is given the hidden states of the first.
 DEEPSEEK = MODELS["deepseek_v3"] | {"mtp": True, "num_nextn_predict_layers": 2}
 GLM = MODELS["glm4_moe"] | {"mtp": True}
 
 
-def slow(*values: Any, **changes: Any) -> Any:
+def slow(*values, **changes):
     return pytest.param(*values, changes, marks=pytest.mark.slow)
 
 
@@ -35,7 +30,5 @@ def slow(*values: Any, **changes: Any) -> Any:
         slow(GLM | {"tie_word_embeddings": True}, Layout.of(tensor=2, pipeline=2)),
     ],
 )
-def test_it_equals_one_device(
-    config: dict[str, Any], layout: Layout, changes: dict[str, Any], assert_same: Callable[..., float]
-) -> None:
+def test_it_equals_one_device(config, layout, changes, assert_same):
     assert_same(Case(config, layout, mtp=0.3, **changes))

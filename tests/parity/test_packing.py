@@ -1,29 +1,23 @@
 """Samples packed into rows train as they do one a row: loss, gradients, in any layout."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from support.configs import MODELS
 from trilith.data import TokenFile
 from trilith.data.batches import GlobalBatches
 from trilith.data.token_writer import TokenWriter
-from trilith.models import CausalLM, family_of
+from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.testing import run_parallel
-from trilith.testing.short_training import Pieces, assemble, pieces, roughen
-from trilith.testing.tiny_models import MODELS
+from trilith.testing.short_training import assemble, pieces, roughen
 from trilith.training import Precision, TrainStep, shard_over_data
 
 LENGTH, SAMPLES, ROWS = 24, 16, 8
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chat(tmp_path_factory):
     """Write 16 samples of uneven lengths for 8 rows; some tokens of each are to be learnt."""
     name, random = tmp_path_factory.mktemp("chat") / "sft", np.random.default_rng(0)
     with TokenWriter(name, vocab_size=503, template_sha256="t") as writer:
@@ -34,11 +28,11 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return name
 
 
-def one_epoch(config: dict[str, Any], layout: Layout, name: Path, samples: Any) -> tuple[float, Pieces]:
+def one_epoch(config, layout, name, samples):
     """Return the loss and the gradients of a step over every sample."""
     state = ParallelState.start(layout)
     family = family_of(config)
-    model: CausalLM = family.build(family.from_hf(config), state=state, dtype=torch.float64)
+    model = family.build(family.from_hf(config), state=state, dtype=torch.float64)
     shard_over_data(model, state, Precision(torch.float64, torch.float64, torch.float64))
     model.to_empty(device="cpu")
     initialize(model, 3, state=state)
@@ -51,13 +45,13 @@ def one_epoch(config: dict[str, Any], layout: Layout, name: Path, samples: Any) 
     return float(loss), pieces(model, state, gradients=True)
 
 
-def gathered(ranks: list[tuple[float, Pieces]]) -> tuple[float, dict[str, Tensor]]:
+def gathered(ranks):
     assert len({loss for loss, _ in ranks}) == 1
     return ranks[0][0], assemble([held for _, held in ranks])
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
-def test_packed_equals_one_a_row(model: str, chat: Path) -> None:
+def test_packed_equals_one_a_row(model, chat):
     config = MODELS[model] | {"n_layer" if model == "gpt2" else "num_hidden_layers": 2}
     single = gathered(run_parallel(one_epoch, 1, config, Layout(), chat, "single"))
     for layout in (Layout(), Layout.of(tensor=2, sequence=True), Layout.of(pipeline=2, data=2, zero=1)):

@@ -1,25 +1,20 @@
 """bf16 compute over fp32 masters: close to fp32 in every layout, masters not rounded, the same bits twice."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from support.configs import MODELS
 from trilith.parallel_state import Layout, ParallelState, engine, initialize
 from trilith.testing import run_parallel
 from trilith.testing.short_training import (
     Case,
-    Outcome,
     build_rank,
     first_difference,
     outcome,
     rank_batch,
     train_rank,
 )
-from trilith.testing.tiny_models import MODELS
 
 LAYOUTS = [
     Layout(),
@@ -42,16 +37,16 @@ EVERY_KIND = {"embed", "layers.0.attention.qkv", "layers.2.mlp.down", "layers.1.
 
 
 @pytest.fixture(scope="module")
-def fp32() -> Outcome:
+def fp32():
     return run(Case(CONFIG, dtype=torch.float32))
 
 
-def run(case: Case) -> Outcome:
+def run(case):
     return outcome(run_parallel(train_rank, case.layout.world, case))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_bf16_compute(layout: Layout, fp32: Outcome) -> None:
+def test_bf16_compute(layout, fp32):
     case = Case(CONFIG, layout, dtype=torch.float32, compute=torch.bfloat16)
     found = run(case)
     assert found.losses == pytest.approx(fp32.losses, abs=1e-2)
@@ -69,14 +64,14 @@ def test_bf16_compute(layout: Layout, fp32: Outcome) -> None:
         assert first_difference(found, again, tolerance=0.0) is None, "two runs must be equal bit for bit"
 
 
-def dtypes_of_a_step(case: Case) -> dict[str, set[torch.dtype]]:
+def dtypes_of_a_step(case):
     """Return the dtypes of weights and outputs in a step's forwards, for each module below the blocks."""
     state = ParallelState.start(case.layout)
     parts = build_rank(case, state)
     initialize(parts.model, case.seed, state=state)
-    seen: dict[str, set[torch.dtype]] = {}
+    seen = {}
 
-    def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def look(name, module, inputs, output):
         tensors = [*module.parameters(), *engine.tensors_in(output)]
         seen.setdefault(name, set()).update(one.dtype for one in tensors)
 
@@ -90,9 +85,7 @@ def dtypes_of_a_step(case: Case) -> dict[str, set[torch.dtype]]:
 
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("layout", CASTING, ids=str)
-def test_weights_and_outputs_have_the_chosen_dtype_in_every_module(
-    layout: Layout, compute: torch.dtype
-) -> None:
+def test_weights_and_outputs_have_the_chosen_dtype_in_every_module(layout, compute):
     case = Case(CONFIG, layout, dtype=torch.float32, compute=compute)
     found = run_parallel(dtypes_of_a_step, layout.world, case)
     assert {name for seen in found for name in seen} >= EVERY_KIND
@@ -103,7 +96,7 @@ FP32_LAYOUTS = [Layout.of(pipeline=2, data=2, zero=1)]
 
 
 @pytest.mark.parametrize("layout", FP32_LAYOUTS, ids=str)
-def test_fp32_is_close_and_the_same_twice(layout: Layout, fp32: Outcome) -> None:
+def test_fp32_is_close_and_the_same_twice(layout, fp32):
     case = Case(CONFIG, layout, dtype=torch.float32)
     found = run(case)
     assert found.losses == pytest.approx(fp32.losses, rel=1e-5)

@@ -1,23 +1,18 @@
 """Check that schedules of several stages a rank, with other choices, give what one device gives."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from trilith.parallel_state import Layout
 from trilith.recipes.sections import MemorySection
 
-LOOP: dict[str, Any] = {"virtual_stages": 2}
-SHAPED: dict[str, Any] = {"virtual_stages": 2, "v_shape": True}
+LOOP = {"virtual_stages": 2}
+SHAPED = {"virtual_stages": 2, "v_shape": True}
 SCHEDULES = {"interleaved": LOOP, "interleaved-zero-bubble": LOOP, "zbv": SHAPED, "dualpipev": SHAPED}
 
 ALL = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
 LAST = {"r": 4, "target_modules": ["q_proj", "o_proj"], "layers_to_transform": [4]}
 
 #: By name: the model, the layout beside the pipeline, and the rest of the case.
-WITH: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+WITH = {
     "lora": ("llama-tied", {}, {"lora": ALL, "clip": 1e-3}),
     "lora-zero3": ("llama", {"data": 2, "zero": 3}, {"lora": ALL, "clip": 1e-3, "samples": 8}),
     "stages-all-frozen": ("llama", {}, {"lora": LAST, "clip": 1e-3}),
@@ -44,6 +39,6 @@ ALWAYS = (("stages-all-frozen-replicas", "zbv"), ("replicas-of-shards", "interle
         for name in SCHEDULES
     ],
 )
-def test_it_equals_one_device(what: str, name: str, assert_same: Callable[..., None]) -> None:
+def test_it_equals_one_device(what, name, assert_same):
     model, layout, more = WITH[what]
     assert_same(model, Layout.of(pipeline=2, **SCHEDULES[name], **layout), schedule=name, **more)

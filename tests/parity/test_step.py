@@ -1,34 +1,30 @@
 """The edges of a training step: batches in which little or nothing counts, and what no step can do."""
 
-from __future__ import annotations
-
 import re
-from collections import Counter
 from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from support.configs import TINIEST_LLAMA
+from support.short_runs import built
 from trilith.data import Batch
 from trilith.layers import IGNORE
-from trilith.models import CausalLM, family_of
+from trilith.models import family_of
 from trilith.parallel_state import BadInput, Layout, ParallelState, gradient_norm, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.testing import RankError, collectives_of, run_parallel
-from trilith.testing.short_runs import built
-from trilith.testing.tiny_models import TINIEST_LLAMA
 from trilith.training import Precision, TrainStep
 
 FP64 = Precision(torch.float64, torch.float64, torch.float64)
 SAMPLES, LENGTH = 4, 8
 
 
-def whole_batch() -> tuple[Tensor, Tensor]:
+def whole_batch():
     tokens = torch.randint(131, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def step_with(layout: Layout, counting: list[int]) -> tuple[float, float, bool]:
+def step_with(layout, counting):
     """Run a step in which only these samples count: loss, gradient norm, whether all gradients are zero."""
     model = built(layout, FP64)
     ids, labels = whole_batch()
@@ -54,13 +50,13 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", [Layout(), *LAYOUTS], ids=str)
-def test_a_step_in_which_no_label_counts_has_no_loss_and_no_gradient_F14(layout: Layout) -> None:
+def test_a_step_in_which_no_label_counts_has_no_loss_and_no_gradient_F14(layout):
     for loss, norm, zero in run_parallel(step_with, layout.world, layout, []):
         assert (loss, norm, zero) == (0.0, 0.0, True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_samples_that_do_not_count_weigh_nothing_wherever_they_lie(layout: Layout) -> None:
+def test_samples_that_do_not_count_weigh_nothing_wherever_they_lie(layout):
     """All samples that count are on one data rank, in one micro-batch; the mean is over the step's tokens."""
     ((loss, norm, _),) = run_parallel(step_with, 1, Layout(), [1])
     assert loss > 1
@@ -68,7 +64,7 @@ def test_samples_that_do_not_count_weigh_nothing_wherever_they_lie(layout: Layou
         assert (found, found_norm) == pytest.approx((loss, norm), rel=1e-12)
 
 
-def model_alone(state: ParallelState | None = None) -> CausalLM:
+def model_alone(state=None):
     family = family_of(TINIEST_LLAMA)
     config = family.from_hf(TINIEST_LLAMA)
     model = family.build(config, state=state, device="cpu", dtype=torch.float64)
@@ -76,7 +72,7 @@ def model_alone(state: ParallelState | None = None) -> CausalLM:
     return model
 
 
-def test_on_one_device_a_step_needs_no_process_group_and_no_fsdp() -> None:
+def test_on_one_device_a_step_needs_no_process_group_and_no_fsdp():
     ((expected, norm, _),) = run_parallel(step_with, 1, Layout(), [1])
     model, (ids, labels) = model_alone(), whole_batch()
     for sample in (0, 2, 3):
@@ -86,13 +82,13 @@ def test_on_one_device_a_step_needs_no_process_group_and_no_fsdp() -> None:
     assert float(gradient_norm(model)) == pytest.approx(norm, rel=1e-12)
 
 
-def test_over_data_ranks_a_model_that_is_not_shared_is_refused() -> None:
+def test_over_data_ranks_a_model_that_is_not_shared_is_refused():
     state = ParallelState.stand_in(Layout(data_replicate=2))
     with pytest.raises(BadInput, match=r"shared over data=2 ranks, found none. Call shard_over_data"):
         TrainStep(model_alone(state), micro_batch=1)
 
 
-def stale_on_the_last_rank(layout: Layout) -> tuple[str, bool]:
+def stale_on_the_last_rank(layout):
     """Return what a second step says if only the other ranks dropped their gradients, and whether a third
     step, after gradients of zeros, is the same as the first.
     """
@@ -108,13 +104,13 @@ def stale_on_the_last_rank(layout: Layout) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout.of(data=2, zero=3), Layout.of(pipeline=2)], ids=str)
-def test_every_rank_refuses_the_gradients_of_an_earlier_step_and_zeros_are_none(layout: Layout) -> None:
+def test_every_rank_refuses_the_gradients_of_an_earlier_step_and_zeros_are_none(layout):
     for said, alike in run_parallel(stale_on_the_last_rank, layout.world, layout):
         assert said.startswith("step: gradients: expected none, or zeros, before a step") and alike
 
 
 IDS = torch.arange(16).view(2, 8)
-BAD_BATCHES: dict[str, tuple[Any, str]] = {
+BAD_BATCHES = {
     "a tuple": ((IDS, IDS), "batch: expected a Batch, found tuple"),
     "a list": (Batch(cast(Any, IDS.tolist()), IDS), "input_ids: expected int64 .* found list"),
     "one row without its dim": (Batch(IDS[0], IDS[0]), r"input_ids: .* found int64 of shape \[8\]"),
@@ -132,13 +128,13 @@ BAD_BATCHES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", BAD_BATCHES)
-def test_a_batch_that_no_step_can_use_is_refused_in_one_line(what: str) -> None:
+def test_a_batch_that_no_step_can_use_is_refused_in_one_line(what):
     batch, says = BAD_BATCHES[what]
     with pytest.raises(BadInput, match=says):
         TrainStep(model_alone(), micro_batch=1)(batch)
 
 
-def bad_on_one_rank(layout: Layout, what: str) -> str:
+def bad_on_one_rank(layout, what):
     """Return what a step says on this rank if the last data rank's batch is a bad one."""
     model = built(layout, FP64)
     step, rows = TrainStep(model, micro_batch=1, dtype=torch.float64), Batch(IDS, IDS)
@@ -149,7 +145,7 @@ def bad_on_one_rank(layout: Layout, what: str) -> str:
 
 
 @pytest.mark.parametrize("what", ["a tuple", "an id outside", "fewer rows"])
-def test_a_bad_batch_of_one_data_rank_is_refused_by_all(what: str) -> None:
+def test_a_bad_batch_of_one_data_rank_is_refused_by_all(what):
     """Also by a pipeline's other stages, which would wait for its activations."""
     first, second = run_parallel(bad_on_one_rank, 2, Layout.of(data=2, zero=3), what)
     if what == "fewer rows":
@@ -159,12 +155,12 @@ def test_a_bad_batch_of_one_data_rank_is_refused_by_all(what: str) -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout.of(pipeline=2), Layout(tensor=2)], ids=str)
-def test_an_id_outside_the_vocabulary_is_refused_on_every_stage(layout: Layout) -> None:
+def test_an_id_outside_the_vocabulary_is_refused_on_every_stage(layout):
     for said in run_parallel(bad_on_one_rank, 2, layout, "an id outside"):
         assert re.search(BAD_BATCHES["an id outside"][1], said)
 
 
-def two_sizes(layout: Layout) -> list[float]:
+def two_sizes(layout):
     """Return the loss of a step over all samples, and of one over half of them."""
     model = built(layout, FP64)
     ids, labels = whole_batch()
@@ -176,18 +172,18 @@ def two_sizes(layout: Layout) -> list[float]:
     return losses
 
 
-def test_a_step_may_be_smaller_than_the_one_before() -> None:
+def test_a_step_may_be_smaller_than_the_one_before():
     (whole,) = run_parallel(two_sizes, 1, Layout())
     for losses in run_parallel(two_sizes, 2, Layout.of(pipeline=2)):
         assert losses == pytest.approx(whole, rel=1e-12)
 
 
-def sizes(layout: Layout) -> dict[str, int]:
+def sizes(layout):
     """Count the numbers that this rank stores, before a step and after it."""
     model = built(layout, FP64)
     ids, labels = whole_batch()
 
-    def stored() -> int:
+    def stored():
         return sum(local_data(p).numel() for p in model.parameters())
 
     before = stored()
@@ -197,7 +193,7 @@ def sizes(layout: Layout) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_after_a_step_each_rank_stores_its_share_again(zero: int) -> None:
+def test_after_a_step_each_rank_stores_its_share_again(zero):
     """Weights that stayed gathered after the last micro-batch would be stale in the next step."""
     (whole,) = {r["before"] for r in run_parallel(sizes, 1, Layout())}
     ranks = run_parallel(sizes, 2, Layout.of(data=2, zero=zero))
@@ -206,7 +202,7 @@ def test_after_a_step_each_rank_stores_its_share_again(zero: int) -> None:
         assert sum(held) == (whole if zero else 2 * whole), kind
 
 
-def second_step(layout: Layout) -> Counter[str]:
+def second_step(layout):
     model = built(layout, FP64)
     step, batch = TrainStep(model, micro_batch=1, dtype=torch.float64), whole_batch()
     step(Batch(*batch))
@@ -226,9 +222,7 @@ def second_step(layout: Layout) -> Counter[str]:
     ],
     ids=str,
 )
-def test_a_stage_of_zero_pays_these_collectives_a_step(
-    layout: Layout, gathered: int, scattered: int, reduced: int
-) -> None:
+def test_a_stage_of_zero_pays_these_collectives_a_step(layout, gathered, scattered, reduced):
     """The groups of parameters are two blocks and the rest, which ZeRO 3 gathers once for each sample, and
     which replicas sum once. The step's own are two small all-reduces.
     """
@@ -238,7 +232,7 @@ def test_a_stage_of_zero_pays_these_collectives_a_step(
         assert counts["all_reduce"] == reduced + 2
 
 
-def refusal(layout: Layout, micro_batch: int, schedule: str, length: int) -> None:
+def refusal(layout, micro_batch, schedule, length):
     step = TrainStep(built(layout, FP64), micro_batch=micro_batch, schedule=schedule, dtype=torch.float64)
     ids, labels = whole_batch()
     step(Batch(ids[:, :length], labels[:, :length]))
@@ -253,9 +247,7 @@ def refusal(layout: Layout, micro_batch: int, schedule: str, length: int) -> Non
         pytest.param({"pipeline": 2}, 1, "zigzag", 8, "dualpipev, found 'zigzag'", id="schedule"),
     ],
 )
-def test_every_rank_refuses_alike(
-    layout: dict[str, Any], micro_batch: int, schedule: str, length: int, words: str
-) -> None:
+def test_every_rank_refuses_alike(layout, micro_batch, schedule, length, words):
     with pytest.raises(RankError) as error:
         run_parallel(refusal, 2, Layout.of(**layout), micro_batch, schedule, length)
     causes = [failure.cause for failure in error.value.failures]

@@ -1,15 +1,10 @@
 """Three tensor ranks: the vocabulary is padded as the layout needs, the training is one device's."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
+from support.configs import MODELS
 from trilith.parallel_state import Layout
 from trilith.recipes.sections import MemorySection
 from trilith.testing.short_training import Case
-from trilith.testing.tiny_models import MODELS
 
 LORA = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
 
@@ -28,8 +23,6 @@ LORA = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
         pytest.param("llama-of-three", {"data": 2, "zero": 3}, {}, id="tied-zero3", marks=pytest.mark.slow),
     ],
 )
-def test_three_tensor_ranks_equal_one_device(
-    model: str, layout: dict[str, Any], changes: dict[str, Any], assert_same: Callable[..., None]
-) -> None:
+def test_three_tensor_ranks_equal_one_device(model, layout, changes, assert_same):
     config = MODELS[model] | {"num_hidden_layers": 3}
     assert_same(Case(config, Layout.of(tensor=3, **layout), **changes))

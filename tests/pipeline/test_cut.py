@@ -1,7 +1,5 @@
 """Cuts by cost against every possible cut."""
 
-from __future__ import annotations
-
 from itertools import combinations, pairwise
 
 import pytest
@@ -13,7 +11,7 @@ COST = st.integers(1, 9).map(float)
 
 
 @given(st.lists(COST, min_size=1, max_size=9), st.integers(1, 5), st.integers(0, 12), st.integers(0, 12))
-def test_no_cut_has_a_faster_slowest_stage(blocks: list[float], stages: int, first: int, last: int) -> None:
+def test_no_cut_has_a_faster_slowest_stage(blocks, stages, first, last):
     if stages > len(blocks):
         return
     found = cut_by_cost(blocks, stages, first=first, last=last)
@@ -29,7 +27,7 @@ def test_no_cut_has_a_faster_slowest_stage(blocks: list[float], stages: int, fir
     assert sum(cost**2 for cost in costs) == pytest.approx(min(every)[1])
 
 
-def test_the_head_takes_the_place_of_blocks() -> None:
+def test_the_head_takes_the_place_of_blocks():
     assert cut_by_cost([1.0] * 8, 4) == [2, 2, 2, 2]
     assert cut_by_cost([1.0] * 8, 4, last=2.0) == [2, 2, 3, 1]
     assert cut_by_cost([1.0] * 16, 4, first=0.01, last=4.0) == [5, 5, 5, 1]

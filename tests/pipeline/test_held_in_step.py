@@ -1,7 +1,5 @@
 """A pipeline rank holds in a step what one counts by hand; few micro-batches show what a long step holds."""
 
-from __future__ import annotations
-
 import pytest
 from trilith.parallel_state import Layout
 from trilith.pipeline import layout_of, schedule_kind
@@ -14,9 +12,7 @@ SEVERAL = ("interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
 
 @pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize("micro_batches", [8, 24, 32])
-def test_few_micro_batches_and_what_further_ones_send_are_the_whole_step(
-    name: str, micro_batches: int
-) -> None:
+def test_few_micro_batches_and_what_further_ones_send_are_the_whole_step(name, micro_batches):
     layout = layout_of(name, 4)
     one = name, layout.pipeline, layout.virtual_stages, layout.v_shape, micro_batches
     for rank in range(layout.pipeline):
@@ -37,7 +33,7 @@ def test_few_micro_batches_and_what_further_ones_send_are_the_whole_step(
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_the_micro_batches_at_the_worst_instant_are_those_of_the_timetable(name: str) -> None:
+def test_the_micro_batches_at_the_worst_instant_are_those_of_the_timetable(name):
     """Without messages, the most that is held is counted action by action (``most_held``)."""
     layout = layout_of(name, 4)
     ranks = actions(name, layout.pipeline, layout.virtual_stages, layout.v_shape, 16)
@@ -49,7 +45,7 @@ def test_the_micro_batches_at_the_worst_instant_are_those_of_the_timetable(name:
         assert schedule_kind(name).two_backwards or all(one.kind != "W" for one in found)
 
 
-def test_1f1b_and_gpipe_by_hand() -> None:
+def test_1f1b_and_gpipe_by_hand():
     """The first of four ranks holds four micro-batches with 1F1B, and the gradient that it receives."""
     layout = Layout.of(pipeline=4)
     (first,) = heaviest("1f1b", layout, 8, 0, [10.0], [0.0], 1.0)
@@ -60,7 +56,7 @@ def test_1f1b_and_gpipe_by_hand() -> None:
     assert [(one.bytes, one.absent) for one in every] == [(81, (0,)), (72, ())]
 
 
-def test_gradients_are_absent_until_a_stage_has_had_a_backward() -> None:
+def test_gradients_are_absent_until_a_stage_has_had_a_backward():
     """With few micro-batches all forwards come before the first backward."""
     for name in ("gpipe", "1f1b"):
         first = heaviest(name, Layout.of(pipeline=4), 4, 0, [10.0], [0.0], 1.0)

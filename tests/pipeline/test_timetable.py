@@ -1,7 +1,5 @@
 """Timetables of torch's own schedules: whole, in a possible order, and as idle as the formula says."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
@@ -23,7 +21,7 @@ from trilith.pipeline.schedule_actions import actions
 STATED = ("interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
 
 
-def order_of_torch(name: str, layout: Layout, micro_batches: int) -> list[list[str]]:
+def order_of_torch(name, layout, micro_batches):
     """Return what torch's class states: each rank's actions in order; ``+`` if the next one goes with it."""
     seats = [
         SimpleNamespace(
@@ -49,7 +47,7 @@ def order_of_torch(name: str, layout: Layout, micro_batches: int) -> list[list[s
 
 @pytest.mark.parametrize("name", STATED)
 @pytest.mark.parametrize("pipeline", [2, 3, 4, 5, 8])
-def test_the_order_is_torch_s(name: str, pipeline: int) -> None:
+def test_the_order_is_torch_s(name, pipeline):
     compared = 0
     for virtual in (2, 3, 4) if name.startswith("interleaved") else (2,):
         layout = layout_of(name, pipeline, virtual)
@@ -68,20 +66,20 @@ SIZES = [(2, 4), (2, 8), (4, 8), (4, 20), (8, 16)]
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 @pytest.mark.parametrize(("pipeline", "micro_batches"), SIZES)
-def test_the_bubble_is_the_formula_s(name: str, pipeline: int, micro_batches: int) -> None:
+def test_the_bubble_is_the_formula_s(name, pipeline, micro_batches):
     layout = layout_of(name, pipeline)
     found = timetable(name, layout, micro_batches)
     assert found.bubble == pytest.approx(bubble(name, layout, micro_batches), abs=1e-12)
 
 
 @pytest.mark.parametrize(("name", "virtual"), [("interleaved", 3), ("interleaved-zero-bubble", 4)])
-def test_more_stages_wait_less(name: str, virtual: int) -> None:
+def test_more_stages_wait_less(name, virtual):
     two, more = layout_of(name, 4), layout_of(name, 4, virtual)
     assert timetable(name, more, 8).bubble == pytest.approx(bubble(name, more, 8), abs=1e-12)
     assert timetable(name, more, 8).bubble < timetable(name, two, 8).bubble
 
 
-def test_formulas() -> None:
+def test_formulas():
     """Narayanan et al. 2021, equation 2, and Qi et al. 2023; p = 4, m = 8."""
     found = {name: bubble(name, layout_of(name, 4), 8) for name in SCHEDULE_NAMES}
     expected = {"gpipe": 3 / 11, "1f1b": 3 / 11, "interleaved": 3 / 19, "zbv": 3 / 51, "dualpipev": 6 / 54}
@@ -90,7 +88,7 @@ def test_formulas() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 @pytest.mark.parametrize(("pipeline", "micro_batches"), SIZES)
-def test_every_stage_computes_each_micro_batch_once(name: str, pipeline: int, micro_batches: int) -> None:
+def test_every_stage_computes_each_micro_batch_once(name, pipeline, micro_batches):
     found = timetable(name, layout_of(name, pipeline), micro_batches)
     done = Counter(
         (half, one.action.stage, one.action.micro_batch)
@@ -110,8 +108,8 @@ def test_every_stage_computes_each_micro_batch_once(name: str, pipeline: int, mi
         assert all(a.stop <= b.start for a, b in pairwise(row)), "one at a time"
 
 
-def test_what_ranks_hold() -> None:
-    def held(name: str, micro_batches: int = 8) -> list[int]:
+def test_what_ranks_hold():
+    def held(name, micro_batches=8):
         found = timetable(name, layout_of(name, 4), micro_batches)
         return [found.most_held(rank) for rank in range(4)]
 
@@ -152,7 +150,7 @@ def test_what_ranks_hold() -> None:
         pytest.param("1f2b", {"pipeline": 4}, 8, ("one of gpipe, 1f1b", "'1f2b'"), id="unknown"),
     ],
 )
-def test_refusals(name: str, layout: dict[str, int], micro_batches: int, words: tuple[str, ...]) -> None:
+def test_refusals(name, layout, micro_batches, words):
     with pytest.raises(BadInput) as error:
         check_schedule(name, Layout.of(**layout), micro_batches)
     assert all(word in str(error.value) for word in words), error.value

@@ -1,12 +1,8 @@
 """A module of one's own with several stages a rank: one model under every schedule, or refused."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from trilith.layers import (
     MLP,
     LayerNorm,
@@ -18,10 +14,9 @@ from trilith.layers import (
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.testing import LayoutVariance, RankError, assert_layout_invariant, run_parallel
 from trilith.training import ModuleStep, Precision, shard_over_data
-from trilith.training.user_step import Samples
 
-LOOP: dict[str, Any] = {"virtual_stages": 2}
-SHAPED: dict[str, Any] = {"virtual_stages": 2, "v_shape": True}
+LOOP = {"virtual_stages": 2}
+SHAPED = {"virtual_stages": 2, "v_shape": True}
 SCHEDULES = {"interleaved": LOOP, "interleaved-zero-bubble": LOOP, "zbv": SHAPED, "dualpipev": SHAPED}
 VOCAB, D, BLOCKS = 31, 8, 5
 
@@ -29,7 +24,7 @@ VOCAB, D, BLOCKS = 31, 8, 5
 class Net(nn.Module):
     """Send one tensor between early stages and two from the third block on; both ends are tied."""
 
-    def __init__(self, *, state: ParallelState | None = None) -> None:
+    def __init__(self, *, state=None):
         super().__init__()
         self.stage = Stage.of(BLOCKS, state=state)
         if self.stage.first or self.stage.last:
@@ -38,9 +33,7 @@ class Net(nn.Module):
         self.blocks = nn.ModuleDict({str(i): MLP(D, 2 * D, state=state) for i in here})
         self.norms = nn.ModuleDict({str(i): LayerNorm(D, state=state) for i in here})
 
-    def forward(
-        self, x: Tensor | None = None, memory: Tensor | None = None, *, tokens: Tensor, stage: Any = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x=None, memory=None, *, tokens, stage=None):
         stage = stage or self.stage
         x = self.embed(tokens) if stage.first else x
         for i in map(str, stage.blocks):
@@ -49,11 +42,11 @@ class Net(nn.Module):
         assert x is not None
         if not stage.last:
             return x if memory is None else (x, memory)
-        y: Tensor = self.embed.project(x)
+        y = self.embed.project(x)
         return y
 
 
-def loss(y: Tensor, samples: Samples, *, state: ParallelState | None = None) -> tuple[Tensor, Tensor]:
+def loss(y, samples, *, state=None):
     labels = samples["labels"]
     return vocab_parallel_cross_entropy(y, labels, VOCAB, state=state).sum(), valid_tokens(labels)
 
@@ -76,7 +69,7 @@ BATCH = {
         ),
     ],
 )
-def test_several_stages_a_rank_are_one_process(name: str, more: dict[str, int]) -> None:
+def test_several_stages_a_rank_are_one_process(name, more):
     layout = Layout.of(pipeline=2, **SCHEDULES[name], **more)
     found = assert_layout_invariant(Net, BATCH, layouts=[layout], loss=loss, schedule=name, steps=2)
     assert found[layout].weights < 1e-10
@@ -85,12 +78,12 @@ def test_several_stages_a_rank_are_one_process(name: str, more: dict[str, int]) 
 class Faulty(Net):
     """The third block, on the way back up or in the second round, is another than elsewhere."""
 
-    def forward(self, x: Any = None, memory: Any = None, *, tokens: Tensor, stage: Any = None) -> Any:
+    def forward(self, x=None, memory=None, *, tokens, stage=None):
         out = super().forward(x, memory, tokens=tokens, stage=stage)
         return out if stage is None or stage.number != 2 else (out[0] * 1.5, out[1])
 
 
-def test_where_a_stage_differs_is_named() -> None:
+def test_where_a_stage_differs_is_named():
     layout = Layout(pipeline=2, virtual_stages=2)
     with pytest.raises(LayoutVariance) as caught:
         assert_layout_invariant(Faulty, BATCH, layouts=[layout], loss=loss, steps=1, checkpoint=False)
@@ -98,19 +91,19 @@ def test_where_a_stage_differs_is_named() -> None:
 
 
 class Stageless(nn.Module):
-    def forward(self, x: Tensor, *, stage: Any = None) -> Tensor:
+    def forward(self, x, *, stage=None):
         return x
 
 
 class Deaf(Net):
-    def forward(self, x: Any = None, memory: Any = None, *, tokens: Tensor) -> Any:
+    def forward(self, x=None, memory=None, *, tokens):
         return super().forward(x, memory, tokens=tokens)
 
 
-def test_what_cannot_run_several_stages_is_refused_with_both_numbers() -> None:
+def test_what_cannot_run_several_stages_is_refused_with_both_numbers():
     state = ParallelState.stand_in(Layout(pipeline=2, virtual_stages=2))
 
-    def step(model: nn.Module, schedule: str = "interleaved") -> None:
+    def step(model, schedule="interleaved"):
         ModuleStep(model, loss, micro_batch=1, schedule=schedule, state=state)
 
     step(Net(state=state))
@@ -129,7 +122,7 @@ def test_what_cannot_run_several_stages_is_refused_with_both_numbers() -> None:
         step(Deaf(state=state))
 
 
-def steps_of_shapes(lengths: list[tuple[int, int]], samples: tuple[int, int]) -> list[float]:
+def steps_of_shapes(lengths, samples):
     """Return the losses of steps in which two data ranks have rows of these lengths, and so many samples."""
     state = ParallelState.start(Layout.of(pipeline=2, data=2, zero=3))
     torch.manual_seed(0)
@@ -145,7 +138,7 @@ def steps_of_shapes(lengths: list[tuple[int, int]], samples: tuple[int, int]) ->
     return found
 
 
-def test_shapes_may_change_on_one_data_rank_alone() -> None:
+def test_shapes_may_change_on_one_data_rank_alone():
     """The trial run gathers weights under ZeRO 3, so all data ranks make it or none does."""
     changing = run_parallel(steps_of_shapes, 4, [(4, 4), (4, 6), (5, 6)], (2, 2), timeout=60)
     fresh = [run_parallel(steps_of_shapes, 4, [one], (2, 2), timeout=60)[0][0] for one in [(4, 6), (5, 6)]]
@@ -153,7 +146,7 @@ def test_shapes_may_change_on_one_data_rank_alone() -> None:
     assert changing[0][1:] == pytest.approx(fresh, rel=1e-12)
 
 
-def test_data_ranks_with_different_numbers_of_samples_are_refused_alike() -> None:
+def test_data_ranks_with_different_numbers_of_samples_are_refused_alike():
     with pytest.raises(RankError) as error:
         run_parallel(steps_of_shapes, 4, [(4, 4)], (2, 4), timeout=60)
     said = {str(failure.cause) for failure in error.value.failures}

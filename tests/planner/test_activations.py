@@ -1,26 +1,21 @@
 """Compare the planned bytes of a block's backward with those that autograd saves in a real block."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
+from support.configs import TINIEST_LLAMA, TINY_GPT2
 from trilith.layers import Attention, attention_kinds, cost_of, masks_cost
 from trilith.models import FAMILIES, LoraConfig, adapted, family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.planner import Work, rank_parameters
-from trilith.testing.tiny_models import TINIEST_LLAMA, TINY_GPT2
 
 LENGTH = 32
-LLAMA: dict[str, Any] = {key: value for key, value in TINIEST_LLAMA.items() if not key.startswith("tie")} | {
+LLAMA = {key: value for key, value in TINIEST_LLAMA.items() if not key.startswith("tie")} | {
     "vocab_size": 128,
     "hidden_size": 64,
     "intermediate_size": 224,
     "num_hidden_layers": 1,
 }
-GPT2: dict[str, Any] = TINY_GPT2 | {
+GPT2 = TINY_GPT2 | {
     "vocab_size": 128,
     "n_embd": 64,
     "n_layer": 1,
@@ -126,7 +121,7 @@ EVERY = LoraConfig(r=4)
 STACKS = LoraConfig(r=4, target_parameters=("experts.gate_up_proj", "experts.down_proj"))
 
 
-def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[float, float]:
+def saved(config, lora):
     """Return the bytes that one block saves, without parameters, rotations and masks, and the plan's."""
     family = family_of(config)
     if lora is not None:
@@ -135,10 +130,10 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[float, float
     model = family.build(made, device="cpu")
     initialize(model, 0)
     tokens = Work(ParallelState.alone(), made.hidden_size, LENGTH, 2, 1, fused=False).tokens
-    found: dict[int, int] = {}
+    found = {}
     weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
 
-    def note(tensor: Tensor) -> Tensor:
+    def note(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             found[storage.data_ptr()] = storage.nbytes()
@@ -147,7 +142,7 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[float, float
     (block,) = model.layers.values()
     forward = block.forward
 
-    def watched(x_BSD: Tensor, *more: Any) -> Any:
+    def watched(x_BSD, *more):
         x_BSD = x_BSD.detach().requires_grad_()  # as after another block
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             return forward(x_BSD, *more)
@@ -243,17 +238,17 @@ CASES = [
 
 
 @pytest.mark.parametrize(("config", "lora"), CASES)
-def test_what_a_block_keeps_is_what_autograd_saves(config: dict[str, Any], lora: LoraConfig | None) -> None:
+def test_what_a_block_keeps_is_what_autograd_saves(config, lora):
     found, planned = saved(config, lora)
     assert 0.99 < found / planned <= 1
 
 
-def test_every_family_has_a_case() -> None:
+def test_every_family_has_a_case():
     assert {str(case.values[0]["model_type"]) for case in CASES} == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_parameters_that_a_rank_is_planned_to_hold_are_those_that_it_builds(family: str) -> None:
+def test_the_parameters_that_a_rank_is_planned_to_hold_are_those_that_it_builds(family):
     raw = next(case.values[0] for case in CASES if case.values[0]["model_type"] == family)
     config = FAMILIES[family].from_hf(raw)
     for layout in (Layout(), Layout.of(tensor=2, sequence=True)):

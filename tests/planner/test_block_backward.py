@@ -1,36 +1,24 @@
 """The bytes that the backward of one real block holds at its worst moment, against what its layers state."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
-from trilith.layers import AttentionInputs, Checkpointing, checkpoint_blocks, cost_of
+from support.configs import MODELS
+from trilith.layers import AttentionInputs, checkpoint_blocks, cost_of
 from trilith.models import LoraConfig, adapted, family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.planner import Work, saved_under
 from trilith.testing import LiveBytes, run_parallel
-from trilith.testing.tiny_hybrids import HYBRIDS
-from trilith.testing.tiny_models import MODELS
 
 ROWS, LENGTH = 4, 256
 ALONE = Layout()
 LORA = LoraConfig(r=4, lora_dropout=0.05)
 
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "granitemoehybrid")
+
 
 def peaks(
-    raw: dict[str, Any],
-    mode: Checkpointing = "none",
-    dtype: torch.dtype = torch.float32,
-    lora: LoraConfig | None = None,
-    layout: Layout = ALONE,
-    *,
-    rows: int = ROWS,
-    length: int = LENGTH,
-    staying: bool = False,
-) -> list[float]:
+    raw, mode="none", dtype=torch.float32, lora=None, layout=ALONE, *, rows=ROWS, length=LENGTH, staying=False
+):
     """Return the peak over the plan for each block of a model, whose weights have gradients already, unless
     those that are made are ``staying``.
 
@@ -48,9 +36,7 @@ def peaks(
     return [peak_of(model, block, work, mode, dtype, staying) for block in model.layers.values()]
 
 
-def peak_of(
-    model: Any, block: nn.Module, work: Work, mode: Checkpointing, dtype: torch.dtype, staying: bool
-) -> float:
+def peak_of(model, block, work, mode, dtype, staying):
     tokens = work.tokens
     shape = (int(tokens.rows), int(tokens.length), work.hidden)
     used = [one for one in block.parameters() if one.requires_grad]
@@ -76,7 +62,7 @@ def peak_of(
     return min(found) / (saved.kept + (saved.with_all_gradients if staying else saved.with_gradient))
 
 
-def raw_of(name: str) -> dict[str, Any]:
+def raw_of(name):
     """Return a small model whose rows may be long enough."""
     raw = dict(MODELS[name])
     return raw | {key: 2 * LENGTH for key in raw if key in ("max_position_embeddings", "n_positions")}
@@ -84,12 +70,12 @@ def raw_of(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_block_holds_what_its_layers_state(name: str, dtype: torch.dtype) -> None:
+def test_a_block_holds_what_its_layers_state(name, dtype):
     """Without checkpointing, and with it: then a forward comes before the backward.
 
     In 16 bits norms, recurrences, written-out scores and weighted sums of experts are in fp32.
     """
-    modes: tuple[Checkpointing, ...] = ("none", "selective")
+    modes = ("none", "selective")
     for mode in modes:
         assert all(0.98 < ratio < 1.02 for ratio in peaks(raw_of(name), mode, dtype))
 
@@ -98,7 +84,7 @@ def test_a_block_holds_what_its_layers_state(name: str, dtype: torch.dtype) -> N
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if "-" in name else name for name in MODELS]
 )
-def test_a_block_of_few_tokens_holds_the_gradient_of_a_weight(name: str, mode: Checkpointing) -> None:
+def test_a_block_of_few_tokens_holds_the_gradient_of_a_weight(name, mode):
     """Until it is added to that of earlier micro-batches; then the worst moment may be a product."""
     length = 128 if name in HYBRIDS else 64  # two chunks of a recurrence
     assert all(0.97 < ratio < 1.02 for ratio in peaks(raw_of(name), mode, rows=1, length=length))
@@ -108,7 +94,7 @@ def test_a_block_of_few_tokens_holds_the_gradient_of_a_weight(name: str, mode: C
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if "-" in name else name for name in MODELS]
 )
-def test_a_block_holds_the_gradients_of_its_weights_until_its_end(name: str, mode: Checkpointing) -> None:
+def test_a_block_holds_the_gradients_of_its_weights_until_its_end(name, mode):
     """As before the sum over data ranks, or in the first micro-batch of a step."""
     length = 128 if name in HYBRIDS else 64
     assert all(
@@ -141,9 +127,7 @@ def test_a_block_holds_the_gradients_of_its_weights_until_its_end(name: str, mod
         ),
     ],
 )
-def test_a_block_of_wide_weights_and_few_tokens(
-    name: str, changed: dict[str, Any], length: int, staying: bool
-) -> None:
+def test_a_block_of_wide_weights_and_few_tokens(name, changed, length, staying):
     found = peaks(raw_of(name) | changed, rows=1, length=length, staying=staying)
     assert all(0.97 < ratio < 1.02 for ratio in found)
 
@@ -166,12 +150,12 @@ ADAPTED = (
 @pytest.mark.parametrize(
     "name", [name if name in ADAPTED else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
-def test_a_block_with_adapters_holds_what_its_layers_state(name: str, dtype: torch.dtype) -> None:
+def test_a_block_with_adapters_holds_what_its_layers_state(name, dtype):
     """Weights that are frozen keep no input, but a forward still has it."""
     assert all(0.98 < ratio < 1.02 for ratio in peaks(raw_of(name), "full", dtype, LORA))
 
 
-def test_a_product_before_a_factor_has_a_gradient_of_its_own() -> None:
+def test_a_product_before_a_factor_has_a_gradient_of_its_own():
     """With adapters it is the worst moment, because the weights keep nothing for the others."""
     assert all(0.98 < ratio < 1.02 for ratio in peaks(raw_of("granite"), lora=LORA))
 
@@ -194,7 +178,7 @@ def test_a_product_before_a_factor_has_a_gradient_of_its_own() -> None:
         ("gpt2", {"n_inner": 400, "resid_pdrop": 0.1}),  # the product before dropout
     ],
 )
-def test_a_block_of_other_widths_holds_what_its_layers_state(name: str, changed: dict[str, Any]) -> None:
+def test_a_block_of_other_widths_holds_what_its_layers_state(name, changed):
     assert all(0.98 < ratio < 1.02 for ratio in peaks(raw_of(name) | changed))
 
 
@@ -206,7 +190,7 @@ def test_a_block_of_other_widths_holds_what_its_layers_state(name: str, changed:
         *((name, True) for name in ("llama", "gemma2")),
     ],
 )
-def test_a_block_over_context_ranks_holds_what_its_layers_state(name: str, ring: bool) -> None:
+def test_a_block_over_context_ranks_holds_what_its_layers_state(name, ring):
     """Pieces of other ranks are held, and half of a rank's tokens see half of another's at a time."""
     layout = Layout.of(context=2, ring=ring)
     for found in run_parallel(peaks, 2, raw_of(name), "none", torch.float32, None, layout):
@@ -214,12 +198,12 @@ def test_a_block_over_context_ranks_holds_what_its_layers_state(name: str, ring:
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3"])
-def test_tensor_ranks_have_the_gradients_of_several_weights_at_once(name: str) -> None:
+def test_tensor_ranks_have_the_gradients_of_several_weights_at_once(name):
     """The sum of the input's gradients runs meanwhile; with few tokens it is the worst moment."""
     layout = Layout.of(tensor=2)
     for found in run_parallel(few, 2, raw_of(name), layout):
         assert all(0.97 < ratio < 1.02 for ratio in found)
 
 
-def few(raw: dict[str, Any], layout: Layout) -> list[float]:
+def few(raw, layout):
     return peaks(raw, layout=layout, rows=1, length=16)

@@ -1,14 +1,13 @@
 """The planner's collectives against those that ranks launch: axes, kinds, numbers and bytes, exactly."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from support.cases_on_ranks import CasesOnRanks
+from support.traffic import added, sent_by
 from trilith.data import Batch
 from trilith.layers import Scaling, cost_of, use_float8
 from trilith.models import family_of
@@ -16,12 +15,10 @@ from trilith.parallel_state import Layout, ParallelState, clip_gradients, initia
 from trilith.parallel_state.engine import fsdp_modules
 from trilith.planner import Traffic, Work, block_traffic, step_traffic
 from trilith.recipes.sections import MemorySection
-from trilith.testing.ranks.cases import CasesOnRanks
-from trilith.testing.traffic import Totals, added, sent_by
 from trilith.training import Precision, TrainStep, shard_over_data
 from trilith.training.build import spare_memory
 
-LLAMA: dict[str, Any] = {
+LLAMA = {
     "model_type": "llama",
     "vocab_size": 503,
     "hidden_size": 24,
@@ -30,7 +27,7 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 1,
 }
-GPT2: dict[str, Any] = {
+GPT2 = {
     "model_type": "gpt2",
     "vocab_size": 503,
     "n_embd": 24,
@@ -101,7 +98,7 @@ class Case:
     float8: Scaling | None = None
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self):
         """Return the model's config. Along tensor and context ranks each block sends for itself: two do."""
         config = (MODELS | SPECIAL)[self.model]
         if self.layout.pipeline > 1 or self.layout.data > 1:
@@ -110,11 +107,11 @@ class Case:
         return config | kinds | {"n_layer" if "n_layer" in config else "num_hidden_layers": 2}
 
 
-def all_measured(cases: list[Case]) -> list[tuple[Totals, Totals]]:
+def all_measured(cases):
     return [measured_and_planned(case) for case in cases]
 
 
-def measured_and_planned(case: Case) -> tuple[Totals, Totals]:
+def measured_and_planned(case):
     """Return, measured and planned for a step, the collectives of each axis and kind and their bytes."""
     state = ParallelState.start(case.layout)
     family = family_of(case.config)
@@ -150,7 +147,7 @@ def measured_and_planned(case: Case) -> tuple[Totals, Totals]:
     )
     ids = torch.randint(500, (SAMPLES * case.micro_batches, LENGTH))
 
-    def run() -> None:
+    def run():
         step.launch(Batch(ids, ids))
         clip_gradients(model, 1.0, state=state)
 
@@ -160,8 +157,8 @@ def measured_and_planned(case: Case) -> tuple[Totals, Totals]:
     return sent_by(run, state), plan
 
 
-def of_kinds(every: list[Traffic]) -> dict[str, tuple[int, int]]:
-    found: dict[str, tuple[int, int]] = {}
+def of_kinds(every):
+    found = {}
     for one in every:
         count, size = found.get(one.kind, (0, 0))
         found[one.kind] = (count + one.count, size + one.bytes)
@@ -169,11 +166,11 @@ def of_kinds(every: list[Traffic]) -> dict[str, tuple[int, int]]:
 
 
 #: Models for some cases alone.
-SPECIAL: dict[str, dict[str, Any]] = {
+SPECIAL = {
     "sixteens": LLAMA | {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 2},
     "two-experts": MODELS["glm4_moe"] | {"n_routed_experts": 2},
 }
-V: dict[str, Any] = {"virtual_stages": 2, "v_shape": True}
+V = {"virtual_stages": 2, "v_shape": True}
 SEQUENCE, TENSOR = Layout.of(tensor=2, sequence=True), Layout.of(tensor=2)
 CASES = [
     *(Case(model, layout) for model in MODELS for layout in (TENSOR, SEQUENCE)),
@@ -259,7 +256,7 @@ CASES = [
 ]
 
 
-def name_of(case: Case) -> str:
+def name_of(case):
     name = f"{case.model}-{case.layout}-{case.memory.checkpointing}-{case.memory.loss_chunk}"
     return name if case.float8 is None else f"{name}-{case.float8}"
 
@@ -268,12 +265,12 @@ RUNS = CasesOnRanks(all_measured, CASES, at_once=10, timeout=120)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=map(name_of, CASES))
-def test_a_step_sends_exactly_what_is_planned(number: int) -> None:
+def test_a_step_sends_exactly_what_is_planned(number):
     for measured, planned in RUNS[number]:
         assert measured == planned
 
 
-def test_a_block_s_table_is_the_formula() -> None:
+def test_a_block_s_table_is_the_formula():
     """docs/communication.md, evaluated: each cell is what a block says that it sends."""
     text = (Path(__file__).parents[2] / "docs" / "communication.md").read_text()
     rows = re.findall(r"^\| (tensor(?: and sequence)?) \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
@@ -297,14 +294,14 @@ def test_a_block_s_table_is_the_formula() -> None:
 _CONFIG = family_of(LLAMA).from_hf(LLAMA)
 
 
-def test_over_one_rank_of_an_axis_nothing_is_sent() -> None:
+def test_over_one_rank_of_an_axis_nothing_is_sent():
     family = family_of(LLAMA)
     model = family.build(_CONFIG, state=ParallelState.stand_in(Layout()))
     work = Work(model.state, 24, LENGTH, SAMPLES, 2)
     assert step_traffic(work, model) == []
 
 
-def test_a_ring_sends_the_shares_of_the_others() -> None:
+def test_a_ring_sends_the_shares_of_the_others():
     wires = {
         kind: Traffic("tensor", kind, "", 1, 1000, 4).wire
         for kind in ("all_reduce", "all_gather", "reduce_scatter", "send")

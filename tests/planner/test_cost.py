@@ -1,25 +1,22 @@
 """Check the costs that torch's and a user's modules state, and the refusal of modules that state none."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from support.configs import MODELS
+from torch import nn
 from trilith.layers import ColumnParallelLinear, Cost, Tokens, cost_of, cross_entropy_cost, sum_costs
 from trilith.models import family_of
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.planner import Work, model_cost, plan_memory, rank_parameters, step_traffic
 from trilith.testing import Operators, run_parallel
-from trilith.testing.tiny_models import MODELS
 from trilith.training import ModuleStep, Precision, own_samples, shard_over_data
 
 
-def example() -> Any:
+def example():
     path = Path(__file__).parents[2] / "examples" / "custom_model.py"
     spec = importlib.util.spec_from_file_location("custom_model_to_plan", path)
     assert spec is not None and spec.loader is not None
@@ -28,12 +25,12 @@ def example() -> Any:
     return module
 
 
-def saved(model: nn.Module, forward: Any) -> int:
+def saved(model, forward):
     """Return the bytes that autograd saves in ``forward``, without parameters, ids and inputs of both."""
     weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
-    found: dict[int, int] = {}
+    found = {}
 
-    def note(tensor: Tensor) -> Tensor:
+    def note(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights and tensor.is_floating_point():
             found[storage.data_ptr()] = storage.nbytes()
@@ -44,7 +41,7 @@ def saved(model: nn.Module, forward: Any) -> int:
     return sum(found.values())
 
 
-def test_torch_s_own_modules_cost_what_autograd_saves() -> None:
+def test_torch_s_own_modules_cost_what_autograd_saves():
     model = nn.Sequential(
         nn.LayerNorm(16), nn.Linear(16, 48), nn.GELU(), nn.Linear(48, 16), nn.Dropout(0.1), nn.RMSNorm(16)
     )
@@ -59,9 +56,9 @@ def test_torch_s_own_modules_cost_what_autograd_saves() -> None:
     assert frozen.trained == cost.trained / 2
 
 
-def test_a_module_that_says_nothing_is_refused_by_its_name() -> None:
+def test_a_module_that_says_nothing_is_refused_by_its_name():
     class Mystery(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return super().forward(x).sin()
 
     config = MODELS["llama"]
@@ -81,7 +78,7 @@ def test_a_module_that_says_nothing_is_refused_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_family_has_a_plan_that_grows_with_its_tokens(name: str) -> None:
+def test_every_family_has_a_plan_that_grows_with_its_tokens(name):
     family = family_of(MODELS[name])
     config = family.from_hf(MODELS[name])
     costs = [model_cost(family.on_meta(config), Tokens(rows, 8, config.hidden_size)) for rows in (1, 2)]
@@ -89,7 +86,7 @@ def test_every_family_has_a_plan_that_grows_with_its_tokens(name: str) -> None:
     assert costs[1].matrices == 2 * costs[0].matrices > 0
 
 
-def test_a_module_of_ones_own_keeps_what_its_plan_says() -> None:
+def test_a_module_of_ones_own_keeps_what_its_plan_says():
     custom = example()
     model, batch = custom.Transcriber(), custom.batch(0, samples=2)
     found = saved(model, lambda: model(source=batch["source"], tokens=batch["tokens"]))
@@ -102,7 +99,7 @@ def test_a_module_of_ones_own_keeps_what_its_plan_says() -> None:
     [Layout(), Layout(tensor=2, sequence=True), Layout(pipeline=2), Layout.of(tensor=2, data=4, zero=3)],
     ids=str,
 )
-def test_a_module_of_ones_own_has_a_dry_run_in_any_layout(layout: Layout) -> None:
+def test_a_module_of_ones_own_has_a_dry_run_in_any_layout(layout):
     custom = example()
     plan, alone = custom.dry_run(layout), custom.dry_run(Layout())
     state = ParallelState.stand_in(layout)
@@ -112,7 +109,7 @@ def test_a_module_of_ones_own_has_a_dry_run_in_any_layout(layout: Layout) -> Non
     assert plan.total > 0 and (layout.world == 1 or plan.total < alone.total)
 
 
-def test_a_module_of_ones_own_sends_what_its_layers_say() -> None:
+def test_a_module_of_ones_own_sends_what_its_layers_say():
     """Recurrence and feed-forward: two products in, two out, in each of four blocks; two cross attentions."""
     custom = example()
     state = ParallelState.stand_in(Layout(tensor=2))
@@ -128,16 +125,16 @@ def test_a_module_of_ones_own_sends_what_its_layers_say() -> None:
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_backward_is_counted_to_all_layers_of_a_module_whose_order_is_not_known(trained: bool) -> None:
+def test_a_backward_is_counted_to_all_layers_of_a_module_whose_order_is_not_known(trained):
     """The embedding, used first, is stated last."""
 
     class Late(nn.Module):
-        def __init__(self, state: ParallelState) -> None:
+        def __init__(self, state):
             super().__init__()
             self.head = ColumnParallelLinear(16, 8, state=state)
             self.embed = nn.Embedding(8, 16)
 
-        def cost(self, tokens: Tokens) -> Cost:
+        def cost(self, tokens):
             return sum_costs(self.children(), tokens)
 
     state = ParallelState.stand_in(Layout(tensor=2))
@@ -149,7 +146,7 @@ def test_a_backward_is_counted_to_all_layers_of_a_module_whose_order_is_not_know
     assert sum(one.count for one in sent if one.what == "backward") == trained
 
 
-def test_a_backward_gives_back_what_a_module_kept_before_it_comes_to_those_before() -> None:
+def test_a_backward_gives_back_what_a_module_kept_before_it_comes_to_those_before():
     one, other = Cost(kept=1, working=5, making=2), Cost(kept=3, working=1, making=4)
     assert one + other == Cost(kept=4, working=2, making=4, repeated=0)
     assert other + one == Cost(kept=4, working=5, making=3, repeated=0)
@@ -157,7 +154,7 @@ def test_a_backward_gives_back_what_a_module_kept_before_it_comes_to_those_befor
     assert sum_costs([nn.Identity(), nn.ReLU()], Tokens(1, 2, 3)) == Cost(kept=24, working=48, repeated=0)
 
 
-def sums_of_a_step(layout: Layout) -> list[tuple[int, int]]:
+def sums_of_a_step(layout):
     """Return the all-reduces of steps of two and of four micro-batches: launched, planned over replicas."""
     custom, found = example(), []
     state = ParallelState.start(layout)
@@ -179,7 +176,7 @@ def sums_of_a_step(layout: Layout) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
-def test_replicas_of_a_module_of_ones_own_sum_at_each_micro_batch(pipeline: int) -> None:
+def test_replicas_of_a_module_of_ones_own_sum_at_each_micro_batch(pipeline):
     """The other all-reduces of a step are as many for four micro-batches as for two."""
     layout = Layout.of(pipeline=pipeline, data=2, zero=2, data_replicate=2)
     for (two, planned_two), (four, planned_four) in run_parallel(sums_of_a_step, layout.world, layout):

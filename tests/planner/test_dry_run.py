@@ -1,7 +1,5 @@
 """Recipes for real work fit their devices; a run that does not fit is refused, with what would."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -11,7 +9,6 @@ import sys
 import zipfile
 from email import message_from_string
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,12 +38,12 @@ REAL = {
 }
 
 
-def test_every_recipe_is_listed() -> None:
+def test_every_recipe_is_listed():
     assert {path.stem for path in RECIPES.glob("*.toml")} == REAL.keys()
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_a_real_recipe_fits_its_devices(name: str) -> None:
+def test_a_real_recipe_fits_its_devices(name):
     ranks, billions = REAL[name]
     found = dry_run(load_recipe(RECIPES / f"{name}.toml"))
     assert found.ranks == ranks
@@ -57,12 +54,12 @@ def test_a_real_recipe_fits_its_devices(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_the_command_in_a_recipes_comment_is_one(name: str) -> None:
+def test_the_command_in_a_recipes_comment_is_one(name):
     """Its options exist; conversations are tokenized as such, for the model that is tuned."""
     text = (RECIPES / f"{name}.toml").read_text()
     (line,) = re.findall(r"# trilith (tokenize .*)", text)
     words = line.split()
-    command: Any = get_command(make_app())
+    command = get_command(make_app())
     with command.commands["tokenize"].make_context("tokenize", words[1:]) as context:
         chat, folder = context.params["chat"], str(context.params["tokenizer"])
     recipe = load_recipe(name)
@@ -71,9 +68,7 @@ def test_the_command_in_a_recipes_comment_is_one(name: str) -> None:
         assert folder == recipe.model.init_from and folder.endswith("-Instruct")
 
 
-def test_a_shipped_recipe_goes_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shipped_recipe_goes_by_its_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run(["train", "llama-3.2-1b-1gpu", "--dry-run"]) == 0
     assert "fits" in capsys.readouterr().out
@@ -85,11 +80,11 @@ def test_a_shipped_recipe_goes_by_its_name(
         load_recipe("llama-3.2-1b-1gpu")  # a file of that name comes first
 
 
-def code_and_tables(folder: Path) -> set[str]:
+def code_and_tables(folder):
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix in (".py", ".toml")}
 
 
-def test_a_wheel_holds_the_recipes_and_runs(tmp_path: Path) -> None:
+def test_a_wheel_holds_the_recipes_and_runs(tmp_path):
     """Built from a copy: setuptools leaves a folder behind in what it builds from."""
     source, place = tmp_path / "source", tmp_path / "place"
     skipped = shutil.ignore_patterns(
@@ -128,7 +123,7 @@ def test_a_wheel_holds_the_recipes_and_runs(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(tmp_path_factory):
     path = tmp_path_factory.mktemp("dry") / "recipe.toml"
     path.write_text(f"""
         out = "{path.parent / "run"}"
@@ -153,9 +148,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_it_says_what_a_rank_needs_and_starts_nothing(
-    small: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_says_what_a_rank_needs_and_starts_nothing(small, capsys):
     assert run(["train", str(small), "--dry-run", "--device-memory", "10GB"]) == 0
     said = capsys.readouterr().out
     assert "16 ranks" in said and "4 micro-batches of 2 a rank" in said and "bubble 20.0%" in said
@@ -167,9 +160,7 @@ def test_it_says_what_a_rank_needs_and_starts_nothing(
     assert first.split() == ["layout", "one", "rank"]
 
 
-def test_what_does_not_fit_is_refused_and_each_change_named_makes_it_fit(
-    small: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_fit_is_refused_and_each_change_named_makes_it_fit(small, capsys):
     recipe = load_recipe(small)
     room = int(0.9 * heaviest(recipe, plan(recipe)).total)
     assert run(["train", str(small), "--dry-run", "--device-memory", str(room)]) == 2
@@ -181,7 +172,7 @@ def test_what_does_not_fit_is_refused_and_each_change_named_makes_it_fit(
         assert run(["train", str(small), "--dry-run", "--device-memory", str(room), *way.split()]) == 0
 
 
-def test_where_no_single_change_suffices_several_do_together(small: Path) -> None:
+def test_where_no_single_change_suffices_several_do_together(small):
     recipe = load_recipe(small)
     room = int(0.3 * heaviest(recipe, plan(recipe)).total)
     (fit,) = dry_run(recipe, room=room).remedies
@@ -190,7 +181,7 @@ def test_where_no_single_change_suffices_several_do_together(small: Path) -> Non
     assert heaviest(changed, plan(changed)).total == fit.total
 
 
-def test_where_nothing_suffices_it_says_what_was_tried(small: Path) -> None:
+def test_where_nothing_suffices_it_says_what_was_tried(small):
     with pytest.raises(
         BadInput, match=r"Take more ranks: memory.loss_chunk, .*memory.offload do not suffice"
     ):
@@ -202,7 +193,7 @@ def test_where_nothing_suffices_it_says_what_was_tried(small: Path) -> None:
         dry_run(load_recipe(small, [*least, config]), room=1_000_000).check("here")
 
 
-def test_what_is_frozen_costs_no_gradients_in_the_flops(small: Path) -> None:
+def test_what_is_frozen_costs_no_gradients_in_the_flops(small):
     """The run's MFU takes them from the same function."""
     adapters = dry_run(load_recipe(RECIPES / "lora-llama-3.1-8b-1gpu.toml"))
     assert adapters.flops.trained == 2 * adapters.rank.trained
@@ -211,9 +202,7 @@ def test_what_is_frozen_costs_no_gradients_in_the_flops(small: Path) -> None:
     assert spared == 2 * 6 * 3 * 256 * 1024
 
 
-def test_the_heaviest_rank_is_the_default_and_any_can_be_asked_for(
-    small: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_heaviest_rank_is_the_default_and_any_can_be_asked_for(small, capsys):
     recipe = load_recipe(small)
     planned = plan(recipe)
     totals = [rank_plan(recipe, planned, rank).total for rank in range(16)]
@@ -224,7 +213,7 @@ def test_the_heaviest_rank_is_the_default_and_any_can_be_asked_for(
     assert "0 to 15" in capsys.readouterr().err
 
 
-def test_weights_of_another_model_than_the_recipe_states_are_refused(small: Path, tmp_path: Path) -> None:
+def test_weights_of_another_model_than_the_recipe_states_are_refused(small, tmp_path):
     recipe = load_recipe(small)
     folder = tmp_path / "weights"
     folder.mkdir()
@@ -241,7 +230,7 @@ def test_weights_of_another_model_than_the_recipe_states_are_refused(small: Path
         plan(with_overrides(recipe, changed))
 
 
-def test_adapters_to_go_on_with_say_what_they_are_without_the_weights(small: Path, tmp_path: Path) -> None:
+def test_adapters_to_go_on_with_say_what_they_are_without_the_weights(small, tmp_path):
     """Also where changes are tried to make it fit; none of them may count as said of the adapters."""
     shape = {"r": 64, "target_modules": ["q_proj"]}
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "lora_alpha": 8, **shape}
@@ -261,14 +250,14 @@ def test_adapters_to_go_on_with_say_what_they_are_without_the_weights(small: Pat
     assert any("counted as r=8 on all-linear" in note for note in unknown.notes)
 
 
-def test_a_chunked_loss_is_refused_with_gpipe(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chunked_loss_is_refused_with_gpipe(small, capsys):
     overrides = ["memory.loss_chunk=64", "layout.schedule=gpipe"]
     assert run(["train", str(small), "--dry-run", *overrides]) == 2
     assert "memory.loss_chunk" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("recipe", ["llama-3.1-8b-8gpus", "llama-3.1-405b-16384gpus"])
-def test_a_dry_run_imports_nothing_that_only_a_run_needs(recipe: str) -> None:
+def test_a_dry_run_imports_nothing_that_only_a_run_needs(recipe):
     """Torch's FSDP, DTensors, pipelines and compiler take a second, a third of the whole command."""
     code = (
         "import sys\nfrom trilith.cli.app import run\n"

@@ -1,16 +1,14 @@
 """Parameters of every family are planned exactly on each rank of the parity matrix, as FSDP shards them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from support.configs import EXPERTS, MODELS
 from trilith.models import family_of
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.parallel_state.engine import local_data
 from trilith.planner import rank_parameters
 from trilith.planner.kinds_of_blocks import sampled
 from trilith.testing import run_parallel
-from trilith.testing.tiny_models import EXPERTS, MODELS
 from trilith.training import Precision, shard_over_data
 
 #: The first few are in every run, the others are slow.
@@ -28,12 +26,12 @@ LAYOUTS = [
 ]
 
 
-def count(layout: Layout) -> dict[str, tuple[tuple[int, int], ...]]:
+def count(layout):
     """Count each family's stored and trained elements on this rank: as sharded, planned from the built model,
     and planned from one block of each kind.
     """
     state = ParallelState.start(layout)
-    found: dict[str, tuple[tuple[int, int], ...]] = {}
+    found = {}
     for name, raw in MODELS.items():
         if layout.expert > 1 and name not in EXPERTS:
             continue
@@ -58,7 +56,7 @@ def count(layout: Layout) -> dict[str, tuple[tuple[int, int], ...]]:
     [*LAYOUTS[:3], *(pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS[3:])],
     ids=str,
 )
-def test_every_family_s_parameters_are_planned_exactly(layout: Layout) -> None:
+def test_every_family_s_parameters_are_planned_exactly(layout):
     every = EXPERTS if layout.expert > 1 else MODELS.keys()
     for rank in run_parallel(count, layout.world, layout, timeout=240):
         assert rank.keys() == every if layout.stages < 3 else len(rank) >= 20

@@ -1,10 +1,7 @@
 """``trilith plan explain``: every line, computed again from its text, gives what the function gives."""
 
-from __future__ import annotations
-
 import json
 from math import ceil, log2
-from typing import Any
 
 import pytest
 from trilith.cli.app import run
@@ -12,13 +9,13 @@ from trilith.cli.plan_explain import TOPICS
 from trilith.planner.explanations.explanation import readable
 
 
-def explained(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def explained(capsys, *words):
     assert run(["plan", "explain", *words, "--json"]) == 0, capsys.readouterr().err
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)
     return found
 
 
-def values(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float]:
+def values(capsys, *words):
     return {step["symbol"]: step["value"] for step in explained(capsys, *words)["steps"]}
 
 
@@ -40,12 +37,10 @@ CASES = [
 
 
 @pytest.mark.parametrize("words", CASES, ids=" ".join)
-def test_each_line_computed_from_its_text_gives_the_value(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_line_computed_from_its_text_gives_the_value(words, capsys):
     found = explained(capsys, *words)
     assert found["steps"] and found["sources"]
-    known: dict[str, Any] = {"ceil": ceil, "log2": log2, "max": max}
+    known = {"ceil": ceil, "log2": log2, "max": max}
     known |= {one["symbol"]: one["value"] for one in found["given"]}
     for step in found["steps"]:
         for text in (step["numbers"], step["formula"]):
@@ -58,9 +53,7 @@ def test_each_line_computed_from_its_text_gives_the_value(
 
 
 @pytest.mark.parametrize("topic", TOPICS)
-def test_each_number_that_is_given_has_an_option_that_changes_it(
-    topic: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_number_that_is_given_has_an_option_that_changes_it(topic, capsys):
     for one in explained(capsys, topic)["given"]:
         other = "0.25" if one["value"] < 1 else "2" if one["option"] == "--virtual" else "8"
         words = (topic, one["option"], other)
@@ -88,15 +81,13 @@ def test_each_number_that_is_given_has_an_option_that_changes_it(
         ((), "Missing command"),
     ],
 )
-def test_bad_numbers_are_refused_in_one_line(
-    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_numbers_are_refused_in_one_line(words, said, capsys):
     assert run(["plan", "explain", *words]) == 2
     out, err = capsys.readouterr()
     assert not out and err.startswith("error: ") and err.count("\n") == 1 and said in err
 
 
-def test_results_are_written_as_one_says_them() -> None:
+def test_results_are_written_as_one_says_them():
     said = [readable(1.4e11, "bytes"), readable(0.15789, "share"), readable(6.3e24, "FLOPs")]
     said += [
         readable(0.00134, "s"),

@@ -1,20 +1,16 @@
 """FLOPs of a token, against torch's own counter, and MFU from them."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
+from support.configs import MODELS, TINY_GLM, TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL
+from support.short_runs import run_recipe, tiny_recipe
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from trilith.machine.random_files import write_tokens
 from trilith.models import FAMILIES, LoraConfig, adapted, family_of
 from trilith.planner.flops import Mfu, flops_per_token, peak_flops, peak_named
 from trilith.runs.metrics import read_metrics
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
-from trilith.testing.tiny_models import MODELS, TINY_GLM, TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL
 
 LENGTH, SAMPLES = 16, 3
 CONFIGS = {
@@ -38,7 +34,7 @@ for row, raw in MODELS.items():
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("backward", [False, True])
-def test_flops_are_those_that_torch_counts(name: str, backward: bool) -> None:
+def test_flops_are_those_that_torch_counts(name, backward):
     """Without a state nothing is padded; the plain backend multiplies out all of attention."""
     raw = CONFIGS[name]
     family = family_of(raw)
@@ -54,11 +50,11 @@ def test_flops_are_those_that_torch_counts(name: str, backward: bool) -> None:
     assert counter.get_total_flops() == SAMPLES * LENGTH * expected
 
 
-def test_every_family_is_counted_by_torch_or_computes_in_parts() -> None:
+def test_every_family_is_counted_by_torch_or_computes_in_parts():
     assert CONFIGS.keys() - {"llama-untied"} == FAMILIES.keys() - IN_PARTS
 
 
-def test_zeros_behind_narrow_values_do_not_count() -> None:
+def test_zeros_behind_narrow_values_do_not_count():
     found = []
     for width in (16, 8):
         family, raw = family_of(MODELS["deepseek_v2"]), MODELS["deepseek_v2"] | {"v_head_dim": width}
@@ -66,7 +62,7 @@ def test_zeros_behind_narrow_values_do_not_count() -> None:
     assert found[0] - found[1] == 2 * LENGTH * 3 * 4 * 8  # of 3 blocks with 4 heads
 
 
-def test_the_conventions_differ_by_half_of_attention() -> None:
+def test_the_conventions_differ_by_half_of_attention():
     family = family_of(TINY_LLAMA)
     flops = flops_per_token(family.on_meta(family.from_hf(TINY_LLAMA)), LENGTH)
     layers, hidden = TINY_LLAMA["num_hidden_layers"], 32
@@ -77,7 +73,7 @@ def test_the_conventions_differ_by_half_of_attention() -> None:
     assert mfu.causal == pytest.approx(1000 * flops.causal / 4e9)
 
 
-def test_what_is_frozen_costs_no_gradient_of_its_weights() -> None:
+def test_what_is_frozen_costs_no_gradient_of_its_weights():
     family = family_of(TINY_LLAMA)
     config = family.from_hf(TINY_LLAMA)
     whole, model = flops_per_token(family.on_meta(config), LENGTH), family.build(config)
@@ -104,15 +100,15 @@ def test_what_is_frozen_costs_no_gradient_of_its_weights() -> None:
         ("NVIDIA GeForce RTX 3060", None),
     ],
 )
-def test_a_device_s_peak_follows_from_its_whole_name(name: str, peak: float | None) -> None:
+def test_a_device_s_peak_follows_from_its_whole_name(name, peak):
     assert peak_named(name) == peak
 
 
-def test_a_run_on_a_cpu_has_mfu_only_where_its_peak_is_stated(tmp_path: Path) -> None:
+def test_a_run_on_a_cpu_has_mfu_only_where_its_peak_is_stated(tmp_path):
     assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
     tokens = write_tokens(tmp_path / "tokens")
     for name, watch in (("silent", {}), ("stated", {"peak_flops": 1e9})):
-        raw: dict[str, Any] = tiny_recipe(tmp_path / name, tokens, steps=1, watch=watch)
+        raw = tiny_recipe(tmp_path / name, tokens, steps=1, watch=watch)
         (metrics,) = run_parallel(run_recipe, 1, raw)[0]
         (line,) = read_metrics(tmp_path / name / "metrics.jsonl")
         assert line["memory"] > 1e7

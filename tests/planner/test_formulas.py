@@ -1,9 +1,5 @@
 """The formulas give what the plan of a real model gives: they are one arithmetic, not two."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from trilith.layers import cost_of
 from trilith.models import family_of, published_size
@@ -23,7 +19,7 @@ from trilith.planner.formulas.ring_and_tree import ring_messages, ring_seconds, 
 from trilith.planner.formulas.training_time import flops_of_token
 from trilith.planner.time.kernels import exchanged
 
-LLAMA: dict[str, Any] = {
+LLAMA = {
     "model_type": "llama",
     "vocab_size": 512,
     "hidden_size": 64,
@@ -35,7 +31,7 @@ LLAMA: dict[str, Any] = {
 LENGTH, ROWS, ROUNDS = 32, 2, 4
 
 
-def planned(layout: Layout) -> tuple[Work, Any]:
+def planned(layout):
     state = ParallelState.stand_in(layout)
     family = family_of(LLAMA)
     return Work(state, 64, LENGTH, ROWS, ROUNDS, compute=2), family.build(family.from_hf(LLAMA), state=state)
@@ -43,20 +39,20 @@ def planned(layout: Layout) -> tuple[Work, Any]:
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("tensor", [2, 4])
-def test_tensor_bytes_of_a_block_are_the_plan_s(tensor: int, sequence: bool) -> None:
+def test_tensor_bytes_of_a_block_are_the_plan_s(tensor, sequence):
     work, model = planned(Layout.of(tensor=tensor, sequence=sequence))
     sent = block_traffic(work, cost_of(model.layers["0"], work.tokens))
     assert sum(one.wire for one in sent) == tensor_block_bytes(ROWS * LENGTH, 64, tensor)
 
 
 @pytest.mark.parametrize("ring", [False, True])
-def test_context_bytes_of_a_block_are_the_plan_s(ring: bool) -> None:
+def test_context_bytes_of_a_block_are_the_plan_s(ring):
     work, model = planned(Layout.of(context=4, ring=ring))
     sent = block_traffic(work, cost_of(model.layers["0"], work.tokens))
     assert sum(one.wire for one in sent) == context_block_bytes(ROWS * LENGTH // 4, 2 * 32, 4, ring=ring)
 
 
-def test_bytes_of_a_block_with_experts_are_those_that_a_plan_times() -> None:
+def test_bytes_of_a_block_with_experts_are_those_that_a_plan_times():
     """The tokens' choices decide the real bytes; a plan takes them as even, like the formula."""
     config = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
     config |= {"moe_intermediate_size": 32, "decoder_sparse_step": 1, "head_dim": 8}
@@ -67,14 +63,14 @@ def test_bytes_of_a_block_with_experts_are_those_that_a_plan_times() -> None:
     assert 4 * ring_wire_bytes("all_to_all", given, 4) == expert_block_bytes(ROWS * LENGTH, 64, 2, 4) > 0
 
 
-def test_bytes_between_two_stages_are_the_plan_s() -> None:
+def test_bytes_between_two_stages_are_the_plan_s():
     work, model = planned(Layout.of(pipeline=2))
     (sent,) = (one for one in step_traffic(work, model) if one.axis == "pipeline")
     assert sent.wire * 2 == ROUNDS * pipeline_border_bytes(ROWS * LENGTH, 64)  # each side sends one half
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_bytes_of_a_step_over_the_data_ranks_are_the_plan_s(zero: int) -> None:
+def test_bytes_of_a_step_over_the_data_ranks_are_the_plan_s(zero):
     work, model = planned(Layout.of(data=4, zero=zero))
     sent = [one for one in step_traffic(work, model) if one.axis in ("data", "replicas")]
     held = rank_parameters(model, work.state)
@@ -86,7 +82,7 @@ def test_bytes_of_a_step_over_the_data_ranks_are_the_plan_s(zero: int) -> None:
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_bytes_of_weights_gradients_and_optimizer_are_the_plan_s(zero: int) -> None:
+def test_bytes_of_weights_gradients_and_optimizer_are_the_plan_s(zero):
     """Our own sizes: weights in bf16 beside fp32 ones, which the optimizer keeps; gradients in fp32.
 
     At ZeRO 3 nothing in bf16 is kept; at ZeRO 2 and 3 FSDP keeps the last group's gradients whole too.
@@ -100,7 +96,7 @@ def test_bytes_of_weights_gradients_and_optimizer_are_the_plan_s(zero: int) -> N
     assert found == expected.total + last + gathered
 
 
-def test_flops_of_a_token_are_the_plan_s() -> None:
+def test_flops_of_a_token_are_the_plan_s():
     size = published_size("llama-3.1-405b")
     config = size.family.from_hf(size.fields)
     flops = flops_per_token(size.family.on_meta(config), 8192)
@@ -111,15 +107,13 @@ def test_flops_of_a_token_are_the_plan_s() -> None:
 
 @pytest.mark.parametrize("bubble", [0.05, 0.1, 0.25, 0.5])
 @pytest.mark.parametrize(("pipeline", "virtual"), [(4, 1), (8, 2), (32, 1), (16, 3), (1, 1)])
-def test_the_number_of_micro_batches_for_a_bubble_is_the_smallest(
-    bubble: float, pipeline: int, virtual: int
-) -> None:
+def test_the_number_of_micro_batches_for_a_bubble_is_the_smallest(bubble, pipeline, virtual):
     found = micro_batches_for(bubble, pipeline, virtual)
     assert bubble_share(pipeline, found, virtual) <= bubble + 1e-15
     assert found == 1 or bubble_share(pipeline, found - 1, virtual) > bubble
 
 
-def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
     parts = ring_wire_bytes("reduce_scatter", 4096, 8) + ring_wire_bytes("all_gather", 4096 / 8, 8)
     assert ring_wire_bytes("all_reduce", 4096, 8) == parts == 7168
     assert ring_messages("all_reduce", 8) == 14

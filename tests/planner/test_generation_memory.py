@@ -1,41 +1,38 @@
 """The planned memory of generation against what ``generate`` really holds, on the CPU."""
 
-from __future__ import annotations
-
 import gc
-from typing import Any
 
 import pytest
 import torch
+from support.configs import MODELS
 from trilith.generation import generate
 from trilith.layers import KeyValueCache
 from trilith.models import family_of, published_size
 from trilith.parallel_state import Layout, ParallelState, initialize, local
 from trilith.planner.generation_memory import GenerationMemory, generation_memory, rows_that_fit
 from trilith.testing import LiveBytes, run_parallel
-from trilith.testing.tiny_models import MODELS
 
 #: Keys and values with windows; latents (MLA); recurrent states of both kinds beside keys and values.
 NAMES = ("gemma3_text", "deepseek_v3", "qwen3_next", "granitemoehybrid")
 LENGTH, NEW = 60, 4
 
 
-def tensors_of(cache: KeyValueCache) -> list[torch.Tensor]:
+def tensors_of(cache):
     both = [tensor for pair in cache._held.values() for tensor in pair]
     places = [one for one in (cache._documents, cache._positions) if one is not None]
     return [*both, *cache._states.values(), *places]
 
 
-def held(name: str, layout: Layout, dtype: torch.dtype = torch.float32) -> tuple[GenerationMemory, int]:
+def held(name, layout, dtype=torch.float32):
     """Generate from prompts of three lengths; return what the rank held, and its pipeline rank."""
     state = ParallelState.start(layout) if layout.world > 1 else ParallelState.alone()
     family = family_of(MODELS[name])
     config = family.from_hf(MODELS[name])
     gc.collect()
-    caches: list[KeyValueCache] = []
+    caches = []
     made = KeyValueCache.__init__
 
-    def noted(self: KeyValueCache, *arguments: Any) -> None:
+    def noted(self, *arguments):
         caches.append(self)
         made(self, *arguments)
 
@@ -52,14 +49,14 @@ def held(name: str, layout: Layout, dtype: torch.dtype = torch.float32) -> tuple
     return GenerationMemory(weights, cache, memory.peak - weights - cache), state.at.pipeline
 
 
-def planned(name: str, layout: Layout, dtype: torch.dtype = torch.float32) -> list[GenerationMemory]:
+def planned(name, layout, dtype=torch.float32):
     family = family_of(MODELS[name])
     config = family.from_hf(MODELS[name])
     return generation_memory(family, config, layout, dtype, rows=3, length=LENGTH - 1, fused=False)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_and_cache_are_exact_and_the_peak_is_not_above_the_plan(name: str) -> None:
+def test_weights_and_cache_are_exact_and_the_peak_is_not_above_the_plan(name):
     for dtype in (torch.float32, torch.bfloat16):
         measured, _ = held(name, Layout(), dtype)
         (plan,) = planned(name, Layout(), dtype)
@@ -70,7 +67,7 @@ def test_weights_and_cache_are_exact_and_the_peak_is_not_above_the_plan(name: st
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=pytest.mark.slow) for one in NAMES[1:]] + [NAMES[0]]
 )
-def test_each_of_two_tensor_ranks_holds_what_is_planned(name: str) -> None:
+def test_each_of_two_tensor_ranks_holds_what_is_planned(name):
     layout = Layout.of(tensor=2)
     (plan,) = planned(name, layout)
     for measured, _ in run_parallel(held, 2, name, layout, timeout=120):
@@ -78,7 +75,7 @@ def test_each_of_two_tensor_ranks_holds_what_is_planned(name: str) -> None:
         assert 0 < measured.reading <= plan.reading
 
 
-def test_as_many_rows_fit_as_the_plan_of_one_more_does_not() -> None:
+def test_as_many_rows_fit_as_the_plan_of_one_more_does_not():
     size = published_size("llama-3.1-8b").with_fields({})
     family = family_of(size)
     config, layout, room = family.from_hf(size), Layout.of(tensor=2, pipeline=2), int(40e9)
@@ -91,7 +88,7 @@ def test_as_many_rows_fit_as_the_plan_of_one_more_does_not() -> None:
     assert rows_that_fit(family, config, layout, torch.bfloat16, length=2048, room=int(1e9)) == 0
 
 
-def test_the_cache_of_llama_8b_is_the_textbooks() -> None:
+def test_the_cache_of_llama_8b_is_the_textbooks():
     """2 tensors x 32 blocks x 8 heads x 128 numbers x 2 bytes: 128 KiB a token, and 16 bytes of its place."""
     size = published_size("llama-3.1-8b").with_fields({})
     family = family_of(size)

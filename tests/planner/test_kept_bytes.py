@@ -1,26 +1,22 @@
 """The planned activations of whole models against the bytes that are alive between forward and backward."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
+from support.configs import MODELS
 from torch._subclasses.fake_tensor import FakeTensorMode
-from trilith.layers import Checkpointing, Cost, checkpoint_blocks
+from trilith.layers import Cost, checkpoint_blocks
 from trilith.models import family_of, published_size
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.planner import Work, stage_costs
 from trilith.planner.activations import saved_under
 from trilith.planner.memory import needs_of_rank
 from trilith.testing import LiveBytes, run_parallel
-from trilith.testing.tiny_models import MODELS
 
 
-def alive_by_plan(raw: dict[str, Any], mode: Checkpointing, *, rows: int, length: int, fake: bool) -> float:
+def alive_by_plan(raw, mode, *, rows, length, fake):
     """Return the bytes that a forward leaves alive, logits among them, over the plan's.
 
     ``fake``: with tensors that have a size and no memory, so that a model may be of any size.
@@ -47,18 +43,18 @@ def alive_by_plan(raw: dict[str, Any], mode: Checkpointing, *, rows: int, length
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_a_model_of_a_billion_parameters_keeps_what_its_plan_says(mode: Checkpointing) -> None:
+def test_a_model_of_a_billion_parameters_keeps_what_its_plan_says(mode):
     raw = dict(published_size("llama-3.2-1b").with_fields({}))
     assert alive_by_plan(raw, mode, rows=2, length=1024, fake=True) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_that_computes_some_again_keeps_what_its_plan_says(name: str) -> None:
+def test_a_model_that_computes_some_again_keeps_what_its_plan_says(name):
     assert 0.99 < alive_by_plan(MODELS[name], "selective", rows=4, length=64, fake=False) <= 1
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_experts_as_wide_as_the_block_keep_what_the_plan_says(name: str) -> None:
+def test_experts_as_wide_as_the_block_keep_what_the_plan_says(name):
     """Their second product reads as many numbers as the first one, and is kept, too."""
     raw = MODELS[name] | {"intermediate_size": MODELS[name]["hidden_size"]}
     assert 0.99 < alive_by_plan(raw, "selective", rows=4, length=64, fake=False) <= 1
@@ -67,13 +63,13 @@ def test_experts_as_wide_as_the_block_keep_what_the_plan_says(name: str) -> None
 ROWS, LENGTH = 3, 16
 
 
-def _now_and_soon(memory: LiveBytes) -> Iterator[int]:
+def _now_and_soon(memory):
     for _ in range(20):
         yield memory.now
         time.sleep(0.01)
 
 
-def kept_by_a_block(layout: Layout, mode: Checkpointing) -> float:
+def kept_by_a_block(layout, mode):
     """Return the bytes that each further block leaves alive on a rank after the forward."""
     alive = []
     for blocks in (1, 4):
@@ -94,9 +90,7 @@ def kept_by_a_block(layout: Layout, mode: Checkpointing) -> float:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "cut"])
-def test_what_a_checkpointed_block_keeps_is_cut_over_the_tensor_ranks_under_sequence_parallelism(
-    sequence: bool,
-) -> None:
+def test_what_a_checkpointed_block_keeps_is_cut_over_the_tensor_ranks_under_sequence_parallelism(sequence):
     """A block keeps its input and nothing else: whole on each rank, or one piece of it on each."""
     raw = MODELS["llama"]
     whole = ROWS * LENGTH * raw["hidden_size"] * 4

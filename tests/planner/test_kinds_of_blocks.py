@@ -1,24 +1,21 @@
 """A plan from one block of each kind is the plan from every block, and is cheap however many there are."""
 
-from __future__ import annotations
-
 import tracemalloc
 from dataclasses import replace
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from support.configs import MODELS
 from torch import nn
 from trilith.layers import Stage
 from trilith.models import LoraConfig, adapted, family_of, published_size
 from trilith.parallel_state import BadInput, Layout, ParallelState
-from trilith.planner import StageCost, Work, plan_memory, rank_parameters, stage_costs, step_traffic
+from trilith.planner import Work, plan_memory, rank_parameters, stage_costs, step_traffic
 from trilith.planner.communication import traffic_of
 from trilith.planner.kinds_of_blocks import SampledModel, block_kinds, sampled
 from trilith.planner.memory import memory_of
-from trilith.testing.tiny_models import MODELS
 
 LAYOUTS = [
     Layout(),
@@ -29,7 +26,7 @@ LAYOUTS = [
 ]
 
 
-def fits(model: dict[str, Any], layout: Layout) -> bool:
+def fits(model, layout):
     family = family_of(model)
     try:
         return bool(family.stages_on_meta(family.from_hf(model), layout))
@@ -41,7 +38,7 @@ def fits(model: dict[str, Any], layout: Layout) -> bool:
 FURTHER = MODELS["deepseek_v3"] | {"mtp": True, "num_nextn_predict_layers": 2}
 
 
-def unnumbered(one: StageCost) -> StageCost:
+def unnumbered(one):
     """Number the blocks of a stage from 0; stages alike share an object with the numbers of one of them."""
     first = min(one.blocks)
     blocks = {number - first: cost for number, cost in one.blocks.items()}
@@ -49,7 +46,7 @@ def unnumbered(one: StageCost) -> StageCost:
 
 
 @pytest.mark.parametrize("name", [*MODELS, "multi-token prediction"])
-def test_one_block_of_each_kind_plans_what_all_blocks_plan(name: str) -> None:
+def test_one_block_of_each_kind_plans_what_all_blocks_plan(name):
     """Parameters, gradients, moments, activations and traffic: equal for each stage of each layout."""
     raw = MODELS.get(name, FURTHER)
     family = family_of(raw)
@@ -73,7 +70,7 @@ def test_one_block_of_each_kind_plans_what_all_blocks_plan(name: str) -> None:
             assert sorted(map(str, found)) == sorted(map(str, expected))
 
 
-def test_adapters_are_planned_on_one_block_of_each_kind() -> None:
+def test_adapters_are_planned_on_one_block_of_each_kind():
     raw = MODELS["llama"]
     lora = LoraConfig(r=4, target_modules=("q_proj", "down_proj"), layers_to_transform=(1,))
     family = adapted(family_of(raw), lora)
@@ -90,7 +87,7 @@ def test_adapters_are_planned_on_one_block_of_each_kind() -> None:
         assert sorted(map(str, found)) == sorted(map(str, step_traffic(work, model)))
 
 
-def constructions(size: str, layout: Layout) -> int:
+def constructions(size, layout):
     """Count the modules that are made to plan every stage of a layout of a model whose kinds are known."""
     raw = published_size(size).with_fields({})
     family = family_of(raw)
@@ -99,7 +96,7 @@ def constructions(size: str, layout: Layout) -> int:
     made = []
     plain = nn.Module.__init__
 
-    def count(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def count(self, *args, **kwargs):
         made.append(type(self))
         plain(self, *args, **kwargs)
 
@@ -115,7 +112,7 @@ def constructions(size: str, layout: Layout) -> int:
     return len(made)
 
 
-def test_a_plan_takes_as_many_modules_for_sixteen_thousand_ranks_as_for_one_node() -> None:
+def test_a_plan_takes_as_many_modules_for_sixteen_thousand_ranks_as_for_one_node():
     """A block of Llama and the ends have 24 modules; their list is made where something new is asked."""
     small = constructions("llama-3.1-405b", Layout.of(tensor=8, sequence=True, pipeline=16))
     large = constructions("llama-3.1-405b", Layout.of(tensor=8, sequence=True, pipeline=16, data=128, zero=1))
@@ -123,7 +120,7 @@ def test_a_plan_takes_as_many_modules_for_sixteen_thousand_ranks_as_for_one_node
     assert large == constructions("llama-3.1-8b", Layout.of(tensor=8, sequence=True, pipeline=16))
 
 
-def test_a_plan_of_one_rank_takes_as_little_memory_in_a_large_world_as_in_a_small_one() -> None:
+def test_a_plan_of_one_rank_takes_as_little_memory_in_a_large_world_as_in_a_small_one():
     raw = published_size("llama-3.1-405b").with_fields({})
     family = family_of(raw)
     config = family.from_hf(raw)
@@ -140,11 +137,11 @@ def test_a_plan_of_one_rank_takes_as_little_memory_in_a_large_world_as_in_a_smal
     assert max(most) < 150 * 2**20 and most[2] < 1.1 * most[1]
 
 
-def rank_of(layout: Layout) -> ParallelState:
+def rank_of(layout):
     return ParallelState.stand_in(layout, layout.first_rank(layout.pipeline // 2))
 
 
-def test_alike_blocks_are_one_kind_and_others_are_not() -> None:
+def test_alike_blocks_are_one_kind_and_others_are_not():
     for size, kinds in (("llama-3.1-405b", 1), ("llama-3.2-1b", 1)):
         raw = published_size(size).with_fields({})
         assert len(set(block_kinds(family_of(raw), family_of(raw).from_hf(raw)))) == kinds
@@ -154,7 +151,7 @@ def test_alike_blocks_are_one_kind_and_others_are_not() -> None:
     assert len(set(block_kinds(gemma, gemma.from_hf(MODELS["gemma2"])))) == 2  # every other has a window
 
 
-def test_a_layout_that_cannot_cut_the_model_is_refused() -> None:
+def test_a_layout_that_cannot_cut_the_model_is_refused():
     raw = MODELS["llama"]
     family = family_of(raw)
     with pytest.raises(BadInput, match="tensor"):

@@ -1,10 +1,7 @@
 """The planner's bytes against real ranks': parameters, gradients and moments exactly, the rest closely."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from trilith.testing import LiveBytes, run_parallel
 from trilith.training import Precision, TrainStep, make_adamw, shard_over_data
 from trilith.training.build import spare_memory
 
-LLAMA: dict[str, Any] = {
+LLAMA = {
     "model_type": "llama",
     "vocab_size": 512,
     "hidden_size": 64,
@@ -29,7 +26,7 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-GPT2: dict[str, Any] = {
+GPT2 = {
     "model_type": "gpt2",
     "vocab_size": 503,
     "n_embd": 64,
@@ -143,7 +140,7 @@ class Measured:
     trained: int
 
 
-def measure(case: Case) -> Measured:
+def measure(case):
     state = ParallelState.start(case.layout)
     family = family_of(CONFIGS[case.model])
     config = family.from_hf(CONFIGS[case.model])
@@ -213,8 +210,8 @@ def measure(case: Case) -> Measured:
 
 
 SEQUENCE = Layout.of(tensor=2, sequence=True)
-LOOP: dict[str, Any] = {"virtual_stages": 2}
-SHAPED: dict[str, Any] = {"virtual_stages": 2, "v_shape": True}
+LOOP = {"virtual_stages": 2}
+SHAPED = {"virtual_stages": 2, "v_shape": True}
 LORA = LoraConfig(r=8, lora_dropout=0.05)
 CASES = [
     Case("llama", Layout.of(data=2)),
@@ -412,7 +409,7 @@ SLOW = [
     [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
     ids=lambda c: f"{c.model}-{c.layout}-{c.memory.checkpointing}-{c.micro_batches}",
 )
-def test_the_plan_is_what_ranks_take(case: Case) -> None:
+def test_the_plan_is_what_ranks_take(case):
     """The peak of a whole step lies between 97% and 101% of the plan."""
     for rank in run_parallel(measure, case.layout.world, case, timeout=120):
         assert rank.parameters == rank.stored
@@ -421,7 +418,7 @@ def test_the_plan_is_what_ranks_take(case: Case) -> None:
         assert 0.97 < rank.peak / rank.planned.total < 1.01
 
 
-def planned(**changes: Any) -> MemoryPlan:
+def planned(**changes):
     """Plan the memory of a larger model on one of many ranks, without any process."""
     config = {**LLAMA, "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536}
     layout = changes.pop("layout", Layout())
@@ -436,7 +433,7 @@ def planned(**changes: Any) -> MemoryPlan:
     return plan_memory(work, model)
 
 
-def test_the_bytes_a_parameter_of_each_zero_stage() -> None:
+def test_the_bytes_a_parameter_of_each_zero_stage():
     """FSDP2's, between micro-batches, at 2 data ranks, bf16 in fp32: measured in the test above."""
     plans = [planned(layout=Layout.of(data=2, zero=zero)) for zero in range(4)]
     parameters = plans[0].weights // 4
@@ -449,14 +446,14 @@ def test_the_bytes_a_parameter_of_each_zero_stage() -> None:
     assert per[3] == pytest.approx(8 + 6 * root / parameters)
 
 
-def test_offload_moves_to_the_host_what_rests() -> None:
+def test_offload_moves_to_the_host_what_rests():
     on, off = planned(offload=True), planned()
     assert (on.weights, on.moments) == (0, 0)
     assert on.host == off.weights + off.moments + off.weights  # the sums, too
     assert on.gathered == off.gathered and on.total < off.total
 
 
-def test_frozen_parameters_have_no_gradient_and_no_moments() -> None:
+def test_frozen_parameters_have_no_gradient_and_no_moments():
     frozen = planned(frozen=("layers.", "embed.", "norm."))
     still, whole = planned(loss_chunk=64, frozen=("head.",)), planned(loss_chunk=64)
     assert whole.logits + whole.activations - still.logits - still.activations >= 512 * 512 * 4
@@ -466,7 +463,7 @@ def test_frozen_parameters_have_no_gradient_and_no_moments() -> None:
     assert frozen.weights == planned().weights
 
 
-def test_a_stage_holds_as_many_micro_batches_as_follow_it() -> None:
+def test_a_stage_holds_as_many_micro_batches_as_follow_it():
     layout = Layout.of(pipeline=4)
     # A micro-batch has more bytes than the gradients, which GPipe's first backward does not have yet.
     first, last = (planned(layout=layout, rank=rank, length=2048) for rank in (0, 3))
@@ -475,7 +472,7 @@ def test_a_stage_holds_as_many_micro_batches_as_follow_it() -> None:
     assert 3.5 < first.activations / last.activations < 4
 
 
-def test_context_ranks_share_activations_and_a_ring_holds_few_keys_at_once() -> None:
+def test_context_ranks_share_activations_and_a_ring_holds_few_keys_at_once():
     alone, *cut = (planned(layout=Layout.of(context=context)) for context in (1, 2, 4, 8))
     assert [alone.activations / one.activations for one in cut] == pytest.approx([2, 4, 8], rel=1e-6)
     assert [alone.logits / one.logits for one in cut] == [2, 4, 8]

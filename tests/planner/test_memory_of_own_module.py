@@ -1,14 +1,12 @@
 """The planned memory of a module that is not the zoo's, against what its ranks take."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
-from trilith.layers import Cost, Tokens, cross_entropy_cost, sum_costs
+from trilith.layers import cross_entropy_cost, sum_costs
 from trilith.parallel_state import Layout, ParallelState
 from trilith.planner import Work, plan_memory
 from trilith.testing import LiveBytes, run_parallel
@@ -18,39 +16,39 @@ HIDDEN, VOCABULARY, LENGTH = 512, 100, 64
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
 
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.down(self.up(x))
+    def forward(self, x):
+        made = self.down(self.up(x))
         return made
 
-    def cost(self, tokens: Tokens) -> Cost:
+    def cost(self, tokens):
         return sum_costs(self.children(), tokens)
 
 
 class Model(nn.Module):
     """Have weights that are much more than activations."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, HIDDEN)
         self.layers = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(HIDDEN, VOCABULARY)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.embed(ids)
         for block in self.layers:
             x = block(x)
-        logits: Tensor = self.head(x)
+        logits = self.head(x)
         return logits
 
-    def cost(self, tokens: Tokens) -> Cost:
+    def cost(self, tokens):
         return sum_costs(self.children(), tokens)
 
 
-def peak_over_plan(zero: int) -> float:
+def peak_over_plan(zero):
     state = ParallelState.start(Layout.of(data=2, zero=zero))
     with torch.device("meta"):
         model = Model()
@@ -74,7 +72,7 @@ def peak_over_plan(zero: int) -> float:
 
 
 @pytest.mark.parametrize("zero", [2, 3])
-def test_the_blocks_that_are_gathered_are_planned(zero: int) -> None:
+def test_the_blocks_that_are_gathered_are_planned(zero):
     """It is not known in which block an instant is, so the plan counts two, and the largest gradient."""
     for found in run_parallel(peak_over_plan, 2, zero, timeout=60):
         assert 0.93 < found < 1.03

@@ -1,14 +1,12 @@
 """Published runs: the page is what the planner predicts today, and the planner knows none of the rows."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from statistics import median
 
 import pytest
 import trilith
-from trilith.planner.published_runs import Comparison, compare, corrected, page, published_runs
+from trilith.planner.published_runs import compare, corrected, page, published_runs
 from trilith.planner.time import TIMES_SLOWER
 
 ROOT = Path(trilith.__path__[0])
@@ -16,15 +14,15 @@ PAGE = (ROOT / "docs" / "published_runs.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def found() -> list[Comparison]:
+def found():
     return [compare(run) for run in published_runs()]
 
 
-def test_the_page_is_what_the_planner_predicts(found: list[Comparison]) -> None:
+def test_the_page_is_what_the_planner_predicts(found):
     assert page(found) == PAGE, "run `make docs`"
 
 
-def test_every_row_names_its_source_its_gpus_and_one_speed(found: list[Comparison]) -> None:
+def test_every_row_names_its_source_its_gpus_and_one_speed(found):
     assert len(found) >= 20
     for one in found:
         run = one.run
@@ -36,7 +34,7 @@ def test_every_row_names_its_source_its_gpus_and_one_speed(found: list[Compariso
         assert len(run.assumed) > 5 and run.assumed != "nothing"
 
 
-def test_mfu_is_compared_in_the_convention_of_its_source(found: list[Comparison]) -> None:
+def test_mfu_is_compared_in_the_convention_of_its_source(found):
     """Megatron-LM counted all of attention when it published these rows; the page says so."""
     for one in found:
         if one.run.mfu:
@@ -45,7 +43,7 @@ def test_mfu_is_compared_in_the_convention_of_its_source(found: list[Comparison]
     assert "MFU with all of attention" in PAGE
 
 
-def test_every_row_states_what_it_was_predicted_with(found: list[Comparison]) -> None:
+def test_every_row_states_what_it_was_predicted_with(found):
     rows = [line.split(" | ") for line in PAGE.splitlines() if re.match(r"\| [a-z][\w.-]+-\d", line)]
     assert len(rows) == len(found)
     for row, one in zip(rows, found, strict=True):
@@ -54,7 +52,7 @@ def test_every_row_states_what_it_was_predicted_with(found: list[Comparison]) ->
         assert row[3:6] == [step, run.checkpointing, run.dtype + ", eager" * (not run.compiled)]
 
 
-def test_speeds_of_other_units_are_one_arithmetic(found: list[Comparison]) -> None:
+def test_speeds_of_other_units_are_one_arithmetic(found):
     """TFLOP/s and MFU of a row say the same: tokens a second times the FLOPs of a token."""
     for one in found:
         rate = one.time.rate / one.layout.world
@@ -64,7 +62,7 @@ def test_speeds_of_other_units_are_one_arithmetic(found: list[Comparison]) -> No
         assert one.predicted == pytest.approx(in_units[one.unit])
 
 
-def test_misses_are_shown_and_counted(found: list[Comparison]) -> None:
+def test_misses_are_shown_and_counted(found):
     errors = [abs(one.error) for one in found]
     rows = re.findall(r"^\| [\w.-]+ \| .* \| ([+-]\d+) % \| [+-]\d+ % \|", PAGE, re.MULTILINE)
     assert sorted(map(int, rows)) == sorted(int(f"{100 * one.error:+.0f}") for one in found)
@@ -73,7 +71,7 @@ def test_misses_are_shown_and_counted(found: list[Comparison]) -> None:
     assert f"the largest {100 * max(errors):.0f} %" in PAGE
 
 
-def test_a_correction_is_judged_by_rows_of_other_sources(found: list[Comparison]) -> None:
+def test_a_correction_is_judged_by_rows_of_other_sources(found):
     """Rows of the same source never correct each other, and one factor for all makes the median row exact."""
     some = [one for one in found if one.run.source == found[-1].run.source] + found[:2]
     own, others = some[:-2], [one.times_slower for one in found[:2]]
@@ -86,7 +84,7 @@ def test_a_correction_is_judged_by_rows_of_other_sources(found: list[Comparison]
     assert sorted(map(int, rows)) == sorted(int(f"{100 * error:+.0f}") for error in rest)
 
 
-def test_what_a_plan_tells_of_published_runs_is_what_the_rows_say(found: list[Comparison]) -> None:
+def test_what_a_plan_tells_of_published_runs_is_what_the_rows_say(found):
     slower = [one.times_slower for one in found]
     guide = " ".join((ROOT / "docs" / "planning.md").read_text(encoding="utf-8").split())
     rest, plain = (100 * median(map(abs, some)) for some in (corrected(found), (one.error for one in found)))
@@ -94,7 +92,7 @@ def test_what_a_plan_tells_of_published_runs_is_what_the_rows_say(found: list[Co
     assert tuple(round(of(slower), 2) for of in (min, median, max)) == TIMES_SLOWER
 
 
-def test_nothing_that_computes_a_plan_reads_the_published_rows() -> None:
+def test_nothing_that_computes_a_plan_reads_the_published_rows():
     own = {"planner/published_runs.py"}
     files = {str(file.relative_to(ROOT)): file.read_text() for file in (ROOT / "planner").rglob("*.py")}
     assert own < files.keys()

@@ -4,21 +4,18 @@ A backward ends at the first trained parameter. What comes before it sends nothi
 gathered for it and is not computed again.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
+from support.cases_on_ranks import CasesOnRanks
+from support.configs import MODELS
+from support.traffic import sent_and_planned
 from trilith.parallel_state import Layout
 from trilith.recipes.sections import MemorySection
-from trilith.testing.ranks.cases import CasesOnRanks
 from trilith.testing.short_training import Case
-from trilith.testing.tiny_models import MODELS
-from trilith.testing.traffic import sent_and_planned
 
 #: What is trained: LoRA, or all but what a pattern finds. Most models have four blocks, from 0.
-TRAINS: dict[str, dict[str, Any]] = {
+TRAINS = {
     "lora": {"lora": {"r": 3, "target_modules": "all-linear"}},
     "lora of attention": {"lora": {"r": 3, "target_modules": ["q_proj", "v_proj"]}},
     "lora of feed-forward": {"lora": {"r": 3, "target_modules": ["down_proj"]}},
@@ -37,7 +34,7 @@ TRAINS: dict[str, dict[str, Any]] = {
     "the embedding": {"frozen": "^(?!.*(embed|wte))"},
 }
 MODES = ("none", "selective", "full")
-V: dict[str, Any] = {"virtual_stages": 2, "v_shape": True}
+V = {"virtual_stages": 2, "v_shape": True}
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Partial:
     case: Case
     blocks: int
 
-    def __str__(self) -> str:
+    def __str__(self):
         one = self.case
         words = (
             self.name,
@@ -60,17 +57,7 @@ class Partial:
         return "-".join(words).replace(", ", "-").replace(" ", "_")
 
 
-def partial(
-    trains: str,
-    model: str = "llama",
-    mode: str = "none",
-    *,
-    blocks: int = 4,
-    chunk: int = 0,
-    rounds: int = 2,
-    schedule: str = "1f1b",
-    **layout: Any,
-) -> Partial:
+def partial(trains, model="llama", mode="none", *, blocks=4, chunk=0, rounds=2, schedule="1f1b", **layout):
     config = dict(MODELS["deepseek_v3"] | {"mtp": True} if model == "mtp" else MODELS[model])
     key = "n_layer" if "n_layer" in config else "num_hidden_layers"
     for listed in ("layer_types", "mlp_layer_types"):
@@ -200,18 +187,18 @@ QUICK_RUNS, SLOW_RUNS = (
 
 
 @pytest.mark.parametrize("number", range(len(QUICK)), ids=map(str, QUICK))
-def test_a_step_sends_what_is_planned(number: int) -> None:
+def test_a_step_sends_what_is_planned(number):
     for sent, planned in QUICK_RUNS[number]:
         assert sent == planned
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(SLOW)), ids=map(str, SLOW))
-def test_a_step_of_further_cases_sends_what_is_planned(number: int) -> None:
+def test_a_step_of_further_cases_sends_what_is_planned(number):
     for sent, planned in SLOW_RUNS[number]:
         assert sent == planned
 
 
-def test_each_case_has_a_name_of_its_own() -> None:
+def test_each_case_has_a_name_of_its_own():
     every = [str(one) for one in (*QUICK, *SLOW)]
     assert len({*every}) == len(every)

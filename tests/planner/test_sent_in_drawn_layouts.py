@@ -4,24 +4,21 @@ The covering array has every pair of choices that a recipe may make. Drawn cases
 and multi-token prediction with a backward in two parts, which recipes refuse and the library does not.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 import pytest
+from support.cases_on_ranks import CasesOnRanks
+from support.combinations import LONG, covering_array
+from support.configs import MODELS
+from support.traffic import sent_and_planned
 from trilith.parallel_state import Layout
 from trilith.pipeline import SCHEDULE_NAMES, schedule_kind
 from trilith.recipes.sections import MemorySection
-from trilith.testing.combinations import LONG, covering_array
-from trilith.testing.ranks.cases import CasesOnRanks
 from trilith.testing.short_training import Case
-from trilith.testing.tiny_models import MODELS
-from trilith.testing.traffic import sent_and_planned
 
 #: Blocks that predict further tokens, experts, recurrences, tied embeddings.
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS = {
     **{
         name: MODELS[name] for name in ("llama", "llama-tied-kv1", "gpt2", "mixtral", "gpt_oss", "qwen3_next")
     },
@@ -39,14 +36,14 @@ class Drawn:
     name: str
     case: Case
 
-    def __str__(self) -> str:
+    def __str__(self):
         one, memory = self.case, self.case.memory
         words = [self.name, one.schedule, f"{one.layout}", memory.checkpointing, f"chunk{memory.loss_chunk}"]
         words += [f"{one.samples}x{one.length}by{one.micro_batch}", f"{one.split}"]
         return "-".join(words).replace(", ", "-").replace(" ", "")
 
 
-def drawn(ranks: int, number: int) -> Drawn:
+def drawn(ranks, number):
     """Draw the case of this number with a pipeline and data ranks; it depends on nothing else."""
     random = Random(f"{ranks} {number}")
     pick = random.choice
@@ -61,7 +58,7 @@ def drawn(ranks: int, number: int) -> Drawn:
     data, zero = rest // beside, pick((0, 1, 2, 3, 3))
     replicas = pick((1, 2)) if zero and data % 2 == 0 else 1
     virtual = pick((2, 3)) if kind.interleaved and pipeline == 2 else kind.virtual_stages
-    layout: dict[str, Any] = {"pipeline": pipeline, "data": data, "zero": zero, "data_replicate": replicas}
+    layout = {"pipeline": pipeline, "data": data, "zero": zero, "data_replicate": replicas}
     layout |= {axis: beside} if beside > 1 else {}
     pool = data * layout.get("context", 1) // (replicas if zero else 1)
     layout["expert"] = pick([size for size in (1, 2, 4) if pool % size == 0]) if name in EXPERTS else 1
@@ -112,13 +109,13 @@ QUICK_RUNS, SLOW_RUNS = (
 
 
 @pytest.mark.parametrize("number", range(len(QUICK)), ids=map(str, QUICK))
-def test_a_step_sends_what_is_planned(number: int) -> None:
+def test_a_step_sends_what_is_planned(number):
     for sent, planned in QUICK_RUNS[number]:
         assert sent == planned
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(SLOW)), ids=map(str, SLOW))
-def test_a_step_of_further_layouts_sends_what_is_planned(number: int) -> None:
+def test_a_step_of_further_layouts_sends_what_is_planned(number):
     for sent, planned in SLOW_RUNS[number]:
         assert sent == planned

@@ -1,26 +1,20 @@
 """A predicted step: its parts add up, and follow the formulas where these hold."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-from trilith.layers import Checkpointing, Cost
+from support.configs import MODELS
+from trilith.layers import Cost
 from trilith.models import family_of, published_size
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.pipeline import bubble, timetable
-from trilith.pipeline.schedule_actions import Kind
 from trilith.pipeline.timetable import UNIT_COSTS, layout_of, step_length
 from trilith.planner import Work, sampled
 from trilith.planner.time import (
     MACHINES,
     PARTS,
-    Machine,
-    StepTime,
     machine_from_bench,
     machine_named,
     spending,
@@ -28,12 +22,11 @@ from trilith.planner.time import (
 )
 from trilith.planner.time.collectives import Links, group_of, placement
 from trilith.planner.time.kernels import OPERATORS, Kernels, heavier
-from trilith.testing.tiny_models import MODELS
 
 H100 = machine_named("h100-80gb")
 
 
-def predicted(size: str | dict[str, Any], layout: Layout, machine: Any = H100, **given: Any) -> StepTime:
+def predicted(size, layout, machine=H100, **given):
     raw = dict(published_size(size).with_fields({})) if isinstance(size, str) else size
     family = family_of(raw)
     config = family.from_hf(raw)
@@ -43,7 +36,7 @@ def predicted(size: str | dict[str, Any], layout: Layout, machine: Any = H100, *
     return step_time(sampled(family, config, layout), work, machine, **options)
 
 
-def test_groups_lie_on_nodes_as_ranks_are_numbered() -> None:
+def test_groups_lie_on_nodes_as_ranks_are_numbered():
     assert placement(8, 1, 8) == (placement(8, 1, 16))  # a tensor group fills one node
     assert (placement(16, 1, 8).nodes, placement(16, 1, 8).together) == (2, 8)
     assert (placement(128, 8, 8).nodes, placement(128, 8, 8).together) == (128, 1)
@@ -64,7 +57,7 @@ def test_groups_lie_on_nodes_as_ranks_are_numbered() -> None:
         (Layout.of(tensor=5, pipeline=3), 4),
     ],
 )
-def test_the_group_of_an_axis_is_timed_that_lies_worst(layout: Layout, gpus: int) -> None:
+def test_the_group_of_an_axis_is_timed_that_lies_worst(layout, gpus):
     """Against all groups, one rank at a time."""
     links = Links(layout, replace(H100, gpus=gpus))
     for axis in ("tensor", "context", "expert", "data", "pipeline", "samples"):
@@ -79,7 +72,7 @@ def test_the_group_of_an_axis_is_timed_that_lies_worst(layout: Layout, gpus: int
         assert (links.place(axis).nodes, -links.place(axis).together) == worst, axis
 
 
-def test_a_collective_takes_the_link_that_it_runs_on() -> None:
+def test_a_collective_takes_the_link_that_it_runs_on():
     """A ring of n ranks sends 2 (n - 1) / n of the bytes; over nodes at the rate of the network."""
     size = 1e9
     inside = Links(Layout.of(tensor=8), H100)
@@ -97,7 +90,7 @@ def test_a_collective_takes_the_link_that_it_runs_on() -> None:
     assert small < 2 * 127 * H100.between.latency  # a tree: by halves of the nodes
 
 
-def test_equal_stages_wait_as_long_as_the_formula_says() -> None:
+def test_equal_stages_wait_as_long_as_the_formula_says():
     for name, stages, virtual in (("1f1b", 4, 1), ("gpipe", 4, 1), ("interleaved", 4, 2), ("zbv", 4, 2)):
         layout = layout_of(name, stages, virtual)
         costs = [UNIT_COSTS] * layout.stages
@@ -108,20 +101,18 @@ def test_equal_stages_wait_as_long_as_the_formula_says() -> None:
 @pytest.mark.parametrize(
     "name", ["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"]
 )
-def test_many_micro_batches_take_as_long_as_their_whole_timetable(name: str) -> None:
+def test_many_micro_batches_take_as_long_as_their_whole_timetable(name):
     layout = layout_of(name, 4)
-    costs: list[dict[Kind, float]] = [
-        {"F": 1 + stage % 3 / 4, "B": 2.5, "I": 1.25, "W": 1.25} for stage in range(layout.stages)
-    ]
+    costs = [{"F": 1 + stage % 3 / 4, "B": 2.5, "I": 1.25, "W": 1.25} for stage in range(layout.stages)]
     for sending in (0.0, 0.1):
         whole = timetable(name, layout, 44, costs, sending).length
         assert step_length(name, layout, 44, costs, sending) == pytest.approx(whole, rel=1e-9)
     assert timetable(name, layout, 12, costs, 0.5).length > timetable(name, layout, 12, costs).length
 
 
-def test_the_slowest_stage_sets_the_pace() -> None:
+def test_the_slowest_stage_sets_the_pace():
     layout = layout_of("1f1b", 4)
-    costs: list[dict[Kind, float]] = [dict(UNIT_COSTS) for _ in range(4)]
+    costs = [dict(UNIT_COSTS) for _ in range(4)]
     even = step_length("1f1b", layout, 64, costs, 0.0)
     costs[3] = {kind: 1.5 * cost for kind, cost in UNIT_COSTS.items()}
     assert step_length("1f1b", layout, 64, costs, 0.0) == pytest.approx(1.5 * even, rel=0.05)
@@ -137,7 +128,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_parts_of_a_step_add_up_and_none_is_negative(layout: Layout) -> None:
+def test_the_parts_of_a_step_add_up_and_none_is_negative(layout):
     schedule = "zbv" if layout.v_shape else "1f1b"
     found = predicted("llama-3.2-1b", layout, schedule=schedule)
     assert tuple(found.parts) == PARTS
@@ -154,7 +145,7 @@ def test_the_parts_of_a_step_add_up_and_none_is_negative(layout: Layout) -> None
     assert len(found.busy) == layout.pipeline and len(found.stages) == layout.stages
 
 
-def test_what_a_layout_or_a_machine_lacks_costs_time() -> None:
+def test_what_a_layout_or_a_machine_lacks_costs_time():
     """Each change names what must grow, and by what it differs from the first step."""
     layout = Layout.of(tensor=8, sequence=True, data=2, zero=1)
     first = predicted("llama-3.1-8b", layout)
@@ -175,7 +166,7 @@ def test_what_a_layout_or_a_machine_lacks_costs_time() -> None:
     assert sharded.parts["data"] > predicted("llama-3.1-8b", layout, slow).parts["data"]
 
 
-def test_experts_that_leave_a_node_are_waited_for_longer() -> None:
+def test_experts_that_leave_a_node_are_waited_for_longer():
     near, far = (Layout.of(data=8, zero=1, expert=4), Layout.of(tensor=4, data=8, zero=1, expert=4))
     model = MODELS["qwen3_moe"]
     none = predicted(model, Layout.of(data=8, zero=1), sequence_length=64)
@@ -185,15 +176,15 @@ def test_experts_that_leave_a_node_are_waited_for_longer() -> None:
     assert again == pytest.approx(1.5 * inside.parts["expert"])  # there and back, three times for two
 
 
-def test_experts_and_recurrences_pass_over_memory_more_often() -> None:
+def test_experts_and_recurrences_pass_over_memory_more_often():
     whole = {name: family_of(MODELS[name]).on_meta(family_of(MODELS[name]).from_hf(MODELS[name])) for name in
              ("llama", "mixtral", "qwen3_next")}  # fmt: skip
     dense, experts, recurrent = (heavier(model.layers["0"]) for model in whole.values())
     assert dense == (1, 1) < experts < recurrent
 
 
-def test_a_cpu_waits_for_what_the_host_does_in_recomputation_and_a_gpu_does_not() -> None:
-    def again(machine: Machine, mode: Checkpointing) -> float:
+def test_a_cpu_waits_for_what_the_host_does_in_recomputation_and_a_gpu_does_not():
+    def again(machine, mode):
         return Kernels(machine, "eager", "bfloat16", 1).again(Cost(), 10, mode)
 
     gpu = replace(H100, efficiency=replace(H100.efficiency, again={"full": 1e-3, "selective": 3e-3}))
@@ -202,7 +193,7 @@ def test_a_cpu_waits_for_what_the_host_does_in_recomputation_and_a_gpu_does_not(
     assert [again(gpu, mode) / one for mode in ("full", "selective")] == pytest.approx([1, 0.5])
 
 
-def test_a_collective_in_a_block_of_a_cpu_takes_longer_and_nothing_hides_it() -> None:
+def test_a_collective_in_a_block_of_a_cpu_takes_longer_and_nothing_hides_it():
     cpu = replace(
         H100,
         asynchronous=False,
@@ -223,7 +214,7 @@ def test_a_collective_in_a_block_of_a_cpu_takes_longer_and_nothing_hides_it() ->
     assert slow["data"] > fast["data"]
 
 
-def test_a_rank_of_a_cpu_computes_nothing_while_it_takes_a_message() -> None:
+def test_a_rank_of_a_cpu_computes_nothing_while_it_takes_a_message():
     """Under GPipe the last stage has more to do, so its rank takes one message after the other, and the first
     stage takes the last gradient.
     """
@@ -247,7 +238,7 @@ def test_a_rank_of_a_cpu_computes_nothing_while_it_takes_a_message() -> None:
         assert found == pytest.approx({"F": forward, "I": back, "W": 0, "B": back}, abs=1e-12)
 
 
-def test_context_ranks_compute_attention_again_under_selective_checkpointing() -> None:
+def test_context_ranks_compute_attention_again_under_selective_checkpointing():
     """One context rank keeps attention's result, several do not (``spare_memory``)."""
     alone, two = (
         predicted("llama-3.2-1b", Layout.of(context=n), checkpointing="selective", compiled=False)
@@ -256,13 +247,13 @@ def test_context_ranks_compute_attention_again_under_selective_checkpointing() -
     assert two.parts["recompute"] > alone.parts["recompute"]  # with half of the tokens
 
 
-def test_every_family_has_a_step_that_takes_longer_with_more_tokens() -> None:
+def test_every_family_has_a_step_that_takes_longer_with_more_tokens():
     for name, model in MODELS.items():
         one, two = (predicted(model, Layout(), sequence_length=64, micro_batches=n).seconds for n in (1, 2))
         assert 0 < one < two < 2 * one, name
 
 
-def test_a_run_costs_what_its_hours_cost() -> None:
+def test_a_run_costs_what_its_hours_cost():
     """16,384 GPUs for 54 days are 21.2 million GPU-hours."""
     step = predicted("llama-3.2-1b", Layout())
     tokens = step.rate * 54 * 86400
@@ -273,7 +264,7 @@ def test_a_run_costs_what_its_hours_cost() -> None:
     assert found.kilowatt_hours == pytest.approx(0.7 * found.gpu_hours)
 
 
-def test_the_table_of_machines_states_sources_and_rates_without_sparsity() -> None:
+def test_the_table_of_machines_states_sources_and_rates_without_sparsity():
     assert machine_named("h100-80gb").peak("bfloat16") == 989e12
     assert machine_named("h100-80gb", gpus_per_node=4).gpus == 4
     for one in MACHINES.values():
@@ -290,7 +281,7 @@ def test_the_table_of_machines_states_sources_and_rates_without_sparsity() -> No
         machine_named("a100-80gb").peak("float8")
 
 
-BENCH: dict[str, Any] = {
+BENCH = {
     "machine": {
         "device": "cpu", "gpus": 0, "ranks": 2, "processor": "a CPU", "cores": 8, "memory": 8 * 2**30,
     },
@@ -319,7 +310,7 @@ BENCH: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_measured_machine_takes_the_place_of_the_table(tmp_path: Path) -> None:
+def test_a_measured_machine_takes_the_place_of_the_table(tmp_path):
     path = tmp_path / "bench.json"
     path.write_text(json.dumps(BENCH))
     machine = machine_from_bench(path)
@@ -350,7 +341,7 @@ def test_a_measured_machine_takes_the_place_of_the_table(tmp_path: Path) -> None
     assert step.source == f"measured: {path}" and step.seconds > 0
 
 
-def test_a_file_that_lacks_a_figure_is_refused_with_the_command_that_measures_it(tmp_path: Path) -> None:
+def test_a_file_that_lacks_a_figure_is_refused_with_the_command_that_measures_it(tmp_path):
     path = tmp_path / "bench.json"
     keys = ("module, forward and backward: us", "module, checkpointing full: us", "matmul, fp32: TFLOP/s")
     waits = (

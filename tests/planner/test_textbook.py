@@ -1,16 +1,14 @@
 """The figures that textbooks and tutorials print, from the functions that compute a plan."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from trilith.layers import Checkpointing, ColumnParallelLinear
+from trilith.layers import ColumnParallelLinear
 from trilith.models import published_size
 from trilith.parallel_state import Layout, ParallelState
 from trilith.pipeline import bubble_share, micro_batches_for
 from trilith.planner import Work, plan_memory
 from trilith.planner.formulas.axis_bytes import tensor_block_bytes
-from trilith.planner.formulas.bytes_per_parameter import PLAIN_ADAMW, StateBytes, state_bytes
+from trilith.planner.formulas.bytes_per_parameter import PLAIN_ADAMW, state_bytes
 from trilith.planner.formulas.ring_and_tree import ring_seconds, ring_wire_bytes
 from trilith.planner.formulas.training_time import DAY, device_hours, training_flops, training_seconds
 from trilith.recipes.checks import check_batch
@@ -19,23 +17,23 @@ from trilith.recipes.sections import DataSection
 GB = 1e9
 
 
-def gigabytes(held: StateBytes) -> tuple[float, float, float, float]:
+def gigabytes(held):
     weights, gradients = round(held.weights / GB, 6), round(held.gradients / GB, 6)
     return weights, gradients, round(held.optimizer / GB, 6), round(held.total / GB, 6)
 
 
-def test_7b_in_mixed_precision_is_14_and_14_and_84_gb() -> None:
+def test_7b_in_mixed_precision_is_14_and_14_and_84_gb():
     assert gigabytes(state_bytes(7e9)) == (14, 14, 84, 112)
 
 
 @pytest.mark.parametrize(
     ("zero", "expected"), [(1, (14, 14, 21, 49)), (2, (14, 3.5, 21, 38.5)), (3, (3.5, 3.5, 21, 28))]
 )
-def test_7b_on_4_gpus_in_each_zero_stage(zero: int, expected: tuple[float, ...]) -> None:
+def test_7b_on_4_gpus_in_each_zero_stage(zero, expected):
     assert gigabytes(state_bytes(7e9, zero=zero, data_ranks=4)) == expected
 
 
-def test_70b_on_8_gpus_is_840_gb_under_ddp_and_105_under_fsdp() -> None:
+def test_70b_on_8_gpus_is_840_gb_under_ddp_and_105_under_fsdp():
     """The textbook counts 8 bytes of moments and no fp32 weights."""
     ddp = state_bytes(70e9, data_ranks=8, optimizer_bytes=PLAIN_ADAMW)
     fsdp = state_bytes(70e9, zero=3, data_ranks=8, optimizer_bytes=PLAIN_ADAMW)
@@ -44,22 +42,22 @@ def test_70b_on_8_gpus_is_840_gb_under_ddp_and_105_under_fsdp() -> None:
 
 
 @pytest.mark.parametrize(("micro_batches", "percent"), [(1, 75.0), (16, 15.8), (32, 8.6)])
-def test_the_bubble_of_4_stages(micro_batches: int, percent: float) -> None:
+def test_the_bubble_of_4_stages(micro_batches, percent):
     assert round(100 * bubble_share(4, micro_batches), 1) == percent
 
 
 @pytest.mark.parametrize(("micro_batches", "percent"), [(8, 20.5), (16, 34.0), (32, 50.8), (64, 67.4)])
-def test_the_efficiency_of_32_stages(micro_batches: int, percent: float) -> None:
+def test_the_efficiency_of_32_stages(micro_batches, percent):
     assert round(100 * (1 - bubble_share(32, micro_batches)), 1) == percent
 
 
-def test_32_stages_reach_90_percent_with_279_micro_batches() -> None:
+def test_32_stages_reach_90_percent_with_279_micro_batches():
     assert micro_batches_for(0.1, 32) == 279
     assert round(1 - bubble_share(32, 279), 12) == 0.9 > 1 - bubble_share(32, 278)
 
 
 @pytest.mark.parametrize(("rate", "seconds"), [(900, 0.31), (50, 5.6)])
-def test_a_ring_all_reduce_of_70b_in_fp16_sends_280_gb(rate: float, seconds: float) -> None:
+def test_a_ring_all_reduce_of_70b_in_fp16_sends_280_gb(rate, seconds):
     """280 GB is twice the tensor, which a ring of many ranks approaches from below."""
     tensor = 70e9 * 2
     assert round(ring_wire_bytes("all_reduce", tensor, 1024) / GB) == 280
@@ -68,17 +66,17 @@ def test_a_ring_all_reduce_of_70b_in_fp16_sends_280_gb(rate: float, seconds: flo
     assert found == pytest.approx(seconds, rel=0.005)
 
 
-def test_70b_over_256_gpus_at_100_gbit_takes_22_seconds() -> None:
+def test_70b_over_256_gpus_at_100_gbit_takes_22_seconds():
     found = ring_seconds("all_reduce", 70e9 * 2, 256, bytes_per_second=100e9 / 8)
     assert round(found, 1) == 22.3
 
 
-def test_ddp_of_8_ranks_with_32_rows_each_is_a_batch_of_256() -> None:
+def test_ddp_of_8_ranks_with_32_rows_each_is_a_batch_of_256():
     data = DataSection(tokens="tokens", sequence_length=4096, global_batch=256, micro_batch=32)
     assert check_batch(data, Layout.of(data=8), "recipe") == 1
 
 
-def test_a_column_shard_of_4096_by_4096_over_4_is_4096_by_1024() -> None:
+def test_a_column_shard_of_4096_by_4096_over_4_is_4096_by_1024():
     """PyTorch stores a weight as outputs x inputs; the textbook writes inputs x outputs."""
     state = ParallelState.stand_in(Layout.of(tensor=4))
     with torch.device("meta"):
@@ -87,7 +85,7 @@ def test_a_column_shard_of_4096_by_4096_over_4_is_4096_by_1024() -> None:
     assert (inputs, outputs) == (4096, 1024)
 
 
-def test_tensor_parallelism_sends_four_all_reduces_a_layer() -> None:
+def test_tensor_parallelism_sends_four_all_reduces_a_layer():
     """Two forward, two backward, each of tokens x hidden: 8192 tokens of Llama 3 405B over 8 ranks."""
     tensor = 8192 * 16384 * 2
     assert tensor_block_bytes(8192, 16384, 8) == 4 * 2 * 7 / 8 * tensor == 1_879_048_192
@@ -96,17 +94,17 @@ def test_tensor_parallelism_sends_four_all_reduces_a_layer() -> None:
 @pytest.mark.parametrize(
     ("gpus", "tensor", "pipeline", "data"), [(1024, 8, 16, 8), (16384, 8, 16, 128), (2048, 8, 16, 16)]
 )
-def test_three_axes_multiply_to_the_world(gpus: int, tensor: int, pipeline: int, data: int) -> None:
+def test_three_axes_multiply_to_the_world(gpus, tensor, pipeline, data):
     assert Layout.of(tensor=tensor, pipeline=pipeline, data=data).world == gpus
 
 
-def test_405b_on_2048_gpus_takes_tensor_8_pipeline_16_data_16() -> None:
+def test_405b_on_2048_gpus_takes_tensor_8_pipeline_16_data_16():
     """Tensor ranks fill a node of 8. Then the pipeline is the shortest of which every rank fits into 80 GB
     (77 beside the runtime) with selective recomputation; four stages do not even fit with full.
     """
     size = published_size("llama-3.1-405b")
 
-    def largest(pipeline: int, checkpointing: Checkpointing) -> float:
+    def largest(pipeline, checkpointing):
         layout = Layout.of(tensor=8, pipeline=pipeline, data=256 // pipeline, zero=1, sequence=True)
         plans = []
         for rank in (0, layout.world - 1):
@@ -122,7 +120,7 @@ def test_405b_on_2048_gpus_takes_tensor_8_pipeline_16_data_16() -> None:
     assert largest(16, "selective") < 77
 
 
-def test_training_flops_of_llama_3_70b() -> None:
+def test_training_flops_of_llama_3_70b():
     flops = training_flops(70e9, 15e12)
     assert flops == 6.3e24
     seconds = training_seconds(flops, devices=2048, peak_flops_per_second=989e12, mfu=0.4)

@@ -1,10 +1,7 @@
 """Count, to the byte, what each ZeRO stage holds between two micro-batches: the plan is within 5%."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from trilith.testing import LiveBytes, run_parallel
 from trilith.training import Precision, TrainStep, make_adamw, shard_over_data
 from trilith.training import base_step as steps
 
-LLAMA: dict[str, Any] = {
+LLAMA = {
     "model_type": "llama",
     "vocab_size": 512,
     "hidden_size": 128,
@@ -41,11 +38,11 @@ CASES = [
 ]
 
 
-def held(cases: list[Case]) -> list[tuple[int, int]]:
+def held(cases):
     return [held_between_micro_batches(case) for case in cases]
 
 
-def held_between_micro_batches(case: Case) -> tuple[int, int]:
+def held_between_micro_batches(case):
     """Return the bytes alive in the second step after its first backward: measured, planned. bf16 in fp32."""
     state = ParallelState.start(case.layout)
     family = family_of(LLAMA)
@@ -57,10 +54,10 @@ def held_between_micro_batches(case: Case) -> tuple[int, int]:
         model, state, Precision(torch.float32, torch.bfloat16, torch.float32), offload=case.offload
     )
     gc.collect()
-    seen: list[int] = []
+    seen = []
     before = steps.before_backward
 
-    def noted(*arguments: Any, **named: Any) -> None:
+    def noted(*arguments, **named):
         if len(seen) == 3:
             gc.collect()
         seen.append(memory.now)
@@ -82,7 +79,7 @@ def held_between_micro_batches(case: Case) -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[Case, list[tuple[int, int]]]:
+def measured():
     found = {}
     for world in (2, 4):
         cases = [case for case in CASES if case.layout.world == world]
@@ -92,8 +89,6 @@ def measured() -> dict[Case, list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.layout}-offload={case.offload}")
-def test_between_micro_batches_a_rank_holds_what_is_planned(
-    case: Case, measured: dict[Case, list[tuple[int, int]]]
-) -> None:
+def test_between_micro_batches_a_rank_holds_what_is_planned(case, measured):
     for found, planned in measured[case]:
         assert found == pytest.approx(planned, rel=0.05), found / planned

@@ -3,29 +3,25 @@
 The scripts in ``megatron/`` state the arguments of three public examples, written anew.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from trilith.cli.app import run
 from trilith.data.token_writer import TokenWriter
 from trilith.parallel_state import BadInput
-from trilith.recipes import Recipe, load_recipe
+from trilith.recipes import load_recipe
 from trilith.recipes.foreign.from_megatron import from_megatron
 from trilith.recipes.foreign.megatron_arguments import Arguments, read_arguments
 from trilith.recipes.foreign.shell_script import ShellScript
-from trilith.recipes.foreign.translation import Translation
 
 SCRIPTS = Path(__file__).parent / "megatron"
 TOKENIZER = Path(__file__).parents[1] / "data" / "foreign_tokens" / "tokenizer"
 #: A small model, as Megatron stores its arguments.
-SMALL: dict[str, Any] = {
+SMALL = {
     **{
         "num_layers": 4,
         "hidden_size": 64,
@@ -58,24 +54,24 @@ SMALL: dict[str, Any] = {
 }
 
 
-def translated(values: dict[str, Any], *, ranks: int | None = None) -> Translation:
+def translated(values, *, ranks=None):
     world = values.get("world_size")
     rest = {key: value for key, value in values.items() if key != "world_size"}
     return from_megatron(Arguments(rest, world, []), "args.json", ranks=ranks)
 
 
-def recipe_of(found: Translation, tmp_path: Path) -> Recipe:
+def recipe_of(found, tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text(found.toml())
     fill = {"data.tokens": "tokens", "model.config.vocab_size": 50257, "model.init_from": "model"}
     return load_recipe(path, [f"{key}={value}" for key, value in fill.items() if key in found.blanks])
 
 
-def lost(found: Translation) -> set[str]:
+def lost(found):
     return {line.split(" = ")[0] for line in found.missed}
 
 
-def test_gpt3_of_175b(tmp_path: Path) -> None:
+def test_gpt3_of_175b(tmp_path):
     given = read_arguments(SCRIPTS / "gpt3.sh")
     with pytest.raises(
         BadInput, match=r"a multiple of tensor=8 x pipeline=16 x context=1, found 8\. .*--ranks"
@@ -110,7 +106,7 @@ def test_gpt3_of_175b(tmp_path: Path) -> None:
     assert {"rampup_batch_size", "lr_decay_iters", "hysteresis", "split", "vocab_file"} <= lost(found)
 
 
-def test_llama_3_in_float8(tmp_path: Path) -> None:
+def test_llama_3_in_float8(tmp_path):
     found = from_megatron(read_arguments(SCRIPTS / "llama3.sh"), "llama3.sh")
     recipe = recipe_of(found, tmp_path)
     assert (recipe.compute, recipe.reduce, recipe.out) == ("float8", "bfloat16", "checkpoints/llama3_8b_fp8")
@@ -126,7 +122,7 @@ def test_llama_3_in_float8(tmp_path: Path) -> None:
     )
 
 
-def test_mixtral_with_a_blend(tmp_path: Path) -> None:
+def test_mixtral_with_a_blend(tmp_path):
     found = from_megatron(read_arguments(SCRIPTS / "mixtral.sh"), "mixtral.sh")
     recipe = recipe_of(found, tmp_path)
     layout = recipe.layout
@@ -147,7 +143,7 @@ def test_mixtral_with_a_blend(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt3", "llama3", "mixtral", "small"])
-def test_every_recipe_passes_a_dry_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_recipe_passes_a_dry_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = SCRIPTS / f"{name}.sh"
     if name == "small":
@@ -163,7 +159,7 @@ def test_every_recipe_passes_a_dry_run(name: str, tmp_path: Path, monkeypatch: p
     assert run(["train", "recipe.toml", "--dry-run", *fill]) == 0
 
 
-def words_of_bash(script: Path, positional: list[str], tmp_path: Path) -> list[str]:
+def words_of_bash(script, positional, tmp_path):
     """Run the script in bash with a `torchrun` that prints its words."""
     stub = tmp_path / "torchrun"
     stub.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
@@ -182,7 +178,7 @@ def words_of_bash(script: Path, positional: list[str], tmp_path: Path) -> list[s
 
 
 @pytest.mark.parametrize("name", ["gpt3", "llama3", "mixtral"])
-def test_the_words_of_a_script_are_those_of_bash(name: str, tmp_path: Path) -> None:
+def test_the_words_of_a_script_are_those_of_bash(name, tmp_path):
     positional = ["$1", "$2", "$3"] if name == "gpt3" else []
     read = ShellScript((SCRIPTS / f"{name}.sh").read_text(), name)
     (words,) = [words for words in read.commands if words[0] == "torchrun"]
@@ -210,7 +206,7 @@ def test_the_words_of_a_script_are_those_of_bash(name: str, tmp_path: Path) -> N
         "A='--x 1'\nA+=' --y 2'\ntorchrun ${A} \"${A}\"",
     ],
 )
-def test_what_a_shell_makes_of_words_is_what_bash_makes(script: str, tmp_path: Path) -> None:
+def test_what_a_shell_makes_of_words_is_what_bash_makes(script, tmp_path):
     path = tmp_path / "script.sh"
     path.write_text(script.replace("${NO:+n}", ""))
     read = ShellScript(path.read_text(), "script.sh")
@@ -226,7 +222,7 @@ def test_what_a_shell_makes_of_words_is_what_bash_makes(script: str, tmp_path: P
     )
 
 
-def test_no_command_of_a_script_is_run(tmp_path: Path) -> None:
+def test_no_command_of_a_script_is_run(tmp_path):
     path = tmp_path / "train.sh"
     path.write_text(
         "touch made\nTP=$(touch made; echo 2)\nPP=`touch made`\n"
@@ -241,7 +237,7 @@ def test_no_command_of_a_script_is_run(tmp_path: Path) -> None:
     assert "seed = 1: said again" in unsure and "a loop" in unsure
 
 
-def test_a_script_stored_arguments_and_yaml_make_the_same_recipe(tmp_path: Path) -> None:
+def test_a_script_stored_arguments_and_yaml_make_the_same_recipe(tmp_path):
     flags = [
         f"--{key.replace('_', '-')} {value}" for key, value in SMALL.items() if not isinstance(value, bool)
     ]
@@ -267,7 +263,7 @@ def test_a_script_stored_arguments_and_yaml_make_the_same_recipe(tmp_path: Path)
 
 
 #: One argument changed or added, and the key of the recipe that says it, with its value.
-MAPPED: list[tuple[dict[str, Any], str, Any]] = [
+MAPPED = [
     (
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
         "layout.virtual_stages",
@@ -342,9 +338,7 @@ MAPPED: list[tuple[dict[str, Any], str, Any]] = [
 
 
 @pytest.mark.parametrize(("changes", "key", "expected"), MAPPED, ids=lambda value: str(value)[:50])
-def test_an_argument_becomes_its_key(
-    changes: dict[str, Any], key: str, expected: Any, tmp_path: Path
-) -> None:
+def test_an_argument_becomes_its_key(changes, key, expected, tmp_path):
     path = tmp_path / "args.json"
     path.write_text(json.dumps({key: value for key, value in (SMALL | changes).items() if value is not None}))
     found = from_megatron(read_arguments(path), "args.json").values.get(key)
@@ -355,10 +349,10 @@ def test_an_argument_becomes_its_key(
 
 
 @pytest.mark.parametrize("name", ["gpt3", "llama3", "mixtral"])
-def test_no_argument_vanishes(name: str) -> None:
+def test_no_argument_vanishes(name):
     given, ranks = read_arguments(SCRIPTS / f"{name}.sh"), 1024 if name == "gpt3" else None
 
-    def outcome(values: dict[str, Any]) -> str:
+    def outcome(values):
         try:
             return from_megatron(Arguments(values, given.ranks, []), "x", ranks=ranks).toml()
         except BadInput as error:
@@ -429,13 +423,13 @@ def test_no_argument_vanishes(name: str) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_contradictions_are_refused(changes: dict[str, Any], said: str) -> None:
+def test_contradictions_are_refused(changes, said):
     with pytest.raises(BadInput, match=said) as refused:
         translated(SMALL | changes)
     assert "\n" not in str(refused.value)
 
 
-def test_a_model_that_no_family_is_stays_to_be_filled_in() -> None:
+def test_a_model_that_no_family_is_stays_to_be_filled_in():
     for changes in ({"multi_latent_attention": True}, {"squared_relu": True}, {"rotary_percent": 0.5}):
         found = translated(SMALL | changes)
         assert "model.init_from" in found.blanks and "the model" in lost(found)
@@ -444,7 +438,7 @@ def test_a_model_that_no_family_is_stays_to_be_filled_in() -> None:
     assert "model.init_from" in found.blanks and "max_position_embeddings" in lost(found)
 
 
-def test_weights_of_held_out_data_are_listed() -> None:
+def test_weights_of_held_out_data_are_listed():
     found = translated(SMALL | {"train_data_path": ["a"], "valid_data_path": ["1", "b", "3", "c"]})
     assert found.values["evaluation.tokens"] == ["b", "c"] and "valid_data_path" in lost(found)
 
@@ -483,9 +477,7 @@ def test_weights_of_held_out_data_are_listed() -> None:
         ("a.txt", "x", "a script"),
     ],
 )
-def test_files_that_are_no_arguments_are_refused_in_a_moment(
-    name: str, content: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_are_no_arguments_are_refused_in_a_moment(name, content, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path(name).write_text(content)
     with pytest.raises(BadInput, match=said) as refused:

@@ -1,9 +1,6 @@
 """Recipes: what they accept, and one line for what they do not."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from trilith.parallel_state import BadInput
@@ -22,13 +19,13 @@ global_batch = 8
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+def recipe(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE)
     return path
 
 
-def test_overrides_are_toml_values_and_bare_words(recipe: Path) -> None:
+def test_overrides_are_toml_values_and_bare_words(recipe):
     loaded = load_recipe(
         recipe,
         ["layout.tensor=2", "layout.split=[1, 2]", "out=other/run", "optimizer.lr=1e-4", "stop_after=3"],
@@ -37,7 +34,7 @@ def test_overrides_are_toml_values_and_bare_words(recipe: Path) -> None:
     assert (loaded.optimizer.lr, loaded.stop_after) == (1e-4, 3)
 
 
-def test_zero_puts_the_data_ranks_on_the_right_axis(recipe: Path) -> None:
+def test_zero_puts_the_data_ranks_on_the_right_axis(recipe):
     plain = load_recipe(recipe, ["layout.data=4"]).layout
     sharded = load_recipe(recipe, ["layout.data=4", "layout.zero=2", "layout.data_replicate=2"]).layout
     assert (plain.data_replicate, plain.data_shard) == (4, 1)
@@ -68,18 +65,18 @@ def test_zero_puts_the_data_ranks_on_the_right_axis(recipe: Path) -> None:
         pytest.param("steps.more=1", r"expected a section", id="not-a-section"),
     ],
 )
-def test_what_is_wrong_is_named(recipe: Path, override: str, message: str) -> None:
+def test_what_is_wrong_is_named(recipe, override, message):
     with pytest.raises(BadInput, match=message) as error:
         load_recipe(recipe, [override])
     assert "\n" not in str(error.value)
 
 
-def test_sequence_parallelism_needs_a_sequence_that_divides_E9(recipe: Path) -> None:
+def test_sequence_parallelism_needs_a_sequence_that_divides_E9(recipe):
     with pytest.raises(BadInput, match=r"data\.sequence_length: expected a multiple of tensor=4"):
         load_recipe(recipe, ["layout.tensor=4", "layout.sequence=true", "data.sequence_length=30"])
 
 
-def test_context_ranks_need_a_sequence_of_as_many_pairs_of_chunks_E7(recipe: Path) -> None:
+def test_context_ranks_need_a_sequence_of_as_many_pairs_of_chunks_E7(recipe):
     assert load_recipe(recipe, ["layout.context=4"]).layout.context == 4
     with pytest.raises(BadInput) as error:
         load_recipe(recipe, ["layout.context=4", "data.sequence_length=30"])
@@ -91,7 +88,7 @@ def test_context_ranks_need_a_sequence_of_as_many_pairs_of_chunks_E7(recipe: Pat
         load_recipe(recipe, ["layout.ring=circle"])
 
 
-def test_a_recipe_that_is_not_there_or_not_toml_is_named(tmp_path: Path) -> None:
+def test_a_recipe_that_is_not_there_or_not_toml_is_named(tmp_path):
     with pytest.raises(BadInput, match=r"none\.toml: expected a file, found nothing"):
         load_recipe(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("out = [")
@@ -99,20 +96,20 @@ def test_a_recipe_that_is_not_there_or_not_toml_is_named(tmp_path: Path) -> None
         load_recipe(tmp_path / "bad.toml")
 
 
-def test_a_last_phase_must_fit_between_warmup_and_end(recipe: Path) -> None:
+def test_a_last_phase_must_fit_between_warmup_and_end(recipe):
     wsd = ["optimizer.schedule=wsd", "optimizer.warmup=7"]
     assert load_recipe(recipe, [*wsd, "optimizer.decay=3"]).optimizer.decay == 3
     with pytest.raises(BadInput, match=r"optimizer\.decay: expected at most the 3 steps after the warm-up"):
         load_recipe(recipe, [*wsd, "optimizer.decay=4"])
 
 
-def test_fp16_keeps_masters_that_hold_what_it_cannot(recipe: Path) -> None:
+def test_fp16_keeps_masters_that_hold_what_it_cannot(recipe):
     assert load_recipe(recipe, ["compute=float16"]).dtype == "float32"
     with pytest.raises(BadInput, match=r"dtype: expected float32 with compute = float16, found bfloat16"):
         load_recipe(recipe, ["compute=float16", "dtype=bfloat16"])
 
 
-def test_clipping_is_turned_off_by_zero_or_its_name(recipe: Path) -> None:
+def test_clipping_is_turned_off_by_zero_or_its_name(recipe):
     assert load_recipe(recipe, ["optimizer.clip=none"]).optimizer.clip == 0.0
     assert load_recipe(recipe, ["optimizer.clip=0"]).optimizer.clip == 0.0
 
@@ -124,7 +121,7 @@ def test_clipping_is_turned_off_by_zero_or_its_name(recipe: Path) -> None:
         ("watch.activation_norms=true", "watch.norms=5"),
     ],
 )
-def test_a_key_that_would_do_nothing_is_refused(recipe: Path, idle: str, beside: str) -> None:
+def test_a_key_that_would_do_nothing_is_refused(recipe, idle, beside):
     with pytest.raises(BadInput, match=f"{idle.split('=')[0]}: expected .* beside it, found"):
         load_recipe(recipe, [idle])
     load_recipe(recipe, [beside])
@@ -139,6 +136,6 @@ PATHS = [
 
 @pytest.mark.parametrize("text", ["", "a\0b"], ids=["empty", "NUL"])
 @pytest.mark.parametrize("key", PATHS)
-def test_a_path_that_names_no_file_is_refused_by_its_key(recipe: Path, key: str, text: str) -> None:
+def test_a_path_that_names_no_file_is_refused_by_its_key(recipe, key, text):
     with pytest.raises(BadInput, match=rf"{key.replace('.', '[.]')}\S*: expected .*a path, not empty"):
         load_recipe(recipe, [f"{key}={json.dumps(text)}"])

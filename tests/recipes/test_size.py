@@ -1,43 +1,40 @@
 """A recipe that names a published size trains and plans the model of that config."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
+from support.configs import TINY_LLAMA
+from support.short_runs import tiny_recipe, train
 from trilith.checkpoints import read_source
 from trilith.cli.app import run
+from trilith.machine.random_files import write_tokens
 from trilith.models import GPT2Config, published_size
 from trilith.parallel_state import BadInput
 from trilith.recipes.recipe import parse_recipe, read_config
-from trilith.testing.short_runs import tiny_recipe, train, write_tokens
-from trilith.testing.tiny_models import TINY_LLAMA
 from trilith.training.dry_run import dry_run
 
 SMALL = {"vocab_size": 131, "num_hidden_layers": 2}
 
 
-def recipe_of(tmp_path: Path, model: dict[str, Any], **changes: Any) -> dict[str, Any]:
+def recipe_of(tmp_path, model, **changes):
     return {**tiny_recipe(tmp_path / "run", tmp_path / "tokens", **changes), "model": model}
 
 
-def test_a_dry_run_of_a_size_counts_the_published_parameters(tmp_path: Path) -> None:
+def test_a_dry_run_of_a_size_counts_the_published_parameters(tmp_path):
     write_tokens(tmp_path / "tokens")
     found = dry_run(parse_recipe(recipe_of(tmp_path, {"size": "llama-3.2-1b"}, layout={"tensor": 8})))
     assert found.parameters == 1_235_814_400
     assert found.notes == []
 
 
-def test_fields_beside_a_size_replace_its_own_under_each_of_their_names(tmp_path: Path) -> None:
+def test_fields_beside_a_size_replace_its_own_under_each_of_their_names(tmp_path):
     for fields in ({"n_layer": 3}, {"num_hidden_layers": 3}):
         model = parse_recipe(recipe_of(tmp_path, {"size": "gpt2", "config": fields})).model
         config = GPT2Config.from_hf(read_config(model))
         assert config == published_size("gpt2").config.model_copy(update={"num_hidden_layers": 3})
 
 
-def test_a_run_of_a_size_writes_every_field_into_its_checkpoints(tmp_path: Path) -> None:
+def test_a_run_of_a_size_writes_every_field_into_its_checkpoints(tmp_path):
     write_tokens(tmp_path / "tokens")
     raw = recipe_of(tmp_path, {"size": "smollm2-135m", "config": SMALL}, steps=1, dtype="float32")
     train(raw)
@@ -63,20 +60,16 @@ def test_a_run_of_a_size_writes_every_field_into_its_checkpoints(tmp_path: Path)
         ({}, "model: expected init_from, config or size"),
     ],
 )
-def test_a_size_beside_another_model_and_a_size_that_is_none_are_refused(
-    tmp_path: Path, model: dict[str, Any], words: str
-) -> None:
+def test_a_size_beside_another_model_and_a_size_that_is_none_are_refused(tmp_path, model, words):
     with pytest.raises(BadInput, match=words):
         parse_recipe(recipe_of(tmp_path, model))
 
 
 @pytest.mark.parametrize("stated", [{"size": "llama-3.2-1b", "config": {}}, {"config": TINY_LLAMA}])
-def test_a_key_that_the_family_does_not_read_is_refused_in_a_recipe(
-    tmp_path: Path, stated: dict[str, Any]
-) -> None:
+def test_a_key_that_the_family_does_not_read_is_refused_in_a_recipe(tmp_path, stated):
     """In a config.json, which other programs write too, it gives a warning."""
 
-    def config(**more: Any) -> dict[str, Any]:
+    def config(**more):
         model = {**stated, "config": stated["config"] | more}
         return read_config(parse_recipe(recipe_of(tmp_path, model)).model)
 

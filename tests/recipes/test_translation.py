@@ -1,21 +1,17 @@
 """Configurations of DeepSpeed and of Hugging Face's Trainer as recipes that load, and what they lose said."""
 
-from __future__ import annotations
-
 import json
 import tomllib
-from pathlib import Path
-from typing import Any
 
 import pytest
 from trilith.cli.app import run
 from trilith.parallel_state import BadInput
-from trilith.recipes import Recipe, load_recipe
+from trilith.recipes import load_recipe
 from trilith.recipes.foreign.from_deepspeed import from_deepspeed
 from trilith.recipes.foreign.from_trainer import from_trainer
 
 #: As in DeepSpeed's tutorials: ZeRO-3 with everything on the CPU, fp16, WarmupDecayLR.
-ZERO3: dict[str, Any] = {
+ZERO3 = {
     "train_batch_size": 256,
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 8,
@@ -58,7 +54,7 @@ ZERO3: dict[str, Any] = {
 }
 
 #: As transformers' docs give it: everything that the Trainer knows is "auto".
-AUTO: dict[str, Any] = {
+AUTO = {
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
     "bf16": {"enabled": "auto"},
     "optimizer": {
@@ -76,7 +72,7 @@ AUTO: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": "auto",
 }
 
-TRAINER: dict[str, Any] = {
+TRAINER = {
     "output_dir": "llama-sft",
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 16,
@@ -111,7 +107,7 @@ TRAINER: dict[str, Any] = {
 }
 
 
-def filled(tmp_path: Path, toml: str) -> Recipe:
+def filled(tmp_path, toml):
     """Return the printed recipe with its blanks filled in, as its comments and the command's help say."""
     assert tomllib.loads(toml)
     path = tmp_path / "recipe.toml"
@@ -121,7 +117,7 @@ def filled(tmp_path: Path, toml: str) -> Recipe:
     )
 
 
-def test_zero3_with_offload_and_fp16(tmp_path: Path) -> None:
+def test_zero3_with_offload_and_fp16(tmp_path):
     found = from_deepspeed(ZERO3, "ds.json")
     assert set(found.blanks) == {"model.init_from", "data.tokens", "data.sequence_length"}
     recipe = filled(tmp_path, found.toml())
@@ -178,7 +174,7 @@ def test_zero3_with_offload_and_fp16(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_each_choice_of_deepspeed(changes: dict[str, Any], key: str, value: Any) -> None:
+def test_each_choice_of_deepspeed(changes, key, value):
     base = {name: one for name, one in ZERO3.items() if name not in ("fp16", "communication_data_type")}
     assert from_deepspeed({**base, **changes}, "ds.json").values.get(key) == value
 
@@ -195,7 +191,7 @@ def test_each_choice_of_deepspeed(changes: dict[str, Any], key: str, value: Any)
         ({"gradient_clipping": "auto"}, 'gradient_clipping = "auto"'),
     ],
 )
-def test_what_deepspeed_loses_is_said(changes: dict[str, Any], lost: str) -> None:
+def test_what_deepspeed_loses_is_said(changes, lost):
     found = from_deepspeed({**ZERO3, **changes}, "ds.json")
     assert any(lost in line for line in found.missed), found.missed
 
@@ -213,13 +209,13 @@ def test_what_deepspeed_loses_is_said(changes: dict[str, Any], lost: str) -> Non
         ({"optimizer": {"type": "AdamW", "params": {"betas": [2, 3]}}}, r"optimizer\.betas"),
     ],
 )
-def test_a_deepspeed_file_that_cannot_be_is_refused(changes: dict[str, Any], says: str) -> None:
+def test_a_deepspeed_file_that_cannot_be_is_refused(changes, says):
     with pytest.raises(BadInput, match=says) as error:
         from_deepspeed({**ZERO3, **changes}, "ds.json")
     assert str(error.value).startswith("ds.json: ") and "\n" not in str(error.value)
 
 
-def test_trainer_with_fsdp(tmp_path: Path) -> None:
+def test_trainer_with_fsdp(tmp_path):
     found = from_trainer(TRAINER, "args.json", ranks=4)
     recipe = filled(tmp_path, found.toml().replace("# FILL IN: steps", ""))
     assert recipe.out == "llama-sft" and recipe.seed == 7 and recipe.compute == "bfloat16"
@@ -236,7 +232,7 @@ def test_trainer_with_fsdp(tmp_path: Path) -> None:
     assert recipe.watch.trackers == ["wandb", "tensorboard"]
 
 
-def test_what_transformers_itself_writes_maps_without_noise(tmp_path: Path) -> None:
+def test_what_transformers_itself_writes_maps_without_noise(tmp_path):
     from transformers import TrainingArguments
 
     written = TrainingArguments(output_dir="x", use_cpu=True, max_steps=50, report_to=[]).to_json_string()
@@ -270,7 +266,7 @@ def test_what_transformers_itself_writes_maps_without_noise(tmp_path: Path) -> N
         ({"save_strategy": "no"}, "checkpoint.every", None),
     ],
 )
-def test_each_choice_of_the_trainer(changes: dict[str, Any], key: str, value: Any) -> None:
+def test_each_choice_of_the_trainer(changes, key, value):
     found = from_trainer({**TRAINER, **changes}, "args.json", ranks=4).values.get(key)
     assert found == (pytest.approx(value) if isinstance(value, float) else value)
 
@@ -287,12 +283,12 @@ def test_each_choice_of_the_trainer(changes: dict[str, Any], key: str, value: An
         ({"use_liger_kernel": True}, "use_liger_kernel"),
     ],
 )
-def test_what_the_trainer_loses_is_said(changes: dict[str, Any], lost: str) -> None:
+def test_what_the_trainer_loses_is_said(changes, lost):
     found = from_trainer({**TRAINER, **changes}, "args.json", ranks=4)
     assert any(lost in line for line in found.missed), found.missed
 
 
-def test_a_deepspeed_file_that_the_trainer_names_has_its_autos_filled_in(tmp_path: Path) -> None:
+def test_a_deepspeed_file_that_the_trainer_names_has_its_autos_filled_in(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(AUTO))
     arguments = {name: one for name, one in TRAINER.items() if not name.startswith("fsdp")}
     found = from_trainer({**arguments, "deepspeed": "ds.json"}, str(tmp_path / "args.json"), ranks=4)
@@ -314,15 +310,13 @@ def test_a_deepspeed_file_that_the_trainer_names_has_its_autos_filled_in(tmp_pat
         ({"adam_beta2": 1.5}, r"optimizer\.betas"),
     ],
 )
-def test_trainer_arguments_that_cannot_be_are_refused(changes: dict[str, Any], says: str) -> None:
+def test_trainer_arguments_that_cannot_be_are_refused(changes, says):
     with pytest.raises(BadInput, match=says) as error:
         from_trainer({**TRAINER, **changes}, "args.json", ranks=4)
     assert "\n" not in str(error.value)
 
 
-def test_the_command_prints_a_recipe_and_says_on_stderr_what_it_lost(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_a_recipe_and_says_on_stderr_what_it_lost(tmp_path, capfd):
     (tmp_path / "ds.json").write_text(json.dumps(ZERO3))
     assert run(["recipe", "from-deepspeed", str(tmp_path / "ds.json")]) == 0
     out, err = capfd.readouterr()
@@ -347,9 +341,7 @@ def test_the_command_prints_a_recipe_and_says_on_stderr_what_it_lost(
         (None, "expected a file"),
     ],
 )
-def test_a_file_of_another_kind_is_refused(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str | None, says: str
-) -> None:
+def test_a_file_of_another_kind_is_refused(tmp_path, capfd, text, says):
     path = tmp_path / "x.json"
     if text is not None:
         path.write_text(text)

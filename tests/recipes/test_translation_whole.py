@@ -1,11 +1,8 @@
 """No setting of another trainer's configuration vanishes: it changes the recipe, or it is listed."""
 
-from __future__ import annotations
-
 import copy
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +11,7 @@ from trilith.recipes.foreign.from_trainer import from_trainer
 from trilith.recipes.foreign.translation import Translation
 
 #: Every value another than DeepSpeed's default.
-DEEPSPEED: dict[str, Any] = {
+DEEPSPEED = {
     "train_batch_size": 256,
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 8,
@@ -58,7 +55,7 @@ DEEPSPEED: dict[str, Any] = {
 }
 
 #: Every value another than transformers' or TRL's default.
-TRAINER: dict[str, Any] = {
+TRAINER = {
     "output_dir": "llama-sft",
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 16,
@@ -107,30 +104,30 @@ SAME = {
 }
 
 
-def leaves(raw: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def leaves(raw, path=()):
     for key, value in raw.items():
         yield from leaves(value, (*path, key)) if isinstance(value, dict) else [(*path, key)]
 
 
-def objects(raw: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def objects(raw, path=()):
     yield path
     for key, value in raw.items():
         if isinstance(value, dict):
             yield from objects(value, (*path, key))
 
 
-def at(raw: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+def at(raw, path):
     for key in path:
         raw = raw[key]
     return raw
 
 
-def outcome(found: Translation) -> tuple[dict[str, Any], list[str]]:
+def outcome(found):
     return found.values, found.missed
 
 
 @pytest.mark.parametrize(("config", "translate"), BOTH)
-def test_every_setting_changes_the_recipe_or_is_listed(config: dict[str, Any], translate: Translate) -> None:
+def test_every_setting_changes_the_recipe_or_is_listed(config, translate):
     whole = outcome(translate(config))
     vanished = []
     for path in leaves(config):
@@ -142,7 +139,7 @@ def test_every_setting_changes_the_recipe_or_is_listed(config: dict[str, Any], t
 
 
 @pytest.mark.parametrize(("config", "translate"), BOTH)
-def test_an_unknown_key_is_listed_wherever_it_stands(config: dict[str, Any], translate: Translate) -> None:
+def test_an_unknown_key_is_listed_wherever_it_stands(config, translate):
     for path in objects(config):
         odd = copy.deepcopy(config)
         at(odd, path)["unheard_of"] = 3
@@ -163,10 +160,8 @@ def test_an_unknown_key_is_listed_wherever_it_stands(config: dict[str, Any], tra
         ({"lr": 3e-5}, None, 3e-5, False),
     ],
 )
-def test_the_rate_is_the_one_that_deepspeed_takes(
-    optimizer: dict[str, Any], scheduler: dict[str, Any] | None, rate: float, lost: bool
-) -> None:
-    raw: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": optimizer}, "train_batch_size": 8}
+def test_the_rate_is_the_one_that_deepspeed_takes(optimizer, scheduler, rate, lost):
+    raw = {"optimizer": {"type": "AdamW", "params": optimizer}, "train_batch_size": 8}
     found = from_deepspeed({**raw, **({"scheduler": scheduler} if scheduler else {})}, "ds.json")
     assert found.values["optimizer.lr"] == rate
     assert any(line.startswith("optimizer.params.lr = 3e-05: ") for line in found.missed) == lost
@@ -174,7 +169,7 @@ def test_the_rate_is_the_one_that_deepspeed_takes(
     assert bool(said) == (scheduler is not None), "a straight line, whatever the schedule after it"
 
 
-def test_the_trainer_keeps_the_rate_of_deepspeed_s_scheduler(tmp_path: Path) -> None:
+def test_the_trainer_keeps_the_rate_of_deepspeed_s_scheduler(tmp_path):
     theirs = {"scheduler": {"type": "WarmupLR", "params": {}}, "zero_optimization": {"stage": 2}}
     (tmp_path / "ds.json").write_text(json.dumps(theirs))
     raw = {"output_dir": "x", "max_steps": 9, "learning_rate": 2e-5, "deepspeed": "ds.json"}
@@ -197,7 +192,7 @@ def test_the_trainer_keeps_the_rate_of_deepspeed_s_scheduler(tmp_path: Path) -> 
         ({}, "memory.offload", True),
     ],
 )
-def test_what_the_trainer_says_of_fsdp_and_rows(changes: dict[str, Any], key: str, value: Any) -> None:
+def test_what_the_trainer_says_of_fsdp_and_rows(changes, key, value):
     found = from_trainer({**TRAINER, **changes}, "args.json", ranks=4)
     assert found.values[key] == value
     if key == "data.samples":

@@ -1,14 +1,11 @@
 """After a failure in a collective, the run's folder says which rank waited for which, and in which call."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from trilith.storage.torch_archive import read_records
 from trilith.testing import run_fresh
 
 
-def call(number: int, *, ended: bool, name: str = "all_reduce", ranks: tuple[int, ...] = (0, 1, 2)) -> Call:
+def call(number, *, ended, name="all_reduce", ranks=(0, 1, 2)):
     return Call("tensor", ranks, number, name, "float [4]", ended)
 
 
@@ -54,11 +51,11 @@ WHERE = "(collective 2 of ranks [0, 1, 2], group tensor)"
         ),
     ],
 )
-def test_it_says_who_waits_for_whom(records: dict[int, list[Call]], says: list[str]) -> None:
+def test_it_says_who_waits_for_whom(records, says):
     assert who_waits(records) == says
 
 
-def failing(out: str) -> None:
+def failing(out):
     """Fail on rank 0, which waits for rank 1 in the third collective of a group; both pass a pickle by."""
     rank = int(os.environ["RANK"])
     folder = status_folder(Path(out))
@@ -74,19 +71,19 @@ def failing(out: str) -> None:
             raise PeerFailed("late")
         dist.all_reduce(numbers, group=group)
     if rank == 0:
-        made: Any = torch._C._distributed_c10d  # what NCCL's watchdog writes, of gloo's collectives
+        made = torch._C._distributed_c10d  # what NCCL's watchdog writes, of gloo's collectives
         (Path(out) / "dumped").write_bytes(made._dump_fr_trace(True, True, False))
     os._exit(0)
 
 
 @pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def failed(tmp_path_factory):
     out = tmp_path_factory.mktemp("flight")
     assert run_fresh(failing, 2, str(out), process_group=False) == [0, 0]
     return out
 
 
-def test_the_command_says_which_rank_did_not_come(failed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_which_rank_did_not_come(failed, capsys):
     assert run(["status", str(failed), "--why"]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "rank 0 waits in all_reduce Float [4, 8] (collective 3 of ranks [0, 1], group tensor) for rank 1, "
@@ -94,12 +91,12 @@ def test_the_command_says_which_rank_did_not_come(failed: Path, capsys: pytest.C
     ]
 
 
-def test_nccl_s_pickle_is_read_without_running_it(failed: Path, tmp_path: Path) -> None:
+def test_nccl_s_pickle_is_read_without_running_it(failed, tmp_path):
     """The pickle of the same collectives says the same as the JSON; one that names anything is passed by.
 
     gloo's pickle lacks the ranks of groups, which NCCL's has.
     """
-    record: Any = read_records((failed / "dumped").read_bytes(), "dumped", {})
+    record = read_records((failed / "dumped").read_bytes(), "dumped", {})
     assert record["entries"][-1]["frames"]
     record["pg_config"] = {name: {"ranks": "[0, 1]"} for name in ("0", "1")}
     (tmp_path / "nccl-rank0").write_bytes(pickle.dumps(record, protocol=2))
@@ -112,16 +109,14 @@ def test_nccl_s_pickle_is_read_without_running_it(failed: Path, tmp_path: Path) 
     assert not any(read_records_of(tmp_path).values())
 
 
-def test_the_next_start_removes_the_records(tmp_path: Path) -> None:
+def test_the_next_start_removes_the_records(tmp_path):
     for name in ("rank0.json", "collectives-rank0.json", "nccl-rank1", "rank1.tmp", "frank.txt"):
         (tmp_path / name).touch()
     clear_status(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["frank.txt"]
 
 
-def test_nccl_writes_into_the_run_s_folder_unless_told_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nccl_writes_into_the_run_s_folder_unless_told_otherwise(tmp_path, monkeypatch):
     place = "TORCH_FR_DUMP_TEMP_FILE"
     monkeypatch.delenv(place, raising=False)
     with keeping_nccl_record(tmp_path):

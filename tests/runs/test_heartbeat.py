@@ -1,14 +1,10 @@
 """Check what ranks leave on disk, and which rank is blamed because of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
 import time
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import pytest
 from trilith.runs.heartbeat import SILENT_AFTER, Heartbeat, RankStatus, blame, first_failure, read_status
@@ -16,8 +12,8 @@ from trilith.runs.stop_signals import PREEMPTED
 from trilith.system.process_info import start_of
 
 
-def leave(folder: Path, rank: int, *, age: float = 0.0, **said: Any) -> None:
-    told: dict[str, Any] = {"code": None, "phase": "step", "step": 3, "error": "", "pid": os.getpid()}
+def leave(folder, rank, *, age=0.0, **said):
+    told = {"code": None, "phase": "step", "step": 3, "error": "", "pid": os.getpid()}
     told |= {"host": "elsewhere", "run": "now"}
     status = RankStatus(rank=rank, time=0.0, **(told | said))
     path = folder / f"rank{rank}.json"
@@ -25,7 +21,7 @@ def leave(folder: Path, rank: int, *, age: float = 0.0, **said: Any) -> None:
     os.utime(path, (time.time() - age,) * 2)
 
 
-def test_a_silent_rank_is_told_by_the_clock_of_the_disk(tmp_path: Path) -> None:
+def test_a_silent_rank_is_told_by_the_clock_of_the_disk(tmp_path):
     """The asking host's clock may be minutes off: the rank's last beat is compared with our own last beat."""
     leave(tmp_path, 0, age=100)
     leave(tmp_path, 1, age=99)
@@ -36,7 +32,7 @@ def test_a_silent_rank_is_told_by_the_clock_of_the_disk(tmp_path: Path) -> None:
     )
 
 
-def test_a_process_that_is_gone_is_silent_at_once(tmp_path: Path) -> None:
+def test_a_process_that_is_gone_is_silent_at_once(tmp_path):
     leave(tmp_path, 0)
     leave(tmp_path, 1, host=socket.gethostname(), pid=2**22 - 1)
     assert "rank 1 died" in blame(tmp_path, 2, but=0, run="now", wait=0)
@@ -45,21 +41,19 @@ def test_a_process_that_is_gone_is_silent_at_once(tmp_path: Path) -> None:
 class Clock:
     """Stand for time that passes only in sleep, and for ranks that beat meanwhile."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder, monkeypatch):
         self.folder, self.now, self.began = folder, 0.0, time.time()
         monkeypatch.setattr("trilith.runs.heartbeat.time.monotonic", lambda: self.now)
         monkeypatch.setattr("trilith.runs.heartbeat.time.sleep", self.sleep)
         self.beating = {0}
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.now += seconds
         for rank in self.beating:
             os.utime(self.folder / f"rank{rank}.json", (self.began + self.now,) * 2)
 
 
-def test_a_rank_that_died_on_another_host_is_waited_for_until_it_is_silent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_died_on_another_host_is_waited_for_until_it_is_silent(tmp_path, monkeypatch):
     """Its last beat is new, and this host cannot see its process."""
     clock = Clock(tmp_path, monkeypatch)
     for rank, age in enumerate((0.0, 0.5, 0.5)):
@@ -69,9 +63,7 @@ def test_a_rank_that_died_on_another_host_is_waited_for_until_it_is_silent(
     assert SILENT_AFTER - 0.5 < clock.now < SILENT_AFTER + 0.5
 
 
-def test_ranks_of_another_host_that_beat_once_more_are_waited_for_no_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_another_host_that_beat_once_more_are_waited_for_no_longer(tmp_path, monkeypatch):
     clock = Clock(tmp_path, monkeypatch)
     leave(tmp_path, 0)
     leave(tmp_path, 1, age=0.5)
@@ -81,14 +73,14 @@ def test_ranks_of_another_host_that_beat_once_more_are_waited_for_no_longer(
 
 
 @pytest.mark.parametrize("rubbish", [b"", b"{", b"\xff", b"[]", b'{"rank": 1}', b'{"rank": 1, "new": 2}'])
-def test_files_that_make_no_sense_are_passed_over(tmp_path: Path, rubbish: bytes) -> None:
+def test_files_that_make_no_sense_are_passed_over(tmp_path, rubbish):
     leave(tmp_path, 0)
     (tmp_path / "rank1.json").write_bytes(rubbish)
     assert [status.rank for status in read_status(tmp_path, run="now")] == [0]
     assert blame(tmp_path, 2, but=0, run="now", wait=0) == "rank 1 never started"
 
 
-def test_an_earlier_run_is_not_blamed(tmp_path: Path) -> None:
+def test_an_earlier_run_is_not_blamed(tmp_path):
     """torchrun clears nothing: files of an earlier start's ranks stay until their successors are written."""
     leave(tmp_path, 0, run="now")
     leave(tmp_path, 1, run="before", code=2, error="of yesterday")
@@ -97,7 +89,7 @@ def test_an_earlier_run_is_not_blamed(tmp_path: Path) -> None:
     assert said == "rank 1 never started; rank 2 failed in step of step 3: of today"
 
 
-def test_who_was_asked_to_stop_did_not_fail(tmp_path: Path) -> None:
+def test_who_was_asked_to_stop_did_not_fail(tmp_path):
     leave(tmp_path, 0)
     leave(tmp_path, 1, code=PREEMPTED, error="asked to stop", age=5)
     assert blame(tmp_path, 2, but=0, run="now", wait=0) == ""
@@ -108,7 +100,7 @@ def test_who_was_asked_to_stop_did_not_fail(tmp_path: Path) -> None:
     assert first is not None and first.rank == 0
 
 
-def test_a_process_id_that_was_given_out_again_is_not_the_rank_s(tmp_path: Path) -> None:
+def test_a_process_id_that_was_given_out_again_is_not_the_rank_s(tmp_path):
     leave(tmp_path, 0)
     here = {"host": socket.gethostname(), "pid": os.getpid()}
     leave(tmp_path, 1, **here, started=start_of(os.getpid()))
@@ -117,7 +109,7 @@ def test_a_process_id_that_was_given_out_again_is_not_the_rank_s(tmp_path: Path)
     assert "rank 1 died" in blame(tmp_path, 2, but=0, run="now", wait=0)
 
 
-def test_nothing_is_written_before_the_folder_is_known_to_be_ours(tmp_path: Path) -> None:
+def test_nothing_is_written_before_the_folder_is_known_to_be_ours(tmp_path):
     with Heartbeat(tmp_path / "status", 0, 2) as beat:
         beat.at("step", 1)
         assert beat.blame() == ""
@@ -125,7 +117,7 @@ def test_nothing_is_written_before_the_folder_is_known_to_be_ours(tmp_path: Path
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_rank_that_ends_slowly_does_not_write_over_the_next_start_s_file(tmp_path: Path) -> None:
+def test_a_rank_that_ends_slowly_does_not_write_over_the_next_start_s_file(tmp_path):
     with Heartbeat(tmp_path, 1, 2) as slow, Heartbeat(tmp_path, 1, 2) as new:
         slow.publish("before")
         new.publish("now")

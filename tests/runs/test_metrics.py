@@ -1,7 +1,5 @@
 """Check what a run reports: a printed line every few steps, and every step in metrics.jsonl."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -15,15 +13,13 @@ from trilith.runs.terminal import Terminal
 from trilith.storage.disk import DiskFailed
 
 
-def step(number: int) -> StepMetrics:
+def step(number):
     return StepMetrics(
         number, 2.5, 0.75, 3e-4, 4096, 12_345.6, 0.33, mfu_causal=0.412, mfu_full=0.4567, memory=3 * 2**29
     )
 
 
-def test_the_line_has_loss_norm_rate_speed_and_time_left(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_line_has_loss_norm_rate_speed_and_time_left(capsys, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(terminal_module.time, "monotonic", lambda: now[0])
     terminal = Terminal(steps=100, every=10)
@@ -39,12 +35,12 @@ def test_the_line_has_loss_norm_rate_speed_and_time_left(
     assert lines[0].endswith("--:-- left") and lines[-1].endswith("00:00 left")
 
 
-def test_quiet_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_says_nothing(capsys):
     Terminal(steps=3, every=1, quiet=True).step(step(0))
     assert capsys.readouterr().out == ""
 
 
-def test_what_is_not_known_is_not_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_is_not_known_is_not_said(capsys, tmp_path):
     plain = StepMetrics(0, float("inf"), 0.75, 3e-4, 4096, 12_345.6, 0.33, skipped="overflow", skips=3)
     Terminal(steps=1, every=1).step(plain)
     said = capsys.readouterr().out
@@ -56,7 +52,7 @@ def test_what_is_not_known_is_not_said(capsys: pytest.CaptureFixture[str], tmp_p
     assert "mfu_causal" not in line and line["loss"] is None and line["skipped"] == "overflow"
 
 
-def test_a_resumed_log_drops_what_is_done_again_and_a_line_cut_short(tmp_path: Path) -> None:
+def test_a_resumed_log_drops_what_is_done_again_and_a_line_cut_short(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     log = StepLog(path, start=0)
     for number in range(5):
@@ -72,7 +68,7 @@ def test_a_resumed_log_drops_what_is_done_again_and_a_line_cut_short(tmp_path: P
 @pytest.mark.parametrize(
     "broken", [b'{"step": 1, "lo', b"\xff\xfe", b"[]", b'{"step": "1"}', b"NaN", b"\0" * 40]
 )
-def test_a_resume_keeps_the_good_lines_around_a_broken_one(tmp_path: Path, broken: bytes) -> None:
+def test_a_resume_keeps_the_good_lines_around_a_broken_one(tmp_path, broken):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n' + broken + b'\n{"step": 2}\n{"step": 3}\n')
     StepLog(path, start=3).close()
@@ -87,13 +83,11 @@ def test_a_resume_keeps_the_good_lines_around_a_broken_one(tmp_path: Path, broke
     assert aside.read_text() == broken.decode(errors="replace") + "\n"
 
 
-def test_a_disk_that_is_full_at_a_resume_keeps_the_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_at_a_resume_keeps_the_metrics(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step": 1}\n')
 
-    def full(self: Path, text: str, **_: object) -> int:
+    def full(self, text, **_):
         self.touch()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

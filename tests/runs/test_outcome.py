@@ -1,12 +1,8 @@
 """Tell from a run's folder how its last start ended; torchrun's own exit code does not say it."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 from trilith.cli.app import run
@@ -15,9 +11,7 @@ from trilith.runs.heartbeat import status_folder
 from trilith.runs.outcome import outcome
 
 
-def ended(
-    out: Path, *codes: int | None, start: str = "a", cause: int = 0, ago: float = 0, **more: Any
-) -> None:
+def ended(out, *codes, start="a", cause=0, ago=0, **more):
     """Write the status of ranks of one start, as they leave it; ``cause``: the rank that failed by itself."""
     folder = status_folder(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -41,21 +35,19 @@ def ended(
         ([0, None], None, "1 of 2 ranks run; step 7"),
     ],
 )
-def test_the_code_is_that_of_the_rank_that_failed_by_itself(
-    codes: list[int | None], code: int | None, text: str, tmp_path: Path
-) -> None:
+def test_the_code_is_that_of_the_rank_that_failed_by_itself(codes, code, text, tmp_path):
     ended(tmp_path, *codes)
     found = outcome(tmp_path)
     assert (found.code, found.text) == (code, text)
 
 
-def test_a_rank_that_fell_silent_is_lost(tmp_path: Path) -> None:
+def test_a_rank_that_fell_silent_is_lost(tmp_path):
     ended(tmp_path, None, ago=60)
     found = outcome(tmp_path)
     assert (found.code, found.text) == (3, "rank 0 on elsewhere was lost in step of step 7")
 
 
-def test_a_start_before_the_job_does_not_count(tmp_path: Path) -> None:
+def test_a_start_before_the_job_does_not_count(tmp_path):
     ended(tmp_path, 75, ago=60)
     mark = tmp_path / "job-started"
     mark.touch()
@@ -66,16 +58,14 @@ def test_a_start_before_the_job_does_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("codes", "code"), [([0], 0), ([75], 75), ([3], 3), ([None], 1)])
-def test_the_command_ends_with_the_run_s_code_if_asked(
-    codes: list[int | None], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_ends_with_the_run_s_code_if_asked(codes, code, tmp_path, capsys):
     ended(tmp_path, *codes)
     assert run(["status", str(tmp_path), "--exit-code"]) == code
     assert run(["status", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[0] == outcome(tmp_path).text
 
 
-def test_a_folder_without_a_run_and_a_mark_that_is_not_there_are_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_and_a_mark_that_is_not_there_are_refused(tmp_path):
     assert run(["status", str(tmp_path)]) == 2
     ended(tmp_path, 0)
     assert run(["status", str(tmp_path), "--since", str(tmp_path / "none")]) == 2

@@ -1,17 +1,13 @@
 """Whom a launcher ends: the processes that it started itself, on their own word, and no others."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from socket import gethostname
 from unittest import mock
 
@@ -23,13 +19,13 @@ from trilith.system.process_info import adopting_orphans, children_of, start_of
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
-def leave(folder: Path, rank: int, *, run: str, code: int | None, pid: int, started: int) -> None:
+def leave(folder, rank, *, run, code, pid, started):
     status = RankStatus(rank, code, "step", 3, "", 0.0, pid, gethostname(), run=run, started=started)
     (folder / f"rank{rank}.json").write_text(json.dumps(asdict(status)))
 
 
 @pytest.fixture
-def torchrun(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
+def torchrun(request):
     """Stand in for torchrun with one rank under it, which ends by itself after 1.5 s or the parameter's.
 
     The stand-in then prints the code with which its rank ended.
@@ -44,7 +40,7 @@ def torchrun(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]
     child.communicate()
 
 
-def rank_of(child: subprocess.Popen[bytes]) -> tuple[int, int]:
+def rank_of(child):
     (rank,) = children_of(child.pid)
     return rank.pid, rank.started
 
@@ -55,9 +51,7 @@ def rank_of(child: subprocess.Popen[bytes]) -> tuple[int, int]:
     ids=["ours", "of-another-start", "of-another-process"],
     indirect=["torchrun"],
 )
-def test_only_a_rank_of_this_start_is_taken_for_hanging(
-    tmp_path: Path, torchrun: subprocess.Popen[bytes], run: str, off: int, ended: bool
-) -> None:
+def test_only_a_rank_of_this_start_is_taken_for_hanging(tmp_path, torchrun, run, off, ended):
     """Rank 0 of a start has failed; the status of rank 1 names a process that runs under our torchrun."""
     pid, started = rank_of(torchrun)
     leave(tmp_path, 0, run=run, code=2, pid=os.getpid(), started=start_of(os.getpid()))
@@ -68,9 +62,7 @@ def test_only_a_rank_of_this_start_is_taken_for_hanging(
     assert (int(torchrun.stdout.read()) != 0) == ended
 
 
-def test_a_process_that_somebody_else_started_is_left_alone(
-    tmp_path: Path, torchrun: subprocess.Popen[bytes]
-) -> None:
+def test_a_process_that_somebody_else_started_is_left_alone(tmp_path, torchrun):
     """Its status says everything right, but our torchrun is not its parent."""
     stranger = subprocess.Popen(["sleep", "60"])
     leave(tmp_path, 0, run="ours", code=2, pid=os.getpid(), started=start_of(os.getpid()))
@@ -85,9 +77,7 @@ def test_a_process_that_somebody_else_started_is_left_alone(
 
 
 @pytest.mark.parametrize("torchrun", [100], indirect=True)
-def test_ranks_of_a_torchrun_that_was_killed_are_asked_to_leave_and_waited_for(
-    tmp_path: Path, torchrun: subprocess.Popen[bytes]
-) -> None:
+def test_ranks_of_a_torchrun_that_was_killed_are_asked_to_leave_and_waited_for(tmp_path, torchrun):
     pid, _ = rank_of(torchrun)
     with adopting_orphans():
         ranks = OwnRanks(torchrun, tmp_path, "ours")

@@ -1,22 +1,19 @@
 """The report of a run: one page that needs nothing else, with every number, and nothing in it but text."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
 from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
 
 import pytest
+from support.short_runs import run_recipe, tiny_recipe
 from trilith.cli.app import run
+from trilith.machine.random_files import write_tokens
 from trilith.runs.metrics import read_metrics
 from trilith.runs.report.chart import Chart, Series, thinned
 from trilith.runs.report.page import make_report
 from trilith.runs.report.record import RunRecord, read_run, told
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
 
 EMPTY_TAGS = {"meta", "link", "line", "circle", "polyline"}
 
@@ -24,15 +21,15 @@ EMPTY_TAGS = {"meta", "link", "line", "circle", "polyline"}
 class Page(HTMLParser):
     """Parse a page: elements with their attributes, cells by row, all text; tags must close in order."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.rows: list[list[str]] = []
+        self.elements = []
+        self.rows = []
         self.text, self._open = "", list[str]()
         self.feed(text)
         assert self._open == []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
         if tag not in EMPTY_TAGS:
             self._open.append(tag)
@@ -41,27 +38,27 @@ class Page(HTMLParser):
         if tag in ("td", "th"):
             self.rows[-1].append("")
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self._open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if self._open and self._open[-1] in ("td", "th"):
             self.rows[-1][-1] += data
         if "style" not in self._open:
             self.text += data
 
-    def row(self, first: str) -> list[str]:
+    def row(self, first):
         (found,) = (row[1:] for row in self.rows if row and row[0] == first)
         return found
 
-    def all(self, tag: str) -> list[dict[str, str | None]]:
+    def all(self, tag):
         return [attributes for name, attributes in self.elements if name == tag]
 
 
-def assert_stands_alone(text: str) -> Page:
+def assert_stands_alone(text):
     page = Page(text)
     assert not re.search(r"https?:|//[a-z]|url\(|@import", text), "it asks for something outside"
     for tag, attributes in page.elements:
@@ -74,7 +71,7 @@ def assert_stands_alone(text: str) -> Page:
     return page
 
 
-def steps(count: int, **changes: Any) -> list[dict[str, Any]]:
+def steps(count, **changes):
     return [
         {"step": n, "loss": 3.0 - n / count, "grad_norm": 0.5, "lr": 1e-3, "tokens": 64, "seconds": 0.25}
         | {"tokens_per_second": 256.0, "memory": 2**30}
@@ -84,7 +81,7 @@ def steps(count: int, **changes: Any) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def resumed(tmp_path_factory):
     """Stopped after 3 steps at tensor 2 and resumed on one rank, with evaluation, as the CLI reports it."""
     place = tmp_path_factory.mktemp("report")
     raw = tiny_recipe(place / "run", write_tokens(place / "tokens"), watch={"peak_flops": 1e12})
@@ -95,7 +92,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "run"
 
 
-def test_the_report_of_a_resumed_run_has_every_number(resumed: Path) -> None:
+def test_the_report_of_a_resumed_run_has_every_number(resumed):
     page = assert_stands_alone((resumed / "report.html").read_text())
     lines = read_metrics(resumed / "metrics.jsonl")
     assert len(lines) == 6
@@ -124,7 +121,7 @@ def test_the_report_of_a_resumed_run_has_every_number(resumed: Path) -> None:
     assert page.row("optimizer.lr") == ["0.01"]
 
 
-def test_every_chart_has_a_name_and_says_in_words_what_it_shows(resumed: Path) -> None:
+def test_every_chart_has_a_name_and_says_in_words_what_it_shows(resumed):
     text = (resumed / "report.html").read_text()
     page = Page(text)
     charts = [one for one in page.all("svg") if one.get("role") == "img"]
@@ -140,7 +137,7 @@ def test_every_chart_has_a_name_and_says_in_words_what_it_shows(resumed: Path) -
     assert {one.get("scope") for one in page.all("th")} == {"row", "col"}
 
 
-def test_what_a_run_s_files_say_stays_text() -> None:
+def test_what_a_run_s_files_say_stays_text():
     bad = '<script>alert("1")</script>&amp;\'>'
     events = [
         {"event": "started", "step": 0, "time": 0.0, "layout": bad, "world": 1, "weights": bad}
@@ -154,8 +151,8 @@ def test_what_a_run_s_files_say_stays_text() -> None:
         assert "failed after step 3" in page.text
 
 
-def test_runs_that_are_compared_share_charts_and_show_where_they_differ() -> None:
-    def record(name: str, lr: float) -> RunRecord:
+def test_runs_that_are_compared_share_charts_and_show_where_they_differ():
+    def record(name, lr):
         recipe = {"steps": 4, "optimizer": {"lr": lr, "clip": 1.0}}
         events = [{"event": "started", "step": 0, "time": 0.0, "layout": "one", "world": 1, "recipe": recipe}]
         return RunRecord(name, steps(4), events, None)
@@ -169,8 +166,8 @@ def test_runs_that_are_compared_share_charts_and_show_where_they_differ() -> Non
     assert page.row("state")[0].startswith("still running, or killed without a word")
 
 
-def test_an_attempt_that_ended_without_a_word_is_listed() -> None:
-    events: list[dict[str, Any]] = [
+def test_an_attempt_that_ended_without_a_word_is_listed():
+    events = [
         {"event": event, "step": step, "time": 0.0}
         for event, step in (("started", 0), ("saved", 4), ("resumed", 4), ("stopped", 6), ("resumed", 6))
     ]
@@ -179,7 +176,7 @@ def test_an_attempt_that_ended_without_a_word_is_listed() -> None:
     ]
 
 
-def test_skipped_steps_are_listed() -> None:
+def test_skipped_steps_are_listed():
     lines = steps(4)
     lines[2] |= {"skipped": "overflow", "loss": None}
     page = Page(make_report([RunRecord("r", lines, [], None)]))
@@ -187,7 +184,7 @@ def test_skipped_steps_are_listed() -> None:
     assert page.row("3")[0] == "not finite"
 
 
-def test_a_long_run_keeps_its_peaks_and_stays_small() -> None:
+def test_a_long_run_keeps_its_peaks_and_stays_small():
     points = [(n, math.sin(n / 9)) for n in range(100_000)]
     points[54_321] = (54_321, 9.0)
     kept = thinned(points)
@@ -198,7 +195,7 @@ def test_a_long_run_keeps_its_peaks_and_stays_small() -> None:
     assert "one step in 100; all of them are in metrics.jsonl" in text
 
 
-def test_a_curve_stands_where_its_numbers_are() -> None:
+def test_a_curve_stands_where_its_numbers_are():
     line = Chart("c", "T", "", [Series("s", [(0, 0.0), (5, 1.0), (10, None), (15, 4.0), (20, 4.0)], 0)]).svg()
     runs = [
         [tuple(map(float, one.split(","))) for one in points.split()]
@@ -213,7 +210,7 @@ def test_a_curve_stands_where_its_numbers_are() -> None:
     assert "logarithmic" in wide
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     assert run(["report", str(tmp_path)]) == 2
     assert (
         "expected a run's folder with metrics.jsonl or events.jsonl, found neither" in capsys.readouterr().err
@@ -221,7 +218,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Captur
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_line_that_a_kill_cut_short_does_not_hide_the_rest(tmp_path: Path) -> None:
+def test_a_line_that_a_kill_cut_short_does_not_hide_the_rest(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps(2)) + '{"st')
     (tmp_path / "events.jsonl").write_text('{"event": "started", "step": 0, "time": 0}\n{"ev\n')
     record = read_run(tmp_path)

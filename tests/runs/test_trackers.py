@@ -1,21 +1,18 @@
 """Trackers get each figure once, a resumed run goes on in them, and none of them can end a run."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import sys
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
+from support.short_runs import tiny_recipe
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadInput
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.named_trackers import check_trackers
-from trilith.runs.trackers import Tracker, Trackers
-from trilith.testing.short_runs import tiny_recipe, write_tokens
+from trilith.runs.trackers import Trackers
 from trilith.training import run
 
 
@@ -24,34 +21,34 @@ class Notes:
 
     name = "notes"
 
-    def __init__(self, fails_at: int = 0) -> None:
-        self.config: dict[str, Any] = {}
-        self.logged: list[tuple[int | None, dict[str, Any]]] = []
+    def __init__(self, fails_at=0):
+        self.config = {}
+        self.logged = []
         self.fails_at, self.calls = fails_at, list[str]()
 
-    def start(self) -> None:
+    def start(self):
         self.calls.append("start")
         if self.fails_at < 0:
             raise ConnectionError("no\nanswer")
 
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
+    def store_init_configuration(self, values):
         self.config = values
 
-    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+    def log(self, values, step=None):
         if step == self.fails_at:
             raise ConnectionError("no answer")
         self.logged.append((step, values))
 
-    def finish(self) -> None:
+    def finish(self):
         self.calls.append("finish")
 
     @property
-    def steps(self) -> list[int | None]:
+    def steps(self):
         return [step for step, _ in self.logged]
 
 
-def begin(out: Path, names: list[Any], others: list[Tracker], *, start: int, logged: int) -> Trackers:
-    said: list[str] = []
+def begin(out, names, others, *, start, logged):
+    said = []
     recipe = {"seed": 1}
     made = Trackers(
         names, others, out, project="p", recipe=recipe, start=start, logged=logged, say=said.append
@@ -60,7 +57,7 @@ def begin(out: Path, names: list[Any], others: list[Tracker], *, start: int, log
     return made
 
 
-def test_a_tracker_of_the_user_s_own_gets_each_step_once_over_a_resume(tmp_path: Path) -> None:
+def test_a_tracker_of_the_user_s_own_gets_each_step_once_over_a_resume(tmp_path):
     """Run in this process; the checkpoint of step 3 is lost, so that step 3 is done again."""
     write_tokens(tmp_path / "tokens")
     raw = tiny_recipe(tmp_path / "out", tmp_path / "tokens", steps=5, watch={"norms": 2})
@@ -82,7 +79,7 @@ def test_a_tracker_of_the_user_s_own_gets_each_step_once_over_a_resume(tmp_path:
     assert all(type(value) in (int, float) for _, values in second.logged for value in values.values())
 
 
-def test_a_run_that_measures_no_norms_shows_itself_all_the_same(tmp_path: Path) -> None:
+def test_a_run_that_measures_no_norms_shows_itself_all_the_same(tmp_path):
     write_tokens(tmp_path / "tokens")
     notes = Notes()
     run(
@@ -93,7 +90,7 @@ def test_a_run_that_measures_no_norms_shows_itself_all_the_same(tmp_path: Path) 
     assert notes.steps == [1, 2] and notes.calls == ["start", "finish"]
 
 
-def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(tmp_path):
     bad, good = Notes(fails_at=2), Notes()
     trackers = begin(tmp_path, [], [bad, good], start=0, logged=0)
     for step in (1, 2, 3):
@@ -105,7 +102,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path) -
     ]
 
 
-def test_a_tracker_that_cannot_start_is_refused_and_the_started_ones_are_ended(tmp_path: Path) -> None:
+def test_a_tracker_that_cannot_start_is_refused_and_the_started_ones_are_ended(tmp_path):
     good = Notes()
     with pytest.raises(
         BadInput, match=r"watch\.trackers: expected notes to start, found ConnectionError: no ans"
@@ -114,7 +111,7 @@ def test_a_tracker_that_cannot_start_is_refused_and_the_started_ones_are_ended(t
     assert good.calls == ["start", "finish"]
 
 
-def install(monkeypatch: pytest.MonkeyPatch, name: str, **offers: Any) -> ModuleType:
+def install(monkeypatch, name, **offers):
     """Stand in for a tracker's package, which the tests do without."""
     module = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None)
@@ -124,14 +121,14 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **offers: Any) -> Module
     return module
 
 
-def service(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[list[dict[str, Any]], list[int]]:
+def service(monkeypatch, name):
     """Stand in for a package that Accelerate knows; return what it is begun with, and the steps it gets."""
-    begun: list[dict[str, Any]] = []
-    steps: list[int] = []
+    begun = []
+    steps = []
     if name == "mlflow":
         limits = SimpleNamespace(MAX_PARAM_VAL_LENGTH=99, MAX_PARAMS_TAGS_PER_BATCH=9)
 
-        def start_run(**options: Any) -> Any:
+        def start_run(**options):
             begun.append(options)
             return SimpleNamespace(info=SimpleNamespace(run_id="theirs"))
 
@@ -144,7 +141,7 @@ def service(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[list[dict[str, 
         )  # fmt: skip
         return begun, steps
 
-    def init(**options: Any) -> Any:
+    def init(**options):
         begun.append(options)
         return SimpleNamespace(log=lambda values, step: steps.append(step), finish=lambda: None)
 
@@ -153,9 +150,7 @@ def service(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[list[dict[str, 
 
 
 @pytest.mark.parametrize(("name", "identity"), [("wandb", "id"), ("trackio", "name"), ("mlflow", "run_id")])
-def test_a_resumed_run_goes_on_in_the_same_run_of_a_named_tracker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any, identity: str
-) -> None:
+def test_a_resumed_run_goes_on_in_the_same_run_of_a_named_tracker(tmp_path, monkeypatch, name, identity):
     from accelerate import PartialState
 
     monkeypatch.setattr(PartialState, "_shared_state", {})  # another test of this process may have one
@@ -174,7 +169,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_a_named_tracker(
     assert not PartialState._shared_state  # Accelerate is as it was
 
 
-def two_attempts(out: Path, name: Any) -> None:
+def two_attempts(out, name):
     """Log steps 1 to 3, then resume after step 2 and go on to step 5."""
     for start, logged, until in ((0, 0, 3), (2, 3, 5)):
         trackers = begin(out, [name], [], start=start, logged=logged)
@@ -184,7 +179,7 @@ def two_attempts(out: Path, name: Any) -> None:
         assert not vars(trackers)["said"]
 
 
-def wandb_steps(file: Path) -> list[int]:
+def wandb_steps(file):
     """Return the steps in a file of wandb's: LevelDB's log format around protobuf records."""
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -201,7 +196,7 @@ def wandb_steps(file: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_wandb_itself_offline_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_itself_offline_has_each_step_once(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="wandb is no dependency of the tests")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -213,7 +208,7 @@ def test_wandb_itself_offline_has_each_step_once(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_trackio_itself_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_itself_has_each_step_once(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read by its import
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     pytest.importorskip("trackio", reason="trackio is no dependency of the tests")
@@ -224,9 +219,7 @@ def test_trackio_itself_has_each_step_once(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_mlflow_itself_has_each_step_once_and_the_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_itself_has_each_step_once_and_the_recipe(tmp_path, monkeypatch):
     pytest.importorskip("mlflow", reason="mlflow is no dependency of the tests")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     two_attempts(tmp_path, "mlflow")
@@ -237,20 +230,20 @@ def test_mlflow_itself_has_each_step_once_and_the_recipe(
     assert params == [("seed", "1")]
 
 
-def test_a_package_that_is_missing_is_named_with_what_to_install() -> None:
-    unknown: Any = "no_such"  # no name of the list, because the packages of those may be installed
+def test_a_package_that_is_missing_is_named_with_what_to_install():
+    unknown = "no_such"  # no name of the list, because the packages of those may be installed
     with pytest.raises(BadInput, match=r"trackers: no_such: .*pip install 'trilith\[trackers\]' no_such"):
         check_trackers([unknown])
 
 
-def test_the_old_key_is_refused_with_the_new_one(tmp_path: Path) -> None:
+def test_the_old_key_is_refused_with_the_new_one(tmp_path):
     with pytest.raises(
         BadInput, match=r"expected trackers = \['tensorboard'\] in the place of the key tensorb"
     ):
         parse_recipe(tiny_recipe(tmp_path, tmp_path, watch={"tensorboard": True}))
 
 
-def test_objects_cannot_be_handed_to_ranks_that_are_started_here(tmp_path: Path) -> None:
+def test_objects_cannot_be_handed_to_ranks_that_are_started_here(tmp_path):
     write_tokens(tmp_path / "tokens")
     raw = tiny_recipe(tmp_path / "out", tmp_path / "tokens", layout={"data": 2})
     with pytest.raises(BadInput, match=r"run: trackers: .*2 ranks to start.*torchrun"):

@@ -1,27 +1,22 @@
 """A search finds the layouts that timing every legal layout finds, and no bound is above a time."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from trilith.parallel_state import BadInput
 from trilith.planner.time import machine_named
-from trilith.search import Request, find_layouts, read_request
+from trilith.search import find_layouts, read_request
 from trilith.search.bound import Bound
-from trilith.search.candidates import Cut, Flow, candidates
-from trilith.search.evaluate import Answer, Evaluator
+from trilith.search.candidates import candidates
+from trilith.search.evaluate import Evaluator
 from trilith.search.find import LONGEST, SHOWN
 from trilith.search.tally import Tally
 
-_WIDE: dict[str, Any] = {
+_WIDE = {
     **{"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6},
     **{"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 4096},
 }
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS = {
     "dense": {**_WIDE, "model_type": "llama"},
     "windows": {**_WIDE, "model_type": "gemma2", "head_dim": 128, "sliding_window": 1024},
     "experts": {
@@ -37,14 +32,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def request_for(folder: Path, name: str, headroom: float, gpus: int) -> Request:
+def request_for(folder, name, headroom, gpus):
     file = folder / f"{name}.json"
     file.write_text(json.dumps(CONFIGS[name]))
     machine = machine_named("rtx-4090", gpus_per_node=2)
     return read_request(str(file), machine, gpus, sequence_length=2048, global_batch=4, headroom=headroom)
 
 
-def every_layout(request: Request) -> Iterator[tuple[Cut, Flow, Answer]]:
+def every_layout(request):
     """Time every legal layout in full, each by itself."""
     evaluator = Evaluator(request)
     for cut in candidates(request, Tally()):
@@ -67,7 +62,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "headroom", "gpus"), CASES)
-def test_the_ten_best_are_those_of_all_layouts(tmp_path: Path, name: str, headroom: float, gpus: int) -> None:
+def test_the_ten_best_are_those_of_all_layouts(tmp_path, name, headroom, gpus):
     request = request_for(tmp_path, name, headroom, gpus)
     bound, fastest = Bound(Evaluator(request)), dict[object, float]()
     for cut, flow, answer in every_layout(request):

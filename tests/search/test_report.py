@@ -1,12 +1,9 @@
 """``trilith plan`` prints what was asked, what it costs and what it found; as text, JSON, recipe and page."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trilith
@@ -18,19 +15,19 @@ SMALL = ["plan", "llama-3.2-1b", "--seq", "1024", "--global-batch", "8"]
 GUIDE = (Path(trilith.__path__[0]) / "docs" / "planning.md").read_text()
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+def told(capsys, *words):
     assert run([*SMALL, *words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def refused(capsys, *words):
     assert run(["plan", *words]) == 2
     out, err = capsys.readouterr()
     assert not out and err.count("\n") == 1
     return err
 
 
-def test_it_says_what_it_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_what_it_assumed(capsys):
     """4 Mi tokens a step in rows of the model's length, and the links of the maker's servers."""
     assert run(["plan", "gpt2", "--gpus", "2"]) == 0
     shown = capsys.readouterr().out
@@ -50,17 +47,13 @@ def test_it_says_what_it_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     assert asked.items() <= one.items()
 
 
-def test_a_measured_machine_is_not_compared_with_published_runs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_measured_machine_is_not_compared_with_published_runs(capsys, monkeypatch):
     measured = replace(machine_named("h100-80gb"), name="NVIDIA H100 80GB HBM3")
     monkeypatch.setattr("trilith.planner.time.machine_from_bench", lambda path, **options: measured)
     assert "times_slower" not in told(capsys, "--gpus", "2", "--machine", "bench.json")
 
 
-def test_a_training_has_days_hours_a_price_and_energy_worked_out_by_hand(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_training_has_days_hours_a_price_and_energy_worked_out_by_hand(capsys):
     one = told(capsys, "--gpus", "2", "--tokens", "3B", "--price", "2.50", "--watts", "500")
     rate, training = one["layouts"][0]["tokens_per_second"], one["training"]
     hours = 3e9 / rate / 3600 * 2
@@ -77,7 +70,7 @@ def test_a_training_has_days_hours_a_price_and_energy_worked_out_by_hand(
     assert "training" not in told(capsys, "--gpus", "2")
 
 
-def test_mfu_is_told_in_both_conventions(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mfu_is_told_in_both_conventions(capsys):
     from trilith.models import published_size
     from trilith.planner.flops import flops_per_token
 
@@ -94,7 +87,7 @@ def test_mfu_is_told_in_both_conventions(capsys: pytest.CaptureFixture[str]) -> 
     assert f"{best['mfu']['causal']:.1%} of 989 TFLOP/s" in line and f"{best['mfu']['full']:.1%} if" in line
 
 
-def keys_of(value: Any) -> set[str]:
+def keys_of(value):
     """Return the keys of nested objects, without those of the objects that have a key for each name."""
     if isinstance(value, list):
         return set().union(*map(keys_of, value))
@@ -104,7 +97,7 @@ def keys_of(value: Any) -> set[str]:
     return set(value).union(*(keys_of(one) for key, one in value.items() if key not in named))
 
 
-def test_every_key_of_the_json_is_in_the_guide_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_key_of_the_json_is_in_the_guide_and_no_other(capsys):
     one = told(capsys, "--gpus", "2", "--tokens", "3B")
     several = told(capsys, "--gpus", "1,17")
     assert [len(two["layouts"]) for two in several] == [1, 0] and "Nearest" in several[1]["error"]
@@ -120,9 +113,7 @@ def test_every_key_of_the_json_is_in_the_guide_and_no_other(capsys: pytest.Captu
     assert sum(layout["parts"].values()) == pytest.approx(layout["seconds"])
 
 
-def test_a_sweep_goes_on_where_one_point_has_no_layout(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_goes_on_where_one_point_has_no_layout(capsys, tmp_path, monkeypatch):
     page = tmp_path / "sweep.html"
     words = ["--gpus", "1,17,2", "--tokens", "3B", "--price", "2", "--html", str(page)]
     monkeypatch.setenv("COLUMNS", "60")  # no number is cut where a terminal is narrower than the table
@@ -136,7 +127,7 @@ def test_a_sweep_goes_on_where_one_point_has_no_layout(
     assert refused(capsys, *SMALL[1:], "--gpus", "17,19").startswith("error: plan llama-3.2-1b: --gpus")
 
 
-def test_a_sweep_shows_the_warnings_of_its_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_shows_the_warnings_of_its_layouts(capsys):
     words = ["llama-3.1-8b", "--gpus", "2", "--gpu", "rtx-4090", "--seq", "512,1024", "--global-batch", "4"]
     assert run(["plan", *words]) == 0
     lines = [one for one in capsys.readouterr().out.splitlines() if one.startswith("warning")]
@@ -161,13 +152,7 @@ def test_a_sweep_shows_the_warnings_of_its_layouts(capsys: pytest.CaptureFixture
         (["unknown.json", "--gpus", "2"], "model_type"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_in_one_line(
-    words: list[str],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_cannot_be_planned_is_refused_in_one_line(words, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "taken.toml").touch()
@@ -176,14 +161,12 @@ def test_what_cannot_be_planned_is_refused_in_one_line(
     assert not (tmp_path / "one.toml").exists() and not (tmp_path / "taken.toml").read_text()
 
 
-def test_a_gpu_s_name_may_be_in_capitals_and_a_number_stand_twice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_s_name_may_be_in_capitals_and_a_number_stand_twice(capsys):
     assert [one["gpus"] for one in told(capsys, "--gpus", "2,1,2", "--gpu", "H100-80GB")] == [2, 1]
 
 
 @pytest.mark.parametrize("name", ["config.json", "llama.json"])
-def test_adapters_are_planned_from_a_config_without_weights(
-    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_are_planned_from_a_config_without_weights(name, capsys, tmp_path, monkeypatch):
     from trilith.models import published_size
 
     monkeypatch.chdir(tmp_path)
@@ -196,9 +179,7 @@ def test_adapters_are_planned_from_a_config_without_weights(
     assert run(["train", "recipe.toml", "--dry-run"]) == 0 and "fits " in capsys.readouterr().out
 
 
-def test_a_recipe_of_a_short_step_states_its_seconds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_of_a_short_step_states_its_seconds(tmp_path, capsys):
     recipe = tmp_path / "recipe.toml"
     assert run([*SMALL, "--gpus", "8", "--write", str(recipe)]) == 0
     capsys.readouterr()

@@ -1,7 +1,5 @@
 """A search finds legal layouts that fit, the fastest first, and says why the others fall."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -12,7 +10,7 @@ from trilith.parallel_state import BadInput
 from trilith.planner.time import machine_named
 from trilith.planner.time.stage_timer import StageTimer
 from trilith.recipes import load_recipe
-from trilith.search import Choice, Found, find_layouts, read_request
+from trilith.search import Choice, find_layouts, read_request
 from trilith.search.bound import Bound
 from trilith.search.candidates import candidates
 from trilith.search.critical_batch import critical_batch
@@ -27,12 +25,12 @@ MACHINE = machine_named("l40s", gpus_per_node=2)
 
 
 @pytest.fixture(scope="module")
-def found() -> Found:
+def found():
     """Search for a model of 1.2 billion parameters on four GPUs of 48 GB, two a node."""
     return find_layouts(read_request("llama-3.2-1b", MACHINE, 4, sequence_length=4096, global_batch=8))
 
 
-def test_the_ten_best_are_in_order_fit_and_are_accepted_as_recipes(found: Found, tmp_path: Path) -> None:
+def test_the_ten_best_are_in_order_fit_and_are_accepted_as_recipes(found, tmp_path):
     seconds = [one.time.seconds for one in found.best]
     assert seconds == sorted(seconds) and 1 < len(seconds) <= 10
     assert len({one.choice.cut for one in found.best}) == len(found.best)
@@ -44,7 +42,7 @@ def test_the_ten_best_are_in_order_fit_and_are_accepted_as_recipes(found: Found,
     assert planned.ranks == 4 and planned.rank.total == found.best[0].bytes
 
 
-def test_no_layout_is_faster_than_the_best_or_than_its_bound(found: Found) -> None:
+def test_no_layout_is_faster_than_the_best_or_than_its_bound(found):
     """Time each legal layout with one row a micro-batch, without recomputation or with all of it."""
     evaluator = Evaluator(found.request)
     bound, fastest, seen = Bound(evaluator), found.best[0].time.seconds, 0
@@ -62,7 +60,7 @@ def test_no_layout_is_faster_than_the_best_or_than_its_bound(found: Found) -> No
     assert seen > 50
 
 
-def test_memory_is_that_of_a_dry_run(found: Found) -> None:
+def test_memory_is_that_of_a_dry_run(found):
     from trilith.search.choice import recipe_of
 
     for answer in found.best[:4]:
@@ -70,19 +68,19 @@ def test_memory_is_that_of_a_dry_run(found: Found) -> None:
         assert heaviest(recipe, plan(recipe)).total == answer.bytes
 
 
-def test_every_layout_is_accounted_for(found: Found) -> None:
+def test_every_layout_is_accounted_for(found):
     counted = sum(one.layouts for one in found.tally if one.kind in ("memory", "slower"))
     assert counted + len(found.best) == found.legal == found.settled
 
 
-def test_a_refused_layout_is_told_by_its_key_and_what_was_expected(found: Found) -> None:
+def test_a_refused_layout_is_told_by_its_key_and_what_was_expected(found):
     refused = [one for one in found.tally if one.kind == "not legal"]
     assert refused
     for one in refused:
         assert one.example.startswith("expected ") and one.text not in one.example.split(", found")[0], one
 
 
-def test_few_layouts_are_timed_and_stages_alike_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_layouts_are_timed_and_stages_alike_are_priced_once(monkeypatch):
     priced, exact = list[object](), list[object]()
     of_stage, of_choice = StageTimer._of_stage, Bound.of_choice
     monkeypatch.setattr(
@@ -96,7 +94,7 @@ def test_few_layouts_are_timed_and_stages_alike_are_priced_once(monkeypatch: pyt
     assert 2 * len(exact) < found.legal and len(set(exact)) == len(exact)
 
 
-def test_a_reason_names_the_rank_the_figures_and_the_largest_part() -> None:
+def test_a_reason_names_the_rank_the_figures_and_the_largest_part():
     found = find_layouts(
         read_request("llama-3.2-1b", MACHINE, 4, sequence_length=4096, global_batch=8, headroom=0.7)
     )
@@ -108,14 +106,14 @@ def test_a_reason_names_the_rank_the_figures_and_the_largest_part() -> None:
         assert f": {one.text} " in one.example
 
 
-def test_the_page_is_whole_and_has_no_address(found: Found) -> None:
+def test_the_page_is_whole_and_has_no_address(found):
     page = make_page(found)
     assert page.startswith("<!DOCTYPE html>") and page.count("<svg") == 2
     assert page.count("http://") == page.count("http://www.w3.org") and "https://" not in page
     assert "Why the others fall" in page and "prefers-color-scheme: dark" in page
 
 
-def test_refusals_are_one_line_and_say_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_are_one_line_and_say_what_to_do(capsys):
     for words, told in (
         (["llama-3.1-405", "--gpus", "8"], "llama-3.1-405b"),
         (["llama-3.2-1b"], "--gpus"),
@@ -127,21 +125,21 @@ def test_refusals_are_one_line_and_say_what_to_do(capsys: pytest.CaptureFixture[
         assert told in error and error.count("\n") == 1
 
 
-def test_a_model_that_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_does_not_fit_says_what_would(capsys):
     words = ["llama-3.1-8b", "--gpus", "1", "--gpu", "rtx-4090", "--seq", "1024", "--global-batch", "4"]
     assert run(["plan", *words, "--headroom", "0.85"]) == 2
     error = capsys.readouterr().err
     assert "of 3.6 GB" in error and "What would fit: --gpu" in error
 
 
-def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_json(capsys):
     words = ["plan", "llama-3.2-1b", "--gpus", "1", "--seq", "1024", "--global-batch", "4", "--json"]
     assert run(words) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["layouts"][0]["seconds"] > 0 and told["gpus"] == 1 and len(told["strategy"]) == 2
 
 
-def test_several_numbers_of_gpus_and_rows_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_numbers_of_gpus_and_rows_are_a_table(capsys):
     words = ["plan", "llama-3.2-1b", "--gpus", "1,2", "--seq", "512,1024", "--global-batch", "4", "--json"]
     assert run(words) == 0
     told = json.loads(capsys.readouterr().out)
@@ -152,7 +150,7 @@ def test_several_numbers_of_gpus_and_rows_are_a_table(capsys: pytest.CaptureFixt
     assert run([*words[:-1], "--write", "recipe.toml"]) == 2 and not Path("recipe.toml").exists()
 
 
-def test_generation_lists_layouts_by_the_rows_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generation_lists_layouts_by_the_rows_that_fit(capsys):
     words = ["plan", "llama-3.2-1b", "--gpus", "2", "--gpu", "l40s", "--seq", "2048", "--generate"]
     assert run([*words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -168,14 +166,14 @@ def test_generation_lists_layouts_by_the_rows_that_fit(capsys: pytest.CaptureFix
     assert "Take more --gpus" in capsys.readouterr().err
 
 
-def test_the_page_of_several_searches_is_a_chart(tmp_path: Path) -> None:
+def test_the_page_of_several_searches_is_a_chart(tmp_path):
     page = tmp_path / "plan.html"
     words = ["plan", "llama-3.2-1b", "--gpus", "1,2", "--seq", "512", "--global-batch", "4"]
     assert run([*words, "--html", str(page)]) == 0
     assert page.read_text().count("<svg") == 1
 
 
-def test_adapters_fit_where_the_whole_model_cannot_be_trained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_fit_where_the_whole_model_cannot_be_trained(capsys):
     # So many rows do not fit in one micro-batch; several micro-batches need gradients in whole.
     words = ["plan", "llama-3.1-8b", "--gpus", "1", "--gpu", "l40s", "--seq", "1024", "--global-batch", "64"]
     assert run([*words, "--json"]) == 2
@@ -208,9 +206,7 @@ BENCH = {
 }  # fmt: skip
 
 
-def test_a_plan_for_a_measured_cpu_is_a_recipe_for_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_for_a_measured_cpu_is_a_recipe_for_it(tmp_path, capsys):
     (tmp_path / "bench.json").write_text(json.dumps(BENCH))
     words = ["smollm2-135m", "--gpus", "2", "--seq", "512", "--global-batch", "8", "--json"]
     recipe = tmp_path / "recipe.toml"
@@ -222,12 +218,12 @@ def test_a_plan_for_a_measured_cpu_is_a_recipe_for_it(
     assert run(["plan", *words, "--machine", str(tmp_path / "bench.json")]) == 2
 
 
-def test_the_critical_batch_follows_from_the_loss() -> None:
+def test_the_critical_batch_follows_from_the_loss():
     """At a loss of 1 nat it is 2e8 tokens (Kaplan et al. 2020), and at a higher loss less."""
     assert 1e6 < critical_batch(1e9, 2e10) < critical_batch(4e11, 1.5e13) < 2e8
 
 
-def test_a_choice_says_itself_in_the_words_of_a_recipe(found: Found) -> None:
+def test_a_choice_says_itself_in_the_words_of_a_recipe(found):
     best = found.best[0].choice
     assert isinstance(best, Choice) and f"micro_batch {best.micro_batch}" in str(best)
     with pytest.raises(BadInput, match="published size"):

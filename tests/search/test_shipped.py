@@ -1,7 +1,5 @@
 """The headers of shipped recipes say what the search finds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +19,7 @@ SLOW = ("llama-3.1-8b-8gpus", "lora-llama-3.1-70b-8gpus", "llama-3.1-70b-64gpus"
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_a_recipe_is_what_the_search_finds_and_its_header_says_so(name: str) -> None:
+def test_a_recipe_is_what_the_search_finds_and_its_header_says_so(name):
     text, recipe = (Path(trilith.__path__[0]) / "recipes" / f"{name}.toml").read_text(), load_recipe(name)
     found = find_layouts(read_request(name, machine_named("h100-80gb"), None))
     memory, layout = recipe.memory, recipe.layout
@@ -32,7 +30,7 @@ def test_a_recipe_is_what_the_search_finds_and_its_header_says_so(name: str) -> 
     assert predicted and all(line in text for line in predicted)
 
 
-def test_the_header_of_405b_states_this_layout_and_the_runner_up() -> None:
+def test_the_header_of_405b_states_this_layout_and_the_runner_up():
     text = (Path(trilith.__path__[0]) / "recipes" / f"{NAME}.toml").read_text()
     recipe = load_recipe(NAME)
     evaluator = Evaluator(read_request(NAME, machine_named("h100-80gb"), None))

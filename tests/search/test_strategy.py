@@ -1,24 +1,20 @@
 """Reasons and warnings about the fastest layout are true: each figure is computed again here."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from trilith.parallel_state import Layout
 from trilith.planner.time import machine_named
-from trilith.search import Choice, Found, Request, find_layouts, read_request
+from trilith.search import Choice, Found, find_layouts, read_request
 from trilith.search.critical_batch import critical_batch
 from trilith.search.evaluate import Evaluator
 from trilith.search.strategy import reasons, strategy
 from trilith.search.warnings import warnings
 from trilith.search.whole_model import Parameters, parameters_of
 
-_BLOCK: dict[str, Any] = {
+_BLOCK = {
     **{"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4},
     **{"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 4096},
 }
@@ -29,26 +25,26 @@ EXPERTS = {
 }
 
 
-def request_for(folder: Path, config: dict[str, Any], gpus: int, node: int, **given: Any) -> Request:
+def request_for(folder, config, gpus, node, **given):
     file = folder / "model.json"
     file.write_text(json.dumps(config))
     given = {"sequence_length": 2048, "global_batch": 16} | given
     return read_request(str(file), machine_named("rtx-4090", gpus_per_node=node), gpus, **given)
 
 
-def only(request: Request, choice: Choice) -> Found:
+def only(request, choice):
     """Return what a search returns that found one layout."""
     return Found(request, best=[Evaluator(request).answer(choice)])
 
 
-def said(found: Found) -> str:
+def said(found):
     first, second = reasons(found)
     assert first.startswith("This is ") and first.endswith(".") and second.endswith(".")
     return second
 
 
 @pytest.mark.parametrize(("node", "where"), [(8, "inside a node"), (2, "over nodes")])
-def test_it_says_where_the_pipeline_and_the_tensor_ranks_are(tmp_path: Path, node: int, where: str) -> None:
+def test_it_says_where_the_pipeline_and_the_tensor_ranks_are(tmp_path, node, where):
     request = request_for(tmp_path, DENSE, 4, node)
     second = said(only(request, Choice(Layout.of(pipeline=4))))
     assert f"pipeline ranks cut the blocks {where}, send little" in second
@@ -57,7 +53,7 @@ def test_it_says_where_the_pipeline_and_the_tensor_ranks_are(tmp_path: Path, nod
     assert ("over its fast link" in second) == (node == 8)
 
 
-def test_it_says_what_one_zero_stage_less_would_need_or_take(tmp_path: Path) -> None:
+def test_it_says_what_one_zero_stage_less_would_need_or_take(tmp_path):
     room = request_for(tmp_path, DENSE, 4, 8)
     small = replace(room, room=4_000_000_000)
     for zero in (1, 2, 3):
@@ -76,7 +72,7 @@ def test_it_says_what_one_zero_stage_less_would_need_or_take(tmp_path: Path) -> 
     )
 
 
-def test_it_says_what_a_layout_without_an_axis_takes(tmp_path: Path) -> None:
+def test_it_says_what_a_layout_without_an_axis_takes(tmp_path):
     request = request_for(tmp_path, DENSE, 4, 2, headroom=0.7)
     found = find_layouts(request)
     best, others = found.best[0], found.best[1:]
@@ -92,7 +88,7 @@ def test_it_says_what_a_layout_without_an_axis_takes(tmp_path: Path) -> None:
             assert clause.startswith("without them no layout fits, or its step takes more than 3 times")
 
 
-def test_sizes_of_a_small_model_are_not_rounded_away(tmp_path: Path) -> None:
+def test_sizes_of_a_small_model_are_not_rounded_away(tmp_path):
     tiny = {**DENSE, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128}
     request = request_for(tmp_path, tiny, 1, 8, global_batch=2048)
     second = said(only(request, Choice(Layout())))
@@ -118,7 +114,7 @@ def test_sizes_of_a_small_model_are_not_rounded_away(tmp_path: Path) -> None:
         (Layout.of(data=8, zero=1, expert=4), "ZeRO 1, 4 expert ranks"),
     ],
 )  # fmt: skip
-def test_a_strategy_has_the_name_that_tutorials_use(layout: Layout, word: str) -> None:
+def test_a_strategy_has_the_name_that_tutorials_use(layout, word):
     assert strategy(layout) == word
 
 
@@ -134,15 +130,13 @@ def test_a_strategy_has_the_name_that_tutorials_use(layout: Layout, word: str) -
         (EXPERTS, Layout.of(data=8, expert=4), 4, ""),
     ],
 )
-def test_it_warns_when_tensor_or_expert_ranks_leave_a_node(
-    tmp_path: Path, config: dict[str, Any], layout: Layout, node: int, word: str
-) -> None:
+def test_it_warns_when_tensor_or_expert_ranks_leave_a_node(tmp_path, config, layout, node, word):
     request = request_for(tmp_path, config, 8, node)
     found = warnings(request, Evaluator(request).answer(Choice(layout)))
     assert [line for line in found if line.startswith(word)] if word else found == []
 
 
-def test_it_warns_beyond_the_critical_batch_unless_adapters_are_trained(tmp_path: Path) -> None:
+def test_it_warns_beyond_the_critical_batch_unless_adapters_are_trained(tmp_path):
     for tokens, warned in ((1e9, True), (1e16, False)):
         request = request_for(tmp_path, DENSE, 1, 8, global_batch=1024, tokens=tokens)
         found = warnings(request, Evaluator(request).answer(Choice(Layout())))
@@ -151,7 +145,7 @@ def test_it_warns_beyond_the_critical_batch_unless_adapters_are_trained(tmp_path
     assert warnings(request, Evaluator(request).answer(Choice(Layout()))) == []
 
 
-def test_the_critical_batch_of_experts_counts_what_a_token_uses(tmp_path: Path) -> None:
+def test_the_critical_batch_of_experts_counts_what_a_token_uses(tmp_path):
     """2 of 8 experts: the loss law takes the parameters of a dense model that does as much for each token."""
     request = request_for(tmp_path, EXPERTS, 1, 8, global_batch=1024)
     block = 4 * 1024 * 8 * 128 + 2 * 128 + 2 * 1024 + 8 * 1024  # attention, norms, router
@@ -169,7 +163,7 @@ def test_the_critical_batch_of_experts_counts_what_a_token_uses(tmp_path: Path) 
     assert "parameters and" in line and "that a token uses" not in line
 
 
-def test_it_warns_of_the_memory_that_offload_takes_from_a_node(tmp_path: Path) -> None:
+def test_it_warns_of_the_memory_that_offload_takes_from_a_node(tmp_path):
     for gpus, ranks in ((2, 2), (8, 4)):
         request = request_for(tmp_path, DENSE, gpus, 4)
         answer = Evaluator(request).answer(Choice(Layout.of(data=gpus), offload=True))

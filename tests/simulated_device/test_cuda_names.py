@@ -6,8 +6,6 @@ each alone; a whole step runs on the simulated device. Other files test the bran
 (``tests/training/test_gradient_checks.py``).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,7 +17,7 @@ from trilith.testing import Operators
 BF16 = torch.bfloat16
 
 
-def test_flash_attention_with_log_sums_takes_the_gpu_s_operators() -> None:
+def test_flash_attention_with_log_sums_takes_the_gpu_s_operators():
     """Forward and backward, with fewer queries than keys, as in attention over blocks of a sequence."""
     with FakeTensorMode(), Operators() as operators:
         q, k, v = (torch.empty(2, 4, length, 64, dtype=BF16, device="cuda") for length in (32, 96, 96))
@@ -37,9 +35,7 @@ def test_flash_attention_with_log_sums_takes_the_gpu_s_operators() -> None:
 @pytest.mark.parametrize(
     ("capability", "width", "one_kernel"), [((8, 0), 32, True), ((7, 5), 32, False), ((9, 0), 36, False)]
 )
-def test_experts_are_one_kernel_on_a_gpu_that_has_it(
-    capability: tuple[int, int], width: int, one_kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_are_one_kernel_on_a_gpu_that_has_it(capability, width, one_kernel, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with FakeTensorMode(), Operators() as operators:
         x = torch.empty(10, width, dtype=BF16, device="cuda")

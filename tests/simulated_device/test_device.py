@@ -1,31 +1,27 @@
 """The simulated device refuses what a real one refuses, and notices each wait of the host."""
 
-from __future__ import annotations
-
 import importlib
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from trilith.parallel_state import Layout, engine
 from trilith.parallel_state.engine import local_data
-from trilith.testing.simulated_device import WAITS, Mixed, SimulatedDevice, simulated_rank
+from trilith.testing.simulated_device import WAITS, Mixed, simulated_rank
 from trilith.testing.simulated_device.backend import PRIVATE
 from trilith.testing.simulated_device.device import NewWait
 
 
 @contextmanager
-def device() -> Iterator[tuple[Tensor, SimulatedDevice]]:
+def device():
     with simulated_rank(Layout(), 0, ()) as (state, seen):
         yield torch.ones(4, device=state.device), seen
 
 
-def mixes() -> None:
+def mixes():
     with device() as (x, seen):
         with pytest.raises(Mixed, match=r"aten::add of \[4\] on simulated:0, \[4\] on cpu"):
             x + torch.ones(4)
@@ -35,7 +31,7 @@ def mixes() -> None:
         assert not seen.waited
 
 
-def reads() -> None:
+def reads():
     with device() as (x, _):
         for read in (
             lambda: x.sum().item(),
@@ -56,7 +52,7 @@ def reads() -> None:
                 read()
 
 
-def copies() -> None:
+def copies():
     with device() as (x, seen):
         with pytest.raises(NewWait, match="upload"):
             torch.tensor([1.0, 2.0], device=x.device)
@@ -67,7 +63,7 @@ def copies() -> None:
         assert not seen.waited
 
 
-def counts() -> None:
+def counts():
     with device() as (x, seen):
         seen.clear()
         y = x.view(2, 2) @ x.view(2, 2)
@@ -75,7 +71,7 @@ def counts() -> None:
         assert y.shape == (2, 2) and y.device == x.device
 
 
-def collectives() -> None:
+def collectives():
     with simulated_rank(Layout.of(data=4), 2, ()) as (state, _):
         assert state.rank == 2 and dist.get_world_size() == 4
         here, there = torch.ones(2), torch.ones(2, device=state.device)
@@ -84,7 +80,7 @@ def collectives() -> None:
         assert here.tolist() == [4.0, 4.0]  # as if all ranks had the same
 
 
-def two_ranks() -> None:
+def two_ranks():
     """Be one rank after another: DTensor would take the shapes of the first one's piece for the second."""
     layout = Layout.of(data=2, zero=3)
     for rank, rows in enumerate((2, 1)):
@@ -97,18 +93,18 @@ def two_ranks() -> None:
 
 
 @pytest.mark.parametrize("function", [mixes, reads, copies, counts, collectives, two_ranks])
-def test_the_device_notices(function: Callable[[], None], alone: Callable[..., None]) -> None:
+def test_the_device_notices(function, alone):
     alone(function)
 
 
-def test_every_place_on_the_list_of_waits_is_a_function_of_today() -> None:
+def test_every_place_on_the_list_of_waits_is_a_function_of_today():
     for path, name in (wait.place.split(": ") for wait in WAITS):
         module = path if path.startswith("torch/") else f"trilith/{path}"
-        found: object = importlib.import_module(module.removesuffix(".py").replace("/", "."))
+        found = importlib.import_module(module.removesuffix(".py").replace("/", "."))
         for part in name.split("."):
             found = getattr(found, part)
 
 
-def test_this_torch_has_the_private_names_that_the_device_needs() -> None:
+def test_this_torch_has_the_private_names_that_the_device_needs():
     assert engine.self_check(PRIVATE) == []
     assert "trilith.testing.simulated_device.backend" in sys.modules

@@ -1,32 +1,27 @@
 """A whole run on a device that is not there: it trains, evaluates, saves and resumes. Generation, too."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import torch
+from support.configs import TINIEST_LLAMA
+from support.short_runs import tiny_recipe
 from trilith.checkpoints import begin_moments, load_training
 from trilith.checkpoints.rank_files import write_file
 from trilith.checkpoints.save import Contents, Saver
 from trilith.generation import Sampling, generate
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import Layout
 from trilith.recipes.recipe import parse_recipe
-from trilith.testing.short_runs import tiny_recipe, write_tokens
 from trilith.testing.short_training import Case, build_rank
 from trilith.testing.simulated_device import WAITS, simulated_rank
-from trilith.testing.tiny_models import TINIEST_LLAMA
 from trilith.training.trainer import Trainer
 
 
-def run(raw: dict[str, Any]) -> int:
+def run(raw):
     """Run a recipe on one rank; the number of its steps."""
     with simulated_rank(Layout(), 0, WAITS) as (state, _):
         return len(Trainer(parse_recipe(raw), state, quiet=True).run())
 
 
-def whole_run(folder: Path) -> None:
+def whole_run(folder):
     tokens = write_tokens(folder / "tokens")
     raw = tiny_recipe(
         folder / "run",
@@ -46,7 +41,7 @@ def whole_run(folder: Path) -> None:
         load_and_save(newest, layout, folder)
 
 
-def load_and_save(checkpoint: Path, layout: Layout, folder: Path) -> None:
+def load_and_save(checkpoint, layout, folder):
     """Load a checkpoint on the last rank of a layout, and write that rank's file of a new one."""
     with simulated_rank(layout, layout.world - 1, WAITS) as (state, _):
         parts = build_rank(Case(TINIEST_LLAMA, layout, dtype=torch.float32), state)
@@ -59,7 +54,7 @@ def load_and_save(checkpoint: Path, layout: Layout, folder: Path) -> None:
         assert written is not None and written[0].size > 1000
 
 
-def text(layout: Layout) -> None:
+def text(layout):
     with simulated_rank(layout, layout.world - 1, WAITS) as (state, _):
         model = build_rank(Case(TINIEST_LLAMA, layout, dtype=torch.float32), state).model
         prompts = [[1, 2, 3], [4]]
@@ -69,14 +64,14 @@ def text(layout: Layout) -> None:
         generate(model, prompts, max_new_tokens=2, cached=False)
 
 
-def test_a_run_starts_evaluates_saves_and_resumes(alone: Callable[..., None], tmp_path: Path) -> None:
+def test_a_run_starts_evaluates_saves_and_resumes(alone, tmp_path):
     alone(whole_run, tmp_path)
 
 
-def test_text_is_generated_on_one_rank_and_on_several(alone: Callable[..., None]) -> None:
+def test_text_is_generated_on_one_rank_and_on_several(alone):
     alone(text_everywhere)
 
 
-def text_everywhere() -> None:
+def text_everywhere():
     for layout in (Layout(), Layout.of(tensor=2), Layout.of(pipeline=2)):
         text(layout)

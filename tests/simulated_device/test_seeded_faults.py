@@ -1,49 +1,45 @@
 """The mistakes that a real device would punish, put into a step: the simulated device refuses each."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from support.configs import TINIEST_LLAMA
 from trilith.layers import GatedMLP
 from trilith.testing.short_training import Case
 from trilith.testing.simulated_device import Mixed
 from trilith.testing.simulated_device.device import NewWait
 from trilith.testing.simulated_device.step import step_counts
-from trilith.testing.tiny_models import TINIEST_LLAMA
 
 CASE = Case(TINIEST_LLAMA, samples=2, dtype=torch.float32, compute=torch.bfloat16)
 
 
-def multiply_by_a_tensor_of_the_host(y: Tensor) -> Tensor:
+def multiply_by_a_tensor_of_the_host(y):
     return y * torch.ones(y.shape[-1])
 
 
-def read_a_number(y: Tensor) -> Tensor:
+def read_a_number(y):
     return y * y.mean().item()
 
 
-def draw_with_a_generator_of_the_host(y: Tensor) -> Tensor:
+def draw_with_a_generator_of_the_host(y):
     return y + torch.rand(y.shape, device=y.device, dtype=y.dtype, generator=torch.Generator())
 
 
-def copy_to_the_host(y: Tensor) -> Tensor:
+def copy_to_the_host(y):
     y.detach().cpu()
     return y
 
 
-def loop_over_the_sizes_of_ranks(y: Tensor) -> Tensor:
+def loop_over_the_sizes_of_ranks(y):
     sizes = torch.full((dist.get_world_size(),), y.shape[1], device=y.device)
     dist.all_reduce(sizes)
     return torch.cat([piece * 1 for piece in y.split([int(size) for size in sizes], dim=1)], dim=1)
 
 
 #: Each mistake, with what the device says of it.
-FAULTS: dict[Callable[[Tensor], Tensor], tuple[type[Exception], str]] = {
+FAULTS = {
     multiply_by_a_tensor_of_the_host: (Mixed, "aten::mul of .* on cpu"),
     read_a_number: (NewWait, "read_a_number: line .* read: the host waits"),
     draw_with_a_generator_of_the_host: (Mixed, "a generator of cpu"),
@@ -52,17 +48,17 @@ FAULTS: dict[Callable[[Tensor], Tensor], tuple[type[Exception], str]] = {
 }
 
 
-def each_is_refused() -> None:
+def each_is_refused():
     sound = GatedMLP.forward
     step_counts(CASE)
     for fault, (error, said) in FAULTS.items():
 
-        def broken(mlp: GatedMLP, x: Tensor, fault: Callable[[Tensor], Tensor] = fault) -> Tensor:
+        def broken(mlp, x, fault=fault):
             return fault(sound(mlp, x))
 
         with mock.patch.object(GatedMLP, "forward", broken), pytest.raises(error, match=said):
             step_counts(CASE)
 
 
-def test_each_of_five_mistakes_in_a_step_is_refused(alone: Callable[..., None]) -> None:
+def test_each_of_five_mistakes_in_a_step_is_refused(alone):
     alone(each_is_refused)

@@ -4,23 +4,19 @@ Forward, backward, clip, update, in bf16. A few layouts and families run always,
 every family in the nightly tests.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from support.combinations import LONG, Choice, covering_array
+from support.configs import MODELS
 from trilith.layers.experts import grouped_matmul
 from trilith.layers.experts.grouped_matmul import kernel_takes
 from trilith.parallel_state import Layout
 from trilith.pipeline import SCHEDULE_NAMES
-from trilith.testing.combinations import LONG, Choice, covering_array
 from trilith.testing.short_training import Case
 from trilith.testing.simulated_device.step import step_counts
-from trilith.testing.tiny_models import MODELS
 
 BF16 = {"dtype": torch.float32, "compute": torch.bfloat16}
 
@@ -38,18 +34,18 @@ SOME = [
 ]
 
 
-def step(case: Case, rank: int) -> None:
+def step(case, rank):
     step_counts(replace(case, **BF16), rank)
 
 
-def few_blocks(choice: Choice) -> Case:
+def few_blocks(choice):
     """Return the run with two blocks, or one a stage; three, where all but the third are frozen."""
     blocks = max(2 if choice.trains != "frozen" else 3, choice.stages)
     key = next(key for key in ("num_hidden_layers", "n_layer") if key in choice.config)
     return replace(choice.case, config=choice.config | {key: blocks})
 
 
-def some_steps() -> None:
+def some_steps():
     """Run them all in one process: a new one would import for seconds."""
     for choice in SOME:
         try:
@@ -59,11 +55,11 @@ def some_steps() -> None:
             raise
 
 
-def test_a_step_mixes_no_devices_and_waits_where_the_list_says(alone: Callable[..., None]) -> None:
+def test_a_step_mixes_no_devices_and_waits_where_the_list_says(alone):
     alone(some_steps)
 
 
-def test_some_layouts_hold_every_schedule_axis_and_stage_of_zero() -> None:
+def test_some_layouts_hold_every_schedule_axis_and_stage_of_zero():
     for key, values in {
         "schedule": SCHEDULE_NAMES,
         "zero": range(4),
@@ -76,18 +72,18 @@ def test_some_layouts_hold_every_schedule_axis_and_stage_of_zero() -> None:
 
 @pytest.mark.slow  # five minutes
 @pytest.mark.parametrize("choice", [*covering_array(), *LONG], ids=str)
-def test_every_layout_of_the_covering_array_runs_there(choice: Choice, alone: Callable[..., None]) -> None:
+def test_every_layout_of_the_covering_array_runs_there(choice, alone):
     for rank in {0, choice.case.layout.world - 1}:
         alone(step, choice.case, rank)
 
 
 @pytest.mark.slow  # a minute
 @pytest.mark.parametrize("model", MODELS)
-def test_every_family_runs_there(model: str, alone: Callable[..., None]) -> None:
+def test_every_family_runs_there(model, alone):
     alone(step, Case(MODELS[model], samples=2), 0)
 
 
-def test_float16_with_a_loss_scale_runs_there(alone: Callable[..., None]) -> None:
+def test_float16_with_a_loss_scale_runs_there(alone):
     alone(step_counts, Case(MODELS["gpt2"], samples=2, dtype=torch.float32, compute=torch.float16))
 
 
@@ -102,7 +98,7 @@ COUNTS = {
 }
 
 
-def counted() -> dict[tuple[str, Layout], tuple[int, int, int]]:
+def counted():
     """Count these steps. All in one process, which has the device already after the first."""
     found = {}
     for model, layout in COUNTS:
@@ -112,7 +108,7 @@ def counted() -> dict[tuple[str, Layout], tuple[int, int, int]]:
     return found
 
 
-def compare() -> None:
+def compare():
     for key, (kernels, moved, waits) in counted().items():
         most_kernels, most_moved, expected = COUNTS[key]
         assert kernels <= most_kernels and moved <= most_moved, (*key, kernels, moved)
@@ -123,10 +119,10 @@ def compare() -> None:
 EXPERTS = Case(MODELS["mixtral"] | {"num_hidden_layers": 2}, samples=2, **BF16)
 
 
-def experts_of_one_rank() -> None:
+def experts_of_one_rank():
     """Compare a device that multiplies the rows of all experts at once, as GPUs do, with one that cannot."""
 
-    def kernel(x: Tensor, w: Tensor) -> bool:
+    def kernel(x, w):
         return kernel_takes(x.element_size(), x.shape[-1], w.shape[1])
 
     with mock.patch.object(grouped_matmul, "has_kernel", kernel):
@@ -139,9 +135,9 @@ def experts_of_one_rank() -> None:
     assert waited.pop(sizes) == blocks * micro_batches and waited == counts.waited
 
 
-def test_experts_of_one_rank_make_the_host_wait_for_nothing(alone: Callable[..., None]) -> None:
+def test_experts_of_one_rank_make_the_host_wait_for_nothing(alone):
     alone(experts_of_one_rank)
 
 
-def test_a_step_starts_no_more_kernels_and_moves_no_more_bytes(alone: Callable[..., None]) -> None:
+def test_a_step_starts_no_more_kernels_and_moves_no_more_bytes(alone):
     alone(compare)

@@ -11,7 +11,7 @@ from trilith.storage.coverage import check_coverage, first_flaw
 
 
 @st.composite
-def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+def tilings(draw):
     """Draw a shape and boxes that tile it; perhaps one is dropped, doubled or replaced."""
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=0, max_size=3)))
     boxes = [Box.whole(shape)]
@@ -36,7 +36,7 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
 
 
 @given(tilings())
-def test_flaw_is_what_counting_finds(case: tuple[tuple[int, ...], list[Box]]) -> None:
+def test_flaw_is_what_counting_finds(case):
     shape, boxes = case
     counts = np.zeros(shape, int)
     for box in boxes:
@@ -49,7 +49,7 @@ def test_flaw_is_what_counting_finds(case: tuple[tuple[int, ...], list[Box]]) ->
         assert flaw.box.size and (counts[flaw.box.slices] == flaw.times).all()
 
 
-def test_messages_name_tensor_and_box() -> None:
+def test_messages_name_tensor_and_box():
     whole = Box.whole((8, 6))
     halves = [whole.narrow(1, 0, 3), whole.narrow(1, 3, 6)]
     check_coverage("here", "w", (8, 6), halves)
@@ -63,14 +63,14 @@ def test_messages_name_tensor_and_box() -> None:
         check_coverage("here", "w", (8, 6), [Box.whole((8,))])
 
 
-def test_empty_tensors_and_empty_shards_are_covered() -> None:
+def test_empty_tensors_and_empty_shards_are_covered():
     assert first_flaw(Box.whole((0, 4)), []) is None
     assert first_flaw(Box.whole(()), [Box.whole(())]) is None
     rows = [Box((i, 0), (i + 1, 4)) for i in range(8)] + [Box((8, 0), (8, 4))] * 56
     assert first_flaw(Box.whole((8, 4)), rows) is None
 
 
-def test_thousands_of_shards_take_milliseconds() -> None:
+def test_thousands_of_shards_take_milliseconds():
     whole = Box.whole((16_384 * 4, 64))
     rows = [whole.narrow(0, i * 4, i * 4 + 4) for i in range(16_384)]
     begin = time.process_time()

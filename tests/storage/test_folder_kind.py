@@ -1,19 +1,17 @@
 """A folder's kind is decided by what only that kind holds: decoys change nothing, two kinds are refused."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.configs import TINY_LLAMA
 from trilith.checkpoints import convert, read_source
 from trilith.cli.app import run
+from trilith.machine.random_files import write_hf_folder
 from trilith.parallel_state import BadCheckpoint, BadInput
 from trilith.storage.folder_kind import ADAPTERS, SOURCES, FolderKind, kind_of_folder
-from trilith.testing.hf_folders import write_hf_folder
-from trilith.testing.tiny_models import TINY_LLAMA
 
 #: The files of a folder of each kind; a path that ends in a slash is a folder.
 MARKS = {
@@ -35,7 +33,7 @@ DECOYS = [
 ]
 
 
-def make(folder: Path, names: list[str]) -> None:
+def make(folder, names):
     for name in names:
         path = folder / name
         if name.endswith("/"):
@@ -49,7 +47,7 @@ def make(folder: Path, names: list[str]) -> None:
     kind=st.sampled_from([*MARKS, FolderKind.OTHER]),
     decoys=st.lists(st.sampled_from(DECOYS), unique_by=lambda name: name.split("/")[0], max_size=12),
 )
-def test_decoys_change_nothing(kind: FolderKind, decoys: list[str]) -> None:
+def test_decoys_change_nothing(kind, decoys):
     with tempfile.TemporaryDirectory() as name:
         make(Path(name), MARKS.get(kind, []))
         taken = {path.name for path in Path(name).iterdir()}
@@ -61,9 +59,7 @@ def test_decoys_change_nothing(kind: FolderKind, decoys: list[str]) -> None:
     kinds=st.sets(st.sampled_from([*MARKS][:5]), min_size=2, max_size=3),
     among=st.sampled_from((SOURCES, ADAPTERS)),
 )
-def test_a_folder_of_two_kinds_is_refused_and_each_can_be_named(
-    kinds: set[FolderKind], among: tuple[FolderKind, ...]
-) -> None:
+def test_a_folder_of_two_kinds_is_refused_and_each_can_be_named(kinds, among):
     with tempfile.TemporaryDirectory() as name:
         for kind in kinds:
             make(Path(name), MARKS[kind])
@@ -84,7 +80,7 @@ def test_a_folder_of_two_kinds_is_refused_and_each_can_be_named(
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("folders")
     write_hf_folder(root / "hf", TINY_LLAMA)
     convert(root / "hf", root / "saved", tensor=2)
@@ -94,18 +90,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("decoy", DECOYS)
-def test_a_good_folder_is_read_whatever_lies_beside_its_files(
-    folders: Path, tmp_path: Path, decoy: str
-) -> None:
+def test_a_good_folder_is_read_whatever_lies_beside_its_files(folders, tmp_path, decoy):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(folders / "hf" / name)
     make(tmp_path, [decoy])
     assert read_source(tmp_path, allow_symlinks=True).manifest is None
 
 
-def test_a_model_s_folder_that_holds_a_run_s_checkpoints_is_read_as_what_is_named(
-    folders: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_s_folder_that_holds_a_run_s_checkpoints_is_read_as_what_is_named(folders, tmp_path, capfd):
     both = tmp_path / "both"
     convert(folders / "run", both, to="hf")
     (both / "checkpoints").symlink_to(folders / "run" / "checkpoints")
@@ -116,7 +108,7 @@ def test_a_model_s_folder_that_holds_a_run_s_checkpoints_is_read_as_what_is_name
     assert read_source(both / "checkpoints").manifest is not None
 
 
-def test_the_newest_step_is_named_whatever_the_width_of_its_number(folders: Path, tmp_path: Path) -> None:
+def test_the_newest_step_is_named_whatever_the_width_of_its_number(folders, tmp_path):
     both = tmp_path / "both"
     convert(folders / "run", both, to="hf")
     for step in ("step-9", "step-00000010", "step-8"):
@@ -125,7 +117,7 @@ def test_the_newest_step_is_named_whatever_the_width_of_its_number(folders: Path
         kind_of_folder(both, SOURCES)
 
 
-def test_what_an_unfinished_conversion_left_is_no_source(folders: Path, tmp_path: Path) -> None:
+def test_what_an_unfinished_conversion_left_is_no_source(folders, tmp_path):
     left = tmp_path / "out.tmp-0123456789abcdef"
     convert(folders / "run", tmp_path / "out", to="hf")
     (tmp_path / "out").rename(left)
@@ -133,7 +125,7 @@ def test_what_an_unfinished_conversion_left_is_no_source(folders: Path, tmp_path
         read_source(left)
 
 
-def test_a_run_without_checkpoints_is_told_as_such(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_is_told_as_such(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(BadCheckpoint, match="a directory of checkpoints"):
         read_source(tmp_path)

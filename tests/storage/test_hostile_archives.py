@@ -1,7 +1,5 @@
 """Hostile and damaged archives: each is refused in one line, at once, in little memory; nothing is run."""
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle
@@ -10,12 +8,10 @@ import sys
 import time
 import tracemalloc
 import zipfile
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -40,20 +36,20 @@ SECONDS, BYTES = 1.0, 100 << 20
 class Calls:
     """Pickle as a call of a function."""
 
-    def __init__(self, function: Any, *arguments: object) -> None:
+    def __init__(self, function, *arguments):
         self.call = function, arguments
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return self.call
 
 
 @contextmanager
-def watched() -> Iterator[list[str]]:
+def watched():
     """Collect what is imported or run during the block."""
-    seen: list[str] = []
+    seen = []
     active = True
 
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+    def hook(event, arguments):
         if active and event in FORBIDDEN:
             seen.append(f"{event} {arguments[0]!r}"[:80])
 
@@ -64,7 +60,7 @@ def watched() -> Iterator[list[str]]:
         active = False
 
 
-def packed(pickled: bytes, **entries: bytes) -> bytes:
+def packed(pickled, **entries):
     """Return an archive as torch.save writes it, with this pickle and right checksums."""
     made = BytesIO()
     with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as archive:
@@ -75,26 +71,24 @@ def packed(pickled: bytes, **entries: bytes) -> bytes:
     return made.getvalue()
 
 
-def text(words: str) -> bytes:
+def text(words):
     return b"X" + struct.pack("<I", len(words)) + words.encode()
 
 
-def name(dotted: str) -> bytes:
+def name(dotted):
     module, _, last = dotted.rpartition(".")
     return f"c{module}\n{last}\n".encode()
 
 
-def number(value: int) -> bytes:
+def number(value):
     return b"J" + struct.pack("<i", value)
 
 
-def storage(key: bytes = text("0"), count: bytes = number(16)) -> bytes:
+def storage(key=text("0"), count=number(16)):
     return b"(" + text("storage") + name("torch.FloatStorage") + key + text("cpu") + count + b"tQ"
 
 
-def tensor(
-    shape: bytes = number(4), stride: bytes = number(1), offset: bytes = number(0), of: bytes = b""
-) -> bytes:
+def tensor(shape=number(4), stride=number(1), offset=number(0), of=b""):
     """Return the opcodes of a dict with one tensor, of one dim."""
     rest = b"\x89" + name("collections.OrderedDict") + b")R"
     call = b"(" + (of or storage()) + offset + shape + b"\x85" + stride + b"\x85" + rest + b"tR"
@@ -102,7 +96,7 @@ def tensor(
 
 
 LONG = b"\x8b"
-PICKLES: dict[str, bytes] = {
+PICKLES = {
     "os.system": pickle.dumps(Calls(os.system, "touch here"), 2),
     "os.system in protocol 4": pickle.dumps({"w": Calls(os.system, "touch here")}, 4),
     "eval": pickle.dumps({"w": Calls(eval, "1/0")}, 2),
@@ -156,7 +150,7 @@ PICKLES: dict[str, bytes] = {
 }  # fmt: skip
 
 
-def refused(read: Callable[[Path], object], path: Path) -> str:
+def refused(read, path):
     """Return the message with which ``path`` is refused: at once, in little memory, with nothing run."""
     known = {*sys.modules}
     tracemalloc.start()
@@ -175,7 +169,7 @@ def refused(read: Callable[[Path], object], path: Path) -> str:
     return message
 
 
-def refused_at_once(path: Path) -> bool:
+def refused_at_once(path):
     """Return whether it is refused within its processor time, which is longer beside a loaded core."""
     began = time.process_time()
     with pytest.raises(BadInput):
@@ -184,7 +178,7 @@ def refused_at_once(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("kind", PICKLES)
-def test_a_hostile_pickle_is_refused_and_nothing_of_it_is_run(kind: str, tmp_path: Path) -> None:
+def test_a_hostile_pickle_is_refused_and_nothing_of_it_is_run(kind, tmp_path):
     path = tmp_path / "model.bin"
     path.write_bytes(packed(PICKLES[kind]))
     refused(open_state_dict, path)
@@ -193,7 +187,7 @@ def test_a_hostile_pickle_is_refused_and_nothing_of_it_is_run(kind: str, tmp_pat
     assert [*tmp_path.iterdir()] == [path] and not Path("here").exists()
 
 
-def test_a_pickle_of_more_opcodes_than_the_limit_is_refused_at_the_limit() -> None:
+def test_a_pickle_of_more_opcodes_than_the_limit_is_refused_at_the_limit():
     limits = Limits(nodes=1000)
     assert read_records(b"\x80\x02]" + b"Na" * 400 + b".", "here", {}, limits=limits) == [None] * 400
     with pytest.raises(BadInput, match=r"at most 1,000 opcodes"):
@@ -210,9 +204,7 @@ def test_a_pickle_of_more_opcodes_than_the_limit_is_refused_at_the_limit() -> No
         ),
     ],
 )
-def test_a_pickle_makes_no_more_containers_than_torch_needs_for_its_bytes(
-    piece: bytes, size: int, limits: Limits
-) -> None:
+def test_a_pickle_makes_no_more_containers_than_torch_needs_for_its_bytes(piece, size, limits):
     raw = b"\x80\x04]" + piece * (size // len(piece)) + b"."
     tracemalloc.start()
     try:
@@ -224,26 +216,26 @@ def test_a_pickle_makes_no_more_containers_than_torch_needs_for_its_bytes(
 
 
 @pytest.mark.parametrize("kind", ["os.system in protocol 4", "getattr", "deep tuples", "shared lists"])
-def test_a_hostile_metadata_of_DCP_is_refused_alike(kind: str, tmp_path: Path) -> None:
+def test_a_hostile_metadata_of_DCP_is_refused_alike(kind, tmp_path):
     (tmp_path / ".metadata").write_bytes(PICKLES[kind])
     with watched() as seen, pytest.raises(BadInput, match="metadata"):
         read_foreign(tmp_path)
     assert not seen
 
 
-def test_the_message_names_what_the_pickle_would_have_called(tmp_path: Path) -> None:
+def test_the_message_names_what_the_pickle_would_have_called(tmp_path):
     path = tmp_path / "model.bin"
     path.write_bytes(packed(PICKLES["os.system"]))
     message = refused(open_state_dict, path)
     assert "posix.system" in message and "is not run" in message and "safetensors" in message
 
 
-def changed(raw: bytes, old: bytes, new: bytes, *, last: bool = False) -> bytes:
+def changed(raw, old, new, *, last=False):
     at = raw.rindex(old) if last else raw.index(old)
     return raw[:at] + new + raw[at + len(old) :]
 
 
-def central(raw: bytes, entry: int, field: int, value: bytes) -> bytes:
+def central(raw, entry, field, value):
     """Change a field, by its offset, of an entry in the directory of an archive."""
     at = -1
     for _ in range(entry + 1):
@@ -251,7 +243,7 @@ def central(raw: bytes, entry: int, field: int, value: bytes) -> bytes:
     return raw[: at + field] + value + raw[at + field + len(value) :]
 
 
-def end_of(raw: bytes, field: int, value: bytes) -> bytes:
+def end_of(raw, field, value):
     at = raw.rindex(b"PK\x05\x06")
     return raw[: at + field] + value + raw[at + field + len(value) :]
 
@@ -259,7 +251,7 @@ def end_of(raw: bytes, field: int, value: bytes) -> bytes:
 GOOD = packed(tensor())
 
 
-def overlapping() -> bytes:
+def overlapping():
     """Return an archive with an entry whose header and bytes lie inside of another entry's bytes."""
     inner = BytesIO()
     with zipfile.ZipFile(inner, "w") as archive:
@@ -269,7 +261,7 @@ def overlapping() -> bytes:
     return central(raw, 3, 42, struct.pack("<I", raw.index(local, raw.index(local) + 1)))
 
 
-ARCHIVES: dict[str, tuple[bytes, str]] = {
+ARCHIVES = {
     "compressed": (central(GOOD, 0, 10, b"\x08\x00"), "compressed"),
     "encrypted": (central(GOOD, 0, 8, b"\x01\x00"), "encrypted"),
     "overlapping": (central(changed(GOOD, b"e/byteorder", b"e/data.pkl2"), 1, 42, bytes(4)), "header of"),
@@ -289,7 +281,7 @@ ARCHIVES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("kind", ARCHIVES)
-def test_a_hostile_zip_is_refused(kind: str, tmp_path: Path) -> None:
+def test_a_hostile_zip_is_refused(kind, tmp_path):
     raw, message = ARCHIVES[kind]
     path = tmp_path / "model.bin"
     path.write_bytes(raw)
@@ -298,7 +290,7 @@ def test_a_hostile_zip_is_refused(kind: str, tmp_path: Path) -> None:
     refused(open_state_dict, path)
 
 
-def test_the_archive_that_these_were_made_of_is_read(tmp_path: Path) -> None:
+def test_the_archive_that_these_were_made_of_is_read(tmp_path):
     (tmp_path / "model.bin").write_bytes(GOOD)
     assert open_state_dict(tmp_path / "model.bin").read("w").tolist() == [0.0] * 4
     twice = BytesIO()
@@ -310,7 +302,7 @@ def test_the_archive_that_these_were_made_of_is_read(tmp_path: Path) -> None:
         open_state_dict(tmp_path / "twice.bin")
 
 
-def mutated(raw: bytes, random: Random) -> bytes:
+def mutated(raw, random):
     """Return bytes with one to three changes: other bytes, a cut, a piece twice or elsewhere."""
     made = bytearray(raw)
     for _ in range(random.randint(1, 3)):
@@ -332,7 +324,7 @@ def mutated(raw: bytes, random: Random) -> bytes:
     "count", [pytest.param(300, id="few"), pytest.param(20_000, id="many", marks=[pytest.mark.slow])]
 )
 @pytest.mark.timeout(3000)
-def test_mutated_archives_are_read_or_refused_and_import_nothing(count: int, tmp_path: Path) -> None:
+def test_mutated_archives_are_read_or_refused_and_import_nothing(count, tmp_path):
     """A third has a mutated pickle with right sums, a third mutated bytes anywhere, a third is of DCP."""
     random, accepted = Random(16), 0
     saved = BytesIO()

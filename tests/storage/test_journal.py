@@ -1,9 +1,6 @@
 """The journal of a job that was killed: what its whole lines say, and nothing else."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from trilith.storage.disk import Disk
@@ -20,18 +17,18 @@ MARKS = [Mark(1), Mark(2, "ü\n"), Mark(3, "x" * 500)]
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     journal = Journal(tmp_path / "journal", Mark)
     for mark in MARKS:
         journal.add(mark)
     return tmp_path / "journal"
 
 
-def test_what_was_added_is_read_by_the_next_and_by_a_third(path: Path) -> None:
+def test_what_was_added_is_read_by_the_next_and_by_a_third(path):
     assert Journal(path, Mark).records == Journal(path, Mark).records == MARKS
 
 
-def test_cut_anywhere_its_whole_lines_are_read_and_it_goes_on_behind_them(path: Path) -> None:
+def test_cut_anywhere_its_whole_lines_are_read_and_it_goes_on_behind_them(path):
     whole = path.read_bytes()
     ends = [number + 1 for number, byte in enumerate(whole) if byte == ord("\n")]
     assert len(ends) == 3
@@ -44,7 +41,7 @@ def test_cut_anywhere_its_whole_lines_are_read_and_it_goes_on_behind_them(path: 
 
 
 @pytest.mark.parametrize("bit", range(0, 240, 7))
-def test_behind_a_flipped_bit_nothing_is_believed(path: Path, bit: int) -> None:
+def test_behind_a_flipped_bit_nothing_is_believed(path, bit):
     raw = bytearray(path.read_bytes())
     raw[bit // 8] ^= 1 << bit % 8
     path.write_bytes(raw)
@@ -52,17 +49,17 @@ def test_behind_a_flipped_bit_nothing_is_believed(path: Path, bit: int) -> None:
 
 
 @pytest.mark.parametrize("line", [b"\n", b"{}\n", b'{"portions": 4, "name": ""}\n', b"\x00", b"\xff \xff\n"])
-def test_nonsense_is_no_record(path: Path, line: bytes) -> None:
+def test_nonsense_is_no_record(path, line):
     with path.open("ab") as journal:
         journal.write(line)
     assert Journal(path, Mark).records == MARKS
 
 
-def test_a_record_of_another_kind_is_none(path: Path) -> None:
+def test_a_record_of_another_kind_is_none(path):
     assert Journal(path, list[int]).records == []
 
 
-def test_it_forgets_what_is_not_so(path: Path) -> None:
+def test_it_forgets_what_is_not_so(path):
     journal = Journal(path, Mark)
     journal.clear()
     assert journal.records == [] and Journal(path, Mark).records == []
@@ -70,15 +67,15 @@ def test_it_forgets_what_is_not_so(path: Path) -> None:
     assert Journal(path, Mark).records == [Mark(7)]
 
 
-def test_a_record_is_on_the_disk_when_it_was_added(tmp_path: Path) -> None:
-    calls: list[str] = []
+def test_a_record_is_on_the_disk_when_it_was_added(tmp_path):
+    calls = []
 
     class Watched(Disk):
-        def write(self, fd: int, data: memoryview, offset: int) -> None:
+        def write(self, fd, data, offset):
             super().write(fd, data, offset)
             calls.append("write")
 
-        def sync(self, fd: int) -> None:
+        def sync(self, fd):
             super().sync(fd)
             calls.append("sync")
 

@@ -1,22 +1,19 @@
 """A lock belongs to one process at a time, and a file that somebody wrote into is nobody's lock to remove."""
 
-from __future__ import annotations
-
 import os
 import signal
-from pathlib import Path
 
 import pytest
 from trilith.storage.lock import FileLock
 
 
-def holds(path: Path) -> FileLock:
+def holds(path):
     lock = FileLock.take(path)
     assert lock is not None
     return lock
 
 
-def test_one_has_it_until_it_is_released(tmp_path: Path) -> None:
+def test_one_has_it_until_it_is_released(tmp_path):
     lock = holds(tmp_path / "lock")
     assert FileLock.take(tmp_path / "lock") is None
     lock.release()
@@ -26,7 +23,7 @@ def test_one_has_it_until_it_is_released(tmp_path: Path) -> None:
     assert not (tmp_path / "lock").exists()
 
 
-def test_it_is_free_when_its_holder_was_killed(tmp_path: Path) -> None:
+def test_it_is_free_when_its_holder_was_killed(tmp_path):
     child = os.fork()
     if child == 0:
         FileLock.take(tmp_path / "lock")
@@ -35,13 +32,11 @@ def test_it_is_free_when_its_holder_was_killed(tmp_path: Path) -> None:
     holds(tmp_path / "lock").remove()
 
 
-def test_a_lock_whose_file_was_removed_meanwhile_guards_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_whose_file_was_removed_meanwhile_guards_nothing(tmp_path, monkeypatch):
     """Between the opening of the file and its lock another process ends, and removes the file."""
     path, before = tmp_path / "lock", os.open
 
-    def late(name: Path, flags: int, mode: int) -> int:
+    def late(name, flags, mode):
         fd = before(name, flags, mode)
         monkeypatch.setattr(os, "open", before)
         path.unlink()
@@ -52,14 +47,14 @@ def test_a_lock_whose_file_was_removed_meanwhile_guards_nothing(
     assert os.path.samestat(os.stat(path), os.fstat(lock.fd)) and FileLock.take(path) is None
 
 
-def test_a_file_with_something_in_it_stays(tmp_path: Path) -> None:
+def test_a_file_with_something_in_it_stays(tmp_path):
     path = tmp_path / "lock"
     path.write_text("precious")
     holds(path).remove()
     assert path.read_text() == "precious"
 
 
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_is_not_followed(tmp_path):
     (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError):
         FileLock.take(tmp_path / "lock")

@@ -6,8 +6,6 @@ import resource
 import struct
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,19 +17,19 @@ from trilith.storage.safetensors_header import build_header
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
-def framed(header: object, data: bytes = bytes(8), length: int | None = None) -> bytes:
+def framed(header, data=bytes(8), length=None):
     """Return a file with this header, which is JSON unless it is bytes already."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(raw) if length is None else length) + raw + data
 
 
-def one(**changes: object) -> bytes:
+def one(**changes):
     """Return a file of one tensor ``w`` of two floats, with some fields changed; ``None`` omits a field."""
     fields = {key: value for key, value in (F32 | changes).items() if value is not None}
     return framed({"w": fields})
 
 
-def two(a: tuple[int, int], b: tuple[int, int], data: int = 16) -> bytes:
+def two(a, b, data=16):
     """Return a file of two tensors of bytes at these offsets."""
     return framed(
         {
@@ -110,7 +108,7 @@ BYTES = [
 ]
 
 
-def refusal(path: Path) -> str:
+def refusal(path):
     with pytest.raises(BadInput) as caught:
         TensorFile.open(path)
     message = str(caught.value)
@@ -120,7 +118,7 @@ def refusal(path: Path) -> str:
 
 
 @pytest.mark.parametrize(("raw", "says"), BYTES)
-def test_bad_bytes_are_refused_at_once(tmp_path: Path, raw: bytes, says: str) -> None:
+def test_bad_bytes_are_refused_at_once(tmp_path, raw, says):
     path = tmp_path / "model.safetensors"
     path.write_bytes(raw)
     peak, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
@@ -131,7 +129,7 @@ def test_bad_bytes_are_refused_at_once(tmp_path: Path, raw: bytes, says: str) ->
     refusal(path)
 
 
-def test_every_prefix_and_every_flipped_bit_reads_or_refuses(tmp_path: Path) -> None:
+def test_every_prefix_and_every_flipped_bit_reads_or_refuses(tmp_path):
     path = tmp_path / "model.safetensors"
     variants = [GOOD[:end] for end in range(len(GOOD))]
     for at in range(len(GOOD) - 8):
@@ -150,7 +148,7 @@ def test_every_prefix_and_every_flipped_bit_reads_or_refuses(tmp_path: Path) -> 
     assert 0 < accepted < 40
 
 
-def test_A26_extra_field_is_read(tmp_path: Path) -> None:
+def test_A26_extra_field_is_read(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(framed({"__metadata__": {"format": "pt"}, "w": F32 | {"comment": "by hand"}}))
     file = TensorFile.open(path)
@@ -158,26 +156,26 @@ def test_A26_extra_field_is_read(tmp_path: Path) -> None:
     assert torch.equal(file.read("w"), torch.zeros(2))
 
 
-def test_A30_name_like_a_path_is_read_where_it_is_expected(tmp_path: Path) -> None:
+def test_A30_name_like_a_path_is_read_where_it_is_expected(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(framed({"block/w": F32}))
     refusal(path)
     assert "block/w" in TensorFile.open(path, expected={"block/w"}).tensors
 
 
-def directory(path: Path) -> None:
+def directory(path):
     path.mkdir()
 
 
-def dangling(path: Path) -> None:
+def dangling(path):
     path.symlink_to("gone")
 
 
-def device(path: Path) -> None:
+def device(path):
     path.symlink_to("/dev/zero")
 
 
-def absent(path: Path) -> None:
+def absent(path):
     pass
 
 
@@ -191,21 +189,17 @@ def absent(path: Path) -> None:
         pytest.param(absent, "nothing there", id="A32-absent"),
     ],
 )
-def test_what_is_no_file_is_refused_without_waiting(
-    tmp_path: Path, make: Callable[[Path], None], says: str
-) -> None:
+def test_what_is_no_file_is_refused_without_waiting(tmp_path, make, says):
     path = tmp_path / "model.safetensors"
     make(path)
-    messages: list[str] = []
+    messages = []
     reader = threading.Thread(target=lambda: messages.append(refusal(path)), daemon=True)
     reader.start()
     reader.join(5)
     assert messages and says in messages[0]
 
 
-def test_A34_file_that_shrinks_is_an_error_and_no_signal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_A34_file_that_shrinks_is_an_error_and_no_signal(tmp_path, monkeypatch):
     path = tmp_path / "model.safetensors"
     save_file({"w": torch.arange(100_000)}, path)
     file = TensorFile.open(path)
@@ -219,7 +213,7 @@ def test_A34_file_that_shrinks_is_an_error_and_no_signal(
     save_file({"w": torch.arange(100_000)}, path)
     file, pread = TensorFile.open(path), os.preadv
 
-    def shrinking(fd: int, buffers: list[memoryview], offset: int) -> int:
+    def shrinking(fd, buffers, offset):
         os.truncate(path, 4096)
         return pread(fd, buffers, offset)
 
@@ -228,7 +222,7 @@ def test_A34_file_that_shrinks_is_an_error_and_no_signal(
         file.read("w")
 
 
-def test_built_header_is_what_is_parsed(tmp_path: Path) -> None:
+def test_built_header_is_what_is_parsed(tmp_path):
     spec = {"b": ("BF16", (3, 5)), "é": ("F32", ()), "e": ("U8", (0, 4)), "f": ("F64", (2,))}
     raw, entries = build_header(spec, {"format": "pt"})
     assert len(raw) % 8 == 0

@@ -1,8 +1,6 @@
 """Reading boxes of tensors: the right bytes, into the right memory, and no more of it than promised."""
 
-import random
 import tracemalloc
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,14 +13,14 @@ from trilith.storage import safetensors_reader as tensor_file
 from trilith.storage.dtypes import TORCH
 
 
-def random_box(shape: tuple[int, ...], rng: random.Random) -> Box:
+def random_box(shape, rng):
     bounds = [sorted((rng.randint(0, n), rng.randint(0, n))) for n in shape]
     return Box(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(0, 7), max_size=4), st.sampled_from(["BF16", "F64", "I8"]), st.randoms())
-def test_any_box_of_any_tensor(tmp_path: Path, shape: list[int], dtype: str, rng: random.Random) -> None:
+def test_any_box_of_any_tensor(tmp_path, shape, dtype, rng):
     whole = torch.randint(0, 100, tuple(shape)).to(TORCH[dtype])
     save_file({"w": whole, "before": torch.zeros(3)}, tmp_path / "t.safetensors")
     file = TensorFile.open(tmp_path / "t.safetensors")
@@ -36,7 +34,7 @@ def test_any_box_of_any_tensor(tmp_path: Path, shape: list[int], dtype: str, rng
 
 @pytest.mark.parametrize("columns", [3, 512, 5000])
 @pytest.mark.parametrize("width", [10_000, 600_000])
-def test_columns_by_runs_and_by_scratch(tmp_path: Path, columns: int, width: int) -> None:
+def test_columns_by_runs_and_by_scratch(tmp_path, columns, width):
     whole = torch.randn(24, width).bfloat16()
     save_file({"w": whole}, tmp_path / "t.safetensors")
     file = TensorFile.open(tmp_path / "t.safetensors")
@@ -45,7 +43,7 @@ def test_columns_by_runs_and_by_scratch(tmp_path: Path, columns: int, width: int
 
 
 @pytest.mark.parametrize("name", sorted(TORCH))
-def test_every_type_that_torch_holds(tmp_path: Path, name: str) -> None:
+def test_every_type_that_torch_holds(tmp_path, name):
     whole = torch.randint(0, 255, (6, 16), dtype=torch.uint8)
     whole = whole.bool() if name == "BOOL" else whole.view(TORCH[name])
     save_file({"w": whole}, tmp_path / "t.safetensors")
@@ -54,7 +52,7 @@ def test_every_type_that_torch_holds(tmp_path: Path, name: str) -> None:
     assert torch.equal(file.read("w").view(torch.uint8), whole.view(torch.uint8))
 
 
-def test_a_type_of_packed_elements_is_named_and_refused(tmp_path: Path) -> None:
+def test_a_type_of_packed_elements_is_named_and_refused(tmp_path):
     header = b'{"w":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}'
     path = tmp_path / "t.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"ab")
@@ -64,7 +62,7 @@ def test_a_type_of_packed_elements_is_named_and_refused(tmp_path: Path) -> None:
         file.read("w")
 
 
-def test_reading_into_memory_of_the_caller(tmp_path: Path) -> None:
+def test_reading_into_memory_of_the_caller(tmp_path):
     whole = torch.randn(8, 6)
     save_file({"w": whole}, tmp_path / "t.safetensors")
     out = torch.zeros(10, 6)
@@ -73,7 +71,7 @@ def test_reading_into_memory_of_the_caller(tmp_path: Path) -> None:
     assert torch.equal(out[1:5], whole[2:6]) and not out[5:].any() and not out[0].any()
 
 
-def test_columns_take_constant_extra_memory(tmp_path: Path) -> None:
+def test_columns_take_constant_extra_memory(tmp_path):
     save_file({"w": torch.zeros(2048, 4096)}, tmp_path / "t.safetensors")  # 32 MB
     file = TensorFile.open(tmp_path / "t.safetensors")
     box = Box((0, 8), (2048, 16))

@@ -8,7 +8,6 @@ import signal
 import tracemalloc
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,11 +24,11 @@ from trilith.storage.strides import blocks
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
-def test_combined_checksums_are_that_of_the_whole(a: bytes, b: bytes) -> None:
+def test_combined_checksums_are_that_of_the_whole(a, b):
     assert combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
 
 
-def test_checksum_of_pieces_in_any_order_and_what_is_missing() -> None:
+def test_checksum_of_pieces_in_any_order_and_what_is_missing():
     data = random.Random(0).randbytes(1000)
     seen = Checksum()
     for begin, end in [(700, 1000), (0, 300), (400, 700), (400, 700)]:
@@ -43,7 +42,7 @@ def test_checksum_of_pieces_in_any_order_and_what_is_missing() -> None:
     assert Checksum().value(0) == 0 and Checksum().gaps(3) == [(0, 3)]
 
 
-def test_memory_of_a_checksum_does_not_grow_with_the_file() -> None:
+def test_memory_of_a_checksum_does_not_grow_with_the_file():
     seen, blocks = Checksum(), 20_000
     tracemalloc.start()
     for block in range(blocks):
@@ -54,7 +53,7 @@ def test_memory_of_a_checksum_does_not_grow_with_the_file() -> None:
     assert seen.value(4 * blocks) == zlib.crc32(b"abcd" * blocks)
 
 
-def test_sums_of_stretches_that_lie_apart() -> None:
+def test_sums_of_stretches_that_lie_apart():
     data = random.Random(0).randbytes(100)
     seen = Checksum(apart=[40, 70])
     for begin in range(0, 100, 10):
@@ -63,9 +62,7 @@ def test_sums_of_stretches_that_lie_apart() -> None:
     assert seen.of(stretches) == [zlib.crc32(data[begin:end]) for begin, end in stretches]
 
 
-def test_a_sum_reads_on_where_the_system_gives_less_than_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sum_reads_on_where_the_system_gives_less_than_was_asked_for(tmp_path, monkeypatch):
     data, whole = random.Random(0).randbytes(1000), os.preadv
     (tmp_path / "f").write_bytes(data)
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: whole(fd, [buffers[0][:7]], at))
@@ -75,9 +72,7 @@ def test_a_sum_reads_on_where_the_system_gives_less_than_was_asked_for(
     assert seen.value(1000) == zlib.crc32(data)
 
 
-def test_a_sum_of_bytes_that_cannot_be_read_back_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sum_of_bytes_that_cannot_be_read_back_is_an_error(tmp_path, monkeypatch):
     writer = TensorWriter(tmp_path / "f", {"w": ("U8", (4, 4))})
     writer.write("w", Box((0, 0), (4, 2)), torch.ones(4, 2, dtype=torch.uint8))
     writer.write("w", Box((0, 2), (4, 4)), torch.ones(4, 2, dtype=torch.uint8))
@@ -88,7 +83,7 @@ def test_a_sum_of_bytes_that_cannot_be_read_back_is_an_error(
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_boxes_in_any_order_make_the_file_that_safetensors_reads(tmp_path: Path, threads: int) -> None:
+def test_boxes_in_any_order_make_the_file_that_safetensors_reads(tmp_path, threads):
     tensors = {
         "z": torch.randn(17, 9).bfloat16(),
         "a": torch.randn(4, 5, 6),
@@ -121,7 +116,7 @@ def test_boxes_in_any_order_make_the_file_that_safetensors_reads(tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", sorted(TORCH))
-def test_every_type(tmp_path: Path, name: str) -> None:
+def test_every_type(tmp_path, name):
     tensor = torch.randint(0, 255, (4, 16), dtype=torch.uint8)
     tensor = tensor.bool() if name == "BOOL" else tensor.view(TORCH[name])
     writer = TensorWriter(tmp_path / "w", {"t": (name, tuple(tensor.shape))})
@@ -130,7 +125,7 @@ def test_every_type(tmp_path: Path, name: str) -> None:
     assert torch.equal(load_file(tmp_path / "w")["t"].view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_an_element_left_out_is_no_finished_file(tmp_path: Path) -> None:
+def test_an_element_left_out_is_no_finished_file(tmp_path):
     writer = TensorWriter(tmp_path / "w", {"t": ("F32", (4,))})
     writer.write("t", Box((0,), (3,)), torch.zeros(3))
     with pytest.raises(AssertionError, match="'t': 1"):
@@ -138,7 +133,7 @@ def test_an_element_left_out_is_no_finished_file(tmp_path: Path) -> None:
     writer.abandon()
 
 
-def test_sequential_writes_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequential_writes_are_not_read_again(tmp_path, monkeypatch):
     writer = TensorWriter(tmp_path / "w", {"t": ("F32", (4, 4)), "u": ("F32", (4,))})
     for row in range(4):
         writer.write("t", Box((row, 0), (row + 1, 4)), torch.zeros(1, 4))
@@ -147,7 +142,7 @@ def test_sequential_writes_are_not_read_again(tmp_path: Path, monkeypatch: pytes
     assert writer.close().crc == zlib.crc32((tmp_path / "w").read_bytes())
 
 
-def test_an_existing_file_is_never_written_over(tmp_path: Path) -> None:
+def test_an_existing_file_is_never_written_over(tmp_path):
     (tmp_path / "w").write_bytes(b"mine")
     with pytest.raises(DiskFailed, match="File exists"):
         TensorWriter(tmp_path / "w", {})
@@ -157,10 +152,10 @@ def test_an_existing_file_is_never_written_over(tmp_path: Path) -> None:
 class FullDisk(Disk):
     """Act as a disk with room for so many bytes."""
 
-    def __init__(self, room: int, code: int):
+    def __init__(self, room, code):
         self.room, self.code = room, code
 
-    def write(self, fd: int, data: memoryview, offset: int) -> None:
+    def write(self, fd, data, offset):
         if offset + len(data) > self.room:
             raise OSError(self.code, os.strerror(self.code))
         super().write(fd, data, offset)
@@ -174,7 +169,7 @@ class FullDisk(Disk):
         pytest.param(errno.EFBIG, "too large", id="G22-file-too-large"),
     ],
 )
-def test_disk_that_refuses(tmp_path: Path, code: int, says: str) -> None:
+def test_disk_that_refuses(tmp_path, code, says):
     writer = TensorWriter(tmp_path / "w", {"t": ("F32", (4096,))}, disk=FullDisk(8192, code))
     with pytest.raises(DiskFailed, match=f"w: cannot be written: .*{says}") as caught:
         writer.write("t", Box((0,), (4096,)), torch.zeros(4096))
@@ -182,7 +177,7 @@ def test_disk_that_refuses(tmp_path: Path, code: int, says: str) -> None:
     writer.abandon()
 
 
-def test_G22_the_limit_of_the_system_itself(tmp_path: Path) -> None:
+def test_G22_the_limit_of_the_system_itself(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))

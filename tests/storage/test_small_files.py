@@ -14,23 +14,23 @@ from trilith.parallel_state import BadInput, MachineFailed
 from trilith.storage.small_files import read_good_lines, read_json, read_json_lines, read_text, read_toml
 
 Reader = Callable[[Path], Any]
-READERS: list[Reader] = [read_text, read_json, read_toml, lambda path: list(read_json_lines(path))]
+READERS = [read_text, read_json, read_toml, lambda path: list(read_json_lines(path))]
 
 
-def _pipe(path: Path) -> None:
+def _pipe(path):
     os.mkfifo(path)
 
 
-def _loop(path: Path) -> None:
+def _loop(path):
     path.symlink_to(path)
 
 
-def _sparse(path: Path) -> None:
+def _sparse(path):
     with path.open("wb") as file:
         file.truncate(10 << 30)
 
 
-NOT_FILES: list[tuple[str, Callable[[Path], object], str]] = [
+NOT_FILES = [
     ("missing", lambda path: None, "nothing there"),
     ("broken link", lambda path: path.symlink_to("nowhere"), "a link to nowhere, which is absent"),
     ("link loop", _loop, "symbolic links"),
@@ -44,9 +44,7 @@ NOT_FILES: list[tuple[str, Callable[[Path], object], str]] = [
 
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize(("make", "says"), [pytest.param(m, says, id=name) for name, m, says in NOT_FILES])
-def test_what_is_no_small_file_is_refused_in_one_line(
-    tmp_path: Path, read: Reader, make: Callable[[Path], object], says: str
-) -> None:
+def test_what_is_no_small_file_is_refused_in_one_line(tmp_path, read, make, says):
     make(tmp_path / "a")
     with pytest.raises(BadInput, match=says) as caught:
         read(tmp_path / "a")
@@ -54,7 +52,7 @@ def test_what_is_no_small_file_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("read", READERS[:3])
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path, read: Reader) -> None:
+def test_bytes_that_are_no_text_are_refused(tmp_path, read):
     (tmp_path / "a").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(BadInput, match="a: expected UTF-8 text, found byte 0xff at 0"):
         read(tmp_path / "a")
@@ -80,7 +78,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path, read: Reader) -> Non
         '{"a": ' + "9" * 5000 + "}",
     ],
 )
-def test_json_with_no_one_meaning_is_refused(tmp_path: Path, text: str) -> None:
+def test_json_with_no_one_meaning_is_refused(tmp_path, text):
     (tmp_path / "a").write_text(text)
     with pytest.raises(BadInput) as caught:
         read_json(tmp_path / "a")
@@ -91,24 +89,22 @@ def test_json_with_no_one_meaning_is_refused(tmp_path: Path, text: str) -> None:
     "text",
     ["a = nan", "a = -inf", "a = 1e999", "a = 1\na = 2", "a = [", "a = " + "[" * 5000, "a = " + "9" * 5000],
 )
-def test_toml_with_no_one_meaning_is_refused(tmp_path: Path, text: str) -> None:
+def test_toml_with_no_one_meaning_is_refused(tmp_path, text):
     (tmp_path / "a").write_text(text)
     with pytest.raises(BadInput) as caught:
         read_toml(tmp_path / "a")
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
-def test_a_byte_order_mark_is_left_out(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_left_out(tmp_path):
     (tmp_path / "a").write_bytes(b"\xef\xbb\xbfa = 1\n")
     assert read_toml(tmp_path / "a") == {"a": 1}
 
 
-def test_a_machine_with_too_few_descriptors_is_no_bad_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_with_too_few_descriptors_is_no_bad_input(tmp_path, monkeypatch):
     (tmp_path / "a").write_text("{}")
 
-    def none_left(*_: object) -> int:
+    def none_left(*_):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(os, "open", none_left)
@@ -125,9 +121,7 @@ NESTED = st.recursive(
 
 
 @given(st.lists(st.dictionaries(st.text(max_size=3), NESTED, max_size=2), max_size=6), st.data())
-def test_good_lines_stay_whatever_stands_between_them(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]], data: st.DataObject
-) -> None:
+def test_good_lines_stay_whatever_stands_between_them(tmp_path_factory, lines, data):
     path = tmp_path_factory.mktemp("lines") / "a.jsonl"
     raw = []
     for line in lines:

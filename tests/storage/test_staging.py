@@ -6,11 +6,9 @@ import errno
 import os
 import signal
 from collections import namedtuple
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,12 +20,11 @@ from trilith.storage import TensorWriter, staging
 from trilith.storage.disk import Disk, DiskFailed
 from trilith.storage.file_names import MANIFEST
 from trilith.storage.leftovers import clear_unfinished, remove_checkpoint
-from trilith.storage.lock import FileLock
 from trilith.storage.records import StoredFile
 from trilith.storage.staging import Staging, check_output, staged
 
 
-def save(output: Path, value: float, disk: Disk | None = None) -> None:
+def save(output, value, disk=None):
     """Write a checkpoint of two files, as a training run would."""
     with staged(output, disk=disk) as staging:
         files, tensors = [], {}
@@ -55,7 +52,7 @@ def save(output: Path, value: float, disk: Disk | None = None) -> None:
         staging.publish(manifest.accepted_bytes(staging.output))
 
 
-def read(directory: Path) -> float:
+def read(directory):
     """Return the one value of a whole checkpoint."""
     manifest = Manifest.load(directory)
     verify(directory, manifest)
@@ -64,7 +61,7 @@ def read(directory: Path) -> float:
     return float(value)
 
 
-def test_a_published_checkpoint_reads_back_and_nothing_else_is_left(tmp_path: Path) -> None:
+def test_a_published_checkpoint_reads_back_and_nothing_else_is_left(tmp_path):
     save(tmp_path / "new" / "run" / "step-00000001", 1.0)
     assert read(tmp_path / "new" / "run" / "step-00000001") == 1.0
     assert [path.name for path in (tmp_path / "new" / "run").iterdir()] == ["step-00000001"]
@@ -76,32 +73,32 @@ def test_a_published_checkpoint_reads_back_and_nothing_else_is_left(tmp_path: Pa
 # ---- refusals ----
 
 
-def occupied(output: Path) -> dict[str, Any]:
+def occupied(output):
     output.mkdir()
     (output / "mine").touch()
     return {}
 
 
-def a_file(output: Path) -> dict[str, Any]:
+def a_file(output):
     output.touch()
     return {}
 
 
-def a_link(output: Path) -> dict[str, Any]:
+def a_link(output):
     output.symlink_to(output.parent)
     return {}
 
 
-def the_input(output: Path) -> dict[str, Any]:
+def the_input(output):
     output.mkdir()
     return {"inputs": [output.parent / "." / output.name]}
 
 
-def inside_the_input(output: Path) -> dict[str, Any]:
+def inside_the_input(output):
     return {"inputs": [output.parent]}
 
 
-def too_large(output: Path) -> dict[str, Any]:
+def too_large(output):
     return {"need": 1 << 60}
 
 
@@ -116,7 +113,7 @@ def too_large(output: Path) -> dict[str, Any]:
         pytest.param(too_large, r"expected [\d,.]+ GB free .* found [\d,.]+ GB", id="G20-too-little-space"),
     ],
 )
-def test_outputs_that_cannot_be(tmp_path: Path, spoil: Callable[[Path], dict[str, Any]], says: str) -> None:
+def test_outputs_that_cannot_be(tmp_path, spoil, says):
     output = tmp_path / "out"
     arguments = spoil(output)
     before = sorted(tmp_path.iterdir())
@@ -126,13 +123,13 @@ def test_outputs_that_cannot_be(tmp_path: Path, spoil: Callable[[Path], dict[str
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_G19_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_G19_not_writable(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
     with pytest.raises(BadInput, match="may write to"):
         check_output(tmp_path / "out")
 
 
-def test_G20_the_margin_is_a_tenth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_G20_the_margin_is_a_tenth(tmp_path, monkeypatch):
     space = namedtuple("space", "f_bavail f_frsize")
     monkeypatch.setattr(os, "statvfs", lambda path: space(1100, 10**6))
     check_output(tmp_path / "out", need=10**9)
@@ -141,12 +138,12 @@ def test_G20_the_margin_is_a_tenth(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", ["with space", "ünïcødé", "x" * 250, "é" * 127, "-dash"])
-def test_G24_names_of_every_kind(tmp_path: Path, name: str) -> None:
+def test_G24_names_of_every_kind(tmp_path, name):
     save(tmp_path / name, 1.0)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_G24_a_name_that_no_file_system_takes(tmp_path: Path) -> None:
+def test_G24_a_name_that_no_file_system_takes(tmp_path):
     with pytest.raises(BadInput, match="at most 255 bytes"):
         save(tmp_path / ("x" * 256), 1.0)
 
@@ -157,10 +154,10 @@ def test_G24_a_name_that_no_file_system_takes(tmp_path: Path) -> None:
 class Failing(Disk):
     """Act as a disk on which one of the calls fails."""
 
-    def __init__(self, method: str, code: int, after: int = 0):
+    def __init__(self, method, code, after=0):
         self.method, self.code, self.left = method, code, after
 
-    def __getattribute__(self, name: str) -> object:
+    def __getattribute__(self, name):
         if name == object.__getattribute__(self, "__dict__").get("method"):
             if self.left == 0:
                 raise OSError(self.code, os.strerror(self.code))
@@ -173,9 +170,7 @@ class Failing(Disk):
 @pytest.mark.parametrize(
     "code", [pytest.param(errno.ENOSPC, id="G21-disk-full"), pytest.param(errno.EIO, id="G21-error")]
 )
-def test_a_failure_leaves_the_older_one_and_nothing_else(
-    tmp_path: Path, method: str, after: int, code: int
-) -> None:
+def test_a_failure_leaves_the_older_one_and_nothing_else(tmp_path, method, after, code):
     save(tmp_path / "step-00000001", 1.0)
     try:
         save(tmp_path / "step-00000002", 2.0, Failing(method, code, after))
@@ -192,14 +187,14 @@ def test_a_failure_leaves_the_older_one_and_nothing_else(
 
 @pytest.mark.parametrize("method", ["create", "write", "sync", "sync_directory", "make_directory", "rename"])
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_a_failure_removes_the_folders_that_were_made_for_it(tmp_path: Path, method: str, after: int) -> None:
+def test_a_failure_removes_the_folders_that_were_made_for_it(tmp_path, method, after):
     with suppress(DiskFailed):
         save(tmp_path / "new" / "newer" / "step-00000002", 2.0, Failing(method, errno.ENOSPC, after))
         return  # it needed fewer of these
     assert [*tmp_path.iterdir()] == [] or read(tmp_path / "new" / "newer" / "step-00000002") == 2.0
 
 
-def test_a_way_over_a_folder_that_is_made_for_it_and_a_file_of_somebody_else_in_one(tmp_path: Path) -> None:
+def test_a_way_over_a_folder_that_is_made_for_it_and_a_file_of_somebody_else_in_one(tmp_path):
     save(tmp_path / "new" / ".." / "new" / "out", 1.0)
     assert read(tmp_path / "new" / "out") == 1.0
     with pytest.raises(KeyError), staged(tmp_path / "other" / "deeper" / "out"):
@@ -208,13 +203,13 @@ def test_a_way_over_a_folder_that_is_made_for_it_and_a_file_of_somebody_else_in_
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["theirs"]
 
 
-def test_G23_no_permission_to_rename(tmp_path: Path) -> None:
+def test_G23_no_permission_to_rename(tmp_path):
     with pytest.raises(BadInput, match="permission to rename"):
         save(tmp_path / "out", 1.0, Failing("rename", errno.EACCES, after=1))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_G16_files_that_appear_meanwhile_are_not_touched(tmp_path: Path) -> None:
+def test_G16_files_that_appear_meanwhile_are_not_touched(tmp_path):
     with pytest.raises(BadInput, match="appeared"), staged(tmp_path / "out") as staging:
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "mine").touch()
@@ -223,10 +218,8 @@ def test_G16_files_that_appear_meanwhile_are_not_touched(tmp_path: Path) -> None
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
-def test_G25_an_output_that_another_job_finished_before_the_lock_was_had_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def late(output: Path) -> FileLock:
+def test_G25_an_output_that_another_job_finished_before_the_lock_was_had_is_refused(tmp_path, monkeypatch):
+    def late(output):
         output.mkdir(exist_ok=True)
         (output / "theirs").touch()
         return take(output)
@@ -238,7 +231,7 @@ def test_G25_an_output_that_another_job_finished_before_the_lock_was_had_is_refu
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["out", "theirs"]
 
 
-def test_G25_a_second_job_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+def test_G25_a_second_job_is_refused_and_harms_nothing(tmp_path):
     with staged(tmp_path / "out", identity="0" * 16) as first:
         for identity in ("0" * 16, "1" * 16, None):
             with pytest.raises(BadInput, match="another process"):
@@ -250,7 +243,7 @@ def test_G25_a_second_job_is_refused_and_harms_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
 
 
-def test_G25_a_killed_job_blocks_nobody_and_is_cleared(tmp_path: Path) -> None:
+def test_G25_a_killed_job_blocks_nobody_and_is_cleared(tmp_path):
     child = os.fork()
     if child == 0:
         staging = Staging.begin(tmp_path / "out", identity="0123456789abcdef")
@@ -265,7 +258,7 @@ def test_G25_a_killed_job_blocks_nobody_and_is_cleared(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.tmp-mine"]
 
 
-def test_what_killed_runs_left_is_cleared_but_not_what_is_being_written(tmp_path: Path) -> None:
+def test_what_killed_runs_left_is_cleared_but_not_what_is_being_written(tmp_path):
     for name in ("step-2.tmp-0123456789abcdef", "step-4", "step-4.tmp-mine", "other.tmp-0123456789abcdef"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
@@ -284,7 +277,7 @@ def test_what_killed_runs_left_is_cleared_but_not_what_is_being_written(tmp_path
     clear_unfinished(tmp_path / "nowhere")
 
 
-def test_a_users_own_files_called_like_a_lock_stay(tmp_path: Path) -> None:
+def test_a_users_own_files_called_like_a_lock_stay(tmp_path):
     precious = [tmp_path / name for name in ("out.lock", "out.tmp-lock")]
     (tmp_path / "new.lock").touch()
     for path in precious:
@@ -298,7 +291,7 @@ def test_a_users_own_files_called_like_a_lock_stay(tmp_path: Path) -> None:
     assert (tmp_path / "new.lock").exists()
 
 
-def test_folders_that_were_made_for_an_output_go_with_it(tmp_path: Path) -> None:
+def test_folders_that_were_made_for_an_output_go_with_it(tmp_path):
     with pytest.raises(BadInput), staged(tmp_path / "a" / "b" / "out"):
         raise BadInput("input", expected="another", found="this")
     assert not [*tmp_path.iterdir()]
@@ -306,12 +299,12 @@ def test_folders_that_were_made_for_an_output_go_with_it(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_K8_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path) -> None:
+def test_K8_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path):
     save(tmp_path / "step-00000001", 1.0)
     save(tmp_path / "step-00000002", 2.0)
 
     class Lazy(Disk):
-        def remove_tree(self, path: Path) -> None:
+        def remove_tree(self, path):
             (path / "0.safetensors").unlink()
 
     remove_checkpoint(tmp_path / "step-00000002", Lazy())
@@ -341,33 +334,33 @@ class Directory:
 class Recorder(Disk):
     """Call the real disk, and log every call."""
 
-    def __init__(self) -> None:
-        self.log: list[tuple[object, ...]] = []
-        self.paths: dict[int, Path] = {}
+    def __init__(self):
+        self.log = []
+        self.paths = {}
 
-    def create(self, path: Path) -> int:
+    def create(self, path):
         fd = super().create(path)
         self.paths[fd] = path
         self.log.append(("create", path))
         return fd
 
-    def write(self, fd: int, data: memoryview, offset: int) -> None:
+    def write(self, fd, data, offset):
         self.log.append(("write", self.paths[fd], bytes(data), offset))
         super().write(fd, data, offset)
 
-    def sync(self, fd: int) -> None:
+    def sync(self, fd):
         self.log.append(("sync", self.paths[fd]))
         super().sync(fd)
 
-    def sync_directory(self, path: Path) -> None:
+    def sync_directory(self, path):
         self.log.append(("sync_directory", path))
         super().sync_directory(path)
 
-    def make_directory(self, path: Path) -> None:
+    def make_directory(self, path):
         self.log.append(("make_directory", path))
         super().make_directory(path)
 
-    def rename(self, old: Path, new: Path) -> None:
+    def rename(self, old, new):
         self.log.append(("rename", old, new))
         super().rename(old, new)
 
@@ -375,10 +368,10 @@ class Recorder(Disk):
 class Model:
     """Model what a file system may hold after a crash: every write, or only those that were synced."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root):
         self.root, self.top = root, Directory()
 
-    def at(self, path: Path) -> Directory:
+    def at(self, path):
         node = self.top
         for name in path.relative_to(self.root).parts:
             inner = node.names[name]
@@ -386,7 +379,7 @@ class Model:
             node = inner
         return node
 
-    def apply(self, call: tuple[object, ...]) -> None:
+    def apply(self, call):
         kind, path = call[0], call[1]
         assert isinstance(path, Path)
         home = self.top if path == self.root else self.at(path.parent)
@@ -412,8 +405,8 @@ class Model:
                 assert isinstance(new, Path)
                 self.at(new.parent).names[new.name] = home.names.pop(path.name)
 
-    def lay_out(self, target: Path, *, all_names: bool, all_data: bool) -> None:
-        def put(node: Directory, place: Path) -> None:
+    def lay_out(self, target, *, all_names, all_data):
+        def put(node, place):
             place.mkdir(exist_ok=True)
             for name, child in (node.names if all_names else node.durable).items():
                 if isinstance(child, Directory):
@@ -424,7 +417,7 @@ class Model:
         put(self.top, target)
 
 
-def crash_states(root: Path, log: list[tuple[object, ...]], scratch: Path) -> Iterator[tuple[int, Path]]:
+def crash_states(root, log, scratch):
     """Yield every state that a crash after each call may leave, laid out in a directory of its own."""
     for length in range(len(log) + 1):
         for names in (True, False):
@@ -437,7 +430,7 @@ def crash_states(root: Path, log: list[tuple[object, ...]], scratch: Path) -> It
                 yield length, target
 
 
-def check_crashes(root: Path, log: list[tuple[object, ...]], scratch: Path, old_calls: int) -> set[float]:
+def check_crashes(root, log, scratch, old_calls):
     """Check the values that the states read as: old or new, and only new once it is published."""
     seen = set()
     for length, target in crash_states(root, log, scratch):
@@ -451,7 +444,7 @@ def check_crashes(root: Path, log: list[tuple[object, ...]], scratch: Path, old_
     return seen
 
 
-def test_every_crash_reads_as_old_or_new(tmp_path: Path) -> None:
+def test_every_crash_reads_as_old_or_new(tmp_path):
     root, scratch, disk = tmp_path / "run", tmp_path / "crashes", Recorder()
     root.mkdir()
     scratch.mkdir()
@@ -468,7 +461,7 @@ def test_every_crash_reads_as_old_or_new(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("forgotten", ["sync", "sync_directory"])
-def test_a_forgotten_sync_is_found(tmp_path: Path, forgotten: str) -> None:
+def test_a_forgotten_sync_is_found(tmp_path, forgotten):
     root, scratch, disk = tmp_path / "run", tmp_path / "crashes", Recorder()
     root.mkdir()
     scratch.mkdir()

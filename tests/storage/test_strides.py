@@ -10,14 +10,14 @@ from trilith.storage.strides import blocks, contiguous, runs_of
 
 
 @st.composite
-def shapes_and_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
+def shapes_and_boxes(draw):
     shape = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
     bounds = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
     return shape, Box(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
 
 
 @given(shapes_and_boxes(), st.sampled_from([1, 2, 4]))
-def test_runs_are_the_elements_of_the_box_in_order(case: tuple[tuple[int, ...], Box], itemsize: int) -> None:
+def test_runs_are_the_elements_of_the_box_in_order(case, itemsize):
     shape, box = case
     whole = np.arange(int(np.prod(shape)), dtype=f"u{itemsize}").reshape(shape)
     raw = whole.tobytes()
@@ -31,9 +31,7 @@ def test_runs_are_the_elements_of_the_box_in_order(case: tuple[tuple[int, ...], 
 
 
 @given(shapes_and_boxes(), st.permutations(range(4)), st.integers(1, 3))
-def test_runs_of_a_permuted_and_stepped_tensor_are_its_elements(
-    case: tuple[tuple[int, ...], Box], order: list[int], step: int
-) -> None:
+def test_runs_of_a_permuted_and_stepped_tensor_are_its_elements(case, order, step):
     shape, box = case
     order = [dim for dim in order if dim < len(shape)]
     base = tuple(shape[dim] * step for dim in order)
@@ -47,7 +45,7 @@ def test_runs_of_a_permuted_and_stepped_tensor_are_its_elements(
 
 
 @given(shapes_and_boxes(), st.integers(1, 40))
-def test_blocks_tile_the_box_in_order(case: tuple[tuple[int, ...], Box], most: int) -> None:
+def test_blocks_tile_the_box_in_order(case, most):
     _, box = case
     whole = np.arange(int(np.prod(box.stop)) if box.stop else 1).reshape(box.stop)
     pieces = list(blocks(box, most))
@@ -58,7 +56,7 @@ def test_blocks_tile_the_box_in_order(case: tuple[tuple[int, ...], Box], most: i
     assert all(piece.size <= most for piece in pieces)
 
 
-def test_a_column_box_is_one_regular_grid() -> None:
+def test_a_column_box_is_one_regular_grid():
     (runs,) = runs_of((100, 64), Box((0, 16), (100, 32)), 2)
     assert (runs.offset, runs.rows, runs.stride, runs.length) == (32, 100, 128, 32)
     (runs,) = runs_of((8, 100, 64), Box((3, 0, 16), (4, 100, 32)), 2)

@@ -1,7 +1,6 @@
 """Archives of ``torch.save`` read without running them: every tensor, any box, and what is refused."""
 
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from trilith.parallel_state import BadCheckpoint, BadInput, Box
 from trilith.storage.torch_archive import TorchArchive, View, ViewFile
 
 
-def opened(path: Path) -> tuple[dict[str, View], ViewFile]:
+def opened(path):
     archive = TorchArchive.open(path)
     file = ViewFile.of(path)
     file.know(archive.entries)

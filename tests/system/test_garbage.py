@@ -1,20 +1,17 @@
 """Python searches for garbage where it is told to, and the caller's settings come back."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Iterator
 
 import pytest
 from trilith.system import no_garbage_search, search_garbage_when_told
 
 
 @pytest.fixture
-def searches() -> Iterator[list[int]]:
+def searches():
     """Hold the generation of each search; Python searches after ten new objects, and nothing is hidden."""
-    seen: list[int] = []
+    seen = []
 
-    def note(phase: str, info: dict[str, int]) -> None:
+    def note(phase, info):
         if phase == "start":
             seen.append(info["generation"])
 
@@ -29,17 +26,17 @@ def searches() -> Iterator[list[int]]:
         gc.freeze()
 
 
-def make_objects() -> list[list[int]]:
+def make_objects():
     return [[number] for number in range(1000)]
 
 
-def seen_by_a_search(objects: list[list[int]]) -> int:
+def seen_by_a_search(objects):
     """Count the objects that are not hidden from a search."""
     seen = set(map(id, gc.get_objects()))
     return sum(id(one) in seen for one in objects)
 
 
-def test_nothing_else_searches_until_the_end(searches: list[int]) -> None:
+def test_nothing_else_searches_until_the_end(searches):
     make_objects()
     assert len(searches) > 5
     with search_garbage_when_told() as search:
@@ -55,7 +52,7 @@ def test_nothing_else_searches_until_the_end(searches: list[int]) -> None:
     assert len(searches) > 5
 
 
-def test_the_first_search_hides_what_is_there_until_the_end_whatever_ends_it(searches: list[int]) -> None:
+def test_the_first_search_hides_what_is_there_until_the_end_whatever_ends_it(searches):
     here = make_objects()
     for error in (None, ValueError()):
         try:
@@ -77,14 +74,14 @@ def test_the_first_search_hides_what_is_there_until_the_end_whatever_ends_it(sea
         assert gc.get_freeze_count() == 0 and gc.isenabled() and seen_by_a_search(here) == 1000
 
 
-def test_garbage_is_freed(searches: list[int]) -> None:
+def test_garbage_is_freed(searches):
     class Node:
         freed = 0
 
-        def __init__(self) -> None:
+        def __init__(self):
             self.itself = self
 
-        def __del__(self) -> None:
+        def __del__(self):
             Node.freed += 1
 
     with search_garbage_when_told() as search:
@@ -95,7 +92,7 @@ def test_garbage_is_freed(searches: list[int]) -> None:
             assert Node.freed == count + 1
 
 
-def test_what_the_caller_has_hidden_stays_hidden(searches: list[int]) -> None:
+def test_what_the_caller_has_hidden_stays_hidden(searches):
     gc.freeze()
     hidden = gc.get_freeze_count()
     with search_garbage_when_told() as search:
@@ -104,7 +101,7 @@ def test_what_the_caller_has_hidden_stays_hidden(searches: list[int]) -> None:
     assert hidden - 100 < gc.get_freeze_count() <= hidden
 
 
-def test_a_caller_that_never_searches_has_it_so_afterwards(searches: list[int]) -> None:
+def test_a_caller_that_never_searches_has_it_so_afterwards(searches):
     gc.disable()
     try:
         with search_garbage_when_told() as search:
@@ -114,7 +111,7 @@ def test_a_caller_that_never_searches_has_it_so_afterwards(searches: list[int]) 
         gc.enable()
 
 
-def test_what_is_made_meanwhile_is_not_searched_and_can_be_hidden(searches: list[int]) -> None:
+def test_what_is_made_meanwhile_is_not_searched_and_can_be_hidden(searches):
     with no_garbage_search():
         before = len(searches)
         kept = make_objects()

@@ -1,7 +1,5 @@
 """Libraries are kept quiet: what they write past Python is dropped, and what Python writes is not."""
 
-from __future__ import annotations
-
 import os
 import sys
 
@@ -9,7 +7,7 @@ import pytest
 from trilith.system import quiet_libraries
 
 
-def test_only_what_is_written_past_python_is_dropped(capfd: pytest.CaptureFixture[str]) -> None:
+def test_only_what_is_written_past_python_is_dropped(capfd):
     with pytest.raises(ValueError, match="reason"), quiet_libraries():
         os.write(2, b"frame #0\n")
         print("from Python", file=sys.stderr)
@@ -18,7 +16,7 @@ def test_only_what_is_written_past_python_is_dropped(capfd: pytest.CaptureFixtur
     assert capfd.readouterr().err == "from Python\nafterwards\n"
 
 
-def test_a_closed_standard_error_is_no_fault() -> None:
+def test_a_closed_standard_error_is_no_fault():
     pid = os.fork()
     if pid == 0:
         os.close(2)

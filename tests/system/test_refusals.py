@@ -34,14 +34,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("number", "code"), CASES, ids=lambda value: errno.errorcode.get(value, ""))
-def test_each_refusal_has_its_code_its_place_and_what_to_do(number: int, code: int) -> None:
+def test_each_refusal_has_its_code_its_place_and_what_to_do(number, code):
     found, said = explain(OSError(number, os.strerror(number), "/some/place"))
     assert found == code
     assert said.startswith("/some/place: ") and os.strerror(number) in said
     assert "unexpected" not in said and len(said.partition(os.strerror(number))[2]) > 20
 
 
-def test_every_number_that_the_system_has_gets_a_documented_code() -> None:
+def test_every_number_that_the_system_has_gets_a_documented_code():
     for number in errno.errorcode:
         found = refusal_of(OSError(number, os.strerror(number), "a"))
         assert found is not None and found.code in (2, 3) and found.todo
@@ -60,13 +60,13 @@ def test_every_number_that_the_system_has_gets_a_documented_code() -> None:
         (OSError("error: [Errno 28] Failed to write"), "No space left"),
     ],
 )
-def test_what_libraries_say_without_a_number_is_known(error: Exception, says: str) -> None:
+def test_what_libraries_say_without_a_number_is_known(error, says):
     code, said = explain(error)
     assert code == 3 and says in said
 
 
-def test_bad_input_that_came_of_a_starved_machine_is_not_the_users_fault() -> None:
-    def read() -> None:
+def test_bad_input_that_came_of_a_starved_machine_is_not_the_users_fault():
+    def read():
         try:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "tokenizer.json")
         except OSError as error:
@@ -78,7 +78,7 @@ def test_bad_input_that_came_of_a_starved_machine_is_not_the_users_fault() -> No
     assert code == 3 and "ulimit -n" in said
 
 
-def test_a_lock_that_is_held_is_no_fault_of_the_machines() -> None:
+def test_a_lock_that_is_held_is_no_fault_of_the_machines():
     held = BadInput("run", expected="a folder that no other run is using", found="in use")
     held.__context__ = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     assert explain(held)[0] == 2
@@ -87,17 +87,17 @@ def test_a_lock_that_is_held_is_no_fault_of_the_machines() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyError("y"), RuntimeError("z"), BadInput("w")])
-def test_other_errors_are_not_the_systems(error: Exception) -> None:
+def test_other_errors_are_not_the_systems(error):
     assert refusal_of(error) is None
 
 
-def test_refusals_are_told_without_torch() -> None:
+def test_refusals_are_told_without_torch():
     """The room must load where torch cannot: too few descriptors, too little memory."""
     code = "import sys, trilith.cli.app; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-def test_a_reader_that_stops_is_one_line_and_no_noise() -> None:
+def test_a_reader_that_stops_is_one_line_and_no_noise():
     code = (
         "import sys\nfrom trilith.cli.app import run\n"
         "def lines() -> None:\n    for n in range(100_000): sys.stdout.write(f'{n}\\n')\n"
@@ -115,7 +115,7 @@ def test_a_reader_that_stops_is_one_line_and_no_noise() -> None:
     assert said.startswith("error: Broken pipe. The reader of the output") and said.count("\n") == 1
 
 
-def test_a_full_disk_behind_standard_output_is_one_line() -> None:
+def test_a_full_disk_behind_standard_output_is_one_line():
     code = (
         "import sys\nfrom trilith.cli.app import run\n"
         "def lines() -> None: sys.stdout.write('x\\n')\ndef other() -> None: pass\n"

@@ -1,12 +1,10 @@
 """Mistakes that users of parallel layers make, made on purpose: the first module that differs is named."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from trilith.layers import (
     ColumnParallelLinear,
@@ -34,7 +32,6 @@ from trilith.parallel_state import (
 )
 from trilith.testing import LayoutVariance, assert_layout_invariant
 from trilith.testing.invariance.relation import place
-from trilith.training.user_step import Samples
 
 D, HIDDEN = 8, 16
 BATCH = {
@@ -47,7 +44,7 @@ TENSOR, SEQUENCE = Layout(tensor=2), Layout(tensor=2, sequence=True)
 class Hand(nn.Module):
     """Compute a feed-forward net cut by hand with the collective pairs, with one ``mistake``."""
 
-    def __init__(self, mistake: str, *, state: ParallelState | None) -> None:
+    def __init__(self, mistake, *, state):
         super().__init__()
         self.mistake, self.state = mistake, state or ParallelState.alone()
         start, cut = Normal(0.3), None if mistake == "uncut" else Cut(0)
@@ -59,7 +56,7 @@ class Hand(nn.Module):
         partial = ("tensor",) if (self.state.sequence or mistake == "twice") and mistake != "partial" else ()
         declare_parameter(self, "bias", Declaration((D,), partial=partial, initial=start), self.state)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         up, down, bias = (local(getattr(self, name)) for name in ("up", "down", "bias"))
         x = x if self.mistake == "copy" else enter_tensor(x, self.state)
         h = F.linear(x, up).tanh()
@@ -71,7 +68,7 @@ class Hand(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, mistake: str = "", *, state: ParallelState | None = None) -> None:
+    def __init__(self, mistake="", *, state=None):
         super().__init__()
         self.state, self.mistake = state or ParallelState.alone(), mistake
         self.first = nn.Linear(D, D)
@@ -85,7 +82,7 @@ class Net(nn.Module):
         )
         self.last = LayerNorm(D, state=state)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.first(x)
         if self.state.sequence:
             x = split_to_tensor(x, self.state, dim=1)
@@ -100,11 +97,11 @@ class Net(nn.Module):
         return gather_from_tensor(x, self.state, dim=1) if self.state.sequence else x
 
 
-def loss(y: Tensor, samples: Samples) -> tuple[Tensor, int]:
+def loss(y, samples):
     return (y - samples["wanted"]).square().sum(), y.numel()
 
 
-def test_what_is_right_is_right_in_every_layout() -> None:
+def test_what_is_right_is_right_in_every_layout():
     layouts = [TENSOR, SEQUENCE, Layout.of(data=2, zero=2), Layout.of(tensor=2, data=2, zero=3)]
     found = assert_layout_invariant(Net, BATCH, layouts=layouts, loss=loss)
     assert list(found) == layouts
@@ -128,9 +125,7 @@ def test_what_is_right_is_right_in_every_layout() -> None:
         ("gate", TENSOR, "forward", "", r"the model itself: what it gives to mlp\.down differs"),
     ],
 )
-def test_the_first_module_that_differs_is_named(
-    mistake: str, layout: Layout, phase: str, module: str, said: str
-) -> None:
+def test_the_first_module_that_differs_is_named(mistake, layout, phase, module, said):
     with pytest.raises(LayoutVariance, match=said) as caught:
         assert_layout_invariant(
             partial(Net, mistake), BATCH, layouts=[layout], loss=loss, steps=1, checkpoint=False
@@ -142,18 +137,18 @@ def test_the_first_module_that_differs_is_named(
 class Mixture(nn.Module):
     """Compute a mixture of experts; ``mistake``: an expert has more weight than its router gives."""
 
-    def __init__(self, mistake: bool = False, *, state: ParallelState | None) -> None:
+    def __init__(self, mistake=False, *, state):
         super().__init__()
         router = TopKRouter(D, 4, 2, score="sigmoid", bias_corrected=True, state=state)
         self.before = LayerNorm(D, state=state)
         self.moe = MoE(router, Experts(4, D, HIDDEN, state=state), state=state)
         self.wrong = mistake and state is not None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.moe(self.before(x)) * (1.5 if self.wrong else 1.0)
 
 
-def test_experts_that_are_dealt_out_are_compared_by_what_their_mixture_gives() -> None:
+def test_experts_that_are_dealt_out_are_compared_by_what_their_mixture_gives():
     layouts = [Layout.of(data=2, expert=2, zero=3), Layout.of(tensor=2, data=2, expert=2)]
     assert_layout_invariant(Mixture, BATCH, layouts=layouts, loss=loss, steps=2)
     with pytest.raises(LayoutVariance) as caught:
@@ -164,7 +159,7 @@ def test_experts_that_are_dealt_out_are_compared_by_what_their_mixture_gives() -
 class BothEnds(nn.Module):
     """A net that the first and the last stage hold and call; ``mistake``: the last scales what it gives."""
 
-    def __init__(self, mistake: bool = False, *, state: ParallelState | None) -> None:
+    def __init__(self, mistake=False, *, state):
         super().__init__()
         self.stage = Stage.of(2, state=state)
         self.blocks = nn.ModuleDict({str(i): LayerNorm(D, state=state) for i in self.stage.blocks})
@@ -172,7 +167,7 @@ class BothEnds(nn.Module):
             self.ends = Ends(state=state)
         self.wrong = mistake and state is not None
 
-    def forward(self, given: Tensor | None = None, *, x: Tensor) -> Tensor:
+    def forward(self, given=None, *, x):
         given = self.ends(x) if self.stage.first else given
         for block in self.blocks.values():
             given = block(given)
@@ -181,16 +176,16 @@ class BothEnds(nn.Module):
 
 
 class Ends(nn.Module):
-    def __init__(self, *, state: ParallelState | None) -> None:
+    def __init__(self, *, state):
         super().__init__()
         stated = Declaration((D, D), ends=True, initial=Normal(0.3))
         declare_parameter(self, "weight", stated, state or ParallelState.alone())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return F.linear(x, local(self.weight)).tanh()
 
 
-def test_a_module_that_both_ends_of_a_pipeline_call_is_no_difference() -> None:
+def test_a_module_that_both_ends_of_a_pipeline_call_is_no_difference():
     assert_layout_invariant(BothEnds, BATCH, layouts=[Layout(pipeline=2)], loss=loss, steps=2)
     with pytest.raises(LayoutVariance, match="the loss of rank 0 is"):
         assert_layout_invariant(
@@ -198,23 +193,23 @@ def test_a_module_that_both_ends_of_a_pipeline_call_is_no_difference() -> None:
         )
 
 
-def test_what_other_processes_cannot_find_is_refused_with_the_way_to_do_it() -> None:
+def test_what_other_processes_cannot_find_is_refused_with_the_way_to_do_it():
     with pytest.raises(
         ValueError, match=r"is a lambda or lives in another function\. Define it with `def` at the top"
     ):
         assert_layout_invariant(lambda *, state: Net(state=state), BATCH)
 
 
-def test_a_layout_that_the_module_refuses_is_refused_in_its_words() -> None:
+def test_a_layout_that_the_module_refuses_is_refused_in_its_words():
     with pytest.raises(BadInput, match="that tensor=3 divides, found 16"):
         assert_layout_invariant(Net, BATCH, layouts=[Layout(tensor=3)], checkpoint=False)
 
 
-def test_pieces_are_told_from_parts_and_from_the_whole() -> None:
+def test_pieces_are_told_from_parts_and_from_the_whole():
     whole = torch.arange(12.0).view(2, 6)
     a, b = whole.chunk(2, dim=1)
 
-    def kind(*parts: Tensor) -> str:
+    def kind(*parts):
         return place(whole, parts, tolerance=1e-6).kind
 
     assert kind(whole, whole) == "whole"

@@ -1,7 +1,5 @@
 """Bytes of living tensors: counted to the byte, whenever they die."""
 
-from __future__ import annotations
-
 import sys
 import threading
 
@@ -9,7 +7,7 @@ import torch
 from trilith.testing import LiveBytes
 
 
-def test_it_counts_what_lives_and_the_worst_moment() -> None:
+def test_it_counts_what_lives_and_the_worst_moment():
     kept, outside = torch.zeros(10, dtype=torch.float64), torch.zeros(10)
     with LiveBytes([kept]) as live:
         part = outside[:5]  # of what is not counted
@@ -25,13 +23,13 @@ def test_it_counts_what_lives_and_the_worst_moment() -> None:
     assert (live.now, live.peak) == (80, 680)
 
 
-def test_tensors_on_the_meta_device_have_no_memory() -> None:
+def test_tensors_on_the_meta_device_have_no_memory():
     with LiveBytes() as live:
         shape = torch.empty(100, device="meta")
         assert (len(shape), live.now, live.peak) == (100, 0, 0)
 
 
-def test_storages_may_die_in_another_thread_while_they_are_counted() -> None:
+def test_storages_may_die_in_another_thread_while_they_are_counted():
     switch = sys.getswitchinterval()
     with LiveBytes() as live:
         kept = [torch.ones(8) for _ in range(4000)]

@@ -1,17 +1,11 @@
 """``trilith parity``: equal where it is equal, and where it is not the first module that differs is named."""
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import (
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
@@ -24,7 +18,6 @@ from transformers import (
 )
 from trilith.cli.app import run
 from trilith.cli.parity import parity as parity_command
-from trilith.layers import Stage
 from trilith.models import CausalLM
 from trilith.parallel_state import BadInput, Layout
 from trilith.recipes.sections import LayoutSection
@@ -87,7 +80,7 @@ MODELS = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     for name, make in MODELS.items():
         torch.manual_seed(0)
@@ -112,7 +105,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("glm4_moe", Layout.of(tensor=2, data=2, expert=2, zero=1, sequence=True)),
     ],
 )
-def test_a_model_is_that_of_transformers_in_any_layout(folders: Path, name: str, layout: Layout) -> None:
+def test_a_model_is_that_of_transformers_in_any_layout(folders, name, layout):
     schedule = "dualpipev" if layout.v_shape else "1f1b"
     question = Question(
         str(folders / name), layout, dtype=torch.float64, samples=4, length=16, schedule=schedule
@@ -134,7 +127,7 @@ def test_a_model_is_that_of_transformers_in_any_layout(folders: Path, name: str,
         ("model.layers.2.self_attn.k_proj.weight", "layers.2.attention.qkv.k"),
     ],
 )
-def test_the_first_module_that_differs_is_named(folders: Path, tmp_path: Path, sick: str, named: str) -> None:
+def test_the_first_module_that_differs_is_named(folders, tmp_path, sick, named):
     """One number of one weight is wrong, in one of the two models."""
     tensors = load_file(folders / "llama" / "model.safetensors")
     tensors[sick][0, 0] += 1.0
@@ -147,11 +140,11 @@ def test_the_first_module_that_differs_is_named(folders: Path, tmp_path: Path, s
     assert first.name == named
 
 
-def third_stage_backwards(question: Question) -> Any:
+def third_stage_backwards(question):
     """Run a rank whose stage 2 computes its two blocks in the other order."""
     whole = CausalLM.blocks_of
 
-    def blocks_of(model: CausalLM, stage: Stage) -> Iterator[nn.Module]:
+    def blocks_of(model, stage):
         blocks = [*whole(model, stage)]
         return iter(blocks[::-1] if stage.number == 2 else blocks)
 
@@ -160,9 +153,7 @@ def third_stage_backwards(question: Question) -> Any:
         return observe_rank(question)
 
 
-def test_with_several_stages_a_rank_the_first_module_that_differs_is_named(
-    folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_several_stages_a_rank_the_first_module_that_differs_is_named(folders, monkeypatch):
     layout = Layout(pipeline=2, virtual_stages=2)
     question = Question(
         str(folders / "llama"), layout, (1, 1, 2, 1), "interleaved", torch.float64, samples=2, length=8
@@ -175,7 +166,7 @@ def test_with_several_stages_a_rank_the_first_module_that_differs_is_named(
     assert first is not None and (first.kind, first.name) == ("output", "layers.2.attention_norm")
 
 
-def test_a_loss_or_gradient_that_is_no_number_differs(folders: Path) -> None:
+def test_a_loss_or_gradient_that_is_no_number_differs(folders):
     whole = observe_ours(Question(str(folders / "llama"), samples=2, length=8))
     sick = replace(whole, loss=float("nan"))
     first = first_beyond([*differences(whole, sick)], 1e-4)
@@ -188,9 +179,7 @@ def test_a_loss_or_gradient_that_is_no_number_differs(folders: Path) -> None:
     assert first is not None and first.name == name
 
 
-def test_a_folder_may_be_named_from_the_directory_at_hand(
-    folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_may_be_named_from_the_directory_at_hand(folders, monkeypatch):
     whole = observe_ours(Question(str(folders / "llama"), samples=2, length=8))  # starts the pool, elsewhere
     monkeypatch.chdir(folders)
     (one,) = parity(Question("llama", samples=2, length=8))
@@ -198,7 +187,7 @@ def test_a_folder_may_be_named_from_the_directory_at_hand(
     assert one.first is None and whole.outputs.keys() == compared
 
 
-def test_the_command(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(folders, capsys):
     folder = str(folders / "llama")
     assert run(["parity", folder, "--tensor", "2", "--length", "16", "--modules"]) == 0
     said = capsys.readouterr().out
@@ -237,14 +226,12 @@ def test_the_command(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_at_once(
-    folders: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_fit_is_refused_at_once(folders, arguments, says, capsys):
     assert run(["parity", str(folders / "llama"), *arguments]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_a_folder_with_a_hole_is_refused_as_everywhere(folders: Path, tmp_path: Path) -> None:
+def test_a_folder_with_a_hole_is_refused_as_everywhere(folders, tmp_path):
     (tmp_path / "config.json").write_bytes((folders / "llama" / "config.json").read_bytes())
     tensors = load_file(folders / "llama" / "model.safetensors")
     tensors["model.norm.weight"][0] = torch.nan
@@ -253,7 +240,7 @@ def test_a_folder_with_a_hole_is_refused_as_everywhere(folders: Path, tmp_path: 
         parity(Question(str(tmp_path), samples=2, length=8))
 
 
-def test_the_command_s_options_are_the_keys_of_a_recipe_s_layout() -> None:
+def test_the_command_s_options_are_the_keys_of_a_recipe_s_layout():
     """They are written out because ``--help`` must not import torch; no axis may be missing there."""
     options = inspect.signature(parity_command).parameters
     for key, field in LayoutSection.model_fields.items():

@@ -1,9 +1,6 @@
 """Collectives that travel through the host, here those of CPU tensors: they return what gloo's return."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,11 +12,11 @@ from trilith.testing.shared_gpu import STAGED
 class ThroughHost(TorchDispatchMode):
     """Do for all tensors what ``share_gpu`` does for a GPU's."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.seen: set[str] = set()
+        self.seen = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name().removeprefix("c10d::").partition(".")[0]
         if not func.name().startswith("c10d::") or name not in STAGED:
             return func(*args, **(kwargs or {}))
@@ -27,7 +24,7 @@ class ThroughHost(TorchDispatchMode):
         return STAGED[name](*args, **(kwargs or {}))
 
 
-def collectives(staged: bool) -> tuple[list[list[float]], set[str]]:
+def collectives(staged):
     """Return the results of each collective, and the names of those that went through the host."""
     rank = dist.get_rank()
     mine = torch.arange(4.0) + 10 * rank
@@ -56,7 +53,7 @@ def collectives(staged: bool) -> tuple[list[list[float]], set[str]]:
     return [one.tolist() for one in results], mode.seen
 
 
-def test_collectives_through_the_host_are_gloos() -> None:
+def test_collectives_through_the_host_are_gloos():
     theirs = run_parallel(collectives, 2, False, timeout=60)
     ours = run_parallel(collectives, 2, True, timeout=60)
     assert [results for results, _ in ours] == [results for results, _ in theirs]

@@ -1,24 +1,20 @@
 """A small run as a user starts it, for the tests that kill it."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
+from support.configs import TINY_LLAMA
+from support.forked_launch import launch_forked
 from trilith.checkpoints import complete_checkpoints, read_source, verify
 from trilith.cli.app import run
+from trilith.machine.random_files import write_tokens
+from trilith.ranks.fresh_worker import leave
 from trilith.testing import ExitCode, run_fresh
-from trilith.testing.forked_launch import launch_forked
-from trilith.testing.ranks.fresh_worker import leave
-from trilith.testing.short_runs import write_tokens
-from trilith.testing.tiny_models import TINY_LLAMA
 
 RECIPE = """
 out = "{out}"
@@ -40,7 +36,7 @@ keep = 2
 """
 
 
-def train_as_a_rank(arguments: list[str]) -> None:
+def train_as_a_rank(arguments):
     """Run the command; after one that went well or was refused, take the interpreter apart no further.
 
     All of the end runs where ranks fail, and in the whole starts of ``test_several_hosts`` and
@@ -58,7 +54,7 @@ class Launched:
     pid: int
     ended: Future[list[ExitCode]]
 
-    def end(self) -> tuple[int, str]:
+    def end(self):
         """Wait for its end; return its code and what it and its ranks wrote to standard error."""
         (code,) = self.ended.result()
         return code, code.output
@@ -67,7 +63,7 @@ class Launched:
 class Run:
     """Hold a recipe of 2 ranks, and run its command."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
+    def __init__(self, folder, steps):
         self.folder = folder
         self.out, self.recipe = folder / "run", folder / "recipe.toml"
         config = "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_LLAMA.items()) + "}"
@@ -75,7 +71,7 @@ class Run:
         self.recipe.write_text(RECIPE.format(out=self.out, steps=steps, config=config, tokens=tokens))
 
     @contextmanager
-    def launched(self, *overrides: str, fault: str = "", timeout: float = 60) -> Iterator[Launched]:
+    def launched(self, *overrides, fault="", timeout=60):
         """Run the command with its own launcher, process for process as a user does, but forked."""
         known = self.folder / "launcher-0"
         known.unlink(missing_ok=True)
@@ -99,26 +95,24 @@ class Run:
             yield Launched(int(known.read_text()), ended)
             ended.result()
 
-    def finish(self, *overrides: str, fault: str = "") -> tuple[int, str]:
+    def finish(self, *overrides, fault=""):
         """Run it so until it ends; return its code and what it wrote to standard error."""
         with self.launched(*overrides, fault=fault) as process:
             return process.end()
 
-    def ranks(
-        self, *overrides: str, fault: str = "", world: int = 2, quiet: bool = True, timeout: float = 60
-    ) -> list[ExitCode]:
+    def ranks(self, *overrides, fault="", world=2, quiet=True, timeout=60):
         """Run the command on ranks as torchrun would start them, forked with their imports done: 1 s."""
         arguments = [str(self.recipe), *(["--quiet"] if quiet else []), *overrides]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRILITH_FAULT", fault)
             return run_fresh(train_as_a_rank, world, arguments, process_group=False, timeout=timeout)
 
-    def status(self, rank: int) -> dict[str, object]:
-        found: dict[str, object] = json.loads((self.out / "status" / f"rank{rank}.json").read_text())
+    def status(self, rank):
+        found = json.loads((self.out / "status" / f"rank{rank}.json").read_text())
         return found
 
     @property
-    def steps_saved(self) -> list[int]:
+    def steps_saved(self):
         """Return the steps of the complete checkpoints, after reading each byte of each."""
         folder = self.out / "checkpoints"
         found = complete_checkpoints(folder) if folder.exists() else []
@@ -130,5 +124,5 @@ class Run:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[[int], Run]:
+def make(tmp_path):
     return lambda steps: Run(tmp_path, steps)

@@ -1,34 +1,31 @@
 """The update is torch's AdamW bit for bit, computed on what each rank stores, without DTensor's dispatch."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
+from support.short_runs import built
 from torch.distributed.tensor import DTensor
 from trilith.parallel_state import Layout, ParallelState
 from trilith.parallel_state.engine import TorchDispatchMode, local_data
 from trilith.testing import run_parallel
 from trilith.testing.operators import tensors_in
-from trilith.testing.short_runs import built
 from trilith.training import Precision, make_adamw
 
 
 class Updates(TorchDispatchMode):
     """Record the types of the tensors that the optimizer's kernels are given."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.given: set[type] = set()
+        self.given = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.given |= {type(tensor) for tensor in tensors_in(args)}
         return func(*args, **(kwargs or {}))
 
 
-def both(layout: Layout, fused: bool) -> set[type]:
+def both(layout, fused):
     """Update two equal models, one with torch's AdamW; return what the kernels of ours were given."""
     state = ParallelState.start(layout)
     double = Precision(torch.float64, torch.float64, torch.float64)
@@ -61,7 +58,7 @@ def both(layout: Layout, fused: bool) -> set[type]:
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not-fused"])
-def test_the_update_is_torchs_bit_for_bit_and_no_kernel_is_given_a_dtensor(fused: bool) -> None:
+def test_the_update_is_torchs_bit_for_bit_and_no_kernel_is_given_a_dtensor(fused):
     layout = Layout.of(tensor=2, data=2, zero=3)
     for given in run_parallel(both, 4, layout, fused):
         assert given and not any(issubclass(one, DTensor) for one in given)

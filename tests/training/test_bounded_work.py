@@ -1,14 +1,9 @@
 """Work and memory are bounded: an input that unpacks to far more, or a template without end, is refused."""
 
-from __future__ import annotations
-
 import gzip
 import multiprocessing
 import resource
 import struct
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -26,7 +21,7 @@ from trilith.system import OverLimit, bounded
 ROOM = 768 * 2**20
 
 
-def _apart(work: Callable[..., None], arguments: tuple[Any, ...], answers: Any) -> None:
+def _apart(work, arguments, answers):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         work(*arguments)
@@ -36,7 +31,7 @@ def _apart(work: Callable[..., None], arguments: tuple[Any, ...], answers: Any) 
     answers.put((found, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024))
 
 
-def outcome(work: Callable[..., None], *arguments: Any) -> tuple[str, int]:
+def outcome(work, *arguments):
     """Run the work in a process of its own; return its answer, and how many bytes its peak of memory grew."""
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
@@ -45,20 +40,20 @@ def outcome(work: Callable[..., None], *arguments: Any) -> tuple[str, int]:
     try:
         process.join(120)
         assert process.exitcode == 0, process.exitcode
-        found: tuple[str, int] = answers.get()
+        found = answers.get()
         return found
     finally:
         process.kill()
         process.join()
 
 
-def read_all(path: Path) -> None:
+def read_all(path):
     for block in read_blocks(path, split_paragraphs=False, json_key="text"):
         for _ in documents_of(block, "text"):
             pass
 
 
-def zstd_bomb(unit: int, blocks: int) -> bytes:
+def zstd_bomb(unit, blocks):
     """Write a frame by hand: blocks of 4 bytes that each become 128 KiB of one byte."""
     header = struct.pack("<I", 0xFD2FB528) + bytes([0b0000_0000, (20 - 10) << 3])
     last = blocks - 1
@@ -70,9 +65,7 @@ def zstd_bomb(unit: int, blocks: int) -> bytes:
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(blocks=st.integers(20_000, 60_000), unit=st.sampled_from([97, 10, 32]), lines=st.booleans())
-def test_a_zstandard_bomb_is_refused_in_little_memory(
-    tmp_path: Path, blocks: int, unit: int, lines: bool
-) -> None:
+def test_a_zstandard_bomb_is_refused_in_little_memory(tmp_path, blocks, unit, lines):
     """Files of 80 KB to 240 KB become 2.6 to 8 GB, as one long document or as empty lines."""
     path = tmp_path / ("bomb.jsonl.zst" if lines else "bomb.txt.zst")
     path.write_bytes(zstd_bomb(unit, blocks))
@@ -81,14 +74,14 @@ def test_a_zstandard_bomb_is_refused_in_little_memory(
     assert grew < ROOM
 
 
-def test_a_gzip_bomb_is_refused_in_little_memory(tmp_path: Path) -> None:
+def test_a_gzip_bomb_is_refused_in_little_memory(tmp_path):
     path = tmp_path / "bomb.txt.gz"
     path.write_bytes(gzip.compress(b"a" * 2**20) * 400)
     said, grew = outcome(read_all, path)
     assert "at most" in said and grew < ROOM
 
 
-def test_a_zstandard_window_wider_than_the_programs_is_refused(tmp_path: Path) -> None:
+def test_a_zstandard_window_wider_than_the_programs_is_refused(tmp_path):
     path = tmp_path / "wide.txt.zst"
     path.write_bytes(struct.pack("<I", 0xFD2FB528) + bytes([0, (31 - 10) << 3]) + b"\x0b\x00\x00a")
     said, grew = outcome(read_all, path)
@@ -96,7 +89,7 @@ def test_a_zstandard_window_wider_than_the_programs_is_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_parquet_bomb_is_refused_in_little_memory(tmp_path: Path, nested: bool) -> None:
+def test_a_parquet_bomb_is_refused_in_little_memory(tmp_path, nested):
     """One text of 8 MB, stored once, is in 4,000 rows, or 4,000 times in one row: 32 GB."""
     import pyarrow
     import pyarrow.parquet as parquet
@@ -116,16 +109,14 @@ def test_a_parquet_bomb_is_refused_in_little_memory(tmp_path: Path, nested: bool
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "t"
     words = [f"{a}{b}{c}" for a in "abcdefgh" for b in "ijklmnop" for c in "qrstuvwx"]
     train_tokenizer([" ".join(words[i::7]) for i in range(7)], path, vocab_size=300)
     return path
 
 
-def test_a_text_too_long_to_be_tokenized_whole_is_refused_by_every_way_to_tokenize(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_too_long_to_be_tokenized_whole_is_refused_by_every_way_to_tokenize(folder, monkeypatch):
     monkeypatch.setattr(tokenizer_loading, "LARGEST_TEXT", 100)
     for path in (folder, folder / "tokenizer.model"):
         loaded = load_tokenizer(path)
@@ -147,7 +138,7 @@ ENDLESS = [
 ]
 
 
-def apply(folder: Path, text: str) -> None:
+def apply(folder, text):
     template = folder.parent / "template.jinja"
     template.write_text(text)
     conversation = Conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
@@ -156,9 +147,7 @@ def apply(folder: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ENDLESS, ids=range(len(ENDLESS)))
-def test_a_template_without_end_is_refused_within_its_time_and_memory(
-    folder: Path, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_without_end_is_refused_within_its_time_and_memory(folder, text, monkeypatch):
     for module in (tokenizer_loading, chat_template):
         monkeypatch.setattr(module, "TEMPLATE_SECONDS", 0.5)
         monkeypatch.setattr(module, "TEMPLATE_MEMORY", 2**27)
@@ -169,7 +158,7 @@ def test_a_template_without_end_is_refused_within_its_time_and_memory(
     assert "template" in said and grew < ROOM
 
 
-def ask(folder: Path, text: str) -> None:
+def ask(folder, text):
     loaded = load_tokenizer(folder)
     assert isinstance(loaded, FolderTokenizer)
     loaded.backend.chat_template = text
@@ -186,7 +175,7 @@ def ask(folder: Path, text: str) -> None:
         max_leaves=4,
     )
 )
-def test_a_drawn_template_ends_in_text_or_in_a_refusal(folder: Path, text: str) -> None:
+def test_a_drawn_template_ends_in_text_or_in_a_refusal(folder, text):
     patch = pytest.MonkeyPatch()
     try:
         patch.setattr(tokenizer_loading, "TEMPLATE_SECONDS", 0.1)
@@ -198,7 +187,7 @@ def test_a_drawn_template_ends_in_text_or_in_a_refusal(folder: Path, text: str) 
         patch.undo()
 
 
-def test_limits_end_with_their_block() -> None:
+def test_limits_end_with_their_block():
     import signal
 
     before = resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGVTALRM)
@@ -212,5 +201,5 @@ def test_limits_end_with_their_block() -> None:
     assert len(bytearray(2**28)) == 2**28
 
 
-def test_no_document_is_larger_than_what_is_tokenized_at_once() -> None:
+def test_no_document_is_larger_than_what_is_tokenized_at_once():
     assert text_and_jsonl.LARGEST_DOCUMENT == 4 * tokenizer_loading.LARGEST_TEXT

@@ -1,14 +1,9 @@
 """``debug.collectives`` in a run as users start it: torchrun, the command, and a rank whose code differs."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -47,8 +42,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
     ids=["torchrun", "own-launcher"],
 )
 def test_a_rank_that_sends_in_another_order_stops_the_run_and_both_lines_are_named_K18(
-    launcher: tuple[str, ...], code: int, make: Callable[[int], Any], tmp_path: Path
-) -> None:
+    launcher, code, make, tmp_path
+):
     run = make(2)
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(OTHER_CODE)

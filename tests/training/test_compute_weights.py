@@ -1,19 +1,16 @@
 """A rank that shares its weights with no other casts them itself, with the bits of FSDP on one rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
+from support.configs import TINIEST_LLAMA
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from trilith.data import Batch
-from trilith.models import CausalLM, family_of
+from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
 from trilith.testing.operators import Operators
-from trilith.testing.tiny_models import TINIEST_LLAMA
 from trilith.training import Precision, TrainStep, make_adamw, shard_over_data
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -25,12 +22,12 @@ CASES = {
 }
 
 
-def batch() -> Batch:
+def batch():
     ids = torch.arange(64).view(8, 8) * 7 % 131
     return Batch(ids, ids.roll(-1, 1))
 
 
-def made(state: ParallelState, precision: Precision, *, tied: bool = True) -> CausalLM:
+def made(state, precision, *, tied=True):
     config = TINIEST_LLAMA | {"tie_word_embeddings": tied}
     family = family_of(config)
     model = family.build(family.from_hf(config), state=state, dtype=precision.master)
@@ -40,7 +37,7 @@ def made(state: ParallelState, precision: Precision, *, tied: bool = True) -> Ca
     return model
 
 
-def trained(layout: Layout, precision: Precision, fsdp: bool, own_loop: bool = False) -> list[Tensor]:
+def trained(layout, precision, fsdp, own_loop=False):
     """Return losses, gradients and weights of two steps of four micro-batches."""
     state = ParallelState.start(layout)
     with pytest.MonkeyPatch.context() as patch:
@@ -50,7 +47,7 @@ def trained(layout: Layout, precision: Precision, fsdp: bool, own_loop: bool = F
     assert isinstance(model, FSDPModule) == fsdp
     optimizer = make_adamw(model, lr=1e-2)
     step = TrainStep(model, micro_batch=2, dtype=precision.compute, reduce=precision.reduce)
-    found: list[Tensor] = []
+    found = []
     for _ in range(2):
         if own_loop:
             step._tokens = torch.tensor(64)  # the mean's divisor, which a step counts
@@ -68,13 +65,13 @@ def trained(layout: Layout, precision: Precision, fsdp: bool, own_loop: bool = F
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_rank_has_the_bits_of_fsdp(name: str) -> None:
+def test_one_rank_has_the_bits_of_fsdp(name):
     ((ours,), (theirs,)) = (run_parallel(trained, 1, Layout(), CASES[name], fsdp) for fsdp in (False, True))
     assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.parametrize("layout", [Layout.of(tensor=2, sequence=True), Layout.of(pipeline=2)], ids=str)
-def test_so_have_ranks_of_other_axes(layout: Layout) -> None:
+def test_so_have_ranks_of_other_axes(layout):
     for ours, theirs in zip(
         *(run_parallel(trained, 2, layout, CASES["bf16, sums in fp32"], fsdp) for fsdp in (False, True)),
         strict=True,
@@ -82,7 +79,7 @@ def test_so_have_ranks_of_other_axes(layout: Layout) -> None:
         assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
-def test_a_loop_of_ones_own_casts_at_each_forward_and_finds_its_parameters_after_backward() -> None:
+def test_a_loop_of_ones_own_casts_at_each_forward_and_finds_its_parameters_after_backward():
     precision = CASES["bf16, sums in fp32"]
     (own,), (ours,) = (run_parallel(trained, 1, Layout(), precision, False, own) for own in (True, False))
     # The step's losses are not in a loop of one's own.
@@ -90,7 +87,7 @@ def test_a_loop_of_ones_own_casts_at_each_forward_and_finds_its_parameters_after
     assert len(own) == len(ours) and all(map(torch.equal, own, ours))
 
 
-def test_each_weight_is_copied_once_a_step_and_no_gradient_is_sent() -> None:
+def test_each_weight_is_copied_once_a_step_and_no_gradient_is_sent():
     model = made(ParallelState.alone(), CASES["bf16, sums in fp32"])
     step = TrainStep(model, micro_batch=2, dtype=BF16, reduce=FP32)
     for _ in range(2):
@@ -105,7 +102,7 @@ def test_each_weight_is_copied_once_a_step_and_no_gradient_is_sent() -> None:
     assert not [name for name in seen.names if "_foreach_copy" in name or "c10d" in name or "fsdp" in name]
 
 
-def test_an_error_in_a_forward_leaves_the_model_with_its_parameters() -> None:
+def test_an_error_in_a_forward_leaves_the_model_with_its_parameters():
     model = made(ParallelState.alone(), CASES["bf16, sums in fp32"])
     mine = [*model.parameters()]
     model.norm.register_forward_hook(lambda *_: 1 / 0)
@@ -118,7 +115,7 @@ def test_an_error_in_a_forward_leaves_the_model_with_its_parameters() -> None:
         assert all(one is other for one, other in zip(model.parameters(), mine, strict=True))
 
 
-def through_dtensors(layout: Layout, parameters: bool) -> tuple[int, list[Tensor]]:
+def through_dtensors(layout, parameters):
     """Take two steps in fp32; return how often a DTensor was asked for its local tensor, and the gradients.
 
     ``parameters``: compute with the parameters themselves. The weights lie elsewhere in the second step.
@@ -129,7 +126,7 @@ def through_dtensors(layout: Layout, parameters: bool) -> tuple[int, list[Tensor
         del model.__dict__["compute_weights"]
     step = TrainStep(model, micro_batch=2)
 
-    def counted(self: DTensor) -> Tensor:
+    def counted(self):
         asked[0] += 1
         return inner(self)
 
@@ -147,7 +144,7 @@ def through_dtensors(layout: Layout, parameters: bool) -> tuple[int, list[Tensor
 
 
 @pytest.mark.parametrize("layout", [Layout.of(tensor=2), Layout.of(tensor=2, sequence=True)], ids=str)
-def test_a_tensor_rank_computes_with_plain_tensors_and_the_same_bits(layout: Layout) -> None:
+def test_a_tensor_rank_computes_with_plain_tensors_and_the_same_bits(layout):
     plain, themselves = (run_parallel(through_dtensors, 2, layout, one) for one in (False, True))
     for (asked, ours), (asked_too, theirs) in zip(plain, themselves, strict=True):
         assert asked == 0 and asked_too > 0

@@ -1,18 +1,15 @@
 """`trilith train` with context ranks: a recipe, its evaluation, its checkpoint, as without them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 from trilith.runs.metrics import read_metrics
 
 if TYPE_CHECKING:
-    from .conftest import Run
+    pass
 
 
-def test_a_run_with_context_ranks_is_the_run_without_them(make: Callable[[int], Run]) -> None:
+def test_a_run_with_context_ranks_is_the_run_without_them(make):
     run = make(3)
     evaluated = [f"evaluation.tokens={run.out.parent / 'tokens'}", "evaluation.every=3"]
     options = {

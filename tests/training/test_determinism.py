@@ -1,17 +1,13 @@
 """``deterministic = true`` holds while the ranks run, and no longer."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from support.configs import TINY_LLAMA
 from trilith.cli.app import run
+from trilith.machine.random_files import write_tokens
 from trilith.runs.determinism import deterministic
-from trilith.testing.short_runs import write_tokens
-from trilith.testing.tiny_models import TINY_LLAMA
 from trilith.training import Trainer
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -27,7 +23,7 @@ global_batch = 2
 """
 
 
-def now() -> tuple[bool, str | None]:
+def now():
     return torch.are_deterministic_algorithms_enabled(), os.environ.get(WORKSPACE)
 
 
@@ -40,23 +36,17 @@ def now() -> tuple[bool, str | None]:
     ],
     ids=["not asked for", "asked for", "with the user's own workspace"],
 )
-def test_it_holds_from_before_the_model_to_the_end(
-    choice: list[str],
-    theirs: str | None,
-    during: tuple[bool, str | None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_it_holds_from_before_the_model_to_the_end(choice, theirs, during, tmp_path, monkeypatch):
     monkeypatch.delenv(WORKSPACE, raising=False)
     if theirs is not None:
         monkeypatch.setenv(WORKSPACE, theirs)
     seen, begin, step = [], Trainer.__init__, Trainer._one_step
 
-    def watched_begin(self: Trainer, *given: Any, **named: Any) -> None:
+    def watched_begin(self, *given, **named):
         seen.append(now())
         begin(self, *given, **named)
 
-    def watched_step(self: Trainer, *given: Any) -> Any:
+    def watched_step(self, *given):
         seen.append(now())
         return step(self, *given)
 
@@ -75,7 +65,7 @@ def test_it_holds_from_before_the_model_to_the_end(
     assert now() == (False, theirs)
 
 
-def test_an_error_ends_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_ends_it_too(monkeypatch):
     monkeypatch.delenv(WORKSPACE, raising=False)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

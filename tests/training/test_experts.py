@@ -1,23 +1,18 @@
 """Runs of a model with experts: stopped and gone on with wherever the experts lie, and converted."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
+from support.configs import TINY_GLM, TINY_LLAMA, TINY_MIXTRAL
+from support.short_runs import run_recipe, tiny_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 from trilith.checkpoints import load_weights, read_source
 from trilith.cli.app import run as command
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadInput, Box, Layout, ParallelState
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.metrics import read_metrics
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
-from trilith.testing.short_training import Pieces, assemble, pieces
-from trilith.testing.tiny_models import TINY_GLM, TINY_LLAMA, TINY_MIXTRAL
+from trilith.testing.short_training import assemble, pieces
 from trilith.training import Precision, shard_over_data
 from trilith.training.run_plan import plan
 
@@ -25,27 +20,27 @@ EP2 = {"data": 2, "expert": 2, "zero": 1}
 EP4 = {"data": 4, "expert": 4, "zero": 3}
 
 
-def recipe(folder: Path, tokens: Path, layout: dict[str, Any], **changes: Any) -> dict[str, Any]:
+def recipe(folder, tokens, layout, **changes):
     changes = {"model": {"config": TINY_MIXTRAL}} | changes
     changes["data"] = {"micro_batch": 1} | changes.get("data", {})
     return tiny_recipe(folder, tokens, layout=layout, **changes)
 
 
-def run(raw: dict[str, Any]) -> None:
+def run(raw):
     run_parallel(run_recipe, parse_recipe(raw).layout.world, raw)
 
 
-def lines(out: Path, *keys: str) -> list[list[float]]:
+def lines(out, *keys):
     return [[line[key] for key in keys] for line in read_metrics(out / "metrics.jsonl")]
 
 
-def tensors(path: Path) -> dict[str, torch.Tensor]:
+def tensors(path):
     source = read_source(path)
     links = source.links()
     return {name: source.read(name, Box.whole(whole.shape), links) for name, whole in source.catalog.items()}
 
 
-def load_rank(layouts: Sequence[Layout], path: str) -> list[Pieces]:
+def load_rank(layouts, path):
     """Load in each layout in turn, with offload in every other one."""
     found = []
     for number, layout in enumerate(layouts):
@@ -59,11 +54,11 @@ def load_rank(layouts: Sequence[Layout], path: str) -> list[Pieces]:
 
 
 @pytest.fixture
-def tokens(tmp_path: Path) -> Path:
+def tokens(tmp_path):
     return write_tokens(tmp_path / "tokens")
 
 
-def test_a_run_goes_on_wherever_the_experts_lie_and_is_converted(tmp_path: Path, tokens: Path) -> None:
+def test_a_run_goes_on_wherever_the_experts_lie_and_is_converted(tmp_path, tokens):
     """The experts are on 4 ranks, on 1, on 2, on 4 again: the run is as if nothing had changed."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(recipe(whole, tokens, {}, steps=4))
@@ -91,18 +86,16 @@ def test_a_run_goes_on_wherever_the_experts_lie_and_is_converted(tmp_path: Path,
     assert all(torch.equal(again[name], found[name]) for name in again) and len(again) > 10
 
 
-def biases(path: Path) -> dict[str, torch.Tensor]:
+def biases(path):
     return {name: one for name, one in tensors(path).items() if name.endswith("router.bias")}
 
 
-def test_biases_are_of_the_model_and_a_run_goes_on_with_them_in_any_layout(
-    tmp_path: Path, tokens: Path
-) -> None:
+def test_biases_are_of_the_model_and_a_run_goes_on_with_them_in_any_layout(tmp_path, tokens):
     """Moved on one rank, by expert and by tensor ranks and stages; loaded, exported and cast, bit for bit."""
     whole, parts, rate = tmp_path / "whole", tmp_path / "parts", 1 / 64
-    same: dict[str, Any] = {"model": {"config": TINY_GLM}, "experts": {"bias_rate": rate}, "steps": 3}
+    same = {"model": {"config": TINY_GLM}, "experts": {"bias_rate": rate}, "steps": 3}
     run(recipe(whole, tokens, {}, **same))
-    cuts: list[dict[str, Any]] = [
+    cuts = [
         {"layout": EP2},
         {"layout": {"tensor": 2, "pipeline": 2, "sequence": True}},
         {"layout": EP4, "memory": {"offload": True}},
@@ -140,7 +133,7 @@ def test_biases_are_of_the_model_and_a_run_goes_on_with_them_in_any_layout(
     assert command(["convert", str(parts), str(half), "--to", "hf", "--dtype", "bfloat16"]) == 0
     assert command(["convert", str(half), str(back), "--tensor", "2", "--pipeline", "2"]) == 0
     for path in (hf, half):
-        theirs: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        theirs = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
         held = dict(theirs.named_buffers())
         for i in (1, 2):
             bias = held[f"model.layers.{i}.mlp.gate.e_score_correction_bias"]
@@ -156,15 +149,13 @@ def test_biases_are_of_the_model_and_a_run_goes_on_with_them_in_any_layout(
         (TINY_LLAMA, "experts: expected a model with experts, found llama"),
     ],
 )
-def test_a_rate_of_biases_that_a_model_has_not_is_refused(
-    tmp_path: Path, tokens: Path, config: dict[str, Any], words: str
-) -> None:
+def test_a_rate_of_biases_that_a_model_has_not_is_refused(tmp_path, tokens, config, words):
     raw = recipe(tmp_path, tokens, {}, model={"config": config}, experts={"bias_rate": 0.1})
     with pytest.raises(BadInput, match=words):
         plan(parse_recipe(raw))
 
 
-def test_a_rate_of_biases_is_refused_beside_adapters(tmp_path: Path, tokens: Path) -> None:
+def test_a_rate_of_biases_is_refused_beside_adapters(tmp_path, tokens):
     """They are the base's, and a checkpoint of adapters has none of it."""
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_GLM)).save_pretrained(tmp_path / "base")
     raw = recipe(tmp_path, tokens, {}, experts={"bias_rate": 0.1}, lora={"r": 2})
@@ -177,9 +168,7 @@ def test_a_rate_of_biases_is_refused_beside_adapters(tmp_path: Path, tokens: Pat
 @pytest.mark.parametrize(
     "layout", [{"data": 2, "expert": 2}, pytest.param(EP4, marks=pytest.mark.slow)], ids=str
 )
-def test_stopped_and_gone_on_with_in_one_layout_it_is_bitwise(
-    tmp_path: Path, tokens: Path, layout: dict[str, Any]
-) -> None:
+def test_stopped_and_gone_on_with_in_one_layout_it_is_bitwise(tmp_path, tokens, layout):
     run(recipe(tmp_path / "whole", tokens, layout, steps=2))
     for stop in (1, 2):
         run(recipe(tmp_path / "parts", tokens, layout, steps=2, stop_after=stop))
@@ -189,10 +178,10 @@ def test_stopped_and_gone_on_with_in_one_layout_it_is_bitwise(
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_the_recipe_sets_the_losses_of_the_routers(tmp_path: Path, tokens: Path) -> None:
+def test_the_recipe_sets_the_losses_of_the_routers(tmp_path, tokens):
     """The config's factor given in the recipe is the same run; a z-loss makes the logits smaller."""
     quiet = TINY_MIXTRAL | {"output_router_logits": False}
-    said: list[dict[str, Any]] = [
+    said = [
         {},
         {"experts": {"balance": 0.1}},
         {"experts": {"z_loss": 1.0}},
@@ -227,9 +216,7 @@ def test_the_recipe_sets_the_losses_of_the_routers(tmp_path: Path, tokens: Path)
         ),
     ],
 )
-def test_experts_that_cannot_be_dealt_out_are_refused_before_anything_starts(
-    tmp_path: Path, layout: dict[str, Any], config: dict[str, Any], words: str
-) -> None:
+def test_experts_that_cannot_be_dealt_out_are_refused_before_anything_starts(tmp_path, layout, config, words):
     raw = recipe(tmp_path, tmp_path / "none", layout, model={"config": config}, data={"global_batch": 24})
     with pytest.raises(BadInput, match=words) as error:
         plan(parse_recipe(raw))

@@ -1,32 +1,30 @@
 """``trilith train --fit``: the ranks that are left go on in a layout that the planner chooses; one curve."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.configs import TINY_LLAMA
+from support.short_runs import losses, tiny_recipe, train
 from trilith.cli.app import run
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadInput
+from trilith.ranks.fresh_worker import leave
 from trilith.recipes import parse_recipe
 from trilith.recipes.foreign.translation import to_toml
 from trilith.runs.events import read_events
 from trilith.search import fit
-from trilith.testing import ExitCode, run_fresh
-from trilith.testing.ranks.fresh_worker import leave
-from trilith.testing.short_runs import losses, tiny_recipe, train, write_tokens
-from trilith.testing.tiny_models import TINY_LLAMA
+from trilith.testing import run_fresh
 
 FOUR = {"tensor": 2, "data": 2, "zero": 1}
 
 
-def recipe(folder: Path, rows: int = 8, **changes: Any) -> dict[str, Any]:
+def recipe(folder, rows=8, **changes):
     sizes = {"data": {"global_batch": rows}, "model": {"config": {**TINY_LLAMA, "num_hidden_layers": 2}}}
     return tiny_recipe(folder / "run", folder / "tokens", layout=FOUR, **sizes, **changes)
 
 
-def written(folder: Path, rows: int) -> Path:
+def written(folder, rows):
     """Write tokens and a recipe for four ranks; return the recipe's file."""
     write_tokens(folder / "tokens")
     file = folder / "recipe.toml"
@@ -34,7 +32,7 @@ def written(folder: Path, rows: int) -> Path:
     return file
 
 
-def go_on(file: str) -> None:
+def go_on(file):
     """Train, and note which checkpoints there were when this rank ended."""
     number, folder = os.environ["RANK"], Path(file).parent
     code = run(["train", file, "--fit"])
@@ -43,7 +41,7 @@ def go_on(file: str) -> None:
     leave(code)
 
 
-def fitted(file: Path, ranks: int) -> list[ExitCode]:
+def fitted(file, ranks):
     return run_fresh(go_on, ranks, str(file), process_group=False, timeout=90)
 
 
@@ -55,9 +53,7 @@ def fitted(file: Path, ranks: int) -> list[ExitCode]:
         pytest.param(8, 3, 2, id="4-to-3-of-which-one-waits"),
     ],
 )
-def test_the_ranks_that_are_left_go_on_as_if_none_had_been_lost(
-    rows: int, ranks: int, used: int, tmp_path: Path
-) -> None:
+def test_the_ranks_that_are_left_go_on_as_if_none_had_been_lost(rows, ranks, used, tmp_path):
     file = written(tmp_path, rows)
     train(recipe(tmp_path, rows) | {"stop_after": 3})
     codes = fitted(file, ranks)
@@ -76,7 +72,7 @@ def test_the_ranks_that_are_left_go_on_as_if_none_had_been_lost(
         assert "step-00000006" in (tmp_path / f"ended-{rank}").read_text(), "a rank did not wait for the end"
 
 
-def test_the_layout_is_legal_and_only_what_leaves_the_curve_alone_is_changed(tmp_path: Path) -> None:
+def test_the_layout_is_legal_and_only_what_leaves_the_curve_alone_is_changed(tmp_path):
     write_tokens(tmp_path / "tokens")
     before = parse_recipe(recipe(tmp_path, 12))
     for ranks in (1, 2, 3, 6):
@@ -88,9 +84,7 @@ def test_the_layout_is_legal_and_only_what_leaves_the_curve_alone_is_changed(tmp
     assert fit(before, 4) == (before, "fit: ranks here: 4, in the recipe: 4: the recipe's own layout")
 
 
-def test_ranks_to_trace_that_may_be_lost_are_left_out_and_the_rest_of_the_section_stays(
-    tmp_path: Path,
-) -> None:
+def test_ranks_to_trace_that_may_be_lost_are_left_out_and_the_rest_of_the_section_stays(tmp_path):
     write_tokens(tmp_path / "tokens")
     before = parse_recipe(recipe(tmp_path, watch={"trace_steps": [2], "trace_ranks": [3], "norms": 2}))
     watch = fit(before, 2)[0].watch
@@ -105,13 +99,13 @@ def test_ranks_to_trace_that_may_be_lost_are_left_out_and_the_rest_of_the_sectio
     ],
     ids=["float8", "frozen"],
 )
-def test_what_the_search_does_not_plan_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_what_the_search_does_not_plan_is_refused(tmp_path, changes):
     write_tokens(tmp_path / "tokens")
     with pytest.raises(BadInput, match="expected a recipe without float8 and without frozen groups"):
         fit(parse_recipe(recipe(tmp_path, **changes)), 2)
 
 
-def test_where_nothing_fits_one_line_says_what_the_nearest_layout_needs(tmp_path: Path) -> None:
+def test_where_nothing_fits_one_line_says_what_the_nearest_layout_needs(tmp_path):
     write_tokens(tmp_path / "tokens")
     with pytest.raises(BadInput) as caught:
         fit(parse_recipe(recipe(tmp_path, device="cuda", memory={"device_gb": 2.0})), 2)
@@ -120,12 +114,12 @@ def test_where_nothing_fits_one_line_says_what_the_nearest_layout_needs(tmp_path
     assert "\n" not in said and "GB" in said and "Start more ranks" in said
 
 
-def test_a_layout_for_two_of_three_local_ranks_is_started_here(tmp_path: Path) -> None:
+def test_a_layout_for_two_of_three_local_ranks_is_started_here(tmp_path):
     """Without a launcher, --nproc says how many ranks are left, and only those that are used are started."""
     file = written(tmp_path, 8)
-    started: list[tuple[list[str], int]] = []
+    started = []
 
-    def launch(words: list[str], world: int, *_: Any, **__: Any) -> int:
+    def launch(words, world, *_, **__):
         started.append((words, world))
         return 0
 

@@ -1,24 +1,21 @@
 """``compute = "float8"`` in a recipe: what it refuses, what it says, and what a dry run counts."""
 
-from __future__ import annotations
-
 from contextlib import redirect_stdout
 from io import StringIO
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from support.short_runs import tiny_recipe
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import tiny_recipe, write_tokens
 from trilith.training.build import build
 from trilith.training.dry_run import dry_run
 from trilith.training.run_plan import plan
 from trilith.training.trainer import Trainer
 
-WIDE: dict[str, Any] = {
+WIDE = {
     "model_type": "llama",
     "vocab_size": 131,
     "hidden_size": 64,
@@ -29,7 +26,7 @@ WIDE: dict[str, Any] = {
 }
 
 
-def recipe(folder: Path, **changes: Any) -> dict[str, Any]:
+def recipe(folder, **changes):
     tokens = write_tokens(folder / "tokens")
     stated = {"dtype": "float32", "compute": "float8", "model": {"config": WIDE}} | changes
     return tiny_recipe(folder / "run", tokens, **stated)
@@ -48,16 +45,14 @@ def recipe(folder: Path, **changes: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_does_not_go_with_float8_is_refused(
-    changes: dict[str, Any], wrong: str, found: str, tmp_path: Path
-) -> None:
+def test_what_does_not_go_with_float8_is_refused(changes, wrong, found, tmp_path):
     raw = recipe(tmp_path, **changes)
     with pytest.raises(BadInput) as error:
         parse_recipe(raw)
     assert wrong in str(error.value) and found in str(error.value)
 
 
-def test_a_gpu_without_float8_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_float8_is_refused(tmp_path, monkeypatch):
     stated = parse_recipe(recipe(tmp_path, float8_scaling="rowwise"))
     state = ParallelState.stand_in(Layout())
     state.device = torch.device("cuda")
@@ -66,7 +61,7 @@ def test_a_gpu_without_float8_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         build(stated, plan(stated), state)
 
 
-def said_and_lost(raw: dict[str, Any]) -> tuple[str, list[float]]:
+def said_and_lost(raw):
     """Train on this rank; return what it prints, and the losses."""
     stated, said = parse_recipe(raw), StringIO()
     with redirect_stdout(said):
@@ -74,7 +69,7 @@ def said_and_lost(raw: dict[str, Any]) -> tuple[str, list[float]]:
     return said.getvalue(), [one.loss for one in steps]
 
 
-def test_a_run_says_once_which_weights_stay_in_bf16(tmp_path: Path) -> None:
+def test_a_run_says_once_which_weights_stay_in_bf16(tmp_path):
     raw = recipe(tmp_path, steps=2)
     bf16 = raw | {"out": str(tmp_path / "bf16"), "compute": "bfloat16"}
     (said, losses), (plain, others) = (run_parallel(said_and_lost, 1, one)[0] for one in (raw, bf16))
@@ -86,7 +81,7 @@ def test_a_run_says_once_which_weights_stay_in_bf16(tmp_path: Path) -> None:
     assert losses != others and losses == pytest.approx(others, rel=0.02)
 
 
-def test_a_dry_run_counts_what_the_ranks_agree_on(tmp_path: Path) -> None:
+def test_a_dry_run_counts_what_the_ranks_agree_on(tmp_path):
     layout = {"tensor": 2, "sequence": True}
     config = WIDE | {"intermediate_size": 96}
     found = dry_run(parse_recipe(recipe(tmp_path, layout=layout, model={"config": config})))

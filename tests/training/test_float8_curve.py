@@ -1,20 +1,17 @@
 """Two hundred steps on real text: the loss in float8 stays beside bf16's, in three layouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 import pytest
+from support.short_runs import run_recipe, tiny_recipe
 from trilith.data.token_writer import TokenWriter
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import run_recipe, tiny_recipe
 
 ROOT = Path(__file__).parents[2]
-LLAMA: dict[str, Any] = {
+LLAMA = {
     "model_type": "llama",
     "vocab_size": 256,
     "hidden_size": 128,
@@ -23,7 +20,7 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS = {
     "one process": {},
     "tensor and sequence": {"tensor": 2, "sequence": True},
     "data, ZeRO 3": {"data": 2, "zero": 3},
@@ -31,7 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 WINDOW = 20
 
 
-def write_text(name: Path) -> Path:
+def write_text(name):
     """Write the pages of the documentation as a token file with a token for each byte."""
     pages = sorted((ROOT / "docs").glob("*.md"))
     with TokenWriter(name, vocab_size=256) as writer:
@@ -41,7 +38,7 @@ def write_text(name: Path) -> Path:
     return name
 
 
-def curve(folder: Path, tokens: Path, layout: dict[str, Any], **changes: Any) -> list[float]:
+def curve(folder, tokens, layout, **changes):
     """Return the mean losses of a run's windows of 20 steps."""
     raw = tiny_recipe(
         folder,
@@ -61,7 +58,7 @@ def curve(folder: Path, tokens: Path, layout: dict[str, Any], **changes: Any) ->
 
 
 @pytest.fixture(scope="module")
-def bf16(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def bf16(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bf16")
     return curve(folder / "run", write_text(folder / "tokens"), {}, compute="bfloat16")
 
@@ -70,9 +67,7 @@ def bf16(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_the_loss_in_float8_stays_beside_that_in_bf16(
-    scaling: str, layout: str, bf16: list[float], tmp_path: Path
-) -> None:
+def test_the_loss_in_float8_stays_beside_that_in_bf16(scaling, layout, bf16, tmp_path):
     tokens = write_text(tmp_path / "tokens")
     found = curve(tmp_path / "run", tokens, LAYOUTS[layout], compute="float8", float8_scaling=scaling)
     print(layout, scaling, *(f"{one / other - 1:+.2%}" for one, other in zip(found, bf16, strict=True)))

@@ -1,46 +1,42 @@
 """Python searches for garbage after steps alone, the same on all ranks; no tensor waits for it."""
 
-from __future__ import annotations
-
 import gc
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from support.configs import MODELS
+from support.short_runs import tiny_recipe
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import ParallelState
 from trilith.recipes.recipe import parse_recipe
-from trilith.runs.metrics import StepMetrics
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import tiny_recipe, write_tokens
-from trilith.testing.tiny_models import MODELS
 from trilith.training import trainer
 from trilith.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokens(tmp_path_factory):
     return write_tokens(tmp_path_factory.mktemp("garbage") / "tokens")
 
 
-def made(raw: dict[str, Any]) -> Trainer:
+def made(raw):
     recipe = parse_recipe(raw)
     return Trainer(recipe, ParallelState.start(recipe.layout), quiet=True)
 
 
-def searches(raw: dict[str, Any]) -> tuple[list[tuple[int, int]], bool]:
+def searches(raw):
     """Run on a Python that searches all the time; return each search from the beginning of the first step to
     the end of the last but one, as (number of the step, generation), and whether Python searches again.
     """
-    seen: list[tuple[int, int]] = []
+    seen = []
     now, thresholds = 0, gc.get_threshold()
 
-    def step(point: str, *, rank: int, step: int) -> None:
+    def step(point, *, rank, step):
         nonlocal now
         now = step
 
-    def note(phase: str, info: dict[str, int]) -> None:
+    def note(phase, info):
         if phase == "start" and 0 < now < raw["steps"]:
             seen.append((now, info["generation"]))
 
@@ -55,17 +51,17 @@ def searches(raw: dict[str, Any]) -> tuple[list[tuple[int, int]], bool]:
     return seen, gc.isenabled()
 
 
-def test_ranks_search_after_the_same_steps_and_at_no_other_time(tmp_path: Path, tokens: Path) -> None:
+def test_ranks_search_after_the_same_steps_and_at_no_other_time(tmp_path, tokens):
     raw = tiny_recipe(tmp_path / "run", tokens, steps=7, layout={"data": 2})
     expected = [(1, 2), (2, 0), (3, 2), (4, 0), (5, 0), (6, 2)]
     assert run_parallel(searches, 2, raw) == [(expected, True)] * 2
 
 
-def left(raw: dict[str, Any]) -> list[str]:
+def left(raw):
     """Return the tensors that two later steps leave to the search, and which nothing else would free."""
-    found: list[str] = []
+    found = []
 
-    def after(metrics: StepMetrics) -> None:
+    def after(metrics):
         if metrics.step == 1:
             gc.collect()
             gc.set_debug(gc.DEBUG_SAVEALL)
@@ -97,9 +93,7 @@ def left(raw: dict[str, Any]) -> list[str]:
     ],
     ids=lambda changes: str(changes)[:60],
 )
-def test_no_tensor_of_a_step_waits_for_the_search(
-    tmp_path: Path, tokens: Path, changes: dict[str, Any]
-) -> None:
+def test_no_tensor_of_a_step_waits_for_the_search(tmp_path, tokens, changes):
     """Or its memory would be there until then, beside that of the next step."""
     raw = tiny_recipe(tmp_path / "run", tokens, steps=4, **changes)
     world = parse_recipe(raw).layout.world

@@ -1,29 +1,26 @@
 """A step that would not train what it is to train stops every rank, before the update, with a name."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from support.short_runs import built, tiny_recipe
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from trilith.data import Batch
 from trilith.layers import IGNORE
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import Layout, NotTrained, ParallelState, divide_gradients
 from trilith.parallel_state.engine import local_data
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import RankError, run_parallel
-from trilith.testing.short_runs import built, tiny_recipe, write_tokens
 from trilith.training import ModuleStep, Precision, Trainer, TrainStep, shard_over_data
 
 FP64 = Precision(torch.float64, torch.float64, torch.float64)
 LAYOUTS = [Layout(), Layout.of(tensor=2), Layout.of(data=2, zero=3), Layout.of(pipeline=2)]
 
 
-def causes(error: pytest.ExceptionInfo[RankError]) -> list[str]:
+def causes(error):
     """Return the error of each rank, after checking that all are the same."""
     found = [str(failure.cause) for failure in error.value.failures]
     assert all(isinstance(failure.cause, NotTrained) for failure in error.value.failures)
@@ -31,7 +28,7 @@ def causes(error: pytest.ExceptionInfo[RankError]) -> list[str]:
     return found
 
 
-def step_without(layout: Layout, fault: str) -> float:
+def step_without(layout, fault):
     """Run a step of a zoo model whose last norm is cut off from the loss, or whose gradients vanish."""
     model = built(layout, FP64)
     if fault == "no gradient" and model.stage.last:
@@ -46,7 +43,7 @@ def step_without(layout: Layout, fault: str) -> float:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_parameter_without_a_gradient_stops_every_rank_and_is_named(layout: Layout) -> None:
+def test_a_parameter_without_a_gradient_stops_every_rank_and_is_named(layout):
     with pytest.raises(RankError) as error:
         run_parallel(step_without, layout.world, layout, "no gradient")
     found = causes(error)
@@ -54,29 +51,29 @@ def test_a_parameter_without_a_gradient_stops_every_rank_and_is_named(layout: La
     assert found[0].startswith(f"rank {layout.world - 1 if layout.pipeline > 1 else 0}: norm.weight")
 
 
-def test_a_step_in_which_no_label_counts_may_have_gradients_of_zero_F14() -> None:
+def test_a_step_in_which_no_label_counts_may_have_gradients_of_zero_F14():
     assert run_parallel(step_without, 2, Layout.of(pipeline=2), "no label") == [0.0, 0.0]
 
 
 class Two(nn.Module):
     """Compute two layers, of which a step may use one; ``forward`` may return a constant."""
 
-    def __init__(self, use: str) -> None:
+    def __init__(self, use):
         super().__init__()
         self.body, self.head, self.use = nn.Linear(3, 3).double(), nn.Linear(3, 3).double(), use
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.body(x)
+    def forward(self, x):
+        y = self.body(x)
         if self.use == "all":
             y = self.head(y)
         return y.clamp(min=1e6) if self.use == "saturated" else y
 
 
-def loss(y: Tensor, samples: dict[str, Tensor]) -> tuple[Tensor, int]:
+def loss(y, samples):
     return y.square().sum(), y.numel()
 
 
-def module_step(layout: Layout, use: str, unused: str | None) -> list[bool]:
+def module_step(layout, use, unused):
     """Return which parameters have a gradient after a step."""
     state = ParallelState.start(layout)
     torch.manual_seed(0)
@@ -89,7 +86,7 @@ def module_step(layout: Layout, use: str, unused: str | None) -> list[bool]:
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout.of(data=2, zero=2)], ids=str)
-def test_a_module_of_ones_own_says_what_a_step_may_leave_out(layout: Layout) -> None:
+def test_a_module_of_ones_own_says_what_a_step_may_leave_out(layout):
     world = layout.world
     assert run_parallel(module_step, world, layout, "all", None) == [[True] * 4] * world
     assert run_parallel(module_step, world, layout, "body", "^head") == [[True, True, False, False]] * world
@@ -101,13 +98,13 @@ def test_a_module_of_ones_own_says_what_a_step_may_leave_out(layout: Layout) -> 
     assert "every gradient is exactly zero, rank 0's body.weight among them" in causes(error)[0]
 
 
-def run_without_a_block(raw: dict[str, Any]) -> tuple[str, bool]:
+def run_without_a_block(raw):
     """Leave out the first block from the second step on; return the error and whether a weight moved."""
     recipe = parse_recipe(raw)
     trainer = Trainer(recipe, ParallelState.start(recipe.layout), quiet=True)
-    before: list[Tensor] = []
+    before = []
 
-    def leave_out(metrics: object) -> None:
+    def leave_out(metrics):
         if "0" in trainer.model.layers:
             trainer.model.layers["0"].register_forward_hook(lambda module, given, out: given[0])
         before.extend(local_data(one).clone() for one in trainer.model.parameters())
@@ -121,7 +118,7 @@ def run_without_a_block(raw: dict[str, Any]) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("layout", [{}, {"pipeline": 2}])
-def test_a_run_names_the_step_and_changes_no_weight(layout: dict[str, int], tmp_path: Path) -> None:
+def test_a_run_names_the_step_and_changes_no_weight(layout, tmp_path):
     raw = tiny_recipe(tmp_path / "run", write_tokens(tmp_path / "tokens"), layout=layout)
     found = run_parallel(run_without_a_block, layout.get("pipeline", 1), raw)
     assert len({*found}) == 1
@@ -132,7 +129,7 @@ def test_a_run_names_the_step_and_changes_no_weight(layout: dict[str, int], tmp_
     assert not moved
 
 
-def test_offloaded_gradients_are_divided_where_they_rest() -> None:
+def test_offloaded_gradients_are_divided_where_they_rest():
     """The count is on the device, the gradients are on the host, and torch does not divide across the two."""
     with FakeTensorMode():
         model, count = nn.Linear(3, 3), torch.tensor(2.0, device="cuda")

@@ -1,24 +1,22 @@
 """Hold what a step costs beside forward and backward: operators, and waits of the host for the device."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
 import torch
+from support.configs import TINIEST_LLAMA
 from torch import Tensor
 from trilith.data import Batch
-from trilith.models import CausalLM, family_of
+from trilith.models import family_of
 from trilith.parallel_state import NotTrained, clip_gradients, initialize
 from trilith.testing.operators import Operators
-from trilith.testing.tiny_models import TINIEST_LLAMA
 from trilith.training import TrainStep, make_adamw
 from trilith.training.update import Update
 
 BATCH = Batch(torch.arange(32).view(4, 8), torch.arange(1, 33).view(4, 8))
 
 
-def parts(blocks: int = 1, *, fused: bool = True) -> tuple[CausalLM, TrainStep, Update]:
+def parts(blocks=1, *, fused=True):
     config = TINIEST_LLAMA | {"num_hidden_layers": blocks}
     family = family_of(config)
     model = family.build(family.from_hf(config), device="cpu")
@@ -27,7 +25,7 @@ def parts(blocks: int = 1, *, fused: bool = True) -> tuple[CausalLM, TrainStep, 
     return model, step, Update(model, make_adamw(model, lr=1e-2, fused=fused), clip=0.5)
 
 
-def test_the_end_of_a_step_takes_as_many_operators_whatever_the_number_of_parameters() -> None:
+def test_the_end_of_a_step_takes_as_many_operators_whatever_the_number_of_parameters():
     found = []
     for blocks in (1, 5):
         _, step, update = parts(blocks)
@@ -40,14 +38,14 @@ def test_the_end_of_a_step_takes_as_many_operators_whatever_the_number_of_parame
     assert found[0].total() < 70 and found[0]["aten::_fused_adamw_"] == 2  # with decay and without
 
 
-def test_the_host_reads_once_and_after_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_reads_once_and_after_the_update(monkeypatch):
     """Between the last backward and the optimizer's launch nothing is read from the device."""
-    seen: list[str] = []
+    seen = []
     model, step, update = parts()
     step(BATCH)
     model.zero_grad()
 
-    def noted(name: str) -> None:
+    def noted(name):
         inner = getattr(Tensor, name)
         monkeypatch.setattr(Tensor, name, lambda self: (seen.append(name), inner(self))[1])
 
@@ -61,11 +59,11 @@ def test_the_host_reads_once_and_after_the_update(monkeypatch: pytest.MonkeyPatc
     assert after == ["update", "tolist"]
 
 
-def test_the_gradient_of_the_logits_takes_their_place() -> None:
+def test_the_gradient_of_the_logits_takes_their_place():
     model, step, _ = parts()
-    places: list[tuple[int, int]] = []
+    places = []
 
-    def note(_: object, given: object, logits: Tensor) -> None:
+    def note(_, given, logits):
         logits.register_hook(lambda grad: places.append((grad.data_ptr(), logits.data_ptr())))
 
     model.register_forward_hook(note)
@@ -73,16 +71,14 @@ def test_the_gradient_of_the_logits_takes_their_place() -> None:
     assert len(places) == 2 and all(grad == logits for grad, logits in places)
 
 
-def stored(model: CausalLM, update: Update) -> list[Tensor]:
+def stored(model, update):
     moments = [one for state in update.optimizer.state.values() for one in state.values()]
     return [one.detach().clone() for one in (*model.parameters(), *moments)]
 
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("fault", ["nan", "infinite loss", "untrained", "zeros"])
-def test_an_unfit_step_moves_no_bit_of_weights_or_moments_and_keeps_the_gradients(
-    fault: str, fused: bool
-) -> None:
+def test_an_unfit_step_moves_no_bit_of_weights_or_moments_and_keeps_the_gradients(fault, fused):
     model, step, update = parts(fused=fused)
     update(*step.launch(BATCH))
     before = stored(model, update)
@@ -106,7 +102,7 @@ def test_an_unfit_step_moves_no_bit_of_weights_or_moments_and_keeps_the_gradient
     assert update.made == 1
 
 
-def test_gradients_too_small_to_be_squared_still_train() -> None:
+def test_gradients_too_small_to_be_squared_still_train():
     model, step, update = parts()
     update.clip = 0.0
     loss, counts = step.launch(BATCH)
@@ -119,7 +115,7 @@ def test_gradients_too_small_to_be_squared_still_train() -> None:
     assert not all(torch.equal(one, two) for one, two in zip(before, stored(model, update), strict=False))
 
 
-def test_the_update_has_the_bits_of_a_loop_of_ones_own() -> None:
+def test_the_update_has_the_bits_of_a_loop_of_ones_own():
     made = []
     for own in (False, True):
         model, step, update = parts()

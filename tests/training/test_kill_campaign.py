@@ -5,13 +5,11 @@ sessions, environments and standard inputs. Only, each is a fork of its parent a
 which would import torch for seconds: so there are a hundred kills where there would be ten.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -20,12 +18,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from support.forked_launch import launch_forked
 from trilith.cli.app import run
 from trilith.runs.events import read_events
 from trilith.runs.metrics import read_metrics
 from trilith.system.process_info import children_of
-from trilith.testing import ExitCode, run_fresh
-from trilith.testing.forked_launch import launch_forked
+from trilith.testing import run_fresh
 
 Make = Callable[[int], Any]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -33,12 +31,12 @@ ONE_RANK = ["layout.data=1", "layout.zero=0"]
 VICTIMS = ("launcher", "torchrun", "rank 0", "rank 1", "launcher and torchrun", "all ranks")
 
 
-def start(arguments: list[str], folder: str) -> None:
+def start(arguments, folder):
     with mock.patch("trilith.runs.lock._PATIENCE", 3.0):
         launch_forked(run, ["train", *arguments], folder)
 
 
-def tree(launcher: int) -> dict[str, list[int]]:
+def tree(launcher):
     """Return the process ids of a start, by the kind of process."""
     under = [one.pid for one in children_of(launcher)]
     return {
@@ -48,7 +46,7 @@ def tree(launcher: int) -> dict[str, list[int]]:
     }
 
 
-def chosen(found: Mapping[str, list[int]], victim: str) -> list[int]:
+def chosen(found, victim):
     """Whom to kill; where the start has not come so far, its launcher."""
     ranks = found["ranks"]
     wanted = {
@@ -61,7 +59,7 @@ def chosen(found: Mapping[str, list[int]], victim: str) -> list[int]:
     return wanted.get(victim) or found["launcher"]
 
 
-def holders(lock: Path) -> list[int]:
+def holders(lock):
     """Return the processes to which a launcher passed this lock, as standard input."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
@@ -71,7 +69,7 @@ def holders(lock: Path) -> list[int]:
     return found
 
 
-def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+def wait_for(condition, seconds):
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -83,12 +81,12 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
 class Campaign:
     """Kill starts in one run's folder, and check the rules after each kill."""
 
-    def __init__(self, run: Any, folder: Path, seed: int) -> None:
+    def __init__(self, run, folder, seed):
         self.run, self.folder, self.random = run, folder, Random(seed)
         self.committed, self.kills, self.races = 0, 0, 0
-        self.killed: dict[str, int] = {}
+        self.killed = {}
 
-    def kill_one(self) -> None:
+    def kill_one(self):
         """Start one command, or two that race, and kill at a random moment."""
         random = self.random
         racing, one_rank = random.random() < 0.3, random.random() < 0.25
@@ -121,16 +119,16 @@ class Campaign:
         self.killed[victim] = self.killed.get(victim, 0) + 1
         self._check(codes, f"{victim} of {starts}: {[(int(code), code.output) for code in codes]}")
 
-    def _start(self, starts: int, changes: list[str]) -> list[ExitCode]:
+    def _start(self, starts, changes):
         arguments = [str(self.run.recipe), "--quiet", *changes]
         return run_fresh(start, starts, arguments, str(self.folder), process_group=False, timeout=100)
 
-    def _pid_of(self, number: int) -> int:
+    def _pid_of(self, number):
         path = self.folder / f"launcher-{number}"
         assert wait_for(lambda: path.exists() and path.read_text() != "", 60)
         return int(path.read_text())
 
-    def _check(self, codes: Sequence[ExitCode], what: str) -> None:
+    def _check(self, codes, what):
         allowed = {-signal.SIGKILL, 0, 3, 75} | ({2} if len(codes) > 1 else set())
         assert {*codes} <= allowed, what
         lock = self.run.out / "run.lock"
@@ -141,7 +139,7 @@ class Campaign:
         assert newest >= max([self.committed, *said[-1:]]), (saved, self.committed, said[-1:], what)
         self.committed = newest
 
-    def finish(self) -> None:
+    def finish(self):
         """Let a start that nobody kills continue; check that only a run's own files are left."""
         until = self.committed + 2
         (code,) = self._start(1, ["checkpoint.keep=2", "checkpoint.every=1", f"stop_after={until}"])
@@ -159,9 +157,7 @@ class Campaign:
 @pytest.mark.parametrize(
     ("kills", "seed"), [(3, 0), *(pytest.param(50, seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
 )
-def test_starts_killed_at_random_moments_lose_nothing_and_leave_nothing(
-    make: Make, tmp_path: Path, kills: int, seed: int
-) -> None:
+def test_starts_killed_at_random_moments_lose_nothing_and_leave_nothing(make, tmp_path, kills, seed):
     campaign = Campaign(make(100_000), tmp_path, seed)
     while campaign.kills < kills:
         campaign.kill_one()

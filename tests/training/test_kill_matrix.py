@@ -5,16 +5,14 @@ stops itself at a point of the phase; then the test kills. So a kill falls where
 machine is.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,17 +21,18 @@ from unittest import mock
 
 import pytest
 import torch
+from support.folders import contents
+from support.forked_launch import Forked, Node, node_forked
+from support.short_runs import whole_tensors
 from trilith.checkpoints import convert
 from trilith.cli.app import run
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import fault
 from trilith.runs.events import read_events
-from trilith.runs.metrics import StepMetrics, read_metrics
+from trilith.runs.metrics import read_metrics
 from trilith.runs.outcome import outcome
-from trilith.system.process_info import ProcessInfo, children_of, process_info
+from trilith.system.process_info import children_of, process_info
 from trilith.testing import run_fresh
-from trilith.testing.forked_launch import Forked, Node, node_forked
-from trilith.testing.hf_folders import contents
-from trilith.testing.short_runs import whole_tensors, write_tokens
 from trilith.training import Trainer
 
 Make = Callable[[int], Any]
@@ -68,38 +67,38 @@ OF_AN_EXPORT = (
 class TrainerWithPoints(Trainer):
     """Meet more points at which a rank can fail: in the blocks' forward and backward, and in evaluation."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
+    def __init__(self, *given, **named):
         super().__init__(*given, **named)
         self._step = 0
         for name, block in self.model.named_modules():
             if re.fullmatch(r"(.*\.)?layers\.\d+", name):
                 block.register_forward_hook(self._after_block)
 
-    def _one_step(self, number: int, *rest: Any) -> StepMetrics:
+    def _one_step(self, number, *rest):
         self._step = number + 1
         return super()._one_step(number, *rest)
 
-    def _after_block(self, block: object, given: object, output: torch.Tensor) -> None:
+    def _after_block(self, block, given, output):
         if torch.is_grad_enabled():
             self._meet("step.amid_forward")
             output.register_hook(lambda gradient: self._meet("step.backward"))
         else:
             self._meet("evaluation")
 
-    def _meet(self, point: str) -> None:
+    def _meet(self, point):
         fault(point, rank=self.state.rank, step=self._step)
 
 
-def train(words: list[str]) -> int:
+def train(words):
     with mock.patch("trilith.training.supervised.Trainer", TrainerWithPoints):
         return run(words)
 
 
-def be_a_node(words: list[str], folder: str, nodes: list[Node], port: int) -> None:
+def be_a_node(words, folder, nodes, port):
     node_forked(train, words, folder, nodes, port)
 
 
-def launch_export(words: list[str], folder: str, fault: str) -> None:
+def launch_export(words, folder, fault):
     """Be the launcher of an export: start it, and wait for it."""
     os.environ["TRILITH_FAULT"] = fault
     (Path(folder) / "exporter").write_text(str(os.getpid()))
@@ -117,19 +116,19 @@ class Case:
     number: int
 
     @property
-    def on_head(self) -> bool:
+    def on_head(self):
         return {"node": False, "head node": True}.get(self.victim, self.number % 2 == 0)
 
     @property
-    def has_rank_0(self) -> bool:
+    def has_rank_0(self):
         return self.number % 2 == 0
 
     @property
-    def varied(self) -> int:
+    def varied(self):
         return 3 * VICTIMS.index(self.victim) + self.number
 
     @property
-    def fault(self) -> str:
+    def fault(self):
         """Return where the victim's rank stops."""
         points = OF_A_SAVE + OF_RANK_0 * self.has_rank_0
         of_a_step = f"step={3 + self.number % 3};time={1 + self.varied % 4}"
@@ -143,16 +142,16 @@ class Case:
         return f"{at[self.phase]};act=stop"
 
     @property
-    def export_fault(self) -> str:
+    def export_fault(self):
         return f"{OF_AN_EXPORT[self.varied % len(OF_AN_EXPORT)]};rank=0;act=stop"
 
     @property
-    def changes(self) -> list[str]:
+    def changes(self):
         background = str(self.phase != "export" and self.number % 3 == 1).lower()
         return [*LAYOUTS[self.number % len(LAYOUTS)], f"checkpoint.background={background}"]
 
     @property
-    def nodes(self) -> list[Node]:
+    def nodes(self):
         """Return the head and the other node. torchrun sorts nodes by their addresses."""
         head_first = self.on_head == self.has_rank_0
         addresses = ["127.0.0.1", "127.0.0.2"] if head_first else ["127.0.0.2", "127.0.0.1"]
@@ -160,7 +159,7 @@ class Case:
         return [Node(*one) for one in zip(("node-head", "node-other"), addresses, faults, strict=True)]
 
 
-def wait_for(condition: Callable[[], bool], seconds: float, what: str, ended: Future[Any]) -> None:
+def wait_for(condition, seconds, what, ended):
     deadline = time.monotonic() + seconds
     while not condition():
         assert not ended.done(), (what, [code.output for code in ended.result()])
@@ -168,17 +167,17 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: str, ended: Fu
         time.sleep(0.02)
 
 
-def lives(one: ProcessInfo) -> bool:
+def lives(one):
     now = process_info(one.pid)
     return now is not None and now.alive and now.started == one.started
 
 
-def stopped(pid: int) -> bool:
+def stopped(pid):
     info = process_info(pid)
     return info is not None and info.state == "T"
 
 
-def noted(path: Path) -> int:
+def noted(path):
     """Return the process id in a file; 0 until it is there."""
     return int((path.read_text() if path.exists() else "") or 0)
 
@@ -186,13 +185,13 @@ def noted(path: Path) -> int:
 class Cluster:
     """Hold the processes of a run on two nodes, and of an export on the victim's node."""
 
-    def __init__(self, run: Any, case: Case, words: list[str]) -> None:
+    def __init__(self, run, case, words):
         self.run, self.case, self.folder, self.words = run, case, run.folder, words
         self.name = case.nodes[0 if case.on_head else 1].name
         self.victim = -1
-        self.all: list[ProcessInfo] = []
+        self.all = []
 
-    def start(self, pool: ThreadPoolExecutor) -> list[Future[Any]]:
+    def start(self, pool):
         """Start all, and wait until the victim's rank, and the export, stand at their points."""
         with socket.socket() as holder:
             holder.bind(("", 0))
@@ -208,7 +207,7 @@ class Cluster:
             wait_for(lambda: stopped(noted(self.folder / "export")), 30, "no export at its point", ended[1])
         return ended
 
-    def _rank_stands(self) -> bool:
+    def _rank_stands(self):
         """Find the rank on the victim's node: torchrun numbers them."""
         for rank in (0, 1):
             if (self.run.out / "status" / f"rank{rank}.json").exists():
@@ -217,7 +216,7 @@ class Cluster:
                     self.victim = rank
         return self.victim >= 0
 
-    def processes(self) -> dict[str, list[int]]:
+    def processes(self):
         """Return the process ids of the victim's node: its rank, its torchrun; those of the export."""
         torchrun = noted(self.folder / f"torchrun-{int(not self.case.on_head)}")
         export = self.case.phase == "export"
@@ -228,7 +227,7 @@ class Cluster:
             "exporter": [noted(self.folder / "exporter")] * export,
         }
 
-    def kill(self) -> float:
+    def kill(self):
         """Kill the victim, let go on what stands and lives; return when."""
         mine, exporting = self.processes(), self.case.phase == "export"
         self.all = self._found()
@@ -244,42 +243,42 @@ class Cluster:
             os.kill(pid, signal.SIGCONT)
         return died
 
-    def _found(self) -> list[ProcessInfo]:
+    def _found(self):
         """Look up every process of the two nodes and of the export."""
         starters = ("torchrun-0", "torchrun-1", "exporter")
         numbers = {pid for name in starters if (pid := noted(self.folder / name))}
         numbers |= {child.pid for pid in numbers for child in children_of(pid)}
         return [info for pid in numbers if (info := process_info(pid)) is not None]
 
-    def end(self) -> None:
+    def end(self):
         """Kill whatever a failed test has left."""
         for one in filter(lives, self.all or self._found()):
             with suppress(ProcessLookupError):
                 os.kill(one.pid, signal.SIGKILL)
 
 
-def same(a: Path, b: Path) -> bool:
+def same(a, b):
     """Tell whether two checkpoints have the same bits, weights and moments."""
     mine, others = whole_tensors(a), whole_tensors(b)
     return mine.keys() == others.keys() and all(torch.equal(one, others[name]) for name, one in mine.items())
 
 
-def curve(out: Path) -> list[tuple[Any, ...]]:
+def curve(out):
     lines = read_metrics(out / "metrics.jsonl")
     return [(line["step"], line["loss"], line["grad_norm"], line.get("evaluation_loss")) for line in lines]
 
 
-def checkpoint(run: Any, step: int) -> Path:
-    path: Path = run.out / "checkpoints" / f"step-{step:08d}"
+def checkpoint(run, step):
+    path = run.out / "checkpoints" / f"step-{step:08d}"
     return path
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any, Case, Sequence[str]], Any]:
+def whole(tmp_path_factory):
     """Return an uninterrupted run of the recipe, with all its checkpoints; made once for each layout."""
-    known: dict[str, Any] = {}
+    known = {}
 
-    def uninterrupted(run: Any, case: Case, evaluation: Sequence[str]) -> Any:
+    def uninterrupted(run, case, evaluation):
         key = " ".join(case.changes)
         if key not in known:
             known[key] = type(run)(tmp_path_factory.mktemp("whole"), STEPS)
@@ -308,12 +307,8 @@ CASES = [
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("case", CASES)
 def test_whatever_is_killed_is_named_leaves_nothing_and_the_run_goes_on_bitwise(
-    make: Make,
-    whole: Callable[[Any, Case, Sequence[str]], Any],
-    tmp_path: Path,
-    case: Case,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    make, whole, tmp_path, case, capsys
+):
     run_ = make(STEPS)
     held_out = write_tokens(tmp_path / "held-out", count=500, seed=1)
     evaluation = [f"evaluation.tokens={held_out}", "evaluation.every=2", "evaluation.samples=8"]
@@ -345,7 +340,7 @@ def test_whatever_is_killed_is_named_leaves_nothing_and_the_run_goes_on_bitwise(
     assert all(path.name.startswith("step-") for path in (run_.out / "checkpoints").iterdir())
 
 
-def named(cluster: Cluster, output: list[str]) -> None:
+def named(cluster, output):
     """Check that the survivors say who was killed; a run goes on while its export is killed."""
     run_, victim = cluster.run, cluster.victim
     errors = [str(run_.status(rank)["error"]) for rank in (0, 1)]
@@ -362,7 +357,7 @@ def named(cluster: Cluster, output: list[str]) -> None:
         assert f"rank {victim} died" in found.text
 
 
-def exported(run_: Any, reference: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def exported(run_, reference, folder, capsys):
     """Check that the export is whole, or absent and named as killed; the same command completes it."""
     convert(checkpoint(reference, 4), folder / "whole-hf", to="hf")
     there = (folder / "hf").exists()

@@ -1,7 +1,5 @@
 """Ranks that are killed, fail, or are asked to stop: who says what, with which code, and what is left."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -16,16 +14,14 @@ from trilith.runs.metrics import read_metrics
 Make = Callable[[int], Any]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 90) -> None:
+def wait_until(condition, seconds=90):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(0.05)
 
 
-def test_a_killed_rank_is_named_and_the_run_goes_on_from_the_last_checkpoint_K1(
-    make: Make,
-) -> None:
+def test_a_killed_rank_is_named_and_the_run_goes_on_from_the_last_checkpoint_K1(make):
     run = make(6)
     code, errors = run.finish(fault="rank=1;at=step.forward;step=5;act=kill")
     assert code == 3
@@ -38,7 +34,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_the_last_checkpoint_K1(
     assert [line["step"] for line in read_metrics(run.out / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5]
 
 
-def test_the_error_of_the_rank_that_failed_is_the_one_reported_K3(make: Make) -> None:
+def test_the_error_of_the_rank_that_failed_is_the_one_reported_K3(make):
     run = make(4)
     code, errors = run.finish(fault="rank=1;at=step.forward;step=3;act=raise")
     assert code == 1
@@ -47,9 +43,7 @@ def test_the_error_of_the_rank_that_failed_is_the_one_reported_K3(make: Make) ->
 
 
 @pytest.mark.parametrize("background", ["false", "true"], ids=["at-once", "K9"])
-def test_a_full_disk_on_one_rank_is_the_same_error_on_all_and_commits_nothing_K5_G21(
-    make: Make, background: str
-) -> None:
+def test_a_full_disk_on_one_rank_is_the_same_error_on_all_and_commits_nothing_K5_G21(make, background):
     run = make(6)
     fault = "rank=1;at=checkpoint.before_data;step=4;act=enospc"
     codes = run.ranks(f"checkpoint.background={background}", fault=fault)
@@ -69,7 +63,7 @@ def test_a_full_disk_on_one_rank_is_the_same_error_on_all_and_commits_nothing_K5
         pytest.param(signal.SIGINT, id="K14-SIGINT", marks=pytest.mark.slow),
     ],
 )
-def test_asked_to_stop_it_saves_and_says_so(make: Make, number: signal.Signals) -> None:
+def test_asked_to_stop_it_saves_and_says_so(make, number):
     run = make(5000)
     with run.launched("checkpoint.every=0") as process:
         wait_until(lambda: len(read_metrics(run.out / "metrics.jsonl")) > 3)
@@ -82,9 +76,7 @@ def test_asked_to_stop_it_saves_and_says_so(make: Make, number: signal.Signals) 
     assert step == len(read_metrics(run.out / "metrics.jsonl"))
 
 
-def test_numbers_that_are_not_finite_stop_every_rank_before_the_update_K17(
-    make: Make,
-) -> None:
+def test_numbers_that_are_not_finite_stop_every_rank_before_the_update_K17(make):
     run = make(6)
     codes = run.ranks("optimizer.lr=1e30", "optimizer.schedule=constant")
     assert codes == [3, 3]
@@ -92,7 +84,7 @@ def test_numbers_that_are_not_finite_stop_every_rank_before_the_update_K17(
     assert run.status(0)["error"] == run.status(1)["error"]
 
 
-def test_another_layout_is_told_and_resumed_G15(make: Make) -> None:
+def test_another_layout_is_told_and_resumed_G15(make):
     run = make(4)
     assert run.ranks("stop_after=2") == [0, 0]
     (code,) = run.ranks("layout.data=1", "layout.zero=0", world=1, quiet=False)
@@ -101,7 +93,7 @@ def test_another_layout_is_told_and_resumed_G15(make: Make) -> None:
     assert run.steps_saved == [2, 4]
 
 
-def test_weights_without_moments_do_not_resume_a_run_G14(make: Make) -> None:
+def test_weights_without_moments_do_not_resume_a_run_G14(make):
     run = make(4)
     assert run.ranks("stop_after=2") == [0, 0]
     trained = run.out / "checkpoints" / "step-00000002"

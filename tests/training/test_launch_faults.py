@@ -1,7 +1,5 @@
 """Ranks that do not come, or come with something else; that die, hang or run out of memory in a step."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -16,34 +14,34 @@ from typing import Any
 import pytest
 from trilith.cli.app import run
 from trilith.parallel_state import launched
+from trilith.ranks.fresh_worker import leave
 from trilith.runs.rendezvous import join
-from trilith.testing import ExitCode, run_fresh
-from trilith.testing.ranks.fresh_worker import leave
+from trilith.testing import run_fresh
 
 Make = Callable[[int], Any]
 
 
-def train_with(arguments: list[list[str]], environment: dict[str, str]) -> None:
+def train_with(arguments, environment):
     """Run this rank's command, which may differ from its neighbour's; without one it never starts."""
     os.environ.update(environment)
     mine = arguments[int(os.environ["RANK"])]
     end(run(["train", *mine]) if mine else 0)
 
 
-def end(code: int) -> None:
+def end(code):
     """End a rank as a script ends if it failed, or else quickly."""
     if code in (0, 2):
         leave(code)
     sys.exit(code)
 
 
-def started(*arguments: list[str], **environment: str) -> list[ExitCode]:
+def started(*arguments, **environment):
     return run_fresh(
         train_with, len(arguments), list(arguments), environment, process_group=False, timeout=60
     )
 
 
-def test_ranks_with_different_recipes_are_refused_by_name_E15(make: Make) -> None:
+def test_ranks_with_different_recipes_are_refused_by_name_E15(make):
     usual = [str(make(2).recipe), "--quiet", "layout.data=4"]
     codes = started(usual, [*usual, "optimizer.lr=0.5"], usual, usual)
     assert codes == [2, 2, 2, 2], [code.output for code in codes]
@@ -52,7 +50,7 @@ def test_ranks_with_different_recipes_are_refused_by_name_E15(make: Make) -> Non
         assert " on rank 1. Start every rank with the same recipe" in code.output
 
 
-def another_torch(arguments: list[str]) -> None:
+def another_torch(arguments):
     import torch
 
     if os.environ["RANK"] == "1":
@@ -60,7 +58,7 @@ def another_torch(arguments: list[str]) -> None:
     end(run(["train", *arguments]))
 
 
-def test_ranks_with_different_packages_are_refused_by_name_E16(make: Make) -> None:
+def test_ranks_with_different_packages_are_refused_by_name_E16(make):
     recipe = str(make(2).recipe)
     codes = run_fresh(another_torch, 2, [recipe, "--quiet"], process_group=False)
     assert codes == [2, 2]
@@ -70,7 +68,7 @@ def test_ranks_with_different_packages_are_refused_by_name_E16(make: Make) -> No
 
 
 @pytest.mark.parametrize("absent", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_rank_that_never_starts_is_named_E19(make: Make, absent: int) -> None:
+def test_a_rank_that_never_starts_is_named_E19(make, absent):
     usual = [str(make(2).recipe), "--quiet", "timeout=1"]
     arguments = [usual, usual]
     arguments[absent] = []
@@ -79,7 +77,7 @@ def test_a_rank_that_never_starts_is_named_E19(make: Make, absent: int) -> None:
     assert f"rank {absent} missing" in code.output
 
 
-def meet(folder: str, seconds_late: float) -> None:
+def meet(folder, seconds_late):
     """Rank 0 comes so long after rank 1, rank 2 never."""
     rank, sign = int(os.environ["RANK"]), Path(folder) / "rank 1 is here"
     if rank == 2:
@@ -101,16 +99,14 @@ WAITS = 2.5
 @pytest.mark.parametrize(
     ("late", "blamed"), [(0.5, "rank 2"), pytest.param(4.5, "rank 0", marks=pytest.mark.slow)]
 )
-def test_a_late_first_rank_is_waited_for_and_the_missing_one_named_E19(
-    tmp_path: Path, late: float, blamed: str
-) -> None:
+def test_a_late_first_rank_is_waited_for_and_the_missing_one_named_E19(tmp_path, late, blamed):
     first, second, _ = run_fresh(meet, 3, str(tmp_path), late, process_group=False, timeout=60)
     assert f"{blamed} missing" in second.output
     # A rank that gave up on rank 0 does not count as present when rank 0 comes.
     assert ("rank 2 missing" if late < WAITS else "ranks 1, 2 missing") in first.output
 
 
-def test_a_port_in_use_is_refused_E18(make: Make) -> None:
+def test_a_port_in_use_is_refused_E18(make):
     with socket.socket() as holder:
         holder.bind(("", 0))
         holder.listen()
@@ -121,7 +117,7 @@ def test_a_port_in_use_is_refused_E18(make: Make) -> None:
     assert f"MASTER_PORT: expected a free port, found port {port} in use" in first.output
 
 
-def test_an_unknown_master_is_named_in_one_line(make: Make) -> None:
+def test_an_unknown_master_is_named_in_one_line(make):
     usual = [str(make(2).recipe), "--quiet", "timeout=5"]
     codes = started(usual, usual, MASTER_ADDR="no-such-host.invalid", TORCHELASTIC_USE_AGENT_STORE="False")
     assert codes == [2, 2]
@@ -133,7 +129,7 @@ def test_an_unknown_master_is_named_in_one_line(make: Make) -> None:
         assert code.output.count("\n") == 1, code.output
 
 
-def test_a_master_that_does_not_answer_is_one_line_on_each_rank(make: Make) -> None:
+def test_a_master_that_does_not_answer_is_one_line_on_each_rank(make):
     """No machine has the address 240.0.0.1; 127.0.0.2 leads to this one, so rank 0 may listen there."""
     usual = [str(make(2).recipe), "--quiet", "timeout=1"]
     with socket.socket() as holder:
@@ -154,13 +150,8 @@ def test_a_master_that_does_not_answer_is_one_line_on_each_rank(make: Make) -> N
 @pytest.mark.parametrize("command", ["train", "generate"])
 @pytest.mark.parametrize(("name", "value"), [("RANK", "one"), ("WORLD_SIZE", "-2"), ("MASTER_PORT", "x")])
 def test_malformed_variables_of_torchrun_are_one_line_and_code_2(
-    make: Make,
-    command: str,
-    name: str,
-    value: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    make, command, name, value, monkeypatch, capsys
+):
     good = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     for one, said in (good | {name: value}).items():
         monkeypatch.setenv(one, said)
@@ -174,7 +165,7 @@ def test_malformed_variables_of_torchrun_are_one_line_and_code_2(
     assert not run_.out.exists()
 
 
-def test_ranks_that_open_their_own_store_train_too(make: Make) -> None:
+def test_ranks_that_open_their_own_store_train_too(make):
     with socket.socket() as holder:
         holder.bind(("", 0))
         port = str(holder.getsockname()[1])
@@ -184,7 +175,7 @@ def test_ranks_that_open_their_own_store_train_too(make: Make) -> None:
     assert run.steps_saved == [2]
 
 
-def test_a_world_that_is_not_the_layout_s_is_refused_on_all_ranks_E10(make: Make) -> None:
+def test_a_world_that_is_not_the_layout_s_is_refused_on_all_ranks_E10(make):
     run = make(2)
     codes = run.ranks("layout.data=3", "data.global_batch=6", world=2)
     assert codes == [2, 2]
@@ -192,12 +183,12 @@ def test_a_world_that_is_not_the_layout_s_is_refused_on_all_ranks_E10(make: Make
     assert not run.out.exists()
 
 
-def test_half_of_torchrun_s_variables_are_refused_E17(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_of_torchrun_s_variables_are_refused_E17(make, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run(["train", str(make(2).recipe)]) == 2
 
 
-def test_a_device_that_is_not_here_is_refused_E20(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_not_here_is_refused_E20(make, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     run_ = make(2)
     assert run(["train", str(run_.recipe), "device=cuda", "layout.data=1", "layout.zero=0"]) == 2
@@ -217,7 +208,7 @@ IN_A_COLLECTIVE = [
 
 
 @pytest.mark.parametrize(("killed", "changes"), IN_A_COLLECTIVE)
-def test_a_rank_killed_inside_a_collective_is_named(make: Make, killed: int, changes: list[str]) -> None:
+def test_a_rank_killed_inside_a_collective_is_named(make, killed, changes):
     """Its peer sleeps before the collective, so that it is surely inside."""
     run = make(6)
     fault = f"rank={1 - killed};at=step.forward;step=4;act=sleep:2"
@@ -237,14 +228,14 @@ def test_a_rank_killed_inside_a_collective_is_named(make: Make, killed: int, cha
     assert run.ranks(*changes) == [0, 0]
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+def wait_for(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(0.02)
 
 
-def test_a_rank_that_hangs_is_named_and_all_are_gone_K4(make: Make) -> None:
+def test_a_rank_that_hangs_is_named_and_all_are_gone_K4(make):
     run = make(6)
     with run.launched("timeout=3", fault="rank=1;at=step.forward;step=4;act=stop") as process:
         path = run.out / "status" / "rank0.json"
@@ -258,7 +249,7 @@ def test_a_rank_that_hangs_is_named_and_all_are_gone_K4(make: Make) -> None:
     assert run.steps_saved == [2]
 
 
-def test_a_rank_without_memory_says_so_K16(make: Make) -> None:
+def test_a_rank_without_memory_says_so_K16(make):
     run = make(6)
     codes = run.ranks("timeout=20", "data.micro_batch=4", fault="rank=1;at=step.forward;step=3;act=memory")
     assert codes == [3, 3], [code.output for code in codes]
@@ -267,7 +258,7 @@ def test_a_rank_without_memory_says_so_K16(make: Make) -> None:
     assert run.steps_saved == [2]
 
 
-def test_a_step_longer_than_the_grace_ends_without_a_checkpoint_K13(make: Make) -> None:
+def test_a_step_longer_than_the_grace_ends_without_a_checkpoint_K13(make):
     run = make(6)
     with ThreadPoolExecutor(1) as pool:
         fault = "rank=1;at=step.forward;step=4;act=sleep:40"

@@ -1,7 +1,5 @@
 """The lines of docs/clusters.md that call ``run`` under each launcher, and each launcher's variables."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -23,7 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
-def free_port(first: int = 20_000, last: int = 29_999) -> int:
+def free_port(first=20_000, last=29_999):
     for port in range(first + os.getpid() % 5000, last):
         with socket.socket() as holder:
             try:
@@ -34,7 +32,7 @@ def free_port(first: int = 20_000, last: int = 29_999) -> int:
     raise OSError("no free port")
 
 
-def started_by_srun(recipe: str, port: int) -> None:
+def started_by_srun(recipe, port):
     """Run as one of the tasks of a step on one host, with exactly the variables that srun sets."""
     rank = os.environ["RANK"]
     world = os.environ["WORLD_SIZE"]
@@ -45,7 +43,7 @@ def started_by_srun(recipe: str, port: int) -> None:
     sys.exit(run(["train", recipe, "--quiet"]))
 
 
-def started_by_mpirun(recipe: str, port: int) -> None:
+def started_by_mpirun(recipe, port):
     """Run as one of the processes of mpirun, with exactly its variables and those that -x adds."""
     rank = os.environ["RANK"]
     world = os.environ["WORLD_SIZE"]
@@ -57,7 +55,7 @@ def started_by_mpirun(recipe: str, port: int) -> None:
     sys.exit(run(["train", recipe, "--quiet"]))
 
 
-def started_by_ray(recipe: str, port: int) -> None:
+def started_by_ray(recipe, port):
     """Run as Ray Train's worker does: torchrun's variables, and a process group that exists already."""
     os.environ |= {
         "MASTER_PORT": str(port),
@@ -73,20 +71,20 @@ def started_by_ray(recipe: str, port: int) -> None:
     "start",
     [started_by_srun, pytest.param(started_by_mpirun, marks=pytest.mark.slow), started_by_ray],
 )
-def test_ranks_of_each_launcher_train_together(make: Make, start: Callable[[str, int], None]) -> None:
+def test_ranks_of_each_launcher_train_together(make, start):
     run = make(2)
     codes = run_fresh(start, 2, str(run.recipe), free_port(), process_group=False)
     assert codes == [0, 0], [code.output for code in codes]
     assert run.steps_saved == [2]
 
 
-def with_a_group(recipe: str) -> None:
+def with_a_group(recipe):
     dist.init_process_group("gloo")
     sys.exit(run(["train", recipe]))
 
 
 @pytest.mark.slow
-def test_a_process_group_that_is_there_is_refused_in_one_line(make: Make) -> None:
+def test_a_process_group_that_is_there_is_refused_in_one_line(make):
     codes = run_fresh(with_a_group, 2, str(make(2).recipe), process_group=False)
     assert codes == [2, 2]
     for code in codes:
@@ -96,22 +94,22 @@ def test_a_process_group_that_is_there_is_refused_in_one_line(make: Make) -> Non
         assert code.output.count("\n") == 1
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language):
     """Return the page's blocks of code in this language."""
     return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def script() -> str:
+def script():
     return next(text for text in blocks("python") if text.startswith("# train.py"))
 
 
-def command(first: str) -> list[str]:
+def command(first):
     """Return the page's command that begins so."""
     lines = [line for text in blocks("text") for line in text.splitlines() if line.startswith(first)]
     return shlex.split(lines[0], comments=True)
 
 
-def test_the_page_s_lines_for_ray_train_are_python() -> None:
+def test_the_page_s_lines_for_ray_train_are_python():
     (text,) = [text for text in blocks("python") if "TorchTrainer" in text]
     compile(text, str(PAGE), "exec")
     assert text.index("destroy_process_group()") < text.index("run(")
@@ -119,7 +117,7 @@ def test_the_page_s_lines_for_ray_train_are_python() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_the_page_s_lines_train_under_their_launcher(make: Make, launcher: str) -> None:
+def test_the_page_s_lines_train_under_their_launcher(make, launcher):
     run = make(2)
     (run.folder / "train.py").write_text(script())
     words = [{"8": "2"}.get(word, word) for word in command(f"{launcher} ")]
@@ -134,7 +132,7 @@ def test_the_page_s_lines_train_under_their_launcher(make: Make, launcher: str) 
 
 
 @pytest.mark.slow
-def test_torchrun_takes_the_variables_of_kubeflow_s_plugin(make: Make) -> None:
+def test_torchrun_takes_the_variables_of_kubeflow_s_plugin(make):
     """The command is that of the TrainJob, and each pod has exactly the variables that the plugin sets."""
     run = make(2)
     folder, port = Path(sys.executable).parent, free_port()

@@ -1,33 +1,27 @@
 """Learning rates against their laws and, after the warm-up, against transformers' number for number."""
 
-from __future__ import annotations
-
 import io
 import math
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from support.short_runs import tiny_recipe
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import ParallelState
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import tiny_recipe, write_tokens
 from trilith.training import Trainer
 from trilith.training.learning_rate import Schedule, scaled_rate
 
 PEAK, TOTAL, WARMUP, DECAY = 3e-4, 40, 7, 12
 
-THEIRS: dict[
-    str, tuple[Schedule, Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]]
-] = {
+THEIRS = {
     "constant": (
         Schedule("constant", PEAK, TOTAL, WARMUP),
         lambda optimizer: transformers.get_constant_schedule_with_warmup(optimizer, WARMUP),
@@ -72,7 +66,7 @@ THEIRS: dict[
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_after_the_warmup_it_is_transformers(name: str) -> None:
+def test_after_the_warmup_it_is_transformers(name):
     ours, make = THEIRS[name]
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=PEAK)
     theirs = make(optimizer)
@@ -84,7 +78,7 @@ def test_after_the_warmup_it_is_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_the_warmup_is_a_straight_line_to_the_peak_and_the_first_step_learns(name: str) -> None:
+def test_the_warmup_is_a_straight_line_to_the_peak_and_the_first_step_learns(name):
     ours = THEIRS[name][0]
     for step in range(ours.warmup):
         assert ours.rate(step) == pytest.approx(PEAK * (step + 1) / WARMUP, rel=1e-15)
@@ -92,7 +86,7 @@ def test_the_warmup_is_a_straight_line_to_the_peak_and_the_first_step_learns(nam
         assert ours.rate(WARMUP - 1) == ours.rate(WARMUP) == pytest.approx(PEAK)
 
 
-def test_each_law_at_points_worked_out_by_hand() -> None:
+def test_each_law_at_points_worked_out_by_hand():
     linear = Schedule("linear", 1.0, 110, warmup=10, minimum=0.2)
     assert [linear.rate(step) for step in (0, 10, 60, 110, 500)] == pytest.approx([0.1, 1, 0.6, 0.2, 0.2])
     cosine = Schedule("cosine", 1.0, 110, warmup=10, minimum=0.2)
@@ -113,8 +107,8 @@ def test_each_law_at_points_worked_out_by_hand() -> None:
     shape=st.sampled_from(["linear", "cosine", "1-sqrt"]),
 )
 def test_a_rate_lies_between_minimum_and_peak_and_falls_after_the_warmup(
-    kind: str, total: int, warmup: int, decay: int, minimum: float, shape: str
-) -> None:
+    kind, total, warmup, decay, minimum, shape
+):
     schedule = Schedule(kind, 2.0, total, warmup, minimum, decay, shape)
     rates = [schedule.rate(step) for step in range(total + 3)]
     assert all(rate > 0 for rate in rates[:warmup])
@@ -123,7 +117,7 @@ def test_a_rate_lies_between_minimum_and_peak_and_falls_after_the_warmup(
     assert all(later <= earlier + 1e-12 for earlier, later in pairwise(after))
 
 
-def test_the_rate_scales_with_the_batch_by_the_rule_and_says_so() -> None:
+def test_the_rate_scales_with_the_batch_by_the_rule_and_says_so():
     assert scaled_rate(1e-3, "sqrt", batch=64, reference=16) == (
         2e-3,
         "learning rate 0.002 = 0.001 x sqrt(64 / 16), for a batch of 64 samples",
@@ -135,7 +129,7 @@ def test_the_rate_scales_with_the_batch_by_the_rule_and_says_so() -> None:
     assert scaled_rate(1e-3, None, batch=8, reference=16) == (1e-3, "")
 
 
-def run_and_listen(raw: dict[str, Any]) -> tuple[list[float], str]:
+def run_and_listen(raw):
     """Return a run's learning rates, and its printed lines."""
     recipe = parse_recipe(raw)
     said = io.StringIO()
@@ -145,9 +139,7 @@ def run_and_listen(raw: dict[str, Any]) -> tuple[list[float], str]:
 
 
 @pytest.mark.parametrize("layout", [{}, {"data": 2}], ids=["one-process", "dp2"])
-def test_a_run_follows_its_schedule_and_says_how_its_rate_was_scaled(
-    tmp_path: Path, layout: dict[str, Any]
-) -> None:
+def test_a_run_follows_its_schedule_and_says_how_its_rate_was_scaled(tmp_path, layout):
     wanted = {"schedule": "wsd", "decay": 2, "decay_shape": "linear", "minimum_ratio": 0.0, "warmup": 2}
     scaled = {"lr": 1e-3, "scale_lr": "sqrt", "reference_batch": 2}
     raw = tiny_recipe(

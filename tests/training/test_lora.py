@@ -1,28 +1,25 @@
 """Runs that train LoRA: checkpoints of adapters alone, resumed, given to PEFT; the base must be the same."""
 
-from __future__ import annotations
-
 import shutil
-from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.configs import TINY_GLM, TINY_LLAMA, TINY_MIXTRAL
+from support.short_runs import losses, tiny_recipe, train, whole_tensors
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from trilith.checkpoints import convert, differences, load_model, load_weights, read_adapter, read_source
 from trilith.cli.app import run as trilith
 from trilith.layers import gather_logits
+from trilith.machine.random_files import write_tokens
 from trilith.models import AdaptedFamily, LoraConfig, adapted, family_of
 from trilith.parallel_state import BadInput, ParallelState, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.metrics import read_metrics
 from trilith.testing import RankError, run_parallel
-from trilith.testing.short_runs import losses, tiny_recipe, train, whole_tensors, write_tokens
-from trilith.testing.tiny_models import TINY_GLM, TINY_LLAMA, TINY_MIXTRAL
 from trilith.training.build import build
 from trilith.training.run_plan import plan
 
@@ -30,7 +27,7 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_pr
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
+def base(tmp_path):
     """Write a model with random norms and biases, in fp32."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA))
@@ -41,19 +38,17 @@ def base(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def tokens(tmp_path: Path) -> Path:
+def tokens(tmp_path):
     return write_tokens(tmp_path / "tokens")
 
 
-def recipe(out: Path, base: Path, tokens: Path, **changes: Any) -> dict[str, Any]:
+def recipe(out, base, tokens, **changes):
     raw = tiny_recipe(out, tokens, **{"lora": LORA, "steps": 4, **changes})
     raw["model"] = {"init_from": str(base)}
     return raw
 
 
-def test_a_run_resumes_bitwise_and_in_another_layout_as_if_nothing_had_changed(
-    tmp_path: Path, base: Path, tokens: Path
-) -> None:
+def test_a_run_resumes_bitwise_and_in_another_layout_as_if_nothing_had_changed(tmp_path, base, tokens):
     train(recipe(tmp_path / "whole", base, tokens))
     train(recipe(tmp_path / "same", base, tokens, stop_after=2))
     shutil.copytree(tmp_path / "same", tmp_path / "other")
@@ -70,13 +65,11 @@ def test_a_run_resumes_bitwise_and_in_another_layout_as_if_nothing_had_changed(
         assert float((other[name] - tensor).abs().max()) <= 1e-10 * scale, name
 
 
-def test_what_a_run_trains_peft_loads_and_gives_back(tmp_path: Path, base: Path, tokens: Path) -> None:
+def test_what_a_run_trains_peft_loads_and_gives_back(tmp_path, base, tokens):
     train(recipe(tmp_path / "run", base, tokens, dtype="float32", layout={"tensor": 2, "data": 2, "zero": 3}))
     before = {path.name: path.read_bytes() for path in base.iterdir()}
     convert(tmp_path / "run", tmp_path / "adapter")
-    theirs: Any = peft.PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter"
-    )
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
     ids = torch.randint(131, (2, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected, plain = theirs(ids).logits, theirs.get_base_model()
@@ -94,9 +87,7 @@ def test_what_a_run_trains_peft_loads_and_gives_back(tmp_path: Path, base: Path,
     assert {path.name: path.read_bytes() for path in base.iterdir()} == before
 
 
-def test_adapters_are_resharded_with_their_moments_and_started_from(
-    tmp_path: Path, base: Path, tokens: Path
-) -> None:
+def test_adapters_are_resharded_with_their_moments_and_started_from(tmp_path, base, tokens):
     train(recipe(tmp_path / "run", base, tokens))
     convert(tmp_path / "run", tmp_path / "cut", to="sharded", tensor=2, pipeline=3)
     assert not list(differences(read_source(tmp_path / "cut"), read_source(tmp_path / "run")))
@@ -109,11 +100,11 @@ def test_adapters_are_resharded_with_their_moments_and_started_from(
     assert first[0] != losses(tmp_path / "run")[0]
 
 
-def numbers(raw: dict[str, Any]) -> dict[str, set[torch.dtype]]:
+def numbers(raw):
     """Return the number formats in which this rank stores base and adapters."""
     loaded = parse_recipe(raw)
     model = build(loaded, plan(loaded), ParallelState.start(loaded.layout)).model
-    kinds: dict[str, set[torch.dtype]] = {"base": set(), "adapters": set()}
+    kinds = {"base": set(), "adapters": set()}
     for name, parameter in model.named_parameters():
         kinds["adapters" if "lora_" in name else "base"].add(local_data(parameter).dtype)
         assert parameter.requires_grad == ("lora_" in name)
@@ -121,9 +112,7 @@ def numbers(raw: dict[str, Any]) -> dict[str, set[torch.dtype]]:
 
 
 @pytest.mark.parametrize("zero", [0, 3])
-def test_under_bfloat16_the_base_is_kept_in_it_and_the_adapters_are_not(
-    tmp_path: Path, base: Path, tokens: Path, zero: int
-) -> None:
+def test_under_bfloat16_the_base_is_kept_in_it_and_the_adapters_are_not(tmp_path, base, tokens, zero):
     """A base in fp32 would be cast to bf16 at each use anyway."""
     mixed = {"dtype": "float32", "compute": "bfloat16", "layout": {"data": 2, "zero": zero}}
     raw = recipe(tmp_path / "run", base, tokens, **mixed)
@@ -136,9 +125,7 @@ def test_under_bfloat16_the_base_is_kept_in_it_and_the_adapters_are_not(
     assert losses(tmp_path / "run")[0][0] == pytest.approx(losses(tmp_path / "exact")[0][0], rel=1e-2)
 
 
-def test_a_run_that_has_only_skipped_steps_is_saved_and_goes_on(
-    tmp_path: Path, base: Path, tokens: Path
-) -> None:
+def test_a_run_that_has_only_skipped_steps_is_saved_and_goes_on(tmp_path, base, tokens):
     """The run is in float16, and its loss scale is too high at first."""
     half = {"dtype": "float32", "compute": "float16", "loss_scale": {"initial": 2.0**24}}
     train(recipe(tmp_path / "run", base, tokens, stop_after=1, **half))
@@ -151,9 +138,7 @@ def test_a_run_that_has_only_skipped_steps_is_saved_and_goes_on(
 
 
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2, "pipeline": 2}], ids=str)
-def test_groups_find_adapters_by_pefts_names_and_freeze_some(
-    tmp_path: Path, base: Path, tokens: Path, layout: dict[str, int]
-) -> None:
+def test_groups_find_adapters_by_pefts_names_and_freeze_some(tmp_path, base, tokens, layout):
     """A stays as it was drawn (LoRA-FA), and the last block's B hardly move, at their own rate."""
     groups = [
         {"match": r"self_attn\.[qv]_proj\.lora_A", "freeze": True},
@@ -183,17 +168,13 @@ def test_groups_find_adapters_by_pefts_names_and_freeze_some(
     ],
     ids=["rank", "targets", "no-lora"],
 )
-def test_a_run_goes_on_with_the_adapters_that_it_began_with(
-    tmp_path: Path, base: Path, tokens: Path, changes: dict[str, Any], words: str
-) -> None:
+def test_a_run_goes_on_with_the_adapters_that_it_began_with(tmp_path, base, tokens, changes, words):
     train(recipe(tmp_path / "run", base, tokens, stop_after=1))
     with pytest.raises(RankError, match=words):
         train(recipe(tmp_path / "run", base, tokens, **changes))
 
 
-def test_another_base_is_refused_and_the_same_elsewhere_is_not(
-    tmp_path: Path, base: Path, tokens: Path
-) -> None:
+def test_another_base_is_refused_and_the_same_elsewhere_is_not(tmp_path, base, tokens):
     train(recipe(tmp_path / "run", base, tokens, stop_after=1))
     convert(base, tmp_path / "moved", tensor=2)
     train(recipe(tmp_path / "run", tmp_path / "moved", tokens, stop_after=2))
@@ -232,9 +213,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changes", "words"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_cannot_be_attached_is_refused_before_anything_starts(
-    tmp_path: Path, base: Path, tokens: Path, changes: dict[str, Any], words: str
-) -> None:
+def test_what_cannot_be_attached_is_refused_before_anything_starts(tmp_path, base, tokens, changes, words):
     with pytest.raises(BadInput, match=words):
         plan(parse_recipe(recipe(tmp_path / "run", base, tokens, **changes)))
 
@@ -253,9 +232,7 @@ def test_what_cannot_be_attached_is_refused_before_anything_starts(
         (TINY_MIXTRAL, ["w2"], r"\['w2'\], that is model.layers.0.block_sparse_moe.experts.0.w2"),
     ],
 )
-def test_experts_get_no_adapters_and_are_told_so_in_one_line(
-    config: dict[str, Any], targets: Any, named: str
-) -> None:
+def test_experts_get_no_adapters_and_are_told_so_in_one_line(config, targets, named):
     family = family_of(config)
     raw = {"peft_type": "LORA", "target_modules": targets, "init_lora_weights": True}
     with pytest.raises(BadInput, match=named) as error:
@@ -265,11 +242,11 @@ def test_experts_get_no_adapters_and_are_told_so_in_one_line(
     assert "exclude_modules = " in said and len(said) < 400
 
 
-def test_adapters_on_all_linears_pass_experts_over() -> None:
+def test_adapters_on_all_linears_pass_experts_over():
     """PEFT would take the linears beside experts for experts, so no such adapter is written for it."""
     family = family_of(TINY_GLM)
     config = family.from_hf(TINY_GLM)
-    theirs: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_GLM))
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_GLM))
     linears = {name for name, one in theirs.named_modules() if isinstance(one, nn.Linear)} - {"lm_head"}
     every = adapted(family, LoraConfig(r=2))
     assert {site.name for site in every.sites(config)} == linears and len(linears) == 21
@@ -290,12 +267,12 @@ def test_adapters_on_all_linears_pass_experts_over() -> None:
     ]
 
 
-def test_a_model_from_scratch_gets_no_adapters(tmp_path: Path, tokens: Path) -> None:
+def test_a_model_from_scratch_gets_no_adapters(tmp_path, tokens):
     with pytest.raises(BadInput, match=r"model\.init_from: expected a model to attach adapters to"):
         plan(parse_recipe(tiny_recipe(tmp_path / "run", tokens, lora=LORA)))
 
 
-def test_adapters_are_no_model_to_fine_tune(tmp_path: Path, base: Path, tokens: Path) -> None:
+def test_adapters_are_no_model_to_fine_tune(tmp_path, base, tokens):
     train(recipe(tmp_path / "run", base, tokens, steps=1))
     convert(tmp_path / "run", tmp_path / "adapter")
     for path in (tmp_path / "run", tmp_path / "adapter"):
@@ -303,9 +280,7 @@ def test_adapters_are_no_model_to_fine_tune(tmp_path: Path, base: Path, tokens: 
             plan(parse_recipe(recipe(tmp_path / "full", path, tokens, lora=None)))
 
 
-def test_adapters_are_not_loaded_as_a_whole_model(
-    tmp_path: Path, base: Path, tokens: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_adapters_are_not_loaded_as_a_whole_model(tmp_path, base, tokens, capsys):
     """Otherwise the rest of the model would be uninitialised memory."""
     train(recipe(tmp_path / "run", base, tokens, steps=1))
     source = read_source(tmp_path / "run")

@@ -1,15 +1,12 @@
 """A recipe, an override or a configuration of absurd depth or with absurdly many keys is refused at once."""
 
-from __future__ import annotations
-
 import json
 import tomllib
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.configs import TINY_LLAMA
 from trilith.models import family_of
 from trilith.models.base import config as model_config
 from trilith.parallel_state import BadInput
@@ -18,13 +15,12 @@ from trilith.recipes.recipe import parse_recipe
 from trilith.storage import small_files
 from trilith.storage.small_files import parse_toml, read_json
 from trilith.storage.strict_json import DEEPEST, deeper
-from trilith.testing.tiny_models import TINY_LLAMA
 
 part = st.sampled_from(["a", "b-c", '"d"', "'e.f'", '"g \\" h"', "7"])
 gap = st.sampled_from([".", " . ", "\t.", ". "])
 
 
-def never(*arguments: object, **more: object) -> Any:
+def never(*arguments, **more):
     raise AssertionError("the parser was given what should have been refused before")
 
 
@@ -36,9 +32,7 @@ def never(*arguments: object, **more: object) -> Any:
         ["{} = 1", "[{}]", "[[{}]]", "x = {{ {} = 1 }}", 'v = "#"\n{} = 1', "# '''\n{} = 1"]
     ),
 )
-def test_a_key_of_too_many_parts_never_reaches_the_parser(
-    parts: list[str], between: str, levels: int, shape: str
-) -> None:
+def test_a_key_of_too_many_parts_never_reaches_the_parser(parts, between, levels, shape):
     key = between.join(parts[i % len(parts)] for i in range(levels))
     patch = pytest.MonkeyPatch()
     try:
@@ -60,7 +54,7 @@ def test_a_key_of_too_many_parts_never_reaches_the_parser(
         max_size=30,
     ).map("".join)
 )
-def test_no_other_toml_is_refused_than_what_is_none_or_too_deep(text: str) -> None:
+def test_no_other_toml_is_refused_than_what_is_none_or_too_deep(text):
     try:
         expected = tomllib.loads(text)
     except (ValueError, RecursionError):
@@ -87,9 +81,7 @@ def test_no_other_toml_is_refused_than_what_is_none_or_too_deep(text: str) -> No
     ],
     ids=lambda text: text[:12],
 )
-def test_an_absurd_recipe_is_refused_before_its_keys_are_judged(
-    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_absurd_recipe_is_refused_before_its_keys_are_judged(tmp_path, text, monkeypatch):
     (tmp_path / "recipe.toml").write_text(text)
     monkeypatch.setattr(recipe.Recipe, "model_validate", never)
     with pytest.raises(BadInput) as caught:
@@ -98,16 +90,16 @@ def test_an_absurd_recipe_is_refused_before_its_keys_are_judged(
 
 
 @given(levels=st.integers(DEEPEST + 1, 10**5))
-def test_an_override_of_too_many_parts_is_refused_before_anything_is_made(levels: int) -> None:
-    raw: dict[str, Any] = {}
+def test_an_override_of_too_many_parts_is_refused_before_anything_is_made(levels):
+    raw = {}
     with pytest.raises(BadInput, match="levels") as caught:
         recipe._apply(raw, ".".join(["a"] * levels) + "=1")
     assert raw == {} and len(str(caught.value)) < 300
 
 
 @given(nested=st.lists(st.sampled_from(["a", "b"]), max_size=4), over=st.integers(1, 50))
-def test_keys_of_all_sections_are_counted_together(nested: list[str], over: int) -> None:
-    inner: dict[str, Any] = {f"k{i}": 1 for i in range(model_config.MOST_KEYS - len(nested) + over)}
+def test_keys_of_all_sections_are_counted_together(nested, over):
+    inner = {f"k{i}": 1 for i in range(model_config.MOST_KEYS - len(nested) + over)}
     for name in nested:
         inner = {name: inner}
     with pytest.raises(BadInput, match="keys"):
@@ -115,10 +107,8 @@ def test_keys_of_all_sections_are_counted_together(nested: list[str], over: int)
 
 
 @pytest.mark.parametrize("place", [(), ("rope_scaling",), ("quantization_config", "a"), ("unknown",)])
-def test_a_configuration_of_very_many_keys_is_refused_before_they_are_judged(
-    tmp_path: Path, place: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    many: dict[str, Any] = {f"k{i}": 1 for i in range(50_000)}
+def test_a_configuration_of_very_many_keys_is_refused_before_they_are_judged(tmp_path, place, monkeypatch):
+    many = {f"k{i}": 1 for i in range(50_000)}
     for name in reversed(place):
         many = {name: many}
     (tmp_path / "config.json").write_text(json.dumps({**TINY_LLAMA, **many}))
@@ -130,7 +120,7 @@ def test_a_configuration_of_very_many_keys_is_refused_before_they_are_judged(
 
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
 @pytest.mark.parametrize("levels", [DEEPEST + 1, 10**4, 10**6])
-def test_json_of_very_many_levels_is_refused(tmp_path: Path, opening: str, levels: int) -> None:
+def test_json_of_very_many_levels_is_refused(tmp_path, opening, levels):
     closing = "]" if opening == "[" else "}"
     (tmp_path / "a.json").write_text('{"a":' + opening * levels + "1" + closing * levels + "}")
     with pytest.raises(BadInput, match="levels"):

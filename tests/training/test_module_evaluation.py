@@ -1,22 +1,16 @@
 """A module of a user's: evaluated in any layout, with outputs and losses that are right or are refused."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from trilith.layers import ColumnParallelLinear, Stage, VocabParallelEmbedding
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.testing import run_parallel
 from trilith.training import ModuleStep, Precision, make_adamw, own_samples, shard_over_data
-from trilith.training.user_step import Samples
 
 D, BLOCKS = 8, 4
-LAYOUTS: list[tuple[Layout, str]] = [
+LAYOUTS = [
     (Layout.of(data=2, zero=3), "1f1b"),
     (Layout.of(data=2, zero=1), "1f1b"),
     (Layout(pipeline=2), "gpipe"),
@@ -27,13 +21,13 @@ LAYOUTS: list[tuple[Layout, str]] = [
 class Net(nn.Module):
     """Dropout in every block; the last stage gives a dict."""
 
-    def __init__(self, *, state: ParallelState | None = None) -> None:
+    def __init__(self, *, state=None):
         super().__init__()
         self.stage = Stage.of(BLOCKS, state=state)
         self.blocks = nn.ModuleDict({str(i): nn.Linear(D, D) for i in self.stage.blocks})
         self.dropout = nn.Dropout(0.5)
 
-    def forward(self, h: Tensor | None = None, *, x: Tensor, stage: Any = None) -> Any:
+    def forward(self, h=None, *, x, stage=None):
         stage = stage or self.stage
         h = x if h is None else h
         for i in stage.blocks:
@@ -41,19 +35,19 @@ class Net(nn.Module):
         return {"first": h[..., :3], "rest": h[..., 3:]} if stage.last else h
 
 
-def loss(given: dict[str, Tensor], samples: Samples) -> tuple[Tensor, Tensor]:
+def loss(given, samples):
     counts = samples["counts"]
     each = given["first"].square().sum(-1) + given["rest"].sum(-1)
     return (each * counts).sum(), counts.sum()
 
 
-def batch(seed: int, samples: int = 8, length: int = 3) -> dict[str, Tensor]:
+def batch(seed, samples=8, length=3):
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(samples, length, D, generator=g, dtype=torch.float64)
     return {"x": x, "counts": (torch.rand(samples, length, generator=g) < 0.6).double()}
 
 
-def curve(layouts: list[tuple[Layout, str]]) -> list[list[float]]:
+def curve(layouts):
     """Take two steps without dropout, and evaluate around them with it, on batches of another shape."""
     torch.set_default_dtype(torch.float64)
     found = []
@@ -78,7 +72,7 @@ def curve(layouts: list[tuple[Layout, str]]) -> list[list[float]]:
     return found
 
 
-def test_evaluation_is_one_processs_in_every_layout_and_leaves_training_as_it_was() -> None:
+def test_evaluation_is_one_processs_in_every_layout_and_leaves_training_as_it_was():
     (expected,) = run_parallel(curve, 1, [(Layout(), "1f1b")])[0]
     assert len(set(expected)) == 5
     for rank in run_parallel(curve, 2, LAYOUTS):
@@ -87,57 +81,57 @@ def test_evaluation_is_one_processs_in_every_layout_and_leaves_training_as_it_wa
 
 
 class Plain(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(D, D)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
+    def forward(self, x):
+        y = self.linear(x)
         return y
 
 
-def plain_step(loss: Callable[..., Any], samples: Any = None, micro_batch: int = 2) -> float:
+def plain_step(loss, samples=None, micro_batch=2):
     model = Plain().double()
     return float(ModuleStep(model, loss, micro_batch=micro_batch)(samples or batch(0)))
 
 
-def a_mean(given: Tensor, samples: Samples) -> Any:
+def a_mean(given, samples):
     return F.mse_loss(given, samples["x"]), given.numel()
 
 
-def a_sum(given: Tensor, samples: Samples) -> Any:
+def a_sum(given, samples):
     return F.mse_loss(given, samples["x"], reduction="sum"), given.numel()
 
 
-def a_mean_and_one(given: Tensor, samples: Samples) -> Any:
+def a_mean_and_one(given, samples):
     return F.mse_loss(given, samples["x"]), 1
 
 
-def a_drawn_sum(given: Tensor, samples: Samples) -> Any:
+def a_drawn_sum(given, samples):
     return (given + torch.randn_like(given)).square().sum(), len(given)
 
 
-def a_contrast(given: Tensor, samples: Samples) -> Any:
+def a_contrast(given, samples):
     scores = given.flatten(1) @ given.flatten(1).T
     return F.cross_entropy(scores, torch.arange(len(given)), reduction="sum"), len(given)
 
 
-def nothing_counts(given: Tensor, samples: Samples) -> Any:
+def nothing_counts(given, samples):
     return (given * 0).sum(), 0
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 8])
-def test_a_loss_that_is_a_mean_is_refused_and_no_other_is(micro_batch: int) -> None:
+def test_a_loss_that_is_a_mean_is_refused_and_no_other_is(micro_batch):
     with pytest.raises(BadInput, match="expected the sum of the losses, with their number, found a mean"):
         plain_step(a_mean, micro_batch=micro_batch)
     for right in (a_sum, a_mean_and_one, a_drawn_sum, a_contrast, nothing_counts):
         plain_step(right, micro_batch=micro_batch)
 
 
-def test_counts_below_one_divide_as_they_are() -> None:
+def test_counts_below_one_divide_as_they_are():
     torch.manual_seed(0)
 
-    def loss(given: Tensor, samples: dict[str, Tensor]) -> tuple[Tensor, float]:
+    def loss(given, samples):
         nothing = given.sum() - given.sum().detach()  # but a gradient, without which a step is refused
         return 0.01 * samples["x"].sum() + nothing, 0.01 * len(given)
 
@@ -148,7 +142,7 @@ def test_counts_below_one_divide_as_they_are() -> None:
 class Tensors(Net):
     """Give a tensor from the last stage instead."""
 
-    def forward(self, h: Tensor | None = None, *, x: Tensor, stage: Any = None) -> Any:
+    def forward(self, h=None, *, x, stage=None):
         given = super().forward(h, x=x, stage=stage)
         return torch.cat([*given.values()], -1) if isinstance(given, dict) else given
 
@@ -156,12 +150,12 @@ class Tensors(Net):
 class Early(Net):
     """Give a dict between the stages."""
 
-    def forward(self, h: Tensor | None = None, *, x: Tensor, stage: Any = None) -> Any:
+    def forward(self, h=None, *, x, stage=None):
         given = super().forward(h, x=x, stage=stage)
         return given if isinstance(given, dict) else {"h": given}
 
 
-def refused(model: type[nn.Module], loss: Callable[..., Any], layout: Layout) -> str:
+def refused(model, loss, layout):
     torch.set_default_dtype(torch.float64)
     state = ParallelState.start(layout)
     made = shard_over_data(model(state=state), state, Precision(*[torch.float64] * 3))
@@ -175,12 +169,12 @@ def refused(model: type[nn.Module], loss: Callable[..., Any], layout: Layout) ->
 
 
 @pytest.mark.parametrize("layout", [Layout(pipeline=2), Layout(data_replicate=2)], ids=str)
-def test_every_rank_refuses_a_mean(layout: Layout) -> None:
+def test_every_rank_refuses_a_mean(layout):
     said = run_parallel(refused, 2, Tensors, a_mean, layout)
     assert said[0] == said[1] and "found a mean" in said[0]
 
 
-def test_every_rank_refuses_a_dict_between_stages() -> None:
+def test_every_rank_refuses_a_dict_between_stages():
     said = run_parallel(refused, 2, Early, loss, Layout(pipeline=2))
     assert said[0] == said[1]
     assert "stage: output: expected a tensor or a tuple of them between stages, found a dict" in said[0]
@@ -198,8 +192,8 @@ def test_every_rank_refuses_a_dict_between_stages() -> None:
         ({"x": torch.zeros(4, 3, D)}, "batch: expected tensors with the same number of samples"),
     ],
 )
-def test_a_batch_of_anything_but_rows_is_refused(changes: dict[str, Any], says: str) -> None:
-    samples: Any = {**batch(0), **changes}
+def test_a_batch_of_anything_but_rows_is_refused(changes, says):
+    samples = {**batch(0), **changes}
     with pytest.raises(BadInput, match=says):
         plain_step(a_sum, samples)
     with pytest.raises(BadInput, match=says):
@@ -218,13 +212,13 @@ def test_a_batch_of_anything_but_rows_is_refused(changes: dict[str, Any], says: 
         (lambda given, samples: (given.sum(), "8"), r"a tensor of shape \(\) and str"),
     ],
 )
-def test_a_loss_that_gives_no_sum_and_count_is_refused(loss: Callable[..., Any], found: str) -> None:
+def test_a_loss_that_gives_no_sum_and_count_is_refused(loss, found):
     with pytest.raises(BadInput, match=f"step: loss: expected the sum of the losses.*found {found}"):
         plain_step(loss)
 
 
 @pytest.mark.parametrize("dims", [1, 2])
-def test_an_input_without_a_sequence_is_refused_under_sequence_parallelism(dims: int) -> None:
+def test_an_input_without_a_sequence_is_refused_under_sequence_parallelism(dims):
     state = ParallelState.stand_in(Layout.of(tensor=2, sequence=True))
     says = r"sequence parallelism: input: expected \(batch, sequence, features\)"
     with pytest.raises(BadInput, match=says):

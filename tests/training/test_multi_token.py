@@ -1,25 +1,21 @@
 """Runs with multi-token prediction: they train its blocks, save, export and start from them."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
+from support.configs import TINY_GLM, TINY_LLAMA
+from support.short_runs import losses, tiny_recipe, train, whole_tensors
 from trilith.cli.app import run as command
+from trilith.machine.random_files import write_tokens
 from trilith.models import family_of
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.pipeline.runner import schedule_of_model
 from trilith.recipes.recipe import parse_recipe
-from trilith.testing.short_runs import losses, tiny_recipe, train, whole_tensors, write_tokens
-from trilith.testing.tiny_models import TINY_GLM, TINY_LLAMA
 from trilith.training.run_plan import plan
 
 SCRATCH = {"config": TINY_GLM, "mtp": 0.3}
 
 
-def test_a_run_trains_its_blocks_and_another_layout_goes_on_from_the_export(tmp_path: Path) -> None:
+def test_a_run_trains_its_blocks_and_another_layout_goes_on_from_the_export(tmp_path):
     tokens, first = write_tokens(tmp_path / "tokens"), tmp_path / "first"
     pipeline = {"pipeline": 2, "tensor": 1}
     train(tiny_recipe(first, tokens, model=SCRATCH, layout=pipeline, steps=2))
@@ -48,9 +44,7 @@ def test_a_run_trains_its_blocks_and_another_layout_goes_on_from_the_export(tmp_
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*mtp=True is unknown")  # Llama has no such field
-def test_a_factor_and_blocks_come_together(
-    model: dict[str, Any], words: str, more: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_factor_and_blocks_come_together(model, words, more, tmp_path):
     raw = tiny_recipe(tmp_path / "run", tmp_path / "none") | {"model": model} | more
     with pytest.raises(BadInput, match=words):
         plan(parse_recipe(raw))
@@ -64,9 +58,7 @@ def test_a_factor_and_blocks_come_together(
     ],
 )
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev", "interleaved-zero-bubble"])
-def test_what_a_backward_in_two_parts_would_go_through_twice_is_refused(
-    fields: dict[str, Any], words: str, schedule: str
-) -> None:
+def test_what_a_backward_in_two_parts_would_go_through_twice_is_refused(fields, words, schedule):
     layout = Layout.of(pipeline=2, virtual_stages=2, v_shape=schedule != "interleaved-zero-bubble")
     family = family_of(TINY_GLM)
     config = family.from_hf(TINY_GLM | {"num_hidden_layers": 4, "mtp": True} | fields)

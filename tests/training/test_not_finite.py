@@ -1,25 +1,20 @@
 """A number that is not finite: all ranks stop before the update, and the first module to give it is named."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from support.short_runs import tiny_recipe
+from torch import nn
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import ParallelState, PeerFailed
 from trilith.parallel_state.engine import local_data
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.events import read_events
-from trilith.runs.metrics import StepMetrics, read_metrics
+from trilith.runs.metrics import read_metrics
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import tiny_recipe, write_tokens
 from trilith.training import Trainer
 from trilith.training.not_finite import last_not_finite
 
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS = {
     "one": {},
     "tp2": {"tensor": 2},
     "pp2": {"pipeline": 2},
@@ -28,13 +23,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def stopped(raw: dict[str, Any], spoil: Callable[[Trainer], None]) -> tuple[str, bool]:
+def stopped(raw, spoil):
     """Take two good steps, then call ``spoil`` on this rank; return the error, and whether weights stayed."""
     recipe = parse_recipe(raw)
     trainer = Trainer(recipe, ParallelState.start(recipe.layout), quiet=True)
-    before: list[Tensor] = []
+    before = []
 
-    def after(metrics: StepMetrics) -> None:
+    def after(metrics):
         if metrics.step == 1:
             spoil(trainer)
             before.extend(local_data(one).clone() for one in trainer.model.parameters())
@@ -48,36 +43,36 @@ def stopped(raw: dict[str, Any], spoil: Callable[[Trainer], None]) -> tuple[str,
     return "", False
 
 
-def unchanged(a: Tensor, b: Tensor) -> bool:
+def unchanged(a, b):
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def weight(trainer: Trainer) -> None:
+def weight(trainer):
     """Spoil one element of a weight of the last block on the last rank, which has it in every layout."""
     name = "layers.2.mlp.gate_up.up.weight"
     if trainer.state.rank == trainer.state.layout.world - 1:
         local_data(trainer.model.get_parameter(name))[-1, 0] = float("nan")
 
 
-def row_weight(trainer: Trainer) -> None:
+def row_weight(trainer):
     """Spoil a matrix whose product is summed over the tensor ranks before anybody checks it."""
     if trainer.state.rank == 1:
         local_data(trainer.model.get_parameter("layers.1.mlp.down.weight"))[0, 0] = float("inf")
 
 
-def output(trainer: Trainer) -> None:
+def output(trainer):
     """Spoil the output of the attention on the last rank that has the block."""
     if trainer.state.rank == trainer.state.layout.world - 1:
         attention = trainer.model.get_submodule("layers.2.attention")
         attention.register_forward_hook(lambda module, inputs, out: out / 0)
 
 
-def backward(trainer: Trainer) -> None:
+def backward(trainer):
     """Spoil only the gradient of a block's output, on rank 0: the forward is sound."""
     if trainer.state.rank == 0:
         block = trainer.model.layers["1"]
 
-        def spoil(module: object, inputs: object, out: Tensor) -> None:
+        def spoil(module, inputs, out):
             if out.requires_grad:
                 out.register_hook(lambda grad: grad * float("nan"))
 
@@ -85,11 +80,11 @@ def backward(trainer: Trainer) -> None:
 
 
 @pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokens(tmp_path_factory):
     return write_tokens(tmp_path_factory.mktemp("health") / "tokens")
 
 
-def said(tmp_path: Path, tokens: Path, layout: str, spoil: Callable[[Trainer], None]) -> str:
+def said(tmp_path, tokens, layout, spoil):
     """Return the error that all ranks report alike, after checking that none has updated anything."""
     raw = tiny_recipe(tmp_path / "run", tokens, layout=LAYOUTS[layout])
     found = run_parallel(stopped, parse_recipe(raw).layout.world, raw, spoil)
@@ -102,36 +97,30 @@ def said(tmp_path: Path, tokens: Path, layout: str, spoil: Callable[[Trainer], N
 
 
 @pytest.mark.parametrize(("layout", "rank"), [("one", 0), ("tp2", 1), ("pp2", 1), ("zero3", 1)])
-def test_a_bad_weight_is_named_by_its_module_and_rank(
-    tmp_path: Path, tokens: Path, layout: str, rank: int
-) -> None:
+def test_a_bad_weight_is_named_by_its_module_and_rank(tmp_path, tokens, layout, rank):
     what = f"rank {rank}: the output of layers.2.mlp.gate_up is not finite"
     assert said(tmp_path, tokens, layout, weight) == f"step 3: {what}; nothing was updated"
 
 
-def test_a_bad_weight_whose_product_is_summed_inside_the_module_is_its_rank_s(
-    tmp_path: Path, tokens: Path
-) -> None:
+def test_a_bad_weight_whose_product_is_summed_inside_the_module_is_its_rank_s(tmp_path, tokens):
     text = said(tmp_path, tokens, "tp2", row_weight)
     assert text.startswith("step 3: rank 1: the output of layers.1.mlp.down is not finite")
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
-def test_a_bad_output_on_one_rank_is_named(tmp_path: Path, tokens: Path, layout: str) -> None:
+def test_a_bad_output_on_one_rank_is_named(tmp_path, tokens, layout):
     text = said(tmp_path, tokens, layout, output)
     assert text.startswith("step 3: rank 1: the output of layers.2.attention is not finite")
 
 
 @pytest.mark.parametrize("layout", ["one", "pp2"])
-def test_a_fault_in_the_backward_pass_is_named_by_the_nearest_gradient(
-    tmp_path: Path, tokens: Path, layout: str
-) -> None:
+def test_a_fault_in_the_backward_pass_is_named_by_the_nearest_gradient(tmp_path, tokens, layout):
     text = said(tmp_path, tokens, layout, backward)
     assert text.startswith("step 3: rank 0: the gradient of layers.1.mlp.down.weight is not finite")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_the_last_gradient_that_is_not_finite_is_named(value: float) -> None:
+def test_the_last_gradient_that_is_not_finite_is_named(value):
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
     model(torch.randn(6, 4)).pow(2).sum().backward()
     assert last_not_finite(model) is None

@@ -3,36 +3,32 @@
 The fields are found by walking the models, so that a new one is held to it from the start.
 """
 
-from __future__ import annotations
-
 import json
 import types
 import typing
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
+from support.configs import MODELS, TINY_GLM, TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL
 from trilith.data.token_index import TokenIndex
 from trilith.models import FAMILIES, LoraConfig
 from trilith.parallel_state import BadInput
 from trilith.recipes import Recipe, load_recipe
 from trilith.recipes.recipe import parse_recipe
-from trilith.testing.tiny_models import MODELS, TINY_GLM, TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL
 
 #: A leaf: its name with dots, int or float, and how a value for it becomes the value of the whole field.
 Leaf = tuple[str, type, Callable[[Any], Any]]
 
 
-def leaves_of(model: type[BaseModel]) -> Iterator[Leaf]:
+def leaves_of(model):
     for name, field in model.model_fields.items():
         for path, kind, wrap in _leaves(field.annotation):
             yield f"{field.alias or name}{path}", kind, wrap
 
 
-def _leaves(annotation: Any) -> Iterator[Leaf]:
+def _leaves(annotation):
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation in (int, float):
         yield "", annotation, lambda value: value
@@ -56,12 +52,12 @@ def _leaves(annotation: Any) -> Iterator[Leaf]:
                 yield f".{name}{path}", kind, lambda v, w=wrap, n=name, m=least: {**m, n: w(v)}
 
 
-def minimal(model: type[BaseModel]) -> dict[str, Any]:
+def minimal(model):
     """Return values for the fields that the model requires."""
     return {name: _some(field) for name, field in model.model_fields.items() if field.is_required()}
 
 
-def _some(field: FieldInfo) -> Any:
+def _some(field):
     kinds = {str: "x", int: 1, float: 1.0, bool: False}
     annotation = field.annotation
     while annotation not in kinds:
@@ -74,14 +70,14 @@ def _some(field: FieldInfo) -> Any:
     return kinds[annotation]
 
 
-def wrong(kind: type) -> list[Any]:
+def wrong(kind):
     return [True, False, "3", *([3.0] if kind is int else [])]
 
 
 RECIPE = list(leaves_of(Recipe))
 
 
-def test_the_walk_finds_the_numbers_of_every_section() -> None:
+def test_the_walk_finds_the_numbers_of_every_section():
     found = {name for name, _, _ in RECIPE}
     assert {
         *("steps", "grace", "layout.zero", "layout.split", "data.weights", "optimizer.lr"),
@@ -93,13 +89,13 @@ def test_the_walk_finds_the_numbers_of_every_section() -> None:
     assert sections - {name.partition(".")[0] for name in found} <= {"model", "experts"} - {"experts"}
 
 
-def _toml(value: Any) -> str:
+def _toml(value):
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(key)} = {_toml(one)}" for key, one in value.items()) + "}"
     return f"[{', '.join(map(_toml, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
-def raw_with(name: str, value: Any) -> dict[str, Any]:
+def raw_with(name, value):
     """Return the smallest recipe, with ``value`` in the field, or section, ``name``."""
     top = name.partition(".")[0]
     raw = minimal(Recipe) | {"model": {"config": {}}}
@@ -107,7 +103,7 @@ def raw_with(name: str, value: Any) -> dict[str, Any]:
     return raw
 
 
-def test_no_number_of_a_recipe_may_be_true_or_text(tmp_path: Path) -> None:
+def test_no_number_of_a_recipe_may_be_true_or_text(tmp_path):
     file = tmp_path / "recipe.toml"
     file.write_text("".join(f"{key} = {_toml(one)}\n" for key, one in minimal(Recipe).items()))
     for name, kind, wrap in RECIPE:
@@ -122,7 +118,7 @@ def test_no_number_of_a_recipe_may_be_true_or_text(tmp_path: Path) -> None:
             assert str(caught.value.key).startswith(top), (name, value)
 
 
-def test_no_whole_number_of_a_recipe_may_be_of_any_size() -> None:
+def test_no_whole_number_of_a_recipe_may_be_of_any_size():
     for name, kind, wrap in RECIPE:
         for value in (10**18, -(10**18), 10**400) if kind is int else (10**400,):
             try:
@@ -143,7 +139,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_no_number_of_a_config_may_be_true_or_text_or_of_any_size(kind: str) -> None:
+def test_no_number_of_a_config_may_be_true_or_text_or_of_any_size(kind):
     family = FAMILIES[kind]
     tiny = CONFIGS.get(kind, TINY_LLAMA) | {"model_type": kind}
     tested = 0
@@ -159,18 +155,18 @@ def test_no_number_of_a_config_may_be_true_or_text_or_of_any_size(kind: str) -> 
 
 
 @pytest.mark.parametrize("model", [LoraConfig, TokenIndex])
-def test_no_number_of_adapters_and_token_files_may_be_true_or_text(model: type[BaseModel]) -> None:
+def test_no_number_of_adapters_and_token_files_may_be_true_or_text(model):
     for name, kind, wrap in leaves_of(model):
         for value in wrong(kind):
             with pytest.raises(ValueError, match=name.partition(".")[0]):
                 model.model_validate({**minimal(model), name.partition(".")[0]: wrap(value)})
 
 
-def test_the_walk_knows_what_it_steps_over() -> None:
+def test_the_walk_knows_what_it_steps_over():
     """Whatever else a field may be has no number in it."""
     plain = (str, bool, type(None), Any)
 
-    def walk(annotation: Any) -> None:
+    def walk(annotation):
         origin = typing.get_origin(annotation)
         if annotation in (int, float, Ellipsis) or annotation in plain or origin is Literal:
             return

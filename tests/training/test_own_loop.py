@@ -1,13 +1,9 @@
 """A loop of a user's own: a zoo model's checkpoints, layers that are reset, wrappers that are refused."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.configs import TINIEST_LLAMA, TINY_GLM
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -25,7 +21,7 @@ from trilith.layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from trilith.models import CausalLM, family_of
+from trilith.models import family_of
 from trilith.parallel_state import (
     BadInput,
     Layout,
@@ -36,12 +32,11 @@ from trilith.parallel_state import (
 )
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
-from trilith.testing.short_training import Pieces, assemble, pieces
-from trilith.testing.tiny_models import TINIEST_LLAMA, TINY_GLM
+from trilith.testing.short_training import assemble, pieces
 from trilith.training import ModuleStep, Precision, make_adamw, shard_over_data
 
 
-def made(layout: Layout) -> tuple[CausalLM, torch.optim.AdamW]:
+def made(layout):
     state = ParallelState.start(layout)
     family = family_of(TINIEST_LLAMA)
     model = family.build(family.from_hf(TINIEST_LLAMA), state=state, device="cpu", dtype=torch.float64)
@@ -50,7 +45,7 @@ def made(layout: Layout) -> tuple[CausalLM, torch.optim.AdamW]:
     return model, make_adamw(model, lr=1e-2)
 
 
-def moved(model: CausalLM, optimizer: torch.optim.AdamW, number: int) -> None:
+def moved(model, optimizer, number):
     """Take a step with the gradient of the weights' squares, so that it needs no batch."""
     for parameter in model.parameters():
         parameter.grad = parameter.detach() * (number + 1)
@@ -58,7 +53,7 @@ def moved(model: CausalLM, optimizer: torch.optim.AdamW, number: int) -> None:
     optimizer.zero_grad()
 
 
-def goes_on(root: str, layouts: list[Layout]) -> list[Pieces]:
+def goes_on(root, layouts):
     """Take two steps in each layout, continuing from the one before; return what the last one holds."""
     found = []
     for number, layout in enumerate(layouts):
@@ -73,7 +68,7 @@ def goes_on(root: str, layouts: list[Layout]) -> list[Pieces]:
     return found
 
 
-def test_a_zoo_model_goes_on_in_any_layout_from_what_save_model_wrote(tmp_path: Path) -> None:
+def test_a_zoo_model_goes_on_in_any_layout_from_what_save_model_wrote(tmp_path):
     layouts = [Layout(tensor=2), Layout.of(data=2, zero=3), Layout(pipeline=2)]
     parts = run_parallel(goes_on, 2, str(tmp_path / "parts"), layouts)
     (whole,) = run_parallel(goes_on, 1, str(tmp_path / "whole"), [Layout()] * 3)
@@ -90,7 +85,7 @@ def test_a_zoo_model_goes_on_in_any_layout_from_what_save_model_wrote(tmp_path: 
     assert restore_model(tmp_path / "hf", model).step == 0
 
 
-def test_weights_alone_are_saved_without_an_optimizer(tmp_path: Path) -> None:
+def test_weights_alone_are_saved_without_an_optimizer(tmp_path):
     family = family_of(TINIEST_LLAMA)
     model = family.build(family.from_hf(TINIEST_LLAMA), device="cpu")
     folder = save_model(tmp_path, model, step=7)
@@ -102,7 +97,7 @@ def test_weights_alone_are_saved_without_an_optimizer(tmp_path: Path) -> None:
     assert not (tmp_path / "sgd").exists()
 
 
-LAYERS: dict[str, Any] = {
+LAYERS = {
     "column": lambda s: ColumnParallelLinear(6, 12, state=s),
     "columns": lambda s: ColumnParallelLinear(6, {"q": 12, "k": 12}, state=s),
     "row": lambda s: RowParallelLinear(12, 6, state=s),
@@ -116,7 +111,7 @@ LAYERS: dict[str, Any] = {
 }
 
 
-def reset(name: str, layout: Layout, seed: int | None) -> Pieces:
+def reset(name, layout, seed):
     """Built without memory, given memory with nothing in it, and reset, as torch's own recipes do."""
     state = ParallelState.start(layout) if layout.world > 1 else ParallelState.alone()
     with torch.device("meta"):
@@ -131,20 +126,18 @@ def reset(name: str, layout: Layout, seed: int | None) -> Pieces:
     return pieces(model, state)
 
 
-def reset_all(layout: Layout) -> dict[tuple[str, int | None], Pieces]:
+def reset_all(layout):
     return {(name, seed): reset(name, layout, seed) for name in LAYERS for seed in (None, 11)}
 
 
 @pytest.fixture(scope="module")
-def cut() -> list[list[dict[tuple[str, int | None], Pieces]]]:
+def cut():
     """Return what each rank holds of each layer that was reset, in both layouts: a call for each layout."""
     return [run_parallel(reset_all, world, Layout(tensor=world)) for world in (2, 3)]
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_layer_is_reset_to_the_same_bits_in_every_layout(
-    name: str, cut: list[list[dict[tuple[str, int | None], Pieces]]]
-) -> None:
+def test_every_layer_is_reset_to_the_same_bits_in_every_layout(name, cut):
     for seed in (None, 11):
         expected = assemble([reset(name, Layout(), seed)])
         assert expected and not any(bool(one.isnan().any()) for one in expected.values())
@@ -158,7 +151,7 @@ def test_every_layer_is_reset_to_the_same_bits_in_every_layout(
     assert all(torch.equal(p[: len(plain[key])], plain[key]) for key, p in born.named_parameters())
 
 
-def test_every_layer_with_parameters_can_be_reset() -> None:
+def test_every_layer_with_parameters_can_be_reset():
     from trilith import layers
 
     for name, one in vars(layers).items():
@@ -166,9 +159,9 @@ def test_every_layer_with_parameters_can_be_reset() -> None:
             assert hasattr(one, "reset_parameters"), name
 
 
-def wrapped(how: str) -> list[str]:
+def wrapped(how):
     state = ParallelState.start(Layout(data_replicate=2))
-    model: nn.Module = nn.Sequential(ColumnParallelLinear(4, 6, state=state))
+    model = nn.Sequential(ColumnParallelLinear(4, 6, state=state))
     if how == "ddp":
         inner, model = model, DistributedDataParallel.__new__(DistributedDataParallel)
         nn.Module.__init__(model)  # its reducer, which nothing here comes to use, is left out
@@ -191,14 +184,14 @@ def wrapped(how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp1", "fully_shard"])
-def test_torchs_own_wrappers_over_our_layers_are_refused_with_the_way_to_go(how: str) -> None:
+def test_torchs_own_wrappers_over_our_layers_are_refused_with_the_way_to_go(how):
     for said in run_parallel(wrapped, 2, how):
         for line in said:
             assert "expected a module that shard_over_data shares" in line and "averages gradients" in line
             assert "shard_over_data(model, state, Precision())" in line
 
 
-def averaged(_: int) -> str:
+def averaged(_):
     """Return a step's refusal of a model with a state of one rank, in a wrapper that averages over two."""
     model = DistributedDataParallel(nn.Linear(4, 6))
     with pytest.raises(BadInput) as caught:
@@ -206,12 +199,12 @@ def averaged(_: int) -> str:
     return str(caught.value)
 
 
-def test_a_wrapper_over_ranks_that_the_step_does_not_know_is_refused() -> None:
+def test_a_wrapper_over_ranks_that_the_step_does_not_know_is_refused():
     for said in run_parallel(averaged, 2, 0):
         assert "found DistributedDataParallel, which averages gradients over all ranks" in said
 
 
-def without_state(root: str, layout: Layout) -> list[str]:
+def without_state(root, layout):
     """Return the error of each call that was given a model of several ranks without ``state=``."""
     state = ParallelState.start(layout)
     model = shard_over_data(nn.Sequential(ColumnParallelLinear(4, 6, state=state)), state, Precision())
@@ -231,14 +224,14 @@ def without_state(root: str, layout: Layout) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", [Layout(tensor=2), Layout.of(data=2, zero=3)], ids=str)
-def test_a_state_that_was_left_out_is_refused_by_all_that_takes_one(layout: Layout, tmp_path: Path) -> None:
+def test_a_state_that_was_left_out_is_refused_by_all_that_takes_one(layout, tmp_path):
     for said in run_parallel(without_state, 2, str(tmp_path / "new"), layout):
         for line in said:
             assert "state: expected the ParallelState that the model was cut with" in line
     assert [*tmp_path.iterdir()] == []
 
 
-def test_inspect_does_not_count_a_routers_bias(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_does_not_count_a_routers_bias(tmp_path, capsys):
     family = family_of(TINY_GLM)
     model = family.build(family.from_hf(TINY_GLM), device="cpu")
     initialize(model, 0)

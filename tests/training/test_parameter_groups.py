@@ -1,19 +1,15 @@
 """Parameter groups: which parameters a pattern takes, what then differs, the same in every layout."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
+from support.configs import MODELS, TINY_GLM, TINY_GPT2, TINY_LLAMA
+from support.short_runs import losses, tiny_recipe, train, whole_tensors
 from trilith.checkpoints import convert
+from trilith.machine.random_files import write_tokens
 from trilith.models import family_of
 from trilith.parallel_state import BadInput
 from trilith.recipes.optimizer_sections import ParameterGroup
 from trilith.testing import RankError
-from trilith.testing.short_runs import losses, tiny_recipe, train, whole_tensors, write_tokens
-from trilith.testing.tiny_models import MODELS, TINY_GLM, TINY_GPT2, TINY_LLAMA
 from trilith.training import make_adamw
 from trilith.training.adamw import set_learning_rate
 from trilith.training.parameter_groups import assign, freeze, names_of
@@ -22,7 +18,7 @@ FAMILY = family_of(TINY_LLAMA)
 NAMES = names_of(FAMILY, FAMILY.from_hf(TINY_LLAMA))
 
 
-def test_a_pattern_finds_their_names_and_ours_and_the_first_group_counts() -> None:
+def test_a_pattern_finds_their_names_and_ours_and_the_first_group_counts():
     groups = [
         ParameterGroup(match=r"self_attn\.q_proj\.weight$", lr_scale=2),
         ParameterGroup(match=r"^layers\.1\.", lr_scale=3),
@@ -37,7 +33,7 @@ def test_a_pattern_finds_their_names_and_ours_and_the_first_group_counts() -> No
     assert sum(name.startswith("layers.1.") for name in found) == 13
 
 
-def test_a_fused_tensor_of_theirs_is_all_of_ours_that_lie_in_it() -> None:
+def test_a_fused_tensor_of_theirs_is_all_of_ours_that_lie_in_it():
     family = family_of(TINY_GPT2)
     found = assign(
         [ParameterGroup(match=r"h\.0\.attn\.c_attn\.weight")], names_of(family, family.from_hf(TINY_GPT2))
@@ -45,7 +41,7 @@ def test_a_fused_tensor_of_theirs_is_all_of_ours_that_lie_in_it() -> None:
     assert sorted(found) == [f"layers.0.attention.qkv.{one}.weight" for one in "kqv"]
 
 
-def test_a_routers_bias_is_in_no_group() -> None:
+def test_a_routers_bias_is_in_no_group():
     """Rate and decay do not apply to a buffer, which no gradient moves; it does not count as trained."""
     family = family_of(TINY_GLM)
     names = names_of(family, family.from_hf(TINY_GLM))
@@ -67,13 +63,13 @@ def test_a_routers_bias_is_in_no_group() -> None:
         pytest.param(["."], r"expected a parameter that is not frozen", id="all-frozen"),
     ],
 )
-def test_a_pattern_that_takes_nothing_is_refused(patterns: list[str], says: str) -> None:
+def test_a_pattern_that_takes_nothing_is_refused(patterns, says):
     with pytest.raises(BadInput, match=says) as error:
         assign([ParameterGroup(match=one, freeze=one == ".") for one in patterns], NAMES)
     assert "\n" not in str(error.value)
 
 
-def test_each_parameter_gets_its_rate_and_its_decay_and_the_update_is_adamws() -> None:
+def test_each_parameter_gets_its_rate_and_its_decay_and_the_update_is_adamws():
     groups = assign(
         [
             ParameterGroup(match="down_proj", lr_scale=0.5, weight_decay=0.3),
@@ -105,7 +101,7 @@ def test_each_parameter_gets_its_rate_and_its_decay_and_the_update_is_adamws() -
         )
 
 
-def test_biases_do_not_decay_those_of_a_stack_of_experts_included() -> None:
+def test_biases_do_not_decay_those_of_a_stack_of_experts_included():
     family = family_of(MODELS["gpt_oss"])
     model = family.build(family.from_hf(MODELS["gpt_oss"]), device="cpu")
     parts = make_adamw(model, lr=1.0, weight_decay=0.1).param_groups
@@ -116,7 +112,7 @@ def test_biases_do_not_decay_those_of_a_stack_of_experts_included() -> None:
     assert all(one.ndim == 1 for one in flat)
 
 
-GROUPS: dict[str, Any] = {
+GROUPS = {
     "optimizer": {
         "groups": [
             {"match": "down_proj", "lr_scale": 0.1, "weight_decay": 0.5},
@@ -128,7 +124,7 @@ GROUPS: dict[str, Any] = {
 
 
 @pytest.fixture
-def tokens(tmp_path: Path) -> Path:
+def tokens(tmp_path):
     return write_tokens(tmp_path / "tokens")
 
 
@@ -140,7 +136,7 @@ def tokens(tmp_path: Path) -> Path:
         pytest.param({"data": 2, "zero": 3}, id="zero3"),
     ],
 )
-def test_groups_train_alike_in_every_layout(tmp_path: Path, tokens: Path, layout: dict[str, Any]) -> None:
+def test_groups_train_alike_in_every_layout(tmp_path, tokens, layout):
     """Resumed on the way; against one process, to 1e-10; frozen parameters bit for bit."""
     train(tiny_recipe(tmp_path / "whole", tokens, steps=4, **GROUPS))
     train(tiny_recipe(tmp_path / "parts", tokens, steps=4, layout=layout, stop_after=2, **GROUPS))
@@ -160,7 +156,7 @@ def test_groups_train_alike_in_every_layout(tmp_path: Path, tokens: Path, layout
         torch.testing.assert_close(parts[name], tensor, rtol=0, atol=exact, msg=name)
 
 
-def test_groups_resume_bitwise_and_convert(tmp_path: Path, tokens: Path) -> None:
+def test_groups_resume_bitwise_and_convert(tmp_path, tokens):
     layout = {"tensor": 2}
     train(tiny_recipe(tmp_path / "whole", tokens, layout=layout, **GROUPS))
     train(tiny_recipe(tmp_path / "parts", tokens, layout=layout, stop_after=3, **GROUPS))
@@ -174,13 +170,13 @@ def test_groups_resume_bitwise_and_convert(tmp_path: Path, tokens: Path) -> None
     assert not [name for name in whole if not torch.equal(whole[name], other[name])]
 
 
-def test_a_run_goes_on_only_with_what_it_trained(tmp_path: Path, tokens: Path) -> None:
+def test_a_run_goes_on_only_with_what_it_trained(tmp_path, tokens):
     train(tiny_recipe(tmp_path / "run", tokens, stop_after=2, **GROUPS))
     with pytest.raises(RankError, match=r"optimizer\.exp_avg\.embed\.weight.*it was frozen"):
         train(tiny_recipe(tmp_path / "run", tokens))
 
 
-def test_a_stage_of_which_nothing_is_trained(tmp_path: Path, tokens: Path) -> None:
+def test_a_stage_of_which_nothing_is_trained(tmp_path, tokens):
     only_last = {
         "optimizer": {"groups": [{"match": r"layers\.2\.", "lr_scale": 1.0}, {"match": ".", "freeze": True}]}
     }

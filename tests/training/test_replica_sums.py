@@ -1,19 +1,16 @@
 """Without ZeRO a gradient is copied once, and summed over the data ranks while backward goes on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.configs import TINIEST_LLAMA
 from torch import Tensor
-from trilith.models import CausalLM, family_of
+from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.parallel_state.engine import ReplicaSums, local_data
 from trilith.testing import Operators, run_parallel
-from trilith.testing.tiny_models import TINIEST_LLAMA
 from trilith.training import Precision, shard_over_data
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -27,10 +24,10 @@ class Seen:
     later: list[bool] = field(default_factory=list)
     sums: list[ReplicaSums] = field(default_factory=list)
 
-    def watch(self, patch: pytest.MonkeyPatch) -> None:
+    def watch(self, patch):
         all_reduce, take = dist.all_reduce, ReplicaSums.take
 
-        def noted(tensor: Tensor, *given: Any, async_op: bool = False, **named: Any) -> Any:
+        def noted(tensor, *given, async_op=False, **named):
             self.buffers.append(tensor)
             self.later.append(async_op)
             return all_reduce(tensor, *given, async_op=async_op, **named)
@@ -39,7 +36,7 @@ class Seen:
         patch.setattr(ReplicaSums, "take", lambda sums, one: (self.sums.append(sums), take(sums, one))[1])
 
 
-def made(state: ParallelState, precision: Precision, *, frozen: bool) -> CausalLM:
+def made(state, precision, *, frozen):
     config = TINIEST_LLAMA | {"num_hidden_layers": 2}
     family = family_of(config)
     model = family.build(family.from_hf(config), state=state, dtype=precision.master)
@@ -51,17 +48,17 @@ def made(state: ParallelState, precision: Precision, *, frozen: bool) -> CausalL
     return model
 
 
-def gradients(model: CausalLM) -> list[Tensor]:
+def gradients(model):
     return [local_data(one.grad) for one in model.parameters() if one.grad is not None]
 
 
-def backward(model: CausalLM, number: int) -> None:
+def backward(model, number):
     """Run one backward pass over this rank's rows of a step."""
     ids = torch.arange(16).view(2, 8) * (3 + number) % 131 + model.state.data_index
     model(ids).float().square().mean().backward()
 
 
-def one_backward(precision: Precision, frozen: bool) -> tuple[list[bool], list[Tensor], int]:
+def one_backward(precision, frozen):
     seen, state = Seen(), ParallelState.start(Layout.of(data=2))
     with pytest.MonkeyPatch.context() as patch:
         seen.watch(patch)
@@ -81,7 +78,7 @@ def one_backward(precision: Precision, frozen: bool) -> tuple[list[bool], list[T
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_the_buffer_that_is_summed_becomes_the_gradients_while_backward_goes_on(frozen: bool) -> None:
+def test_the_buffer_that_is_summed_becomes_the_gradients_while_backward_goes_on(frozen):
     """With frozen blocks the root alone is summed, after the last of autograd's own work."""
     groups = 1 if frozen else 3
     (later, first, copies), (_, second, _) = run_parallel(one_backward, 2, Precision(), frozen)
@@ -89,15 +86,15 @@ def test_the_buffer_that_is_summed_becomes_the_gradients_while_backward_goes_on(
     assert first and all(map(torch.equal, first, second))
 
 
-def test_a_sum_that_is_cast_afterwards_is_waited_for() -> None:
+def test_a_sum_that_is_cast_afterwards_is_waited_for():
     (later, first, _), (_, second, _) = run_parallel(one_backward, 2, Precision(BF16, BF16, FP32), False)
     assert later == [False] * 3
     assert {one.dtype for one in first} == {BF16} and all(map(torch.equal, first, second))
 
 
-def several_backwards(together: bool) -> list[Tensor]:
+def several_backwards(together):
     model = made(ParallelState.start(Layout.of(data=2)), Precision(), frozen=False)
-    found: list[list[Tensor]] = []
+    found = []
     for number in range(2):
         backward(model, number)
         if not together:
@@ -106,6 +103,6 @@ def several_backwards(together: bool) -> list[Tensor]:
     return gradients(model) if together else [one + other for one, other in zip(*found, strict=True)]
 
 
-def test_the_gradients_of_several_backwards_add_up() -> None:
+def test_the_gradients_of_several_backwards_add_up():
     for one, other in zip(*(run_parallel(several_backwards, 2, how) for how in (True, False)), strict=True):
         assert all(map(torch.equal, one, other)) and len(one) == len(other)

@@ -1,14 +1,10 @@
 """torchrun starts the ranks again after one died: the run resumes by itself."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from trilith.runs.events import read_events
@@ -16,7 +12,7 @@ from trilith.runs.metrics import read_metrics
 
 
 @pytest.mark.slow  # two starts of two ranks with all their imports
-def test_a_run_that_torchrun_restarts_goes_on_from_its_last_checkpoint(make: Callable[[int], Any]) -> None:
+def test_a_run_that_torchrun_restarts_goes_on_from_its_last_checkpoint(make):
     """Rank 1 is killed from outside, once; nobody starts anything again but torchrun."""
     run = make(100)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -1,26 +1,23 @@
 """Stopping and resuming: bitwise in the same layout, to 1e-10 in another, and never with other data."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from support.configs import TINY_GPT2, TINY_LLAMA
+from support.folders import contents
+from support.short_runs import losses, tiny_recipe, train, whole_tensors
 from trilith.checkpoints import Manifest, read_source
 from trilith.cli.app import run
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadCheckpoint, BadInput
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import RankError
-from trilith.testing.hf_folders import contents
-from trilith.testing.short_runs import losses, tiny_recipe, train, whole_tensors, write_tokens
-from trilith.testing.tiny_models import TINY_GPT2, TINY_LLAMA
 
 if TYPE_CHECKING:
-    from .conftest import Run
+    pass
 
 FOUR_GPT2 = {**TINY_GPT2, "n_layer": 4}
 
@@ -68,14 +65,12 @@ OTHER = [
 
 
 @pytest.fixture
-def tokens(tmp_path: Path) -> Path:
+def tokens(tmp_path):
     return write_tokens(tmp_path / "tokens")
 
 
 @pytest.mark.parametrize(("layout", "changes"), SAME)
-def test_resuming_in_the_same_layout_is_bitwise(
-    tmp_path: Path, tokens: Path, layout: dict[str, Any], changes: dict[str, Any]
-) -> None:
+def test_resuming_in_the_same_layout_is_bitwise(tmp_path, tokens, layout, changes):
     raw = {"layout": layout, "steps": 3, **changes}
     train(tiny_recipe(tmp_path / "whole", tokens, **raw))
     train(tiny_recipe(tmp_path / "parts", tokens, **raw, stop_after=1))
@@ -90,7 +85,7 @@ def test_resuming_in_the_same_layout_is_bitwise(
     assert not different
 
 
-def test_saving_in_the_background_changes_no_bit_D2(tmp_path: Path, tokens: Path) -> None:
+def test_saving_in_the_background_changes_no_bit_D2(tmp_path, tokens):
     layout = {"tensor": 2, "data": 2, "zero": 1}
     background = {"checkpoint": {"background": True, "every": 1}}
     train(tiny_recipe(tmp_path / "whole", tokens, layout=layout, steps=4))
@@ -103,7 +98,7 @@ def test_saving_in_the_background_changes_no_bit_D2(tmp_path: Path, tokens: Path
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_process(tmp_path_factory):
     """Return the output folder of a run on one process that was never stopped."""
     folder = tmp_path_factory.mktemp("one-process")
     train(tiny_recipe(folder / "whole", write_tokens(folder / "tokens"), steps=4))
@@ -112,8 +107,8 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("before", "after"), OTHER)
 def test_resuming_in_another_layout_goes_on_as_if_nothing_had_changed(
-    tmp_path: Path, tokens: Path, one_process: Path, before: dict[str, Any], after: dict[str, Any]
-) -> None:
+    tmp_path, tokens, one_process, before, after
+):
     raw = {"steps": 4, "data": {"micro_batch": 1}}
     train(tiny_recipe(tmp_path / "parts", tokens, layout=before, stop_after=2, **raw))
     train(tiny_recipe(tmp_path / "parts", tokens, layout=after, **raw))
@@ -129,7 +124,7 @@ def test_resuming_in_another_layout_goes_on_as_if_nothing_had_changed(
         )
 
 
-def test_going_on_under_another_schedule_changes_nothing(tmp_path: Path, tokens: Path) -> None:
+def test_going_on_under_another_schedule_changes_nothing(tmp_path, tokens):
     """Each rank then holds other blocks; evaluation on the way does not disturb either."""
     four = {"model": {"config": {**TINY_LLAMA, "num_hidden_layers": 4}}, "data": {"micro_batch": 1}}
     four |= {"steps": 3, "evaluation": {"tokens": str(tokens), "every": 1, "samples": 3}}
@@ -153,14 +148,12 @@ def test_going_on_under_another_schedule_changes_nothing(tmp_path: Path, tokens:
         )
 
 
-def read_evaluations(out: Path) -> list[float]:
+def read_evaluations(out):
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["evaluation_loss"] for line in lines]
 
 
-def test_two_runs_with_one_seed_are_bitwise_equal_and_another_seed_is_not_D0(
-    tmp_path: Path, tokens: Path
-) -> None:
+def test_two_runs_with_one_seed_are_bitwise_equal_and_another_seed_is_not_D0(tmp_path, tokens):
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         train(tiny_recipe(tmp_path / name, tokens, seed=seed, layout={"data": 2}, steps=2))
     assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
@@ -178,16 +171,14 @@ def test_two_runs_with_one_seed_are_bitwise_equal_and_another_seed_is_not_D0(
         pytest.param({"data": {"sequence_length": 8}}, id="sequence-length"),
     ],
 )
-def test_a_run_is_not_resumed_with_another_order_of_samples(
-    tmp_path: Path, tokens: Path, changes: dict[str, Any]
-) -> None:
+def test_a_run_is_not_resumed_with_another_order_of_samples(tmp_path, tokens, changes):
     train(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
     with pytest.raises(RankError, match=r"Resume with the data that the run began with"):
         train(tiny_recipe(tmp_path / "run", tokens, **changes))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_is_not_resumed_in_another_dtype(tmp_path: Path, tokens: Path, dtype: str) -> None:
+def test_a_run_is_not_resumed_in_another_dtype(tmp_path, tokens, dtype):
     train(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
     before = contents(tmp_path / "run" / "checkpoints")
     expected = f"dtype: expected float64, as the run's weights and moments are, found {dtype}. Resume with"
@@ -198,9 +189,7 @@ def test_a_run_is_not_resumed_in_another_dtype(tmp_path: Path, tokens: Path, dty
     train(tiny_recipe(tmp_path / "new", tokens, dtype=dtype, model=model, steps=1))
 
 
-def test_a_resumed_run_says_which_keys_of_its_recipe_have_changed(
-    make: Callable[[int], Run], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_says_which_keys_of_its_recipe_have_changed(make, capfd):
     """A run may go on with another learning rate or precision, but not without a word."""
     command = ["train", str(make(4).recipe), "layout.data=1", "layout.zero=0"]
     assert run([*command, "stop_after=2"]) == 0
@@ -212,21 +201,21 @@ def test_a_resumed_run_says_which_keys_of_its_recipe_have_changed(
     assert f"changed in the recipe since the last start: {changes}\n" in said
 
 
-def test_a_run_is_not_resumed_with_other_tokens_F12(tmp_path: Path, tokens: Path) -> None:
+def test_a_run_is_not_resumed_with_other_tokens_F12(tmp_path, tokens):
     train(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
     other = write_tokens(tmp_path / "other", seed=1)
     with pytest.raises(RankError, match=r"data\.fingerprint"):
         train(tiny_recipe(tmp_path / "run", other))
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_name_G13(tmp_path: Path, tokens: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_by_name_G13(tmp_path, tokens):
     train(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
     config = tiny_recipe(tmp_path, tokens)["model"]["config"] | {"intermediate_size": 64}
     with pytest.raises(RankError, match=r"intermediate_size: expected 64, found 48"):
         train(tiny_recipe(tmp_path / "run", tokens, model={"config": config}))
 
 
-def test_weights_alone_start_a_run_but_do_not_resume_one(tmp_path: Path, tokens: Path) -> None:
+def test_weights_alone_start_a_run_but_do_not_resume_one(tmp_path, tokens):
     train(tiny_recipe(tmp_path / "first", tokens))
     raw = tiny_recipe(tmp_path / "second", tokens, steps=1, model={"init_from": str(tmp_path / "first")})
     raw["model"].pop("config")
@@ -238,15 +227,13 @@ def test_weights_alone_start_a_run_but_do_not_resume_one(tmp_path: Path, tokens:
     assert continued < scratch - 0.01
 
 
-def test_old_checkpoints_go_only_after_the_new_one_is_complete(tmp_path: Path, tokens: Path) -> None:
+def test_old_checkpoints_go_only_after_the_new_one_is_complete(tmp_path, tokens):
     train(tiny_recipe(tmp_path / "run", tokens, checkpoint={"every": 1, "keep": 2}))
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["step-00000005", "step-00000006"]
 
 
-def test_damaged_checkpoints_count_for_nothing_and_the_last_good_one_stays(
-    tmp_path: Path, tokens: Path
-) -> None:
+def test_damaged_checkpoints_count_for_nothing_and_the_last_good_one_stays(tmp_path, tokens):
     """Two newer ones are damaged; a run that ends before their steps keeps what it commits."""
     out = tmp_path / "run"
     train(tiny_recipe(out, tokens, checkpoint={"every": 1, "keep": 9}))
@@ -266,9 +253,7 @@ def test_damaged_checkpoints_count_for_nothing_and_the_last_good_one_stays(
     assert read_source(out).path.name == "step-00000004"
 
 
-def test_a_run_that_is_further_than_its_recipe_says_is_refused_and_one_that_is_done_says_so(
-    make: Callable[[int], Run],
-) -> None:
+def test_a_run_that_is_further_than_its_recipe_says_is_refused_and_one_that_is_done_says_so(make):
     run = make(2)
     assert run.ranks() == [0, 0]
     before = contents(run.out / "checkpoints")
@@ -281,7 +266,7 @@ def test_a_run_that_is_further_than_its_recipe_says_is_refused_and_one_that_is_d
     assert contents(run.out / "checkpoints") == before
 
 
-def test_two_checkpoints_of_one_step_under_different_names_are_refused(tmp_path: Path, tokens: Path) -> None:
+def test_two_checkpoints_of_one_step_under_different_names_are_refused(tmp_path, tokens):
     raw = tiny_recipe(tmp_path / "run", tokens, stop_after=2)
     train(raw)
     (written,) = (tmp_path / "run" / "checkpoints").iterdir()
@@ -295,15 +280,13 @@ def test_two_checkpoints_of_one_step_under_different_names_are_refused(tmp_path:
     assert read_source(tmp_path / "run").path.name == "step-00000003"
 
 
-def test_a_run_killed_in_its_first_save_begins_again(tmp_path: Path, tokens: Path) -> None:
+def test_a_run_killed_in_its_first_save_begins_again(tmp_path, tokens):
     (tmp_path / "run" / "checkpoints" / "step-00000002.tmp-0123456789abcdef").mkdir(parents=True)
     train(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
     assert len(losses(tmp_path / "run")) == 2
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_and_written_again_G4(
-    tmp_path: Path, tokens: Path
-) -> None:
+def test_a_damaged_newest_checkpoint_is_passed_over_and_written_again_G4(tmp_path, tokens):
     raw = tiny_recipe(tmp_path / "run", tokens, checkpoint={"every": 2})
     train(raw)
     before = losses(tmp_path / "run")
@@ -320,14 +303,12 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_written_again_G4(
     assert read_source(newest).manifest is not None
 
 
-def test_a_recipe_that_contradicts_itself_is_refused_before_anything_starts(
-    tmp_path: Path, tokens: Path
-) -> None:
+def test_a_recipe_that_contradicts_itself_is_refused_before_anything_starts(tmp_path, tokens):
     with pytest.raises(BadInput, match=r"data\.global_batch"):
         parse_recipe(tiny_recipe(tmp_path, tokens, layout={"data": 3}))
 
 
-def test_a_flipped_bit_is_seen_before_a_run_goes_on_G8(tmp_path: Path, tokens: Path) -> None:
+def test_a_flipped_bit_is_seen_before_a_run_goes_on_G8(tmp_path, tokens):
     train(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
     (file,) = (tmp_path / "run" / "checkpoints").glob("*/*.safetensors")
     data = bytearray(file.read_bytes())

@@ -1,7 +1,5 @@
 """Two runs in one folder: the second is refused and touches nothing, a killed one is in nobody's way."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -13,16 +11,16 @@ from unittest import mock
 import pytest
 from trilith.cli.app import run
 from trilith.parallel_state import BadInput, Layout, ParallelState
+from trilith.ranks.fresh_worker import leave
 from trilith.runs.lock import inherits_lock, lock_folder, only_run_in
 from trilith.runs.metrics import read_metrics
 from trilith.testing import run_fresh, run_parallel
-from trilith.testing.ranks.fresh_worker import leave
 
 Make = Callable[[int], Any]
 ONE_RANK = ["layout.data=1", "layout.zero=0"]
 
 
-def enter(folder: str) -> str:
+def enter(folder):
     try:
         with only_run_in(Path(folder), ParallelState.start(Layout.of(data=2)), patience=0.3):
             return "entered"
@@ -30,7 +28,7 @@ def enter(folder: str) -> str:
         return str(error)
 
 
-def test_a_second_run_in_the_folder_is_refused_on_all_ranks(tmp_path: Path) -> None:
+def test_a_second_run_in_the_folder_is_refused_on_all_ranks(tmp_path):
     with only_run_in(tmp_path, ParallelState.alone()):
         said = run_parallel(enter, 2, str(tmp_path))
     expected = "recipe: out: expected a folder that no other run is using"
@@ -38,12 +36,12 @@ def test_a_second_run_in_the_folder_is_refused_on_all_ranks(tmp_path: Path) -> N
     assert run_parallel(enter, 2, str(tmp_path)) == ["entered", "entered"]
 
 
-def hold_and_die(folder: str) -> None:
+def hold_and_die(folder):
     with only_run_in(Path(folder), ParallelState.alone()):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_the_lock_goes_with_its_holder(tmp_path: Path) -> None:
+def test_the_lock_goes_with_its_holder(tmp_path):
     assert run_fresh(hold_and_die, 1, str(tmp_path), process_group=False) == [-signal.SIGKILL]
     alone = ParallelState.alone()
     with only_run_in(tmp_path, alone, patience=0), pytest.raises(BadInput, match="in use"):
@@ -52,7 +50,7 @@ def test_the_lock_goes_with_its_holder(tmp_path: Path) -> None:
         pass
 
 
-def everything(folder: Path) -> dict[str, tuple[int, bytes]]:
+def everything(folder):
     """Return each entry of the folder, and the folder itself, with its time of change and its content."""
     paths = [folder, *folder.rglob("*")]
     return {
@@ -60,7 +58,7 @@ def everything(folder: Path) -> dict[str, tuple[int, bytes]]:
     }
 
 
-def start_impatiently(arguments: list[str], launched: bool) -> None:
+def start_impatiently(arguments, launched):
     if not launched:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
             os.environ.pop(name, None)
@@ -73,9 +71,7 @@ def start_impatiently(arguments: list[str], launched: bool) -> None:
     [(2, True, []), (1, True, ONE_RANK), (1, False, ONE_RANK), (1, False, [])],
     ids=["ranks-of-torchrun", "rank-of-torchrun", "one-rank", "launcher"],
 )
-def test_a_second_start_waits_says_so_and_touches_nothing(
-    make: Make, ranks: int, launched: bool, changes: list[str]
-) -> None:
+def test_a_second_start_waits_says_so_and_touches_nothing(make, ranks, launched, changes):
     run = make(4)
     assert run.ranks("stop_after=2") == [0, 0]
     arguments = [str(run.recipe), "--quiet", *changes]
@@ -89,7 +85,7 @@ def test_a_second_start_waits_says_so_and_touches_nothing(
     assert "error: recipe: out: expected a folder that no other run is using" in codes[-1].output
 
 
-def test_of_two_starts_on_a_fresh_folder_exactly_one_trains(make: Make) -> None:
+def test_of_two_starts_on_a_fresh_folder_exactly_one_trains(make):
     run = make(3)
     fault = "rank=0;at=step.forward;step=2;act=sleep:4"
     with pytest.MonkeyPatch.context() as patch:
@@ -102,7 +98,7 @@ def test_of_two_starts_on_a_fresh_folder_exactly_one_trains(make: Make) -> None:
     assert run.status(0)["code"] == 0
 
 
-def test_the_lock_that_a_launcher_hands_on_is_told_from_another_s(tmp_path: Path) -> None:
+def test_the_lock_that_a_launcher_hands_on_is_told_from_another_s(tmp_path):
     before = os.dup(0)
     try:
         with lock_folder(tmp_path) as lock:
@@ -119,7 +115,7 @@ def test_the_lock_that_a_launcher_hands_on_is_told_from_another_s(tmp_path: Path
 
 
 @pytest.mark.slow  # it waits for 40 s
-def test_a_second_start_does_no_harm_to_the_first_and_the_folder_is_free_after_it(make: Make) -> None:
+def test_a_second_start_does_no_harm_to_the_first_and_the_folder_is_free_after_it(make):
     run = make(6)
     with run.launched(fault="rank=0;at=step.forward;step=4;act=sleep:30", timeout=120) as first:
         deadline = time.monotonic() + 60
@@ -133,7 +129,7 @@ def test_a_second_start_does_no_harm_to_the_first_and_the_folder_is_free_after_i
     assert run.steps_saved == [4, 6]
 
 
-def test_who_takes_the_folder_forgets_what_an_earlier_run_s_ranks_said(tmp_path: Path) -> None:
+def test_who_takes_the_folder_forgets_what_an_earlier_run_s_ranks_said(tmp_path):
     """An earlier, larger world leaves files that nobody replaces; killed ranks leave half-written files."""
     for name in ("rank0.json", "rank5.json", "rank1.tmp"):
         (tmp_path / "status").mkdir(exist_ok=True)
@@ -145,7 +141,7 @@ def test_who_takes_the_folder_forgets_what_an_earlier_run_s_ranks_said(tmp_path:
 
 
 @pytest.mark.parametrize("log", ["metrics.jsonl", "norms.jsonl"])
-def test_logs_that_no_run_wrote_are_not_begun_anew(make: Make, log: str) -> None:
+def test_logs_that_no_run_wrote_are_not_begun_anew(make, log):
     run = make(3)
     run.out.mkdir()
     (run.out / log).write_text('{"epoch": 1}\n')
@@ -157,7 +153,7 @@ def test_logs_that_no_run_wrote_are_not_begun_anew(make: Make, log: str) -> None
         assert everything(run.out) == before
 
 
-def test_only_status_files_of_ranks_are_forgotten(tmp_path: Path) -> None:
+def test_only_status_files_of_ranks_are_forgotten(tmp_path):
     names = {"rankings.json", "rank.json", "rank1.json.bak"}
     (tmp_path / "status").mkdir()
     for name in (*names, "rank1.json"):

@@ -1,7 +1,5 @@
 """A run killed, failing or leaving at each point of a save: the old checkpoint or the new, never a half."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -42,9 +40,7 @@ POINTS = [
 
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "K9"])
 @pytest.mark.parametrize(("at", "rank", "saved"), POINTS)
-def test_a_kill_during_a_save_leaves_the_old_or_the_new(
-    make: Make, at: str, rank: int, saved: list[int], background: bool
-) -> None:
+def test_a_kill_during_a_save_leaves_the_old_or_the_new(make, at, rank, saved, background):
     run = make(6)
     changes = [f"checkpoint.background={str(background).lower()}", "timeout=20"]
     keep = 1 if at == "commit.amid_removal" else 2
@@ -59,7 +55,7 @@ def test_a_kill_during_a_save_leaves_the_old_or_the_new(
 
 
 @pytest.mark.parametrize("slow", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_rank_that_writes_slowly_holds_up_nobody_and_breaks_nothing_K9(make: Make, slow: int) -> None:
+def test_a_rank_that_writes_slowly_holds_up_nobody_and_breaks_nothing_K9(make, slow):
     """The other rank steps on, and the two agree on signals while they still agree on the checkpoint."""
     run = make(30)
     changes = ["checkpoint.background=true", "checkpoint.every=10", "checkpoint.keep=5", "timeout=20"]
@@ -68,18 +64,18 @@ def test_a_rank_that_writes_slowly_holds_up_nobody_and_breaks_nothing_K9(make: M
     assert run.steps_saved == [10, 20, 30]
 
 
-def leave(recipe: str, how: str) -> None:
+def leave(recipe, how):
     """Save in the background, slowly, and leave in the middle of it."""
     loaded = load_recipe(Path(recipe), ["checkpoint.background=true", "steps=2"])
     with process_group(loaded.layout, timeout=timedelta(seconds=20)) as state:
         trainer = Trainer(loaded, state, quiet=True)
         real = trainer._saver
 
-        def saver() -> Any:
+        def saver():
             made = real()
             save = made.save
 
-            def save_and_leave(progress: Any) -> None:
+            def save_and_leave(progress):
                 save(progress)
                 if how == "exit":
                     sys.exit(0)
@@ -105,7 +101,7 @@ def leave(recipe: str, how: str) -> None:
         "destroy",
     ],
 )
-def test_leaving_amid_a_save_in_the_background_leaves_all_of_it_or_nothing_K10(make: Make, how: str) -> None:
+def test_leaving_amid_a_save_in_the_background_leaves_all_of_it_or_nothing_K10(make, how):
     run = make(2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRILITH_FAULT", "rank=1;at=checkpoint.amid_data;act=sleep:1")
@@ -116,7 +112,7 @@ def test_leaving_amid_a_save_in_the_background_leaves_all_of_it_or_nothing_K10(m
     assert run.steps_saved == [2]
 
 
-def fail_while_saving(recipe: str) -> None:
+def fail_while_saving(recipe):
     """Fail in the loop while the checkpoint is still being written; say what is written when the error is
     heard, and end without waiting for the rest.
     """
@@ -124,7 +120,7 @@ def fail_while_saving(recipe: str) -> None:
     with process_group(loaded.layout) as state:
         trainer = Trainer(loaded, state, quiet=True)
 
-        def fail(metrics: Any) -> None:
+        def fail(metrics):
             if metrics.step == 2:  # the checkpoint of two steps was begun
                 raise KeyError("in the loop")
 
@@ -135,7 +131,7 @@ def fail_while_saving(recipe: str) -> None:
         os._exit(0)
 
 
-def test_an_error_does_not_wait_for_a_save_in_the_background(make: Make) -> None:
+def test_an_error_does_not_wait_for_a_save_in_the_background(make):
     """The writing sleeps longer than the ranks may take."""
     run = make(4)
     with pytest.MonkeyPatch.context() as patch:
@@ -146,12 +142,12 @@ def test_an_error_does_not_wait_for_a_save_in_the_background(make: Make) -> None
     assert beside.startswith("step-00000002.tmp-")
 
 
-def fail_and_say_when(recipe: str, status: str) -> None:
+def fail_and_say_when(recipe, status):
     """Fail in the loop; print this rank's status when the saver begins to wait for its thread."""
     loaded = load_recipe(Path(recipe), ["checkpoint.background=true", "layout.data=1", "layout.zero=0"])
     leave = Saver.__exit__
 
-    def look_and_leave(saver: Saver, *error: Any) -> None:
+    def look_and_leave(saver, *error):
         (said,) = read_status(Path(status), run="now")
         print(f"told {said.code} {said.error}")
         leave(saver, *error)
@@ -159,14 +155,14 @@ def fail_and_say_when(recipe: str, status: str) -> None:
     with watched(Path(status), 0, 1, run="now") as beat, process_group(loaded.layout) as state:
         trainer = Trainer(loaded, state, beat=beat, quiet=True)
 
-        def fail(metrics: Any) -> None:
+        def fail(metrics):
             raise KeyError("in the loop")
 
         with mock.patch.object(Saver, "__exit__", look_and_leave):
             trainer.run(after_step=fail)
 
 
-def test_an_error_is_in_the_rank_s_status_before_the_saver_waits(make: Make, tmp_path: Path) -> None:
+def test_an_error_is_in_the_rank_s_status_before_the_saver_waits(make, tmp_path):
     run = make(4)
     (code,) = run_fresh(fail_and_say_when, 1, str(run.recipe), str(tmp_path / "status"), process_group=False)
     assert code == 1
@@ -176,7 +172,7 @@ def test_an_error_is_in_the_rank_s_status_before_the_saver_waits(make: Make, tmp
 @pytest.mark.parametrize(
     "background", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["at-once", "K9"]
 )
-def test_the_only_checkpoint_stays_until_the_next_is_committed_K11(make: Make, background: bool) -> None:
+def test_the_only_checkpoint_stays_until_the_next_is_committed_K11(make, background):
     run = make(4)
     changes = [f"checkpoint.background={str(background).lower()}", "checkpoint.keep=1", "timeout=20"]
     run.ranks(*changes, fault="rank=0;at=commit.before_rename;time=2;act=kill")
@@ -185,7 +181,7 @@ def test_the_only_checkpoint_stays_until_the_next_is_committed_K11(make: Make, b
     assert run.steps_saved == [4]
 
 
-def soak(run: Any, kills: int, seed: int) -> None:
+def soak(run, kills, seed):
     """Kill ranks at random moments of a run that saves at every step; it never loses a committed save."""
     random = Random(seed)
     committed = 0
@@ -220,5 +216,5 @@ SOAKED = [
 @pytest.mark.parametrize(
     "kills", [pytest.param(3, id="K19-short"), pytest.param(50, id="K19", marks=pytest.mark.slow)]
 )
-def test_kills_at_random_moments_lose_nothing_that_was_committed(make: Make, kills: int) -> None:
+def test_kills_at_random_moments_lose_nothing_that_was_committed(make, kills):
     soak(make(1000), kills, seed=kills)

@@ -1,16 +1,12 @@
 """The README's command for several hosts: what it says on each host makes them train together."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from trilith.cli.train import train
 from trilith.runs.events import read_events
@@ -19,12 +15,12 @@ README = Path(__file__).parents[2] / "README.md"
 AGENTS = 2
 
 
-def shown() -> str:
+def shown():
     (command,) = re.findall(r"^(torchrun --nnodes .*)$", README.read_text(encoding="utf-8"), re.MULTILINE)
     return str(command)
 
 
-def filled_in(recipe: Path) -> list[str]:
+def filled_in(recipe):
     """Return the command with its placeholders filled in, and one rank a host in place of eight."""
     with socket.socket() as holder:
         holder.bind(("", 0))
@@ -35,12 +31,12 @@ def filled_in(recipe: Path) -> list[str]:
     return [str(beside / word) if word in ("torchrun", "trilith") else word for word in words]
 
 
-def test_the_command_in_the_help_is_the_one_in_the_readme() -> None:
+def test_the_command_in_the_help_is_the_one_in_the_readme():
     help_text = " ".join((train.__doc__ or "").split())
     assert shown() in help_text.replace("\\ ", "")
 
 
-def test_two_hosts_that_start_the_readme_s_command_train_together(make: Callable[[int], Any]) -> None:
+def test_two_hosts_that_start_the_readme_s_command_train_together(make):
     """Two agents of torchrun on this machine, one rank each; without a rendezvous each waits for ever."""
     run = make(4)
     command = filled_in(run.recipe)

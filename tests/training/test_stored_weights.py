@@ -1,25 +1,21 @@
 """Without ZeRO a rank computes with the weights that it stores, and not with a copy of them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from support.configs import MODELS, TINIEST_LLAMA
+from torch import Tensor
 from trilith.data import Batch
-from trilith.models import CausalLM, family_of
+from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, engine, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
-from trilith.testing.tiny_models import MODELS, TINIEST_LLAMA
 from trilith.training import Precision, TrainStep, make_adamw, shard_over_data
 
 FP32 = Precision()
 BF16 = Precision(torch.float32, torch.bfloat16, torch.float32)
 
 
-def made(layout: Layout, precision: Precision = FP32, *, copies: bool = False, **changes: Any) -> CausalLM:
+def made(layout, precision=FP32, *, copies=False, **changes):
     """Return this rank's model; ``copies``: FSDP copies what it computes with, as torch does by itself."""
     state, config = ParallelState.start(layout), TINIEST_LLAMA | {"num_hidden_layers": 2} | changes
     family = family_of(config)
@@ -33,17 +29,17 @@ def made(layout: Layout, precision: Precision = FP32, *, copies: bool = False, *
     return model
 
 
-def batch(number: int, state: ParallelState) -> Batch:
+def batch(number, state):
     ids = (torch.arange(64).view(4, 16) * (7 + number) + state.data_index) % 131
     return Batch(ids, ids.roll(-1, 1))
 
 
-def computed_in(model: CausalLM, run: Any) -> dict[str, int]:
+def computed_in(model, run):
     """Return where each weight lies that a module has while ``run`` computes with it."""
-    places: dict[str, int] = {}
+    places = {}
 
-    def note(name: str) -> Any:
-        def at_forward(module: nn.Module, given: Any) -> None:
+    def note(name):
+        def at_forward(module, given):
             found = module.named_parameters(recurse=False)
             places.update({f"{name}.{leaf}": local_data(one).data_ptr() for leaf, one in found})
 
@@ -56,7 +52,7 @@ def computed_in(model: CausalLM, run: Any) -> dict[str, int]:
     return places
 
 
-def places(layout: Layout, precision: Precision, copies: bool) -> list[tuple[int, int]]:
+def places(layout, precision, copies):
     """Return how many weights a step computes with, and how many of them are those that are stored, before
     and after the weights have moved to other memory.
     """
@@ -75,12 +71,12 @@ def places(layout: Layout, precision: Precision, copies: bool) -> list[tuple[int
 @pytest.mark.parametrize(
     "layout", [Layout.of(data=2), Layout.of(context=2), Layout.of(data=2, pipeline=2)], ids=str
 )
-def test_the_weights_of_a_step_are_the_stored_ones(layout: Layout) -> None:
+def test_the_weights_of_a_step_are_the_stored_ones(layout):
     for here in run_parallel(places, layout.world, layout, FP32, False):
         assert here[0][0] > 4 and all(used == stored for used, stored in here)
 
 
-def test_a_cast_needs_other_memory_and_so_does_a_part_of_the_weights() -> None:
+def test_a_cast_needs_other_memory_and_so_does_a_part_of_the_weights():
     """So the test above could fail: FSDP by itself copies, too."""
     for given in (
         (Layout.of(data=2), BF16, False),
@@ -91,7 +87,7 @@ def test_a_cast_needs_other_memory_and_so_does_a_part_of_the_weights() -> None:
             assert all(used > 5 and not stored for used, stored in here)
 
 
-def trained(layout: Layout, copies: bool, changes: dict[str, Any]) -> list[Tensor]:
+def trained(layout, copies, changes):
     """Return losses, gradients and weights of three steps; the weights lie elsewhere in the last."""
     model = made(layout, copies=copies, **changes)
     for one in list(model.layers.values())[:1]:
@@ -121,13 +117,13 @@ def trained(layout: Layout, copies: bool, changes: dict[str, Any]) -> list[Tenso
     ],
     ids=lambda one: str(one)[:40],
 )
-def test_they_have_the_bits_of_the_copies(layout: Layout, changes: dict[str, Any]) -> None:
+def test_they_have_the_bits_of_the_copies(layout, changes):
     ours, theirs = (run_parallel(trained, layout.world, layout, copies, changes) for copies in (False, True))
     for one, other in zip(ours, theirs, strict=True):
         assert len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-def in_one_storage() -> list[Tensor]:
+def in_one_storage():
     """Return losses of a model whose weights are pieces of one tensor, and those of another one."""
     found = []
     for together in (True, False):
@@ -135,7 +131,7 @@ def in_one_storage() -> list[Tensor]:
         size = sum(local_data(one).numel() for one in model.parameters())
         whole, at = torch.zeros(size), 0
 
-        def moved(one: Tensor, whole: Tensor = whole) -> Tensor:
+        def moved(one, whole=whole):
             nonlocal at
             here = local_data(one)
             at += here.numel()
@@ -150,7 +146,7 @@ def in_one_storage() -> list[Tensor]:
     return found
 
 
-def test_weights_that_are_pieces_of_one_tensor_stay_whole() -> None:
+def test_weights_that_are_pieces_of_one_tensor_stay_whole():
     """FSDP would cut the tensor after the piece."""
     for first, second, *expected in run_parallel(in_one_storage, 2):
         assert torch.equal(first, expected[0]) and torch.equal(second, expected[1])

@@ -1,35 +1,32 @@
 """The rank that the others wait for is named, though all ranks end their steps together."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from support.short_runs import losses, run_recipe, tiny_recipe
+from trilith.machine.random_files import write_tokens
 from trilith.runs.metrics import StepMetrics, read_metrics
 from trilith.runs.report.page import make_report
 from trilith.runs.report.record import read_run
 from trilith.runs.terminal import Terminal
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import losses, run_recipe, tiny_recipe, write_tokens
 from trilith.training import trainer
 from trilith.training.stragglers import slowest_of
 
 
 @pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokens(tmp_path_factory):
     return write_tokens(tmp_path_factory.mktemp("stragglers") / "tokens")
 
 
-def run_with_a_late_rank(raw: dict[str, Any]) -> bool:
+def run_with_a_late_rank(raw):
     """Run with rank 1 late in step 2, the one that is measured; return whether torch is as it was."""
 
-    def late(point: str, *, rank: int, step: int) -> None:
+    def late(point, *, rank, step):
         if point == "step.forward" and rank == 1 and step == 2:
             time.sleep(0.5)
 
@@ -40,9 +37,7 @@ def run_with_a_late_rank(raw: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("layout", [{"data": 2, "zero": 3}, {"tensor": 2}, {"pipeline": 2}], ids=str)
-def test_a_rank_that_sleeps_is_named_with_its_host(
-    tmp_path: Path, tokens: Path, layout: dict[str, int]
-) -> None:
+def test_a_rank_that_sleeps_is_named_with_its_host(tmp_path, tokens, layout):
     raw = tiny_recipe(
         tmp_path / "late", tokens, steps=3, log_every=2, layout=layout, watch={"slow_rank": 2.0}
     )
@@ -59,14 +54,14 @@ def test_a_rank_that_sleeps_is_named_with_its_host(
         assert f"rank 1 on {socket.gethostname()}: 1 times, up to" in page
 
 
-def test_ranks_are_compared_with_those_that_do_the_same_work() -> None:
+def test_ranks_are_compared_with_those_that_do_the_same_work():
     assert slowest_of([1.0, 1.0, 4.0, 5.0], [0, 0, 1, 1]) == (3, 1.25)
     assert slowest_of([1.0, 3.0], [0, 0]) == (1, 3.0)
     assert slowest_of([1.0, 1.5, 1.0], [0, 1, 2]) == (1, 1.5)  # each stage is one rank
     assert slowest_of([0.0, 0.0], [0, 0]) == (0, 1.0)
 
 
-def test_the_terminal_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_names_it(capsys):
     slow = StepMetrics(
         0, 2.5, 0.75, 3e-4, 4096, 12_345.6, 0.33, slow_rank=3, slow_host="node17", slow_times=2.44
     )
@@ -74,7 +69,7 @@ def test_the_terminal_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert "slow: rank 3 on node17, 2.4 x  " in capsys.readouterr().out
 
 
-def test_a_report_lists_slow_ranks_by_how_often_they_were_slow(tmp_path: Path) -> None:
+def test_a_report_lists_slow_ranks_by_how_often_they_were_slow(tmp_path):
     step = {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 16, "tokens_per_second": 1.0, "seconds": 1.0}
     slow = [(1, "a", 3.0), (5, "b", 2.0), (5, "b", 2.5)]
     lines = [
@@ -87,7 +82,7 @@ def test_a_report_lists_slow_ranks_by_how_often_they_were_slow(tmp_path: Path) -
     ]
 
 
-def test_one_rank_is_compared_with_nobody(tmp_path: Path, tokens: Path) -> None:
+def test_one_rank_is_compared_with_nobody(tmp_path, tokens):
     raw = tiny_recipe(tmp_path / "one", tokens, steps=2, log_every=1, watch={"slow_rank": 0.001})
     run_parallel(run_recipe, 1, raw)
     assert not any("slow_rank" in line for line in read_metrics(tmp_path / "one" / "metrics.jsonl"))

@@ -1,37 +1,33 @@
 """``training.run``: a run with all that surrounds it; each process makes its plan and opens its data once."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
+from support.short_runs import run_recipe, tiny_recipe
 from trilith.data import TokenFile
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadInput
 from trilith.recipes import parse_recipe
 from trilith.recipes.foreign.translation import to_toml
 from trilith.runs.heartbeat import status_folder
 from trilith.runs.metrics import read_metrics
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
 from trilith.training import check_run, run, run_plan, supervised
 
 
 @contextmanager
-def counted() -> Iterator[Counter[str]]:
+def counted():
     """Count, in the ``with`` block, the plans that this process makes and the token files that it opens."""
-    found: Counter[str] = Counter()
+    found = Counter()
     plan, opened = run_plan.plan, TokenFile.open
 
-    def count_plan(recipe: Any) -> Any:
+    def count_plan(recipe):
         found["plans"] += 1
         return plan(recipe)
 
-    def count_file(path: Path) -> TokenFile:
+    def count_file(path):
         found[path.name] += 1
         return opened(path)
 
@@ -41,7 +37,7 @@ def counted() -> Iterator[Counter[str]]:
         yield found
 
 
-def recipe(folder: Path, **changes: Any) -> dict[str, Any]:
+def recipe(folder, **changes):
     tokens, held_out = write_tokens(folder / "tokens"), write_tokens(folder / "held-out", count=500, seed=1)
     evaluation = {"tokens": str(held_out), "samples": 3}
     return tiny_recipe(folder / "run", tokens, steps=2, evaluation=evaluation, **changes)
@@ -50,7 +46,7 @@ def recipe(folder: Path, **changes: Any) -> dict[str, Any]:
 ONCE = {"plans": 1, "tokens": 1, "held-out": 1}
 
 
-def test_a_run_in_this_process_makes_its_plan_and_opens_its_data_once(tmp_path: Path) -> None:
+def test_a_run_in_this_process_makes_its_plan_and_opens_its_data_once(tmp_path):
     raw = recipe(tmp_path)
     with counted() as found:
         assert run(parse_recipe(raw), quiet=True) == 0
@@ -59,24 +55,22 @@ def test_a_run_in_this_process_makes_its_plan_and_opens_its_data_once(tmp_path: 
     assert json.loads((status_folder(tmp_path / "run") / "rank0.json").read_text())["code"] == 0
 
 
-def counted_rank(raw: dict[str, Any]) -> Counter[str]:
+def counted_rank(raw):
     with counted() as found:
         run_recipe(raw)
     return found
 
 
-def test_each_rank_makes_its_plan_and_opens_its_data_once(tmp_path: Path) -> None:
+def test_each_rank_makes_its_plan_and_opens_its_data_once(tmp_path):
     raw = recipe(tmp_path, layout={"data": 2})
     assert run_parallel(counted_rank, 2, raw) == [ONCE, ONCE]
 
 
-def test_the_process_that_starts_ranks_checks_once_and_hands_the_file_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_process_that_starts_ranks_checks_once_and_hands_the_file_on(tmp_path, monkeypatch):
     file, started = tmp_path / "recipe.toml", []
     file.write_text("".join(f"{key} = {to_toml(value)}\n" for key, value in recipe(tmp_path).items()))
 
-    def launch(words: list[str], world: int, status: Path, *, lock: int) -> int:
+    def launch(words, world, status, *, lock):
         started.append((words, world, status))
         return 75
 
@@ -88,14 +82,14 @@ def test_the_process_that_starts_ranks_checks_once_and_hands_the_file_on(
     assert found == ONCE
 
 
-def test_a_recipe_without_a_file_starts_no_ranks(tmp_path: Path) -> None:
+def test_a_recipe_without_a_file_starts_no_ranks(tmp_path):
     with pytest.raises(BadInput, match=r"a file, which the 2 ranks can read.*torchrun"):
         run(parse_recipe(recipe(tmp_path, layout={"tensor": 2})))
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("key", ["data", "evaluation"])
-def test_a_check_refuses_token_files_of_more_ids_than_the_model_has(tmp_path: Path, key: str) -> None:
+def test_a_check_refuses_token_files_of_more_ids_than_the_model_has(tmp_path, key):
     many = write_tokens(tmp_path / "many", vocab_size=500)
     raw = recipe(tmp_path)
     raw[key] |= {"tokens": str(many)}

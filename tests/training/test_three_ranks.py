@@ -1,25 +1,23 @@
 """Checkpoints between layouts that pad the vocabulary to other lengths, and those written before they did."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.short_runs import losses, tiny_recipe, train, whole_tensors
 from trilith.checkpoints import load_model, load_module
 from trilith.cli.app import run
 from trilith.generation import generate
 from trilith.layers import GatedMLP, VocabParallelEmbedding
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import losses, tiny_recipe, train, whole_tensors, write_tokens
 from trilith.training import make_adamw
 
 #: Twelve heads: 3 and 4 ranks divide them. Vocabulary 131 takes 256 rows on 4 ranks, 384 on 3.
-TWELVE: dict[str, Any] = {
+TWELVE = {
     "model_type": "llama",
     "vocab_size": 131,
     "hidden_size": 12,
@@ -38,18 +36,18 @@ LAYOUTS = [{"tensor": 4}, {"tensor": 3}, {"tensor": 4}]
 
 
 @pytest.fixture(scope="module")
-def between(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def between(tmp_path_factory):
     """Run the same training on one device, and on 4, then 3, then 4 tensor ranks."""
     root = tmp_path_factory.mktemp("runs")
     tokens = write_tokens(root / "tokens")
-    changes: dict[str, Any] = {"model": {"config": TWELVE}}
+    changes = {"model": {"config": TWELVE}}
     train(tiny_recipe(root / "whole", tokens, **changes))
     for number, layout in enumerate(LAYOUTS):
         train(tiny_recipe(root / "parts", tokens, layout=layout, stop_after=2 * (number + 1), **changes))
     return root / "whole", root / "parts"
 
 
-def test_a_run_goes_on_from_4_to_3_ranks_and_back_as_if_on_one(between: tuple[Path, Path]) -> None:
+def test_a_run_goes_on_from_4_to_3_ranks_and_back_as_if_on_one(between):
     whole, parts = between
     assert len(losses(whole)) == len(losses(parts)) == 6
     for one, other in zip(losses(whole), losses(parts), strict=True):
@@ -62,9 +60,7 @@ def test_a_run_goes_on_from_4_to_3_ranks_and_back_as_if_on_one(between: tuple[Pa
         )
 
 
-def test_to_hugging_face_and_back_over_three_ranks_changes_no_bit(
-    between: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_to_hugging_face_and_back_over_three_ranks_changes_no_bit(between, tmp_path):
     steps = between[1] / "checkpoints"
     for number, source in enumerate(("step-00000002", "step-00000004")):  # of 4 ranks, and of 3
         hf, cut, again = (tmp_path / f"{name}{number}" for name in ("hf", "cut", "again"))
@@ -76,18 +72,18 @@ def test_to_hugging_face_and_back_over_three_ranks_changes_no_bit(
         assert first["model.embed_tokens.weight"].shape == (131, 12)
 
 
-def written_by(folder: Path, layout: Layout) -> list[list[int]]:
+def written_by(folder, layout):
     model = load_model(folder, dtype=torch.float64, state=ParallelState.start(layout))
     return generate(model, [[5, 17, 90], [77]], max_new_tokens=8)
 
 
-def test_three_ranks_generate_what_one_does(between: tuple[Path, Path]) -> None:
+def test_three_ranks_generate_what_one_does(between):
     expected = generate(load_model(between[1], dtype=torch.float64), [[5, 17, 90], [77]], max_new_tokens=8)
     assert run_parallel(written_by, 3, between[1], Layout.of(tensor=3)) == [expected] * 3
 
 
 @pytest.mark.parametrize("kind", ["run", "module", "run_version_2"])
-def test_what_was_written_before_is_verified_and_cut_anew(kind: str, tmp_path: Path) -> None:
+def test_what_was_written_before_is_verified_and_cut_anew(kind, tmp_path):
     folder = shutil.copytree(BEFORE / kind, tmp_path / kind)
     assert run(["verify", str(folder)]) == 0
     tensor = {"run": "3", "module": "8", "run_version_2": "3"}[kind]
@@ -99,7 +95,7 @@ def test_what_was_written_before_is_verified_and_cut_anew(kind: str, tmp_path: P
     assert first.keys() == last.keys() and all(torch.equal(first[name], last[name]) for name in first)
 
 
-def goes_on(folder: Path, layout: Layout) -> float:
+def goes_on(folder, layout):
     state = ParallelState.start(layout)
     model = torch.nn.Module()
     model.embed = VocabParallelEmbedding(37, 8, state=state)
@@ -113,7 +109,7 @@ def goes_on(folder: Path, layout: Layout) -> float:
     return float(model.gain(y).double().square().sum())
 
 
-def test_what_was_written_before_is_loaded_with_moments_in_any_layout(tmp_path: Path) -> None:
+def test_what_was_written_before_is_loaded_with_moments_in_any_layout(tmp_path):
     folder = shutil.copytree(BEFORE / "module", tmp_path / "module")
     found = [
         number
@@ -123,7 +119,7 @@ def test_what_was_written_before_is_loaded_with_moments_in_any_layout(tmp_path: 
     assert found == pytest.approx([found[0]] * 7, rel=1e-6)
 
 
-def test_a_run_written_before_goes_on_on_three_ranks(tmp_path: Path) -> None:
+def test_a_run_written_before_goes_on_on_three_ranks(tmp_path):
     shutil.copytree(BEFORE / "run", tmp_path / "run" / "checkpoints")
     tokens = write_tokens(tmp_path / "tokens", count=400, vocab_size=13)
     one, three = shutil.copytree(tmp_path / "run", tmp_path / "one"), tmp_path / "run"

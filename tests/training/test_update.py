@@ -1,26 +1,22 @@
 """A step that updates nothing: all ranks skip the same one, no bit of a parameter moves, a resume knows."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from support.short_runs import tiny_recipe, whole_tensors
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import ParallelState, declarations
 from trilith.parallel_state.engine import local_data
 from trilith.recipes.optimizer_sections import LossScaleSection, SpikeSection
 from trilith.recipes.recipe import parse_recipe
-from trilith.runs.metrics import StepMetrics, read_metrics
+from trilith.runs.metrics import read_metrics
 from trilith.testing import RankError, run_parallel
-from trilith.testing.short_runs import tiny_recipe, whole_tensors, write_tokens
 from trilith.training import Trainer
 from trilith.training.loss_scale import LossScale
 from trilith.training.spikes import Spikes
-from trilith.training.update import Update, Updated
+from trilith.training.update import Update
 from trilith.training.watchers import Watchers
 
 HALF = {
@@ -40,7 +36,7 @@ LAYOUTS = [
 ]
 
 
-def run_with_a_leap(raw: dict[str, Any], step: int, factor: float) -> tuple[list[StepMetrics], list[bool]]:
+def run_with_a_leap(raw, step, factor):
     """Train, multiplying the last rank's last gradient at ``step``; return metrics and which steps moved.
 
     That gradient is a norm's: under tensor parallelism the last rank has only a copy of it, which does not
@@ -51,10 +47,10 @@ def run_with_a_leap(raw: dict[str, Any], step: int, factor: float) -> tuple[list
     trainer = Trainer(recipe, state, quiet=True)
     update, gradients, moved = Update.__call__, Watchers.gradients, []
 
-    def stored() -> list[Tensor]:
+    def stored():
         return [local_data(parameter).clone() for parameter in trainer.model.parameters()]
 
-    def leaping(self: Watchers, number: int, scale: float) -> None:
+    def leaping(self, number, scale):
         if number == step and state.rank == state.layout.world - 1:
             norms = [name for name, one in declarations(trainer.model).items() if len(one.shape) == 1]
             last = trainer.model.get_parameter([name for name in norms if "norm" in name][-1])
@@ -62,7 +58,7 @@ def run_with_a_leap(raw: dict[str, Any], step: int, factor: float) -> tuple[list
             local_data(last.grad).mul_(factor)
         gradients(self, number, scale)
 
-    def noting(self: Update, loss: Tensor, counts: Tensor) -> Updated:
+    def noting(self, loss, counts):
         before = stored()
         done = update(self, loss, counts)
         moved.append(any(not torch.equal(a, b) for a, b in zip(before, stored(), strict=True)))
@@ -75,14 +71,12 @@ def run_with_a_leap(raw: dict[str, Any], step: int, factor: float) -> tuple[list
 
 
 @pytest.fixture
-def tokens(tmp_path: Path) -> Path:
+def tokens(tmp_path):
     return write_tokens(tmp_path / "tokens")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(
-    tmp_path: Path, tokens: Path, layout: dict[str, Any]
-) -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(tmp_path, tokens, layout):
     raw = tiny_recipe(tmp_path / "run", tokens, layout=layout, **HALF)
     world = parse_recipe(raw).layout.world
     for metrics, moved in run_parallel(run_with_a_leap, world, raw, 1, math.inf):
@@ -97,9 +91,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(
 
 
 @pytest.mark.parametrize("layout", [{"pipeline": 2}, {"data": 2, "zero": 3}], ids=["pp2", "zero3"])
-def test_a_leap_of_the_norm_on_one_rank_skips_the_step_on_all(
-    tmp_path: Path, tokens: Path, layout: dict[str, Any]
-) -> None:
+def test_a_leap_of_the_norm_on_one_rank_skips_the_step_on_all(tmp_path, tokens, layout):
     raw = tiny_recipe(tmp_path / "run", tokens, layout=layout, **SPIKES)
     for metrics, moved in run_parallel(run_with_a_leap, 2, raw, 3, 1e9):
         assert [one.skipped for one in metrics] == [None, None, None, "spike", None, None]
@@ -107,12 +99,12 @@ def test_a_leap_of_the_norm_on_one_rank_skips_the_step_on_all(
         assert metrics[-1].skips == 1
 
 
-def run_in_doubt(raw: dict[str, Any]) -> list[str | None]:
+def run_in_doubt(raw):
     """Return which steps are skipped when only the last rank takes the third step for a spike."""
     recipe = parse_recipe(raw)
     state = ParallelState.start(recipe.layout)
 
-    def doubt(self: Spikes, loss: float, norm: float) -> bool:
+    def doubt(self, loss, norm):
         return state.rank == state.layout.world - 1 and len(self.losses) == 2
 
     with pytest.MonkeyPatch.context() as patch:
@@ -120,12 +112,12 @@ def run_in_doubt(raw: dict[str, Any]) -> list[str | None]:
         return [one.skipped for one in Trainer(recipe, state, quiet=True).run()]
 
 
-def test_if_one_rank_sees_a_spike_all_skip(tmp_path: Path, tokens: Path) -> None:
+def test_if_one_rank_sees_a_spike_all_skip(tmp_path, tokens):
     raw = tiny_recipe(tmp_path / "run", tokens, layout={"data": 2}, steps=3, **SPIKES)
     assert run_parallel(run_in_doubt, 2, raw) == [[None, None, "spike"]] * 2
 
 
-def outcome(out: Path) -> tuple[list[tuple[Any, ...]], dict[str, Tensor]]:
+def outcome(out):
     """Return every step's numbers and every tensor of the last checkpoint."""
     keys = ("loss", "grad_norm", "skipped", "skips", "loss_scale", "lr")
     lines = [tuple(line.get(key) for key in keys) for line in read_metrics(out / "metrics.jsonl")]
@@ -141,9 +133,7 @@ def outcome(out: Path) -> tuple[list[tuple[Any, ...]], dict[str, Tensor]]:
         pytest.param({"data": 2, "zero": 3}, SPIKES, 1e9, id="spike-zero3"),
     ],
 )
-def test_a_run_with_a_skipped_step_resumes_bitwise(
-    tmp_path: Path, tokens: Path, layout: dict[str, Any], changes: dict[str, Any], factor: float
-) -> None:
+def test_a_run_with_a_skipped_step_resumes_bitwise(tmp_path, tokens, layout, changes, factor):
     """Stopped twice: after the skipped step, whose moments did not count, and with a window half full."""
     leap = 2
     for name, stops in (("whole", [None]), ("parts", [1, 3, None])):
@@ -158,9 +148,7 @@ def test_a_run_with_a_skipped_step_resumes_bitwise(
     assert not [name for name in whole[1] if not torch.equal(whole[1][name], parts[1][name])]
 
 
-def test_gradients_that_do_overflow_bring_the_scale_down_until_they_do_not(
-    tmp_path: Path, tokens: Path
-) -> None:
+def test_gradients_that_do_overflow_bring_the_scale_down_until_they_do_not(tmp_path, tokens):
     top = {"initial": 2.0**24, "growth_interval": 0}
     raw = tiny_recipe(tmp_path / "run", tokens, **HALF | {"loss_scale": top, "steps": 12}, layout={"data": 2})
     ((metrics, moved), _) = run_parallel(run_with_a_leap, 2, raw, -1, 1.0)
@@ -169,7 +157,7 @@ def test_gradients_that_do_overflow_bring_the_scale_down_until_they_do_not(
     assert metrics[-1].loss_scale == 2.0 ** (24 - metrics[-1].skips)
 
 
-def test_a_checkpoint_of_nothing_but_skipped_steps_is_whole(tmp_path: Path, tokens: Path) -> None:
+def test_a_checkpoint_of_nothing_but_skipped_steps_is_whole(tmp_path, tokens):
     top = {"initial": 2.0**24, "growth_interval": 0}
     raw = tiny_recipe(tmp_path / "run", tokens, **HALF | {"loss_scale": top, "steps": 1})
     run_parallel(run_with_a_leap, 1, raw, -1, 1.0)
@@ -179,7 +167,7 @@ def test_a_checkpoint_of_nothing_but_skipped_steps_is_whole(tmp_path: Path, toke
 
 
 @pytest.mark.parametrize("half", [True, False], ids=["fp16-at-its-minimum", "fp64"])
-def test_what_scaling_cannot_mend_stops_the_run(tmp_path: Path, tokens: Path, half: bool) -> None:
+def test_what_scaling_cannot_mend_stops_the_run(tmp_path, tokens, half):
     least = {"initial": 1.0, "minimum": 1.0}
     changes = HALF | {"loss_scale": least} if half else {}
     raw = tiny_recipe(tmp_path / "run", tokens, layout={"tensor": 2}, **changes)
@@ -187,7 +175,7 @@ def test_what_scaling_cannot_mend_stops_the_run(tmp_path: Path, tokens: Path, ha
         run_parallel(run_with_a_leap, 2, raw, 1, math.nan)
 
 
-def test_the_scale_halves_grows_and_stays_between_its_bounds() -> None:
+def test_the_scale_halves_grows_and_stays_between_its_bounds():
     scale = LossScale(LossScaleSection(initial=4, growth_interval=2, minimum=2, maximum=8))
     seen = []
     for finite in (True, True, True, True, True, False, True, False, True, True):
@@ -197,7 +185,7 @@ def test_the_scale_halves_grows_and_stays_between_its_bounds() -> None:
     assert scale.overflowed() and scale.value == 2 and not scale.overflowed() and scale.value == 2
 
 
-def test_a_spike_is_so_many_deviations_above_the_mean_of_the_window() -> None:
+def test_a_spike_is_so_many_deviations_above_the_mean_of_the_window():
     spikes = Spikes(SpikeSection(window=8, deviations=3))
     drawn = np.random.default_rng(0).normal(3.0, 0.1, 20)
     for number, loss in enumerate(drawn):
@@ -212,7 +200,7 @@ def test_a_spike_is_so_many_deviations_above_the_mean_of_the_window() -> None:
         spikes.note(float(loss), 1.0)
 
 
-def test_a_level_that_stays_is_no_spike_for_long() -> None:
+def test_a_level_that_stays_is_no_spike_for_long():
     spikes = Spikes(SpikeSection(window=16, deviations=6))
     values = [1.0 + 0.01 * (step % 3) for step in range(32)] + [5.0] * 16
     found = []

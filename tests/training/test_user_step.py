@@ -1,15 +1,12 @@
 """A model that trilith has never seen, half of it torch's own layers, trained in any layout."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from trilith.layers import MLP, LayerNorm
 from trilith.parallel_state import BadInput, Layout, ParallelState, clip_gradients, initialize
 from trilith.testing import run_parallel
 from trilith.training import ModuleStep, Precision, make_adamw, own_samples, shard_over_data
-from trilith.training.user_step import Samples
 from trilith.training.zero_on_fsdp import find_blocks
 
 LAYOUTS = (
@@ -22,28 +19,28 @@ LAYOUTS = (
 
 
 class Net(nn.Module):
-    def __init__(self, state: ParallelState | None = None) -> None:
+    def __init__(self, state=None):
         super().__init__()
         self.enter = nn.Linear(6, 16)
         self.blocks = nn.ModuleList([MLP(16, 32, state=state) for _ in range(2)])
         self.norm = LayerNorm(16, state=state)
         self.leave = nn.Linear(16, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.enter(x)
         for block in self.blocks:
             x = x + block(x)
-        y: Tensor = self.leave(self.norm(x))
+        y = self.leave(self.norm(x))
         return y
 
 
-def loss(y: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
+def loss(y, samples):
     """Leave out some of the targets, unevenly over the samples."""
     counts = samples["counts"]
     return ((y - samples["wanted"]).square().sum(-1) * counts).sum(), counts.sum()
 
 
-def batch() -> Samples:
+def batch():
     g = torch.Generator().manual_seed(0)
     counts = (torch.rand(4, 5, generator=g) < 0.6).double()
     x, wanted = (torch.randn(4, 5, size, generator=g, dtype=torch.float64) for size in (6, 3))
@@ -53,7 +50,7 @@ def batch() -> Samples:
 Curve = list[tuple[float, float]]
 
 
-def train(layouts: tuple[Layout, ...]) -> list[Curve]:
+def train(layouts):
     torch.set_default_dtype(torch.float64)
     curves = []
     for layout in layouts:
@@ -72,7 +69,7 @@ def train(layouts: tuple[Layout, ...]) -> list[Curve]:
     return curves
 
 
-def test_three_steps_are_torchs_own_in_every_layout() -> None:
+def test_three_steps_are_torchs_own_in_every_layout():
     with_two, with_four = ([one for one in LAYOUTS if one.world == world] for world in (2, 4))
     found = [*run_parallel(train, 2, tuple(with_two))[1], *run_parallel(train, 4, tuple(with_four))[3]]
     before = torch.get_default_dtype()
@@ -99,7 +96,7 @@ def test_three_steps_are_torchs_own_in_every_layout() -> None:
         assert torch.allclose(torch.tensor(curve), torch.tensor(expected), rtol=1e-10, atol=0), layout
 
 
-def test_blocks_are_found_in_lists_but_not_in_lists_within_lists() -> None:
+def test_blocks_are_found_in_lists_but_not_in_lists_within_lists():
     model = Net()
     assert find_blocks(model) == [*model.blocks]
     nested = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.ReLU())
@@ -109,7 +106,7 @@ def test_blocks_are_found_in_lists_but_not_in_lists_within_lists() -> None:
     assert find_blocks(grouped) == [nested[0]]
 
 
-def test_batches_that_cannot_be_cut_are_refused_with_both_numbers() -> None:
+def test_batches_that_cannot_be_cut_are_refused_with_both_numbers():
     state = ParallelState.stand_in(Layout(data_replicate=3))
     with pytest.raises(BadInput, match="a multiple of data=3, found 4"):
         own_samples(batch(), state)
@@ -119,14 +116,14 @@ def test_batches_that_cannot_be_cut_are_refused_with_both_numbers() -> None:
         own_samples({"x": torch.zeros(2), "y": torch.zeros(3)})
 
 
-def test_a_model_that_is_not_shared_over_its_data_ranks_is_refused() -> None:
+def test_a_model_that_is_not_shared_over_its_data_ranks_is_refused():
     with pytest.raises(BadInput, match="shared over data=2 ranks"):
         ModuleStep(Net(), loss, micro_batch=1, state=ParallelState.stand_in(Layout(data_replicate=2)))
     with pytest.raises(BadInput, match="context: expected 1"):
         ModuleStep(Net(), loss, micro_batch=1, state=ParallelState.stand_in(Layout(context=2)))
 
 
-def test_the_model_is_given_what_its_forward_names() -> None:
+def test_the_model_is_given_what_its_forward_names():
     model = Net()
     initialize(model, 0)
     float(ModuleStep(model, loss, micro_batch=2)({k: v.float() for k, v in batch().items()}))

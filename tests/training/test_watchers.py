@@ -1,28 +1,26 @@
 """Check the numbers measured beside the steps: alike in every layout, with no bit of the run changed."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from support.configs import TINY_GPT2
+from support.short_runs import run_recipe, tiny_recipe, whole_tensors
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadInput
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.events import read_events
 from trilith.runs.metrics import read_lines, read_metrics
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import run_recipe, tiny_recipe, whole_tensors, write_tokens
-from trilith.testing.tiny_models import TINY_GPT2
 from trilith.training.run_plan import plan
 
 #: 5 held-out samples: neither 2 data ranks nor micro-batches of 2 divide them.
 EVALUATION = {"every": 2, "samples": 5}
 LORA = {"r": 2, "target_modules": ["v_proj"]}
 WATCH = {"norms": 3, "activation_norms": True, "trackers": ["tensorboard"]}
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS = {
     "one": {},
     "tp2": {"tensor": 2},
     "sp2": {"tensor": 2, "sequence": True},
@@ -36,21 +34,21 @@ SPARING = {"memory": {"loss_chunk": 7, "checkpointing": "full"}}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("watchers")
     write_tokens(folder / "tokens")
     write_tokens(folder / "held-out", seed=5)
     return folder
 
 
-def run(raw: dict[str, Any]) -> Path:
+def run(raw):
     recipe = parse_recipe(raw)
     if not Path(recipe.out).exists():
         run_parallel(run_recipe, recipe.layout.world, raw)
     return Path(recipe.out)
 
 
-def watched(place: Path, name: str, *, model: dict[str, Any] | None = None) -> Path:
+def watched(place, name, *, model=None):
     """Run with all watchers, in one of ``LAYOUTS``; made once."""
     raw = tiny_recipe(place / f"{name}-watched{'-gpt2' if model else ''}", place / "tokens", steps=3)
     raw |= {"layout": LAYOUTS[name], "watch": WATCH}
@@ -59,13 +57,13 @@ def watched(place: Path, name: str, *, model: dict[str, Any] | None = None) -> P
     return run(raw | sparing | ({"model": {"config": model}} if model else {}))
 
 
-def evaluations(out: Path) -> dict[int, float]:
+def evaluations(out):
     found = read_metrics(out / "metrics.jsonl")
     return {line["step"] + 1: line["evaluation_loss"] for line in found if "evaluation_loss" in line}
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one"])
-def test_evaluation_and_norms_are_the_same_in_every_layout(place: Path, name: str) -> None:
+def test_evaluation_and_norms_are_the_same_in_every_layout(place, name):
     one, other = watched(place, "one"), watched(place, name)
     expected, found = evaluations(one), evaluations(other)
     assert expected.keys() == found.keys() == {2, 3}
@@ -81,7 +79,7 @@ def test_evaluation_and_norms_are_the_same_in_every_layout(place: Path, name: st
 
 
 @pytest.mark.parametrize("name", ["one", "pp2", "dp2-zero3"])
-def test_watching_changes_no_bit_of_a_run_with_dropout(place: Path, name: str) -> None:
+def test_watching_changes_no_bit_of_a_run_with_dropout(place, name):
     seen = watched(place, name, model=TINY_GPT2)
     raw = tiny_recipe(place / f"{name}-alone", place / "tokens", steps=3, layout=LAYOUTS[name])
     alone = run(raw | {"model": {"config": TINY_GPT2}})
@@ -93,7 +91,7 @@ def test_watching_changes_no_bit_of_a_run_with_dropout(place: Path, name: str) -
     assert not [name for name in expected if not torch.equal(expected[name], found[name])]
 
 
-def test_the_evaluation_is_transformers_loss_and_the_norms_are_the_exported_weights(place: Path) -> None:
+def test_the_evaluation_is_transformers_loss_and_the_norms_are_the_exported_weights(place):
     from transformers import AutoModelForCausalLM
     from trilith.checkpoints import convert
 
@@ -123,7 +121,7 @@ def test_the_evaluation_is_transformers_loss_and_the_norms_are_the_exported_weig
     assert math.sqrt(squares) == pytest.approx(last["grad_norm"], rel=1e-10)
 
 
-def test_lora_s_norms_have_peft_s_names_and_the_base_hugging_face_s(place: Path) -> None:
+def test_lora_s_norms_have_peft_s_names_and_the_base_hugging_face_s(place):
     raw = tiny_recipe(place / "lora", place / "tokens", steps=1, watch={"norms": 1, "peak_flops": 1e12})
     raw |= {
         "model": {"init_from": str(watched(place, "one"))},
@@ -139,7 +137,7 @@ def test_lora_s_norms_have_peft_s_names_and_the_base_hugging_face_s(place: Path)
     ]
 
 
-def test_tensorboard_has_each_step_once_after_a_resume(place: Path) -> None:
+def test_tensorboard_has_each_step_once_after_a_resume(place):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     raw = tiny_recipe(place / "board", place / "tokens", steps=5, watch=WATCH)
@@ -154,7 +152,7 @@ def test_tensorboard_has_each_step_once_after_a_resume(place: Path) -> None:
     lines = read_metrics(place / "board" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
 
-    def values(tag: str) -> list[tuple[int, float]]:
+    def values(tag):
         return [(one.step, one.value) for one in board.Scalars(tag)]
 
     for tag in ("loss", "grad_norm", "lr", "tokens_per_second", "memory", "evaluation_loss"):
@@ -172,7 +170,7 @@ def test_tensorboard_has_each_step_once_after_a_resume(place: Path) -> None:
     ]
 
 
-def test_tensorboard_that_is_not_installed_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_that_is_not_installed_is_named(place, monkeypatch):
     monkeypatch.setattr("trilith.runs.named_trackers.find_spec", lambda name: None)
     raw = tiny_recipe(place / "none", place / "tokens", watch={"trackers": ["tensorboard"]})
     with pytest.raises(BadInput, match=r"tensorboard: .*pip install 'trilith\[tensorboard\]'"):
@@ -180,7 +178,7 @@ def test_tensorboard_that_is_not_installed_is_named(place: Path, monkeypatch: py
     plan(parse_recipe(tiny_recipe(place / "none", place / "tokens")))
 
 
-def test_traces_are_written_for_the_steps_and_ranks_asked_for(place: Path) -> None:
+def test_traces_are_written_for_the_steps_and_ranks_asked_for(place):
     watch = {"trace_steps": [2], "trace_ranks": [1]}
     out = run(tiny_recipe(place / "traced", place / "tokens", steps=2, layout={"tensor": 2}, watch=watch))
     (trace,) = (out / "traces").iterdir()
@@ -190,6 +188,6 @@ def test_traces_are_written_for_the_steps_and_ranks_asked_for(place: Path) -> No
     assert any("AdamW" in str(name) for name in names)
 
 
-def test_a_rank_that_does_not_exist_cannot_be_traced(place: Path) -> None:
+def test_a_rank_that_does_not_exist_cannot_be_traced(place):
     with pytest.raises(BadInput, match=r"watch\.trace_ranks: expected ranks from 0 to 0, found 1"):
         parse_recipe(tiny_recipe(place / "x", place / "tokens", watch={"trace_ranks": [1]}))

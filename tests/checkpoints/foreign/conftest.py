@@ -9,7 +9,7 @@ sys.path.append(str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory):
     """A folder with ``hf`` and every other form of the same weights; tests do not write into it."""
     from forms import write_forms
 

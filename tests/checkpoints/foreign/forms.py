@@ -1,35 +1,31 @@
 """Write one small model in every form that other projects use, Megatron's aside."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import shutil
 import tarfile
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch import Tensor
-from trilith.testing.hf_folders import write_hf_folder
+from trilith.machine.random_files import write_hf_folder
 
 HERE = Path(__file__).parent
 MADE = runpy.run_path(str(HERE / "make_fixtures.py"))
-CONFIG: dict[str, Any] = MADE["CONFIG"]
+CONFIG = MADE["CONFIG"]
 WEIGHTS = "model.safetensors"
 
 
-def save(state: dict[str, Any], folder: Path) -> None:
+def save(state, folder):
     """Write with DCP as one process; torch warns that there is only one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(state, checkpoint_id=folder)
 
 
-def write_forms(folder: Path) -> Path:
+def write_forms(folder):
     """Write ``hf`` and every other form of the same weights into a folder."""
     write_hf_folder(folder / "hf", CONFIG)
     (folder / "hf" / "tokenizer.json").write_text("{}")
@@ -57,11 +53,11 @@ def write_forms(folder: Path) -> Path:
 PARAMS = {"dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": CONFIG["rms_norm_eps"]}
 
 
-def write_meta(folder: Path, hf: dict[str, Tensor], *, parts: int, embedding: int) -> None:
+def write_meta(folder, hf, *, parts, embedding):
     """Write Meta's form by hand: its own writer is in no package."""
     folder.mkdir()
     for part in range(parts):
-        held: dict[str, Tensor] = {"rope.freqs": torch.ones(2)}
+        held = {"rope.freqs": torch.ones(2)}
         for name, weight in MADE["titan_weights"](hf).items():
             along = 1 if name.endswith(("wo.weight", "w2.weight")) else None if "norm" in name else 0
             along = embedding if name.startswith("tok_emb") else along

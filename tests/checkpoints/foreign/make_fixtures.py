@@ -12,8 +12,6 @@ folder itself. Two ranks write, because one process writes no tensor in several 
 Archives are packed because most of a small DCP folder is padding.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tarfile
@@ -23,12 +21,11 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch import Tensor
+from support.configs import WHOLE
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from trilith.testing.hf_folders import write_hf_folder
-from trilith.testing.tiny_models import WHOLE
+from trilith.machine.random_files import write_hf_folder
 
 HERE = Path(__file__).parent
 CONFIG = WHOLE | {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -44,14 +41,14 @@ TITAN = {
 }
 
 
-def titan_name(name: str) -> str:
+def titan_name(name):
     """Return torchtitan's and Meta's name of a tensor of Hugging Face's Llama."""
     for theirs, ours in TITAN.items():
         name = name.replace(f"{theirs}.", f"{ours}.")
     return name
 
 
-def paired(name: str, weight: Tensor) -> Tensor:
+def paired(name, weight):
     """Return a weight as Meta and torchtitan store it: the halves of a head's rows take turns."""
     heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
     if heads is None:
@@ -60,11 +57,11 @@ def paired(name: str, weight: Tensor) -> Tensor:
     return weight.view(heads, 2, rows, -1).transpose(1, 2).reshape(weight.shape)
 
 
-def titan_weights(hf: dict[str, Tensor]) -> dict[str, Tensor]:
+def titan_weights(hf):
     return {titan_name(name): paired(name, weight) for name, weight in hf.items()}
 
 
-def write(rank: int, folder: Path) -> None:
+def write(rank, folder):
     """Write both checkpoints as one of two ranks."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
@@ -102,7 +99,7 @@ def write(rank: int, folder: Path) -> None:
     save_fsdp_optimizer(plugin, accelerator, adam, model, folder / "accelerate")
 
 
-def main() -> None:
+def main():
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         write_hf_folder(folder / "hf", CONFIG)

@@ -14,8 +14,6 @@ Transformer Engine does not run on a CPU. The distributed form has its names for
 stored under them); its numbered experts and fused norms of the legacy form are in ``megatron_by_hand.py``.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -29,10 +27,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.multiprocessing as mp
-from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from megatron_models import MODELS, MegatronModel
+from megatron_models import MODELS
 
 WORLD = 4
 HERE = Path(__file__).parent / "megatron"
@@ -52,7 +49,7 @@ WRITTEN = {
 FLAT = {"llama_flat": dict(model="llama", tp=2, pp=1, moments="fully_sharded_model_space")}
 
 
-def fill(model: nn.Module, m: MegatronModel, at: SimpleNamespace) -> None:
+def fill(model, m, at):
     """Set each parameter of one rank's part from the model's whole tensors."""
     first = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
     with torch.no_grad():
@@ -60,7 +57,7 @@ def fill(model: nn.Module, m: MegatronModel, at: SimpleNamespace) -> None:
             parameter.copy_(m.part(name, first, at).reshape(parameter.shape))
 
 
-def patch_cuda_away() -> None:
+def patch_cuda_away():
     """Let megatron-core's optimizer and experts, which ask for a CUDA device by name, run on the CPU."""
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda *device: None
@@ -76,7 +73,7 @@ def patch_cuda_away() -> None:
     megatron_random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
 
 
-def build(m: MegatronModel, written: dict, vp_stage: int | None, pre: bool, post: bool) -> nn.Module:
+def build(m, written, vp_stage, pre, post):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
@@ -150,7 +147,7 @@ def build(m: MegatronModel, written: dict, vp_stage: int | None, pre: bool, post
     )
 
 
-def check_logits(m: MegatronModel) -> None:
+def check_logits(m):
     """Megatron's model computes what transformers computes with the same numbers."""
     model = build(m, {"grouped": False}, None, True, True).eval()
     fill(model, m, SimpleNamespace(tp=0, tps=1, ep=0, eps=1))
@@ -164,9 +161,7 @@ def check_logits(m: MegatronModel) -> None:
     print(f"{m.name}: logits differ by {worst:.1e} of {float(theirs.abs().max()):.1f}", flush=True)
 
 
-def moments_of(
-    model: nn.Module, m: MegatronModel, at: SimpleNamespace
-) -> dict[nn.Parameter, dict[str, Tensor]]:
+def moments_of(model, m, at):
     first = model.decoder.layers[0].layer_number - 1
     return {
         parameter: {
@@ -177,7 +172,7 @@ def moments_of(
     }
 
 
-def reshardable(sharded: dict, moments: dict) -> dict:
+def reshardable(sharded, moments):
     """``fully_reshardable`` by the method of megatron-core's distributed optimizer."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -197,7 +192,7 @@ def reshardable(sharded: dict, moments: dict) -> dict:
     return DistributedOptimizer.sharded_param_state_fully_reshardable(optimizer, sharded, metadata={})
 
 
-def model_space(sharded: dict, moments: dict, rank: int, ranks: int) -> dict:
+def model_space(sharded, moments, rank, ranks):
     """``fully_sharded_model_space`` by the method of megatron-core's distributed optimizer."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -224,7 +219,7 @@ def model_space(sharded: dict, moments: dict, rank: int, ranks: int) -> dict:
     return DistributedOptimizer.sharded_param_state_fs_model_space(optimizer, sharded)
 
 
-def common(m: MegatronModel, written: dict) -> dict:
+def common(m, written):
     """Return what ``common.pt`` and the legacy files hold beside tensors, with objects of megatron-core's."""
     from megatron.core.enums import ModelType
     from megatron.core.transformer.enums import AttnBackend
@@ -247,9 +242,7 @@ def common(m: MegatronModel, written: dict) -> dict:
     return {"args": args, "checkpoint_version": 3.0, "iteration": 3}
 
 
-def write_legacy(
-    models: list[nn.Module], m: MegatronModel, written: dict, folder: Path, at: SimpleNamespace
-) -> None:
+def write_legacy(models, m, written, folder, at):
     name = f"mp_rank_{at.tp:02d}"
     if written["pp"] > 1:
         name += f"_{at.pp:03d}"
@@ -267,7 +260,7 @@ def write_legacy(
         torch.save(state, path)
 
 
-def write(rank: int, name: str, written: dict, folder: str, port: int) -> None:
+def write(rank, name, written, folder, port):
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
     patch_cuda_away()
     from megatron.core import dist_checkpointing
@@ -322,7 +315,7 @@ def write(rank: int, name: str, written: dict, folder: str, port: int) -> None:
     torch.distributed.barrier()
 
 
-def check(rank: int, name: str, port: int) -> None:
+def check(rank, name, port):
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1")
     patch_cuda_away()
     from megatron.core import parallel_state as ps
@@ -332,7 +325,7 @@ def check(rank: int, name: str, port: int) -> None:
     check_logits(MODELS[name])
 
 
-def main() -> None:
+def main():
     table = FLAT if sys.argv[1:2] == ["flat"] else WRITTEN
     wanted = sys.argv[2:] if sys.argv[1:2] == ["flat"] else sys.argv[1:]
     HERE.mkdir(exist_ok=True)

@@ -4,22 +4,15 @@ The distributed form is written by ``torch.distributed.checkpoint``, as Megatron
 ``metadata.json`` as ``megatron/core/dist_checkpointing`` writes them.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import warnings
 from argparse import Namespace
-from collections.abc import Mapping
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from megatron_models import MegatronModel
-from torch import Tensor
 
 ALONE = SimpleNamespace(tp=0, tps=1, ep=0, eps=1)
 #: The tensors of a layer of ``llama`` in megatron-core's local layers.
@@ -34,7 +27,7 @@ FUSED = {
 }
 
 
-def names_of(m: MegatronModel) -> list[str]:
+def names_of(m):
     """Megatron's names of the tensors of ``llama``."""
     layers = [f"decoder.layers.{i}.{one}.weight" for i in range(m.args.num_layers) for one in _LAYER]
     return [
@@ -45,22 +38,12 @@ def names_of(m: MegatronModel) -> list[str]:
     ]
 
 
-def whole(m: MegatronModel, kind: str = "") -> dict[str, Tensor]:
+def whole(m, kind=""):
     """All tensors of ``llama`` as one rank holds them, or their moments."""
     return {name: m.part(name, 0, ALONE, kind).contiguous() for name in names_of(m)}
 
 
-def write_dist(
-    folder: Path,
-    weights: Mapping[str, Tensor],
-    *,
-    args: Namespace | None,
-    states: Mapping[str, Mapping[str, Tensor]] | None = None,
-    prefix: str = "",
-    iteration: int = 3,
-    updates: int = 3,
-    other: Mapping[str, Any] | None = None,
-) -> Path:
+def write_dist(folder, weights, *, args, states=None, prefix="", iteration=3, updates=3, other=None):
     """Write ``folder`` in the form ``torch_dist``; ``states``: those of the optimizer, by weight."""
     tensors = {f"{prefix}{name}": value for name, value in weights.items()}
     for state, values in (states or {}).items():
@@ -69,7 +52,7 @@ def write_dist(
         warnings.simplefilter("ignore")
         dcp.save({**tensors, **(other or {})}, checkpoint_id=folder, no_dist=True)
     groups = {"optimizer": {"param_groups": [{"lr": 1e-3, "step": updates}]}}
-    common: dict[str, Any] = {"iteration": iteration, "checkpoint_version": 3.0, "optimizer": groups}
+    common = {"iteration": iteration, "checkpoint_version": 3.0, "optimizer": groups}
     if args is not None:
         common["args"] = args
     torch.save(common, folder / "common.pt")
@@ -78,7 +61,7 @@ def write_dist(
     return folder
 
 
-def extra_state() -> io.BytesIO:
+def extra_state():
     """Return what a layer stores beside its weights."""
     saved = io.BytesIO()
     torch.save(None, saved)
@@ -96,7 +79,7 @@ _OLDER = {
 }
 
 
-def older_model(m: MegatronModel, at: Any) -> dict[str, Any]:
+def older_model(m, at):
     """The nested dict in which releases before megatron-core hold one tensor rank's part of ``llama``."""
     part = {name: m.part(name, 0, at).clone() for name in names_of(m)}
     encoder = {"final_norm.weight": part["decoder.final_layernorm.weight"]}
@@ -113,7 +96,7 @@ def older_model(m: MegatronModel, at: Any) -> dict[str, Any]:
     }
 
 
-def write_legacy(folder: Path, m: MegatronModel, ranks: int, **other: Any) -> Path:
+def write_legacy(folder, m, ranks, **other):
     """Write a folder of tensor ranks with the older names; ``other``: further entries of each file."""
     for rank in range(ranks):
         args = Namespace(**vars(m.args), tensor_model_parallel_size=ranks, pipeline_model_parallel_size=1)
@@ -131,7 +114,7 @@ def write_legacy(folder: Path, m: MegatronModel, ranks: int, **other: Any) -> Pa
     return folder
 
 
-def write_experts(folder: Path, m: MegatronModel, ranks: int) -> Path:
+def write_experts(folder, m, ranks):
     """Write ``mixtral`` for expert ranks as Transformer Engine holds it: numbered experts, fused norms."""
     for rank in range(ranks):
         at = SimpleNamespace(tp=0, tps=1, ep=rank, eps=ranks)

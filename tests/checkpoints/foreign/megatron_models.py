@@ -5,8 +5,6 @@ with the tables of ``trilith.checkpoints.foreign``. ``make_megatron_fixtures.py`
 megatron-core with transformers'.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile
@@ -27,7 +25,7 @@ from transformers import AutoModelForCausalLM
 Shape = tuple[int, ...]
 
 
-def numbers(name: str, shape: Shape, kind: str = "") -> Tensor:
+def numbers(name, shape, kind=""):
     """Numbers that depend on the name alone, the same in every version; bfloat16 holds them exactly."""
     seed = zlib.crc32(f"{kind}{name}".encode())
     drawn = np.random.RandomState(seed).randint(-64, 65, shape).astype(np.float32) / 256
@@ -52,34 +50,34 @@ class MegatronModel:
     #: The numbers of a tensor of Hugging Face, by its name, its shape and the kind of a moment.
     draw: Callable[[str, Shape, str], Tensor] = numbers
 
-    def tensors(self, kind: str = "") -> dict[str, Tensor]:
+    def tensors(self, kind=""):
         """All of Hugging Face's tensors, or their moments."""
         return {name: self.draw(name, shape, kind) for name, shape in self.shapes.items()}
 
-    def transformers(self) -> Any:
+    def transformers(self):
         """The model of transformers with these numbers."""
         with tempfile.TemporaryDirectory() as folder:
             self.write_hugging_face(Path(folder))
             return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    def write_config(self, folder: Path) -> None:
+    def write_config(self, folder):
         (folder / "config.json").write_text(json.dumps(self.config))
 
-    def write_hugging_face(self, folder: Path) -> None:
+    def write_hugging_face(self, folder):
         self.write_config(folder)
         save_file(self.tensors(), folder / "model.safetensors", metadata={"format": "pt"})
 
-    def part(self, name: str, first: int, at: Any, kind: str = "") -> Tensor:
+    def part(self, name, first, at, kind=""):
         """The numbers of one of Megatron's parameters, as the rank ``at`` holds them."""
         a = self.args
 
-        def hf(part: str, **numbers_of: int) -> Tensor:
+        def hf(part, **numbers_of):
             full = self.names[part].format(**numbers_of)
             value = self.draw(full, self.shapes[full], "" if kind == "param" else kind)
             transposed = self.name == "gpt2" and "transformer.h." in full and value.ndim == 2
             return value.T if transposed else value
 
-        def cut(value: Tensor, dim: int = 0) -> Tensor:
+        def cut(value, dim=0):
             return value.chunk(at.tps, dim)[at.tp]
 
         if name == "embedding.word_embeddings.weight" or name == "output_layer.weight":
@@ -114,7 +112,7 @@ class MegatronModel:
             return up[j] if place.endswith("fc1") else hf("expert.down", i=i, e=each[j])
         return hf(f"{place}.{leaf}", i=i)  # norms, router, gate of the shared experts
 
-    def _qkv(self, hf: Callable[..., Tensor], i: int, leaf: str) -> Tensor:
+    def _qkv(self, hf, i, leaf):
         """Groups one after another: the query heads of a key/value head, that key head, that value head."""
         a = self.args
         if self.name == "gpt2":
@@ -130,7 +128,7 @@ class MegatronModel:
         return torch.cat(rows)
 
 
-def arguments(**other: Any) -> Namespace:
+def arguments(**other):
     """Megatron's arguments, by the names of its command line."""
     return Namespace(**{
         "num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "group_query_attention": True,
@@ -201,12 +199,12 @@ _GPT2_NAMES = {
 _HIDDEN, _HEADS, _GROUPS, _HEAD, _VOCABULARY = 16, 4, 2, 4, 27
 
 
-def _llama_shapes(args: Namespace, names: dict[str, str]) -> dict[str, Shape]:
+def _llama_shapes(args, names):
     h, q, kv = _HIDDEN, _HEADS * _HEAD, _GROUPS * _HEAD
-    shapes: dict[str, Shape] = {names["embedding"]: (_VOCABULARY, h)}
+    shapes = {names["embedding"]: (_VOCABULARY, h)}
     for i in range(args.num_layers):
         experts = args.num_experts and (args.moe_layer_freq == 1 or args.moe_layer_freq[i])
-        parts: dict[str, Shape] = {
+        parts = {
             "input_layernorm.weight": (h,), "q.weight": (q, h), "k.weight": (kv, h), "v.weight": (kv, h),
             "self_attention.linear_proj.weight": (h, q), "pre_mlp_layernorm.weight": (h,),
         }  # fmt: skip
@@ -232,18 +230,18 @@ def _llama_shapes(args: Namespace, names: dict[str, str]) -> dict[str, Shape]:
     return shapes | {names["final_norm.weight"]: (h,), names["head"]: (_VOCABULARY, h)}
 
 
-def _gated(prefix: str, f: int) -> dict[str, Shape]:
+def _gated(prefix, f):
     up = dict.fromkeys((f"{prefix}_fc1.gate.weight", f"{prefix}_fc1.up.weight"), (f, _HIDDEN))
     return {**up, f"{prefix}_fc2.weight": (_HIDDEN, f)}
 
 
-def _gpt2_shapes(args: Namespace) -> dict[str, Shape]:
+def _gpt2_shapes(args):
     h, f = _HIDDEN, args.ffn_hidden_size
-    shapes: dict[str, Shape] = {
+    shapes = {
         "transformer.wte.weight": (_VOCABULARY, h),
         "transformer.wpe.weight": (args.max_position_embeddings, h),
     }
-    parts: dict[str, Shape] = {
+    parts = {
         "ln_1.weight": (h,), "ln_1.bias": (h,), "attn.c_attn.weight": (h, 3 * h),
         "attn.c_attn.bias": (3 * h,),
         "attn.c_proj.weight": (h, h), "attn.c_proj.bias": (h,), "ln_2.weight": (h,), "ln_2.bias": (h,),
@@ -255,7 +253,7 @@ def _gpt2_shapes(args: Namespace) -> dict[str, Shape]:
     return shapes | {"transformer.ln_f.weight": (h,), "transformer.ln_f.bias": (h,)}
 
 
-def _llama_like(name: str, config: dict[str, Any], args: Namespace, names: dict[str, str]) -> MegatronModel:
+def _llama_like(name, config, args, names):
     common = {
         "vocab_size": _VOCABULARY, "hidden_size": _HIDDEN, "num_attention_heads": _HEADS, "head_dim": _HEAD,
         "num_key_value_heads": _GROUPS, "num_hidden_layers": args.num_layers, "hidden_act": "silu",

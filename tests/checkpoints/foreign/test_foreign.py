@@ -1,17 +1,15 @@
 """Checkpoints of other projects: every tensor bitwise, logits as transformers', moments to go on from."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from forms import CONFIG, MADE, WEIGHTS, save
 from safetensors.torch import load_file
-from torch import Tensor
+from support.configs import MODELS, TINIEST_LLAMA, TINY_LLAMA
+from support.folders import contents
+from support.short_runs import losses, tiny_recipe, train, whole_tensors
 from transformers import AutoModelForCausalLM
 from trilith.checkpoints import (
     convert,
@@ -23,18 +21,16 @@ from trilith.checkpoints import (
     save_model,
 )
 from trilith.cli.app import run
-from trilith.models import CausalLM, family_of
+from trilith.machine.random_files import write_hf_folder, write_tokens
+from trilith.models import family_of
 from trilith.parallel_state import BadInput, Box, initialize
-from trilith.testing.hf_folders import contents, write_hf_folder
-from trilith.testing.short_runs import losses, tiny_recipe, train, whole_tensors, write_tokens
-from trilith.testing.tiny_models import MODELS, TINIEST_LLAMA, TINY_LLAMA
 from trilith.training import make_adamw
 
 FORMS = ["titan", "accelerate", "dcp", "model.pt", "bin", "bins", "llama2", "llama3"]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_becomes_the_same_folder_of_hugging_face(form: str, made: Path, tmp_path: Path) -> None:
+def test_every_form_becomes_the_same_folder_of_hugging_face(form, made, tmp_path):
     config = [] if form.startswith("bin") else ["--config", str(made / "hf")]
     assert run(["convert", str(made / form), str(tmp_path / "hf"), "--to", "hf", "--verify", *config]) == 0
     assert load_file(tmp_path / "hf" / WEIGHTS).keys() == load_file(made / "hf" / WEIGHTS).keys()
@@ -43,20 +39,18 @@ def test_every_form_becomes_the_same_folder_of_hugging_face(form: str, made: Pat
 
 
 @pytest.mark.parametrize("form", ["titan", "llama3"])
-def test_logits_after_a_conversion_are_those_of_transformers(form: str, made: Path, tmp_path: Path) -> None:
+def test_logits_after_a_conversion_are_those_of_transformers(form, made, tmp_path):
     convert(made / form, tmp_path / "out", config=made / "hf", tensor=2, pipeline=2)
     model = load_model(tmp_path / "out")
     assert all(map(torch.equal, model.parameters(), load_model(made / "bins").parameters()))
-    theirs: Any = AutoModelForCausalLM.from_pretrained(made / "hf")
+    theirs = AutoModelForCausalLM.from_pretrained(made / "hf")
     ids = torch.randint(37, (2, 11), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         difference = model(ids)[..., :37] - theirs.eval()(ids).logits
     assert float(difference.abs().max()) < 1e-5
 
 
-def test_moments_come_along_into_a_layout_and_not_into_a_folder_of_hugging_face(
-    made: Path, tmp_path: Path
-) -> None:
+def test_moments_come_along_into_a_layout_and_not_into_a_folder_of_hugging_face(made, tmp_path):
     plan = convert(made / "titan", tmp_path / "out", config=made / "hf", tensor=2)
     source = read_source(tmp_path / "out")
     assert source.manifest is not None and source.manifest.kind == "training"
@@ -72,7 +66,7 @@ def test_moments_come_along_into_a_layout_and_not_into_a_folder_of_hugging_face(
     assert theirs.trains and theirs.foreign is not None and theirs.foreign.updates == 2
 
 
-def test_moments_that_some_weights_lack_are_left_out_with_a_warning(made: Path, tmp_path: Path) -> None:
+def test_moments_that_some_weights_lack_are_left_out_with_a_warning(made, tmp_path):
     hf = load_file(made / "hf" / WEIGHTS)
     state = {name: {"exp_avg": one, "exp_avg_sq": one} for name, one in hf.items()}
     del state["model.norm.weight"]["exp_avg"]
@@ -84,7 +78,7 @@ def test_moments_that_some_weights_lack_are_left_out_with_a_warning(made: Path, 
     )
 
 
-def moved(model: CausalLM, optimizer: torch.optim.Optimizer, steps: range) -> list[Tensor]:
+def moved(model, optimizer, steps):
     """Take steps with gradients that depend on the weights, so that they need no batch."""
     for step in steps:
         for parameter in model.parameters():
@@ -93,12 +87,12 @@ def moved(model: CausalLM, optimizer: torch.optim.Optimizer, steps: range) -> li
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def test_a_run_goes_on_from_imported_moments_as_from_its_own(tmp_path: Path) -> None:
+def test_a_run_goes_on_from_imported_moments_as_from_its_own(tmp_path):
     """Another project's AdamW is played by our own, whose state is written under Hugging Face's names."""
     family = family_of(TINIEST_LLAMA)
     config = family.from_hf(TINIEST_LLAMA)
 
-    def fresh() -> tuple[CausalLM, torch.optim.AdamW]:
+    def fresh():
         model = family.build(config, device="cpu")
         initialize(model, 3)
         return model, make_adamw(model, lr=1e-2)
@@ -127,7 +121,7 @@ def test_a_run_goes_on_from_imported_moments_as_from_its_own(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_run_of_trilith_goes_on_from_a_checkpoint_that_was_away(tmp_path: Path) -> None:
+def test_a_run_of_trilith_goes_on_from_a_checkpoint_that_was_away(tmp_path):
     """Six steps at once; and three, then out to DCP under torchtitan's names and back, then three more."""
     config = {key: value for key, value in TINY_LLAMA.items() if key != "attention_bias"}
     recipe = tiny_recipe(tmp_path / "whole", write_tokens(tmp_path / "tokens"), model={"config": config})
@@ -144,10 +138,10 @@ def test_a_run_of_trilith_goes_on_from_a_checkpoint_that_was_away(tmp_path: Path
     assert len(losses(tmp_path / "back")) == 3
 
 
-def test_stacked_experts_become_those_of_hugging_face(tmp_path: Path) -> None:
+def test_stacked_experts_become_those_of_hugging_face(tmp_path):
     write_hf_folder(tmp_path / "hf", MODELS["qwen3_moe"])
     hf = load_file(tmp_path / "hf" / WEIGHTS)
-    stacks: dict[str, Tensor] = {}
+    stacks = {}
     theirs = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
     for name, weight in hf.items():
         block, inside, rest = name.partition(".mlp.experts.0.")
@@ -168,7 +162,7 @@ def test_stacked_experts_become_those_of_hugging_face(tmp_path: Path) -> None:
     )
 
 
-def loaded(folder: Path) -> dict[str, Tensor]:
+def loaded(folder):
     """Return all tensors of a DCP checkpoint, read by torch's own reader."""
     reader = dcp.FileSystemReader(folder)
     state = {
@@ -180,9 +174,7 @@ def loaded(folder: Path) -> dict[str, Tensor]:
     return state
 
 
-def test_a_checkpoint_of_ours_becomes_one_that_torch_loads_with_its_moments(
-    made: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_ours_becomes_one_that_torch_loads_with_its_moments(made, tmp_path):
     convert(made / "titan", tmp_path / "ours", config=made / "hf", tensor=2, pipeline=2)
     assert (
         run(["convert", str(tmp_path / "ours"), str(tmp_path / "titan"), "--to", "dcp", "--names", "titan"])
@@ -197,9 +189,9 @@ def test_a_checkpoint_of_ours_becomes_one_that_torch_loads_with_its_moments(
     )
 
 
-def test_transformers_loads_what_is_written_under_its_names(made: Path, tmp_path: Path) -> None:
+def test_transformers_loads_what_is_written_under_its_names(made, tmp_path):
     assert run(["convert", str(made / "hf"), str(tmp_path / "dcp"), "--to", "dcp"]) == 0
-    model: Any = AutoModelForCausalLM.from_pretrained(made / "hf")
+    model = AutoModelForCausalLM.from_pretrained(made / "hf")
     wanted = {name: one.clone() for name, one in model.state_dict().items()}
     state = {"model": {name: torch.zeros_like(one) for name, one in wanted.items()}}
     dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
@@ -210,7 +202,7 @@ def test_transformers_loads_what_is_written_under_its_names(made: Path, tmp_path
         convert_to_dcp(made / "hf", tmp_path / "dcp")
 
 
-def test_a_tied_output_layer_may_be_stored_as_well_if_it_is_the_embedding(tmp_path: Path) -> None:
+def test_a_tied_output_layer_may_be_stored_as_well_if_it_is_the_embedding(tmp_path):
     write_hf_folder(tmp_path / "hf", CONFIG | {"tie_word_embeddings": True})
     hf = load_file(tmp_path / "hf" / WEIGHTS)
     embedding = hf["model.embed_tokens.weight"]
@@ -226,7 +218,7 @@ def test_a_tied_output_layer_may_be_stored_as_well_if_it_is_the_embedding(tmp_pa
         convert(tmp_path / "other", tmp_path / "out", config=tmp_path / "hf")
 
 
-def test_a_users_table_of_rules_renames_splits_and_transposes(made: Path, tmp_path: Path) -> None:
+def test_a_users_table_of_rules_renames_splits_and_transposes(made, tmp_path):
     hf = load_file(made / "hf" / WEIGHTS)
     fused = {name: weight for name, weight in hf.items() if "gate_proj" not in name and "up_proj" not in name}
     for i in range(2):
@@ -245,7 +237,7 @@ def test_a_users_table_of_rules_renames_splits_and_transposes(made: Path, tmp_pa
     ]  # fmt: skip
     done = ("mlp.", "embed_tokens")
     rules += [{"foreign": name, "hf": name} for name in hf if not any(one in name for one in done)]
-    lines: list[str] = []
+    lines = []
     for rule in rules:
         lines += ["[[rule]]", *(f"{key} = {json.dumps(value)}" for key, value in rule.items())]
     (tmp_path / "mine.toml").write_text("\n".join(lines))
@@ -254,7 +246,7 @@ def test_a_users_table_of_rules_renames_splits_and_transposes(made: Path, tmp_pa
     assert contents(tmp_path / "out")[WEIGHTS] == contents(made / "hf")[WEIGHTS]
 
 
-def test_the_commands_read_every_form(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_read_every_form(made, capsys):
     config = ["--config", str(made / "hf")]
     assert run(["inspect", str(made / "titan")]) == 0
     assert "tok_embeddings.weight" in capsys.readouterr().out

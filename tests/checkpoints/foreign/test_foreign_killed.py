@@ -1,17 +1,15 @@
 """A conversion of another project's checkpoint that is killed: absent or whole, and the same call goes on."""
 
-from __future__ import annotations
-
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from megatron_models import MODELS
+from support.configs import WHOLE
+from support.folders import contents
 from trilith.checkpoints import ConversionOptions, convert
+from trilith.machine.random_files import write_hf_folder
 from trilith.testing import run_fresh
-from trilith.testing.hf_folders import contents, write_hf_folder
-from trilith.testing.tiny_models import WHOLE
 
 HERE = Path(__file__).parent
 CONFIG = WHOLE | {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -37,11 +35,11 @@ KILLS = [
 ]
 
 
-def convert_noting(src: str, dst: str, arguments: dict[str, Any]) -> None:
+def convert_noting(src, dst, arguments):
     convert(src, dst, **arguments, options=ConversionOptions(note_every=1000))
 
 
-def unpacked(source: str, folder: Path) -> tuple[Path, Path]:
+def unpacked(source, folder):
     """Return the checkpoint and a folder with the model's config."""
     archive, name = SOURCES[source]
     with tarfile.open(HERE / archive) as packed:
@@ -56,11 +54,9 @@ def unpacked(source: str, folder: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(("source", "point"), KILLS)
-def test_a_killed_conversion_of_a_foreign_checkpoint_goes_on(
-    source: str, point: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
+def test_a_killed_conversion_of_a_foreign_checkpoint_goes_on(source, point, tmp_path_factory, tmp_path):
     checkpoint, config = unpacked(source, tmp_path_factory.mktemp("source"))
-    arguments: dict[str, Any] = {"config": config, "tensor": 2, "pipeline": 2}
+    arguments = {"config": config, "tensor": 2, "pipeline": 2}
     convert(checkpoint, tmp_path / "whole", **arguments)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRILITH_FAULT", f"rank=0;at={point};act=kill")

@@ -1,12 +1,8 @@
 """Checkpoints of other projects that cannot be used: damaged, incomplete, quantised, or of another model."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +13,7 @@ from trilith.cli.app import run
 from trilith.parallel_state import BadCheckpoint, BadInput
 
 
-def flipped(folder: Path, where: bytes) -> None:
+def flipped(folder, where):
     """Change one bit of a weight in some file of a checkpoint."""
     for path in folder.iterdir():
         raw = bytearray(path.read_bytes())
@@ -28,7 +24,7 @@ def flipped(folder: Path, where: bytes) -> None:
     raise AssertionError("no such bytes")
 
 
-def test_a_flipped_bit_of_a_weight_is_noticed_and_nothing_is_written(made: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_of_a_weight_is_noticed_and_nothing_is_written(made, tmp_path):
     norm = load_file(made / "hf" / WEIGHTS)["model.norm.weight"].numpy().tobytes()
     for form in ("titan", "bin"):
         shutil.copytree(made / form, tmp_path / form)
@@ -57,9 +53,7 @@ def test_a_flipped_bit_of_a_weight_is_noticed_and_nothing_is_written(made: Path,
         ("model.pt", {"vocab_size": 40}, r"embed_tokens.*\[40, 16\].*\[37, 16\]"),
     ],
 )
-def test_a_config_of_another_model_is_refused_by_both_names(
-    form: str, change: dict[str, Any], message: str, made: Path, tmp_path: Path
-) -> None:
+def test_a_config_of_another_model_is_refused_by_both_names(form, change, message, made, tmp_path):
     said = json.loads((made / "hf" / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(json.dumps(said))
     with pytest.raises(BadInput, match=message):
@@ -67,7 +61,7 @@ def test_a_config_of_another_model_is_refused_by_both_names(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_that_states_nothing_about_its_model_gets_a_warning(made: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_states_nothing_about_its_model_gets_a_warning(made, tmp_path):
     """The shapes fit twice as many heads of half the size, and the rows would be put in a wrong order."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 2}
     said = json.loads((made / "hf" / "config.json").read_text()) | heads
@@ -79,7 +73,7 @@ def test_a_checkpoint_that_states_nothing_about_its_model_gets_a_warning(made: P
     assert not [line for line in warnings if "states nothing" in line]
 
 
-def test_a_checkpoint_without_its_config_or_with_one_too_many_is_refused(made: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_config_or_with_one_too_many_is_refused(made, tmp_path):
     with pytest.raises(BadInput, match="--config with a Hugging Face folder"):
         convert(made / "titan", tmp_path / "out")
     with pytest.raises(BadInput, match="Leave out --config"):
@@ -88,7 +82,7 @@ def test_a_checkpoint_without_its_config_or_with_one_too_many_is_refused(made: P
         convert(made / "titan", tmp_path / "out", config=made / "hf", names="nothing")
 
 
-def test_a_missing_chunk_or_part_is_refused(made: Path, tmp_path: Path) -> None:
+def test_a_missing_chunk_or_part_is_refused(made, tmp_path):
     shutil.copytree(made / "titan", tmp_path / "titan")
     (tmp_path / "titan" / "__1_0.distcp").unlink()
     with pytest.raises(BadInput, match=r"__1_0\.distcp"):
@@ -105,9 +99,7 @@ def test_a_missing_chunk_or_part_is_refused(made: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kept", "said"), [([0], "owned by nobody"), ([0, 1, 1], "owned 2 times")])
-def test_a_metadata_that_lists_a_chunk_never_or_twice_is_refused(
-    kept: list[int], said: str, made: Path, tmp_path: Path
-) -> None:
+def test_a_metadata_that_lists_a_chunk_never_or_twice_is_refused(kept, said, made, tmp_path):
     shutil.copytree(made / "titan", tmp_path / "titan")
     path = tmp_path / "titan" / ".metadata"
     metadata = pickle.loads(path.read_bytes())
@@ -118,9 +110,7 @@ def test_a_metadata_that_lists_a_chunk_never_or_twice_is_refused(
         read_foreign(tmp_path / "titan")
 
 
-def test_compressed_chunks_and_steps_that_differ_between_weights_are_refused(
-    made: Path, tmp_path: Path
-) -> None:
+def test_compressed_chunks_and_steps_that_differ_between_weights_are_refused(made, tmp_path):
     shutil.copytree(made / "titan", tmp_path / "packed")
     path = tmp_path / "packed" / ".metadata"
     metadata = pickle.loads(path.read_bytes())
@@ -138,7 +128,7 @@ def test_compressed_chunks_and_steps_that_differ_between_weights_are_refused(
         read_foreign(tmp_path / "steps")
 
 
-def test_quantised_forms_are_refused_by_name(made: Path, tmp_path: Path) -> None:
+def test_quantised_forms_are_refused_by_name(made, tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(BadInput, match="GGUF"):
         convert(tmp_path / "model.gguf", tmp_path / "out", config=made / "hf")

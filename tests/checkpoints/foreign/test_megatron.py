@@ -1,20 +1,16 @@
 """Checkpoints of Megatron become the same model bit for bit, or are refused with the reason."""
 
-from __future__ import annotations
-
 import tarfile
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from megatron_by_hand import FUSED, extra_state, whole, write_dist
-from megatron_models import MODELS, MegatronModel
+from megatron_models import MODELS
 from safetensors.torch import load_file
 from trilith.checkpoints import convert, load_model, read_source, restore_model, save_model
-from trilith.checkpoints.source import Source
 from trilith.cli.app import run
 from trilith.parallel_state import BadCheckpoint, BadInput, Box
 
@@ -24,40 +20,38 @@ WRITTEN = {
 }
 
 
-def model_of(name: str) -> MegatronModel:
+def model_of(name):
     return next(MODELS[one] for one in sorted(MODELS, key=len, reverse=True) if name.startswith(one))
 
 
-def unpacked(name: str, folder: Path) -> tuple[Path, Path]:
+def unpacked(name, folder):
     """Return the checkpoint, and a folder with the config and without weights."""
     with tarfile.open(WRITTEN[name]) as tar:
         tar.extractall(folder, filter="data")
     return folder / "iter_0000003", config_of(model_of(name), folder)
 
 
-def config_of(m: MegatronModel, folder: Path, **changed: Any) -> Path:
+def config_of(m, folder, **changed):
     made = folder / "config"
     made.mkdir(exist_ok=True)
     replace(m, config=m.config | changed).write_config(made)
     return made
 
 
-def assert_same(folder: Path, m: MegatronModel) -> None:
+def assert_same(folder, m):
     """The folder of Hugging Face holds the model's tensors and no others, bit for bit."""
     found, wanted = load_file(folder / "model.safetensors"), m.tensors()
     assert found.keys() == wanted.keys()
     assert [name for name, value in wanted.items() if not torch.equal(found[name], value)] == []
 
 
-def test_every_form_has_an_archive_by_the_real_writer() -> None:
+def test_every_form_has_an_archive_by_the_real_writer():
     forms = ("llama", "llama_flat", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe")
     assert set(WRITTEN) == {*forms, *(f"{one}_legacy" for one in ("llama", "gpt2", "mixtral", "qwen3_moe"))}
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_every_tensor_of_a_megatron_checkpoint_is_hugging_faces_bit_for_bit(
-    name: str, tmp_path: Path
-) -> None:
+def test_every_tensor_of_a_megatron_checkpoint_is_hugging_faces_bit_for_bit(name, tmp_path):
     checkpoint, config = unpacked(name, tmp_path)
     plan = convert(checkpoint, tmp_path / "hf", config=config, to="hf")
     assert_same(tmp_path / "hf", model_of(name))
@@ -65,7 +59,7 @@ def test_every_tensor_of_a_megatron_checkpoint_is_hugging_faces_bit_for_bit(
 
 
 @pytest.mark.parametrize("name", ["llama_legacy", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe_legacy"])
-def test_logits_after_conversion_are_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_after_conversion_are_transformers(name, tmp_path):
     checkpoint, config = unpacked(name, tmp_path)
     convert(checkpoint, tmp_path / "sharded", config=config, tensor=2, pipeline=2)
     ids = torch.arange(12)[None] % 27
@@ -75,7 +69,7 @@ def test_logits_after_conversion_are_transformers(name: str, tmp_path: Path) -> 
     assert float((ours - theirs).abs().max()) < 1e-5 * float(theirs.abs().max())
 
 
-def moment(source: Source, kind: str, hf: str) -> torch.Tensor:
+def moment(source, kind, hf):
     """Return a moment by the name of Hugging Face's tensor, of a model whose tensors are alike in both."""
     ours = {link.hf: link.ours for link in source.family.links(source.model_config)[0]}
     name = f"optimizer.{kind}.{ours[hf]}"
@@ -83,9 +77,7 @@ def moment(source: Source, kind: str, hf: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_flat"])
-def test_moments_of_both_readable_forms_are_the_weights_moments_bit_for_bit(
-    name: str, tmp_path: Path
-) -> None:
+def test_moments_of_both_readable_forms_are_the_weights_moments_bit_for_bit(name, tmp_path):
     checkpoint, config = unpacked(name, tmp_path)
     convert(checkpoint, tmp_path / "sharded", config=config, tensor=2, pipeline=2)
     source = read_source(tmp_path / "sharded")
@@ -95,19 +87,19 @@ def test_moments_of_both_readable_forms_are_the_weights_moments_bit_for_bit(
             assert torch.equal(moment(source, kind, hf), value), (kind, hf)
 
 
-def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+def step(model, optimizer, number):
     optimizer.zero_grad()
     ids = (torch.arange(16)[None] * (number + 2)) % 27
     model(ids).logsumexp(-1).sum().backward()
     optimizer.step()
 
 
-def start(folder: Path) -> tuple[Any, torch.optim.AdamW]:
+def start(folder):
     model = load_model(folder)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def test_a_run_from_imported_moments_goes_on_as_the_run_that_wrote_them(tmp_path: Path) -> None:
+def test_a_run_from_imported_moments_goes_on_as_the_run_that_wrote_them(tmp_path):
     m = MODELS["llama"]
     begin = tmp_path / "begin"
     begin.mkdir()
@@ -142,7 +134,7 @@ def test_a_run_from_imported_moments_goes_on_as_the_run_that_wrote_them(tmp_path
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "model."])
-def test_numbered_layers_with_norms_of_transformer_engine_are_read(prefix: str, tmp_path: Path) -> None:
+def test_numbered_layers_with_norms_of_transformer_engine_are_read(prefix, tmp_path):
     m = MODELS["llama"]
     weights = {}
     for name, value in whole(m).items():
@@ -156,7 +148,7 @@ def test_numbered_layers_with_norms_of_transformer_engine_are_read(prefix: str, 
     assert any("states nothing about the model" in line for line in plan.source.warnings)
 
 
-def test_the_model_in_megatron_bridges_file_is_compared_with_the_config(tmp_path: Path) -> None:
+def test_the_model_in_megatron_bridges_file_is_compared_with_the_config(tmp_path):
     m = MODELS["llama"]
     written = write_dist(tmp_path / "iter_0000003", whole(m), args=None)
     stated = (
@@ -178,9 +170,7 @@ def test_the_model_in_megatron_bridges_file_is_compared_with_the_config(tmp_path
             read_source(written, config=config_of(m, tmp_path))
 
 
-def test_moments_that_depend_on_the_ranks_are_left_and_the_flag_for_readable_ones_told(
-    tmp_path: Path,
-) -> None:
+def test_moments_that_depend_on_the_ranks_are_left_and_the_flag_for_readable_ones_told(tmp_path):
     m = MODELS["llama"]
     place = (
         "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
@@ -195,15 +185,15 @@ def test_moments_that_depend_on_the_ranks_are_left_and_the_flag_for_readable_one
     assert manifest is not None and manifest.kind == "weights"
 
 
-def shared_dicts() -> dict[str, Any]:
+def shared_dicts():
     """Return dicts that are the same one a hundred times over, on each of six levels."""
-    inside: dict[str, Any] = {"number": 1}
+    inside = {"number": 1}
     for _ in range(6):
         inside = {str(number): inside for number in range(100)}
     return inside
 
 
-def other_args(**changed: Any) -> Namespace:
+def other_args(**changed):
     return Namespace(**vars(MODELS["llama"].args) | changed)
 
 
@@ -226,8 +216,8 @@ def other_args(**changed: Any) -> Namespace:
     ],
 )
 def test_an_argument_that_disagrees_with_the_config_is_refused_by_both_names(
-    argument: str, changed: object, field: str, tmp_path: Path
-) -> None:
+    argument, changed, field, tmp_path
+):
     args = other_args(**{argument: changed})
     written = write_dist(
         tmp_path / "iter_0000003", {"embedding.word_embeddings.weight": torch.zeros(32, 16)}, args=args
@@ -251,9 +241,7 @@ LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
     ],
     ids=["llama3", "linear"],
 )
-def test_a_factor_of_the_scaled_rotation_that_differs_is_refused(
-    stated: dict[str, Any], scaling: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_a_factor_of_the_scaled_rotation_that_differs_is_refused(stated, scaling, said, tmp_path):
     embedding = {"embedding.word_embeddings.weight": torch.zeros(32, 16)}
     written = write_dist(tmp_path / "iter_0000003", embedding, args=other_args(**stated))
     config = config_of(MODELS["llama"], tmp_path, rope_scaling=scaling | {"factor": 8.0})
@@ -271,9 +259,7 @@ def test_a_factor_of_the_scaled_rotation_that_differs_is_refused(
         ("moe_intermediate_size", 16, "moe_ffn_hidden_size"),
     ],
 )
-def test_experts_that_disagree_with_the_config_are_refused(
-    field: str, changed: object, argument: str, tmp_path: Path
-) -> None:
+def test_experts_that_disagree_with_the_config_are_refused(field, changed, argument, tmp_path):
     checkpoint, _ = unpacked("qwen2_moe", tmp_path)
     config = config_of(MODELS["qwen2_moe"], tmp_path, **{field: changed})
     with pytest.raises(BadInput, match=rf"args\.{argument}"):
@@ -283,7 +269,7 @@ def test_experts_that_disagree_with_the_config_are_refused(
 @pytest.mark.parametrize(
     "argument", ["rotary_interleaved", "num_layers", "apply_layernorm_1p", "multi_latent_attention"]
 )
-def test_a_model_whose_weights_mean_something_else_is_refused(argument: str, tmp_path: Path) -> None:
+def test_a_model_whose_weights_mean_something_else_is_refused(argument, tmp_path):
     written = write_dist(
         tmp_path / "iter_0000003",
         {"embedding.word_embeddings.weight": torch.zeros(32, 16)},
@@ -293,7 +279,7 @@ def test_a_model_whose_weights_mean_something_else_is_refused(argument: str, tmp
         read_source(written, config=config_of(MODELS["llama"], tmp_path))
 
 
-def test_a_family_that_scales_what_megatron_cannot_is_refused(tmp_path: Path) -> None:
+def test_a_family_that_scales_what_megatron_cannot_is_refused(tmp_path):
     m = MODELS["llama"]
     written = write_dist(tmp_path / "iter_0000003", whole(m), args=m.args)
     changed = {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "embedding_multiplier": 12.0}
@@ -301,7 +287,7 @@ def test_a_family_that_scales_what_megatron_cannot_is_refused(tmp_path: Path) ->
         read_source(written, config=config_of(m, tmp_path, **changed))
 
 
-def test_another_backend_is_refused_with_the_flag(tmp_path: Path) -> None:
+def test_another_backend_is_refused_with_the_flag(tmp_path):
     m = MODELS["llama"]
     written = write_dist(tmp_path / "iter_0000003", {"a": torch.zeros(1)}, args=m.args)
     (written / "metadata.json").write_text('{"sharded_backend": "zarr"}')
@@ -309,7 +295,7 @@ def test_another_backend_is_refused_with_the_flag(tmp_path: Path) -> None:
         read_source(written, config=config_of(m, tmp_path))
 
 
-def test_the_folder_of_a_run_means_its_newest_step(tmp_path: Path) -> None:
+def test_the_folder_of_a_run_means_its_newest_step(tmp_path):
     m = MODELS["llama"]
     write_dist(tmp_path / "run" / "iter_0000003", whole(m), args=m.args)
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("3\n")
@@ -320,14 +306,14 @@ def test_the_folder_of_a_run_means_its_newest_step(tmp_path: Path) -> None:
         read_source(tmp_path / "run", config=tmp_path / "config")
 
 
-def test_more_layers_than_a_model_has_are_refused(tmp_path: Path) -> None:
+def test_more_layers_than_a_model_has_are_refused(tmp_path):
     stack = {"decoder.layers.mlp.linear_fc2.weight": torch.zeros((1 << 16) + 1, 1)}
     written = write_dist(tmp_path / "iter_0000003", stack, args=MODELS["llama"].args)
     with pytest.raises(BadInput, match="at most 65,536 layers"):
         read_source(written, config=config_of(MODELS["llama"], tmp_path))
 
 
-def test_an_optimizer_of_shared_dicts_is_walked_once(tmp_path: Path) -> None:
+def test_an_optimizer_of_shared_dicts_is_walked_once(tmp_path):
     m = MODELS["llama"]
     states = {one: whole(m, one) for one in MOMENTS}
     written = write_dist(tmp_path / "iter_0000003", whole(m), args=m.args, states=states)
@@ -335,9 +321,7 @@ def test_an_optimizer_of_shared_dicts_is_walked_once(tmp_path: Path) -> None:
     assert read_source(written, config=config_of(m, tmp_path)).trains
 
 
-def test_the_commands_read_a_checkpoint_of_megatron(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_read_a_checkpoint_of_megatron(tmp_path, capsys):
     checkpoint, config = map(str, unpacked("llama_legacy", tmp_path))
     out = str(tmp_path / "out")
     assert run(["convert", checkpoint, out, "--config", config, "--tensor", "2", "--pipeline", "2"]) == 0
@@ -348,7 +332,7 @@ def test_the_commands_read_a_checkpoint_of_megatron(
     assert "Megatron legacy" in said and "equal, bit for bit" in said and "vocab_size = 1 to 32" in said
 
 
-def test_a_flipped_bit_in_a_megatron_checkpoint_is_found(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_a_megatron_checkpoint_is_found(tmp_path):
     checkpoint, config = unpacked("gpt2", tmp_path)
     source = read_source(checkpoint, config=config)
     part = source.catalog["transformer.h.0.mlp.c_fc.weight"].parts[0]

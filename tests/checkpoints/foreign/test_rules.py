@@ -1,23 +1,18 @@
 """Rules and chunks together: however either side is cut, the elements are those of the foreign tensor."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from support.configs import WHOLE
 from trilith.checkpoints.foreign.catalog import assemble, assembled
 from trilith.checkpoints.foreign.checkpoint import Chunk, ForeignCheckpoint, ForeignTensor
 from trilith.checkpoints.foreign.rules import Rule, Table, foreign_shapes, pieces
 from trilith.models import family_of
 from trilith.parallel_state import BadInput, Box
 from trilith.storage.torch_archive import open_state_dict
-from trilith.testing.tiny_models import WHOLE
 
 CONFIG = WHOLE | {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 FAMILY = family_of(CONFIG)
@@ -27,7 +22,7 @@ Q, K, V, UP = (
     f"model.layers.{{i}}.{one}_proj.weight" for one in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.up")
 )
 #: Each kind of rule, and what makes the foreign tensor of block 1 of Hugging Face's.
-KINDS: dict[str, tuple[Rule, Callable[[dict[str, Tensor]], Tensor]]] = {
+KINDS = {
     "interleaved": (
         Rule(foreign="{i}.q", hf=Q, interleaved="num_attention_heads"),
         lambda w: w[Q].view(4, 2, 2, 16).transpose(1, 2).reshape(16, 16),
@@ -53,7 +48,7 @@ KINDS: dict[str, tuple[Rule, Callable[[dict[str, Tensor]], Tensor]]] = {
 }
 
 
-def cut(tensor: Tensor, ends: list[list[int]]) -> list[Box]:
+def cut(tensor, ends):
     """Return boxes that tile a tensor, cut at these indices of each dim."""
     boxes = [Box.whole(tuple(tensor.shape))]
     for dim, at in enumerate(ends):
@@ -64,16 +59,14 @@ def cut(tensor: Tensor, ends: list[list[int]]) -> list[Box]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(KINDS)), st.data())
-def test_any_cut_into_chunks_gives_the_tensors_of_hugging_face(
-    tmp_path_factory: pytest.TempPathFactory, kind: str, data: st.DataObject
-) -> None:
+def test_any_cut_into_chunks_gives_the_tensors_of_hugging_face(tmp_path_factory, kind, data):
     rule, make = KINDS[kind]
     weights = {
         name: torch.arange(float(torch.Size(HF[name.format(i=1)]).numel())).view(HF[name.format(i=1)])
         + number
         for number, name in enumerate((Q, K, V, UP))
     }
-    theirs: Tensor = make(weights)
+    theirs = make(weights)
     ends = [data.draw(st.lists(st.integers(1, n), max_size=3)) for n in theirs.shape]
     boxes = cut(theirs, ends)
     path = tmp_path_factory.mktemp("chunks") / "chunks.pt"
@@ -93,7 +86,7 @@ def test_any_cut_into_chunks_gives_the_tensors_of_hugging_face(
     assert foreign_shapes(Table(rule=[rule]), "llama", HF, MODEL)[name] == tuple(theirs.shape) or rule.padded
 
 
-def tried(found: ForeignCheckpoint, rule: Rule, wanted: dict[str, Tensor]) -> dict[str, list]:
+def tried(found, rule, wanted):
     """Assemble only the wanted tensors: those of block 1 of a family that has no other ones."""
     hf = {name: tuple(weight.shape) for name, weight in wanted.items()}
     shapes = {name: one.shape for name, one in found.tensors.items()}
@@ -101,7 +94,7 @@ def tried(found: ForeignCheckpoint, rule: Rule, wanted: dict[str, Tensor]) -> di
     return {name: [*assembled(found, name, hf[name], tied[name], found.tensors).chunks] for name in hf}
 
 
-def test_rules_for_other_families_and_uneven_shapes_are_not_used(tmp_path: Path) -> None:
+def test_rules_for_other_families_and_uneven_shapes_are_not_used(tmp_path):
     rule = Rule(foreign="{i}.up", hf=UP, only=["gpt2"])
     assert pieces(Table(rule=[rule]), "llama", {"1.up": (24, 16)}, HF, MODEL, "here") == {}
     with pytest.raises(BadInput, match=r"^here: 1\.up: expected .*\[24, 16\], found \[29, 16\].*wrong table"):

@@ -7,8 +7,6 @@ Neither program is needed for the tests. ``documents.jsonl`` and ``tokenizer/``,
 and 256 the end of a document, say what the ids are.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 import sys
@@ -33,7 +31,7 @@ TEXTS = [
 DOCUMENTS = [[*text.encode(), END] for text in TEXTS]
 
 
-def write_tokenizer() -> None:
+def write_tokenizer():
     # The byte-level alphabet in the order of the bytes, as in GPT-2: an id is a byte.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -45,9 +43,7 @@ def write_tokenizer() -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(HERE / "tokenizer")
 
 
-def write_megatron(
-    name: str, dtype: type[np.number], *, halves: bool = False, pictures: bool = False
-) -> None:
+def write_megatron(name, dtype, *, halves=False, pictures=False):
     """``halves``: two sequences and an empty document for each document, as with --split-sentences."""
     builder = IndexedDatasetBuilder(str(HERE / f"{name}.bin"), dtype=dtype, multimodal=pictures)
     for number, ids in enumerate(DOCUMENTS):
@@ -58,7 +54,7 @@ def write_megatron(
     builder.finalize(str(HERE / f"{name}.idx"))
 
 
-def write_datatrove(name: str, token_size: int) -> None:
+def write_datatrove(name, token_size):
     file = TokenizedFile(
         str(HERE), name, tokenizer_name_or_path="bytes", save_final_metadata=True, token_size=token_size
     )
@@ -67,7 +63,7 @@ def write_datatrove(name: str, token_size: int) -> None:
     file.close()
 
 
-def check(prefix: str) -> None:
+def check(prefix):
     read = IndexedDataset(prefix)
     assert [read[n].tolist() for n in range(len(read))] == DOCUMENTS, prefix
     assert read.document_indices.tolist() == [*range(len(DOCUMENTS) + 1)], prefix

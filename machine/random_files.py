@@ -1,0 +1,50 @@
+"""Write Hugging Face folders of any size, with no model in memory, and token files, with random content."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..checkpoints.hugging_face.writer import MAX_SHARD_SIZE, HFFolderWriter
+from ..data.token_writer import TokenWriter
+from ..models import family_of
+from ..parallel_state import Box
+from ..storage.dtypes import TORCH
+
+_DRAWN = 1 << 22
+
+
+def write_hf_folder(
+    folder: Path, config: Mapping[str, Any], *, dtype: str = "F32", max_shard_size: int = MAX_SHARD_SIZE
+) -> int:
+    """Write a new folder as transformers would save it; return the bytes of its weights.
+
+    ``dtype``: by the format's name. Tensors differ from each other, and so do neighbouring elements of a
+    small one.
+    """
+    family = family_of(config)
+    _, shapes = family.links(family.from_hf(config))
+    pool = torch.from_numpy(np.random.default_rng(0).standard_normal(_DRAWN, dtype=np.float32)).to(
+        TORCH[dtype]
+    )
+    folder.mkdir(parents=True)
+    spec = {name: (dtype, shape) for name, shape in shapes.items()}
+    writer = HFFolderWriter(folder, family.to_hf(family.from_hf(config)), spec, max_shard_size=max_shard_size)
+    for number, (name, shape) in enumerate(shapes.items()):
+        flat = torch.empty(torch.Size(shape).numel(), dtype=pool.dtype)
+        for at in range(0, flat.numel(), _DRAWN):
+            flat[at : at + _DRAWN] = pool.roll(number)[: flat.numel() - at]
+        writer.writers[writer.place[name]].write(name, Box.whole(shape), flat.view(shape))
+    return sum(one.size for one in writer.finish())
+
+
+def write_tokens(name: Path, *, count: int = 4000, vocab_size: int = 131, seed: int = 0) -> Path:
+    """Write a token file of random ids."""
+    with TokenWriter(name, vocab_size=vocab_size) as writer:
+        writer.add(np.random.default_rng(seed).integers(0, vocab_size, count))
+        writer.commit()
+    return name

@@ -1,1 +1,0 @@
-"""Run tests on processes that are reused as ranks."""

@@ -1,0 +1,237 @@
+"""The bench: its report on this machine, that a part that fails is a row, and what it refuses."""
+
+import json
+import os
+import re
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from trilith.cli.app import run
+from trilith.machine import Finding, Report, Row, cases, groups_of_parameters, layouts, links
+from trilith.machine import run as run_module
+from trilith.machine.cases import PARTS, Bench
+from trilith.machine.page import make_page, shown_figure
+from trilith.machine.row import Case
+from trilith.parallel_state import Box, ParallelState
+from trilith.planner.time import machine_from_bench
+from trilith.recipes.recipe import parse_recipe
+
+Out = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+
+
+def test_the_quick_bench_measures_every_part_and_leaves_a_json_and_a_page(tmp_path, monkeypatch, capsys):
+    out, finding = tmp_path / "new" / "out", Finding("disk", str(tmp_path), "ok", "written", "")
+    monkeypatch.setattr(run_module, "diagnose", lambda folders: [finding])  # test_doctor.py has a real one
+    assert run(["bench", "--quick", "--device", "cpu", "--out", str(out)]) == 0, capsys.readouterr()
+    assert sorted(path.name for path in out.iterdir()) == ["bench.html", "bench.json"]
+    report = json.loads((out / "bench.json").read_text())
+    rows = {f"{row['part']}: {row['what']}": row for row in report["rows"]}
+    assert [*dict.fromkeys(row["part"] for row in report["rows"])] == [*PARTS]
+    assert {row["status"] for row in rows.values()} == {"done", "passed"}
+    assert all(row["figures"] and None not in row["figures"].values() for row in rows.values())
+    assert report["machine"]["torch"] == torch.__version__
+    assert report["doctor"] == [asdict(finding)]
+    reached = machine_from_bench(out / "bench.json").efficiency
+    assert reached.source.startswith("measured") and reached.again["selective"] > 0
+    assert {*reached.collectives} == {"none", "full", "selective", "every"}
+    assert report["machine"]["ranks"] == 2 and "2 ranks at once" in rows["speed: the device itself"]["note"]
+    layer = rows["layers: MLP 16 wide at tensor 1"]["figures"]
+    assert layer["operators, ours"] == layer["operators, torch.nn"]
+    exact = [row["figures"] for row in rows.values() if row["part"] == "parity"]
+    assert len(exact) == 3 and all(one["fp64: gradients"] < 1e-12 < one["bf16: gradients"] for one in exact)
+    step = rows["mfu: tiny Llama, eager"]["figures"]
+    assert step["tokens/s"] == pytest.approx(64 / step["ms a step"] * 1e3)
+    page = (out / "bench.html").read_text()
+    assert "<script" not in page and "http" not in re.sub(r'"http://www\.w3\.org/[^"]*"|http-equiv', "", page)
+    assert all(row["what"] in page for row in rows.values()) and "<svg" in page
+    said = capsys.readouterr().out
+    assert all(name in said for name in rows) and "please send both" in said
+
+
+def raises():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB")
+
+
+def is_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def hangs():
+    time.sleep(60)
+    return {}
+
+
+def differs():
+    return {"figures": {"fp64: loss": 1.0}, "status": "differs", "note": "too far"}
+
+
+def fine():
+    return {"figures": {"rate": 2.0, "odd": float("inf")}}
+
+
+def test_a_part_that_fails_is_a_row_and_the_others_still_run(tmp_path, monkeypatch, capsys):
+    chosen = [
+        Case("mfu", "raises", raises, note="8 of 32 blocks"),
+        Case("mfu", "is killed", is_killed, world=2),
+        Case("mfu", "hangs", hangs, seconds=1.0),
+        Case("mfu", "differs", differs),
+        Case("mfu", "left out", note="one GPU"),
+        Case("mfu", "fine", fine),
+    ]
+    monkeypatch.setattr(run_module, "cases", lambda bench, parts: chosen)
+    monkeypatch.setattr(run_module, "diagnose", lambda folders: [])
+    assert run(["bench", "--device", "cpu", "--out", str(tmp_path)]) == 1
+    report = json.loads((tmp_path / "bench.json").read_text())
+    rows = {row["what"]: row for row in report["rows"]}
+    assert [row["status"] for row in report["rows"]] == [*["failed"] * 3, "differs", "left out", "done"]
+    assert rows["raises"]["note"] == (
+        "rank 0 torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 7 GiB; 8 of 32 blocks"
+    )
+    assert "in raises" in rows["raises"]["output"]
+    assert "was killed by SIGKILL" in rows["is killed"]["note"]
+    assert "did not end within 1 s" in rows["hangs"]["note"]
+    assert rows["fine"]["figures"] == {"rate": 2.0, "odd": None}
+    page = (tmp_path / "bench.html").read_text()
+    assert "out of memory" in page and "left out" in page
+
+
+def test_what_would_begin_after_the_time_is_left_out(monkeypatch):
+    row = run_module._measured(Case("mfu", "late", fine), left=1.0, minutes=3.0)
+    assert row.status == "left out" and "--minutes" in row.note and "--only mfu" in row.note
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--only", "mfu,spped"], "bench: --only: expected parts among speed, parity, .*, found spped"),
+        (["--device", "tpu"], "bench: --device: expected cpu or cuda, found tpu"),
+        (["--minutes", "0"], "'--minutes': Input should be greater than or equal to 0.1"),
+        (["--out", "file"], "expected a file in a folder, found .*file, which is a file"),
+        (["--out", "earlier"], "earlier/bench.json: expected a new file"),
+        pytest.param(
+            ["--device", "cuda"],
+            "expected cpu: this machine has no CUDA device, found cuda",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one here"),
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line_and_leaves_nothing(
+    words, says, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "earlier").mkdir()
+    (tmp_path / "earlier" / "bench.json").write_text("mine")
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    assert run(["bench", "--quick", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and re.search(says, error), error
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+
+
+def on_gpus(count, memory=84e9, room=100e9):
+    return Bench("cuda", count, int(memory), int(room), Path("nowhere"))
+
+
+def test_on_one_gpu_as_many_blocks_are_trained_as_the_planner_lets_fit():
+    bench = on_gpus(1)
+    chosen = [*cases.cases(bench, ["mfu"])]
+    assert [case.what for case in chosen] == [
+        f"{size}, {mode}" for size in ("llama-3.2-1b", "llama-3.1-8b") for mode in ("eager", "compiled")
+    ]
+    for case in chosen:
+        recipe = parse_recipe(case.options["recipe"])
+        assert cases._planned(case.options["recipe"]) <= 84e9 and recipe.compute == "bfloat16"
+        assert recipe.compile == ("compiled" in case.what)
+    small, large = (parse_recipe(case.options["recipe"]).model.config for case in chosen[::2])
+    assert isinstance(small, dict) and small["num_hidden_layers"] == 16
+    assert isinstance(large, dict) and 1 <= large["num_hidden_layers"] < 32
+    assert f"{large['num_hidden_layers']} of 32 blocks" in chosen[2].note
+
+
+def test_on_eight_gpus_the_whole_8b_is_trained_and_layouts_run_on_the_gpus():
+    bench = on_gpus(8)
+    whole = next(case for case in cases.cases(bench, ["mfu"]) if "8b" in case.what)
+    recipe = parse_recipe(whole.options["recipe"])
+    assert (recipe.layout.data, recipe.layout.zero, whole.world) == (8, 3, 8)
+    assert isinstance(recipe.model.config, dict) and recipe.model.config["num_hidden_layers"] == 32
+    compared = [*cases.cases(bench, ["parity"])]
+    assert max(case.world for case in compared) == 8
+    assert {case.options["device"] for case in compared} == {"cuda"}
+    assert [case.world for case in cases.cases(bench, ["links"])] == [8]
+
+
+def test_a_layout_of_more_ranks_than_gpus_runs_on_the_cpu_and_says_so():
+    for case in cases.cases(on_gpus(1), ["parity"]):
+        assert case.options["device"] == ("cuda" if case.world == 1 else "cpu")
+        assert ("on the CPU over gloo" in case.note) == (case.world > 1)
+
+
+def test_what_the_machine_cannot_hold_is_left_out_with_the_reason():
+    small = on_gpus(1, memory=5e9, room=1e9)
+    left_out = [case for case in cases.cases(small) if case.work is None]
+    assert {case.part for case in left_out} == {"links", "mfu", "saving", "conversion"}
+    assert all(case.note for case in left_out)
+
+
+def test_a_piece_that_differs_is_seen_in_the_distance_of_all_gradients():
+    right, wrong = torch.ones(4, 4), torch.ones(4, 4)
+    wrong[2, 1] += 4.0
+    box = Box((2, 0), (4, 4))
+    whole = {"w": (Box.whole((4, 4)), True, right)}
+    assert layouts._apart(whole, {"w": (box, True, right[2:])}, ParallelState.alone()) == 0.0
+    found = layouts._apart(whole, {"w": (box, True, wrong[2:])}, ParallelState.alone())
+    assert found == pytest.approx(4 / 8**0.5)
+
+
+def strict(**options):
+    layouts.BOUNDS["fp64"] = -1.0
+    return layouts.compare_layout(**options)
+
+
+def test_a_layout_beyond_its_bound_differs():
+    case = Case("parity", "one process", strict, {"layout": {}, "device": "cpu"})
+    row = run_module._measured(case, left=100.0, minutes=10.0)
+    assert row.status == "differs" and "fp64 -1" in row.note
+
+
+def test_the_link_s_rate_is_the_sum_of_a_gpu_s_links():
+    text = "GPU 0: NVIDIA H100 80GB HBM3\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n"
+    assert links.link_rate(text) == pytest.approx(53.124) and links.link_rate("") == 0.0
+
+
+def test_a_group_of_parameters_is_never_sent_faster_than_in_a_loop(monkeypatch):
+    kinds = ("all_reduce", "all_gather", "reduce_scatter")
+    tiny, wide = dict(zip(kinds, (2e-3, -1e-3, 1e-3), strict=True)), dict.fromkeys(kinds, 6e-3)
+    exchanges = {16: (tiny, 1), 256: (wide, 4_000_000)}
+    monkeypatch.setattr(groups_of_parameters, "_exchanges", lambda world, width: exchanges[width])
+    loop = {"all-reduce: GB/s": 5.0, "all-gather: GB/s": 0.25, "reduce-scatter: GB/s": 5.0}
+    assert groups_of_parameters.exchange_figures(2, loop) == pytest.approx({
+        "all-reduce of a tiny block: us": 2000, "all-reduce of a block: GB/s": 1.0,
+        "all-gather of a tiny block: us": 0, "all-gather of a block: GB/s": 0.25,
+        "reduce-scatter of a tiny block: us": 1000, "reduce-scatter of a block: GB/s": 0.4,
+    })  # fmt: skip
+
+
+def test_the_page_escapes_what_comes_from_elsewhere():
+    harm = "<script>alert(1)</script>"
+    rows = [
+        Row("mfu", harm, "failed", {harm: harm, "peak: GB": 3.0, "planned: GB": 2.0}, harm, 1.0, harm),
+        Row("mfu", "good", "done", {"MFU, causal": 0.5, "peak: GB": 1.0, "planned: GB": 2.0}),
+    ]
+    page = make_page(Report({harm: harm}, [Finding(harm, harm, "ok", harm, harm)], rows))
+    assert harm not in page and page.count("&lt;script&gt;") > 8
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(12345.6, "12,346"), (0.48123, "0.4812"), (4.9e-16, "4.9e-16"), (None, "not finite"), ("a", "a")],
+)
+def test_figures_have_four_digits(value, text):
+    assert shown_figure(value) == text

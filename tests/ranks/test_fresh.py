@@ -1,0 +1,189 @@
+"""run_fresh: ranks of their own, whose exit codes and last words come back."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from trilith.parallel_state import BadCheckpoint
+from trilith.ranks.fresh_worker import leave
+from trilith.ranks.processes import templates
+from trilith.ranks.worker import wait_for_all
+from trilith.testing import RankError, run_fresh
+
+MARK = {"set": False}
+
+
+def add_up():
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print(f"rank {dist.get_rank()} sees {total.item():.0f}")
+
+
+def end_each_in_its_way():
+    match dist.get_rank():
+        case 1:
+            raise BadCheckpoint("step-10", expected="a manifest")
+        case 2:
+            raise KeyError("what")
+        case 3:
+            sys.exit(75)
+        case 4:
+            sys.exit("a word")
+        case 5:
+            os._exit(9)
+        case 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_a_peer():
+    if dist.get_rank() == 1:
+        print("rank 1 goes", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.barrier()
+    except RuntimeError:
+        sys.exit(3)
+
+
+def wait_in_vain():
+    if dist.get_rank() == 0:
+        time.sleep(1000)
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        print("gave up:", error)
+        sys.exit(3)
+
+
+def start_own_group():
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo")
+    add_up()
+    dist.destroy_process_group()
+
+
+def report_process():
+    assert not MARK["set"]
+    MARK["set"] = True
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TRILITH_PROBE")
+    print(os.getpid(), os.getcwd(), *(os.environ.get(name) for name in names))
+    print(
+        threading.active_count(),
+        threading.current_thread() is threading.main_thread(),
+        torch.get_num_threads(),
+    )
+
+
+def report_checks():
+    print(dist.get_debug_level())
+
+
+def report_preloaded():
+    print("trilith.cli.app" in sys.modules)
+
+
+def ignore_nothing():
+    print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    print(all(signal.getsignal(name) is signal.SIG_DFL for name in (signal.SIGTERM, signal.SIGCHLD)))
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(10)
+
+
+def leave_early():
+    import atexit
+
+    atexit.register(print, "an exit function")
+    threading.Thread(target=lambda: time.sleep(0.2) or print("a thread")).start()
+    leave(5)
+
+
+def leave_a_last_word():
+    import atexit
+
+    atexit.register(print, "at the very end")
+
+
+def test_ranks_work_together_and_end_with_0():
+    codes = run_fresh(add_up, 3)
+    assert codes == [0, 0, 0]
+    assert [code.output for code in codes] == [f"rank {rank} sees 3\n" for rank in range(3)]
+
+
+def test_no_rank_goes_on_before_all_have_joined():
+    store, gone = dist.HashStore(), []
+    limit = timedelta(seconds=20)
+    first = threading.Thread(target=lambda: (wait_for_all(store, 0, 2, limit), gone.append(0)))
+    first.start()
+    first.join(0.3)
+    assert not gone
+    wait_for_all(store, 1, 2, limit)
+    first.join(20)
+    assert gone == [0]
+
+
+def test_every_way_to_end_has_its_exit_code():
+    codes = run_fresh(end_each_in_its_way, 7)
+    assert codes == [0, 4, 1, 75, 1, 9, -signal.SIGKILL]
+    assert "BadCheckpoint: step-10: expected a manifest" in codes[1].output
+    assert "Traceback" in codes[2].output and "in end_each_in_its_way" in codes[2].output
+    assert "a word" in codes[4].output
+
+
+def test_survivors_of_a_killed_rank_end_by_themselves():
+    codes = run_fresh(lose_a_peer, 2, timeout=20)
+    assert codes == [3, -signal.SIGKILL]
+    assert codes[1].output == "rank 1 goes\n"
+
+
+def test_ranks_that_do_not_end_are_named_shown_and_killed():
+    with pytest.raises(RankError, match="rank 0 did not end within 4 s") as caught:
+        run_fresh(wait_in_vain, 2, timeout=4, group_timeout=1)
+    assert [failure.rank for failure in caught.value.failures] == [0]
+    assert "wait_in_vain" in caught.value.failures[0].output
+
+
+def test_a_function_may_start_its_own_process_group_as_under_torchrun():
+    codes = run_fresh(start_own_group, 2, process_group=False)
+    assert codes == [0, 0] and codes[0].output == "rank 0 sees 2\n"
+
+
+def test_processes_are_new_each_time_with_this_processs_environment_and_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRILITH_PROBE", "here")
+    monkeypatch.chdir(tmp_path)
+    seen = [code.output.split() for _ in range(2) for code in run_fresh(report_process, 2)]
+    assert len({words[0] for words in seen}) == 4
+    assert [words[1:6] for words in seen[:2]] == [
+        [str(tmp_path), str(r), str(r), "2", "here"] for r in (0, 1)
+    ]
+    assert all(words[-2:] == ["True", "1"] for words in seen)
+
+
+def test_a_rank_has_imported_what_the_templates_were_told_to():
+    assert "trilith.cli.app" in templates.preload
+    assert run_fresh(report_preloaded, 1)[0].output == "True\n"
+
+
+@pytest.mark.parametrize("level", ["DETAIL", "OFF"])
+def test_the_environment_sets_how_much_torch_checks(monkeypatch, level):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
+    assert run_fresh(report_checks, 1)[0].output.endswith(f"{level}\n")
+
+
+def test_signals_have_their_ordinary_handlers():
+    codes = run_fresh(ignore_nothing, 1)
+    assert codes == [-signal.SIGTERM] and codes[0].output == "True\nTrue\n"
+
+
+def test_a_rank_that_leaves_early_ends_its_threads_and_exit_functions():
+    (code,) = run_fresh(leave_early, 1)
+    assert code == 5 and code.output == "a thread\nan exit function\n"
+
+
+def test_the_interpreter_ends_as_a_scripts_does():
+    assert run_fresh(leave_a_last_word, 1)[0].output == "at the very end\n"

@@ -1,0 +1,257 @@
+"""run_parallel: functions go out to the ranks, results come back, and each call starts afresh."""
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial, wraps
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from trilith.parallel_state import Layout, ParallelState
+from trilith.ranks.processes import Rendezvous
+from trilith.testing import RankError, run_parallel
+
+#: The number of times that this process has executed this file; it outlives the module.
+LOADED = "loads of test_pool"
+sys.__dict__[LOADED] = sys.__dict__.get(LOADED, 0) + 1
+
+
+@dataclass
+class Parcel:
+    """A class that only this test module defines."""
+
+    number: int
+    tensor: torch.Tensor
+
+
+def add_ranks(x):
+    total = torch.tensor([float(dist.get_rank())], dtype=torch.float64)
+    dist.all_reduce(total)
+    return dist.get_rank(), dist.get_world_size(), x + total
+
+
+def describe_worker():
+    return os.getpid(), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], sys.__dict__[LOADED]
+
+
+def hash_a_string():
+    return hash("a string")
+
+
+def grow_parcel(parcel):
+    return Parcel(parcel.number + 1, parcel.tensor + dist.get_rank())
+
+
+def make_tensors():
+    large = torch.arange(1_000_000.0)
+    leaf = torch.ones(3, requires_grad=True)
+    return (
+        large[10:12],
+        large,
+        leaf,
+        leaf * 2,
+        torch.nn.Parameter(torch.zeros(2)),
+        torch.tensor(5.0).bfloat16(),
+    )
+
+
+def return_dtensor():
+    return distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+
+
+def speak():
+    print(f"out {dist.get_rank()}")
+    sys.stderr.write("err\n")
+
+
+def leave_traces():
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.rand(7)
+
+
+def find_traces():
+    return torch.get_default_dtype(), torch.is_grad_enabled(), torch.rand(3)
+
+
+def sum_over_axis(groups_before):
+    """Use the same mesh and the same operators, with other group names in each call."""
+    for _ in range(groups_before):
+        dist.new_group([0, 1])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+    x = DTensor.from_local(torch.full((2, 4), float(dist.get_rank())), mesh, [Shard(0)])
+    eye = DTensor.from_local(torch.eye(4), mesh, [Replicate()])
+    return (x @ eye).sum().full_tensor().item()
+
+
+def decorate(fn):
+    @wraps(fn)
+    def wrapper(*args):
+        return "wrapped", fn(*args)
+
+    return wrapper
+
+
+@decorate
+def decorated(x):
+    return x
+
+
+class Holder:
+    @staticmethod
+    def static(x):
+        return x * 2
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_each_rank_runs_the_function_and_results_come_back_in_rank_order(world):
+    results = run_parallel(add_ranks, world, torch.tensor([0.5], dtype=torch.float64))
+    assert [(rank, size) for rank, size, _ in results] == [(rank, world) for rank in range(world)]
+    assert all(total.item() == 0.5 + sum(range(world)) for _, _, total in results)
+
+
+def test_four_ranks_unless_asked_otherwise():
+    assert len(run_parallel(describe_worker)) == 4
+
+
+def test_workers_are_started_once_run_one_thread_and_load_a_test_module_once():
+    first, second = run_parallel(describe_worker, 4), run_parallel(describe_worker, 4)
+    assert first == second
+    assert len({pid for pid, *_ in first}) == 4
+    assert all(tuple(rest) == (1, "1", 1) for _, *rest in first)
+    assert run_parallel(describe_worker, 2) == first[:2], "a narrower call uses the same workers"
+
+
+def test_neighbours_hash_strings_differently_as_launched_ranks_do():
+    hashes = run_parallel(hash_a_string, 3)
+    assert hashes[0] != hashes[1] != hashes[2]
+
+
+@pytest.mark.slow  # seconds mean something on an idle machine only
+def test_a_call_costs_less_than_three_tenths_of_a_second():
+    """The best of five: 0.09 s on two cores, even with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    run_parallel(describe_worker, 4)
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        run_parallel(describe_worker, 4)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.3, seconds
+
+
+def test_classes_of_the_test_module_travel_both_ways():
+    parcels = run_parallel(grow_parcel, 2, Parcel(1, torch.zeros(2)))
+    assert [type(parcel) for parcel in parcels] == [Parcel, Parcel]
+    assert [parcel.number for parcel in parcels] == [2, 2]
+    assert parcels[1].tensor.tolist() == [1.0, 1.0]
+
+
+def test_tensors_arrive_as_ordinary_copies_of_what_they_show():
+    view, large, leaf, product, parameter, low = run_parallel(make_tensors, 1)[0]
+    assert view.tolist() == [10.0, 11.0]
+    assert view.untyped_storage().nbytes() == 8, "a view brings only what it shows"
+    assert large.shape == (1_000_000,) and not large.is_shared() and not view.is_shared()
+    assert leaf.requires_grad and leaf.is_leaf and product.requires_grad and product.is_leaf
+    assert isinstance(parameter, torch.nn.Parameter) and low.dtype is torch.bfloat16
+
+
+def test_a_dtensor_is_refused_as_a_result():
+    with pytest.raises(RankError, match="full_tensor") as caught:
+        run_parallel(return_dtensor, 2)
+    assert isinstance(caught.value.cause, TypeError)
+
+
+def test_functions_with_a_public_name_run_whatever_their_form():
+    assert run_parallel(decorated, 1, 3) == [("wrapped", 3)]
+    assert run_parallel(Holder.static, 1, 3) == [6]
+    assert run_parallel(os.path.join, 1, "a", "b") == ["a/b"]
+
+
+def test_functions_that_have_no_name_elsewhere_are_refused():
+    def inner():
+        return 0
+
+    for fn in (inner, lambda: 0):
+        with pytest.raises(ValueError, match="is a lambda or lives in another function"):
+            run_parallel(fn, 2)
+    for fn in (partial(add_ranks, 1), Holder().static.__get__(1), len):
+        with pytest.raises(ValueError, match="is not a plain function"):
+            run_parallel(fn, 2)
+
+
+def test_a_function_shadowed_by_another_is_refused():
+    original = decorated.__wrapped__  # the name `decorated` now leads to the wrapper
+    with pytest.raises(ValueError, match="something else under that name"):
+        run_parallel(original, 1, 1)
+
+
+def test_the_store_listens_on_this_machine_only():
+    rendezvous = Rendezvous()
+    port = f":{rendezvous.port:04X}"
+    rows = [
+        line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()
+    ]
+    listening = [
+        local.removesuffix(port) for _, local, _, state, *_ in rows if local.endswith(port) and state == "0A"
+    ]
+    assert listening == ["0100007F"]
+
+
+def test_a_world_without_ranks_is_refused():
+    with pytest.raises(ValueError, match="found 0"):
+        run_parallel(describe_worker, 0)
+
+
+def test_what_ranks_print_reaches_stderr_under_their_names(capsys):
+    run_parallel(describe_worker, 2)
+    capsys.readouterr()
+    run_parallel(speak, 2)
+    assert capsys.readouterr().err.splitlines() == [
+        "[rank 0] out 0",
+        "[rank 0] err",
+        "[rank 1] out 1",
+        "[rank 1] err",
+    ]
+
+
+def test_a_call_leaves_nothing_behind():
+    clean = run_parallel(find_traces, 2)
+    run_parallel(leave_traces, 2)
+    after = run_parallel(find_traces, 2)
+    assert clean[0][:2] == after[0][:2] == (torch.float32, True)
+    assert torch.equal(clean[0][2], after[0][2]), "seeds start at the same place"
+
+
+def test_a_later_call_does_not_meet_an_earlier_calls_groups():
+    assert run_parallel(sum_over_axis, 4, 0) == [8.0, 8.0, 40.0, 40.0]
+    assert run_parallel(sum_over_axis, 4, 1) == [8.0, 8.0, 40.0, 40.0]
+    assert run_parallel(sum_over_axis, 4, 2) == [8.0, 8.0, 40.0, 40.0]
+
+
+def hold_a_group_in_a_cycle():
+    held = [dist.new_group([0, 1])]
+    held.append(held)
+
+
+def hold_a_group_in_a_cache():
+    mesh = ParallelState.start(Layout.of(data=2, zero=1)).data_mesh
+    rows, columns = (distribute_tensor(torch.ones(4, 4), mesh, [Shard(dim)]) for dim in (0, 1))
+    assert float((rows + columns).full_tensor().sum()) == 32
+
+
+def count_threads():
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("hold", [hold_a_group_in_a_cycle, hold_a_group_in_a_cache])
+def test_groups_that_a_call_leaves_behind_are_ended_with_it(hold):
+    run_parallel(hold_a_group_in_a_cycle, 2)  # torch's own threads are there after the first groups
+    before = run_parallel(count_threads, 2)
+    for _ in range(3):
+        run_parallel(hold, 2)
+    assert run_parallel(count_threads, 2) == before

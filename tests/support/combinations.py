@@ -1,0 +1,206 @@
+"""Combine each pair of a run's choices in one covering array: families, axes, schedules, memory.
+
+Axes are of two ranks, two axes at most, so that a run has four ranks; one axis of four has a list of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import combinations
+from random import Random
+from typing import Any
+
+from trilith.pipeline import SCHEDULE_NAMES, schedule_kind
+from trilith.recipes.sections import LayoutSection, MemorySection
+from trilith.testing.short_training import Case
+
+from support.configs import EXPERTS, MODELS
+
+# The array has one of several families with the same blocks and layers; test_families has every family.
+FAMILIES = (
+    *("llama", "llama-tied-kv1", "gpt2", "mistral", "gemma2", "mixtral", "glm4_moe"),
+    *("deepseek_v3", "qwen3_next", "granitemoehybrid"),
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Describe one run. The defaults are those of a run that chooses nothing."""
+
+    model: str
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    context: int = 1
+    replicas: int = 1
+    expert: int = 1
+    zero: int = 0
+    sequence: bool = False
+    ring: bool = False
+    schedule: str = "1f1b"
+    split: bool = False  # stages cut by hand
+    micro_batch: int = 1
+    smoothing: float = 0.0
+    documents: bool = False  # several a row
+    trains: str = "all"  # or "frozen", all but one block, or "lora"
+    checkpointing: str = "none"
+    loss_chunk: int = 0
+    offload: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.tensor * self.pipeline * self.data * self.context
+
+    @property
+    def stages(self) -> int:
+        return self.pipeline * (schedule_kind(self.schedule).virtual_stages if self.pipeline > 1 else 1)
+
+    @property
+    def blocks(self) -> int:
+        """Return how many blocks the model has here: three if each stage can have one, or else all."""
+        return min(3, blocks(self.model)) if self.stages < 3 else blocks(self.model)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Return the model's config.json as a dict."""
+        return MODELS[self.model] | {_key(self.model): self.blocks}
+
+    @property
+    def samples(self) -> int:
+        """Return the rows of a step: two micro-batches a data rank, or as many as the schedule needs."""
+        return (
+            self.data
+            * self.micro_batch
+            * max(2, schedule_kind(self.schedule).least_micro_batches(self.pipeline))
+        )
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """Return the recipe's section ``layout``."""
+        section: dict[str, Any] = {
+            key: getattr(self, key) for key in ("tensor", "pipeline", "data", "context")
+        }
+        section |= {"data_replicate": self.replicas, "expert": self.expert, "zero": self.zero}
+        section |= {"sequence": self.sequence, "ring": self.ring}
+        if self.pipeline > 1:
+            section["schedule"] = self.schedule
+        if self.split:
+            rest = self.blocks - self.stages + 1
+            section["split"] = [1, rest] if self.stages == 2 else [1, rest, *[1] * (self.stages - 2)]
+        return section
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in ("checkpointing", "loss_chunk", "offload")}
+
+    @property
+    def case(self) -> Case:
+        """Return what to train."""
+        section = LayoutSection.model_validate(self.section)
+        return Case(
+            self.config,
+            section.layout,
+            split=None if section.split is None else tuple(section.split),
+            schedule=self.schedule,
+            micro_batch=self.micro_batch,
+            samples=self.samples,
+            label_smoothing=self.smoothing,
+            z_loss=self.smoothing / 10,
+            documents=self.documents,
+            clip=0.05 if self.trains == "all" else 1e-3,
+            frozen=r"^(?!.*(layers|h)\.2\.)" if self.trains == "frozen" else None,
+            lora={"r": 3, "target_modules": "all-linear"} if self.trains == "lora" else None,
+            memory=MemorySection.model_validate(self.memory),
+        )
+
+    def __str__(self) -> str:
+        chosen = {key: value for key, value in asdict(self).items() if value != getattr(Choice, key, None)}
+        return "-".join(f"{value}" if key == "model" else f"{key}={value}" for key, value in chosen.items())
+
+
+def blocks(model: str) -> int:
+    return int(MODELS[model][_key(model)])
+
+
+def _key(model: str) -> str:
+    return "num_hidden_layers" if "num_hidden_layers" in MODELS[model] else "n_layer"
+
+
+def draw(random: Random) -> Choice:
+    """Draw a choice that a recipe may make, and of which each value changes the run."""
+    pick, model = random.choice, random.choice(FAMILIES)
+    two = random.sample(("tensor", "pipeline", "data", "context"), random.choice((1, 2, 2)))
+    sizes: dict[str, Any] = {axis: 2 for axis in two}
+    data, context = sizes.get("data", 1), sizes.get("context", 1)
+    more: dict[str, Any] = {}
+    if "pipeline" in sizes:
+        kinds = [name for name in SCHEDULE_NAMES if 2 * schedule_kind(name).virtual_stages <= blocks(model)]
+        more |= {"schedule": pick(kinds), "split": pick((False, True))}
+    if data * context > 1:
+        more["zero"] = pick((0, 1, 2, 3))
+        more["replicas"] = pick((1, 2)) if data > 1 and more["zero"] else 1
+        if model in EXPERTS:
+            shards = data * context // more["replicas"]
+            more["expert"] = pick([size for size in (1, 2, 4) if shards % size == 0])
+    schedule = more.get("schedule", "1f1b")
+    if not schedule_kind(schedule).two_backwards:
+        more["checkpointing"] = pick(("none", "selective", "every", "full"))
+        more["loss_chunk"] = 0 if schedule == "gpipe" else pick((0, 5))
+    return Choice(
+        model,
+        **sizes,
+        **more,
+        sequence="tensor" in sizes and pick((False, True)),
+        ring="context" in sizes and pick((False, True)),
+        micro_batch=pick((1, 2)),
+        smoothing=pick((0.0, 0.1)),
+        documents=pick((False, True)),
+        trains=pick(("all", "frozen", "lora")),
+        offload=pick((False, True)),
+    )
+
+
+def pairs(choice: Choice) -> frozenset[tuple[object, ...]]:
+    """Return every two of the choice's values, each with its name."""
+    return frozenset(combinations(vars(choice).items(), 2))
+
+
+def covering(choices: Sequence[Choice]) -> list[Choice]:
+    """Return some of these choices that together hold every pair of values which any of them holds.
+
+    For the pair that fewest choices hold, take the choice that adds most pairs for the ranks that it needs.
+    """
+    held = {choice: pairs(choice) for choice in choices}
+    having: dict[tuple[object, ...], list[Choice]] = {}
+    for choice in held:
+        # Not in the order of a set, which differs between processes: all lanes must find the same array.
+        for two in combinations(vars(choice).items(), 2):
+            having.setdefault(two, []).append(choice)
+    found = []
+    while having:
+        rarest = min(having.values(), key=len)[:60]
+        found.append(max(rarest, key=lambda choice: len(having.keys() & held[choice]) / (6 + choice.world)))
+        for pair in held[found[-1]]:
+            having.pop(pair, None)
+    return found
+
+
+@cache
+def covering_array() -> tuple[Choice, ...]:
+    """Return the array. It takes seconds, so it is made once in a process."""
+    random = Random(0)
+    return tuple(covering([draw(random) for _ in range(3000)]))
+
+
+#: One axis of four ranks; and one device, where micro-batches alone differ.
+LONG = (
+    Choice("gpt2"),
+    Choice("llama-kv1", tensor=4, sequence=True),
+    Choice("llama-tied", pipeline=4, documents=True),
+    Choice("mixtral", data=4, zero=3, expert=4),
+    Choice("llama", data=4, zero=2, replicas=2, trains="lora"),
+    Choice("qwen2", context=4, ring=True, checkpointing="full", loss_chunk=5, smoothing=0.1),
+    Choice("mistral", context=4, checkpointing="selective", documents=True),
+)

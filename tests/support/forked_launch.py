@@ -1,0 +1,151 @@
+"""Start ``trilith train`` as its launcher does, each process a fork of its parent: nothing is imported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from trilith.runs import torchrun_agent as agent
+
+Command = Callable[[list[str]], int]
+
+
+class Forked:
+    """Offer the interface of ``subprocess.Popen`` for a fork that does what the command would do."""
+
+    def __init__(
+        self,
+        main: Callable[[Sequence[str]], object],
+        words: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        stdin: int | None = None,
+        stderr: Any = None,
+        session: bool = False,
+    ) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code = 1
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+                signal.signal(number, signal.SIG_DFL)
+            if session:
+                os.setsid()
+            for fd, place in ((stdin, 0), (stderr.fileno() if stderr else None, 2)):
+                if fd is not None:
+                    os.dup2(fd, place)
+            os.closerange(3, 4096)
+            os.environ.clear()
+            os.environ.update(env)
+            main(words)
+            code = 0
+        except SystemExit as left:
+            code = left.code if isinstance(left.code, int) else 1
+        except BaseException as error:
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        finally:
+            os._exit(code)
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; ``None`` while the process runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end, however long it takes; return the exit code."""
+        while (code := self.poll()) is None:
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send the signal unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def launch_forked(command: Command, words: list[str], folder: str) -> None:
+    """Run ``command`` (``trilith.cli.app.run``) on ``words``: a function for ``run_fresh``, without a group.
+
+    The processes, their sessions, environments and standard inputs are a user's: launcher, torchrun under it,
+    ranks under that. Only, none is a new interpreter, which would import torch for seconds. The launcher's
+    process id is in the file ``launcher-R`` of ``folder``, R the rank of the call. What goes to standard
+    output is dropped.
+    """
+    _leave_the_test(Path(folder), "launcher")
+    with mock.patch("trilith.runs.launch.subprocess.Popen", _start_torchrun), _forked_ranks(command):
+        sys.exit(command(words))
+
+
+@dataclass(frozen=True)
+class Node:
+    """Describe a host of a test: its name, its address (127.0.0.1, ...), and the ``TRILITH_FAULT`` of its
+    ranks.
+    """
+
+    name: str
+    address: str
+    fault: str = ""
+
+
+def node_forked(command: Command, words: list[str], folder: str, nodes: list[Node], port: int) -> None:
+    """Be torchrun on node R, with one rank: a function for ``run_fresh`` on as many ranks as there are nodes.
+
+    R is the rank of the call. The first node is the head, where torchruns meet; ``port`` must be free.
+    torchrun gives rank 0 to the node whose address is the first by its letters. As on hosts of their own,
+    torchrun and rank know the node's name as that of their host, so they do not look for each other's
+    processes. The process id of torchrun is in the file ``torchrun-R`` of ``folder``; the rest is as in
+    ``launch_forked``.
+    """
+    from torch.distributed.run import main as torchrun
+
+    number = _leave_the_test(Path(folder), "torchrun")
+    node = nodes[number]
+    os.environ["TRILITH_FAULT"] = node.fault
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{nodes[0].address}:{port}", "--rdzv-id", "one"]
+    meeting += [f"--rdzv-conf=is_host={int(number == 0)}", "--local-addr", node.address]
+    shape = ["--nnodes", str(len(nodes)), "--nproc-per-node", "1"]
+    with mock.patch("socket.gethostname", lambda: node.name), _forked_ranks(command):
+        torchrun([*shape, *meeting, "--no-python", "python", "-m", "trilith.cli", *words])
+
+
+def _leave_the_test(folder: Path, what: str) -> int:
+    """Drop the test's variables and standard output, and note the process id; return the rank of the call."""
+    number = int(os.environ["RANK"])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    (folder / f"{what}-{number}").write_text(str(os.getpid()))
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    return number
+
+
+@contextmanager
+def _forked_ranks(command: Command) -> Iterator[None]:
+    """Let torchrun, in this process, fork its ranks during the block."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    def be_a_rank(started: Sequence[str]) -> None:
+        sys.exit(command([*started[started.index("trilith.cli") + 1 :]]))
+
+    with mock.patch.object(
+        SubprocessHandler, "_popen", lambda _, started, env: Forked(be_a_rank, started, env, session=True)
+    ):
+        yield
+
+
+def _start_torchrun(words: Sequence[str], *, env: Mapping[str, str], stdin: int, stderr: Any) -> Forked:
+    rest = words[words.index("trilith.runs.torchrun_agent") + 1 :]
+    return Forked(agent.main, rest, env, stdin=stdin, stderr=stderr)
