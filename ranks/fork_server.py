@@ -83,7 +83,7 @@ def _print_to(fd: int) -> None:
 
 
 if __name__ == "__main__":
-    # What is imported here no rank need import: pipelining and FSDP, for one, import torch's compiler in 1.5 s.
+    # What is imported here no rank need import: pipelining and FSDP import torch's compiler, 1.5 s a rank.
     for name in sys.argv[2:]:
         importlib.import_module(name)
     sys.exit(main(int(sys.argv[1])))

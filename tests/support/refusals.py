@@ -1,0 +1,84 @@
+"""Check that bad input is refused: a row for each input, and every row is held to the whole promise.
+
+The promise: one printable line of bounded length that names the place, the exit code of the command, nothing
+written or changed, and an answer within seconds whatever the input.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trilith.parallel_state import BadInput
+
+#: Characters of a message without the paths in it, and seconds of processor time until it is there.
+MOST_CHARACTERS, MOST_SECONDS = 1200, 5.0
+
+
+def _leave_empty(folder: Path) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Refused:
+    """State an input and how it is refused.
+
+    ``given`` writes the input into a folder of the row's own, and ``call`` does with that folder what must be
+    refused. ``says`` is a pattern that is searched in the message, from which the folder's path is removed.
+    ``why`` is the test's id, beginning with the number of the listed bad input if it is one.
+    """
+
+    why: str
+    call: Callable[[Path], object]
+    says: str
+    code: int = 2
+    given: Callable[[Path], object] = _leave_empty
+
+
+def files_under(folder: Path) -> dict[str, tuple[object, ...]]:
+    """Return each path under a folder with its mode and its bytes, or the target of a link."""
+    files: dict[str, tuple[object, ...]] = {}
+    for path in sorted(folder.rglob("*")):
+        mode = path.lstat().st_mode
+        content = path.readlink() if path.is_symlink() else path.read_bytes() if path.is_file() else None
+        files[str(path.relative_to(folder))] = mode, content
+    return files
+
+
+def check_refusal(row: Refused, folder: Path) -> None:
+    """Make the row's input, see it refused, and list everything of the promise that does not hold."""
+    row.given(folder)
+    before, start = files_under(folder), time.process_time()
+    with pytest.raises(BadInput) as caught:
+        row.call(folder)
+    seconds, error = time.process_time() - start, caught.value
+    message = str(error).replace(f"{folder}/", "").replace(str(folder), "")
+    after = files_under(folder)
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    broken = {
+        f"no match for {row.says!r}": not re.search(row.says, message),
+        "not one printable line": not str(error).isprintable(),
+        f"{len(message)} characters, expected at most {MOST_CHARACTERS}": len(message) > MOST_CHARACTERS,
+        f"exit code {error.exit_code}, expected {row.code}": error.exit_code != row.code,
+        "it names no place": not str(error.where),
+        "neither what was expected nor what was found": error.expected is None and error.found is None,
+        f"it took {seconds:.1f} s": seconds > MOST_SECONDS,
+        f"left behind or changed: {changed}": bool(changed),
+    }
+    assert not any(broken.values()), f"{[what for what, fails in broken.items() if fails]}: {message}"
+
+
+def refusals(rows: Sequence[Refused]) -> Any:
+    """Return one test with a case for each row, for a test module to bind to a name."""
+    assert len({row.why for row in rows}) == len(rows), "two rows have the same name"
+
+    @pytest.mark.parametrize("row", [pytest.param(row, id=row.why) for row in rows])
+    def test(row: Refused, tmp_path: Path) -> None:
+        check_refusal(row, tmp_path)
+
+    return test
