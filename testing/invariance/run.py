@@ -12,32 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...checkpoints import load_module, save_module
-from ...parallel_state import (
-    BadInput,
-    Box,
-    Constant,
-    Declaration,
-    Layout,
-    Normal,
-    Own,
-    ParallelState,
-    alone_or,
-    clip_gradients,
-    declarations,
-    initialize,
-    seed_of,
-    stored_box,
-)
+from ...parallel_state import BadInput, Declaration, Layout, Own, ParallelState, declarations, initialize
 from ...parallel_state.engine import local_data
-from ...parallel_state.initial_weights import fill
 from ...ranks.pickling import FunctionName, unpack
-from ...training.adamw import make_adamw
 from ...training.precision import Precision
 from ...training.user_step import ModuleStep, Samples, own_samples
 from ...training.zero_on_fsdp import shard_over_data, stacks_of_experts
+from ..layouts import Observation, observe, roughen
 from .recorder import Seen, Witness
 
-Held = dict[str, tuple[Box, Tensor]]
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -79,28 +62,24 @@ class Witnessed:
     shapes: Shapes
     undeclared: frozenset[str]
     misfits: dict[str, str] = field(default_factory=dict)
-    seen: Seen = field(default_factory=Seen)
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gradients: Held = field(default_factory=dict)
     declared: dict[str, Declaration] = field(default_factory=dict)
-    weights: Held = field(default_factory=dict)
+    seen: Seen = field(default_factory=Seen)
+    run: Observation = field(default_factory=Observation)
 
 
 def alone(trial: Trial, write: str | None) -> Witnessed:
     """Run the trial on one process without a layout: ``state=None``, torch's own clipping."""
     torch.set_default_dtype(trial.dtype)
     factory, loss, batch = trial.make()
-    model = factory(state=None)
-    _fill(model, trial.seed, ParallelState.alone())
-    found = _witnessed(model, ParallelState.alone())
+    model, state = factory(state=None), ParallelState.alone()
+    found = _witnessed(model, state)
+    _fill(model, trial.seed, state)
     step = ModuleStep(model, loss, micro_batch=trial.micro_batch)
-    optimizer = _train(
-        trial, model, step, batch, found,
-        lambda: nn.utils.clip_grad_norm_(model.parameters(), trial.clip),
+    _run(
+        trial, model, step, batch, found, Witness(model), state,
+        clip=lambda model: nn.utils.clip_grad_norm_(model.parameters(), trial.clip),
+        then=lambda model, optimizer: write and save_module(write, model, optimizer, step=trial.steps),
     )  # fmt: skip
-    if write is not None:
-        save_module(write, model, optimizer, step=trial.steps)
     return found
 
 
@@ -128,40 +107,36 @@ def in_layout(
     shard_over_data(model, state, Precision(trial.dtype, trial.dtype, trial.dtype))
     _fill(model, trial.seed, state)
     step = ModuleStep(model, loss, micro_batch=trial.micro_batch, schedule=trial.schedule, state=state)
-    optimizer = _train(
-        trial, model, step, own_samples(batch, state), found,
-        lambda: clip_gradients(model, trial.clip, state=state), witness=witness, state=state,
-    )  # fmt: skip
-    if write is not None:
-        if read is not None:
-            load_module(read, model, optimizer, state=state)
-        save_module(write, model, optimizer, step=trial.steps, state=state)
+
+    def keep(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if write is not None:
+            if read is not None:
+                load_module(read, model, optimizer, state=state)
+            save_module(write, model, optimizer, step=trial.steps, state=state)
+
+    _run(trial, model, step, own_samples(batch, state), found, witness, state, clip=trial.clip, then=keep)
     return found
 
 
-def _train(
+def _run(
     trial: Trial,
     model: nn.Module,
     step: ModuleStep,
     batch: Samples,
     found: Witnessed,
-    clip: Callable[[], Tensor],
-    *,
-    witness: Witness | None = None,
-    state: ParallelState | None = None,
-) -> torch.optim.Optimizer:
-    witness, state = witness or Witness(model), alone_or(state)
-    optimizer = make_adamw(model, lr=trial.lr)
-    for number in range(trial.steps):
-        found.losses.append(float(step(batch)))
-        if number == 0:
-            found.seen = witness.leave()
-            found.gradients = _held(model, state, lambda parameter: parameter.grad)
-        found.norms.append(float(clip()))
-        optimizer.step()
-        optimizer.zero_grad()
-    found.weights = _held(model, state, lambda parameter: parameter)
-    return optimizer
+    witness: Witness,
+    state: ParallelState,
+    **how: Any,
+) -> None:
+    """Take the steps; the witness sees the first one only."""
+
+    def once(samples: Samples) -> Tensor:
+        loss = step(samples)
+        found.seen = witness.leave()
+        return loss
+
+    batches = [batch] * trial.steps
+    found.run = observe(lambda: (model, once), batches, state, lr=trial.lr, strict=False, **how)
 
 
 def _witnessed(model: nn.Module, state: ParallelState) -> Witnessed:
@@ -190,28 +165,11 @@ def _fill(model: nn.Module, seed: int, state: ParallelState) -> None:
         return callable(getattr(modules[name.rpartition(".")[0]], "reset_parameters", None))
 
     initialize(model, seed, among={name for name in stated if begins(name)}, state=state)
+    own = [name for name in stated if not begins(name)]
     for name, parameter in model.named_parameters():
-        one, data = stated[name], local_data(parameter)
-        if not begins(name):
-            data.zero_()
-        box = one.true_part(stored_box(parameter, one, state))
-        flat = len(one.shape) < 2 or isinstance(one.initial, Constant) or not begins(name)
-        if flat and box.size:
-            noise = torch.zeros(box.shape, dtype=data.dtype)
-            fill(noise, box, one.shape, Normal(0.3), seed_of(seed, "rough", name))
-            data[: box.shape[0]].add_(noise) if box.shape else data.add_(noise)
-
-
-def _held(model: nn.Module, state: ParallelState, choose: Callable[[nn.Parameter], Tensor | None]) -> Held:
-    """Return what this rank stores, without padding."""
-    stated, found = declarations(model), {}
-    for name, parameter in model.named_parameters():
-        chosen = choose(parameter)
-        if chosen is not None:
-            box = stated[name].true_part(stored_box(parameter, stated[name], state))
-            data = local_data(chosen)
-            found[name] = (box, (data[: box.shape[0]] if box.shape else data).clone())
-    return found
+        if name in own:
+            local_data(parameter).zero_()
+    roughen(model, seed, state, also=own)
 
 
 def _count(batch: Mapping[str, Tensor]) -> int:

@@ -21,7 +21,7 @@ from trilith.cli.parity import parity as parity_command
 from trilith.models import CausalLM
 from trilith.parallel_state import BadInput, Layout
 from trilith.recipes.sections import LayoutSection
-from trilith.testing.parity.case import Question, differences, first_beyond
+from trilith.testing.parity.case import Question, compared, first_beyond
 from trilith.testing.parity.check import parity
 from trilith.testing.parity.ours import observe_ours, observe_rank
 from trilith.testing.parity.transformers import observe_hf
@@ -134,7 +134,7 @@ def test_the_first_module_that_differs_is_named(folders, tmp_path, sick, named):
     (tmp_path / "config.json").write_bytes((folders / "llama" / "config.json").read_bytes())
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     question = Question(str(folders / "llama"), samples=2, length=16)
-    found = [*differences(observe_hf(question), observe_ours(replace(question, folder=str(tmp_path))))]
+    found = [*compared(observe_hf(question), observe_ours(replace(question, folder=str(tmp_path))))]
     first = first_beyond(found, 1e-4)
     assert first is not None and first.kind == "output"
     assert first.name == named
@@ -159,23 +159,23 @@ def test_with_several_stages_a_rank_the_first_module_that_differs_is_named(folde
         str(folders / "llama"), layout, (1, 1, 2, 1), "interleaved", torch.float64, samples=2, length=8
     )
     single = observe_ours(replace(question, layout=Layout(), split=None))
-    right = [*differences(single, observe_ours(question))]
+    right = [*compared(single, observe_ours(question))]
     assert first_beyond(right, 1e-10) is None and any(one.name == "layers.4" for one in right)
     monkeypatch.setattr("trilith.testing.parity.ours.observe_rank", third_stage_backwards)
-    first = first_beyond([*differences(single, observe_ours(question))], 1e-10)
+    first = first_beyond([*compared(single, observe_ours(question))], 1e-10)
     assert first is not None and (first.kind, first.name) == ("output", "layers.2.attention_norm")
 
 
 def test_a_loss_or_gradient_that_is_no_number_differs(folders):
     whole = observe_ours(Question(str(folders / "llama"), samples=2, length=8))
     sick = replace(whole, loss=float("nan"))
-    first = first_beyond([*differences(whole, sick)], 1e-4)
+    first = first_beyond([*compared(whole, sick)], 1e-4)
     assert first is not None and first.kind == "loss"
     name = "layers.0.attention.out.weight"
     sick = replace(
         whole, gradients=whole.gradients | {name: torch.full_like(whole.gradients[name], torch.nan)}
     )
-    first = first_beyond([*differences(whole, sick)], 1e-4)
+    first = first_beyond([*compared(whole, sick)], 1e-4)
     assert first is not None and first.name == name
 
 
