@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from measure import Row
+from measure import Row, at_most, seconds_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -26,7 +26,8 @@ from trilith.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from trilith.machine.layers import Mlp
+from trilith.machine.measure.layers import Mlp, forward_and_backward
+from trilith.machine.measure.timing import in_pairs
 
 WIDTH, CALLS, ROUNDS = 16, 50, 60
 
@@ -49,7 +50,7 @@ def measured(rounds: int) -> list[Row]:
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     dtensor = parallelize_module(plain(), init_device_mesh("cpu", (1,)), plan)
     x, ids = torch.randn(2, 4, WIDTH, requires_grad=True), torch.randint(100, (2, 4))
-    rows = [
+    return [
         added("an MLP of two linears", ours, plain(), x, rounds, goal=10),
         added("the same with DTensor's parallelize_module", dtensor, plain(), x, rounds),
         added("column-parallel linear", ColumnParallelLinear(16, 16), nn.Linear(16, 16), x, rounds, goal=5),
@@ -59,36 +60,20 @@ def measured(rounds: int) -> list[Row]:
         added("dropout", Dropout(0.1), nn.Dropout(0.1), x, rounds, goal=5),
         added("embedding", VocabParallelEmbedding(100, 16), nn.Embedding(100, 16), ids, rounds, goal=5),
     ]
-    return rows
 
 
 def added(
     name: str, ours: nn.Module, theirs: nn.Module, x: Tensor, rounds: int, *, goal: float | None = None
 ) -> Row:
     """Measure the microseconds a call, forward and backward, that ``ours`` takes more than ``theirs``."""
-    differences, whole = [], []
-    for number in range(rounds * ROUNDS // 5):
-        pair = (ours, theirs) if number % 2 else (theirs, ours)
-        first, second = (microseconds(lambda module=module: module(x).sum().backward()) for module in pair)
-        mine, other = (first, second) if number % 2 else (second, first)
-        differences.append(mine - other)
-        whole.append(other)
-    median = statistics.median(differences)
-    quarters = statistics.quantiles(differences, n=4)
-    return Row(
-        f"{name}: added to torch.nn's",
-        median,
-        quarters[0],
-        quarters[2],
-        unit="us",
-        goal="" if goal is None else f"<= {goal:g}",
-        good=None if goal is None else median <= goal,
-        details={"torch.nn's, us": statistics.median(whole)},
-    )
 
+    def microseconds(module: nn.Module) -> float:
+        work = partial(forward_and_backward, module, x)
+        seconds = seconds_of(lambda: [work() for _ in range(CALLS)], clock=time.thread_time)
+        return seconds / CALLS * 1e6
 
-def microseconds(work: Callable[[], object]) -> float:
-    began = time.thread_time()
-    for _ in range(CALLS):
-        work()
-    return (time.thread_time() - began) / CALLS * 1e6
+    pairs = in_pairs(partial(microseconds, ours), partial(microseconds, theirs), rounds=rounds * ROUNDS // 5)
+    row = at_most(name, [a - b for a, b in pairs], goal, "us")
+    row.low, _, row.high = statistics.quantiles((a - b for a, b in pairs), n=4)
+    row.details = {"torch.nn's, us": statistics.median(b for _, b in pairs)}
+    return row

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from conversion import llama
-from measure import Row, in_turn, ratio, seconds_of
+from conversion import wide
+from measure import Row, at_most, in_turn, ratio, seconds_of
 from trilith.checkpoints import ConversionOptions, Manifest, convert, differences, read_source
 from trilith.checkpoints.convert.plan import plan_to_sharded
 from trilith.checkpoints.moments import MOMENTS, moment_name
@@ -58,7 +58,7 @@ def write_run(folder: Path, config: dict[str, Any]) -> None:
 
 
 def main(folder: Path, rounds: int) -> list[Row]:
-    write_run(folder / "run", llama(1024, 8, vocab=16000))
+    write_run(folder / "run", wide(1024, 8, 16000))
     paths = [folder / f"{tensor}x{pipeline}" for tensor, pipeline in CHAIN]
 
     def copied(src: Path) -> float:
@@ -102,9 +102,7 @@ def bytes_read(src: Path, dst: Path, layout: tuple[int, int]) -> Row:
     found = (_read_so_far() - before) / needed
     shutil.rmtree(dst)
     assert plan.nbytes >= needed
-    return Row(
-        "bytes read, of the bytes that are needed once", found, found, found, "x", "<= 1.01", found <= 1.01
-    )
+    return at_most("bytes read, of the bytes that are needed once", found, 1.01, "x")
 
 
 def whole_bytes(shape: tuple[int, ...], dtype: str) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conversion import llama
+from conversion import wide
 from measure import Row, in_turn, ratio, seconds_of
 from safetensors.torch import save_file
 from trilith.checkpoints import Contents, Progress, Saver
@@ -34,7 +34,7 @@ def main(folder: Path, rounds: int) -> list[Row]:
 
 def measured(folder: Path, rounds: int) -> list[Row]:
     state = ParallelState.start(Layout())
-    raw_config = llama(1024, 6, vocab=16000)
+    raw_config = wide(1024, 6, 16000)
     family = family_of(raw_config)
     config = family.from_hf(raw_config)
     model = family.build(config, state=state)
@@ -111,21 +111,12 @@ def measured(folder: Path, rounds: int) -> list[Row]:
         },
         rounds,
     )
-    gigabytes = f"{size / 1e9:.2f} GB"
+    name = f"save of {size / 1e9:.2f} GB, CRC-32 and fsync included, of a raw write"
+    stall = "stall of a save in the background, of one copy in memory"
     return [
-        ratio(
-            f"save of {gigabytes}, CRC-32 and fsync included, of a raw write",
-            taken["ours"],
-            taken["raw"],
-            goal=0.9,
-        ),
+        ratio(name, taken["ours"], taken["raw"], goal=0.9),
         ratio("of safetensors' save_file, without checksum or fsync", taken["ours"], taken["safetensors"]),
         ratio("of dcp.save", taken["ours"], taken["dcp"]),
-        ratio(
-            "stall of a save in the background, of one copy in memory",
-            taken["stall"],
-            taken["memcpy"],
-            goal=0.9,
-        ),
+        ratio(stall, taken["stall"], taken["memcpy"], goal=0.9),
         ratio("stall, of dcp.async_save's", taken["stall"], taken["dcp stall"]),
     ]

@@ -11,17 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from trilith.cli.app import run
-from trilith.machine import Finding, Report, Row, cases, groups_of_parameters, layouts, links
-from trilith.machine import run as run_module
-from trilith.machine.cases import PARTS, Bench
-from trilith.machine.page import make_page, shown_figure
-from trilith.machine.row import Case
+from trilith.machine import Finding, Report, Row
+from trilith.machine.measure import cases, groups_of_parameters, layouts, links
+from trilith.machine.measure import run as run_module
+from trilith.machine.measure.cases import PARTS, Bench
+from trilith.machine.measure.page import make_page, shown_figure
+from trilith.machine.measure.row import Case
 from trilith.parallel_state import Box, ParallelState
 from trilith.planner.time import machine_from_bench
 from trilith.recipes.recipe import parse_recipe
-
-Out = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
 
 
 def test_the_quick_bench_measures_every_part_and_leaves_a_json_and_a_page(tmp_path, monkeypatch, capsys):
@@ -180,14 +178,14 @@ def test_what_the_machine_cannot_hold_is_left_out_with_the_reason():
     assert all(case.note for case in left_out)
 
 
-def test_a_piece_that_differs_is_seen_in_the_distance_of_all_gradients():
+def test_a_piece_that_differs_is_seen_in_the_distance_of_the_gradients():
     right, wrong = torch.ones(4, 4), torch.ones(4, 4)
     wrong[2, 1] += 4.0
     box = Box((2, 0), (4, 4))
-    whole = {"w": (Box.whole((4, 4)), True, right)}
-    assert layouts._apart(whole, {"w": (box, True, right[2:])}, ParallelState.alone()) == 0.0
-    found = layouts._apart(whole, {"w": (box, True, wrong[2:])}, ParallelState.alone())
-    assert found == pytest.approx(4 / 8**0.5)
+    alone = ParallelState.alone()
+    for distance, far in ((layouts._norm, 4 / 8**0.5), (layouts._worst, 4.0)):
+        assert distance({"w": right}, {"w": (box, True, right[2:])}, alone) == 0.0
+        assert distance({"w": right}, {"w": (box, True, wrong[2:])}, alone) == pytest.approx(far)
 
 
 def strict(**options):
@@ -210,9 +208,9 @@ def test_a_group_of_parameters_is_never_sent_faster_than_in_a_loop(monkeypatch):
     kinds = ("all_reduce", "all_gather", "reduce_scatter")
     tiny, wide = dict(zip(kinds, (2e-3, -1e-3, 1e-3), strict=True)), dict.fromkeys(kinds, 6e-3)
     exchanges = {16: (tiny, 1), 256: (wide, 4_000_000)}
-    monkeypatch.setattr(groups_of_parameters, "_exchanges", lambda world, width: exchanges[width])
+    monkeypatch.setattr(groups_of_parameters, "_exchanges", lambda world, width, rounds: exchanges[width])
     loop = {"all-reduce: GB/s": 5.0, "all-gather: GB/s": 0.25, "reduce-scatter: GB/s": 5.0}
-    assert groups_of_parameters.exchange_figures(2, loop) == pytest.approx({
+    assert groups_of_parameters.exchange_figures(2, loop, 1) == pytest.approx({
         "all-reduce of a tiny block: us": 2000, "all-reduce of a block: GB/s": 1.0,
         "all-gather of a tiny block: us": 0, "all-gather of a block: GB/s": 0.25,
         "reduce-scatter of a tiny block: us": 1000, "reduce-scatter of a block: GB/s": 0.4,

@@ -6,7 +6,7 @@ from itertools import cycle
 import pytest
 import torch
 from support.configs import TINIEST_LLAMA
-from trilith.machine import groups_of_parameters
+from trilith.machine.measure import groups_of_parameters
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, engine, initialize
 from trilith.testing import run_parallel
@@ -64,7 +64,7 @@ def _tiny_exchanges():
     """Time one round in which the sums of a model's groups add 7 s."""
     seconds = cycle((7.0, 0.0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups_of_parameters, "seconds_of", lambda work, device: (work(), next(seconds))[1])
+        patch.setattr(groups_of_parameters, "seconds_of", lambda work: (work(), next(seconds))[1])
         return groups_of_parameters._exchanges(2, 16, rounds=1)
 
 

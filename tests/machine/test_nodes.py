@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from contextlib import redirect_stdout
 from dataclasses import replace
 from datetime import timedelta
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 from trilith.cli.app import run
 from trilith.cluster import EXCLUDED_NODES, exclude_nodes
+from trilith.machine.doctor import disk
+from trilith.machine.doctor.disk import Folder, measure_folder
 from trilith.machine.nodes import facts, links
-from trilith.machine.nodes.facts import Folder, measure_folder
 from trilith.machine.nodes.judge import judge
 from trilith.machine.nodes.links import Link, rounds
 from trilith.machine.nodes.preflight import preflight
@@ -116,7 +118,7 @@ def test_each_two_nodes_meet_once_and_nobody_is_in_two_pairs_at_a_time(count):
 
 
 def test_a_folder_is_measured_and_left_as_it_was(tmp_path, monkeypatch):
-    monkeypatch.setattr(facts, "_WRITTEN", 2 << 20)
+    monkeypatch.setattr(disk, "_WRITTEN", 2 << 20)
     found = measure_folder(tmp_path)
     assert found.written > 0 and found.read > 0 and found.free > 0 and not [*tmp_path.iterdir()]
     assert measure_folder(tmp_path / "none") == Folder(error="No such file or directory")
@@ -138,11 +140,12 @@ def odd_node(folder):
     os.environ["SLURMD_NODENAME"] = f"node{rank}"
     facts.measure_folder = lambda place: Folder(10**11, 1e9 if rank != 3 else 1e7, 1e9)
     if rank == 1:
-        facts._version = lambda package: "0.0.1"
+        versions = facts.versions()
+        facts.versions = lambda: versions | {"torch": "0.0.1"}
     # Each link takes 30 ms, beside which a busy machine delays it little. The third node sleeps as well:
     # the other end waits meanwhile, and this end counts its own sleep too.
     sleep = 0.3 if rank == 2 else 0.0
-    links._to_and_fro = lambda *args: (facts.time.sleep(sleep), to_and_fro(*args) + sleep / 2 + 0.03)[1]
+    links._to_and_fro = lambda *args: (time.sleep(sleep), to_and_fro(*args) + sleep / 2 + 0.03)[1]
     os.chdir(folder)
     with open(Path(folder, f"said{rank}"), "w") as file, redirect_stdout(file):
         code = run(["doctor", "--nodes", "--exclude", "--json", folder])
