@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import Peak, Row, at_most, in_turn, ratio, seconds_of
+from measure import Peak, Row, afresh, at_most, copy, in_turn, ratio, seconds_of
 from megatron_checkpoints import write_legacy, write_torch_dist
 from safetensors.torch import load_file
 from trilith.checkpoints import convert, convert_to_dcp, differences, read_source
@@ -96,11 +96,9 @@ def other_projects(folder: Path, rounds: int) -> list[Row]:
 
 
 def speed_of_foreign(src: Path, hf: Path, out: Path, rounds: int) -> list[Row]:
-    def ours() -> float:
-        shutil.rmtree(out, ignore_errors=True)
-        return seconds_of(lambda: convert(src, out, config=hf, tensor=TENSOR, pipeline=PIPELINE))
-
-    taken = in_turn({"cp": lambda: copy(src, out.with_name("copy")), "ours": ours}, rounds)
+    work = partial(convert, src, out, config=hf, tensor=TENSOR, pipeline=PIPELINE)
+    turns = {"cp": partial(copy, src, out.with_name("copy")), "ours": partial(afresh, out, work)}
+    taken = in_turn(turns, rounds)
     shutil.rmtree(out)
     copied = out.with_name("copy")
     shutil.rmtree(copied) if copied.is_dir() else copied.unlink()
@@ -108,30 +106,17 @@ def speed_of_foreign(src: Path, hf: Path, out: Path, rounds: int) -> list[Row]:
     return [ratio(what, taken["ours"], taken["cp"], goal=0.7)]
 
 
-def copy(src: Path, dst: Path) -> float:
-    shutil.rmtree(dst, ignore_errors=True)
-    dst.unlink(missing_ok=True)
-    return seconds_of(lambda: subprocess.run(["cp", "-r", "--reflink=never", src, dst], check=True))
-
-
 def whole_models(folder: Path, rounds: int) -> list[Row]:
     hf, sharded, back = folder / "hf", folder / "sharded", folder / "back"
     write_hf_folder(hf, wide(2048, 16), dtype="BF16", max_shard_size=1 << 30)
 
-    def fresh(dst: Path, work: Callable[[], object]) -> Callable[[], float]:
-        def run() -> float:
-            shutil.rmtree(dst, ignore_errors=True)
-            return seconds_of(work)
-
-        return run
-
     def ours(src: Path, dst: Path, **arguments: Any) -> Callable[[], float]:
-        return fresh(dst, lambda: convert(src, dst, **arguments))
+        return partial(afresh, dst, partial(convert, src, dst, **arguments))
 
     def command(*words: str | Path, dst: Path) -> Callable[[], float]:
-        whole = [sys.executable, *words]
-        return fresh(dst, lambda: subprocess.run(whole, check=True, capture_output=True))
+        return partial(afresh, dst, partial(subprocess.run, [sys.executable, *words], **quiet))
 
+    quiet: dict[str, Any] = {"check": True, "capture_output": True}
     taken = in_turn(
         {
             "cp hf": lambda: copy(hf, folder / "copy"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -63,6 +65,17 @@ def at_most(
     median = statistics.median(every)
     goal = "" if most is None else f"<= {most:.4g}{said and f' ({said})'}"
     return Row(name, median, min(every), max(every), unit, goal, None if most is None else median <= most)
+
+
+def afresh(path: Path, work: Callable[[], object]) -> float:
+    """Delete what is at the path, and return the seconds of the work, which makes it anew."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    return seconds_of(work)
+
+
+def copy(src: Path, dst: Path) -> float:
+    """Return the seconds of ``cp`` to a place that may exist."""
+    return afresh(dst, lambda: subprocess.run(["cp", "-r", "--reflink=never", src, dst], check=True))
 
 
 def anonymous(pid: int) -> int:

@@ -16,7 +16,6 @@ TITLES = {
     "loss": "Output layer and loss against torch's",
     "plan": "Predicted steps against measured ones, in drawn layouts",
     "pipeline": "Waiting in a pipeline, under each schedule, against the formula",
-    "dispatch": "Parallel layers on one tensor rank against torch.nn",
     "startup": "Starts: the import, the help, the first step, plans",
     "manifests": "Manifests of checkpoints of many ranks",
     "saving": "Saving against a raw write and torch.distributed.checkpoint",

@@ -27,6 +27,7 @@ PARTS = ("speed", "parity", "links", "layers", "mfu", "memory", "saving", "conve
 CPU_RANKS = 2
 #: Share of a device's free memory that a plan may take: the allocator needs some room between its blocks.
 _FILLED = 0.92
+_MODES = ("eager", "compiled")
 #: The shape for a CPU: 58 million parameters, of which half are embeddings.
 SMALL = llama(512, 8, ids=32000)
 
@@ -55,11 +56,18 @@ class Sizes:
 
 
 _SIZES = {
-    "cuda": Sizes(8192, 1024, 512, ((4096, 8192), (512, 64)), 50, 20, 10, 10, 15e9, name="llama-3.2-1b"),
-    "cpu": Sizes(1024, 128, 16, ((16, 8),), 50, 20, 10, 10, 1e9, model=SMALL, name="Llama of 58 M"),
+    "cuda": Sizes(
+        side=8192, copied=1024, sent=512, layers=((4096, 8192), (512, 64)), rounds=50, blocks=20, steps=10,
+        saving=10, room=15e9, name="llama-3.2-1b",
+    ),
+    "cpu": Sizes(
+        side=1024, copied=128, sent=16, layers=((16, 8),), rounds=50, blocks=20, steps=10,
+        saving=10, room=1e9, name="Llama of 58 M", model=SMALL,
+    ),
     "quick": Sizes(
-        128, 4, 1, ((16, 8),), 5, 2, 2, 6, 0.1e9, ("none",), (False,),
-        llama(64, 2, ids=512), "tiny Llama", 64,
+        side=128, copied=4, sent=1, layers=((16, 8),), rounds=5, blocks=2, steps=2,
+        saving=6, room=0.1e9, name="tiny Llama", model=llama(64, 2, ids=512), length=64,
+        modes=("none",), compiled=(False,),
     ),
 }  # fmt: skip
 _LAYOUTS: tuple[tuple[str, int, dict[str, Any]], ...] = (
@@ -111,19 +119,10 @@ class Bench:
 
 def cases(bench: Bench, parts: Iterable[str] = PARTS) -> Iterator[Case]:
     """Yield what is to be measured, in order; what this machine cannot hold is yielded as left out."""
-    made = {
-        "speed": _speed,
-        "parity": _parity,
-        "links": _links,
-        "layers": _layers,
-        "mfu": _mfu,
-        "memory": _memory,
-        "saving": _saving,
-        "conversion": _conversion,
-    }
-    for part in PARTS:
+    made = (_speed, _parity, _links, _layers, _mfu, _memory, _saving, _conversion)
+    for part, make in zip(PARTS, made, strict=True):
         if part in parts:
-            yield from made[part](bench)
+            yield from make(bench)
 
 
 def _speed(bench: Bench) -> Iterator[Case]:
@@ -174,12 +173,12 @@ def _mfu(bench: Bench) -> Iterator[Case]:
         for compiled in sizes.compiled:
             recipe = _recipe(bench, sizes.model, steps=steps, compile=compiled)
             options = {"recipe": recipe, "side": sizes.side}
-            yield Case("mfu", f"{sizes.name}, {_mode(compiled)}", train_steps, options, seconds=600)
+            yield Case("mfu", f"{sizes.name}, {_MODES[compiled]}", train_steps, options, seconds=600)
         return
     for size, length, zero in (("llama-3.2-1b", 4096, 1), ("llama-3.1-8b", 8192, 3)):
         found = _that_fits(bench, size, length, steps=steps, zero=zero)
         for compiled in sizes.compiled:
-            name = f"{size}, {_mode(compiled)}"
+            name = f"{size}, {_MODES[compiled]}"
             if found is None:
                 yield Case("mfu", name, note="not one block fits the device, by the planner's figures")
                 continue
@@ -231,10 +230,6 @@ def _conversion(bench: Bench) -> Iterator[Case]:
 
 def _no_room(part: str, name: str, need: float, bench: Bench) -> Case:
     return Case(part, name, note=f"{need / 1e9:.0f} GB of disk needed, {bench.room / 1e9:.0f} GB free")
-
-
-def _mode(compiled: bool) -> str:
-    return "compiled" if compiled else "eager"
 
 
 def _recipe(

@@ -67,25 +67,26 @@ def test_a_node_that_differs_or_has_a_slow_disk_is_left_out(odd, exclude):
     assert all(exclude[0] in check for check in faults(verdict))
 
 
-@pytest.mark.parametrize("bad", [SLOW, GONE], ids=["slow", "broken"])
-def test_a_node_whose_links_are_bad_is_told_from_its_neighbours(bad):
-    verdict = judge(cards(4), meshed(4, ac=bad, bc=bad, cd=bad))
-    assert verdict.exclude == ["c"] and faults(verdict) == ["c", "a - c", "b - c", "c - d"]
-    verdict = judge(cards(3), meshed(3, ac=bad, bc=bad))
-    assert verdict.exclude == ["c"]
-
-
-def test_one_bad_link_names_both_ends_and_leaves_nobody_out():
-    verdict = judge(cards(4), meshed(4, bd=GONE))
-    assert verdict.exclude == [] and faults(verdict) == ["b - d"]
-    assert faults(judge(cards(2), meshed(2, ab=GONE))) == ["a - b"]
-
-
-def test_two_nodes_are_compared_with_the_rate_that_the_link_should_have():
-    assert not faults(judge(cards(2), meshed(2, ab=SLOW)))
-    assert not faults(judge(cards(2), meshed(2, ab=SLOW), gbits=10))
-    verdict = judge(cards(2), meshed(2, ab=SLOW), gbits=100)
-    assert faults(verdict) == ["a - b"] and "expected 6.25 GB/s or more" in verdict.findings[-2].found
+@pytest.mark.parametrize(
+    ("count", "bad", "gbits", "exclude", "faulty"),
+    [
+        (4, {"ac": SLOW, "bc": SLOW, "cd": SLOW}, None, ["c"], ["c", "a - c", "b - c", "c - d"]),
+        (4, {"ac": GONE, "bc": GONE, "cd": GONE}, None, ["c"], ["c", "a - c", "b - c", "c - d"]),
+        (3, {"ac": GONE, "bc": SLOW}, None, ["c"], ["c", "a - c", "b - c"]),
+        (4, {"bd": GONE}, None, [], ["b - d"]),
+        (2, {"ab": GONE}, None, [], ["a - b"]),
+        (2, {"ab": SLOW}, None, [], []),  # nothing tells what is usual
+        (2, {"ab": SLOW}, 10, [], []),
+        (2, {"ab": SLOW}, 100, [], ["a - b"]),
+    ],
+)
+def test_bad_links_name_both_ends_and_a_node_with_most_of_them_is_left_out(
+    count, bad, gbits, exclude, faulty
+):
+    verdict = judge(cards(count), meshed(count, **bad), gbits=gbits)
+    assert verdict.exclude == exclude and faults(verdict) == faulty
+    if gbits and faulty:
+        assert "expected 6.25 GB/s or more" in verdict.findings[-2].found
 
 
 def test_two_nodes_that_differ_are_both_told_and_neither_is_left_out():
