@@ -1,9 +1,8 @@
 """Floor 8: what a user asserts about a model of his own, and the ranks to do it on.
 
-Offers ``run_parallel`` and ``run_fresh``, which run a function on local ranks; ``assert_layout_invariant``,
-which compares a module in layouts with the same on one process; ``observe``, ``pieces``, ``assemble`` and
-``differences``, of which such comparisons are made; ``LiveBytes``, the memory that tensors hold; and
-``Operators`` and ``collectives_of``, what code asks of torch. Each is imported when it is first used.
+Offers ``run_parallel`` and ``run_fresh`` (functions on local ranks), ``assert_layout_invariant`` and what it
+is made of (``observe``, ``pieces``, ``assemble``, ``differences``), ``LiveBytes`` (memory of tensors), and
+``Operators`` and ``collectives_of`` (what code asks of torch). Each is imported when it is first used.
 """
 
 from importlib import import_module

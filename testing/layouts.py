@@ -20,7 +20,6 @@ from ..parallel_state import (
     Constant,
     Normal,
     ParallelState,
-    clip_gradients,
     declarations,
     seed_of,
     stored_box,
@@ -54,26 +53,25 @@ def observe(
     batches: Iterable[Any],
     state: ParallelState,
     *,
-    lr: float | None = None,
-    clip: float | Callable[[nn.Module], Tensor] = 1.0,
+    lr: float = 0.0,
+    clip: Callable[[nn.Module], Tensor] | None = None,
     strict: bool = True,
     then: Callable[[nn.Module, torch.optim.Optimizer], object] | None = None,
 ) -> Observation:
     """Build a model on this rank, take a step with each batch, and return what was seen.
 
-    With a learning rate ``lr`` each step ends with clipping to the norm ``clip`` (or by that function) and an
-    update by AdamW; ``then`` is given the model and the optimizer at the end. ``strict``: see ``pieces``.
+    With ``clip``, which clips the gradients and returns their norm, each step ends with it and an update by
+    AdamW; ``then`` is given the model and the optimizer at the end. ``strict``: see ``pieces``.
     """
     model, step = build()
     seen = Observation(initial=pieces(model, state, strict=strict))
-    optimizer = make_adamw(model, lr=lr or 0.0)
+    optimizer = make_adamw(model, lr=lr)
     for number, batch in enumerate(batches):
         seen.losses.append(float(step(batch)))
         if number == 0:
             seen.gradients = pieces(model, state, gradients=True, strict=strict)
-        if lr is not None:
-            norm = clip(model) if callable(clip) else clip_gradients(model, clip, state=state)
-            seen.norms.append(float(norm))
+        if clip is not None:
+            seen.norms.append(float(clip(model)))
             optimizer.step()
             optimizer.zero_grad()
     seen.parameters = pieces(model, state, strict=strict)

@@ -12,7 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...checkpoints import load_module, save_module
-from ...parallel_state import BadInput, Declaration, Layout, Own, ParallelState, declarations, initialize
+from ...parallel_state import (
+    BadInput,
+    Declaration,
+    Layout,
+    Own,
+    ParallelState,
+    clip_gradients,
+    declarations,
+    initialize,
+)
 from ...parallel_state.engine import local_data
 from ...ranks.pickling import FunctionName, unpack
 from ...training.precision import Precision
@@ -67,76 +76,57 @@ class Witnessed:
     run: Observation = field(default_factory=Observation)
 
 
-def alone(trial: Trial, write: str | None) -> Witnessed:
-    """Run the trial on one process without a layout: ``state=None``, torch's own clipping."""
-    torch.set_default_dtype(trial.dtype)
-    factory, loss, batch = trial.make()
-    model, state = factory(state=None), ParallelState.alone()
-    found = _witnessed(model, state)
-    _fill(model, trial.seed, state)
-    step = ModuleStep(model, loss, micro_batch=trial.micro_batch)
-    _run(
-        trial, model, step, batch, found, Witness(model), state,
-        clip=lambda model: nn.utils.clip_grad_norm_(model.parameters(), trial.clip),
-        then=lambda model, optimizer: write and save_module(write, model, optimizer, step=trial.steps),
-    )  # fmt: skip
-    return found
-
-
-def in_layout(
-    trial: Trial, layout: Layout, expected: Shapes, read: str | None, write: str | None
+def run_trial(
+    trial: Trial, layout: Layout | None, expected: Shapes, read: str | None, write: str | None
 ) -> Witnessed:
-    """Run the trial in a process group of the layout's ranks.
+    """Run the trial in a process group of the layout's ranks, or without a layout: with ``state=None`` and
+    torch's own clipping.
 
     ``read``: a checkpoint to load at the end; ``write``: the place to write it again.
     """
     torch.set_default_dtype(trial.dtype)
-    state = ParallelState.start(layout)
+    state = ParallelState.alone() if layout is None else ParallelState.start(layout)
+    here = None if layout is None else state
     factory, loss, batch = trial.make()
-    model = factory(state=state)
-    found = _witnessed(model, state)
-    everywhere: list[Any] = [None] * layout.world
-    misfit = bool(found.misfits) or any(expected.get(n) != shape for n, shape in found.shapes.items())
-    dist.all_gather_object(everywhere, (misfit, set(found.shapes)))
-    if any(bad for bad, _ in everywhere) or set().union(*(names for _, names in everywhere)) != set(expected):
-        return found  # nothing that follows would say more
-    first = state.data_index * (_count(batch) // layout.data // trial.micro_batch)
-    # Experts that are dealt out are given other rows on each rank; what their mixture gives is compared.
-    apart = stacks_of_experts(model) if layout.expert > 1 else []
-    witness = Witness(model, first=first, partly=layout.pipeline > 1, apart=apart)
-    shard_over_data(model, state, Precision(trial.dtype, trial.dtype, trial.dtype))
+    model = factory(state=here)
+    found, witness = _witnessed(model, state), None
+    if layout is not None:
+        everywhere: list[Any] = [None] * layout.world
+        misfit = bool(found.misfits) or any(expected.get(n) != shape for n, shape in found.shapes.items())
+        dist.all_gather_object(everywhere, (misfit, set(found.shapes)))
+        names = set().union(*(some for _, some in everywhere))
+        if any(bad for bad, _ in everywhere) or names != set(expected):
+            return found  # nothing that follows would say more
+        first = state.data_index * (_count(batch) // layout.data // trial.micro_batch)
+        # Experts that are dealt out are given other rows on each rank; what their mixture gives is compared.
+        apart = stacks_of_experts(model) if layout.expert > 1 else []
+        witness = Witness(model, first=first, partly=layout.pipeline > 1, apart=apart)
+        shard_over_data(model, state, Precision(trial.dtype, trial.dtype, trial.dtype))
+    watch = witness or Witness(model)
     _fill(model, trial.seed, state)
-    step = ModuleStep(model, loss, micro_batch=trial.micro_batch, schedule=trial.schedule, state=state)
-
-    def keep(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if write is not None:
-            if read is not None:
-                load_module(read, model, optimizer, state=state)
-            save_module(write, model, optimizer, step=trial.steps, state=state)
-
-    _run(trial, model, step, own_samples(batch, state), found, witness, state, clip=trial.clip, then=keep)
-    return found
-
-
-def _run(
-    trial: Trial,
-    model: nn.Module,
-    step: ModuleStep,
-    batch: Samples,
-    found: Witnessed,
-    witness: Witness,
-    state: ParallelState,
-    **how: Any,
-) -> None:
-    """Take the steps; the witness sees the first one only."""
+    step = ModuleStep(model, loss, micro_batch=trial.micro_batch, schedule=trial.schedule, state=here)
 
     def once(samples: Samples) -> Tensor:
         loss = step(samples)
-        found.seen = witness.leave()
+        found.seen = watch.leave()  # of the first step only
         return loss
 
-    batches = [batch] * trial.steps
-    found.run = observe(lambda: (model, once), batches, state, lr=trial.lr, strict=False, **how)
+    def clip(model: nn.Module) -> Tensor:
+        if layout is None:
+            return nn.utils.clip_grad_norm_(model.parameters(), trial.clip)
+        return clip_gradients(model, trial.clip, state=state)
+
+    def keep(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if read is not None:
+            load_module(read, model, optimizer, state=here)
+        if write is not None:
+            save_module(write, model, optimizer, step=trial.steps, state=here)
+
+    batches = [own_samples(batch, state) if layout is not None else batch] * trial.steps
+    found.run = observe(
+        lambda: (model, once), batches, state, lr=trial.lr, clip=clip, strict=False, then=keep
+    )
+    return found
 
 
 def _witnessed(model: nn.Module, state: ParallelState) -> Witnessed:

@@ -100,14 +100,15 @@ def _gradients(layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], toler
             held = [rank.run.gradients[name] for rank in group if name in rank.run.gradients]
             if len(held) < 2 or len({box for box, _, _ in held}) > 1 or not held[0][0].size:
                 continue
-            want, parts = whole[held[0][0].slices], [part for _, _, part in held]
-            if place(want, parts, tolerance=tolerance).kind == "partial":
+            parts = [part for _, _, part in held]
+            found = place(whole[held[0][0].slices], parts, tolerance=tolerance)
+            if found.kind == "partial":
                 said += (
                     ": it is only a part on each rank, and they add up to the right one. Declare the "
                     'parameter with partial=("tensor",)'
                 )
                 return Fault(module, "gradient", relative, said)
-            if place(want * len(parts), parts, tolerance=tolerance).kind == "whole":
+            if "too large" in found.note:
                 said += f": it is {len(parts)} times too large"
                 if "tensor" in declared.partial:
                     said += '. Each rank has all of it, so partial=("tensor",) does not belong there'

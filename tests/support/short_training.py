@@ -4,38 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from ..data.batch import Batch
-from ..layers import Scaling, compile_blocks, use_float8
-from ..models import CausalLM, Family, LoraConfig, ModelConfig, adapted, family_of
-from ..parallel_state import Layout, ParallelState, initialize, seed_of
-from ..recipes.optimizer_sections import ParameterGroup
-from ..recipes.sections import MemorySection
-from ..training.adamw import make_adamw
-from ..training.build import spare_memory
-from ..training.parameter_groups import assign, freeze, names_of
-from ..training.precision import Precision
-from ..training.step import TrainStep
-from ..training.zero_on_fsdp import resting_device, shard_over_data
-from .layouts import (
+from trilith.data.batch import Batch
+from trilith.layers import Scaling, compile_blocks, use_float8
+from trilith.models import CausalLM, Family, LoraConfig, ModelConfig, adapted, family_of
+from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize, seed_of
+from trilith.recipes.optimizer_sections import ParameterGroup
+from trilith.recipes.sections import MemorySection
+from trilith.testing.layouts import (
     Observation,
-    Pieces,
     as_pieces,
     assemble,
     differences,
     observe,
-    pieces,
     random_rows,
     roughen,
 )
-from .shared_gpu import share_gpu
+from trilith.training.adamw import make_adamw
+from trilith.training.build import spare_memory
+from trilith.training.parameter_groups import assign, freeze, names_of
+from trilith.training.precision import Precision
+from trilith.training.step import TrainStep
+from trilith.training.zero_on_fsdp import resting_device, shard_over_data
 
-__all__ = ["Pieces", "assemble", "pieces", "roughen"]  # from .layouts
+from support.shared_gpu import share_gpu
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,8 @@ def train_rank(case: Case) -> Observation:
         return parts.model, parts.step
 
     batches = (rank_batch(case, number, state) for number in range(case.steps))
-    seen = observe(build, batches, state, lr=case.lr, clip=case.clip)
+    clip = partial(clip_gradients, max_norm=case.clip, state=state)
+    seen = observe(build, batches, state, lr=case.lr, clip=clip)
     dist.barrier()
     return seen
 
