@@ -144,6 +144,19 @@ def upward_imports(files):
     return found
 
 
+#: Who may use the test harness: it is for users and tests, so product code that starts ranks uses ``ranks``.
+USE_TESTING = ("testing/", "machine/", "cli/parity.py", "__init__.py")
+
+
+def users_of_testing(files):
+    return [
+        f"{path}:{line}: imports {name}; ranks are started by trilith.ranks"
+        for path, text in files.items()
+        for line, name in imported(path, text)
+        if name.startswith("trilith.testing") and not path.startswith(USE_TESTING)
+    ]
+
+
 def circles(files):
     """Folders that import each other, directly or around, the folders inside a room counted by themselves.
 
@@ -418,6 +431,7 @@ def relative_imports(files):
 
 RULES = [
     upward_imports,
+    users_of_testing,
     circles,
     flat_drawers,
     absolute_imports,
@@ -472,6 +486,7 @@ def test_docstrings_outside_the_package_are_not_clipped(folder):
         (upward_imports, "layers/deep/a.py", "from ...cli import main"),
         (upward_imports, "layers/__init__.py", "from ..models import zoo"),
         (upward_imports, "training/a.py", "from ..testing import run_parallel"),
+        (users_of_testing, "cli/quickstart.py", "def f():\n    from ..testing import run_fresh"),
         (upward_imports, "checkpoints/a.py", "import trilith.training"),
         (upward_imports, "layers/a.py", "from ..tests import helper"),
         (absolute_imports, "models/a.py", "from trilith.layers import Linear"),
@@ -520,6 +535,7 @@ def test_the_rule_catches_what_it_forbids(rule, path, text):
             "from ..layers import Linear\nfrom .b import c\nfrom . import d\nimport os",
         ),
         (upward_imports, "testing/a.py", "from ..training import step"),
+        (users_of_testing, "cli/parity.py", "from ..testing.parity.check import parity"),
         (flat_drawers, "layers/a.py", ""),
         (private_torch, "layers/a.py", "import torch\nfrom .b import _c\ntorch.nn.Linear.__init__\nself._x"),
         (prints, "cli/a.py", "print('hello')"),
@@ -629,6 +645,15 @@ def test_a_door_says_on_which_floor_it_is_and_what_it_offers(room):
 def test_importing_the_package_imports_no_torch():
     code = "import sys, trilith; assert not {'torch', 'numpy', 'pydantic'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
+
+
+def test_starting_ranks_imports_neither_training_nor_checkpoints():
+    code = "import sys; from trilith.testing import run_parallel; print(*sys.modules)"
+    told = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    rooms = {name.split(".")[1] for name in told.split() if name.startswith("trilith.")}
+    assert {"ranks", "testing"} <= rooms <= {"parallel_state", "ranks", "system", "testing"}
 
 
 def test_the_house_is_imported_once():

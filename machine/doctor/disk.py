@@ -1,4 +1,4 @@
-"""Check the file systems that a run writes to: room, locks, fsync, and the clock of a file server."""
+"""Check the file systems that a run writes to: room, locks, fsync, the clock of a file server, speed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from ..storage.lock import try_lock
-from ..system.machine import file_system_of
-from .finding import Finding
+from ...storage.lock import try_lock
+from ...system.machine import file_system_of
+from ..finding import Finding
 
 GROUP = "files"
 _GB = 1e9
@@ -19,6 +20,20 @@ _LEAST_ROOM = 2e9
 #: A server whose clock is further away makes the age of a rank's heartbeat wrong.
 _SECONDS_APART = 5.0
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p", "afs")
+
+
+#: Bytes that are written into a folder to measure its disk, and at a time.
+_WRITTEN, _PIECE = 64 << 20, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """Hold the free bytes of a folder's disk and its speed in bytes a second, or why it cannot be used."""
+
+    free: int = 0
+    written: float = 0.0
+    read: float = 0.0
+    error: str = ""
 
 
 def check_files(folders: list[Path]) -> Iterator[Finding]:
@@ -82,3 +97,28 @@ def _locks(fd: int) -> bool:
         return try_lock(fd)
     except OSError:
         return False
+
+
+def measure_folder(folder: Path) -> Folder:
+    """Write a file into the folder, read it back and delete it; the file is on the disk before the clock
+    stops.
+    """
+    piece = os.urandom(_PIECE)
+    try:
+        free = shutil.disk_usage(folder).free
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".trilith-doctor-", buffering=0) as file:
+            began = time.perf_counter()
+            for _ in range(_WRITTEN // _PIECE):
+                file.write(piece)
+            os.fsync(file.fileno())
+            written = time.perf_counter() - began
+            if hasattr(os, "posix_fadvise"):  # read from the disk and not from memory
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            began = time.perf_counter()
+            while file.read(_PIECE):
+                pass
+            read = time.perf_counter() - began
+    except OSError as error:
+        return Folder(error=error.strerror or str(error))
+    return Folder(free, _WRITTEN / written, _WRITTEN / read)

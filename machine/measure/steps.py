@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from ..parallel_state import dtype_named
-from ..planner.flops import Mfu, flops_per_token, peak_flops
-from ..recipes.recipe import Recipe, parse_recipe
-from ..runs.launch import process_group
-from ..runs.metrics import StepMetrics
-from ..testing import LiveBytes
-from ..training import Trainer, check_run
-from ..training.dry_run import heaviest
+from ...parallel_state import dtype_named
+from ...planner.flops import Mfu, flops_per_token, peak_flops
+from ...recipes.recipe import Recipe, parse_recipe
+from ...runs.launch import process_group
+from ...runs.metrics import StepMetrics
+from ...testing import LiveBytes
+from ...training import Trainer, check_run
+from ...training.dry_run import heaviest
 from .row import Figures
 from .speed import matmul_flops
 from .timing import StepClock

@@ -6,13 +6,13 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ..system import refusal_of
-from .check_devices import check_devices
-from .check_files import check_files
-from .check_limits import check_limits, check_variables
-from .check_ranks import check_ranks
-from .check_software import check_software
-from .finding import Finding
+from ...system import refusal_of
+from ..finding import Finding
+from .devices import check_devices
+from .disk import check_files
+from .limits import check_limits, check_variables
+from .ranks import check_ranks
+from .software import check_software
 
 #: Groups of checks: the title, and the function that makes the findings from the folders to look at.
 GROUPS: tuple[tuple[str, Callable[[list[Path]], Iterable[Finding]]], ...] = (

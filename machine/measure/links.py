@@ -10,16 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..parallel_state import Layout, ParallelState
-from ..runs.launch import process_group
-from .check_devices import smi
+from ...parallel_state import Layout, ParallelState
+from ...runs.launch import process_group
+from ..facts import smi
 from .groups_of_parameters import exchange_figures
 from .row import Figures
 from .small_blocks import AGAIN, collective_seconds
 from .timing import median_seconds
 
 
-def collective_speed(device: str, megabytes: int) -> dict[str, Any]:
+def collective_speed(device: str, megabytes: int, rounds: int) -> dict[str, Any]:
     """Time collectives of ``megabytes`` in all, of 4 KiB, and on a CPU those inside a step; collective.
 
     A rate is the bus bandwidth of NCCL's own tests: the bytes that each rank sends, by the seconds.
@@ -46,8 +46,10 @@ def collective_speed(device: str, megabytes: int) -> dict[str, Any]:
             ring = ParallelState.start(Layout.of(context=world, ring=True), device=device)
             for name, ranks in (("collective in a block", state), ("exchange around a ring", ring)):
                 for mode in ("none", *AGAIN):
-                    figures[f"{name}, checkpointing {mode}: us"] = collective_seconds(ranks, mode) * 1e6
-            figures |= exchange_figures(world, figures)
+                    figures[f"{name}, checkpointing {mode}: us"] = (
+                        collective_seconds(ranks, rounds, mode) * 1e6
+                    )
+            figures |= exchange_figures(world, figures, rounds)
     link = link_rate(smi("nvlink", "-s", "-i", "0")) if device == "cuda" else 0.0
     if link:
         figures["NVLink, one direction: GB/s"] = link

@@ -12,9 +12,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-
-from ..parallel_state import engine
-from .operators import tensors_in
+from trilith.parallel_state import engine
+from trilith.testing.operators import tensors_in
 
 _library: torch.library.Library | None = None
 

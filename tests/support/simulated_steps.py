@@ -6,17 +6,17 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
+from trilith.checkpoints import begin_moments
+from trilith.layers import Balancing, routers
+from trilith.models import CausalLM
+from trilith.recipes.optimizer_sections import LossScaleSection
+from trilith.testing.simulated_device.device import Kind, Per
+from trilith.testing.simulated_device.rank import simulated_rank
+from trilith.testing.simulated_device.waits import WAITS
+from trilith.training.loss_scale import LossScale
+from trilith.training.update import Update
 
-from ...checkpoints import begin_moments
-from ...layers import Balancing, routers
-from ...models import CausalLM
-from ...recipes.optimizer_sections import LossScaleSection
-from ...training.loss_scale import LossScale
-from ...training.update import Update
-from ..short_training import Case, build_rank, rank_batch
-from .device import Kind, Per
-from .rank import simulated_rank
-from .waits import WAITS
+from support.short_training import Case, build_rank, rank_batch
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from ..planner.flops import peak_named
-from .child import in_ranks
-from .finding import Finding
+from ...planner.flops import peak_named
+from ..child import in_ranks
+from ..facts import driver, smi
+from ..finding import Finding
 
 GROUP = "devices"
 _GB = 1e9
@@ -25,8 +25,8 @@ def check_devices() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         yield _no_cuda()
         return
-    if driver := smi("--query-gpu=driver_version", "--format=csv,noheader"):
-        yield Finding(GROUP, "driver", "ok", driver.splitlines()[0])
+    if said := driver():
+        yield Finding(GROUP, "driver", "ok", said)
     else:
         yield Finding(GROUP, "driver", "warning", "nvidia-smi does not answer",
                       "Install nvidia-smi beside the driver, to see clocks, links and errors")  # fmt: skip
@@ -39,17 +39,6 @@ def check_devices() -> Iterator[Finding]:
         yield Finding(**found)
     if torch.cuda.device_count() > 1:
         yield from _links()
-
-
-def smi(*options: str) -> str:
-    """Return what nvidia-smi prints; empty where it is absent or fails."""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", *options], capture_output=True, text=True, timeout=30, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _no_cuda() -> Finding:

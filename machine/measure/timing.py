@@ -8,9 +8,15 @@ from collections.abc import Callable
 
 import torch
 
+_CPU = torch.device("cpu")
 
-def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one call, the device's work included."""
+
+def seconds_of(
+    work: Callable[[], object],
+    device: torch.device = _CPU,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return the seconds of one call, the device's work included; on a CPU by this clock."""
     if device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -18,9 +24,25 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
         end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
-    began = time.perf_counter()
+    began = clock()
     work()
-    return time.perf_counter() - began
+    return clock() - began
+
+
+def in_pairs(
+    first: Callable[[], float], second: Callable[[], float], *, rounds: int
+) -> list[tuple[float, float]]:
+    """Return the seconds of two contenders that take turns in going first, after three rounds that do not
+    count: what else the machine does slows both.
+    """
+    pairs = []
+    for number in range(rounds + 3):
+        if number % 2:
+            a, b = first(), second()
+        else:
+            b, a = second(), first()
+        pairs.append((a, b))
+    return pairs[3:]
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, rounds: int) -> float:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from .finding import Finding
+from ..facts import versions
+from ..finding import Finding
 
 GROUP = "software"
 _PROGRAM = "#include <vector>\nint main() { std::vector<int> a(3); return int(a.size()) - 3; }\n"
@@ -23,20 +23,15 @@ _PROGRAM = "#include <vector>\nint main() { std::vector<int> a(3); return int(a.
 
 def check_software() -> Iterator[Finding]:
     """Yield the versions, and whether torch.compile will find its compiler."""
-    yield Finding(GROUP, "python", "ok", platform.python_version())
-    for package in ("trilith", "torch", "transformers", "safetensors"):
-        yield _package(package)
+    for name, installed in versions().items():
+        if installed:
+            yield Finding(GROUP, name, "ok", installed)
+        else:
+            yield Finding(GROUP, name, "fault", "not installed", f"pip install {name}")
     yield _build()
     yield _compiler()
     if torch.cuda.is_available():
         yield _triton()
-
-
-def _package(name: str) -> Finding:
-    try:
-        return Finding(GROUP, name, "ok", version(name))
-    except PackageNotFoundError:
-        return Finding(GROUP, name, "fault", "not installed", f"pip install {name}")
 
 
 def _build() -> Finding:

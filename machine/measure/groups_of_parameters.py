@@ -15,26 +15,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..models import CausalLM, family_of
-from ..parallel_state import Layout, ParallelState, engine, initialize
-from ..planner.time.measured import FIGURE_NAMES
-from ..training import Precision, shard_over_data
+from ...models import CausalLM, family_of
+from ...parallel_state import Layout, ParallelState, engine, initialize
+from ...planner.time.measured import FIGURE_NAMES
+from ...training import Precision, shard_over_data
+from ..llama import llama
 from .row import Figures
 from .timing import seconds_of
 
-#: Blocks of the model, rounds that count, and the tokens of a round.
-_BLOCKS, _ROUNDS, _TOKENS = 6, 20, 256
+#: Blocks of the model, and the tokens of a round.
+_BLOCKS, _TOKENS = 6, 256
 #: Widths of a block: one has next to nothing to send, the other about 3 MiB.
 _NARROW, _WIDE = 16, 256
 
 
-def exchange_figures(world: int, figures: Figures) -> Figures:
+def exchange_figures(world: int, figures: Figures, rounds: int) -> Figures:
     """Return, for each kind of collective, the microseconds that it takes for a tiny group of parameters, and
     the GB/s at which a larger group's bytes are sent beside. Collective over all ``world`` ranks.
 
     ``figures``: with the GB/s of the same kinds in a loop; a step is never faster.
     """
-    small, (large, size) = _exchanges(world, _NARROW)[0], _exchanges(world, _WIDE)
+    small, (large, size) = _exchanges(world, _NARROW, rounds)[0], _exchanges(world, _WIDE, rounds)
     found: Figures = {}
     for kind, name in FIGURE_NAMES.items():
         sent = size * (world - 1) / world * (2 if kind == "all_reduce" else 1)
@@ -45,7 +46,7 @@ def exchange_figures(world: int, figures: Figures) -> Figures:
     return found
 
 
-def _exchanges(world: int, width: int, rounds: int = _ROUNDS) -> tuple[dict[str, float], int]:
+def _exchanges(world: int, width: int, rounds: int) -> tuple[dict[str, float], int]:
     """Return the seconds that each kind of collective takes for a block of this width, and the bytes of the
     block.
     """
@@ -59,7 +60,7 @@ def _exchanges(world: int, width: int, rounds: int = _ROUNDS) -> tuple[dict[str,
         with engine.clocked(engine.fsdp_modules(sharded.layers)) as spent:
             sharded_work()
         dist.barrier()
-        more = seconds_of(whole_work, torch.device("cpu")) - seconds_of(alone, torch.device("cpu"))
+        more = seconds_of(whole_work) - seconds_of(alone)
         every.append({
             "all_gather": spent["all_gather"] / 2 / len(blocks),  # in forward and in backward
             "reduce_scatter": spent["reduce_scatter"] / len(blocks),
@@ -92,9 +93,6 @@ def _forward_and_backward(model: CausalLM) -> Callable[[], None]:
 
 
 def _model(width: int, state: ParallelState) -> Any:
-    raw: dict[str, Any] = {
-        "model_type": "llama", "vocab_size": 16, "hidden_size": width, "intermediate_size": 11 * width // 4,
-        "num_hidden_layers": _BLOCKS, "num_attention_heads": 8, "num_key_value_heads": 8,
-    }  # fmt: skip
+    raw = llama(width, _BLOCKS, ids=16, groups=8)
     family = family_of(raw)
     return family.build(family.from_hf(raw), state=state, device="cpu")

@@ -7,33 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 import torch
 
-from ..layers import Checkpointing, checkpoint_blocks, cost_of
-from ..models import CausalLM, family_of
-from ..parallel_state import ParallelState, initialize
-from ..planner import Work, block_traffic
-from ..planner.time.kernels import leaves
+from ...layers import Checkpointing, checkpoint_blocks, cost_of
+from ...models import CausalLM, family_of
+from ...parallel_state import ParallelState, initialize
+from ...planner import Work, block_traffic
+from ...planner.time.kernels import leaves
+from ..llama import llama
 from .timing import seconds_of
 
-_FEW, _MANY, _ROUNDS = 2, 10, 20
+_FEW, _MANY = 2, 10
 _TOKENS = 8
 #: The modes of checkpointing that compute a block again, and differ in what the host does for it.
 AGAIN: tuple[Checkpointing, ...] = ("full", "selective")
 
 
-def module_seconds(device: torch.device, mode: Checkpointing = "none") -> float:
+def module_seconds(device: torch.device, rounds: int, mode: Checkpointing = "none") -> float:
     """Return the seconds of a module of a block, forward and backward, in this mode of checkpointing.
 
     A module starts some operators, with Python and autograd between them; in a checkpointed block it also
     computes its forward again.
     """
-    return _seconds(device, mode) / leaves(_model(_FEW).layers["0"])
+    return _seconds(device, rounds, mode) / leaves(_model(_FEW).layers["0"])
 
 
-def collective_seconds(state: ParallelState, mode: Checkpointing = "none") -> float:
+def collective_seconds(state: ParallelState, rounds: int, mode: Checkpointing = "none") -> float:
     """Return the seconds that a collective of ``state``, over tensor ranks or around a ring of context ranks,
     adds to its block. Collective.
 
@@ -41,7 +41,8 @@ def collective_seconds(state: ParallelState, mode: Checkpointing = "none") -> fl
     moments. All of this takes longer than the same collective in a loop of its own. Around a ring each
     exchange also brings keys and values to which attention is computed by more operators.
     """
-    more = _seconds(state.device, mode, state) - _seconds(state.device, mode)
+    device = state.device
+    more = _seconds(device, rounds, mode, state) - _seconds(device, rounds, mode)
     return max(0.0, more) / _collectives(state, mode)
 
 
@@ -54,7 +55,9 @@ def _collectives(state: ParallelState, mode: Checkpointing) -> int:
     return sum(one.count for again in passes for one in block_traffic(work, cost, again=again))
 
 
-def _seconds(device: torch.device, mode: Checkpointing, state: ParallelState | None = None) -> float:
+def _seconds(
+    device: torch.device, rounds: int, mode: Checkpointing, state: ParallelState | None = None
+) -> float:
     """Time a block, forward and backward.
 
     Each round times both models, one after the other, so that other work on the machine slows both.
@@ -62,8 +65,8 @@ def _seconds(device: torch.device, mode: Checkpointing, state: ParallelState | N
     few, many = (_forward_and_backward(blocks, device, mode, state) for blocks in (_FEW, _MANY))
     for _ in range(2):  # these do not count
         few(), many()
-    rounds = [(seconds_of(few, device), seconds_of(many, device)) for _ in range(_ROUNDS)]
-    return median(more - less for less, more in rounds) / (_MANY - _FEW)
+    pairs = [(seconds_of(few, device), seconds_of(many, device)) for _ in range(rounds)]
+    return median(more - less for less, more in pairs) / (_MANY - _FEW)
 
 
 def _forward_and_backward(
@@ -79,10 +82,6 @@ def _forward_and_backward(
 def _model(blocks: int, state: ParallelState | None = None, device: torch.device | str = "meta") -> CausalLM:
     """Return a Llama of 8 numbers a head, with two heads or one for each tensor rank."""
     heads = 2 if state is None else max(2, state.tensor_size)
-    raw: dict[str, Any] = {
-        "model_type": "llama", "vocab_size": 8 * heads, "hidden_size": 8 * heads,
-        "intermediate_size": 16 * heads, "num_hidden_layers": blocks, "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-    }  # fmt: skip
+    raw = llama(8 * heads, blocks, ids=8 * heads, heads=heads, groups=heads, intermediate_size=16 * heads)
     family = family_of(raw)
     return family.build(family.from_hf(raw), state=state, device=device)

@@ -4,37 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from ..data.batch import Batch
-from ..layers import IGNORE, Scaling, compile_blocks, use_float8
-from ..models import CausalLM, Family, LoraConfig, ModelConfig, adapted, family_of
-from ..parallel_state import (
-    Box,
-    Layout,
-    Normal,
-    ParallelState,
-    clip_gradients,
-    declarations,
-    initialize,
-    seed_of,
-    stored_box,
+from trilith.data.batch import Batch
+from trilith.layers import Scaling, compile_blocks, use_float8
+from trilith.models import CausalLM, Family, LoraConfig, ModelConfig, adapted, family_of
+from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize, seed_of
+from trilith.recipes.optimizer_sections import ParameterGroup
+from trilith.recipes.sections import MemorySection
+from trilith.testing.layouts import (
+    Observation,
+    as_pieces,
+    assemble,
+    differences,
+    observe,
+    random_rows,
+    roughen,
 )
-from ..parallel_state.engine import local_data
-from ..parallel_state.initial_weights import fill
-from ..recipes.optimizer_sections import ParameterGroup
-from ..recipes.sections import MemorySection
-from ..training.adamw import make_adamw
-from ..training.build import spare_memory
-from ..training.parameter_groups import assign, freeze, names_of
-from ..training.precision import Precision
-from ..training.step import TrainStep
-from ..training.zero_on_fsdp import resting_device, shard_over_data
-from .shared_gpu import share_gpu
+from trilith.training.adamw import make_adamw
+from trilith.training.build import spare_memory
+from trilith.training.parameter_groups import assign, freeze, names_of
+from trilith.training.precision import Precision
+from trilith.training.step import TrainStep
+from trilith.training.zero_on_fsdp import resting_device, shard_over_data
+
+from support.shared_gpu import share_gpu
 
 
 @dataclass(frozen=True)
@@ -75,20 +73,6 @@ class Outcome:
     gradients: dict[str, Tensor]
     initial: dict[str, Tensor]
     parameters: dict[str, Tensor]
-
-
-Pieces = dict[str, tuple[Box, bool, Tensor]]
-
-
-@dataclass
-class RankOutcome:
-    """Hold the pieces of an ``Outcome`` on one rank."""
-
-    losses: list[float]
-    norms: list[float]
-    gradients: Pieces
-    initial: Pieces
-    parameters: Pieces
 
 
 @dataclass(frozen=True)
@@ -138,26 +122,23 @@ def build_rank(case: Case, state: ParallelState) -> Parts:
     return Parts(model, step, make_adamw(model, lr=case.lr), family, config)
 
 
-def train_rank(case: Case) -> RankOutcome:
+def train_rank(case: Case) -> Observation:
     """Train inside a process group of ``case.layout.world`` ranks; return what this rank holds in the end."""
     if case.device == "cuda":
         share_gpu()
     state = ParallelState.start(case.layout, device=case.device)
-    parts = build_rank(case, state)
-    model, optimizer = parts.model, parts.optimizer
-    initialize(model, case.seed, state=state)
-    roughen(model, case.seed, state)
-    initial = pieces(model, state)
-    losses, norms, gradients = [], [], {}
-    for number in range(case.steps):
-        losses.append(float(parts.step(rank_batch(case, number, state))))
-        if number == 0:
-            gradients = pieces(model, state, gradients=True)
-        norms.append(float(clip_gradients(model, case.clip, state=state)))
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def build() -> tuple[CausalLM, TrainStep]:
+        parts = build_rank(case, state)
+        initialize(parts.model, case.seed, state=state)
+        roughen(parts.model, case.seed, state)
+        return parts.model, parts.step
+
+    batches = (rank_batch(case, number, state) for number in range(case.steps))
+    clip = partial(clip_gradients, max_norm=case.clip, state=state)
+    seen = observe(build, batches, state, lr=case.lr, clip=clip)
     dist.barrier()
-    return RankOutcome(losses, norms, gradients, initial, pieces(model, state))
+    return seen
 
 
 def rank_batch(case: Case, step: int, state: ParallelState) -> Batch:
@@ -169,75 +150,16 @@ def rank_batch(case: Case, step: int, state: ParallelState) -> Batch:
 def batch(case: Case, step: int, vocab_size: int) -> Batch:
     """Return the whole batch of a step; ignored labels and document starts are spread unevenly."""
     generator = torch.Generator().manual_seed(seed_of(case.seed, "batch", step))
-    tokens = torch.randint(vocab_size, (case.samples, case.length + 1), generator=generator)
-    labels = tokens[:, 1:].clone()
-    for sample in range(case.samples):
-        labels[sample, : (3 * sample) % case.length] = IGNORE
+    input_ids, labels = random_rows(case.samples, case.length, vocab_size, generator)
     positions = None
     if case.documents:
         places = torch.arange(case.length).expand(case.samples, -1)
         starts = torch.rand(case.samples, case.length, generator=generator) < 0.2
         positions = places - torch.where(starts, places, 0).cummax(1).values
-    return Batch(tokens[:, :-1].contiguous(), labels, positions)
+    return Batch(input_ids, labels, positions)
 
 
-def roughen(model: CausalLM, seed: int, state: ParallelState) -> None:
-    """Draw norms, biases and LoRA's second factors: at their default values most mistakes do not show."""
-    stated = declarations(model)
-    for name, parameter in model.named_parameters():
-        declaration = stated[name]
-        if len(declaration.shape) == 1 or "lora_B" in name:
-            box, data = stored_box(parameter, declaration, state), local_data(parameter)
-            noise = torch.zeros_like(data)
-            if box.size:
-                fill(noise, box, declaration.shape, Normal(0.3), seed_of(seed, "rough", name))
-            data.add_(noise)
-
-
-def pieces(model: CausalLM, state: ParallelState, *, gradients: bool = False) -> Pieces:
-    """Return this rank's part of each parameter: its box without padding, whether it owns it, the numbers.
-
-    Asserts that padding is zero.
-    """
-    stated = declarations(model)
-    found = {}
-    for name, parameter in model.named_parameters():
-        declaration = stated[name]
-        if gradients and not parameter.requires_grad:
-            assert parameter.grad is None, f"{name} is frozen and has a gradient"
-            continue
-        tensor = parameter.grad if gradients else parameter
-        assert tensor is not None, f"{name} has no gradient"
-        box = declaration.true_part(stored_box(parameter, declaration, state))
-        owner = declaration.owner(state.layout, state.at)
-        held = local_data(tensor)
-        if declaration.multiple is not None:
-            assert not bool(held[box.shape[0] :].any()), f"{name}: padding is not zero"
-            held = held[: box.shape[0]]
-        found[name] = (box, owner, held.clone().cpu())
-    return found
-
-
-def assemble(ranks: Sequence[Pieces]) -> dict[str, Tensor]:
-    """Whole tensors from all ranks' pieces. Each element is owned once; every copy equals it bit for bit."""
-    whole: dict[str, Tensor] = {}
-    counts: dict[str, Tensor] = {}
-    for name in sorted({name for rank in ranks for name in rank}):
-        held = [rank[name] for rank in ranks if name in rank]
-        shape = tuple(max(box.stop[dim] for box, _, _ in held) for dim in range(held[0][2].ndim))
-        whole[name] = torch.full(shape, float("nan"), dtype=held[0][2].dtype)
-        counts[name] = torch.zeros(shape, dtype=torch.int32)
-        for box, owner, tensor in held:
-            if owner:
-                whole[name][box.slices] = tensor
-                counts[name][box.slices] += 1
-        assert bool((counts[name] == 1).all()), f"{name}: not every element has exactly one owner"
-        for box, _, tensor in held:
-            assert torch.equal(whole[name][box.slices], tensor), f"{name}: copies differ at {box}"
-    return whole
-
-
-def outcome(ranks: Sequence[RankOutcome]) -> Outcome:
+def outcome(ranks: Sequence[Observation]) -> Outcome:
     """Assemble the outcomes of all ranks into one; ranks must agree on losses and norms bit for bit."""
     first = ranks[0]
     for rank in ranks[1:]:
@@ -263,20 +185,10 @@ def first_difference(a: Outcome, b: Outcome, *, tolerance: float) -> str | None:
 
 
 def relative_differences(a: Outcome, b: Outcome) -> Iterator[tuple[str, float]]:
-    """Yield each loss, norm and tensor with its difference, relative to its largest element.
-
-    A key bias is measured against a thousandth of the largest tensor of its kind: without rotation it shifts
-    all scores alike, so its gradient is zero but for rounding.
-    """
+    """Yield each loss, norm and tensor with its difference, relative to its largest element."""
     for name in ("losses", "norms"):
         for step, (x, y) in enumerate(zip(getattr(a, name), getattr(b, name), strict=True)):
             yield f"{name}[{step}]: {x} and {y}", abs(x - y) / abs(x) if x != y else 0.0
     for kind in ("initial", "gradients", "parameters"):
-        left, right = getattr(a, kind), getattr(b, kind)
-        if left.keys() != right.keys():
-            yield f"{kind}: names {sorted(left.keys() ^ right.keys())}", float("inf")
-            return
-        largest = {name: float(tensor.abs().max()) for name, tensor in left.items()}
-        for name in left:
-            scale = max(largest[name], 1e-3 * max(largest.values()) if name.endswith("k.bias") else 1e-300)
-            yield f"{kind}: {name}", float((left[name] - right[name]).abs().max()) / scale
+        for name, difference in differences(getattr(a, kind), [as_pieces(getattr(b, kind))]):
+            yield f"{kind}: {name}", difference

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints import convert
-from .random_files import write_hf_folder
+from ...checkpoints import convert
+from ..random_files import write_hf_folder
 from .row import Figures
 
 

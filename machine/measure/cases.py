@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..models import published_size
-from ..recipes.recipe import parse_recipe
-from ..training.dry_run import heaviest, plan_without_weights
+from ...layers import Checkpointing
+from ...models import published_size
+from ...recipes.recipe import parse_recipe
+from ...training.dry_run import heaviest, plan_without_weights
+from ..llama import llama
 from .conversion import conversion_speed
 from .layers import layer_overhead
 from .layouts import compare_layout
@@ -25,19 +27,48 @@ PARTS = ("speed", "parity", "links", "layers", "mfu", "memory", "saving", "conve
 CPU_RANKS = 2
 #: Share of a device's free memory that a plan may take: the allocator needs some room between its blocks.
 _FILLED = 0.92
+_MODES = ("eager", "compiled")
 #: The shape for a CPU: 58 million parameters, of which half are embeddings.
-SMALL: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-}
-QUICK = SMALL | {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+SMALL = llama(512, 8, ids=32000)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """State how much is measured: the sides of matrices, MiB of copies and of collectives, widths and tokens
+    of layers, rounds of these and of small blocks, steps that are timed, those of a run that saves, bytes of
+    disk.
+    """
+
+    side: int
+    copied: int
+    sent: int
+    layers: tuple[tuple[int, int], ...]
+    rounds: int
+    blocks: int
+    steps: int
+    saving: int
+    room: float
+    modes: tuple[Checkpointing, ...] = ("none", "full")
+    compiled: tuple[bool, ...] = (False, True)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+    length: int = 512
+
+
+_SIZES = {
+    "cuda": Sizes(
+        side=8192, copied=1024, sent=512, layers=((4096, 8192), (512, 64)), rounds=50, blocks=20, steps=10,
+        saving=10, room=15e9, name="llama-3.2-1b",
+    ),
+    "cpu": Sizes(
+        side=1024, copied=128, sent=16, layers=((16, 8),), rounds=50, blocks=20, steps=10,
+        saving=10, room=1e9, name="Llama of 58 M", model=SMALL,
+    ),
+    "quick": Sizes(
+        side=128, copied=4, sent=1, layers=((16, 8),), rounds=5, blocks=2, steps=2,
+        saving=6, room=0.1e9, name="tiny Llama", model=llama(64, 2, ids=512), length=64,
+        modes=("none",), compiled=(False,),
+    ),
 }  # fmt: skip
 _LAYOUTS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("one process", 1, {}),
@@ -55,7 +86,7 @@ _LAYOUTS: tuple[tuple[str, int, dict[str, Any]], ...] = (
 class Bench:
     """State what to measure with. ``memory``: the free bytes of a device; ``room``: those of the disk.
 
-    ``folder`` is empty and may be written to; ``tokens`` is a token file of at least ``VOCABULARY`` ids.
+    ``folder`` is empty and may be written to; ``tokens`` there is a token file of ``vocabulary`` ids.
     """
 
     device: str
@@ -73,40 +104,41 @@ class Bench:
     @property
     def vocabulary(self) -> int:
         """Return the number of ids of the token file."""
-        return int(QUICK["vocab_size"]) if self.device == "cpu" else 128256
+        return 512 if self.device == "cpu" else 128256
 
     @property
     def ranks(self) -> int:
         return max(1, self.gpus) if self.device == "cuda" else 1
 
+    @property
+    def sizes(self) -> Sizes:
+        if self.quick and self.device == "cuda":
+            return replace(_SIZES["cuda"], rounds=10, steps=3, modes=("none",))
+        return _SIZES["quick" if self.quick else self.device]
+
 
 def cases(bench: Bench, parts: Iterable[str] = PARTS) -> Iterator[Case]:
     """Yield what is to be measured, in order; what this machine cannot hold is yielded as left out."""
-    made = {
-        "speed": _speed,
-        "parity": _parity,
-        "links": _links,
-        "layers": _layers,
-        "mfu": _mfu,
-        "memory": _memory,
-        "saving": _saving,
-        "conversion": _conversion,
-    }
-    for part in PARTS:
+    made = (_speed, _parity, _links, _layers, _mfu, _memory, _saving, _conversion)
+    for part, make in zip(PARTS, made, strict=True):
         if part in parts:
-            yield from made[part](bench)
+            yield from make(bench)
 
 
 def _speed(bench: Bench) -> Iterator[Case]:
-    side, megabytes = (8192, 1024) if bench.device == "cuda" else (256, 16) if bench.quick else (1024, 128)
-    options = {"device": bench.device, "side": side, "megabytes": megabytes}
+    options = {
+        "device": bench.device,
+        "side": bench.sizes.side,
+        "megabytes": bench.sizes.copied,
+        "rounds": bench.sizes.blocks,
+    }
     ranks = 1 if bench.device == "cuda" else CPU_RANKS
     yield Case("speed", "the device itself", device_speed, options, ranks)
 
 
 def _parity(bench: Bench) -> Iterator[Case]:
     most = max(bench.gpus, 4)
-    for name, world, layout in _LAYOUTS[:3] if bench.quick else _LAYOUTS:
+    for name, world, layout in _LAYOUTS[: 3 if bench.quick else None]:
         if world > most:
             continue
         device = bench.device if world <= max(1, bench.gpus) else "cpu"
@@ -120,97 +152,89 @@ def _parity(bench: Bench) -> Iterator[Case]:
 
 
 def _links(bench: Bench) -> Iterator[Case]:
+    options = {"device": bench.device, "megabytes": bench.sizes.sent, "rounds": bench.sizes.blocks}
     if bench.device == "cpu":
-        options = {"device": "cpu", "megabytes": 1 if bench.quick else 16}
         yield Case("links", f"gloo, {CPU_RANKS} ranks", collective_speed, options, CPU_RANKS)
     elif bench.gpus == 1:
         yield Case("links", "NCCL", note="one GPU: nothing to send to")
     else:
-        options = {"device": "cuda", "megabytes": 512}
         yield Case("links", f"NCCL, {bench.gpus} GPUs", collective_speed, options, bench.gpus)
 
 
 def _layers(bench: Bench) -> Iterator[Case]:
-    rounds = 10 if bench.quick else 50
-    sizes = ((4096, 8192), (512, 64)) if bench.device == "cuda" else ((16, 8),)
-    for width, tokens in sizes:
-        options = {"device": bench.device, "width": width, "tokens": tokens, "rounds": rounds}
+    for width, tokens in bench.sizes.layers:
+        options = {"device": bench.device, "width": width, "tokens": tokens, "rounds": bench.sizes.rounds}
         yield Case("layers", f"MLP {width:,} wide at tensor 1", layer_overhead, options)
 
 
 def _mfu(bench: Bench) -> Iterator[Case]:
-    steps = WARM_UP + (3 if bench.quick else 10)
+    sizes, steps = bench.sizes, WARM_UP + bench.sizes.steps
     if bench.device == "cpu":
-        for compiled in (False,) if bench.quick else (False, True):
-            recipe = _recipe(bench, QUICK if bench.quick else SMALL, steps=steps, compile=compiled)
-            options = {"recipe": recipe, "side": 128 if bench.quick else None}
-            size = "tiny Llama" if bench.quick else "Llama of 58 M"
-            yield Case("mfu", f"{size}, {_mode(compiled)}", train_steps, options, seconds=600)
+        for compiled in sizes.compiled:
+            recipe = _recipe(bench, sizes.model, steps=steps, compile=compiled)
+            options = {"recipe": recipe, "side": sizes.side}
+            yield Case("mfu", f"{sizes.name}, {_MODES[compiled]}", train_steps, options, seconds=600)
         return
-    for size, length in (("llama-3.2-1b", 4096), ("llama-3.1-8b", 8192)):
-        for compiled in (False, True):
-            name = f"{size}, {_mode(compiled)}"
-            found = _that_fits(bench, size, length, steps=steps, compile=compiled)
+    for size, length, zero in (("llama-3.2-1b", 4096, 1), ("llama-3.1-8b", 8192, 3)):
+        found = _that_fits(bench, size, length, steps=steps, zero=zero)
+        for compiled in sizes.compiled:
+            name = f"{size}, {_MODES[compiled]}"
             if found is None:
                 yield Case("mfu", name, note="not one block fits the device, by the planner's figures")
                 continue
             recipe, note = found
-            yield Case("mfu", name, train_steps, {"recipe": recipe}, bench.ranks, 300, note)
+            options = {"recipe": recipe | {"compile": compiled}}  # which changes nothing in the plan
+            yield Case("mfu", name, train_steps, options, bench.ranks, 300, note)
 
 
 def _memory(bench: Bench) -> Iterator[Case]:
-    for mode in ("none",) if bench.quick else ("none", "full"):
+    for mode in bench.sizes.modes:
+        memory: dict[str, Any] = {"checkpointing": mode}
         if bench.device == "cpu":
-            config = QUICK if bench.quick else SMALL
-            recipe = _recipe(bench, config, steps=2, memory={"checkpointing": mode})
-            note = ""
+            recipe = _recipe(bench, bench.sizes.model, steps=2, memory=memory)
+            found: tuple[dict[str, Any], str] | None = (recipe, "")
         else:
-            found = _that_fits(bench, "llama-3.2-1b", 4096, steps=3, memory={"checkpointing": mode})
-            if found is None:
-                continue
-            recipe, note = found
-        yield Case("memory", f"checkpointing {mode}", peak_memory, {"recipe": recipe}, bench.ranks, note=note)
+            found = _that_fits(bench, "llama-3.2-1b", 4096, steps=3, memory=memory)
+        if found is not None:
+            name, options = f"checkpointing {mode}", {"recipe": found[0]}
+            yield Case("memory", name, peak_memory, options, bench.ranks, note=found[1])
 
 
 def _saving(bench: Bench) -> Iterator[Case]:
+    sizes, note, length = bench.sizes, "", 0
+    model = sizes.model
+    if bench.device == "cuda":
+        model, length = published_size("llama-3.2-1b").with_fields({"num_hidden_layers": 4}), 2048
+        note = "Llama 3.2 1B with 4 of 16 blocks"
     for background in (False, True):
         name = "in the background" if background else "while the run waits"
+        if bench.room < 2 * sizes.room:
+            yield _no_room("saving", name, 2 * sizes.room, bench)
+            continue
         save = {"every": 4, "keep": 1, "background": background}
-        if bench.device == "cpu":
-            steps = 6 if bench.quick else 10
-            config = QUICK if bench.quick else SMALL
-            recipe, note = _recipe(bench, config, steps=steps, checkpoint=save, name=f"save-{name}"), ""
-        else:
-            layers = 4
-            fields = published_size("llama-3.2-1b").with_fields({"num_hidden_layers": layers})
-            recipe = _recipe(bench, fields, steps=10, length=2048, checkpoint=save, name=f"save-{name}")
-            note = f"Llama 3.2 1B with {layers} of 16 blocks"
-            if bench.room < 30e9:
-                yield Case("saving", name, note=f"30 GB of disk needed, {bench.room / 1e9:.0f} GB free")
-                continue
+        recipe = _recipe(
+            bench, model, steps=sizes.saving, length=length, checkpoint=save, name=f"save-{name}"
+        )
         yield Case("saving", name, step_stalls, {"recipe": recipe}, bench.ranks, 200, note)
 
 
 def _conversion(bench: Bench) -> Iterator[Case]:
-    if bench.device == "cpu":
-        config, name, need = (QUICK, "tiny Llama", 0.1e9) if bench.quick else (SMALL, "Llama of 58 M", 1e9)
-    else:
-        config, name, need = dict(published_size("llama-3.2-1b").with_fields({})), "llama-3.2-1b", 15e9
-    if bench.room < need:
-        note = f"{need / 1e9:.0f} GB of disk needed, {bench.room / 1e9:.0f} GB free"
-        yield Case("conversion", name, note=note)
+    sizes = bench.sizes
+    if bench.room < sizes.room:
+        yield _no_room("conversion", sizes.name, sizes.room, bench)
         return
-    folder = bench.folder / "conversion"
-    yield Case("conversion", name, conversion_speed, {"folder": str(folder), "config": config}, seconds=300)
+    config = dict(sizes.model or published_size(sizes.name).with_fields({}))
+    options = {"folder": str(bench.folder / "conversion"), "config": config}
+    yield Case("conversion", sizes.name, conversion_speed, options, seconds=300)
 
 
-def _mode(compiled: bool) -> str:
-    return "compiled" if compiled else "eager"
+def _no_room(part: str, name: str, need: float, bench: Bench) -> Case:
+    return Case(part, name, note=f"{need / 1e9:.0f} GB of disk needed, {bench.room / 1e9:.0f} GB free")
 
 
 def _recipe(
     bench: Bench,
-    config: dict[str, Any],
+    config: Mapping[str, Any],
     *,
     steps: int,
     length: int = 0,
@@ -227,11 +251,11 @@ def _recipe(
         "steps": steps,
         "device": bench.device,
         "compute": "bfloat16" if bench.device == "cuda" else "float32",
-        "model": {"config": config},
+        "model": {"config": dict(config)},
         "layout": layout,
         "data": {
             "tokens": str(bench.tokens),
-            "sequence_length": length or (64 if bench.quick else 512),
+            "sequence_length": length or bench.sizes.length,
             "global_batch": micro_batch * bench.ranks,
             "micro_batch": micro_batch,
         },
@@ -247,13 +271,11 @@ def _that_fits(bench: Bench, size: str, length: int, **keys: Any) -> tuple[dict[
     """
     whole = published_size(size).with_fields({})
     blocks = int(whole["num_hidden_layers"])
-    wanted = [count for count in (blocks, 24, 20, 16, 12, 10, 8, 6, 4, 3, 2, 1) if count <= blocks]
-    for count in dict.fromkeys(wanted):
-        config = dict(whole) | {"num_hidden_layers": count}
+    for count in (blocks, *(one for one in (24, 20, 16, 12, 10, 8, 6, 4, 3, 2, 1) if one < blocks)):
         found = None
         for rows in (1, 2, 4, 8):
-            zero = 3 if "8b" in size else 1
-            recipe = _recipe(bench, config, length=length, micro_batch=rows, zero=zero, **keys)
+            config = dict(whole) | {"num_hidden_layers": count}
+            recipe = _recipe(bench, config, length=length, micro_batch=rows, **keys)
             if _planned(recipe) > _FILLED * bench.memory:
                 break
             part = "" if count == blocks else f"{count} of {blocks} blocks, which is what fits; "

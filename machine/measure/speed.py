@@ -11,17 +11,18 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from ..parallel_state import Layout
-from ..runs.launch import process_group
+from ...parallel_state import Layout
+from ...runs.launch import process_group
 from .row import Figures
 from .small_blocks import AGAIN, module_seconds
 from .timing import median_seconds
 
 
-def device_speed(device: str, side: int, megabytes: int) -> dict[str, Any]:
+def device_speed(device: str, side: int, megabytes: int, rounds: int) -> dict[str, Any]:
     """Measure products of square matrices of ``side`` rows, and copies of ``megabytes``, in this process.
 
-    Ranks of a CPU begin each measurement at the same moment, because they share its memory and its clock.
+    ``rounds``: of small blocks. Ranks of a CPU begin each measurement at the same moment, because they share
+    its memory and its clock.
     """
     here, ranks = torch.device(device), int(os.environ["WORLD_SIZE"])
     work: dict[str, Callable[[], float]] = {
@@ -30,13 +31,13 @@ def device_speed(device: str, side: int, megabytes: int) -> dict[str, Any]:
         "attention, bf16: TFLOP/s": lambda: attention_flops(here, side // 2, torch.bfloat16) / 1e12,
         "attention, fp32: TFLOP/s": lambda: attention_flops(here, side // 2, torch.float32) / 1e12,
         "operator of one number: us": lambda: launch_seconds(here) * 1e6,
-        "module, forward and backward: us": lambda: module_seconds(here) * 1e6,
+        "module, forward and backward: us": lambda: module_seconds(here, rounds) * 1e6,
         "copy: GB/s read and written": lambda: copy_rate(here, megabytes) / 1e9,
     }
     if here.type == "cpu":  # a GPU works while the host goes on
         for mode in AGAIN:
             name = f"module, checkpointing {mode}: us"
-            work[name] = partial(lambda mode: module_seconds(here, mode) * 1e6, mode)
+            work[name] = partial(lambda mode: module_seconds(here, rounds, mode) * 1e6, mode)
     if here.type == "cuda":
         work["host to device, pinned: GB/s"] = lambda: transfer_rate(here, megabytes) / 1e9
     if ranks == 1:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from ..system.machine import memory_available, processor_name, usable_cores
-from .finding import Finding
+from ...system.machine import memory_available, processor_name, usable_cores
+from ..facts import said_by
+from ..finding import Finding
 
 GROUP, VARIABLES = "machine", "environment"
 _GB = 1e9
@@ -85,15 +85,7 @@ def _limit(name: str, which: int, least: float, how: str) -> Finding:
 
 def _clock() -> Finding:
     """Ask whether the clock is synchronised: logs of several machines are compared by their times."""
-    try:
-        done = subprocess.run(
-            ["timedatectl", "show", "-p", "NTPSynchronized", "--value"],
-            *(),
-            capture_output=True, text=True, timeout=10, check=False,
-        )  # fmt: skip
-        answer = done.stdout.strip() if done.returncode == 0 else ""
-    except (OSError, subprocess.TimeoutExpired):
-        answer = ""
+    answer = said_by("timedatectl", "show", "-p", "NTPSynchronized", "--value", seconds=10)
     if answer == "no":
         todo = "Start chrony or systemd-timesyncd where several machines train together"
         return Finding(GROUP, "clock", "warning", "not synchronised", todo)

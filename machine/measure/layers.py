@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from ..layers import ColumnParallelLinear, RowParallelLinear
-from ..testing import Operators
+from ...layers import ColumnParallelLinear, RowParallelLinear
+from ...testing import Operators
 from .row import Figures
-from .timing import seconds_of
+from .timing import in_pairs, seconds_of
 
 
 class Mlp(nn.Module):
@@ -38,44 +39,37 @@ def layer_overhead(device: str, width: int, tokens: int, rounds: int) -> dict[st
     for module in (ours, theirs):
         module.to(here, torch.bfloat16)
     x = torch.randn(1, tokens, width, device=here, dtype=torch.bfloat16, requires_grad=True)
-    counts = [_operators(module, x) for module in (ours, theirs)]
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for number in range(rounds + 3):
-        order = (0, 1) if number % 2 else (1, 0)
-        for which in order:
-            module = (ours, theirs)[which]
-            taken = seconds_of(partial(_once, module, x), here)
-            if number >= 3:
-                seconds[which].append(taken)
-    added = statistics.median(a - b for a, b in zip(*seconds, strict=True))
+    work = [partial(forward_and_backward, module, x) for module in (ours, theirs)]
+    counts = [_operators(one) for one in work]
+    pairs = in_pairs(*(partial(seconds_of, one, here) for one in work), rounds=rounds)
     figures: Figures = {
-        "torch.nn: us": statistics.median(seconds[1]) * 1e6,
-        "added by ours: us": added * 1e6,
-        "ours by torch.nn's": statistics.median(a / b for a, b in zip(*seconds, strict=True)),
+        "torch.nn: us": statistics.median(b for _, b in pairs) * 1e6,
+        "added by ours: us": statistics.median(a - b for a, b in pairs) * 1e6,
+        "ours by torch.nn's": statistics.median(a / b for a, b in pairs),
         "operators, ours": counts[0],
         "operators, torch.nn": counts[1],
     }
     if here.type == "cuda":
-        figures |= {"kernels, ours": _kernels(ours, x), "kernels, torch.nn": _kernels(theirs, x)}
+        figures |= {"kernels, ours": _kernels(work[0]), "kernels, torch.nn": _kernels(work[1])}
     return {"figures": figures, "note": f"{tokens:,} tokens, MLP {width:,} to {4 * width:,} and back, bf16"}
 
 
-def _once(module: nn.Module, x: Tensor) -> None:
+def forward_and_backward(module: nn.Module, x: Tensor) -> None:
     module(x).sum().backward()
 
 
-def _operators(module: nn.Module, x: Tensor) -> int:
-    _once(module, x)
+def _operators(work: Callable[[], None]) -> int:
+    work()
     with Operators() as seen:
-        _once(module, x)
+        work()
     return len(seen.names)
 
 
-def _kernels(module: nn.Module, x: Tensor) -> int:
+def _kernels(work: Callable[[], None]) -> int:
     """Count the kernels and copies that the GPU runs for one forward and backward."""
-    _once(module, x)
+    work()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        _once(module, x)
+        work()
         torch.cuda.synchronize()
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in seen.events())

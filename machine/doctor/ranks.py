@@ -10,10 +10,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..parallel_state import Layout
-from ..runs.launch import process_group
-from .child import in_ranks
-from .finding import Finding
+from ...parallel_state import Layout
+from ...runs.launch import process_group
+from ..child import in_ranks
+from ..finding import Finding
 
 GROUP = "ranks"
 #: Seconds for the ranks to start, meet and add.

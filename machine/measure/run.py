@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
-import platform
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..parallel_state import BadInput
-from ..storage.disk import Disk
-from ..system.machine import memory_available, processor_name, usable_cores
+from ...parallel_state import BadInput
+from ...storage.disk import Disk
+from ...system.machine import memory_available
+from ..child import finite, in_ranks
+from ..doctor.checks import diagnose
+from ..facts import gpus, host
+from ..finding import Finding
+from ..random_files import write_tokens
 from .cases import CPU_RANKS, PARTS, Bench, cases
-from .child import finite, in_ranks
-from .doctor import diagnose
-from .finding import Finding
-from .random_files import write_tokens
 from .row import Case, Row
 
 #: A measurement is not begun with less than this left, in seconds.
@@ -91,36 +90,23 @@ def machine_facts(device: str | None = None) -> dict[str, Any]:
     """
     if device not in (None, "cpu", "cuda"):
         raise BadInput("bench", "--device", expected="cpu or cuda", found=device)
-    ran = in_ranks(_gpus, 1, {}, seconds=120.0)
-    gpus = ran.result.get("names", [])
-    if device == "cuda" and not gpus:
+    here = in_ranks(gpus, 1, {}, seconds=120.0).result
+    names = here.get("names", [])
+    if device == "cuda" and not names:
         raise BadInput("bench", "--device", expected="cpu: this machine has no CUDA device", found="cuda")
-    device = device or ("cuda" if gpus else "cpu")
-    here = gpus if device == "cuda" else []
+    device = device or ("cuda" if names else "cpu")
+    names = names if device == "cuda" else []
     return {
         "device": device,
-        "gpus": len(here),
-        "ranks": len(here) or CPU_RANKS,
-        "names": here,
-        "memory": ran.result["free"] if here else memory_available() or 0,
-        "processor": processor_name() or platform.processor(),
-        "cores": usable_cores(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "trilith")},
+        "gpus": len(names),
+        "ranks": len(names) or CPU_RANKS,
+        "names": names,
+        "memory": here["free"] if names else memory_available() or 0,
+        **host(),
         "cuda": torch.version.cuda or "",
-        "nccl": ran.result.get("nccl", ""),
+        "nccl": here.get("nccl", ""),
         "began": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
-
-
-def _gpus() -> dict[str, Any]:
-    """Return the names of the GPUs, and the free bytes of the one that has least."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    free = min((torch.cuda.mem_get_info(number)[0] for number in range(count)), default=0)
-    names = [torch.cuda.get_device_name(number) for number in range(count)]
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if count else ""
-    return {"names": names, "free": free, "nccl": nccl}
 
 
 def _measured(case: Case, left: float, minutes: float) -> Row:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from ..runs.report.html import folded, table, whole_page
+from ...runs.report.html import folded, table, whole_page
 from .cases import PARTS
 from .row import Row
 from .run import Report
