@@ -4,11 +4,9 @@ import math
 from fractions import Fraction
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trilith.data.mixture import LONGEST_PERIOD, Interleave
-from trilith.parallel_state import BadInput
 
 weights = st.lists(
     st.one_of(
@@ -67,19 +65,3 @@ def test_the_pattern_is_fixed_for_all_time():
     sources, draws = Interleave([0.5, 0.3, 0.2]).locate(np.arange(12))
     assert sources.tolist() == [0, 1, 0, 2, 0, 1, 0, 1, 0, 2, 0, 1]
     assert draws.tolist() == [0, 0, 1, 0, 2, 1, 3, 2, 4, 1, 5, 3]
-
-
-@pytest.mark.parametrize(
-    "weights",
-    [
-        pytest.param([], id="none"),
-        pytest.param([1.0, 0.0], id="zero"),
-        pytest.param([1.0, -2.0], id="negative"),
-        pytest.param([1.0, math.nan], id="not-a-number"),
-        pytest.param([math.inf], id="infinite"),
-        pytest.param([1] * (LONGEST_PERIOD + 1), id="too-many"),
-    ],
-)
-def test_bad_weights_are_refused(weights):
-    with pytest.raises(BadInput, match="mixture"):
-        Interleave(weights)

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trilith.data.shuffle import ids_at, permute, positions_of
-from trilith.parallel_state import BadInput
 
 seeds = st.integers(0, 2**63 - 1)
 epochs = st.integers(0, 1000)
@@ -99,21 +98,3 @@ def test_positions_far_out_need_no_walk_through_the_epochs():
 def test_ranks_pieces_in_order_are_the_whole(size):
     pieces = [positions_of(5, 12, rank, size) for rank in range(size)]
     np.testing.assert_array_equal(np.concatenate(pieces), np.arange(60, 72))
-
-
-@pytest.mark.parametrize(
-    ("call", "key"),
-    [
-        pytest.param(lambda: positions_of(0, 10, 0, 4), "global_batch", id="E13-batch-not-divisible"),
-        pytest.param(lambda: positions_of(0, 0), "global_batch", id="E11-batch-of-nothing"),
-        pytest.param(lambda: positions_of(-1, 4), "step", id="negative-step"),
-        pytest.param(lambda: positions_of(2**62, 4), "step", id="step-past-int64"),
-        pytest.param(lambda: permute([0], 1, -1, 0), "seed", id="negative-seed"),
-        pytest.param(lambda: permute([], 0, 1, 0), "samples", id="F1-no-samples"),
-    ],
-)
-def test_refusals(call, key):
-    assert callable(call)
-    with pytest.raises(BadInput) as caught:
-        call()
-    assert caught.value.key == key
