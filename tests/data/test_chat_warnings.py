@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from support.token_files import stop_tokenizing, write_json_lines
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 from trilith.cli.app import run
@@ -55,8 +56,7 @@ def talks(path, count=6):
         [{"role": role if i % 3 else "user", "content": f"{i} of {count}"} for role in roles]
         for i in range(count)
     ]
-    path.write_text("".join(json.dumps({"messages": sample}) + "\n" for sample in samples))
-    return path
+    return write_json_lines(path, [{"messages": sample} for sample in samples])
 
 
 @pytest.mark.parametrize(
@@ -103,13 +103,7 @@ def test_the_count_outlives_an_interruption(folder, tmp_path, monkeypatch):
     (tmp_path / "chat.jinja").write_text(SHORT)
     source, chat = talks(tmp_path / "in.jsonl", 30), Chat(tmp_path / "chat.jinja")
 
-    def interrupt(done, tokens):
-        if tokens:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        tokenize([source], folder, tmp_path / "out", chat=chat, workers=1, on_progress=interrupt)
-    assert [*tmp_path.glob("out.tmp-*/journal")]
+    stop_tokenizing([source], folder, tmp_path / "out", after=2, chat=chat)
     file = tokenize([source], folder, tmp_path / "out", chat=chat, workers=1)
     assert file.index.targets is not None
     assert (file.index.targets.unended, file.index.targets.left_out) == (20, 10)

@@ -150,7 +150,7 @@ USER = {"role": "user", "content": "q"}
 test_another_form_of_conversation_is_refused_by_place_and_key = refusals(
     [
         raw(
-            f"{number}-{[*record][0]}",
+            f"{number}-{'-'.join(record)}",
             partial(conversation_of, record, "in.jsonl:4"),
             rf"in\.jsonl:4: .*{says}",
         )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.damage import flip_bit
 from support.token_files import write_token_file
 from trilith.cli.app import run
 from trilith.data import TokenFile, token_index, token_sums
@@ -55,9 +56,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(whole, data, monkeypatch):
     path = data.draw(st.sampled_from([path for path in TokenPaths(name).all if path.exists()]))
     before = path.read_bytes()
     bit = data.draw(st.integers(0, 8 * len(before) - 1))
-    content = bytearray(before)
-    content[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(content)
+    flip_bit(path, *divmod(bit, 8))
     try:
         with monkeypatch.context() as patch:
             # So that the probe, which reads all of a small file, does not do the work of the checksums.
@@ -78,9 +77,7 @@ def size_alone(path, size, meaning, expected_probe):
 def test_verify_sees_what_opening_does_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(token_index, "_PROBE_BYTES", 2)
     path = write_token_file(tmp_path / "data", [list(range(1000))], vocab_size=2000).path.with_suffix(".bin")
-    content = bytearray(path.read_bytes())
-    content[401] = 3  # between two blocks of the probe: token 200 becomes 968
-    path.write_bytes(content)
+    flip_bit(path, 401)  # between two blocks of the probe: token 200 becomes 456
     file = TokenFile.open(path)
     with pytest.raises(BadInput, match="bytes 0 to 1999: expected the CRC-32"):
         file.verify()

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from trilith.data import TokenFile
 from trilith.data.text.tokenize_files import tokenize
@@ -55,6 +56,20 @@ def write_json_lines(path: Path, records: Iterable[object]) -> Path:
     """Write each record as a line of JSON."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+def write_dataset(folder: Path, records: list[Any]) -> Path:
+    """Write two files as ``Dataset.save_to_disk`` does: Arrow streams, and their names in state.json."""
+    folder.mkdir(parents=True)
+    half = -(-len(records) // 2)
+    names = [f"data-{number:05d}-of-00002.arrow" for number in range(2)]
+    for name, part in zip(names, (records[:half], records[half:]), strict=True):
+        table = pyarrow.Table.from_pylist(part)
+        with (folder / name).open("wb") as file, pyarrow.ipc.new_stream(file, table.schema) as out:
+            out.write_table(table, max_chunksize=7)
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    return folder
 
 
 def stop_tokenizing(
