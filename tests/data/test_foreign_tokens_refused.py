@@ -1,4 +1,4 @@
-"""Token files of Megatron and datatrove that do not fit are refused, and nothing of ours stays beside them."""
+"""Token files of Megatron and datatrove that do not fit are refused, and nothing is left beside them."""
 
 import shutil
 import struct
@@ -160,14 +160,8 @@ test_options_that_contradict_each_other_are_refused = refusals(
             *("documents.jsonl", "--to", "megatron", "--chat", "--chat-template", "t.jinja"),
         ),
         *(
-            Refused(
-                f"blend-{' '.join(words)}", lambda folder, words=words: parse_blend(words, "x"), "data path"
-            )
-            for words in (
-                [],
-                ["1", "a", "b", "c"],
-                *(["1", "a", weight, "b"] for weight in ("0", "-1", "nan", "inf")),
-            )
+            Refused(f"blend-{' '.join(blend)}", lambda _, blend=blend: parse_blend(blend, "x"), "data path")
+            for blend in ([], ["1", "a", "b", "c"], *(["1", "a", n, "b"] for n in ("0", "-1", "nan", "inf")))
         ),
     ]
 )
