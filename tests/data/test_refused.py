@@ -1,7 +1,7 @@
 """Batches, rows, mixtures and conversations that cannot be are refused."""
 
-import math
 from functools import partial
+from math import inf, nan
 
 import numpy as np
 import torch
@@ -29,113 +29,69 @@ test_places_in_an_epoch_that_cannot_be_are_refused = refusals(
         raw("step-past-int64", partial(positions_of, 2**62, 4), ": step: "),
         raw("negative-seed", partial(permute, [0], 1, -1, 0), ": seed: "),
         raw("F1-no-samples", partial(permute, [], 0, 1, 0), ": samples: "),
-        *(
-            raw(f"mixture-{why}", partial(Interleave, weights), "mixture")
-            for why, weights in (
-                ("of-nothing", []),
-                ("zero", [1.0, 0.0]),
-                ("negative", [1.0, -2.0]),
-                ("not-a-number", [1.0, math.nan]),
-                ("infinite", [math.inf]),
-                ("too-many", [1] * (LONGEST_PERIOD + 1)),
-            )
-        ),
-    ]
-)
-
-
-def tokens(folder, count, name="a", fingerprint="t"):
-    return write_token_file(folder / name, [np.arange(count)], tokenizer_fingerprint=fingerprint)
-
-
-def of_tokens(why, count, call, says):
-    """State a call with a file of ``count`` tokens."""
-    return Refused(
-        why, lambda folder: call(TokenFile.open(folder / "a")), says, given=partial(tokens, count=count)
-    )
-
-
-def mixed(folder):
-    return Mixture([(TokenFile.open(folder / name), 1) for name in "ab"])
-
-
-def two_files(folder, **second):
-    tokens(folder, 99)
-    tokens(folder, name="b", **second)
-
-
-def batch_of(ids, labels):
-    return Batch(torch.tensor([ids]), torch.tensor([labels])).check_ids
-
-
-test_batches_that_cannot_be_are_refused = refusals(
-    [
-        of_tokens("F2-shorter-than-a-sequence", 8, lambda file: GlobalBatches(file, 8, 1, 0), "at least 9"),
-        Refused(
-            "F2-one-file-of-a-mixture",
-            lambda folder: GlobalBatches(mixed(folder), 8, 1, 0),
-            "b.bin",
-            given=partial(two_files, count=8),
-        ),
-        Refused(
-            "mixture-of-two-tokenizers",
-            mixed,
-            "one tokenizer",
-            given=partial(two_files, count=99, fingerprint="u"),
-        ),
+        raw("mixture-of-nothing", partial(Interleave, []), "mixture"),
+        raw("mixture-of-too-many", partial(Interleave, [1] * (LONGEST_PERIOD + 1)), "mixture"),
+        *(raw(f"mixture-{bad}", partial(Interleave, [1.0, bad]), "mixture") for bad in (0.0, -2.0, nan, inf)),
         raw("mixture-of-no-files", partial(Mixture, []), "at least one"),
-        of_tokens(
-            "E13-batch-not-divisible-by-ranks",
-            99,
-            lambda file: GlobalBatches(file, 8, 6, 0).batch(0, 0, 4),
-            "multiple of the 4",
-        ),
-        of_tokens("E11-batch-of-nothing", 99, lambda file: GlobalBatches(file, 8, 0, 0), "global_batch"),
-        of_tokens("E11-no-length", 99, lambda file: GlobalBatches(file, 0, 1, 0), "sequence_length"),
-        of_tokens("negative-seed", 99, lambda file: GlobalBatches(file, 8, 1, -1), "seed"),
-        # Ids are compared before the batch goes to a device; an ignored label is not outside.
-        *(
-            raw(f"F4-{why}", partial(batch_of(ids, labels), 7), f"{what}: expected 0 to 6, .*found {bad}")
-            for why, ids, labels, what, bad in (
-                ("id-not-below-the-vocabulary", [0, 7], [0, 6], "token id", 7),
-                ("ignored-id", [IGNORE, 1], [0, 6], "token id", IGNORE),
-                ("negative-label", [0, 6], [0, -1], "label", -1),
-            )
-        ),
     ]
 )
 
 
-def chat(folder, lengths):
-    """Write a chat set of samples of these lengths."""
-    return write_token_file(folder / "a", [range(n) for n in lengths], [[1] * n for n in lengths])
+def files(why, says, call, **written):
+    """State a call with token files: by name the numbers of tokens of samples, or of one text."""
 
+    def given(folder):
+        for name, lengths in written.items():
+            text = isinstance(lengths, int)
+            documents = [np.arange(count) for count in ([lengths] if text else lengths)]
+            learnt = None if text else [np.ones(len(ids), int) for ids in documents]
+            write_token_file(folder / name, documents, learnt, tokenizer_fingerprint=name[0])
 
-def of_chat(why, lengths, call, says):
     return Refused(
-        why, lambda folder: call(TokenFile.open(folder / "a")), says, given=partial(chat, lengths=lengths)
+        why, lambda folder: call(*(TokenFile.open(folder / name) for name in written)), says, given=given
     )
 
 
-test_rows_that_cannot_be_are_refused = refusals(
+def mixed(*files):
+    return GlobalBatches(Mixture([(file, 1) for file in files]), 8, 1, 0)
+
+
+def check_ids(ids, labels):
+    Batch(torch.tensor([ids]), torch.tensor([labels])).check_ids(7)
+
+
+SAMPLES = range(1, 7)
+
+test_batches_and_rows_that_cannot_be_are_refused = refusals(
     [
-        of_chat(
+        files("F2-shorter-than-a-sequence", "at least 9", lambda a: GlobalBatches(a, 8, 1, 0), a=8),
+        files("F2-one-file-of-a-mixture", "a_short.bin", mixed, a=99, a_short=8),
+        files("mixture-of-two-tokenizers", "one tokenizer", mixed, a=99, b=99),
+        files("E13-ranks", "multiple of the 4", lambda a: GlobalBatches(a, 8, 6, 0).batch(0, 0, 4), a=99),
+        files("E11-batch-of-nothing", "global_batch", lambda a: GlobalBatches(a, 8, 0, 0), a=99),
+        files("E11-no-length", "sequence_length", lambda a: GlobalBatches(a, 0, 1, 0), a=99),
+        files("negative-seed", "seed", lambda a: GlobalBatches(a, 8, 1, -1), a=99),
+        # Ids are compared before the batch goes to a device; an ignored label is not outside.
+        raw("F4-id", partial(check_ids, [0, 7], [0, 6]), "token id: expected 0 to 6, .*found 7"),
+        raw("F4-ignored-id", partial(check_ids, [IGNORE, 1], [0, 6]), "token id: .* 0 to 6, .*found -100"),
+        raw("F4-negative-label", partial(check_ids, [0, 6], [0, -1]), "label: expected 0 to 6, .*found -1"),
+        files(
             "sample-that-no-row-holds",
-            range(1, 7),
-            lambda file: SampleRows(file, 4, packed=True, overlong="refuse"),
             "at most 5 tokens.*1 longer ones of 6, the longest with 6.*overlong",
+            partial(SampleRows, length=4, packed=True, overlong="refuse"),
+            a=SAMPLES,
         ),
-        of_chat(
+        files(
             "F2-no-sample-fits",
-            range(4, 7),
-            lambda file: SampleRows(file, 2, packed=True, overlong="drop"),
             "some samples of 2 to 3 tokens, found none",
+            partial(SampleRows, length=2, packed=True, overlong="drop"),
+            a=SAMPLES[3:],
         ),
-        of_chat(
+        files(
             "unknown-choice",
-            range(1, 7),
-            lambda file: rows_of(file, 8, "alone", "packed", "refuse"),
             "one of joined, separate, found 'alone'",
+            lambda a: rows_of(a, 8, "alone", "packed", "refuse"),
+            a=SAMPLES,
         ),
         Refused(
             "F14-nothing-to-learn",
@@ -149,11 +105,7 @@ USER = {"role": "user", "content": "q"}
 
 test_another_form_of_conversation_is_refused_by_place_and_key = refusals(
     [
-        raw(
-            f"{number}-{'-'.join(record)}",
-            partial(conversation_of, record, "in.jsonl:4"),
-            rf"in\.jsonl:4: .*{says}",
-        )
+        raw(f"{number}-{'-'.join(record)}", partial(conversation_of, record, "in:4"), f"in:4: .*{says}")
         for number, (record, says) in enumerate(
             [
                 ({"text": "x"}, "found the keys text"),

@@ -110,15 +110,12 @@ def lines(records):
     return lambda folder: write_json_lines(folder / "in.jsonl", records)
 
 
-def dataset(name=None, content=None):
+def dataset(name, content=None):
     """Return what makes a data set's folder, in which a file has another content, or None: it is missing."""
 
     def given(folder):
-        write_dataset(folder / "set" / "test", talks(3))
-        if name and content is None:
-            (folder / "set" / "test" / name).unlink()
-        elif name:
-            (folder / "set" / "test" / name).write_bytes(content)
+        path = write_dataset(folder / "set" / "test", talks(3)) / name
+        path.unlink() if content is None else path.write_bytes(content)
 
     return given
 
@@ -145,18 +142,17 @@ def tokenizer(folder):
     return folder / "t"
 
 
-def without_start_token(folder):
+def with_tokenizer(folder):
     lines(talks(2))(folder)
     tokenizer(folder)
+
+
+def without_start_token(folder):
+    with_tokenizer(folder)
     config = json.loads(trained()["tokenizer_config.json"])
     del config["bos_token"]
     (folder / "t" / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "t" / "special_tokens_map.json").unlink()
-
-
-def with_sentencepiece(folder):
-    lines(talks(2))(folder)
-    tokenizer(folder)
 
 
 ARROW = "data-00001-of-00002.arrow"
@@ -164,18 +160,13 @@ ARROW = "data-00001-of-00002.arrow"
 test_conversations_that_cannot_be_tokenized_are_refused = refusals(
     [
         chat("several-data-sets", "set", several_datasets, r"one data set, found several: test, train"),
-        chat(
-            "data-set-without-a-file",
-            "set/test",
-            dataset(ARROW),
-            rf"{ARROW}: .* that state\.json",
-        ),
+        chat("data-set-without-a-file", "set/test", dataset(ARROW), rf"{ARROW}: .* that state\.json"),
         chat("data-set-no-arrow", "set/test", dataset(ARROW, b"no"), rf"{ARROW}: expected a stream of Arrow"),
         chat("data-set-no-state", "set/test", dataset("state.json", b"[]"), "a JSON object"),
         chat("plain-text", "in.txt", put("in.txt", b"hello"), r"conversations in \.jsonl or \.parquet"),
         chat("text-record", "in.jsonl", lines([*talks(3), {"text": "x"}]), r"in\.jsonl:4: expected messages"),
         chat("nothing-to-learn", "in.jsonl", lines(talks(1)), "tokens to learn: .* none in 1 samples"),
-        chat("model", "in.jsonl", with_sentencepiece, "found a SentencePiece file", "t/tokenizer.model"),
+        chat("model", "in.jsonl", with_tokenizer, "found a SentencePiece file", "t/tokenizer.model"),
         chat("start-token", "in.jsonl", lines(talks(2)), "the template decides, found --no-bos", bos=False),
         Refused(
             "no-start-token",
@@ -205,18 +196,13 @@ test_templates_that_cannot_be_are_refused = refusals(
         template("undefined", "{{ messages[0].nothing.more }}", "in:3: chat template: .*Undefined"),
         template("surrogate", CHATML, "in:3: expected text, found half a surrogate", "a\ud800b"),
         template("surrogate-marked", MARKED, "in:3: expected text, found half a surrogate", "a\ud800b"),
-        *(
-            Refused(f"F9-{why}", call, says)
-            for why, call, says in (
-                ("none", lambda folder: ChatTemplate(load_tokenizer(TOKENIZER), None), "--chat-template"),
-                (
-                    "missing",
-                    lambda folder: ChatTemplate(load_tokenizer(TOKENIZER), folder / "nowhere.jinja"),
-                    "expected a file, found nothing there",
-                ),
-                ("bad-setting", lambda folder: Chat.of(None, ["thinking"]), "thinking: expected name=value"),
-            )
+        Refused("F9-none", lambda _: ChatTemplate(load_tokenizer(TOKENIZER), None), "--chat-template"),
+        Refused(
+            "F9-missing",
+            lambda folder: ChatTemplate(load_tokenizer(TOKENIZER), folder / "nowhere.jinja"),
+            "expected a file, found nothing there",
         ),
+        Refused("bad-setting", lambda _: Chat.of(None, ["thinking"]), "thinking: expected name=value"),
     ]
 )
 
