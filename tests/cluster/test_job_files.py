@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.commands import call_command
+from support.refusals import Refused, refusals
 from trilith.cli.app import run
 
 RECIPE = "llama-3.1-70b-64gpus"
@@ -93,34 +95,26 @@ def test_the_published_schemas_of_kubernetes_objects_know_each_key_and_accept_ea
     assert lacks(model.from_dict(job).to_dict(), job) == [".spec.retries"], "an unknown key must be seen"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
+def launch(why, says, *words, system="slurm", given=lambda folder: None):
+    def call(folder):
+        call_command(folder, "launch", system, RECIPE, *words, "--out", "job")
+
+    return Refused(why, call, says, given=given)
+
+
+test_jobs_that_cannot_be_are_refused = refusals(
     [
-        ([RECIPE, "--least-nodes", "2"], "--least-nodes: expected --fit with it, found 2"),
-        (
-            [RECIPE, "--fit", "--least-nodes", "9"],
-            "--least-nodes: expected at most 8, the job's nodes, found 9",
-        ),
-        ([RECIPE, "--nodes", "7"], "layout: expected 70 ranks for 7 nodes x 10, found"),
-        ([RECIPE, "--nodes", "4", "--ranks-per-node", "8"], "expected 32 ranks for 4 nodes x 8, found"),
-        ([RECIPE, "--minutes", "5"], "--warning: expected fewer minutes than the limit of 5, found 5"),
-        ([RECIPE, "--name", "a b"], "--name: expected letters, digits, - _ and ., found 'a b'"),
-        ([RECIPE, "layout.tensor=3"], "tensor"),
-    ],
+        launch("least-nodes", "--least-nodes: expected --fit with it, found 2", "--least-nodes", "2"),
+        launch("too-many", "--least-nodes: expected at most 8, .* 9", "--fit", "--least-nodes", "9"),
+        launch("ranks", "layout: expected 70 ranks for 7 nodes x 10, found", "--nodes", "7"),
+        launch("ranks-of-4", "expected 32 ranks for 4 nodes x 8", "--nodes", "4", "--ranks-per-node", "8"),
+        launch("limit", "--warning: expected fewer minutes than the limit of 5, found 5", "--minutes", "5"),
+        launch("name", "--name: expected letters, digits, - _ and ., found 'a b'", "--name", "a b"),
+        launch("layout", "tensor", "layout.tensor=3"),
+        launch("spares", "--spares: expected slurm: .* found jobset", "--spares", "1", system="jobset"),
+        launch("somebody-adapted-it", "job", given=lambda folder: (folder / "job").write_text("mine")),
+    ]
 )
-def test_a_job_that_cannot_be_is_refused_and_nothing_is_written(words, said, tmp_path, capsys):
-    out = tmp_path / "job"
-    assert run(["launch", "slurm", *words, "--out", str(out)]) == 2
-    assert said in capsys.readouterr().err
-    assert not out.exists()
-
-
-def test_only_slurm_is_asked_for_spare_nodes(tmp_path, capsys):
-    out = tmp_path / "job"
-    assert run(["launch", "jobset", RECIPE, "--spares", "1", "--out", str(out)]) == 2
-    assert (
-        "--spares: expected slurm: other systems have no such number, found jobset" in capsys.readouterr().err
-    )
 
 
 def test_a_job_that_may_shrink_asks_for_a_range_of_nodes(tmp_path):
@@ -136,7 +130,7 @@ def test_a_job_that_may_shrink_asks_for_a_range_of_nodes(tmp_path):
 
 def test_a_slurm_script_has_all_that_a_run_on_many_hosts_needs(tmp_path):
     text = written(tmp_path, "slurm", RECIPE)
-    for needed in (
+    for needed in [
         *(
             "--kill-on-bad-exit=1",
             "--dependency=singleton",
@@ -144,15 +138,9 @@ def test_a_slurm_script_has_all_that_a_run_on_many_hosts_needs(tmp_path):
             "--signal=B:USR1@",
             "--requeue",
         ),
-        *(
-            "hostname --all-ip-addresses",
-            "NCCL_DEBUG=WARN",
-            "NCCL_SOCKET_IFNAME",
-            "NCCL_IB_HCA",
-            "FI_PROVIDER",
-        ),
-        *("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"),
-    ):
+        *("hostname --all-ip-addresses", "NCCL_DEBUG=WARN", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"),
+        *("FI_PROVIDER", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"),
+    ]:
         assert needed in text, needed
 
 
@@ -177,13 +165,6 @@ def test_the_page_s_models_fit_their_gpus(capsys):
     assert len(commands("train")) == 2
     for words in commands("train"):
         assert run(words) == 0, words
-
-
-def test_a_file_that_somebody_adapted_is_not_written_over(tmp_path):
-    out = tmp_path / "job"
-    out.write_text("mine")
-    assert run(["launch", "slurm", RECIPE, "--out", str(out)]) == 2
-    assert out.read_text() == "mine"
 
 
 def test_a_job_is_not_submitted_where_there_is_no_scheduler(tmp_path, monkeypatch, capsys):

@@ -1,33 +1,36 @@
-"""Batches: windows of the tokens, the same for any number of data ranks; the step is the only position."""
+"""Batches: windows of the tokens, the same for any number of data ranks; by the step alone; made ahead."""
 
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.short_runs import run_recipe, tiny_recipe
+from support.token_files import write_token_file
 from trilith.data import Batch, TokenFile
 from trilith.data.batches import GlobalBatches, Mixture
+from trilith.data.prefetch import Prefetch
 from trilith.data.shuffle import ids_at, positions_of
 from trilith.data.token_writer import TokenWriter
-from trilith.layers import IGNORE
+from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadInput
+from trilith.runs.metrics import read_metrics
+from trilith.testing import RankError, run_parallel
 
-Make = Callable[..., TokenFile]
+
+def numbers(name, count, first=0, fingerprint="t"):
+    """Write a file whose token number ``i`` is ``first + i``."""
+    tokens = np.arange(first, first + count)
+    return write_token_file(name, [tokens], vocab_size=70_000, tokenizer_fingerprint=fingerprint)
 
 
 @pytest.fixture
 def make(tmp_path):
-    """Write a file whose token number ``i`` is ``first + i``."""
-
-    def build(name, tokens, *, first=0, fingerprint="t", vocab=70_000):
-        with TokenWriter(tmp_path / name, vocab_size=vocab, tokenizer_fingerprint=fingerprint) as writer:
-            writer.add(np.arange(first, first + tokens))
-            return writer.commit()
-
-    return build
+    return lambda name, *arguments: numbers(tmp_path / name, *arguments)
 
 
 def test_samples_are_windows_and_labels_are_the_next_tokens(make):
@@ -52,12 +55,7 @@ def test_a_window_shares_one_token_with_the_next(make, tokens, samples):
 @given(step=st.integers(0, 10**9), seed=st.integers(0, 2**40))
 def test_ranks_pieces_in_order_are_the_global_batch_D5(tmp_path_factory, step, seed):
     folder = tmp_path_factory.mktemp("pieces")
-    with TokenWriter(folder / "a", vocab_size=200) as writer:
-        writer.add(np.arange(100))
-        file = writer.commit()
-    with TokenWriter(folder / "b", vocab_size=200) as writer:
-        writer.add(np.arange(100, 160))
-        other = writer.commit()
+    file, other = numbers(folder / "a", 100), numbers(folder / "b", 60, 100)
     for tokens in (file, Mixture([(file, 2), (other, 1)])):
         data = GlobalBatches(tokens, 7, 12, seed)
         whole = data.batch(step)
@@ -93,7 +91,7 @@ def test_f3_a_batch_larger_than_the_data_wraps_over_epochs(make):
 
 
 def test_a_mixture_gives_each_file_its_share_and_each_sample_once_an_epoch(make):
-    files = [make("a", 8 * 40 + 1), make("b", 8 * 10 + 1, first=1000), make("c", 8 * 30 + 1, first=2000)]
+    files = [make("a", 8 * 40 + 1), make("b", 8 * 10 + 1, 1000), make("c", 8 * 30 + 1, 2000)]
     data = GlobalBatches(Mixture(list(zip(files, [5, 3, 2], strict=True))), 8, 10, seed=0)
     assert data.samples == 80
     drawn = [(int(s), int(i)) for step in range(8) for s, i in zip(*data.sample_ids(step), strict=True)]
@@ -120,7 +118,7 @@ def test_a_mixture_of_one_is_the_file(make):
 
 
 def test_f12_fingerprints_name_files_and_shares(make):
-    a, b = make("a", 100), make("b", 100, first=7)
+    a, b = make("a", 100), make("b", 100, 7)
     prints = {
         GlobalBatches(tokens, 8, 1, seed=0).fingerprint
         for tokens in (a, b, Mixture([(a, 1), (b, 1)]), Mixture([(b, 1), (a, 1)]), Mixture([(a, 2), (b, 1)]))
@@ -131,54 +129,102 @@ def test_f12_fingerprints_name_files_and_shares(make):
 
 
 def test_f4_tokens_changed_after_the_file_was_opened_are_found_when_they_are_met(make):
-    file = make("a", 100, vocab=100)
-    content = np.memmap(file.path.with_name("a.bin"), dtype="<u2", mode="r+")
+    file = make("a", 100)
+    content = np.memmap(file.path.with_name("a.bin"), dtype="<u4", mode="r+")
     data = GlobalBatches(file, 9, 11, seed=0)
-    content[37] = 100
-    with pytest.raises(BadInput, match="bytes 0 to 199: expected the CRC-32"):
+    content[37] = 70_000
+    with pytest.raises(BadInput, match="bytes 0 to 399: expected the CRC-32"):
         data.batch(0)
 
 
-def _mixed_tokenizers(make):
-    Mixture([(make("a", 50), 1), (make("b", 50, fingerprint="u"), 1)])
+CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        pytest.param(
-            lambda m: GlobalBatches(m("a", 8), 8, 1, 0), "at least 9", id="F2-shorter-than-a-sequence"
-        ),
-        pytest.param(
-            lambda m: GlobalBatches(Mixture([(m("a", 99), 1), (m("b", 8), 1)]), 8, 1, 0),
-            "b.bin",
-            id="F2-one-file-of-a-mixture",
-        ),
-        pytest.param(
-            lambda m: GlobalBatches(m("a", 99), 8, 6, 0).batch(0, 0, 4),
-            "multiple of the 4",
-            id="E13-batch-not-divisible-by-ranks",
-        ),
-        pytest.param(lambda m: GlobalBatches(m("a", 99), 8, 0, 0), "global_batch", id="E11-batch-of-nothing"),
-        pytest.param(lambda m: GlobalBatches(m("a", 99), 0, 1, 0), "sequence_length", id="E11-no-length"),
-        pytest.param(lambda m: GlobalBatches(m("a", 99), 8, 1, -1), "seed", id="negative-seed"),
-        pytest.param(_mixed_tokenizers, "one tokenizer", id="mixture-of-two-tokenizers"),
-        pytest.param(lambda m: Mixture([]), "at least one", id="mixture-of-nothing"),
-    ],
-)
-def test_refusals(make, call, message):
-    with pytest.raises(BadInput, match=message):
-        call(make)
+def numbered(step):
+    return Batch(torch.tensor([[step]]), torch.tensor([[step + 1]]))
 
 
-def test_ids_outside_the_vocabulary_are_refused_on_the_host_F4():
-    """This happens before the batch goes to a device; an ignored label is not outside."""
-    good = torch.tensor([[0, 6]])
-    Batch(good, torch.tensor([[IGNORE, 6]])).check_ids(7)
-    for ids, labels, name in (
-        (torch.tensor([[0, 7]]), good, "token id: expected 0 to 6, .*found 7"),
-        (torch.tensor([[IGNORE, 1]]), good, "token id: expected 0 to 6, .*found -100"),
-        (good, torch.tensor([[0, -1]]), "label: expected 0 to 6, .*found -1"),
+def threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("batches")]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3, 50])
+def test_every_step_gets_its_batch(ahead):
+    with Prefetch(numbered, 4, 20, ahead=ahead, device=CPU) as batch_of:
+        assert [int(batch_of(step).input_ids) for step in range(4, 20)] == list(range(4, 20))
+        assert bool(threads()) == bool(ahead)
+    assert not threads()
+
+
+def test_batches_are_made_while_the_caller_computes_and_no_further_than_asked():
+    made = []
+
+    def make(step):
+        made.append(step)
+        return numbered(step)
+
+    with Prefetch(make, 0, 100, ahead=3, device=CPU) as batch_of:
+        batch_of(0)
+        deadline = time.monotonic() + 30
+        while len(made) < 4 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        assert made == [0, 1, 2, 3]
+
+
+def test_an_error_reaches_the_loop_at_its_step_and_ends_the_thread():
+    def make(step):
+        if step == 2:
+            raise BadInput("tokens", found="damage")
+        return numbered(step)
+
+    with (
+        pytest.raises(BadInput, match="damage"),
+        Prefetch(make, 0, 10, ahead=5, device=CPU) as batch_of,
     ):
-        with pytest.raises(BadInput, match=name):
-            Batch(ids, labels).check_ids(7)
+        assert [int(batch_of(step).input_ids) for step in (0, 1)] == [0, 1]
+        batch_of(2)
+    assert not threads()
+
+
+@pytest.fixture
+def chat(tmp_path):
+    """Write samples of 2 to 17 tokens, some of them to be learnt."""
+    random = np.random.default_rng(1)
+    with TokenWriter(tmp_path / "chat", vocab_size=131, template_sha256="t") as writer:
+        for length in random.integers(2, 18, 60):
+            writer.add_documents(random.integers(0, 131, length), [length], random.integers(0, 2, length))
+        writer.commit()
+    return tmp_path / "chat"
+
+
+def losses(out):
+    return [float(step["loss"]) for step in read_metrics(out / "metrics.jsonl")]
+
+
+def test_a_packed_run_is_bitwise_the_same_without_prefetch_resumed_and_close_in_another_layout(
+    tmp_path, chat
+):
+    text = write_tokens(tmp_path / "text", count=400)
+
+    def go(name, world=1, *, prefetch, layout=None, **more):
+        data = {"tokens": [str(chat), str(text)], "documents": "separate", "prefetch": prefetch}
+        run_parallel(
+            run_recipe, world, tiny_recipe(tmp_path / name, chat, data=data, layout=layout or {}, **more)
+        )
+
+    go("plain", prefetch=0)
+    go("ahead", prefetch=3)
+    go("resumed", prefetch=3, stop_after=3)
+    go("resumed", prefetch=1)
+    whole = losses(tmp_path / "plain")
+    assert len(whole) == 6 and len(set(whole)) == 6
+    assert losses(tmp_path / "ahead") == losses(tmp_path / "resumed") == whole
+    go("pairs", 2, prefetch=2, layout={"data": 2, "zero": 1})
+    assert losses(tmp_path / "pairs") == pytest.approx(whole, rel=1e-10)
+
+
+def test_f12_a_run_does_not_go_on_with_rows_made_otherwise(tmp_path, chat):
+    run_parallel(run_recipe, 1, tiny_recipe(tmp_path / "run", chat, stop_after=2))
+    with pytest.raises(RankError, match=r"data\.fingerprint: expected packed samples.*found single samples"):
+        run_parallel(run_recipe, 1, tiny_recipe(tmp_path / "run", chat, data={"samples": "single"}))

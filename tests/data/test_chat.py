@@ -1,4 +1,4 @@
-"""Chat sets: every published form, only the assistant's tokens learnt, whichever way they are found."""
+"""Conversations: every published form, only the assistant's tokens learnt, whichever way they are found."""
 
 import string
 from pathlib import Path
@@ -114,23 +114,6 @@ def test_a_template_that_rewrites_the_past_is_refused_with_the_place(tokenizer, 
     assert learnt(tokenizer, ids, targets)[0].lstrip(" ") == "hmm.   a héron 日本\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "message", "words"),
-    [
-        ("{{ raise_exception('no tools here') }}", "x", r"in:3: chat template: .*no tools here"),
-        ("{{ messages[0].nothing.more }}", "x", "in:3: chat template: .*Undefined"),
-        (CHATML, "a\ud800b", "in:3: expected text, found half a surrogate"),
-        (MARKED, "a\ud800b", "in:3: expected text, found half a surrogate"),
-    ],
-    ids=["raises", "undefined", "surrogate", "surrogate-marked"],
-)
-def test_a_conversation_that_a_template_does_not_take(tokenizer, tmp_path, text, message, words):
-    with pytest.raises(BadInput, match=words):
-        template(tokenizer, tmp_path, text).encode(
-            Conversation([{"role": "user", "content": message}]), "in:3"
-        )
-
-
 def test_variables_reach_the_template_and_its_hash(tokenizer, tmp_path):
     text = "{% if thinking %}{{ mood }}{% endif %}" + CHATML
     on, off, none = (
@@ -151,15 +134,6 @@ def test_every_sample_gets_one_date(tokenizer, tmp_path):
     assert fixed.variables == (("date_string", "1 May 2020"),)
     (tmp_path / "plain.jinja").write_text(CHATML)
     assert Chat.of(tmp_path / "plain.jinja", []).on_one_day(tokenizer, tmp_path).variables == ()
-
-
-def test_f9_a_tokenizer_without_a_template_says_where_one_goes(tokenizer, tmp_path):
-    with pytest.raises(BadInput, match="--chat-template"):
-        ChatTemplate(tokenizer, None)
-    with pytest.raises(BadInput, match="expected a file, found nothing there"):
-        ChatTemplate(tokenizer, tmp_path / "nowhere.jinja")
-    with pytest.raises(BadInput, match="thinking: expected name=value"):
-        Chat.of(None, ["thinking"])
 
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -198,26 +172,3 @@ USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content"
 )
 def test_every_form_becomes_a_conversation(record, expected):
     assert conversation_of(record, "here") == expected
-
-
-@pytest.mark.parametrize(
-    ("record", "words"),
-    [
-        ({"text": "x"}, "found the keys text"),
-        ({"messages": []}, "messages: expected a list"),
-        ({"messages": "hello"}, "messages: expected a list"),
-        ({"messages": [["user", "q"]]}, r"messages\[0\]: expected a message"),
-        ({"messages": [USER, {"content": "q"}]}, r"messages\[1\]\.role: expected text, found None"),
-        ({"messages": [{"role": "user", "content": 7}]}, r"messages\[0\]\.content: .*found 7"),
-        ({"conversations": [{"from": 3, "value": "q"}]}, r"conversations\[0\]"),
-        ({"prompt": "q"}, "found the keys prompt"),
-        ({"prompt": "q", "completion": 5}, "completion: expected a list"),
-        ({"instruction": 4, "output": "a"}, "instruction: expected text, found 4"),
-        ({"messages": [USER], "tools": "{"}, "tools: expected a list in JSON"),
-        ({"messages": [USER], "tools": [1]}, "tools: expected a list of JSON schemas"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_another_form_is_refused_by_place_and_key(record, words):
-    with pytest.raises(BadInput, match=rf"in\.jsonl:4: .*{words}|in\.jsonl:4: {words}"):
-        conversation_of(record, "in.jsonl:4")

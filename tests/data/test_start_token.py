@@ -4,16 +4,15 @@ import json
 import shutil
 
 import pytest
+from support.token_files import documents_of, stop_tokenizing, write_json_lines
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 from trilith.cli.app import run
 from trilith.data import TokenFile, token_writer
-from trilith.data.text.chat_template import Chat
 from trilith.data.text.tokenize_files import tokenize
 from trilith.data.text.tokenizer_loading import load_tokenizer
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.generation.prompts import prompt_ids
-from trilith.parallel_state import BadInput
 
 TEXTS = ["one fish", "two fish", "red fish"]
 BOS, EOS = 1, 2
@@ -42,13 +41,7 @@ def starting(plain):
 
 
 def texts(path):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return path
-
-
-def documents(file):
-    bounds = zip(file.documents[:-1], file.documents[1:], strict=True)
-    return [file.tokens[start:end].tolist() for start, end in bounds]
+    return write_json_lines(path, [{"text": text} for text in TEXTS])
 
 
 def test_a_document_begins_as_a_prompt_does(starting, plain, tmp_path):
@@ -56,7 +49,7 @@ def test_a_document_begins_as_a_prompt_does(starting, plain, tmp_path):
         loaded, name = load_tokenizer(folder), tmp_path / folder.name
         file = tokenize([texts(tmp_path / "in.jsonl")], folder, name, workers=1)
         prompts = [prompt_ids(text, loaded, chat=False, system=None, where="here") for text in TEXTS]
-        assert documents(file) == [[*prompt, EOS] for prompt in prompts]
+        assert documents_of(file) == [[*prompt, EOS] for prompt in prompts]
         assert all(
             prompt == [*begin, *loaded.encode(text)] for prompt, text in zip(prompts, TEXTS, strict=True)
         )
@@ -66,11 +59,11 @@ def test_a_document_begins_as_a_prompt_does(starting, plain, tmp_path):
 
 @pytest.mark.parametrize("folder", ["starting", "plain"])
 @pytest.mark.parametrize("bos", [True, False])
-def test_the_choice_can_be_told(folder, bos, tmp_path, request):
+def test_a_start_token_can_be_asked_for_or_left_out(folder, bos, tmp_path, request):
     path = request.getfixturevalue(folder)
     source, ids = texts(tmp_path / "in.jsonl"), load_tokenizer(path).encode(TEXTS[0])
     file = tokenize([source], path, tmp_path / "out", bos=bos, append_eos=False)
-    assert documents(file)[0] == ([BOS, *ids] if bos else ids)
+    assert documents_of(file)[0] == ([BOS, *ids] if bos else ids)
     assert file.index.bos_id == (BOS if bos else None)
 
 
@@ -89,7 +82,7 @@ def test_without_a_start_token_the_index_is_what_it_was(plain, starting, tmp_pat
 
 
 @pytest.mark.parametrize(("before", "expected"), [("$A </s>", False), ("<s> $A </s>", True)])
-def test_an_end_that_a_tokenizer_adds_is_no_start(before, expected, plain, tmp_path):
+def test_an_end_token_that_a_tokenizer_adds_is_no_start_token(before, expected, plain, tmp_path):
     folder = that_puts(before, plain, tmp_path / "t")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     if not expected:  # one token is both, as GPT-2's
@@ -100,40 +93,18 @@ def test_an_end_that_a_tokenizer_adds_is_no_start(before, expected, plain, tmp_p
     assert load_tokenizer(folder).starts_with_bos is expected
 
 
-def test_a_choice_that_cannot_be_is_refused(plain, tmp_path):
-    folder = tmp_path / "t"
-    shutil.copytree(plain, folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    del config["bos_token"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "special_tokens_map.json").unlink()
-    source = texts(tmp_path / "in.jsonl")
-    with pytest.raises(BadInput, match="a begin of sequence token, found none"):
-        tokenize([source], folder, tmp_path / "out", bos=True)
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    with pytest.raises(BadInput, match="the template decides, found --no-bos"):
-        tokenize([source], folder, tmp_path / "out", bos=False, chat=Chat())
-    assert sorted(tmp_path.iterdir()) == [source, folder]
-
-
 def test_an_interrupted_job_with_the_other_choice_begins_anew(starting, tmp_path, monkeypatch):
     monkeypatch.setattr(token_writer, "MARK_EVERY", 0.0)
     source = texts(tmp_path / "in.jsonl")
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        tokenize([source], starting, tmp_path / "out", workers=1, on_progress=interrupt)
-    assert [*tmp_path.glob("out.tmp-*/journal")]
+    stop_tokenizing([source], starting, tmp_path / "out")
     file = tokenize([source], starting, tmp_path / "out", bos=False, workers=1)
-    assert not any(BOS in ids for ids in documents(file))
+    assert not any(BOS in ids for ids in documents_of(file))
 
 
 @pytest.mark.parametrize(
-    ("choice", "said"), [([], "the start token, id 1"), (["--no-bos"], "no start token")]
+    ("choice", "begin"), [([], "the start token, id 1"), (["--no-bos"], "no start token")]
 )
-def test_the_command_says_it(choice, said, starting, tmp_path, capsys):
+def test_tokenize_says_what_each_document_begins_with(choice, begin, starting, tmp_path, capsys):
     words = ["tokenize", str(texts(tmp_path / "in.jsonl")), "--tokenizer", str(starting), *choice]
     assert run([*words, "--out", str(tmp_path / "out")]) == 0
-    assert f"each document begins with {said}\n" in capsys.readouterr().out
+    assert f"each document begins with {begin}\n" in capsys.readouterr().out

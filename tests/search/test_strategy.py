@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from support.configs import FOLDER
 from trilith.parallel_state import Layout
 from trilith.planner.time import machine_named
 from trilith.search import Choice, Found, find_layouts, read_request
@@ -14,15 +15,11 @@ from trilith.search.strategy import reasons, strategy
 from trilith.search.warnings import warnings
 from trilith.search.whole_model import Parameters, parameters_of
 
-_BLOCK = {
-    **{"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4},
-    **{"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 4096},
-}
-DENSE = {**_BLOCK, "model_type": "llama"}
-EXPERTS = {
-    **{**_BLOCK, "model_type": "qwen3_moe", "head_dim": 128, "num_experts": 8, "num_experts_per_tok": 2},
-    **{"moe_intermediate_size": 1408, "decoder_sparse_step": 1},
-}
+DENSE, EXPERTS = (
+    json.loads((FOLDER / "search" / f"{name}.json").read_text())
+    | {"num_hidden_layers": 4, "num_key_value_heads": 8, **changes}
+    for name, changes in (("dense", {}), ("experts", {"num_experts": 8}))
+)
 
 
 def request_for(folder, config, gpus, node, **given):
@@ -37,49 +34,51 @@ def only(request, choice):
     return Found(request, best=[Evaluator(request).answer(choice)])
 
 
-def said(found):
+def reason(found):
     first, second = reasons(found)
     assert first.startswith("This is ") and first.endswith(".") and second.endswith(".")
     return second
 
 
 @pytest.mark.parametrize(("node", "where"), [(8, "inside a node"), (2, "over nodes")])
-def test_it_says_where_the_pipeline_and_the_tensor_ranks_are(tmp_path, node, where):
+def test_a_reason_says_where_the_pipeline_and_the_tensor_ranks_are(tmp_path, node, where):
     request = request_for(tmp_path, DENSE, 4, node)
-    second = said(only(request, Choice(Layout.of(pipeline=4))))
+    second = reason(only(request, Choice(Layout.of(pipeline=4))))
     assert f"pipeline ranks cut the blocks {where}, send little" in second
-    second = said(only(request, Choice(Layout.of(tensor=4, sequence=True))))
+    second = reason(only(request, Choice(Layout.of(tensor=4, sequence=True))))
     assert f"tensor ranks cut every product {where}" in second
     assert ("over its fast link" in second) == (node == 8)
 
 
-def test_it_says_what_one_zero_stage_less_would_need_or_take(tmp_path):
+def test_a_reason_says_what_one_zero_stage_less_would_need_or_take(tmp_path):
     room = request_for(tmp_path, DENSE, 4, 8)
     small = replace(room, room=4_000_000_000)
     for zero in (1, 2, 3):
         choice = Choice(Layout.of(data=4, zero=zero))
         less = Evaluator(room).answer(replace(choice, layout=Layout.of(data=4, zero=zero - 1)))
         assert less.bytes > small.room
-        assert f"(with ZeRO {zero - 1} a GPU needs {less.bytes / 1e9:.1f} GB)" in said(only(small, choice))
-        told = re.search(rf"\(ZeRO {zero - 1} fits too, and its step takes (.+?)\)", said(only(room, choice)))
+        assert f"(with ZeRO {zero - 1} a GPU needs {less.bytes / 1e9:.1f} GB)" in reason(only(small, choice))
+        told = re.search(
+            rf"\(ZeRO {zero - 1} fits too, and its step takes (.+?)\)", reason(only(room, choice))
+        )
         more = less.time.seconds / Evaluator(room).answer(choice).time.seconds - 1
         assert told and told[1] == ("as long" if abs(more) < 0.0005 else f"{100 * more:.1f} % longer")
-    assert "share no weights" in said(only(room, Choice(Layout.of(data=4))))
-    alone = said(only(room, Choice(Layout.of(data=4, zero=3, data_replicate=4))))
+    assert "share no weights" in reason(only(room, Choice(Layout.of(data=4))))
+    alone = reason(only(room, Choice(Layout.of(data=4, zero=3, data_replicate=4))))
     assert "share no weights" in alone and "sum gradients beside each micro-batch" in alone
-    assert "the data and context ranks share moments" in said(
+    assert "the data and context ranks share moments" in reason(
         only(room, Choice(Layout.of(data=2, context=2, zero=1)))
     )
 
 
-def test_it_says_what_a_layout_without_an_axis_takes(tmp_path):
+def test_a_reason_says_what_a_layout_without_an_axis_takes(tmp_path):
     request = request_for(tmp_path, DENSE, 4, 2, headroom=0.7)
     found = find_layouts(request)
     best, others = found.best[0], found.best[1:]
     axes = [axis for axis in ("tensor", "pipeline", "context") if getattr(best.choice.layout, axis) > 1]
     assert axes and others
     for axis in axes:
-        (clause,) = re.findall(rf"{axis} ranks cut [^;]*\((.*?)\)[;.]", said(found))
+        (clause,) = re.findall(rf"{axis} ranks cut [^;]*\((.*?)\)[;.]", reason(found))
         without = [one for one in others if getattr(one.choice.layout, axis) == 1]
         if without:
             more = 100 * (without[0].time.seconds / best.time.seconds - 1)
@@ -91,7 +90,7 @@ def test_it_says_what_a_layout_without_an_axis_takes(tmp_path):
 def test_sizes_of_a_small_model_are_not_rounded_away(tmp_path):
     tiny = {**DENSE, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128}
     request = request_for(tmp_path, tiny, 1, 8, global_batch=2048)
-    second = said(only(request, Choice(Layout())))
+    second = reason(only(request, Choice(Layout())))
     states = 16 * (2 * 256 * 64 + 64 + 4 * (2 * 64 + 4 * 64 * 64 + 3 * 64 * 128))
     assert f"take {states / 1e6:.4g} MB" in second and "nothing has to be cut" in second
     (line,) = warnings(request, Evaluator(request).answer(Choice(Layout())))
@@ -130,13 +129,13 @@ def test_a_strategy_has_the_name_that_tutorials_use(layout, word):
         (EXPERTS, Layout.of(data=8, expert=4), 4, ""),
     ],
 )
-def test_it_warns_when_tensor_or_expert_ranks_leave_a_node(tmp_path, config, layout, node, word):
+def test_a_plan_warns_when_tensor_or_expert_ranks_leave_a_node(tmp_path, config, layout, node, word):
     request = request_for(tmp_path, config, 8, node)
     found = warnings(request, Evaluator(request).answer(Choice(layout)))
     assert [line for line in found if line.startswith(word)] if word else found == []
 
 
-def test_it_warns_beyond_the_critical_batch_unless_adapters_are_trained(tmp_path):
+def test_a_plan_warns_beyond_the_critical_batch_unless_adapters_are_trained(tmp_path):
     for tokens, warned in ((1e9, True), (1e16, False)):
         request = request_for(tmp_path, DENSE, 1, 8, global_batch=1024, tokens=tokens)
         found = warnings(request, Evaluator(request).answer(Choice(Layout())))
@@ -163,7 +162,7 @@ def test_the_critical_batch_of_experts_counts_what_a_token_uses(tmp_path):
     assert "parameters and" in line and "that a token uses" not in line
 
 
-def test_it_warns_of_the_memory_that_offload_takes_from_a_node(tmp_path):
+def test_a_plan_warns_of_the_memory_that_offload_takes_from_a_node(tmp_path):
     for gpus, ranks in ((2, 2), (8, 4)):
         request = request_for(tmp_path, DENSE, gpus, 4)
         answer = Evaluator(request).answer(Choice(Layout.of(data=gpus), offload=True))

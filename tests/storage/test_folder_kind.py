@@ -10,7 +10,7 @@ from support.configs import TINY_LLAMA
 from trilith.checkpoints import convert, read_source
 from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder
-from trilith.parallel_state import BadCheckpoint, BadInput
+from trilith.parallel_state import BadInput
 from trilith.storage.folder_kind import ADAPTERS, SOURCES, FolderKind, kind_of_folder
 
 #: The files of a folder of each kind; a path that ends in a slash is a folder.
@@ -106,29 +106,3 @@ def test_a_model_s_folder_that_holds_a_run_s_checkpoints_is_read_as_what_is_name
     assert err.count("\n") == 1 and str(both / "config.json") in err and str(both / "checkpoints") in err
     assert read_source(both / "config.json").manifest is None
     assert read_source(both / "checkpoints").manifest is not None
-
-
-def test_the_newest_step_is_named_whatever_the_width_of_its_number(folders, tmp_path):
-    both = tmp_path / "both"
-    convert(folders / "run", both, to="hf")
-    for step in ("step-9", "step-00000010", "step-8"):
-        (both / step).mkdir()
-    with pytest.raises(BadInput, match=r"step-00000010 for a folder of checkpoints"):
-        kind_of_folder(both, SOURCES)
-
-
-def test_what_an_unfinished_conversion_left_is_no_source(folders, tmp_path):
-    left = tmp_path / "out.tmp-0123456789abcdef"
-    convert(folders / "run", tmp_path / "out", to="hf")
-    (tmp_path / "out").rename(left)
-    with pytest.raises(BadInput, match="unfinished"):
-        read_source(left)
-
-
-def test_a_run_without_checkpoints_is_told_as_such(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(BadCheckpoint, match="a directory of checkpoints"):
-        read_source(tmp_path)
-    (tmp_path / "checkpoints" / "step-00000001.tmp-0123456789abcdef").mkdir(parents=True)
-    with pytest.raises(BadCheckpoint, match="unfinished: step-00000001"):
-        read_source(tmp_path)

@@ -3,6 +3,7 @@
 import gc
 import os
 import pickle
+import re
 import struct
 import sys
 import time
@@ -285,9 +286,7 @@ def test_a_hostile_zip_is_refused(kind, tmp_path):
     raw, message = ARCHIVES[kind]
     path = tmp_path / "model.bin"
     path.write_bytes(raw)
-    with pytest.raises(AssertionError if not message else BadInput, match=message):
-        open_state_dict(path)
-    refused(open_state_dict, path)
+    assert re.search(message, refused(open_state_dict, path))
 
 
 def test_the_archive_that_these_were_made_of_is_read(tmp_path):

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import resource
 import struct
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,13 +25,13 @@ def framed(header, data=bytes(8), length=None):
     return struct.pack("<Q", len(raw) if length is None else length) + raw + data
 
 
-def one(**changes):
+def one_tensor(**changes):
     """Return a file of one tensor ``w`` of two floats, with some fields changed; ``None`` omits a field."""
     fields = {key: value for key, value in (F32 | changes).items() if value is not None}
     return framed({"w": fields})
 
 
-def two(a, b, data=16):
+def two_tensors(a, b, data=16):
     """Return a file of two tensors of bytes at these offsets."""
     return framed(
         {
@@ -40,7 +42,7 @@ def two(a, b, data=16):
     )
 
 
-GOOD = one()
+GOOD = one_tensor()
 SAME_KEY = b'{"w":%s,"w":%s}'
 AS_JSON = json.dumps(F32).encode()
 LATER = json.dumps(F32 | {"data_offsets": [8, 16]}).encode()
@@ -66,20 +68,22 @@ BYTES = [
     pytest.param(
         framed(SAME_KEY % (AS_JSON, LATER), bytes(16)), "key 'w' twice", id="A15-duplicate-key-other-range"
     ),
-    pytest.param(two((0, 8), (4, 16)), "'b'.*overlap", id="A16-overlap"),
-    pytest.param(two((0, 4), (8, 16)), "'b'.*hole", id="A17-hole"),
-    pytest.param(two((2, 8), (8, 16)), "'a'.*hole after the header", id="A17-hole-at-the-front"),
-    pytest.param(one(data_offsets=[8, 0]), "'w'.*in order", id="A18-begin-after-end"),
-    pytest.param(one(shape=[4], data_offsets=[0, 16]), "'w'.*cut short", id="A19-end-past-file"),
-    pytest.param(one(shape=[3]), "'w'.*12 bytes for F32", id="A20-bytes-disagree"),
-    pytest.param(one(shape=[-2]), "'w'.*whole numbers", id="A21-negative-dim"),
-    pytest.param(one(shape=[1 << 62, 1 << 62]), r"'w'.*2\^63", id="A22-product-overflow"),
-    pytest.param(one(shape=[0, 1 << 62, 4], data_offsets=[0, 0]), r"'w'.*2\^63", id="A22-overflow-beside-0"),
-    pytest.param(one(shape=[2.0]), "'w'.*whole numbers", id="A23-float-dim"),
-    pytest.param(one(shape=[True, 2]), "'w'.*whole numbers", id="A23-bool-dim"),
-    pytest.param(one(shape=[1] * 65), "'w'.*at most 64", id="A23-too-many-dims"),
-    pytest.param(one(dtype="F128"), "'w'.*dtype of the format.*F128", id="A24-unknown-dtype"),
-    pytest.param(one(dtype=None), "'w'.*dtype of the format", id="A25-missing-dtype"),
+    pytest.param(two_tensors((0, 8), (4, 16)), "'b'.*overlap", id="A16-overlap"),
+    pytest.param(two_tensors((0, 4), (8, 16)), "'b'.*hole", id="A17-hole"),
+    pytest.param(two_tensors((2, 8), (8, 16)), "'a'.*hole after the header", id="A17-hole-at-the-front"),
+    pytest.param(one_tensor(data_offsets=[8, 0]), "'w'.*in order", id="A18-begin-after-end"),
+    pytest.param(one_tensor(shape=[4], data_offsets=[0, 16]), "'w'.*cut short", id="A19-end-past-file"),
+    pytest.param(one_tensor(shape=[3]), "'w'.*12 bytes for F32", id="A20-bytes-disagree"),
+    pytest.param(one_tensor(shape=[-2]), "'w'.*whole numbers", id="A21-negative-dim"),
+    pytest.param(one_tensor(shape=[1 << 62, 1 << 62]), r"'w'.*2\^63", id="A22-product-overflow"),
+    pytest.param(
+        one_tensor(shape=[0, 1 << 62, 4], data_offsets=[0, 0]), r"'w'.*2\^63", id="A22-overflow-beside-0"
+    ),
+    pytest.param(one_tensor(shape=[2.0]), "'w'.*whole numbers", id="A23-float-dim"),
+    pytest.param(one_tensor(shape=[True, 2]), "'w'.*whole numbers", id="A23-bool-dim"),
+    pytest.param(one_tensor(shape=[1] * 65), "'w'.*at most 64", id="A23-too-many-dims"),
+    pytest.param(one_tensor(dtype="F128"), "'w'.*dtype of the format.*F128", id="A24-unknown-dtype"),
+    pytest.param(one_tensor(dtype=None), "'w'.*dtype of the format", id="A25-missing-dtype"),
     pytest.param(framed({"w": 3}), "'w'.*an object", id="A25-entry-is-a-number"),
     pytest.param(
         framed({"__metadata__": {"a": 1}, "w": F32}), "__metadata__ 'a'.*string", id="A27-metadata-number"
@@ -122,11 +126,10 @@ def test_bad_bytes_are_refused_at_once(tmp_path, raw, says):
     path = tmp_path / "model.safetensors"
     path.write_bytes(raw)
     peak, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    with pytest.raises(BadInput, match=says):
-        TensorFile.open(path)
+    message = refusal(path)
     assert time.process_time() - begin < 0.05
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 100 << 10
-    refusal(path)
+    assert re.search(says, message)
 
 
 def test_every_prefix_and_every_flipped_bit_reads_or_refuses(tmp_path):
@@ -163,30 +166,14 @@ def test_A30_name_like_a_path_is_read_where_it_is_expected(tmp_path):
     assert "block/w" in TensorFile.open(path, expected={"block/w"}).tensors
 
 
-def directory(path):
-    path.mkdir()
-
-
-def dangling(path):
-    path.symlink_to("gone")
-
-
-def device(path):
-    path.symlink_to("/dev/zero")
-
-
-def absent(path):
-    pass
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        pytest.param(directory, "a directory", id="A31-directory"),
-        pytest.param(dangling, "link to gone", id="A32-dangling-link"),
+        pytest.param(Path.mkdir, "a directory", id="A31-directory"),
+        pytest.param(lambda path: path.symlink_to("gone"), "link to gone", id="A32-dangling-link"),
         pytest.param(os.mkfifo, "a pipe", id="A33-pipe"),
-        pytest.param(device, "a device", id="A33-device"),
-        pytest.param(absent, "nothing there", id="A32-absent"),
+        pytest.param(lambda path: path.symlink_to("/dev/zero"), "a device", id="A33-device"),
+        pytest.param(lambda path: None, "nothing there", id="A32-absent"),
     ],
 )
 def test_what_is_no_file_is_refused_without_waiting(tmp_path, make, says):

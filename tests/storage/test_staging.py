@@ -70,59 +70,6 @@ def test_a_published_checkpoint_reads_back_and_nothing_else_is_left(tmp_path):
     assert read(tmp_path / "empty") == 2.0
 
 
-# ---- refusals ----
-
-
-def occupied(output):
-    output.mkdir()
-    (output / "mine").touch()
-    return {}
-
-
-def a_file(output):
-    output.touch()
-    return {}
-
-
-def a_link(output):
-    output.symlink_to(output.parent)
-    return {}
-
-
-def the_input(output):
-    output.mkdir()
-    return {"inputs": [output.parent / "." / output.name]}
-
-
-def inside_the_input(output):
-    return {"inputs": [output.parent]}
-
-
-def too_large(output):
-    return {"need": 1 << 60}
-
-
-@pytest.mark.parametrize(
-    ("spoil", "says"),
-    [
-        pytest.param(occupied, "with files in it", id="G16-occupied"),
-        pytest.param(the_input, "outside the input", id="G17-the-input"),
-        pytest.param(inside_the_input, "outside the input", id="G17-inside-the-input"),
-        pytest.param(a_file, "found a file", id="G18-file"),
-        pytest.param(a_link, "a link", id="G18-link"),
-        pytest.param(too_large, r"expected [\d,.]+ GB free .* found [\d,.]+ GB", id="G20-too-little-space"),
-    ],
-)
-def test_outputs_that_cannot_be(tmp_path, spoil, says):
-    output = tmp_path / "out"
-    arguments = spoil(output)
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(BadInput, match=says) as caught:
-        Staging.begin(output, **arguments)
-    assert caught.value.exit_code == 2 and str(output) in str(caught.value)
-    assert sorted(tmp_path.iterdir()) == before
-
-
 def test_G19_not_writable(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
     with pytest.raises(BadInput, match="may write to"):
@@ -141,11 +88,6 @@ def test_G20_the_margin_is_a_tenth(tmp_path, monkeypatch):
 def test_G24_names_of_every_kind(tmp_path, name):
     save(tmp_path / name, 1.0)
     assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-def test_G24_a_name_that_no_file_system_takes(tmp_path):
-    with pytest.raises(BadInput, match="at most 255 bytes"):
-        save(tmp_path / ("x" * 256), 1.0)
 
 
 # ---- failures on the way ----
@@ -374,14 +316,11 @@ class Model:
     def at(self, path):
         node = self.top
         for name in path.relative_to(self.root).parts:
-            inner = node.names[name]
-            assert isinstance(inner, Directory), path
-            node = inner
+            node = node.names[name]
         return node
 
     def apply(self, call):
         kind, path = call[0], call[1]
-        assert isinstance(path, Path)
         home = self.top if path == self.root else self.at(path.parent)
         match kind:
             case "create":
@@ -390,20 +329,15 @@ class Model:
                 home.names[path.name] = Directory()
             case "write":
                 file, data, offset = home.names[path.name], call[2], call[3]
-                assert isinstance(file, File) and isinstance(data, bytes) and isinstance(offset, int)
                 file.data.extend(bytes(max(0, offset + len(data) - len(file.data))))
                 file.data[offset : offset + len(data)] = data
             case "sync":
-                file = home.names[path.name]
-                assert isinstance(file, File)
-                file.durable = bytes(file.data)
+                home.names[path.name].durable = bytes(home.names[path.name].data)
             case "sync_directory":
                 node = self.at(path)
                 node.durable = dict(node.names)
             case "rename":
-                new = call[2]
-                assert isinstance(new, Path)
-                self.at(new.parent).names[new.name] = home.names.pop(path.name)
+                self.at(call[2].parent).names[call[2].name] = home.names.pop(path.name)
 
     def lay_out(self, target, *, all_names, all_data):
         def put(node, place):
@@ -444,30 +378,33 @@ def check_crashes(root, log, scratch, old_calls):
     return seen
 
 
-def test_every_crash_reads_as_old_or_new(tmp_path):
-    root, scratch, disk = tmp_path / "run", tmp_path / "crashes", Recorder()
+def two_saves(root, scratch):
+    """Return the calls of the disk by which two checkpoints were saved, and how many were of the first."""
+    disk = Recorder()
     root.mkdir()
     scratch.mkdir()
     save(root / "step-00000001", 1.0, disk)
     old_calls = len(disk.log)
     save(root / "step-00000002", 2.0, disk)
+    return disk.log, old_calls
 
-    kinds = [call[0] for call in disk.log[old_calls:]]
-    paths = [Path(str(call[1])).name for call in disk.log[old_calls:]]
+
+def test_every_crash_reads_as_old_or_new(tmp_path):
+    root, scratch = tmp_path / "run", tmp_path / "crashes"
+    log, old_calls = two_saves(root, scratch)
+
+    kinds = [call[0] for call in log[old_calls:]]
+    paths = [Path(str(call[1])).name for call in log[old_calls:]]
     assert kinds[-4:] == ["rename", "sync_directory", "rename", "sync_directory"]
     last_data = max(i for i, name in enumerate(paths) if name.endswith(".safetensors"))
     assert kinds[last_data] == "sync" and paths.index(f"{MANIFEST}.tmp") > last_data
-    assert check_crashes(root, disk.log, scratch, old_calls) == {1.0, 2.0}
+    assert check_crashes(root, log, scratch, old_calls) == {1.0, 2.0}
 
 
 @pytest.mark.parametrize("forgotten", ["sync", "sync_directory"])
 def test_a_forgotten_sync_is_found(tmp_path, forgotten):
-    root, scratch, disk = tmp_path / "run", tmp_path / "crashes", Recorder()
-    root.mkdir()
-    scratch.mkdir()
-    save(root / "step-00000001", 1.0, disk)
-    old_calls = len(disk.log)
-    save(root / "step-00000002", 2.0, disk)
-    log = disk.log[:old_calls] + [call for call in disk.log[old_calls:] if call[0] != forgotten]
+    root, scratch = tmp_path / "run", tmp_path / "crashes"
+    log, old_calls = two_saves(root, scratch)
+    log = log[:old_calls] + [call for call in log[old_calls:] if call[0] != forgotten]
     with pytest.raises((AssertionError, BadInput)):
         check_crashes(root, log, scratch, old_calls)

@@ -1,12 +1,10 @@
 """Archives of ``torch.save`` read without running them: every tensor, any box, and what is refused."""
 
-import zipfile
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trilith.parallel_state import BadCheckpoint, BadInput, Box
+from trilith.parallel_state import BadInput, Box
 from trilith.storage.torch_archive import TorchArchive, View, ViewFile
 
 
@@ -74,31 +72,6 @@ def test_the_stated_sums_are_those_of_the_stretches_that_hold_views(saved):
     assert all(zlib.crc32(raw[begin:end]) == crc for begin, end, crc in file.sums)
 
 
-def test_an_altered_pickle_and_a_compressed_or_cut_archive_are_refused(saved, tmp_path):
-    raw = bytearray(saved.read_bytes())
-    raw[raw.index(b"whole")] ^= 1
-    (tmp_path / "altered").write_bytes(raw)
-    with pytest.raises(BadCheckpoint, match="CRC-32"):
-        TorchArchive.open(tmp_path / "altered")
-    (tmp_path / "cut").write_bytes(saved.read_bytes()[:-100])
-    with pytest.raises(BadInput, match="cut short"):
-        TorchArchive.open(tmp_path / "cut")
-    with (
-        zipfile.ZipFile(tmp_path / "packed", "w", zipfile.ZIP_DEFLATED) as packed,
-        zipfile.ZipFile(saved) as old,
-    ):
-        for name in old.namelist():
-            packed.writestr(name, old.read(name))
-    with pytest.raises(BadInput, match="compressed"):
-        TorchArchive.open(tmp_path / "packed")
-
-
-def test_the_form_before_zip_archives_is_refused_with_the_way_out(tmp_path):
-    torch.save({"a": BASE}, tmp_path / "old", _use_new_zipfile_serialization=False)
-    with pytest.raises(BadInput, match=r"before torch 1.6.*torch.save or as safetensors"):
-        TorchArchive.open(tmp_path / "old")
-
-
 def test_a_view_that_reads_other_numbers_than_are_stored_is_refused(tmp_path):
     negated = torch.tensor([1 + 2j, 3 + 4j]).conj().imag
     assert negated.is_neg()
@@ -107,9 +80,3 @@ def test_a_view_that_reads_other_numbers_than_are_stored_is_refused(tmp_path):
         opened(tmp_path / "negated")
     torch.save({"a": negated.resolve_neg()}, tmp_path / "plain")
     assert opened(tmp_path / "plain")[1].read("a").tolist() == [-2.0, -4.0]
-
-
-def test_a_view_whose_elements_share_bytes_is_refused(tmp_path):
-    torch.save({"a": torch.ones(3, 1).expand(3, 4)}, tmp_path / "wide")
-    with pytest.raises(BadInput, match=r"contiguous\(\)"):
-        opened(tmp_path / "wide")

@@ -18,6 +18,8 @@ from trilith.parallel_state import BadInput
 
 #: Characters of a message without the paths in it, and seconds of processor time until it is there.
 MOST_CHARACTERS, MOST_SECONDS = 1200, 5.0
+#: Bytes above which a file is not read to see whether it has changed.
+LARGE = 1 << 26
 
 
 def _leave_empty(folder: Path) -> None:
@@ -41,12 +43,20 @@ class Refused:
 
 
 def files_under(folder: Path) -> dict[str, tuple[object, ...]]:
-    """Return each path under a folder with its mode and its bytes, or the target of a link."""
+    """Return each path under a folder with its mode and its bytes, or the target of a link.
+
+    Of a large file, which may be all holes, the size and the time of its last change stand for the bytes.
+    """
     files: dict[str, tuple[object, ...]] = {}
     for path in sorted(folder.rglob("*")):
-        mode = path.lstat().st_mode
-        content = path.readlink() if path.is_symlink() else path.read_bytes() if path.is_file() else None
-        files[str(path.relative_to(folder))] = mode, content
+        status = path.lstat()
+        content: object = None
+        if path.is_symlink():
+            content = path.readlink()
+        elif path.is_file():
+            large = status.st_size > LARGE
+            content = (status.st_size, status.st_mtime_ns) if large else path.read_bytes()
+        files[str(path.relative_to(folder))] = status.st_mode, content
     return files
 
 

@@ -10,41 +10,25 @@ from trilith.cli.app import explain
 from trilith.parallel_state import BadInput
 from trilith.system import refusal_of
 
-CASES = [
-    (errno.ENOENT, 2),
-    (errno.EACCES, 2),
-    (errno.EPERM, 2),
-    (errno.EROFS, 2),
-    (errno.EISDIR, 2),
-    (errno.ENOTDIR, 2),
-    (errno.EEXIST, 2),
-    (errno.ENAMETOOLONG, 2),
-    (errno.ELOOP, 2),
-    (errno.ENXIO, 2),
-    (errno.ENOSPC, 3),
-    (errno.EDQUOT, 3),
-    (errno.EFBIG, 3),
-    (errno.EIO, 3),
-    (errno.EMFILE, 3),
-    (errno.ENFILE, 3),
-    (errno.ENOMEM, 3),
-    (errno.EAGAIN, 3),
-    (errno.EPIPE, 3),
-]
+INPUT, MACHINE = (
+    ("ENOENT", "EACCES", "EPERM", "EROFS", "EISDIR", "ENOTDIR", "EEXIST", "ENAMETOOLONG", "ELOOP", "ENXIO"),
+    ("ENOSPC", "EDQUOT", "EFBIG", "EIO", "EMFILE", "ENFILE", "ENOMEM", "EAGAIN", "EPIPE"),
+)
 
 
-@pytest.mark.parametrize(("number", "code"), CASES, ids=lambda value: errno.errorcode.get(value, ""))
-def test_each_refusal_has_its_code_its_place_and_what_to_do(number, code):
-    found, said = explain(OSError(number, os.strerror(number), "/some/place"))
-    assert found == code
-    assert said.startswith("/some/place: ") and os.strerror(number) in said
-    assert "unexpected" not in said and len(said.partition(os.strerror(number))[2]) > 20
+@pytest.mark.parametrize("name", [*INPUT, *MACHINE])
+def test_each_refusal_has_its_code_its_place_and_what_to_do(name):
+    number = getattr(errno, name)
+    code, line = explain(OSError(number, os.strerror(number), "/some/place"))
+    assert code == (2 if name in INPUT else 3)
+    assert line.startswith("/some/place: ") and os.strerror(number) in line
+    assert "unexpected" not in line and len(line.partition(os.strerror(number))[2]) > 20
 
 
 def test_every_number_that_the_system_has_gets_a_documented_code():
     for number in errno.errorcode:
-        found = refusal_of(OSError(number, os.strerror(number), "a"))
-        assert found is not None and found.code in (2, 3) and found.todo
+        refusal = refusal_of(OSError(number, os.strerror(number), "a"))
+        assert refusal is not None and refusal.code in (2, 3) and refusal.todo
 
 
 @pytest.mark.parametrize(
@@ -61,21 +45,15 @@ def test_every_number_that_the_system_has_gets_a_documented_code():
     ],
 )
 def test_what_libraries_say_without_a_number_is_known(error, says):
-    code, said = explain(error)
-    assert code == 3 and says in said
+    code, line = explain(error)
+    assert code == 3 and says in line
 
 
 def test_bad_input_that_came_of_a_starved_machine_is_not_the_users_fault():
-    def read():
-        try:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "tokenizer.json")
-        except OSError as error:
-            raise BadInput("folder", expected="a tokenizer", found=str(error)) from error
-
-    with pytest.raises(BadInput) as caught:
-        read()
-    code, said = explain(caught.value)
-    assert code == 3 and "ulimit -n" in said
+    error = BadInput("folder", expected="a tokenizer", found="nothing")
+    error.__cause__ = OSError(errno.EMFILE, os.strerror(errno.EMFILE), "tokenizer.json")
+    code, line = explain(error)
+    assert code == 3 and "ulimit -n" in line
 
 
 def test_a_lock_that_is_held_is_no_fault_of_the_machines():
@@ -97,38 +75,30 @@ def test_refusals_are_told_without_torch():
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
+#: A program with a command that writes many lines.
+LINES = """
+import sys
+from trilith.cli.app import run
+def lines() -> None:
+    for number in range(100_000): sys.stdout.write(f"{number}\\n")
+def other() -> None: pass
+sys.exit(run(["lines"], (lines, other)))
+"""
+
+
 def test_a_reader_that_stops_is_one_line_and_no_noise():
-    code = (
-        "import sys\nfrom trilith.cli.app import run\n"
-        "def lines() -> None:\n    for n in range(100_000): sys.stdout.write(f'{n}\\n')\n"
-        "def other() -> None: pass\n"
-        "sys.exit(run(['lines'], (lines, other)))"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout is not None and child.stderr is not None
+    words, pipe = [sys.executable, "-c", LINES], subprocess.PIPE
+    with subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True) as child:
         child.stdout.readline()
         child.stdout.close()
-        said = child.stderr.read()
+        told = child.stderr.read()
         assert child.wait(60) == 3
-    assert said.startswith("error: Broken pipe. The reader of the output") and said.count("\n") == 1
+    assert told.startswith("error: Broken pipe. The reader of the output") and told.count("\n") == 1
 
 
 def test_a_full_disk_behind_standard_output_is_one_line():
-    code = (
-        "import sys\nfrom trilith.cli.app import run\n"
-        "def lines() -> None: sys.stdout.write('x\\n')\ndef other() -> None: pass\n"
-        "sys.exit(run(['lines'], (lines, other)))"
-    )
+    words = [sys.executable, "-c", LINES.replace("100_000", "1")]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 3
     assert "No space left on device" in done.stderr and done.stderr.count("\n") == 1, done.stderr

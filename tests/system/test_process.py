@@ -1,14 +1,21 @@
-"""Python searches for garbage where it is told to, and the caller's settings come back."""
+"""What this process does to itself: searches for garbage when told, quiet libraries, its own memory."""
 
 import gc
+import mmap
+import os
+import sys
 
 import pytest
-from trilith.system import no_garbage_search, search_garbage_when_told
+from trilith.system import no_garbage_search, process_info, quiet_libraries, search_garbage_when_told
+from trilith.system.process_info import own_memory, start_of
 
 
 @pytest.fixture
 def searches():
-    """Hold the generation of each search; Python searches after ten new objects, and nothing is hidden."""
+    """Hold the generation of each search; Python searches after ten new objects, and nothing is hidden.
+
+    It searches the oldest objects only when told: those that earlier tests left are many.
+    """
     seen = []
 
     def note(phase, info):
@@ -17,7 +24,7 @@ def searches():
 
     hidden, thresholds = gc.get_freeze_count(), gc.get_threshold()
     gc.unfreeze()
-    gc.set_threshold(10, 2, 2)
+    gc.set_threshold(10, 2, 1_000_000)
     gc.callbacks.append(note)
     yield seen
     gc.callbacks.remove(note)
@@ -120,3 +127,54 @@ def test_what_is_made_meanwhile_is_not_searched_and_can_be_hidden(searches):
     with no_garbage_search(hide=True):
         pass
     assert gc.isenabled() and gc.get_freeze_count() > hidden + 1000
+
+
+def test_only_what_is_written_past_python_is_dropped(capfd):
+    with pytest.raises(ValueError, match="reason"), quiet_libraries():
+        os.write(2, b"frame #0\n")
+        print("from Python", file=sys.stderr)
+        raise ValueError("reason")
+    os.write(2, b"afterwards\n")
+    assert capfd.readouterr().err == "from Python\nafterwards\n"
+
+
+def test_a_closed_standard_error_is_no_fault():
+    pid = os.fork()
+    if pid == 0:
+        os.close(2)
+        try:
+            with quiet_libraries():
+                os.write(1, b"")
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+MORE = 64 << 20
+
+
+def test_memory_that_is_written_to_is_counted_as_our_own():
+    before = own_memory()
+    assert before is not None and 0 < before.anonymous <= before.resident <= before.virtual
+    with mmap.mmap(-1, MORE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
+        promised = own_memory()
+        held.write(b"x" * MORE)
+        written = own_memory()
+    assert promised is not None and written is not None
+    assert promised.virtual - before.virtual >= MORE and promised.data - before.data >= MORE
+    for grown in (written.resident - promised.resident, written.anonymous - promised.anonymous):
+        assert grown > MORE // 2
+
+
+def test_a_system_without_proc_says_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(process_info, "_PROC", tmp_path)
+    assert own_memory() is None and start_of(os.getpid()) == 0 and not process_info.has_process_info()
+
+
+@pytest.mark.parametrize("text", ["", "1 2 3", "a b c d e f g"])
+def test_numbers_that_cannot_be_read_are_none(tmp_path, monkeypatch, text):
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "statm").write_text(text)
+    monkeypatch.setattr(process_info, "_PROC", tmp_path)
+    assert own_memory() is None

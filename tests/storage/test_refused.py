@@ -1,0 +1,232 @@
+"""Small files, outputs, archives and folders that cannot be are refused, and nothing changes."""
+
+import os
+import zipfile
+from pathlib import Path
+
+import torch
+from support.damage import truncate
+from support.refusals import Refused, refusals
+from trilith.checkpoints import read_source
+from trilith.parallel_state import Box
+from trilith.storage import TensorFile
+from trilith.storage.coverage import check_coverage
+from trilith.storage.folder_kind import SOURCES, kind_of_folder
+from trilith.storage.small_files import read_json, read_json_lines, read_text, read_toml
+from trilith.storage.staging import Staging
+from trilith.storage.torch_archive import TorchArchive, View, ViewFile
+
+READERS = {
+    "text": read_text,
+    "json": read_json,
+    "toml": read_toml,
+    "json-lines": lambda path: list(read_json_lines(path)),
+}
+
+
+def write(raw):
+    return lambda folder: (folder / "a").write_bytes(raw)
+
+
+def sparse(folder):
+    with (folder / "a").open("wb") as file:
+        file.truncate(10 << 30)
+
+
+def links_to(target):
+    return lambda folder: (folder / "a").symlink_to(target)
+
+
+def file_for(name, why, given, says):
+    return Refused(f"{name}-{why}", lambda folder: READERS[name](folder / "a"), says, given=given)
+
+
+test_files_that_are_no_small_files_are_refused = refusals(
+    [
+        file_for(name, why, given, f"^a: .*({says})")
+        for name in READERS
+        for why, given, says in (
+            ("missing", lambda folder: None, "nothing there"),
+            ("broken-link", links_to("nowhere"), "a link to nowhere, which is absent"),
+            ("link-loop", links_to("a"), "symbolic links"),
+            ("pipe", lambda folder: os.mkfifo(folder / "a"), "a pipe"),
+            ("device-without-end", links_to("/dev/zero"), "a device"),
+            ("empty-device", links_to("/dev/null"), "a device"),
+            ("folder", lambda folder: (folder / "a").mkdir(), "a directory"),
+            ("10-GB", sparse, "bytes"),
+            ("no-text", write(b"\xff\xfe\x00"), "expected UTF-8 text, found byte 0xff at 0"),
+            ("git-lfs", write(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"), "git lfs pull"),
+        )
+        if name != "json-lines" or why not in ("no-text", "git-lfs")
+    ]
+)
+
+test_files_with_no_one_meaning_are_refused = refusals(
+    [
+        file_for(name, f"{number}", write(text.encode()), "^a: ")
+        for name, texts in (
+            (
+                "json",
+                (
+                    *('{"a": 1, "a": 2}', '{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', "[1]", ""),
+                    *('{"a": "\\ud800"}', '{"a": ' + "[" * 101 + "]" * 101 + "}", "[" * 100_000),
+                    *('{"a": ' * 101 + "1" + "}" * 101, '{"a": 1} {"b": 2}', '{"a": ' + "9" * 5000 + "}"),
+                ),
+            ),
+            (
+                "toml",
+                (
+                    *("a = nan", "a = -inf", "a = 1e999", "a = 1\na = 2", "a = ["),
+                    *("a = " + "[" * 5000, "a = " + "9" * 5000),
+                ),
+            ),
+        )
+        for number, text in enumerate(texts)
+    ]
+)
+
+
+def output(why, says, given=lambda out: None, name="out", **options):
+    """State an output in the row's folder, and what lies there before."""
+
+    def call(folder):
+        Staging.begin(folder / name, **{key: value(folder / name) for key, value in options.items()})
+
+    return Refused(why, call, f"{name}.*{says}", given=lambda folder: given(folder / name))
+
+
+def occupied(out):
+    out.mkdir()
+    (out / "mine").touch()
+
+
+test_outputs_that_cannot_be_are_refused = refusals(
+    [
+        output("G16-occupied", "with files in it", occupied),
+        output(
+            "G17-the-input", "outside the input", Path.mkdir, inputs=lambda out: [out.parent / "." / "out"]
+        ),
+        output("G17-inside-the-input", "outside the input", inputs=lambda out: [out.parent]),
+        output("G18-file", "found a file", Path.touch),
+        output("G18-link", "a link", lambda out: out.symlink_to(out.parent)),
+        output("G20-too-little-space", r"expected [\d,.]+ GB free.*found [\d,.]+ GB", need=lambda _: 1 << 60),
+        output("G24-name-that-no-file-system-takes", "at most 255 bytes", name="x" * 256),
+    ]
+)
+
+BASE = torch.arange(60.0).view(12, 5)
+
+
+def archive(why, value, says, damage=lambda path: None, code=2, **options):
+    def call(folder):
+        archive = TorchArchive.open(folder / "a")
+        file = ViewFile.of(folder / "a")
+        file.know(archive.entries)
+        for name, view in archive.value.items():
+            assert isinstance(view, View)
+            file.add(view, name)
+
+    def given(folder):
+        torch.save({"a": value}, folder / "a", **options)
+        damage(folder / "a")
+
+    return Refused(why, call, says, code, given)
+
+
+def alter(path):
+    raw = path.read_bytes()
+    path.write_bytes(raw.replace(b"FloatStorage", b"floatStorage", 1))
+
+
+def compress(path):
+    with zipfile.ZipFile(path) as old:
+        content = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, data in content.items():
+            packed.writestr(name, data)
+
+
+test_archives_that_are_not_read_are_refused = refusals(
+    [
+        archive("altered-pickle", BASE, "CRC-32", alter, code=4),
+        archive("cut-short", BASE, "cut short", lambda path: truncate(path, -100)),
+        archive("compressed", BASE, "compressed", compress),
+        archive(
+            "before-zip-archives",
+            BASE,
+            r"before torch 1.6.*torch.save or as safetensors",
+            _use_new_zipfile_serialization=False,
+        ),
+        archive("view-whose-elements-share-bytes", torch.ones(3, 1).expand(3, 4), r"contiguous\(\)"),
+    ]
+)
+
+
+def packed_elements(folder):
+    header = b'{"w":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}'
+    (folder / "t.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"ab")
+    assert TensorFile.open(folder / "t.safetensors").tensors["w"].dtype == "F4"
+
+
+def boxes(why, says, *found):
+    return Refused(why, lambda _: check_coverage("here", "w", (8, 6), found), f"here: w: .*{says}", 4)
+
+
+LEFT, RIGHT = Box((0, 0), (8, 3)), Box((0, 3), (8, 6))
+
+test_tensors_that_are_not_whole_are_refused = refusals(
+    [
+        Refused(
+            "packed-elements",
+            lambda folder: TensorFile.open(folder / "t.safetensors").read("w"),
+            "w: .*F4.*Quantised",
+            given=packed_elements,
+        ),
+        boxes("owned-by-nobody", r"\[0:8, 3:6\] owned by nobody", LEFT),
+        boxes("owned-twice", r"\[0:8, 3:6\] owned 2 times", LEFT, RIGHT, RIGHT),
+        boxes("beyond-the-tensor", r"boxes inside \[8, 6\]", Box.whole((9, 6))),
+        boxes("of-fewer-dims", "boxes inside", Box.whole((8,))),
+    ]
+)
+
+
+def names(*paths):
+    """Return what makes these files and folders; a path that ends in a slash is a folder."""
+
+    def given(folder):
+        for name in paths:
+            (folder / name).mkdir(parents=True) if name.endswith("/") else (folder / name).write_text("{}")
+
+    return given
+
+
+def source(why, says, *paths, code=4, name="."):
+    return Refused(why, lambda folder: read_source(folder / name), says, code, names(*paths))
+
+
+MODEL = ("config.json", "model.safetensors")
+UNFINISHED = ".tmp-0123456789abcdef"
+
+test_folders_that_are_no_source_are_refused = refusals(
+    [
+        source("run-without-checkpoints", "a directory of checkpoints", "metrics.jsonl"),
+        source(
+            "run-with-an-unfinished-checkpoint",
+            "unfinished: step-00000001",
+            *("metrics.jsonl", f"checkpoints/step-00000001{UNFINISHED}/"),
+        ),
+        source(
+            "unfinished-conversion",
+            "unfinished",
+            *(f"out{UNFINISHED}/", *(f"out{UNFINISHED}/{file}" for file in MODEL)),
+            code=2,
+            name=f"out{UNFINISHED}",
+        ),
+        Refused(
+            "newest-step-is-named-whatever-its-width",
+            lambda folder: kind_of_folder(folder, SOURCES),
+            "step-00000010 for a folder of checkpoints",
+            given=names(*MODEL, *("step-9/", "step-00000010/", "step-8/")),
+        ),
+    ]
+)
