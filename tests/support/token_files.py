@@ -83,5 +83,5 @@ def stop_tokenizing(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tokenize(inputs, tokenizer, out, workers=1, on_progress=stop, **options)
+        tokenize([*inputs], tokenizer, out, workers=1, on_progress=stop, **options)
     assert [*out.parent.glob(f"{out.name}.tmp-*/journal")]
