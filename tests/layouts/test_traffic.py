@@ -160,6 +160,9 @@ QUICK = [
     part("lora of experts", "mixtral", "full", **CONTEXT),
     part("lora of experts", "mixtral", "selective", **SEQUENCE),
     part("the output layer", mode="full", chunk=5, **TENSOR),
+    # The bias is added after the sum over the tensor ranks.
+    part("the bias of one product", mode="full", **TENSOR),
+    part("the bias of one product", **SEQUENCE),
     part("frozen", chunk=5, rounds=3, **ZERO3),
     part("all but the first blocks", data=2, zero=2),
     part("all but the first blocks", data=2, zero=1),

@@ -165,7 +165,8 @@ class _Run:
         self.row, self.case, self.record = row, row.case, RankRecord()
         self.state = ParallelState.start(self.case.layout, device=self.case.device)
         self._plan()
-        gc.collect()
+        if row.holds:
+            gc.collect()
         # From before there is a weight: FSDP keeps some where no parameter shows them. It is left while
         # pieces are cloned, which are not the run's.
         self.live = LiveBytes()
