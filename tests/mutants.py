@@ -21,17 +21,12 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: Short words for what pytest is given; ``-k`` chooses some of the array of all pairs by their names.
-ARRAY = "tests/parity/test_combinations.py"
+#: Short words for what pytest is given.
 WORDS = {
     "FORWARD": "tests/models/test_hugging_face.py::test_logits_and_gradients_are_transformers",
     "RESUME": "tests/training/test_resume.py::test_resuming_in_the_same_layout_is_bitwise",
     "ROUND_TRIP": "tests/checkpoints/test_convert.py::"
     "test_there_and_through_another_layout_and_back_is_bitwise_D6",
-    **{
-        word.upper(): f"-k{word} {ARRAY}" for word in ("context", "documents", "expert", "tensor", "sequence")
-    },
-    **{word.upper(): f"-k{word} {ARRAY}" for word in ("pipeline", "interleaved", "zero", "replicas")},
 }
 
 
@@ -190,14 +185,9 @@ def caught_by(tree, mutant):
 
 def failed_without(tree, mutants):
     """Run the mutants' tests on the tree as it is; return what pytest says if one fails."""
-    chosen_by_name = {mutant.tests for mutant in mutants if "-k" in mutant.tests}
-    plain = {
-        word for mutant in mutants if mutant.tests not in chosen_by_name for word in mutant.tests.split()
-    }
-    for tests in filter(None, [" ".join(sorted(plain)), *sorted(chosen_by_name)]):
-        if (result := run_tests(tree, tests)).returncode:
-            return result.stdout or "pytest said nothing"
-    return ""
+    tests = {word for mutant in mutants for word in mutant.tests.split()}
+    result = run_tests(tree, " ".join(sorted(tests)))
+    return (result.stdout or "pytest said nothing") if result.returncode else ""
 
 
 def main():

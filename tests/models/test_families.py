@@ -39,7 +39,7 @@ LAYOUTS = [
     Layout.of(tensor=2, pipeline=2),
 ]
 #: Rows that are compared in a layout with transformers in every run. Of the others, the layout is one
-#: device (``tests/parity``) and one device is transformers (``test_hugging_face``); the nightly tests close
+#: device (``tests/layouts``) and one device is transformers (``test_hugging_face``); the nightly tests close
 #: the triangle for them too.
 IN_EVERY_RUN = {"falcon", "gpt_oss", "deepseek_v3", "qwen3_next"}
 PROMPTS = [[5, 17, 90, 2, 41], [77], [3, 3, 60, 8, 12, 100, 31, 9], [1, 2]]

@@ -1,5 +1,7 @@
 """The bytes that the backward of one real block holds at its worst moment, against what its layers state."""
 
+from itertools import product
+
 import pytest
 import torch
 from support.configs import MODELS
@@ -68,8 +70,24 @@ def raw_of(name):
     return raw | {key: 2 * LENGTH for key in raw if key in ("max_position_embeddings", "n_positions")}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", MODELS)
+#: Of each way to write a block one; experts; and OPT, whose activation keeps what it makes.
+WAYS = {"llama", "granite", "mixtral", "gpt_oss", "deepseek_v3", "gpt_neox", "qwen2_moe", "opt", "opt-350m"}
+FAMILIES = {name for name in MODELS if "-" not in name}
+
+
+def cases(always, *more):
+    """Return each model with each of ``more``; those that ``always`` does not choose are slow."""
+    every = [(name, *some) for name in MODELS for some in product(*more)]
+    return [one if always(*one) else pytest.param(*one, marks=pytest.mark.slow) for one in every]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    cases(
+        lambda name, dtype: name in (FAMILIES if dtype == torch.float32 else {*HYBRIDS, "gemma2", "mixtral"}),
+        (torch.float32, torch.bfloat16),
+    ),
+)
 def test_a_block_holds_what_its_layers_state(name, dtype):
     """Without checkpointing, and with it: then a forward comes before the backward.
 
@@ -80,9 +98,9 @@ def test_a_block_holds_what_its_layers_state(name, dtype):
         assert all(0.98 < ratio < 1.02 for ratio in peaks(raw_of(name), mode, dtype))
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if "-" in name else name for name in MODELS]
+    ("name", "mode"),
+    cases(lambda name, mode: name in (FAMILIES if mode == "full" else WAYS), ("none", "full")),
 )
 def test_a_block_of_few_tokens_holds_the_gradient_of_a_weight(name, mode):
     """Until it is added to that of earlier micro-batches; then the worst moment may be a product."""
@@ -90,9 +108,8 @@ def test_a_block_of_few_tokens_holds_the_gradient_of_a_weight(name, mode):
     assert all(0.97 < ratio < 1.02 for ratio in peaks(raw_of(name), mode, rows=1, length=length))
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if "-" in name else name for name in MODELS]
+    ("name", "mode"), cases(lambda name, mode: name in WAYS, ("none", "selective", "full"))
 )
 def test_a_block_holds_the_gradients_of_its_weights_until_its_end(name, mode):
     """As before the sum over data ranks, or in the first micro-batch of a step."""
@@ -132,23 +149,8 @@ def test_a_block_of_wide_weights_and_few_tokens(name, changed, length, staying):
     assert all(0.97 < ratio < 1.02 for ratio in found)
 
 
-#: Of each way to write a block one; experts; and OPT, whose activation keeps what it makes.
-ADAPTED = (
-    "llama",
-    "granite",
-    "mixtral",
-    "gpt_oss",
-    "deepseek_v3",
-    "gpt_neox",
-    "qwen2_moe",
-    "opt",
-    "opt-350m",
-)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "name", [name if name in ADAPTED else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+    ("name", "dtype"), cases(lambda name, dtype: name in WAYS, (torch.float32, torch.bfloat16))
 )
 def test_a_block_with_adapters_holds_what_its_layers_state(name, dtype):
     """Weights that are frozen keep no input, but a forward still has it."""

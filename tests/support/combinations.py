@@ -5,8 +5,8 @@ Axes are of two ranks, two axes at most, so that a run has four ranks; one axis 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import combinations
 from random import Random
@@ -23,6 +23,38 @@ FAMILIES = (
     *("llama", "llama-tied-kv1", "gpt2", "mistral", "gemma2", "mixtral", "glm4_moe"),
     *("deepseek_v3", "qwen3_next", "granitemoehybrid"),
 )
+
+
+#: What may be trained instead of all: adapters, or what a pattern does not freeze. Blocks count from 0.
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"target_modules": "all-linear"},
+    "lora of attention": {"target_modules": ["q_proj", "v_proj"]},
+    "lora of feed-forward": {"target_modules": ["down_proj"]},
+    "lora of last blocks": {"target_modules": "all-linear", "layers_to_transform": [2, 3]},
+    "lora of experts": {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj"]},
+}
+FROZEN = {
+    "frozen": r"^(?!.*(layers|h)\.2\.)",  # all but one block
+    "all but the embedding": "embed|wte|wpe",
+    "all but the first blocks": r"embed|wte|wpe|(layers|h)\.[01]\.",
+    "all but the first block": r"embed|wte|wpe|(layers|h)\.0\.",
+    "norms of one block": r"^(?!.*layers\.2\..*norm)",
+    "the bias of one product": r"^(?!.*layers\.1\.mlp\.down(_proj)?\.bias)",
+    "the output layer": "^(?!.*head)",
+    "the last norm": r"^(?!(model\.)?norm\.)",
+    "the embedding": "^(?!.*(embed|wte))",
+}
+_DENSE = {"llama", "llama-tied-kv1", "mistral", "gemma2"}
+#: The families of the array in which a part is; the others are parts of every one.
+_HAVE = {
+    "lora of attention": _DENSE | {"mixtral", "glm4_moe"},
+    "lora of feed-forward": _DENSE,
+    "lora of experts": {"mixtral", "glm4_moe", "qwen3_next"},
+    "norms of one block": {*FAMILIES} - {"gpt2"},
+    "the bias of one product": {"llama", "llama-tied-kv1"},
+    "the output layer": {"llama", "mistral", "mixtral", "glm4_moe", "deepseek_v3", "qwen3_next"},
+    "the last norm": {*FAMILIES} - {"gpt2"},
+}
 
 
 @dataclass(frozen=True)
@@ -44,10 +76,15 @@ class Choice:
     micro_batch: int = 1
     smoothing: float = 0.0
     documents: bool = False  # several a row
-    trains: str = "all"  # or "frozen", all but one block, or "lora"
+    trains: str = "all"  # or a part, see PARTS
     checkpointing: str = "none"
     loss_chunk: int = 0
     offload: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Return of which kind the training is: of all, of what is not frozen, or of adapters."""
+        return "lora" if self.trains in ADAPTERS else "frozen" if self.trains in FROZEN else "all"
 
     @property
     def world(self) -> int:
@@ -109,15 +146,16 @@ class Choice:
             label_smoothing=self.smoothing,
             z_loss=self.smoothing / 10,
             documents=self.documents,
-            clip=0.05 if self.trains == "all" else 1e-3,
-            frozen=r"^(?!.*(layers|h)\.2\.)" if self.trains == "frozen" else None,
-            lora={"r": 3, "target_modules": "all-linear"} if self.trains == "lora" else None,
+            clip=0.05 if self.trains == "all" else 1e-3 if self.trains == self.kind else 1e-5,
+            frozen=FROZEN.get(self.trains),
+            lora={"r": 3} | ADAPTERS[self.trains] if self.trains in ADAPTERS else None,
             memory=MemorySection.model_validate(self.memory),
         )
 
     def __str__(self) -> str:
         chosen = {key: value for key, value in asdict(self).items() if value != getattr(Choice, key, None)}
-        return "-".join(f"{value}" if key == "model" else f"{key}={value}" for key, value in chosen.items())
+        words = (f"{value}" if key == "model" else f"{key}={value}" for key, value in chosen.items())
+        return "-".join(words).replace(" ", "_")
 
 
 def blocks(model: str) -> int:
@@ -163,8 +201,8 @@ def draw(random: Random) -> Choice:
 
 
 def pairs(choice: Choice) -> frozenset[tuple[object, ...]]:
-    """Return every two of the choice's values, each with its name."""
-    return frozenset(combinations(vars(choice).items(), 2))
+    """Return every two of the choice's values, each with its name; of training its kind counts."""
+    return frozenset(combinations((vars(choice) | {"trains": choice.kind}).items(), 2))
 
 
 def covering(choices: Sequence[Choice]) -> list[Choice]:
@@ -191,7 +229,26 @@ def covering(choices: Sequence[Choice]) -> list[Choice]:
 def covering_array() -> tuple[Choice, ...]:
     """Return the array. It takes seconds, so it is made once in a process."""
     random = Random(0)
-    return tuple(covering([draw(random) for _ in range(3000)]))
+    return tuple(with_parts(covering([draw(random) for _ in range(3000)])))
+
+
+def cuts(choice: Choice) -> set[object]:
+    """Return of what may change what a part's training sends: how the model is cut and computed again."""
+    found = {key for key in ("tensor", "pipeline", "context", "data") if getattr(choice, key) > 1}
+    return {*found, f"zero{choice.zero}", choice.checkpointing, choice.sequence, choice.expert > 1}
+
+
+def with_parts(choices: Iterable[Choice]) -> Iterator[Choice]:
+    """Give the choices that train a part all parts in turn: each meets as many kinds of cuts as can be."""
+    met: dict[str, set[object]] = {part: set() for part in (*ADAPTERS, *FROZEN)}
+    for choice in choices:
+        parts = [*ADAPTERS] if choice.trains == "lora" else [*FROZEN] if choice.trains == "frozen" else []
+        able = [part for part in parts if choice.model in _HAVE.get(part, FAMILIES)]
+        if able:
+            part = max(able, key=lambda part: (len(cuts(choice) - met[part]), -len(met[part])))
+            met[part] |= cuts(choice)
+            choice = replace(choice, trains=part)
+        yield choice
 
 
 #: One axis of four ranks; and one device, where micro-batches alone differ.

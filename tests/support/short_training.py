@@ -92,7 +92,8 @@ def model_of(case: Case, state: ParallelState) -> tuple[CausalLM, Family, ModelC
     config = family.from_hf(case.config)
     if case.lora is not None:
         family = adapted(family, LoraConfig.model_validate(case.lora))
-    model = family.build(config, split=case.split, state=state, dtype=case.dtype)
+    base: dict[str, Any] = {} if case.lora is None or case.compute is None else {"base_dtype": case.compute}
+    model = family.build(config, split=case.split, state=state, dtype=case.dtype, **base)
     if case.frozen is not None:
         freeze(model, assign([ParameterGroup(match=case.frozen, freeze=True)], names_of(family, config)))
     return model, family, config

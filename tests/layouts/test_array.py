@@ -9,14 +9,28 @@ from dataclasses import asdict
 from random import Random
 
 import pytest
-from support.combinations import FAMILIES, LONG, Choice, covering_array, draw, pairs
-from trilith.parallel_state import BadInput
+from support.combinations import ADAPTERS, FAMILIES, FROZEN, LONG, Choice, covering_array, cuts, draw, pairs
+from support.layout_cases import Layouts, Row
+from trilith.parallel_state import BadInput, Layout
 from trilith.pipeline import SCHEDULE_NAMES
 from trilith.recipes.recipe import parse_recipe
 from trilith.training.run_plan import plan
 
 COVERING = covering_array()
 HELD = frozenset[tuple[object, ...]]().union(*map(pairs, COVERING))
+#: Only a run saves adapters: see the tests of training.
+SAVED = [choice for choice in COVERING if choice.kind != "lora"][::7]
+
+
+def row(choice):
+    return Row(str(choice), choice.case, resumes=Layout.of(tensor=choice.world) if choice in SAVED else None)
+
+
+LAYOUTS = Layouts([row(choice) for choice in (*COVERING, *LONG)])
+test_every_pair_of_choices_equals_one_device = LAYOUTS.equal_one_device()
+test_every_pair_of_choices_sends_what_is_planned = LAYOUTS.send_what_is_planned()
+test_resuming_is_bitwise = LAYOUTS.resume_bitwise()
+test_resuming_in_another_layout_is_as_if_the_run_had_not_stopped = LAYOUTS.resume_in_another_layout()
 
 
 def refused(choice):
@@ -37,6 +51,11 @@ def refused(choice):
     return None
 
 
+@pytest.mark.parametrize("choice", [*COVERING, *LONG], ids=str)
+def test_a_recipe_may_choose_this(choice):
+    assert (error := refused(choice)) is None, error
+
+
 def test_the_array_is_small_and_holds_every_choice_of_every_axis():
     assert len(COVERING) <= 80
     values = {value for pair in HELD for value in pair}
@@ -49,6 +68,13 @@ def test_the_array_is_small_and_holds_every_choice_of_every_axis():
         assert {(key, value) for value in some} <= values
     for key in ("tensor", "pipeline", "data", "context", "replicas", "micro_batch"):
         assert {(key, 1), (key, 2)} <= values
+
+
+@pytest.mark.parametrize("part", [*ADAPTERS, *FROZEN])
+def test_every_part_that_may_be_trained_is_cut_along_an_axis_and_computed_again(part):
+    met = set().union(*(cuts(choice) for choice in COVERING if choice.trains == part))
+    assert len(met & {"tensor", "pipeline", "context", "data"}) >= 2
+    assert len(met & {"none", "selective", "every", "full"}) >= 1
 
 
 def test_the_array_holds_every_pair_that_is_drawn():
@@ -82,9 +108,3 @@ def means_nothing(choice):
         or (choice.ring and choice.context == 1)
         or (choice.pipeline == 1 and (choice.schedule != "1f1b" or choice.split))
     )
-
-
-@pytest.mark.parametrize("choice", [*COVERING, *LONG], ids=str)
-def test_every_pair_of_choices_equals_one_device(choice, assert_same):
-    assert (error := refused(choice)) is None, error
-    assert_same(choice.case)

@@ -4,15 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.configs import MODELS
+from support.layout_cases import one_device
 from support.short_training import Case, batch
 from trilith.data import Batch
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
-def test_positions_are_not_ignored(one_device, models, model):
-    """Or the runs with documents in ``test_combinations.py`` would say nothing."""
-    joined = Case(models[model])
-    assert one_device(joined).losses[0] != one_device(replace(joined, documents=True)).losses[0]
+def test_positions_are_not_ignored(model):
+    """Or the runs with documents in ``test_array.py`` would say nothing."""
+    joined = Case(MODELS[model])
+    whole, apart = one_device([joined, replace(joined, documents=True)])
+    assert whole.losses[0] != apart.losses[0]
 
 
 def test_a_case_with_documents_has_rows_that_restart_at_different_places():

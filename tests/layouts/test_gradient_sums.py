@@ -1,14 +1,10 @@
-"""Every schedule trains the same model, whichever rank holds which stages, in every layout it runs in.
-
-Each with each family, axis, stage of ZeRO, and cut by hand: ``test_combinations.py``.
-"""
+"""From ZeRO 2 on gradients are summed at every micro-batch, whichever rank holds which stages."""
 
 from contextlib import contextmanager
 
 import pytest
 import torch
-from support.configs import MODELS
-from support.short_training import Case
+from support.configs import config
 from trilith.data import Batch
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
@@ -17,31 +13,8 @@ from trilith.pipeline.driver import DrivenStage
 from trilith.testing import run_parallel
 from trilith.training import Precision, TrainStep, shard_over_data
 
-LOOP = {"virtual_stages": 2}
-SHAPED = {"virtual_stages": 2, "v_shape": True}
-SCHEDULES = {
-    "gpipe": {},
-    "1f1b": {},
-    "interleaved": LOOP,
-    "interleaved-zero-bubble": LOOP,
-    "zbv": SHAPED,
-    "dualpipev": SHAPED,
-}
-SEVERAL = [name for name in SCHEDULES if SCHEDULES[name]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SEVERAL)
-@pytest.mark.parametrize("model", ["llama-tied", "gpt2"])
-def test_several_stages_a_rank_equal_one_device(model, name, assert_same):
-    layout = Layout.of(tensor=2, pipeline=2, sequence=model == "gpt2", **SCHEDULES[name])
-    assert_same(model, layout, schedule=name, documents=True)
-
-
-def test_gradients_of_transposed_stacks_lie_as_the_optimizer_takes_them(assert_same):
-    """GPT-OSS multiplies by transposed stacks of experts, and autograd gives gradients transposed as well."""
-    config = MODELS["gpt_oss"] | {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
-    assert_same(Case(config, Layout.of(pipeline=2, **SHAPED), schedule="zbv"))
+LOOP, SHAPED = {"virtual_stages": 2}, {"virtual_stages": 2, "v_shape": True}
+SCHEDULES = {"1f1b": {}, "interleaved-zero-bubble": LOOP, "zbv": SHAPED, "dualpipev": SHAPED}
 
 
 def whole_gradients(name):
@@ -53,8 +26,9 @@ def whole_gradients(name):
 
 def waiting_gradients(name, zero):
     state = ParallelState.start(Layout.of(pipeline=2, data=2, zero=zero, **SCHEDULES[name]))
-    family = family_of(MODELS["llama"])
-    model = family.build(family.from_hf(MODELS["llama"] | {"num_hidden_layers": 4}), state=state)
+    raw = config("llama", layers=4)
+    family = family_of(raw)
+    model = family.build(family.from_hf(raw), state=state)
     shard_over_data(model, state, Precision(torch.float32, torch.float32, torch.float32))
     model.to_empty(device="cpu")
     initialize(model, 0, state=state)
@@ -92,7 +66,7 @@ def observed_backwards(look):
             setattr(DrivenStage, name, one)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-zero-bubble", "zbv", "dualpipev"])
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_gradients_are_summed_at_every_micro_batch(name):
     """From ZeRO-2 on none is left whole between micro-batches; below, they add up until the last one."""
     for rank in run_parallel(whole_gradients, 4, name):

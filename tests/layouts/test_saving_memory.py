@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.configs import config
 from support.short_training import Case, first_difference, outcome, train_rank
 from torch.distributed import fsdp
 from trilith.models import family_of
@@ -13,7 +14,7 @@ from trilith.testing import run_parallel
 from trilith.training import Precision, zero_on_fsdp
 
 SEQUENCE, STAGES, ZERO = Layout.of(tensor=2, sequence=True), Layout.of(pipeline=2), Layout.of(data=2, zero=3)
-RATES = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "n_layer": 2}
+RATES = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
 
 def run(case):
@@ -47,10 +48,10 @@ def plain():
     ],
     ids=str,
 )
-def test_checkpointing_changes_no_bit(model, mode, layout, models, plain):
+def test_checkpointing_changes_no_bit(model, mode, layout, plain):
     """GPT-2 with dropout; against the same layout, since its masks depend on that."""
-    config = {**models[model], **(RATES if model == "gpt2" else {"num_hidden_layers": 2})}
-    case = Case(config, layout, steps=2, memory=MemorySection(checkpointing=mode))
+    raw = config(model, layers=2, **(RATES if model == "gpt2" else {}))
+    case = Case(raw, layout, steps=2, memory=MemorySection(checkpointing=mode))
     assert first_difference(plain(case), run(case), tolerance=0.0) is None
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.configs import MODELS, TINY_LLAMA
+from support.configs import MODELS, config
+from support.layout_cases import COMPARED, Layouts, row
 from support.short_runs import run_recipe, tiny_recipe
 from support.short_training import Case, first_difference, outcome, train_rank
 from torch import nn
@@ -25,33 +26,37 @@ from trilith.machine.random_files import write_tokens
 from trilith.models import family_of
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.recipes.recipe import parse_recipe
-from trilith.recipes.sections import MemorySection
 from trilith.testing import run_parallel
 
-
-@pytest.mark.parametrize(
-    ("model", "layout", "memory"),
+#: Traced and differentiated by torch's compiler, not made into C++: that takes minutes.
+test_compiled_blocks_equal_one_device = Layouts(
     [
-        ("llama", Layout.of(tensor=2, sequence=True), MemorySection(checkpointing="full")),
-        ("gpt2", Layout.of(data=2, zero=3), MemorySection(loss_chunk=5)),
-        ("llama-tied", Layout.of(tensor=2, pipeline=2), MemorySection(checkpointing="every")),
-        ("mixtral", Layout.of(data=2, expert=2), MemorySection()),
-        pytest.param("qwen3_next", Layout.of(data=2, expert=2), MemorySection(), marks=pytest.mark.slow),
-        pytest.param("gemma2", Layout.of(context=2), MemorySection(), marks=pytest.mark.slow),
+        row(
+            "-".join([model, *layout, *memory]),
+            config(model, layers=3),
+            layout,
+            asks=COMPARED | {"slow": slow},
+            compiled="aot_eager",
+            **memory,
+        )
+        for model, layout, memory, slow in (
+            ("llama", {"tensor": 2, "sequence": True}, {"checkpointing": "full"}, False),
+            ("gpt2", {"data": 2, "zero": 3}, {"chunk": 5}, False),
+            ("llama-tied", {"tensor": 2, "pipeline": 2}, {"checkpointing": "every"}, False),
+            ("mixtral", {"data": 2, "expert": 2}, {}, False),
+            ("qwen3_next", {"data": 2, "expert": 2}, {}, True),
+            ("gemma2", {"context": 2}, {}, True),
+        )
     ],
-    ids=str,
-)
-def test_compiled_blocks_equal_one_device(model, layout, memory, assert_same):
-    """Traced and differentiated by torch's compiler, not made into C++: that takes minutes."""
-    blocks = {"n_layer" if model == "gpt2" else "num_hidden_layers": 3}
-    assert_same(Case(MODELS[model] | blocks, layout, memory=memory, compiled="aot_eager", steps=2))
+    at_once=1,
+).equal_one_device()
 
 
-def test_adapters_of_ten_ranks_are_compiled(models):
+def test_adapters_of_ten_ranks_are_compiled():
     """Each rank may be another graph of one function, and torch stops at 8 by default."""
     ranks = {f"layers.{block}.self_attn.q_proj": 2 + block for block in range(10)}
     lora = {"r": 1, "target_modules": ["q_proj"], "rank_pattern": ranks}
-    case = Case({**models["llama"], "num_hidden_layers": 10}, lora=lora, steps=1)
+    case = Case(config("llama", layers=10), lora=lora, steps=1)
     eager, compiled = (
         outcome(run_parallel(train_rank, 1, replace(case, compiled=backend), timeout=200))
         for backend in ("", "aot_eager")
@@ -63,11 +68,11 @@ def test_adapters_of_ten_ranks_are_compiled(models):
 @pytest.mark.timeout(1200)
 def test_a_compiled_run_is_resumed_by_one_that_is_not_and_the_other_way_round(tmp_path):
     tokens = write_tokens(tmp_path / "tokens")
-    config = {"config": {**TINY_LLAMA, "num_hidden_layers": 10}}
+    model = {"config": config("tiny_llama", layers=10)}
     losses = []
     for name, first in (("eager", False), ("compiled", True)):
         layout = {"tensor": 2, "sequence": True} if first else {}
-        raw = tiny_recipe(tmp_path / name, tokens, model=config, steps=4, layout=layout)
+        raw = tiny_recipe(tmp_path / name, tokens, model=model, steps=4, layout=layout)
         half = run_parallel(run_recipe, 1 + first, raw | {"stop_after": 2, "compile": first}, timeout=1000)
         rest = run_parallel(run_recipe, 1, raw | {"layout": {}, "compile": first}, timeout=1000)
         losses.append([one.loss for one in [*half[0], *rest[0]]])

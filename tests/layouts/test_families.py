@@ -1,0 +1,77 @@
+"""Each family trains in every kind of layout as on one device: two fp64 steps, to 1e-10."""
+
+from support.combinations import FAMILIES as IN_COMBINATIONS
+from support.configs import EXPERTS, MODELS
+from support.layout_cases import COMPARED, Layouts, Row, row
+from support.models_page import axes_of
+from support.short_training import Case
+from trilith.models import FAMILIES
+from trilith.parallel_state import Layout
+
+ALL = [
+    Layout.of(tensor=2, sequence=True),
+    Layout.of(tensor=2, context=2, sequence=True),
+    Layout.of(tensor=4, sequence=True),
+    Layout.of(tensor=2, pipeline=2),
+    Layout.of(data=2, zero=3),
+    Layout.of(pipeline=2, data=2, zero=1),
+]
+MIXED = [
+    Layout.of(tensor=2, data=2, expert=2, zero=3, sequence=True),
+    Layout.of(data=2, expert=2, zero=2),
+    Layout.of(context=2, expert=2, zero=1),
+]
+FIRST = {
+    family: next(name for name, raw in MODELS.items() if raw["model_type"] == family) for family in FAMILIES
+}
+#: Families that the covering array of ``test_array`` trains in many layouts.
+IN_ARRAY = {MODELS[name]["model_type"] for name in IN_COMBINATIONS}
+
+
+def of_family(family, name):
+    """Yield the family's rows; only the first is in every run, the others are slow."""
+    for number, layout in enumerate([*(MIXED if name in EXPERTS else []), *ALL]):
+        slow = bool(number or family in IN_ARRAY)
+        asks = {"measures": (family, axes_of(layout)), "slow": slow, "sends": not slow}
+        yield Row(f"{name}-{layout}", Case(MODELS[name], layout), **asks)
+
+
+LAYOUTS = Layouts([one for family, name in FIRST.items() for one in of_family(family, name)])
+test_each_family_equals_one_device = LAYOUTS.equal_one_device()
+test_each_family_sends_what_is_planned = LAYOUTS.send_what_is_planned()
+
+#: Torch's compiler traces and differentiates each block, or its parts that can be one graph.
+test_compiled_blocks_of_each_family_equal_one_device = Layouts(
+    [
+        Row(
+            name,
+            Case(MODELS[name], ALL[0], compiled="aot_eager"),
+            measures=(family, ["compile"]),
+            slow=True,
+            sends=False,
+        )
+        for family, name in FIRST.items()
+    ],
+    at_once=1,
+).equal_one_device()
+
+SLOW = COMPARED | {"slow": True}
+SPECIAL = Layouts(
+    [
+        # The bias of the output layer is cut with the vocabulary in the chunked loss, too.
+        row("bias-of-the-output-layer-in-a-chunked-loss", "gptj", ALL[0], chunk=5, z_loss=0.01),
+        row("embeddings-narrower-than-hidden-states", "opt-350m", ALL[0], chunk=5),
+        *(
+            row(f"embeddings-narrower-than-hidden-states-{layout}", "opt-350m", layout, asks=SLOW)
+            for layout in (*ALL[1:], Layout.of(pipeline=2, context=2))
+        ),
+        row(
+            "biases-by-distance-of-positions-in-documents-over-context-ranks",
+            "falcon-rw",
+            {"context": 2, "tensor": 2, "ring": True},
+            documents=True,
+        ),
+    ]
+)
+test_what_few_families_have_equals_one_device = SPECIAL.equal_one_device()
+test_what_few_families_have_sends_what_is_planned = SPECIAL.send_what_is_planned()

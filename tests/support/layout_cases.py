@@ -1,0 +1,610 @@
+"""Train each layout once, on ranks, and keep a record that answers four questions about the run.
+
+Does it train as one device does? Does each rank send, and hold, what is planned? Does it go on from a
+checkpoint, in its own layout and in another one, as if it had not stopped? A table of rows is asked by
+binding the questions of its ``Layouts`` to the names of tests.
+
+With ``TRILITH_TEST_DEVICE=cuda`` the layouts' ranks share this machine's first GPU and are compared with one
+process on the CPU; the other questions are about the CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from trilith.checkpoints import restore_model, save_model
+from trilith.data import Batch
+from trilith.layers import use_float8
+from trilith.parallel_state import Box, Layout, ParallelState, clip_gradients, initialize
+from trilith.parallel_state.engine import local_data
+from trilith.planner import Traffic, Work, plan_memory, rank_parameters, step_traffic
+from trilith.recipes.sections import MemorySection
+from trilith.testing import LiveBytes, RankError, run_parallel
+from trilith.testing.layouts import Pieces, pieces, roughen
+from trilith.testing.operators import Operators
+
+from support.configs import config
+from support.models_page import MEASURED
+from support.shared_gpu import share_gpu
+from support.short_training import (
+    Case,
+    Outcome,
+    Parts,
+    build_rank,
+    model_of,
+    rank_batch,
+    relative_differences,
+)
+
+DEVICE = os.environ.get("TRILITH_TEST_DEVICE", "cpu")
+#: How far the least peak of a rank may be from its plan, as a part of it.
+NEAR = 0.02
+#: Number and bytes of the collectives of an axis and a kind.
+Totals = dict[tuple[str, str], tuple[int, int]]
+#: A rank's part of each parameter: its numbers if the rank owns them, or else the digest of its copy.
+Shares = dict[str, tuple[Box, Tensor | bytes]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """State a layout to train, why, and which questions its run is to answer."""
+
+    why: str
+    case: Case
+    slow: bool = False
+    #: The largest relative difference to one device; ``None``: not compared.
+    tolerance: float | None = 1e-10
+    sends: bool = True
+    #: The peak over the plan, of every rank or by rank; empty: not measured.
+    holds: tuple[float, ...] = ()
+    #: Goes on from a checkpoint in its own layout, and in this one.
+    resumes: Layout | None = None
+    #: The family, and the columns of docs/models.md to which the difference to one device counts.
+    measures: tuple[str, list[str]] | None = None
+
+
+#: What a row asks that only compares, and one that only asks what is sent, or held.
+COMPARED: dict[str, Any] = {"sends": False}
+SENT: dict[str, Any] = {"tolerance": None}
+HELD: dict[str, Any] = {"tolerance": None, "sends": False, "holds": (0.99,)}
+
+
+def row(
+    why: str,
+    model: str | dict[str, Any],
+    layout: Layout | Mapping[str, Any] = MappingProxyType({}),
+    checkpointing: str = "none",
+    *,
+    chunk: int = 0,
+    offload: bool = False,
+    rounds: int | None = None,
+    asks: Mapping[str, Any] = MappingProxyType({}),
+    **case: Any,
+) -> Row:
+    """Say a row in few words. ``rounds``: micro-batches of a data rank; ``case``: the rest of a ``Case``."""
+    cut = layout if isinstance(layout, Layout) else Layout.of(**layout)
+    memory = MemorySection.model_validate(
+        {"checkpointing": checkpointing, "loss_chunk": chunk, "offload": offload}
+    )
+    if rounds is not None:
+        case["samples"] = rounds * case.get("micro_batch", 1) * cut.data
+    raw = config(model) if isinstance(model, str) else model
+    return Row(why, Case(raw, cut, memory=memory, **case), **asks)
+
+
+@dataclass
+class RankRecord:
+    """Hold what one rank trained, sent and held, beside what was planned for it."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: Shares = field(default_factory=dict)
+    initial: Shares = field(default_factory=dict)
+    parameters: Shares = field(default_factory=dict)
+    sent: Totals = field(default_factory=dict)
+    planned: Totals = field(default_factory=dict)
+    #: The elements of parameters, gradients and moments: counted, planned; the least peak over the plan.
+    counted: tuple[int, int, int] = (0, 0, 0)
+    stated: tuple[int, int, int] = (0, 0, 0)
+    ratio: float = 0.0
+    #: Names of parameters that differ in a bit after resuming, and the parameters in the other layout.
+    resumed: list[str] = field(default_factory=list)
+    elsewhere: Shares = field(default_factory=dict)
+
+
+@dataclass
+class Record:
+    """Hold the answers of a row's run. Tensors are compared and dropped: those of all rows are gigabytes."""
+
+    differences: list[tuple[str, float]]
+    ranks: list[RankRecord]
+    elsewhere: list[tuple[str, float]]
+
+    def assert_equal(self, tolerance: float) -> float:
+        """Assert that the run is one device's; return the largest relative difference."""
+        for what, difference in self.differences:
+            if not difference <= tolerance:
+                raise AssertionError(f"{what} differs by {difference:.2e}")
+        return max(difference for _, difference in self.differences)
+
+
+# On the ranks ----------------------------------------------------------------------------------------------
+
+
+def observe(rows: Sequence[Row], folder: str) -> list[RankRecord]:
+    """Train the rows, one after the other, on the ranks that call this together."""
+    if any(row.case.device == "cuda" for row in rows):
+        share_gpu()
+    records = []
+    for number, row in enumerate(rows):
+        print(f"row {row.why!r}", file=sys.stderr)  # the error of a rank ends with what it wrote
+        records.append(_Run(row, Path(folder) / str(number)).record)
+    return records
+
+
+class _Run:
+    """Run a row on this rank, for two steps: FSDP and pipelines make themselves ready in the first one."""
+
+    def __init__(self, row: Row, folder: Path) -> None:
+        self.row, self.case, self.record = row, row.case, RankRecord()
+        self.state = ParallelState.start(self.case.layout, device=self.case.device)
+        self._plan()
+        if row.holds:
+            gc.collect()
+        # From before there is a weight: FSDP keeps some where no parameter shows them. It is left while
+        # pieces are cloned, which are not the run's.
+        self.live = LiveBytes()
+        with self._holding():
+            self.parts = _started(self.case, self.state)
+        self.record.initial = self._shares(whole=self.case.layout.world == 1)
+        batches = [rank_batch(self.case, number, self.state) for number in range(4)]
+        with self._holding():
+            loss, counts = self.parts.step.launch(batches[0])
+        self.parts.step.refuse(loss, counts)  # sends for itself; a run leaves it to its next step
+        self.record.gradients = self._shares(gradients=True)
+        with self._holding():
+            self._update(loss)
+        if row.resumes is not None:
+            save_model(folder, self.parts.model, self.parts.optimizer, step=1)
+        operators = Operators()
+        with operators if row.sends else nullcontext(), self._holding():
+            self.live.peak = self.live.now
+            loss, _ = self.parts.step.launch(batches[1])
+            self._count()
+            self._update(loss)
+        self.record.sent = sent_in(operators, self.state)
+        self.record.parameters = self._shares()
+        if row.holds:
+            self._measure(batches[2:])
+        if row.resumes is not None:
+            self._resume(folder, row.resumes)
+
+    def _plan(self) -> None:
+        case, row = self.case, self.row
+        model, _, config = model_of(case, ParallelState.stand_in(case.layout, self.state.rank))
+        if case.float8 is not None:
+            assert use_float8(model, case.float8) == []
+        work = work_of(case, model.state, config.hidden_size)
+        if row.sends:
+            self.record.planned = added(step_traffic(work, model))
+        if row.holds:
+            memory = plan_memory(work, model)
+            self.planned = memory.total + memory.host * case.memory.offload
+            every = rank_parameters(model, model.state).every
+            trained = every.trained_stored
+            self.record.stated = every.stored + every.buffers, trained, 2 * trained
+
+    def _holding(self) -> Any:
+        return self.live if self.row.holds else nullcontext()
+
+    def _shares(self, *, gradients: bool = False, whole: bool = True) -> Shares:
+        if self.row.tolerance is None and self.row.resumes is None:
+            return {}
+        return shares_of(pieces(self.parts.model, self.state, gradients=gradients), whole=whole)
+
+    def _update(self, loss: Tensor) -> None:
+        model, record = self.parts.model, self.record
+        record.losses.append(float(loss))
+        record.norms.append(float(clip_gradients(model, self.case.clip, state=self.state)))
+        self.parts.optimizer.step()
+        self.parts.optimizer.zero_grad()
+
+    def _count(self) -> None:
+        parameters = [*self.parts.model.parameters()]
+        moments = [one for state in self.parts.optimizer.state.values() for one in (state["exp_avg"],) * 2]
+        self.record.counted = (
+            sum(local_data(one).numel() for one in parameters),
+            sum(local_data(one.grad).numel() for one in parameters if one.grad is not None),
+            sum(local_data(one).numel() for one in moments),
+        )
+
+    def _measure(self, batches: Sequence[Batch]) -> None:
+        """Note the least peak of three steps, of two more if the first is far from its plan on any rank.
+
+        The threads of gloo may hold what was sent a little longer, at one time and not at another.
+        """
+        expected = self.row.holds[self.state.rank % len(self.row.holds)]
+        peaks = [self.live.peak]
+        missed = torch.tensor(float(abs(peaks[0] / self.planned - expected) >= NEAR))
+        dist.all_reduce(missed)
+        for batch in batches if missed else ():
+            self.live.peak = self.live.now
+            with self._holding():
+                self._update(self.parts.step.launch(batch)[0])
+            peaks.append(self.live.peak)
+        self.record.ratio = min(peaks) / self.planned
+
+    def _resume(self, folder: Path, layout: Layout) -> None:
+        """Take the second step from the checkpoint that was written after the first."""
+        before = pieces(self.parts.model, self.state)
+        after = _second_step(self.case, folder)
+        assert before.keys() == after.keys()
+        self.record.resumed = [
+            name for name, (_, _, tensor) in before.items() if not torch.equal(tensor, after[name][2])
+        ]
+        other = replace(self.case, layout=layout, split=None, schedule="1f1b")
+        self.record.elsewhere = shares_of(_second_step(other, folder))
+
+
+def _started(case: Case, state: ParallelState, *, filled: bool = True) -> Parts:
+    """Build this rank's part, with its first weights unless a checkpoint will give them."""
+    parts = build_rank(case, state)
+    if filled:
+        initialize(parts.model, case.seed, state=state)
+        roughen(parts.model, case.seed, state)
+    return parts
+
+
+def _second_step(case: Case, folder: Path) -> Pieces:
+    state = ParallelState.start(case.layout, device=case.device)
+    parts = _started(case, state, filled=False)
+    restore_model(folder, parts.model, parts.optimizer)
+    parts.step.launch(rank_batch(case, 1, state))
+    clip_gradients(parts.model, case.clip, state=state)
+    parts.optimizer.step()
+    return pieces(parts.model, state)
+
+
+def work_of(case: Case, state: ParallelState, hidden: int) -> Work:
+    """Describe the case's step to the planner: the only place where a test of ranks says this."""
+    size = case.dtype.itemsize
+    return Work(
+        state,
+        hidden,
+        case.length,
+        case.micro_batch,
+        case.samples // (case.layout.data * case.micro_batch),
+        schedule=case.schedule,
+        master=size,
+        compute=(case.compute or case.dtype).itemsize,
+        reduce=size,
+        checkpointing=case.memory.checkpointing,
+        checkpoint_every=case.memory.every,
+        loss_chunk=case.memory.stated_chunk,
+        offload=case.memory.offload,
+        fused=False,
+    )
+
+
+def added(every: Iterable[Traffic]) -> Totals:
+    """Add up planned traffic by axis and kind."""
+    totals: Totals = {}
+    for one in every:
+        count, size = totals.get((one.axis, one.kind), (0, 0))
+        totals[one.axis, one.kind] = count + one.count, size + one.bytes
+    return totals
+
+
+def sent_in(operators: Operators, state: ParallelState) -> Totals:
+    """Return what was sent while ``operators`` was entered. Tokens on their way to experts do not count: a
+    plan cannot know them.
+    """
+    axes = _axes(state)
+    totals = {
+        (axes.get(group, group), kind): counted for (group, kind), counted in operators.in_groups.items()
+    }
+    return {key: counted for key, counted in totals.items() if key[0] != "expert"}
+
+
+def _axes(state: ParallelState) -> dict[str, str]:
+    """Return the axis of each process group, as ``Traffic`` calls it, by the group's name."""
+    layout, mesh = state.layout, state.data_mesh
+    groups: dict[str, dist.ProcessGroup | None] = {
+        "all": dist.group.WORLD,
+        "tensor": state.tensor_group,
+        "pipeline": state.pipeline_group,
+        "ends": state.ends_group if layout.pipeline > 1 else None,
+        "context": state.context_group if layout.context > 1 else None,
+        "data": mesh.get_group("fsdp"),
+        "replicas": mesh.get_group("data_replicate") if layout.copies_shards else state.replica_group(),
+    }
+    if layout.expert > 1:
+        stacks = state.expert_data_mesh
+        groups |= {
+            "expert": state.expert_group,
+            "expert data": stacks.get_group("expert_shard"),
+            "expert replicas": (
+                stacks.get_group("expert_replicate")
+                if layout.copies_shards
+                else state.replica_group(experts=True)
+            ),
+        }
+    # Axes of one rank share a group, over which nothing should be sent.
+    return {one.group_name: axis for axis, one in groups.items() if one is not None and one.size() > 1}
+
+
+def shares_of(held: Pieces, *, whole: bool = True) -> Shares:
+    """Return what a rank tells of its pieces: ``whole``, what it owns as it is; of the rest only digests."""
+    return {
+        name: (box, tensor if owner and whole else digest(tensor))
+        for name, (box, owner, tensor) in held.items()
+    }
+
+
+def digest(tensor: Tensor) -> bytes:
+    return hashlib.blake2b(tensor.contiguous().flatten().view(torch.uint8).numpy().data).digest()
+
+
+# In the tests' process -------------------------------------------------------------------------------------
+
+
+def assembled(ranks: Sequence[Shares]) -> dict[str, Tensor]:
+    """Return whole tensors. Each element is owned once; every copy equals it bit for bit."""
+    whole: dict[str, Tensor] = {}
+    for name in sorted({name for rank in ranks for name in rank}):
+        shares = [rank[name] for rank in ranks if name in rank]
+        owned = [(box, share) for box, share in shares if isinstance(share, Tensor)]
+        assert owned, f"{name}: no rank owns it"
+        shape = tuple(max(box.stop[dim] for box, _ in shares) for dim in range(owned[0][1].ndim))
+        whole[name] = torch.full(shape, float("nan"), dtype=owned[0][1].dtype)
+        counts = torch.zeros(shape, dtype=torch.int32)
+        for box, tensor in owned:
+            whole[name][box.slices] = tensor
+            counts[box.slices] += 1
+        assert bool((counts == 1).all()), f"{name}: not every element has exactly one owner"
+        _check_copies(name, whole[name], [one for one in shares if isinstance(one[1], bytes)])
+    return whole
+
+
+def _check_copies(name: str, whole: Tensor, shares: Iterable[tuple[Box, Tensor | bytes]]) -> None:
+    for box, share in shares:
+        copy = digest(share) if isinstance(share, Tensor) else share
+        assert digest(whole[box.slices]) == copy, f"{name}: a copy differs at {box}"
+
+
+def alone(case: Case) -> Case:
+    """Return the same training on one device, as plain as can be."""
+    return replace(
+        case,
+        layout=Layout(),
+        split=None,
+        schedule="1f1b",
+        micro_batch=case.samples,
+        memory=MemorySection(),
+        compiled="",
+        device="cpu",
+    )
+
+
+_ONE_DEVICE: dict[str, Outcome] = {}
+
+
+def one_device(cases: Sequence[Case]) -> list[Outcome]:
+    """Return the outcomes of the cases' training on one device, each made once for all layouts."""
+    missing = {repr(alone(case)): alone(case) for case in cases if repr(alone(case)) not in _ONE_DEVICE}
+    if missing:
+        rows = [Row(key, case, **COMPARED) for key, case in missing.items()]
+        (records,) = run_parallel(observe, 1, rows, "-", timeout=_seconds(rows))
+        _ONE_DEVICE.update(
+            {
+                key: Outcome(
+                    record.losses,
+                    record.norms,
+                    assembled([record.gradients]),
+                    assembled([record.initial]),
+                    assembled([record.parameters]),
+                )
+                for key, record in zip(missing, records, strict=True)
+            }
+        )
+    return [_ONE_DEVICE[repr(alone(case))] for case in cases]
+
+
+def _seconds(rows: Sequence[Row]) -> float:
+    """Return the limit of a call. Two such calls, of many rows and of one, fit into the limit of a test."""
+    return 60 + 10 * len(rows)
+
+
+@dataclass
+class _Call:
+    """Hold a call that failed, and its rows that have not yet passed alone."""
+
+    error: Exception
+    left: set[str]
+
+
+class Layouts:
+    """Ask the rows of a table; a row is run when its record is first asked for.
+
+    Several rows that have as many ranks are run in one call, of those that the session has chosen. If a rank
+    of a call fails, each of the call's rows is run again in a call of its own when it is asked for: the one
+    to blame fails with its own error, and its neighbours do not. If all of them pass alone, the last one
+    fails, because then they disturb one another. No question runs a row again.
+    """
+
+    def __init__(self, rows: Sequence[Row], *, at_once: int = 8) -> None:
+        self.rows, self.at_once = [*rows], at_once
+        names = [row.why for row in rows]
+        if len({*names}) < len(names):
+            raise ValueError(f"two rows are called {sorted({one for one in names if names.count(one) > 1})}")
+        self._records: dict[str, Record | Exception] = {}
+        self._failed: dict[str, _Call] = {}
+
+    def record(self, row: Row, request: pytest.FixtureRequest | None = None) -> Record:
+        """Return the record of a row, which need not be in the table."""
+        if row.why not in self._records:
+            chosen = [] if request is None else _chosen(request)
+            self._run([row] if row.why in self._failed else [row, *self._beside(row, chosen)])
+        if row.why not in self._records:  # the call failed: this row alone, the others when they are asked
+            self._run([row])
+        record = self._records[row.why]
+        if isinstance(record, Exception):
+            raise record
+        return record
+
+    def _beside(self, row: Row, chosen: Iterable[Row]) -> list[Row]:
+        waiting = [
+            one
+            for one in chosen
+            if one.case.layout.world == row.case.layout.world
+            and one.why not in (row.why, *self._records, *self._failed)
+        ]
+        return waiting[: self.at_once - 1]
+
+    def _run(self, rows: Sequence[Row]) -> None:
+        alone = len(rows) == 1
+        try:
+            wholes = one_device([row.case for row in rows if row.tolerance is not None])
+            todo = rows if DEVICE == "cpu" else [_on_device(row) for row in rows]
+            with tempfile.TemporaryDirectory() as folder:
+                ranks = run_parallel(observe, rows[0].case.layout.world, todo, folder, timeout=_seconds(rows))
+        except RankError as error:
+            if alone:
+                self._records[rows[0].why] = error
+                return
+            call = _Call(error, {row.why for row in rows})
+            self._failed |= {row.why: call for row in rows}
+            return
+        whole = iter(wholes)
+        for row, records in zip(rows, zip(*ranks, strict=True), strict=True):
+            expected = next(whole) if row.tolerance is not None else None
+            try:
+                self._records[row.why] = compared(row, expected, [*records])
+            except AssertionError as error:  # copies differ, an element has no owner
+                self._records[row.why] = error
+        if alone and (call_before := self._failed.get(rows[0].why)):
+            call_before.left.discard(rows[0].why)
+            if not call_before.left:
+                message = f"each row passes alone, but not in one call: {call_before.error}"
+                self._records[rows[0].why] = AssertionError(message)
+
+    def equal_one_device(self) -> Any:
+        """Return the test that each row trains as one device does: losses, norms, gradients, weights."""
+
+        def check(row: Row, record: Record, note: Callable[[str, object], None]) -> None:
+            assert row.tolerance is not None
+            worst = record.assert_equal(row.tolerance)
+            if row.measures is not None:
+                note(MEASURED, [*row.measures, worst])
+
+        return self._asked(check, lambda row: row.tolerance is not None)
+
+    def send_what_is_planned(self) -> Any:
+        """Return the test of every collective in a step: its axis, its kind, number and bytes."""
+
+        def check(row: Row, record: Record, note: object) -> None:
+            for number, rank in enumerate(record.ranks):
+                wrong = {key: (rank.sent.get(key), rank.planned.get(key)) for key in rank.sent | rank.planned}
+                wrong = {key: (sent, planned) for key, (sent, planned) in wrong.items() if sent != planned}
+                assert not wrong, f"rank {number}: sent and planned {wrong}"
+
+        return self._asked(check, lambda row: row.sends)
+
+    def hold_what_is_planned(self) -> Any:
+        """Return the test of a step's peak, and of parameters, gradients and moments to the element."""
+
+        def check(row: Row, record: Record, note: object) -> None:
+            for number, rank in enumerate(record.ranks):
+                assert rank.counted == rank.stated, f"rank {number}: counted, planned"
+            ratios = [rank.ratio for rank in record.ranks]
+            expected = [row.holds[number % len(row.holds)] for number in range(len(ratios))]
+            near = [abs(ratio - one) < NEAR for ratio, one in zip(ratios, expected, strict=True)]
+            assert all(near), f"peaks over plans {ratios}, expected {expected}"
+
+        return self._asked(check, lambda row: bool(row.holds))
+
+    def resume_bitwise(self) -> Any:
+        """Return the test that going on from a checkpoint in the same layout changes no bit."""
+
+        def check(row: Row, record: Record, note: object) -> None:
+            for number, rank in enumerate(record.ranks):
+                assert not rank.resumed, f"rank {number}: {rank.resumed}"
+
+        return self._asked(check, lambda row: row.resumes is not None)
+
+    def resume_in_another_layout(self) -> Any:
+        """Return the test that going on in another layout is as if the run had not stopped."""
+
+        def check(row: Row, record: Record, note: object) -> None:
+            assert record.elsewhere
+            far = [one for one in record.elsewhere if not one[1] <= 1e-10]
+            assert not far, far
+
+        return self._asked(check, lambda row: row.resumes is not None)
+
+    def _asked(self, check: Callable[[Row, Record, Any], None], asks: Callable[[Row], bool]) -> Any:
+        comparing = "equal_one_device" in check.__qualname__
+        rows = [row for row in self.rows if asks(row) and (DEVICE == "cpu" or comparing)]
+        marks = {row.why: [pytest.mark.slow] if row.slow else [] for row in rows}
+        every = [pytest.param(row, id=row.why.replace(" ", "_"), marks=marks[row.why]) for row in rows]
+
+        @pytest.mark.parametrize("row", every)
+        def test(
+            row: Row, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+        ) -> None:
+            check(row, self.record(row, request), record_property)
+
+        return test
+
+
+def _chosen(request: pytest.FixtureRequest) -> list[Row]:
+    """Return the rows of the asking test's file that this session has chosen: no other row is run."""
+    rows: dict[str, Row] = {}
+    for item in request.session.items:
+        if item.path == request.path and isinstance(item, pytest.Function):
+            row = getattr(item, "callspec", None) and item.callspec.params.get("row")
+            if isinstance(row, Row):
+                rows[row.why] = row
+    return [*rows.values()]
+
+
+def _on_device(row: Row) -> Row:
+    return replace(row, case=replace(row.case, device=DEVICE), sends=False, holds=(), resumes=None)
+
+
+def compared(row: Row, whole: Outcome | None, ranks: list[RankRecord]) -> Record:
+    """Compare what the ranks trained with one device, and drop the tensors."""
+    differences: list[tuple[str, float]] = []
+    parameters = assembled([rank.parameters for rank in ranks])
+    if whole is not None:
+        assert min(whole.norms) > 2 * row.case.clip, "the clipping does not bite, so it is not tested"
+        for rank in ranks:
+            assert (rank.losses, rank.norms) == (ranks[0].losses, ranks[0].norms), "ranks disagree"
+            for name, share in rank.initial.items():
+                assert name in whole.initial, f"{name}: one device does not have it"
+                _check_copies(f"initial {name}", whole.initial[name], [share])
+        gradients = assembled([rank.gradients for rank in ranks])
+        trained = Outcome(ranks[0].losses, ranks[0].norms, gradients, {}, parameters)
+        differences = [*relative_differences(replace(whole, initial={}), trained)]
+    elsewhere = assembled([rank.elsewhere for rank in ranks])
+    record = Record(differences, ranks, [])
+    for name, tensor in elsewhere.items():
+        difference = float((tensor - parameters[name]).abs().max()) / float(tensor.abs().max())
+        record.elsewhere.append((name, difference))
+    for rank in ranks:
+        rank.initial, rank.gradients, rank.parameters, rank.elsewhere = {}, {}, {}, {}
+    return record
