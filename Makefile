@@ -1,13 +1,5 @@
 # `make check` is exactly what CI runs.
-.PHONY: check lint typecheck test quick seconds nightly docs models mutants faults browser bench
-
-export OMP_NUM_THREADS ?= 1
-# Or each lane compiles every test, and each process that a test starts the package, anew.
-unexport PYTHONDONTWRITEBYTECODE
-# Lanes of tests side by side: each takes the next file, and has ranks and temporary folders of its own. Tests wait
-# for processes, so three lanes keep two cores busy.
-LANES ?= 3
-PYTEST = python -m pytest -q -n $(LANES) --dist loadfile --no-loadscope-reorder
+.PHONY: check lint typecheck test quick changed seconds nightly docs models mutants faults browser bench
 
 check: lint typecheck test
 
@@ -21,22 +13,25 @@ typecheck:
 	ln -sfn ../.. build/typecheck/trilith
 	python -m mypy
 
+# All tests but the slow ones, in lanes (tests/support/lanes.py).
 test:
-	$(PYTEST)
+	python -m pytest
 
-# For the inner loop: every test that starts no process and is not in tests/seconds.txt, where the functions stand
-# that take half a second or more; fewer examples of hypothesis. They wait for no process: two lanes fill two cores.
-quick: LANES = 2
+# For the inner loop: every test that starts no process and takes less than half a second; fewer examples of hypothesis.
 quick:
-	$(PYTEST) --quick --ignore tests/parity
+	python -m pytest -q -n 2 --quick
+
+# The tests that a change can reach, and why: of the work tree, or against BASE, such as BASE=main.
+changed:
+	PYTHONPATH=tests python -m support.changed $(BASE)
 
 # Writes tests/seconds.txt anew from a run of all tests; on an idle machine.
 seconds:
-	$(PYTEST) --seconds tests/seconds.txt
+	python -m pytest -q --seconds
 
 # Everything, hours; DETAIL has torch compare what each rank calls, also in processes that tests start as a user would.
 nightly:
-	TORCH_DISTRIBUTED_DEBUG=DETAIL $(PYTEST) -m "slow or not slow"
+	TORCH_DISTRIBUTED_DEBUG=DETAIL python -m pytest -q -m "slow or not slow"
 
 # docs/recipe.md and the tables of docs/training.md, from the help of a recipe's keys; docs/commands.md, from the
 # help of the commands; docs/published_runs.md, from planner/published_runs.toml and the planner.
@@ -48,13 +43,13 @@ docs:
 # docs/models.md: the largest difference that the tests of each family measure; FAMILY=gemma2 measures one of them anew.
 models:
 	mkdir -p build
-	$(PYTEST) -m "slow or not slow" --measured build/measured.json tests/models/test_families.py \
+	python -m pytest -q -n 3 -m "slow or not slow" --measured build/measured.json tests/models/test_families.py \
 		tests/parity/test_families.py $(if $(FAMILY),-k $(FAMILY))
 	PYTHONPATH=tests python -m support.models_page build/measured.json
 
 # Faults seeded one at a time: does the suite see each of them? Not part of `check`; PART=2/4 is the second of four.
 mutants:
-	python tests/mutants.py --part $(or $(PART),1/1) --lanes $(LANES)
+	python tests/mutants.py --part $(or $(PART),1/1)
 
 # Which of the listed bad inputs and kills have a test: their numbers stand in the tests' names.
 faults:
@@ -65,6 +60,5 @@ browser:
 	python tests/browser.py
 
 # Speed and memory beside torch's own ways and transformers, on an idle machine: hours; NAME=training runs one of them.
-bench: export OMP_NUM_THREADS =
 bench:
 	python benchmarks/run.py $(NAME)

@@ -50,7 +50,7 @@ __all__ = [
 
 #: The rooms that are searched for a name, lower floors first: a higher room imports the lower ones anyway.
 _DOORS = (
-    *("parallel_state", "layers", "models", "checkpoints"),
+    *("parallel_state", "ranks", "layers", "models", "checkpoints"),
     *("generation", "recipes", "training", "testing"),
 )
 

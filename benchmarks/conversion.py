@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import Peak, Row, in_turn, ratio, seconds_of
+from measure import Peak, Row, afresh, at_most, copy, in_turn, ratio, seconds_of
 from megatron_checkpoints import write_legacy, write_torch_dist
 from safetensors.torch import load_file
 from trilith.checkpoints import convert, convert_to_dcp, differences, read_source
 from trilith.checkpoints.convert.execute import execute
 from trilith.checkpoints.convert.transfer import Transfer
 from trilith.checkpoints.copies import Links, Stored, Whole, copies
+from trilith.machine.llama import llama
 from trilith.machine.random_files import write_hf_folder
 from trilith.parallel_state import Box
 from trilith.storage import TensorFile, TensorWriter
@@ -38,21 +39,18 @@ AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16).save_pre
 """
 
 
-def llama(hidden: int, layers: int, vocab: int = 32000) -> dict[str, Any]:
-    """Return a config of Llama's proportions: heads of 64, four query heads to a key/value head."""
-    return {
-        "model_type": "llama",
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": hidden * 11 // 4,
-        "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 64,
-        "num_key_value_heads": hidden // 256,
-        "head_dim": 64,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    }
+def wide(hidden: int, layers: int, ids: int = 32000) -> dict[str, Any]:
+    """Return a Llama with heads of 64, four query heads to a key/value head, in bf16."""
+    heads, other = hidden // 64, {"head_dim": 64, "tie_word_embeddings": False, "dtype": "bfloat16"}
+    return llama(hidden, layers, ids=ids, heads=heads, groups=heads // 4, length=2048, **other)
+
+
+def peak_of(src: Path, dst: Path, *words: str) -> int:
+    """Return the most bytes of RssAnon that ``trilith convert`` holds."""
+    command = [sys.executable, "-m", "trilith.cli", "convert", str(src), str(dst), *words]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process, Peak(process.pid) as peak:
+        assert process.wait() == 0
+    return peak.bytes
 
 
 def main(folder: Path, rounds: int) -> list[Row]:
@@ -71,7 +69,7 @@ def other_projects(folder: Path, rounds: int) -> list[Row]:
     rows, peaks = [], []
     for layers in (4, 12):
         hf, out = folder / "o-hf", folder / "o-out"
-        config = llama(2048, layers)
+        config = wide(2048, layers)
         size = write_hf_folder(hf, config, dtype="BF16")
         convert_to_dcp(hf, dcp)
         tensors = load_file(hf / "model.safetensors")
@@ -80,33 +78,27 @@ def other_projects(folder: Path, rounds: int) -> list[Row]:
         write_legacy(legacy, config, tensors)
         del tensors
         for src in sources:
-            command = [sys.executable, "-m", "trilith.cli", "convert", str(src), str(out), "--to", "hf"]
-            command += ["--config", str(hf)]
-            with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process, Peak(process.pid) as peak:
-                assert process.wait() == 0
+            peak = peak_of(src, out, "--to", "hf", "--config", str(hf))
             assert not list(differences(read_source(hf), read_source(out))), f"{src} is not bit-exact"
             shutil.rmtree(out)
-            peaks.append(peak.bytes)
-            limit = 4 * config["vocab_size"] * config["hidden_size"] + 200e6
-            held, goal = peak.bytes / 1e6, f"<= {limit / 1e6:.0f} (2 x the largest tensor + 200)"
+            peaks.append(peak)
+            limit = 4 * config["vocab_size"] * config["hidden_size"] / 1e6 + 200
             what = f"peak RssAnon, {size / 1e9:.2f} GB {src.name} -> hf"
-            rows.append(Row(what, held, held, held, "MB", goal, peak.bytes <= limit))
+            rows.append(at_most(what, peak / 1e6, limit, "MB", "2 x the largest tensor + 200"))
         if layers == 12:
             rows += [row for src in sources for row in speed_of_foreign(src, hf, out, rounds)]
         for path in (hf, dcp, dist, legacy):
             shutil.rmtree(path)
         pickled.unlink()
     growth = max(peaks[len(sources) :]) / max(peaks[: len(sources)])
-    rows.append(Row("peak at 12 layers over 4 layers", growth, growth, growth, "x", "<= 1.1", growth <= 1.1))
+    rows.append(at_most("peak at 12 layers over 4 layers", growth, 1.1, "x"))
     return rows
 
 
 def speed_of_foreign(src: Path, hf: Path, out: Path, rounds: int) -> list[Row]:
-    def ours() -> float:
-        shutil.rmtree(out, ignore_errors=True)
-        return seconds_of(lambda: convert(src, out, config=hf, tensor=TENSOR, pipeline=PIPELINE))
-
-    taken = in_turn({"cp": lambda: copy(src, out.with_name("copy")), "ours": ours}, rounds)
+    work = partial(convert, src, out, config=hf, tensor=TENSOR, pipeline=PIPELINE)
+    turns = {"cp": partial(copy, src, out.with_name("copy")), "ours": partial(afresh, out, work)}
+    taken = in_turn(turns, rounds)
     shutil.rmtree(out)
     copied = out.with_name("copy")
     shutil.rmtree(copied) if copied.is_dir() else copied.unlink()
@@ -114,32 +106,17 @@ def speed_of_foreign(src: Path, hf: Path, out: Path, rounds: int) -> list[Row]:
     return [ratio(what, taken["ours"], taken["cp"], goal=0.7)]
 
 
-def copy(src: Path, dst: Path) -> float:
-    shutil.rmtree(dst, ignore_errors=True)
-    dst.unlink(missing_ok=True)
-    return seconds_of(lambda: subprocess.run(["cp", "-r", "--reflink=never", src, dst], check=True))
-
-
 def whole_models(folder: Path, rounds: int) -> list[Row]:
     hf, sharded, back = folder / "hf", folder / "sharded", folder / "back"
-    write_hf_folder(hf, llama(2048, 16), dtype="BF16", max_shard_size=1 << 30)
+    write_hf_folder(hf, wide(2048, 16), dtype="BF16", max_shard_size=1 << 30)
 
     def ours(src: Path, dst: Path, **arguments: Any) -> Callable[[], float]:
-        def run() -> float:
-            shutil.rmtree(dst, ignore_errors=True)
-            return seconds_of(lambda: convert(src, dst, **arguments))
-
-        return run
+        return partial(afresh, dst, partial(convert, src, dst, **arguments))
 
     def command(*words: str | Path, dst: Path) -> Callable[[], float]:
-        def run() -> float:
-            shutil.rmtree(dst, ignore_errors=True)
-            return seconds_of(
-                lambda: subprocess.run([sys.executable, *words], check=True, capture_output=True)
-            )
+        return partial(afresh, dst, partial(subprocess.run, [sys.executable, *words], **quiet))
 
-        return run
-
+    quiet: dict[str, Any] = {"check": True, "capture_output": True}
     taken = in_turn(
         {
             "cp hf": lambda: copy(hf, folder / "copy"),
@@ -164,21 +141,14 @@ def whole_models(folder: Path, rounds: int) -> list[Row]:
         shutil.rmtree(path)
     both = [a + b for a, b in zip(taken["to sharded"], taken["to hf"], strict=True)]
     copied = [a + b for a, b in zip(taken["cp hf"], taken["cp sharded"], strict=True)]
+    name, started = f"HF -> tensor {TENSOR} x pipeline {PIPELINE}, of cp", from_start["command"]
+    start = "trilith convert from process start, of"
     return [
-        ratio(
-            f"HF -> tensor {TENSOR} x pipeline {PIPELINE}, of cp",
-            taken["to sharded"],
-            taken["cp hf"],
-            goal=0.8,
-        ),
+        ratio(name, taken["to sharded"], taken["cp hf"], goal=0.8),
         ratio("and back to HF, of cp", taken["to hf"], taken["cp sharded"], goal=0.8),
         ratio("both ways, of cp", both, copied, goal=0.8),
-        ratio("trilith convert from process start, of cp", from_start["command"], from_start["cp"]),
-        ratio(
-            "trilith convert from process start, of transformers' load + save",
-            from_start["command"],
-            from_start["transformers"],
-        ),
+        ratio(f"{start} cp", started, from_start["cp"]),
+        ratio(f"{start} transformers' load + save", started, from_start["transformers"]),
     ]
 
 
@@ -250,31 +220,16 @@ def memory(folder: Path) -> list[Row]:
     rows, peaks = [], []
     for layers in (4, 16):
         hf, sharded, back = (folder / name for name in ("m-hf", "m-sharded", "m-back"))
-        config = llama(2048, layers)
+        config = wide(2048, layers)
         size = write_hf_folder(hf, config, dtype="BF16", max_shard_size=1 << 30)
-        largest = 2 * config["vocab_size"] * config["hidden_size"]
-        for src, dst, words in (
-            (hf, sharded, ["--tensor", str(TENSOR), "--pipeline", str(PIPELINE)]),
-            (sharded, back, ["--to", "hf"]),
-        ):
-            command = [sys.executable, "-m", "trilith.cli", "convert", str(src), str(dst), *words]
-            with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process, Peak(process.pid) as peak:
-                assert process.wait() == 0
-            limit = 2 * largest + 200e6
-            peaks.append(peak.bytes)
-            rows.append(
-                Row(
-                    f"peak RssAnon, {size / 1e9:.2f} GB {src.name[2:]} -> {dst.name[2:]}",
-                    peak.bytes / 1e6,
-                    peak.bytes / 1e6,
-                    peak.bytes / 1e6,
-                    "MB",
-                    f"<= {limit / 1e6:.0f} (2 x the largest tensor + 200)",
-                    peak.bytes <= limit,
-                )
-            )
+        limit = 4 * config["vocab_size"] * config["hidden_size"] / 1e6 + 200
+        cut = ["--tensor", str(TENSOR), "--pipeline", str(PIPELINE)]
+        for src, dst, words in ((hf, sharded, cut), (sharded, back, ["--to", "hf"])):
+            peaks.append(peak_of(src, dst, *words))
+            what = f"peak RssAnon, {size / 1e9:.2f} GB {src.name[2:]} -> {dst.name[2:]}"
+            rows.append(at_most(what, peaks[-1] / 1e6, limit, "MB", "2 x the largest tensor + 200"))
         for path in (hf, sharded, back):
             shutil.rmtree(path)
     growth = max(peaks[2:]) / max(peaks[:2])
-    rows.append(Row("peak at 16 layers over 4 layers", growth, growth, growth, "x", "<= 1.1", growth <= 1.1))
+    rows.append(at_most("peak at 16 layers over 4 layers", growth, 1.1, "x"))
     return rows

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from measure import Row
+from measure import Row, at_most, seconds_of
 from trilith.checkpoints import Manifest
 from trilith.checkpoints.manifest import WITH_GRIDS
 from trilith.checkpoints.moments import MOMENTS
@@ -75,16 +75,12 @@ def stand_in(name: str, times: int) -> StandIn:
 
 def measured(work: Callable[[], object], rounds: int) -> tuple[list[float], float]:
     """Return the processor seconds of some calls, sorted, and the peak of one more in MB."""
-    seconds = []
-    for _ in range(rounds):
-        began = time.process_time()
-        work()
-        seconds.append(time.process_time() - began)
+    seconds = sorted(seconds_of(work, clock=time.process_time) for _ in range(rounds))
     tracemalloc.start()
     work()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    return sorted(seconds), peak / 1e6
+    return seconds, peak / 1e6
 
 
 def main(folder: Path, rounds: int) -> list[Row]:
@@ -108,14 +104,9 @@ def main(folder: Path, rounds: int) -> list[Row]:
         }
         for what, (work, goal) in works.items():
             seconds, peak = measured(work, rounds)
-            details = {"peak, MB": peak, "parts": float(parts)}
-            middle = seconds[len(seconds) // 2]
-            rows.append(
-                Row(
-                    f"{title}: {what}", middle, seconds[0], seconds[-1], "s", f"<= {goal:.0f}",
-                    middle <= goal and (peak <= 100 or what != "a rank's own share"), details,
-                )
-            )  # fmt: skip
-        size = len(raw) / 1e6
-        rows.append(Row(f"{title}: manifest", size, size, size, "MB", "<= 20", size <= 20))
+            row = at_most(f"{title}: {what}", seconds, goal)
+            row.details = {"peak, MB": peak, "parts": float(parts)}
+            row.good = row.good and (peak <= 100 or what != "a rank's own share")
+            rows.append(row)
+        rows.append(at_most(f"{title}: manifest", len(raw) / 1e6, 20, "MB"))
     return rows

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import platform
+import shutil
 import statistics
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
+
+from trilith.machine.facts import host
+from trilith.machine.measure.timing import seconds_of as seconds_of
 
 
 @dataclass
@@ -54,10 +57,25 @@ def ratio(name: str, ours: list[float], theirs: list[float], *, goal: float | No
     )
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
+def at_most(
+    name: str, values: Sequence[float] | float, most: float | None = None, unit: str = "s", said: str = ""
+) -> Row:
+    """Return the row of a figure, or of each round's, that should be at most ``most``; ``said`` is why."""
+    every = [values] if isinstance(values, float | int) else values
+    median = statistics.median(every)
+    goal = "" if most is None else f"<= {most:.4g}{said and f' ({said})'}"
+    return Row(name, median, min(every), max(every), unit, goal, None if most is None else median <= most)
+
+
+def afresh(path: Path, work: Callable[[], object]) -> float:
+    """Delete what is at the path, and return the seconds of the work, which makes it anew."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    return seconds_of(work)
+
+
+def copy(src: Path, dst: Path) -> float:
+    """Return the seconds of ``cp`` to a place that may exist."""
+    return afresh(dst, lambda: subprocess.run(["cp", "-r", "--reflink=never", src, dst], check=True))
 
 
 def anonymous(pid: int) -> int:
@@ -92,18 +110,8 @@ class Peak:
 
 
 def machine() -> dict[str, object]:
-    packages = {name: version(name) for name in ("torch", "transformers", "safetensors", "trilith")}
-    known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    names = [line.split(":")[1].strip() for line in known.splitlines() if line.startswith("model name")]
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "processor": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "load at the start": round(os.getloadavg()[0], 2),
-        **packages,
-    }
+    facts: dict[str, object] = {"date": time.strftime("%Y-%m-%d"), **host()}
+    return facts | {"load at the start": round(os.getloadavg()[0], 2)}
 
 
 def check_load(limit: float = 0.5) -> None:

@@ -14,10 +14,8 @@ TITLES = {
     "conversion": "Conversion against cp and transformers",
     "resharding": "Resharding against cp and torch.distributed.checkpoint",
     "loss": "Output layer and loss against torch's",
-    "memory": "What sparing memory saves and costs",
     "plan": "Predicted steps against measured ones, in drawn layouts",
     "pipeline": "Waiting in a pipeline, under each schedule, against the formula",
-    "dispatch": "Parallel layers on one tensor rank against torch.nn",
     "startup": "Starts: the import, the help, the first step, plans",
     "manifests": "Manifests of checkpoints of many ranks",
     "saving": "Saving against a raw write and torch.distributed.checkpoint",
@@ -51,7 +49,7 @@ def main() -> None:
         write_results(options.results / name, TITLES[name], rows, facts)
         print((options.results / f"{name}.md").read_text())
     if options.results == HERE / "results":
-        importlib.import_module("speed_picture").main()
+        importlib.import_module("pictures").speed()
 
 
 if __name__ == "__main__":

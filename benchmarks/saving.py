@@ -6,15 +6,15 @@ And what a save in the background costs the loop, against one copy of the state 
 from __future__ import annotations
 
 import os
-import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conversion import llama
-from measure import Row, in_turn, ratio, seconds_of
+from conversion import wide
+from measure import Row, afresh, in_turn, ratio, seconds_of
 from safetensors.torch import save_file
 from trilith.checkpoints import Contents, Progress, Saver
 from trilith.models import family_of
@@ -34,7 +34,7 @@ def main(folder: Path, rounds: int) -> list[Row]:
 
 def measured(folder: Path, rounds: int) -> list[Row]:
     state = ParallelState.start(Layout())
-    raw_config = llama(1024, 6, vocab=16000)
+    raw_config = wide(1024, 6, 16000)
     family = family_of(raw_config)
     config = family.from_hf(raw_config)
     model = family.build(config, state=state)
@@ -57,75 +57,47 @@ def measured(folder: Path, rounds: int) -> list[Row]:
     def saved(background: bool) -> float:
         step[0] += 1
         saver = savers[background]
-        shutil.rmtree(saver.root, ignore_errors=True)
-        taken = seconds_of(lambda: saver.save(Progress(step=step[0], layout=Layout())))
+        taken = afresh(saver.root, partial(saver.save, Progress(step=step[0], layout=Layout())))
         saver.wait()
         return taken
 
-    def raw() -> float:
-        path = folder / "raw"
-        path.unlink(missing_ok=True)
+    def raw() -> None:
+        fd = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT, 0o600)
+        for tensor in tensors.values():
+            data = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+            for at in range(0, len(data), PIECE):
+                os.write(fd, data[at : at + PIECE])
+        os.fsync(fd)
+        os.close(fd)
 
-        def work() -> None:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-            for tensor in tensors.values():
-                data = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
-                for at in range(0, len(data), PIECE):
-                    os.write(fd, data[at : at + PIECE])
-            os.fsync(fd)
-            os.close(fd)
-
-        return seconds_of(work)
-
-    def memcpy() -> float:
-        def work() -> None:
-            for name, tensor in tensors.items():
-                copies[name].copy_(tensor)
-
-        return seconds_of(work)
-
-    def with_safetensors() -> float:
-        (folder / "st").unlink(missing_ok=True)
-        return seconds_of(lambda: save_file(tensors, folder / "st"))
-
-    def with_dcp() -> float:
-        shutil.rmtree(folder / "dcp", ignore_errors=True)
-        return seconds_of(lambda: dcp.save(tensors, checkpoint_id=folder / "dcp"))
+    def memcpy() -> None:
+        for name, tensor in tensors.items():
+            copies[name].copy_(tensor)
 
     def with_dcp_async() -> float:
-        shutil.rmtree(folder / "dcp-async", ignore_errors=True)
         began: list[Any] = []
-        taken = seconds_of(lambda: began.append(dcp.async_save(tensors, checkpoint_id=folder / "dcp-async")))
+        place = folder / "dcp-async"
+        taken = afresh(place, lambda: began.append(dcp.async_save(tensors, checkpoint_id=place)))
         began[0].result()
         return taken
 
-    taken = in_turn(
-        {
-            "raw": raw,
-            "ours": lambda: saved(False),
-            "safetensors": with_safetensors,
-            "dcp": with_dcp,
-            "memcpy": memcpy,
-            "stall": lambda: saved(True),
-            "dcp stall": with_dcp_async,
-        },
-        rounds,
-    )
-    gigabytes = f"{size / 1e9:.2f} GB"
+    st, whole = folder / "st", folder / "dcp"
+    turns = {
+        "raw": partial(afresh, folder / "raw", raw),
+        "ours": partial(saved, False),
+        "safetensors": partial(afresh, st, partial(save_file, tensors, st)),
+        "dcp": partial(afresh, whole, partial(dcp.save, tensors, checkpoint_id=whole)),
+        "memcpy": partial(seconds_of, memcpy),
+        "stall": partial(saved, True),
+        "dcp stall": with_dcp_async,
+    }
+    taken = in_turn(turns, rounds)
+    name = f"save of {size / 1e9:.2f} GB, CRC-32 and fsync included, of a raw write"
+    stall = "stall of a save in the background, of one copy in memory"
     return [
-        ratio(
-            f"save of {gigabytes}, CRC-32 and fsync included, of a raw write",
-            taken["ours"],
-            taken["raw"],
-            goal=0.9,
-        ),
+        ratio(name, taken["ours"], taken["raw"], goal=0.9),
         ratio("of safetensors' save_file, without checksum or fsync", taken["ours"], taken["safetensors"]),
         ratio("of dcp.save", taken["ours"], taken["dcp"]),
-        ratio(
-            "stall of a save in the background, of one copy in memory",
-            taken["stall"],
-            taken["memcpy"],
-            goal=0.9,
-        ),
+        ratio(stall, taken["stall"], taken["memcpy"], goal=0.9),
         ratio("stall, of dcp.async_save's", taken["stall"], taken["dcp stall"]),
     ]

@@ -8,24 +8,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from measure import Row, in_turn, ratio
+from measure import Row, at_most, in_turn, ratio
+from trilith.machine.llama import llama
+from trilith.machine.random_files import write_tokens
 
-SHAPE = {
-    "vocab_size": 503,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
+SHAPE = llama(64, 2, ids=503, heads=4, groups=2)
+KEYS = {key: value for key, value in SHAPE.items() if key != "model_type"}
 ROWS, LENGTH = 4, 128
 
 #: One step of the same model, as one writes it with torch and transformers alone.
@@ -34,7 +28,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.manual_seed(0)
-model = LlamaForCausalLM(LlamaConfig(**{SHAPE}))
+model = LlamaForCausalLM(LlamaConfig(**{KEYS}))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 ids = torch.randint({SHAPE["vocab_size"]}, ({ROWS}, {LENGTH}))
 model(ids, labels=ids).loss.backward()
@@ -101,15 +95,17 @@ def main(folder: Path, rounds: int) -> list[Row]:
     plans = {name: [sys.executable, "-m", "trilith", *words] for name, (words, _) in PLANS.items()}
     runs |= {name: partial(processor_time, command, folder) for name, command in plans.items()}
     taken = in_turn(runs, rounds)
-    begun, helped = taken["import trilith"], taken["trilith --help"]
-    rows = [
-        beyond("import trilith, beyond Python's start", begun, taken["python"]),
-        beyond("trilith --help, beyond typer and rich", helped, taken["import typer and rich"]),
-    ]
+    rows = []
+    for name, than, said in (
+        ("import trilith", "python", "Python's start"),
+        ("trilith --help", "import typer and rich", "typer and rich"),
+    ):
+        more = [a - b for a, b in zip(taken[name], taken[than], strict=True)]
+        rows.append(at_most(f"{name}, beyond {said}", more, 0.3))
     first, bare = taken["trilith train, one step"], taken["torch and transformers, one step"]
     name = "trilith train's first step and checkpoint, as fast as a bare script's step"
     rows.append(ratio(name, first, bare, goal=round(1 / 1.3, 2)))
-    rows += [_at_most(name, taken[name], most) for name, (_, most) in PLANS.items()]
+    rows += [at_most(name, taken[name], most) for name, (_, most) in PLANS.items()]
     return [*rows, *one_rank(rounds)]
 
 
@@ -122,20 +118,8 @@ def one_rank(rounds: int) -> list[Row]:
         ran = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(rounds)]
         seconds, megabytes = zip(*(json.loads(one.stdout) for one in ran), strict=True)
         name = f"plan of one rank of 405B on {gpus} GPUs, beyond imports"
-        rows += [_at_most(name, seconds, 1.0), _at_most(f"{name}: memory", megabytes, 150, "MiB")]
+        rows += [at_most(name, seconds, 1.0), at_most(f"{name}: memory", megabytes, 150, "MiB")]
     return rows
-
-
-def _at_most(name: str, taken: Sequence[float], most: float, unit: str = "s") -> Row:
-    median = statistics.median(taken)
-    return Row(name, median, min(taken), max(taken), unit=unit, goal=f"<= {most:g}", good=median <= most)
-
-
-def beyond(name: str, ours: list[float], theirs: list[float]) -> Row:
-    """Return how many seconds more ours takes; the goal is 0.3 s."""
-    found = sorted(a - b for a, b in zip(ours, theirs, strict=True))
-    median = statistics.median(found)
-    return Row(name, median, found[0], found[-1], unit="s", goal="<= 0.3", good=median <= 0.3)
 
 
 def processor_time(command: list[str], folder: Path) -> float:
@@ -151,14 +135,11 @@ def processor_time(command: list[str], folder: Path) -> float:
 
 def write_recipe(folder: Path) -> Path:
     """Write a token file and a recipe of one step of the model; return the recipe's path."""
-    from trilith.machine.random_files import write_tokens
-
     write_tokens(folder / "tokens", vocab_size=503)
-    shape = {"model_type": "llama", **SHAPE}
     recipe = folder / "recipe.toml"
     recipe.write_text(
         RECIPE.format(
-            config="\n".join(f"{key} = {json.dumps(value)}" for key, value in shape.items()),
+            config="\n".join(f"{key} = {json.dumps(value)}" for key, value in SHAPE.items()),
             length=LENGTH,
             rows=ROWS,
         )

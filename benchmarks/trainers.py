@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from trilith.machine.cases import SMALL
+from trilith.machine.measure.cases import SMALL
 
 LENGTH, MICRO, RATE, DECAY, BETAS = 512, 2, 1e-3, 0.1, (0.9, 0.95)
 CONFIG = SMALL | {"tie_word_embeddings": False}

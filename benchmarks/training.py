@@ -18,6 +18,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,15 +49,8 @@ class Contender:
             environment = {name: str(value) for name, value in place.items()}
             environment |= {"MASTER_ADDR": "127.0.0.1", "OMP_WAIT_POLICY": "PASSIVE"}
             command = [sys.executable, str(HERE / "trainers.py"), json.dumps(wanted)]
-            self.ranks.append(
-                subprocess.Popen(
-                    command,
-                    env=os.environ | environment,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-            )
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self.ranks.append(subprocess.Popen(command, env=os.environ | environment, **pipes))
         for rank in self.ranks:
             self._answer(rank, "ready")
 
@@ -89,103 +84,70 @@ class Contender:
             rank.wait(60)
 
 
-def main(folder: Path, rounds: int, only: str = "") -> list[Row]:
-    """Return the rows of the comparisons whose titles the pattern ``only`` matches."""
-    save_model(folder / "model")
-    given = {"folder": str(folder / "model"), "rows": 4, "compiled": False, "dtype": "float32"}
-    hf = {"side": "alone", **given}
-    two = {"side": "ours", "world": 2, **given}
-    rows: list[Row] = []
+@dataclass
+class Comparison:
+    """State what takes turns: contenders by name, of which the first is the one to compare with, and the
+    goals of others. ``long``: a step takes so long that no other need go before it.
+    """
 
-    def compare(
-        title: str,
-        goals: dict[str, float | None],
-        base: str,
-        long: bool = False,
-        **contenders: dict[str, Any],
-    ) -> None:
-        """Add a row for each contender in ``goals``: its speed relative to ``base``.
+    title: str
+    contenders: dict[str, dict[str, Any]]
+    goals: dict[str, float | None]
+    long: bool = False
 
-        ``long``: a step takes so long that no other need go before it.
-        """
-        if not re.search(only, title):
-            return
-        taken = steps(contenders, rounds, again=not long)
-        for name, goal in goals.items():
-            ours, theirs = taken[name], taken[base]
-            if said := difference(ours[0].losses, theirs[0].losses, contenders[base]["dtype"]):
-                print(f"{title}, {name}: no row: {said}", flush=True)
-                continue
-            row = ratio(f"{title}: {name} against {base}", ours[1], theirs[1], goal=goal)
-            row.details |= {"ours, MB a rank": ours[0].memory, "theirs, MB a rank": theirs[0].memory}
-            rows.append(row)
-            print(f"{row.name}: {row.figure:.2f} ({row.low:.2f} to {row.high:.2f})", flush=True)
 
-    one = {"side": "ours", "layout": {}, **given}
-    compare("one process, fp32", {"trilith": 1.05}, "transformers", transformers=hf, trilith=one)
-    half = {"dtype": "bfloat16"}
-    compare(
-        "one process, bf16", {"trilith": 1.05}, "transformers", transformers=hf | half, trilith=one | half
-    )
-    compiled = {"compiled": True}
-    compare(
-        "one process, fp32, compiled",
-        {"trilith": 1.0},
-        "transformers",
-        transformers=hf | compiled,
-        trilith=one | compiled,
-    )
-    tensor = two | {"layout": {"tensor": 2}}
-    compare(
-        "tensor 2",
-        {"trilith": 1.10},
-        "transformers",
-        transformers=hf,
-        trilith=tensor,
-    )
+def comparisons(folder: str) -> Iterator[Comparison]:
+    given = {"folder": folder, "rows": 4, "compiled": False, "dtype": "float32"}
+    hf, two = {"side": "alone", **given}, {"world": 2, **given}
+    one, ours = {"side": "ours", "layout": {}, **given}, {"side": "ours", **two}
+    for how, change, goal in (
+        ("", {}, 1.05), (", bf16", {"dtype": "bfloat16"}, 1.05), (", compiled", {"compiled": True}, 1.0),
+    ):  # fmt: skip
+        title = f"one process{', fp32' if how != ', bf16' else ''}{how}"
+        yield Comparison(title, {"transformers": hf | change, "trilith": one | change}, {"trilith": goal})
+    tensor = {"trilith": ours | {"layout": {"tensor": 2}}}
+    yield Comparison("tensor 2", {"transformers": hf, **tensor}, {"trilith": 1.10})
     if find_spec("megatron") is None:
         print("megatron-core is not installed: no row (see benchmarks/megatron_trainer.py)", flush=True)
     else:
-        compare(
-            "tensor 2",
-            {"megatron-core": None},
-            "transformers",
-            **{"transformers": hf, "megatron-core": {"side": "megatron", "world": 2, **given}},
-        )
-    compare(
-        "tensor 2",
-        {"sequence": None, "dtensor": None},
-        "transformers",
-        transformers=hf,
-        sequence=two | {"layout": {"tensor": 2, "sequence": True}},
-        dtensor={"side": "dtensor", "world": 2, **given},
-    )
+        theirs = {"megatron-core": {"side": "megatron", **two}}
+        yield Comparison("tensor 2", {"transformers": hf, **theirs}, {"megatron-core": None})
+    cut = {
+        "sequence": ours | {"layout": {"tensor": 2, "sequence": True}},
+        "dtensor": {"side": "dtensor", **two},
+    }
+    yield Comparison("tensor 2", {"transformers": hf, **cut}, {"sequence": None, "dtensor": None})
     for micro, goal in ((4, 0.80), (16, 0.95 * 16 / 17)):
         many = {"rows": 2 * micro}
         stages = {"layout": {"pipeline": 2}, **many}
-        compare(
-            f"pipeline 2, {micro} micro-batches",
-            {"trilith": round(goal, 3), "torch": None},
-            "transformers",
-            long=True,
-            transformers=hf | many,
-            trilith=two | stages,
-            torch={"side": "pipelining", "world": 2, **given, **stages},
-        )
-    compare(
-        "data 2",
-        {"trilith": 1.0},
-        "ddp",
-        ddp={"side": "ddp", "world": 2, **given},
-        trilith=two | {"layout": {"data": 2}},
-    )
-    compare(
-        "data 2, ZeRO 3",
-        {"trilith": 1.0},
-        "fsdp2",
-        fsdp2={"side": "fsdp", "world": 2, **given},
-        trilith=two | {"layout": {"data": 2, "zero": 3}},
-    )
+        staged = {"trilith": ours | stages, "torch": {"side": "pipelining", **two, **stages}}
+        title, goals = f"pipeline 2, {micro} micro-batches", {"trilith": round(goal, 3), "torch": None}
+        yield Comparison(title, {"transformers": hf | many, **staged}, goals, long=True)
+    for title, name, side, layout in (
+        ("data 2", "ddp", "ddp", {"data": 2}), ("data 2, ZeRO 3", "fsdp2", "fsdp", {"data": 2, "zero": 3}),
+    ):  # fmt: skip
+        both = {name: {"side": side, **two}, "trilith": ours | {"layout": layout}}
+        yield Comparison(title, both, {"trilith": 1.0})
+
+
+def main(folder: Path, rounds: int, only: str = "") -> list[Row]:
+    """Return the rows of the comparisons whose titles the pattern ``only`` matches."""
+    save_model(folder / "model")
+    rows: list[Row] = []
+    for one in comparisons(str(folder / "model")):
+        if not re.search(only, one.title):
+            continue
+        base = next(iter(one.contenders))
+        taken = steps(one.contenders, rounds, again=not one.long)
+        for name, goal in one.goals.items():
+            ours, theirs = taken[name], taken[base]
+            if said := difference(ours[0].losses, theirs[0].losses, one.contenders[base]["dtype"]):
+                print(f"{one.title}, {name}: no row: {said}", flush=True)
+                continue
+            row = ratio(f"{one.title}: {name} against {base}", ours[1], theirs[1], goal=goal)
+            row.details |= {"ours, MB a rank": ours[0].memory, "theirs, MB a rank": theirs[0].memory}
+            rows.append(row)
+            print(f"{row.name}: {row.figure:.2f} ({row.low:.2f} to {row.high:.2f})", flush=True)
     return rows
 
 

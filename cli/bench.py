@@ -48,10 +48,10 @@ def bench(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from ..machine import measure
-    from ..machine.cases import PARTS
-    from ..machine.page import make_page, shown_figure
-    from ..machine.row import Case, Row
-    from ..machine.run import check_parts, report_json
+    from ..machine.measure.cases import PARTS
+    from ..machine.measure.page import make_page, shown_figure
+    from ..machine.measure.row import Case, Row
+    from ..machine.measure.run import check_parts, report_json
     from ..runs.console import plain_console
     from ..storage.output_file import check_output_file, output_file
     from ..storage.parents import make_parents, remove_empty

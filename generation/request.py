@@ -103,8 +103,8 @@ def continue_prompts(
     on_text: Callable[[str], None] | None = None,
     on_row: Callable[[Continuation], None] | None = None,
 ) -> Figures:
-    """Collective: every rank calls it. ``on_row`` is told each prompt's continuation when its batch is done;
-    ``on_text``, for a single prompt, its pieces as they come.
+    """Generate for all prompts, on every rank. ``on_row`` is told each prompt's continuation when its batch
+    is done; ``on_text``, for a single prompt, its pieces as they come.
     """
     source, adapter = prepared.source, prepared.adapter
     family = (adapter or source).family

@@ -4,10 +4,10 @@ Offers ``diagnose``, a check of the machine before a run, ``preflight``, a compa
 ``measure``, which times training, links, saves and conversion and compares each layout with one process.
 """
 
-from .doctor import diagnose
+from .doctor.checks import diagnose
 from .finding import Finding
+from .measure.row import Row
+from .measure.run import Report, measure
 from .nodes.preflight import Preflight, preflight
-from .row import Row
-from .run import Report, measure
 
 __all__ = ["Finding", "Preflight", "Report", "Row", "diagnose", "measure", "preflight"]

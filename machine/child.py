@@ -40,8 +40,6 @@ def in_ranks(
     Each has ``OMP_NUM_THREADS`` threads, or if that is not set its share of the machine's cores. An
     exception, a signal, and ``seconds`` that have passed all become ``error``.
     """
-    # Ranks are forks, and a fork of a process that has asked the CUDA driver can use no GPU: torch asks NVML.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     said = os.environ.get("OMP_NUM_THREADS", "")
     threads = max(1, int(said) if said.isdigit() else usable_cores() // world)
     with tempfile.TemporaryDirectory() as folder:

@@ -123,7 +123,7 @@ class DeltaNetHybrid(Llama):
 
 
 def _in_attention(kind: str) -> Split:
-    """Queries and their gate, which take turns head by head."""
+    """Split a stored tensor into queries and their gate, which take turns head by head."""
     ours = tuple(f"layers.{{i}}.attention.qkv.{one}.{kind}" for one in ("q", "gate"))
     return Split(ours, f"model.layers.{{i}}.self_attn.q_proj.{kind}", groups="num_attention_heads")
 

@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import wait
-from typing import Any
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, Literal, cast
 
 from ..parallel_state import check_local_ranks
 from .failures import RankError, RankFailure, describe_exit, name_ranks
@@ -73,78 +74,99 @@ class Pool:
             self._replace(list(self._workers.values()))
 
 
-class _Exchange:
-    """Exchange one call's messages with the workers.
-
-    ``spoiled`` are the workers that have not said ``Ready`` and cannot be used again.
+@dataclass
+class _Member:
+    """Hold a rank of one call. It works, has answered and stays in the process group, leaves it once it is
+    told to, and is ready for another call.
     """
 
+    rank: int
+    worker: Process
+    phase: Literal["working", "answered", "leaving", "ready"] = "working"
+    result: bytes = b""
+    failure: RankFailure | None = None
+
+    def hear(self) -> None:
+        """Take the rank's answer, or its death."""
+        try:
+            answer = self.worker.receive()
+        except EOFError:
+            how = describe_exit(self.worker.end())
+            self._fail("died", time.monotonic(), how)
+            self.phase = "leaving"
+            return
+        self.phase = "answered"
+        if isinstance(answer, Returned):
+            self.result = answer.result
+        else:
+            assert isinstance(answer, Raised), answer
+            cause = unpack_exception(answer.cause)
+            self._fail("raised", answer.seconds, f"raised {answer.summary}", answer.traceback, cause)
+
+    def leave(self) -> None:
+        self.worker.send(Leave())
+        self.phase = "leaving"
+
+    def _fail(
+        self, kind: str, seconds: float, summary: str, detail: str = "", cause: BaseException | None = None
+    ) -> None:
+        said = self.worker.output()
+        self.failure = RankFailure(self.rank, kind, seconds, summary, detail, said, cause)
+
+
+class _Exchange:
+    """Exchange one call's messages with the workers."""
+
     def __init__(self, workers: list[Process], timeout: float) -> None:
-        self.spoiled = list(workers)
-        self._workers = workers
-        self._timeout = timeout
-        self._deadline = time.monotonic() + timeout
-        self._silent = dict(enumerate(workers))
-        self._staying: list[Process] = []  # answered, and still in the process group
-        self._results: dict[int, bytes] = {}
-        self._failures: list[RankFailure] = []
+        self.members = [_Member(rank, worker) for rank, worker in enumerate(workers)]
+        self.timeout = timeout
+
+    @property
+    def spoiled(self) -> list[Process]:
+        """Return the workers that have not said ``Ready`` and cannot be used again."""
+        return [one.worker for one in self.members if one.phase != "ready"]
 
     def answers(self) -> list[Any]:
         """Return the results by rank, or raise ``RankError``."""
-        while self._silent and (seconds := self._deadline - time.monotonic()) > 0:
-            for pipe in wait([worker.pipe for worker in self._silent.values()], seconds):
-                self._hear(next(rank for rank, worker in self._silent.items() if worker.pipe is pipe))
-                if self._failures:
-                    # The others may wait for a rank that will not come: once it has left, its sockets are
-                    # closed and their collectives break.
-                    self._let_leave()
-                    self._deadline = min(self._deadline, time.monotonic() + GRACE)
-        headline = ""
-        if self._silent and not self._failures:
-            headline = f"{name_ranks(list(self._silent))} did not answer within {self._timeout:g} s"
-        self._note_silent()
+        deadline, headline = time.monotonic() + self.timeout, ""
+        while (working := self._in("working")) and (seconds := deadline - time.monotonic()) > 0:
+            pipes = {one.worker.pipe: one for one in working}
+            for pipe in wait([*pipes], seconds):
+                pipes[cast(Connection, pipe)].hear()
+            if self._failures():
+                # The others may wait for a rank that will not come: once it has left, its sockets are
+                # closed and their collectives break.
+                self._let_leave()
+                deadline = min(deadline, time.monotonic() + GRACE)
+        if working and not self._failures():
+            ranks = name_ranks([one.rank for one in working])
+            headline = f"{ranks} did not answer within {self.timeout:g} s"
+        self._note_silent(working)
         self._let_leave()
         self._await_ready()
-        if self._failures:
-            error = RankError(self._failures, headline)
+        if failures := self._failures():
+            error = RankError(failures, headline)
             raise error from error.cause
-        for rank, worker in enumerate(self._workers):
-            _pass_on(rank, worker.output())
-        return [unpack(self._results[rank]) for rank in range(len(self._workers))]
+        for one in self.members:
+            _pass_on(one.rank, one.worker.output())
+        return [unpack(one.result) for one in self.members]
 
-    def _hear(self, rank: int) -> None:
-        """Take a rank's answer, or its death."""
-        worker = self._silent.pop(rank)
-        try:
-            answer = worker.receive()
-        except EOFError:
-            now, how = time.monotonic(), describe_exit(worker.end())
-            self._failures.append(RankFailure(rank, "died", now, how, output=worker.output()))
-            return
-        self._staying.append(worker)
-        if isinstance(answer, Returned):
-            self._results[rank] = answer.result
-            return
-        assert isinstance(answer, Raised), answer
-        said, cause = worker.output(), unpack_exception(answer.cause)
-        summary = f"raised {answer.summary}"
-        self._failures.append(
-            RankFailure(rank, "raised", answer.seconds, summary, answer.traceback, said, cause)
-        )
+    def _in(self, phase: str) -> list[_Member]:
+        return [one for one in self.members if one.phase == phase]
 
-    def _note_silent(self) -> None:
-        if not self._silent:
-            return
-        now = time.monotonic()
-        for rank, said in gather_stacks(self._silent).items():
-            self._failures.append(
-                RankFailure(rank, "silent", now, "did not answer; it was here:", output=said)
-            )
+    def _failures(self) -> list[RankFailure]:
+        return [one.failure for one in self.members if one.failure is not None]
 
     def _let_leave(self) -> None:
-        for worker in self._staying:
-            worker.send(Leave())
-        self._staying.clear()
+        for one in self._in("answered"):
+            one.leave()
+
+    def _note_silent(self, silent: list[_Member]) -> None:
+        now = time.monotonic()
+        stacks = gather_stacks({one.rank: one.worker for one in silent}) if silent else {}
+        for rank, said in stacks.items():
+            where = "did not answer; it was here:"
+            self.members[rank].failure = RankFailure(rank, "silent", now, where, output=said)
 
     def _await_ready(self) -> None:
         """Note who has left the process group in good order.
@@ -152,14 +174,14 @@ class _Exchange:
         Nobody has where a rank is gone: if it went while gloo connected the ranks, the others can hang in
         their next group.
         """
-        if any(failure.kind != "raised" for failure in self._failures):
+        if any(failure.kind != "raised" for failure in self._failures()):
             return
         deadline = time.monotonic() + GRACE
-        for worker in self._workers:
-            if worker.pipe.poll(max(0.0, deadline - time.monotonic())):
+        for one in self.members:
+            if one.worker.pipe.poll(max(0.0, deadline - time.monotonic())):
                 with contextlib.suppress(EOFError):
-                    assert isinstance(worker.receive(), Ready)
-                    self.spoiled.remove(worker)
+                    assert isinstance(one.worker.receive(), Ready)
+                    one.phase = "ready"
 
 
 def _pass_on(rank: int, text: str) -> None:

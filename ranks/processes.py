@@ -132,7 +132,10 @@ class Template:
             stdout=self._printed,
             stderr=self._printed,
             pass_fds=[theirs.fileno()],
-            env=_environment() | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            # A fork of a process that has asked the CUDA driver can use no GPU: here torch asks NVML.
+            env=_environment()
+            | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+            | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
             start_new_session=True,  # Ctrl-C is for the harness, which then ends its ranks
         )
         theirs.close()

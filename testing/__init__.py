@@ -1,16 +1,28 @@
-"""Floor 8: the public test harness.
+"""Floor 8: what a user asserts about a model of his own, and the ranks to do it on.
 
-Offers ``run_parallel``, which runs a function on several local ranks; ``assert_layout_invariant``, which
-compares your module in a layout with the same module on one process; and ``LiveBytes``, which measures the
-memory that tensors hold.
+Offers ``run_parallel`` and ``run_fresh`` (functions on local ranks), ``assert_layout_invariant`` and what it
+is made of (``observe``, ``pieces``, ``assemble``, ``differences``), ``LiveBytes`` (memory of tensors), and
+``Operators`` and ``collectives_of`` (what code asks of torch). Each is imported when it is first used.
 """
 
-from ..ranks.failures import RankError, RankFailure
-from ..ranks.fresh import ExitCode, run_fresh
-from ..ranks.pool import run_parallel
-from .invariance.check import LayoutVariance, assert_layout_invariant
-from .live_bytes import LiveBytes
-from .operators import Operators, collectives_of
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..ranks import ExitCode, RankError, RankFailure, run_fresh, run_parallel
+    from .invariance.check import LayoutVariance, assert_layout_invariant
+    from .layouts import assemble, differences, observe, pieces
+    from .live_bytes import LiveBytes
+    from .operators import Operators, collectives_of
+
+#: The module of each name.
+_PLACES = {
+    "..ranks": ("ExitCode", "RankError", "RankFailure", "run_fresh", "run_parallel"),
+    ".invariance.check": ("LayoutVariance", "assert_layout_invariant"),
+    ".layouts": ("assemble", "differences", "observe", "pieces"),
+    ".live_bytes": ("LiveBytes",),
+    ".operators": ("Operators", "collectives_of"),
+}
 
 __all__ = [
     "ExitCode",
@@ -19,8 +31,23 @@ __all__ = [
     "Operators",
     "RankError",
     "RankFailure",
+    "assemble",
     "assert_layout_invariant",
     "collectives_of",
+    "differences",
+    "observe",
+    "pieces",
     "run_fresh",
     "run_parallel",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for place, names in _PLACES.items():
+        if name in names:
+            return getattr(import_module(place, __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

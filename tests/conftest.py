@@ -1,7 +1,7 @@
-"""Set up all tests: one thread, as ranks have; fixed hypothesis examples; ``--quick``; no process left over.
+"""Set up all tests: lanes; one thread, as ranks have; fixed hypothesis examples; no process left over.
 
-``--quick`` leaves out tests that ``seconds.txt`` names, and skips those that start a process. A process that
-outlives the session is an error.
+``--quick`` leaves out functions that took long (see ``support/run_times.py``), and skips tests that start a
+process. A process that outlives the session is an error.
 """
 
 import json
@@ -16,12 +16,17 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from support import lanes, run_times
 from support.models_page import MEASURED
 from trilith.ranks import pool, processes
 from trilith.system import search_garbage_rarely
 from trilith.system.process_info import children_of, environment_of, process_info
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of lanes, and of processes that tests start
+# Or each lane compiles every test, and each process that a test starts the package, anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 #: What files of tests import that start the command on ranks; a fork that imports it is slower by a third.
 processes.templates.preload = [
     "pytest",
@@ -29,6 +34,7 @@ processes.templates.preload = [
     "trilith.pipeline.user_stages",
     "support.short_runs",
 ]
+BEGIN = time.monotonic()
 settings.register_profile("trilith", deadline=None, derandomize=True)
 settings.register_profile("quick", settings.get_profile("trilith"), max_examples=20)
 
@@ -39,8 +45,15 @@ os.environ["TRILITH_TEST_SESSION"] = MARK
 
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="leave out tests that take long or start processes")
-    parser.addoption("--seconds", help="file for the tests that took long: what --quick leaves out")
+    parser.addoption(
+        "--seconds", action="store_true", help="write tests/seconds.txt: what --quick leaves out"
+    )
     parser.addoption("--measured", help="JSON file for the differences that the tests of families measured")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
+def pytest_cmdline_main(config):
+    lanes.use_lanes(config)
 
 
 def pytest_configure(config):
@@ -71,41 +84,32 @@ def no_processes_if_quick(request):
         yield
 
 
-#: Seconds that a test function takes, all its parameters together, from which ``--quick`` leaves it out.
-LONG = 0.5
-SECONDS = Path(__file__).parent / "seconds.txt"
-#: Seconds of each test function in this session, in all lanes.
-TOOK = Counter()
-
-
 def pytest_collection_modifyitems(config, items):
-    """With ``--quick``, leave out the functions that took long when ``make seconds`` was last run."""
+    """Put the files that take longest first, so that no lane ends long after the others."""
     if config.getoption("quick"):
-        long = {line.split()[1] for line in SECONDS.read_text().splitlines()}
-        left_out = [item for item in items if item.nodeid.partition("[")[0] in long]
+        long = run_times.long_functions(config.cache)
+        left_out = [item for item in items if run_times.function_of(item.nodeid) in long]
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item.nodeid.partition("[")[0] not in long]
+        items[:] = [item for item in items if run_times.function_of(item.nodeid) not in long]
+    elif config.option.dist != "no" or hasattr(config, "workerinput"):
+        of_file = run_times.seconds_of_files()
+        items.sort(key=lambda item: -of_file[run_times.file_of(item.nodeid)])
 
 
 def pytest_collection_finish():
-    """Let no later garbage collection walk what is here by now, and stays: 6,000 tests and all imports."""
+    """Let no later garbage collection walk what is here by now, and stays: 10,000 tests and all imports."""
     search_garbage_rarely()
 
 
-def write_seconds(file):
-    """Write the functions that took long, the longest first, and what all others took together."""
-    long = [(name, seconds) for name, seconds in TOOK.most_common() if seconds >= LONG]
-    rest = sum(seconds for seconds in TOOK.values() if seconds < LONG)
-    file.write_text("".join(f"{seconds:.1f} {name}\n" for name, seconds in [*long, ("others", rest)]))
-
-
+#: Seconds of each test function in this session, in all lanes.
+TOOK = Counter()
 #: What tests that passed have measured: family, axes, difference (see ``support.models_page``).
 FOUND = []
 
 
 def pytest_runtest_logreport(report):
     """Collect how long a test took and what it has measured, in this process or in a lane."""
-    TOOK[report.nodeid.partition("[")[0]] += report.duration
+    TOOK[run_times.function_of(report.nodeid)] += report.duration
     if report.when == "call" and report.passed:
         FOUND.extend(value for name, value in report.user_properties if name == MEASURED)
 
@@ -115,8 +119,10 @@ def pytest_sessionfinish(session):
     """Fail the session if a process that a test started still runs once the pool's ranks have been ended."""
     if (file := session.config.getoption("measured")) and not hasattr(session.config, "workeroutput"):
         Path(file).write_text(json.dumps({MEASURED: FOUND}))
-    if (file := session.config.getoption("seconds")) and not hasattr(session.config, "workeroutput"):
-        write_seconds(Path(file))
+    if not hasattr(session.config, "workeroutput"):
+        run_times.remember(TOOK, session.config.cache)
+        if session.config.getoption("seconds"):
+            run_times.SECONDS.write_text(run_times.table(TOOK))
     pool._pool.close()
     processes.templates.close()
     # Python's own helpers of `multiprocessing`, which it would end only with this process.
@@ -144,6 +150,8 @@ def pytest_testnodedown(node, error):
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter):
+    for line in run_times.summary(TOOK, time.monotonic() - BEGIN):
+        terminalreporter.write_line(line)
     for line in LEFT:
         terminalreporter.write_line(f"still running after the last test: {line}", red=True)
 

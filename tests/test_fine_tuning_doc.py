@@ -1,6 +1,5 @@
 """The worked example of docs/fine_tuning.md, command by command, on a model smaller than quickstart's."""
 
-import re
 import shlex
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.pages import Page
 from torch.nn import functional as F
 from trilith.checkpoints import convert, load_model
 from trilith.cli.app import run
@@ -19,7 +19,7 @@ from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.layers import gather_logits
 from trilith.runs.metrics import read_metrics
 
-TEXT = (Path(__file__).parents[1] / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
+PAGE = Page.read("docs/fine_tuning.md")
 SMALLER = ["steps=60", "data.sequence_length=48", "data.global_batch=8", "data.micro_batch=8"]
 SMALLER += ["optimizer.warmup=2"]
 #: Greedily, so small a model writes little but blanks.
@@ -44,10 +44,6 @@ warmup = 10
 """
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A folder with ``quickstart/hf``, pretrained for a moment on Python's sources, and the doc's recipes."""
@@ -61,9 +57,9 @@ def place(tmp_path_factory):
         Path("pretrained.toml").write_text(PRETRAINING)
         assert run(["train", "pretrained.toml", "--quiet"]) == 0
         convert("pretrained", "quickstart/hf")
-        for text in blocks("toml"):
+        for text in PAGE.blocks("toml"):
             Path(tomllib.loads(text)["out"].replace("-run", ".toml")).write_text(text)
-        for line in (line for block in blocks("bash") for line in block.splitlines()):
+        for line in "".join(PAGE.blocks("bash")).splitlines():
             do(line)
     return folder
 
@@ -87,9 +83,8 @@ def do(line):
 @torch.no_grad()
 def loss_of(model, place):
     """On the same stretch of the new text."""
-    tokens = torch.from_numpy(TokenFile.open(place / "reference").tokens[: 64 * 49].astype("int64")).view(
-        64, 49
-    )
+    rows = TokenFile.open(place / "reference").tokens[: 64 * 49].reshape(64, 49)
+    tokens = torch.from_numpy(rows.astype("int64"))
     logits = gather_logits(model(tokens[:, :-1]), 400)
     return float(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
 
@@ -105,9 +100,7 @@ def test_the_new_text_is_learnt(place):
 
 def test_peft_and_transformers_load_the_results(place, monkeypatch):
     monkeypatch.chdir(place)
-    (code,) = blocks("python")
-    space = {}
-    exec(compile(code, "fine_tuning.md", "exec"), space)
+    space = PAGE.run_python()
     assert float(space["gap"]) < 1e-4
     ids = space["ids"]
     pairs = (("lora-run", space["adapted"]), ("full-run", space["full"]))
@@ -121,12 +114,12 @@ def test_peft_and_transformers_load_the_results(place, monkeypatch):
 
 def test_adapters_write_what_the_merged_model_writes(place, monkeypatch, capfd):
     monkeypatch.chdir(place)
-    said = []
+    texts = []
     for words in (["merged"], ["lora-run"], ["quickstart/hf", "--adapter", "adapter"], ["quickstart/hf"]):
         capfd.readouterr()
         assert run(["generate", *words, *WRITE]) == 0
-        said.append(capfd.readouterr().out)
-    assert said[0] == said[1] == said[2] != said[3]
+        texts.append(capfd.readouterr().out)
+    assert texts[0] == texts[1] == texts[2] != texts[3]
 
 
 def test_lora_changed_the_linears_and_full_fine_tuning_everything(place):

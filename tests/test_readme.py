@@ -1,33 +1,22 @@
 """Check that the README works: its Python runs, its recipe is one, its commands do what they say."""
 
 import os
-import re
-import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 from support.configs import TINY_LLAMA
+from support.pages import Page
 from trilith.cli.app import run
 from trilith.data.text.tokenizer_training import train_tokenizer
-from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import Layout, ParallelState, clip_gradients, finalize_gradients
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import run_fresh
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Page.read("README.md")
+(RECIPE,) = PAGE.blocks("toml")
 CONVERTING = ("convert", "inspect", "parity")
-
-
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-
-
-def commands():
-    """Return the words of every `trilith` command shown, in order."""
-    lines = [line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]
-    return [shlex.split(line)[1:] for line in lines if line.startswith("trilith ")]
 
 
 @pytest.fixture
@@ -36,29 +25,18 @@ def place(tmp_path, monkeypatch):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     monkeypatch.chdir(tmp_path)
-    text = README.read_text(encoding="utf-8")
-    train_tokenizer([text], tmp_path / "Llama-3.2-1B", vocab_size=400)
+    train_tokenizer([PAGE.text], tmp_path / "Llama-3.2-1B", vocab_size=400)
     config = LlamaConfig(**(TINY_LLAMA | {"vocab_size": 400, "max_position_embeddings": 2048}))
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "Llama-3.2-1B")
-    (tmp_path / "corpus.txt").write_text(text * 40, encoding="utf-8")
+    (tmp_path / "corpus.txt").write_text(PAGE.text * 40, encoding="utf-8")
     return tmp_path
 
 
-def test_the_python_runs():
-    (code,) = blocks("python")
-    space = {}
-    exec(compile(code, str(README), "exec"), space)
-    result = space["y"]
-    assert isinstance(result, torch.Tensor)
-    assert result.shape == (2, 8, 64)
-
-
-def reuse(code):
+def reuse(page):
     """The block, then its class on this world; a number of what it computes, and of a gradient."""
-    space = {}
-    exec(compile(code, str(README), "exec"), space)
-    state = None
+    space, state = page.run_python(), None
+    assert space["y"].shape == (2, 8, 64)
     if "RANK" in os.environ:
         torch.manual_seed(7 + 100 * int(os.environ["RANK"]))
         state = ParallelState.start(Layout(tensor=int(os.environ["WORLD_SIZE"])))
@@ -75,25 +53,21 @@ def reuse(code):
 
 def test_the_layers_work_as_shown_under_torchrun_and_agree(capsys):
     """No process group, and a seed of its own on each rank, as torchrun leaves them."""
-    (code,) = blocks("python")
-    reuse(code)
+    reuse(PAGE)
     alone = capsys.readouterr().out.strip()
-    for rank in run_fresh(reuse, 2, code, process_group=False):
+    for rank in run_fresh(reuse, 2, PAGE, process_group=False):
         assert rank == 0, rank.output
         assert alone in rank.output
 
 
-def test_the_recipe_is_one(tmp_path):
-    (text,) = blocks("toml")
-    recipe = parse_recipe(tomllib.loads(text))
-    assert recipe.layout.world == 8
-    assert write_tokens(tmp_path / recipe.data.tokens if isinstance(recipe.data.tokens, str) else tmp_path)
+def test_the_recipe_is_one():
+    assert parse_recipe(tomllib.loads(RECIPE)).layout.world == 8
 
 
 def test_converting_works_as_shown(place):
-    shown = [words for words in commands() if words[0] in CONVERTING]
-    assert len(shown) == 5
-    for words in shown:
+    commands = [words for words in PAGE.commands() if words[0] in CONVERTING]
+    assert {"convert", "parity"} <= {words[0] for words in commands}
+    for words in commands:
         if "titan/step-1000" in words:
             assert run(["convert", "sharded", "titan/step-1000", "--to", "dcp"]) == 0
         assert run(words) == 0, words
@@ -103,13 +77,14 @@ def test_converting_works_as_shown(place):
 
 
 def test_training_works_as_shown_at_a_small_size(place, capfd):
-    (text,) = blocks("toml")
-    Path("recipe.toml").write_text(text)
-    tokenize, train, resume, report, generate = (words for words in commands() if words[0] not in CONVERTING)
+    Path("recipe.toml").write_text(RECIPE)
+    tokenize, train, resume, report, generate = (
+        words for words in PAGE.commands() if words[0] not in CONVERTING
+    )
     smaller = ["steps=4", "data.sequence_length=32", "data.global_batch=4", "layout.data=1", "layout.zero=0"]
-    assert run(tokenize[: tokenize.index("quickstart")] if "quickstart" in tokenize else tokenize) == 0
+    assert run(tokenize) == 0
     assert run([*train, *smaller, "layout.tensor=1", "layout.pipeline=1", "stop_after=2"]) == 0
-    # Two ranks, with all processes of a whole start.
+    # Two ranks, with all processes of a whole start: no other test starts new interpreters this way.
     assert run([*resume[:2], *smaller[:3], "layout.pipeline=1", *resume[2:]]) == 0
     assert "resumed from" in capfd.readouterr().out
     assert run(report) == 0 and Path("run/report.html").exists()

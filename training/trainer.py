@@ -237,7 +237,7 @@ class Trainer:
         return 0
 
     def _batch(self, number: int) -> Batch:
-        """Looked at here, on the host, before it is copied to a device that could only stop with it."""
+        """Check the batch here, on the host, before it is copied to a device that could only stop with it."""
         batch = self.batches.batch(number, self.state.data_index, self.state.layout.data)
         return batch.check_ids(self.plan.config.vocab_size)
 

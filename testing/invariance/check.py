@@ -17,7 +17,7 @@ from ...ranks.failures import RankError
 from ...ranks.pickling import FunctionName, pack
 from ...ranks.pool import run_parallel
 from .finding import Fault, Figures
-from .run import Trial, Witnessed, alone, in_layout
+from .run import Trial, Witnessed, run_trial
 from .verdict import judge
 
 #: Layouts that a module without sequence parallelism and stages should support.
@@ -80,11 +80,11 @@ def assert_layout_invariant(
     found: dict[Layout, Figures] = {}
     with tempfile.TemporaryDirectory() as folder:
         read = f"{folder}/0" if checkpoint else None
-        (one,) = _run(alone, 1, trial, read, timeout=timeout)
+        (one,) = _run(1, trial, None, {}, None, read, timeout=timeout)
         for number, layout in enumerate(layouts, 1):
             write = f"{folder}/{number}" if checkpoint else None
             trial = replace(trial, schedule=schedule or _plainest(layout))
-            ranks = _run(in_layout, layout.world, trial, layout, one.shapes, read, write, timeout=timeout)
+            ranks = _run(layout.world, trial, layout, one.shapes, read, write, timeout=timeout)
             verdict = judge(layout, one, ranks, tolerance=tolerance)
             if isinstance(verdict, Fault):
                 raise LayoutVariance(layout, verdict)
@@ -100,9 +100,9 @@ def _plainest(layout: Layout) -> str:
     return "zbv" if layout.v_shape else "interleaved" if layout.virtual_stages > 1 else "1f1b"
 
 
-def _run(fn: Callable[..., Witnessed], world: int, *args: Any, timeout: float) -> list[Witnessed]:
+def _run(world: int, *args: Any, timeout: float) -> list[Witnessed]:
     try:
-        return run_parallel(fn, world, *args, timeout=timeout)
+        return run_parallel(run_trial, world, *args, timeout=timeout)
     except RankError as error:
         if isinstance(error.cause, BadInput):  # the user's words, rather than a rank's
             raise error.cause from None

@@ -44,7 +44,3 @@ def tensor_groups(layout: Layout, ranks: Sequence[T]) -> Iterator[Sequence[T]]:
 
 def module_of(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def with_note(said: str, note: str) -> str:
-    return f"{said}: {note}" if note else said

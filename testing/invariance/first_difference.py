@@ -2,74 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Literal
 
 from torch import Tensor
 
 from ...parallel_state import Layout
-from .finding import Fault, module_of, tensor_groups, with_note
+from ..layouts import largest, zero_share
+from .finding import Fault, module_of, tensor_groups
 from .recorder import Event
 from .relation import Placement, place
 from .run import Witnessed
+
+Order = Literal["forward", "backward"]
 
 _SUM = "reduce_from_tensor (leave_tensor under sequence parallelism), or a RowParallelLinear"
 _COPY = "copy_to_tensor (enter_tensor under sequence parallelism), or a ColumnParallelLinear"
 
 
-def first_forward(
-    layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], tolerance: float
+def first_wrong_module(
+    layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], tolerance: float, order: Order
 ) -> Fault | None:
-    events = placements(layout, one.seen.forward, [r.seen.forward for r in ranks], tolerance)
-    waiting, different = _until_one_differs(events, _after)
-    if different is None:
-        return _unsummed(waiting[0], 1.0, "forward") if waiting and waiting[-1].module == "" else None
-    event, found = different
-    if waiting:
-        return _unsummed(waiting[0], found.relative, "forward")
-    if event.side == "input":
-        asker = _caller(event.module, {each.module for each in one.seen.forward})
-        said = f"what it gives to {event.module} differs by {found.relative:.1e}"
-        return Fault(asker, "forward", found.relative, with_note(said, found.note))
-    said = f"its output differs by {found.relative:.1e}"
-    return Fault(event.module, "forward", found.relative, with_note(said, found.note))
-
-
-def first_backward(
-    layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], tolerance: float
-) -> Fault | None:
-    events = placements(layout, one.seen.backward, [r.seen.backward for r in ranks], tolerance)
-    waiting, different = _until_one_differs(events, _before)
-    if different is None:
-        return _unsummed(waiting[0], 1.0, "backward", last=True) if waiting else None
-    event, found = different
-    if waiting:
-        return _unsummed(waiting[0], found.relative, "backward")
-    said = f"the gradient of its {event.side} differs by {found.relative:.1e}"
-    return Fault(event.module, "backward", found.relative, with_note(said, found.note))
-
-
-def _until_one_differs(
-    events: Iterator[tuple[Event, Placement]], summed_by: Callable[[Event, Event], bool]
-) -> tuple[list[Event], tuple[Event, Placement] | None]:
-    """Return the partial values that nothing has summed so far, and the first event that differs, if any."""
-    waiting: list[Event] = []
-    for event, found in events:
+    """Return the first module whose activation, or for ``backward`` its gradient, differs, or whose partial
+    values nothing sums.
+    """
+    whole, parts = getattr(one.seen, order), [getattr(rank.seen, order) for rank in ranks]
+    waiting: list[Event] = []  # partial values that nothing has summed so far
+    for event, found in placements(layout, whole, parts, tolerance):
         if found.kind == "partial":
             waiting.append(event)
         elif found.settled:
-            waiting = [each for each in waiting if not summed_by(each, event)]
+            waiting = [each for each in waiting if not _sums(event, each, order)]
+        elif waiting:
+            return _unsummed(waiting[0], found.relative, order)
         else:
-            return waiting, (event, found)
-    return waiting, None
+            return _differs(event, found, order, {each.module for each in whole})
+    if order == "backward":
+        return _unsummed(waiting[0], 1.0, order, last=True) if waiting else None
+    return _unsummed(waiting[0], 1.0, order) if waiting and waiting[-1].module == "" else None
+
+
+def _differs(event: Event, found: Placement, order: Order, called: Collection[str]) -> Fault:
+    module = event.module
+    if order == "backward":
+        said = f"the gradient of its {event.side} differs"
+    elif event.side == "input":
+        module, said = _caller(event.module, called), f"what it gives to {event.module} differs"
+    else:
+        said = "its output differs"
+    note = f": {found.note}" if found.note else ""
+    return Fault(module, order, found.relative, f"{said} by {found.relative:.1e}{note}")
 
 
 def placements(
     layout: Layout, one: Mapping[Event, Tensor], ranks: Sequence[Mapping[Event, Tensor]], tolerance: float
 ) -> Iterator[tuple[Event, Placement]]:
     """Yield each event of the one process, in order, and how the tensor ranks that saw it hold it."""
-    least = 1e-6 * max(
-        (float(x.abs().max()) for x in one.values() if x.is_floating_point() and x.numel()), default=0.0
-    )
+    floats = [x for x in one.values() if x.is_floating_point()]
+    least = max((zero_share(x.dtype) * largest(x) for x in floats), default=0.0)
     apart = _called_apart(layout, ranks)
     for event, whole in one.items():
         if event.module in apart:
@@ -100,29 +90,26 @@ def _caller(module: str, called: Collection[str]) -> str:
     return above
 
 
-def _after(waiting: Event, settled: Event) -> bool:
-    """Return whether a partial activation has been summed by now.
+def _sums(settled: Event, waiting: Event, order: Order) -> bool:
+    """Return whether a partial value must have been summed where another event has a whole one.
 
-    It has if the module around it gives a whole output, or its caller goes on with a whole input.
+    It has if the module around it gives a whole output, or its caller goes on with a whole input; in the
+    backward, which runs the other way, outputs are what inputs are in the forward.
     """
-    inside = settled.side == "output" and _within(waiting.module, settled.module)
-    return inside or (settled.side == "input" and module_of(settled.module) == module_of(waiting.module))
-
-
-def _before(waiting: Event, settled: Event) -> bool:
-    """Return the same as ``_after`` for gradients, which run the other way."""
-    inside = settled.side == "input" and _within(waiting.module, settled.module)
-    return inside or (settled.side == "output" and module_of(settled.module) == module_of(waiting.module))
+    behind, before = ("output", "input") if order == "forward" else ("input", "output")
+    if settled.side == behind:
+        return _within(waiting.module, settled.module)
+    return settled.side == before and module_of(settled.module) == module_of(waiting.module)
 
 
 def _within(module: str, other: str) -> bool:
     return module != other and (not other or module.startswith(other + "."))
 
 
-def _unsummed(event: Event, relative: float, phase: str, *, last: bool = False) -> Fault:
-    if phase == "forward":
+def _unsummed(event: Event, relative: float, order: Order, *, last: bool = False) -> Fault:
+    if order == "forward":
         what, todo = f"its {event.side} is", f"after it: {_SUM}"
     else:
         what, todo = f"the gradient of its {event.side} is", f"where it begins: {_COPY}"
     said = f"{what} only a part on each rank, and nothing adds them up. A collective is missing {todo}"
-    return Fault(event.module, phase, relative, said, unsummed=last)
+    return Fault(event.module, order, relative, said, unsummed=last)

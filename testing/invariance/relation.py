@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..layouts import apart, largest
+
 _Off = Callable[[Tensor, Tensor], float]
 _Same = Callable[[Tensor, Tensor], bool]
 
@@ -37,61 +39,58 @@ def place(whole: Tensor, parts: Sequence[Tensor], *, tolerance: float, least: fl
     ``tolerance`` is relative to the whole's largest element, or to ``least`` if that is larger. Padding
     beyond the whole's end is ignored.
     """
-    scale = max(_largest(whole), least)
+    scale = max(largest(whole), least)
 
     def off(a: Tensor, b: Tensor) -> float:
-        return _apart(a, b) / scale
+        return apart(a, b) / scale
 
-    found = [_as_whole(whole, parts, off), _as_cut(whole, parts, off), _as_partial(whole, parts, off)]
-    for one in found:
-        if one is not None and one.relative <= tolerance:
-            return one
-    shared = _as_shared(whole, parts, lambda a, b: off(a, b) <= tolerance)
-    if shared is not None:
-        return shared
-    if found[0] is None and found[1] is None:
-        shapes = " and ".join(sorted({str(tuple(part.shape)) for part in parts}))
-        return Placement("differs", float("inf"), f"shape {shapes}, of {tuple(whole.shape)} on one process")
-    likely = found[0] or found[1]
-    assert likely is not None
-    return Placement(
-        "differs", likely.relative, _looks_like(whole, parts, lambda a, b: off(a, b) <= tolerance)
-    )
+    def same(a: Tensor, b: Tensor) -> bool:
+        return off(a, b) <= tolerance
 
-
-def _as_whole(whole: Tensor, parts: Sequence[Tensor], off: _Off) -> Placement | None:
-    if any(part.shape != whole.shape for part in parts):
-        return None
-    return Placement("whole", max(off(whole, part) for part in parts))
+    known: list[float] = []
+    for kind, relation in (("whole", _as_whole), ("cut", _as_cut), ("partial", _as_partial)):
+        relative = relation(whole, parts, off)
+        if relative is not None and relative <= tolerance:
+            return Placement(kind, relative)
+        known += [relative] if relative is not None else []
+    if _are_shared(whole, parts, same):
+        return Placement("shared", 0.0)
+    if known:
+        return Placement("differs", known[0], _looks_like(whole, parts, same))
+    shapes = " and ".join(sorted({str(tuple(part.shape)) for part in parts}))
+    return Placement("differs", float("inf"), f"shape {shapes}, of {tuple(whole.shape)} on one process")
 
 
-def _as_partial(whole: Tensor, parts: Sequence[Tensor], off: _Off) -> Placement | None:
-    if len(parts) < 2 or any(part.shape != whole.shape for part in parts) or not whole.is_floating_point():
-        return None
-    return Placement("partial", off(whole, torch.stack([*parts]).sum(0)))
+def _as_whole(whole: Tensor, parts: Sequence[Tensor], off: _Off) -> float | None:
+    return max(off(whole, part) for part in parts) if _are_alike(whole, parts) else None
 
 
-def _as_cut(whole: Tensor, parts: Sequence[Tensor], off: _Off) -> Placement | None:
+def _as_cut(whole: Tensor, parts: Sequence[Tensor], off: _Off) -> float | None:
     dim = _cut_dim(whole, parts)
     if dim is None or parts[0].shape[dim] * len(parts) < whole.shape[dim]:
         return None
-    worst = max(off(*_pair(whole, part, dim, rank)) for rank, part in enumerate(parts))
-    return Placement("cut", worst)
+    return max(off(*_pair(whole, part, dim, rank)) for rank, part in enumerate(parts))
 
 
-def _as_shared(whole: Tensor, parts: Sequence[Tensor], same: _Same) -> Placement | None:
+def _as_partial(whole: Tensor, parts: Sequence[Tensor], off: _Off) -> float | None:
+    if len(parts) < 2 or not _are_alike(whole, parts) or not whole.is_floating_point():
+        return None
+    return off(whole, torch.stack([*parts]).sum(0))
+
+
+def _are_shared(whole: Tensor, parts: Sequence[Tensor], same: _Same) -> bool:
+    """Return whether each part is a piece of the whole that begins within, or next to, those before it."""
     dim = _cut_dim(whole, parts)
     if dim is None or parts[0].shape[dim] * len(parts) <= whole.shape[dim]:
-        return None
-    reached = 0
+        return False
+    reached, length = 0, parts[0].shape[dim]
     for part in parts:
-        length = part.shape[dim]
         starts = range(whole.shape[dim] - length + 1)
-        start = next((s for s in starts if same(whole.narrow(dim, s, length), part)), None)
+        start = next((one for one in starts if same(whole.narrow(dim, one, length), part)), None)
         if start is None or start > reached:
-            return None
+            return False
         reached = max(reached, start + length)
-    return Placement("shared", 0.0) if reached == whole.shape[dim] else None
+    return reached == whole.shape[dim]
 
 
 def _looks_like(whole: Tensor, parts: Sequence[Tensor], same: _Same) -> str:
@@ -104,7 +103,7 @@ def _looks_like(whole: Tensor, parts: Sequence[Tensor], same: _Same) -> str:
             where = ", ".join(f"rank {rank} holds piece {piece}" for rank, piece in enumerate(order))
             return f"the pieces of dim {dim} lie in another order: {where}"
         return ""
-    if any(part.shape != whole.shape for part in parts) or not whole.is_floating_point():
+    if not _are_alike(whole, parts) or not whole.is_floating_point():
         return ""
     if count > 1 and all(same(count * whole, part) for part in parts):
         return f"{count} times too large: it was summed over {count} ranks that each had all of it"
@@ -127,6 +126,10 @@ def _one_vector_more(whole: Tensor, found: Tensor, same: _Same) -> bool:
     return len(extra) > 1 and same(extra[:1].expand_as(extra), extra) and not same(found, whole)
 
 
+def _are_alike(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    return all(part.shape == whole.shape for part in parts)
+
+
 def _cut_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
     """Return the one dim in which all parts differ from the whole in the same way."""
     if any(part.shape != parts[0].shape or part.ndim != whole.ndim for part in parts):
@@ -140,17 +143,3 @@ def _pair(whole: Tensor, part: Tensor, dim: int, rank: int) -> tuple[Tensor, Ten
     length, end = part.shape[dim], whole.shape[dim]
     start, stop = min(rank * length, end), min((rank + 1) * length, end)
     return whole.narrow(dim, start, stop - start), part.narrow(dim, 0, stop - start)
-
-
-def _apart(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference; equal infinities do not differ, and NaN always does."""
-    if a.shape != b.shape:
-        return float("inf")
-    gaps = torch.where(a == b, 0.0, (a.double() - b.double()).abs())
-    return float(gaps.nan_to_num(nan=float("inf")).max()) if gaps.numel() else 0.0
-
-
-def _largest(x: Tensor) -> float:
-    finite = x.double().abs()
-    finite = finite[finite.isfinite()]
-    return float(finite.max()) if finite.numel() else 0.0

@@ -14,30 +14,22 @@ from torch import Tensor, nn
 from ...checkpoints import load_module, save_module
 from ...parallel_state import (
     BadInput,
-    Box,
-    Constant,
     Declaration,
     Layout,
-    Normal,
     Own,
     ParallelState,
-    alone_or,
     clip_gradients,
     declarations,
     initialize,
-    seed_of,
-    stored_box,
 )
 from ...parallel_state.engine import local_data
-from ...parallel_state.initial_weights import fill
 from ...ranks.pickling import FunctionName, unpack
-from ...training.adamw import make_adamw
 from ...training.precision import Precision
 from ...training.user_step import ModuleStep, Samples, own_samples
 from ...training.zero_on_fsdp import shard_over_data, stacks_of_experts
+from ..layouts import Observation, observe, roughen
 from .recorder import Seen, Witness
 
-Held = dict[str, tuple[Box, Tensor]]
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -79,89 +71,62 @@ class Witnessed:
     shapes: Shapes
     undeclared: frozenset[str]
     misfits: dict[str, str] = field(default_factory=dict)
-    seen: Seen = field(default_factory=Seen)
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gradients: Held = field(default_factory=dict)
     declared: dict[str, Declaration] = field(default_factory=dict)
-    weights: Held = field(default_factory=dict)
+    seen: Seen = field(default_factory=Seen)
+    run: Observation = field(default_factory=Observation)
 
 
-def alone(trial: Trial, write: str | None) -> Witnessed:
-    """Run the trial on one process without a layout: ``state=None``, torch's own clipping."""
-    torch.set_default_dtype(trial.dtype)
-    factory, loss, batch = trial.make()
-    model = factory(state=None)
-    _fill(model, trial.seed, ParallelState.alone())
-    found = _witnessed(model, ParallelState.alone())
-    step = ModuleStep(model, loss, micro_batch=trial.micro_batch)
-    optimizer = _train(
-        trial, model, step, batch, found,
-        lambda: nn.utils.clip_grad_norm_(model.parameters(), trial.clip),
-    )  # fmt: skip
-    if write is not None:
-        save_module(write, model, optimizer, step=trial.steps)
-    return found
-
-
-def in_layout(
-    trial: Trial, layout: Layout, expected: Shapes, read: str | None, write: str | None
+def run_trial(
+    trial: Trial, layout: Layout | None, expected: Shapes, read: str | None, write: str | None
 ) -> Witnessed:
-    """Run the trial in a process group of the layout's ranks.
+    """Run the trial in a process group of the layout's ranks, or without a layout: with ``state=None`` and
+    torch's own clipping.
 
     ``read``: a checkpoint to load at the end; ``write``: the place to write it again.
     """
     torch.set_default_dtype(trial.dtype)
-    state = ParallelState.start(layout)
+    state = ParallelState.alone() if layout is None else ParallelState.start(layout)
+    here = None if layout is None else state
     factory, loss, batch = trial.make()
-    model = factory(state=state)
-    found = _witnessed(model, state)
-    everywhere: list[Any] = [None] * layout.world
-    misfit = bool(found.misfits) or any(expected.get(n) != shape for n, shape in found.shapes.items())
-    dist.all_gather_object(everywhere, (misfit, set(found.shapes)))
-    if any(bad for bad, _ in everywhere) or set().union(*(names for _, names in everywhere)) != set(expected):
-        return found  # nothing that follows would say more
-    first = state.data_index * (_count(batch) // layout.data // trial.micro_batch)
-    # Experts that are dealt out are given other rows on each rank; what their mixture gives is compared.
-    apart = stacks_of_experts(model) if layout.expert > 1 else []
-    witness = Witness(model, first=first, partly=layout.pipeline > 1, apart=apart)
-    shard_over_data(model, state, Precision(trial.dtype, trial.dtype, trial.dtype))
+    model = factory(state=here)
+    found, witness = _witnessed(model, state), None
+    if layout is not None:
+        everywhere: list[Any] = [None] * layout.world
+        misfit = bool(found.misfits) or any(expected.get(n) != shape for n, shape in found.shapes.items())
+        dist.all_gather_object(everywhere, (misfit, set(found.shapes)))
+        names = set().union(*(some for _, some in everywhere))
+        if any(bad for bad, _ in everywhere) or names != set(expected):
+            return found  # nothing that follows would say more
+        first = state.data_index * (_count(batch) // layout.data // trial.micro_batch)
+        # Experts that are dealt out are given other rows on each rank; what their mixture gives is compared.
+        apart = stacks_of_experts(model) if layout.expert > 1 else []
+        witness = Witness(model, first=first, partly=layout.pipeline > 1, apart=apart)
+        shard_over_data(model, state, Precision(trial.dtype, trial.dtype, trial.dtype))
+    watch = witness or Witness(model)
     _fill(model, trial.seed, state)
-    step = ModuleStep(model, loss, micro_batch=trial.micro_batch, schedule=trial.schedule, state=state)
-    optimizer = _train(
-        trial, model, step, own_samples(batch, state), found,
-        lambda: clip_gradients(model, trial.clip, state=state), witness=witness, state=state,
-    )  # fmt: skip
-    if write is not None:
+    step = ModuleStep(model, loss, micro_batch=trial.micro_batch, schedule=trial.schedule, state=here)
+
+    def once(samples: Samples) -> Tensor:
+        loss = step(samples)
+        found.seen = watch.leave()  # of the first step only
+        return loss
+
+    def clip(model: nn.Module) -> Tensor:
+        if layout is None:
+            return nn.utils.clip_grad_norm_(model.parameters(), trial.clip)
+        return clip_gradients(model, trial.clip, state=state)
+
+    def keep(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if read is not None:
-            load_module(read, model, optimizer, state=state)
-        save_module(write, model, optimizer, step=trial.steps, state=state)
+            load_module(read, model, optimizer, state=here)
+        if write is not None:
+            save_module(write, model, optimizer, step=trial.steps, state=here)
+
+    batches = [own_samples(batch, state) if layout is not None else batch] * trial.steps
+    found.run = observe(
+        lambda: (model, once), batches, state, lr=trial.lr, clip=clip, strict=False, then=keep
+    )
     return found
-
-
-def _train(
-    trial: Trial,
-    model: nn.Module,
-    step: ModuleStep,
-    batch: Samples,
-    found: Witnessed,
-    clip: Callable[[], Tensor],
-    *,
-    witness: Witness | None = None,
-    state: ParallelState | None = None,
-) -> torch.optim.Optimizer:
-    witness, state = witness or Witness(model), alone_or(state)
-    optimizer = make_adamw(model, lr=trial.lr)
-    for number in range(trial.steps):
-        found.losses.append(float(step(batch)))
-        if number == 0:
-            found.seen = witness.leave()
-            found.gradients = _held(model, state, lambda parameter: parameter.grad)
-        found.norms.append(float(clip()))
-        optimizer.step()
-        optimizer.zero_grad()
-    found.weights = _held(model, state, lambda parameter: parameter)
-    return optimizer
 
 
 def _witnessed(model: nn.Module, state: ParallelState) -> Witnessed:
@@ -190,28 +155,11 @@ def _fill(model: nn.Module, seed: int, state: ParallelState) -> None:
         return callable(getattr(modules[name.rpartition(".")[0]], "reset_parameters", None))
 
     initialize(model, seed, among={name for name in stated if begins(name)}, state=state)
+    own = [name for name in stated if not begins(name)]
     for name, parameter in model.named_parameters():
-        one, data = stated[name], local_data(parameter)
-        if not begins(name):
-            data.zero_()
-        box = one.true_part(stored_box(parameter, one, state))
-        flat = len(one.shape) < 2 or isinstance(one.initial, Constant) or not begins(name)
-        if flat and box.size:
-            noise = torch.zeros(box.shape, dtype=data.dtype)
-            fill(noise, box, one.shape, Normal(0.3), seed_of(seed, "rough", name))
-            data[: box.shape[0]].add_(noise) if box.shape else data.add_(noise)
-
-
-def _held(model: nn.Module, state: ParallelState, choose: Callable[[nn.Parameter], Tensor | None]) -> Held:
-    """Return what this rank stores, without padding."""
-    stated, found = declarations(model), {}
-    for name, parameter in model.named_parameters():
-        chosen = choose(parameter)
-        if chosen is not None:
-            box = stated[name].true_part(stored_box(parameter, stated[name], state))
-            data = local_data(chosen)
-            found[name] = (box, (data[: box.shape[0]] if box.shape else data).clone())
-    return found
+        if name in own:
+            local_data(parameter).zero_()
+    roughen(model, seed, state, also=own)
 
 
 def _count(batch: Mapping[str, Tensor]) -> int:

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-
-import torch
+from functools import partial
 
 from ...parallel_state import Layout
+from ..layouts import assemble, differences
 from .finding import Fault, Figures, module_of, tensor_groups
-from .first_difference import first_backward, first_forward, placements
-from .relation import Placement, place
-from .run import Held, Witnessed
+from .first_difference import first_wrong_module, placements
+from .relation import place
+from .run import Witnessed
+
+#: What is held and compared after the activations.
+_HELD = ("gradients", "parameters")
 
 
 def judge(layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], *, tolerance: float) -> Fault | Figures:
     """Return the first fault, in the order of computation, or how close everything is."""
-    for check in (_structure, first_forward, _losses, _backward, _gradients, _updates):
+    forward = partial(first_wrong_module, order="forward")
+    for check in (_structure, forward, _losses, _backward, _gradients, _updates):
         found = check(layout, one, ranks, tolerance)
         if found is not None:
             return found
-    worst = [max((p.relative for p in places), default=0.0) for places in _all(layout, one, ranks, tolerance)]
-    return Figures(*worst)
+    events = placements(layout, one.seen.forward, [rank.seen.forward for rank in ranks], tolerance)
+    return Figures(
+        max((place.relative for _, place in events), default=0.0),
+        *(max((gap for _, gap in _differences(one, ranks, key)), default=0.0) for key in _HELD),
+    )
+
+
+def _differences(one: Witnessed, ranks: Sequence[Witnessed], key: str) -> Iterator[tuple[str, float]]:
+    return differences(assemble([getattr(one.run, key)]), [getattr(rank.run, key) for rank in ranks])
 
 
 def _structure(layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], tolerance: float) -> Fault | None:
@@ -54,7 +65,7 @@ def _backward(layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], tolera
 
     A gradient that stays partial to the end is no fault if every parameter's gradient is right.
     """
-    found = first_backward(layout, one, ranks, tolerance)
+    found = first_wrong_module(layout, one, ranks, tolerance, "backward")
     if found is None or (found.unsummed and _gradients(layout, one, ranks, tolerance) is None):
         return None
     return found
@@ -62,84 +73,64 @@ def _backward(layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], tolera
 
 def _losses(layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], tolerance: float) -> Fault | None:
     for rank, each in enumerate(ranks):
-        off = abs(each.losses[0] - one.losses[0]) / max(abs(one.losses[0]), 1e-300)
+        wanted, loss = one.run.losses[0], each.run.losses[0]
+        off = abs(loss - wanted) / max(abs(wanted), 1e-300)
         if not off <= tolerance:
             said = (
-                f"the loss of rank {rank} is {each.losses[0]:.10g}, and {one.losses[0]:.10g} on one process, "
-                "though every module's output is right: the loss function gives the sum and the count of its "
-                "own samples, alike on all tensor ranks"
+                f"the loss of rank {rank} is {loss:.10g}, and {wanted:.10g} on one process, though every "
+                "module's output is right: the loss function gives the sum and the count of its own "
+                "samples, alike on all tensor ranks"
             )
             return Fault("", "loss", off, said)
     return None
 
 
 def _gradients(layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], tolerance: float) -> Fault | None:
-    for name, relative in _differences(one.gradients, [r.gradients for r in ranks], tolerance):
+    for name, relative in _differences(one, ranks, "gradients"):
         if relative <= tolerance:
             continue
-        whole, module = one.gradients[name][1], module_of(name)
+        module = module_of(name)
+        holders = [rank for rank in ranks if name in rank.run.gradients]
+        if not holders or name not in one.run.gradients:
+            where = "on one process" if holders else "in the layout"
+            return Fault(module, "gradient", relative, f"{name} has no gradient {where}")
+        whole, declared = one.run.gradients[name][2], holders[0].declared[name]
         said = f"the gradient of {name} differs by {relative:.1e}, though every activation's is right"
-        first = next(r for r in ranks if name in r.gradients)
         for group in tensor_groups(layout, ranks):
-            held = [r.gradients[name] for r in group if name in r.gradients]
-            if len(held) < 2 or len({box for box, _ in held}) > 1 or not held[0][0].size:
+            held = [rank.run.gradients[name] for rank in group if name in rank.run.gradients]
+            if len(held) < 2 or len({box for box, _, _ in held}) > 1 or not held[0][0].size:
                 continue
-            want, parts = whole[held[0][0].slices], [part for _, part in held]
-            if place(want, parts, tolerance=tolerance).kind == "partial":
+            parts = [part for _, _, part in held]
+            found = place(whole[held[0][0].slices], parts, tolerance=tolerance)
+            if found.kind == "partial":
                 said += (
                     ": it is only a part on each rank, and they add up to the right one. Declare the "
                     'parameter with partial=("tensor",)'
                 )
                 return Fault(module, "gradient", relative, said)
-            if place(want * len(parts), parts, tolerance=tolerance).kind == "whole":
+            if "too large" in found.note:
                 said += f": it is {len(parts)} times too large"
-                if "tensor" in first.declared[name].partial:
+                if "tensor" in declared.partial:
                     said += '. Each rank has all of it, so partial=("tensor",) does not belong there'
                 return Fault(module, "gradient", relative, said)
-        stages = {i for i, r in enumerate(ranks) if name in r.gradients}
-        if layout.pipeline > 1 and len(stages) > layout.first_rank(1) and not first.declared[name].ends:
+        if layout.pipeline > 1 and len(holders) > layout.first_rank(1) and not declared.ends:
             said += ": more than one stage holds the parameter. Declare it with ends=True"
         return Fault(module, "gradient", relative, said)
     return None
 
 
 def _updates(layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], tolerance: float) -> Fault | None:
-    for step, norm in enumerate(one.norms):
-        for what, mine, theirs in (("loss", "losses", one.losses[step]), ("gradient norm", "norms", norm)):
-            for rank, each in enumerate(ranks):
-                off = abs(getattr(each, mine)[step] - theirs) / max(abs(theirs), 1e-300)
+    for step in range(len(one.run.norms)):
+        for what, key in (("loss", "losses"), ("gradient norm", "norms")):
+            wanted, *each = (getattr(seen.run, key)[step] for seen in (one, *ranks))
+            for rank, value in enumerate(each):
+                off = abs(value - wanted) / max(abs(wanted), 1e-300)
                 if not off <= tolerance:
-                    said = f"the {what} of step {step + 1} is {getattr(each, mine)[step]:.10g} on rank {rank}"
-                    said += f", and {theirs:.10g} on one process, though the first gradients were right"
+                    said = f"the {what} of step {step + 1} is {value:.10g} on rank {rank}, and {wanted:.10g} "
+                    said += "on one process, though the first gradients were right"
                     return Fault("", "update", off, said)
-    for name, relative in _differences(one.weights, [r.weights for r in ranks], tolerance):
+    for name, relative in _differences(one, ranks, "parameters"):
         if not relative <= tolerance:
-            said = f"{name} differs by {relative:.1e} after {len(one.norms)} steps; the first was right"
+            said = f"{name} differs by {relative:.1e} after {len(one.run.norms)} steps; the first was right"
             return Fault(module_of(name), "update", relative, said)
     return None
-
-
-def _all(
-    layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], tolerance: float
-) -> Iterator[list[Placement]]:
-    yield [p for _, p in placements(layout, one.seen.forward, [r.seen.forward for r in ranks], tolerance)]
-    for whole, held in (
-        (one.gradients, [r.gradients for r in ranks]),
-        (one.weights, [r.weights for r in ranks]),
-    ):
-        yield [Placement("whole", relative) for _, relative in _differences(whole, held, tolerance)]
-
-
-def _differences(one: Held, ranks: Sequence[Held], tolerance: float) -> Iterator[tuple[str, float]]:
-    """Yield each parameter, from the last to the first, with the largest relative difference on any rank.
-
-    A gradient that is zero but for rounding (a key's bias) is measured against the largest of all.
-    """
-    largest = max((float(whole.abs().max()) for _, whole in one.values() if whole.numel()), default=0.0)
-    for name, (_, whole) in reversed(one.items()):
-        scale = max(float(whole.abs().max()) if whole.numel() else 0.0, 1e-6 * largest, 1e-300)
-        gaps = [0.0]
-        for rank in ranks:
-            if name in rank and (box := rank[name][0]).size:
-                gaps.append(float((whole[box.slices] - rank[name][1]).abs().max()))
-        yield name, float(torch.tensor(gaps).nan_to_num(nan=float("inf")).max()) / scale

@@ -4,15 +4,15 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ...layers import IGNORE
 from ...models import ModelConfig
 from ...parallel_state import Box, Layout, seed_of
+from ..layouts import Pieces, as_pieces, differences, join, random_rows
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,7 @@ class Question:
     def batch(self, config: ModelConfig) -> tuple[Tensor, Tensor]:
         """Return (input_ids, labels), both (samples, length) int64; ignored labels are spread unevenly."""
         generator = torch.Generator().manual_seed(seed_of(self.seed, "parity"))
-        tokens = torch.randint(config.vocab_size, (self.samples, self.length + 1), generator=generator)
-        labels = tokens[:, 1:].clone()
-        for sample in range(self.samples):
-            labels[sample, : (3 * sample) % self.length] = IGNORE
-        return tokens[:, :-1].contiguous(), labels
+        return random_rows(self.samples, self.length, config.vocab_size, generator)
 
 
 @dataclass
@@ -63,41 +59,20 @@ class Difference:
     relative: float
 
 
-def differences(reference: Observation, other: Observation) -> Iterator[Difference]:
+def compared(reference: Observation, other: Observation) -> Iterator[Difference]:
     """Yield differences: of outputs in the order of computation, of the loss, of gradients in reverse.
 
     So the first large one is where things go wrong. The pieces of ``reference`` hold all of each output.
     """
-    for name, pieces in reference.outputs.items():
+    for name, parts in reference.outputs.items():
         if name in other.outputs:
-            whole = _whole(pieces)
-            held = [(box, piece) for box, piece in other.outputs[name] if box.size]
-            worst = max(_relative(whole[box.slices], piece, whole) for box, piece in held)
-            yield Difference("output", name, worst)
+            pieces: list[Pieces] = [{name: (box, True, part)} for box, part in other.outputs[name]]
+            yield from (Difference("output", *one) for one in differences({name: join(parts)}, pieces))
     yield Difference("loss", "the step", abs(reference.loss - other.loss) / max(abs(reference.loss), 1e-300))
-    largest = max(float(gradient.abs().max()) for gradient in reference.gradients.values())
-    for name, gradient in reversed(reference.gradients.items()):
-        # Some gradients are zero but for rounding (a key's bias without rotation): none is held to that.
-        least = largest * torch.finfo(gradient.dtype).eps ** (1 / 3)
-        found = other.gradients[name][Box.whole(tuple(gradient.shape)).slices]  # without padding
-        yield Difference("gradient", name, _relative(gradient, found, gradient, least))
+    gradients = differences(reference.gradients, [as_pieces(other.gradients)])
+    yield from (Difference("gradient", *one) for one in gradients)
 
 
 def first_beyond(found: list[Difference], tolerance: float) -> Difference | None:
     """Return the first that differs by more than ``tolerance``; NaN differs."""
     return next((one for one in found if not one.relative <= tolerance), None)
-
-
-def _whole(pieces: Sequence[tuple[Box, Tensor]]) -> Tensor:
-    shape = tuple(map(max, zip(*(box.stop for box, _ in pieces), strict=True)))
-    whole = torch.full(shape, float("nan"), dtype=pieces[0][1].dtype)
-    for box, piece in pieces:
-        whole[box.slices] = piece
-    return whole
-
-
-def _relative(expected: Tensor, found: Tensor, whole: Tensor, least: float = 1e-300) -> float:
-    if expected.shape != found.shape:
-        return float("inf")
-    scale = max(float(whole.abs().max()), least)
-    return float((expected.double() - found.double()).abs().max()) / scale

@@ -11,7 +11,7 @@ from ...checkpoints import check_whole, read_source
 from ...parallel_state import BadInput, Layout, check_local_ranks
 from ...pipeline import check_schedule
 from ...ranks.failures import RankError
-from .case import Difference, Observation, Question, differences, first_beyond
+from .case import Difference, Observation, Question, compared, first_beyond
 from .ours import observe_ours
 from .transformers import observe_hf
 
@@ -85,14 +85,14 @@ def parity(
         theirs = observe_hf(single, timeout=timeout)
         say("one process")
         ours = observe_ours(single, timeout=timeout)
-        return [*_compared(question, tolerance, theirs, ours, say, timeout)]
+        return [*_comparisons(question, tolerance, theirs, ours, say, timeout)]
     except RankError as error:
         if isinstance(error.cause, BadInput):  # the folder's fault, not a rank's
             raise error.cause from None
         raise
 
 
-def _compared(
+def _comparisons(
     question: Question,
     tolerance: float | None,
     theirs: Observation,
@@ -102,8 +102,8 @@ def _compared(
 ) -> Iterator[Comparison]:
     allowed = TOLERANCES[question.dtype] if tolerance is None else tolerance
     against = max(allowed, _OF_FP32) if tolerance is None else tolerance
-    yield Comparison("one process / transformers", against, [*differences(theirs, ours)])
+    yield Comparison("one process / transformers", against, [*compared(theirs, ours)])
     if question.layout != Layout():
         say(str(question.layout))
         cut = observe_ours(question, timeout=timeout)
-        yield Comparison(f"{question.layout} / one process", allowed, [*differences(ours, cut)])
+        yield Comparison(f"{question.layout} / one process", allowed, [*compared(ours, cut)])

@@ -27,7 +27,7 @@ from ...ranks.pool import run_parallel
 from ...training.precision import Precision
 from ...training.step import TrainStep
 from ...training.zero_on_fsdp import shard_over_data
-from ..short_training import Pieces, assemble, pieces
+from ..layouts import Pieces, assemble, observe
 from .case import Observation, Question
 
 #: Their outputs are whole along the features; those of a column-parallel linear are not.
@@ -40,8 +40,8 @@ def observe_ours(question: Question, *, timeout: float = 600) -> Observation:
     ranks = run_parallel(observe_rank, question.layout.world, question, timeout=timeout)
     outputs: _Outputs = {}
     for _, found, _ in ranks:
-        for name, held in found.items():
-            outputs.setdefault(name, []).extend(held)
+        for name, parts in found.items():
+            outputs.setdefault(name, []).extend(parts)
     return Observation(ranks[0][0], outputs, assemble([gradients for _, _, gradients in ranks]))
 
 
@@ -50,27 +50,31 @@ def observe_rank(question: Question) -> tuple[float, _Outputs, Pieces]:
     state = ParallelState.start(question.layout)
     source = read_source(question.folder)
     family, config = source.family, source.model_config
-    model = family.build(config, split=question.split, state=state, dtype=question.dtype)
-    shard_over_data(model, state, Precision(question.dtype, question.dtype, question.dtype))
-    model.to_empty(device=state.device)
-    load_weights(question.folder, model, family, config)
-    model.eval()  # no dropout: its masks are not those of transformers
-    set_auxiliary_losses(model, balance=0.0, z_loss=0.0)  # the loss is that of the tokens alone
-    step = TrainStep(model, micro_batch=1, schedule=question.schedule, dtype=question.dtype)
     input_ids, labels = question.batch(config)
     each = len(input_ids) // question.layout.data
     rows = slice(state.data_index * each, (state.data_index + 1) * each)
-    look = _Look(model, question, rows.start)
-    loss = float(step(Batch(input_ids[rows], labels[rows])))
-    return loss, look.outputs, pieces(model, state, gradients=True)
+    outputs: _Outputs = {}
+
+    def build() -> tuple[CausalLM, TrainStep]:
+        model = family.build(config, split=question.split, state=state, dtype=question.dtype)
+        shard_over_data(model, state, Precision(question.dtype, question.dtype, question.dtype))
+        model.to_empty(device=state.device)
+        load_weights(question.folder, model, family, config)
+        model.eval()  # no dropout: its masks are not those of transformers
+        set_auxiliary_losses(model, balance=0.0, z_loss=0.0)  # the loss is that of the tokens alone
+        _Look(model, question, rows.start, outputs)
+        return model, TrainStep(model, micro_batch=1, schedule=question.schedule, dtype=question.dtype)
+
+    seen = observe(build, [Batch(input_ids[rows], labels[rows])], state)
+    return seen.losses[0], outputs, seen.gradients
 
 
 class _Look:
     """Hook the modules whose outputs have a counterpart in every layout and in transformers."""
 
-    def __init__(self, model: CausalLM, question: Question, first_row: int) -> None:
+    def __init__(self, model: CausalLM, question: Question, first_row: int, outputs: _Outputs) -> None:
         self.state, self.question, self.first_row = model.state, question, first_row
-        self.outputs: _Outputs = {}
+        self.outputs = outputs
         self.seen: Counter[str] = Counter()
         stated = declarations(model)
         for name, module in model.named_modules():

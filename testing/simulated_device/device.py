@@ -112,50 +112,21 @@ class SimulatedDevice(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         copy_from_host_in_sight()  # autograd computes in a thread of its own
-        kwargs, name = kwargs or {}, func.name().split(".")[0]
-        given = list(tensors_in((args, kwargs)))
-        here = [one for one in given if one.device.type == NAME]
-        wanted = kwargs.get("device")
-        wanted = None if wanted is None else torch.device(wanted).type
-        if name == "aten::is_pinned":  # pages are pinned for a driver, and there is none
-            return False
-        if name == "aten::_pin_memory":
-            return args[0].clone()
-        if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
-        if name.startswith("prim::") or wanted == "meta" or not (here or wanted == NAME):
-            return func(*args, **kwargs)
-        host = [one for one in given if one.device.type == "cpu"]
-        if (generator := kwargs.get("generator")) is not None and generator.device.type != NAME:
-            raise Mixed(f"{name} on the device with a generator of {generator.device}, in {_place()[0]}")
-        if name == "aten::_local_scalar_dense":
-            return self._read(here[0]).item()
-        if name == "aten::_to_copy" and here and wanted not in (None, NAME):
-            dtype = kwargs.get("dtype") or here[0].dtype
-            if kwargs.get("non_blocking"):  # into pinned memory; who uses it waits for an event
-                return torch.zeros(here[0].shape, dtype=dtype)
-            return self._read(here[0]).to(dtype)
-        if name == "aten::_to_copy" and host:
-            self._upload(kwargs.get("non_blocking", False))
-            return self._on_device(torch.empty_like, host[0], dtype=kwargs.get("dtype"), device=wanted)
-        if name == "aten::copy_" and host:
-            if host[0] is args[0]:
-                return args[0].copy_(self._read(args[1]))
-            self._upload(kwargs.get("non_blocking", len(args) > 2 and args[2]))
-            return args[0]
-        if any(one.ndim for one in host):
-            shapes = ", ".join(f"{[*one.shape]} on {one.device}" for one in given)
-            raise Mixed(f"{name} of {shapes}, in {_place()[0]}")
-        if name == "aten::bincount":
-            self._wait_inside()
-            size, device = kwargs.get("minlength", args[-1]), here[0].device
-            return self._on_device(torch.empty, size, dtype=torch.int64, device=device)
-        if name == "aten::equal":
-            return bool(self._read(torch.empty((), dtype=torch.bool, device="meta")))
-        made = self._on_device(func, *args, **kwargs)
-        if not func.is_view and not name.startswith(_ALLOCATE):
-            self.kernels[name] += 1
-            self.moved += sum(one.nbytes for one in (*given, *tensors_in(made)))
+        call = _Call(func, args, dict(kwargs or {}))
+        if (without := _WITHOUT_DRIVER.get(call.name)) is not None:
+            return without(call)
+        call.kwargs.pop("pin_memory", None)  # pages are pinned for a driver, and there is none
+        if not call.concerns_device:
+            return func(*args, **call.kwargs)
+        if (handler := _HANDLERS.get(call.name)) is not None:
+            done = handler(self, call)
+            if done is not NotImplemented:
+                return done
+        call.check_places()
+        made = self._on_device(func, *args, **call.kwargs)
+        if not func.is_view and not call.name.startswith(_ALLOCATE):
+            self.kernels[call.name] += 1
+            self.moved += sum(one.nbytes for one in (*call.given, *tensors_in(made)))
         return made
 
     def _on_device(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -188,6 +159,85 @@ class SimulatedDevice(TorchDispatchMode):
             found, expected = [*tensor.shape], [*given.shape]
             raise NewWait(f"{wait.place}: reads numbers of shape {found}, expected {expected} as on the list")
         return given
+
+
+class _Call:
+    """Hold an operator's call: its tensors, those on the device and on the host, the device it asks for."""
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func, self.args, self.kwargs, self.name = func, args, kwargs, func.name().split(".")[0]
+        self.given = list(tensors_in((args, kwargs)))
+        self.here, self.host = ([x for x in self.given if x.device.type == kind] for kind in (NAME, "cpu"))
+        device = kwargs.get("device")
+        self.wanted = None if device is None else torch.device(device).type
+
+    @property
+    def concerns_device(self) -> bool:
+        if self.name.startswith("prim::") or self.wanted == "meta":
+            return False
+        return bool(self.here) or self.wanted == NAME
+
+    def check_places(self) -> None:
+        """Raise ``Mixed`` for a tensor of the host with dims, or a generator of the host."""
+        generator = self.kwargs.get("generator")
+        if generator is not None and generator.device.type != NAME:
+            where = f"a generator of {generator.device}, in {_place()[0]}"
+            raise Mixed(f"{self.name} on the device with {where}")
+        if any(one.ndim for one in self.host):
+            shapes = ", ".join(f"{[*one.shape]} on {one.device}" for one in self.given)
+            raise Mixed(f"{self.name} of {shapes}, in {_place()[0]}")
+
+
+def _copy(device: SimulatedDevice, call: _Call) -> Any:
+    """Copy to the host, or to the device; a copy within the device is a kernel."""
+    if call.here and call.wanted not in (None, NAME):
+        dtype = call.kwargs.get("dtype") or call.here[0].dtype
+        if call.kwargs.get("non_blocking"):  # into pinned memory; who uses it waits for an event
+            return torch.zeros(call.here[0].shape, dtype=dtype)
+        return device._read(call.here[0]).to(dtype)
+    if not call.host:
+        return NotImplemented
+    device._upload(call.kwargs.get("non_blocking", False))
+    dtype = call.kwargs.get("dtype")
+    return device._on_device(torch.empty_like, call.host[0], dtype=dtype, device=call.wanted)
+
+
+def _copy_into(device: SimulatedDevice, call: _Call) -> Any:
+    if not call.host:
+        return NotImplemented
+    into = call.args[0]
+    if call.host[0] is into:
+        return into.copy_(device._read(call.args[1]))
+    device._upload(call.kwargs.get("non_blocking", len(call.args) > 2 and call.args[2]))
+    return into
+
+
+def _count_each(device: SimulatedDevice, call: _Call) -> Any:
+    """Make as many counts as it says: how many there are depends on numbers, so that the operator waits."""
+    call.check_places()
+    device._wait_inside()
+    size, place = call.kwargs.get("minlength", call.args[-1]), call.here[0].device
+    return device._on_device(torch.empty, size, dtype=torch.int64, device=place)
+
+
+def _are_equal(device: SimulatedDevice, call: _Call) -> bool:
+    call.check_places()
+    return bool(device._read(torch.empty((), dtype=torch.bool, device="meta")))
+
+
+#: Operators that a machine without a driver cannot do.
+_WITHOUT_DRIVER: dict[str, Callable[[_Call], Any]] = {
+    "aten::is_pinned": lambda call: False,
+    "aten::_pin_memory": lambda call: call.args[0].clone(),
+}
+#: Operators that move numbers between host and device, or whose result depends on numbers.
+_HANDLERS: dict[str, Callable[[SimulatedDevice, _Call], Any]] = {
+    "aten::_local_scalar_dense": lambda device, call: device._read(call.here[0]).item(),
+    "aten::_to_copy": _copy,
+    "aten::copy_": _copy_into,
+    "aten::bincount": _count_each,
+    "aten::equal": _are_equal,
+}
 
 
 def _place() -> tuple[str, FrameType | None]:

@@ -23,7 +23,7 @@ from trilith.parallel_state import (
     local,
 )
 from trilith.testing import run_parallel
-from trilith.testing.short_training import assemble, pieces
+from trilith.testing.layouts import assemble, pieces
 from trilith.training import Precision, make_adamw, shard_over_data
 
 NAMES = (

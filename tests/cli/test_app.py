@@ -26,7 +26,7 @@ def fail(kind):
             raise KeyboardInterrupt
 
 
-def count(number):
+def count(number: int):  # typer reads it
     """Needs a number."""
     print(number)
 

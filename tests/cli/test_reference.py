@@ -1,13 +1,11 @@
-"""The help of the commands: options explain themselves, examples are accepted, the page is current."""
+"""The help of the commands: options explain themselves, examples are accepted."""
 
 import shlex
-from pathlib import Path
 
 import pytest
-import trilith
 import typer.main
 from trilith.cli.app import make_app
-from trilith.cli.reference import EXAMPLES, every_command, reference
+from trilith.cli.reference import EXAMPLES, every_command
 
 COMMANDS = dict(every_command(typer.main.get_command(make_app())))
 #: Words with which a help text would lean on the option above it or on its section.
@@ -18,11 +16,6 @@ def examples(command):
     """Return the commands below "Examples:", with continued lines joined."""
     text = command.help.partition(EXAMPLES)[2].replace("\\\n", " ")
     return [line.strip() for line in text.splitlines() if line.strip()]
-
-
-def test_the_page_of_commands_is_what_the_help_says():
-    page = Path(trilith.__path__[0]) / "docs" / "commands.md"
-    assert page.read_text(encoding="utf-8") == reference(), "run `make docs`"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -6,22 +6,25 @@ import re
 import signal
 import time
 from dataclasses import asdict
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 import torch
+from support.configs import TINIEST_LLAMA
 from trilith.cli.app import run
-from trilith.machine import Finding, Report, Row, cases, groups_of_parameters, layouts, links
-from trilith.machine import run as run_module
-from trilith.machine.cases import PARTS, Bench
-from trilith.machine.page import make_page, shown_figure
-from trilith.machine.row import Case
-from trilith.parallel_state import Box, ParallelState
+from trilith.machine import Finding, Report, Row
+from trilith.machine.measure import cases, groups_of_parameters, layouts, links
+from trilith.machine.measure import run as run_module
+from trilith.machine.measure.cases import PARTS, Bench
+from trilith.machine.measure.page import make_page, shown_figure
+from trilith.machine.measure.row import Case
+from trilith.models import family_of
+from trilith.parallel_state import Box, Layout, ParallelState, engine, initialize
 from trilith.planner.time import machine_from_bench
+from trilith.ranks import run_parallel
 from trilith.recipes.recipe import parse_recipe
-
-Out = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
+from trilith.training import Precision, shard_over_data
 
 
 def test_the_quick_bench_measures_every_part_and_leaves_a_json_and_a_page(tmp_path, monkeypatch, capsys):
@@ -155,22 +158,19 @@ def test_on_one_gpu_as_many_blocks_are_trained_as_the_planner_lets_fit():
     assert f"{large['num_hidden_layers']} of 32 blocks" in chosen[2].note
 
 
-def test_on_eight_gpus_the_whole_8b_is_trained_and_layouts_run_on_the_gpus():
+def test_layouts_run_on_the_gpus_as_far_as_there_are_and_say_where_not():
     bench = on_gpus(8)
     whole = next(case for case in cases.cases(bench, ["mfu"]) if "8b" in case.what)
     recipe = parse_recipe(whole.options["recipe"])
     assert (recipe.layout.data, recipe.layout.zero, whole.world) == (8, 3, 8)
     assert isinstance(recipe.model.config, dict) and recipe.model.config["num_hidden_layers"] == 32
-    compared = [*cases.cases(bench, ["parity"])]
-    assert max(case.world for case in compared) == 8
-    assert {case.options["device"] for case in compared} == {"cuda"}
     assert [case.world for case in cases.cases(bench, ["links"])] == [8]
-
-
-def test_a_layout_of_more_ranks_than_gpus_runs_on_the_cpu_and_says_so():
-    for case in cases.cases(on_gpus(1), ["parity"]):
-        assert case.options["device"] == ("cuda" if case.world == 1 else "cpu")
-        assert ("on the CPU over gloo" in case.note) == (case.world > 1)
+    for gpus, most in ((8, 8), (1, 4)):
+        compared = [*cases.cases(on_gpus(gpus), ["parity"])]
+        assert max(case.world for case in compared) == most
+        for case in compared:
+            assert case.options["device"] == ("cuda" if case.world <= gpus else "cpu")
+            assert ("on the CPU over gloo" in case.note) == (case.world > gpus)
 
 
 def test_what_the_machine_cannot_hold_is_left_out_with_the_reason():
@@ -180,14 +180,14 @@ def test_what_the_machine_cannot_hold_is_left_out_with_the_reason():
     assert all(case.note for case in left_out)
 
 
-def test_a_piece_that_differs_is_seen_in_the_distance_of_all_gradients():
+def test_a_piece_that_differs_is_seen_in_the_distance_of_the_gradients():
     right, wrong = torch.ones(4, 4), torch.ones(4, 4)
     wrong[2, 1] += 4.0
     box = Box((2, 0), (4, 4))
-    whole = {"w": (Box.whole((4, 4)), True, right)}
-    assert layouts._apart(whole, {"w": (box, True, right[2:])}, ParallelState.alone()) == 0.0
-    found = layouts._apart(whole, {"w": (box, True, wrong[2:])}, ParallelState.alone())
-    assert found == pytest.approx(4 / 8**0.5)
+    alone = ParallelState.alone()
+    for distance, far in ((layouts._norm, 4 / 8**0.5), (layouts._worst, 4.0)):
+        assert distance({"w": right}, {"w": (box, True, right[2:])}, alone) == 0.0
+        assert distance({"w": right}, {"w": (box, True, wrong[2:])}, alone) == pytest.approx(far)
 
 
 def strict(**options):
@@ -210,9 +210,9 @@ def test_a_group_of_parameters_is_never_sent_faster_than_in_a_loop(monkeypatch):
     kinds = ("all_reduce", "all_gather", "reduce_scatter")
     tiny, wide = dict(zip(kinds, (2e-3, -1e-3, 1e-3), strict=True)), dict.fromkeys(kinds, 6e-3)
     exchanges = {16: (tiny, 1), 256: (wide, 4_000_000)}
-    monkeypatch.setattr(groups_of_parameters, "_exchanges", lambda world, width: exchanges[width])
+    monkeypatch.setattr(groups_of_parameters, "_exchanges", lambda world, width, rounds: exchanges[width])
     loop = {"all-reduce: GB/s": 5.0, "all-gather: GB/s": 0.25, "reduce-scatter: GB/s": 5.0}
-    assert groups_of_parameters.exchange_figures(2, loop) == pytest.approx({
+    assert groups_of_parameters.exchange_figures(2, loop, 1) == pytest.approx({
         "all-reduce of a tiny block: us": 2000, "all-reduce of a block: GB/s": 1.0,
         "all-gather of a tiny block: us": 0, "all-gather of a block: GB/s": 0.25,
         "reduce-scatter of a tiny block: us": 1000, "reduce-scatter of a block: GB/s": 0.4,
@@ -235,3 +235,66 @@ def test_the_page_escapes_what_comes_from_elsewhere():
 )
 def test_figures_have_four_digits(value, text):
     assert shown_figure(value) == text
+
+
+def _slow_gathers_and_sums():
+    """Delay each gather of a block by 10 ms and each sum by 30 ms; return what is clocked, after one pass
+    and after a second one that is not clocked.
+    """
+    state = ParallelState.start(Layout.of(data=2, zero=3))
+    family = family_of(TINIEST_LLAMA)
+    model = family.build(family.from_hf(TINIEST_LLAMA), state=state, device="cpu")
+    shard_over_data(model, state, Precision())
+    initialize(model, 0, state=state)
+    modules = engine.fsdp_modules(model.layers)
+    for group in engine.fully_sharded._groups(modules):
+        gather, total = group._all_gather_comm, group._reduce_scatter_comm
+        group._all_gather_comm, group._reduce_scatter_comm = _Late(gather, 0.01), _Late(total, 0.03)
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    with engine.clocked(modules) as spent:
+        model(ids).sum().backward()
+    once = dict(spent)
+    model(ids).sum().backward()
+    wrapped = any("unshard" in vars(group) for group in engine.fully_sharded._groups(modules))
+    return {name: one / len(modules) for name, one in once.items()}, _difference(spent, once), wrapped
+
+
+def _difference(a, b):
+    return {name: a[name] - b[name] for name in a}
+
+
+class _Late:
+    """Be a collective of FSDP that begins some seconds later."""
+
+    def __init__(self, collective, seconds):
+        self.collective, self.seconds = collective, seconds
+
+    def __getattr__(self, name):
+        return getattr(self.collective, name)
+
+    def __call__(self, **arguments):
+        time.sleep(self.seconds)
+        return self.collective(**arguments)
+
+
+def test_a_clock_holds_what_blocks_gather_and_sum_meanwhile_and_nothing_else():
+    for once, later, wrapped in run_parallel(_slow_gathers_and_sums, 2):
+        assert once["all_gather"] >= 2 * 0.01  # in forward and in backward
+        assert once["reduce_scatter"] >= 0.03
+        assert later == {"all_gather": 0, "reduce_scatter": 0} and not wrapped
+
+
+def _tiny_exchanges():
+    """Time one round in which the sums of a model's groups add 7 s."""
+    seconds = cycle((7.0, 0.0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups_of_parameters, "seconds_of", lambda work: (work(), next(seconds))[1])
+        return groups_of_parameters._exchanges(2, 16, rounds=1)
+
+
+def test_each_kind_of_collective_is_timed_for_a_block():
+    for found, size in run_parallel(_tiny_exchanges, 2, timeout=200):
+        assert set(found) == {"all_gather", "reduce_scatter", "all_reduce"}
+        assert found["all_gather"] > 0 and found["reduce_scatter"] > 0
+        assert found["all_reduce"] == 1  # six blocks, and the root
+        assert size == 4 * (4 * 16 * 16 + 3 * 16 * 44 + 2 * 16)

@@ -1,24 +1,13 @@
 """The doctor: what it reports on this machine, and that it sees what would go wrong."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from trilith.cli.app import run
-from trilith.machine import (
-    Finding,
-    check_devices,
-    check_files,
-    check_limits,
-    check_ranks,
-    check_software,
-    doctor,
-)
-
-Out = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
+from trilith.machine import Finding
+from trilith.machine.doctor import checks, devices, disk, limits, ranks, software
 
 TOPOLOGY = """
 \t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
@@ -32,8 +21,8 @@ def test_the_doctor_reports_on_this_machine_and_ends_with_0(tmp_path, capsys):
     assert run(["doctor", "--json", str(tmp_path)]) == 0
     found = [Finding(**one) for one in json.loads(capsys.readouterr().out)["findings"]]
     by_check = {one.check: one for one in found}
-    assert {one.group for one in found} == {group for group, _ in doctor.GROUPS}
-    assert by_check["torch"].found == torch.__version__
+    assert {one.group for one in found} == {group for group, _ in checks.GROUPS}
+    assert by_check["torch"].found == torch.__version__ and by_check["C++ compiler"].level == "ok"
     assert by_check["all-reduce, gloo"].level == "ok" and "2 ranks" in by_check["all-reduce, gloo"].found
     assert "locks work" in by_check["working directory"].found and str(tmp_path) in by_check
     assert all(one.todo for one in found if one.level != "ok")
@@ -47,7 +36,7 @@ def test_a_fault_ends_with_3_and_each_line_says_what_to_do(monkeypatch, capsys):
             Finding("files", "clock", "ok", "right"),
         ]
 
-    monkeypatch.setattr(doctor, "GROUPS", (("files", broken),))
+    monkeypatch.setattr(checks, "GROUPS", (("files", broken),))
     assert run(["doctor"]) == 3
     said = capsys.readouterr().out
     assert "make room" in said and "1 ok, 0 warning, 1 fault" in said
@@ -61,16 +50,11 @@ def test_a_check_that_raises_is_a_finding_and_the_others_still_run(monkeypatch):
         raise OSError(28, "No space left on device")
 
     good = [Finding("c", "good", "ok", "yes")]
-    monkeypatch.setattr(doctor, "GROUPS", (("a", wrong), ("b", refused), ("c", lambda folders: good)))
-    first, second, third = doctor.diagnose()
+    monkeypatch.setattr(checks, "GROUPS", (("a", wrong), ("b", refused), ("c", lambda folders: good)))
+    first, second, third = checks.diagnose()
     assert first.level == "warning" and "KeyError" in first.found and "test_doctor.py" in first.found
     assert second.level == "fault" and "room" in second.todo.lower()
     assert third == good[0]
-
-
-def test_a_folder_that_does_not_exist_is_refused(capsys):
-    assert run(["doctor", "nowhere"]) == 2
-    assert capsys.readouterr().err == "error: nowhere: expected a folder that exists, found none\n"
 
 
 @pytest.mark.parametrize(
@@ -84,18 +68,15 @@ def test_a_folder_that_does_not_exist_is_refused(capsys):
 )
 def test_a_file_system_is_judged_by_locks_room_and_clock(change, level, says, tmp_path, monkeypatch):
     for name, value in change.items():
-        monkeypatch.setattr(check_files, name, value)
-    found = check_files._place("here", tmp_path)
+        monkeypatch.setattr(disk, name, value)
+    found = disk._place("here", tmp_path)
     assert found.level == level and says in found.found and str(tmp_path) in found.found
 
 
-def test_a_folder_that_cannot_be_written_to_is_a_fault():
-    assert check_files._place("here", Path("/proc")).level == "fault"
-
-
-def test_a_folder_is_checked_once_under_its_first_name(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_to_is_a_fault_and_one_is_checked_once(tmp_path, monkeypatch):
+    assert disk._place("here", Path("/proc")).level == "fault"
     monkeypatch.chdir(tmp_path)
-    found = {one.check: one for one in check_files.check_files([tmp_path])}
+    found = {one.check: one for one in disk.check_files([tmp_path])}
     assert "the same folder as working directory" in found[str(tmp_path)].found
 
 
@@ -110,32 +91,31 @@ def test_a_folder_is_checked_once_under_its_first_name(tmp_path, monkeypatch):
 )
 def test_variables_that_do_harm_are_warned_of(name, value, level, monkeypatch):
     monkeypatch.setenv(name, value)
-    found = {one.check: one for one in check_limits.check_variables()}[name]
+    found = {one.check: one for one in limits.check_variables()}[name]
     assert (found.level, found.found) == (level, value)
 
 
 def test_low_limits_are_warned_of(monkeypatch):
-    monkeypatch.setattr(check_limits.resource, "getrlimit", lambda which: (256, 4096))
-    monkeypatch.setattr(check_limits, "memory_available", lambda: 10**9)
-    found = {one.check: one.level for one in check_limits.check_limits()}
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda which: (256, 4096))
+    monkeypatch.setattr(limits, "memory_available", lambda: 10**9)
+    found = {one.check: one.level for one in limits.check_limits()}
     assert found["memory"] == found["limit on open files"] == found["limit on processes"] == "warning"
 
 
 def test_a_compiler_that_is_missing_or_fails_is_warned_of(tmp_path, monkeypatch):
-    assert check_software._compiler().level == "ok"
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert check_software._compiler().level == "warning"
+    assert software._compiler().level == "warning"
     failing = tmp_path / "failing"
     failing.write_text("#!/bin/sh\necho bad flag >&2\nexit 1\n")
     failing.chmod(0o755)
     monkeypatch.setenv("CXX", str(failing))
-    assert "bad flag" in check_software._compiler().found
+    assert "bad flag" in software._compiler().found
 
 
 def test_a_driver_beside_a_cpu_build_of_torch_is_a_fault(monkeypatch):
-    monkeypatch.setattr(check_software.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(software.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert check_software._build().level == "fault"
+    assert software._build().level == "fault"
 
 
 def test_a_gpu_is_judged_by_its_memory_its_errors_and_its_name(monkeypatch):
@@ -146,14 +126,14 @@ def test_a_gpu_is_judged_by_its_memory_its_errors_and_its_name(monkeypatch):
     }
     for name, value in gpu.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(check_devices, "smi", lambda *options: "0, Not Active")
-    (good,) = check_devices._gpu(0)
+    monkeypatch.setattr(devices, "smi", lambda *options: "0, Not Active")
+    (good,) = devices._gpu(0)
     assert good.level == "ok" and "84.0 of 85.0 GB free" in good.found
-    monkeypatch.setattr(check_devices, "smi", lambda *options: "2, Active")
+    monkeypatch.setattr(devices, "smi", lambda *options: "2, Active")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (40 * 10**9, 85 * 10**9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "Unheard-of 1")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: (7, 0))
-    found = {one.check: one.level for one in check_devices._gpu(0)}
+    found = {one.check: one.level for one in devices._gpu(0)}
     assert found == {
         "GPU 0": "warning",
         "GPU 0: bf16": "warning",
@@ -164,15 +144,15 @@ def test_a_gpu_is_judged_by_its_memory_its_errors_and_its_name(monkeypatch):
 
 
 def test_links_are_read_from_the_table_and_slow_ones_are_warned_of(monkeypatch):
-    assert check_devices.link_kinds(TOPOLOGY) == {"NV18"}
-    assert check_devices.link_kinds("") == set()
+    assert devices.link_kinds(TOPOLOGY) == {"NV18"}
+    assert devices.link_kinds("") == set()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
     for text, level in ((TOPOLOGY, "ok"), (TOPOLOGY.replace("NV18", "SYS"), "warning")):
-        monkeypatch.setattr(check_devices, "smi", lambda *options, text=text: text)
-        assert [one.level for one in check_devices._links()] == [level]
+        monkeypatch.setattr(devices, "smi", lambda *options, text=text: text)
+        assert [one.level for one in devices._links()] == [level]
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: False)
-    (found,) = check_devices._links()
+    (found,) = devices._links()
     assert found.level == "warning" and "no peer access" in found.found
 
 
@@ -181,19 +161,17 @@ def wrong_sum(device):
 
 
 def test_ranks_that_add_wrongly_are_a_fault(monkeypatch):
-    monkeypatch.setattr(check_ranks, "all_reduce", wrong_sum)
-    found = check_ranks._all_reduce("cpu", 2)
+    monkeypatch.setattr(ranks, "all_reduce", wrong_sum)
+    found = ranks._all_reduce("cpu", 2)
     assert found.level == "fault" and "the sum of 2 ranks is wrong: 7" in found.found and found.todo
 
 
-def test_the_deleted_working_directory_is_refused(tmp_path, monkeypatch, capsys):
+def test_a_folder_that_does_not_exist_is_refused_also_as_the_working_directory(tmp_path, monkeypatch, capsys):
+    assert run(["doctor", "nowhere"]) == 2
+    assert capsys.readouterr().err == "error: nowhere: expected a folder that exists, found none\n"
     gone = tmp_path / "gone"
     gone.mkdir()
-    before = os.getcwd()
-    os.chdir(gone)
-    try:
-        gone.rmdir()
-        assert run(["doctor"]) == 2
-    finally:
-        os.chdir(before)
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert run(["doctor"]) == 2
     assert "working directory" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from trilith.layers import KeyValueCache, gather_logits
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.testing import run_parallel
-from trilith.testing.short_training import roughen
+from trilith.testing.layouts import roughen
 
 PLAIN = {key: value for key, value in TINY_LLAMA.items() if key != "attention_bias"}
 MODELS = {

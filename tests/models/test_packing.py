@@ -11,7 +11,7 @@ from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, finalize_gradients, initialize
 from trilith.pipeline.runner import schedule_of_model
 from trilith.testing import Operators, run_parallel
-from trilith.testing.short_training import assemble, pieces, roughen
+from trilith.testing.layouts import assemble, pieces, roughen
 
 VOCAB, SEED = 131, 5
 LLAMA = {

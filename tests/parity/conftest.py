@@ -5,16 +5,10 @@ from dataclasses import replace
 
 import pytest
 from support.configs import MODELS
+from support.short_training import Case, first_difference, outcome, relative_differences, train_rank
 from trilith.parallel_state import Layout
 from trilith.recipes.sections import MemorySection
 from trilith.testing import run_parallel
-from trilith.testing.short_training import (
-    Case,
-    first_difference,
-    outcome,
-    relative_differences,
-    train_rank,
-)
 
 #: ``cuda``: the layouts' ranks share this machine's first GPU, and are compared with one process on the CPU.
 DEVICE = os.environ.get("TRILITH_TEST_DEVICE", "cpu")

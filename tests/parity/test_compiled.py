@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.configs import MODELS, TINY_LLAMA
 from support.short_runs import run_recipe, tiny_recipe
+from support.short_training import Case, first_difference, outcome, train_rank
 from torch import nn
 from trilith.layers import (
     Attention,
@@ -26,7 +27,6 @@ from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.sections import MemorySection
 from trilith.testing import run_parallel
-from trilith.testing.short_training import Case, first_difference, outcome, train_rank
 
 
 @pytest.mark.parametrize(

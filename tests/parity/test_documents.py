@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.short_training import Case, batch
 from trilith.data import Batch
-from trilith.testing.short_training import Case, batch
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])

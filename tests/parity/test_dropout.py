@@ -3,9 +3,9 @@
 import math
 
 import pytest
+from support.short_training import Case, first_difference, outcome, train_rank
 from trilith.parallel_state import Layout
 from trilith.testing import run_parallel
-from trilith.testing.short_training import Case, first_difference, outcome, train_rank
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.short_training import Case, first_difference, outcome, relative_differences, train_rank
 from trilith.parallel_state import Layout
 from trilith.recipes.sections import MemorySection
 from trilith.testing import run_parallel
-from trilith.testing.short_training import (
-    Case,
-    first_difference,
-    outcome,
-    relative_differences,
-    train_rank,
-)
 
 CONFIG = {
     "model_type": "llama",

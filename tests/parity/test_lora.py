@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from support.short_training import Case
 from trilith.parallel_state import Layout
-from trilith.testing.short_training import Case
 
 ALL = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
 LAST = {"r": 4, "use_rslora": True, "target_modules": ["q_proj", "o_proj"], "layers_to_transform": [4]}

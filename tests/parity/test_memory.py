@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.short_training import Case, first_difference, outcome, train_rank
 from torch.distributed import fsdp
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState
 from trilith.recipes.sections import MemorySection
 from trilith.testing import run_parallel
-from trilith.testing.short_training import Case, first_difference, outcome, train_rank
 from trilith.training import Precision, zero_on_fsdp
 
 SEQUENCE, STAGES, ZERO = Layout.of(tensor=2, sequence=True), Layout.of(pipeline=2), Layout.of(data=2, zero=3)

@@ -2,9 +2,9 @@
 
 import pytest
 from support.configs import MODELS
+from support.short_training import Case
 from trilith.parallel_state import Layout
 from trilith.recipes.sections import MemorySection
-from trilith.testing.short_training import Case
 
 #: Two blocks predict two and three tokens ahead; the second is given the hidden states of the first.
 DEEPSEEK = MODELS["deepseek_v3"] | {"mtp": True, "num_nextn_predict_layers": 2}

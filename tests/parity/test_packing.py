@@ -10,7 +10,7 @@ from trilith.data.token_writer import TokenWriter
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.testing import run_parallel
-from trilith.testing.short_training import assemble, pieces, roughen
+from trilith.testing.layouts import assemble, pieces, roughen
 from trilith.training import Precision, TrainStep, shard_over_data
 
 LENGTH, SAMPLES, ROWS = 24, 16, 8

@@ -5,16 +5,9 @@ from functools import partial
 import pytest
 import torch
 from support.configs import MODELS
+from support.short_training import Case, build_rank, first_difference, outcome, rank_batch, train_rank
 from trilith.parallel_state import Layout, ParallelState, engine, initialize
 from trilith.testing import run_parallel
-from trilith.testing.short_training import (
-    Case,
-    build_rank,
-    first_difference,
-    outcome,
-    rank_batch,
-    train_rank,
-)
 
 LAYOUTS = [
     Layout(),

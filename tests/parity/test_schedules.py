@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 from support.configs import MODELS
+from support.short_training import Case
 from trilith.data import Batch
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.parallel_state.engine import computed_with, fsdp_modules
 from trilith.pipeline.driver import DrivenStage
 from trilith.testing import run_parallel
-from trilith.testing.short_training import Case
 from trilith.training import Precision, TrainStep, shard_over_data
 
 LOOP = {"virtual_stages": 2}

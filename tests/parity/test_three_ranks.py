@@ -2,9 +2,9 @@
 
 import pytest
 from support.configs import MODELS
+from support.short_training import Case
 from trilith.parallel_state import Layout
 from trilith.recipes.sections import MemorySection
-from trilith.testing.short_training import Case
 
 LORA = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import pytest
 from support.cases_on_ranks import CasesOnRanks
 from support.configs import MODELS
+from support.short_training import Case
 from support.traffic import sent_and_planned
 from trilith.parallel_state import Layout
 from trilith.recipes.sections import MemorySection
-from trilith.testing.short_training import Case
 
 #: What is trained: LoRA, or all but what a pattern finds. Most models have four blocks, from 0.
 TRAINS = {

@@ -11,11 +11,11 @@ import pytest
 from support.cases_on_ranks import CasesOnRanks
 from support.combinations import LONG, covering_array
 from support.configs import MODELS
+from support.short_training import Case
 from support.traffic import sent_and_planned
 from trilith.parallel_state import Layout
 from trilith.pipeline import SCHEDULE_NAMES, schedule_kind
 from trilith.recipes.sections import MemorySection
-from trilith.testing.short_training import Case
 
 #: Blocks that predict further tokens, experts, recurrences, tied embeddings.
 CONFIGS = {

@@ -86,7 +86,8 @@ def exits():
     sys.exit("enough")
 
 
-def test_a_rank_that_raises_is_named_with_its_traceback_and_its_exception():
+def test_a_rank_that_raises_is_named_with_its_traceback_and_its_exception_and_workers_survive_it():
+    before = run_parallel(get_pid, 4)
     with pytest.raises(RankError) as caught:
         run_parallel(raise_on, 4, 2)
     error = caught.value
@@ -100,24 +101,20 @@ def test_a_rank_that_raises_is_named_with_its_traceback_and_its_exception():
     assert isinstance(error.cause, BadInput) and error.cause.expected == "none"
     assert error.__cause__ is error.cause
     assert sorted(failure.rank for failure in error.failures) == [0, 1, 2, 3], "all ranks have their say"
+    assert run_parallel(get_pid, 4) == before
 
 
-@pytest.mark.parametrize("order", [(2, 0, 1), (1, 2, 0)])
-def test_the_rank_that_failed_first_in_time_comes_first(order):
+def test_the_rank_that_failed_first_in_time_comes_first():
     with pytest.raises(RankError) as caught:
-        run_parallel(raise_in_turn, 3, order)
-    assert caught.value.rank == order[0]
-    assert [failure.rank for failure in caught.value.failures] == list(order)
-    assert str(caught.value).startswith(f"rank {order[0]} raised ValueError: turn of rank {order[0]}")
+        run_parallel(raise_in_turn, 3, (2, 0, 1))
+    assert [failure.rank for failure in caught.value.failures] == [2, 0, 1] and caught.value.rank == 2
+    assert str(caught.value).startswith("rank 2 raised ValueError: turn of rank 2")
 
 
-def test_an_exception_that_cannot_be_rebuilt_still_tells_its_story():
+def test_what_cannot_be_rebuilt_and_sys_exit_are_failures_and_not_deaths():
     with pytest.raises(RankError, match="3 obstinate") as caught:
         run_parallel(raise_stubbornly, 1)
     assert caught.value.cause is None
-
-
-def test_sys_exit_in_a_rank_is_a_failure_not_a_death():
     with pytest.raises(RankError, match="raised SystemExit: enough"):
         run_parallel(exits, 2)
 
@@ -126,13 +123,6 @@ def test_where_torch_compares_them_a_mismatched_collective_is_named(monkeypatch)
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     codes = run_fresh(mismatch, 2)
     assert any("Detected mismatch between collectives" in code.output for code in codes), codes[0].output
-
-
-def test_workers_survive_an_exception():
-    before = run_parallel(get_pid, 4)
-    with pytest.raises(RankError):
-        run_parallel(raise_on, 4, 1)
-    assert run_parallel(get_pid, 4) == before
 
 
 def test_a_hang_names_the_ranks_and_shows_where_they_are_and_the_next_call_works():
@@ -152,17 +142,17 @@ def test_a_hang_names_the_ranks_and_shows_where_they_are_and_the_next_call_works
     assert not [pid for pid in before if os.path.exists(f"/proc/{pid}")], "and ended"
 
 
-def test_a_stopped_rank_is_silent_and_is_ended():
-    stopped = run_parallel(get_pid, 2)[1]
-    with pytest.raises(RankError, match=r"^rank 1 did not answer within 1 s"):
-        run_parallel(stop_on, 2, 1, timeout=1.0)
-    assert not os.path.exists(f"/proc/{stopped}")
-
-
-def test_ranks_that_wait_for_one_that_has_returned_are_named():
-    with pytest.raises(RankError, match=r"ranks 0, 2 did not answer") as caught:
-        run_parallel(return_early, 3, 1, timeout=1.0)
-    assert {failure.rank for failure in caught.value.failures} == {0, 2}
+@pytest.mark.parametrize(
+    ("function", "world", "silent"),
+    [(stop_on, 2, [1]), (return_early, 3, [0, 2])],
+    ids=["stopped", "waiting"],
+)
+def test_a_rank_that_is_stopped_or_waits_for_one_that_returned_is_named_and_ended(function, world, silent):
+    before = run_parallel(get_pid, world)
+    with pytest.raises(RankError, match=r"^ranks? [\d, ]+ did not answer within 1 s") as caught:
+        run_parallel(function, world, 1, timeout=1.0)
+    assert [failure.rank for failure in caught.value.failures] == silent
+    assert not [rank for rank in silent if os.path.exists(f"/proc/{before[rank]}")]
 
 
 def test_a_rank_stuck_while_another_has_failed_does_not_hold_up_the_report():

@@ -1,5 +1,6 @@
 """run_fresh: ranks of their own, whose exit codes and last words come back."""
 
+import atexit
 import os
 import signal
 import sys
@@ -27,6 +28,8 @@ def add_up():
 
 def end_each_in_its_way():
     match dist.get_rank():
+        case 0:
+            atexit.register(print, "at the very end")
         case 1:
             raise BadCheckpoint("step-10", expected="a manifest")
         case 2:
@@ -39,6 +42,15 @@ def end_each_in_its_way():
             os._exit(9)
         case 6:
             os.kill(os.getpid(), signal.SIGKILL)
+        case 7:
+            print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+            print(all(signal.getsignal(one) is signal.SIG_DFL for one in (signal.SIGTERM, signal.SIGCHLD)))
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        case 8:
+            atexit.register(print, "an exit function")
+            threading.Thread(target=lambda: time.sleep(0.2) or print("a thread")).start()
+            leave(5)
 
 
 def lose_a_peer():
@@ -73,40 +85,8 @@ def report_process():
     MARK["set"] = True
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TRILITH_PROBE")
     print(os.getpid(), os.getcwd(), *(os.environ.get(name) for name in names))
-    print(
-        threading.active_count(),
-        threading.current_thread() is threading.main_thread(),
-        torch.get_num_threads(),
-    )
-
-
-def report_checks():
-    print(dist.get_debug_level())
-
-
-def report_preloaded():
-    print("trilith.cli.app" in sys.modules)
-
-
-def ignore_nothing():
-    print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
-    print(all(signal.getsignal(name) is signal.SIG_DFL for name in (signal.SIGTERM, signal.SIGCHLD)))
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(10)
-
-
-def leave_early():
-    import atexit
-
-    atexit.register(print, "an exit function")
-    threading.Thread(target=lambda: time.sleep(0.2) or print("a thread")).start()
-    leave(5)
-
-
-def leave_a_last_word():
-    import atexit
-
-    atexit.register(print, "at the very end")
+    print(threading.current_thread() is threading.main_thread(), torch.get_num_threads())
+    print(dist.get_debug_level(), "trilith.cli.app" in sys.modules)
 
 
 def test_ranks_work_together_and_end_with_0():
@@ -127,12 +107,15 @@ def test_no_rank_goes_on_before_all_have_joined():
     assert gone == [0]
 
 
-def test_every_way_to_end_has_its_exit_code():
-    codes = run_fresh(end_each_in_its_way, 7)
-    assert codes == [0, 4, 1, 75, 1, 9, -signal.SIGKILL]
+def test_every_way_to_end_has_its_exit_code_and_last_words():
+    codes = run_fresh(end_each_in_its_way, 9)
+    assert codes == [0, 4, 1, 75, 1, 9, -signal.SIGKILL, -signal.SIGTERM, 5]
+    assert codes[0].output == "at the very end\n", "the interpreter ends as a script's does"
     assert "BadCheckpoint: step-10: expected a manifest" in codes[1].output
     assert "Traceback" in codes[2].output and "in end_each_in_its_way" in codes[2].output
     assert "a word" in codes[4].output
+    assert codes[7].output == "True\nTrue\n", "signals have their ordinary handlers"
+    assert codes[8].output == "a thread\nan exit function\n", "a rank that leaves early waits for both"
 
 
 def test_survivors_of_a_killed_rank_end_by_themselves():
@@ -153,37 +136,16 @@ def test_a_function_may_start_its_own_process_group_as_under_torchrun():
     assert codes == [0, 0] and codes[0].output == "rank 0 sees 2\n"
 
 
-def test_processes_are_new_each_time_with_this_processs_environment_and_folder(tmp_path, monkeypatch):
+def test_processes_are_new_each_time_with_this_process_s_environment_and_folder(tmp_path, monkeypatch):
+    assert "trilith.cli.app" in templates.preload
     monkeypatch.setenv("TRILITH_PROBE", "here")
     monkeypatch.chdir(tmp_path)
-    seen = [code.output.split() for _ in range(2) for code in run_fresh(report_process, 2)]
-    assert len({words[0] for words in seen}) == 4
-    assert [words[1:6] for words in seen[:2]] == [
-        [str(tmp_path), str(r), str(r), "2", "here"] for r in (0, 1)
-    ]
-    assert all(words[-2:] == ["True", "1"] for words in seen)
-
-
-def test_a_rank_has_imported_what_the_templates_were_told_to():
-    assert "trilith.cli.app" in templates.preload
-    assert run_fresh(report_preloaded, 1)[0].output == "True\n"
-
-
-@pytest.mark.parametrize("level", ["DETAIL", "OFF"])
-def test_the_environment_sets_how_much_torch_checks(monkeypatch, level):
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
-    assert run_fresh(report_checks, 1)[0].output.endswith(f"{level}\n")
-
-
-def test_signals_have_their_ordinary_handlers():
-    codes = run_fresh(ignore_nothing, 1)
-    assert codes == [-signal.SIGTERM] and codes[0].output == "True\nTrue\n"
-
-
-def test_a_rank_that_leaves_early_ends_its_threads_and_exit_functions():
-    (code,) = run_fresh(leave_early, 1)
-    assert code == 5 and code.output == "a thread\nan exit function\n"
-
-
-def test_the_interpreter_ends_as_a_scripts_does():
-    assert run_fresh(leave_a_last_word, 1)[0].output == "at the very end\n"
+    pids = set()
+    for level in ("DETAIL", "OFF"):
+        monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
+        for rank, code in enumerate(run_fresh(report_process, 2)):
+            pid, *words = code.output.split()
+            pids.add(pid)
+            environment = [str(tmp_path), str(rank), str(rank), "2", "here"]
+            assert words == [*environment, "True", "1", f"DebugLevel.{level}", "True"]
+    assert len(pids) == 4

@@ -1,6 +1,7 @@
 """run_parallel: functions go out to the ranks, results come back, and each call starts afresh."""
 
 import os
+import pickle
 import sys
 import time
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.configs import TINIEST_LLAMA
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from trilith.parallel_state import Layout, ParallelState
+from trilith.ranks.pickling import FunctionName
 from trilith.ranks.processes import Rendezvous
 from trilith.testing import RankError, run_parallel
 
@@ -108,20 +111,16 @@ class Holder:
         return x * 2
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 3])
 def test_each_rank_runs_the_function_and_results_come_back_in_rank_order(world):
     results = run_parallel(add_ranks, world, torch.tensor([0.5], dtype=torch.float64))
     assert [(rank, size) for rank, size, _ in results] == [(rank, world) for rank in range(world)]
     assert all(total.item() == 0.5 + sum(range(world)) for _, _, total in results)
 
 
-def test_four_ranks_unless_asked_otherwise():
-    assert len(run_parallel(describe_worker)) == 4
-
-
 def test_workers_are_started_once_run_one_thread_and_load_a_test_module_once():
-    first, second = run_parallel(describe_worker, 4), run_parallel(describe_worker, 4)
-    assert first == second
+    first, second = run_parallel(describe_worker), run_parallel(describe_worker, 4)
+    assert first == second, "four ranks unless asked otherwise"
     assert len({pid for pid, *_ in first}) == 4
     assert all(tuple(rest) == (1, "1", 1) for _, *rest in first)
     assert run_parallel(describe_worker, 2) == first[:2], "a narrower call uses the same workers"
@@ -172,22 +171,21 @@ def test_functions_with_a_public_name_run_whatever_their_form():
     assert run_parallel(os.path.join, 1, "a", "b") == ["a/b"]
 
 
-def test_functions_that_have_no_name_elsewhere_are_refused():
+def test_functions_that_have_no_name_elsewhere_are_refused_and_a_world_without_ranks():
     def inner():
         return 0
 
-    for fn in (inner, lambda: 0):
-        with pytest.raises(ValueError, match="is a lambda or lives in another function"):
-            run_parallel(fn, 2)
-    for fn in (partial(add_ranks, 1), Holder().static.__get__(1), len):
-        with pytest.raises(ValueError, match="is not a plain function"):
-            run_parallel(fn, 2)
-
-
-def test_a_function_shadowed_by_another_is_refused():
     original = decorated.__wrapped__  # the name `decorated` now leads to the wrapper
-    with pytest.raises(ValueError, match="something else under that name"):
-        run_parallel(original, 1, 1)
+    for says, *functions in (
+        ("is a lambda or lives in another function", inner, lambda: 0),
+        ("is not a plain function", partial(add_ranks, 1), Holder().static.__get__(1), len),
+        ("something else under that name", original),
+    ):
+        for function in functions:
+            with pytest.raises(ValueError, match=says):
+                run_parallel(function, 2)
+    with pytest.raises(ValueError, match="found 0"):
+        run_parallel(describe_worker, 0)
 
 
 def test_the_store_listens_on_this_machine_only():
@@ -200,11 +198,6 @@ def test_the_store_listens_on_this_machine_only():
         local.removesuffix(port) for _, local, _, state, *_ in rows if local.endswith(port) and state == "0A"
     ]
     assert listening == ["0100007F"]
-
-
-def test_a_world_without_ranks_is_refused():
-    with pytest.raises(ValueError, match="found 0"):
-        run_parallel(describe_worker, 0)
 
 
 def test_what_ranks_print_reaches_stderr_under_their_names(capsys):
@@ -231,6 +224,41 @@ def test_a_later_call_does_not_meet_an_earlier_calls_groups():
     assert run_parallel(sum_over_axis, 4, 0) == [8.0, 8.0, 40.0, 40.0]
     assert run_parallel(sum_over_axis, 4, 1) == [8.0, 8.0, 40.0, 40.0]
     assert run_parallel(sum_over_axis, 4, 2) == [8.0, 8.0, 40.0, 40.0]
+
+
+NESTED = "folder_of_nobody.deep.test_it"
+NESTED_SOURCE = """
+class Kept:
+    def __eq__(self, other):
+        return isinstance(other, Kept)
+
+def make():
+    return Kept()
+"""
+
+
+def test_a_file_in_folders_that_nobody_can_import_is_loaded_under_its_whole_name(tmp_path, request):
+    """pytest names test files so; without the packages above it pickle would find nothing in the module."""
+    for parts in (1, 2, 3):
+        request.addfinalizer(partial(sys.modules.pop, ".".join(NESTED.split(".")[:parts]), None))
+    file = tmp_path / "test_it.py"
+    file.write_text(NESTED_SOURCE)
+    make = FunctionName(NESTED, str(file), "make").load()
+    assert pickle.loads(pickle.dumps(make())) == make()
+    assert pickle.loads(pickle.dumps(make)) is make
+
+
+def call(function, times):
+    assert callable(function)
+    return [function() for _ in range(times)]
+
+
+def give():
+    return dict(TINIEST_LLAMA)
+
+
+def test_functions_of_a_test_file_travel_as_arguments():
+    assert run_parallel(call, 2, give, 2) == [[TINIEST_LLAMA] * 2] * 2
 
 
 def hold_a_group_in_a_cycle():

@@ -1,10 +1,14 @@
 """Recipes: what they accept, and one line for what they do not."""
 
 import json
+from operator import attrgetter
 
 import pytest
-from trilith.parallel_state import BadInput
+from support.configs import TINY_LLAMA
+from support.refusals import Refused, refusals
+from support.short_runs import tiny_recipe
 from trilith.recipes import load_recipe
+from trilith.recipes.recipe import parse_recipe, read_config
 
 RECIPE = """
 out = "run"
@@ -26,10 +30,8 @@ def recipe(tmp_path):
 
 
 def test_overrides_are_toml_values_and_bare_words(recipe):
-    loaded = load_recipe(
-        recipe,
-        ["layout.tensor=2", "layout.split=[1, 2]", "out=other/run", "optimizer.lr=1e-4", "stop_after=3"],
-    )
+    words = ["layout.tensor=2", "layout.split=[1, 2]", "out=other/run", "optimizer.lr=1e-4", "stop_after=3"]
+    loaded = load_recipe(recipe, words)
     assert (loaded.layout.tensor, loaded.split, loaded.out) == (2, [1, 2], "other/run")
     assert (loaded.optimizer.lr, loaded.stop_after) == (1e-4, 3)
 
@@ -41,101 +43,131 @@ def test_zero_puts_the_data_ranks_on_the_right_axis(recipe):
     assert (sharded.data_replicate, sharded.data_shard) == (2, 2)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        pytest.param("stepz=1", r"stepz: expected a known key", id="unknown-key"),
-        pytest.param("data.batch=1", r"data\.batch: expected a known key", id="unknown-key-inside"),
-        pytest.param("steps=ten", r"steps: .*found 'ten'", id="not-a-number"),
-        pytest.param("steps=0", r"steps", id="E11-zero"),
-        pytest.param("layout.tensor=-1", r"layout\.tensor", id="E11-negative"),
-        pytest.param("layout.zero=4", r"layout\.zero", id="E14-zero-stage"),
-        pytest.param(
-            "layout.data=3", r"data\.global_batch: expected a multiple of data=3", id="E13-global-batch"
-        ),
-        pytest.param(
-            "layout.pipeline=16", r"micro-batches a step: expected at least 16 with 1f1b", id="E12-few"
-        ),
-        pytest.param("optimizer.decay=3", r"optimizer\.decay: expected schedule", id="decay-of-no-wsd"),
-        pytest.param("optimizer.scale_lr=sqrt", r"scale_lr and reference_batch together", id="half-a-rule"),
-        pytest.param("loss_scale.initial=1000", r"expected a power of two, found 1000", id="loss-scale"),
-        pytest.param("loss_scale.initial=0.5", r"between minimum=1 and", id="loss-scale-range"),
-        pytest.param("optimizer.clip=-1", r"optimizer\.clip", id="clip"),
-        pytest.param("nonsense", r"expected key=value", id="no-value"),
-        pytest.param("steps.more=1", r"expected a section", id="not-a-section"),
-    ],
-)
-def test_what_is_wrong_is_named(recipe, override, message):
-    with pytest.raises(BadInput, match=message) as error:
-        load_recipe(recipe, [override])
-    assert "\n" not in str(error.value)
-
-
-def test_sequence_parallelism_needs_a_sequence_that_divides_E9(recipe):
-    with pytest.raises(BadInput, match=r"data\.sequence_length: expected a multiple of tensor=4"):
-        load_recipe(recipe, ["layout.tensor=4", "layout.sequence=true", "data.sequence_length=30"])
-
-
-def test_context_ranks_need_a_sequence_of_as_many_pairs_of_chunks_E7(recipe):
-    assert load_recipe(recipe, ["layout.context=4"]).layout.context == 4
-    with pytest.raises(BadInput) as error:
-        load_recipe(recipe, ["layout.context=4", "data.sequence_length=30"])
-    assert "sequence_length: expected a multiple of 2 x context=4, found 30" in str(error.value)
-    assert str(error.value).endswith("Nearest legal data.sequence_length: 24 or 32")
-    ring = load_recipe(recipe, ["layout.context=2", "layout.ring=true"])
-    assert ring.layout.ring
-    with pytest.raises(BadInput, match=r"layout\.ring: expected a valid boolean, found 'circle'"):
-        load_recipe(recipe, ["layout.ring=circle"])
-
-
-def test_a_recipe_that_is_not_there_or_not_toml_is_named(tmp_path):
-    with pytest.raises(BadInput, match=r"none\.toml: expected a file, found nothing"):
-        load_recipe(tmp_path / "none.toml")
-    (tmp_path / "bad.toml").write_text("out = [")
-    with pytest.raises(BadInput, match=r"bad\.toml: expected TOML"):
-        load_recipe(tmp_path / "bad.toml")
-
-
-def test_a_last_phase_must_fit_between_warmup_and_end(recipe):
-    wsd = ["optimizer.schedule=wsd", "optimizer.warmup=7"]
-    assert load_recipe(recipe, [*wsd, "optimizer.decay=3"]).optimizer.decay == 3
-    with pytest.raises(BadInput, match=r"optimizer\.decay: expected at most the 3 steps after the warm-up"):
-        load_recipe(recipe, [*wsd, "optimizer.decay=4"])
-
-
-def test_fp16_keeps_masters_that_hold_what_it_cannot(recipe):
-    assert load_recipe(recipe, ["compute=float16"]).dtype == "float32"
-    with pytest.raises(BadInput, match=r"dtype: expected float32 with compute = float16, found bfloat16"):
-        load_recipe(recipe, ["compute=float16", "dtype=bfloat16"])
-
-
 def test_clipping_is_turned_off_by_zero_or_its_name(recipe):
     assert load_recipe(recipe, ["optimizer.clip=none"]).optimizer.clip == 0.0
     assert load_recipe(recipe, ["optimizer.clip=0"]).optimizer.clip == 0.0
 
 
+#: The last phase of a schedule that begins after a warm-up of 7 of 10 steps.
+WSD = ["optimizer.schedule=wsd", "optimizer.warmup=7"]
+
+
 @pytest.mark.parametrize(
-    ("idle", "beside"),
+    ("words", "key", "value"),
     [
-        ("memory.checkpoint_every=2", "memory.checkpointing=every"),
-        ("watch.activation_norms=true", "watch.norms=5"),
+        (["layout.context=4"], "layout.context", 4),
+        (["layout.context=2", "layout.ring=true"], "layout.ring", True),
+        (["compute=float16"], "dtype", "float32"),
+        ([*WSD, "optimizer.decay=3"], "optimizer.decay", 3),
+        (["memory.checkpoint_every=2", "memory.checkpointing=every"], "memory.checkpoint_every", 2),
+        (["memory.checkpointing=every"], "memory.checkpointing", "every"),
+        (["watch.norms=5"], "watch.norms", 5),
+        (["watch.activation_norms=true", "watch.norms=5"], "watch.activation_norms", True),
     ],
 )
-def test_a_key_that_would_do_nothing_is_refused(recipe, idle, beside):
-    with pytest.raises(BadInput, match=f"{idle.split('=')[0]}: expected .* beside it, found"):
-        load_recipe(recipe, [idle])
-    load_recipe(recipe, [beside])
-    load_recipe(recipe, [idle, beside])
+def test_values_at_the_limits_of_refused_ones_are_accepted(recipe, words, key, value):
+    assert attrgetter(key)(load_recipe(recipe, words)) == value
 
 
-PATHS = [
-    *("out", "model.init_from", "model.config", "model.tokenizer", "data.tokens", "evaluation.tokens"),
-    "lora.init_from",
+def write_recipe(folder):
+    (folder / "recipe.toml").write_text(RECIPE)
+
+
+def refused(why, words, says):
+    words = [words] if isinstance(words, str) else words
+    return Refused(why, lambda folder: load_recipe(folder / "recipe.toml", words), says, given=write_recipe)
+
+
+def refused_model(why, model, says):
+    """Return a row of another ``[model]`` section, read with the config of its model."""
+
+    def read(folder):
+        recipe = parse_recipe({**tiny_recipe(folder / "run", folder / "tokens"), "model": model})
+        read_config(recipe.model)
+
+    return Refused(why, read, says)
+
+
+LLAMA_1B = {"size": "llama-3.2-1b"}
+UNREAD = "recipe: model.config: rope_thetta: expected a key that llama reads, .*Nearest: rope_theta"
+PATHS = ["out", *(f"model.{key}" for key in ("init_from", "config", "tokenizer"))]
+PATHS += ["data.tokens", "evaluation.tokens", "lora.init_from"]
+ROWS = [
+    refused("unknown key", "stepz=1", r"stepz: expected a known key"),
+    refused("unknown key in a section", "data.batch=1", r"data\.batch: expected a known key"),
+    refused("no number", "steps=ten", r"steps: .*found 'ten'"),
+    refused("E11 zero", "steps=0", r"steps"),
+    refused("E11 negative", "layout.tensor=-1", r"layout\.tensor"),
+    refused("E14 ZeRO stage", "layout.zero=4", r"layout\.zero"),
+    refused("E13 global batch", "layout.data=3", r"data\.global_batch: expected a multiple of data=3"),
+    refused("E12 few micro-batches", "layout.pipeline=16", "a step: expected at least 16 with 1f1b"),
+    refused("decay without wsd", "optimizer.decay=3", r"optimizer\.decay: expected schedule"),
+    refused("half a rule", "optimizer.scale_lr=sqrt", "scale_lr and reference_batch together"),
+    refused("loss scale", "loss_scale.initial=1000", "expected a power of two, found 1000"),
+    refused("loss scale below its range", "loss_scale.initial=0.5", "between minimum=1 and"),
+    refused("clip", "optimizer.clip=-1", r"optimizer\.clip"),
+    refused("no value", "nonsense", "expected key=value"),
+    refused("no section", "steps.more=1", "expected a section"),
+    refused(
+        "E9 sequence parallelism",
+        ["layout.tensor=4", "layout.sequence=true", "data.sequence_length=30"],
+        r"data\.sequence_length: expected a multiple of tensor=4",
+    ),
+    refused(
+        "E7 pairs of chunks",
+        ["layout.context=4", "data.sequence_length=30"],
+        r"a multiple of 2 x context=4, found 30.* Nearest legal data\.sequence_length: 24 or 32$",
+    ),
+    refused("ring", "layout.ring=circle", r"layout\.ring: expected a valid boolean, found 'circle'"),
+    refused(
+        "a last phase that begins in the warm-up",
+        [*WSD, "optimizer.decay=4"],
+        r"optimizer\.decay: expected at most the 3 steps after the warm-up",
+    ),
+    refused(
+        "masters too narrow for fp16",
+        ["compute=float16", "dtype=bfloat16"],
+        "dtype: expected float32 with compute = float16, found bfloat16",
+    ),
+    refused(
+        "blocks to recompute without recomputing",
+        "memory.checkpoint_every=2",
+        "memory.checkpoint_every: expected .* beside it, found",
+    ),
+    refused(
+        "activations without norms",
+        "watch.activation_norms=true",
+        "watch.activation_norms: expected .* beside it, found",
+    ),
+    *(
+        refused(f"{key}={text!r}", f"{key}={json.dumps(text)}", rf"{key}\S*: expected .*a path, not empty")
+        for key in PATHS
+        for text in ("", "a\0b")
+    ),
+    refused_model("two models", LLAMA_1B | {"init_from": "x"}, "model.size: expected no init_from beside it"),
+    refused_model(
+        "a config beside a size",
+        LLAMA_1B | {"config": "config.json"},
+        "model.size: expected no path in model.config",
+    ),
+    refused_model(
+        "no size of that name",
+        {"size": "llama-3.2-2b"},
+        "model.size: expected the name of a published size, .* llama-3.2-1b",
+    ),
+    refused_model("no model", {}, "model: expected init_from, config or size"),
+    refused_model("a key that a size does not read", LLAMA_1B | {"config": {"rope_thetta": 5e5}}, UNREAD),
+    refused_model("a key that a config does not read", {"config": TINY_LLAMA | {"rope_thetta": 5e5}}, UNREAD),
+    Refused(
+        "no file",
+        lambda folder: load_recipe(folder / "none.toml"),
+        r"none\.toml: expected a file, found nothing",
+    ),
+    Refused(
+        "no TOML",
+        lambda folder: load_recipe(folder / "bad.toml"),
+        r"bad\.toml: expected TOML",
+        given=lambda folder: (folder / "bad.toml").write_text("out = ["),
+    ),
 ]
-
-
-@pytest.mark.parametrize("text", ["", "a\0b"], ids=["empty", "NUL"])
-@pytest.mark.parametrize("key", PATHS)
-def test_a_path_that_names_no_file_is_refused_by_its_key(recipe, key, text):
-    with pytest.raises(BadInput, match=rf"{key.replace('.', '[.]')}\S*: expected .*a path, not empty"):
-        load_recipe(recipe, [f"{key}={json.dumps(text)}"])
+test_a_bad_recipe_is_refused = refusals(ROWS)

@@ -9,7 +9,6 @@ from trilith.checkpoints import read_source
 from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
 from trilith.models import GPT2Config, published_size
-from trilith.parallel_state import BadInput
 from trilith.recipes.recipe import parse_recipe, read_config
 from trilith.training.dry_run import dry_run
 
@@ -51,29 +50,8 @@ def test_a_run_of_a_size_writes_every_field_into_its_checkpoints(tmp_path):
     assert {key: written[key] for key in wanted.fields} == {**wanted.fields, **SMALL}
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        ({"size": "llama-3.2-1b", "init_from": "weights"}, "model.size: expected no init_from beside it"),
-        ({"size": "llama-3.2-1b", "config": "config.json"}, "model.size: expected no path in model.config"),
-        ({"size": "llama-3.2-2b"}, "model.size: expected the name of a published size, .* llama-3.2-1b"),
-        ({}, "model: expected init_from, config or size"),
-    ],
-)
-def test_a_size_beside_another_model_and_a_size_that_is_none_are_refused(tmp_path, model, words):
-    with pytest.raises(BadInput, match=words):
-        parse_recipe(recipe_of(tmp_path, model))
-
-
-@pytest.mark.parametrize("stated", [{"size": "llama-3.2-1b", "config": {}}, {"config": TINY_LLAMA}])
-def test_a_key_that_the_family_does_not_read_is_refused_in_a_recipe(tmp_path, stated):
-    """In a config.json, which other programs write too, it gives a warning."""
-
-    def config(**more):
-        model = {**stated, "config": stated["config"] | more}
-        return read_config(parse_recipe(recipe_of(tmp_path, model)).model)
-
-    words = "recipe: model.config: rope_thetta: expected a key that llama reads, .*Nearest: rope_theta"
-    with pytest.raises(BadInput, match=words):
-        config(rope_thetta=5e5)
-    assert config(rope_theta=5e5, use_sliding_window=False, bos_token_id=1)["rope_theta"] == 5e5
+@pytest.mark.parametrize("model", [{"size": "llama-3.2-1b"}, {"config": TINY_LLAMA}], ids=["size", "config"])
+def test_keys_that_a_family_reads_or_knows_to_be_harmless_are_accepted(tmp_path, model):
+    more = {"rope_theta": 5e5, "use_sliding_window": False, "bos_token_id": 1}
+    config = {"config": model.get("config", {}) | more}
+    assert read_config(parse_recipe(recipe_of(tmp_path, model | config)).model)["rope_theta"] == 5e5

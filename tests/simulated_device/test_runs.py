@@ -3,6 +3,7 @@
 import torch
 from support.configs import TINIEST_LLAMA
 from support.short_runs import tiny_recipe
+from support.short_training import Case, build_rank
 from trilith.checkpoints import begin_moments, load_training
 from trilith.checkpoints.rank_files import write_file
 from trilith.checkpoints.save import Contents, Saver
@@ -10,7 +11,6 @@ from trilith.generation import Sampling, generate
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import Layout
 from trilith.recipes.recipe import parse_recipe
-from trilith.testing.short_training import Case, build_rank
 from trilith.testing.simulated_device import WAITS, simulated_rank
 from trilith.training.trainer import Trainer
 

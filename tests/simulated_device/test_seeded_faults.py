@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.configs import TINIEST_LLAMA
+from support.short_training import Case
+from support.simulated_steps import step_counts
 from trilith.layers import GatedMLP
-from trilith.testing.short_training import Case
 from trilith.testing.simulated_device import Mixed
 from trilith.testing.simulated_device.device import NewWait
-from trilith.testing.simulated_device.step import step_counts
 
 CASE = Case(TINIEST_LLAMA, samples=2, dtype=torch.float32, compute=torch.bfloat16)
 

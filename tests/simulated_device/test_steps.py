@@ -11,12 +11,12 @@ import pytest
 import torch
 from support.combinations import LONG, Choice, covering_array
 from support.configs import MODELS
+from support.short_training import Case
+from support.simulated_steps import step_counts
 from trilith.layers.experts import grouped_matmul
 from trilith.layers.experts.grouped_matmul import kernel_takes
 from trilith.parallel_state import Layout
 from trilith.pipeline import SCHEDULE_NAMES
-from trilith.testing.short_training import Case
-from trilith.testing.simulated_device.step import step_counts
 
 BF16 = {"dtype": torch.float32, "compute": torch.bfloat16}
 

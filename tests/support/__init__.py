@@ -1,1 +1,1 @@
-"""What only tests use: harnesses that say one promise each, tiny models, and other people's software."""
+"""Harnesses that say one promise each, tiny models, and other people's software, for tests alone."""

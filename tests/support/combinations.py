@@ -14,9 +14,9 @@ from typing import Any
 
 from trilith.pipeline import SCHEDULE_NAMES, schedule_kind
 from trilith.recipes.sections import LayoutSection, MemorySection
-from trilith.testing.short_training import Case
 
 from support.configs import EXPERTS, MODELS
+from support.short_training import Case
 
 # The array has one of several families with the same blocks and layers; test_families has every family.
 FAMILIES = (

@@ -1,4 +1,4 @@
-"""What a folder holds."""
+"""Hash the files of a folder."""
 
 from __future__ import annotations
 

@@ -82,5 +82,5 @@ def stop_tokenizing(inputs: list[Path], tokenizer: Path, out: Path, after: int =
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tokenize(inputs, tokenizer, out, workers=1, on_progress=stop, **options)
+        tokenize([*inputs], tokenizer, out, workers=1, on_progress=stop, **options)
     assert [*out.parent.glob(f"{out.name}.tmp-*/journal")]

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from trilith.parallel_state import ParallelState, clip_gradients, initialize
 from trilith.planner import Traffic, Work, step_traffic
 from trilith.testing.operators import Operators
-from trilith.testing.short_training import Case, build_rank, model_of, rank_batch
+
+from support.short_training import Case, build_rank, model_of, rank_batch
 
 #: Number and bytes of the collectives of an axis and a kind.
 Totals = dict[tuple[str, str], tuple[int, int]]

@@ -2,122 +2,67 @@
 
 import inspect
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from support.configs import config
+from support.families import transformers_model
 from trilith.cli.app import run
 from trilith.cli.parity import parity as parity_command
 from trilith.models import CausalLM
 from trilith.parallel_state import BadInput, Layout
 from trilith.recipes.sections import LayoutSection
-from trilith.testing.parity.case import Question, differences, first_beyond
+from trilith.testing.parity.case import Question, compared, first_beyond
 from trilith.testing.parity.check import parity
 from trilith.testing.parity.ours import observe_ours, observe_rank
 from trilith.testing.parity.transformers import observe_hf
-
-MODELS = {
-    "llama": lambda: LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=131,
-            hidden_size=24,
-            intermediate_size=40,
-            num_hidden_layers=5,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            head_dim=6,
-            max_position_embeddings=64,
-            attention_bias=True,
-        )
-    ),
-    "mixtral": lambda: MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=131,
-            hidden_size=24,
-            intermediate_size=20,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            max_position_embeddings=64,
-            output_router_logits=True,
-        )
-    ),
-    "glm4_moe": lambda: Glm4MoeForCausalLM(
-        Glm4MoeConfig(
-            vocab_size=131,
-            hidden_size=24,
-            intermediate_size=40,
-            moe_intermediate_size=12,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            n_routed_experts=8,
-            n_group=4,
-            topk_group=2,
-            num_experts_per_tok=3,
-            head_dim=8,
-            max_position_embeddings=64,
-            use_qk_norm=True,
-        )
-    ),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=131, n_embd=24, n_layer=3, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
-        )
-    ),
-}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    for name, make in MODELS.items():
-        torch.manual_seed(0)
-        model = make()
-        for parameter in model.parameters():
-            parameter.data.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.1))
-        for key, buffer in model.named_buffers():
-            if key.endswith("e_score_correction_bias"):
-                buffer.add_(torch.randn_like(buffer) * 0.2)
-        model.save_pretrained(root / name)
+    for name in ("llama", "gpt2", "mixtral", "glm4_moe"):
+        transformers_model(config(name, vocab_size=131)).save_pretrained(root / name)
     return root
+
+
+@pytest.fixture(scope="module")
+def singles(folders):
+    """Observe a model in transformers and on one process, once for each batch."""
+    return cache(lambda question: (observe_hf(question), observe_ours(question)))
+
+
+def asked(folder, layout=None, **changes):
+    changes = {"dtype": torch.float64, "samples": 4, "length": 16} | changes
+    return Question(str(folder), layout or Layout(), **changes)
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
         ("llama", Layout.of(tensor=2, pipeline=2, sequence=True)),
-        ("gpt2", Layout.of(tensor=2, data=2, zero=3)),
         ("llama", Layout.of(tensor=2, context=2, sequence=True, ring=True)),
-        ("mixtral", Layout.of(data=2, expert=2, zero=1)),
         ("llama", Layout(pipeline=2, virtual_stages=2, v_shape=True)),
-        ("glm4_moe", Layout.of(tensor=2, data=2, expert=2, zero=1, sequence=True)),
+        ("mixtral", Layout.of(data=2, expert=2, zero=1)),
+        # In the default suite tests/models/test_families.py compares these families with transformers.
+        pytest.param("gpt2", Layout.of(tensor=2, data=2, zero=3), marks=pytest.mark.slow),
+        pytest.param(
+            "glm4_moe", Layout.of(tensor=2, data=2, expert=2, zero=1, sequence=True), marks=pytest.mark.slow
+        ),
     ],
 )
-def test_a_model_is_that_of_transformers_in_any_layout(folders, name, layout):
+def test_a_model_in_a_layout_is_that_of_transformers(folders, singles, name, layout):
+    theirs, single = singles(asked(folders / name))
     schedule = "dualpipev" if layout.v_shape else "1f1b"
-    question = Question(
-        str(folders / name), layout, dtype=torch.float64, samples=4, length=16, schedule=schedule
-    )
-    against_hf, against_one = parity(question)
-    for one in (against_hf, against_one):
-        assert one.first is None, one.first
-        seen = {each.name for each in one.found if each.kind == "output"}
+    cut = observe_ours(asked(folders / name, layout, schedule=schedule))
+    for found, tolerance in (([*compared(theirs, single)], 1e-5), ([*compared(single, cut)], 1e-10)):
+        assert first_beyond(found, tolerance) is None
+        seen = {one.name for one in found if one.kind == "output"}
         assert {"embed", "layers.2", "layers.1.attention.qkv.k", "norm", "logits"} <= seen
         assert "layers.0.mlp.down" in seen or name == "mixtral", "experts are stacks, no modules"
-    assert against_one.tolerance == 1e-10
-    assert len([each for each in against_one.found if each.kind == "gradient"]) > 25
+    assert len([one for one in found if one.kind == "gradient"]) > 25
 
 
 @pytest.mark.parametrize(
@@ -127,15 +72,14 @@ def test_a_model_is_that_of_transformers_in_any_layout(folders, name, layout):
         ("model.layers.2.self_attn.k_proj.weight", "layers.2.attention.qkv.k"),
     ],
 )
-def test_the_first_module_that_differs_is_named(folders, tmp_path, sick, named):
+def test_the_first_module_that_differs_is_named(folders, singles, tmp_path, sick, named):
     """One number of one weight is wrong, in one of the two models."""
     tensors = load_file(folders / "llama" / "model.safetensors")
     tensors[sick][0, 0] += 1.0
     (tmp_path / "config.json").write_bytes((folders / "llama" / "config.json").read_bytes())
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    question = Question(str(folders / "llama"), samples=2, length=16)
-    found = [*differences(observe_hf(question), observe_ours(replace(question, folder=str(tmp_path))))]
-    first = first_beyond(found, 1e-4)
+    theirs, _ = singles(asked(folders / "llama"))
+    first = first_beyond([*compared(theirs, observe_ours(asked(tmp_path)))], 1e-4)
     assert first is not None and first.kind == "output"
     assert first.name == named
 
@@ -153,38 +97,34 @@ def third_stage_backwards(question):
         return observe_rank(question)
 
 
-def test_with_several_stages_a_rank_the_first_module_that_differs_is_named(folders, monkeypatch):
+def test_with_several_stages_a_rank_the_first_module_that_differs_is_named(folders, singles, monkeypatch):
     layout = Layout(pipeline=2, virtual_stages=2)
-    question = Question(
-        str(folders / "llama"), layout, (1, 1, 2, 1), "interleaved", torch.float64, samples=2, length=8
-    )
-    single = observe_ours(replace(question, layout=Layout(), split=None))
-    right = [*differences(single, observe_ours(question))]
+    question = asked(folders / "llama", layout, split=(1, 1, 2, 1), schedule="interleaved")
+    _, single = singles(asked(folders / "llama"))
+    right = [*compared(single, observe_ours(question))]
     assert first_beyond(right, 1e-10) is None and any(one.name == "layers.4" for one in right)
     monkeypatch.setattr("trilith.testing.parity.ours.observe_rank", third_stage_backwards)
-    first = first_beyond([*differences(single, observe_ours(question))], 1e-10)
+    first = first_beyond([*compared(single, observe_ours(question))], 1e-10)
     assert first is not None and (first.kind, first.name) == ("output", "layers.2.attention_norm")
 
 
-def test_a_loss_or_gradient_that_is_no_number_differs(folders):
-    whole = observe_ours(Question(str(folders / "llama"), samples=2, length=8))
-    sick = replace(whole, loss=float("nan"))
-    first = first_beyond([*differences(whole, sick)], 1e-4)
+def test_a_loss_or_gradient_that_is_no_number_differs(folders, singles):
+    _, whole = singles(asked(folders / "llama"))
+    first = first_beyond([*compared(whole, replace(whole, loss=float("nan")))], 1e-4)
     assert first is not None and first.kind == "loss"
     name = "layers.0.attention.out.weight"
-    sick = replace(
-        whole, gradients=whole.gradients | {name: torch.full_like(whole.gradients[name], torch.nan)}
-    )
-    first = first_beyond([*differences(whole, sick)], 1e-4)
+    sick = whole.gradients | {name: torch.full_like(whole.gradients[name], torch.nan)}
+    first = first_beyond([*compared(whole, replace(whole, gradients=sick))], 1e-4)
     assert first is not None and first.name == name
 
 
-def test_a_folder_may_be_named_from_the_directory_at_hand(folders, monkeypatch):
-    whole = observe_ours(Question(str(folders / "llama"), samples=2, length=8))  # starts the pool, elsewhere
+def test_a_folder_may_be_named_from_the_directory_at_hand(folders, singles, monkeypatch):
+    _, whole = singles(asked(folders / "llama"))  # starts the pool, elsewhere
     monkeypatch.chdir(folders)
     (one,) = parity(Question("llama", samples=2, length=8))
-    compared = {each.name for each in one.found if each.kind == "output"}
-    assert one.first is None and whole.outputs.keys() == compared
+    assert one.first is None and whole.outputs.keys() == {
+        each.name for each in one.found if each.kind == "output"
+    }
 
 
 def test_the_command(folders, capsys):

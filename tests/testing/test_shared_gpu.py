@@ -4,9 +4,9 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from support.shared_gpu import STAGED
 from torch.utils._python_dispatch import TorchDispatchMode
 from trilith.testing import run_parallel
-from trilith.testing.shared_gpu import STAGED
 
 
 class ThroughHost(TorchDispatchMode):

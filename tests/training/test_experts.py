@@ -12,7 +12,7 @@ from trilith.parallel_state import BadInput, Box, Layout, ParallelState
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.metrics import read_metrics
 from trilith.testing import run_parallel
-from trilith.testing.short_training import assemble, pieces
+from trilith.testing.layouts import assemble, pieces
 from trilith.training import Precision, shard_over_data
 from trilith.training.run_plan import plan
 

@@ -32,7 +32,7 @@ from trilith.parallel_state import (
 )
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
-from trilith.testing.short_training import assemble, pieces
+from trilith.testing.layouts import assemble, pieces
 from trilith.training import ModuleStep, Precision, make_adamw, shard_over_data
 
 

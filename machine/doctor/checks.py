@@ -1,0 +1,51 @@
+"""Run every check of the doctor, one after the other."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from ...system import refusal_of
+from ..finding import Finding
+from .devices import check_devices
+from .disk import check_files
+from .limits import check_limits, check_variables
+from .ranks import check_ranks
+from .software import check_software
+
+#: Groups of checks: the title, and the function that makes the findings from the folders to look at.
+GROUPS: tuple[tuple[str, Callable[[list[Path]], Iterable[Finding]]], ...] = (
+    ("software", lambda folders: check_software()),
+    ("devices", lambda folders: check_devices()),
+    ("machine", lambda folders: check_limits()),
+    ("environment", lambda folders: check_variables()),
+    ("files", check_files),
+    ("ranks", lambda folders: check_ranks()),
+)
+
+
+def diagnose(
+    folders: Iterable[Path] = (), *, say: Callable[[str], None] = lambda group: None
+) -> list[Finding]:
+    """Check this machine for what training needs; return a finding for each check.
+
+    ``folders``: folders besides the working directory, torch's cache and the temporary folder whose file
+    systems to check. ``say`` is told each group of checks before it runs. A check that itself fails is a
+    finding, so the others still run.
+    """
+    found: list[Finding] = []
+    for group, check in GROUPS:
+        say(group)
+        try:
+            found += check([*folders])
+        except Exception as error:
+            refusal = refusal_of(error)
+            if refusal is not None:
+                found.append(Finding(group, "the check itself", "fault", refusal.reason, refusal.todo))
+                continue
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            text = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+            todo = "Please send this line to the developers"
+            found.append(Finding(group, "the check itself", "warning", f"could not be made: {text}", todo))
+    return found

@@ -1,0 +1,111 @@
+"""Check the GPUs: driver, memory and who uses it, the links between them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ...planner.flops import peak_named
+from ..child import in_ranks
+from ..facts import driver, smi
+from ..finding import Finding
+
+GROUP = "devices"
+_GB = 1e9
+#: Share of a GPU's memory that other programs may hold without harm: the driver's own, a desktop's.
+_USED_BY_OTHERS = 0.05
+
+
+def check_devices() -> Iterator[Finding]:
+    """Yield each GPU with its memory, and how the GPUs are linked; one line where there is none."""
+    if not torch.cuda.is_available():
+        yield _no_cuda()
+        return
+    if said := driver():
+        yield Finding(GROUP, "driver", "ok", said)
+    else:
+        yield Finding(GROUP, "driver", "warning", "nvidia-smi does not answer",
+                      "Install nvidia-smi beside the driver, to see clocks, links and errors")  # fmt: skip
+    ran = in_ranks(_gpus, 1, {}, seconds=120.0)
+    if ran.error:
+        todo = "Run nvidia-smi, and python -c 'import torch; torch.zeros(1).cuda()'"
+        yield Finding(GROUP, "GPU", "fault", f"cannot be used: {ran.error}", todo)
+        return
+    for found in ran.result["findings"]:
+        yield Finding(**found)
+    if torch.cuda.device_count() > 1:
+        yield from _links()
+
+
+def _no_cuda() -> Finding:
+    names = smi("-L").splitlines()
+    if names:
+        todo = "Install a CUDA build of torch, and check CUDA_VISIBLE_DEVICES"
+        return Finding(GROUP, "GPU", "fault", f"torch sees none of {len(names)}", todo)
+    return Finding(GROUP, "GPU", "ok", 'none: recipes run on the CPU (device = "cpu", the default)')
+
+
+def _gpus() -> dict[str, Any]:
+    """Return the findings of each GPU as data; made in a process of its own, because a process that has
+    talked to a GPU keeps memory on it.
+    """
+    count = torch.cuda.device_count()
+    return {"findings": [asdict(found) for number in range(count) for found in _gpu(number)]}
+
+
+def _gpu(number: int) -> Iterator[Finding]:
+    name = torch.cuda.get_device_name(number)
+    free, total = torch.cuda.mem_get_info(number)
+    major, minor = torch.cuda.get_device_capability(number)
+    text = f"{name}, compute capability {major}.{minor}, {free / _GB:.1f} of {total / _GB:.1f} GB free"
+    if free < (1 - _USED_BY_OTHERS) * total:
+        todo = "End the programs that use it (nvidia-smi names them), or expect less room than a plan says"
+        yield Finding(GROUP, f"GPU {number}", "warning", text, todo)
+    else:
+        yield Finding(GROUP, f"GPU {number}", "ok", text)
+    if major < 8:
+        todo = 'Set compute = "float16", which has a loss scale'
+        yield Finding(GROUP, f"GPU {number}: bf16", "warning", "no matrix products in bf16", todo)
+    if peak_named(name) is None:
+        todo = "Set watch.peak_flops in the recipe to the maker's number"
+        yield Finding(GROUP, f"GPU {number}: peak", "warning", "FLOP/s not known, so runs show no MFU", todo)
+    query = "ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown"
+    errors, _, slow = smi(f"--query-gpu={query}", "--format=csv,noheader", f"--id={number}").partition(", ")
+    if errors.isdigit() and int(errors):
+        todo = "Have the GPU reset or replaced: results may be wrong"
+        yield Finding(GROUP, f"GPU {number}: memory", "fault", f"{errors} uncorrected errors", todo)
+    if slow == "Active":
+        todo = "Check power and cooling: the hardware lowers the clock"
+        yield Finding(GROUP, f"GPU {number}: clock", "warning", "slowed down by the hardware", todo)
+
+
+def _links() -> Iterator[Finding]:
+    """Yield the kind of link between the GPUs, and whether they reach each other's memory."""
+    count = torch.cuda.device_count()
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    apart = [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    kinds = link_kinds(smi("topo", "-m"))
+    said = ", ".join(sorted(kinds)) or "kind not known"
+    if apart:
+        todo = "Collectives go through the host's memory: check IOMMU and ACS settings, and the container's"
+        yield Finding(
+            GROUP, "links", "warning", f"{said}; no peer access between {', '.join(apart[:4])}", todo
+        )
+    elif kinds and not all(kind.startswith("NV") for kind in kinds):
+        todo = "Tensor parallelism wants NVLink: prefer data or pipeline parallelism over these links"
+        yield Finding(GROUP, "links", "warning", said, todo)
+    else:
+        yield Finding(GROUP, "links", "ok", f"{said}, peer access between all")
+
+
+def link_kinds(topology: str) -> set[str]:
+    """Return the kinds of links (NV18, PIX, SYS) between GPUs in the table of ``nvidia-smi topo -m``."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", topology)
+    head = next((line.split() for line in plain.splitlines() if line.strip().startswith("GPU0")), [])
+    columns = sum(bool(re.fullmatch(r"GPU\d+", word)) for word in head)
+    rows = [line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s", line)]
+    return {kind for row in rows for kind in row[1 : columns + 1] if kind != "X"}

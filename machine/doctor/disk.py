@@ -1,0 +1,124 @@
+"""Check the file systems that a run writes to: room, locks, fsync, the clock of a file server, speed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...storage.lock import try_lock
+from ...system.machine import file_system_of
+from ..finding import Finding
+
+GROUP = "files"
+_GB = 1e9
+_LEAST_ROOM = 2e9
+#: A server whose clock is further away makes the age of a rank's heartbeat wrong.
+_SECONDS_APART = 5.0
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p", "afs")
+
+
+#: Bytes that are written into a folder to measure its disk, and at a time.
+_WRITTEN, _PIECE = 64 << 20, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """Hold the free bytes of a folder's disk and its speed in bytes a second, or why it cannot be used."""
+
+    free: int = 0
+    written: float = 0.0
+    read: float = 0.0
+    error: str = ""
+
+
+def check_files(folders: list[Path]) -> Iterator[Finding]:
+    """Yield a finding for each place: the working directory, torch's cache, the temporary folder, the given
+    ones.
+    """
+    cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir())
+    places = {
+        "working directory": Path.cwd(),
+        "compile cache": cache,
+        "temporary": Path(tempfile.gettempdir()),
+    }
+    places |= {str(folder): folder for folder in folders}
+    seen: dict[str, str] = {}
+    for name, place in places.items():
+        there = next(one for one in (place.absolute(), *place.absolute().parents) if one.is_dir())
+        key = os.path.realpath(there)
+        if key in seen:
+            yield Finding(GROUP, name, "ok", f"{there}: the same folder as {seen[key]}")
+            continue
+        seen[key] = name
+        yield _place(name, there)
+
+
+def _place(name: str, place: Path) -> Finding:
+    system, room = file_system_of(place), shutil.disk_usage(place)
+    kind = system.kind if system is not None else "kind not known"
+    text = f"{place}: {kind}, {room.free / _GB:.1f} of {room.total / _GB:.1f} GB free"
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            locks = _locks(file.fileno())
+            began, wall = time.perf_counter(), time.time()
+            file.write(b"trilith doctor\n")
+            file.flush()
+            os.fsync(file.fileno())
+            synced = time.perf_counter() - began
+            apart = abs(os.fstat(file.fileno()).st_mtime - wall)
+    except OSError as error:
+        todo = "Choose a folder that you can write to, with room on its disk"
+        return Finding(GROUP, name, "fault", f"{text}; cannot be written to: {error.strerror or error}", todo)
+    text += f", fsync {synced * 1e3:.1f} ms"
+    if not locks:
+        todo = "Keep runs and token files elsewhere: two runs in one folder could not be kept apart"
+        return Finding(GROUP, name, "fault", f"{text}; locks do not work", todo)
+    if room.free < _LEAST_ROOM:
+        todo = "Make room, or choose another disk: a checkpoint takes 12 bytes a parameter"
+        return Finding(GROUP, name, "warning", text, todo)
+    if apart > _SECONDS_APART:
+        todo = "Synchronise the clocks of this machine and the file server (chrony)"
+        return Finding(GROUP, name, "warning", f"{text}; its clock is {apart:.0f} s away", todo)
+    if kind in _NETWORK and name == "compile cache":
+        todo = "Set TORCHINDUCTOR_CACHE_DIR to a local disk"
+        return Finding(
+            GROUP, name, "warning", f"{text}; over the network, which is slow to compile into", todo
+        )
+    return Finding(GROUP, name, "ok", f"{text}, locks work")
+
+
+def _locks(fd: int) -> bool:
+    try:
+        return try_lock(fd)
+    except OSError:
+        return False
+
+
+def measure_folder(folder: Path) -> Folder:
+    """Write a file into the folder, read it back and delete it; the file is on the disk before the clock
+    stops.
+    """
+    piece = os.urandom(_PIECE)
+    try:
+        free = shutil.disk_usage(folder).free
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".trilith-doctor-", buffering=0) as file:
+            began = time.perf_counter()
+            for _ in range(_WRITTEN // _PIECE):
+                file.write(piece)
+            os.fsync(file.fileno())
+            written = time.perf_counter() - began
+            if hasattr(os, "posix_fadvise"):  # read from the disk and not from memory
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            began = time.perf_counter()
+            while file.read(_PIECE):
+                pass
+            read = time.perf_counter() - began
+    except OSError as error:
+        return Folder(error=error.strerror or str(error))
+    return Folder(free, _WRITTEN / written, _WRITTEN / read)

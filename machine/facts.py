@@ -1,0 +1,69 @@
+"""Say what a machine is: processor, versions, GPUs."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from ..system.machine import processor_name, usable_cores
+
+#: The packages whose versions matter.
+PACKAGES = ("trilith", "torch", "transformers", "safetensors")
+
+
+def host() -> dict[str, Any]:
+    """Return the processor, the cores that this process may use, the system, and the versions."""
+    return {
+        "processor": processor_name() or platform.processor(),
+        "cores": usable_cores(),
+        "system": platform.platform(),
+        **versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of each package; empty for one that is not installed."""
+    return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def gpus() -> dict[str, Any]:
+    """Return the names of the GPUs, the free bytes of the one that has least, and NCCL's version.
+
+    A process that has asked keeps memory on a GPU, so it is best one of its own.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "names": [torch.cuda.get_device_name(number) for number in range(count)],
+        "free": min((torch.cuda.mem_get_info(number)[0] for number in range(count)), default=0),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if count else "",
+    }
+
+
+def driver() -> str:
+    """Return the version of NVIDIA's driver; empty where nvidia-smi does not say."""
+    return smi("--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
+
+
+def smi(*options: str) -> str:
+    """Return what nvidia-smi prints; empty where it is absent or fails."""
+    return said_by("nvidia-smi", *options, seconds=30)
+
+
+def said_by(*command: str, seconds: float) -> str:
+    """Return what a command prints; empty where it is absent, fails or takes longer."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

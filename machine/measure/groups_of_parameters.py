@@ -1,0 +1,98 @@
+"""Measure how long the data ranks of a CPU take to gather and to sum a group of parameters, as FSDP does it.
+
+In a step both take longer than the same collective in a loop: FSDP copies a block's parameters together and
+apart again, in memory that no core has in its cache, and ranks come late. So FSDP is timed while a small
+model computes forward and backward with ZeRO 3, which gathers and sums each block. With ZeRO 0 the sums run
+while backward goes on, and take its core meanwhile; they are the difference to a rank alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...models import CausalLM, family_of
+from ...parallel_state import Layout, ParallelState, engine, initialize
+from ...planner.time.measured import FIGURE_NAMES
+from ...training import Precision, shard_over_data
+from ..llama import llama
+from .row import Figures
+from .timing import seconds_of
+
+#: Blocks of the model, and the tokens of a round.
+_BLOCKS, _TOKENS = 6, 256
+#: Widths of a block: one has next to nothing to send, the other about 3 MiB.
+_NARROW, _WIDE = 16, 256
+
+
+def exchange_figures(world: int, figures: Figures, rounds: int) -> Figures:
+    """Return, for each kind of collective, the microseconds that it takes for a tiny group of parameters, and
+    the GB/s at which a larger group's bytes are sent beside. Collective over all ``world`` ranks.
+
+    ``figures``: with the GB/s of the same kinds in a loop; a step is never faster.
+    """
+    small, (large, size) = _exchanges(world, _NARROW, rounds)[0], _exchanges(world, _WIDE, rounds)
+    found: Figures = {}
+    for kind, name in FIGURE_NAMES.items():
+        sent = size * (world - 1) / world * (2 if kind == "all_reduce" else 1)
+        rate = float(figures[f"{name}: GB/s"] or 0.0)
+        longer = large[kind] - max(small[kind], 0.0)
+        found[f"{name} of a tiny block: us"] = max(small[kind], 0.0) * 1e6
+        found[f"{name} of a block: GB/s"] = min(rate, sent / longer / 1e9) if longer > 0 else rate
+    return found
+
+
+def _exchanges(world: int, width: int, rounds: int) -> tuple[dict[str, float], int]:
+    """Return the seconds that each kind of collective takes for a block of this width, and the bytes of the
+    block.
+    """
+    sharded, whole = (_shared(width, Layout.of(data=world, zero=zero)) for zero in (3, 0))
+    alone = _forward_and_backward(_initialized(_model(width, ParallelState.alone())))
+    blocks = [*sharded.layers.values()]
+    sharded_work, whole_work = _forward_and_backward(sharded), _forward_and_backward(whole)
+    every: list[dict[str, float]] = []
+    for _ in range(rounds + 2):
+        dist.barrier()
+        with engine.clocked(engine.fsdp_modules(sharded.layers)) as spent:
+            sharded_work()
+        dist.barrier()
+        more = seconds_of(whole_work) - seconds_of(alone)
+        every.append({
+            "all_gather": spent["all_gather"] / 2 / len(blocks),  # in forward and in backward
+            "reduce_scatter": spent["reduce_scatter"] / len(blocks),
+            "all_reduce": more / len(engine.fsdp_modules(whole)),  # the root's too
+        })  # fmt: skip
+    found = {kind: median(one[kind] for one in every[2:]) for kind in every[0]}
+    block = _model(width, ParallelState.alone()).layers["0"]
+    return found, sum(one.numel() * one.element_size() for one in block.parameters())
+
+
+def _shared(width: int, layout: Layout) -> CausalLM:
+    state = ParallelState.start(layout, device="cpu")
+    return _initialized(shard_over_data(_model(width, state), state, Precision()), state)
+
+
+def _initialized(model: CausalLM, state: ParallelState | None = None) -> CausalLM:
+    initialize(model, 0, state=state)
+    return model
+
+
+def _forward_and_backward(model: CausalLM) -> Callable[[], None]:
+    ids = torch.zeros(1, _TOKENS, dtype=torch.int64)
+
+    def work() -> None:
+        for one in model.parameters():
+            one.grad = None
+        model(ids).sum().backward()
+
+    return work
+
+
+def _model(width: int, state: ParallelState) -> Any:
+    raw = llama(width, _BLOCKS, ids=16, groups=8)
+    family = family_of(raw)
+    return family.build(family.from_hf(raw), state=state, device="cpu")

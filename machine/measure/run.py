@@ -1,0 +1,131 @@
+"""Make the measurements of a machine one after the other, each in processes of its own, within a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...parallel_state import BadInput
+from ...storage.disk import Disk
+from ...system.machine import memory_available
+from ..child import finite, in_ranks
+from ..doctor.checks import diagnose
+from ..facts import gpus, host
+from ..finding import Finding
+from ..random_files import write_tokens
+from .cases import CPU_RANKS, PARTS, Bench, cases
+from .row import Case, Row
+
+#: A measurement is not begun with less than this left, in seconds.
+_LEAST = 5.0
+#: Ids of the token file: several batches of the largest case.
+_TOKENS = 4_000_000
+
+
+@dataclass
+class Report:
+    """Hold what was measured, where: the machine, the doctor's findings, the rows."""
+
+    machine: dict[str, Any]
+    doctor: list[Finding]
+    rows: list[Row] = field(default_factory=list)
+
+
+def measure(
+    out: Path,
+    *,
+    device: str | None = None,
+    only: Sequence[str] = PARTS,
+    minutes: float = 10.0,
+    quick: bool = False,
+    begin: Callable[[Sequence[Case]], None] = lambda cases: None,
+    done: Callable[[Row], None] = lambda row: None,
+) -> Report:
+    """Measure this machine; ``out``, which must exist, is where the files of the measurements lie meanwhile.
+
+    ``device``: cpu or cuda; by default the GPUs if there are any. ``only``: parts to run. ``begin`` is told
+    the cases, ``done`` each row. Cases that would begin after ``minutes`` are left out, and so is what
+    this machine cannot hold; a case that fails is a row.
+    """
+    check_parts(only)
+    deadline = time.monotonic() + 60 * minutes
+    with tempfile.TemporaryDirectory(dir=out, prefix="work-") as name:
+        folder = Path(name).absolute()
+        Disk().write_file(folder / "first", bytes(1 << 20))  # a full disk is told before anything is measured
+        machine = machine_facts(device)
+        report = Report(machine, diagnose([out]))
+        room = shutil.disk_usage(folder).free
+        bench = Bench(machine["device"], machine["gpus"], machine["memory"], room, folder, quick)
+        (bench.folder / "conversion").mkdir()
+        write_tokens(
+            bench.tokens, count=20_000 if bench.device == "cpu" else _TOKENS, vocab_size=bench.vocabulary
+        )
+        chosen = [*cases(bench, only)]
+        begin(chosen)
+        for case in chosen:
+            report.rows.append(_measured(case, deadline - time.monotonic(), minutes))
+            done(report.rows[-1])
+    return report
+
+
+def check_parts(only: Iterable[str]) -> None:
+    """Refuse the name of a part that does not exist."""
+    for name in only:
+        if name not in PARTS:
+            raise BadInput("bench", "--only", expected=f"parts among {', '.join(PARTS)}", found=name)
+
+
+def machine_facts(device: str | None = None) -> dict[str, Any]:
+    """Return this machine's devices, memory and versions. Raises ``BadInput`` for a device that is not here.
+
+    GPUs are asked in a process of its own, which gives their memory back.
+    """
+    if device not in (None, "cpu", "cuda"):
+        raise BadInput("bench", "--device", expected="cpu or cuda", found=device)
+    here = in_ranks(gpus, 1, {}, seconds=120.0).result
+    names = here.get("names", [])
+    if device == "cuda" and not names:
+        raise BadInput("bench", "--device", expected="cpu: this machine has no CUDA device", found="cuda")
+    device = device or ("cuda" if names else "cpu")
+    names = names if device == "cuda" else []
+    return {
+        "device": device,
+        "gpus": len(names),
+        "ranks": len(names) or CPU_RANKS,
+        "names": names,
+        "memory": here["free"] if names else memory_available() or 0,
+        **host(),
+        "cuda": torch.version.cuda or "",
+        "nccl": here.get("nccl", ""),
+        "began": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+
+
+def _measured(case: Case, left: float, minutes: float) -> Row:
+    if case.work is None:
+        return Row(case.part, case.what, "left out", note=case.note)
+    if left < _LEAST:
+        note = f"the {minutes:g} minutes are over; --minutes gives more, --only {case.part} runs it alone"
+        return Row(case.part, case.what, "left out", note=note)
+    began = time.monotonic()
+    ran = in_ranks(case.work, case.world, case.options, seconds=min(case.seconds, left))
+    seconds = time.monotonic() - began
+    if ran.error:
+        note = "; ".join(text for text in (ran.error, case.note) if text)
+        return Row(case.part, case.what, "failed", note=note, seconds=seconds, output=ran.output)
+    note = "; ".join(text for text in (case.note, ran.result.get("note", "")) if text)
+    status = ran.result.get("status", "done")
+    return Row(case.part, case.what, status, ran.result["figures"], note, seconds)
+
+
+def report_json(report: Report) -> str:
+    """Return the report as JSON; a number that is not finite is null."""
+    return json.dumps(finite(asdict(report)), indent=2, allow_nan=False) + "\n"

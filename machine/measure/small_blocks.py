@@ -1,0 +1,87 @@
+"""Measure what the host does in a block that has next to nothing to compute: Python, autograd, threads.
+
+A figure is the difference between a Llama of 10 such blocks and one of 2, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from ...layers import Checkpointing, checkpoint_blocks, cost_of
+from ...models import CausalLM, family_of
+from ...parallel_state import ParallelState, initialize
+from ...planner import Work, block_traffic
+from ...planner.time.kernels import leaves
+from ..llama import llama
+from .timing import seconds_of
+
+_FEW, _MANY = 2, 10
+_TOKENS = 8
+#: The modes of checkpointing that compute a block again, and differ in what the host does for it.
+AGAIN: tuple[Checkpointing, ...] = ("full", "selective")
+
+
+def module_seconds(device: torch.device, rounds: int, mode: Checkpointing = "none") -> float:
+    """Return the seconds of a module of a block, forward and backward, in this mode of checkpointing.
+
+    A module starts some operators, with Python and autograd between them; in a checkpointed block it also
+    computes its forward again.
+    """
+    return _seconds(device, rounds, mode) / leaves(_model(_FEW).layers["0"])
+
+
+def collective_seconds(state: ParallelState, rounds: int, mode: Checkpointing = "none") -> float:
+    """Return the seconds that a collective of ``state``, over tensor ranks or around a ring of context ranks,
+    adds to its block. Collective.
+
+    A rank wakes the thread that sends, and waits for the other ranks, which reach the collective at other
+    moments. All of this takes longer than the same collective in a loop of its own. Around a ring each
+    exchange also brings keys and values to which attention is computed by more operators.
+    """
+    device = state.device
+    more = _seconds(device, rounds, mode, state) - _seconds(device, rounds, mode)
+    return max(0.0, more) / _collectives(state, mode)
+
+
+def _collectives(state: ParallelState, mode: Checkpointing) -> int:
+    """Count the collectives of a block, with those that a checkpointed block repeats."""
+    model = _model(_FEW, state)
+    work = Work(state, model.config.hidden_size, _TOKENS, 1, 1, checkpointing=mode, fused=False)
+    cost = cost_of(model.layers["0"], work.tokens)
+    passes = (False,) if mode == "none" else (False, True)
+    return sum(one.count for again in passes for one in block_traffic(work, cost, again=again))
+
+
+def _seconds(
+    device: torch.device, rounds: int, mode: Checkpointing, state: ParallelState | None = None
+) -> float:
+    """Time a block, forward and backward.
+
+    Each round times both models, one after the other, so that other work on the machine slows both.
+    """
+    few, many = (_forward_and_backward(blocks, device, mode, state) for blocks in (_FEW, _MANY))
+    for _ in range(2):  # these do not count
+        few(), many()
+    pairs = [(seconds_of(few, device), seconds_of(many, device)) for _ in range(rounds)]
+    return median(more - less for less, more in pairs) / (_MANY - _FEW)
+
+
+def _forward_and_backward(
+    blocks: int, device: torch.device, mode: Checkpointing, state: ParallelState | None
+) -> Callable[[], object]:
+    model = _model(blocks, state, device)
+    initialize(model, 0, state=state)
+    checkpoint_blocks(model.numbered_blocks().items(), mode)
+    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
+    return lambda: model(ids).sum().backward()
+
+
+def _model(blocks: int, state: ParallelState | None = None, device: torch.device | str = "meta") -> CausalLM:
+    """Return a Llama of 8 numbers a head, with two heads or one for each tensor rank."""
+    heads = 2 if state is None else max(2, state.tensor_size)
+    raw = llama(8 * heads, blocks, ids=8 * heads, heads=heads, groups=heads, intermediate_size=16 * heads)
+    family = family_of(raw)
+    return family.build(family.from_hf(raw), state=state, device=device)

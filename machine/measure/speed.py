@@ -1,0 +1,98 @@
+"""Measure what the device itself can do: matrix products, attention, copies of memory, small operators."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from ...parallel_state import Layout
+from ...runs.launch import process_group
+from .row import Figures
+from .small_blocks import AGAIN, module_seconds
+from .timing import median_seconds
+
+
+def device_speed(device: str, side: int, megabytes: int, rounds: int) -> dict[str, Any]:
+    """Measure products of square matrices of ``side`` rows, and copies of ``megabytes``, in this process.
+
+    ``rounds``: of small blocks. Ranks of a CPU begin each measurement at the same moment, because they share
+    its memory and its clock.
+    """
+    here, ranks = torch.device(device), int(os.environ["WORLD_SIZE"])
+    work: dict[str, Callable[[], float]] = {
+        "matmul, bf16: TFLOP/s": lambda: matmul_flops(here, side) / 1e12,
+        "matmul, fp32: TFLOP/s": lambda: matmul_flops(here, side // 2, torch.float32) / 1e12,
+        "attention, bf16: TFLOP/s": lambda: attention_flops(here, side // 2, torch.bfloat16) / 1e12,
+        "attention, fp32: TFLOP/s": lambda: attention_flops(here, side // 2, torch.float32) / 1e12,
+        "operator of one number: us": lambda: launch_seconds(here) * 1e6,
+        "module, forward and backward: us": lambda: module_seconds(here, rounds) * 1e6,
+        "copy: GB/s read and written": lambda: copy_rate(here, megabytes) / 1e9,
+    }
+    if here.type == "cpu":  # a GPU works while the host goes on
+        for mode in AGAIN:
+            name = f"module, checkpointing {mode}: us"
+            work[name] = partial(lambda mode: module_seconds(here, rounds, mode) * 1e6, mode)
+    if here.type == "cuda":
+        work["host to device, pinned: GB/s"] = lambda: transfer_rate(here, megabytes) / 1e9
+    if ranks == 1:
+        return {"figures": {name: measure() for name, measure in work.items()}}
+    figures: Figures = {}
+    with process_group(Layout.of(data=ranks), device=device):
+        for name, measure in work.items():
+            dist.barrier()
+            figures[name] = measure()
+        dist.barrier()  # or a rank that has finished would leave the others the whole machine
+    threads = torch.get_num_threads()
+    return {"figures": figures, "note": f"{ranks} ranks at once, each with {threads} threads"}
+
+
+def matmul_flops(device: torch.device, side: int, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Return the FLOP/s of the product of two square matrices; a multiply-add counts as two."""
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    return 2 * side**3 / median_seconds(lambda: a @ b, device, rounds=10)
+
+
+def attention_flops(device: torch.device, length: int, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of causal attention, forward and backward, over one row with 8 heads of 64.
+
+    Half of the scores are computed, in two products forward and five backward.
+    """
+    shape = (1, 8, length, 64)
+    q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
+
+    def work() -> None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(out.sum(), (q, k, v))
+
+    return 7 * 8 * 64 * length**2 / median_seconds(work, device, rounds=5)
+
+
+def launch_seconds(device: torch.device, count: int = 1000) -> float:
+    """Return the seconds of an operator that has next to nothing to compute: what it takes to start one."""
+    one = torch.ones(1, device=device)
+
+    def work() -> None:
+        for _ in range(count):
+            one.add(one)
+
+    return median_seconds(work, device, rounds=5) / count
+
+
+def copy_rate(device: torch.device, megabytes: int) -> float:
+    """Return bytes read and written in a second, by a copy within the device's memory."""
+    source = torch.ones(megabytes << 20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device, rounds=10)
+
+
+def transfer_rate(device: torch.device, megabytes: int) -> float:
+    """Return bytes a second from the host's pinned memory to the device."""
+    source = torch.ones(megabytes << 20, dtype=torch.uint8).pin_memory()
+    target = torch.empty_like(source, device=device)
+    return source.nbytes / median_seconds(lambda: target.copy_(source, non_blocking=True), device, rounds=5)

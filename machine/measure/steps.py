@@ -1,0 +1,140 @@
+"""Time real training steps of a recipe: the trainer's own loop, from the data to the update."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...parallel_state import dtype_named
+from ...planner.flops import Mfu, flops_per_token, peak_flops
+from ...recipes.recipe import Recipe, parse_recipe
+from ...runs.launch import process_group
+from ...runs.metrics import StepMetrics
+from ...testing import LiveBytes
+from ...training import Trainer, check_run
+from ...training.dry_run import heaviest
+from .row import Figures
+from .speed import matmul_flops
+from .timing import StepClock
+
+#: Rows and columns of the matrices that show what the device can do.
+_SIDE = {"cuda": 8192, "cpu": 1024}
+#: Steps whose time does not count: compilation, the allocator's first requests.
+WARM_UP = 4
+
+
+class _Enough(Exception):
+    """End a run after its last step; otherwise the trainer would save a checkpoint."""
+
+
+def train_steps(recipe: dict[str, Any], side: int | None = None) -> dict[str, Any]:
+    """Train all steps of ``recipe`` and report the median of those after the first ``WARM_UP``. Collective.
+
+    ``side``: of the matrices whose product is timed before, in the same process.
+    """
+    checked = parse_recipe(recipe)
+    compute = dtype_named(checked.compute or checked.dtype)
+    with process_group(checked.layout, device=checked.device) as state:
+        matmul = matmul_flops(state.device, side or _SIDE[state.device.type], compute)
+        clock, losses = StepClock(state.device), []
+        began = time.perf_counter()
+        first: list[float] = []
+
+        def after(metrics: StepMetrics) -> None:
+            clock.tick()
+            losses.append(metrics.loss)
+            if not first:
+                first.append(time.perf_counter() - began)
+            if len(losses) == checked.steps:
+                raise _Enough
+
+        plan = check_run(checked)
+        flops = flops_per_token(plan.family.on_meta(plan.config), checked.data.sequence_length)
+        if state.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        with suppress(_Enough):
+            Trainer(checked, state, plan, quiet=True).run(after)
+        seconds = clock.seconds()[WARM_UP - 1 :]
+        median = statistics.median(seconds)
+        rate = checked.data.global_batch * checked.data.sequence_length / median
+        figures: Figures = {
+            "tokens/s": rate,
+            "ms a step": median * 1e3,
+            "slowest counted step: ms": max(seconds) * 1e3,
+            "first step after: s": first[0],
+            "matmul here: TFLOP/s": matmul / 1e12,
+            "of the matmul, causal": rate * flops.causal / matmul / checked.layout.world,
+            "loss, first": losses[0],
+            "loss, last": losses[-1],
+        }
+        peak = peak_flops(state.device, compute)
+        if (used := Mfu(flops, checked.layout.world, peak)(rate)) is not None:
+            figures |= {"MFU, causal": used.causal, "MFU, full": used.full}
+        if state.device.type == "cuda":
+            planned = heaviest(checked, plan).memory.total
+            figures |= _memory(torch.cuda.max_memory_allocated(), planned)
+            figures["reserved: GB"] = torch.cuda.max_memory_reserved() / 1e9
+    return {"figures": figures}
+
+
+def peak_memory(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Train the steps of ``recipe``; compare the most bytes that tensors held with the planner's figure.
+
+    Collective; the figure is rank 0's. On a CPU the bytes are counted operator by operator.
+    """
+    checked = parse_recipe(recipe)
+    plan = check_run(checked)
+    with process_group(checked.layout, device=checked.device) as state:
+        on_cpu = state.device.type == "cpu"
+        live = LiveBytes() if on_cpu else None
+        if not on_cpu:
+            torch.cuda.reset_peak_memory_stats()
+        count: list[int] = []
+
+        def after(metrics: StepMetrics) -> None:
+            count.append(metrics.step)
+            if len(count) == checked.steps:
+                raise _Enough
+
+        with suppress(_Enough), live or nullcontext():
+            Trainer(checked, state, plan, quiet=True).run(after)
+        peak = live.peak if live is not None else torch.cuda.max_memory_allocated()
+    return {"figures": _memory(peak, heaviest(checked, plan).memory.total)}
+
+
+def _memory(peak: int, planned: int) -> Figures:
+    return {"peak: GB": peak / 1e9, "planned: GB": planned / 1e9, "peak of the plan": peak / planned}
+
+
+def step_stalls(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Train ``recipe``, which saves on the way; report how much longer a save makes a step. Collective.
+
+    The last step's save is not counted, because no step waits for it.
+    """
+    checked = parse_recipe(recipe)
+    with process_group(checked.layout, device=checked.device) as state:
+        clock = StepClock(state.device)
+        Trainer(checked, state, quiet=True).run(lambda metrics: clock.tick())
+        seconds = clock.seconds()[1:]
+    median, longest = statistics.median(seconds), max(seconds)
+    size = _bytes_of_newest(checked)
+    return {
+        "figures": {
+            "stall: s": longest - median,
+            "median step: s": median,
+            "checkpoint: GB": size / 1e9,
+            "checkpoint by stall: GB/s": size / 1e9 / max(longest - median, 1e-9),
+        },
+        "note": f"longest step minus median step, of {len(seconds)}",
+    }
+
+
+def _bytes_of_newest(recipe: Recipe) -> int:
+    newest = max(Path(recipe.out, "checkpoints").glob("step-*"))
+    return sum(os.stat(path).st_size for path in newest.rglob("*") if path.is_file())

@@ -1,0 +1,180 @@
+"""Read the pages of the documentation, and find what they name that does not exist: links, commands, keys."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import trilith
+import typer.main
+from trilith.cli.app import make_app
+from trilith.cli.reference import every_command
+from trilith.recipes.reference import SECTIONS
+
+ROOT = Path(trilith.__path__[0]).resolve()
+_FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Page:
+    """Hold a page of Markdown, by its path below the root."""
+
+    path: str
+    text: str
+
+    @classmethod
+    def read(cls, path: str) -> Page:
+        """Return a page of this checkout."""
+        return cls(path, (ROOT / path).read_text(encoding="utf-8"))
+
+    def __str__(self) -> str:
+        return self.path
+
+    def blocks(self, language: str) -> list[str]:
+        """Return the fenced blocks in a language, at least one."""
+        found = [code for name, code in _FENCE.findall(self.text) if name == language]
+        assert found, f"{self.path} has no block of {language}"
+        return found
+
+    def has(self, language: str) -> bool:
+        """Return whether a fenced block is in this language."""
+        return any(name == language for name, _ in _FENCE.findall(self.text))
+
+    def quoted(self) -> list[str]:
+        """Return the inline code, each in one line."""
+        return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", _FENCE.sub("", self.text))]
+
+    def commands(self) -> list[list[str]]:
+        """Return the words after ``trilith`` of each line of a fenced block that begins so, in order."""
+        code = "".join(block for _, block in _FENCE.findall(self.text))
+        return [shlex.split(line, comments=True) for line in re.findall(r"^ *trilith (.*)$", code, re.M)]
+
+    def run_python(self) -> dict[str, Any]:
+        """Run all blocks of Python as one program; return its names."""
+        names: dict[str, Any] = {"__name__": "__main__"}
+        for code in self.blocks("python"):
+            exec(compile(code, self.path, "exec"), names)
+        return names
+
+    def rows(self, heading: str) -> list[list[str]]:
+        """Return the cells of the table below a heading, without the table's head."""
+        part = self.text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+        lines = [line for line in part.splitlines() if line.startswith("| ")][1:]
+        assert lines, f"{self.path} has no table below {heading}"
+        return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def pages() -> list[Page]:
+    """Return every page."""
+    docs = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
+    return [Page.read(path) for path in ("README.md", "CONTRIBUTING.md", *docs)]
+
+
+def _anchors(text: str) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", _FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Page) -> list[str]:
+    """Find links to files, or to headings in them, that are not there."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", _FENCE.sub("", page.text)):
+        name, _, anchor = link.partition("#")
+        target = ROOT / page.path if not name else (ROOT / page.path).parent / name
+        if re.match(r"https?:", link):
+            continue
+        if not target.exists() or (anchor and anchor not in _anchors(target.read_text(encoding="utf-8"))):
+            broken.append(link)
+    return broken
+
+
+@cache
+def _commands() -> dict[str, Any]:
+    return dict(every_command(typer.main.get_command(make_app())))
+
+
+def refused_commands(page: Page) -> list[str]:
+    """Find command lines, in blocks and in the text, that the command does not accept.
+
+    In the text capitals stand for the reader's own words, and a command may stand without its arguments.
+    """
+    quoted = [code for code in page.quoted() if re.match(r"trilith (?!.*\b[A-Z]+\b)", code)]
+    lines = [(words, False) for words in page.commands() if "[OPTIONS]" not in words]
+    lines += [(shlex.split(code)[1:], True) for code in quoted]
+    refused = []
+    for words, named in lines:
+        names = [" ".join(words[:n]) for n in range(1, len(words) + 1)]
+        name = max((name for name in names if name in _commands()), key=len, default=names[0])
+        if name in ("--help", "--version"):
+            continue
+        try:
+            _commands()[name].make_context(name, words[len(name.split()) :])
+        except Exception as error:
+            if not (named and type(error).__name__ == "MissingParameter"):
+                refused.append(f"trilith {' '.join(words)}: {error!r}")
+    return refused
+
+
+#: Pages on which ``name = value`` is also an argument of Python or a key of another program.
+_OTHER_NAMES = {"CONTRIBUTING.md", "docs/checkpoints.md", "docs/fine_tuning.md", "docs/your_model.md"}
+
+
+def _keys() -> dict[str | None, set[str]]:
+    """Return the keys of each section of a recipe, the top's under an empty name, and its own sections."""
+    keys: dict[str | None, set[str]] = {
+        "" if title == "The top" else title.strip("[]"): {
+            field.alias or name for name, field in model.model_fields.items()
+        }
+        for title, model in SECTIONS
+    }
+    return keys
+
+
+def _stated(raw: dict[str, Any], section: str = "") -> Iterator[tuple[str | None, str]]:
+    """Yield the section and the name of each key of a block, sections as keys of what they stand in too."""
+    for key, value in raw.items():
+        yield section, key
+        for table in value if isinstance(value, list) else [value]:
+            if isinstance(table, dict) and (inside := f"{section}.{key}".strip(".")) in _keys():
+                yield from _stated(table, inside)
+
+
+def unknown_keys(page: Page) -> list[str]:
+    """Find keys that no recipe has: in blocks of TOML, and in the text ``section.key`` or ``key = value``."""
+    known, stated = _keys(), list[tuple[str | None, str]]()
+    for block in page.blocks("toml") if page.has("toml") else []:
+        raw = tomllib.loads(block)
+        stated += [] if "rule" in raw else [*_stated(raw)]  # rules of foreign names are no recipe
+    for code in page.quoted():
+        match = re.fullmatch(r"(?:([a-z_]+)\.)?([a-z_0-9]+)( ?= ?[^=]+)?", code)
+        if match is None or match[2] in ("toml", "json"):
+            continue
+        if match[1] in known or (match[3] and not match[1] and page.path not in _OTHER_NAMES):
+            stated.append((match[1], match[2]))
+    known[None] = set().union(*known.values())  # a key that is named without its section
+    return [f"{section}.{key}" for section, key in stated if key not in known[section]]
+
+
+def missing_files(page: Page) -> list[str]:
+    """Find paths of files in this checkout, and of tests in them, that are not there."""
+    rooms = "|".join(sorted(path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()))
+    folders = f"{rooms}|docs|tests|examples|benchmarks"
+    named = rf"(?<![\w/.])((?:{folders})/[a-z0-9_/]+\.(?:py|md|toml|txt))(?:::(\w+))?"
+    missing = []
+    for file, test in re.findall(named, page.text):
+        path = ROOT / file
+        if not path.is_file() or (test and f"def {test}(" not in path.read_text(encoding="utf-8")):
+            missing.append(f"{file}::{test}" if test else file)
+    return missing
+
+
+def inner_imports(page: Page) -> list[str]:
+    """Find imports in blocks of Python that go past a room's door, which is what stays when files move."""
+    code = "".join(page.blocks("python")) if page.has("python") else ""
+    return re.findall(r"(?:from|import) (trilith\.\w+\.[\w.]+)", code)

@@ -1,0 +1,194 @@
+"""Train a zoo model for a few steps in one layout, and return whole tensors to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from trilith.data.batch import Batch
+from trilith.layers import Scaling, compile_blocks, use_float8
+from trilith.models import CausalLM, Family, LoraConfig, ModelConfig, adapted, family_of
+from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize, seed_of
+from trilith.recipes.optimizer_sections import ParameterGroup
+from trilith.recipes.sections import MemorySection
+from trilith.testing.layouts import (
+    Observation,
+    as_pieces,
+    assemble,
+    differences,
+    observe,
+    random_rows,
+    roughen,
+)
+from trilith.training.adamw import make_adamw
+from trilith.training.build import spare_memory
+from trilith.training.parameter_groups import assign, freeze, names_of
+from trilith.training.precision import Precision
+from trilith.training.step import TrainStep
+from trilith.training.zero_on_fsdp import resting_device, shard_over_data
+
+from support.shared_gpu import share_gpu
+
+
+@dataclass(frozen=True)
+class Case:
+    """State what to train: a config.json's dict, a layout, a batch."""
+
+    config: dict[str, Any]
+    layout: Layout = field(default_factory=Layout)
+    split: tuple[int, ...] | None = None
+    schedule: str = "1f1b"
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    mtp: float = 0.0  # factor of the loss of multi-token prediction
+    samples: int = 4
+    length: int = 16
+    micro_batch: int = 1
+    steps: int = 2
+    clip: float = 0.05
+    lr: float = 1e-2
+    dtype: torch.dtype = torch.float64
+    compute: torch.dtype | None = None
+    seed: int = 7
+    documents: bool = False  # several a row: positions start again where one starts
+    memory: MemorySection = field(default_factory=MemorySection)
+    compiled: str = ""  # torch.compile's backend
+    float8: Scaling | None = None
+    lora: dict[str, Any] | None = None
+    frozen: str | None = None  # a pattern over names: what is not trained
+    device: str = "cpu"  # or "cuda": all ranks then share the first GPU
+
+
+@dataclass
+class Outcome:
+    """Hold each step's loss and gradient norm, the first step's gradients, the first and last parameters."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    initial: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Hold what a rank trains with; the weights are not filled yet."""
+
+    model: CausalLM
+    step: TrainStep
+    optimizer: torch.optim.AdamW
+    family: Family
+    config: ModelConfig
+
+
+def model_of(case: Case, state: ParallelState) -> tuple[CausalLM, Family, ModelConfig]:
+    """Build a rank's part of the model on the meta device; the state may be a stand-in."""
+    family = family_of(case.config)
+    config = family.from_hf(case.config)
+    if case.lora is not None:
+        family = adapted(family, LoraConfig.model_validate(case.lora))
+    model = family.build(config, split=case.split, state=state, dtype=case.dtype)
+    if case.frozen is not None:
+        freeze(model, assign([ParameterGroup(match=case.frozen, freeze=True)], names_of(family, config)))
+    return model, family, config
+
+
+def build_rank(case: Case, state: ParallelState) -> Parts:
+    """Build a rank's part of the model in its layout, its step and its optimizer."""
+    model, family, config = model_of(case, state)
+    precision = Precision(case.dtype, case.compute or case.dtype, case.dtype)
+    if case.float8 is not None:
+        assert use_float8(model, case.float8) == []
+    if case.compiled:
+        compile_blocks(model.numbered_blocks().values(), backend=case.compiled)
+    spare_memory(model, case.memory, case.memory.stated_chunk)
+    shard_over_data(model, state, precision, offload=case.memory.offload)
+    model.to_empty(device=resting_device(state, offload=case.memory.offload))
+    step = TrainStep(
+        model,
+        micro_batch=case.micro_batch,
+        schedule=case.schedule,
+        label_smoothing=case.label_smoothing,
+        z_loss=case.z_loss,
+        mtp=case.mtp,
+        dtype=case.compute or case.dtype,
+        loss_chunk=case.memory.stated_chunk,
+    )
+    return Parts(model, step, make_adamw(model, lr=case.lr), family, config)
+
+
+def train_rank(case: Case) -> Observation:
+    """Train inside a process group of ``case.layout.world`` ranks; return what this rank holds in the end."""
+    if case.device == "cuda":
+        share_gpu()
+    state = ParallelState.start(case.layout, device=case.device)
+
+    def build() -> tuple[CausalLM, TrainStep]:
+        parts = build_rank(case, state)
+        initialize(parts.model, case.seed, state=state)
+        roughen(parts.model, case.seed, state)
+        return parts.model, parts.step
+
+    batches = (rank_batch(case, number, state) for number in range(case.steps))
+    clip = partial(clip_gradients, max_norm=case.clip, state=state)
+    seen = observe(build, batches, state, lr=case.lr, clip=clip)
+    dist.barrier()
+    return seen
+
+
+def rank_batch(case: Case, step: int, state: ParallelState) -> Batch:
+    """Return this data rank's rows of a step, on the host."""
+    vocab_size = int(case.config["vocab_size"])
+    return batch(case, step, vocab_size).split(case.samples // case.layout.data)[state.data_index]
+
+
+def batch(case: Case, step: int, vocab_size: int) -> Batch:
+    """Return the whole batch of a step; ignored labels and document starts are spread unevenly."""
+    generator = torch.Generator().manual_seed(seed_of(case.seed, "batch", step))
+    input_ids, labels = random_rows(case.samples, case.length, vocab_size, generator)
+    positions = None
+    if case.documents:
+        places = torch.arange(case.length).expand(case.samples, -1)
+        starts = torch.rand(case.samples, case.length, generator=generator) < 0.2
+        positions = places - torch.where(starts, places, 0).cummax(1).values
+    return Batch(input_ids, labels, positions)
+
+
+def outcome(ranks: Sequence[Observation]) -> Outcome:
+    """Assemble the outcomes of all ranks into one; ranks must agree on losses and norms bit for bit."""
+    first = ranks[0]
+    for rank in ranks[1:]:
+        assert rank.losses == first.losses and rank.norms == first.norms, "ranks disagree"
+    return Outcome(
+        first.losses,
+        first.norms,
+        assemble([rank.gradients for rank in ranks]),
+        assemble([rank.initial for rank in ranks]),
+        assemble([rank.parameters for rank in ranks]),
+    )
+
+
+def first_difference(a: Outcome, b: Outcome, *, tolerance: float) -> str | None:
+    """Return the first thing that differs by more than ``tolerance``, relative to its largest element.
+
+    Initial parameters must be equal bit for bit.
+    """
+    for what, difference in relative_differences(a, b):
+        if not difference <= (0.0 if what.startswith("initial") else tolerance):
+            return f"{what} differs by {difference:.2e}"
+    return None
+
+
+def relative_differences(a: Outcome, b: Outcome) -> Iterator[tuple[str, float]]:
+    """Yield each loss, norm and tensor with its difference, relative to its largest element."""
+    for name in ("losses", "norms"):
+        for step, (x, y) in enumerate(zip(getattr(a, name), getattr(b, name), strict=True)):
+            yield f"{name}[{step}]: {x} and {y}", abs(x - y) / abs(x) if x != y else 0.0
+    for kind in ("initial", "gradients", "parameters"):
+        for name, difference in differences(getattr(a, kind), [as_pieces(getattr(b, kind))]):
+            yield f"{kind}: {name}", difference

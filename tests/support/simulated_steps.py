@@ -1,0 +1,70 @@
+"""Run whole steps of one rank on the simulated device: forward, backward, clip, update, and count."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from trilith.checkpoints import begin_moments
+from trilith.layers import Balancing, routers
+from trilith.models import CausalLM
+from trilith.recipes.optimizer_sections import LossScaleSection
+from trilith.testing.simulated_device.device import Kind, Per
+from trilith.testing.simulated_device.rank import simulated_rank
+from trilith.testing.simulated_device.waits import WAITS
+from trilith.training.loss_scale import LossScale
+from trilith.training.update import Update
+
+from support.short_training import Case, build_rank, rank_batch
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """Hold what a step after the first asked of the device: see ``SimulatedDevice``."""
+
+    waited: Counter[tuple[str, Kind]]
+    kernels: int
+    moved: int
+
+    @property
+    def waits(self) -> int:
+        return sum(self.waited.values())
+
+
+def step_counts(case: Case, rank: int = 0) -> StepCounts:
+    """Run two steps of a rank and return the counts of the second.
+
+    Raises ``Mixed``, ``NewWait``, and ``AssertionError`` for a place that waits too often for the list.
+    """
+    with simulated_rank(case.layout, rank, WAITS) as (state, device):
+        parts = build_rank(case, state)
+        model, optimizer = parts.model, parts.optimizer
+        begin_moments(model, optimizer)
+        scale = LossScale(LossScaleSection()) if case.compute == torch.float16 else None
+        experts = Balancing(model, rate=1e-3, state=state) if [*routers(model)] else None
+        update = Update(model, optimizer, clip=case.clip, loss_scale=scale, balancing=experts)
+        for number in range(2):
+            rows = rank_batch(case, number, state)
+            device.clear()
+            done = update(*parts.step.launch(rows, scale=update.scale))
+            assert done.skipped is None and not done.fatal
+        counts = StepCounts(device.waited, sum(device.kernels.values()), device.moved)
+        often = times(case, model)
+        for wait in WAITS:
+            found, most = counts.waited[wait.place, wait.kind], wait.most * often[wait.per]
+            assert found <= most, f"{wait.place}: {found} waits ({wait.kind}), expected at most {most}"
+    return counts
+
+
+def times(case: Case, model: CausalLM) -> dict[Per, int]:
+    """Return how often a step does what a wait may belong to, on this rank."""
+    micro_batches = case.samples // case.layout.data // case.micro_batch
+    again = 1 if case.memory.checkpointing == "none" else 2
+    return {
+        "step": 1,
+        "micro-batch": micro_batches * len(model.stage.parts),
+        "block": micro_batches * len(model.layers) * again,
+        "parameter": micro_batches * len([*model.parameters()]),
+        "outside": 0,
+    }

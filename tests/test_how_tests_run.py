@@ -1,0 +1,101 @@
+"""How the suite runs: in lanes or not, what ``--quick`` leaves out, what ``make changed`` chooses."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from support import changed, lanes, run_times
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        pytest.param({}, (lanes.LANES, "loadfile"), id="all tests"),
+        pytest.param({"maxfail": 1}, (lanes.LANES, "loadfile"), id="-x"),
+        pytest.param({"markexpr": "slow"}, (lanes.LANES, "loadfile"), id="-m slow"),
+        pytest.param({"numprocesses": 2}, (2, "loadfile"), id="-n 2"),
+        pytest.param({"numprocesses": 4, "dist": "load"}, (4, "load"), id="-n 4 --dist load"),
+        pytest.param({"numprocesses": 0}, (0, "no"), id="-n 0"),
+        pytest.param({"keyword": "ring"}, (None, "no"), id="-k ring"),
+        pytest.param({"usepdb": True}, (None, "no"), id="--pdb"),
+        pytest.param({"capture": "no"}, (None, "no"), id="-s"),
+        pytest.param({"lf": True}, (None, "no"), id="--lf"),
+        pytest.param({"paths": ["tests/cli"]}, (None, "no"), id="a folder"),
+    ],
+)
+def test_all_tests_run_in_lanes_and_some_in_one_process(options, expected):
+    option = SimpleNamespace(**{"numprocesses": None, "dist": "no", "capture": "fd"} | options)
+    source = pytest.Config.ArgsSource.ARGS if "paths" in options else pytest.Config.ArgsSource.TESTPATHS
+    config = SimpleNamespace(option=option, args_source=source, ArgsSource=pytest.Config.ArgsSource)
+    lanes.use_lanes(config)
+    assert (option.numprocesses, option.dist) == expected
+
+
+def test_without_xdist_one_process_runs_and_says_so(capsys):
+    config = SimpleNamespace(
+        option=SimpleNamespace(capture="fd"),
+        args_source=pytest.Config.ArgsSource.TESTPATHS,
+        ArgsSource=pytest.Config.ArgsSource,
+    )
+    lanes.use_lanes(config)
+    assert "pytest-xdist is not loaded" in capsys.readouterr().err and not hasattr(config.option, "dist")
+
+
+def test_a_lane_starts_no_lanes():
+    config = SimpleNamespace(workerinput={}, option=SimpleNamespace())
+    lanes.use_lanes(config)
+    assert not vars(config.option)
+
+
+def test_the_measured_seconds_leave_quick_less_than_a_minute_on_two_lanes():
+    *long, (rest, others) = (line.split() for line in run_times.SECONDS.read_text().splitlines())
+    assert others == "others" and float(rest) <= 100
+    seconds = [float(value) for value, _ in long]
+    assert seconds == sorted(seconds, reverse=True) and seconds[-1] >= run_times.LONG
+    assert max(Counter(name for _, name in long).values()) == 1
+
+
+def test_quick_leaves_out_a_function_if_all_its_parameters_together_took_long(request, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_times, "SECONDS", tmp_path / "seconds.txt")
+    took = {"a.py::short": 0.1, "a.py::many": 0.6, "a.py::long": 9.0, "a.py::brief": 0.3}
+    run_times.SECONDS.write_text(run_times.table(took))
+    assert run_times.SECONDS.read_text() == "9.0 a.py::long\n0.6 a.py::many\n0.4 others\n"
+    assert run_times.seconds_of_files()["a.py"] == 9.6
+
+    kept_in_cache = {}
+    cache = SimpleNamespace(get=kept_in_cache.get, set=kept_in_cache.__setitem__)
+    run_times.remember({"a.py::since": 0.5, "a.py::short": 0.2}, cache)
+    left_out = []
+    names = ["a.py::short", "a.py::many[1]", "a.py::new", "a.py::many[2-b]", "a.py::long", "a.py::since[x]"]
+    items = [SimpleNamespace(nodeid=name) for name in names]
+    config = SimpleNamespace(
+        getoption=lambda name: name == "quick",
+        hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)),
+        cache=cache,
+    )
+    (conftest,) = (
+        one for one in request.config.pluginmanager.get_plugins() if hasattr(one, "no_processes_if_quick")
+    )
+    conftest.pytest_collection_modifyitems(config, items)
+    assert [item.nodeid for item in items] == ["a.py::short", "a.py::new"]
+    assert [item.nodeid for item in left_out] == [
+        "a.py::many[1]",
+        "a.py::many[2-b]",
+        "a.py::long",
+        "a.py::since[x]",
+    ]
+
+
+def test_a_change_reaches_the_rooms_that_import_it():
+    imports = {"layers": {"system"}, "models": {"layers"}, "cli": {"models"}, "data": set(), "system": set()}
+    assert changed.reached(["layers"], imports) == {
+        "layers": "changed",
+        "models": "imports layers",
+        "cli": "imports models",
+    }
+    chosen = changed.tests_of(["cli/plan.py"])
+    assert {"tests/cli", "tests/test_*.py", "tests/test_house.py"} == set(chosen)
+    assert {"tests/cli", "tests/training", "tests/layers"} <= set(changed.tests_of(["layers/norm.py"]))
+    assert "tests/data" not in changed.tests_of(["training/adamw.py"])
+    assert "tests/cluster/test_slurm.py" in changed.tests_of(["tests/support/slurm.py"])
+    assert set(changed.tests_of(["pyproject.toml"])) == {"tests"}

@@ -1,0 +1,310 @@
+"""The pages of the documentation: what they name exists, and what they show runs.
+
+README.md, docs/fine_tuning.md and docs/your_model.md promise runs and numbers, and have files of their own.
+"""
+
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from support.configs import TINY_LLAMA, TINY_MIXTRAL
+from support.pages import (
+    ROOT,
+    Page,
+    broken_links,
+    inner_imports,
+    missing_files,
+    pages,
+    refused_commands,
+    unknown_keys,
+)
+from support.short_runs import run_recipe, tiny_recipe
+from transformers import LlamaConfig, LlamaForCausalLM
+from trilith.checkpoints import convert
+from trilith.cli.app import COMMANDS, run
+from trilith.cli.reference import reference as reference_of_commands
+from trilith.layers import routers
+from trilith.machine.random_files import write_tokens
+from trilith.models import LoraConfig, adapted
+from trilith.pipeline import bubble_share
+from trilith.planner.explanations.explanation import readable
+from trilith.planner.formulas.bytes_per_parameter import state_bytes
+from trilith.planner.formulas.training_time import DAY, device_hours, training_flops
+from trilith.recipes import Recipe, optimizer_sections, sections, watch_section
+from trilith.recipes.recipe import parse_recipe
+from trilith.recipes.reference import SECTIONS, reference, with_tables
+from trilith.runs.metrics import read_metrics
+from trilith.testing import run_parallel
+from trilith.training.run_plan import plan
+
+PAGES = pages()
+#: Pages whose Python is no program by itself, and what says that it is right.
+OTHER_PYTHON = {
+    "docs/clusters.md": "needs a cluster, or Ray",
+    "docs/fine_tuning.md": "test_fine_tuning_doc.py",
+    "docs/new_family.md": "a piece of models/smollm3.py",
+    "docs/training.md": "test_training_from_python_works_as_shown",
+    "docs/watching.md": "needs an account with a tracker",
+    "docs/your_model.md": "test_your_model_doc.py",
+}
+
+
+@pytest.mark.parametrize(
+    "check", [broken_links, refused_commands, unknown_keys, missing_files, inner_imports]
+)
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_a_page_names_nothing_that_does_not_exist(page, check):
+    assert check(page) == []
+
+
+@pytest.mark.parametrize(
+    ("check", "text"),
+    [
+        (broken_links, "see [this](no_such_page.md)"),
+        (broken_links, "see [this](training.md#no-such-heading)"),
+        (refused_commands, "`trilith convert --no-such`"),
+        (refused_commands, "`trilith no-such`"),
+        (refused_commands, "```bash\ntrilith convert only-one\n```"),
+        (unknown_keys, "```toml\n[layout]\ntensors = 2\n```"),
+        (unknown_keys, "```toml\n[layouts]\ntensor = 2\n```"),
+        (unknown_keys, "say `layout.tensors`"),
+        (unknown_keys, "say `computed = float8`"),
+        (missing_files, "see `models/no_such.py`"),
+        (missing_files, "see `tests/test_pages.py::test_no_such`"),
+        (inner_imports, "```python\nfrom trilith.layers.linear import Linear\n```"),
+    ],
+)
+def test_a_mistake_on_a_page_is_found(check, text):
+    assert len(check(Page("docs/page.md", text))) == 1
+
+
+def test_examples_import_from_doors():
+    texts = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
+    assert texts and not [
+        inner for text in texts for inner in inner_imports(Page("", f"```python\n{text}\n```"))
+    ]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.has("python") and page.path not in OTHER_PYTHON], ids=str
+)
+def test_python_on_a_page_runs(page):
+    page.run_python()
+
+
+def test_the_class_on_the_page_of_new_families_is_the_family_s():
+    page, file = Page.read("docs/new_family.md"), ROOT / "models" / "smollm3.py"
+    assert all(code in file.read_text() for code in page.blocks("python"))
+    tests = "".join(path.read_text() for path in (ROOT / "tests" / "models").glob("test_*.py"))
+    named = re.findall(r"^\| `([a-z_0-9]+)[.`]", page.text, re.MULTILINE)
+    assert named and not [name for name in named if f"def test_{name.rstrip('_')}" not in tests]
+
+
+def test_the_changelog_names_every_command():
+    (line,) = re.findall(r"- Commands: (.*?)\.\n", (ROOT / "CHANGELOG.md").read_text(), re.DOTALL)
+    commands = {command.__name__.replace("_", "-") for command in COMMANDS}
+    assert set(re.findall(r"`([\w-]+)`", line)) == commands
+    assert commands <= set(re.findall(r"^## `trilith ([\w-]+)`", reference_of_commands(), re.MULTILINE))
+
+
+def test_a_key_that_takes_more_than_words_says_so():
+    page = reference()
+    assert "; one of `true`, `false`, `auto` |" in page  # compile
+    assert "; one of `auto`, a number |" in page  # memory.loss_chunk
+    assert "; some of `tensorboard`, `wandb`, `mlflow`, `trackio` |" in page  # watch.trackers, a list
+
+
+def test_the_reference_has_every_section():
+    """``make check`` compares the page with it, and those tables of docs/training.md that it writes."""
+    models = {
+        model
+        for file in (sections, optimizer_sections, watch_section)
+        for model in (Recipe, *vars(file).values())
+        if isinstance(model, type) and hasattr(model, "model_fields")
+    }
+    assert {model for _, model in SECTIONS} == {
+        model for model in models if model.__name__ not in ("Section", "LoraConfig", "BaseModel")
+    }
+    assert "| `betas` |" in with_tables("<!-- OptimizerSection: betas -->\nold\n<!-- end -->")
+
+
+# docs/checkpoints.md: a reader without this library
+
+
+@pytest.fixture(scope="module")
+def shown():
+    """Return the functions that docs/checkpoints.md shows; none needs this library."""
+    page = Page.read("docs/checkpoints.md")
+    assert not any("trilith" in code for code in page.blocks("python"))
+    return page.run_python()
+
+
+def test_the_reader_reads_what_convert_writes_and_checks_its_seal(tmp_path, shown):
+    model = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA))
+    model.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "out", tensor=4, pipeline=3)
+    theirs = model.state_dict()
+    for ours, name in (
+        ("embed.weight", "model.embed_tokens.weight"),
+        ("layers.2.mlp.down.weight", "model.layers.2.mlp.down_proj.weight"),
+        ("layers.1.attention.qkv.k.weight", "model.layers.1.self_attn.k_proj.weight"),
+    ):
+        assert torch.equal(shown["read"](str(tmp_path / "out"), ours), theirs[name])
+    assert shown["sealed"](str(tmp_path / "out"))
+    manifest = tmp_path / "out" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"tensor": 4', '"tensor": 2'))
+    assert not shown["sealed"](str(tmp_path / "out"))
+
+
+def test_the_reader_reads_what_a_run_writes(tmp_path, shown):
+    tokens = write_tokens(tmp_path / "tokens")
+    raw = tiny_recipe(tmp_path / "run", tokens, steps=1, layout={"tensor": 2, "data": 2, "zero": 1})
+    run_parallel(run_recipe, 4, raw)
+    (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
+    moment = shown["read"](str(folder), "optimizer.exp_avg_sq.layers.0.mlp.gate_up.up.weight")
+    assert moment.shape == shown["read"](str(folder), "layers.0.mlp.gate_up.up.weight").shape == (48, 32)
+    assert 0 <= float(moment.min()) < float(moment.max())
+
+
+# Pages with a recipe or with commands
+
+
+def test_a_run_is_watched_as_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = Page.read("docs/watching.md")
+    held_out = write_tokens(tmp_path / "held-out", seed=1)
+    for name in ("run", "other-run"):
+        raw = tiny_recipe(tmp_path / name, held_out, steps=2) | tomllib.loads("".join(page.blocks("toml")))
+        raw["evaluation"]["tokens"] = str(held_out)  # the ranks are in another folder
+        raw["watch"] |= {"trace_steps": [2], "norms": 2}  # sooner
+        run_parallel(run_recipe, 1, raw)
+    for name in ("metrics.jsonl", "events.jsonl", "norms.jsonl", "tensorboard", "traces"):
+        assert (tmp_path / "run" / name).exists(), name
+    for words in page.commands():
+        assert run(words) == 0
+    assert (tmp_path / "run" / "report.html").exists() and (tmp_path / "compared.html").exists()
+
+
+def test_files_are_tokenized_packed_and_trained_on_as_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = Page.read("docs/data.md")
+    Path("corpus.txt").write_text(Page.read("README.md").text + page.text, encoding="utf-8")
+    for name, language in (("chat.jsonl", "jsonl"), ("chat.jinja", "jinja"), ("recipe.toml", "toml")):
+        Path(name).write_text("".join(page.blocks(language)), encoding="utf-8")
+    for words in page.commands():
+        assert run(words) == 0, words
+    out = capsys.readouterr().out
+    assert "[[ColumnParallelLinear.</s>]]" in out and "1 samples left out" in out
+    assert len(read_metrics(Path("run") / "metrics.jsonl")) == 4
+
+
+def test_the_recipe_of_context_parallelism_is_one(tmp_path):
+    (toml,) = Page.read("docs/context.md").blocks("toml")
+    layout = parse_recipe(tiny_recipe(tmp_path, tmp_path / "tokens", **tomllib.loads(toml))).layout
+    assert (layout.context, layout.ring) == (4, True)
+
+
+def test_the_recipe_of_experts_is_one_and_its_adapters_fit_experts(tmp_path):
+    toml, _, lora = Page.read("docs/experts.md").blocks("toml")
+    changes = {"model": {"config": TINY_MIXTRAL}, "data": {"global_batch": 16}} | tomllib.loads(toml)
+    recipe = parse_recipe(tiny_recipe(tmp_path, tmp_path / "tokens", **changes))
+    planned = plan(recipe)
+    for _, router in routers(planned.family.on_meta(planned.config)):
+        assert router.num_experts % recipe.layout.expert == 0
+    assert recipe.experts is not None and recipe.experts.balance == 0.01
+    family = adapted(planned.family, LoraConfig.model_validate(tomllib.loads(lora)["lora"]))
+    family.check(planned.config, "lora")
+    assert len(family.stacks(planned.config)) == 2 * planned.config.num_hidden_layers
+
+
+def test_the_groups_of_parameters_of_the_page_on_training_load(tmp_path):
+    (toml,) = Page.read("docs/training.md").blocks("toml")
+    raw = tiny_recipe(tmp_path, tmp_path / "tokens", **tomllib.loads(toml))
+    groups = [(each.lr_scale, each.weight_decay, each.freeze) for each in parse_recipe(raw).optimizer.groups]
+    assert groups == [(0.1, 0.0, False), (1, None, True)]
+
+
+def test_training_from_python_works_as_shown(tmp_path, monkeypatch):
+    page = Page.read("docs/training.md")
+    small = page.text.replace("steps=1000", "steps=1").replace("layout.tensor=2", "layout.tensor=1")
+    monkeypatch.chdir(tmp_path)
+    raw = tiny_recipe("run", write_tokens(tmp_path / "tokens"), steps=9)
+    Path("recipe.toml").write_text("\n".join(f"{key} = {toml(value)}" for key, value in raw.items()))
+    Page(page.path, small).run_python()
+    assert len(read_metrics(Path("run") / "metrics.jsonl")) == 1
+
+
+def toml(value):
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(inside)}" for key, inside in value.items()) + "}"
+    return json.dumps(value)
+
+
+# docs/techniques.md: figures
+
+TECHNIQUES = Page.read("docs/techniques.md")
+WRONG = TECHNIQUES.rows("Figures in circulation that are wrong")
+#: The same figures by the functions of a plan, in the order of the rows.
+BY_FORMULA = [
+    readable(bubble_share(4, 16), "share"),
+    readable(1 - bubble_share(4, 16), "share"),
+    readable(training_flops(70e9, 15e12), "FLOPs").removesuffix(" FLOPs"),
+    f"{device_hours(54 * DAY, 16384):,.0f}",
+    f"{state_bytes(175e9 / 1024).weights / 1e9:.3g} GB",
+    f"{16384 // (8 * 16)}",
+]
+
+
+@pytest.mark.parametrize(("row", "by_formula"), [*zip(WRONG, BY_FORMULA, strict=True)])
+def test_a_corrected_figure_is_what_its_arithmetic_and_the_formulas_give(row, by_formula):
+    claim, right, _, arithmetic = row
+    value = eval(arithmetic.strip("`"), {})
+    assert right in (f"{100 * value:.3g} %", f"{value:.3g} GB", f"{value:,.0f}", f"{value:.4g}")
+    assert right not in claim and right == by_formula
+
+
+#: Beginnings of rows of the textbook's figures, and which of their numbers the command beside them prints.
+FIGURES = {
+    "memory of 7B": ["14 GB", "84 GB"],
+    "7B on 4 GPUs": ["49 GB", "38.5 GB", "28 GB"],
+    "70B on 8": ["840 GB", "105 GB"],
+    "bubble of 4": ["8.57 %"],
+    "efficiency of 32": ["67.4 %", "279"],
+    "all-reduce": ["279.7 GB", "5.595 s"],
+    "the same": ["22.31 s"],
+    "column shard": ["1,024 outputs"],
+    "bytes that 8 tensor ranks": ["1.879 GB"],
+    "training FLOPs": ["6.3e+24"],
+}
+
+
+@pytest.mark.parametrize("beginning", FIGURES)
+def test_a_textbook_s_figure_comes_out_of_the_command_beside_it(beginning, capsys):
+    (row,) = (row for row in TECHNIQUES.rows("Figures") if row[0].startswith(beginning))
+    assert run(shlex.split(row[2].strip("`"))[1:]) == 0
+    out = capsys.readouterr().out
+    assert not [number for number in FIGURES[beginning] if f" {number}" not in out]
+
+
+# docs/install.md and the Containerfile
+
+
+def test_the_page_and_the_container_name_the_same_versions_of_all_packages():
+    page, container = Page.read("docs/install.md").text, (ROOT / "Containerfile").read_text()
+    rows = dict(re.findall(r"^\| ([\w]+)[^|]*\| ([\d.]+) \|", page, re.MULTILINE))
+    assert rows == dict(re.findall(r"^ {4}([\w]+)==([\d.]+)", container, re.MULTILINE))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["trackers"], *extras["tensorboard"]]
+    assert {re.split(r"[<>=;\[ ]", package)[0] for package in wanted} - {"trilith"} == rows.keys()
+
+
+def test_the_container_runs_as_a_user_of_its_own():
+    lines = (ROOT / "Containerfile").read_text().splitlines()
+    user = lines.index("USER trainer")
+    assert not any(line.startswith("USER") for line in lines[user + 1 :])
+    assert any(line.startswith("RUN pip install") for line in lines[user:])
