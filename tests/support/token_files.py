@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable
-from importlib import import_module
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from trilith.data import TokenFile
 from trilith.data.text.tokenize_files import tokenize
@@ -60,7 +60,6 @@ def write_json_lines(path: Path, records: Iterable[object]) -> Path:
 
 def write_dataset(folder: Path, records: list[Any]) -> Path:
     """Write two files as ``Dataset.save_to_disk`` does: Arrow streams, and their names in state.json."""
-    pyarrow = import_module("pyarrow")  # which has no types
     folder.mkdir(parents=True)
     half = -(-len(records) // 2)
     names = [f"data-{number:05d}-of-00002.arrow" for number in range(2)]
@@ -73,7 +72,9 @@ def write_dataset(folder: Path, records: list[Any]) -> Path:
     return folder
 
 
-def stop_tokenizing(inputs: list[Path], tokenizer: Path, out: Path, after: int = 1, **options: Any) -> None:
+def stop_tokenizing(
+    inputs: Sequence[Path], tokenizer: Path, out: Path, after: int = 1, **options: Any
+) -> None:
     """Tokenize, and stop when so many portions have been written; see that their journal is left."""
     reports = iter(range(1, after + 1))
 
