@@ -101,8 +101,7 @@ def compare(network, folder, *options):
     for one in start_all(network, words, folder):
         one.wait(120)
     text = (folder / "node1.log").read_text()
-    found = json.JSONDecoder().raw_decode(text[text.index("{\n") :])[0]
-    return found
+    return json.JSONDecoder().raw_decode(text[text.index("{\n") :])[0]
 
 
 def named(found):

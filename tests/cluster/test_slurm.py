@@ -37,7 +37,7 @@ def cluster(tmp_path_factory, unpacked):
             yield running
 
 
-def said(mine):
+def printed(mine):
     """Return all that the job has printed."""
     return "".join(path.read_text() for path in mine.folder.glob("*.log"))
 
@@ -52,12 +52,12 @@ def test_a_job_saves_before_its_limit_goes_back_into_the_queue_and_goes_on_bitwi
     mine.wait_for_steps(5)
     cluster.command("scancel", "--batch", "--signal=USR1", job)  # as Slurm does two minutes before the limit
     state = cluster.wait(job, "PENDING", "COMPLETED", "FAILED")
-    assert state == "PENDING", said(mine)
+    assert state == "PENDING", printed(mine)
     first = len(losses(mine.out))
     assert 5 <= first < steps
     whole = mine.uninterrupted()  # Slurm waits some seconds before it starts the job again
-    assert cluster.wait(job, "COMPLETED", "FAILED") == "COMPLETED", said(mine)
-    assert f"stopped and saved after step {first}" in said(mine)
+    assert cluster.wait(job, "COMPLETED", "FAILED") == "COMPLETED", printed(mine)
+    assert f"stopped and saved after step {first}" in printed(mine)
     assert losses(mine.out) == whole
     assert not (mine.out / "stop").exists()
 
@@ -78,7 +78,7 @@ def test_a_node_in_the_run_s_exclusion_list_is_left_alone_and_a_spare_takes_its_
     assert noting != script
     (tmp_path / "job.sbatch").write_text(noting)
     job = cluster.submit(tmp_path / "job.sbatch")
-    assert cluster.wait(job, "COMPLETED", "FAILED") == "FAILED", said(mine)
+    assert cluster.wait(job, "COMPLETED", "FAILED") == "FAILED", printed(mine)
     assert nodes_used(cluster, job) == "n[1-2]"
     assert (tmp_path / "ran-on").read_text() == "n2\n"
 
@@ -87,7 +87,7 @@ def test_a_node_in_the_run_s_exclusion_list_is_left_alone_and_a_spare_takes_its_
 def test_a_node_that_the_scheduler_must_not_use_is_not_used(cluster, tmp_path):
     mine = Submitted.write(run, tmp_path, "--nodes", "1", "--exclude", "n1", steps=2, ranks=1)
     job = cluster.submit(tmp_path / "job.sbatch")
-    assert cluster.wait(job, "COMPLETED", "FAILED") == "COMPLETED", said(mine)
+    assert cluster.wait(job, "COMPLETED", "FAILED") == "COMPLETED", printed(mine)
     assert nodes_used(cluster, job) == "n2"
 
 
@@ -98,7 +98,7 @@ def test_a_job_whose_nodes_are_all_excluded_ends_and_says_so(cluster, tmp_path):
     (mine.out / "excluded-nodes").write_text("n2\n")
     job = cluster.submit(tmp_path / "job.sbatch")
     assert cluster.wait(job, "COMPLETED", "FAILED") == "FAILED"
-    assert "error: 1 nodes of n[1-2] are not excluded, 2 are needed" in said(mine)
+    assert "error: 1 nodes of n[1-2] are not excluded, 2 are needed" in printed(mine)
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_a_job_goes_on_with_what_is_left_of_its_nodes_on_the_same_curve(cluster,
     mine.wait_for_steps(45)
     try:
         cluster.lose("n2")
-        assert cluster.wait(job, "COMPLETED", "FAILED") == "COMPLETED", said(mine)
+        assert cluster.wait(job, "COMPLETED", "FAILED") == "COMPLETED", printed(mine)
         assert nodes_used(cluster, job) == "n1"
     finally:
         cluster.start_node("n2")
@@ -134,19 +134,19 @@ def test_a_cancelled_job_leaves_nothing_running_and_nothing_half_written(cluster
     job = cluster.submit(tmp_path / "job.sbatch")
     mine.wait_for_steps(23)
     cluster.command("scancel", job)
-    assert cluster.wait(job, "CANCELLED", "FAILED", "COMPLETED") == "CANCELLED", said(mine)
+    assert cluster.wait(job, "CANCELLED", "FAILED", "COMPLETED") == "CANCELLED", printed(mine)
     ends = time.monotonic() + 60
     while left := started_with(f"SLURM_JOB_ID={job}", f"SLURM_CONF={cluster.folder / 'slurm.conf'}"):
         assert time.monotonic() < ends, f"{left} still run"
         time.sleep(0.2)
-    found = complete_checkpoints(mine.out / "checkpoints")
-    assert found
-    for path in found:
+    saved = complete_checkpoints(mine.out / "checkpoints")
+    assert saved
+    for path in saved:
         manifest = read_source(path).manifest
         assert manifest is not None
         verify(path, manifest)
     assert run(["verify", str(mine.out)]) == 0
-    done = int(found[-1].name.removeprefix("step-"))
+    done = int(saved[-1].name.removeprefix("step-"))
     assert (
         run(["train", str(tmp_path / "recipe.toml"), "--fit", "--nproc", "1", f"stop_after={done + 2}"]) == 0
     )
@@ -161,7 +161,7 @@ def test_tasks_of_srun_without_torchrun_are_the_ranks(cluster, tmp_path):
         "srun --kill-on-bad-exit=1 trilith train recipe.toml\n"
     )
     job = cluster.submit(tmp_path / "plain.sbatch")
-    assert cluster.wait(job, "COMPLETED", "FAILED") == "COMPLETED", said(mine)
+    assert cluster.wait(job, "COMPLETED", "FAILED") == "COMPLETED", printed(mine)
     assert losses(mine.out) == mine.uninterrupted()
 
 

@@ -28,28 +28,28 @@ MACHINE = machine_named("l40s", gpus_per_node=2)
 
 
 @pytest.fixture(scope="module")
-def found():
+def result():
     """Search for a model of 1.2 billion parameters on four GPUs of 48 GB, two a node."""
     return find_layouts(read_request("llama-3.2-1b", MACHINE, 4, sequence_length=4096, global_batch=8))
 
 
-def test_the_ten_best_are_in_order_fit_and_are_accepted_as_recipes(found, tmp_path):
-    seconds = [one.time.seconds for one in found.best]
+def test_the_ten_best_are_in_order_fit_and_are_accepted_as_recipes(result, tmp_path):
+    seconds = [one.time.seconds for one in result.best]
     assert seconds == sorted(seconds) and 1 < len(seconds) <= 10
-    assert len({one.choice.cut for one in found.best}) == len(found.best)
-    assert all(one.bytes <= found.request.room for one in found.best)
-    (tmp_path / "recipe.toml").write_text(recipe_toml(found))
+    assert len({one.choice.cut for one in result.best}) == len(result.best)
+    assert all(one.bytes <= result.request.room for one in result.best)
+    (tmp_path / "recipe.toml").write_text(recipe_toml(result))
     recipe = load_recipe(tmp_path / "recipe.toml")
     planned = dry_run(recipe)
     planned.check("recipe.toml")
-    assert planned.ranks == 4 and planned.rank.total == found.best[0].bytes
+    assert planned.ranks == 4 and planned.rank.total == result.best[0].bytes
 
 
-def test_no_layout_is_faster_than_the_best_or_than_its_bound(found):
+def test_no_layout_is_faster_than_the_best_or_than_its_bound(result):
     """Time each legal layout with one row a micro-batch, without recomputation or with all of it."""
-    evaluator = Evaluator(found.request)
-    bound, fastest, seen = Bound(evaluator), found.best[0].time.seconds, 0
-    for cut in candidates(found.request, Tally()):
+    evaluator = Evaluator(result.request)
+    bound, fastest, seen = Bound(evaluator), result.best[0].time.seconds, 0
+    for cut in candidates(result.request, Tally()):
         for flow in cut.flows:
             for mode in {flow.modes[0], flow.modes[-1]}:
                 if flow.micro_batch > 1:
@@ -57,27 +57,27 @@ def test_no_layout_is_faster_than_the_best_or_than_its_bound(found):
                 choice = cut.choice(flow, mode, cut.stores[-1])
                 answer = evaluator.answer(choice)
                 assert max(bound.of_cut(cut), bound.of_choice(choice)) <= answer.time.seconds, choice
-                if answer.bytes <= found.request.room:
+                if answer.bytes <= result.request.room:
                     assert answer.time.seconds >= fastest, choice
                 seen += 1
     assert seen > 50
 
 
-def test_memory_is_that_of_a_dry_run(found):
+def test_memory_is_that_of_a_dry_run(result):
     from trilith.search.choice import recipe_of
 
-    for answer in found.best[:4]:
-        recipe = recipe_of(found.request, answer.choice)
+    for answer in result.best[:4]:
+        recipe = recipe_of(result.request, answer.choice)
         assert heaviest(recipe, plan(recipe)).total == answer.bytes
 
 
-def test_every_layout_is_accounted_for(found):
-    counted = sum(one.layouts for one in found.tally if one.kind in ("memory", "slower"))
-    assert counted + len(found.best) == found.legal == found.settled
+def test_every_layout_is_accounted_for(result):
+    counted = sum(one.layouts for one in result.tally if one.kind in ("memory", "slower"))
+    assert counted + len(result.best) == result.legal == result.settled
 
 
-def test_a_refused_layout_is_told_by_its_key_and_what_was_expected(found):
-    refused = [one for one in found.tally if one.kind == "not legal"]
+def test_a_refused_layout_is_told_by_its_key_and_what_was_expected(result):
+    refused = [one for one in result.tally if one.kind == "not legal"]
     assert refused
     for one in refused:
         assert one.example.startswith("expected ") and one.text not in one.example.split(", found")[0], one
@@ -92,25 +92,25 @@ def test_few_layouts_are_timed_and_stages_alike_are_priced_once(monkeypatch):
     monkeypatch.setattr(
         Bound, "of_choice", lambda self, choice: (exact.append(choice), of_choice(self, choice))[1]
     )
-    found = find_layouts(read_request("llama-3.2-1b", MACHINE, 4, sequence_length=4096, global_batch=8))
-    assert 20 * len(found.timed) < found.legal and 2 * len(priced) < found.legal
-    assert 2 * len(exact) < found.legal and len(set(exact)) == len(exact)
+    result = find_layouts(read_request("llama-3.2-1b", MACHINE, 4, sequence_length=4096, global_batch=8))
+    assert 20 * len(result.timed) < result.legal and 2 * len(priced) < result.legal
+    assert 2 * len(exact) < result.legal and len(set(exact)) == len(exact)
 
 
 def test_a_reason_names_the_rank_the_figures_and_the_largest_part():
-    found = find_layouts(
+    result = find_layouts(
         read_request("llama-3.2-1b", MACHINE, 4, sequence_length=4096, global_batch=8, headroom=0.7)
     )
-    memory = [one for one in found.tally if one.kind == "memory"]
+    memory = [one for one in result.tally if one.kind == "memory"]
     assert memory
     for one in memory:
         needs = re.match(r"pipeline rank \d+ needs ([\d.]+) of ([\d.]+) GB: ", one.example)
-        assert needs and float(needs[1]) > float(needs[2]) == pytest.approx(found.request.room / 1e9)
+        assert needs and float(needs[1]) > float(needs[2]) == pytest.approx(result.request.room / 1e9)
         assert f": {one.text} " in one.example
 
 
-def test_the_page_is_whole_and_has_no_address(found):
-    page = make_page(found)
+def test_the_page_is_whole_and_has_no_address(result):
+    page = make_page(result)
     assert page.startswith("<!DOCTYPE html>") and page.count("<svg") == 2
     assert page.count("http://") == page.count("http://www.w3.org") and "https://" not in page
     assert "Why the others fall" in page and "prefers-color-scheme: dark" in page
@@ -177,8 +177,8 @@ def test_the_critical_batch_follows_from_the_loss():
     assert 1e6 < critical_batch(1e9, 2e10) < critical_batch(4e11, 1.5e13) < 2e8
 
 
-def test_a_choice_says_itself_in_the_words_of_a_recipe(found):
-    best = found.best[0].choice
+def test_a_choice_says_itself_in_the_words_of_a_recipe(result):
+    best = result.best[0].choice
     assert isinstance(best, Choice) and f"micro_batch {best.micro_batch}" in str(best)
 
 
@@ -220,9 +220,9 @@ def test_the_ten_best_are_those_of_all_layouts(name, headroom, gpus):
         assert max(*least, bound.of_choice(choice)) <= seconds * (1 + 1e-12), choice
         if answer.bytes <= request.room:
             fastest[choice.cut] = min(seconds, fastest.get(choice.cut, seconds))
-    found, best = find_layouts(request), sorted(fastest.values())
-    assert found.tally.count("memory") > 0 and len(best) > 1
-    assert [one.time.seconds for one in found.best] == [
+    result, best = find_layouts(request), sorted(fastest.values())
+    assert result.tally.count("memory") > 0 and len(best) > 1
+    assert [one.time.seconds for one in result.best] == [
         seconds for seconds in best[:SHOWN] if seconds <= LONGEST * best[0]
     ]
-    assert all(one.time.seconds == fastest[one.choice.cut] for one in found.best)
+    assert all(one.time.seconds == fastest[one.choice.cut] for one in result.best)
