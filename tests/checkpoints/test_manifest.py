@@ -11,12 +11,16 @@ from safetensors.torch import save_file
 from support.damage import flip_bit, truncate
 from support.refusals import Refused, refusals
 from trilith.checkpoints import Manifest, latest_checkpoint, step_directory, verify
+from trilith.checkpoints.rank_files import stored_tensors
 from trilith.checkpoints.seal import seal
 from trilith.checkpoints.stored_tensor import Part, StoredTensor
+from trilith.models import family_of
 from trilith.parallel_state import BadCheckpoint, Box, Layout
+from trilith.recipes import load_recipe
 from trilith.storage import TensorWriter
 from trilith.storage.file_names import MANIFEST
 from trilith.storage.records import StoredFile
+from trilith.training.run_plan import plan
 
 UP, NORM = torch.arange(32.0).reshape(8, 4), torch.arange(4.0)
 
@@ -279,33 +283,20 @@ def test_G26_the_newest_is_the_highest_step_whatever_the_clock_said(tmp_path):
     assert latest_checkpoint(tmp_path).directory.name == "step-00000100"
 
 
-def llama_405b(tensor=8, pipeline=16, layers=126):
-    """Make the manifest of a converted Llama 3.1 405B from its shapes."""
-    d, f, v, kv = 16_384, 53_248, 128_256, 1024
-    files = tuple(
-        StoredFile(name=f"pipeline-{p:02d}.tensor-{t:02d}.safetensors", size=6 << 30, crc32=p * tensor + t)
-        for p in range(pipeline)
-        for t in range(tensor)
-    )
-    block = {name: ((rows, d), 0) for name, rows in (("q", d), ("k", kv), ("v", kv), ("gate", f), ("up", f))}
-    block |= {"o": ((d, d), 1), "down": ((d, f), 1), "norm1": ((d,), None), "norm2": ((d,), None)}
-    shapes = {(0, "embed"): ((v, d), 0), (pipeline - 1, "norm"): ((d,), None)}
-    shapes[pipeline - 1, "head"] = ((v, d), 0)
-    for layer in range(layers):
-        stage = layer * pipeline // layers
-        shapes |= {(stage, f"layers.{layer}.{name}"): one for name, one in block.items()}
+def llama_405b():
+    """Make the manifest of a converted Llama 3.1 405B: with a part for each rank, as version 2 has them."""
+    layout, raw = Layout(tensor=8, pipeline=16), dict(plan(load_recipe("llama-3.1-405b-16384gpus")).hf_config)
+    family = family_of(raw)
+    stages = family.declarations(family.from_hf(raw), layout)
+    grids = stored_tensors(stages, layout, "BF16", frozen=frozenset(), moments=())
     tensors = {}
-    for (stage, name), (shape, dim) in shapes.items():
-        whole, parts = Box.whole(shape), []
-        for t in range(tensor):
-            step = 0 if dim is None else shape[dim] // tensor
-            box = whole if dim is None else whole.narrow(dim, t * step, t * step + step)
-            role = "replica" if dim is None and t else "owner"
-            parts.append(Part(file=stage * tensor + t, start=box.start, stop=box.stop, role=role))
-        tensors[f"{name}.weight"] = StoredTensor(dtype="BF16", shape=shape, parts=tuple(parts))
+    for name, one in grids.items():
+        parts = (Part(file=rank, start=box.start, stop=box.stop) for rank, box in one.grid.parts(one.shape))
+        tensors[name] = StoredTensor(dtype="BF16", shape=one.shape, parts=tuple(parts))
+    names = [f"rank-{rank:05d}-of-00128.safetensors" for rank in range(128)]
+    files = tuple(StoredFile(name=name, size=6 << 30, crc32=2**32 - 1) for name in names)
     return Manifest(
-        kind="weights", model_type="llama", config={}, layout=Layout(tensor=tensor, pipeline=pipeline),
-        files=files, tensors=tensors,
+        kind="weights", model_type="llama", config={}, layout=layout, files=files, tensors=tensors
     )  # fmt: skip
 
 
@@ -318,5 +309,5 @@ def test_a_405b_manifest_is_read_and_checked_in_a_moment():
     again.check("405B")
     parts = [part for tensor in again.tensors.values() for part in tensor.parts if part.file == 5]
     elapsed = time.process_time() - begin
-    assert again == manifest and len(parts) == 8 * 9 + 1
+    assert again == manifest and len(parts) == 7 * 7 + 1
     assert elapsed < 1.5, f"{elapsed:.2f} s"

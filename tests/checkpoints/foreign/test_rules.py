@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from forms import CONFIG
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.configs import WHOLE
 from trilith.checkpoints.foreign.catalog import assemble, assembled
 from trilith.checkpoints.foreign.checkpoint import Chunk, ForeignCheckpoint, ForeignTensor
 from trilith.checkpoints.foreign.rules import Rule, Table, foreign_shapes, pieces
@@ -14,7 +14,6 @@ from trilith.models import family_of
 from trilith.parallel_state import BadInput, Box
 from trilith.storage.torch_archive import open_state_dict
 
-CONFIG = WHOLE | {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 FAMILY = family_of(CONFIG)
 MODEL = FAMILY.from_hf(CONFIG)
 HF = FAMILY.links(MODEL)[1]
@@ -35,14 +34,8 @@ KINDS = {
         Rule(foreign="{i}.qkv", hf=[Q, K, V], groups="num_key_value_heads"),
         lambda w: torch.cat([w[Q].view(2, 8, 16), w[K].view(2, 4, 16), w[V].view(2, 4, 16)], 1).flatten(0, 1),
     ),
-    "one after the other": (
-        Rule(foreign="{i}.qkv", hf=[Q, K, V]),
-        lambda w: torch.cat([w[Q], w[K], w[V]]),
-    ),
-    "along columns": (
-        Rule(foreign="{i}.kv", hf=[K, V], dim=1),
-        lambda w: torch.cat([w[K], w[V]], 1),
-    ),
+    "one after the other": (Rule(foreign="{i}.qkv", hf=[Q, K, V]), lambda w: torch.cat([w[Q], w[K], w[V]])),
+    "along columns": (Rule(foreign="{i}.kv", hf=[K, V], dim=1), lambda w: torch.cat([w[K], w[V]], 1)),
     "stacked blocks": (Rule(foreign="up", hf=UP), lambda w: torch.stack([torch.zeros(24, 16), w[UP]])),
     "padded": (Rule(foreign="{i}.up", hf=UP, padded=True), lambda w: torch.cat([w[UP], torch.ones(5, 16)])),
 }
