@@ -4,13 +4,12 @@ import copy
 import json
 import os
 import struct
-import sys
 import time
 import warnings
-from contextlib import contextmanager
 from random import Random
 
 import pytest
+from support.audit import audited
 from support.configs import TINY_GPT2, TINY_LLAMA
 from trilith.checkpoints import read_source
 from trilith.machine.random_files import write_hf_folder
@@ -85,27 +84,6 @@ def damaged_json(value, random):
     return damaged_bytes(raw, random) if random.random() < 0.3 else raw
 
 
-@contextmanager
-def opened_for_writing():
-    """Collect paths that are opened for writing during the ``with`` block, and programs that are started."""
-    paths = []
-    active = True
-
-    def hook(event, arguments):
-        if not active:
-            return
-        if event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
-            paths.append(str(arguments[0]))
-        elif event in ("exec", "os.system", "subprocess.Popen", "pickle.find_class"):
-            paths.append(event)
-
-    sys.addaudithook(hook)
-    try:
-        yield paths
-    finally:
-        active = False
-
-
 def tried(read, path):
     """Return whether the file was accepted; any error but ``BadInput``, or a second of computing, fails."""
     began = time.thread_time()
@@ -132,12 +110,13 @@ HEADER = {
 def fuzz(read, path, count, make):
     """Read a file as often as is asked for, each time with other content; return what was accepted."""
     accepted = []
-    with opened_for_writing() as written:
+    with audited("open", "exec", "os.system", "subprocess.Popen", "pickle.find_class") as events:
         for _ in range(count):
             path.write_bytes(make())
-            written.clear()
+            events.clear()
             accepted.append(tried(read, path if read == TensorFile.open else path.parent))
-            assert not written
+            flags = [arguments[2] if event == "open" else os.O_WRONLY for event, arguments in events]
+            assert not [one for one in flags if isinstance(one, int) and one & (os.O_WRONLY | os.O_RDWR)]
     return accepted
 
 

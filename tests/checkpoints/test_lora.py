@@ -156,8 +156,8 @@ def trained(tmp_path_factory):
 
 @torch.no_grad()
 def test_a_runs_adapters_are_pefts_and_merged_they_give_its_logits(trained, tmp_path):
-    said = json.loads((trained / "adapter" / "adapter_config.json").read_text())
-    assert said["target_parameters"] == [*BOTH]
+    stated = json.loads((trained / "adapter" / "adapter_config.json").read_text())
+    assert stated["target_parameters"] == [*BOTH]
     plain = AutoModelForCausalLM.from_pretrained(trained / "base")
     theirs = peft.PeftModel.from_pretrained(plain, trained / "adapter").eval()
     written = load_file(trained / "adapter" / "adapter_model.safetensors")

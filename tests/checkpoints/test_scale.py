@@ -185,8 +185,8 @@ def test_the_manifest_of_405b_on_16384_ranks_is_small_and_says_a_million_parts()
     # A rank's own share is what the grids of the whole model give it.
     last = replace(layout.coordinates(layout.world - 1))
     mine = own_boxes(stages[last.pipeline], layout, last)
-    held = PartTable(again).in_file(len(files) - 1)
-    assert {name: box for name, (_, box) in held.items() if not name.startswith("optimizer.")} == mine
+    stored = PartTable(again).in_file(len(files) - 1)
+    assert {name: box for name, (_, box) in stored.items() if not name.startswith("optimizer.")} == mine
 
 
 def saver_of(root, model, **rest):
@@ -222,16 +222,16 @@ def test_nobody_waits_for_the_deletion_of_the_oldest_checkpoint(tmp_path):
         assert go.wait(60)
         real(path)
 
-    model, said = nn.Linear(2, 2), list[str]()
+    model, lines = nn.Linear(2, 2), list[str]()
     with (
         mock.patch.object(retention, "remove_checkpoint", stuck),
-        saver_of(tmp_path, model, keep=1, said=said.append) as saver,
+        saver_of(tmp_path, model, keep=1, said=lines.append) as saver,
     ):
         for step in (1, 2, 3, 4):
             saver.save(Progress(step, Layout()))
             if step == 2:
                 assert begun.wait(60)
-        assert said == [f"COMMITTED {tmp_path / f'step-{step:08d}'}" for step in (1, 2, 3, 4)]
+        assert lines == [f"COMMITTED {tmp_path / f'step-{step:08d}'}" for step in (1, 2, 3, 4)]
         assert len([*tmp_path.glob("step-*")]) == 4
         go.set()
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000004"]
@@ -241,10 +241,10 @@ def test_nobody_waits_for_the_deletion_of_the_oldest_checkpoint(tmp_path):
 def test_what_cannot_be_deleted_is_told_and_ends_no_run(tmp_path):
     from trilith.checkpoints import retention
 
-    said = []
+    lines = []
     refusing = mock.patch.object(retention, "remove_checkpoint", side_effect=PermissionError("not yours"))
-    with refusing, saver_of(tmp_path, nn.Linear(2, 2), keep=1, said=said.append) as saver:
+    with refusing, saver_of(tmp_path, nn.Linear(2, 2), keep=1, said=lines.append) as saver:
         for step in (1, 2):
             saver.save(Progress(step, Layout()))
-    assert said[-1] == "old checkpoints stay: not yours"
+    assert lines[-1] == "old checkpoints stay: not yours"
     assert len([*tmp_path.glob("step-*")]) == 2

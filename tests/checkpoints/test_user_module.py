@@ -48,8 +48,7 @@ class Embedder(nn.Module):
         x = self.embed(ids)
         for block in self.blocks:
             x = x + block(x)
-        y = self.gain(x)
-        return y
+        return self.gain(x)
 
 
 def trained(state, seed):
@@ -105,8 +104,7 @@ class Routed(nn.Module):
         self.blocks = nn.ModuleList([MoE(router, Experts(4, 8, 16, state=state), state=state)])
 
     def forward(self, x):
-        y = self.blocks[0](x)
-        return y
+        return self.blocks[0](x)
 
 
 ROUTED_NAMES = (

@@ -222,5 +222,5 @@ def test_the_commands_read_a_checkpoint_of_megatron(tmp_path, capsys):
     assert run(["diff", checkpoint, out, "--config", config]) == 0
     assert run(["verify", checkpoint, "--config", config]) == 0
     assert run(["inspect", checkpoint]) == 0
-    said = capsys.readouterr().out
-    assert "Megatron legacy" in said and "equal, bit for bit" in said and "vocab_size = 1 to 32" in said
+    told = capsys.readouterr().out
+    assert "Megatron legacy" in told and "equal, bit for bit" in told and "vocab_size = 1 to 32" in told

@@ -67,9 +67,9 @@ def test_any_cut_into_chunks_gives_the_tensors_of_hugging_face(tmp_path_factory,
     file = open_state_dict(path)
     name = str(rule.foreign).format(i=1)
     chunks = tuple(Chunk(box, file, file.views[str(n)]) for n, box in enumerate(boxes))
-    found = ForeignCheckpoint(path, "chunks", {name: ForeignTensor("F32", tuple(theirs.shape), chunks)})
+    checkpoint = ForeignCheckpoint(path, "chunks", {name: ForeignTensor("F32", tuple(theirs.shape), chunks)})
     wanted = {one.format(i=1): weights[one] for one in ([rule.hf] if isinstance(rule.hf, str) else rule.hf)}
-    made = tried(found, rule, wanted)
+    made = tried(checkpoint, rule, wanted)
     for hf, weight in wanted.items():
         out = torch.full(weight.shape, float("nan"))
         for part in made[hf]:
@@ -79,12 +79,14 @@ def test_any_cut_into_chunks_gives_the_tensors_of_hugging_face(tmp_path_factory,
     assert foreign_shapes(Table(rule=[rule]), "llama", HF, MODEL)[name] == tuple(theirs.shape) or rule.padded
 
 
-def tried(found, rule, wanted):
+def tried(checkpoint, rule, wanted):
     """Assemble only the wanted tensors: those of block 1 of a family that has no other ones."""
     hf = {name: tuple(weight.shape) for name, weight in wanted.items()}
-    shapes = {name: one.shape for name, one in found.tensors.items()}
-    tied = pieces(Table(rule=[rule]), "llama", shapes, hf, MODEL, found.path)
-    return {name: [*assembled(found, name, hf[name], tied[name], found.tensors).chunks] for name in hf}
+    shapes = {name: one.shape for name, one in checkpoint.tensors.items()}
+    tied = pieces(Table(rule=[rule]), "llama", shapes, hf, MODEL, checkpoint.path)
+    return {
+        name: [*assembled(checkpoint, name, hf[name], tied[name], checkpoint.tensors).chunks] for name in hf
+    }
 
 
 def test_rules_for_other_families_and_uneven_shapes_are_not_used(tmp_path):
