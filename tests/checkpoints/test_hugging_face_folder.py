@@ -1,17 +1,19 @@
-"""Hugging Face folders: what is read, what is refused before any tensor is; no pickle is ever opened."""
+"""Folders and model ids of Hugging Face: what is read, what is refused first; no pickle is ever opened."""
 
 import json
 import os
 import shutil
-import sys
-from functools import cache
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.audit import audited
+from support.configs import TINY_LLAMA
 from support.refusals import Refused, refusals
-from trilith.checkpoints import HFFolder
+from trilith.checkpoints import HFFolder, convert, differences, read_source
+from trilith.machine.random_files import write_hf_folder
 from trilith.parallel_state import BadInput
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -177,14 +179,20 @@ def test_B7_links_that_are_trusted_and_links_inside(sharded):
     assert "c" in HFFolder(sharded).tensors
 
 
+def move_into_cache(folder, repository):
+    """Lay a folder out as huggingface_hub does; return the folder of links."""
+    snapshot, blobs = repository / "snapshots" / ("0" * 40), repository / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    return snapshot
+
+
 def test_B7_the_hugging_face_cache(sharded):
     cache = sharded.parent / "hub" / "models--org--name"
-    snapshot = cache / "snapshots" / "0123abc"
-    snapshot.mkdir(parents=True)
-    (cache / "blobs").mkdir()
-    for number, path in enumerate(sorted(sharded.iterdir())):
-        path.rename(cache / "blobs" / str(number))
-        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    snapshot = move_into_cache(sharded, cache)
     folder = HFFolder(snapshot)
     assert sorted(folder.tensors) == ["a", "b", "c"] and len(folder.companions) == 1
     # a folder that merely looks like one gets no further than blobs/
@@ -207,32 +215,48 @@ def test_B19_a_count_in_the_names_that_disagrees_is_a_warning(sharded):
     assert [w for w in HFFolder(sharded).warnings if "-of-00002, but there are 3" in w]
 
 
-OPENED = []
-
-
-def watch(event, details):
-    if event == "open" and OPENED is not None and isinstance(details[0], str | os.PathLike):
-        OPENED.append(os.fspath(details[0]))
-
-
-@cache
-def add_watch():
-    sys.addaudithook(watch)
+def test_B16_a_pickle_beside_the_weights_is_never_opened(sharded):
+    for name in ("pytorch_model.bin", "model.bin", "training_args.bin", "optimizer.pt", "custom.py"):
+        (sharded / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    with audited("open") as events:
+        for file, entry in HFFolder(sharded).tensors.values():
+            assert file.read(next(iter(file.tensors))).shape == entry.shape
+    names = {Path(path).name for _, (path, *_) in events if not isinstance(path, int)}
+    assert names == {"config.json", "tokenizer.json", INDEX, ONE, TWO}
 
 
 @pytest.fixture
-def opened():
-    """Record every path that Python opens from here on. An audit hook stays for ever, so it is added once."""
-    add_watch()
-    OPENED.clear()
-    yield OPENED
-    OPENED.clear()
+def snapshot(tmp_path, monkeypatch):
+    """Make a hub cache with one model, laid out as huggingface_hub does, offline, and nothing else."""
+    root = tmp_path / "cache"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(root))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    write_hf_folder(tmp_path / "made", TINY_LLAMA, max_shard_size=30_000)
+    repository = root / "models--some--llama"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    return move_into_cache(tmp_path / "made", repository)
 
 
-def test_B16_a_pickle_beside_the_weights_is_never_opened(sharded, opened):
-    for name in ("pytorch_model.bin", "model.bin", "training_args.bin", "optimizer.pt", "custom.py"):
-        (sharded / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-    opened.clear()
-    for file, entry in HFFolder(sharded).tensors.values():
-        assert file.read(next(iter(file.tensors))).shape == entry.shape
-    assert {Path(path).name for path in opened} == {"config.json", "tokenizer.json", INDEX, ONE, TWO}
+def test_a_model_in_the_cache_is_read_through_its_links(snapshot, tmp_path):
+    assert read_source("some/llama").path == snapshot
+    convert("some/llama", tmp_path / "out", tensor=2)
+    assert not list(differences(read_source(snapshot), read_source(tmp_path / "out")))
+
+
+def test_a_model_that_is_nowhere_is_refused_offline(snapshot):
+    with pytest.raises(BadInput, match=r"some/other: expected a folder, or a model in .* cache") as refused:
+        read_source("some/other")
+    assert "not in the cache" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_what_is_no_model_id_is_only_a_folder(snapshot):
+    for name in ("missing", "./some/llama", "/some/llama", "some/llama/x", "../llama", "a/"):
+        with pytest.raises(BadInput, match="no such folder"):
+            read_source(name)
+
+
+def test_a_folder_of_that_name_comes_first(snapshot, tmp_path):
+    write_hf_folder(tmp_path / "some" / "llama", TINY_LLAMA)
+    assert read_source("some/llama").path == Path("some/llama")
