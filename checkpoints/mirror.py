@@ -46,7 +46,10 @@ class Mirror:
         url, local = self.folder.url, self.folder.local
         if local is not None:
             check_outside(local, [root])
-            if local.resolve() in root.resolve().parents:
+            place, run = local.resolve(), root.resolve()
+            if run in (place, *place.parents):  # and the run's folder is not there yet
+                raise BadInput(url, expected="a place outside the run's folder", found="one in it")
+            if place in run.parents:
                 raise BadInput(url, expected="a place outside the run's folder", found="one around it")
         new = not (root.is_dir() and complete_checkpoints(root))
         for step in self._steps()[::-1]:

@@ -14,7 +14,6 @@ from trilith.checkpoints.convert.execute import execute
 from trilith.checkpoints.convert.finished_work import FinishedWork
 from trilith.checkpoints.convert.transfer import Transfer
 from trilith.checkpoints.copies import Copy, Links, Stored, Whole, copies
-from trilith.models import Link
 from trilith.parallel_state import BadCheckpoint, BadInput, Box
 from trilith.storage import TensorFile, TensorWriter
 from trilith.storage.dtypes import TORCH, name_of
@@ -40,6 +39,17 @@ def store(directory, name, whole, boxes):
 def catalog(name, whole, boxes):
     stored = tuple(Stored(i, name, box) for i, box in enumerate(boxes))
     return {name: Whole(tuple(whole.shape), name_of(whole.dtype), stored)}
+
+
+def in_one_file(folder, whole):
+    """Write a tensor into one file; return the files, and what plans a part of it in some dtype."""
+    box = Box.whole(tuple(whole.shape))
+    known = catalog("w", whole, [box])
+
+    def transfer(dtype="F32", part=box):
+        return Transfer("w", part, tuple(copies("w", part, known, NO_LINKS)), dtype)
+
+    return store(folder, "w", whole, [box]), transfer
 
 
 @st.composite
@@ -80,12 +90,12 @@ def test_any_cut_into_any_other_in_files_and_in_memory(tmp_path, case, block, th
         assert torch.equal(tensor, whole[box.slices])
 
 
-def run(files, whole, wanted, links=NO_LINKS):
+def run(files, whole, wanted):
     """Make the wanted boxes of tensors in memory, from the files."""
     made, transfers = {}, []
     for name, boxes in wanted.items():
         made[name] = [torch.empty(box.shape) for box in boxes]
-        plan = [Transfer(name, box, tuple(copies(name, box, whole, links)), "F32") for box in boxes]
+        plan = [Transfer(name, box, tuple(copies(name, box, whole, NO_LINKS)), "F32") for box in boxes]
         transfers += zip(plan, made[name], strict=True)
     return made, execute(files, transfers)
 
@@ -114,37 +124,6 @@ def test_replicas_are_read_once(tmp_path):
     assert all(torch.equal(tensor, whole) for tensor in made["w"])
 
 
-@pytest.mark.parametrize("block", [64, 1000, 1 << 20])
-def test_links_that_split_and_transpose_go_there_and_back(tmp_path, monkeypatch, block):
-    """A matrix that holds q, k and v side by side, stored the other way round (GPT-2's c_attn)."""
-    monkeypatch.setattr(execute_module, "BLOCK", block)
-    fused = torch.randn(12, 36)
-    links = [
-        Link(name, Box.whole((12, 12)), "c_attn", Box((0, i * 12), (12, i * 12 + 12)), transpose=True)
-        for i, name in enumerate("qkv")
-    ]
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "ours").mkdir()
-    box = Box.whole((12, 36))
-    files = store(tmp_path / "hf", "c_attn", fused, [box])
-    halves = cut((12, 12), {0: [5]})
-    made, _ = run(files, catalog("c_attn", fused, [box]), {name: halves for name in "qkv"}, Links(links))
-    for i, name in enumerate("qkv"):
-        assert torch.equal(torch.cat(made[name]), fused[:, i * 12 : i * 12 + 12].T)
-
-    ours, parts = [], {}
-    for name in "qkv":
-        stored = []
-        for half, tensor in zip(halves, made[name], strict=True):
-            stored.append(Stored(len(ours), name, half))
-            path = tmp_path / "ours" / f"{len(ours)}"
-            save_file({name: tensor}, path)
-            ours.append(TensorFile.open(path))
-        parts[name] = Whole((12, 12), "F32", tuple(stored))
-    back, _ = run(ours, parts, {"c_attn": [box]}, Links(links, to_hf=True))
-    assert torch.equal(back["c_attn"][0], fused)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), -float("nan")])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_look_finds_what_is_not_finite(value, dtype):
@@ -170,23 +149,16 @@ def test_a_look_finds_zeros():
 
 
 @pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        pytest.param(float("nan"), "nan at", id="C9-NaN"),
-        pytest.param(float("-inf"), "-inf at", id="C10-infinity"),
-    ],
+    ("value", "says"), [(float("nan"), "nan at"), (float("-inf"), "-inf at")], ids=["C9-NaN", "C10-infinity"]
 )
 def test_what_is_not_finite_is_refused_where_it_stands(tmp_path, monkeypatch, value, says):
     monkeypatch.setattr(execute_module, "BLOCK", 256)
     whole = torch.randn(40, 10)
     whole[33, 7] = value
-    box = Box.whole((40, 10))
-    files, known = store(tmp_path, "w", whole, [box]), catalog("w", whole, [box])
+    (files, transfer), out = in_one_file(tmp_path, whole), torch.empty(40, 10)
     with pytest.raises(BadInput, match=rf"0.safetensors: w: .*{says} \[33, 7\].*--allow-nonfinite"):
-        run(files, known, {"w": [box]})
-    out = torch.empty(40, 10)
-    transfer = Transfer("w", box, tuple(copies("w", box, known, NO_LINKS)), "F32")
-    execute(files, [(transfer, out)], allow_nonfinite=True)
+        execute(files, [(transfer(), out)])
+    execute(files, [(transfer(), out)], allow_nonfinite=True)
     assert torch.equal(out, whole) if value == value else bool(out[33, 7].isnan())
 
 
@@ -194,11 +166,8 @@ def test_what_is_not_finite_is_refused_where_it_stands(tmp_path, monkeypatch, va
 def test_C8_casts_count_what_overflows(tmp_path, into):
     whole = torch.randn(10, 10)
     whole[3, 3], whole[4, 4] = 3.4e38, -1e5  # the first overflows bf16 when rounded, both overflow fp16
-    box = Box.whole((10, 10))
-    files = store(tmp_path, "w", whole, [box])
-    out = torch.empty(10, 10, dtype=TORCH[into])
-    plan = tuple(copies("w", box, catalog("w", whole, [box]), NO_LINKS))
-    report = execute(files, [(Transfer("w", box, plan, into), out)])
+    (files, transfer), out = in_one_file(tmp_path, whole), torch.empty(10, 10, dtype=TORCH[into])
+    report = execute(files, [(transfer(into), out)])
     assert torch.equal(out, whole.to(TORCH[into]))
     assert report.overflows.get("w", 0) == {"BF16": 1, "F16": 2, "F64": 0}[into]
 
@@ -208,16 +177,14 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 @pytest.mark.parametrize("into", FLOATS, ids=str)
 @pytest.mark.parametrize("stored", FLOATS, ids=str)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     exponents=st.lists(st.integers(-1074, 3), min_size=1, max_size=30), block=st.sampled_from([16, 64, 4096])
 )
-def test_casts_count_every_number_that_they_make_zero(tmp_path_factory, stored, into, exponents, block):
-    tmp_path = tmp_path_factory.mktemp("cast")
+def test_casts_count_every_number_that_they_make_zero(tmp_path, stored, into, exponents, block):
     whole = torch.tensor([2.0**exponent for exponent in exponents], dtype=torch.float64).to(stored)
-    box, out = Box.whole(tuple(whole.shape)), torch.empty(len(exponents), dtype=into)
-    files, known = store(tmp_path, "w", whole, [box]), catalog("w", whole, [box])
-    transfer = Transfer("w", box, tuple(copies("w", box, known, NO_LINKS)), name_of(into))
-    report = execute(files, [(transfer, out)], block=block)
+    (files, transfer), out = in_one_file(tmp_path, whole), torch.empty(len(exponents), dtype=into)
+    report = execute(files, [(transfer(name_of(into)), out)], block=block)
     expected = whole.to(into)
     assert torch.equal(out, expected)
     lost = int(((whole != 0) & (expected == 0)).sum())
@@ -227,16 +194,16 @@ def test_casts_count_every_number_that_they_make_zero(tmp_path_factory, stored, 
 
 def test_a_change_on_the_way_is_counted_as_what_it_makes(tmp_path):
     """Merged adapters are sums in fp32, rounded to the base's type."""
-    whole = torch.ones(8, dtype=torch.float16)
-    box, out = Box.whole((8,)), torch.empty(8, dtype=torch.float16)
-    plan = tuple(copies("w", box, catalog("w", whole, [box]), NO_LINKS))
-    files = store(tmp_path, "w", whole, [box])
-    tiny = torch.tensor([1e-9] * 6 + [0.0, 1.0])
-    transfer = Transfer("w", box, plan, "F16")
-    report = execute(files, [(transfer, out)], change=lambda name: lambda numbers, part: tiny[part.slices])
+    files, transfer = in_one_file(tmp_path, torch.ones(8, dtype=torch.float16))
+    tiny, out = torch.tensor([1e-9] * 6 + [0.0, 1.0]), torch.empty(8, dtype=torch.float16)
+
+    def change(name):
+        return lambda numbers, part: tiny[part.slices]
+
+    report = execute(files, [(transfer("F16"), out)], change=change)
     assert report.underflows == {"w": 6} and not report.vanished
     tiny *= 1e-9
-    report = execute(files, [(transfer, out)], change=lambda name: lambda numbers, part: tiny[part.slices])
+    report = execute(files, [(transfer("F16"), out)], change=change)
     assert report.underflows == {"w": 7} and report.vanished == {"w"}
 
 
@@ -307,24 +274,18 @@ def test_the_first_error_ends_the_work_and_its_threads(tmp_path):
 
 def test_progress_adds_up_and_memory_does_not_grow(tmp_path, monkeypatch):
     whole = torch.randn(512, 1024)
-    boxes = cut((512, 1024), {1: [100, 777]})
-    files = store(tmp_path, "w", whole, [Box.whole((512, 1024))])
-    known = catalog("w", whole, [Box.whole((512, 1024))])
-    sizes = []
-    empty = torch.empty
+    files, transfer = in_one_file(tmp_path, whole)
+    sizes, empty = [], torch.empty
 
     def counted(*shape, dtype):
         out = empty(*shape, dtype=dtype)
         sizes.append(out.nbytes)
         return out
 
-    targets = [empty(box.shape) for box in boxes]
+    boxes = cut((512, 1024), {1: [100, 777]})
+    plan = [(transfer(part=box), empty(box.shape)) for box in boxes]
     monkeypatch.setattr(torch, "empty", counted)
     made = []
-    plan = [
-        (Transfer("w", b, tuple(copies("w", b, known, NO_LINKS)), "F32"), t)
-        for b, t in zip(boxes, targets, strict=True)
-    ]
     random.Random(0).shuffle(plan)
     execute(files, plan, threads=1, block=1 << 16, progress=made.append)
     assert sum(made) == whole.nbytes and len(made) > 30

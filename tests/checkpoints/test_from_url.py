@@ -143,5 +143,5 @@ def test_a_url_without_weights_or_without_a_store_is_one_line(capsys):
         ("nosuch://bucket", "expected a path, or a URL whose file system is installed"),
     ):
         assert run(["inspect", url]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith(f"error: {url}: {says}") and said.count("\n") == 1
+        told = capsys.readouterr().err
+        assert told.startswith(f"error: {url}: {says}") and told.count("\n") == 1

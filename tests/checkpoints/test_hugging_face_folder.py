@@ -1,27 +1,28 @@
-"""Hugging Face folders: what is read, what is refused before any tensor is; no pickle is ever opened."""
+"""Folders and model ids of Hugging Face: what is read, what is refused first; no pickle is ever opened."""
 
 import json
 import os
 import shutil
-import sys
-from functools import cache
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import save_file
-from trilith.checkpoints import HFFolder
+from support.audit import audited
+from support.configs import TINY_LLAMA
+from support.refusals import Refused, refusals
+from trilith.checkpoints import HFFolder, convert, differences, read_source
+from trilith.machine.random_files import write_hf_folder
 from trilith.parallel_state import BadInput
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 A, B, C = (torch.arange(4.0) + 10 * i for i in range(3))
 
 
-@pytest.fixture
-def sharded(tmp_path):
-    """A good folder: tensors a and b in shard 1, c in shard 2."""
-    root = tmp_path / "model"
+def write_sharded(root):
+    """Write a good folder: tensors a and b in shard 1, c in shard 2."""
     root.mkdir()
     (root / "config.json").write_text('{"model_type": "llama", "hidden_size": 4}')
     (root / "tokenizer.json").write_text("{}")
@@ -32,16 +33,13 @@ def sharded(tmp_path):
     return root
 
 
+@pytest.fixture
+def sharded(tmp_path):
+    return write_sharded(tmp_path / "model")
+
+
 def write_index(root, weight_map, total=48):
     (root / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
-
-
-def refusal(root):
-    with pytest.raises(BadInput) as caught:
-        HFFolder(root)
-    message = str(caught.value)
-    assert "\n" not in message and str(root) in message and caught.value.exit_code == 2
-    return message
 
 
 def test_a_sharded_folder(sharded):
@@ -65,12 +63,13 @@ def test_a_single_file(sharded):
     assert list(HFFolder(sharded).tensors) == ["a"]
 
 
-def no_shard(root):
-    (root / TWO).unlink()
+def text(name, content):
+    return lambda root: (root / name).write_text(content)
 
 
-def index_of_text(text):
-    return lambda root: void((root / INDEX).write_text(text))
+def of_size(name, size):
+    """Replace a file by a hole."""
+    return lambda root: [(root / name).unlink(), (root / name).touch(), os.truncate(root / name, size)]
 
 
 def mapped(**changes):
@@ -79,8 +78,8 @@ def mapped(**changes):
     return lambda root: write_index(root, {name: shard for name, shard in both.items() if shard is not None})
 
 
-def void(_):
-    return None
+def shard_two(**tensors):
+    return lambda root: save_file(tensors, root / TWO)
 
 
 def escaping(name):
@@ -98,16 +97,9 @@ def linked_out(root):
     (root / TWO).symlink_to("../out.safetensors")
 
 
-def twice(root):
-    save_file({"b": B, "c": C}, root / TWO)
-
-
-def more(root):
-    save_file({"c": C, "extra": A}, root / TWO)
-
-
-def both(root):
-    save_file({"a": A}, root / SINGLE)
+def linked_config(root):
+    (root / CONFIG).rename(root.parent / CONFIG)
+    (root / CONFIG).symlink_to(f"../{CONFIG}")
 
 
 def only_pickle(root):
@@ -116,94 +108,65 @@ def only_pickle(root):
     (root / "pytorch_model.bin").write_bytes(b"pickle")
 
 
-def only_other(root):
-    (root / INDEX).unlink()
-
-
 def case_twins(root):
-    shutil.copy(root / ONE, root / ONE.upper().replace("SAFETENSORS", "safetensors"))
-    write_index(root, {"a": ONE, "b": ONE.upper().replace("SAFETENSORS", "safetensors"), "c": TWO})
+    twin = ONE.upper().replace("SAFETENSORS", "safetensors")
+    shutil.copy(root / ONE, root / twin)
+    write_index(root, {"a": ONE, "b": twin, "c": TWO})
 
 
-def huge_index(root):
-    write_index(root, {f"t{i}": ONE for i in range(100_001)})
+def refused(why, spoil, says):
+    return Refused(
+        why, lambda folder: HFFolder(folder / "model"), says,
+        given=lambda folder: spoil(write_sharded(folder / "model")),
+    )  # fmt: skip
 
 
-def larger_still(root):
-    with open(root / INDEX, "wb") as file:
-        file.truncate(100 << 20)
+NOT_PLAIN = "'c'.*plain file name"
+REFUSED = [
+    refused("B1-missing-shard", lambda root: (root / TWO).unlink(), f"{TWO}: .*no such file"),
+    refused("B1-no-folder", lambda root: shutil.rmtree(root), "nothing there"),
+    refused("B2-index-not-JSON", text(INDEX, "{"), "valid JSON"),
+    refused("B2-index-duplicate-key", text(INDEX, '{"a": 1, "a": 1}'), "'a' twice"),
+    refused("B3-no-weight-map", text(INDEX, '{"metadata": {}}'), "weight_map"),
+    refused("B4-weight-map-list", text(INDEX, '{"weight_map": ["a"]}'), "weight_map"),
+    refused("B4-weight-map-empty", text(INDEX, '{"weight_map": {}}'), "weight_map"),
+    refused("B4-value-not-string", mapped(c=7), "weight_map 'c'.*an? int"),
+    refused("B5-parent", escaping("../out.safetensors"), NOT_PLAIN),
+    refused("B6-absolute", escaping("{root}/out.safetensors"), NOT_PLAIN),
+    refused("B7-link-out", linked_out, "link to .*--allow-symlinks"),
+    refused("B7-linked-config", linked_config, r"config\.json.*link to"),
+    refused("B8-NUL", mapped(c="x\0.safetensors"), NOT_PLAIN),
+    refused("B8-newline", mapped(c="x\n.safetensors"), NOT_PLAIN),
+    refused("B8-backslash", mapped(c="..\\x.safetensors"), NOT_PLAIN),
+    refused("B8-empty", mapped(c=""), NOT_PLAIN),
+    refused("B8-too-long", mapped(c="x" * 300 + ".safetensors"), NOT_PLAIN),
+    refused("B9-not-in-shard", mapped(d=ONE), "'d': .*in none"),
+    refused("B10-not-in-index", shard_two(c=C, extra=A), "'extra'.*no such entry"),
+    refused("B10-entry-left-out", mapped(b=None), "'b'.*no such entry"),
+    refused("B11-in-two-shards", shard_two(b=B, c=C), "'b'.*in .*00001.* and .*00002"),
+    refused("B12-index-and-single", lambda root: save_file({"a": A}, root / SINGLE), "ambiguous"),
+    refused("B13-swapped", mapped(a=TWO, c=ONE), f"'a'.*expected it in {TWO}, found it in {ONE}"),
+    refused("B15-bin-only", only_pickle, "pickle"),
+    refused("B15-bin-in-index", mapped(c="model.bin"), "'c'.*pickle"),
+    refused("B15-unnamed-shards", lambda root: (root / INDEX).unlink(), "found only"),
+    refused("B17-index-of-too-many", mapped(**{f"t{i}": ONE for i in range(100_001)}), "at most 100,000"),
+    refused("B17-index-too-large", of_size(INDEX, 100 << 20), "at most .* bytes"),
+    refused("B18-case", case_twins, "in more than case"),
+    refused("D1-no-config", lambda root: (root / CONFIG).unlink(), "config.json.*no such file"),
+    refused("D2-not-JSON", text(CONFIG, "{'a': 1}"), "config.json.*valid JSON"),
+    refused("D2-not-an-object", text(CONFIG, "[]"), "config.json.*a list"),
+    refused("D2-50-MB", of_size(CONFIG, 50 << 20), "config.json.*at most"),
+    refused("D27-NaN", text(CONFIG, '{"x": NaN}'), "config.json.*NaN"),
+    refused("D27-overflow", text(CONFIG, '{"x": 1e999}'), "config.json.*1e999"),
+    refused("D27-5000-digits", text(CONFIG, '{"x": ' + "9" * 5000 + "}"), "config.json"),
+]
+test_bad_folders_are_refused = refusals(REFUSED)
 
 
-def no_config(root):
-    (root / "config.json").unlink()
-
-
-def config_of_text(text):
-    return lambda root: void((root / "config.json").write_text(text))
-
-
-def large_config(root):
-    with open(root / "config.json", "wb") as file:
-        file.truncate(50 << 20)
-
-
-def linked_config(root):
-    (root / "config.json").rename(root.parent / "config.json")
-    (root / "config.json").symlink_to("../config.json")
-
-
-def large_tokenizer(root):
-    with open(root / "tokenizer.json", "wb") as file:
-        file.truncate(2 << 30)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "says"),
-    [
-        pytest.param(no_shard, f"{TWO}: .*no such file", id="B1-missing-shard"),
-        pytest.param(index_of_text("{"), "valid JSON", id="B2-index-not-JSON"),
-        pytest.param(index_of_text('{"a": 1, "a": 1}'), "'a' twice", id="B2-index-duplicate-key"),
-        pytest.param(index_of_text('{"metadata": {}}'), "weight_map", id="B3-no-weight-map"),
-        pytest.param(index_of_text('{"weight_map": ["a"]}'), "weight_map", id="B4-weight-map-list"),
-        pytest.param(index_of_text('{"weight_map": {}}'), "weight_map", id="B4-weight-map-empty"),
-        pytest.param(mapped(c=7), "weight_map 'c'.*an? int", id="B4-value-not-string"),
-        pytest.param(escaping("../out.safetensors"), "'c'.*plain file name", id="B5-parent"),
-        pytest.param(escaping("{root}/out.safetensors"), "'c'.*plain file name", id="B6-absolute"),
-        pytest.param(linked_out, "link to .*--allow-symlinks", id="B7-link-out"),
-        pytest.param(mapped(c="x\0.safetensors"), "'c'.*plain file name", id="B8-NUL"),
-        pytest.param(mapped(c="x\n.safetensors"), "'c'.*plain file name", id="B8-newline"),
-        pytest.param(mapped(c="..\\x.safetensors"), "'c'.*plain file name", id="B8-backslash"),
-        pytest.param(mapped(c=""), "'c'.*plain file name", id="B8-empty"),
-        pytest.param(mapped(c="x" * 300 + ".safetensors"), "'c'.*plain file name", id="B8-too-long"),
-        pytest.param(mapped(d=ONE), "'d': .*in none", id="B9-not-in-shard"),
-        pytest.param(more, "'extra'.*no such entry", id="B10-not-in-index"),
-        pytest.param(mapped(b=None), "'b'.*no such entry", id="B10-entry-left-out"),
-        pytest.param(twice, "'b'.*in .*00001.* and .*00002", id="B11-in-two-shards"),
-        pytest.param(both, "ambiguous", id="B12-index-and-single"),
-        pytest.param(mapped(a=TWO, c=ONE), f"'a'.*expected it in {TWO}, found it in {ONE}", id="B13-swapped"),
-        pytest.param(only_pickle, "pickle", id="B15-bin-only"),
-        pytest.param(mapped(c="model.bin"), "'c'.*pickle", id="B15-bin-in-index"),
-        pytest.param(only_other, "found only", id="B15-unnamed-shards"),
-        pytest.param(huge_index, "at most 100,000", id="B17-index-of-too-many"),
-        pytest.param(larger_still, "at most .* bytes", id="B17-index-too-large"),
-        pytest.param(case_twins, "in more than case", id="B18-case"),
-        pytest.param(no_config, "config.json.*no such file", id="D1-no-config"),
-        pytest.param(config_of_text("{'a': 1}"), "config.json.*valid JSON", id="D2-not-JSON"),
-        pytest.param(config_of_text("[]"), "config.json.*a list", id="D2-not-an-object"),
-        pytest.param(large_config, "config.json.*at most", id="D2-50-MB"),
-        pytest.param(config_of_text('{"x": NaN}'), "config.json.*NaN", id="D27-NaN"),
-        pytest.param(config_of_text('{"x": 1e999}'), "config.json.*1e999", id="D27-overflow"),
-        pytest.param(config_of_text('{"x": ' + "9" * 5000 + "}"), "config.json", id="D27-5000-digits"),
-        pytest.param(linked_config, "config.json.*link to", id="B7-linked-config"),
-        pytest.param(large_tokenizer, "tokenizer.json.*at most", id="F10-large-tokenizer"),
-        pytest.param(lambda root: shutil.rmtree(root), "nothing there", id="B1-no-folder"),
-    ],
-)
-def test_bad_folders_are_refused(sharded, spoil, says):
-    spoil(sharded)
-    with pytest.raises(BadInput, match=says):
+def test_F10_a_tokenizer_of_gigabytes_is_refused(sharded):
+    of_size("tokenizer.json", 2 << 30)(sharded)
+    with pytest.raises(BadInput, match=r"tokenizer\.json.*at most"):
         HFFolder(sharded)
-    refusal(sharded)
 
 
 def test_B7_links_that_are_trusted_and_links_inside(sharded):
@@ -216,21 +179,28 @@ def test_B7_links_that_are_trusted_and_links_inside(sharded):
     assert "c" in HFFolder(sharded).tensors
 
 
+def move_into_cache(folder, repository):
+    """Lay a folder out as huggingface_hub does; return the folder of links."""
+    snapshot, blobs = repository / "snapshots" / ("0" * 40), repository / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    return snapshot
+
+
 def test_B7_the_hugging_face_cache(sharded):
     cache = sharded.parent / "hub" / "models--org--name"
-    snapshot = cache / "snapshots" / "0123abc"
-    snapshot.mkdir(parents=True)
-    (cache / "blobs").mkdir()
-    for number, path in enumerate(sorted(sharded.iterdir())):
-        path.rename(cache / "blobs" / str(number))
-        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    snapshot = move_into_cache(sharded, cache)
     folder = HFFolder(snapshot)
     assert sorted(folder.tensors) == ["a", "b", "c"] and len(folder.companions) == 1
     # a folder that merely looks like one gets no further than blobs/
     (sharded.parent / "secret").write_bytes((cache / "blobs" / "1").read_bytes())
     (snapshot / "config.json").unlink()
     (snapshot / "config.json").symlink_to("../../../../secret")
-    assert "link to" in refusal(snapshot)
+    with pytest.raises(BadInput, match="link to"):
+        HFFolder(snapshot)
 
 
 def test_B14_total_size_that_disagrees_is_a_warning(sharded):
@@ -245,32 +215,48 @@ def test_B19_a_count_in_the_names_that_disagrees_is_a_warning(sharded):
     assert [w for w in HFFolder(sharded).warnings if "-of-00002, but there are 3" in w]
 
 
-OPENED = []
-
-
-def watch(event, details):
-    if event == "open" and OPENED is not None and isinstance(details[0], str | os.PathLike):
-        OPENED.append(os.fspath(details[0]))
-
-
-@cache
-def add_watch():
-    sys.addaudithook(watch)
+def test_B16_a_pickle_beside_the_weights_is_never_opened(sharded):
+    for name in ("pytorch_model.bin", "model.bin", "training_args.bin", "optimizer.pt", "custom.py"):
+        (sharded / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    with audited("open") as events:
+        for file, entry in HFFolder(sharded).tensors.values():
+            assert file.read(next(iter(file.tensors))).shape == entry.shape
+    names = {Path(path).name for _, (path, *_) in events if not isinstance(path, int)}
+    assert names == {"config.json", "tokenizer.json", INDEX, ONE, TWO}
 
 
 @pytest.fixture
-def opened():
-    """Record every path that Python opens from here on. An audit hook stays for ever, so it is added once."""
-    add_watch()
-    OPENED.clear()
-    yield OPENED
-    OPENED.clear()
+def snapshot(tmp_path, monkeypatch):
+    """Make a hub cache with one model, laid out as huggingface_hub does, offline, and nothing else."""
+    root = tmp_path / "cache"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(root))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    write_hf_folder(tmp_path / "made", TINY_LLAMA, max_shard_size=30_000)
+    repository = root / "models--some--llama"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    return move_into_cache(tmp_path / "made", repository)
 
 
-def test_B16_a_pickle_beside_the_weights_is_never_opened(sharded, opened):
-    for name in ("pytorch_model.bin", "model.bin", "training_args.bin", "optimizer.pt", "custom.py"):
-        (sharded / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-    opened.clear()
-    for file, entry in HFFolder(sharded).tensors.values():
-        assert file.read(next(iter(file.tensors))).shape == entry.shape
-    assert {Path(path).name for path in opened} == {"config.json", "tokenizer.json", INDEX, ONE, TWO}
+def test_a_model_in_the_cache_is_read_through_its_links(snapshot, tmp_path):
+    assert read_source("some/llama").path == snapshot
+    convert("some/llama", tmp_path / "out", tensor=2)
+    assert not list(differences(read_source(snapshot), read_source(tmp_path / "out")))
+
+
+def test_a_model_that_is_nowhere_is_refused_offline(snapshot):
+    with pytest.raises(BadInput, match=r"some/other: expected a folder, or a model in .* cache") as refused:
+        read_source("some/other")
+    assert "not in the cache" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_what_is_no_model_id_is_only_a_folder(snapshot):
+    for name in ("missing", "./some/llama", "/some/llama", "some/llama/x", "../llama", "a/"):
+        with pytest.raises(BadInput, match="no such folder"):
+            read_source(name)
+
+
+def test_a_folder_of_that_name_comes_first(snapshot, tmp_path):
+    write_hf_folder(tmp_path / "some" / "llama", TINY_LLAMA)
+    assert read_source("some/llama").path == Path("some/llama")

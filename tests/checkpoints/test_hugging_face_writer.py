@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from support.configs import config
+from support.families import config_of, transformers_model
+from support.round_trips import assert_same
+from transformers import AutoModelForCausalLM
 from trilith.checkpoints import HFFolder
 from trilith.checkpoints.hugging_face.writer import HFFolderWriter, plan_shards
 from trilith.parallel_state import Box
@@ -27,22 +30,14 @@ def test_shards_are_cut_as_hugging_face_cuts_them(rows, most):
 
 @pytest.mark.parametrize("most", [30_000, 10**9])
 def test_transformers_reads_what_is_written(tmp_path, most):
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-    )
-    model = LlamaForCausalLM(config)
-    state = model.state_dict()
+    model = transformers_model(config("tiny_llama", tie_word_embeddings=False))
+    raw, state = config_of(model), model.state_dict()
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_bytes('{"é": 1}'.encode() * 1000)
     target = tmp_path / "out"
     target.mkdir()
-    writer = HFFolderWriter(
-        target,
-        json.loads(config.to_json_string(use_diff=False)) | {"architectures": ["LlamaForCausalLM"]},
-        {name: ("F32", tuple(tensor.shape)) for name, tensor in state.items()},
-        max_shard_size=most,
-        companions=[tokenizer],
-    )
+    spec = {name: ("F32", tuple(tensor.shape)) for name, tensor in state.items()}
+    writer = HFFolderWriter(target, raw, spec, max_shard_size=most, companions=[tokenizer])
     for name, tensor in reversed(state.items()):
         writer.writers[writer.place[name]].write(name, Box.whole(tuple(tensor.shape)), tensor)
     written = writer.finish()
@@ -56,8 +51,7 @@ def test_transformers_reads_what_is_written(tmp_path, most):
     assert [path.stat().st_size for path in sorted(target.glob("*.safetensors"))] == [w.size for w in written]
     assert (len(written) > 1) == (most == 30_000)
     assert (target / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
-    loaded = AutoModelForCausalLM.from_pretrained(target).state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+    assert_same(AutoModelForCausalLM.from_pretrained(target).state_dict(), state)
 
     # byte for byte the index that transformers writes, and the same metadata inside the files
     model.save_pretrained(tmp_path / "theirs", max_shard_size=most)
@@ -65,10 +59,8 @@ def test_transformers_reads_what_is_written(tmp_path, most):
     assert (target / index).exists() == (tmp_path / "theirs" / index).exists()
     if (target / index).exists():
         ours, theirs = (json.loads((d / index).read_text()) for d in (target, tmp_path / "theirs"))
-        assert (
-            ours["metadata"] == theirs["metadata"]
-            and ours["weight_map"].keys() == theirs["weight_map"].keys()
-        )
+        assert ours["metadata"] == theirs["metadata"]
+        assert ours["weight_map"].keys() == theirs["weight_map"].keys()
     for path in target.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             assert file.metadata() == {"format": "pt"}

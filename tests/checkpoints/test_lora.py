@@ -1,27 +1,30 @@
-"""LoRA adapters between here and PEFT: the same modules, logits, gradients; files bit for bit; refusals."""
+"""LoRA adapters between here and PEFT, of experts too: the same modules, logits, gradients and files."""
 
 import json
 
 import peft
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from support.configs import TINY_LLAMA, TINY_MIXTRAL, config
+from support.families import transformers_model, with_adapters
+from support.refusals import Refused, refusals
+from support.round_trips import assert_same
+from support.short_runs import tiny_recipe, train, whole_tensors
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-from trilith.checkpoints import load_model, read_adapter, read_source
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+from trilith.checkpoints import convert, load_model, load_source, read_adapter, read_source
+from trilith.cli.app import run
 from trilith.layers import gather_logits, vocab_parallel_cross_entropy
+from trilith.machine.random_files import write_tokens
 from trilith.models import PEFT_PREFIX, LoraConfig, adapted, family_of
-from trilith.parallel_state import BadInput
+from trilith.parallel_state import Layout, ParallelState
+from trilith.parallel_state.engine import local_data
+from trilith.testing import run_parallel
 
-LLAMA = LlamaConfig(
-    vocab_size=131, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, max_position_embeddings=64, attention_bias=True,
-)  # fmt: skip
-GPT2 = GPT2Config(
-    vocab_size=131, n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2,
-    attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
-)  # fmt: skip
-
+LLAMA = config("tiny_llama", tie_word_embeddings=False)
+GPT2 = config("tiny_gpt2", attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
 TARGETS = {
     "llama": (LLAMA, {"target_modules": ["q_proj", "v_proj"], "r": 4, "lora_alpha": 8}),
     "llama-all": (LLAMA, {"target_modules": "all-linear", "r": 3, "use_rslora": True}),
@@ -47,47 +50,21 @@ TARGETS = {
 }
 
 
-def base_model(config):
-    torch.manual_seed(0)
-    model = (LlamaForCausalLM if isinstance(config, LlamaConfig) else GPT2LMHeadModel)(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0.5 if parameter.ndim == 1 else 0.0, 0.3)
-    return model
-
-
-def peft_model(config, lora):
-    """Make a PEFT model with random B: a B of zero would hide A's effect."""
-    theirs = peft.get_peft_model(base_model(config), peft.LoraConfig(task_type="CAUSAL_LM", **lora))
-    for name, parameter in theirs.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, 0.0, 0.2)
-    return theirs
-
-
-@pytest.fixture(params=TARGETS)
-def name(request):
-    return str(request.param)
-
-
-@pytest.fixture
-def theirs(name, tmp_path):
-    config, lora = TARGETS[name]
-    base_model(config).save_pretrained(tmp_path / "base")
-    model = peft_model(config, lora)
-    model.save_pretrained(tmp_path / "adapter")
-    return model
-
-
-def test_pefts_adapter_gives_the_same_logits_and_gradients_here(theirs, tmp_path):
+@pytest.mark.parametrize("name", TARGETS)
+def test_pefts_adapter_has_the_same_modules_logits_and_gradients_here(name, tmp_path):
+    raw, lora = TARGETS[name]
+    base = transformers_model(raw, spread=0.3)
+    base.save_pretrained(tmp_path / "base")
+    theirs = with_adapters(base, **lora)
+    theirs.save_pretrained(tmp_path / "adapter")
     ours = load_model(tmp_path / "base", adapter=tmp_path / "adapter")
     torch.manual_seed(1)
     ids, labels = torch.randint(131, (2, 20)), torch.randint(131, (2, 20))
     expected = theirs(ids).logits
     F.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
     logits = ours(ids)
-    loss = vocab_parallel_cross_entropy(logits, labels, 131).mean()
-    loss.backward()
-    torch.testing.assert_close(gather_logits(logits, 131), expected, rtol=1e-5, atol=1e-5)
+    vocab_parallel_cross_entropy(logits, labels, 131).mean().backward()
+    assert_close(gather_logits(logits, 131), expected, rtol=1e-5, atol=1e-5)
     gradients = {n.replace(".default", ""): p.grad for n, p in theirs.named_parameters() if p.requires_grad}
     parameters = dict(ours.named_parameters())
     source = read_adapter(tmp_path / "adapter", read_source(tmp_path / "base"))
@@ -95,66 +72,144 @@ def test_pefts_adapter_gives_the_same_logits_and_gradients_here(theirs, tmp_path
     assert {link.hf for link in links} == gradients.keys()
     assert {link.ours for link in links} == {n for n, p in parameters.items() if p.requires_grad}
     for link in links:
-        found, wanted = parameters[link.ours].grad, gradients[link.hf][link.hf_box.slices]
-        assert found is not None
-        assert float((found - wanted).abs().max()) <= 1e-5 * float(gradients[link.hf].abs().max()), link.hf
+        gradient, wanted = parameters[link.ours].grad, gradients[link.hf][link.hf_box.slices]
+        most = float(gradients[link.hf].abs().max())
+        assert_close(gradient, wanted, rtol=0, atol=1e-5 * most, msg=link.hf)
     assert not [n for n, p in parameters.items() if not p.requires_grad and p.grad is not None]
-
-
-def test_a_config_as_written_means_the_modules_that_peft_takes(name, theirs):
-    raw = theirs.config.to_dict() | {"architectures": None}
+    # A config as it is written in a recipe means the same modules.
     family = family_of(raw)
-    sites = adapted(family, LoraConfig.model_validate(TARGETS[name][1])).sites(family.from_hf(raw))
-    named = {key.rpartition(".lora_A")[0] for key, _ in theirs.named_parameters() if ".lora_A" in key}
+    sites = adapted(family, LoraConfig.model_validate(lora)).sites(family.from_hf(raw))
+    named = {key.rpartition(".lora_A")[0] for key in gradients if ".lora_A" in key}
     assert {PEFT_PREFIX + site.name for site in sites} == named
 
 
-def logits_of(model, ids):
-    with torch.no_grad():
-        return gather_logits(model(ids), 131)
-
-
-@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@torch.no_grad()
+@pytest.mark.parametrize("raw", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize(
     "blocks", [{"layers_to_transform": 1}, {"layers_to_transform": [0, 2], "layers_pattern": ["h", "layers"]}]
 )
-def test_all_linear_of_some_blocks_is_exported_so_that_peft_takes_the_same(tmp_path, config, blocks):
+def test_all_linear_of_some_blocks_is_exported_so_that_peft_takes_the_same(tmp_path, raw, blocks):
     """PEFT refuses a choice of blocks together with all-linear, so the export lists the names."""
-    theirs = base_model(config)
+    theirs = transformers_model(raw, spread=0.3)
     theirs.save_pretrained(tmp_path / "base")
     base = read_source(tmp_path / "base")
     family = adapted(base.family, LoraConfig.model_validate({"r": 3, **blocks}))
     family.check(base.model_config, "lora")
     wanted = blocks["layers_to_transform"]
-    numbers = {name.split(".")[2] for name in (site.name for site in family.sites(base.model_config))}
-    assert numbers == {str(one) for one in (wanted if isinstance(wanted, list) else [wanted])}
+    numbers = {site.name.split(".")[2] for site in family.sites(base.model_config)}
+    assert numbers == {str(number) for number in (wanted if isinstance(wanted, list) else [wanted])}
 
     shapes = family.links(base.model_config)[1]
-    weights = {name: torch.randn(shape) * 0.2 for name, shape in shapes.items()}
+    factors = {name: torch.randn(shape) * 0.2 for name, shape in shapes.items()}
     (tmp_path / "adapter").mkdir()
-    save_file(weights, tmp_path / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
-    said = family.to_peft(base.model_config, str(tmp_path / "base"))
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(said))
+    save_file(factors, tmp_path / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
+    stated = family.to_peft(base.model_config, str(tmp_path / "base"))
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(stated))
     ids = torch.randint(131, (2, 20))
-    plain = theirs.eval()(ids).logits.detach()
-    with_adapter = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
-    assert {
-        name.replace(".default", "") for name, _ in with_adapter.named_parameters() if "lora_" in name
-    } == {*weights}
-    expected = logits_of(load_model(tmp_path / "base", adapter=tmp_path / "adapter"), ids)
-    torch.testing.assert_close(with_adapter(ids).logits, expected, rtol=1e-5, atol=1e-5)
+    plain = theirs(ids).logits
+    peft_model = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
+    names = {name.replace(".default", "") for name, _ in peft_model.named_parameters() if "lora_" in name}
+    assert names == {*factors}
+    expected = gather_logits(load_model(tmp_path / "base", adapter=tmp_path / "adapter")(ids), 131)
+    assert_close(peft_model(ids).logits, expected, rtol=1e-5, atol=1e-5)
     assert float((plain - expected).abs().max()) > 1e-2
 
 
-@pytest.mark.parametrize("target", ["all-linear", r".*q_proj"])
-@pytest.mark.parametrize("key", ["layers_to_transform", "layers_pattern"])
-def test_what_peft_refuses_beside_a_string_of_targets_is_refused_here(target, key):
-    raw = {
-        "peft_type": "LORA",
-        "target_modules": target,
-        key: [1] if key == "layers_to_transform" else "layers",
+BESIDE = {
+    f"{key} beside {target}": {"target_modules": target, key: value}
+    for key, value in (("layers_to_transform", [1]), ("layers_pattern", "layers"))
+    for target in ("all-linear", r".*q_proj")
+}
+test_a_choice_of_blocks_beside_a_string_of_targets_is_refused = refusals([
+    Refused(why, lambda _, raw=raw: LoraConfig.from_peft({"peft_type": "LORA", **raw}),
+            f"{why.split()[0]}: expected absent: peft refuses it")
+    for why, raw in BESIDE.items()
+])  # fmt: skip
+
+
+@pytest.mark.parametrize("why", BESIDE)
+def test_peft_refuses_a_choice_of_blocks_beside_a_string_of_targets(why):
+    with pytest.raises(ValueError, match=r"cannot be used when `target_modules` is a str"):
+        peft.LoraConfig(**BESIDE[why])
+
+
+BOTH = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+OF_EXPERTS = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": [*BOTH]}
+IDS = torch.randint(131, (2, 20), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with ``base``, the ``run`` of two ranks that share the experts out, and its ``adapter``."""
+    folder = tmp_path_factory.mktemp("trained")
+    transformers_model(TINY_MIXTRAL).save_pretrained(folder / "base")
+    changes = {
+        "model": {"config": None, "init_from": str(folder / "base")},
+        "layout": {"data": 2, "expert": 2, "zero": 2},
+        "dtype": "float32",
+        "steps": 2,
     }
-    with pytest.raises(ValueError, match=f"`{key}` cannot be used when `target_modules` is a str"):
-        peft.LoraConfig(**{name: value for name, value in raw.items() if name != "peft_type"})
-    with pytest.raises(BadInput, match=f"{key}: expected absent: peft refuses it"):
-        LoraConfig.from_peft(raw)
+    train(tiny_recipe(folder / "run", write_tokens(folder / "tokens"), lora=OF_EXPERTS, **changes))
+    convert(folder / "run", folder / "adapter")
+    return folder
+
+
+@torch.no_grad()
+def test_a_runs_adapters_are_pefts_and_merged_they_give_its_logits(trained, tmp_path):
+    stated = json.loads((trained / "adapter" / "adapter_config.json").read_text())
+    assert stated["target_parameters"] == [*BOTH]
+    plain = AutoModelForCausalLM.from_pretrained(trained / "base")
+    theirs = peft.PeftModel.from_pretrained(plain, trained / "adapter").eval()
+    written = load_file(trained / "adapter" / "adapter_model.safetensors")
+    assert_same({n.replace(".default", ""): p for n, p in theirs.named_parameters() if "lora_" in n}, written)
+    assert all(float(one.abs().max()) > 0 for name, one in written.items())  # B has moved
+    base, adapter, out = (str(one) for one in (trained / "base", trained / "adapter", tmp_path / "merged"))
+    assert run(["merge-lora", base, adapter, out]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(out).eval()
+    expected = theirs(IDS).logits
+    torch.testing.assert_close(merged(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+    with theirs.disable_adapter():
+        assert float((theirs(IDS).logits - expected).abs().max()) > 1e-3
+
+
+def factors(folder, layouts):
+    """Return the part of each factor that this rank reads from PEFT's folder, in each layout."""
+    base = read_source(folder / "base")
+    adapter = read_adapter(folder / "adapter", base)
+    parts = []
+    for layout in layouts:
+        state = ParallelState.start(layout)
+        model = adapter.family.build(base.model_config, state=state, device="cpu")
+        load_source(adapter, model)
+        boxes = {name: one.box(layout, state.at) for name, one in adapter.family.declared(model).items()}
+        parameters = dict(model.named_parameters())
+        parts.append({name: (box, local_data(parameters[name])) for name, box in boxes.items()})
+    return parts
+
+
+def test_pefts_factors_reach_every_layout_bitwise(trained):
+    whole = {name: one for name, one in whole_tensors(trained / "run").items() if "optimizer" not in name}
+    layouts = [Layout.of(tensor=2), Layout.of(data=2, expert=2)]
+    for rank in run_parallel(factors, 2, trained, layouts):
+        for parts in rank:
+            assert_same(
+                {name: one for name, (_, one) in parts.items()},
+                {name: whole[name][box.slices] for name, (box, _) in parts.items()},
+            )
+            assert parts.keys() == whole.keys()
+
+
+def checked(model, **lora):
+    family = family_of(model)
+    return lambda _: adapted(family, LoraConfig.model_validate(lora)).check(family.from_hf(model), "lora")
+
+
+DOWN = {"target_parameters": ["down_proj"]}
+test_targets_that_are_not_there_are_refused = refusals([
+    Refused("no such stack", checked(TINY_MIXTRAL, target_parameters=["experts.w1"]),
+            r"mlp.experts.down_proj, mlp.experts.gate_up"),
+    Refused("no experts", checked(TINY_LLAMA, **DOWN), "expected none: no stack of experts"),
+    Refused("dropout", checked(TINY_MIXTRAL, **DOWN, lora_dropout=0.1),
+            "lora_dropout: expected 0 beside target_parameters"),
+    Refused("no targets", checked(TINY_MIXTRAL, target_modules=[]), "target_modules: expected targets among"),
+])  # fmt: skip

@@ -8,13 +8,19 @@ from zlib import crc32
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.damage import flip_bit, truncate
+from support.refusals import Refused, refusals
 from trilith.checkpoints import Manifest, latest_checkpoint, step_directory, verify
+from trilith.checkpoints.rank_files import stored_tensors
 from trilith.checkpoints.seal import seal
 from trilith.checkpoints.stored_tensor import Part, StoredTensor
+from trilith.models import family_of
 from trilith.parallel_state import BadCheckpoint, Box, Layout
+from trilith.recipes import load_recipe
 from trilith.storage import TensorWriter
 from trilith.storage.file_names import MANIFEST
 from trilith.storage.records import StoredFile
+from trilith.training.run_plan import plan
 
 UP, NORM = torch.arange(32.0).reshape(8, 4), torch.arange(4.0)
 
@@ -85,16 +91,10 @@ def of_version_1(directory):
 
 
 def raw(change):
-    return lambda directory: void(
-        (directory / MANIFEST).write_bytes(change((directory / MANIFEST).read_bytes()))
-    )
+    return lambda directory: (directory / MANIFEST).write_bytes(change((directory / MANIFEST).read_bytes()))
 
 
-def void(_):
-    return None
-
-
-SHARD = "tensor-01-of-02.safetensors"
+SHARD, TOKENIZER = "tensor-01-of-02.safetensors", "tokenizer.json"
 
 
 def test_a_manifest_of_the_release_before_the_seal_is_read_and_known_as_unsealed(checkpoint):
@@ -109,31 +109,14 @@ def test_every_single_flipped_bit_of_a_manifest_is_refused(checkpoint):
     whole = (checkpoint / MANIFEST).read_bytes()
     for at in range(len(whole)):
         for bit in range(8):
-            damaged = bytearray(whole)
-            damaged[at] ^= 1 << bit
+            flipped = bytearray(whole)
+            flipped[at] ^= 1 << bit
             with pytest.raises(BadCheckpoint):
-                Manifest.parse(bytes(damaged), "manifest.json")
-
-
-def gone(directory):
-    directory.rename(directory.parent / "elsewhere")
-
-
-def empty(directory):
-    for path in directory.iterdir():
-        path.unlink()
+                Manifest.parse(bytes(flipped), "manifest.json")
 
 
 def no_shard(directory):
     (directory / SHARD).unlink()
-
-
-def short_shard(directory):
-    (directory / SHARD).write_bytes((directory / SHARD).read_bytes()[:-1])
-
-
-def foreign(directory):
-    save_file({"a": UP}, directory / "tensor-02-of-03.safetensors")
 
 
 def link_out(directory):
@@ -141,104 +124,24 @@ def link_out(directory):
     (directory / SHARD).symlink_to("../out")
 
 
-def short_tokenizer(directory):
-    (directory / "tokenizer.json").write_bytes(b"{")
+def named(name):
+    return edited(lambda m: m["files"][0].update(name=name))
 
 
-def renamed(name):
-    return lambda m: m["files"][1].update(name=name)
+def part(**changes):
+    return edited(lambda m: m["tensors"]["up"]["parts"][0].update(changes))
 
 
-def first_part(m):
-    part = m["tensors"]["up"]["parts"][0]
-    return part
+def field(**changes):
+    return edited(lambda m: m.update(changes))
 
 
-@pytest.mark.parametrize(
-    ("spoil", "says"),
-    [
-        pytest.param(gone, "no such directory", id="G1-missing"),
-        pytest.param(empty, "complete checkpoint", id="G2-empty"),
-        pytest.param(raw(lambda b: b[:-20]), "valid JSON", id="G5-truncated"),
-        pytest.param(raw(lambda b: b""), "valid JSON", id="G5-empty"),
-        pytest.param(raw(lambda b: b"\x80\x04."), "UTF-8", id="G5-not-JSON"),
-        pytest.param(
-            edited(lambda m: m.update(version=99)),
-            "version: expected 1, 2 or 3, found 99",
-            id="G5-version-99",
-        ),
-        pytest.param(edited(lambda m: m.pop("version")), "version", id="G5-no-version"),
-        pytest.param(edited(lambda m: m.update(version=True)), "version", id="G5-version-true"),
-        pytest.param(edited(lambda m: m.pop("layout")), "layout", id="G5-no-layout"),
-        pytest.param(edited(lambda m: m["layout"].update(tensor=0)), "layout", id="G5-layout-of-0"),
-        pytest.param(edited(lambda m: m.update(surprise=1)), "surprise", id="G5-unknown-field"),
-        pytest.param(edited(lambda m: m.update(step="3")), "step", id="G5-step-is-text"),
-        pytest.param(edited(lambda m: m.update(step=1.5)), "step", id="G5-step-and-a-half"),
-        pytest.param(edited(lambda m: m.update(step=-1)), "step", id="G5-negative-step"),
-        pytest.param(edited(lambda m: m.update(step=4)), "step: expected 3, as .* named", id="G5-other-step"),
-        pytest.param(
-            edited(lambda m: m["layout"].update(tensor=10**9)), "layout.*found 1,000,000,000", id="G5-ranks"
-        ),
-        pytest.param(
-            edited(lambda m: m["layout"].update(tensor=1)), "layout", id="G5-fewer-ranks-than-files"
-        ),
-        pytest.param(
-            edited(lambda m: m["files"][0].update(name="rank-00000-of-00004.safetensors")),
-            "layout: expected 4 ranks, as rank-00000-of-00004.safetensors says, found 2",
-            id="G5-files-of-another-layout",
-        ),
-        pytest.param(raw(lambda b: b.replace(b'"step": 3', b'"step": 2')), "seal: expected", id="G5-altered"),
-        pytest.param(raw(lambda b: b.rpartition(b",")[0] + b"\n}\n"), "seal: .* none", id="G5-seal-removed"),
-        pytest.param(
-            raw(lambda b: b.replace(b'": 2,', b'": 1,', 1)), "seal: Extra|seal", id="G5-seal-in-version-1"
-        ),
-        pytest.param(
-            edited(lambda m: m.update(model_type="gpt2")), "config.model_type", id="G5-two-model-types"
-        ),
-        pytest.param(edited(lambda m: m["tensors"]["up"].update(dtype="F31")), "F31", id="G5-dtype"),
-        pytest.param(no_shard, f"{SHARD}: .*nothing there", id="G6-shard-missing"),
-        pytest.param(short_shard, f"{SHARD}: .*bytes", id="G7-shard-truncated"),
-        pytest.param(short_tokenizer, "tokenizer.json: .*bytes", id="G7-companion-truncated"),
-        pytest.param(foreign, "tensor-02-of-03", id="G10-foreign-file"),
-        pytest.param(edited(renamed("../x.safetensors")), "plain file name", id="G11-parent"),
-        pytest.param(edited(renamed("/etc/passwd")), "plain file name", id="G11-absolute"),
-        pytest.param(edited(renamed(MANIFEST)), "twice", id="G11-the-manifest-itself"),
-        pytest.param(link_out, "link to", id="G11-link-out"),
-        pytest.param(
-            edited(lambda m: first_part(m).update(stop=[3, 4])), r"'up'.*3:4.*nobody", id="G12-hole"
-        ),
-        pytest.param(
-            edited(lambda m: first_part(m).update(stop=[5, 4])), r"'up'.*4:5.*2 times", id="G12-overlap"
-        ),
-        pytest.param(edited(lambda m: m["tensors"]["up"]["parts"].pop()), "'up'.*nobody", id="G12-half"),
-        pytest.param(edited(lambda m: first_part(m).update(role="replica")), "nobody", id="G12-no-owner"),
-        pytest.param(edited(lambda m: first_part(m).update(file=7)), "file 7", id="G12-no-such-file"),
-        pytest.param(edited(lambda m: first_part(m).update(file=1)), "file 1", id="G12-two-parts-in-a-file"),
-        pytest.param(edited(lambda m: first_part(m).update(start=[9, 0])), "up to stop", id="G12-backwards"),
-        pytest.param(edited(lambda m: first_part(m).update(stop=[4])), "up to stop", id="G12-rank"),
-        pytest.param(edited(lambda m: first_part(m).update(start=[-1, 0])), "start", id="G12-negative"),
-    ],
-)
-def test_what_is_no_whole_checkpoint_is_refused(checkpoint, spoil, says):
-    spoil(checkpoint)
-    with pytest.raises(BadCheckpoint, match=says) as caught:
-        Manifest.load(checkpoint)
-    assert caught.value.exit_code == 4
-    assert str(checkpoint) in str(caught.value) and "\n" not in str(caught.value)
+def layout(**changes):
+    return edited(lambda m: m["layout"].update(changes))
 
 
-def flip(path, at):
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
-def flipped_weight(directory):
-    flip(directory / SHARD, -1)
-
-
-def flipped_tokenizer(directory):
-    flip(directory / "tokenizer.json", 0)
+def left_out(key):
+    return edited(lambda m: m.pop(key))
 
 
 def swapped(directory):
@@ -248,14 +151,11 @@ def swapped(directory):
     (directory / "c").rename(b)
 
 
-def other_header(directory):
-    raw = (directory / SHARD).read_bytes()
-    (directory / SHARD).write_bytes(raw.replace(b'"norm"', b'"nurm"'))
+def header(new):
+    def edit(directory):
+        (directory / SHARD).write_bytes((directory / SHARD).read_bytes().replace(b'"norm"', new))
 
-
-def broken_header(directory):
-    raw = (directory / SHARD).read_bytes()
-    (directory / SHARD).write_bytes(raw.replace(b'"norm"', b"'norm'"))
+    return edit
 
 
 def replica_differs(directory):
@@ -271,23 +171,91 @@ def replica_differs(directory):
     (directory / MANIFEST).write_bytes(manifest.to_bytes())
 
 
-@pytest.mark.parametrize(
-    ("spoil", "says"),
-    [
-        pytest.param(flipped_weight, f"{SHARD}: CRC-32", id="G8-bit-flip"),
-        pytest.param(flipped_tokenizer, "tokenizer.json: CRC-32", id="G8-bit-flip-in-companion"),
-        pytest.param(swapped, "CRC-32", id="G9-shards-swapped"),
-        pytest.param(other_header, f"{SHARD}: 'norm'", id="G8-header-of-another-tensor"),
-        pytest.param(broken_header, f"{SHARD}: header", id="G8-header-damaged"),
-        pytest.param(replica_differs, "'norm'.*equal replicas", id="G12-replica-differs"),
-    ],
-)
-def test_damage_that_only_the_bytes_show(checkpoint, spoil, says):
-    spoil(checkpoint)
-    manifest = Manifest.load(checkpoint)
-    with pytest.raises(BadCheckpoint, match=says) as caught:
-        verify(checkpoint, manifest)
-    assert caught.value.exit_code == 4
+def load(folder):
+    return Manifest.load(folder / "step-00000003")
+
+
+def verified(folder):
+    verify(folder / "step-00000003", load(folder))
+
+
+def newest(folder):
+    return latest_checkpoint(folder / "run")
+
+
+def damaged(why, spoil, says, read=load):
+    """Return a row: a checkpoint is written, damaged and read."""
+
+    def given(folder):
+        write_checkpoint(folder / "step-00000003")
+        spoil(folder / "step-00000003")
+
+    return Refused(why, read, says, code=4, given=given)
+
+
+def folders(*names):
+    return lambda folder: [(folder / "run" / name).mkdir(parents=True) for name in names]
+
+
+REFUSED = [
+    damaged("G1-missing", lambda step: step.rename(step.parent / "away"), "no such directory"),
+    damaged("G2-empty", lambda step: [file.unlink() for file in step.iterdir()], "complete checkpoint"),
+    damaged("G5-truncated", raw(lambda text: text[:-20]), "valid JSON"),
+    damaged("G5-empty", raw(lambda text: b""), "valid JSON"),
+    damaged("G5-not-JSON", raw(lambda text: b"\x80\x04."), "UTF-8"),
+    damaged("G5-version-99", field(version=99), "version: expected 1, 2 or 3, found 99"),
+    damaged("G5-no-version", left_out("version"), "version"),
+    damaged("G5-version-true", field(version=True), "version"),
+    damaged("G5-no-layout", left_out("layout"), "layout"),
+    damaged("G5-layout-of-0", layout(tensor=0), "layout"),
+    damaged("G5-unknown-field", field(surprise=1), "surprise"),
+    damaged("G5-step-is-text", field(step="3"), "step"),
+    damaged("G5-step-and-a-half", field(step=1.5), "step"),
+    damaged("G5-negative-step", field(step=-1), "step"),
+    damaged("G5-other-step", field(step=4), "step: expected 3, as .* named"),
+    damaged("G5-ranks", layout(tensor=10**9), "layout.*found 1,000,000,000"),
+    damaged("G5-fewer-ranks-than-files", layout(tensor=1), "layout"),
+    damaged("G5-files-of-another-layout", named("rank-00000-of-00004.safetensors"),
+            "layout: expected 4 ranks, as rank-00000-of-00004.safetensors says, found 2"),
+    damaged("G5-altered", raw(lambda text: text.replace(b'"step": 3', b'"step": 2')), "seal: expected"),
+    damaged("G5-seal-removed", raw(lambda text: text.rpartition(b",")[0] + b"\n}\n"), "seal: .* none"),
+    damaged("G5-seal-in-version-1", raw(lambda text: text.replace(b': 2,', b': 1,', 1)), "seal: Extra|seal"),
+    damaged("G5-two-model-types", field(model_type="gpt2"), r"config\.model_type"),
+    damaged("G5-dtype", edited(lambda m: m["tensors"]["up"].update(dtype="F31")), "F31"),
+    damaged("G6-shard-missing", no_shard, f"{SHARD}: .*nothing there"),
+    damaged("G7-shard-truncated", lambda step: truncate(step / SHARD, -1), f"{SHARD}: .*bytes"),
+    damaged("G7-companion-truncated", lambda step: truncate(step / TOKENIZER, 1), "tokenizer.*bytes"),
+    damaged("G10-foreign-file", lambda step: save_file({"a": UP}, step / "tensor-02-of-03.safetensors"),
+            "tensor-02-of-03"),
+    damaged("G11-parent", named("../x.safetensors"), "plain file name"),
+    damaged("G11-absolute", named("/etc/passwd"), "plain file name"),
+    damaged("G11-the-manifest-itself", edited(lambda m: m["files"][1].update(name=MANIFEST)), "twice"),
+    damaged("G11-link-out", link_out, "link to"),
+    damaged("G12-hole", part(stop=[3, 4]), r"'up'.*3:4.*nobody"),
+    damaged("G12-overlap", part(stop=[5, 4]), r"'up'.*4:5.*2 times"),
+    damaged("G12-half", edited(lambda m: m["tensors"]["up"]["parts"].pop()), "'up'.*nobody"),
+    damaged("G12-no-owner", part(role="replica"), "nobody"),
+    damaged("G12-no-such-file", part(file=7), "file 7"),
+    damaged("G12-two-parts-in-a-file", part(file=1), "file 1"),
+    damaged("G12-backwards", part(start=[9, 0]), "up to stop"),
+    damaged("G12-rank", part(stop=[4]), "up to stop"),
+    damaged("G12-negative", part(start=[-1, 0]), "start"),
+    # What only the bytes show.
+    damaged("G8-bit-flip", lambda step: flip_bit(step / SHARD, -1), f"{SHARD}: CRC-32", verified),
+    damaged("G8-bit-flip-in-companion", lambda step: flip_bit(step / TOKENIZER, 0),
+            "tokenizer.json: CRC-32", verified),
+    damaged("G9-shards-swapped", swapped, "CRC-32", verified),
+    damaged("G8-header-of-another-tensor", header(b'"nurm"'), f"{SHARD}: 'norm'", verified),
+    damaged("G8-header-damaged", header(b"'norm'"), f"{SHARD}: header", verified),
+    damaged("G12-replica-differs", replica_differs, "'norm'.*equal replicas", verified),
+    # Folders of runs without a complete checkpoint.
+    Refused("G1-root-missing", newest, "no such directory", code=4),
+    Refused("G2-root-empty", newest, "found none", code=4, given=folders("")),
+    Refused("G3-only-tmp", newest, "unfinished: step-00000003.tmp-01", code=4,
+            given=folders("step-00000003.tmp-0123456789abcdef")),
+    Refused("G4-only-incomplete", newest, "step-00000007", code=4, given=folders("step-00000007")),
+]  # fmt: skip
+test_what_is_no_whole_checkpoint_is_refused = refusals(REFUSED)
 
 
 def test_verify_reads_every_byte_once(checkpoint):
@@ -302,10 +270,10 @@ def test_G4_an_older_complete_checkpoint_is_used_and_both_are_named(tmp_path):
     assert latest_checkpoint(tmp_path).directory == step_directory(tmp_path, 20)
     no_shard(step_directory(tmp_path, 20))
     (step_directory(tmp_path, 10) / MANIFEST).unlink()
-    found = latest_checkpoint(tmp_path)
-    assert found.directory == step_directory(tmp_path, 3)
-    assert "step-00000020" in found.warnings[0] and "step-00000003" in found.warnings[0]
-    assert "step-00000010" in found.warnings[1]
+    newest_whole = latest_checkpoint(tmp_path)
+    assert newest_whole.directory == step_directory(tmp_path, 3)
+    assert "step-00000020" in newest_whole.warnings[0] and "step-00000003" in newest_whole.warnings[0]
+    assert "step-00000010" in newest_whole.warnings[1]
 
 
 def test_G26_the_newest_is_the_highest_step_whatever_the_clock_said(tmp_path):
@@ -315,67 +283,21 @@ def test_G26_the_newest_is_the_highest_step_whatever_the_clock_said(tmp_path):
     assert latest_checkpoint(tmp_path).directory.name == "step-00000100"
 
 
-@pytest.mark.parametrize(
-    ("names", "says"),
-    [
-        pytest.param(None, "no such directory", id="G1-root-missing"),
-        pytest.param([], "found none", id="G2-root-empty"),
-        pytest.param(
-            ["step-00000003.tmp-0123456789abcdef"], "unfinished: step-00000003.tmp-01", id="G3-only-tmp"
-        ),
-        pytest.param(["step-00000007"], "step-00000007", id="G4-only-incomplete"),
-    ],
-)
-def test_no_complete_checkpoint(tmp_path, names, says):
-    root = tmp_path / "run"
-    for name in names or []:
-        (root / name).mkdir(parents=True)
-    if names == []:
-        root.mkdir()
-    with pytest.raises(BadCheckpoint, match=says) as caught:
-        latest_checkpoint(root)
-    assert caught.value.exit_code == 4
-
-
-def llama_405b(tensor=8, pipeline=16, layers=126):
-    """Make the manifest of a converted Llama 3.1 405B from its shapes."""
-    d, f, v, kv = 16_384, 53_248, 128_256, 1024
-    files = tuple(
-        StoredFile(name=f"pipeline-{p:02d}.tensor-{t:02d}.safetensors", size=6 << 30, crc32=p * tensor + t)
-        for p in range(pipeline)
-        for t in range(tensor)
-    )
+def llama_405b():
+    """Make the manifest of a converted Llama 3.1 405B: with a part for each rank, as version 2 has them."""
+    layout, raw = Layout(tensor=8, pipeline=16), dict(plan(load_recipe("llama-3.1-405b-16384gpus")).hf_config)
+    family = family_of(raw)
+    stages = family.declarations(family.from_hf(raw), layout)
+    grids = stored_tensors(stages, layout, "BF16", frozen=frozenset(), moments=())
     tensors = {}
-
-    def add(name, stage, shape, dim):
-        whole, parts = Box.whole(shape), []
-        for t in range(tensor):
-            step = 0 if dim is None else shape[dim] // tensor
-            box = whole if dim is None else whole.narrow(dim, t * step, t * step + step)
-            role = "replica" if dim is None and t else "owner"
-            parts.append(Part(file=stage * tensor + t, start=box.start, stop=box.stop, role=role))
-        tensors[name] = StoredTensor(dtype="BF16", shape=shape, parts=tuple(parts))
-
-    add("embed.weight", 0, (v, d), 0)
-    for layer in range(layers):
-        stage = layer * pipeline // layers
-        rows = {"q": (d, d), "k": (kv, d), "v": (kv, d), "gate": (f, d), "up": (f, d)}
-        for name, shape in rows.items():
-            add(f"layers.{layer}.{name}.weight", stage, shape, 0)
-        add(f"layers.{layer}.o.weight", stage, (d, d), 1)
-        add(f"layers.{layer}.down.weight", stage, (d, f), 1)
-        add(f"layers.{layer}.norm1.weight", stage, (d,), None)
-        add(f"layers.{layer}.norm2.weight", stage, (d,), None)
-    add("norm.weight", pipeline - 1, (d,), None)
-    add("head.weight", pipeline - 1, (v, d), 0)
+    for name, one in grids.items():
+        parts = (Part(file=rank, start=box.start, stop=box.stop) for rank, box in one.grid.parts(one.shape))
+        tensors[name] = StoredTensor(dtype="BF16", shape=one.shape, parts=tuple(parts))
+    names = [f"rank-{rank:05d}-of-00128.safetensors" for rank in range(128)]
+    files = tuple(StoredFile(name=name, size=6 << 30, crc32=2**32 - 1) for name in names)
     return Manifest(
-        kind="weights",
-        model_type="llama",
-        config={},
-        layout=Layout(tensor=tensor, pipeline=pipeline),
-        files=files,
-        tensors=tensors,
-    )
+        kind="weights", model_type="llama", config={}, layout=layout, files=files, tensors=tensors
+    )  # fmt: skip
 
 
 def test_a_405b_manifest_is_read_and_checked_in_a_moment():
@@ -387,5 +309,5 @@ def test_a_405b_manifest_is_read_and_checked_in_a_moment():
     again.check("405B")
     parts = [part for tensor in again.tensors.values() for part in tensor.parts if part.file == 5]
     elapsed = time.process_time() - begin
-    assert again == manifest and len(parts) == 8 * 9 + 1
+    assert again == manifest and len(parts) == 7 * 7 + 1
     assert elapsed < 1.5, f"{elapsed:.2f} s"

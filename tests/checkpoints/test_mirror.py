@@ -11,6 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.configs import TINIEST_LLAMA
+from support.damage import flip_bit
+from support.folders import contents
+from support.refusals import Refused, refusals
 from support.short_runs import run_recipe, tiny_recipe
 from torch import nn
 from trilith.checkpoints import (
@@ -60,47 +63,40 @@ def fetched(place, to):
 
 def accepted(folder):
     """Return the steps of the checkpoints that a reader takes."""
-    found = []
+    steps = []
     for path in sorted(folder.glob("step-*")):
         try:
             verify(path, Manifest.load(path))
         except BadCheckpoint:
             continue
-        found.append(int(path.name.removeprefix("step-")))
-    return found
+        steps.append(int(path.name.removeprefix("step-")))
+    return steps
+
+
+def same_files(one, other):
+    return contents(one) == contents(other)
 
 
 def stated(folder):
     """Return the steps of the folders with a manifest that is whole."""
-    found = []
+    steps = []
     for path in sorted(folder.glob(f"step-*/{MANIFEST}")):
         with suppress(BadCheckpoint):
-            found.append(Manifest.parse(path.read_bytes(), path).step)
-    return [step for step in found if step is not None]
-
-
-def flipped(path):
-    """Return the file's bytes with its last bit changed."""
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    return bytes(data)
-
-
-def same(a, b):
-    return {p.name: p.read_bytes() for p in a.iterdir()} == {p.name: p.read_bytes() for p in b.iterdir()}
+            steps.append(Manifest.parse(path.read_bytes(), path).step)
+    return [step for step in steps if step is not None]
 
 
 def test_committed_checkpoints_are_copied_and_the_newest_kept_in_both(place, tmp_path):
-    said = []
-    with saver_of(tmp_path / "run", nn.Linear(3, 2), keep=2, mirror=place, said=said.append) as saver:
+    lines = []
+    with saver_of(tmp_path / "run", nn.Linear(3, 2), keep=2, mirror=place, said=lines.append) as saver:
         for step in (1, 2, 3, 4):
             saver.save(Progress(step, Layout()))
             saver._after.wait()
     copies = fetched(place, tmp_path / "fetched")
     assert accepted(copies) == accepted(tmp_path / "run") == [3, 4]
     assert sorted(path.name for path in copies.iterdir()) == ["step-00000003", "step-00000004"]
-    assert all(same(copies / path.name, path) for path in (tmp_path / "run").iterdir())
-    assert [line for line in said if line.startswith("MIRRORED")] == [
+    assert all(same_files(copies / path.name, path) for path in (tmp_path / "run").iterdir())
+    assert [line for line in lines if line.startswith("MIRRORED")] == [
         f"MIRRORED {place}/step-{step:08d}" for step in (1, 2, 3, 4)
     ]
 
@@ -121,42 +117,42 @@ def test_a_crash_at_any_operation_leaves_whole_copies_and_loses_none(place, tmp_
         assert stated(tmp_path / "fetched") == there, (at, operations)
         for step, original in ((1, first), (2, second)):
             copy = tmp_path / "fetched" / original.name
-            assert step not in there or same(copy, original), (at, operations)
+            assert step not in there or same_files(copy, original), (at, operations)
         mirror.copy(second)  # the next commit, or the next start
         assert sorted(path.name for path in fetched(url, tmp_path / "fetched").iterdir()) == [second.name]
-        assert same(tmp_path / "fetched" / second.name, second)
+        assert same_files(tmp_path / "fetched" / second.name, second)
     assert at > 10 and {one.split()[0] for one in operations} == {"write", "remove"}
 
 
 def test_a_start_copies_what_a_kill_left_uncopied_and_nothing_twice(place, tmp_path):
-    said = []
+    lines = []
     with saver_of(tmp_path / "run", nn.Linear(3, 2)) as saver:
         saver.save(Progress(1, Layout()))
     for _ in range(2):
-        with saver_of(tmp_path / "run", nn.Linear(3, 2), mirror=place, said=said.append):
+        with saver_of(tmp_path / "run", nn.Linear(3, 2), mirror=place, said=lines.append):
             pass
-    assert said == [f"MIRRORED {place}/step-00000001"]
+    assert lines == [f"MIRRORED {place}/step-00000001"]
     assert accepted(fetched(place, tmp_path / "fetched")) == [1]
 
 
 def test_a_damaged_checkpoint_is_not_copied(place, tmp_path):
     mirror, path = Mirror(RemoteFolder(place), keep=1), written(tmp_path / "run", 1)
     (file,) = path.glob("*.safetensors")
-    file.write_bytes(flipped(file))
+    flip_bit(file, -1)
     with pytest.raises(BadCheckpoint, match="CRC-32"):
         mirror.copy(path)
     assert not (fetched(place, tmp_path / "fetched") / path.name / MANIFEST).exists()
 
 
 def test_a_mirror_that_fails_ends_no_run_and_the_next_commit_reaches_it(place, tmp_path):
-    said = []
-    with saver_of(tmp_path / "run", nn.Linear(3, 2), mirror=place, said=said.append) as saver:
+    lines = []
+    with saver_of(tmp_path / "run", nn.Linear(3, 2), mirror=place, said=lines.append) as saver:
         with mock.patch.object(RemoteFolder, "_put", side_effect=ConnectionError("no route\nto host")):
             saver.save(Progress(1, Layout()))
             saver._after.wait()
         saver.save(Progress(2, Layout()))
-    assert any(line.startswith("step 1 is not in the mirror: ") and "no route" in line for line in said)
-    assert not any("\n" in line for line in said)
+    assert any(line.startswith("step 1 is not in the mirror: ") and "no route" in line for line in lines)
+    assert not any("\n" in line for line in lines)
     assert accepted(fetched(place, tmp_path / "fetched")) == [2]
 
 
@@ -179,29 +175,45 @@ def test_nobody_waits_for_a_copy_and_what_is_copied_stays_until_it_is(place, tmp
     assert accepted(root) == accepted(fetched(place, tmp_path / "fetched")) == [3]
 
 
-@pytest.mark.parametrize(
-    ("where", "says"),
-    [
-        pytest.param("nosuch://bucket", "file system is installed", id="unknown-protocol"),
-        pytest.param("{root}/sub", "outside the input", id="inside"),
-        pytest.param("{root}/..", "outside the run's folder", id="around"),
-    ],
-)
-def test_a_place_that_cannot_be_a_mirror_is_refused_before_the_first_step(where, says, tmp_path):
-    root = tmp_path / "run" / "checkpoints"
-    root.mkdir(parents=True)
-    with pytest.raises(BadInput, match=says) as caught:
-        saver_of(root, nn.Linear(3, 2), mirror=where.format(root=root))
-    assert "\n" not in str(caught.value)
+def begin(where, root="run", width=3):
+    """Return what makes ready for a run with a mirror in its folder, or at a URL."""
+
+    def call(folder):
+        mirror = where if "://" in where else folder / where
+        saver_of(folder / root, nn.Linear(width, width), mirror=str(mirror))
+
+    return call
 
 
-def test_a_mirror_of_another_run_or_model_is_refused(place, tmp_path):
-    Mirror(RemoteFolder(place), keep=1).copy(written(tmp_path / "other", 5))
-    with pytest.raises(BadInput, match="no checkpoints, found step-00000005"):
-        saver_of(tmp_path / "new", nn.Linear(8, 8), mirror=place)
-    save_module(tmp_path / "older", nn.Linear(3, 2), step=1)
-    with pytest.raises(BadInput, match="same model"):
-        saver_of(tmp_path / "older", nn.Linear(3, 2), mirror=place)
+def another_run(folder):
+    Mirror(RemoteFolder(str(folder / "mirror")), keep=1).copy(written(folder / "other", 5))
+
+
+def another_model(folder):
+    another_run(folder)
+    written(folder / "run", 1, width=3)
+
+
+def begin_recipe(folder):
+    tokens = write_tokens(folder.parent / f"{folder.name}-tokens")
+    check_run(parse_recipe(tiny_recipe(folder / "run", tokens, checkpoint={"mirror": "nosuch://bucket"})))
+
+
+def restore_recipe(folder):
+    parse_recipe(tiny_recipe(folder / "run", folder / "tokens", checkpoint={"restore": True}))
+
+
+test_a_place_that_cannot_be_a_mirror_is_refused_before_the_first_step = refusals([
+    Refused("unknown store", begin("nosuch://bucket"), "file system is installed"),
+    Refused("inside", begin("run/sub"), "outside the input", given=lambda folder: (folder / "run").mkdir()),
+    Refused("inside what is not there yet", begin("run/sub"), "outside the run's folder, found one in it"),
+    Refused("the folder itself", begin("run"), "outside the run's folder, found one in it"),
+    Refused("around", begin("run", "run/steps"), "outside the run's folder, found one around it"),
+    Refused("another run", begin("mirror"), "no checkpoints, found step-00000005", given=another_run),
+    Refused("another model", begin("mirror", width=8), "same model", given=another_model),
+    Refused("unknown store in a recipe", begin_recipe, r"checkpoint\.mirror|nosuch"),
+    Refused("no mirror to restore from", restore_recipe, r"checkpoint\.restore: expected checkpoint\.mirror"),
+])  # fmt: skip
 
 
 def test_a_place_that_refuses_to_be_written_is_told_before_the_first_step(tmp_path):
@@ -229,14 +241,7 @@ def mirrored_recipe(tmp_path, *, steps, keep):
 def test_a_run_whose_recipe_names_a_mirror_copies_its_checkpoints_byte_for_byte(tmp_path):
     run_recipe(mirrored_recipe(tmp_path, steps=2, keep=1))
     (own,), (copy,) = ((tmp_path / name).iterdir() for name in ("run/checkpoints", "mirror"))
-    assert own.name == copy.name == "step-00000002" and same(own, copy)
-
-
-def test_a_recipe_with_an_unknown_store_is_refused_by_the_process_that_starts_the_ranks(tmp_path):
-    tokens = write_tokens(tmp_path / "tokens")
-    raw = tiny_recipe(tmp_path / "run", tokens, checkpoint={"mirror": "nosuch://bucket"})
-    with pytest.raises(BadInput, match=r"checkpoint\.mirror|nosuch"):
-        check_run(parse_recipe(raw))
+    assert own.name == copy.name == "step-00000002" and same_files(own, copy)
 
 
 def test_the_newest_whole_copy_comes_back_byte_for_byte(place, tmp_path):
@@ -244,9 +249,9 @@ def test_the_newest_whole_copy_comes_back_byte_for_byte(place, tmp_path):
     for step in (1, 2, 3):
         mirror.copy(written(tmp_path / "run", step))
     mirror.folder.remove(f"step-00000003/{MANIFEST}")  # as a copy that a kill cut short
-    path, said = mirror.restore(tmp_path / "new")
-    assert path == tmp_path / "new" / "step-00000002" and same(path, tmp_path / "run" / path.name)
-    assert said == [f"{place}/step-00000003 is not a whole copy"]
+    path, lines = mirror.restore(tmp_path / "new")
+    assert path == tmp_path / "new" / "step-00000002" and same_files(path, tmp_path / "run" / path.name)
+    assert lines == [f"{place}/step-00000003 is not a whole copy"]
     assert [*(tmp_path / "new").iterdir()] == [path]
 
 
@@ -255,10 +260,11 @@ def test_a_copy_with_a_wrong_bit_is_told_and_an_older_one_restored(place, tmp_pa
     for step in (1, 2):
         mirror.copy(written(tmp_path / "run", step))
     (file,) = (tmp_path / "run" / "step-00000002").glob("*.safetensors")
-    mirror.folder.write(f"step-00000002/{file.name}", flipped(file))
-    path, said = mirror.restore(tmp_path / "new")
-    assert path == tmp_path / "new" / "step-00000001" and same(path, tmp_path / "run" / path.name)
-    (line,) = said
+    flip_bit(file, -1)
+    mirror.folder.write(f"step-00000002/{file.name}", file.read_bytes())
+    path, lines = mirror.restore(tmp_path / "new")
+    assert path == tmp_path / "new" / "step-00000001" and same_files(path, tmp_path / "run" / path.name)
+    (line,) = lines
     assert f"{place}/step-00000002/{file.name}: CRC-32: expected " in line
     assert Mirror(RemoteFolder(f"{place}-empty"), keep=1).restore(tmp_path / "none") == (None, [])
 
@@ -269,12 +275,12 @@ def test_a_copy_that_has_lost_a_file_is_passed_over_and_made_anew(place, tmp_pat
         mirror.copy(written(tmp_path / "run", step))
     original = tmp_path / "run" / "step-00000002"
     mirror.folder.remove(f"{original.name}/{next(original.glob('*.safetensors')).name}")
-    path, said = mirror.restore(tmp_path / "new")
-    assert path == tmp_path / "new" / "step-00000001" and said == [
+    path, lines = mirror.restore(tmp_path / "new")
+    assert path == tmp_path / "new" / "step-00000001" and lines == [
         f"{place}/{original.name} is not a whole copy"
     ]
     assert mirror.copy(original) == f"{place}/{original.name}"
-    assert same(fetched(place, tmp_path / "fetched") / original.name, original)
+    assert same_files(fetched(place, tmp_path / "fetched") / original.name, original)
 
 
 def test_what_a_killed_copy_of_an_older_step_left_is_deleted(place, tmp_path, stopped_at):
@@ -298,10 +304,10 @@ def test_a_restore_that_is_killed_anywhere_leaves_a_whole_checkpoint_or_none(pla
         if len(operations) < at:
             break
         for path in complete_checkpoints(root) if root.is_dir() else []:  # as a start looks for them
-            assert same(path, original), (at, operations)
+            assert same_files(path, original), (at, operations)
         if not (root / original.name).exists():
             mirror.restore(root)
-        assert same(root / original.name, original)
+        assert same_files(root / original.name, original)
         clear_unfinished(root)  # as each start does
         assert [path.name for path in root.iterdir()] == [original.name], (at, operations)
     assert at > 10 and {*operations} == {"create", "write", "sync", "rename", "make_directory"}
@@ -320,10 +326,4 @@ def test_a_run_whose_folder_is_lost_goes_on_from_its_mirror(tmp_path):
     run_recipe(whole)
     for step in (3, 4):
         name = f"checkpoints/step-{step:08d}"
-        assert same(tmp_path / "run" / name, tmp_path / "whole" / name)
-
-
-def test_a_recipe_that_restores_from_no_mirror_is_refused(tmp_path):
-    raw = tiny_recipe(tmp_path / "run", tmp_path / "tokens", checkpoint={"restore": True})
-    with pytest.raises(BadInput, match=r"checkpoint\.restore: expected checkpoint\.mirror"):
-        parse_recipe(raw)
+        assert same_files(tmp_path / "run" / name, tmp_path / "whole" / name)

@@ -1,8 +1,6 @@
 """An export to a URL is whole there or refused, wherever it is killed, and the same command completes it."""
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from itertools import count
 from unittest import mock
 
@@ -19,7 +17,6 @@ from trilith.storage.remote_output import NOTE
 
 pytestmark = pytest.mark.usefixtures("cache")
 FORMS = {"hf": {"to": "hf"}, "sharded": {"to": "sharded", "tensor": 2}}
-Killing = Callable[[int], AbstractContextManager[list[str]]]
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +49,10 @@ def test_an_export_to_a_url_has_the_bytes_of_the_local_one_and_is_verified_there
     assert f"{url}: read back, every number is the source's" in capsys.readouterr().out
     assert stored(url) == files(made / form)
     assert run(["verify", url]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 1 + len([*(made / form).glob("*.safetensors")])
-    assert said[-1].startswith(f"{url}, copied to {cache}/")
-    assert said[-1].endswith("complete and unaltered" if form == "sharded" else "complete and finite")
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 1 + len([*(made / form).glob("*.safetensors")])
+    assert told[-1].startswith(f"{url}, copied to {cache}/")
+    assert told[-1].endswith("complete and unaltered" if form == "sharded" else "complete and finite")
     assert not [*(cache / "outgoing").iterdir()]
 
 
@@ -113,10 +110,10 @@ def test_a_killed_export_is_named_by_who_began_it_and_what_to_do(made, stopped_a
     place = "memory://exports/model"
     for words in (["inspect", place], ["verify", place], ["convert", place, str(made / "none")]):
         assert run(words) == 2
-        said = capsys.readouterr().err
-        assert said.startswith(f"error: {place}: expected a whole folder, found an export that has not ended")
-        assert ", host " in said and ", process " in said and ", begun 20" in said
-        assert said.endswith("Run the same command again: it completes the copy\n") and said.count("\n") == 1
+        told = capsys.readouterr().err
+        assert told.startswith(f"error: {place}: expected a whole folder, found an export that has not ended")
+        assert ", host " in told and ", process " in told and ", begun 20" in told
+        assert told.endswith("Run the same command again: it completes the copy\n") and told.count("\n") == 1
 
 
 def test_a_dcp_checkpoint_at_a_url_has_the_numbers_of_its_source(made, tmp_path):

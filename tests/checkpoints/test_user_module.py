@@ -5,6 +5,8 @@ from dataclasses import fields
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.refusals import Refused, refusals
+from support.round_trips import assert_same
 from torch import nn
 from trilith.checkpoints import convert, load_module, read_source, save_module
 from trilith.checkpoints.user_module_family import StoredDeclaration, StoredModule
@@ -12,8 +14,6 @@ from trilith.cli.app import run
 from trilith.layers import Balancing, Experts, GatedMLP, MoE, TopKRouter, VocabParallelEmbedding
 from trilith.models import Rename, Split, Stack, Transpose
 from trilith.parallel_state import (
-    BadCheckpoint,
-    BadInput,
     Cut,
     Declaration,
     Layout,
@@ -34,6 +34,7 @@ NAMES = (
     Rename("gain.bias", "gain.bias"),
 )
 CONFIG = {"model_type": "embedder", "architectures": ["Embedder"], "width": 8}
+SAVED = {"step": 2, "data": {"at": 5}, "config": CONFIG, "names": NAMES}
 
 
 class Embedder(nn.Module):
@@ -47,8 +48,7 @@ class Embedder(nn.Module):
         x = self.embed(ids)
         for block in self.blocks:
             x = x + block(x)
-        y = self.gain(x)
-        return y
+        return self.gain(x)
 
 
 def trained(state, seed):
@@ -64,41 +64,35 @@ def trained(state, seed):
 
 def save(root, layout, seed=1):
     state = ParallelState.start(layout)
-    model, optimizer = trained(state, seed)
-    save_module(root, model, optimizer, step=2, data={"at": 5}, config=CONFIG, names=NAMES, state=state)
+    save_module(root, *trained(state, seed), state=state, **SAVED)
 
 
-def there_and_back(root, layouts):
-    """Write in the first layout, load and write again in each of the others; the weights and moments held."""
-    found = []
+def through(root, layouts, make, options):
+    """Save in the first layout, load and save again in each of the others; return the weights in each."""
+    weights = []
     for number, layout in enumerate(layouts):
         state = ParallelState.start(layout)
-        model, optimizer = trained(state, seed=number)
+        model, optimizer = make(state, number)
         if number:
             progress = load_module(f"{root}/{number - 1}", model, optimizer, state=state)
-            assert (progress.step, progress.data, progress.memory) == (2, {"at": 5}, {"updates": 2})
-        save_module(
-            f"{root}/{number}",
-            model,
-            optimizer,
-            step=2,
-            data={"at": 5},
-            config=CONFIG,
-            names=NAMES,
-            state=state,
-        )
-        found.append(pieces(model, state))
-    return found
+            kept = progress.step, progress.data, progress.memory["updates"]
+            assert kept == (options["step"], options["data"], options["step"])
+        save_module(f"{root}/{number}", model, optimizer, state=state, **options)
+        weights.append(pieces(model, state))
+    return weights
+
+
+def weights_in_each(root, layouts, make, options):
+    ranks = run_parallel(through, 2, str(root), layouts, make, options)
+    return [assemble([rank[number] for rank in ranks]) for number in range(len(layouts))]
 
 
 def test_any_layout_reads_what_any_wrote_bitwise_with_moments(tmp_path):
     layouts = [Layout(tensor=2), Layout.of(data=2, zero=3), Layout.of(data=2), Layout(tensor=2)]
-    ranks = run_parallel(there_and_back, 2, str(tmp_path), layouts)
-    first, *others = (assemble([rank[number] for rank in ranks]) for number in range(len(layouts)))
-    for other in others:
-        for name, whole in first.items():
-            rows = 37 if name == "embed.weight" else len(whole)
-            assert torch.equal(whole[:rows], other[name][:rows]), name
+    first, *others = weights_in_each(tmp_path, layouts, trained, SAVED)
+    for other in (first, *others):
+        other["embed.weight"] = other["embed.weight"][:37]  # without the padding
+        assert_same(other, first)
     for number in range(1, len(layouts)):
         assert run(["diff", f"{tmp_path}/0", f"{tmp_path}/{number}"]) == 0
 
@@ -110,8 +104,7 @@ class Routed(nn.Module):
         self.blocks = nn.ModuleList([MoE(router, Experts(4, 8, 16, state=state), state=state)])
 
     def forward(self, x):
-        y = self.blocks[0](x)
-        return y
+        return self.blocks[0](x)
 
 
 ROUTED_NAMES = (
@@ -121,40 +114,31 @@ ROUTED_NAMES = (
 )
 
 
-def routed_there_and_back(root, layouts):
-    """Make a module in bf16 with biases that bf16 cannot hold; the first layout moves it by one step."""
-    found = []
-    for number, layout in enumerate(layouts):
-        state = ParallelState.start(layout)
-        model = shard_over_data(Routed(state=state).bfloat16(), state, Precision(*[torch.bfloat16] * 3))
-        initialize(model, number, state=state)
-        optimizer, balancing = make_adamw(model, lr=0.1), Balancing(model, rate=1 / 3, state=state)
-        x = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
-        model(x).square().sum().backward()
-        finalize_gradients(model, state=state)
-        optimizer.step()
-        optimizer.zero_grad()
-        balancing.after_step()
-        if number:
-            load_module(f"{root}/{number - 1}", model, optimizer, state=state)
-        save_module(f"{root}/{number}", model, optimizer, config=CONFIG, names=ROUTED_NAMES, state=state)
-        found.append(pieces(model, state))
-    return found
+def routed(state, seed):
+    """Make a module in bf16 with biases that bf16 cannot hold, and train it by one step."""
+    model = shard_over_data(Routed(state=state).bfloat16(), state, Precision(*[torch.bfloat16] * 3))
+    initialize(model, seed, state=state)
+    optimizer, balancing = make_adamw(model, lr=0.1), Balancing(model, rate=1 / 3, state=state)
+    x = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    model(x).square().sum().backward()
+    finalize_gradients(model, state=state)
+    optimizer.step()
+    optimizer.zero_grad()
+    balancing.after_step()
+    return model, optimizer
 
 
 def test_a_routers_bias_is_saved_with_the_module_in_fp32(tmp_path):
     layouts = [
         Layout(tensor=2),
-        Layout.of(data=2, zero=3, expert=2),
-        Layout.of(data=2, expert=2),
-        Layout.of(data=2),
+        *(Layout.of(data=2, **how) for how in ({"zero": 3, "expert": 2}, {"expert": 2}, {})),
     ]
-    ranks = run_parallel(routed_there_and_back, 2, str(tmp_path), layouts)
-    whole = [assemble([rank[number] for rank in ranks]) for number in range(len(layouts))]
+    saved = {"step": 1, "data": {}, "config": CONFIG, "names": ROUTED_NAMES}
+    whole = weights_in_each(tmp_path, layouts, routed, saved)
     for one in whole:
         bias = one["blocks.0.router.bias"]
         assert bias.dtype == torch.float32 and {round(float(x) * 3, 6) for x in bias} >= {-1.0, 1.0}
-        assert all(torch.equal(one[name], whole[0][name]) for name in one) and one.keys() == whole[0].keys()
+        assert_same(one, whole[0])
     source = read_source(tmp_path / "3")
     dtypes = {name: tensor.dtype for name, tensor in source.catalog.items()}
     assert [name for name, dtype in dtypes.items() if dtype != "BF16"] == ["blocks.0.router.bias"]
@@ -183,7 +167,7 @@ def written(tmp_path_factory):
     return root / "run"
 
 
-def test_the_commands_know_it(written, tmp_path, capsys):
+def test_the_commands_know_a_user_module(written, tmp_path, capsys):
     assert run(["inspect", str(written)]) == 0
     assert "checkpoint (training) of embedder, 1,080 parameters" in capsys.readouterr().out
     assert run(["verify", str(written)]) == 0
@@ -202,14 +186,13 @@ def test_the_commands_know_it(written, tmp_path, capsys):
     assert source.manifest.state["memory"] == {"updates": 2}
     capsys.readouterr()
     assert run(["reshard", str(written), str(tmp_path / "no"), "--tensor", "3"]) == 2
-    assert (
-        "16 units of 1 on dim 0: expected a number that tensor=3 divides, found 16" in capsys.readouterr().err
-    )
+    refusal = "16 units of 1 on dim 0: expected a number that tensor=3 divides, found 16"
+    assert refusal in capsys.readouterr().err
     assert run(["reshard", str(written), str(tmp_path / "no"), "--pipeline", "2"]) == 2
     assert "pipeline: expected 1, found 2" in capsys.readouterr().err
 
 
-def test_it_is_exported_under_other_names_and_read_back(written, tmp_path):
+def test_a_user_module_is_exported_under_other_names_and_read_back(written, tmp_path):
     assert run(["convert", str(written), str(tmp_path / "hf"), "--to", "hf", "--verify"]) == 0
     theirs = load_file(tmp_path / "hf" / "model.safetensors")
     assert set(theirs) == {"wte", "gain.weight", "gain.bias"} | {
@@ -225,38 +208,47 @@ def test_it_is_exported_under_other_names_and_read_back(written, tmp_path):
     assert run(["diff", str(written), str(tmp_path / "hf")]) == 0
 
 
-def test_what_does_not_fit_is_refused_by_name(written, tmp_path):
-    with pytest.raises(BadCheckpoint, match=r"embed\.weight: expected \[37, 12\], found \[37, 8\]"):
-        load_module(written, Embedder(12))
-    with pytest.raises(BadCheckpoint, match=r"weight: expected \[2, 2\], found no such parameter"):
-        load_module(written, nn.Linear(2, 2))
-    model = Embedder()
-    with pytest.raises(BadInput, match="expected AdamW, whose moments are known, found SGD"):
-        save_module(tmp_path, model, torch.optim.SGD(model.parameters()))
-    with pytest.raises(BadInput, match="running_mean: expected parameters alone, found a persistent buffer"):
-        save_module(tmp_path, nn.BatchNorm1d(3))
-    with pytest.raises(BadInput, match=r"dtype: expected one for all parameters, found torch\.float32 and"):
-        save_module(tmp_path, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()))
-    assert not any(tmp_path.iterdir())
-    save_module(tmp_path / "weights", model)
-    with pytest.raises(BadCheckpoint, match="expected moments, found weights alone"):
-        load_module(tmp_path / "weights", model, make_adamw(model, lr=1.0))
-    with pytest.raises(BadInput, match="expected a table of Hugging Face's names, found none"):
-        convert(tmp_path / "weights", tmp_path / "hf", to="hf")
+def saving(make, optimizer=None, **options):
+    """Return what saves a module; ``optimizer`` makes its optimizer."""
+
+    def call(folder):
+        model = make()
+        save_module(folder / "m", model, optimizer and optimizer(model.parameters()), **options)
+
+    return call
 
 
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        (NAMES[1:], r"embed\.weight: expected a rule for every parameter"),
-        (
-            (*NAMES, Rename("blocks.{i}.down.weight", "h.{i}.other")),
-            r"blocks\.0\.down\.weight: expected one rule",
-        ),
-        ((*NAMES, Rename("haed", "head")), "head: expected a rule for a parameter, found none named"),
-    ],
-)
-def test_a_table_that_does_not_cover_each_parameter_once_is_refused(names, said, tmp_path):
-    with pytest.raises(BadInput, match=said):
-        save_module(tmp_path, Embedder(), names=names)
-    assert not any(tmp_path.iterdir())
+def loading(make, optimizer=None):
+    def call(folder):
+        model = make()
+        load_module(folder / "m", model, optimizer and optimizer(model))
+
+    return call
+
+
+def two_dtypes():
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+
+
+WEIGHTS = saving(Embedder)
+TWICE = (*NAMES, Rename("blocks.{i}.down.weight", "h.{i}.other"))
+test_modules_that_do_not_fit_are_refused_by_name = refusals([
+    Refused("width", loading(lambda: Embedder(12)), r"embed\.weight: expected \[37, 12\], found .*8\]",
+            code=4, given=WEIGHTS),
+    Refused("another module", loading(lambda: nn.Linear(2, 2)), r"weight: expected \[2, 2\], found no such",
+            code=4, given=WEIGHTS),
+    Refused("no moments", loading(Embedder, lambda model: make_adamw(model, lr=1.0)),
+            "expected moments, found weights alone", code=4, given=WEIGHTS),
+    Refused("no names", lambda folder: convert(folder / "m", folder / "hf", to="hf"),
+            "expected a table of Hugging Face's names, found none", given=WEIGHTS),
+    Refused("SGD", saving(Embedder, torch.optim.SGD), "expected AdamW, whose moments are known, found SGD"),
+    Refused("buffers", saving(lambda: nn.BatchNorm1d(3)),
+            "running_mean: expected parameters alone, found a persistent buffer"),
+    Refused("two dtypes", saving(two_dtypes), "dtype: expected one for all parameters, found torch.*and"),
+    # A table of names covers each parameter once.
+    Refused("a parameter left out", saving(Embedder, names=NAMES[1:]),
+            r"embed\.weight: expected a rule for every parameter"),
+    Refused("a parameter named twice", saving(Embedder, names=TWICE), r"blocks\.0\.down.*expected one rule"),
+    Refused("no such parameter", saving(Embedder, names=(*NAMES, Rename("haed", "head"))),
+            "head: expected a rule for a parameter, found none named"),
+])  # fmt: skip

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.configs import TINIEST_LLAMA
+from support.refusals import Refused, refusals
 from torch import nn
 from trilith.checkpoints import (
     Saver,
@@ -64,13 +65,13 @@ def interrupted(root, layout):
         for both in (True, True):
             step(each, its, both)
     pairs = zip(model.parameters(), other.parameters(), strict=True)
-    return [bool((one == two).all()) for one, two in pairs]
+    return [bool((mine == loaded).all()) for mine, loaded in pairs]
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout.of(data=2, zero=3)], ids=str)
 def test_a_parameter_that_steps_left_out_goes_on_bit_for_bit(layout, tmp_path):
-    for same in run_parallel(interrupted, layout.world, str(tmp_path), layout):
-        assert same == [True] * 4
+    for equal in run_parallel(interrupted, layout.world, str(tmp_path), layout):
+        assert equal == [True] * 4
 
 
 def zoo(layout):
@@ -100,63 +101,50 @@ def test_every_rank_remembers_the_updates_of_each_parameter(tmp_path):
         assert counts == {name: 1.0 if "norm" in name else 2.0 for name in counts}
 
 
-@pytest.fixture
-def model():
-    return made(Layout())[1]
+def save(*steps, where="run", model=None, **options):
+    """Return what saves a model after these steps; ``Two`` by default."""
+
+    def call(folder):
+        for number in steps:
+            save_module(folder / where, model or Two(), step=number, **options)
+
+    return call
 
 
-@pytest.mark.parametrize("keep", [0, -1, 1.5, True, None])
-def test_a_number_of_checkpoints_to_keep_that_would_delete_them_all_is_refused(model, keep, tmp_path):
-    save_module(tmp_path, model, step=1)
-    with pytest.raises(BadInput, match=r"checkpoints: keep: expected a whole number of 1 or more"):
-        save_module(tmp_path, model, step=2, keep=keep)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+def begin(where):
+    """Return what makes ready to save, before the first step."""
+    model, state = Two(), ParallelState.alone()
+    contents = module_contents(model, None, state=state)
+    return lambda folder: Saver(folder / where, model, None, contents, state=state)
 
 
-@pytest.mark.parametrize("number", [-1, 1.5, True, "3", None])
-def test_a_step_that_is_none_is_refused_and_makes_no_folder(model, number, tmp_path):
-    with pytest.raises(BadInput, match=r"checkpoints: step: expected a whole number of 0 or more"):
-        save_module(tmp_path / "new", model, step=number)
-    assert [*tmp_path.iterdir()] == []
+def save_family(folder):
+    save_model(folder / "run", zoo(Layout())[0], step=3, keep=1)
 
 
-def test_another_model_s_checkpoints_are_not_deleted_as_this_one_s(model, tmp_path):
-    for number in (1, 2):
-        save_module(tmp_path, nn.Linear(4, 4), step=number)
-    with pytest.raises(
-        BadInput, match=r"step-00000002: expected a checkpoint of the same model .* with no 'bias'"
-    ):
-        save_module(tmp_path, model, step=3, keep=1)
-    zoo_model, _ = zoo(Layout())
-    with pytest.raises(BadInput, match="Choose another folder"):
-        save_model(tmp_path, zoo_model, step=3, keep=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+def link_to_nowhere(folder):
+    (folder / "link").symlink_to(folder / "nowhere")
 
 
-def test_a_place_that_is_a_file_is_refused_as_one(model, tmp_path):
-    (tmp_path / "file").write_text("mine")
-    for root in (tmp_path / "file", tmp_path / "file" / "in it"):
-        with pytest.raises(BadInput, match=r"file: expected a directory, found a file"):
-            save_module(root, model)
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_a_place_that_is_a_link_to_nowhere_is_refused_before_the_first_step(model, tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    contents = module_contents(model, None, state=ParallelState.alone())
-    for root in (tmp_path / "link", tmp_path / "link" / "in it"):
-        with pytest.raises(
-            BadInput, match=r"link: expected a directory, found a link to \S+nowhere, which is"
-        ):
-            Saver(root, model, None, contents, state=ParallelState.alone())
-    assert [path.name for path in tmp_path.iterdir()] == ["link"]
-
-
-def test_moments_that_a_checkpoint_would_lose_are_refused(tmp_path):
-    _, model, optimizer = made(Layout(), amsgrad=True)
-    with pytest.raises(BadInput, match=r"save_module: optimizer\.amsgrad: expected false"):
-        save_module(tmp_path / "new", model, optimizer)
-    assert [*tmp_path.iterdir()] == []
+ONE, LINEAR = save(1), save(1, 2, model=nn.Linear(4, 4))
+ANOTHER = r"step-00000002: expected a checkpoint of the same model .* with no 'bias'"
+REFUSED = [
+    # A number that would delete all checkpoints.
+    *(Refused(f"keep-{keep}", save(2, keep=keep), "keep: expected a whole number of 1 or more", given=ONE)
+      for keep in (0, -1, 1.5, True, None)),
+    *(Refused(f"step-{step}", save(step), "step: expected a whole number of 0 or more")
+      for step in (-1, 1.5, True, "3", None)),
+    # Another model's checkpoints, which would be deleted as this one's.
+    Refused("checkpoints of another module", save(3, keep=1), ANOTHER, given=LINEAR),
+    Refused("checkpoints of no family", save_family, "Choose another folder", given=LINEAR),
+    *(Refused(f"a file: {where}", save(1, where=where), "file: expected a directory, found a file",
+              given=lambda folder: (folder / "file").write_text("mine")) for where in ("file", "file/in it")),
+    *(Refused(f"a link: {where}", begin(where), "link: expected a directory, found a link to nowhere",
+              given=link_to_nowhere) for where in ("link", "link/in it")),
+    Refused("moments that would be lost", lambda at: save_module(at, *made(Layout(), amsgrad=True)[1:]),
+            r"save_module: optimizer\.amsgrad: expected false"),
+]  # fmt: skip
+test_what_cannot_be_saved_is_refused = refusals(REFUSED)
 
 
 @pytest.mark.parametrize("kind", ["module", "model"])
@@ -180,7 +168,7 @@ def test_moments_are_not_read_in_another_dtype_and_weights_alone_are(kind, tmp_p
     assert restore(tmp_path, model).step == 1
 
 
-def test_what_was_frozen_and_is_trained_now_has_no_moments_to_go_on_with(tmp_path):
+def test_a_parameter_frozen_before_and_trained_now_has_no_moments_to_go_on_with(tmp_path):
     _, model, optimizer = made(Layout())
     model.rarely.requires_grad_(False)
     step(model, optimizer, True)
@@ -215,8 +203,8 @@ def save_weights(root, number):
 
 def test_ranks_that_opened_different_checkpoints_are_refused(tmp_path):
     save_weights(str(tmp_path), 1)
-    for said in run_parallel(opened_apart, 2, str(tmp_path)):
-        assert "expected the same checkpoint on every rank, found step-00000001 and step-00000002" in said
+    for answer in run_parallel(opened_apart, 2, str(tmp_path)):
+        assert "expected the same checkpoint on every rank, found step-00000001 and step-00000002" in answer
 
 
 def test_a_folder_s_newest_checkpoint_is_found_by_one_rank_for_all(tmp_path):

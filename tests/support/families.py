@@ -79,3 +79,14 @@ def on_disk(theirs: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     found = revert_weight_conversion(theirs, dict(tensors))
     return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def with_adapters(model: Any, **lora: Any) -> Any:
+    """Put PEFT's adapters on a model of transformers, all random: a B of zero would hide A's effect."""
+    import peft
+
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, 0.0, 0.2)
+    return adapted.eval()

@@ -8,9 +8,9 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 
 
-@pytest.fixture(scope="session")
-def made(tmp_path_factory):
+@pytest.fixture
+def made():
     """A folder with ``hf`` and every other form of the same weights; tests do not write into it."""
-    from forms import write_forms
+    from forms import made_once
 
-    return write_forms(tmp_path_factory.mktemp("foreign"))
+    return made_once()

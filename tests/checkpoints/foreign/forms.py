@@ -4,7 +4,9 @@ import json
 import runpy
 import shutil
 import tarfile
+import tempfile
 import warnings
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -48,6 +50,15 @@ def write_forms(folder):
     for name, along in (("llama2", 1), ("llama3", 0)):
         write_meta(folder / name, hf, parts=2, embedding=along)
     return folder
+
+
+_KEPT = tempfile.TemporaryDirectory(prefix="forms-")
+
+
+@cache
+def made_once():
+    """Return a folder with ``hf`` and every other form, which stays until this process ends."""
+    return write_forms(Path(_KEPT.name))
 
 
 PARAMS = {"dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": CONFIG["rms_norm_eps"]}

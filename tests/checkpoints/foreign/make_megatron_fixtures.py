@@ -75,76 +75,46 @@ def patch_cuda_away():
 
 def build(m, written, vp_stage, pre, post):
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_decoder_block_spec,
-        get_gpt_layer_local_spec,
-    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     a = m.args
     moe = a.num_experts is not None
     tp, pp, vp, ep = (written.get(key, 1) for key in ("tp", "pp", "vp", "ep"))
+    same = [
+        *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+        *("ffn_hidden_size", "normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
+    ]
+    of_experts = [
+        *("moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_pre_softmax"),
+        *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+    ]
+    experts = {key: getattr(a, key) for key in of_experts} | dict(
+        expert_tensor_parallel_size=1, num_moe_experts=a.num_experts, moe_router_load_balancing_type="none",
+        moe_grouped_gemm=written.get("grouped", False),
+        moe_token_dispatcher_type="alltoall" if ep > 1 else "allgather",
+    )  # fmt: skip
     config = TransformerConfig(
-        num_layers=a.num_layers,
-        hidden_size=a.hidden_size,
-        num_attention_heads=a.num_attention_heads,
-        num_query_groups=a.num_query_groups,
-        kv_channels=a.kv_channels,
-        ffn_hidden_size=a.ffn_hidden_size,
-        use_cpu_initialization=True,
-        gated_linear_unit=a.swiglu,
+        **{key: getattr(a, key) for key in same}, **(experts if moe else {}),
+        use_cpu_initialization=True, gated_linear_unit=a.swiglu, layernorm_epsilon=a.norm_epsilon,
         activation_func=torch.nn.functional.silu if a.swiglu else m.gelu,
-        normalization=a.normalization,
-        layernorm_epsilon=a.norm_epsilon,
-        add_bias_linear=a.add_bias_linear,
-        add_qkv_bias=a.add_qkv_bias,
-        qk_layernorm=a.qk_layernorm,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        pipeline_dtype=torch.float32,
-        bias_activation_fusion=False,
-        apply_rope_fusion=False,
-        masked_softmax_fusion=False,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
+        attention_dropout=0.0, hidden_dropout=0.0, pipeline_dtype=torch.float32,
+        bias_activation_fusion=False, apply_rope_fusion=False, masked_softmax_fusion=False,
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vp if vp > 1 else None,
-        sequence_parallel=False,
-        expert_model_parallel_size=ep,
-        **(
-            dict(
-                expert_tensor_parallel_size=1,
-                num_moe_experts=a.num_experts,
-                moe_router_topk=a.moe_router_topk,
-                moe_ffn_hidden_size=a.moe_ffn_hidden_size,
-                moe_layer_freq=a.moe_layer_freq,
-                moe_router_load_balancing_type="none",
-                moe_router_pre_softmax=a.moe_router_pre_softmax,
-                moe_shared_expert_intermediate_size=a.moe_shared_expert_intermediate_size,
-                moe_shared_expert_gate=a.moe_shared_expert_gate,
-                moe_grouped_gemm=written.get("grouped", False),
-                moe_token_dispatcher_type="alltoall" if ep > 1 else "allgather",
-            )
-            if moe
-            else {}
-        ),
-    )
+        sequence_parallel=False, expert_model_parallel_size=ep,
+    )  # fmt: skip
     if moe:
         stage = {} if vp_stage is None else {"vp_stage": vp_stage}
         spec = get_gpt_decoder_block_spec(config, False, normalization=a.normalization, **stage)
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=a.qk_layernorm, normalization=a.normalization)
     return GPTModel(
-        config,
-        spec,
-        vocab_size=a.padded_vocab_size,
-        max_sequence_length=a.max_position_embeddings,
-        position_embedding_type=a.position_embedding_type,
+        config, spec, vocab_size=a.padded_vocab_size, max_sequence_length=a.max_position_embeddings,
+        position_embedding_type=a.position_embedding_type, rotary_base=a.rotary_base,
         share_embeddings_and_output_weights=not a.untie_embeddings_and_output_weights,
-        rotary_base=a.rotary_base,
-        pre_process=pre,
-        post_process=post,
-        **({} if vp_stage is None else {"vp_stage": vp_stage}),
-    )
+        pre_process=pre, post_process=post, **({} if vp_stage is None else {"vp_stage": vp_stage}),
+    )  # fmt: skip
 
 
 def check_logits(m):

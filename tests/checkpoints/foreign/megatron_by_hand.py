@@ -6,14 +6,30 @@ The distributed form is written by ``torch.distributed.checkpoint``, as Megatron
 
 import io
 import json
+import tarfile
 import warnings
 from argparse import Namespace
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed.checkpoint as dcp
+from megatron_models import MODELS
 
+#: What Megatron's own writers wrote, by name.
+WRITTEN = {
+    path.name.split(".")[0]: path for path in sorted((Path(__file__).parent / "megatron").glob("*.tar.xz"))
+}
+#: What Megatron Bridge writes beside a checkpoint.
+BRIDGE = (
+    "model:\n  num_layers: 4\n  num_attention_heads: 4\n  num_query_groups: {groups}\n  kv_channels: 4\n"
+    "  normalization: RMSNorm\n  layernorm_epsilon: 1.0e-05\n  gated_linear_unit: true\n"
+    "  activation_func: {{_target_: torch.nn.functional.silu, _call_: false}}\n"
+    "  share_embeddings_and_output_weights: false\n  rotary_base: 10000\n"
+    "  position_embedding_type: rope\n"
+)
 ALONE = SimpleNamespace(tp=0, tps=1, ep=0, eps=1)
 #: The tensors of a layer of ``llama`` in megatron-core's local layers.
 _LAYER = (
@@ -25,6 +41,25 @@ FUSED = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
+
+
+def model_of(name):
+    return next(MODELS[one] for one in sorted(MODELS, key=len, reverse=True) if name.startswith(one))
+
+
+def config_of(m, folder, **changed):
+    """Write the model's config without weights; return its folder."""
+    made = folder / "config"
+    made.mkdir(exist_ok=True)
+    replace(m, config=m.config | changed).write_config(made)
+    return made
+
+
+def unpacked(name, folder):
+    """Return the checkpoint that Megatron's writers wrote, and the folder with the model's config."""
+    with tarfile.open(WRITTEN[name]) as tar:
+        tar.extractall(folder, filter="data")
+    return folder / "iter_0000003", config_of(model_of(name), folder)
 
 
 def names_of(m):
@@ -59,6 +94,14 @@ def write_dist(folder, weights, *, args, states=None, prefix="", iteration=3, up
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
     (folder / "metadata.json").write_text(json.dumps({**backend, "common_backend_version": 1}))
     return folder
+
+
+def shared_dicts(number, levels):
+    """Return dicts that are the same one many times over, on each of the levels."""
+    inside = {"number": 1}
+    for _ in range(levels):
+        inside = {str(key): inside for key in range(number)}
+    return inside
 
 
 def extra_state():

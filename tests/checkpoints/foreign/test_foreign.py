@@ -5,49 +5,103 @@ import json
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from forms import CONFIG, MADE, WEIGHTS, save
+from forms import CONFIG, MADE, WEIGHTS, made_once, save
 from safetensors.torch import load_file
-from support.configs import MODELS, TINIEST_LLAMA, TINY_LLAMA
-from support.folders import contents
+from support.configs import MODELS, TINY_LLAMA
+from support.round_trips import RoundTrip, Source, assert_same, round_trips, weights
 from support.short_runs import losses, tiny_recipe, train, whole_tensors
 from transformers import AutoModelForCausalLM
-from trilith.checkpoints import (
-    convert,
-    convert_to_dcp,
-    differences,
-    load_model,
-    read_source,
-    restore_model,
-    save_model,
-)
+from trilith.checkpoints import convert, convert_to_dcp, differences, read_source
 from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder, write_tokens
-from trilith.models import family_of
-from trilith.parallel_state import BadInput, Box, initialize
-from trilith.training import make_adamw
+from trilith.parallel_state import BadInput, Box
 
 FORMS = ["titan", "accelerate", "dcp", "model.pt", "bin", "bins", "llama2", "llama3"]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_becomes_the_same_folder_of_hugging_face(form, made, tmp_path):
-    config = [] if form.startswith("bin") else ["--config", str(made / "hf")]
-    assert run(["convert", str(made / form), str(tmp_path / "hf"), "--to", "hf", "--verify", *config]) == 0
-    assert load_file(tmp_path / "hf" / WEIGHTS).keys() == load_file(made / "hf" / WEIGHTS).keys()
-    assert (tmp_path / "hf" / WEIGHTS).read_bytes() == (made / "hf" / WEIGHTS).read_bytes()
-    assert (tmp_path / "hf" / "tokenizer.json").is_file() == bool(config)
+def source_of(form):
+    """Return what gives a form, with the config of ``hf`` where it has none of its own."""
+
+    def give(folder):
+        config = [] if form.startswith("bin") else ["--config", str(made_once() / "hf")]
+        return Source(made_once() / form, weights(made_once() / "hf"), config)
+
+    return give
 
 
-@pytest.mark.parametrize("form", ["titan", "llama3"])
-def test_logits_after_a_conversion_are_those_of_transformers(form, made, tmp_path):
-    convert(made / form, tmp_path / "out", config=made / "hf", tensor=2, pipeline=2)
-    model = load_model(tmp_path / "out")
-    assert all(map(torch.equal, model.parameters(), load_model(made / "bins").parameters()))
-    theirs = AutoModelForCausalLM.from_pretrained(made / "hf")
-    ids = torch.randint(37, (2, 11), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        difference = model(ids)[..., :37] - theirs.eval()(ids).logits
-    assert float(difference.abs().max()) < 1e-5
+def stacked_experts(folder):
+    """Write Qwen3-MoE with its experts in stacks, as torchtitan does."""
+    raw = MODELS["qwen3_moe"]
+    write_hf_folder(folder / "hf", raw)
+    hf, stacks = weights(folder / "hf"), {}
+    theirs = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    for name, weight in hf.items():
+        block, inside, rest = name.partition(".mlp.experts.0.")
+        if inside:
+            each = [hf[f"{block}.mlp.experts.{e}.{rest}"] for e in range(raw["num_experts"])]
+            kind = theirs[rest.removesuffix(".weight")]
+            stacks[f"{block.removeprefix('model.')}.moe.experts.{kind}"] = torch.stack(each)
+        elif ".mlp.experts." not in name:
+            plain = MADE["titan_name"](name).replace("mlp.gate.", "moe.router.gate.")
+            stacks[plain.replace("self_attn.", "attention.")] = weight
+    save(stacks, folder / "titan")
+    convert_to_dcp(folder / "hf", folder / "again", names="titan")
+    assert_same(loaded(folder / "again"), stacks)
+    return Source(folder / "titan", hf, ["--config", str(folder / "hf")])
+
+
+def with_output_layer(form):
+    """Store the tied output layer as well, and buffers; it is the embedding."""
+
+    def give(folder):
+        write_hf_folder(folder / "hf", CONFIG | {"tie_word_embeddings": True})
+        hf = weights(folder / "hf")
+        buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(2)}
+        whole = {"model": hf | buffers | {"lm_head.weight": hf["model.embed_tokens.weight"]}}
+        torch.save(whole, folder / form) if form == "shared.pt" else save(whole, folder / form)
+        return Source(folder / form, hf, ["--config", str(folder / "hf")])
+
+    return give
+
+
+def users_rules(folder):
+    """Write a file in which matrices are joined, transposed and padded, and a table that says so."""
+    hf = weights(made_once() / "hf")
+    fused = {name: weight for name, weight in hf.items() if "gate_proj" not in name and "up_proj" not in name}
+    for i in range(2):
+        prefix = f"model.layers.{i}.mlp."
+        fused[f"{prefix}both.weight"] = torch.cat(
+            [hf[f"{prefix}{one}_proj.weight"] for one in ("gate", "up")]
+        )
+        fused[f"{prefix}down_proj.weight"] = fused[f"{prefix}down_proj.weight"].T.contiguous()
+    fused["model.embed_tokens.weight"] = torch.cat([hf["model.embed_tokens.weight"], torch.ones(3, 16)])
+    torch.save(fused, folder / "fused.pt")
+    rules = [
+        {"foreign": "model.layers.{i}.mlp.both.weight",
+         "hf": [f"model.layers.{{i}}.mlp.{one}_proj.weight" for one in ("gate", "up")]},
+        {"foreign": "model.layers.{i}.mlp.down_proj.weight", "hf": "model.layers.{i}.mlp.down_proj.weight",
+         "transpose": True},
+        {"foreign": "model.embed_tokens.weight", "hf": "model.embed_tokens.weight", "padded": True},
+    ]  # fmt: skip
+    done = ("mlp.", "embed_tokens")
+    rules += [{"foreign": name, "hf": name} for name in hf if not any(one in name for one in done)]
+    lines = []
+    for rule in rules:
+        lines += ["[[rule]]", *(f"{key} = {json.dumps(value)}" for key, value in rule.items())]
+    (folder / "mine.toml").write_text("\n".join(lines))
+    words = ["--config", str(made_once() / "hf"), "--names", str(folder / "mine.toml")]
+    return Source(folder / "fused.pt", hf, words)
+
+
+test_every_form_becomes_the_same_folder_of_hugging_face = round_trips([
+    *(RoundTrip(form, source_of(form), ["--to hf --verify"]) for form in FORMS),
+    *(RoundTrip(f"{form} in a layout", source_of(form), ["--tensor 2 --pipeline 2", "--to hf"])
+      for form in ("titan", "llama3")),
+    RoundTrip("stacked experts", stacked_experts, ["--to hf"]),
+    RoundTrip("an output layer in a pickle", with_output_layer("shared.pt"), ["--to hf"]),
+    RoundTrip("an output layer in dcp", with_output_layer("dcp"), ["--to hf"]),
+    RoundTrip("a user's rules", users_rules, ["--to hf"]),
+])  # fmt: skip
 
 
 def test_moments_come_along_into_a_layout_and_not_into_a_folder_of_hugging_face(made, tmp_path):
@@ -61,6 +115,7 @@ def test_moments_come_along_into_a_layout_and_not_into_a_folder_of_hugging_face(
         weight = source.read(name, box, links)
         assert torch.equal(source.read(f"optimizer.exp_avg.{name}", box, links), weight * 2)
         assert torch.equal(source.read(f"optimizer.exp_avg_sq.{name}", box, links), weight * weight)
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
     assert any("param_groups" in line for line in plan.source.warnings)
     theirs = read_source(made / "accelerate", config=made / "hf")
     assert theirs.trains and theirs.foreign is not None and theirs.foreign.updates == 2
@@ -78,48 +133,6 @@ def test_moments_that_some_weights_lack_are_left_out_with_a_warning(made, tmp_pa
     )
 
 
-def moved(model, optimizer, steps):
-    """Take steps with gradients that depend on the weights, so that they need no batch."""
-    for step in steps:
-        for parameter in model.parameters():
-            parameter.grad = parameter.detach() * (step + 1)
-        optimizer.step()
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def test_a_run_goes_on_from_imported_moments_as_from_its_own(tmp_path):
-    """Another project's AdamW is played by our own, whose state is written under Hugging Face's names."""
-    family = family_of(TINIEST_LLAMA)
-    config = family.from_hf(TINIEST_LLAMA)
-
-    def fresh():
-        model = family.build(config, device="cpu")
-        initialize(model, 3)
-        return model, make_adamw(model, lr=1e-2)
-
-    model, optimizer = fresh()
-    moved(model, optimizer, range(2))
-    own = save_model(tmp_path / "own", model, optimizer, step=2)
-    convert(own, tmp_path / "hf", to="hf")
-    source = read_source(own)
-    stored = {}
-    for link in family.links(config)[0]:
-        for prefix, place in (("", "model."), ("exp_avg", "optim.state."), ("exp_avg_sq", "optim.state.")):
-            ours = f"optimizer.{prefix}.{link.ours}" if prefix else link.ours
-            value = source.read(ours, Box.whole(source.catalog[ours].shape), source.links())
-            stored[f"{place}{link.hf}{f'.{prefix}' if prefix else ''}"] = value
-        stored[f"optim.state.{link.hf}.step"] = torch.tensor(2.0)
-    save(stored, tmp_path / "theirs")
-    convert(tmp_path / "theirs", tmp_path / "imported", config=tmp_path / "hf", to="sharded")
-    ends = []
-    for folder in (own, tmp_path / "imported"):
-        model, optimizer = fresh()
-        assert restore_model(folder, model, optimizer).step == 2
-        ends.append(moved(model, optimizer, range(2, 5)))
-    assert all(map(torch.equal, *ends)) and len(ends[0]) > 5
-    assert not list(differences(read_source(own), read_source(tmp_path / "imported")))
-
-
 @pytest.mark.slow
 def test_a_run_of_trilith_goes_on_from_a_checkpoint_that_was_away(tmp_path):
     """Six steps at once; and three, then out to DCP under torchtitan's names and back, then three more."""
@@ -133,33 +146,8 @@ def test_a_run_of_trilith_goes_on_from_a_checkpoint_that_was_away(tmp_path):
     back = tmp_path / "back" / "checkpoints" / "step-00000003"
     convert(theirs, back, config=tmp_path / "hf", tensor=2)
     train(recipe | {"out": str(tmp_path / "back")})
-    ours, again = (whole_tensors(tmp_path / name) for name in ("whole", "back"))
-    assert ours.keys() == again.keys() and all(torch.equal(one, again[name]) for name, one in ours.items())
+    assert_same(whole_tensors(tmp_path / "whole"), whole_tensors(tmp_path / "back"))
     assert len(losses(tmp_path / "back")) == 3
-
-
-def test_stacked_experts_become_those_of_hugging_face(tmp_path):
-    write_hf_folder(tmp_path / "hf", MODELS["qwen3_moe"])
-    hf = load_file(tmp_path / "hf" / WEIGHTS)
-    stacks = {}
-    theirs = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-    for name, weight in hf.items():
-        block, inside, rest = name.partition(".mlp.experts.0.")
-        if inside:
-            each = [hf[f"{block}.mlp.experts.{e}.{rest}"] for e in range(MODELS["qwen3_moe"]["num_experts"])]
-            kind = theirs[rest.removesuffix(".weight")]
-            stacks[f"{block.removeprefix('model.')}.moe.experts.{kind}"] = torch.stack(each)
-        elif ".mlp.experts." not in name:
-            plain = MADE["titan_name"](name).replace("mlp.gate.", "moe.router.gate.")
-            stacks[plain.replace("self_attn.", "attention.")] = weight
-    save(stacks, tmp_path / "titan")
-    convert(tmp_path / "titan", tmp_path / "out", config=tmp_path / "hf", to="hf")
-    assert contents(tmp_path / "out")[WEIGHTS] == contents(tmp_path / "hf")[WEIGHTS]
-    convert_to_dcp(tmp_path / "hf", tmp_path / "again", names="titan")
-    again = loaded(tmp_path / "again")
-    assert again.keys() == stacks.keys() and all(
-        torch.equal(one, again[name]) for name, one in stacks.items()
-    )
 
 
 def loaded(folder):
@@ -181,9 +169,9 @@ def test_a_checkpoint_of_ours_becomes_one_that_torch_loads_with_its_moments(made
         == 0
     )
     before, after = loaded(made / "titan"), loaded(tmp_path / "titan")
-    kept = {name: one for name, one in before.items() if "train_state" not in name and ".lr" not in name}
-    assert kept.keys() == after.keys() and len(kept) == 84
-    assert all(torch.equal(one, after[name]) for name, one in kept.items())
+    assert len(after) == 84
+    assert_same(after, {name: one for name, one in before.items() if name in after})
+    assert all("train_state" in name or ".lr" in name for name in before.keys() - after.keys())
     assert not list(
         differences(read_source(tmp_path / "titan", config=made / "hf"), read_source(tmp_path / "ours"))
     )
@@ -195,55 +183,19 @@ def test_transformers_loads_what_is_written_under_its_names(made, tmp_path):
     wanted = {name: one.clone() for name, one in model.state_dict().items()}
     state = {"model": {name: torch.zeros_like(one) for name, one in wanted.items()}}
     dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert all(torch.equal(one, state["model"][name]) for name, one in wanted.items()) and len(wanted) == 21
+    assert_same(state["model"], wanted)
     assert run(["convert", str(made / "hf"), str(tmp_path / "x"), "--to", "dcp", "--tensor", "2"]) == 2
     assert not (tmp_path / "x").exists()
     with pytest.raises(BadInput, match="new or empty"):
         convert_to_dcp(made / "hf", tmp_path / "dcp")
 
 
-def test_a_tied_output_layer_may_be_stored_as_well_if_it_is_the_embedding(tmp_path):
+def test_an_output_layer_that_is_not_the_embedding_is_refused(tmp_path):
     write_hf_folder(tmp_path / "hf", CONFIG | {"tie_word_embeddings": True})
-    hf = load_file(tmp_path / "hf" / WEIGHTS)
-    embedding = hf["model.embed_tokens.weight"]
-    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(2)}
-    whole = {"model": hf | buffers | {"lm_head.weight": embedding}}
-    torch.save(whole, tmp_path / "shared.pt")
-    save(whole, tmp_path / "dcp")
-    for form in ("shared.pt", "dcp"):
-        convert(tmp_path / form, tmp_path / f"from-{form}", config=tmp_path / "hf", to="hf")
-        assert contents(tmp_path / f"from-{form}")[WEIGHTS] == contents(tmp_path / "hf")[WEIGHTS]
-    save({"model": hf | {"lm_head.weight": embedding + 1}}, tmp_path / "other")
+    hf = weights(tmp_path / "hf")
+    save({"model": hf | {"lm_head.weight": hf["model.embed_tokens.weight"] + 1}}, tmp_path / "other")
     with pytest.raises(BadInput, match="output layer: expected the embedding"):
         convert(tmp_path / "other", tmp_path / "out", config=tmp_path / "hf")
-
-
-def test_a_users_table_of_rules_renames_splits_and_transposes(made, tmp_path):
-    hf = load_file(made / "hf" / WEIGHTS)
-    fused = {name: weight for name, weight in hf.items() if "gate_proj" not in name and "up_proj" not in name}
-    for i in range(2):
-        prefix = f"model.layers.{i}.mlp."
-        both = [hf[f"{prefix}{one}_proj.weight"] for one in ("gate", "up")]
-        fused[f"{prefix}both.weight"] = torch.cat(both)
-        fused[f"{prefix}down_proj.weight"] = fused[f"{prefix}down_proj.weight"].T.contiguous()
-    fused["model.embed_tokens.weight"] = torch.cat([hf["model.embed_tokens.weight"], torch.ones(3, 16)])
-    torch.save(fused, tmp_path / "fused.pt")
-    rules = [
-        {"foreign": "model.layers.{i}.mlp.both.weight",
-         "hf": [f"model.layers.{{i}}.mlp.{one}_proj.weight" for one in ("gate", "up")]},
-        {"foreign": "model.layers.{i}.mlp.down_proj.weight", "hf": "model.layers.{i}.mlp.down_proj.weight",
-         "transpose": True},
-        {"foreign": "model.embed_tokens.weight", "hf": "model.embed_tokens.weight", "padded": True},
-    ]  # fmt: skip
-    done = ("mlp.", "embed_tokens")
-    rules += [{"foreign": name, "hf": name} for name in hf if not any(one in name for one in done)]
-    lines = []
-    for rule in rules:
-        lines += ["[[rule]]", *(f"{key} = {json.dumps(value)}" for key, value in rule.items())]
-    (tmp_path / "mine.toml").write_text("\n".join(lines))
-    names = str(tmp_path / "mine.toml")
-    convert(tmp_path / "fused.pt", tmp_path / "out", config=made / "hf", names=names, to="hf")
-    assert contents(tmp_path / "out")[WEIGHTS] == contents(made / "hf")[WEIGHTS]
 
 
 def test_the_commands_read_every_form(made, capsys):

@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from forms import CONFIG
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.configs import WHOLE
 from trilith.checkpoints.foreign.catalog import assemble, assembled
 from trilith.checkpoints.foreign.checkpoint import Chunk, ForeignCheckpoint, ForeignTensor
 from trilith.checkpoints.foreign.rules import Rule, Table, foreign_shapes, pieces
@@ -14,7 +14,6 @@ from trilith.models import family_of
 from trilith.parallel_state import BadInput, Box
 from trilith.storage.torch_archive import open_state_dict
 
-CONFIG = WHOLE | {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 FAMILY = family_of(CONFIG)
 MODEL = FAMILY.from_hf(CONFIG)
 HF = FAMILY.links(MODEL)[1]
@@ -35,14 +34,8 @@ KINDS = {
         Rule(foreign="{i}.qkv", hf=[Q, K, V], groups="num_key_value_heads"),
         lambda w: torch.cat([w[Q].view(2, 8, 16), w[K].view(2, 4, 16), w[V].view(2, 4, 16)], 1).flatten(0, 1),
     ),
-    "one after the other": (
-        Rule(foreign="{i}.qkv", hf=[Q, K, V]),
-        lambda w: torch.cat([w[Q], w[K], w[V]]),
-    ),
-    "along columns": (
-        Rule(foreign="{i}.kv", hf=[K, V], dim=1),
-        lambda w: torch.cat([w[K], w[V]], 1),
-    ),
+    "one after the other": (Rule(foreign="{i}.qkv", hf=[Q, K, V]), lambda w: torch.cat([w[Q], w[K], w[V]])),
+    "along columns": (Rule(foreign="{i}.kv", hf=[K, V], dim=1), lambda w: torch.cat([w[K], w[V]], 1)),
     "stacked blocks": (Rule(foreign="up", hf=UP), lambda w: torch.stack([torch.zeros(24, 16), w[UP]])),
     "padded": (Rule(foreign="{i}.up", hf=UP, padded=True), lambda w: torch.cat([w[UP], torch.ones(5, 16)])),
 }
@@ -74,9 +67,9 @@ def test_any_cut_into_chunks_gives_the_tensors_of_hugging_face(tmp_path_factory,
     file = open_state_dict(path)
     name = str(rule.foreign).format(i=1)
     chunks = tuple(Chunk(box, file, file.views[str(n)]) for n, box in enumerate(boxes))
-    found = ForeignCheckpoint(path, "chunks", {name: ForeignTensor("F32", tuple(theirs.shape), chunks)})
+    checkpoint = ForeignCheckpoint(path, "chunks", {name: ForeignTensor("F32", tuple(theirs.shape), chunks)})
     wanted = {one.format(i=1): weights[one] for one in ([rule.hf] if isinstance(rule.hf, str) else rule.hf)}
-    made = tried(found, rule, wanted)
+    made = tried(checkpoint, rule, wanted)
     for hf, weight in wanted.items():
         out = torch.full(weight.shape, float("nan"))
         for part in made[hf]:
@@ -86,12 +79,14 @@ def test_any_cut_into_chunks_gives_the_tensors_of_hugging_face(tmp_path_factory,
     assert foreign_shapes(Table(rule=[rule]), "llama", HF, MODEL)[name] == tuple(theirs.shape) or rule.padded
 
 
-def tried(found, rule, wanted):
+def tried(checkpoint, rule, wanted):
     """Assemble only the wanted tensors: those of block 1 of a family that has no other ones."""
     hf = {name: tuple(weight.shape) for name, weight in wanted.items()}
-    shapes = {name: one.shape for name, one in found.tensors.items()}
-    tied = pieces(Table(rule=[rule]), "llama", shapes, hf, MODEL, found.path)
-    return {name: [*assembled(found, name, hf[name], tied[name], found.tensors).chunks] for name in hf}
+    shapes = {name: one.shape for name, one in checkpoint.tensors.items()}
+    tied = pieces(Table(rule=[rule]), "llama", shapes, hf, MODEL, checkpoint.path)
+    return {
+        name: [*assembled(checkpoint, name, hf[name], tied[name], checkpoint.tensors).chunks] for name in hf
+    }
 
 
 def test_rules_for_other_families_and_uneven_shapes_are_not_used(tmp_path):

@@ -1,0 +1,179 @@
+"""Checkpoints of Megatron that are not of the model, or cannot be understood, are refused with the reason."""
+
+import os
+import shutil
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron_by_hand import BRIDGE, config_of, shared_dicts, unpacked, whole, write_dist, write_legacy
+from megatron_models import MODELS
+from support.damage import flip_bit
+from support.refusals import Refused, refusals
+from trilith.checkpoints import convert, read_source
+from trilith.parallel_state import BadCheckpoint
+
+LLAMA = MODELS["llama"]
+STEP = "iter_0000003"
+EMBEDDING = {"embedding.word_embeddings.weight": torch.zeros(32, 16)}
+
+
+def read(folder):
+    return read_source(folder / STEP, config=folder / "config")
+
+
+def other_args(**changed):
+    return Namespace(**vars(LLAMA.args) | changed)
+
+
+def dist(weights=EMBEDDING, args=LLAMA.args, write=lambda step: None, **config):
+    """Return what writes Megatron's distributed form, and a config beside it."""
+
+    def give(folder):
+        config_of(LLAMA, folder, **config)
+        write(write_dist(folder / STEP, weights, args=args))
+
+    return give
+
+
+def legacy(write=lambda step: None, ranks=1, of=LLAMA, **entries):
+    """Return what writes Megatron's first form, with other entries in each file."""
+
+    def give(folder):
+        config_of(of, folder)
+        write(write_legacy(folder / STEP, of, ranks, **entries))
+
+    return give
+
+
+def of_experts(**changed):
+    """Return what unpacks Qwen2-MoE beside a config that differs."""
+
+    def give(folder):
+        unpacked("qwen2_moe", folder)
+        config_of(MODELS["qwen2_moe"], folder, **changed)
+
+    return give
+
+
+class Calls:
+    """Pickle as a call of ``os.system``."""
+
+    def __reduce__(self):
+        return os.system, ("touch called",)
+
+
+def edited(rank, change):
+    """Return what changes the file of one rank."""
+
+    def write(step):
+        path = step / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+        state = torch.load(path, weights_only=False)
+        change(state)
+        torch.save(state, path)
+
+    return write
+
+
+def without_a_layer(state):
+    encoder = state["model"]["language_model"]["encoder"]
+    for name in [name for name in encoder if "layers.3." in name]:
+        del encoder[name]
+
+
+def newest_of_a_run(folder):
+    dist()(folder)
+    (folder / "latest_checkpointed_iteration.txt").write_text("9\n")
+
+
+def bridge(text):
+    return dist(args=None, write=lambda step: (step / "run_config.yaml").write_text(text))
+
+
+ARGUMENTS = [
+    ("num_layers", 5, "num_hidden_layers"), ("hidden_size", 32, "hidden_size"),
+    ("num_attention_heads", 8, "num_attention_heads"), ("num_query_groups", 4, "num_key_value_heads"),
+    ("kv_channels", 8, "head_dim"), ("ffn_hidden_size", 48, "intermediate_size"),
+    ("padded_vocab_size", 64, "vocab_size"), ("rotary_base", 500000, "rope_theta"),
+    ("rotary_percent", 0.5, "rotary_dim"), ("use_rope_scaling", True, "rope_scaling"),
+    ("norm_epsilon", 1e-6, "rms_norm_eps"), ("swiglu", False, "hidden_act"),
+    ("untie_embeddings_and_output_weights", False, "tie_word_embeddings"),
+]  # fmt: skip
+EXPERTS = [
+    ("num_experts", 8, "num_experts"), ("num_experts_per_tok", 3, "moe_router_topk"),
+    ("norm_topk_prob", True, "moe_router_pre_softmax"), ("moe_intermediate_size", 16, "moe_ffn_hidden_size"),
+    ("shared_expert_intermediate_size", 16, "moe_shared_expert_intermediate_size"),
+]  # fmt: skip
+GRANITE = {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "embedding_multiplier": 12.0}
+LLAMA_3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+LAYER = "decoder.layers.0"
+#: Of one layer and two experts, and what each file of a rank may hold in place of the model.
+SMALL = replace(
+    LLAMA, args=other_args(num_experts=2, num_layers=1), config=LLAMA.config | {"num_hidden_layers": 1}
+)
+NO_MODELS = {
+    "shared dicts": (shared_dicts(50, 8), "model: expected tensors"),
+    "digits": (
+        {"decoder.layers." + "9" * 5000 + ".mlp.linear_fc2.weight": torch.zeros(2, 2)}, "expected 1, as args"
+    ),
+    "one dim": ({f"{LAYER}.mlp.linear_fc2.weight": torch.zeros(2)}, "expected 2 dims"),
+    "no dim": ({f"{LAYER}.x": torch.zeros(2), "output_layer.weight": torch.zeros(())}, "expected 2 dims"),
+    "expert": (
+        {f"{LAYER}.mlp.experts.local_experts.0.linear_fc1.weight": torch.zeros(2)}, "expected 2 dims"
+    ),
+    "grouped": ({f"{LAYER}.mlp.experts.weight1": torch.zeros(3, 5)}, "2 experts of hidden size 16"),
+}  # fmt: skip
+REFUSED = [
+    *(Refused(f"args-{argument}", read, rf"{key}: .*args\.{argument} in .*common\.pt",
+              given=dist(args=other_args(**{argument: changed}))) for argument, changed, key in ARGUMENTS),
+    Refused("factor-llama3", read, r"rope_scaling: expected llama3 32.*, .*found .*8\.0",
+            given=dist(args=other_args(use_rope_scaling=True, rope_scaling_factor=32), rope_scaling=LLAMA_3)),
+    Refused("factor-linear", read, r"rope_scaling: expected linear 4, .*found .*8\.0",
+            given=dist(args=other_args(rotary_seq_len_interpolation_factor=4),
+                       rope_scaling={"rope_type": "linear", "factor": 8.0})),
+    *(Refused(f"experts-{key}", read, rf"args\.{argument}", given=of_experts(**{key: changed}))
+      for key, changed, argument in EXPERTS),
+    # Weights that mean something else.
+    *(Refused(argument, read, argument, given=dist(args=other_args(**{argument: shared_dicts(100, 6)})))
+      for argument in ("rotary_interleaved", "num_layers", "apply_layernorm_1p", "multi_latent_attention")),
+    Refused("scales that Megatron lacks", read, "embed_tokens", given=dist(whole(LLAMA), **GRANITE)),
+    Refused("another backend", read, "--ckpt-format torch_dist", given=dist(
+        write=lambda step: (step / "metadata.json").write_text('{"sharded_backend": "zarr"}'))),
+    Refused("more layers than a model has", read, "at most 65,536 layers",
+            given=dist({"decoder.layers.mlp.linear_fc2.weight": torch.zeros((1 << 16) + 1, 1)})),
+    Refused("the newest step is not there", lambda folder: read_source(folder, config=folder / "config"),
+            r"latest_checkpointed.*found iter_0000009, which is not there", given=newest_of_a_run),
+    Refused("a file of Megatron Bridge", read, r"key_value_heads: .*num_query_groups in .*run_config\.yaml",
+            given=bridge(BRIDGE.format(groups=4))),
+    *(Refused(f"YAML {text}", read, "YAML", given=bridge(text))
+      for text in ("model: [", "a: &a {b: 1}\nmodel:\n  <<: [*a, *a]\n")),
+    Refused("a pickle that would call something", read, r"posix\.system", given=legacy(extra=Calls())),
+    Refused("a missing rank", read, r"mp_rank_01: .*2 tensor ranks",
+            given=legacy(lambda step: shutil.rmtree(step / "mp_rank_01"), ranks=2)),
+    Refused("ranks of two steps", read, r"mp_rank_01.*iteration: expected 3, found 4.*not of one checkpoint",
+            given=legacy(edited(1, lambda state: state.update(iteration=4)), ranks=2)),
+    Refused("version 1", read, r"checkpoint_version: .*2\.0 or later", given=legacy(checkpoint_version=1.0)),
+    Refused("no arguments", read, "args: .*arguments", given=legacy(args=None)),
+    Refused("no tensors", read, "model: .*tensors", given=legacy(model={})),
+    *(Refused(why, read, says, given=legacy(of=SMALL, model=entry))
+      for why, (entry, says) in NO_MODELS.items()),
+    Refused("layers that the files lack", read, r"layers: expected 4, as args.num_layers says",
+            given=legacy(edited(0, without_a_layer))),
+]  # fmt: skip
+test_checkpoints_of_megatron_that_cannot_be_used_are_refused = refusals(REFUSED)
+
+
+def test_a_flipped_bit_in_a_megatron_checkpoint_is_found(tmp_path):
+    checkpoint, config = unpacked("gpt2", tmp_path)
+    source = read_source(checkpoint, config=config)
+    part = source.catalog["transformer.h.0.mlp.c_fc.weight"].parts[0]
+    file = source.files[part.file]
+    begin, _ = next(file.byte_ranges(part.key))
+    flip_bit(file.path, begin)
+    with pytest.raises(BadCheckpoint, match="CRC-32"):
+        convert(checkpoint, tmp_path / "hf", config=config, to="hf")
+    assert not (tmp_path / "hf").exists()
