@@ -31,6 +31,10 @@ WORDS = {
     **{
         word.upper(): f"-k{word} {ARRAY}" for word in ("context", "documents", "expert", "tensor", "sequence")
     },
+    **{
+        f"LAYERS_{word.upper()}": f"-k{word} tests/layers/test_parts.py::test_a_layer_in_parts_equals_one_device"
+        for word in ("float8", "experts")
+    },
     **{word.upper(): f"-k{word} {ARRAY}" for word in ("pipeline", "interleaved", "zero", "replicas")},
 }
 
