@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 #: Short words for what pytest is given; ``-k`` chooses some of the array of all pairs by their names.
 ARRAY = "tests/parity/test_combinations.py"
+LAYERS = "tests/layers/test_parts.py::test_a_layer_in_parts_equals_one_device"
 WORDS = {
     "FORWARD": "tests/models/test_hugging_face.py::test_logits_and_gradients_are_transformers",
     "RESUME": "tests/training/test_resume.py::test_resuming_in_the_same_layout_is_bitwise",
@@ -31,10 +32,7 @@ WORDS = {
     **{
         word.upper(): f"-k{word} {ARRAY}" for word in ("context", "documents", "expert", "tensor", "sequence")
     },
-    **{
-        f"LAYERS_{word.upper()}": f"-k{word} tests/layers/test_parts.py::test_a_layer_in_parts_equals_one_device"
-        for word in ("float8", "experts")
-    },
+    **{f"LAYERS_{word.upper()}": f"-k{word} {LAYERS}" for word in ("float8", "experts")},
     **{word.upper(): f"-k{word} {ARRAY}" for word in ("pipeline", "interleaved", "zero", "replicas")},
 }
 
