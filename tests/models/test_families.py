@@ -120,7 +120,11 @@ def greedy_after(model, prompt, text):
     if (model.config.to_dict().get("rope_parameters") or {}).get("rope_type") == "longrope":
         # How a token is rotated depends on the number of tokens until then.
         done = model.generate(
-            torch.tensor([prompt]), max_new_tokens=len(text), do_sample=False, eos_token_id=None, pad_token_id=0
+            torch.tensor([prompt]),
+            max_new_tokens=len(text),
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         return done[0, len(prompt) :].tolist()
     logits = model(torch.tensor([prompt + text[:-1]])).logits
