@@ -21,12 +21,14 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: Short words for what pytest is given.
+#: Short words for what pytest is given; ``-k`` chooses some rows by their names.
+LAYERS = "tests/layers/test_parts.py::test_a_layer_in_parts_equals_one_device"
 WORDS = {
     "FORWARD": "tests/models/test_hugging_face.py::test_logits_and_gradients_are_transformers",
     "RESUME": "tests/training/test_resume.py::test_resuming_in_the_same_layout_is_bitwise",
     "ROUND_TRIP": "tests/checkpoints/test_convert.py::"
     "test_there_and_through_another_layout_and_back_is_bitwise_D6",
+    **{f"LAYERS_{word.upper()}": f"-k{word} {LAYERS}" for word in ("float8", "experts")},
 }
 
 

@@ -2,23 +2,21 @@
 
 import pytest
 import torch
+from support.configs import config
 from torch import nn
 from torch.nn import functional as F
 from trilith.layers import checkpoint_blocks
 from trilith.models import family_of
-from trilith.parallel_state import BadInput
 from trilith.testing import LiveBytes, Operators
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 112,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+LLAMA = config(
+    "tiniest_llama",
+    layers=4,
+    vocab_size=128,
+    hidden_size=32,
+    intermediate_size=112,
+    tie_word_embeddings=False,
+)
 
 
 def model_with(mode, every=1):
@@ -126,9 +124,3 @@ def test_names_stay_and_evaluation_runs_once():
     with torch.no_grad():
         model(torch.zeros(1, 8, dtype=torch.int64))
     assert ran == FORWARD
-
-
-@pytest.mark.parametrize(("mode", "every", "named"), [("some", 1, "checkpointing"), ("every", 0, "every")])
-def test_what_is_no_mode_is_refused(mode, every, named):
-    with pytest.raises(BadInput, match=named):
-        checkpoint_blocks([], mode, every=every)

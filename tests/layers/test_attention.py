@@ -1,4 +1,4 @@
-"""Attention over the heads of a rank; key/value heads that the ranks do not divide."""
+"""Attention against its definition: heads, sinks, biases, documents; latent attention and what it keeps."""
 
 import math
 
@@ -7,29 +7,26 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from support.compare_layers import compare_with_one_device
-from torch import nn
+from support.layers import NOPE, RANK, ROPE, VALUE, latent
 from torch.nn import functional as F
 from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 from trilith import layers
 from trilith.layers import (
-    MLP,
     Alibi,
+    AttentionInputs,
     AttentionScope,
     ColumnParallelLinear,
-    GatedMLP,
-    RotaryEmbedding,
-    RowParallelLinear,
+    KeyValueCache,
     SharedHeads,
-    activation,
+    Tokens,
     alibi_slopes,
     causal_attention,
     cut_sequence,
     merge_heads,
     split_heads,
 )
-from trilith.parallel_state import BadInput, Layout, ParallelState
-from trilith.testing import run_parallel
+from trilith.parallel_state import Layout, ParallelState, declarations
+from trilith.testing import Operators, run_parallel
 
 
 def test_splitting_and_merging_heads_are_inverse():
@@ -205,74 +202,58 @@ def test_every_query_head_meets_its_own_key_head(data):
         assert met == [q // (queries // kv) for q in range(rank * here, (rank + 1) * here)]
 
 
-class Attention(nn.Module):
-    """A model's attention. (Without rotation the gradient of the keys' bias would be zero.)"""
+def sent_by_latent(ring):
+    """Return bytes by kind of collective, sent and planned."""
+    state = ParallelState.start(Layout.of(context=2, ring=ring))
+    mixer, x = latent(state, 7), torch.randn(2, 4, 12, requires_grad=True)
+    inputs = AttentionInputs(None, like=x, rotary={"all": mixer.rotary}, state=state)
+    with Operators() as operators:
+        torch.autograd.grad(mixer.layer(x, inputs).sum(), x)
+    sends = mixer.layer.cost(Tokens(2, 4, 12, compute=4)).sends
+    planned = {kind: sum(int(send.bytes) for send in sends if send.kind == kind) for kind in operators.sent}
+    return dict(operators.sent), planned
 
-    def __init__(self, queries, kv, state):
-        super().__init__()
-        self.qkv = ColumnParallelLinear(
-            12, {"q": 4 * queries, "k": 4 * kv, "v": 4 * kv}, unit=4, shared=("k", "v"), state=state
+
+@pytest.mark.parametrize("ring", [False, True], ids=["gathered", "ring"])
+def test_latent_attention_sends_over_context_ranks_what_its_cost_says(ring):
+    for sent, planned in run_parallel(sent_by_latent, 2, ring):
+        assert sent == planned and sent
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_latent_attention_has_partial_gradients_where_ranks_have_tokens_of_their_own(
+    sequence,
+):
+    state = ParallelState.stand_in(Layout.of(tensor=2, sequence=sequence))
+    partial = ("tensor",) if sequence else ()
+    layer = latent(state, 7, adapters=True).layer
+    for name, stated in declarations(layer).items():
+        if name.startswith(("q_down", "kv_down", "q_norm", "kv_norm")):
+            assert (stated.cut, stated.partial) == (None, partial), name
+        elif name in ("q_up.weight", "kv_up.weight"):
+            assert stated.cut is not None and (stated.cut.dim, stated.cut.unit) in (
+                (0, NOPE + ROPE),
+                (0, NOPE + VALUE),
+            )
+
+
+def test_values_may_be_narrower_than_keys():
+    q, k, v = torch.randn(2, 3, 7, 6), torch.randn(2, 3, 7, 6), torch.randn(2, 3, 7, 4)
+    scores = q @ k.transpose(-1, -2) / 6**0.5 + torch.full((7, 7), float("-inf")).triu(1)
+    found = causal_attention(q, k, v)
+    assert found.shape == v.shape
+    torch.testing.assert_close(found, scores.softmax(-1) @ v, rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_cache_keeps_the_latent_and_one_rotated_key_a_token():
+    mixer, x = latent(None, 7).eval(), torch.randn(2, 6, 12)
+    positions, cache = torch.arange(6).expand(2, -1), KeyValueCache(2, 8)
+    pieces = []
+    for part in (slice(0, 4), slice(4, 5), slice(5, 6)):
+        inputs = AttentionInputs(
+            positions[:, part], cache, like=x, rotary={"all": mixer.rotary}, state=mixer.state
         )
-        self.rotary = RotaryEmbedding(4, 100.0)
-        self.shared = SharedHeads(queries, kv, state=state)
-        self.out = RowParallelLinear(4 * queries, 12, unit=4, state=state)
-
-    def forward(self, x):
-        q, k, v = (split_heads(t, 4) for t in self.qkv(x))
-        rope = self.rotary(torch.arange(q.shape[2]), x.dtype)
-        heads = causal_attention(rope(q), self.shared(rope(k)), self.shared(v))
-        y = self.out(merge_heads(heads))
-        return y
-
-
-def attention_in_parts(queries, kv, sequence):
-    state = ParallelState.start(Layout.of(tensor=dist.get_world_size(), sequence=sequence))
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    between = 1 if sequence else None
-    return compare_with_one_device(
-        lambda s: Attention(queries, kv, s),
-        torch.randn(2, 8, 12),
-        state,
-        input_dim=between,
-        output_dim=between,
-    )
-
-
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize(
-    ("tensor", "queries", "kv"),
-    [(2, 4, 4), (2, 4, 2), (2, 4, 1), (2, 6, 3), (4, 4, 1), (4, 8, 2), (4, 12, 3), (4, 12, 6), (4, 8, 8)],
-)
-def test_attention_in_parts_equals_one_device(tensor, queries, kv, sequence):  # E2
-    assert max(run_parallel(attention_in_parts, tensor, queries, kv, sequence)) < 1e-12
-
-
-def mlps_in_parts(sequence):
-    state = ParallelState.start(Layout.of(tensor=dist.get_world_size(), sequence=sequence))
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    between = 1 if sequence else None
-    x = torch.randn(2, 8, 12)
-
-    def gated(s):
-        return GatedMLP(12, 20, bias=True, state=s)
-
-    def plain(s):
-        return MLP(12, 20, act="gelu_new", state=s)
-
-    return [
-        compare_with_one_device(make, x, state, input_dim=between, output_dim=between)
-        for make in (gated, plain)
-    ]
-
-
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_feed_forward_nets_in_parts_equal_one_device(sequence):
-    for worst in run_parallel(mlps_in_parts, 4, sequence):
-        assert max(worst) < 1e-12
-
-
-def test_an_unknown_activation_is_refused():  # D12
-    with pytest.raises(BadInput, match=r"hidden_act: expected one of silu, .*found 'swish2'"):
-        activation("swish2")
+        pieces.append(mixer.layer(x[:, part], inputs))
+    torch.testing.assert_close(torch.cat(pieces, dim=1), mixer(x), rtol=1e-5, atol=1e-6)
+    assert [tuple(one.shape) for one in cache.held(mixer.layer)] == [(2, 1, 8, RANK), (2, 1, 8, ROPE)]

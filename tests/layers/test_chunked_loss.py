@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.configs import TINY_GPT2
 from torch.nn import functional as F
 from trilith.layers import (
     Tokens,
@@ -13,7 +14,7 @@ from trilith.layers import (
     vocab_parallel_cross_entropy,
 )
 from trilith.models import family_of
-from trilith.parallel_state import BadInput, Layout, ParallelState
+from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import LiveBytes
 
 V, D, B, S = 131, 24, 3, 11
@@ -163,41 +164,53 @@ def test_its_memory_is_a_chunk_of_logits_beside_the_sums(dtype, sums, sum_bytes,
     assert logits < memory.peak - gradients < 1.4 * logits
 
 
-def tokens_of(count, hidden, compute, fused=False):
-    return Tokens(1, count, hidden, compute, fused)
-
-
-def test_the_number_of_tokens_is_chosen_by_what_needs_least_memory():
-    vocabulary = 128_256
-    assert automatic_chunk(tokens_of(256, 4096, 2), vocabulary) == 0, "62 MiB: the plain loss"
-    assert automatic_chunk(tokens_of(2048, 512, 4), vocabulary) == 160, "78 MiB, a third of the gradient"
-    assert automatic_chunk(tokens_of(8192, 4096, 2), vocabulary) == 8192, "a sum of gradients takes as much"
-    assert automatic_chunk(tokens_of(8192, 4096, 2), vocabulary, sums=2) == 1344
-    assert automatic_chunk(tokens_of(8192, 4096, 2), vocabulary, trained=False) == 2720
-    assert automatic_chunk(tokens_of(16384, 2048, 2), vocabulary) == 1344
-    assert automatic_chunk(tokens_of(16384, 2048, 2, fused=True), vocabulary) == 4096, "on a GPU"
-    tensor = ParallelState.stand_in(Layout.of(tensor=4), 0)
-    assert automatic_chunk(tokens_of(16384, 2048, 2), vocabulary, state=tensor) == 1344
-
-
-def test_what_is_no_chunk_and_no_label_is_refused():
+def test_a_label_outside_the_vocabulary_is_refused():
     hidden, weight, labels = given()
-    with pytest.raises(BadInput, match="loss_chunk"):
-        chunked_cross_entropy(hidden, weight, labels, V, chunk=0)
     labels[0, 0] = V
     with pytest.raises(IndexError, match="out of range"):
         chunked_cross_entropy(hidden, weight, labels, V, chunk=4)
 
 
+VOCABULARY = 128_256  # is padded by no row on 1 and 4 ranks
+
+
+@pytest.mark.parametrize(
+    ("tokens", "step", "more"),
+    [
+        (Tokens(1, 2048, 512, 4, False), 32, {}),
+        (Tokens(1, 8192, 4096, 2, False), 32, {"sums": 2}),
+        (Tokens(1, 8192, 4096, 2, False), 32, {"trained": False}),
+        (Tokens(1, 16384, 2048, 2, False), 32, {}),
+        (Tokens(1, 16384, 2048, 2, True), 128, {}),
+        (Tokens(1, 16384, 2048, 2, False), 32, {"state": ParallelState.stand_in(Layout.of(tensor=4))}),
+    ],
+    ids=["fp32", "sum in bf16", "frozen", "bf16", "on a GPU", "on four ranks"],
+)
+def test_a_chunk_is_the_largest_whose_logits_take_the_allowed_part_of_the_sum(tokens, step, more):
+    """A third of it, or on a GPU all; the steps are of rows that kernels take at once."""
+    columns = VOCABULARY // (4 if "state" in more else 1)
+    total = columns * tokens.hidden * max(more.get("sums", 4), tokens.compute)
+    most = max(chunked_loss.LOGITS, total if tokens.fused else total // 3)
+    chunk = automatic_chunk(tokens, VOCABULARY, **more)
+    of_token = columns * tokens.compute
+    assert chunk % step == 0 and chunk * of_token <= most < (chunk + step) * of_token
+
+
+def test_logits_are_not_cut_where_that_saves_nothing():
+    assert automatic_chunk(Tokens(1, 256, 4096, 2, False), VOCABULARY) == 0, "62 MiB: the plain loss"
+    assert automatic_chunk(Tokens(1, 8192, 4096, 2, False), VOCABULARY) == 8192, (
+        "a sum takes as much as all logits"
+    )
+
+
 def test_with_the_head_in_the_loss_a_model_gives_hidden_states():
     """Evaluation too, which has no gradients, takes them to the chunked loss; generation asks for logits."""
-    config = {"model_type": "gpt2", "vocab_size": V, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 8}
-    family = family_of(config)
-    model = family.build(family.from_hf(config), device="cpu")
+    family = family_of(TINY_GPT2)
+    model = family.build(family.from_hf(TINY_GPT2), device="cpu")
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     for gradients in (True, False):
         with torch.set_grad_enabled(gradients):
             model.head_in_loss = True
-            assert model(tokens).shape == (1, 4, 8)
+            assert model(tokens).shape == (1, 4, 32)
             model.head_in_loss = False
             assert model(tokens).shape[-1] >= V

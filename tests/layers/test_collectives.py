@@ -13,7 +13,7 @@ from trilith.layers import (
     scatter_sequence,
     split_to_tensor,
 )
-from trilith.parallel_state import BadInput, Layout, ParallelState
+from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import run_parallel
 
 #: For each pair whether its input, and its output, is one tensor that all ranks hold alike.
@@ -113,9 +113,3 @@ def test_on_one_tensor_rank_each_pair_is_the_identity_itself(pair):
     x = torch.randn(2, 3, 4, requires_grad=True)
     for state in (ParallelState.alone(), ParallelState.stand_in(Layout.of(data=2, sequence=True))):
         assert pair(x, state) is x
-
-
-def test_a_length_that_the_ranks_do_not_divide_is_refused():  # E9
-    state = ParallelState.stand_in(Layout.of(tensor=4))
-    with pytest.raises(BadInput, match=r"expected a length that tensor=4 divides, found 6"):
-        split_to_tensor(torch.zeros(2, 6, 4), state, dim=1)

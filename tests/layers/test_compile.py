@@ -3,20 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from support.configs import config
 from trilith.layers import AttentionInputs, default_positions
 from trilith.models import LLAMA
 from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import run_parallel
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 131,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-}
+CONFIG = config("tiniest_llama", layers=1, num_key_value_heads=1)
 
 
 def eager_and_compiled(sequence, packed, backend):

@@ -8,17 +8,6 @@ from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import run_parallel
 
 
-def test_on_one_device_it_is_nn_dropout():
-    x = torch.ones(100, 100)
-    ours, theirs = Dropout(0.3), torch.nn.Dropout(0.3)
-    torch.manual_seed(3)
-    mine = ours(x)
-    torch.manual_seed(3)
-    assert torch.equal(mine, theirs(x))
-    assert ours.eval()(x) is x and Dropout(0.0)(x) is x
-    assert "p=0.3" in repr(ours)
-
-
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_what_is_kept_is_scaled_so_that_the_mean_stays(p):
     y = Dropout(p)(torch.ones(1000, 1000))

@@ -1,8 +1,7 @@
-"""Linears that multiply in float8: against fp64, in every layout, and what they leave as it is."""
+"""Linears that multiply in float8: against fp64, and what they leave as it is."""
 
 import pytest
 import torch
-from support.compare_layers import compare_with_one_device
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -13,8 +12,8 @@ from trilith.layers import (
     use_float8,
 )
 from trilith.layers.float8 import Float8, _Products
-from trilith.parallel_state import Layout, ParallelState, alone_or, local
-from trilith.testing import Operators, run_parallel
+from trilith.parallel_state import alone_or
+from trilith.testing import Operators
 
 SCALINGS = ("tensorwise", "rowwise")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -173,59 +172,6 @@ def test_selective_checkpointing_keeps_products_from_the_hidden_width():
     with Operators() as operators:
         y.sum().backward()
     assert products(operators) == 4 + 1  # of backward, and that of ``down`` again, whose sine needs it
-
-
-class Uneven(nn.Module):
-    """Make a linear's weight larger from one cut feature to the next, and what it is multiplied by smaller.
-
-    Then all features matter alike, but those that round to zero under the scale of all ranks.
-    """
-
-    def __init__(self, layer, state):
-        super().__init__()
-        self.layer, self.state = layer, alone_or(state)
-        column = isinstance(layer, ColumnParallelLinear)
-        with torch.no_grad():
-            for weight in (one for name, one in layer.named_parameters() if name.endswith("weight")):
-                here = local(weight)
-                here.div_(self.factors(here.shape[0])[:, None] if column else self.factors(here.shape[1]))
-
-    def factors(self, here):
-        """Return a power of two for each of this rank's features; all ranks' go from 1 to about 2^-32."""
-        first, whole = self.state.tensor_index * here, self.state.tensor_size * here
-        return torch.exp2(-32 / whole * torch.arange(first, first + here, dtype=torch.float64))
-
-    def forward(self, x):
-        y = self.layer(x)
-        return tuple(one * self.factors(one.shape[-1]) for one in y) if isinstance(y, tuple) else y
-
-
-def layouts(scaling, sequence):
-    """Compare each kind of linear on this rank with one device; return the largest differences."""
-    state = ParallelState.start(Layout.of(tensor=torch.distributed.get_world_size(), sequence=sequence))
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    x = torch.randn(2, 8, 64) * torch.exp2(-0.5 * torch.arange(64.0))
-    between = 1 if sequence else None
-
-    def column(s):
-        layer = ColumnParallelLinear(64, {"gate": 64, "up": 128}, bias=False, state=s)
-        return Uneven(in_float8(layer, scaling), s)
-
-    def row(s):
-        return Uneven(in_float8(RowParallelLinear(64, 32, state=s), scaling), s)
-
-    return [
-        compare_with_one_device(column, x, state, input_dim=between, output_dim=-1, tolerance=1e-6),
-        compare_with_one_device(row, x, state, input_dim=-1, output_dim=between, tolerance=1e-6),
-    ]
-
-
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_tensor_ranks_share_a_scale_so_parts_equal_one_device(scaling, sequence):
-    for worst in run_parallel(layouts, 2, scaling, sequence):
-        assert len(worst) == 2 and max(worst) < 1e-6
 
 
 class Context:

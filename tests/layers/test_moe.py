@@ -3,27 +3,19 @@
 import pytest
 import torch
 import torch.distributed as dist
-from support.compare_layers import compare_with_one_device, made_alike
+from support.compare_layers import made_alike
+from support.layers import mixture
 from torch import Tensor, nn
 from torch.nn import functional as F
-from trilith.layers import ClampedExperts, Experts, GatedMLP, GatedShared, MoE, TopKRouter, grouped_mm
+from trilith.layers import ClampedExperts, Experts, GatedShared, MoE, TopKRouter, grouped_mm
 from trilith.layers.experts import clamped_experts, grouped_matmul
 from trilith.layers.experts.grouped_matmul import by_kernel
-from trilith.parallel_state import BadInput, Layout, Normal, ParallelState, declarations
+from trilith.parallel_state import Layout, Normal, ParallelState, declarations
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
 from trilith.testing.operators import Operators
 
-E, K, D, F_ = 8, 2, 12, 16
-
-
-def make(state, *, gated=True, shared=False):
-    """Build a mixture in which one expert is never chosen: its bias is low."""
-    router = TopKRouter(D, E, K, score="sigmoid", bias_corrected=True, balance=0.1, z_loss=0.01, state=state)
-    assert router.bias is not None
-    router.bias[3] = -100.0
-    net = GatedShared(D, GatedMLP(D, F_, state=state), state=state) if shared else None
-    return MoE(router, Experts(E, D, F_, gated=gated, state=state), shared=net, state=state).double()
+D = 12
 
 
 def by_token(moe, x_BSD):
@@ -46,7 +38,7 @@ def by_token(moe, x_BSD):
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_on_one_device_it_is_its_definition(gated):
-    moe = make(None, gated=gated)
+    moe = mixture(None, gated=gated)
     x = torch.randn(2, 7, D, dtype=torch.float64, requires_grad=True)
     other = x.detach().clone().requires_grad_()
     y, wanted = moe(x), by_token(moe, other)
@@ -63,7 +55,7 @@ def test_on_one_device_it_is_its_definition(gated):
 
 def test_shared_experts_are_added_behind_their_gate():
     torch.manual_seed(3)
-    moe = make(None, shared=True)
+    moe = mixture(None, shared=True)
     x = torch.randn(2, 7, D, dtype=torch.float64)
     assert isinstance(moe.shared, GatedShared)
     extra = torch.sigmoid(F.linear(x, moe.shared.gate)) * moe.shared.net(x)
@@ -81,20 +73,6 @@ def test_groups_may_be_empty(counts):
     assert w.grad is not None and [bool(g.any()) for g in w.grad] == [bool(c) for c in counts]
 
 
-def tensor_rank(layout, shared):
-    state = ParallelState.start(layout)
-    x = torch.randn(2, 8, D, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    dim = 1 if layout.sequence else None
-    compare_with_one_device(
-        lambda state: make(state, shared=shared), x, state, input_dim=dim, output_dim=dim, tolerance=1e-11
-    )
-
-
-def test_cut_inside_the_experts_it_is_the_same():
-    for sequence in (False, True):
-        run_parallel(tensor_rank, 2, Layout(tensor=2, sequence=sequence), sequence)
-
-
 #: Rows of each data rank: unevenly many, one has none.
 ROWS = [3, 0, 1, 2]
 
@@ -102,7 +80,7 @@ ROWS = [3, 0, 1, 2]
 def expert_rank(layout):
     """Each rank its own rows; an expert's gradients are whole in its expert group, the router's a part."""
     state = ParallelState.start(layout)
-    whole, mine = made_alike(make, state)
+    whole, mine = made_alike(mixture, state)
     assert isinstance(mine, MoE) and isinstance(whole, MoE)
     whole.router.row_scale = mine.router.row_scale = 1 / sum(ROWS)
     x = torch.randn(sum(ROWS), 5, D, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -143,13 +121,6 @@ def test_dealt_out_over_ranks_it_is_the_same(layout):
     run_parallel(expert_rank, 4, layout)
 
 
-def test_experts_that_the_ranks_do_not_divide_are_refused():
-    layout = Layout.of(data=6, expert=6)
-    with pytest.raises(BadInput, match=r"expert=6 divides, found 8. Nearest legal expert: 1 or 2") as error:
-        make(ParallelState.stand_in(layout))
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize(
     ("device", "dtype", "tolerance"),
     [
@@ -179,7 +150,7 @@ def test_the_kernel_has_the_numbers_of_the_loop(device, dtype, tolerance):
 
 
 def test_a_model_may_hold_experts_anywhere():
-    model = nn.Sequential(nn.Linear(D, D), make(None).float())
+    model = nn.Sequential(nn.Linear(D, D), mixture(None).float())
     assert model(torch.randn(1, 3, D)).shape == (1, 3, D)
 
 

@@ -5,7 +5,6 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from trilith.layers import RotaryEmbedding, inverse_frequencies
-from trilith.parallel_state import BadInput
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -80,18 +79,3 @@ def test_a_rotary_embedding_has_no_state_and_survives_the_meta_device():
         RotaryEmbedding(16, 1e4, LLAMA3)(torch.arange(8), torch.float32).cos,
     )
     assert "16, theta=10000.0" in repr(rotary)
-
-
-@pytest.mark.parametrize(
-    ("scaling", "key"),
-    [
-        pytest.param({"rope_type": "axial", "factor": 2.0}, "rope_type", id="D14"),
-        pytest.param({"rope_type": "linear"}, "factor", id="D15-no-factor"),
-        pytest.param({**LLAMA3, "low_freq_factor": "1"}, "low_freq_factor", id="D15-text"),
-        pytest.param({**LLAMA3, "high_freq_factor": True}, "high_freq_factor", id="D15-bool"),
-    ],
-)
-def test_a_scaling_that_is_not_computed_is_refused(scaling, key):
-    with pytest.raises(BadInput) as error:
-        inverse_frequencies(16, 1e4, scaling)
-    assert error.value.key == key

@@ -75,19 +75,3 @@ def test_an_uneven_number_of_blocks_is_split_as_stated(layers, stages, counts):
 def test_a_split_by_hand_is_kept():
     state = ParallelState.stand_in(Layout.of(pipeline=3), 1)
     assert Stage.of(6, split=(1, 2, 3), state=state) == Stage((1, 2), first=False, last=False, number=1)
-
-
-@pytest.mark.parametrize(
-    ("layers", "stages", "split", "words"),
-    [
-        pytest.param(3, 4, None, ("at most 3", "found 4", "Nearest legal pipeline: 3"), id="E5"),
-        pytest.param(6, 3, (1, 2), ("3 counts", "[1, 2]"), id="E6-too-few"),
-        pytest.param(6, 3, (1, 2, 4), ("add up to 6", "[1, 2, 4]"), id="E6-sum"),
-        pytest.param(6, 3, (0, 3, 3), ("at least 1", "[0, 3, 3]"), id="E6-empty"),
-        pytest.param(6, 3, (), ("3 counts",), id="E6-none"),
-    ],
-)
-def test_refusals(layers, stages, split, words):
-    with pytest.raises(BadInput) as error:
-        split_blocks(layers, stages, split)
-    assert all(word in str(error.value) for word in words), error.value

@@ -1,12 +1,15 @@
-"""Documents packed into rows give what each gives alone: logits, loss, gradients, in fp64 to 1e-10."""
+"""Documents packed into rows, and sequences in pieces with a cache, give what each gives alone, in fp64."""
 
 from collections import Counter
+from dataclasses import dataclass
+from functools import cache
 
 import pytest
 import torch
-from support.configs import MODELS as FAMILIES
+from support.cases_on_ranks import CasesOnRanks
+from support.configs import TINY_GLM, TINY_MIXTRAL, config
 from torch.nn import functional as F
-from trilith.layers import gather_logits, vocab_parallel_cross_entropy
+from trilith.layers import KeyValueCache, gather_logits, vocab_parallel_cross_entropy
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, finalize_gradients, initialize
 from trilith.pipeline.runner import schedule_of_model
@@ -14,37 +17,38 @@ from trilith.testing import Operators, run_parallel
 from trilith.testing.layouts import assemble, pieces, roughen
 
 VOCAB, SEED = 131, 5
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 16,
-    "attention_bias": True,
+NO_BIAS = {"without": ("attention_bias",), "tie_word_embeddings": False}
+NO_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+PACKED = {
+    "llama": config("tiny_llama", tie_word_embeddings=False),
+    "llama-kv1-tied": config("tiny_llama", num_key_value_heads=1),
+    "mistral": config("tiny_llama", model_type="mistral", sliding_window=4, **NO_BIAS),
+    "gpt2": config("tiny_gpt2", **NO_DROPOUT),
+    # Biases by distance: of positions in the document, not of places in the cache.
+    "bloom": config("bloom", layers=2, vocab_size=VOCAB),
+    "qwen3_next": config("qwen3_next", vocab_size=VOCAB),
+    "granitemoehybrid": config("granitemoehybrid", vocab_size=VOCAB, mamba_n_groups=1),
 }
-MODELS = {
-    "llama": LLAMA,
-    "llama-kv1-tied": {**LLAMA, "num_key_value_heads": 1, "tie_word_embeddings": True},
-    "mistral": {key: value for key, value in LLAMA.items() if key != "attention_bias"}
-    | {"model_type": "mistral", "sliding_window": 4},
-    "gpt2": {
-        "model_type": "gpt2",
-        "vocab_size": VOCAB,
-        "n_embd": 24,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 16,
-        **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
-    },
-    "bloom": {"model_type": "bloom", "vocab_size": VOCAB, "hidden_size": 24, "n_layer": 2, "n_head": 4},
-    "qwen3_next": FAMILIES["qwen3_next"] | {"vocab_size": VOCAB},
-    "granitemoehybrid": FAMILIES["granitemoehybrid"] | {"vocab_size": VOCAB, "mamba_n_groups": 1},
+CACHED = PACKED | {
+    "qwen3": config("tiny_llama", model_type="qwen3", **NO_BIAS),
+    "mixtral": TINY_MIXTRAL,
+    "glm4_moe": TINY_GLM,
 }
-DROPPING = {**MODELS["gpt2"], "attn_pdrop": 0.5}
+MODELS = CACHED | {"gpt2-dropout": PACKED["gpt2"] | {"attn_pdrop": 0.5}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in a layout; ``rows``: those that come in pieces."""
+
+    model: str
+    layout: Layout
+    rows: str = ""
+
+    def __str__(self):
+        return f"{self.layout}-{self.model}-{self.rows}".rstrip("-")
+
+
 #: Lengths of the documents in each row: rows differ, so that a micro-batch must get its own row's.
 ROWS = ((5, 11), (9, 1, 6))
 
@@ -65,9 +69,8 @@ def packed():
 
 
 def built(model, state, dtype=torch.float64):
-    raw = {**MODELS, "gpt2-dropout": DROPPING}[model]
-    family = family_of(raw)
-    made = family.build(family.from_hf(raw), state=state, dtype=dtype)
+    family = family_of(MODELS[model])
+    made = family.build(family.from_hf(MODELS[model]), state=state, dtype=dtype)
     made.to_empty(device="cpu")
     initialize(made, SEED, state=state)
     roughen(made, SEED, state)
@@ -78,6 +81,7 @@ def whole_logits(model, logits):
     return gather_logits(logits.detach(), VOCAB, state=model.state)
 
 
+@cache
 def alone(model):
     """Return the reference: each document by itself, with no positions, on one device."""
     made = built(model, ParallelState.alone())
@@ -93,9 +97,12 @@ def alone(model):
     return torch.stack(logits), float(loss.detach()), gradients
 
 
-def together(model, layout):
-    """Return logits on the last stage, loss, and gradients in pieces, of the packed rows in a layout."""
-    state = ParallelState.start(layout)
+def together(cases):
+    """Return for each case what its packed rows give: logits on the last stage, loss, gradients in pieces."""
+    return [packed_rows(case.model, case.layout, ParallelState.start(case.layout)) for case in cases]
+
+
+def packed_rows(model, layout, state):
     made = built(model, state)
     ids, labels, positions = packed()
     losses = []
@@ -128,11 +135,14 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_packed_equals_alone(model, layout):
-    logits, loss, gradients = alone(model)
-    ranks = run_parallel(together, layout.world, model, layout)
+CASES = [Case(model, layout) for layout in LAYOUTS for model in PACKED]
+RUNS = CasesOnRanks(together, CASES, at_once=len(PACKED), timeout=180)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_packed_documents_equal_each_alone(case):
+    logits, loss, gradients = alone(case.model)
+    ranks = RUNS[CASES.index(case)]
     for found, found_loss, _ in ranks:
         if found is not None:
             assert float((found - logits).abs().max()) <= 1e-10 * float(logits.abs().max())
@@ -149,7 +159,7 @@ def test_packed_equals_alone(model, layout):
 
 
 @pytest.mark.parametrize("model", ["llama", "llama-kv1-tied", "gpt2"])
-def test_without_restarts_it_is_bitwise_the_plain_path(model):
+def test_rows_of_one_document_are_bitwise_the_plain_path(model):
     """And the packed rows' mask is made once, not once a block."""
     made = built(model, ParallelState.alone(), torch.float32)
     ids, _, positions = packed()
@@ -183,8 +193,88 @@ def with_dropout(layout):
     return found
 
 
-def test_dropout_and_packing_go_together():
+def test_dropout_does_not_mix_packed_documents():
     first = torch.stack([torch.arange(16) < lengths[0] for lengths in ROWS])
     for plain, others, reseeded in run_parallel(with_dropout, 2, Layout.of(tensor=2)):
         assert torch.equal(plain[~first], others[~first])
         assert not torch.equal(plain[first], others[first]) and not torch.equal(plain, reseeded)
+
+
+#: The pieces in which the 14 tokens arrive: a prompt, one token, several at once, one token.
+PIECES = (6, 1, 6, 1)
+IN_PIECES = {
+    "plain": torch.arange(14).expand(2, -1),
+    # The second row begins with three tokens of padding; the first with another document.
+    "packed": torch.stack([torch.cat((torch.arange(4), torch.arange(10))), (torch.arange(14) - 3).clamp(0)]),
+}
+
+
+@torch.no_grad()
+def whole_and_in_pieces(model, layout, rows):
+    """Return the last logits of each piece, and the shapes and addresses of the cache after it."""
+    state = ParallelState.start(layout) if layout.world > 1 else ParallelState.alone()
+    made, positions = built(model, state).eval(), IN_PIECES[rows]
+    tokens = torch.randint(VOCAB, (2, 14), generator=torch.Generator().manual_seed(1))
+
+    def logits(y):
+        return gather_logits(y[:, -1], VOCAB, state=state)
+
+    cache, stop, whole, in_pieces = KeyValueCache(2, 20), 0, [], []
+    for length in PIECES:
+        start, stop = stop, stop + length
+        whole.append(logits(made(tokens[:, :stop], positions=positions[:, :stop])))
+        y = made(tokens[:, start:stop], positions=positions[:, start:stop], cache=cache)
+        assert y.shape[1] == 1, "logits of more than the last token"
+        in_pieces.append(logits(y))
+    return whole, in_pieces
+
+
+def all_in_pieces(cases):
+    return [whole_and_in_pieces(case.model, case.layout, case.rows) for case in cases]
+
+
+CACHES = [
+    Case(model, layout, rows)
+    for layout in (Layout(), Layout.of(tensor=2))
+    for model in CACHED
+    for rows in IN_PIECES
+]
+FROM_CACHES = CasesOnRanks(all_in_pieces, CACHES, at_once=len(CACHES) // 2, timeout=180)
+
+
+@pytest.mark.parametrize("case", CACHES, ids=str)
+def test_a_sequence_in_pieces_has_the_logits_that_it_has_whole(case):
+    for whole, in_pieces in FROM_CACHES[CACHES.index(case)]:
+        for expected, found in zip(whole, in_pieces, strict=True):
+            assert float((expected - found).abs().max()) <= 1e-10 * float(expected.abs().max())
+
+
+def shapes(layout):
+    """Return the shape of each block's keys; check that nothing is allocated after the first piece."""
+    state = ParallelState.start(layout)
+    made, cache = (
+        built("llama-kv1-tied" if layout.tensor > 1 else "llama", state).eval(),
+        KeyValueCache(2, 20),
+    )
+    found = []
+    for start in range(5):
+        made(torch.ones(2, 1, dtype=torch.int64), positions=torch.full((2, 1), start), cache=cache)
+        blocks = [block.attention for block in made.layers.values()]
+        views = [cache.held(block) for block in blocks]
+        found.append([(*keys.shape, keys.data_ptr(), values.data_ptr()) for keys, values in views])
+    assert all(one == found[0] for one in found)
+    return [one[:-2] for one in found[0]]
+
+
+def test_each_block_takes_its_memory_once_for_the_heads_that_its_rank_computes():
+    """Two key/value heads on one device; a single one, which both ranks need, under tensor parallelism."""
+    assert run_parallel(shapes, 1, Layout()) == [[(2, 2, 20, 8)] * 3]
+    for rank in run_parallel(shapes, 2, Layout.of(tensor=2)):
+        assert rank == [(2, 1, 20, 8)] * 3
+
+
+def test_more_tokens_than_it_was_made_for_are_an_error():
+    cache = KeyValueCache(1, 4)
+    cache.advance(torch.arange(3).unsqueeze(0))
+    with pytest.raises(AssertionError, match="cannot hold 3 tokens and 2"):
+        cache.advance(torch.arange(3, 5).unsqueeze(0))

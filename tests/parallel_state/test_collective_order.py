@@ -127,18 +127,20 @@ LAYOUTS = [
 ]
 
 
+def losses_of(recipes):
+    return [[step.loss for step in run_recipe(raw)] for raw in recipes]
+
+
 @pytest.mark.parametrize(("layout", "more"), LAYOUTS, ids=lambda one: str(one)[:40])
 def test_a_run_that_is_right_is_left_alone(layout, more, tmp_path):
     """Two steps, a save, an evaluation and norms raise nothing and change no bit of the losses."""
-    tokens = write_tokens(tmp_path / "tokens")
-    losses = []
+    tokens, recipes = write_tokens(tmp_path / "tokens"), []
     for on in (False, True):
         changes = {"layout": layout, "steps": 2, "debug": {"collectives": on}, "watch": {"norms": 1}, **more}
-        raw = tiny_recipe(tmp_path / f"run{on}", tokens, **changes)
-        raw["evaluation"] = {"tokens": str(tokens), "every": 1, "samples": 2}
-        world = parse_recipe(raw).layout.world
-        losses.append([[one.loss for one in rank] for rank in run_parallel(run_recipe, world, raw)])
-    assert losses[0] == losses[1]
+        recipes.append(tiny_recipe(tmp_path / f"run{on}", tokens, **changes))
+        recipes[-1]["evaluation"] = {"tokens": str(tokens), "every": 1, "samples": 2}
+    for plain, watched in run_parallel(losses_of, parse_recipe(recipes[0]).layout.world, recipes):
+        assert plain == watched and len(plain) == 2
 
 
 def swapped(raw):

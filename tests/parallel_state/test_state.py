@@ -1,27 +1,22 @@
-"""A layout seen from one rank: without processes as a stand-in, with them as coordinates, mesh and groups."""
+"""A layout seen from one rank: without processes as a stand-in, with them as coordinates, mesh and groups.
+
+Ranks that go through a phase together have all its results, or all raise one error.
+"""
 
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.configs import KEYS
 from trilith.models import family_of
-from trilith.parallel_state import AXES, BadInput, Layout, ParallelState, engine
+from trilith.parallel_state import AXES, BadInput, Layout, ParallelState, engine, rank_at_fault, together
 from trilith.testing import RankError, run_parallel
 
 LLAMA_405B = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128_256,
-    "hidden_size": 16_384,
-    "intermediate_size": 53_248,
-    "num_hidden_layers": 126,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500_000.0,
-    "tie_word_embeddings": False,
+    **KEYS["llama"],
+    **{"vocab_size": 128_256, "hidden_size": 16_384, "intermediate_size": 53_248},
+    **{"num_hidden_layers": 126, "num_attention_heads": 128, "num_key_value_heads": 8},
 }
 
 
@@ -140,3 +135,39 @@ def test_every_rank_refuses_a_world_of_another_size():  # E10
     with pytest.raises(RankError) as error:
         run_parallel(groups, 2, Layout.of(tensor=4))
     assert [type(failure.cause) for failure in error.value.failures] == [BadInput, BadInput]
+
+
+class Stubborn(Exception):
+    """Define an error that pickle cannot rebuild: it takes two arguments and keeps one."""
+
+    def __init__(self, what, whose):
+        super().__init__(what)
+
+
+def outcome_of(failing):
+    rank = dist.get_rank()
+
+    def work():
+        error = failing.get(rank)
+        if error == "stubborn":
+            raise Stubborn("no", object())
+        if isinstance(error, Exception):
+            raise error
+        return rank
+
+    try:
+        return str(together(work, world=3, group=None)), "", -1
+    except Exception as error:
+        return type(error).__name__, str(error), rank_at_fault(error, here=rank)
+
+
+def test_all_have_the_results_or_the_error_of_the_lowest_rank():
+    assert run_parallel(outcome_of, 3, {}) == [("[0, 1, 2]", "", -1)] * 3
+    bad = BadInput("here", "key", expected="one", found="two")
+    found = run_parallel(outcome_of, 3, {1: bad, 2: ValueError("later")})
+    assert found == [("BadInput", str(bad), 1)] * 3
+
+
+def test_an_error_that_cannot_travel_is_told_in_words():
+    """Otherwise the exchange itself would fail on one rank while the others wait."""
+    assert run_parallel(outcome_of, 3, {2: "stubborn"}) == [("RuntimeError", "Stubborn: no", 2)] * 3

@@ -4,7 +4,7 @@ import pytest
 from trilith.testing import run_fresh
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def alone():
     """``alone(function, *args)``: call it in a new process, where it must not raise."""
 

@@ -1,13 +1,19 @@
-"""The simulated device refuses what a real one refuses, and notices each wait of the host."""
+"""The simulated device refuses what a real one refuses, in a step too, and notices each wait of the host."""
 
 import importlib
 import sys
+import traceback
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.configs import TINIEST_LLAMA
+from support.short_training import Case
+from support.simulated_steps import step_counts
 from torch.distributed.tensor import DTensor, Shard
+from trilith.layers import GatedMLP
 from trilith.parallel_state import Layout, engine
 from trilith.parallel_state.engine import local_data
 from trilith.testing.simulated_device import WAITS, Mixed, simulated_rank
@@ -92,9 +98,79 @@ def two_ranks():
             assert local_data(whole.view(3, 2, 2)).shape == (rows, 2, 2)
 
 
-@pytest.mark.parametrize("function", [mixes, reads, copies, counts, collectives, two_ranks])
-def test_the_device_notices(function, alone):
-    alone(function)
+CASE = Case(TINIEST_LLAMA, samples=2, dtype=torch.float32, compute=torch.bfloat16)
+
+
+def multiply_by_a_tensor_of_the_host(y):
+    return y * torch.ones(y.shape[-1])
+
+
+def read_a_number(y):
+    return y * y.mean().item()
+
+
+def draw_with_a_generator_of_the_host(y):
+    return y + torch.rand(y.shape, device=y.device, dtype=y.dtype, generator=torch.Generator())
+
+
+def copy_to_the_host(y):
+    y.detach().cpu()
+    return y
+
+
+def loop_over_the_sizes_of_ranks(y):
+    sizes = torch.full((dist.get_world_size(),), y.shape[1], device=y.device)
+    dist.all_reduce(sizes)
+    return torch.cat([piece * 1 for piece in y.split([int(size) for size in sizes], dim=1)], dim=1)
+
+
+#: Each mistake, with what the device says of it.
+FAULTS = {
+    multiply_by_a_tensor_of_the_host: (Mixed, "aten::mul of .* on cpu"),
+    read_a_number: (NewWait, "read_a_number: line .* read: the host waits"),
+    draw_with_a_generator_of_the_host: (Mixed, "a generator of cpu"),
+    copy_to_the_host: (NewWait, "copy_to_the_host: line .* read: the host waits"),
+    loop_over_the_sizes_of_ranks: (NewWait, "loop_over_the_sizes_of_ranks.* read: the host waits"),
+}
+
+
+def faults():
+    """Put the mistakes that a real device would punish into a step."""
+    sound = GatedMLP.forward
+    step_counts(CASE)
+    for fault, (error, says) in FAULTS.items():
+
+        def broken(mlp, x, fault=fault):
+            return fault(sound(mlp, x))
+
+        with mock.patch.object(GatedMLP, "forward", broken), pytest.raises(error, match=says):
+            step_counts(CASE)
+
+
+NOTICED = [mixes, reads, copies, counts, collectives, two_ranks, faults]
+
+
+def each(folder):
+    """Run them one after the other; write what each raises."""
+    for function in NOTICED:
+        try:
+            function()
+            (folder / function.__name__).touch()
+        except BaseException:
+            (folder / function.__name__).write_text(traceback.format_exc())
+
+
+@pytest.fixture(scope="module")
+def outcomes(alone, tmp_path_factory):
+    """Run all in one process: a new one would import for seconds."""
+    folder = tmp_path_factory.mktemp("outcomes")
+    alone(each, folder)
+    return folder
+
+
+@pytest.mark.parametrize("function", NOTICED)
+def test_the_device_notices(function, outcomes):
+    assert (outcomes / function.__name__).read_text() == ""
 
 
 def test_every_place_on_the_list_of_waits_is_a_function_of_today():

@@ -4,7 +4,9 @@ Forward, backward, clip, update, in bf16. A few layouts and families run always,
 every family in the nightly tests.
 """
 
+import traceback
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -45,20 +47,6 @@ def few_blocks(choice):
     return replace(choice.case, config=choice.config | {key: blocks})
 
 
-def some_steps():
-    """Run them all in one process: a new one would import for seconds."""
-    for choice in SOME:
-        try:
-            step(few_blocks(choice), choice.world - 1)
-        except Exception as error:
-            error.add_note(f"in {choice}")
-            raise
-
-
-def test_a_step_mixes_no_devices_and_waits_where_the_list_says(alone):
-    alone(some_steps)
-
-
 def test_some_layouts_hold_every_schedule_axis_and_stage_of_zero():
     for key, values in {
         "schedule": SCHEDULE_NAMES,
@@ -83,36 +71,33 @@ def test_every_family_runs_there(model, alone):
     alone(step, Case(MODELS[model], samples=2), 0)
 
 
-def test_float16_with_a_loss_scale_runs_there(alone):
-    alone(step_counts, Case(MODELS["gpt2"], samples=2, dtype=torch.float32, compute=torch.float16))
-
-
-#: Of a step of two micro-batches and two blocks on the first rank: the most kernels, the most thousands of
-#: bytes that these read and write, and how often the host waits. Write smaller numbers when they fall.
-COUNTS = {
-    ("llama", Layout()): (954, 8950, 1),
-    ("llama", Layout.of(data=2, zero=3)): (972, 13272, 1),
-    ("llama", Layout.of(tensor=2, sequence=True)): (1091, 4930, 1),
-    ("llama", Layout.of(pipeline=2)): (437, 3603, 1),
-    ("mixtral", Layout.of(data=2, expert=2)): (1543, 11917, 5),
+#: Of a step of two micro-batches and two blocks on the first rank: how often the host waits, and the bytes
+#: that kernels read and write as a part of those on one device, from and to. On two tensor ranks half of the
+#: products are here and all of the norms' weights; a stage of two has half of the blocks and one end; ZeRO 3
+#: also copies what it gathers.
+COUNTED = {
+    Layout(): (1, 1.0, 1.0),
+    Layout.of(data=2, zero=3): (1, 1.2, 1.6),
+    Layout.of(tensor=2, sequence=True): (1, 0.5, 0.65),
+    Layout.of(pipeline=2): (1, 0.3, 0.5),
 }
 
 
-def counted():
-    """Count these steps. All in one process, which has the device already after the first."""
-    found = {}
-    for model, layout in COUNTS:
-        config = MODELS[model] | {"num_hidden_layers": 2}
-        counts = step_counts(Case(config, layout, samples=2 * layout.data, **BF16))
-        found[model, layout] = counts.kernels, counts.moved // 1000, counts.waits
-    return found
+def counted_step(model, layout):
+    config = MODELS[model] | {"num_hidden_layers": 2}
+    return step_counts(Case(config, layout, samples=2 * layout.data, **BF16))
 
 
 def compare():
-    for key, (kernels, moved, waits) in counted().items():
-        most_kernels, most_moved, expected = COUNTS[key]
-        assert kernels <= most_kernels and moved <= most_moved, (*key, kernels, moved)
-        assert waits == expected, (*key, waits)
+    one = counted_step("llama", Layout())
+    for layout, (waits, least, most) in COUNTED.items():
+        counts = counted_step("llama", layout)
+        assert counts.waits == waits, layout
+        assert least <= counts.moved / one.moved <= most, (layout, counts.moved / one.moved)
+        # No layout has kernels for each parameter or each rank: a stage has half, collectives add a tenth.
+        assert 0.4 <= counts.kernels / one.kernels <= 1.2, (layout, counts.kernels / one.kernels)
+    # Each block asks once a micro-batch how many rows each rank has; and the step, whether it is finite.
+    assert counted_step("mixtral", Layout.of(data=2, expert=2)).waits == 1 + 2 * 2
 
 
 #: In its layers rows of bf16 have a multiple of 16 bytes, as the one kernel for all experts needs.
@@ -135,9 +120,47 @@ def experts_of_one_rank():
     assert waited.pop(sizes) == blocks * micro_batches and waited == counts.waited
 
 
-def test_experts_of_one_rank_make_the_host_wait_for_nothing(alone):
-    alone(experts_of_one_rank)
+def float16():
+    step_counts(Case(MODELS["gpt2"], samples=2, dtype=torch.float32, compute=torch.float16))
 
 
-def test_a_step_starts_no_more_kernels_and_moves_no_more_bytes(alone):
-    alone(compare)
+def each(folder):
+    """Run all in one process, which has imported all and has the device after the first."""
+    for name, function in STEPS.items():
+        try:
+            function()
+            (folder / name).touch()
+        except BaseException:
+            (folder / name).write_text(traceback.format_exc())
+
+
+STEPS = {
+    "float16": float16,
+    "counts": compare,
+    "experts": experts_of_one_rank,
+    **{str(number): partial(step, few_blocks(one), one.world - 1) for number, one in enumerate(SOME)},
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(alone, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("outcomes")
+    alone(each, folder)
+    return {name: (folder / name).read_text() for name in STEPS}
+
+
+@pytest.mark.parametrize("number", range(len(SOME)), ids=[str(choice) for choice in SOME])
+def test_a_step_mixes_no_devices_and_waits_where_the_list_says(number, outcomes):
+    assert outcomes[str(number)] == ""
+
+
+def test_a_step_in_float16_with_a_loss_scale_mixes_no_devices(outcomes):
+    assert outcomes["float16"] == ""
+
+
+def test_experts_of_one_rank_make_the_host_wait_for_nothing(outcomes):
+    assert outcomes["experts"] == ""
+
+
+def test_a_layout_waits_no_more_than_one_device_and_moves_its_part_of_the_bytes(outcomes):
+    assert outcomes["counts"] == ""

@@ -2,7 +2,7 @@
 
 ``config("llama")`` is the tiny model of a family, with shapes that hide nothing: see ``models/tiny/``. The
 other files stand in ``configs/``; those of ``configs/variants/`` change some fields of one that they are
-``like``, and those of ``configs/published/`` have every key of a published file.
+``like``, and those of ``configs/published/`` have every key of a published file: see ``configs/README.md``.
 """
 
 from __future__ import annotations
@@ -70,6 +70,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 #: Published configs with every key of their files, but smaller numbers and fp32.
 PUBLISHED = {name: _read(FOLDER / "published" / f"{name}.json") for name in _names(FOLDER / "published")}
+
+#: The keys of published files by family, for tests that change one of them.
+KEYS = {name: _read(FOLDER / "keys" / f"{name}.json") for name in _names(FOLDER / "keys")}
 
 LLAMA, TINY_LLAMA, TINY_MIXTRAL = config("llama"), config("tiny_llama"), config("tiny_mixtral")
 TINY_GLM, TINY_GPT2, TINIEST_LLAMA = config("tiny_glm"), config("tiny_gpt2"), config("tiniest_llama")

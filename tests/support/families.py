@@ -61,8 +61,10 @@ def ours_from(
     raw = config_of(theirs) if raw is None else raw
     family = family_of(raw)
     config = family.from_hf(raw)
-    model = family.build(config, device="cpu").eval()
+    model = family.build(config).to_empty(device="cpu").eval()  # initial weights take longer than all else
     parameters = dict(model.named_parameters())
+    for parameter in parameters.values():
+        parameter.data.zero_()
     tensors = dict(on_disk(theirs, theirs.state_dict()) if stored is None else stored)
     if theirs.config.tie_word_embeddings:
         del tensors[family.tied_head]

@@ -1,0 +1,504 @@
+"""Public layers, each compared in parts with itself on one device: outputs and all gradients, in fp64.
+
+``ROWS`` is the table; ``tests/layers/test_parts.py`` runs it and proves that every public layer has a row on
+each of its axes, or stands in ``NOT_COMPARED`` with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from trilith.layers import (
+    MLP,
+    Alibi,
+    Attention,
+    AttentionInputs,
+    ClampedExperts,
+    ColumnParallelLinear,
+    Experts,
+    GatedDeltaNet,
+    GatedMLP,
+    GatedShared,
+    HeadsLayerNorm,
+    HeadsRMSNorm,
+    LayerNorm,
+    Mamba2,
+    MoE,
+    MultiHeadLatentAttention,
+    ParallelLinear,
+    PositionEmbedding,
+    ReplicatedLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    RowParallelLinear,
+    Scaling,
+    TopKRouter,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    alibi_slopes,
+    attach_expert_lora,
+    attach_lora,
+    cut_sequence,
+    gather_logits,
+    linears,
+    token_places,
+    use_float8,
+)
+from trilith.parallel_state import Layout, Normal, ParallelState, alone_or, local
+from trilith.parallel_state.engine import local_data
+from trilith.testing.layouts import roughen
+
+from support.compare_layers import Make, compare_with_one_device
+
+#: Whether a rank's piece of an activation is that between the blocks, of its features, or all of it.
+Piece = Literal["between", "features", "whole"]
+State = ParallelState | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """State a layer, the layouts to compare it in, and which piece of input and output a rank has.
+
+    ``shape``: of the input, or ``ids``, the input itself. ``slow``: layouts of the nightly tests.
+    """
+
+    why: str
+    make: Make
+    layouts: Sequence[Layout]
+    enters: Piece = "between"
+    leaves: Piece = "between"
+    shape: tuple[int, ...] = (2, 8, 12)
+    ids: Tensor | None = None
+    tolerance: float = 1e-13
+    slow: Sequence[Layout] = ()
+
+    def compare(self, state: ParallelState) -> None:
+        """Compare on this rank; ``make`` finds fp64 as the default."""
+        pieces: dict[Piece, int | None] = {
+            "between": 1 if state.sequence else None,
+            "features": -1,
+            "whole": None,
+        }
+        torch.set_default_dtype(torch.float64)
+        torch.manual_seed(0)
+        x = torch.randn(self.shape) if self.ids is None else self.ids
+        compare_with_one_device(
+            lambda s: roughened(self.make(s), s),
+            x,
+            state,
+            input_dim=pieces[self.enters],
+            output_dim=pieces[self.leaves],
+            tolerance=self.tolerance,
+        )
+
+
+def compare_rows(layout: Layout, names: Sequence[str]) -> None:
+    """Compare the rows of these names on the ranks of a layout."""
+    state = ParallelState.start(layout)
+    for name in names:
+        BY_NAME[name].compare(state)
+
+
+def roughened(layer: nn.Module, state: State) -> nn.Module:
+    """Move norms, biases and second factors of adapters from the values at which mistakes do not show."""
+    model: Any = layer
+    roughen(model, 3, alone_or(state))
+    for module in layer.modules():
+        if isinstance(module, TopKRouter) and module.bias is not None:
+            module.bias[3] = -100.0  # one expert is never chosen
+    return layer
+
+
+class _WholeSequence(torch.autograd.Function):
+    """Make whole what each context rank has a piece of, or the reverse in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, state: ParallelState, joins: bool) -> Tensor:
+        ctx.state, ctx.joins = state, joins
+        return _joined(x, state) if joins else cut_sequence(x, state).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        grad = cut_sequence(grads[0], ctx.state).clone() if ctx.joins else _joined(grads[0], ctx.state)
+        return grad, None, None
+
+
+def _joined(piece: Tensor, state: ParallelState) -> Tensor:
+    if state.context_size == 1:
+        return piece.clone()
+    here = token_places(piece.shape[1], state)
+    whole = piece.new_zeros(piece.shape[0], piece.shape[1] * state.context_size, *piece.shape[2:])
+    whole[:, here] = piece
+    dist.all_reduce(whole, group=state.context_group)
+    return whole
+
+
+class Mixer(nn.Module):
+    """Give a layer that mixes tokens its positions and rotation; over context ranks, its piece of a whole
+    sequence, whose gradients are summed as FSDP would.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        state: State,
+        *,
+        documents: Sequence[Sequence[int]] | None = None,
+        rotary: RotaryEmbedding | None = None,
+    ) -> None:
+        super().__init__()
+        self.layer, self.state, self.rotary = layer, alone_or(state), rotary
+        self.positions = None if documents is None else positions_of(documents)
+        if self.state.context_size > 1:
+            for parameter in layer.parameters():
+                parameter.register_post_accumulate_grad_hook(self._sum)
+
+    def _sum(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        dist.all_reduce(local_data(parameter.grad), group=self.state.context_group)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        state, rotary = self.state, {} if self.rotary is None else {"all": self.rotary}
+        here: Tensor = _WholeSequence.apply(x_BSD, state, False)
+        positions = None if self.positions is None else cut_sequence(self.positions, state)
+        y_BSD = self.layer(here, AttentionInputs(positions, like=here, rotary=rotary, state=state))
+        whole: Tensor = _WholeSequence.apply(y_BSD, state, True)
+        return whole
+
+
+def positions_of(documents: Iterable[Sequence[int]]) -> Tensor:
+    """Return positions (B, S) of rows that hold documents of these lengths."""
+    return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in documents])
+
+
+def _tensor(*sizes: int) -> tuple[Layout, ...]:
+    return tuple(Layout.of(tensor=size, sequence=sequence) for size in sizes for sequence in (False, True))
+
+
+TWO, FOUR = _tensor(2), _tensor(2, 4)
+CONTEXT = (Layout.of(context=2), Layout.of(context=2, ring=True))
+
+
+def _gathered(in_features: int, outputs: dict[str, int], bias: bool, s: State) -> ColumnParallelLinear:
+    return ColumnParallelLinear(in_features, outputs, bias, gather_output=True, state=s)
+
+
+def _linear_rows(bias: bool) -> Iterable[Row]:
+    end = "with biases" if bias else "without biases"
+    named = {"gate": 20, "up": 8}
+    yield Row(f"column {end}", lambda s: ColumnParallelLinear(12, 20, bias, state=s), FOUR, leaves="features")
+    yield Row(
+        f"several columns {end}",
+        lambda s: ColumnParallelLinear(12, named, bias, state=s),
+        FOUR,
+        leaves="features",
+    )
+    yield Row(f"gathered columns {end}", lambda s: _gathered(12, named, bias, s), FOUR, leaves="whole")
+    yield Row(f"row {end}", lambda s: RowParallelLinear(12, 20, bias, state=s), FOUR, enters="features")
+    yield Row(
+        f"row that cuts its input {end}",
+        lambda s: RowParallelLinear(12, 20, bias, scatter_input=True, state=s),
+        FOUR,
+        enters="whole",
+    )
+    yield Row(f"replicated {end}", lambda s: ReplicatedLinear(12, 20, bias, state=s), TWO)
+
+
+def _with_adapters(layer: ParallelLinear, *outputs: str, **more: Any) -> nn.Module:
+    """Attach an adapter to each of these outputs, or one to all."""
+    for name in outputs:
+        attach_lora(layer, r=3, alpha=6, outputs=[name], **more)
+    if not outputs:
+        attach_lora(layer, r=3, alpha=6, **more)
+    return layer
+
+
+ADAPTERS = (
+    Row(
+        "one adapter of several columns",
+        lambda s: _with_adapters(ColumnParallelLinear(12, {"q": 20, "k": 8}, state=s)),
+        FOUR,
+        leaves="features",
+    ),
+    Row(
+        "an adapter of each column",
+        lambda s: _with_adapters(ColumnParallelLinear(12, {"q": 20, "k": 8}, False, state=s), "q", "k"),
+        FOUR,
+        leaves="features",
+    ),
+    Row(
+        "adapter of a row",
+        lambda s: _with_adapters(RowParallelLinear(12, 20, state=s), rslora=True),
+        FOUR,
+        enters="features",
+    ),
+)
+
+#: Padded to 384 rows on 1 to 4 ranks, so that parts of the logits can be compared.
+VOCAB = 300
+IDS = torch.randint(VOCAB, (3, 12), generator=torch.Generator().manual_seed(0))
+IDS[0, :8] = torch.tensor([0, 95, 96, 127, 128, 191, 192, 299])  # edges of the ranks' parts
+
+
+def _head(s: State) -> VocabParallelHead:
+    """Make a head with padding on one device too: in parts there is always some."""
+    return VocabParallelHead(6, VOCAB, bias=True, state=alone_or(s))
+
+
+class _Gathered(nn.Module):
+    """Gather the logits of a head."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__()
+        self.head, self.state = _head(state), state
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gather_logits(self.head(x), VOCAB, state=self.state)
+
+
+class BothEnds(nn.Module):
+    """A tied pair of ends: embeds, adds positions, projects."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__()
+        self.embed = VocabParallelEmbedding(VOCAB, 6, ends=True, state=alone_or(state))
+        self.position = PositionEmbedding(16, 6, state=state)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embed.project(self.position(self.embed(ids), torch.arange(12)))
+
+
+VOCABULARY = (
+    Row(
+        "embedding",
+        lambda s: VocabParallelEmbedding(VOCAB, 6, state=alone_or(s)),
+        _tensor(2, 3, 4),
+        enters="whole",
+        ids=IDS,
+    ),
+    Row("head", _head, _tensor(2, 3, 4), leaves="features", shape=(3, 12, 6)),
+    Row("gathered logits", _Gathered, _tensor(2, 3, 4), leaves="whole", shape=(3, 12, 6)),
+    Row("tied ends", BothEnds, _tensor(2, 3, 4), enters="whole", leaves="features", ids=IDS),
+)
+
+
+def _attention(s: State, queries: int, kv: int, **more: Any) -> Mixer:
+    """Make an attention with rotation: without it the gradient of the keys' bias would be zero."""
+    documents = more.pop("documents", None)
+    layer = Attention(
+        12, heads=queries, kv_heads=kv, head_dim=4, qkv_bias=True, out_bias=True, state=s, **more
+    )
+    return Mixer(layer, s, documents=documents, rotary=RotaryEmbedding(4, 100.0))
+
+
+def _heads_row(tensor: int, queries: int, kv: int) -> Row:
+    return Row(
+        f"E2 {queries} query heads of {kv} keys on {tensor} ranks",
+        lambda s: _attention(s, queries, kv),
+        _tensor(tensor),
+        tolerance=1e-12,
+    )
+
+
+SPLIT = [(2, 4, 4), (2, 4, 2), (2, 4, 1), (2, 6, 3), (4, 4, 1), (4, 8, 2), (4, 12, 3), (4, 12, 6), (4, 8, 8)]
+ATTENTION = (
+    *(_heads_row(*numbers) for numbers in SPLIT),
+    Row(
+        "gated attention over a window, with sinks and norms of each head's own",
+        lambda s: _attention(
+            s, 4, 2, qk_norm=lambda n: HeadsRMSNorm(n, 4, state=s), gated=True, sinks=True, window=3
+        ),
+        (*TWO, *CONTEXT),
+        tolerance=1e-12,
+    ),
+    Row(
+        "attention to one key head with biases by distance in documents, and norms of each head's own",
+        lambda s: _attention(
+            s,
+            *(4, 1),
+            qk_norm=lambda n: HeadsLayerNorm(n, 4, state=s),
+            alibi=Alibi(alibi_slopes(4), factor=0.3),
+            documents=((3, 5), (8,)),
+        ),
+        (*TWO, *CONTEXT),
+        tolerance=1e-12,
+    ),
+    Row(
+        "attention with one norm for all heads",
+        lambda s: _attention(s, 4, 1, qk_norm=lambda n: RMSNorm(4, heads=True, state=s), soft_cap=2.0),
+        TWO,
+        tolerance=1e-12,
+    ),
+)
+
+HEADS, RANK, NOPE, ROPE, VALUE = 4, 10, 6, 4, 5
+
+
+def latent(s: State, q_lora_rank: int | None, *, adapters: bool = False) -> Mixer:
+    """Make a latent attention, perhaps with an adapter at each of its linears."""
+    layer = MultiHeadLatentAttention(
+        12,
+        heads=HEADS,
+        q_lora_rank=q_lora_rank,
+        kv_lora_rank=RANK,
+        qk_nope_head_dim=NOPE,
+        qk_rope_head_dim=ROPE,
+        v_head_dim=VALUE,
+        bias=True,
+        state=s,
+    )
+    for _, linear in linears(layer) if adapters else ():
+        attach_lora(linear, r=2, alpha=4)
+    return Mixer(layer, s, rotary=RotaryEmbedding(ROPE, 1e4, interleaved=True))
+
+
+LATENT = tuple(
+    Row(
+        f"latent attention, queries {'whole' if rank is None else 'latent'}, {'LoRA' if lora else 'plain'}",
+        lambda s, rank=rank, lora=lora: latent(s, rank, adapters=lora),  # type: ignore[misc]
+        (*TWO, *CONTEXT) if rank and not lora else TWO,
+        tolerance=1e-12,
+    )
+    for rank in (None, 7)
+    for lora in (False, True)
+)
+
+WIDTH = 24
+
+
+def delta_net(s: State) -> GatedDeltaNet:
+    """Make a delta net of two value heads a key head."""
+    return GatedDeltaNet(WIDTH, key_heads=2, value_heads=4, key_dim=3, value_dim=5, kernel_size=4, state=s)
+
+
+def _recurrent_rows(name: str, layer: Make) -> Iterable[Row]:
+    # Runs of 72 tokens, two chunks; a document ends where a run does, and one within a chunk.
+    long, short = ((72, 100, 2, 114), (288,)), ((5, 3), (8,))
+    rows: dict[str, tuple[Any, Any, Any]] = {
+        "of one document": (None, (CONTEXT[1],), ()),
+        "of long documents": (long, (CONTEXT[0],), ()),
+        # Runs of two tokens, fewer than the convolution looks back.
+        "of short documents": (short, (CONTEXT[0], *TWO), (Layout.of(context=2, tensor=2),)),
+        "on three ranks": (((7, 6, 5), (1, 17)), (), (Layout.of(context=3, ring=True),)),
+    }
+    for end, (documents, layouts, slow) in rows.items():
+        yield Row(
+            f"{name} {end}",
+            lambda s, documents=documents: Mixer(layer(s), s, documents=documents),  # type: ignore[misc]
+            layouts,
+            shape=(2, 288 if documents is None else sum(documents[0]), WIDTH),
+            tolerance=1e-11,
+            slow=slow,
+        )
+
+
+RECURRENT = (
+    *_recurrent_rows("delta net", delta_net),
+    *_recurrent_rows(
+        "Mamba", lambda s: Mamba2(WIDTH, heads=4, head_dim=3, state_dim=5, kernel_size=4, state=s)
+    ),
+)
+
+
+def mixture(s: State, *, gated: bool = True, shared: bool = False, clamped: bool = False) -> MoE:
+    """Make a mixture in which one expert is never chosen: its bias is low."""
+    router = TopKRouter(12, 8, 2, score="sigmoid", bias_corrected=True, balance=0.1, z_loss=0.01, state=s)
+    assert router.bias is not None
+    router.bias[3] = -100.0
+    net = GatedShared(12, GatedMLP(12, 16, state=s), state=s) if shared else None
+    experts: Experts = Experts(8, 12, 16, gated=gated, state=s)
+    if clamped:
+        experts = ClampedExperts(8, 12, 16, limit=0.4, initial=Normal(0.3), state=s)
+    return MoE(router, experts, shared=net, state=s).double()
+
+
+def _mixture_with_adapters(s: State) -> MoE:
+    made = mixture(s)
+    attach_expert_lora(made.experts, ["gate", "up"], r=2, alpha=2)
+    attach_expert_lora(made.experts, ["down"], r=2, alpha=2)
+    return made.double()
+
+
+EXPERTS = (
+    Row("experts", mixture, TWO, tolerance=1e-11),
+    Row("experts and a shared net", lambda s: mixture(s, shared=True), TWO, tolerance=1e-11),
+    Row("experts with a limit", lambda s: mixture(s, clamped=True), TWO, tolerance=1e-11),
+    Row("experts with adapters", _mixture_with_adapters, TWO, tolerance=1e-11),
+)
+
+
+class _Uneven(nn.Module):
+    """Make a linear's weight larger from one cut feature to the next, and what it is multiplied by smaller.
+
+    Then all features matter alike, but those that round to zero under the scale of all ranks.
+    """
+
+    def __init__(self, layer: ColumnParallelLinear | RowParallelLinear, scaling: Scaling, s: State) -> None:
+        super().__init__()
+        assert use_float8(layer, scaling) == []
+        self.layer, self.state = layer, alone_or(s)
+        column = isinstance(layer, ColumnParallelLinear)
+        with torch.no_grad():
+            for weight in (one for name, one in layer.named_parameters() if name.endswith("weight")):
+                here = local(weight)
+                here.div_(self.factors(here.shape[0])[:, None] if column else self.factors(here.shape[1]))
+
+    def factors(self, here: int) -> Tensor:
+        """Return a power of two for each of this rank's features; all ranks' go from 1 to about 2^-32."""
+        first, whole = self.state.tensor_index * here, self.state.tensor_size * here
+        return torch.exp2(-32 / whole * torch.arange(first, first + here, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        column = isinstance(self.layer, ColumnParallelLinear)
+        y = self.layer(x * (torch.exp2(-0.5 * torch.arange(64.0)) if column else self.factors(x.shape[-1])))
+        return tuple(one * self.factors(one.shape[-1]) for one in y) if isinstance(y, tuple) else y
+
+
+def _float8_rows(scaling: Scaling) -> Iterable[Row]:
+    yield Row(
+        f"column in float8 {scaling}",
+        lambda s: _Uneven(ColumnParallelLinear(64, {"gate": 64, "up": 128}, bias=False, state=s), scaling, s),
+        TWO,
+        leaves="features",
+        shape=(2, 8, 64),
+        tolerance=1e-6,
+    )
+    yield Row(
+        f"row in float8 {scaling}",
+        lambda s: _Uneven(RowParallelLinear(64, 32, state=s), scaling, s),
+        TWO,
+        enters="features",
+        shape=(2, 8, 64),
+        tolerance=1e-6,
+    )
+
+
+ROWS = (
+    *_linear_rows(True),
+    *_linear_rows(False),
+    *ADAPTERS,
+    *VOCABULARY,
+    Row("RMS norm", lambda s: RMSNorm(12, state=s), FOUR),
+    Row("layer norm", lambda s: LayerNorm(12, state=s), FOUR),
+    Row(
+        "gated feed-forward",
+        lambda s: GatedMLP(12, 20, bias=True, state=s),
+        _tensor(4),
+        tolerance=1e-12,
+    ),
+    Row("feed-forward", lambda s: MLP(12, 20, act="gelu_new", state=s), _tensor(4), tolerance=1e-12),
+    *ATTENTION,
+    *LATENT,
+    *RECURRENT,
+    *EXPERTS,
+    *_float8_rows("tensorwise"),
+    *_float8_rows("rowwise"),
+)
+BY_NAME = {row.why: row for row in ROWS}
+#: Public layers without a row, and why.
+NOT_COMPARED = {"Dropout": "a layout draws masks of its own, which tests/layers/test_dropout.py compares"}
