@@ -21,8 +21,6 @@ def example(name):
     """Under its own name, as other processes find it."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
@@ -53,18 +51,16 @@ custom, plain = example("custom_model"), example("plain_model")
 )
 def test_the_example_is_one_model_in_every_layout(layout, schedule):
     batch = custom.batch(0, samples=4, frames=4, length=4)
-    found = assert_layout_invariant(
-        custom.Transcriber, batch, layouts=[layout], loss=custom.loss, schedule=schedule
-    )
-    assert found[layout].gradients < 1e-10
+    how = {"loss": custom.loss, "schedule": schedule}
+    differences = assert_layout_invariant(custom.Transcriber, batch, layouts=[layout], **how)
+    assert differences[layout].gradients < 1e-10
 
 
 def stretch(layout, out, steps):
-    losses = custom.train(layout, out, steps)
-    return losses
+    return custom.train(layout, out, steps)
 
 
-def test_it_is_trained_resumed_in_another_layout_cut_anew_exported_and_imported(tmp_path):
+def test_the_example_is_trained_resumed_in_another_layout_cut_anew_exported_and_imported(tmp_path):
     whole = run_parallel(stretch, 1, Layout(), tmp_path / "whole", 12)[0]
     run_parallel(stretch, 2, Layout(tensor=2, sequence=True), tmp_path / "run", 6)
     second = run_parallel(stretch, 2, Layout(pipeline=2), tmp_path / "run", 12)[1]
@@ -98,27 +94,17 @@ def test_the_plain_model_and_ours_have_the_same_gradients():
     (total / count).backward()
     gradients = dict(theirs.named_parameters())
     for link in links:
-        a, b = gradients[link.hf].grad, mine[link.ours].grad
-        assert a is not None
-        assert b is not None
-        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12), link.ours
+        pair = gradients[link.hf].grad, mine[link.ours].grad
+        assert torch.allclose(*pair, rtol=1e-9, atol=1e-12), link.ours
 
 
 @pytest.mark.slow
 def test_torchrun_takes_any_layout_from_the_command_line(tmp_path):
     def launch(ranks, *arguments):
-        command = [
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            str(ranks),
-            str(EXAMPLES / "custom_model.py"),
-        ]
-        done = subprocess.run(
-            [sys.executable, *command, "train", "--out", str(tmp_path), *arguments],
-            capture_output=True, text=True, timeout=240, check=True,
-        )  # fmt: skip
-        return done.stdout
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        command = [*launcher, str(EXAMPLES / "custom_model.py"), "train", "--out", str(tmp_path), *arguments]
+        how = {"capture_output": True, "text": True, "timeout": 240, "check": True}
+        return subprocess.run(command, **how).stdout
 
     assert "loss" in launch(4, "--tensor", "2", "--pipeline", "2", "--sequence", "--steps", "3")
     assert "in 2 steps" in launch(2, "--data", "2", "--zero", "3", "--steps", "5")

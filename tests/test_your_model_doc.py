@@ -2,96 +2,77 @@
 
 import importlib.util
 import re
-import shlex
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from support.pages import Page
 from trilith.checkpoints import load_module
 from trilith.cli.app import run
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.testing import run_parallel
 from trilith.training import ModuleStep
 
-PAGE = (Path(__file__).parents[1] / "docs" / "your_model.md").read_text(encoding="utf-8")
+PAGE = Page.read("docs/your_model.md")
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+def load(file, name):
+    """Import the page's Python from a file."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """Return all of its Python, as a reader would have it in one file."""
     file = tmp_path_factory.mktemp("page") / "my_model_of_the_page.py"
-    file.write_text("\n\n".join(blocks("python")), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[file.stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    file.write_text("\n\n".join(PAGE.blocks("python")), encoding="utf-8")
+    return load(file, file.stem)
 
 
-def call(file, *arguments):
-    """Call the page's ``train``, in a process that knows the page by its file."""
-    spec = importlib.util.spec_from_file_location("page_in_a_rank", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.train(*arguments)
+def call(file, function, *arguments):
+    """Call a function of the page, in a process that knows the page by its file."""
+    return getattr(load(file, "page_in_a_rank"), function)(*arguments)
 
 
 def test_the_proof_holds(page):
-    found = page.prove()
-    assert len(found) == 5
-    assert max(one.gradients for one in found.values()) < 1e-10
+    differences = page.prove()
+    assert differences and max(each.gradients for each in differences.values()) < 1e-10
 
 
-def test_it_trains_and_its_commands_work(page, tmp_path, monkeypatch):
+def test_the_model_trains_and_the_commands_for_it_work(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder, file = str(tmp_path / "run"), page.__file__
-    first = run_parallel(call, 2, file, Layout(tensor=2), 6, folder)[0]
-    second = run_parallel(call, 2, file, Layout.of(data=2, zero=1), 12, folder)[0]
+    first = run_parallel(call, 2, file, "train", Layout(tensor=2), 6, folder)[0]
+    second = run_parallel(call, 2, file, "train", Layout.of(data=2, zero=1), 12, folder)[0]
     assert second[-1] < first[0] - 0.05
-    (commands,) = blocks("bash")
-    for line in commands.splitlines():
-        assert run(shlex.split(line)[1:]) == 0, line
+    for words in PAGE.commands():
+        assert run(words) == 0, words
     ours, again = page.Model(), page.Model()
     load_module("run", ours)
     load_module("exported", again, names=page.NAMES)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
 
 
-def call_own_loop(file, *arguments):
-    """Call the page's ``own_loop``, in a process that knows the page by its file."""
-    spec = importlib.util.spec_from_file_location("page_in_a_rank", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.own_loop(*arguments)
-
-
 def test_a_zoo_model_trains_in_the_pages_own_loop_and_goes_on_in_another_layout(page, tmp_path):
     whole, parts, file = str(tmp_path / "whole"), str(tmp_path / "parts"), page.__file__
-    expected = run_parallel(call_own_loop, 1, file, Layout(), whole, 6)[0]
-    first = run_parallel(call_own_loop, 2, file, Layout.of(data=2, zero=2), parts, 3)
-    then = run_parallel(call_own_loop, 3, file, Layout(tensor=3), parts, 6)[0]
-    found = [*map(sum, zip(*first, strict=True)), *then]
-    assert found == pytest.approx(expected, rel=1e-4) and len(found) == 6
+    expected = run_parallel(call, 1, file, "own_loop", Layout(), whole, 6)[0]
+    first = run_parallel(call, 2, file, "own_loop", Layout.of(data=2, zero=2), parts, 3)
+    then = run_parallel(call, 3, file, "own_loop", Layout(tensor=3), parts, 6)[0]
+    losses = [*map(sum, zip(*first, strict=True)), *then]
+    assert losses == pytest.approx(expected, rel=1e-4) and len(losses) == 6
     assert run(["verify", parts]) == 0
 
 
 def test_the_refusals_are_worded_as_shown(page):
-    shown = re.search(r"A cut that is not even: `(.*?)`", PAGE, re.DOTALL)
+    shown = re.search(r"A cut that is not even: `(.*?)`", PAGE.text, re.DOTALL)
     assert shown is not None
     with pytest.raises(BadInput) as caught:
         page.ColumnParallelLinear(16, 16, state=ParallelState.stand_in(Layout(tensor=3)))
     assert str(caught.value) == " ".join(shown[1].split())
-    shown = re.search(r"takes no `stage`: `(.*?)`", PAGE, re.DOTALL)
+    shown = re.search(r"takes no `stage`: `(.*?)`", PAGE.text, re.DOTALL)
     assert shown is not None
 
     class Deaf(page.Model):
@@ -110,14 +91,14 @@ def test_the_rules_names_exist(page):
     import trilith.parallel_state
 
     known = {name for room in (trilith.layers, trilith.models, trilith.parallel_state) for name in vars(room)}
-    shown = set(re.findall(r"`([A-Za-z_]+)\(", PAGE)) | set(
-        re.findall(r"`([a-z]+_tensor|[a-z]+_sequence)`", PAGE)
+    shown = set(re.findall(r"`([A-Za-z_]+)\(", PAGE.text)) | set(
+        re.findall(r"`([a-z]+_tensor|[a-z]+_sequence)`", PAGE.text)
     )
     assert shown - known <= {"assert_layout_invariant", "load_module", "Model", "Precision"}
     initialize(page.Model(), 0)
 
 
-def test_it_is_planned_for_any_number_of_ranks(page):
+def test_the_model_is_planned_for_any_number_of_ranks(page):
     layout = Layout.of(tensor=2, data=4, zero=3)
     memory, sent = page.dry_run(layout, rank=3)
     alone, _ = page.dry_run(Layout())

@@ -6,16 +6,17 @@ machine that has a core to spare: what a command computes, and what it lives wit
 """
 
 import importlib
-import inspect
-import json
 import os
 import shutil
 import stat
 import sys
 import tempfile
+import time
 import typing
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -41,6 +42,7 @@ from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.ranks import pool, processes
 
+NAMES = [command.__name__ for command in COMMANDS]
 #: Seconds after which a command counts as hanging, on a machine that others use; and those of a refusal.
 HANGS, REFUSED_WITHIN = 120.0, 5.0
 OUTPUTS = {"out", "dst", "write", "html"}
@@ -89,41 +91,19 @@ VALID = {
 }
 #: Good inputs of options that only inputs of other projects need: no valid call above has them.
 NEEDLESS = {"config": "{}/hf"}
-#: A step of a run.
-STEP = {
-    **{"step": 0, "loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 16},
-    **{"tokens_per_second": 1.0, "seconds": 1.0},
+#: Files of these inputs; the fixture makes the larger ones.
+GOOD = Path(__file__).parent / "good_inputs"
+#: Paths that a recipe names: a good one, and the words that name another.
+RECIPE_PATHS = {
+    "out": ("", ["out={at}"]),
+    "model.config": ("{}/hf/config.json", ["model.config={at}"]),
+    "model.init_from": ("{}/hf", ["model.init_from={at}"]),
+    "model.tokenizer": ("{}/tokenizer", ["model.tokenizer={at}"]),
+    "data.tokens": ("{}/tokens", ["data.tokens={at}"]),
+    "evaluation.tokens": ("{}/tokens", ["evaluation.tokens={at}", "evaluation.every=1"]),
+    "lora.init_from": ("{}/adapter", ["lora.init_from={at}", "model.init_from={}/hf", "dtype=float32"]),
 }
-#: The status of a rank that has finished.
-ENDED = {
-    **{"rank": 0, "code": 0, "phase": "step", "step": 1, "error": "", "time": 0.0, "pid": 1},
-    **{"host": "elsewhere", "cause": True, "run": "one", "started": 0},
-}
-#: What `trilith bench` measured of a machine of one device.
-BENCH = {
-    "machine": {"device": "cuda", "gpus": 1, "names": ["one"], "memory": 80 * 10**9},
-    "rows": [
-        {"part": "speed", "status": "done", "figures": {
-            "matmul, bf16: TFLOP/s": 300.0, "matmul, fp32: TFLOP/s": 30.0,
-            "attention, bf16: TFLOP/s": 200.0, "attention, fp32: TFLOP/s": 20.0,
-            "module, forward and backward: us": 42.0, "copy: GB/s read and written": 2000.0,
-        }},
-    ],
-}  # fmt: skip
-#: Paths that a recipe names.
-RECIPE_INPUTS = {
-    "model.config": "{}/hf/config.json",
-    "model.init_from": "{}/hf",
-    "model.tokenizer": "{}/tokenizer",
-    "data.tokens": "{}/tokens",
-    "evaluation.tokens": "{}/tokens",
-    "lora.init_from": "{}/adapter",
-}
-#: The other keys that such a key needs, and keys that replace ``model.config``.
-BESIDE = {
-    "evaluation.tokens": ["evaluation.every=1"],
-    "lora.init_from": ["model.init_from={}/hf", "dtype=float32"],
-}
+#: Keys that replace ``model.config``.
 NO_CONFIG = {"model.init_from", "lora.init_from"}
 
 
@@ -139,60 +119,76 @@ class Place:
     def __str__(self):
         return f"{self.command}-{self.name}"
 
+    @property
+    def key(self):
+        """The key of the recipe, or nothing."""
+        return self.name.removeprefix("recipe: ") if self.name.startswith("recipe: ") else ""
 
-def path_parameters(command):
-    """The names of a command's parameters that are paths, without what only launched ranks are given."""
-    for name, hint in typing.get_type_hints(command, include_extras=True).items():
-        kind, *about = typing.get_args(hint) or (hint,)
-        if (kind is Path or Path in typing.get_args(kind)) and not about[0].hidden:
-            yield name
+    @property
+    def good(self):
+        """A good input, ``{}`` for the folder of inputs."""
+        if self.key:
+            return RECIPE_PATHS[self.key][0]
+        return VALID[self.command].get(self.name, [NEEDLESS.get(self.name)])[0]
+
+
+@cache
+def parameters_of(command):
+    """Return name, flag (none for an argument), hidden and type of each parameter of a command, in order."""
+    (function,) = (each for each in COMMANDS if each.__name__ == command)
+    parameters = []
+    for name, hint in typing.get_type_hints(function, include_extras=True).items():
+        kind, about, *_ = (*typing.get_args(hint), None, None)
+        if isinstance(about, typer.models.OptionInfo | typer.models.ArgumentInfo):
+            flag = next(iter(about.param_decls or ()), f"--{name.replace('_', '-')}")
+            is_argument = isinstance(about, typer.models.ArgumentInfo)
+            parameters.append(
+                (name, None if is_argument else flag, about.hidden, {kind, *typing.get_args(kind)})
+            )
+    return parameters
 
 
 def places():
-    for command in COMMANDS:
-        valid = VALID.get(command.__name__, {})
-        for name in path_parameters(command):
-            given = valid.get(name, [""])[0]
-            suffix = Path(given).suffix if name not in OUTPUTS else SUFFIXES.get(command.__name__, "")
-            yield Place(command.__name__, name, name in OUTPUTS, suffix)
-    yield Place("train", "recipe: out", True)
-    for key in RECIPE_INPUTS:
-        yield Place("train", f"recipe: {key}", False, ".json" if key == "model.config" else "")
+    for command in NAMES:
+        valid = {name: values[0] for name, values in VALID.get(command, {}).items()}
+        for name, _, hidden, kinds in parameters_of(command):
+            if Path in kinds and not hidden:  # hidden: what only launched ranks are given
+                suffix = SUFFIXES.get(command, "") if name in OUTPUTS else Path(valid.get(name, "")).suffix
+                yield Place(command, name, name in OUTPUTS, suffix)
+    for key in RECIPE_PATHS:
+        yield Place("train", f"recipe: {key}", key == "out", ".json" if key == "model.config" else "")
 
 
-def words(command, inputs, place, fault=None, at=None):
-    """Return the command's words, all valid, outputs in ``place``, except the path ``at`` with the fault.
+def values_of(command, inputs, out):
+    """Return the values of a command's parameters, all valid, with outputs in the folder ``out``."""
+    values = {name: [each.format(inputs) for each in good] for name, good in VALID[command].items()}
+    for name in (name for name, *_ in parameters_of(command) if name in OUTPUTS):
+        stem = "out" if name in ("out", "dst") else name
+        values[name] = [str(out / f"{stem}{SUFFIXES.get(command, '')}").removesuffix(".bin")]
+    return values
 
-    Without ``at`` the place of ``fault`` is as valid as the others.
-    """
-    function = next(one for one in COMMANDS if one.__name__ == command)
-    valid, said = VALID[command], [command.replace("_", "-")]
-    for name, parameter in inspect.signature(function).parameters.items():
-        if name == "context":
-            continue
-        about = typing.get_args(typing.get_type_hints(function, include_extras=True)[name])[1]
-        values = [one.format(inputs) for one in valid.get(name, [])]
-        if name in OUTPUTS:
-            suffix = SUFFIXES.get(command, "")
-            stem = "out" if name in ("out", "dst") else name
-            values = [str(place / f"{stem}{suffix}").removesuffix(".bin")]
-        if fault is not None and name == fault.name and at is not None:
-            values = [at]
-        if isinstance(about, typer.models.ArgumentInfo):
-            said += values
-        elif values:
-            flag = next(iter(about.param_decls or ()), f"--{name.replace('_', '-')}")
-            said += [word for value in values for word in (flag, value)]
-        del parameter
+
+def words_of(command, values):
+    """Write a command line, parameters in the order of the signature and then the other words."""
+    words = [command.replace("_", "-")]
+    for name, flag, *_ in parameters_of(command):
+        words += [word for value in values.get(name, ()) for word in (flag, value) if word is not None]
+    return words + values.get("+", [])
+
+
+def words(command, inputs, out, place=None, at=None):
+    """Return a valid command line whose path ``place`` is ``at``, or valid too."""
+    values = values_of(command, inputs, out)
     if command == "train":
-        said.append(f"out={place / 'out'}")
-        key = "" if fault is None else fault.name.removeprefix("recipe: ")
-        if key in NO_CONFIG:
-            said[1] = str(inputs / "without_model.toml")
-        if key in RECIPE_INPUTS or (key == "out" and at is not None):
-            said.append(f"{key}={at or RECIPE_INPUTS[key].format(inputs)}")
-        said += [word.format(inputs) for word in BESIDE.get(key, [])]
-    return said + valid.get("+", [])
+        values["+"] = [f"out={out / 'out'}"]
+    if place is not None and place.key:
+        if place.key in NO_CONFIG:
+            values["recipe"] = [f"{inputs}/without_model.toml"]
+        path = at or place.good.format(inputs) or str(out / "out")
+        values["+"] += [word.format(inputs, at=path) for word in RECIPE_PATHS[place.key][1]]
+    elif at is not None:
+        values[place.name] = [at]
+    return words_of(command, values)
 
 
 @pytest.fixture(scope="module")
@@ -211,32 +207,13 @@ def inputs():
     config = {**TINY_LLAMA, "vocab_size": 300}
     write_hf_folder(folder / "hf", config)
     convert(folder / "hf", folder / "sharded", tensor=1)
-    text = "The quick brown fox jumps over the lazy dog.\n" * 40
-    (folder / "text.txt").write_text(text)
-    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
-    (folder / "template.jinja").write_text(template)
-    train_tokenizer([text], folder / "tokenizer", vocab_size=300)
-    talk = {"messages": [{"role": "user", "content": "dog"}, {"role": "assistant", "content": "fox"}]}
-    (folder / "chat.jsonl").write_text(json.dumps(talk) + "\n")
-    (folder / "prompts.txt").write_text("dog\n")
-    (folder / "deepspeed.json").write_text(
-        '{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}'
-    )
+    shutil.copytree(GOOD, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)  # as new files
+    train_tokenizer([(folder / "text.txt").read_text()], folder / "tokenizer", vocab_size=300)
     write_tokens(folder / "tokens")
     run(["--help"])  # what it reads and imports, forks need not read again
-    (folder / "run").mkdir()
-    (folder / "run" / "metrics.jsonl").write_text(json.dumps(STEP) + "\n")
-    (folder / "ended" / "status").mkdir(parents=True)
-    (folder / "ended" / "status" / "rank0.json").write_text(json.dumps(ENDED))
-    (folder / "bench.json").write_text(json.dumps(BENCH))
-    lora = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
-    (folder / "adapter").mkdir()
-    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(lora))
     shapes = {"A": (2, 32), "B": (32, 2)}
     blocks = [f"base_model.model.model.layers.{n}.self_attn.q_proj" for n in range(3)]
-    parts = {
-        f"{block}.lora_{one}.weight": torch.ones(shape) for block in blocks for one, shape in shapes.items()
-    }
+    parts = {f"{block}.lora_{part}.weight": torch.ones(shapes[part]) for block in blocks for part in shapes}
     save_file(parts, folder / "adapter" / "adapter_model.safetensors")
     data = f'[data]\ntokens = "{folder}/tokens"\nsequence_length = 16\nglobal_batch = 1\n'
     model = f'[model]\nconfig = "{folder}/hf/config.json"\n'
@@ -320,36 +297,86 @@ def tree(folder):
     }
 
 
-def check(work, where, codes, said):
-    """Run it and look at its end, and at its time once more if it was long; the exit code."""
-    text = " ".join(said)
-    for again in (True, False):
-        ended = run_forked(work, where, limit=HANGS)
-        assert ended.code is not None, f"hangs: {text}"
-        assert ended.code in codes, f"code {ended.code} of: {text}\n{ended.err}"
-        assert not ended.left_processes, f"{text}\n{ended.err}"
-        if ended.code == 0:
-            return 0
-        assert ended.err.startswith("error: ") and ended.err.count("\n") == 1, f"{text}\n{ended.err}"
-        assert "unexpected" not in ended.err, f"{text}\n{ended.err}"
-        if max(ended.computed, ended.took) < REFUSED_WITHIN:
-            break
-        assert again, f"{ended.computed:.1f} s of computing in {ended.took:.1f} s: {text}"
-    return ended.code
+class Trial(NamedTuple):
+    """Describe a command line to run in a folder of its own, and the exit codes that it may have."""
+
+    where: Path
+    words: list
+    codes: set
 
 
-def alone(said, where, limit=lambda: None):
-    """Return the work of a child process: take the limit upon itself, then run the command."""
+def check(trials, limit=lambda: None, after=lambda: None, enter=os.chdir):
+    """Run command lines one after another in one fork, and look at the end of each; return the exit codes.
+
+    A fork of this process is dear, so what needs no ``limit`` of its own shares one. A command that took long
+    may have met a busy machine: they are run once more then. ``after`` is called in the fork at the end, and
+    ``enter`` with the folder of each.
+    """
 
     def work():
-        os.environ.update(TMPDIR=str(where / "tmp"), TOKENIZERS_PARALLELISM="false")
-        tempfile.tempdir = None
+        os.environ.update(TOKENIZERS_PARALLELISM="false")
         # The ranks that this process has already started answer to its parent.
         pool._pool, processes.templates._templates = pool.Pool(), []
         limit()
-        return run(said)
+        for trial in trials:
+            enter(trial.where)
+            os.environ["TMPDIR"], tempfile.tempdir = str(trial.where / "tmp"), None
+            began, used = time.monotonic() - waited_for_a_core(), computed()
+            code = run(trial.words)
+            seconds = max(computed() - used, time.monotonic() - waited_for_a_core() - began)
+            print(f"\0{code} {seconds}\0", end="", file=sys.stderr, flush=True)
+        after()
+        return 0
 
-    return work
+    for again in (True, False):
+        ended = run_forked(work, trials[0].where, limit=HANGS)
+        parts = ended.err.split("\0")
+        done = [(err, *end.split()) for err, end in zip(parts[::2], parts[1::2], strict=False)]
+        assert len(done) == len(trials), f"hangs or dies: {trials[len(done)].words}\n{ended}"
+        assert ended.code == 0 and not parts[-1], ended
+        assert not ended.left_processes, [trial.words for trial in trials]
+        for (err, code, _), trial in zip(done, trials, strict=True):
+            assert int(code) in trial.codes, f"code {code} of: {trial.words}\n{err}"
+            if int(code):
+                assert err.startswith("error: ") and err.count("\n") == 1, f"{trial.words}\n{err}"
+                assert "unexpected" not in err, f"{trial.words}\n{err}"
+        slow = [
+            (trial.words, took)
+            for (_, code, took), trial in zip(done, trials, strict=True)
+            if int(code) and float(took) >= REFUSED_WITHIN
+        ]
+        if not slow:
+            break
+        assert again, slow
+    return [int(code) for _, code, _ in done]
+
+
+def computed():
+    """Return the seconds of processor time of this process and of its children."""
+    return sum(os.times()[:4])
+
+
+def waited_for_a_core():
+    try:
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) * 1e-9
+    except (OSError, IndexError):
+        return 0.0
+
+
+@pytest.fixture
+def folder():
+    """Make folders for trials, each with one for temporary files; every user may work there."""
+    with tempfile.TemporaryDirectory(prefix="trilith-trials-") as root:
+        Path(root).chmod(0o777)
+
+        def make():
+            where = Path(tempfile.mkdtemp(dir=root))
+            (where / "tmp").mkdir()
+            for each in (where, where / "tmp"):
+                each.chmod(0o777)
+            return where
+
+        yield make
 
 
 def path_of(fault, where, suffix):
@@ -361,53 +388,66 @@ def path_of(fault, where, suffix):
 
 #: Faults that make a command wait, or that leave a part of a file. The others run with the slow tests.
 FIRST = {"pipe", "dev-zero", "unreadable", "read-only", "full-disk"}
+#: Faults that need a fork of their own, or rights that not every user has.
+ALONE = {"full-disk", "device", *MOUNTS}
+
+
+def groups(faults):
+    """Yield faults that are tried in one fork, and whether the default suite tries them."""
+    for first in (True, False):
+        kind = [fault for fault in faults if (fault in FIRST) == first]
+        yield from ((each, first) for each in [[f] for f in kind if f in ALONE])
+        yield [fault for fault in kind if fault not in ALONE], first
+
+
 CASES = [
-    pytest.param(place, fault, id=f"{place}-{fault}", marks=[] if fault in FIRST else pytest.mark.slow)
+    pytest.param(place, faults, id=f"{place}-{'-'.join(faults)}", marks=[] if first else pytest.mark.slow)
     for place in places()
-    for fault in (OUTPUT_FAULTS if place.output else INPUT_FAULTS)
+    for faults, first in groups(OUTPUT_FAULTS if place.output else INPUT_FAULTS)
 ]
 
 
-@pytest.mark.parametrize(("place", "fault"), CASES)
-def test_a_fault_is_one_line_and_leaves_nothing(inputs, place, fault):
-    if fault in MOUNTS and not may_mount():
+@pytest.mark.parametrize(("place", "faults"), CASES)
+def test_a_fault_is_one_line_and_leaves_nothing(inputs, folder, place, faults):
+    if {*faults} & {*MOUNTS} and not may_mount():
         # A container may forbid mounts; "full-disk" and "read-only" make such faults without them.
         pytest.skip("this system does not let the user mount")
-    if fault == "device" and os.geteuid():
+    if "device" in faults and os.geteuid():
         # The kernel lets only root make a device; "dev-zero" is one that every user has.
         pytest.skip("only root may make a device")
-    with tempfile.TemporaryDirectory(prefix="trilith-case-") as folder:
-        where = Path(folder)
+    trials = []
+    for fault in faults:
+        where = folder()
         path = path_of(fault, where, place.suffix)
         (OUTPUT_FAULTS if place.output else INPUT_FAULTS)[fault](path)
-        (where / "tmp").mkdir()
-        said = words(place.command, inputs, where, place, str(path).removesuffix(".bin"))
-        before = tree(where), tree(inputs)
-        stays = "full" in fault and place.command in STAYS
+        line = words(place.command, inputs, where, place, str(path).removesuffix(".bin"))
+        trials.append(Trial(where, line, CODES.get(fault, {2, 4})))
+    before = tree(inputs), [tree(trial.where) for trial in trials]
+    stays = "full" in faults[0] and place.command in STAYS
+    empty = {}
 
-        def limit():
-            obey_permissions()
-            if fault == "full-disk":
-                small_files_only(16)
-
-        def mounted():
-            """Nobody else sees the mount, so its content is looked at here."""
+    def limit():
+        obey_permissions()
+        if faults == ["full-disk"]:
+            small_files_only(16)
+        for fault in {*faults} & {*MOUNTS}:
             own_mounts()
             MOUNTS[fault](path.parent)
-            empty = tree(path.parent)
-            code = alone(said, where, limit)()
-            left = (
-                {} if stays else {name: size for name, size in tree(path.parent).items() if name not in empty}
-            )
-            print(*left, sep="\n", end="", file=sys.stderr)
-            return code
+            empty.update(tree(path.parent))
 
-        check(
-            mounted if fault in MOUNTS else alone(said, where, limit), where, CODES.get(fault, {2, 4}), said
-        )
-        assert tree(inputs) == before[1], " ".join(said)
-        if not stays:
-            assert tree(where) == before[0], " ".join(said)
+    def look_into_the_mount():
+        """Nobody else sees it, so its content is looked at in the fork."""
+        if {*faults} & {*MOUNTS} and not stays:
+            print(
+                *(name for name in tree(path.parent) if name not in empty),
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    check(trials, limit, look_into_the_mount)
+    assert tree(inputs) == before[0], faults
+    assert stays or [tree(trial.where) for trial in trials] == before[1], faults
 
 
 def cheap(names, *, first):
@@ -420,46 +460,33 @@ FOLDERS = [place for place in places() if not place.output and not place.suffix]
 
 @pytest.mark.parametrize("fault", cheap(INSIDE_FAULTS, first={"pipe"}))
 @pytest.mark.parametrize("place", FOLDERS, ids=str)
-def test_a_fault_inside_a_folder_is_one_line_or_without_effect(inputs, place, fault):
+def test_a_fault_inside_a_folder_is_one_line_or_without_effect(inputs, folder, place, fault):
     """Damage each file in turn. A command that does not need the file succeeds."""
-    for file in files_of(place, inputs):
-        with tempfile.TemporaryDirectory(prefix="trilith-case-") as folder:
-            where = Path(folder)
-            (where / "tmp").mkdir()
-            given = where / input_of(place, inputs).name
-            for one in files_of(place, inputs):
-                (given.parent / one).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(inputs / one, given.parent / one)
-            (given.parent / file).unlink()
-            INSIDE_FAULTS[fault](given.parent / file)
-            said = words(place.command, inputs, where, place, str(given))
-            before = tree(where), tree(inputs)
-            code = check(alone(said, where, obey_permissions), where, {0, 2, 4}, said)
-            assert tree(inputs) == before[1], " ".join(said)
-            after = tree(where)
-            assert (before[0].items() <= after.items()) if code == 0 else after == before[0], " ".join(said)
+    good, trials = Path(place.good.format(inputs)), []
+    found = good.rglob("*") if good.is_dir() else good.parent.glob(f"{good.name}.*")
+    files = sorted(path.relative_to(good.parent) for path in found if path.is_file())
+    for file in files:
+        where = folder()
+        for each in files:
+            (where / each).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(good.parent / each, where / each)
+        (where / file).unlink()
+        INSIDE_FAULTS[fault](where / file)
+        line = words(place.command, inputs, where, place, str(where / good.name))
+        trials.append(Trial(where, line, {0, 2, 4}))
+    before = tree(inputs), [tree(trial.where) for trial in trials]
+    codes = check(trials, obey_permissions)
+    assert tree(inputs) == before[0]
+    for trial, code, left in zip(trials, codes, before[1], strict=True):
+        after = tree(trial.where)
+        assert left.items() <= after.items() if code == 0 else after == left, trial.words
 
 
-def input_of(place, inputs):
-    """Return the good input of a place."""
-    key = place.name.removeprefix("recipe: ")
-    known = {name: [path] for name, path in (RECIPE_INPUTS | NEEDLESS).items()}
-    (given,) = known.get(key) or VALID[place.command][place.name]
-    return Path(given.format(inputs))
-
-
-def files_of(place, inputs):
-    """Return the files of an input that is a folder, or has several files, below the folder of inputs."""
-    given = input_of(place, inputs)
-    found = given.rglob("*") if given.is_dir() else given.parent.glob(f"{given.name}.*")
-    return sorted(path.relative_to(inputs) for path in found if path.is_file())
-
-
-def gone():
-    """Delete the working directory."""
-    os.mkdir("gone")
-    os.chdir("gone")
-    os.rmdir("../gone")
+def enter_and_delete(where):
+    """Work in a directory that is gone."""
+    (where / "gone").mkdir()
+    os.chdir(where / "gone")
+    (where / "gone").rmdir()
 
 
 #: Resources of which the machine has too little. A command that needs none of them succeeds.
@@ -478,86 +505,68 @@ TOO_LITTLE = {
 
 
 @pytest.mark.parametrize("what", cheap(TOO_LITTLE, first={"descriptors-3", "memory-1-MiB", "threads"}))
-@pytest.mark.parametrize("command", [command.__name__ for command in COMMANDS])
-def test_too_little_of_something_is_one_line_and_leaves_nothing(inputs, command, what):
+@pytest.mark.parametrize("command", NAMES)
+def test_too_little_of_something_is_one_line_and_leaves_nothing(inputs, folder, command, what):
     if command in LONG and what == "memory-300-MiB":
         # Enough memory to begin: nothing is refused, and the whole work of these would follow.
         pytest.skip("it goes on, for minutes")
-    with tempfile.TemporaryDirectory(prefix="trilith-case-") as folder:
-        where = Path(folder)
-        (where / "tmp").mkdir()
-        for one in (where, where / "tmp"):  # another user works there where threads are few
-            one.chmod(0o777)
-        said = words(command, inputs, where)
-        before = tree(where), tree(inputs)
-        code = check(
-            alone(said, where, TOO_LITTLE[what]), where, {3} if "descriptors" in what else {0, 3}, said
-        )
-        assert tree(inputs) == before[1]
-        if code:
-            assert command in STAYS or tree(where) == before[0], " ".join(said)
+    where = folder()
+    trial = Trial(where, words(command, inputs, where), {3} if "descriptors" in what else {0, 3})
+    before = tree(where), tree(inputs)
+    (code,) = check([trial], TOO_LITTLE[what])
+    assert tree(inputs) == before[1]
+    assert code == 0 or command in STAYS or tree(where) == before[0], trial.words
 
 
-@pytest.mark.parametrize("command", [command.__name__ for command in COMMANDS])
-def test_a_deleted_working_directory_is_one_line_or_without_effect(inputs, command):
+def test_a_deleted_working_directory_is_one_line_or_without_effect(inputs, folder):
     """Inputs are named from the root, outputs from the directory that is gone."""
-    with tempfile.TemporaryDirectory(prefix="trilith-case-") as folder:
-        where = Path(folder)
-        (where / "tmp").mkdir()
-        said, before = words(command, inputs, Path()), (tree(where), tree(inputs))
-        writes = {place.name for place in places() if place.command == command and place.output}
-        check(alone(said, where, gone), where, {2} if writes else {0, 2}, said)
-        assert (tree(where), tree(inputs)) == before, " ".join(said)
+    writes = {place.command for place in places() if place.output}
+    trials = [
+        Trial(folder(), words(name, inputs, Path()), {2} if name in writes else {0, 2}) for name in NAMES
+    ]
+    before = tree(inputs), [tree(trial.where) for trial in trials]
+    check(trials, enter=enter_and_delete)
+    assert (tree(inputs), [tree(trial.where) for trial in trials]) == before
 
 
 #: Numbers that count nothing: any of them will do.
 NO_COUNT = {"seed"}
+#: The flags of each command that take a whole number and count something.
+COUNTS = {
+    command: flags
+    for command in NAMES
+    if (
+        flags := [
+            flag for name, flag, _, kinds in parameters_of(command) if int in kinds and name not in NO_COUNT
+        ]
+    )
+}
 
 
-def counts():
-    """Return each option of each command that is a whole number and counts something."""
-    for command in COMMANDS:
-        for name, hint in typing.get_type_hints(command, include_extras=True).items():
-            kind, *about = typing.get_args(hint) or (hint,)
-            if (kind is int or int in typing.get_args(kind)) and name not in NO_COUNT:
-                flag = next(iter(about[0].param_decls or ()), f"--{name.replace('_', '-')}")
-                yield command.__name__, flag
-
-
-@pytest.mark.parametrize(("command", "flag"), counts())
-def test_an_enormous_count_is_one_line_or_without_effect(inputs, command, flag):
-    with tempfile.TemporaryDirectory(prefix="trilith-case-") as folder:
-        where = Path(folder)
-        (where / "tmp").mkdir()
-        said, before = [*words(command, inputs, where), f"{flag}={10**15}"], tree(inputs)
-        left = tree(where)
-        code = check(alone(said, where, lambda: little_memory(4 << 30)), where, {0, 2}, said)
-        assert tree(inputs) == before and (code == 0 or tree(where) == left), " ".join(said)
+@pytest.mark.parametrize("command", COUNTS)
+def test_an_enormous_count_is_one_line_or_without_effect(inputs, folder, command):
+    trials, before = [], tree(inputs)
+    for flag in COUNTS[command]:
+        where = folder()
+        trials.append(Trial(where, [*words(command, inputs, where), f"{flag}={10**15}"], {0, 2}))
+    left = [tree(trial.where) for trial in trials]
+    codes = check(trials, lambda: little_memory(4 << 30))
+    assert tree(inputs) == before
+    for trial, code, files in zip(trials, codes, left, strict=True):
+        assert code == 0 or tree(trial.where) == files, trial.words
 
 
 def test_each_command_is_in_the_table():
-    assert VALID.keys() == {command.__name__ for command in COMMANDS}
+    assert VALID.keys() == {*NAMES}
 
 
 #: Not tried here: they take a minute, and have tests of their own.
 LONG = {"quickstart", "parity", "doctor", "bench"}
+CALLED = [str(place) for place in places() if place.command in ("inspect", "tokenize", "report")]
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        pytest.param(
-            place, marks=[] if place.command in {"inspect", "tokenize", "report"} else pytest.mark.slow
-        )
-        for place in places()
-        if place.command not in LONG
-    ],
-    ids=str,
-)
-def test_each_way_of_calling_is_valid(inputs, place):
+@pytest.mark.parametrize("place", cheap([str(p) for p in places() if p.command not in LONG], first=CALLED))
+def test_each_way_of_calling_is_valid(inputs, folder, place):
     """Else a command would be refused for another reason, and the table would prove nothing."""
-    with tempfile.TemporaryDirectory(prefix="trilith-case-") as folder:
-        where = Path(folder)
-        (where / "tmp").mkdir()
-        said = words(place.command, inputs, where, place)
-        check(alone(said, where), where, {0}, said)
+    (called,), where = [each for each in places() if str(each) == place], folder()
+    check([Trial(where, words(called.command, inputs, where, called), {0})])
