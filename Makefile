@@ -1,7 +1,7 @@
 # `make check` is exactly what CI runs.
-.PHONY: check lint typecheck test quick changed seconds nightly docs models mutants faults browser bench
+.PHONY: check lint typecheck pages test quick changed seconds nightly docs models mutants faults browser bench
 
-check: lint typecheck test
+check: lint typecheck pages test
 
 lint:
 	python -m ruff check .
@@ -12,6 +12,12 @@ typecheck:
 	mkdir -p build/typecheck
 	ln -sfn ../.. build/typecheck/trilith
 	python -m mypy
+
+# The generated pages are what the code says.
+pages:
+	rm -rf build/docs && mkdir -p build && cp -r docs build/docs
+	$(MAKE) docs
+	diff -r build/docs docs
 
 # All tests but the slow ones, in lanes (tests/support/lanes.py).
 test:
@@ -44,7 +50,7 @@ docs:
 models:
 	mkdir -p build
 	python -m pytest -q -n 3 -m "slow or not slow" --measured build/measured.json tests/models/test_families.py \
-		tests/parity/test_families.py $(if $(FAMILY),-k $(FAMILY))
+		tests/layouts/test_families.py $(if $(FAMILY),-k $(FAMILY))
 	PYTHONPATH=tests python -m support.models_page build/measured.json
 
 # Faults seeded one at a time: does the suite see each of them? Not part of `check`; PART=2/4 is the second of four.
