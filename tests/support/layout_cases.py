@@ -234,7 +234,8 @@ class _Run:
 
     def _count(self) -> None:
         parameters = [*self.parts.model.parameters()]
-        moments = [one for state in self.parts.optimizer.state.values() for one in (state["exp_avg"],) * 2]
+        states = self.parts.optimizer.state.values()
+        moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
         self.record.counted = (
             sum(local_data(one).numel() for one in parameters),
             sum(local_data(one.grad).numel() for one in parameters if one.grad is not None),
