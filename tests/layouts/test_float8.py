@@ -42,9 +42,7 @@ def outcomes(cases):
 def test_a_layout_changes_what_rounding_to_float8_leaves_by_a_hundred_thousandth(scaling):
     """In fp64 all but float8's products is exact; without a common scale they would differ by percents."""
     one = replace(ONE, float8=scaling)
-    alone, smaller, plain, frozen = outcomes(
-        [one, replace(one, micro_batch=1), ONE, replace(one, lora=LORA)],
-    )
+    alone, smaller, plain, frozen = outcomes([one, replace(one, micro_batch=1), ONE, replace(one, lora=LORA)])
     far = dict(relative_differences(alone, plain))
     assert max(far.values()) > 1e-2 and alone.losses == pytest.approx(plain.losses, rel=1e-2)
     assert first_difference(alone, smaller, tolerance=1e-5) is None

@@ -34,11 +34,7 @@ def gradients(model, precision, scale, only=None, schedule="1f1b"):
 
 FP64 = Precision(torch.float64, torch.float64, torch.float64)
 HALF = Precision(torch.float32, torch.float16, torch.float32)
-LAYOUTS = [
-    Layout.of(tensor=2, sequence=True),
-    Layout.of(pipeline=2),
-    Layout.of(data=2, zero=3),
-]
+LAYOUTS = [Layout.of(tensor=2, sequence=True), Layout.of(pipeline=2), Layout.of(data=2, zero=3)]
 
 
 LOOP = Layout(pipeline=2, virtual_stages=2)

@@ -175,10 +175,7 @@ LAYOUTS = Layouts(
         row("experts-cut-along-their-width", "gpt_oss", {"data": 3, "zero": 3}, samples=6, asks=SLOW),
         # Most blocks have no adapter.
         row(
-            "lora-a-stage-without-zero1",
-            "llama-tied",
-            {"pipeline": 2, "data": 2, "zero": 1},
-            **FROZEN_STAGES,
+            "lora-a-stage-without-zero1", "llama-tied", {"pipeline": 2, "data": 2, "zero": 1}, **FROZEN_STAGES
         ),
         row("lora-blocks-without-zero2", "llama", {"data": 2, "zero": 2}, **FROZEN_STAGES),
         *(

@@ -9,12 +9,7 @@ from support.short_training import Case, build_rank, first_difference, outcome, 
 from trilith.parallel_state import Layout, ParallelState, engine, initialize
 from trilith.testing import run_parallel
 
-LAYOUTS = [
-    Layout(),
-    Layout.of(tensor=2, sequence=True),
-    Layout.of(data=2, zero=2),
-    Layout.of(pipeline=2),
-]
+LAYOUTS = [Layout(), Layout.of(tensor=2, sequence=True), Layout.of(data=2, zero=2), Layout.of(pipeline=2)]
 
 
 CONFIG = MODELS["llama"] | {"num_hidden_layers": 3}

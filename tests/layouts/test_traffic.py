@@ -74,7 +74,10 @@ LAYOUTS = Layouts(
         sent("llama-tied", {**STAGES, "data": 2, "zero": 1}, blocks=4, **BF16),
         sent("llama", {**CONTEXT, "zero": 1}, **BF16),
         # On a V's first rank both ends of the model use the root, and its sums are of what each end uses.
-        *(sent("mtp", {**STAGES, "data": 2, "zero": zero, **V}, schedule="zbv", **FOUR) for zero in range(4)),
+        *(
+            sent("mtp", {**STAGES, "data": 2, "zero": zero, **V}, schedule="zbv", **FOUR)
+            for zero in (0, 2, 3)
+        ),
         sent(
             "llama",
             {**STAGES, "data": 2, "zero": 3, "data_replicate": 2, **LOOP},
@@ -90,6 +93,7 @@ LAYOUTS = Layouts(
         # Experts are gathered and summed by themselves, over the ranks that hold the same ones.
         *(sent("glm4_moe", {"data": 4, "expert": 2, "zero": zero}) for zero in (0, 3)),
         sent("glm4_moe", {"data": 4, "expert": 2, "zero": 2, "data_replicate": 2}),
+        sent("mtp", {**STAGES, "data": 2, "zero": 1, **V}, schedule="zbv", asks=SLOW, **FOUR),
         # Every pair of these is in the array, whose rows are asked what they send as well.
         *(
             sent(name, layout, asks=SLOW)

@@ -230,9 +230,7 @@ CASES = [
     pytest.param(LLAMA, EVERY.model_copy(update={"lora_dropout": 0.05}), id="lora-dropout"),
     pytest.param(GPT2, EVERY.model_copy(update={"lora_dropout": 0.05}), id="gpt2-lora-dropout"),
     pytest.param(
-        LLAMA,
-        LoraConfig(r=4, lora_dropout=0.05, target_modules=("q_proj", "v_proj")),
-        id="lora-of-q-and-v",
+        LLAMA, LoraConfig(r=4, lora_dropout=0.05, target_modules=("q_proj", "v_proj")), id="lora-of-q-and-v"
     ),
 ]
 

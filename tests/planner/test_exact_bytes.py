@@ -52,9 +52,7 @@ def count(layout):
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [*LAYOUTS[:3], *(pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS[3:])],
-    ids=str,
+    "layout", [*LAYOUTS[:3], *(pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS[3:])], ids=str
 )
 def test_every_family_s_parameters_are_planned_exactly(layout):
     every = EXPERTS if layout.expert > 1 else MODELS.keys()

@@ -24,9 +24,7 @@ CONFIGS = {
 }
 #: Families whose products torch counts otherwise than the formula: bounded scores, sinks and slopes take
 #: attention of our own, narrow values are filled with zeros, and recurrent blocks run in chunks.
-IN_PARTS = {
-    *("gemma2", "gpt_oss", "bloom", "deepseek_v3", "qwen3_next", "qwen3_5_text", "granitemoehybrid"),
-}
+IN_PARTS = {*("gemma2", "gpt_oss", "bloom", "deepseek_v3", "qwen3_next", "qwen3_5_text", "granitemoehybrid")}
 for row, raw in MODELS.items():
     if raw["model_type"] == row and row not in IN_PARTS:
         CONFIGS.setdefault(row, raw)

@@ -12,14 +12,7 @@ from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.pipeline import bubble, timetable
 from trilith.pipeline.timetable import UNIT_COSTS, layout_of, step_length
 from trilith.planner import Work, sampled
-from trilith.planner.time import (
-    MACHINES,
-    PARTS,
-    machine_from_bench,
-    machine_named,
-    spending,
-    step_time,
-)
+from trilith.planner.time import MACHINES, PARTS, machine_from_bench, machine_named, spending, step_time
 from trilith.planner.time.collectives import Links, group_of, placement
 from trilith.planner.time.kernels import OPERATORS, Kernels, heavier
 
