@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 from support.configs import TINY_LLAMA
 from support.forked_launch import launch_forked
+from support.kills import Campaign, wait_for
 from trilith.checkpoints import complete_checkpoints, read_source, verify
 from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
@@ -88,11 +88,8 @@ class Run:
                 process_group=False,
                 timeout=timeout,
             )
-            deadline = time.monotonic() + timeout
-            while not (known.exists() and known.read_text()):
-                assert not ended.done() and time.monotonic() < deadline, "the launcher did not start"
-                time.sleep(0.02)
-            yield Launched(int(known.read_text()), ended)
+            wait_for(lambda: Campaign.noted(known), timeout, "the launcher started", ended=ended)
+            yield Launched(Campaign.noted(known), ended)
             ended.result()
 
     def finish(self, *overrides, fault=""):
@@ -108,8 +105,11 @@ class Run:
             return run_fresh(train_as_a_rank, world, arguments, process_group=False, timeout=timeout)
 
     def status(self, rank):
-        found = json.loads((self.out / "status" / f"rank{rank}.json").read_text())
-        return found
+        return json.loads((self.out / "status" / f"rank{rank}.json").read_text())
+
+    def is_at(self, step, *, rank):
+        """Tell whether the rank has come to a step."""
+        return (self.out / "status" / f"rank{rank}.json").exists() and self.status(rank)["step"] == step
 
     @property
     def steps_saved(self):

@@ -61,7 +61,7 @@ def test_ranks_are_compared_with_those_that_do_the_same_work():
     assert slowest_of([0.0, 0.0], [0, 0]) == (0, 1.0)
 
 
-def test_the_terminal_names_it(capsys):
+def test_the_terminal_names_the_slow_rank(capsys):
     slow = StepMetrics(
         0, 2.5, 0.75, 3e-4, 4096, 12_345.6, 0.33, slow_rank=3, slow_host="node17", slow_times=2.44
     )
