@@ -8,7 +8,6 @@ from support.stop_and_go import StopAndGo, check_stop_and_go
 from transformers import AutoModelForCausalLM
 from trilith.checkpoints import load_weights, read_source
 from trilith.cli.app import run as command
-from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import Layout, ParallelState
 from trilith.runs.metrics import read_metrics
 from trilith.testing import run_parallel
@@ -34,11 +33,6 @@ def load_rank(layouts, path):
         load_weights(path, model, source.family, source.model_config)
         found.append(pieces(model, state))
     return found
-
-
-@pytest.fixture
-def tokens(tmp_path):
-    return write_tokens(tmp_path / "tokens")
 
 
 WHEREVER = StopAndGo(

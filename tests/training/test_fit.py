@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 from support.configs import TINY_LLAMA
-from support.short_runs import tiny_recipe, train
+from support.short_runs import tiny_recipe, train, write_recipe
 from support.stop_and_go import ROUNDING, differences
 from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
 from trilith.ranks.fresh_worker import leave
 from trilith.recipes import parse_recipe
-from trilith.recipes.foreign.translation import to_toml
 from trilith.runs.events import read_events
 from trilith.search import fit
 from trilith.testing import run_fresh
@@ -27,9 +26,7 @@ def recipe(folder, rows=8, **changes):
 def written(folder, rows):
     """Write tokens and a recipe for four ranks; return the recipe's file."""
     write_tokens(folder / "tokens")
-    file = folder / "recipe.toml"
-    file.write_text("".join(f"{key} = {to_toml(value)}\n" for key, value in recipe(folder, rows).items()))
-    return file
+    return write_recipe(folder / "recipe.toml", recipe(folder, rows))
 
 
 def go_on(file):

@@ -186,40 +186,25 @@ def test_weights_without_moments_do_not_resume_a_run_G14(make):
 
 def leave(recipe, how):
     """Save in the background, slowly, and leave in the middle of it."""
-    loaded = load_recipe(Path(recipe), ["checkpoint.background=true", "steps=2"])
+    loaded, save = load_recipe(Path(recipe), [BACKGROUND, "steps=2"]), Saver.save
+
+    def save_and_leave(saver, progress):
+        save(saver, progress)
+        if how == "error":
+            raise KeyError("in the loop")
+        if how == "destroy":
+            torch.distributed.destroy_process_group()
+        if how != "return":
+            sys.exit(0)
+
     with process_group(loaded.layout, timeout=timedelta(seconds=20)) as state:
         trainer = Trainer(loaded, state, quiet=True)
-        real = trainer._saver
-
-        def saver():
-            made = real()
-            save = made.save
-
-            def save_and_leave(progress):
-                save(progress)
-                if how == "exit":
-                    sys.exit(0)
-                if how == "error":
-                    raise KeyError("in the loop")
-                if how == "destroy":
-                    torch.distributed.destroy_process_group()
-                    sys.exit(0)
-
-            made.save = save_and_leave
-            return made
-
-        with mock.patch.object(trainer, "_saver", saver):  # to stand between the loop and its saves
+        with mock.patch.object(Saver, "save", save_and_leave):
             trainer.run()
 
 
 @pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param("return", marks=pytest.mark.slow),
-        pytest.param("exit", marks=pytest.mark.slow),
-        pytest.param("error", marks=pytest.mark.slow),
-        "destroy",
-    ],
+    "how", ["destroy", *(pytest.param(how, marks=pytest.mark.slow) for how in ("return", "exit", "error"))]
 )
 def test_leaving_amid_a_save_in_the_background_leaves_all_of_it_or_nothing_K10(make, how):
     run = make(2)
@@ -232,61 +217,45 @@ def test_leaving_amid_a_save_in_the_background_leaves_all_of_it_or_nothing_K10(m
     assert run.steps_saved == [2]
 
 
-def fail_while_saving(recipe):
-    """Fail in the loop while the checkpoint is still being written; say what is written when the error is
-    heard, and end without waiting for the rest.
+def fail_while_saving(recipe, status):
+    """Fail in the loop while a checkpoint is still being written; print this rank's status when the saver
+    begins to wait for its thread, and what is written when the error is heard, and wait for nothing else.
     """
-    loaded = load_recipe(Path(recipe), ["checkpoint.background=true", "layout.data=1", "layout.zero=0"])
-    with process_group(loaded.layout) as state:
-        trainer = Trainer(loaded, state, quiet=True)
+    loaded = load_recipe(Path(recipe), [BACKGROUND, "layout.data=1", "layout.zero=0"])
+    leave_saver = Saver.__exit__
 
-        def fail(metrics):
-            if metrics.step == 2:  # the checkpoint of two steps was begun
-                raise KeyError("in the loop")
+    def look_and_leave(saver, *error):
+        (told,) = read_status(Path(status), run="now")
+        print(f"told {told.code} {told.error}", flush=True)
+        leave_saver(saver, *error)
 
-        with mock.patch("trilith.checkpoints.save._LAST_CHANCE", 0.2), suppress(KeyError):
+    def fail(metrics):
+        if metrics.step == 2:  # the checkpoint of two steps was begun
+            raise KeyError("in the loop")
+
+    with watched(Path(status), 0, 1, run="now") as beat, process_group(loaded.layout) as state:
+        trainer = Trainer(loaded, state, beat=beat, quiet=True)
+        with (
+            mock.patch.object(Saver, "__exit__", look_and_leave),
+            mock.patch("trilith.checkpoints.save._LAST_CHANCE", 0.2),
+            suppress(KeyError),
+        ):
             trainer.run(after_step=fail)
         written = sorted(path.name for path in (Path(recipe).parent / "run" / "checkpoints").iterdir())
         print(f"heard beside {written}", flush=True)
         os._exit(0)
 
 
-def test_an_error_does_not_wait_for_a_save_in_the_background(make):
+def test_an_error_is_told_before_a_save_in_the_background_is_waited_for_and_does_not_wait(make, tmp_path):
     """The writing sleeps longer than the ranks may take."""
-    run = make(4)
+    run, status = make(4), str(tmp_path / "status")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRILITH_FAULT", "rank=0;at=checkpoint.amid_data;act=sleep:200")
-        (code,) = run_fresh(fail_while_saving, 1, str(run.recipe), process_group=False, timeout=60)
+        (code,) = run_fresh(fail_while_saving, 1, str(run.recipe), status, process_group=False, timeout=60)
     assert code == 0, code.output
+    assert "told 1 KeyError: 'in the loop'" in code.output
     (beside,) = re.findall(r"heard beside \['(.*)'\]", code.output)
     assert beside.startswith("step-00000002.tmp-")
-
-
-def fail_and_say_when(recipe, status):
-    """Fail in the loop; print this rank's status when the saver begins to wait for its thread."""
-    loaded = load_recipe(Path(recipe), ["checkpoint.background=true", "layout.data=1", "layout.zero=0"])
-    leave = Saver.__exit__
-
-    def look_and_leave(saver, *error):
-        (said,) = read_status(Path(status), run="now")
-        print(f"told {said.code} {said.error}")
-        leave(saver, *error)
-
-    with watched(Path(status), 0, 1, run="now") as beat, process_group(loaded.layout) as state:
-        trainer = Trainer(loaded, state, beat=beat, quiet=True)
-
-        def fail(metrics):
-            raise KeyError("in the loop")
-
-        with mock.patch.object(Saver, "__exit__", look_and_leave):
-            trainer.run(after_step=fail)
-
-
-def test_an_error_is_in_the_rank_s_status_before_the_saver_waits(make, tmp_path):
-    run = make(4)
-    (code,) = run_fresh(fail_and_say_when, 1, str(run.recipe), str(tmp_path / "status"), process_group=False)
-    assert code == 1
-    assert "told 1 KeyError: 'in the loop'" in code.output
 
 
 def soak(run, kills, seed):
@@ -310,14 +279,8 @@ def soak(run, kills, seed):
 
 
 SOAKED = [
-    "step.forward",
-    "checkpoint.before_data",
-    "checkpoint.amid_data",
-    "checkpoint.after_data",
-    "checkpoint.before_manifest",
-    "commit.before_rename",
-    "commit.after_rename",
-    "commit.amid_removal",
+    *("step.forward", "checkpoint.before_data", "checkpoint.amid_data", "checkpoint.after_data"),
+    *("checkpoint.before_manifest", "commit.before_rename", "commit.after_rename", "commit.amid_removal"),
 ]
 
 

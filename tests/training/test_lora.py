@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from trilith.checkpoints import convert, differences, load_model, load_weights, read_adapter, read_source
 from trilith.cli.app import run as trilith
 from trilith.layers import gather_logits
-from trilith.machine.random_files import write_hf_folder, write_tokens
+from trilith.machine.random_files import write_hf_folder
 from trilith.models import AdaptedFamily, LoraConfig, adapted, family_of
 from trilith.parallel_state import BadInput, ParallelState, initialize
 from trilith.parallel_state.engine import local_data
@@ -39,14 +39,17 @@ def on_a_base(folder):
     return {"model": {"config": None, "init_from": str(write_base(folder / "base"))}}
 
 
-@pytest.fixture
-def base(tmp_path):
-    return write_base(tmp_path / "base")
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("base") / "base")
 
 
-@pytest.fixture
-def tokens(tmp_path):
-    return write_tokens(tmp_path / "tokens")
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, base, tokens):
+    """Return the folder of a run of four steps, which no test changes."""
+    out = tmp_path_factory.mktemp("trained") / "run"
+    train(recipe(out, base, tokens))
+    return out
 
 
 def recipe(out, base, tokens, **changes):
@@ -55,17 +58,11 @@ def recipe(out, base, tokens, **changes):
     return raw
 
 
-ADAPTERS = {"lora": LORA, "steps": 4}
+ADAPTERS, ANOTHER = {"lora": LORA, "steps": 4}, {"layout": {"tensor": 2, "pipeline": 2}}
 test_a_run_of_adapters_that_stops_and_goes_on_equals_one_that_was_never_stopped = stop_and_go(
     [
         StopAndGo("in-one-layout", [{}, {}], ADAPTERS, given=on_a_base),
-        StopAndGo(
-            "into-another-layout",
-            [{}, {"layout": {"tensor": 2, "pipeline": 2}}],
-            ADAPTERS,
-            whole={},
-            given=on_a_base,
-        ),
+        StopAndGo("into-another-layout", [{}, ANOTHER], ADAPTERS, whole={}, given=on_a_base),
     ]
 )
 
@@ -92,11 +89,10 @@ def test_what_a_run_trains_peft_loads_and_gives_back(tmp_path, base, tokens):
     assert {path.name: path.read_bytes() for path in base.iterdir()} == before
 
 
-def test_adapters_are_resharded_with_their_moments_and_started_from(tmp_path, base, tokens):
-    train(recipe(tmp_path / "run", base, tokens))
-    convert(tmp_path / "run", tmp_path / "cut", to="sharded", tensor=2, pipeline=3)
-    assert not list(differences(read_source(tmp_path / "cut"), read_source(tmp_path / "run")))
-    names = [name.split(".") for name in whole_tensors(tmp_path / "run")]
+def test_adapters_are_resharded_with_their_moments_and_started_from(tmp_path, base, tokens, trained):
+    convert(trained, tmp_path / "cut", to="sharded", tensor=2, pipeline=3)
+    assert not list(differences(read_source(tmp_path / "cut"), read_source(trained)))
+    names = [name.split(".") for name in whole_tensors(trained)]
     assert {name[-1] for name in names} == {"lora_A", "lora_B"}
     assert {name[1] for name in names if name[0] == "optimizer"} == {"exp_avg", "exp_avg_sq"}
     convert(tmp_path / "cut", tmp_path / "adapter", to="peft")
@@ -105,7 +101,7 @@ def test_adapters_are_resharded_with_their_moments_and_started_from(tmp_path, ba
         train(recipe(tmp_path / f"from-{name}", base, tokens, **changes))
     first = losses(tmp_path / "from-cut")
     assert first == losses(tmp_path / "from-adapter")
-    assert first[0] != losses(tmp_path / "run")[0]
+    assert first[0] != losses(trained)[0]
 
 
 def numbers(raw):
@@ -202,22 +198,20 @@ def test_adapters_on_all_linears_pass_experts_over():
     ]
 
 
-def test_adapters_are_no_model_to_fine_tune(tmp_path, base, tokens):
-    train(recipe(tmp_path / "run", base, tokens, steps=1))
-    convert(tmp_path / "run", tmp_path / "adapter")
-    for path in (tmp_path / "run", tmp_path / "adapter"):
+def test_adapters_are_no_model_to_fine_tune(tmp_path, tokens, trained):
+    convert(trained, tmp_path / "adapter")
+    for path in (trained, tmp_path / "adapter"):
         with pytest.raises(BadInput, match="LoRA adapters"):
             plan(parse_recipe(recipe(tmp_path / "full", path, tokens, lora=None)))
 
 
-def test_adapters_are_not_loaded_as_a_whole_model(tmp_path, base, tokens, capsys):
+def test_adapters_are_not_loaded_as_a_whole_model(trained, capsys):
     """Otherwise the rest of the model would be uninitialised memory."""
-    train(recipe(tmp_path / "run", base, tokens, steps=1))
-    source = read_source(tmp_path / "run")
+    source = read_source(trained)
     assert isinstance(source.family, AdaptedFamily)
     for family in (source.family, source.family.base):
         model = family.build(source.model_config, device="cpu")
         with pytest.raises(BadInput, match="expected a whole model, found LoRA adapters"):
-            load_weights(tmp_path / "run", model, family, source.model_config)
-    assert trilith(["parity", str(tmp_path / "run")]) == 2
+            load_weights(trained, model, family, source.model_config)
+    assert trilith(["parity", str(trained)]) == 2
     assert "expected a whole model, found LoRA adapters" in capsys.readouterr().err

@@ -8,7 +8,6 @@ from support.configs import MODELS, TINY_GLM, TINY_GPT2, TINY_LLAMA
 from support.refusals import Refused, refusals
 from support.short_runs import built
 from torch.distributed.tensor import DTensor
-from trilith.machine.random_files import write_tokens
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState
 from trilith.parallel_state.engine import TorchDispatchMode, local_data
@@ -124,11 +123,6 @@ GROUPS = {
         ]
     }
 }
-
-
-@pytest.fixture
-def tokens(tmp_path):
-    return write_tokens(tmp_path / "tokens")
 
 
 class Updates(TorchDispatchMode):

@@ -14,11 +14,6 @@ from trilith.parallel_state import BadCheckpoint
 from trilith.testing import RankError
 
 
-@pytest.fixture
-def tokens(tmp_path):
-    return write_tokens(tmp_path / "tokens")
-
-
 def test_a_resumed_run_says_which_keys_of_its_recipe_have_changed(make, capfd):
     """A run may go on with another learning rate or precision, but not without a word."""
     command = ["train", str(make(4).recipe), "layout.data=1", "layout.zero=0"]

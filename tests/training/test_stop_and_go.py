@@ -120,11 +120,6 @@ test_a_run_that_stops_and_goes_on_equals_one_that_was_never_stopped = stop_and_g
 )
 
 
-@pytest.fixture
-def tokens(tmp_path):
-    return write_tokens(tmp_path / "tokens")
-
-
 def test_two_runs_with_one_seed_are_bitwise_equal_and_another_seed_is_not_D0(tmp_path, tokens):
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         train(tiny_recipe(tmp_path / name, tokens, seed=seed, layout={"data": 2}, steps=2))

@@ -6,13 +6,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.short_runs import losses, run_recipe, tiny_recipe, train
+from support.short_runs import losses, run_recipe, tiny_recipe, train, write_recipe
 from trilith.checkpoints import complete_checkpoints
 from trilith.data import TokenFile
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import ParallelState
 from trilith.recipes import parse_recipe
-from trilith.recipes.foreign.translation import to_toml
 from trilith.runs.heartbeat import status_folder
 from trilith.runs.metrics import read_metrics
 from trilith.runs.stop_signals import Preempted
@@ -71,8 +70,7 @@ def test_each_rank_makes_its_plan_and_opens_its_data_once(tmp_path):
 
 
 def test_the_process_that_starts_ranks_checks_once_and_hands_the_file_on(tmp_path, monkeypatch):
-    file, started = tmp_path / "recipe.toml", []
-    file.write_text("".join(f"{key} = {to_toml(value)}\n" for key, value in recipe(tmp_path).items()))
+    file, started = write_recipe(tmp_path / "recipe.toml", recipe(tmp_path)), []
 
     def launch(words, world, status, *, lock):
         started.append((words, world, status))

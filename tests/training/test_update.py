@@ -7,7 +7,6 @@ import pytest
 import torch
 from support.short_runs import tiny_recipe, whole_tensors
 from support.stop_and_go import StopAndGo, stop_and_go
-from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import ParallelState, declarations
 from trilith.parallel_state.engine import local_data
 from trilith.recipes.optimizer_sections import LossScaleSection, SpikeSection
@@ -69,11 +68,6 @@ def run_with_a_leap(raw, step, factor):
         patch.setattr(Update, "__call__", noting)
         patch.setattr(Watchers, "gradients", leaping)
         return trainer.run(), moved
-
-
-@pytest.fixture
-def tokens(tmp_path):
-    return write_tokens(tmp_path / "tokens")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
