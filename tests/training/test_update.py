@@ -125,9 +125,9 @@ def check_third_skipped(ended):
 
 
 def skipped(why, layout, changes, leap, *, slow=False):
-    """Stopped after the skipped step, whose moments did not count, and with a window half full."""
+    """Stopped with a window half full, and after the skipped step, whose moments did not count."""
     recipe = {**changes, "layout": layout, "steps": 4}
-    return StopAndGo(why, [{}, {}], recipe, stops=[3], train=leap, slow=slow)
+    return StopAndGo(why, [{}] * 3, recipe, stops=[1, 3], train=leap, slow=slow)
 
 
 test_a_run_with_a_skipped_step_resumes_bitwise = stop_and_go(
