@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = "tests/layers/test_parts.py::test_a_layer_in_parts_equals_one_device"
 WORDS = {
     "FORWARD": "tests/models/test_hugging_face.py::test_logits_and_gradients_are_transformers",
-    "RESUME": "tests/training/test_resume.py::test_resuming_in_the_same_layout_is_bitwise",
+    "RESUME": "-kD1 tests/training/test_stop_and_go.py",
     "ROUND_TRIP": "tests/checkpoints/test_convert.py::"
     "test_there_and_through_another_layout_and_back_is_bitwise_D6",
     **{f"LAYERS_{word.upper()}": f"-k{word} {LAYERS}" for word in ("float8", "experts")},

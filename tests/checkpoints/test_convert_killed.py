@@ -7,6 +7,7 @@ from contextlib import suppress
 import pytest
 from support.configs import TINY_LLAMA
 from support.folders import contents
+from support.kills import Work, kill_at, killed_work
 from support.short_runs import run_recipe, tiny_recipe
 from trilith.checkpoints import ConversionOptions, convert, read_source
 from trilith.checkpoints.convert import memory_budget
@@ -25,13 +26,14 @@ FORMS = {
     "reshard": ("trained", {"to": "sharded", "tensor": 4}),
 }
 POINTS = [
-    "at=convert.before_data",
-    "at=convert.noted",
-    "at=convert.noted;time=9",
-    "at=convert.after_data",
-    "at=commit.before_rename",
-    "at=commit.after_rename",
+    "convert.before_data",
+    "convert.noted",
+    "convert.noted;time=9",
+    "convert.after_data",
+    "commit.before_rename",
+    "commit.after_rename",
 ]
+QUICK = ["convert.noted;time=9", "commit.before_rename"]
 
 
 @pytest.fixture(scope="module")
@@ -47,48 +49,20 @@ def sources(tmp_path_factory):
     return folder
 
 
-def convert_noting(src, dst, arguments, every):
+def convert_noting(src, dst, arguments, every=4000):
     convert(src, dst, **arguments, options=ConversionOptions(note_every=every))
 
 
-def killed(src, dst, arguments, point, every=4000):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRILITH_FAULT", f"rank=0;{point};act=kill")
-        (code,) = run_fresh(convert_noting, 1, str(src), str(dst), arguments, every, process_group=False)
-    assert code == -9, code.output
-
-
-CASES = [
-    pytest.param(
-        form,
-        point,
-        id=f"{form}-{point}",
-        marks=[pytest.mark.slow] if form != "to-sharded" and number not in (2, 4) else [],
-    )
-    for form in FORMS
-    for number, point in enumerate(POINTS)
-]
-
-
-@pytest.mark.parametrize(("form", "point"), CASES)
-def test_a_killed_conversion_is_absent_or_whole_and_goes_on_K15(tmp_path, sources, form, point):
-    name, arguments = FORMS[form]
-    src, dst, before = sources / name, tmp_path / "out", contents(sources / name)
-    convert(src, tmp_path / "whole", **arguments)
-    killed(src, dst, arguments, point)
-    assert dst.exists() == (point == "at=commit.after_rename")
-    if not dst.exists():
-        says = r"found what a killed command left in out\.tmp-[0-9a-f]{16}, 20.*\. Run the same command again"
-        with pytest.raises(BadInput, match=says):
-            read_source(dst)
-        plan = convert(src, dst, **arguments)
-        assert plan.source.warnings == [f"{dst}: a command that wrote it was killed; its work was used"]
-    assert contents(dst) == contents(tmp_path / "whole")
-    assert contents(src) == before
-    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.endswith(".tmp-lock")) == [
-        "out",
-        "whole",
+test_a_killed_conversion_is_absent_or_whole_and_goes_on_K15 = killed_work(
+    [
+        Work(form, source, convert_noting, arguments, POINTS, quick=QUICK if form == "to-sharded" else [])
+        for form, (source, arguments) in FORMS.items()
     ]
+)
+
+
+def killed(src, dst, arguments, point, every=4000):
+    kill_at(point, convert_noting, str(src), str(dst), arguments, every)
 
 
 @pytest.fixture
@@ -115,13 +89,15 @@ def test_what_was_noted_is_not_written_again(tmp_path, sources, form, written):
         sources / name,
         tmp_path / "out",
         arguments,
-        "at=convert.noted;time=5",
+        "convert.noted;time=5",
         40_000 if form == "reshard" else 4000,
     )
     seen = []
     plan = convert(
         sources / name, tmp_path / "out", **arguments, options=ConversionOptions(progress=seen.append)
     )
+    killed_before = [f"{tmp_path / 'out'}: a command that wrote it was killed; its work was used"]
+    assert plan.source.warnings == killed_before
     assert 0 < sum(written) < 0.8 * all_of_it
     assert sum(seen) == plan.nbytes
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -129,7 +105,7 @@ def test_what_was_noted_is_not_written_again(tmp_path, sources, form, written):
 
 def test_a_source_that_changed_is_begun_anew(tmp_path, sources, written):
     shutil.copytree(sources / "hf", tmp_path / "hf")
-    killed(tmp_path / "hf", tmp_path / "out", {"tensor": 2}, "at=convert.after_data")
+    killed(tmp_path / "hf", tmp_path / "out", {"tensor": 2}, "convert.after_data")
     os.utime(tmp_path / "hf" / "model.safetensors")
     plan = convert(tmp_path / "hf", tmp_path / "out", tensor=2)
     assert sum(written) == sum(one.box.size for one in plan.transfers)
@@ -142,7 +118,7 @@ def test_damage_under_work_that_was_noted_is_seen(tmp_path, sources):
     file = next((tmp_path / "src").glob("*tensor-01*"))
     before = file.stat()
     data = bytearray(file.read_bytes())
-    killed(tmp_path / "src", tmp_path / "out", {"to": "hf"}, "at=convert.after_data", every=1)
+    killed(tmp_path / "src", tmp_path / "out", {"to": "hf"}, "convert.after_data", every=1)
     data[-50] ^= 4
     file.write_bytes(data)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -179,7 +155,7 @@ def test_a_journal_cut_by_the_kill_is_read_as_far_as_it_is_whole(tmp_path):
 
 def test_a_file_that_is_gone_is_written_again_whatever_the_journal_says(tmp_path, sources):
     convert(sources / "hf", tmp_path / "whole", tensor=2)
-    killed(sources / "hf", tmp_path / "out", {"tensor": 2}, "at=convert.after_data", every=1)
+    killed(sources / "hf", tmp_path / "out", {"tensor": 2}, "convert.after_data", every=1)
     (left,) = tmp_path.glob("out.tmp-" + "?" * 16)
     next(left.glob("*tensor-01*")).unlink()
     convert(sources / "hf", tmp_path / "out", tensor=2)
@@ -188,7 +164,7 @@ def test_a_file_that_is_gone_is_written_again_whatever_the_journal_says(tmp_path
 
 def test_what_a_killed_run_wrote_counts_as_room_for_the_next(tmp_path, sources, monkeypatch):
     """The disk has room for the output once and a fifth of it."""
-    killed(sources / "hf", tmp_path / "out", {"tensor": 2}, "at=convert.after_data")
+    killed(sources / "hf", tmp_path / "out", {"tensor": 2}, "convert.after_data")
     (left,) = tmp_path.glob("out.tmp-" + "?" * 16)
     used = sum(path.stat().st_blocks * 512 for path in left.iterdir())
     real = os.statvfs(tmp_path)

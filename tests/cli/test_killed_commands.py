@@ -16,9 +16,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
 from multiprocessing import forkserver
-from random import Random
 from typing import get_type_hints
 
 import pytest
@@ -26,6 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.configs import TINY_LLAMA
 from support.folders import contents
+from support.kills import Campaign, below, wait_for
 from support.short_runs import run_recipe, tiny_recipe
 from trilith.checkpoints import convert
 from trilith.cli.app import COMMANDS, run
@@ -34,7 +33,6 @@ from trilith.data.text.text_and_jsonl import read_blocks
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.runs.metrics import StepMetrics
-from trilith.system.process_info import children_of, process_info
 from trilith.testing import run_parallel
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -130,21 +128,6 @@ def inputs(tmp_path_factory):
         yield root
 
 
-def below(pid):
-    """Return the live processes that a process started, and those that these started."""
-    found = {one.pid for one in children_of(pid) if one.alive}
-    return found.union(*(below(one) for one in found))
-
-
-def wait_for(condition, seconds=HANGS):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
-
-
 class Start:
     """Run a command in a fork of this process, and pause it at the call ``at`` of the file system."""
 
@@ -218,11 +201,12 @@ def state(home):
     return contents(home), sorted(home.rglob("*"))
 
 
-class Campaign:
+class Commands(Campaign):
     """Kill one command after another, and check the rules after each kill."""
 
     def __init__(self, inputs, folder, seed):
-        self.inputs, self.folder, self.random = inputs, folder, Random(seed)
+        super().__init__(seed)
+        self.inputs, self.folder = inputs, folder
         self.before = contents(inputs)
         self.whole = {}
         self.calls = {}
@@ -248,7 +232,7 @@ class Campaign:
         home = self.folder / f"{self.homes} {name}"
         home.mkdir()
         while True:
-            self._kill(name, home)
+            self._kill_one(name, home)
             if self._committed(name, home) or self.random.random() < 0.5:
                 break
         there = self._committed(name, home)
@@ -258,7 +242,7 @@ class Campaign:
         assert not left and contents(home) == self.whole[name], (name, left)
         assert {path.name for path in home.iterdir()} == {path.split("/")[0] for path in self.whole[name]}
 
-    def _kill(self, name, home):
+    def _kill_one(self, name, home):
         """Start one command, or two that race, and kill at a random moment; some races go undisturbed."""
         random, seen = self.random, state(home)
         racing, worker = random.random() < 0.25, random.random() < 0.4
@@ -270,8 +254,7 @@ class Campaign:
         hit = random.choice([*others]) if worker and others else victim.pid
         if disturbed:
             time.sleep(random.random() * 1.3 * PAUSE)
-            with suppress(ProcessLookupError):
-                os.kill(hit, signal.SIGKILL)
+            self.kill([hit])
         codes = [start.end() for start in starts]
         self.count["races"] += racing
         killed = -signal.SIGKILL in codes or 3 in codes
@@ -289,8 +272,7 @@ class Campaign:
         self.count["kills"] += killed
         self.count[f"{when}{', a worker' if 3 in codes else ''}"] += 1
         assert contents(self.inputs) == self.before, (name, "inputs")
-        gone = wait_for(lambda: not below(os.getpid()) - self.already)
-        assert gone, (name, [process_info(pid) for pid in below(os.getpid()) - self.already])
+        wait_for(lambda: not below(os.getpid()) - self.already, HANGS, f"{name}: all processes had ended")
 
     def _start(self, name, home, at):
         words = [word.replace("{out}", str(home / "out")) for word in WORK[name][0]]
@@ -319,7 +301,7 @@ class Campaign:
 def test_a_killed_command_leaves_its_output_absent_or_whole_and_the_next_start_leaves_nothing_else(
     inputs, tmp_path, kills, seed
 ):
-    campaign, names = Campaign(inputs, tmp_path, seed), [*WORK]
+    campaign, names = Commands(inputs, tmp_path, seed), [*WORK]
     campaign.random.shuffle(names)
     while campaign.count["kills"] < kills:
         campaign.kill_until_through(names[campaign.homes % len(names)])

@@ -1,37 +1,45 @@
 """Generation: transformers' tokens, the same in every layout, each row as if it were alone."""
 
+from functools import cache
+
 import pytest
 import torch
 import transformers
-from support.configs import TINY_GLM, TINY_GPT2, TINY_LLAMA
+from support.configs import TINY_GLM, TINY_GPT2, TINY_LLAMA, config
+from support.refusals import Refused, refusals
 from torch import nn
 from trilith.checkpoints import load_model
 from trilith.generation import Sampling, generate
-from trilith.parallel_state import BadInput, Layout, ParallelState
+from trilith.machine.random_files import write_hf_folder
+from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import RankError, run_parallel
 from trilith.training import Precision, shard_over_data
 
-PLAIN = {key: value for key, value in TINY_LLAMA.items() if key != "attention_bias"}
+PLAIN = config("tiny_llama", without=("attention_bias",))
 MODELS = {
     "llama": TINY_LLAMA,
-    "llama-untied": {**TINY_LLAMA, "tie_word_embeddings": False, "num_key_value_heads": 4},
-    "llama-kv1": {**TINY_LLAMA, "num_key_value_heads": 1},
-    "mistral": {**PLAIN, "model_type": "mistral", "sliding_window": 6},
-    "qwen2": {**PLAIN, "model_type": "qwen2"},
-    "qwen3": {**PLAIN, "model_type": "qwen3"},
-    "mixtral": {**PLAIN, "model_type": "mixtral", "num_local_experts": 4},
-    "glm4_moe": TINY_GLM,
-    "deep": {**TINY_LLAMA, "num_hidden_layers": 5},
-    "gpt2": {**TINY_GPT2, "bos_token_id": 0, "eos_token_id": 0},
+    "llama-untied": TINY_LLAMA | {"tie_word_embeddings": False, "num_key_value_heads": 4},
+    "llama-kv1": TINY_LLAMA | {"num_key_value_heads": 1},
+    "mistral": PLAIN | {"model_type": "mistral", "sliding_window": 6},
+    "deep": config("tiny_llama", layers=5),
+    "gpt2": TINY_GPT2 | {"bos_token_id": 0, "eos_token_id": 0},
 }
+#: Models that ``models/test_families.py`` generates with, as transformers does.
+ELSEWHERE = {
+    "qwen2": PLAIN | {"model_type": "qwen2"},
+    "qwen3": PLAIN | {"model_type": "qwen3"},
+    "mixtral": PLAIN | {"model_type": "mixtral", "num_local_experts": 4},
+    "glm4_moe": TINY_GLM,
+}
+NAMES = [*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in ELSEWHERE)]
 PROMPTS = [[5, 17, 90, 2, 41], [77], [3, 3, 60, 8, 12, 100, 31, 9], [1, 2]]
 LAYOUTS = [Layout.of(tensor=2), Layout.of(pipeline=2), Layout.of(tensor=2, pipeline=2)]
 NEW = 16
 
 
 def made(name):
-    config = transformers.AutoConfig.for_model(**MODELS[name])
-    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    settings = transformers.AutoConfig.for_model(**{**MODELS, **ELSEWHERE}[name])
+    theirs = transformers.AutoModelForCausalLM.from_config(settings)
     torch.manual_seed(0)
     for key, p in theirs.named_parameters():  # weights large enough that the text is not one token
         scale = p.ndim == 1 and key.endswith("weight")
@@ -39,16 +47,23 @@ def made(name):
     return theirs.eval()
 
 
+class Folders(dict):
+    """Write a model as a Hugging Face folder when it is asked for."""
+
+    def __init__(self, root):
+        self.root = root
+
+    def __missing__(self, name):
+        made(name).save_pretrained(self.root / name)
+        return self.setdefault(name, self.root / name)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Write each model as a Hugging Face folder."""
-    root = tmp_path_factory.mktemp("models")
-    for name in MODELS:
-        made(name).save_pretrained(root / name)
-    return {name: root / name for name in MODELS}
+    return Folders(tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy_is_transformers_with_and_without_the_cache(name, folders):
     theirs, ours = made(name), load_model(folders[name])
     expected = [
@@ -75,23 +90,40 @@ def on_a_rank(folder, layout):
     return [generate(model, PROMPTS, max_new_tokens=NEW, **how) for how in HOW.values()]
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-kv1", "mistral", "gpt2"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_layout_writes_the_same(name, layout, folders):
-    model = load_model(folders[name])
-    expected = [generate(model, PROMPTS, max_new_tokens=NEW, **how) for how in HOW.values()]
-    assert len({str(texts) for texts in expected}) == len(HOW)
-    for found in run_parallel(on_a_rank, layout.world, folders[name], layout):
-        assert found == expected
+@pytest.fixture(scope="module")
+def alone(folders):
+    """Return, by the name of a model, what one device writes; made once."""
+
+    @cache
+    def written(name):
+        model = load_model(folders[name])
+        texts = [generate(model, PROMPTS, max_new_tokens=NEW, **how) for how in HOW.values()]
+        assert len({*map(str, texts)}) == len(HOW)
+        return texts
+
+    return written
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        # Both axes at once with one of the models: each of them alone is in the rows before.
+        pytest.param(name, layout, marks=[pytest.mark.slow] * (name != "llama" and layout.world == 4))
+        for layout in LAYOUTS
+        for name in ("llama", "llama-kv1", "mistral", "gpt2")
+    ],
+    ids=str,
+)
+def test_every_layout_writes_the_same(name, layout, folders, alone):
+    for texts in run_parallel(on_a_rank, layout.world, folders[name], layout):
+        assert texts == alone(name)
 
 
 @pytest.mark.parametrize("v_shape", [False, True])
-def test_several_stages_a_rank_write_the_same(v_shape, folders):
+def test_several_stages_a_rank_write_the_same(v_shape, folders, alone):
     """Tokens visit each rank more than once; the last stage lies on the last rank, or in a V on the first."""
-    model = load_model(folders["deep"])
-    expected = [generate(model, PROMPTS, max_new_tokens=NEW, **how) for how in HOW.values()]
     layout = Layout(pipeline=2, virtual_stages=2, v_shape=v_shape)
-    assert run_parallel(on_a_rank, 2, folders["deep"], layout) == [expected] * 2
+    assert run_parallel(on_a_rank, 2, folders["deep"], layout) == [alone("deep")] * 2
 
 
 def test_a_draw_follows_from_seed_and_number_and_not_from_the_batch(folders):
@@ -160,34 +192,38 @@ def test_the_model_is_left_as_it_was(folders):
     assert model.training and one == generate(model, PROMPTS, max_new_tokens=4)
 
 
-REFUSED = [
-    ([], {}, "prompt: expected at least one token"),
-    ([[1], []], {}, "prompt: expected at least one token"),
-    ([[1] * 60], {}, "at most the model's 64 positions, found 65"),
-    ([[1]], {"max_new_tokens": 0}, "max_new_tokens: expected from 1 up"),
-    ([[1]], {"min_new_tokens": 6}, "min_new_tokens=6 or more, found 5"),
-    ([[1, 131]], {}, "below the model's vocab_size=131, found 131"),
-    ([[1]], {"stop": (200,)}, "below the model's vocab_size=131, found 200"),
-]
+def refused(why, says, prompts, **how):
+    def call(folder):
+        generate(load_model(folder / "hf"), prompts, **{"max_new_tokens": 5, **how})
+
+    return Refused(why, call, says, given=lambda folder: write_hf_folder(folder / "hf", TINY_LLAMA))
 
 
-@pytest.mark.parametrize(("prompts", "how", "message"), REFUSED)
-def test_refusals(prompts, how, message, folders):
-    with pytest.raises(BadInput, match=message):
-        generate(load_model(folders["llama"]), prompts, **{"max_new_tokens": 5, **how})
+test_generate_refuses_bad_arguments = refusals(
+    [
+        refused("no-prompt", "prompt: expected at least one token", []),
+        refused("an-empty-prompt", "prompt: expected at least one token", [[1], []]),
+        refused("too-long", "at most the model's 64 positions, found 65", [[1] * 60]),
+        refused("no-new-token", "max_new_tokens: expected from 1 up", [[1]], max_new_tokens=0),
+        refused("least-above-most", "min_new_tokens=6 or more, found 5", [[1]], min_new_tokens=6),
+        refused("unknown-token", "below the model's vocab_size=131, found 131", [[1, 131]]),
+        refused("unknown-stop", "below the model's vocab_size=131, found 200", [[1]], stop=(200,)),
+    ]
+)
 
 
-def test_sequence_parallelism_is_refused_on_every_rank(folders):
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        (Layout.of(tensor=2, sequence=True), "layout.sequence: expected false"),
+        (Layout.of(context=2), "layout.context: expected 1"),
+    ],
+    ids=["sequence", "context"],
+)
+def test_sequence_and_context_parallelism_are_refused_on_every_rank(layout, says, folders):
     with pytest.raises(RankError) as error:
-        run_parallel(on_a_rank, 2, folders["llama"], Layout.of(tensor=2, sequence=True))
-    assert all("layout.sequence: expected false" in str(one.cause) for one in error.value.failures)
-    assert len(error.value.failures) == 2
-
-
-def test_context_parallelism_is_refused_on_every_rank(folders):
-    with pytest.raises(RankError) as error:
-        run_parallel(on_a_rank, 2, folders["llama"], Layout.of(context=2))
-    assert all("layout.context: expected 1" in str(one.cause) for one in error.value.failures)
+        run_parallel(on_a_rank, 2, folders["llama"], layout)
+    assert all(says in str(one.cause) for one in error.value.failures)
     assert len(error.value.failures) == 2
 
 

@@ -51,7 +51,7 @@ WHERE = "(collective 2 of ranks [0, 1, 2], group tensor)"
         ),
     ],
 )
-def test_it_says_who_waits_for_whom(records, says):
+def test_the_records_say_who_waits_for_whom(records, says):
     assert who_waits(records) == says
 
 

@@ -234,18 +234,3 @@ def test_a_package_that_is_missing_is_named_with_what_to_install():
     unknown = "no_such"  # no name of the list, because the packages of those may be installed
     with pytest.raises(BadInput, match=r"trackers: no_such: .*pip install 'trilith\[trackers\]' no_such"):
         check_trackers([unknown])
-
-
-def test_the_old_key_is_refused_with_the_new_one(tmp_path):
-    with pytest.raises(
-        BadInput, match=r"expected trackers = \['tensorboard'\] in the place of the key tensorb"
-    ):
-        parse_recipe(tiny_recipe(tmp_path, tmp_path, watch={"tensorboard": True}))
-
-
-def test_objects_cannot_be_handed_to_ranks_that_are_started_here(tmp_path):
-    write_tokens(tmp_path / "tokens")
-    raw = tiny_recipe(tmp_path / "out", tmp_path / "tokens", layout={"data": 2})
-    with pytest.raises(BadInput, match=r"run: trackers: .*2 ranks to start.*torchrun"):
-        run(parse_recipe(raw), trackers=[Notes()])
-    assert not (tmp_path / "out").exists()

@@ -10,6 +10,7 @@ from trilith.checkpoints import read_source
 from trilith.models import CausalLM, family_of
 from trilith.parallel_state import Box, Layout, ParallelState, initialize
 from trilith.ranks.pool import run_parallel
+from trilith.recipes.foreign.translation import to_toml
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.metrics import StepMetrics, read_metrics
 from trilith.training.precision import Precision
@@ -35,6 +36,12 @@ def tiny_recipe(out: Path, tokens: Path, **changes: Any) -> dict[str, Any]:
     for key, value in changes.items():
         recipe[key] = recipe[key] | value if isinstance(value, dict) and key in recipe else value
     return recipe
+
+
+def write_recipe(file: Path, raw: dict[str, Any]) -> Path:
+    """Write a recipe's data as the file that a user would write; return the file."""
+    file.write_text("".join(f"{key} = {to_toml(value)}\n" for key, value in raw.items()))
+    return file
 
 
 def run_recipe(raw: dict[str, Any]) -> list[StepMetrics]:

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,36 +9,25 @@ from dataclasses import dataclass
 import pytest
 from support.configs import TINY_LLAMA
 from support.forked_launch import launch_forked
+from support.kills import Campaign, wait_for
+from support.short_runs import write_recipe
 from trilith.checkpoints import complete_checkpoints, read_source, verify
 from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
 from trilith.ranks.fresh_worker import leave
 from trilith.testing import ExitCode, run_fresh
 
-RECIPE = """
-out = "{out}"
-steps = {steps}
-log_every = 1
-[model]
-config = {config}
-[layout]
-data = 2
-zero = 1
-[data]
-tokens = "{tokens}"
-sequence_length = 16
-global_batch = 8
-micro_batch = 2
-[checkpoint]
-every = 2
-keep = 2
-"""
+SECTIONS = {
+    "model": {"config": TINY_LLAMA},
+    "layout": {"data": 2, "zero": 1},
+    "checkpoint": {"every": 2, "keep": 2},
+}
 
 
 def train_as_a_rank(arguments):
     """Run the command; after one that went well or was refused, take the interpreter apart no further.
 
-    All of the end runs where ranks fail, and in the whole starts of ``test_several_hosts`` and
+    All of the end runs where ranks fail, and in the whole starts of ``test_launchers`` and
     ``test_readme``.
     """
     if (code := run(["train", *arguments])) in (0, 2):
@@ -66,9 +54,10 @@ class Run:
     def __init__(self, folder, steps):
         self.folder = folder
         self.out, self.recipe = folder / "run", folder / "recipe.toml"
-        config = "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_LLAMA.items()) + "}"
-        tokens = write_tokens(folder / "tokens")
-        self.recipe.write_text(RECIPE.format(out=self.out, steps=steps, config=config, tokens=tokens))
+        data = {"tokens": str(write_tokens(folder / "tokens")), "sequence_length": 16}
+        data |= {"global_batch": 8, "micro_batch": 2}
+        raw = {"out": str(self.out), "steps": steps, "log_every": 1, "data": data, **SECTIONS}
+        write_recipe(self.recipe, raw)
 
     @contextmanager
     def launched(self, *overrides, fault="", timeout=60):
@@ -77,22 +66,10 @@ class Run:
         known.unlink(missing_ok=True)
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
             patch.setenv("TRILITH_FAULT", fault)
-            words = ["train", str(self.recipe), *overrides]
-            ended = pool.submit(
-                run_fresh,
-                launch_forked,
-                1,
-                run,
-                words,
-                str(self.folder),
-                process_group=False,
-                timeout=timeout,
-            )
-            deadline = time.monotonic() + timeout
-            while not (known.exists() and known.read_text()):
-                assert not ended.done() and time.monotonic() < deadline, "the launcher did not start"
-                time.sleep(0.02)
-            yield Launched(int(known.read_text()), ended)
+            given = (launch_forked, 1, run, ["train", str(self.recipe), *overrides], str(self.folder))
+            ended = pool.submit(run_fresh, *given, process_group=False, timeout=timeout)
+            wait_for(lambda: Campaign.noted(known), timeout, "the launcher started", ended=ended)
+            yield Launched(Campaign.noted(known), ended)
             ended.result()
 
     def finish(self, *overrides, fault=""):
@@ -108,8 +85,11 @@ class Run:
             return run_fresh(train_as_a_rank, world, arguments, process_group=False, timeout=timeout)
 
     def status(self, rank):
-        found = json.loads((self.out / "status" / f"rank{rank}.json").read_text())
-        return found
+        return json.loads((self.out / "status" / f"rank{rank}.json").read_text())
+
+    def is_at(self, step, *, rank):
+        """Tell whether the rank has come to a step."""
+        return (self.out / "status" / f"rank{rank}.json").exists() and self.status(rank)["step"] == step
 
     @property
     def steps_saved(self):
@@ -121,6 +101,11 @@ class Run:
             assert manifest is not None
             verify(path, manifest)
         return [int(path.name.removeprefix("step-")) for path in found]
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory):
+    return write_tokens(tmp_path_factory.mktemp("tokens") / "tokens")
 
 
 @pytest.fixture

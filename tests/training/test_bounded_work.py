@@ -63,10 +63,10 @@ def zstd_bomb(unit, blocks):
     )
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(blocks=st.integers(20_000, 60_000), unit=st.sampled_from([97, 10, 32]), lines=st.booleans())
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(blocks=st.integers(20_000, 30_000), unit=st.sampled_from([97, 10, 32]), lines=st.booleans())
 def test_a_zstandard_bomb_is_refused_in_little_memory(tmp_path, blocks, unit, lines):
-    """Files of 80 KB to 240 KB become 2.6 to 8 GB, as one long document or as empty lines."""
+    """Files of 80 KB to 120 KB become 2.6 to 4 GB, as one long document or as empty lines."""
     path = tmp_path / ("bomb.jsonl.zst" if lines else "bomb.txt.zst")
     path.write_bytes(zstd_bomb(unit, blocks))
     said, grew = outcome(read_all, path)
@@ -149,7 +149,7 @@ def apply(folder, text):
 @pytest.mark.parametrize("text", ENDLESS, ids=range(len(ENDLESS)))
 def test_a_template_without_end_is_refused_within_its_time_and_memory(folder, text, monkeypatch):
     for module in (tokenizer_loading, chat_template):
-        monkeypatch.setattr(module, "TEMPLATE_SECONDS", 0.5)
+        monkeypatch.setattr(module, "TEMPLATE_SECONDS", 0.2)
         monkeypatch.setattr(module, "TEMPLATE_MEMORY", 2**27)
     said, grew = outcome(apply, folder, text)
     assert said.startswith("in.jsonl:1: ") and "template" in said

@@ -71,7 +71,7 @@ def test_one_rank_has_the_bits_of_fsdp(name):
 
 
 @pytest.mark.parametrize("layout", [Layout.of(tensor=2, sequence=True), Layout.of(pipeline=2)], ids=str)
-def test_so_have_ranks_of_other_axes(layout):
+def test_ranks_of_other_axes_have_the_bits_of_fsdp(layout):
     for ours, theirs in zip(
         *(run_parallel(trained, 2, layout, CASES["bf16, sums in fp32"], fsdp) for fsdp in (False, True)),
         strict=True,

@@ -1,26 +1,18 @@
-"""``deterministic = true`` holds while the ranks run, and no longer."""
+"""``deterministic = true`` holds while the ranks run, and no longer; which ranks share random numbers."""
 
 import os
 
 import pytest
 import torch
-from support.configs import TINY_LLAMA
-from trilith.cli.app import run
+from support.short_runs import tiny_recipe
 from trilith.machine.random_files import write_tokens
+from trilith.parallel_state import Layout, ParallelState
+from trilith.recipes import parse_recipe
 from trilith.runs.determinism import deterministic
-from trilith.training import Trainer
+from trilith.training import Trainer, run
+from trilith.training.trainer import random_seed
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-RECIPE = """
-out = "{out}"
-steps = 1
-[model.config]
-{config}
-[data]
-tokens = "{tokens}"
-sequence_length = 16
-global_batch = 2
-"""
 
 
 def now():
@@ -36,7 +28,7 @@ def now():
     ],
     ids=["not asked for", "asked for", "with the user's own workspace"],
 )
-def test_it_holds_from_before_the_model_to_the_end(choice, theirs, during, tmp_path, monkeypatch):
+def test_deterministic_mode_covers_build_to_end(choice, theirs, during, tmp_path, monkeypatch):
     monkeypatch.delenv(WORKSPACE, raising=False)
     if theirs is not None:
         monkeypatch.setenv(WORKSPACE, theirs)
@@ -52,20 +44,13 @@ def test_it_holds_from_before_the_model_to_the_end(choice, theirs, during, tmp_p
 
     monkeypatch.setattr(Trainer, "__init__", watched_begin)
     monkeypatch.setattr(Trainer, "_one_step", watched_step)
-    values = {True: "true", False: "false"}
-    config = "\n".join(
-        f"{key} = {values[value] if isinstance(value, bool) else repr(value)}"
-        for key, value in TINY_LLAMA.items()
-    )
-    tokens = write_tokens(tmp_path / "tokens")
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(RECIPE.format(out=tmp_path / "run", config=config, tokens=tokens))
-    assert run(["train", str(recipe), "--quiet", *choice]) == 0
+    raw = tiny_recipe(tmp_path / "run", write_tokens(tmp_path / "tokens"), steps=1)
+    assert run(parse_recipe(raw), choice, quiet=True) == 0
     assert seen == [during, during]
     assert now() == (False, theirs)
 
 
-def test_an_error_ends_it_too(monkeypatch):
+def test_an_error_ends_deterministic_mode_too(monkeypatch):
     monkeypatch.delenv(WORKSPACE, raising=False)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -75,3 +60,21 @@ def test_an_error_ends_it_too(monkeypatch):
         assert torch.is_deterministic_algorithms_warn_only_enabled() and WORKSPACE not in os.environ
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_step_s_random_numbers_agree_on_a_tensor_group_alone():
+    layout = Layout.of(tensor=2, data=2, data_replicate=2, zero=1, pipeline=2, context=2)
+    seeds = {}
+    for rank in range(layout.world):
+        state = ParallelState.stand_in(layout, rank)
+        place = (state.data_index, state.context_index, state.at.pipeline)
+        seeds.setdefault(place, set()).add(random_seed(3, 5, state))
+    assert len(seeds) == layout.world // 2
+    assert all(len(alike) == 1 for alike in seeds.values())
+    assert len(set.union(*seeds.values())) == len(seeds)
+
+
+def test_each_step_and_each_seed_has_random_numbers_of_its_own():
+    state = ParallelState.stand_in(Layout())
+    assert len({random_seed(seed, step, state) for seed in range(5) for step in range(5)}) == 25
+    assert random_seed(1, 2, state) == random_seed(1, 2, ParallelState.stand_in(Layout()))

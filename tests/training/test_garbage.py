@@ -7,17 +7,11 @@ import pytest
 import torch
 from support.configs import MODELS
 from support.short_runs import tiny_recipe
-from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import ParallelState
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import run_parallel
 from trilith.training import trainer
 from trilith.training.trainer import Trainer
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return write_tokens(tmp_path_factory.mktemp("garbage") / "tokens")
 
 
 def made(raw):

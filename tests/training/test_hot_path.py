@@ -35,7 +35,7 @@ def test_the_end_of_a_step_takes_as_many_operators_whatever_the_number_of_parame
                 update(loss, counts)
         found.append(Counter(end.names))
     assert found[0] == found[1]
-    assert found[0].total() < 70 and found[0]["aten::_fused_adamw_"] == 2  # with decay and without
+    assert found[0]["aten::_fused_adamw_"] == 2  # with decay and without
 
 
 def test_the_host_reads_once_and_after_the_update(monkeypatch):

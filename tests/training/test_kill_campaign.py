@@ -9,23 +9,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from random import Random
-from typing import Any
 from unittest import mock
 
 import pytest
 from support.forked_launch import launch_forked
+from support.kills import Campaign, wait_for
 from trilith.cli.app import run
 from trilith.runs.events import read_events
 from trilith.runs.metrics import read_metrics
 from trilith.system.process_info import children_of
 from trilith.testing import run_fresh
 
-Make = Callable[[int], Any]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 ONE_RANK = ["layout.data=1", "layout.zero=0"]
 VICTIMS = ("launcher", "torchrun", "rank 0", "rank 1", "launcher and torchrun", "all ranks")
@@ -69,20 +66,12 @@ def holders(lock):
     return found
 
 
-def wait_for(condition, seconds):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-class Campaign:
+class Starts(Campaign):
     """Kill starts in one run's folder, and check the rules after each kill."""
 
     def __init__(self, run, folder, seed):
-        self.run, self.folder, self.random = run, folder, Random(seed)
+        super().__init__(seed)
+        self.run, self.folder = run, folder
         self.committed, self.kills, self.races = 0, 0, 0
         self.killed = {}
 
@@ -104,15 +93,16 @@ class Campaign:
             steps = len(read_metrics(self.run.out / "metrics.jsonl"))
             if random.random() < 0.7:  # while it trains; else while it starts
                 awaited = steps + random.randrange(8)
-                wait_for(
-                    lambda: len(read_metrics(self.run.out / "metrics.jsonl")) > awaited or ended.done(), 20
-                )
+                deadline = time.monotonic() + 20
+                while (
+                    not ended.done()
+                    and time.monotonic() < deadline
+                    and len(read_metrics(self.run.out / "metrics.jsonl")) <= awaited
+                ):
+                    time.sleep(0.01)
             time.sleep(random.random() * 0.6)
             victim, launcher = random.choice(VICTIMS), random.choice(launchers)
-            hit = chosen(tree(launcher), victim)
-            for pid in hit:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            self.kill(chosen(tree(launcher), victim))
             codes = ended.result()
         self.kills += 1
         self.races += racing
@@ -125,14 +115,14 @@ class Campaign:
 
     def _pid_of(self, number):
         path = self.folder / f"launcher-{number}"
-        assert wait_for(lambda: path.exists() and path.read_text() != "", 60)
-        return int(path.read_text())
+        wait_for(lambda: self.noted(path), what="a launcher started")
+        return self.noted(path)
 
     def _check(self, codes, what):
         allowed = {-signal.SIGKILL, 0, 3, 75} | ({2} if len(codes) > 1 else set())
         assert {*codes} <= allowed, what
         lock = self.run.out / "run.lock"
-        assert wait_for(lambda: not holders(lock), 60), f"processes {holders(lock)} are left: {what}"
+        wait_for(lambda: not holders(lock), what=f"no process had the lock: {what}")
         saved = self.run.steps_saved  # reads every byte
         said = [one["step"] for one in read_events(self.run.out / "events.jsonl") if one["event"] == "saved"]
         newest = saved[-1] if saved else 0
@@ -158,7 +148,7 @@ class Campaign:
     ("kills", "seed"), [(3, 0), *(pytest.param(50, seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
 )
 def test_starts_killed_at_random_moments_lose_nothing_and_leave_nothing(make, tmp_path, kills, seed):
-    campaign = Campaign(make(100_000), tmp_path, seed)
+    campaign = Starts(make(100_000), tmp_path, seed)
     while campaign.kills < kills:
         campaign.kill_one()
         if campaign.kills % 25 == 0:

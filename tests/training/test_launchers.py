@@ -1,22 +1,24 @@
-"""The lines of docs/clusters.md that call ``run`` under each launcher, and each launcher's variables."""
+"""Launchers start ranks that train together: those of docs/clusters.md, and the README's torchrun."""
 
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 from trilith.cli.app import run
+from trilith.cli.train import train as train_command
+from trilith.runs.events import read_events
+from trilith.runs.metrics import read_metrics
 from trilith.testing import run_fresh
 from trilith.training import run as train
 
-Make = Callable[[int], Any]
 PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
@@ -156,3 +158,80 @@ def test_torchrun_takes_the_variables_of_kubeflow_s_plugin(make):
             pod.communicate()
     assert [pod.returncode for pod in pods] == [0, 0], said
     assert run.steps_saved == [2]
+
+
+README = Path(__file__).parents[2] / "README.md"
+AGENTS = 2
+
+
+def shown():
+    (command,) = re.findall(r"^(torchrun --nnodes .*)$", README.read_text(encoding="utf-8"), re.MULTILINE)
+    return str(command)
+
+
+def filled_in(recipe):
+    """Return the command with its placeholders filled in, and one rank a host in place of eight."""
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        port = holder.getsockname()[1]
+    values = {"HOST:29400": f"localhost:{port}", "NAME": "a-run", "recipe.toml": str(recipe), "8": "1"}
+    words = [values.get(word, word) for word in shlex.split(shown())]
+    beside = Path(sys.executable).parent
+    return [str(beside / word) if word in ("torchrun", "trilith") else word for word in words]
+
+
+def test_the_command_in_the_help_is_the_one_in_the_readme():
+    help_text = " ".join((train_command.__doc__ or "").split())
+    assert shown() in help_text.replace("\\ ", "")
+
+
+def test_two_hosts_that_start_the_readme_s_command_train_together(make):
+    """Two agents of torchrun on this machine, one rank each; without a rendezvous each waits for ever."""
+    run = make(4)
+    command = filled_in(run.recipe)
+    assert command[command.index("--nnodes") + 1] == str(AGENTS)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    agents = [
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for _ in range(AGENTS)
+    ]
+    try:
+        said = [agent.communicate(timeout=180)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.communicate()
+    assert [agent.returncode for agent in agents] == [0] * AGENTS, said
+    assert run.steps_saved == [2, 4]
+    (began,) = [one for one in read_events(run.out / "events.jsonl") if one["event"] == "started"]
+    assert began["world"] == AGENTS
+    assert {run.status(rank)["rank"] for rank in range(AGENTS)} == {0, 1}
+    assert run.status(0)["run"] == run.status(1)["run"] != ""
+
+
+@pytest.mark.slow  # two starts of two ranks with all their imports
+def test_a_run_that_torchrun_restarts_goes_on_from_its_last_checkpoint(make):
+    """Rank 1 is killed from outside, once; nobody starts anything again but torchrun."""
+    run = make(100)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "1", "--monitor-interval", "0.2", "--no-python", sys.executable, "-m"]
+    command += ["trilith.cli", "train", str(run.recipe), "--quiet", "timeout=20", "checkpoint.every=10"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while len(read_metrics(run.out / "metrics.jsonl")) < 15:
+        assert process.poll() is None and time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.05)
+    killed = run.status(1)["pid"]
+    os.kill(int(killed), signal.SIGKILL)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors[-2000:]
+    assert run.status(1)["pid"] != killed
+    assert run.steps_saved[-1] == 100
+    assert [line["step"] for line in read_metrics(run.out / "metrics.jsonl")] == [*range(100)]
+    events = [(one["event"], one["step"]) for one in read_events(run.out / "events.jsonl")]
+    assert events[0] == ("started", 0) and events[-1] == ("finished", 100)
+    (resumed,) = (step for event, step in events if event == "resumed")
+    assert resumed >= 10

@@ -66,7 +66,7 @@ THEIRS = {
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_after_the_warmup_it_is_transformers(name):
+def test_rates_after_the_warmup_are_transformers(name):
     ours, make = THEIRS[name]
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=PEAK)
     theirs = make(optimizer)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from trilith.layers import ColumnParallelLinear, Stage, VocabParallelEmbedding
+from trilith.layers import Stage
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.testing import run_parallel
 from trilith.training import ModuleStep, Precision, make_adamw, own_samples, shard_over_data
@@ -178,50 +178,3 @@ def test_every_rank_refuses_a_dict_between_stages():
     said = run_parallel(refused, 2, Early, loss, Layout(pipeline=2))
     assert said[0] == said[1]
     assert "stage: output: expected a tensor or a tuple of them between stages, found a dict" in said[0]
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        (
-            {"scale": torch.tensor(2.0)},
-            "batch: scale: expected a tensor with the samples on dim 0, found a te",
-        ),
-        ({"names": ["a"] * 8}, "batch: names: expected a tensor with the samples on dim 0, found list"),
-        ({"seed": 3}, "batch: seed: expected a tensor with the samples on dim 0, found int"),
-        ({"x": torch.zeros(4, 3, D)}, "batch: expected tensors with the same number of samples"),
-    ],
-)
-def test_a_batch_of_anything_but_rows_is_refused(changes, says):
-    samples = {**batch(0), **changes}
-    with pytest.raises(BadInput, match=says):
-        plain_step(a_sum, samples)
-    with pytest.raises(BadInput, match=says):
-        own_samples(samples)
-    with pytest.raises(BadInput, match=says):
-        ModuleStep(Plain(), a_sum, micro_batch=2).evaluate(samples)
-
-
-@pytest.mark.parametrize(
-    ("loss", "found"),
-    [
-        (lambda given, samples: given.mean(), r"one tensor of shape \(\)"),
-        (lambda given, samples: (given.sum(-1), 8), r"a tensor of shape \(2, 3\) and int"),
-        (lambda given, samples: None, "NoneType"),
-        (lambda given, samples: (given.sum(), 1, 2), "tuple of 3"),
-        (lambda given, samples: (given.sum(), "8"), r"a tensor of shape \(\) and str"),
-    ],
-)
-def test_a_loss_that_gives_no_sum_and_count_is_refused(loss, found):
-    with pytest.raises(BadInput, match=f"step: loss: expected the sum of the losses.*found {found}"):
-        plain_step(loss)
-
-
-@pytest.mark.parametrize("dims", [1, 2])
-def test_an_input_without_a_sequence_is_refused_under_sequence_parallelism(dims):
-    state = ParallelState.stand_in(Layout.of(tensor=2, sequence=True))
-    says = r"sequence parallelism: input: expected \(batch, sequence, features\)"
-    with pytest.raises(BadInput, match=says):
-        ColumnParallelLinear(4, 6, state=state)(torch.zeros((3, 4)[-dims:]))
-    with pytest.raises(BadInput, match=says):
-        VocabParallelEmbedding(50, 6, state=state)(torch.zeros((3, 4)[: dims - 1], dtype=torch.int64))

@@ -4,7 +4,6 @@ import pytest
 import torch
 from support.short_runs import tiny_recipe
 from torch import nn
-from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import ParallelState, PeerFailed
 from trilith.parallel_state.engine import local_data
 from trilith.recipes.recipe import parse_recipe
@@ -77,11 +76,6 @@ def backward(trainer):
                 out.register_hook(lambda grad: grad * float("nan"))
 
         block.register_forward_hook(spoil)
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return write_tokens(tmp_path_factory.mktemp("health") / "tokens")
 
 
 def said(tmp_path, tokens, layout, spoil):

@@ -1,21 +1,26 @@
-"""Parameter groups: which parameters a pattern takes, what then differs, the same in every layout."""
+"""Parameter groups: which parameters a pattern takes, what then differs; and the update, which is torch's."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
 from support.configs import MODELS, TINY_GLM, TINY_GPT2, TINY_LLAMA
-from support.short_runs import losses, tiny_recipe, train, whole_tensors
-from trilith.checkpoints import convert
-from trilith.machine.random_files import write_tokens
+from support.refusals import Refused, refusals
+from support.short_runs import built
+from torch.distributed.tensor import DTensor
 from trilith.models import family_of
-from trilith.parallel_state import BadInput
+from trilith.parallel_state import Layout, ParallelState
+from trilith.parallel_state.engine import TorchDispatchMode, local_data
 from trilith.recipes.optimizer_sections import ParameterGroup
-from trilith.testing import RankError
-from trilith.training import make_adamw
+from trilith.testing import run_parallel
+from trilith.testing.operators import tensors_in
+from trilith.training import Precision, make_adamw
 from trilith.training.adamw import set_learning_rate
 from trilith.training.parameter_groups import assign, freeze, names_of
 
 FAMILY = family_of(TINY_LLAMA)
 NAMES = names_of(FAMILY, FAMILY.from_hf(TINY_LLAMA))
+ROUTED = names_of(family_of(TINY_GLM), family_of(TINY_GLM).from_hf(TINY_GLM))
 
 
 def test_a_pattern_finds_their_names_and_ours_and_the_first_group_counts():
@@ -43,30 +48,27 @@ def test_a_fused_tensor_of_theirs_is_all_of_ours_that_lie_in_it():
 
 def test_a_routers_bias_is_in_no_group():
     """Rate and decay do not apply to a buffer, which no gradient moves; it does not count as trained."""
-    family = family_of(TINY_GLM)
-    names = names_of(family, family.from_hf(TINY_GLM))
-    found = assign([ParameterGroup(match="router|e_score_correction_bias", freeze=True)], names)
+    found = assign([ParameterGroup(match="router|e_score_correction_bias", freeze=True)], ROUTED)
     assert sorted(found) == [f"layers.{i}.mlp.router.weight" for i in (1, 2)]
-    with pytest.raises(BadInput, match=r"groups\[0\]\.match"):
-        assign([ParameterGroup(match="e_score_correction_bias")], names)
-    with pytest.raises(BadInput, match="all of them frozen"):
-        assign([ParameterGroup(match=".", freeze=True)], names)
 
 
-@pytest.mark.parametrize(
-    ("patterns", "says"),
+def taking(why, says, *patterns, names=NAMES):
+    """Patterns of groups, of which one takes nothing; what ``.`` takes is frozen."""
+    groups = [ParameterGroup(match=pattern, freeze=pattern == ".") for pattern in patterns]
+    return Refused(why, lambda _: assign(groups, names), says)
+
+
+test_a_pattern_that_takes_nothing_is_refused = refusals(
     [
-        pytest.param(["self_atn"], r"groups\[0\].*Near names: .*self_attn", id="near"),
-        pytest.param(["layers.*", r"qkv\.z\.weight"], r"groups\[1\].*Near names: layers\.0\.att", id="near"),
-        pytest.param(["norm.(weight"], r"expected a regular expression, found 'norm\.\(weight': ", id="none"),
-        pytest.param(["layers", "q_proj"], r"groups\[1\].*no group before it takes.*narrower", id="taken"),
-        pytest.param(["."], r"expected a parameter that is not frozen", id="all-frozen"),
-    ],
+        taking("near-theirs", r"groups\[0\].*Near names: .*self_attn", "self_atn"),
+        taking("near-ours", r"groups\[1\].*Near names: layers\.0\.att", "layers.*", r"qkv\.z\.weight"),
+        taking("no-pattern", r"expected a regular expression, found 'norm\.\(weight': ", "norm.(weight"),
+        taking("taken", r"groups\[1\].*no group before it takes.*narrower", "layers", "q_proj"),
+        taking("all-frozen", "expected a parameter that is not frozen", "."),
+        taking("a-router-s-bias", r"groups\[0\]\.match", "e_score_correction_bias", names=ROUTED),
+        taking("all-frozen-but-a-router-s-bias", "all of them frozen", ".", names=ROUTED),
+    ]
 )
-def test_a_pattern_that_takes_nothing_is_refused(patterns, says):
-    with pytest.raises(BadInput, match=says) as error:
-        assign([ParameterGroup(match=one, freeze=one == ".") for one in patterns], NAMES)
-    assert "\n" not in str(error.value)
 
 
 def test_each_parameter_gets_its_rate_and_its_decay_and_the_update_is_adamws():
@@ -123,67 +125,52 @@ GROUPS = {
 }
 
 
-@pytest.fixture
-def tokens(tmp_path):
-    return write_tokens(tmp_path / "tokens")
+class Updates(TorchDispatchMode):
+    """Record the types of the tensors that the optimizer's kernels are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.given |= {type(tensor) for tensor in tensors_in(args)}
+        return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param({"tensor": 2}, id="tp2"),
-        pytest.param({"pipeline": 2, "split": [1, 2]}, id="pp2-first-stage-frozen-but-for-one"),
-        pytest.param({"data": 2, "zero": 3}, id="zero3"),
-    ],
-)
-def test_groups_train_alike_in_every_layout(tmp_path, tokens, layout):
-    """Resumed on the way; against one process, to 1e-10; frozen parameters bit for bit."""
-    train(tiny_recipe(tmp_path / "whole", tokens, steps=4, **GROUPS))
-    train(tiny_recipe(tmp_path / "parts", tokens, steps=4, layout=layout, stop_after=2, **GROUPS))
-    train(tiny_recipe(tmp_path / "parts", tokens, steps=4, layout=layout, **GROUPS))
-    train(tiny_recipe(tmp_path / "usual", tokens, steps=4))
-    assert losses(tmp_path / "whole") == [
-        pytest.approx(pair, rel=1e-10) for pair in losses(tmp_path / "parts")
-    ]
-    assert losses(tmp_path / "usual")[-1] != pytest.approx(losses(tmp_path / "whole")[-1], rel=1e-4)
-    whole, parts, usual = (whole_tensors(tmp_path / name) for name in ("whole", "parts", "usual"))
-    assert whole.keys() == parts.keys() < usual.keys()
-    frozen = {name.removeprefix("optimizer.exp_avg.") for name in usual.keys() - whole.keys()}
-    assert "embed.weight" in frozen and "layers.0.mlp_norm.weight" in frozen
-    assert "layers.0.mlp.down.weight" not in frozen and "layers.1.mlp_norm.weight" not in frozen
-    for name, tensor in whole.items():
-        exact = 0.0 if name in frozen else 1e-10 * float(tensor.abs().max())
-        torch.testing.assert_close(parts[name], tensor, rtol=0, atol=exact, msg=name)
+def both(layout, fused):
+    """Update two equal models, one with torch's AdamW; return what the kernels of ours were given."""
+    state = ParallelState.start(layout)
+    double = Precision(torch.float64, torch.float64, torch.float64)
+    ours, theirs = built(layout, double), built(layout, double)
+    mine = make_adamw(ours, lr=1e-2, fused=fused)
+    groups = [part | {"params": []} for part in mine.param_groups]
+    other = dict(ours.named_parameters())
+    names = {parameter: name for name, parameter in other.items()}
+    partner = dict(theirs.named_parameters())
+    for mine_part, part in zip(mine.param_groups, groups, strict=True):
+        part["params"] = [partner[names[parameter]] for parameter in mine_part["params"]]
+    torchs = torch.optim.AdamW(groups, lr=1e-2, fused=fused)
+    seen = Updates()
+    for step in range(2):
+        for name, parameter in other.items():
+            noise = torch.randn_like(local_data(parameter))
+            for one in (parameter, partner[name]):
+                one.grad = torch.zeros_like(one)
+                local_data(one.grad).copy_(noise)
+        torchs.step()
+        with seen if step else nullcontext():  # the first step makes the moments
+            mine.step()
+    for name, parameter in other.items():
+        assert isinstance(parameter, DTensor) == isinstance(mine.state[parameter]["exp_avg"], DTensor)
+        assert torch.equal(local_data(parameter), local_data(partner[name])), name
+        for key, moment in mine.state[parameter].items():
+            assert torch.equal(local_data(moment), local_data(torchs.state[partner[name]][key])), (name, key)
+    assert state.data_index >= 0 and any(isinstance(one, DTensor) for one in other.values())
+    return seen.given
 
 
-def test_groups_resume_bitwise_and_convert(tmp_path, tokens):
-    layout = {"tensor": 2}
-    train(tiny_recipe(tmp_path / "whole", tokens, layout=layout, **GROUPS))
-    train(tiny_recipe(tmp_path / "parts", tokens, layout=layout, stop_after=3, **GROUPS))
-    train(tiny_recipe(tmp_path / "parts", tokens, layout=layout, **GROUPS))
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    whole, parts = whole_tensors(tmp_path / "whole"), whole_tensors(tmp_path / "parts")
-    assert not [name for name in whole if not torch.equal(whole[name], parts[name])]
-    convert(tmp_path / "whole" / "checkpoints" / "step-00000006", tmp_path / "other", pipeline=3)
-    other = whole_tensors(tmp_path / "other")
-    assert other.keys() == whole.keys()
-    assert not [name for name in whole if not torch.equal(whole[name], other[name])]
-
-
-def test_a_run_goes_on_only_with_what_it_trained(tmp_path, tokens):
-    train(tiny_recipe(tmp_path / "run", tokens, stop_after=2, **GROUPS))
-    with pytest.raises(RankError, match=r"optimizer\.exp_avg\.embed\.weight.*it was frozen"):
-        train(tiny_recipe(tmp_path / "run", tokens))
-
-
-def test_a_stage_of_which_nothing_is_trained(tmp_path, tokens):
-    only_last = {
-        "optimizer": {"groups": [{"match": r"layers\.2\.", "lr_scale": 1.0}, {"match": ".", "freeze": True}]}
-    }
-    for name, layout in (("whole", {}), ("parts", {"pipeline": 2, "split": [1, 2]})):
-        raw = tiny_recipe(tmp_path / name, tokens, steps=2, layout=layout, **only_last)
-        raw["model"] = {"config": TINY_LLAMA | {"tie_word_embeddings": False}}
-        train(raw)
-    assert losses(tmp_path / "whole") == [
-        pytest.approx(pair, rel=1e-10) for pair in losses(tmp_path / "parts")
-    ]
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not-fused"])
+def test_the_update_is_torchs_bit_for_bit_and_no_kernel_is_given_a_dtensor(fused):
+    layout = Layout.of(tensor=2, data=2, zero=3)
+    for given in run_parallel(both, 4, layout, fused):
+        assert given and not any(issubclass(one, DTensor) for one in given)

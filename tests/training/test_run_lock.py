@@ -3,9 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,7 +14,6 @@ from trilith.runs.lock import inherits_lock, lock_folder, only_run_in
 from trilith.runs.metrics import read_metrics
 from trilith.testing import run_fresh, run_parallel
 
-Make = Callable[[int], Any]
 ONE_RANK = ["layout.data=1", "layout.zero=0"]
 
 

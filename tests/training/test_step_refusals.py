@@ -1,13 +1,15 @@
-"""Check what ``ModuleStep`` refuses on every rank alike, because it would silently train other numbers."""
+"""Check what ``ModuleStep`` refuses, on every rank alike, because it would silently train other numbers."""
 
 import math
 
 import pytest
 import torch
+from support.refusals import Refused, refusals
 from torch import nn
+from trilith.layers import ColumnParallelLinear, VocabParallelEmbedding
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.testing import run_parallel
-from trilith.training import ModuleStep, Precision, shard_over_data
+from trilith.training import ModuleStep, Precision, own_samples, shard_over_data
 
 
 class Given(nn.Module):
@@ -94,21 +96,82 @@ def test_a_mean_is_refused_however_the_model_s_output_is_packed(how, call):
             run(X)
 
 
-@pytest.mark.parametrize("count", [-3, math.nan, math.inf])
-def test_a_count_that_would_turn_or_lose_the_gradients_is_refused(count):
-    step = ModuleStep(Given(), lambda y, samples: (y.sum(), count), micro_batch=2)
-    with pytest.raises(BadInput, match="step: loss: expected counts that are finite and not below 0"):
-        step(X)
+def stepped(why, says, loss=squares, samples=None, micro_batch=2, **options):
+    """A step that is made and called."""
+    return Refused(
+        why, lambda _: ModuleStep(Given(), loss, micro_batch=micro_batch, **options)(samples or X), says
+    )
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.5, True, "2", None])
-def test_a_micro_batch_that_is_no_number_of_samples_is_refused(size):
-    with pytest.raises(BadInput, match="step: micro_batch: expected a whole number of 1 or more"):
-        ModuleStep(Given(), squares, micro_batch=size)
+def stacked(why, says, **changes):
+    """A batch of which not every value has a sample in each row, however it is used."""
+    step, samples = ModuleStep(Given(), squares, micro_batch=2), {**X, **changes}
+    uses = {"step": step, "evaluate": step.evaluate, "own_samples": own_samples}
+    return [Refused(f"{why}-{use}", lambda _, c=call: c(samples), says) for use, call in uses.items()]
 
 
-def test_an_empty_batch_and_a_pattern_that_is_none_are_refused():
-    with pytest.raises(BadInput, match="batch: samples: expected at least one, found 0"):
-        ModuleStep(Given(), squares, micro_batch=2)({"x": X["x"][:0]})
-    with pytest.raises(BadInput, match=r"step: unused: expected a pattern over names .* found '\('"):
-        ModuleStep(Given(), squares, micro_batch=2, unused="(")
+def under(layout, call, why, says):
+    """A call with a state of ranks that are not here."""
+    return Refused(why, lambda _: call(ParallelState.stand_in(layout)), says)
+
+
+def at_once(state):
+    return ModuleStep(Given(), squares, micro_batch=1, state=state)
+
+
+ROWS, SEQUENCE = "a tensor with the samples on dim 0, found", Layout.of(tensor=2, sequence=True)
+NO_SEQUENCE = r"sequence parallelism: input: expected \(batch, sequence, features\)"
+test_what_a_step_cannot_train_is_refused = refusals(
+    [
+        *(
+            stepped(
+                f"counts-{count}",
+                "step: loss: expected counts that are finite and not below 0",
+                lambda y, samples, count=count: (y.sum(), count),
+            )
+            for count in (-3, math.nan, math.inf)
+        ),
+        *(
+            stepped(
+                f"micro-batch-{size!r}",
+                "step: micro_batch: expected a whole number of 1 or more",
+                micro_batch=size,
+            )
+            for size in (0, -1, 1.5, True, "2", None)
+        ),
+        stepped("micro-batch-3-of-4", "a divisor of the 4 samples of a data rank, found 3", micro_batch=3),
+        stepped("no-sample", "batch: samples: expected at least one, found 0", samples={"x": X["x"][:0]}),
+        stepped("no-pattern", r"step: unused: expected a pattern over names .* found '\('", unused="("),
+        *(
+            stepped(f"loss-{found}", f"step: loss: expected the sum of the losses.*found {found}", loss)
+            for found, loss in {
+                r"one tensor of shape \(\)": lambda y, samples: y.mean(),
+                r"a tensor of shape \(2,\) and int": lambda y, samples: (y.sum(-1), 8),
+                "NoneType": lambda y, samples: None,
+                "tuple of 3": lambda y, samples: (y.sum(), 1, 2),
+                r"a tensor of shape \(\) and str": lambda y, samples: (y.sum(), "8"),
+            }.items()
+        ),
+        *stacked("a-number", f"batch: scale: expected {ROWS} a te", scale=torch.tensor(2.0)),
+        *stacked("a-list", f"batch: names: expected {ROWS} list", names=["a"] * 4),
+        *stacked("a-seed", f"batch: seed: expected {ROWS} int", seed=3),
+        *stacked("fewer", "batch: expected tensors with the same number of samples", y=torch.zeros(3, 3)),
+        under(
+            Layout(data_replicate=3),
+            lambda state: own_samples(X, state),
+            "samples-for-3-ranks",
+            "a multiple of data=3, found 4",
+        ),
+        under(Layout(data_replicate=2), at_once, "not-shared-over-data", "shared over data=2 ranks"),
+        under(Layout(context=2), at_once, "context", "context: expected 1"),
+        *(
+            under(SEQUENCE, call, f"{why}-without-a-sequence", NO_SEQUENCE)
+            for why, call in {
+                "a-row": lambda state: ColumnParallelLinear(4, 6, state=state)(torch.zeros(4)),
+                "rows": lambda state: ColumnParallelLinear(4, 6, state=state)(torch.zeros(3, 4)),
+                "an-id": lambda state: VocabParallelEmbedding(50, 6, state=state)(torch.tensor(0)),
+                "ids": lambda state: VocabParallelEmbedding(50, 6, state=state)(torch.tensor([0, 0, 0])),
+            }.items()
+        ),
+    ]
+)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from support.configs import MODELS, TINIEST_LLAMA
+from support.short_runs import built
 from torch import Tensor
 from trilith.data import Batch
-from trilith.models import family_of
-from trilith.parallel_state import Layout, ParallelState, engine, initialize
+from trilith.parallel_state import Layout, engine
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
-from trilith.training import Precision, TrainStep, make_adamw, shard_over_data
+from trilith.training import Precision, TrainStep, make_adamw
 
 FP32 = Precision()
 BF16 = Precision(torch.float32, torch.bfloat16, torch.float32)
@@ -17,16 +17,10 @@ BF16 = Precision(torch.float32, torch.bfloat16, torch.float32)
 
 def made(layout, precision=FP32, *, copies=False, **changes):
     """Return this rank's model; ``copies``: FSDP copies what it computes with, as torch does by itself."""
-    state, config = ParallelState.start(layout), TINIEST_LLAMA | {"num_hidden_layers": 2} | changes
-    family = family_of(config)
-    model = family.build(family.from_hf(config), state=state, dtype=precision.master)
     with pytest.MonkeyPatch.context() as patch:
         if copies:
             patch.setattr(engine, "compute_with_stored", lambda module: None)
-        shard_over_data(model, state, precision)
-    model.to_empty(device="cpu")
-    initialize(model, 1, state=state)
-    return model
+        return built(layout, precision, TINIEST_LLAMA | {"num_hidden_layers": 2} | changes)
 
 
 def batch(number, state):
@@ -117,7 +111,7 @@ def trained(layout, copies, changes):
     ],
     ids=lambda one: str(one)[:40],
 )
-def test_they_have_the_bits_of_the_copies(layout, changes):
+def test_stored_weights_train_bitwise_like_cast_copies(layout, changes):
     ours, theirs = (run_parallel(trained, layout.world, layout, copies, changes) for copies in (False, True))
     for one, other in zip(ours, theirs, strict=True):
         assert len(one) == len(other) and all(map(torch.equal, one, other))

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from support.short_runs import losses, run_recipe, tiny_recipe
-from trilith.machine.random_files import write_tokens
 from trilith.runs.metrics import StepMetrics, read_metrics
 from trilith.runs.report.page import make_report
 from trilith.runs.report.record import read_run
@@ -16,11 +15,6 @@ from trilith.runs.terminal import Terminal
 from trilith.testing import run_parallel
 from trilith.training import trainer
 from trilith.training.stragglers import slowest_of
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return write_tokens(tmp_path_factory.mktemp("stragglers") / "tokens")
 
 
 def run_with_a_late_rank(raw):
@@ -61,7 +55,7 @@ def test_ranks_are_compared_with_those_that_do_the_same_work():
     assert slowest_of([0.0, 0.0], [0, 0]) == (0, 1.0)
 
 
-def test_the_terminal_names_it(capsys):
+def test_the_terminal_names_the_slow_rank(capsys):
     slow = StepMetrics(
         0, 2.5, 0.75, 3e-4, 4096, 12_345.6, 0.33, slow_rank=3, slow_host="node17", slow_times=2.44
     )

@@ -1,20 +1,23 @@
-"""``training.run``: a run with all that surrounds it; each process makes its plan and opens its data once."""
+"""``training.run``: a run with all that surrounds it, and files in its folder that steer it."""
 
 import json
 from collections import Counter
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
-from support.short_runs import run_recipe, tiny_recipe
+from support.short_runs import losses, run_recipe, tiny_recipe, train, write_recipe
+from trilith.checkpoints import complete_checkpoints
 from trilith.data import TokenFile
 from trilith.machine.random_files import write_tokens
-from trilith.parallel_state import BadInput
+from trilith.parallel_state import ParallelState
 from trilith.recipes import parse_recipe
-from trilith.recipes.foreign.translation import to_toml
 from trilith.runs.heartbeat import status_folder
 from trilith.runs.metrics import read_metrics
+from trilith.runs.stop_signals import Preempted
+from trilith.runs.switches import Killed
 from trilith.testing import run_parallel
-from trilith.training import check_run, run, run_plan, supervised
+from trilith.training import Trainer, run, run_plan, supervised
 
 
 @contextmanager
@@ -67,8 +70,7 @@ def test_each_rank_makes_its_plan_and_opens_its_data_once(tmp_path):
 
 
 def test_the_process_that_starts_ranks_checks_once_and_hands_the_file_on(tmp_path, monkeypatch):
-    file, started = tmp_path / "recipe.toml", []
-    file.write_text("".join(f"{key} = {to_toml(value)}\n" for key, value in recipe(tmp_path).items()))
+    file, started = write_recipe(tmp_path / "recipe.toml", recipe(tmp_path)), []
 
     def launch(words, world, status, *, lock):
         started.append((words, world, status))
@@ -82,16 +84,60 @@ def test_the_process_that_starts_ranks_checks_once_and_hands_the_file_on(tmp_pat
     assert found == ONCE
 
 
-def test_a_recipe_without_a_file_starts_no_ranks(tmp_path):
-    with pytest.raises(BadInput, match=r"a file, which the 2 ranks can read.*torchrun"):
-        run(parse_recipe(recipe(tmp_path, layout={"tensor": 2})))
-    assert not (tmp_path / "run").exists()
+def steer(raw, name, after):
+    """Run the recipe, and let rank 0's folder get the file after so many steps; return how the run ended."""
+    recipe = parse_recipe(raw)
+    state = ParallelState.start(recipe.layout)
+
+    def touch(metrics):
+        if metrics.step == after and state.rank == 0:
+            (Path(recipe.out) / name).touch()
+
+    try:
+        Trainer(recipe, state, quiet=True).run(touch)
+    except (Preempted, Killed) as error:
+        return f"{error.exit_code}: {error}"
+    return "finished"
 
 
-@pytest.mark.parametrize("key", ["data", "evaluation"])
-def test_a_check_refuses_token_files_of_more_ids_than_the_model_has(tmp_path, key):
-    many = write_tokens(tmp_path / "many", vocab_size=500)
-    raw = recipe(tmp_path)
-    raw[key] |= {"tokens": str(many)}
-    with pytest.raises(BadInput, match=rf"{key}\.tokens: vocab_size: expected at most 131, .* found 500"):
-        check_run(parse_recipe(raw))
+def saved(raw):
+    folder = Path(raw["out"]) / "checkpoints"
+    return [path.name for path in complete_checkpoints(folder)] if folder.exists() else []
+
+
+def steered(folder, **changes):
+    return tiny_recipe(folder / "run", write_tokens(folder / "tokens"), **changes)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_stop_saves_on_all_ranks_after_the_step_at_hand_and_the_run_goes_on_bitwise(world, tmp_path):
+    raw = steered(tmp_path, layout={"data": world})
+    ended = run_parallel(steer, world, raw, "stop", 1)
+    assert ended == ["75: asked to stop: saved after step 3; the same command goes on from there"] * world
+    assert saved(raw) == ["step-00000003"] and not (tmp_path / "run/stop").exists()
+    train(raw)
+    train(raw | {"out": str(tmp_path / "whole")})
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_save_saves_once_and_the_run_goes_on(tmp_path):
+    raw = steered(tmp_path)
+    assert run_parallel(steer, 1, raw, "save", 1) == ["finished"]
+    assert saved(raw) == ["step-00000003", "step-00000006"] and not (tmp_path / "run/save").exists()
+
+
+def test_kill_ends_all_ranks_without_a_checkpoint(tmp_path):
+    raw = steered(tmp_path, layout={"data": 2})
+    said = f"3: ended after step 3 by the file {tmp_path / 'run/kill'}"
+    assert run_parallel(steer, 2, raw, "kill", 1) == [said] * 2
+    assert saved(raw) == [] and not (tmp_path / "run/kill").exists()
+
+
+def test_a_file_from_before_the_start_does_nothing(tmp_path):
+    raw = steered(tmp_path)
+    (tmp_path / "run").mkdir()
+    for name in ("stop", "save", "kill"):
+        (tmp_path / "run" / name).touch()
+    train(raw)
+    assert saved(raw) == ["step-00000006"]
+    assert {path.name for path in (tmp_path / "run").iterdir()}.isdisjoint({"stop", "save", "kill"})

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.configs import config
 from support.short_runs import losses, tiny_recipe, train, whole_tensors
+from support.stop_and_go import ROUNDING, StopAndGo, differences, stopped_and_gone_on
 from trilith.checkpoints import load_model, load_module
 from trilith.cli.app import run
 from trilith.generation import generate
@@ -17,47 +19,24 @@ from trilith.testing import run_parallel
 from trilith.training import make_adamw
 
 #: Twelve heads: 3 and 4 ranks divide them. Vocabulary 131 takes 256 rows on 4 ranks, 384 on 3.
-TWELVE = {
-    "model_type": "llama",
-    "vocab_size": 131,
-    "hidden_size": 12,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "head_dim": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-}
+TWELVE = config("tiny_llama_of_12_heads")
 #: Written by the version that padded vocabularies alike in every layout; ``run_version_2``, by the last one
 #: whose manifest listed every part.
 BEFORE = Path(__file__).parents[1] / "checkpoints" / "written_before"
-LAYOUTS = [{"tensor": 4}, {"tensor": 3}, {"tensor": 4}]
+BETWEEN = StopAndGo(
+    "4-to-3-to-4", [{"layout": {"tensor": tensor}} for tensor in (4, 3, 4)], {"model": {"config": TWELVE}}
+)
 
 
 @pytest.fixture(scope="module")
 def between(tmp_path_factory):
     """Run the same training on one device, and on 4, then 3, then 4 tensor ranks."""
-    root = tmp_path_factory.mktemp("runs")
-    tokens = write_tokens(root / "tokens")
-    changes = {"model": {"config": TWELVE}}
-    train(tiny_recipe(root / "whole", tokens, **changes))
-    for number, layout in enumerate(LAYOUTS):
-        train(tiny_recipe(root / "parts", tokens, layout=layout, stop_after=2 * (number + 1), **changes))
-    return root / "whole", root / "parts"
+    return stopped_and_gone_on(BETWEEN, tmp_path_factory.mktemp("parts"), tmp_path_factory)
 
 
 def test_a_run_goes_on_from_4_to_3_ranks_and_back_as_if_on_one(between):
-    whole, parts = between
-    assert len(losses(whole)) == len(losses(parts)) == 6
-    for one, other in zip(losses(whole), losses(parts), strict=True):
-        assert other == pytest.approx(one, rel=1e-10)
-    expected, found = whole_tensors(whole), whole_tensors(parts)
-    assert expected.keys() == found.keys() and found["embed.weight"].shape == (131, 12)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(
-            found[name], tensor, rtol=0, atol=1e-10 * float(tensor.abs().max()), msg=name
-        )
+    assert differences(*between, relative=ROUNDING) == []
+    assert whole_tensors(between[1])["embed.weight"].shape == (131, 12)
 
 
 def test_to_hugging_face_and_back_over_three_ranks_changes_no_bit(between, tmp_path):
@@ -123,11 +102,11 @@ def test_a_run_written_before_goes_on_on_three_ranks(tmp_path):
     shutil.copytree(BEFORE / "run", tmp_path / "run" / "checkpoints")
     tokens = write_tokens(tmp_path / "tokens", count=400, vocab_size=13)
     one, three = shutil.copytree(tmp_path / "run", tmp_path / "one"), tmp_path / "run"
-    config = TWELVE | {"vocab_size": 13, "num_hidden_layers": 1, "intermediate_size": 12}
-    config |= {"max_position_embeddings": 16}
+    smaller = {"vocab_size": 13, "intermediate_size": 12, "max_position_embeddings": 16}
+    model = config("tiny_llama_of_12_heads", layers=1, **smaller)
     for out, layout in ((one, {}), (three, {"tensor": 3})):
         raw = tiny_recipe(out, tokens, steps=4, dtype="float32", layout=layout, data={"sequence_length": 8})
-        train(raw | {"model": {"config": config}})
+        train(raw | {"model": {"config": model}})
     for a, b in zip(losses(one), losses(three), strict=True):
         assert a == pytest.approx(b, rel=1e-4)
     assert len(losses(one)) == 2

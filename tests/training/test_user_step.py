@@ -1,10 +1,9 @@
 """A model that trilith has never seen, half of it torch's own layers, trained in any layout."""
 
-import pytest
 import torch
 from torch import nn
 from trilith.layers import MLP, LayerNorm
-from trilith.parallel_state import BadInput, Layout, ParallelState, clip_gradients, initialize
+from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize
 from trilith.testing import run_parallel
 from trilith.training import ModuleStep, Precision, make_adamw, own_samples, shard_over_data
 from trilith.training.zero_on_fsdp import find_blocks
@@ -45,9 +44,6 @@ def batch():
     counts = (torch.rand(4, 5, generator=g) < 0.6).double()
     x, wanted = (torch.randn(4, 5, size, generator=g, dtype=torch.float64) for size in (6, 3))
     return {"x": x, "wanted": wanted, "counts": counts}
-
-
-Curve = list[tuple[float, float]]
 
 
 def train(layouts):
@@ -104,23 +100,6 @@ def test_blocks_are_found_in_lists_but_not_in_lists_within_lists():
     assert find_blocks(nn.Linear(2, 2)) == []
     grouped = nn.ModuleList([nn.ModuleDict({"a": nested[0], "b": nested[0]})])  # a dict computes nothing
     assert find_blocks(grouped) == [nested[0]]
-
-
-def test_batches_that_cannot_be_cut_are_refused_with_both_numbers():
-    state = ParallelState.stand_in(Layout(data_replicate=3))
-    with pytest.raises(BadInput, match="a multiple of data=3, found 4"):
-        own_samples(batch(), state)
-    with pytest.raises(BadInput, match="a divisor of the 4 samples of a data rank, found 3"):
-        ModuleStep(Net(), loss, micro_batch=3)(batch())
-    with pytest.raises(BadInput, match="the same number of samples"):
-        own_samples({"x": torch.zeros(2), "y": torch.zeros(3)})
-
-
-def test_a_model_that_is_not_shared_over_its_data_ranks_is_refused():
-    with pytest.raises(BadInput, match="shared over data=2 ranks"):
-        ModuleStep(Net(), loss, micro_batch=1, state=ParallelState.stand_in(Layout(data_replicate=2)))
-    with pytest.raises(BadInput, match="context: expected 1"):
-        ModuleStep(Net(), loss, micro_batch=1, state=ParallelState.stand_in(Layout(context=2)))
 
 
 def test_the_model_is_given_what_its_forward_names():

@@ -1,0 +1,310 @@
+"""Recipes that no run begins with, and runs that do not go on: a row for each.
+
+Who refuses needs no ranks: it is the plan that each process makes, or the one rank of a run.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.configs import TINY_GLM, TINY_LLAMA, TINY_MIXTRAL, config
+from support.refusals import Refused, refusals
+from support.short_runs import tiny_recipe
+from trilith.machine.random_files import write_hf_folder, write_tokens
+from trilith.models import LoraConfig, adapted, family_of
+from trilith.parallel_state import Layout, ParallelState
+from trilith.pipeline.runner import schedule_of_model
+from trilith.recipes.recipe import parse_recipe
+from trilith.search import fit
+from trilith.training import Trainer, check_run, run
+from trilith.training.run_plan import plan
+
+#: A Llama has no such field.
+pytestmark = pytest.mark.filterwarnings("ignore:.*mtp=True is unknown")
+NO_EXPERTS = "recipe: experts: expected a model with experts, found llama"
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+def recipe(folder, **changes):
+    return parse_recipe(tiny_recipe(folder / "run", folder / "tokens", **changes))
+
+
+def planned(why, says, changes):
+    """A recipe that is refused before anything starts; its tokens are not there, so nothing reads them."""
+    return Refused(why, lambda folder: plan(recipe(folder, **changes)), says)
+
+
+def adapting(why, says, changes, base=TINY_LLAMA):
+    """Such a recipe that starts from a folder."""
+
+    def call(folder):
+        model = {"config": None, "init_from": str(folder / "base")}
+        plan(recipe(folder, model=model, **{"lora": LORA, **changes}))
+
+    return Refused(why, call, says, given=lambda folder: write_hf_folder(folder / "base", base))
+
+
+def of(model, **changes):
+    return {"model": {"config": model}, **changes}
+
+
+def predicting(fields, **changes):
+    return {"model": {"config": TINY_GLM | fields, "mtp": 0.3}, **changes}
+
+
+def ranks(model, **layout):
+    return of(model, layout=layout, data={"global_batch": 24, "micro_batch": 1})
+
+
+FLOAT8 = {"dtype": "float32", "compute": "float8"}
+ZBV = {"layout": {"pipeline": 2, "schedule": "zbv"}}
+LORA_ROWS = {
+    "typo": (r"targets among .* q_proj.* found .'q_prj'", {"target_modules": ["q_prj"]}),
+    "head": (r"ends of names such as .* found 'lm_head'", {"target_modules": ["lm_head", "q_proj"]}),
+    "embedding": ("linears of the blocks", {"target_modules": ["embed_tokens"]}),
+    "norms": ("linears of the blocks", {"target_modules": r".*norm"}),
+    "no-pattern": ("a regular expression", {"target_modules": "("}),
+    "no-such-block": ("blocks 0 to 2, found 3", {"layers_to_transform": [3]}),
+    "pattern-and-blocks": (
+        r"lora: layers_to_transform: expected absent: peft refuses it",
+        {"target_modules": r".*q_proj", "layers_to_transform": 1},
+    ),
+    "blocks-alone": ("expected layers_to_transform beside it", {"layers_pattern": "layers"}),
+    "other-blocks": (
+        r"layers_pattern: expected what precedes a block's number in model\.layers\.0\.",
+        {"layers_to_transform": 1, "layers_pattern": "h"},
+    ),
+    "bad-blocks": ("a regular expression", {"layers_to_transform": 1, "layers_pattern": "("}),
+    "r-0": (r"lora\.r", {"r": 0}),
+    "dora": (r"lora\.use_dora", {"use_dora": True}),
+    "r-beside-init": (r"lora\.r: expected only lora_dropout beside", {"r": 4, "init_from": "somewhere"}),
+}
+ROWS = {
+    "data-ranks-do-not-divide-the-batch": (r"data\.global_batch", {"layout": {"data": 3}}),
+    "a-rank-to-trace-that-is-none": ("ranks from 0 to 0, found 1", {"watch": {"trace_ranks": [1]}}),
+    "the-old-key-of-tensorboard": (
+        r"expected trackers = \['tensorboard'\] in the place of the key tensorb",
+        {"watch": {"tensorboard": True}},
+    ),
+    "biases-of-a-router-that-has-none": (
+        r"bias_rate: expected 0: the routers of mixtral have no biases, found 0\.1",
+        of(TINY_MIXTRAL, experts={"bias_rate": 0.1}),
+    ),
+    "bias-rate-without-experts": (NO_EXPERTS, of(TINY_LLAMA, experts={"bias_rate": 0.1})),
+    "balance-without-experts": (NO_EXPERTS, of(TINY_LLAMA, experts={"balance": 0.1})),
+    "experts-on-data-ranks": (
+        r"a divisor of context \* data = 6, found 4.*2 or 3",
+        ranks(TINY_MIXTRAL, data=6, expert=4),
+    ),
+    "experts-on-shards": (
+        r"context \* data_shard = 4, found 3.*2 or 4",
+        ranks(TINY_MIXTRAL, data=4, expert=3, zero=1),
+    ),
+    "more-ranks-than-experts": (
+        "a divisor of 4 experts, found 8. Nearest legal expert: 2 or 4",
+        ranks(TINY_MIXTRAL, data=8, expert=8),
+    ),
+    "ranks-for-no-experts": (
+        "1: this model has no experts, found 2. Nearest legal expert: 1",
+        ranks(TINY_LLAMA, data=2, expert=2),
+    ),
+    "mtp-no-blocks": ("absent: the model of .* has no blocks of multi-token", {"model": {"mtp": 0.3}}),
+    "mtp-without-a-block": ("1 or more with mtp", predicting({"num_nextn_predict_layers": 0})),
+    "mtp-zbv": ("gpipe, 1f1b or interleaved with", predicting({}, **ZBV)),
+    "mtp-no-factor": ("a factor: .* has 1 blocks of multi-token prediction", of(TINY_GLM | {"mtp": True})),
+    "float8-fp64": ("dtype: expected float32 or bfloat16 with.*float64", FLOAT8 | {"dtype": "float64"}),
+    "float8-scaling-alone": (
+        'compute = "float8" beside it.*bfloat16',
+        FLOAT8 | {"compute": "bfloat16", "float8_scaling": "rowwise"},
+    ),
+    "float8-scaling": ("float8_scaling.*blockwise", FLOAT8 | {"float8_scaling": "blockwise"}),
+    "float8-zbv": (r"schedule: expected gpipe, 1f1b or interleaved with.*float8.*zbv", FLOAT8 | ZBV),
+    "adapters-from-scratch": ("init_from: expected a model to attach adapters to", {"lora": LORA}),
+}
+test_a_recipe_that_contradicts_itself_or_its_model_is_refused_before_anything_starts = refusals(
+    [
+        *(planned(why, *row) for why, row in ROWS.items()),
+        *(adapting(f"adapters-{why}", says, {"lora": lora}) for why, (says, lora) in LORA_ROWS.items()),
+        adapting("adapters-tensor-3", "tensor", {"layout": {"tensor": 3}}),
+        adapting(
+            "biases-beside-adapters-which-are-the-base-s",
+            r"experts\.bias_rate: expected 0 with \[lora\].*, found 0\.1",
+            {"experts": {"bias_rate": 0.1}, "lora": {"r": 2}},
+            TINY_GLM,
+        ),
+    ]
+)
+
+
+def to_experts(model, targets, named):
+    """Adapters on experts, which are stacks and no linears; the refusal names the first, and the way out."""
+
+    def call(_):
+        family = family_of(model)
+        raw = {"peft_type": "LORA", "target_modules": targets, "init_lora_weights": True}
+        adapted(family, LoraConfig.from_peft(raw)).check(family.from_hf(model), "adapter_config.json")
+
+    says = f"lora: target_modules: expected linears: experts are stacks.*{named}.*exclude_modules = "
+    return Refused(f"{model['model_type']}-{targets}", call, says)
+
+
+test_adapters_on_experts_are_refused = refusals(
+    [
+        to_experts(
+            TINY_GLM, ["q_proj", "gate_proj"], r"\['gate_proj'\], .* model.layers.1.mlp.experts.0.gate"
+        ),
+        to_experts(TINY_GLM, ["gate_up_proj"], r"\['gate_up_proj'\], .* model.layers.1.mlp.experts.gate_up"),
+        to_experts(TINY_GLM, ["mlp.experts"], r"\['mlp.experts'\], that is model.layers.1.mlp.experts"),
+        to_experts(TINY_GLM, r".*\.experts\..*", "that is model.layers.1.mlp.experts.0.gate_proj"),
+        to_experts(TINY_MIXTRAL, ["w2"], r"\['w2'\], that is model.layers.0.block_sparse_moe.experts.0.w2"),
+    ]
+)
+
+
+def twice(schedule, fields, words):
+    """A model whose embedding the backward of a schedule in two parts would go through twice."""
+
+    def call(_):
+        layout = Layout.of(pipeline=2, virtual_stages=2, v_shape=schedule != "interleaved-zero-bubble")
+        family = family_of(TINY_GLM)
+        read = family.from_hf(TINY_GLM | {"num_hidden_layers": 4, "mtp": True} | fields)
+        model = family.build(read, state=ParallelState.stand_in(layout))
+        schedule_of_model(
+            model, lambda a, b: a, name=schedule, microbatches=4, shape=(1, 8), dtype=torch.float32
+        )
+
+    says = f"^layout: schedule: expected a whole backward, because multi-token prediction {words} uses the "
+    return Refused(f"{schedule}-{words}", call, f"{says}embedding twice, found {schedule}")
+
+
+test_a_backward_in_two_parts_through_multi_token_prediction_is_refused = refusals(
+    [
+        twice(schedule, fields, words)
+        for schedule in ("zbv", "dualpipev", "interleaved-zero-bubble")
+        for fields, words in (
+            ({"num_nextn_predict_layers": 2}, "with 2 blocks"),
+            ({"tie_word_embeddings": True}, "with a tied embedding"),
+        )
+    ]
+)
+
+
+def go_on(folder, changes):
+    Trainer(recipe(folder, **changes), ParallelState.alone(), quiet=True).run()
+
+
+def resumed(why, says, *, code=2, harm=lambda folder: None, began=None, **changes):
+    """A run that has stopped after two steps, ``began`` with changes of its own, and does not go on."""
+
+    def given(folder):
+        write_tokens(folder / "tokens")
+        go_on(folder, {**(began or {}), "stop_after": 2})
+        harm(folder)
+
+    return Refused(why, lambda folder: go_on(folder, changes), says, code=code, given=given)
+
+
+def readapted(why, says, *, harm=lambda folder: None, **changes):
+    """Such a run of adapters, on a base that ``harm`` may change."""
+
+    def start(folder, **more):
+        go_on(folder, {"lora": LORA, "model": {"config": None, "init_from": str(folder / "base")}, **more})
+
+    def given(folder):
+        write_tokens(folder / "tokens")
+        write_hf_folder(folder / "base", TINY_LLAMA)
+        start(folder, stop_after=2)
+        harm(folder)
+
+    return Refused(why, lambda folder: start(folder, **changes), says, code=4, given=given)
+
+
+def change_a_weight(folder):
+    weights = load_file(folder / "base" / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] += 1e-3
+    save_file(weights, folder / "base" / "model.safetensors", metadata={"format": "pt"})
+
+
+def flip_a_bit(folder):
+    (file,) = (folder / "run" / "checkpoints").glob("*/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+
+
+def other_tokens(folder):
+    for file in folder.glob("tokens*"):
+        file.unlink()
+    write_tokens(folder / "tokens", seed=1)
+
+
+ORDER, DTYPE = "Resume with the data that the run began with", "dtype: expected float64, as the run's weights"
+FROZEN = {"optimizer": {"groups": [{"match": r"layers\.0\.|embed", "freeze": True}]}}
+ANOTHER = of(config("tiny_llama", intermediate_size=64))
+test_a_run_does_not_go_on_with_other_data_or_another_model = refusals(
+    [
+        resumed("another-seed", ORDER, seed=4),
+        resumed("another-batch", ORDER, data={"global_batch": 4}),
+        resumed("another-length", ORDER, data={"sequence_length": 8}),
+        resumed("in-float32", f"{DTYPE}.*found float32. Resume with", dtype="float32"),
+        resumed("in-bfloat16", f"{DTYPE}.*found bfloat16. Resume with", dtype="bfloat16"),
+        resumed("F12-other-tokens", r"data\.fingerprint", harm=other_tokens),
+        resumed("G13-another-model", "intermediate_size: expected 64, found 48", code=4, **ANOTHER),
+        resumed("what-was-frozen", r"exp_avg\.embed\.weight.*it was frozen", code=4, began=FROZEN),
+        resumed("G8-a-flipped-bit", "CRC-32: expected [0-9a-f]{8}, found", code=4, harm=flip_a_bit),
+        readapted("adapters-of-another-rank", r"lora\.r: expected 8, found 4", lora=LORA | {"r": 8}),
+        readapted("adapters-elsewhere", r"lora\.target_modules", lora=LORA | {"target_modules": ["q_proj"]}),
+        readapted("no-adapters", "expected a whole model, found LoRA adapters", lora=None),
+        readapted("adapters-of-another-base", "that the adapters were trained on", harm=change_a_weight),
+    ]
+)
+
+
+def many_ids(key):
+    def given(folder):
+        for name in ("tokens", "held-out"):
+            write_tokens(folder / name, vocab_size=500 if name == key else 131)
+
+    def call(folder):
+        check_run(recipe(folder, evaluation={"tokens": str(folder / "held-out"), "samples": 3}))
+
+    section = {"tokens": "data", "held-out": "evaluation"}[key]
+    says = rf"{section}\.tokens: vocab_size: expected at most 131, .* found 500"
+    return Refused(f"{section}-of-more-ids-than-the-model-has", call, says, given=given)
+
+
+def refused(why, says, use, **changes):
+    """A recipe, and its tokens, that something refuses."""
+    given = lambda folder: write_tokens(folder / "tokens")  # noqa: E731
+    return Refused(why, lambda folder: use(recipe(folder, **changes)), says, given=given)
+
+
+def fit_in_2(loaded):
+    fit(loaded, 2)
+
+
+NOT_PLANNED = "expected a recipe without float8 and without frozen groups"
+test_a_run_is_refused_before_any_rank_starts = refusals(
+    [
+        many_ids("tokens"),
+        many_ids("held-out"),
+        refused(
+            "ranks-need-a-file", r"a file, which the 2 ranks can read.*torchrun", run, layout={"tensor": 2}
+        ),
+        refused(
+            "trackers-that-are-objects-need-a-launcher",
+            r"run: trackers: .*2 ranks to start.*torchrun",
+            partial(run, trackers=[object()]),
+            layout={"data": 2},
+        ),
+        refused("fit-float8", NOT_PLANNED, fit_in_2, **FLOAT8),
+        refused("fit-frozen", NOT_PLANNED, fit_in_2, **FROZEN),
+        refused(
+            "fit-nothing-fits",
+            r"^train: --fit: expected a legal .* of at most 2 ranks that fits, found none: .*GB.*Start more",
+            fit_in_2,
+            **{"layout": {"tensor": 2, "data": 2, "zero": 1}, "device": "cuda", "memory": {"device_gb": 2.0}},
+        ),
+    ]
+)
