@@ -21,7 +21,7 @@ from trilith.layers import (
     causal_attention,
     vocab_parallel_cross_entropy,
 )
-from trilith.parallel_state import Layout, ParallelState
+from trilith.parallel_state import Layout, ParallelState, declarations
 from trilith.testing import LiveBytes, Operators
 
 ALONE = {
@@ -176,3 +176,19 @@ def test_default_weights_are_spread_as_nn_linears():
         and abs(float(layer.weight.detach().std()) - 0.1 / 3**0.5) < 1e-3
     )
     assert 0.05 < float(layer.bias.detach().abs().max()) <= 0.1
+
+
+def test_a_norm_of_bf16_is_computed_in_fp32():
+    """The mean square of 4096 bf16 numbers, summed in bf16, would be off by percents."""
+    x = (1 + torch.rand(4, 4096)).to(torch.bfloat16)
+    exact = F.rms_norm(x.double(), (4096,), eps=1e-6)
+    with torch.no_grad():
+        y = RMSNorm(4096).to(torch.bfloat16)(x)
+    assert float((y - exact).abs().max() / exact.abs().max()) < 2**-8
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_gradients_of_a_norm_are_partial_exactly_where_tokens_are_split(sequence):
+    state = ParallelState.stand_in(Layout.of(tensor=2, sequence=sequence))
+    for declaration in declarations(LayerNorm(4, state=state)).values():
+        assert declaration.partial == (("tensor",) if sequence else ())
