@@ -31,10 +31,6 @@ def test_a_run_in_a_folder_with_brackets_prints_its_name(tmp_path, capfd):
 
 def test_every_console_is_the_plain_one():
     root = Path(trilith.__path__[0])
-    files = [
-        *(root / "cli").glob("*.py"),
-        *(root / "runs").glob("*.py"),
-        *(root / "testing").glob("*.py"),
-    ]
+    files = [*(root / "cli").glob("*.py"), *(root / "runs").glob("*.py"), *(root / "testing").glob("*.py")]
     made = {file.name for file in files if "rich.console" in file.read_text()}
     assert made == {"console.py"}, "text goes through runs/console.py"

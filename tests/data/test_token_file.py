@@ -65,10 +65,7 @@ def test_f12_fingerprint_is_of_the_content_alone(tmp_path):
 def test_f13_a_second_writer_is_refused_while_one_writes(tmp_path):
     with TokenWriter(tmp_path / "data", vocab_size=300) as first:
         first.add([1, 2])
-        with (
-            pytest.raises(BadInput, match="another process"),
-            TokenWriter(tmp_path / "data", vocab_size=300),
-        ):
+        with pytest.raises(BadInput, match="another process"), TokenWriter(tmp_path / "data", vocab_size=300):
             raise AssertionError("two writers at once")
         first.add([3])
         first.commit()

@@ -43,10 +43,7 @@ def test_attention_is_softmax_of_scores_below_the_diagonal(kv):
     scores = q @ keys.transpose(-1, -2) / 2 + torch.full((7, 7), float("-inf")).triu(1)
     torch.testing.assert_close(causal_attention(q, k, v), scores.softmax(-1) @ values, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
-        causal_attention(q, k, v, scale=0.1),
-        ((scores * 2 * 0.1).softmax(-1)) @ values,
-        rtol=1e-5,
-        atol=1e-6,
+        causal_attention(q, k, v, scale=0.1), ((scores * 2 * 0.1).softmax(-1)) @ values, rtol=1e-5, atol=1e-6
     )
 
 
@@ -221,9 +218,7 @@ def test_latent_attention_sends_over_context_ranks_what_its_cost_says(ring):
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_latent_attention_has_partial_gradients_where_ranks_have_tokens_of_their_own(
-    sequence,
-):
+def test_latent_attention_has_partial_gradients_where_ranks_have_tokens_of_their_own(sequence):
     state = ParallelState.stand_in(Layout.of(tensor=2, sequence=sequence))
     partial = ("tensor",) if sequence else ()
     layer = latent(state, 7, adapters=True).layer

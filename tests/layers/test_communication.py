@@ -68,10 +68,7 @@ def test_context_ranks_send_key_value_heads_and_their_gradients_once(context):
         assert sent_back == {"all_gather": n, "reduce_scatter": context * n}
     for (forward, sent), (backward, sent_back) in run_parallel(attention_over_context, context, True):
         assert (forward, sent) == ({"exchange": others}, {"exchange": others * n})
-        assert (backward, sent_back) == (
-            {"exchange": 2 * others},
-            {"exchange": 2 * others * n},
-        )
+        assert (backward, sent_back) == ({"exchange": 2 * others}, {"exchange": 2 * others * n})
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])

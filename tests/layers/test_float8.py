@@ -5,12 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from trilith.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    checkpoint_blocks,
-    use_float8,
-)
+from trilith.layers import ColumnParallelLinear, RowParallelLinear, checkpoint_blocks, use_float8
 from trilith.layers.float8 import Float8, _Products
 from trilith.parallel_state import alone_or
 from trilith.testing import Operators

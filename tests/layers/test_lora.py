@@ -4,13 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from trilith.layers import (
-    ColumnParallelLinear,
-    Experts,
-    RowParallelLinear,
-    attach_expert_lora,
-    attach_lora,
-)
+from trilith.layers import ColumnParallelLinear, Experts, RowParallelLinear, attach_expert_lora, attach_lora
 from trilith.parallel_state import Cut, Layout, ParallelState, declarations
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel

@@ -13,9 +13,7 @@ from trilith.layers.recurrent.delta_rule import gated_delta_rule
 from trilith.layers.recurrent.recompute import recomputed
 from trilith.layers.recurrent.runs import Runs
 from trilith.layers.recurrent.state_space import state_space
-from trilith.parallel_state import (
-    ParallelState,
-)
+from trilith.parallel_state import ParallelState
 from trilith.testing import LiveBytes
 
 #: Lengths of the documents of two rows of 150 tokens: three chunks, of which one holds several documents.

@@ -180,10 +180,7 @@ CALLS = {
         lambda: experts_with_adapter(["up", "gate"], 1),
         "outputs: expected gate, up or down or gate or up, found up, gate",
     ),
-    "a second adapter of experts": (
-        lambda: experts_with_adapter(["down"], 1),
-        "one adapter at each place",
-    ),
+    "a second adapter of experts": (lambda: experts_with_adapter(["down"], 1), "one adapter at each place"),
     "an unknown checkpointing": (lambda: checkpoint_blocks([], "some"), "checkpointing"),
     "checkpointing of every 0th block": (lambda: checkpoint_blocks([], "every", every=0), "every"),
     "a loss of no tokens at once": (loss_of_chunks, "loss_chunk"),

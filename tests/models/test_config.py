@@ -228,10 +228,7 @@ test_a_config_is_refused_in_one_line_that_names_the_key = refusals(REFUSED)
 
 
 def test_an_unsupported_model_is_told_what_is_supported():  # D4
-    with pytest.raises(
-        BadInput,
-        match=f"one of {', '.join(sorted(FAMILIES))}, found",
-    ):
+    with pytest.raises(BadInput, match=f"one of {', '.join(sorted(FAMILIES))}, found"):
         read(LLAMA, {"model_type": "mamba"})
 
 
@@ -265,21 +262,11 @@ ACCEPTED = [
     ("qwen3", QWEN3, {"sliding_window": None}, {"head_norms": True, "head_dim": 128}),
     ("qwen3-head", QWEN3, {"head_dim": 16}, {"head_dim": 16, "qkv_bias": False}),
     ("qwen3-bias", QWEN3, {"attention_bias": True}, {"qkv_bias": True}),
-    (
-        "mixtral",
-        MIXTRAL,
-        {"rope_theta": ABSENT},
-        {"window": None, "routed_experts": 8, "rope_theta": 1e6},
-    ),
+    ("mixtral", MIXTRAL, {"rope_theta": ABSENT}, {"window": None, "routed_experts": 8, "rope_theta": 1e6}),
     ("mixtral-kv", MIXTRAL, {"num_key_value_heads": None}, {"num_key_value_heads": 6}),
     ("mixtral-jitter", MIXTRAL, {"router_jitter_noise": 0.0}, {"experts_of_token": 2}),
     ("qwen3-moe", QWEN3_MOE, {}, {"routed_experts": 8, "normalized": True, "routers": 3}),
-    (
-        "qwen3-moe-new",
-        QWEN3_MOE,
-        {"num_experts": ABSENT, "num_local_experts": 4},
-        {"routed_experts": 4},
-    ),
+    ("qwen3-moe-new", QWEN3_MOE, {"num_experts": ABSENT, "num_local_experts": 4}, {"routed_experts": 4}),
     ("qwen3-moe-some", QWEN3_MOE, {"decoder_sparse_step": 2, "mlp_only_layers": [0]}, {"routers": 1}),
     (
         "glm",
@@ -302,20 +289,10 @@ ACCEPTED = [
         },
         {"routed_experts": 4, "further_blocks": 0, "rotary_dim": 12},
     ),
-    (
-        "glm-rotary",
-        GLM4_MOE,
-        {"partial_rotary_factor": ABSENT},
-        {"rotary_dim": 6, "head_norms": False},
-    ),
+    ("glm-rotary", GLM4_MOE, {"partial_rotary_factor": ABSENT}, {"rotary_dim": 6, "head_norms": False}),
     ("D13-whole", LLAMA, {"rope_theta": 500_000}, {"rope_theta": 5e5}),
     ("D13-absent", LLAMA, {"rope_theta": ABSENT}, {"rope_theta": 1e4}),
-    (
-        "D16-new",
-        LLAMA,
-        {"rope_theta": ABSENT, "rope_parameters": {"rope_theta": 2e4}},
-        {"rope_theta": 2e4},
-    ),
+    ("D16-new", LLAMA, {"rope_theta": ABSENT, "rope_parameters": {"rope_theta": 2e4}}, {"rope_theta": 2e4}),
     ("D16-agree", LLAMA, {"rope_scaling": LINEAR, "rope_parameters": LINEAR}, {"rope_theta": 1e4}),
     ("D22", LLAMA, {"attention_bias": True}, {"attention_bias": True, "mlp_bias": False}),
     ("D22-mlp", LLAMA, {"mlp_bias": True}, {"attention_bias": False, "mlp_bias": True}),

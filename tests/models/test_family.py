@@ -30,16 +30,8 @@ REFUSED = {
         why: (lambda raw=raw: family_of(raw, "here.json"), "^here.json: model_type: expected .*" + says)
         for why, raw, says in (
             ("no key", {}, "found an object without any key.*`trilith models` lists the types"),
-            (
-                "no type",
-                {"hidden_size": 8},
-                f"found no such key.*{OWN}",
-            ),
-            (
-                "null",
-                {"model_type": None},
-                f"found no such key.*{OWN}",
-            ),
+            ("no type", {"hidden_size": 8}, f"found no such key.*{OWN}"),
+            ("null", {"model_type": None}, f"found no such key.*{OWN}"),
             ("misspelled", {"model_type": "lama"}, "found 'lama'.*Nearest: llama"),
             ("list", {"model_type": ["llama"]}, r"found \['llama'\].*Nearest: llama"),
             ("unknown", {"model_type": "bert"}, "one of " + ", ".join(sorted(FAMILIES)) + ".*found 'bert'"),

@@ -164,11 +164,7 @@ def test_rows_of_one_document_are_bitwise_the_plain_path(model):
     made = built(model, ParallelState.alone(), torch.float32)
     ids, _, positions = packed()
     counts = {}
-    for name, given in {
-        "none": None,
-        "plain": torch.arange(16).expand(2, -1),
-        "packed": positions,
-    }.items():
+    for name, given in {"none": None, "plain": torch.arange(16).expand(2, -1), "packed": positions}.items():
         with Operators() as seen, torch.no_grad():
             logits = made(ids, positions=given)
         counts[name] = (Counter(seen.names), logits)

@@ -5,13 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from trilith.layers import ColumnParallelLinear, RMSNorm, VocabParallelEmbedding
-from trilith.parallel_state import (
-    Layout,
-    ParallelState,
-    clip_gradients,
-    finalize_gradients,
-    gradient_norm,
-)
+from trilith.parallel_state import Layout, ParallelState, clip_gradients, finalize_gradients, gradient_norm
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
 

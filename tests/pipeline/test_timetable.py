@@ -7,14 +7,7 @@ from types import SimpleNamespace
 import pytest
 from support.refusals import Refused, refusals
 from trilith.parallel_state import Layout
-from trilith.pipeline import (
-    SCHEDULE_NAMES,
-    bubble,
-    check_schedule,
-    layout_of,
-    schedule_kind,
-    timetable,
-)
+from trilith.pipeline import SCHEDULE_NAMES, bubble, check_schedule, layout_of, schedule_kind, timetable
 from trilith.pipeline.runner import schedule_classes
 from trilith.pipeline.schedule_actions import actions
 

@@ -52,9 +52,7 @@ test_plans_that_cannot_be_are_refused = refusals(
             model="llama-3.1-8b",
         ),
         Refused(
-            "no-such-model",
-            lambda _: read_request("no-such", machine_named("l40s"), 4),
-            "published size",
+            "no-such-model", lambda _: read_request("no-such", machine_named("l40s"), 4), "published size"
         ),
     ]
 )

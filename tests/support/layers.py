@@ -485,12 +485,7 @@ ROWS = (
     *VOCABULARY,
     Row("RMS norm", lambda s: RMSNorm(12, state=s), FOUR),
     Row("layer norm", lambda s: LayerNorm(12, state=s), FOUR),
-    Row(
-        "gated feed-forward",
-        lambda s: GatedMLP(12, 20, bias=True, state=s),
-        _tensor(4),
-        tolerance=1e-12,
-    ),
+    Row("gated feed-forward", lambda s: GatedMLP(12, 20, bias=True, state=s), _tensor(4), tolerance=1e-12),
     Row("feed-forward", lambda s: MLP(12, 20, act="gelu_new", state=s), _tensor(4), tolerance=1e-12),
     *ATTENTION,
     *LATENT,

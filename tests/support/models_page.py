@@ -57,10 +57,7 @@ def refused(family: str) -> set[str]:
     """Return the columns that the family cannot have."""
     features = features_of(FAMILIES[family])
     found = set(AXES) - set(features.axes)
-    for column, can in (
-        ("LoRA", features.lora),
-        ("generation", features.generation),
-    ):
+    for column, can in (("LoRA", features.lora), ("generation", features.generation)):
         found |= set() if can else {column}
     return found
 

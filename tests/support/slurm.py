@@ -16,10 +16,7 @@ from pathlib import Path
 
 from trilith.system.process_info import started_with
 
-PACKAGES = (
-    *("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins"),
-    *("libhwloc15", "libnuma1"),
-)
+PACKAGES = (*("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins"), *("libhwloc15", "libnuma1"))
 _CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)

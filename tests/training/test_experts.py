@@ -72,12 +72,7 @@ BIASED = StopAndGo(
         {"layout": {"tensor": 2, "pipeline": 2, "sequence": True}},
         {"layout": EP4, "memory": {"offload": True}},
     ],
-    {
-        "model": {"config": TINY_GLM},
-        "data": {"micro_batch": 1},
-        "experts": {"bias_rate": RATE},
-        "steps": 3,
-    },
+    {"model": {"config": TINY_GLM}, "data": {"micro_batch": 1}, "experts": {"bias_rate": RATE}, "steps": 3},
 )
 
 
@@ -118,11 +113,7 @@ def test_biases_are_of_the_model_and_a_run_goes_on_with_them_in_any_layout(tmp_p
 def test_the_recipe_sets_the_losses_of_the_routers(tmp_path, tokens):
     """The config's factor given in the recipe is the same run; a z-loss makes the logits smaller."""
     quiet = TINY_MIXTRAL | {"output_router_logits": False}
-    said = [
-        {},
-        {"experts": {"balance": 0.1}},
-        {"experts": {"z_loss": 1.0}},
-    ]
+    said = [{}, {"experts": {"balance": 0.1}}, {"experts": {"z_loss": 1.0}}]
     configs = [TINY_MIXTRAL, quiet, quiet]
     for number, (model, more) in enumerate(zip(configs, said, strict=True)):
         train(tiny_recipe(tmp_path / str(number), tokens, model={"config": model}, **more))

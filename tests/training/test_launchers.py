@@ -70,8 +70,7 @@ def started_by_ray(recipe, port):
 
 
 @pytest.mark.parametrize(
-    "start",
-    [started_by_srun, pytest.param(started_by_mpirun, marks=pytest.mark.slow), started_by_ray],
+    "start", [started_by_srun, pytest.param(started_by_mpirun, marks=pytest.mark.slow), started_by_ray]
 )
 def test_ranks_of_each_launcher_train_together(make, start):
     run = make(2)

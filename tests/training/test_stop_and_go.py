@@ -25,9 +25,7 @@ GROUPS = {
     }
 }
 ONLY_LAST = {
-    "optimizer": {
-        "groups": [{"match": r"layers\.2\.", "lr_scale": 1.0}, {"match": ".", "freeze": True}],
-    },
+    "optimizer": {"groups": [{"match": r"layers\.2\.", "lr_scale": 1.0}, {"match": ".", "freeze": True}]},
     "model": {"config": config("tiny_llama", tie_word_embeddings=False)},
 }
 ONE_PROCESS = {"layout": {}}
