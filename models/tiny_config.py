@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..storage.small_files import read_json
 
-_FOLDER = Path(__file__).with_name("tiny")
-
 
 def tiny_config(model_type: str) -> dict[str, Any]:
     """Return a tiny config.json of this ``model_type``, with few of its fields at their defaults."""
-    raw: dict[str, Any] = read_json(_FOLDER / f"{model_type}.json")
-    return raw
+    return deepcopy(_tiny_configs()[model_type])
+
+
+@cache
+def _tiny_configs() -> Mapping[str, dict[str, Any]]:
+    configs: Mapping[str, dict[str, Any]] = read_json(Path(__file__).with_name("tiny.json"))
+    return configs

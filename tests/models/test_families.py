@@ -1,7 +1,7 @@
 """Each family whole: in layouts, through files, in generation and with LoRA it is transformers' model.
 
-A file in ``models/tiny`` gives a family all of this; ``test_hugging_face`` has logits and gradients on one
-device. Beside it ``test_family_fields`` shows that these comparisons see each tensor and each field.
+An entry of ``models/tiny.json`` gives a family all of this; ``test_hugging_face`` has logits and gradients on
+one device. Beside it ``test_family_fields`` shows that these comparisons see each tensor and each field.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Small configs for tests, read by name from JSON files.
 
-``config("llama")`` is the tiny model of a family, with shapes that hide nothing: see ``models/tiny/``. The
-other files stand in ``configs/``; those of ``configs/variants/`` change some fields of one that they are
+``config("llama")`` is the tiny model of a family, with shapes that hide nothing: see ``models/tiny.json``.
+The others stand in ``configs/``; those of ``configs/variants/`` change some fields of one that they are
 ``like``, and those of ``configs/published/`` have every key of a published file: see ``configs/README.md``.
 """
 
@@ -13,10 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import trilith
+from trilith.models import FAMILIES, tiny_config
 
 FOLDER = Path(__file__).parent / "configs"
-TINY = Path(trilith.__path__[0]) / "models" / "tiny"
 #: Fields that have an entry for each layer.
 _BY_LAYER = ("layer_types", "mlp_layer_types")
 
@@ -31,6 +30,10 @@ def _names(folder: Path) -> list[str]:
     return sorted(file.stem for file in folder.glob("*.json"))
 
 
+#: The names that ``config`` knows.
+NAMES = sorted({*_names(FOLDER), *FAMILIES})
+
+
 def config(
     name: str, *, layers: int | None = None, without: tuple[str, ...] = (), **changes: Any
 ) -> dict[str, Any]:
@@ -39,12 +42,10 @@ def config(
     ``layers``: the number of blocks, under the family's own name for it; lists with an entry for each layer
     keep one of each kind in turn.
     """
-    file = next((file for folder in (FOLDER, TINY) if (file := folder / f"{name}.json").exists()), None)
-    if file is None:
-        raise LookupError(
-            f"no config {name!r}; there are {', '.join(sorted({*_names(FOLDER), *_names(TINY)}))}"
-        )
-    raw = {key: value for key, value in _read(file).items() if key not in without}
+    if name not in NAMES:
+        raise LookupError(f"no config {name!r}; there are {', '.join(NAMES)}")
+    whole = tiny_config(name) if name in FAMILIES else _read(FOLDER / f"{name}.json")
+    raw = {key: value for key, value in whole.items() if key not in without}
     if layers is not None:
         for key in _BY_LAYER:
             if raw.get(key):
@@ -56,9 +57,7 @@ def config(
 
 #: Every family's tiny models by name, to compare layouts with.
 MODELS: dict[str, dict[str, Any]] = {
-    name: config(name)
-    for name in sorted({*_names(FOLDER), *_names(TINY)})
-    if not name.startswith(("tiny_", "tiniest_"))
+    name: config(name) for name in NAMES if not name.startswith(("tiny_", "tiniest_"))
 }
 #: Of these, the models with experts.
 EXPERTS = {name for name, raw in MODELS.items() if "num_experts_per_tok" in raw}
