@@ -3,6 +3,7 @@
 import gc
 import mmap
 import os
+import subprocess
 import sys
 
 import pytest
@@ -10,27 +11,24 @@ from trilith.system import no_garbage_search, process_info, quiet_libraries, sea
 from trilith.system.process_info import own_memory, start_of
 
 
-@pytest.fixture
-def searches():
-    """Hold the generation of each search; Python searches after ten new objects, and nothing is hidden.
+def in_a_new_process(check):
+    """Return a test that calls ``check(searches)`` in a new process, where few objects are searched.
 
-    It searches the oldest objects only when told: those that earlier tests left are many.
+    ``searches`` holds the generation of each search; Python searches after ten new objects.
     """
-    seen = []
 
-    def note(phase, info):
-        if phase == "start":
-            seen.append(info["generation"])
+    def run():
+        searches = []
+        gc.set_threshold(10, 2, 10)
+        gc.callbacks.append(lambda phase, info: phase == "start" and searches.append(info["generation"]))
+        check(searches)
 
-    hidden, thresholds = gc.get_freeze_count(), gc.get_threshold()
-    gc.unfreeze()
-    gc.set_threshold(10, 2, 1_000_000)
-    gc.callbacks.append(note)
-    yield seen
-    gc.callbacks.remove(note)
-    gc.set_threshold(*thresholds)
-    if hidden:
-        gc.freeze()
+    def test():
+        code = f"import runpy; runpy.run_path({__file__!r})[{check.__name__!r}].run()"
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+    test.run = run
+    return test
 
 
 def make_objects():
@@ -43,6 +41,7 @@ def seen_by_a_search(objects):
     return sum(id(one) in seen for one in objects)
 
 
+@in_a_new_process
 def test_nothing_else_searches_until_the_end(searches):
     make_objects()
     assert len(searches) > 5
@@ -59,6 +58,7 @@ def test_nothing_else_searches_until_the_end(searches):
     assert len(searches) > 5
 
 
+@in_a_new_process
 def test_the_first_search_hides_what_is_there_until_the_end_whatever_ends_it(searches):
     here = make_objects()
     for error in (None, ValueError()):
@@ -81,6 +81,7 @@ def test_the_first_search_hides_what_is_there_until_the_end_whatever_ends_it(sea
         assert gc.get_freeze_count() == 0 and gc.isenabled() and seen_by_a_search(here) == 1000
 
 
+@in_a_new_process
 def test_garbage_is_freed(searches):
     class Node:
         freed = 0
@@ -99,6 +100,7 @@ def test_garbage_is_freed(searches):
             assert Node.freed == count + 1
 
 
+@in_a_new_process
 def test_what_the_caller_has_hidden_stays_hidden(searches):
     gc.freeze()
     hidden = gc.get_freeze_count()
@@ -108,6 +110,7 @@ def test_what_the_caller_has_hidden_stays_hidden(searches):
     assert hidden - 100 < gc.get_freeze_count() <= hidden
 
 
+@in_a_new_process
 def test_a_caller_that_never_searches_has_it_so_afterwards(searches):
     gc.disable()
     try:
@@ -118,6 +121,7 @@ def test_a_caller_that_never_searches_has_it_so_afterwards(searches):
         gc.enable()
 
 
+@in_a_new_process
 def test_what_is_made_meanwhile_is_not_searched_and_can_be_hidden(searches):
     with no_garbage_search():
         before = len(searches)
