@@ -84,6 +84,8 @@ __all__ = [
     "group_of_call",
     "group_ranks",
     "is_dtensor",
+    "join_groups",
+    "passes_through_others",
     "is_sharded",
     "clocked",
     "left_alone",

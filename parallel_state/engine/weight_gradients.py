@@ -1,8 +1,8 @@
 """Compute the gradients of weights in the second of a stage's two backward passes, each exactly once.
 
-Torch's first pass leaves groups: weights, the nodes of the graph where their gradients branch off from those of
-activations, and the gradients that came to these nodes. Groups that a later weight connects are left apart by
-torch (``_backward.get_param_groups``), so that what they have in common is computed twice.
+Torch's first pass leaves groups: weights, the nodes of the graph where their gradients branch off from those
+of activations, and the gradients that came to these nodes. Torch leaves apart what a later weight connects
+(``_backward.get_param_groups``), and would compute twice what such groups have in common.
 """
 
 from __future__ import annotations
