@@ -76,8 +76,8 @@ def _sum_together(
 ) -> None:
     """All-reduce the gradients of many small parameters as one tensor, for each dtype.
 
-    A trained parameter without a gradient counts as zeros, so that all ranks send the same number of bytes. It
-    gets the sum if that is not zero.
+    A trained parameter without a gradient counts as zeros, so that all ranks send the same number of bytes;
+    it gets the sum if that is not zero.
     """
     taking = [one for one in parameters if one.requires_grad or one.grad is not None]
     for dtype in sorted({one.dtype for one in taking}, key=str):
