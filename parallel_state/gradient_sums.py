@@ -21,7 +21,7 @@ class GradientSums:
 
     The parameters and their declarations are looked up once. So make this object after ``shard_over_data``,
     when the model's parameters are the same objects as the optimizer's. ``where`` names the caller in an
-    error. No method makes the host wait for the device.
+    error. No method makes the host wait for the device, but where a partial gradient is missing here.
     """
 
     def __init__(
@@ -76,15 +76,20 @@ def _sum_together(
 ) -> None:
     """All-reduce the gradients of many small parameters as one tensor, for each dtype.
 
-    A trained parameter without a gradient counts as zeros: the ranks need not have the same gradients to send
-    the same number of bytes.
+    A trained parameter without a gradient counts as zeros, so that all ranks send the same number of bytes;
+    it gets the sum if that is not zero.
     """
     taking = [one for one in parameters if one.requires_grad or one.grad is not None]
     for dtype in sorted({one.dtype for one in taking}, key=str):
         same = [one for one in taking if one.dtype == dtype]
-        grads = [local_data(torch.zeros_like(one) if one.grad is None else one.grad) for one in same]
+        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in same]
+        grads = [local_data(gradient) for gradient in gradients]
         flat = torch.cat([grad.reshape(-1) for grad in grads]).to(reduce or dtype)
         dist.all_reduce(flat, group=group)
         parts = flat.split([grad.numel() for grad in grads])
         summed = [part.view_as(grad) for grad, part in zip(grads, parts, strict=True)]
         engine.foreach_copy_(grads, summed)
+        for parameter, gradient, part in zip(same, gradients, parts, strict=True):
+            # What other ranks computed is the gradient of this rank's copy too. Only then does the host wait.
+            if parameter.grad is None and bool(part.any()):
+                parameter.grad = gradient

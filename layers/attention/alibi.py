@@ -55,6 +55,10 @@ class Alibi:
         """Return the biases of the heads from ``start`` up to ``stop``."""
         return Alibi(self.slopes[start:stop], self.factor, self.rounded)
 
+    def steepness(self, device: torch.device) -> Tensor:
+        """Return (H,) in fp32: what a key's score changes by for each position that it lies ahead."""
+        return self._slopes.on(device, torch.float32) * self.factor
+
     def bias(self, queries_BQ: Tensor, keys: Tensor) -> ScoreBias:
         """Return the bias of scores from positions in the document: those of the queries, and those of the
         keys, (B, T), or (B, Q, T) if they depend on the query. B may be 1.

@@ -72,7 +72,7 @@ def flex_attention(
 ) -> Tensor:
     """Compute attention like ``causal_attention``: (B, H, S, E), or as wide as ``v``."""
     compute: Any = torch_flex_attention if torch.compiler.is_compiling() else _compiled()
-    slopes = None if alibi is None else _slopes(alibi, q_BHSE.device)
+    slopes = None if alibi is None else alibi.steepness(q_BHSE.device)
     found = compute(
         q_BHSE,
         k_BKSE,
@@ -93,24 +93,16 @@ def flex_attention(
 
 
 def _changed(soft_cap: float | None, slopes: Tensor | None) -> _ScoreMod | None:
-    """Return what is done to a score, or ``None``."""
-    if slopes is not None:
-
-        def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return score + slopes[h] * (k - q)
-
-        return biased
-    if soft_cap is None:
+    """Return what is done to a score, or ``None``: a soft cap, then a bias, as in ``blockwise``."""
+    if soft_cap is None and slopes is None:
         return None
 
-    def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return soft_cap * torch.tanh(score / soft_cap)
+    def changed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if soft_cap is not None:
+            score = soft_cap * torch.tanh(score / soft_cap)
+        return score if slopes is None else score + slopes[h] * (k - q)
 
-    return capped
-
-
-def _slopes(alibi: Alibi, device: torch.device) -> Tensor:
-    return torch.tensor(alibi.slopes, dtype=torch.float32, device=device) * alibi.factor
+    return changed
 
 
 @cache

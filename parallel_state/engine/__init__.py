@@ -49,6 +49,7 @@ from .local_tensors import (
 )
 from .private_names import COMPILER, FULLY_SHARDED, PIPELINING, PRIVATE, require, self_check
 from .waiting_time import Waited, waiting_time
+from .weight_gradients import compute_weight_gradients, join_groups, passes_through_others
 
 __all__ = [
     "AdamW",
@@ -67,6 +68,7 @@ __all__ = [
     "allow_graphs",
     "assert_on_device",
     "compiler_errors",
+    "compute_weight_gradients",
     "compute_with_stored",
     "computed_with",
     "default_store",
@@ -82,6 +84,8 @@ __all__ = [
     "group_of_call",
     "group_ranks",
     "is_dtensor",
+    "join_groups",
+    "passes_through_others",
     "is_sharded",
     "clocked",
     "left_alone",

@@ -99,7 +99,9 @@ class Witness:
         return _each(value, note)
 
     def _note_gradient(self, event: Event, gradient: Tensor) -> None:
-        self.seen.backward[event] = gradient.detach().clone()
+        # The first one counts: the second part of a split backward may come by again, on its way to a weight.
+        if event not in self.seen.backward:
+            self.seen.backward[event] = gradient.detach().clone()
 
 
 def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -150,10 +150,11 @@ def test_a_kernel_that_is_wrong_on_this_machine_is_not_taken(monkeypatch):
         (POSITIONS, 40, {"soft_cap": 2.0}),
         (POSITIONS, None, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}),
         (POSITIONS, 40, {"alibi": Alibi(alibi_slopes(4), 0.5)}),
+        (POSITIONS, 40, {"alibi": Alibi(alibi_slopes(4), 0.5), "soft_cap": 2.0}),
         (torch.arange(300), 40, {}),
         (torch.arange(300), None, {"soft_cap": 2.0}),
     ],
-    ids=["documents", "cap", "sinks", "alibi", "rows alike, window", "rows alike, cap"],
+    ids=["documents", "cap", "sinks", "alibi", "alibi and cap", "rows alike, window", "rows alike, cap"],
 )
 def test_flex_attention_equals_scores_written_out(positions, window, more, monkeypatch):
     """Forward, as torch computes it without its compiler; on a CPU there is no backward."""

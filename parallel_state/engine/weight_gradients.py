@@ -1,0 +1,63 @@
+"""Compute the gradients of weights in the second of a stage's two backward passes, each exactly once.
+
+Torch's first pass leaves groups: weights, the nodes of the graph where their gradients branch off from those
+of activations, and the gradients that came to these nodes. Torch leaves apart what a later weight connects
+(``_backward.get_param_groups``), and would compute twice what such groups have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+#: One of torch's groups: ``params``, ``intermediates``, and ``grads`` in the order of the intermediates.
+Group = dict[str, Any]
+
+
+def join_groups(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups with those joined that share an intermediate node."""
+    whole: dict[int, Group] = {}
+    group_of: dict[Any, Group] = {}
+    for group in groups:
+        touched = {id(group_of[node]): group_of[node] for node in group["intermediates"] if node in group_of}
+        if touched:
+            parts = [*touched.values(), group]
+            grads = {
+                node: grad
+                for part in parts
+                for node, grad in zip(part["intermediates"], part["grads"], strict=True)
+            }
+            params = set().union(*(part["params"] for part in parts))
+            group = {"params": params, "intermediates": [*grads], "grads": [*grads.values()]}
+        for key in touched:
+            del whole[key]
+        whole[id(group)] = group
+        group_of |= dict.fromkeys(group["intermediates"], group)
+    return list(whole.values())
+
+
+def passes_through_others(group: Group) -> bool:
+    """Return whether one intermediate of the group lies behind another: the way between them belongs to other
+    groups too, and must not be freed before these have been computed.
+    """
+    nodes = set(group["intermediates"])
+    return len(nodes) > 1 and any(below in nodes for node in nodes for below in _below(node))
+
+
+def _below(node: Any) -> Iterator[Any]:
+    seen, queue = {node}, [node]
+    while queue:
+        for after, _ in queue.pop().next_functions:
+            if after is not None and after not in seen:
+                seen.add(after)
+                queue.append(after)
+                yield after
+
+
+def compute_weight_gradients(weights: Iterator[nn.Parameter], groups: Sequence[Group]) -> None:
+    """Add the gradients of these groups to their weights, and keep the graph."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    stage_backward_weight(weights, [*groups], retain_graph=True)
