@@ -30,7 +30,7 @@ def _names(folder: Path) -> list[str]:
     return sorted(file.stem for file in folder.glob("*.json"))
 
 
-#: The names that ``config`` knows.
+#: The names that ``config`` knows, besides those of files in folders, such as ``held/llama``.
 NAMES = sorted({*_names(FOLDER), *FAMILIES})
 
 
@@ -42,9 +42,10 @@ def config(
     ``layers``: the number of blocks, under the family's own name for it; lists with an entry for each layer
     keep one of each kind in turn.
     """
-    if name not in NAMES:
+    file = FOLDER / f"{name}.json"
+    if name not in FAMILIES and not file.exists():
         raise LookupError(f"no config {name!r}; there are {', '.join(NAMES)}")
-    whole = tiny_config(name) if name in FAMILIES else _read(FOLDER / f"{name}.json")
+    whole = tiny_config(name) if name in FAMILIES else _read(file)
     raw = {key: value for key, value in whole.items() if key not in without}
     if layers is not None:
         for key in _BY_LAYER:
