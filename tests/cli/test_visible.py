@@ -175,12 +175,8 @@ def test_the_word_of_a_failed_rank_commands_nothing(tmp_path, monkeypatch, capsy
 
 def test_a_run_in_a_folder_with_brackets_prints_its_name(tmp_path, capfd):
     out = tmp_path / "a[/b][red]:tada:" / "run"  # to rich a tag that was never opened, a colour and an emoji
-    recipe = str(write_short_recipe(tmp_path / "recipe.toml", out))
-    for words in (
-        ["train", recipe, "stop_after=1"],
-        ["train", recipe],
-        ["inspect", str(out / "checkpoints")],
-    ):
+    train = ["train", str(write_short_recipe(tmp_path / "recipe.toml", out))]
+    for words in ([*train, "stop_after=1"], train, ["inspect", str(out / "checkpoints")]):
         assert run(words) == 0, words
         assert str(out) in capfd.readouterr().out
 

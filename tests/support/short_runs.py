@@ -90,9 +90,12 @@ def whole_tensors(out: Path) -> dict[str, Tensor]:
     return {name: source.read(name, Box.whole(whole.shape), links) for name, whole in source.catalog.items()}
 
 
-def built(layout: Layout, precision: Precision, config: dict[str, Any] = TINIEST_LLAMA) -> CausalLM:
-    """Return this rank's part of a model with its initial weights, sharded over the data axes."""
-    state = ParallelState.start(layout)
+def built(layout: Layout | None, precision: Precision, config: dict[str, Any] = TINIEST_LLAMA) -> CausalLM:
+    """Return this rank's part of a model with its initial weights, sharded over the data axes.
+
+    Without a layout, no process group is needed.
+    """
+    state = ParallelState.alone() if layout is None else ParallelState.start(layout)
     family = family_of(config)
     model = family.build(family.from_hf(config), state=state, dtype=precision.master)
     shard_over_data(model, state, precision)
