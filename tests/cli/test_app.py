@@ -1,11 +1,14 @@
-"""The error rule: one line, an exit code that tells the kind of failure, no traceback unless asked for."""
+"""The error rule: one line, an exit code, no traceback unless asked for; and help that explains itself."""
 
 import os
+import shlex
 import subprocess
 import sys
 
 import pytest
-from trilith.cli.app import COMMANDS, run
+import typer.main
+from trilith.cli.app import COMMANDS, make_app, run
+from trilith.cli.reference import EXAMPLES, every_command
 from trilith.parallel_state import BadCheckpoint, BadInput, PeerFailed
 
 
@@ -137,3 +140,36 @@ def test_the_console_script_is_installed_and_ends_with_the_code():
     script = os.path.join(os.path.dirname(sys.executable), "trilith")
     done = subprocess.run([script, "--no-such"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and done.stderr.startswith("error: ")
+
+
+EVERY = dict(every_command(typer.main.get_command(make_app())))
+#: Words with which a help text would lean on the option above it or on its section.
+LEANING = {"and", "of", "also", "ditto", "with", "its", "it", "so", "the", "a", "an", "another"}
+
+
+def examples(command):
+    """Return the commands below "Examples:", with continued lines joined."""
+    text = command.help.partition(EXAMPLES)[2].replace("\\\n", " ")
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_option_makes_sense_alone_and_the_command_has_one_sentence_in_the_list(name):
+    first = EVERY[name].help.split("\n\n")[0]
+    assert first.endswith(".") and len(first) <= 80, first
+    for one in EVERY[name].params:
+        if not getattr(one, "hidden", False):
+            assert one.param_type_name == "option" or one.metavar, f"{one.name} has no name for users"
+            assert one.help and one.help.split()[0].strip(",:;").lower() not in LEANING, (one.name, one.help)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_example_is_a_command_line_that_the_command_accepts(name):
+    shown = examples(EVERY[name])
+    assert shown, f"trilith {name} shows no example"
+    for line in shown:
+        words = shlex.split(line)
+        words = words[words.index("trilith") + 1 :]
+        said = len(name.split())
+        assert " ".join(words[:said]) == name, line
+        EVERY[name].make_context(name, words[said:])  # parses and runs nothing

@@ -26,7 +26,6 @@ from trilith.system import most_at_once
 from trilith.testing import run_fresh, run_parallel
 
 MANY = str(10**6)
-Out = pytest.CaptureFixture[str]
 
 #: Of each option that multiplies work, one number that no machine takes. Options that bound work by
 #: themselves (a batch holds no more rows than there are prompts) are not here.
@@ -89,34 +88,26 @@ def test_what_no_machine_can_run_is_refused_in_one_line_before_anything_is_touch
 
 def test_every_option_for_workers_stands_in_the_table():
     for command in COMMANDS:
-        for option in inspect.signature(command).parameters.keys() & {
-            "workers",
-            "nproc",
-            "max_ram",
-            "measure",
-        }:
+        options = inspect.signature(command).parameters.keys()
+        for option in options & {"workers", "nproc", "max_ram", "measure"}:
             words = f"{command.__name__.replace('_', '-')} .*--{option.replace('_', '-')}"
             assert any(re.match(words, line) for line, _ in WORDS), words
 
 
 @given(over=st.integers(1, 2**40))
 def test_more_ranks_than_the_limit_are_refused_by_every_way_to_start_them(over):
-    patch = pytest.MonkeyPatch()
-    try:
+    world = most_at_once() + over
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", no_process)
         patch.setattr(processes.templates, "start", no_process)
-        world = most_at_once() + over
-        ways = [
+        for way in (
             lambda: run_parallel(no_process, world),
             lambda: run_fresh(no_process, world),
             lambda: launch.launch([], world, Path("/no/such/folder")),
             lambda: check_local(Layout.of(data=world), device="cpu"),
-        ]
-        for way in ways:
+        ):
             with pytest.raises(BadInput, match=f"at most {most_at_once():,} .*several hosts with torchrun"):
                 way()
-    finally:
-        patch.undo()
 
 
 def test_on_gpus_there_is_one_rank_for_each_device():
@@ -156,14 +147,10 @@ def test_no_worker_and_too_many_workers_are_refused(workers):
     over=st.integers(1, 2**30),
 )
 def test_a_timetable_beyond_the_limit_is_not_computed(name, stages, virtual, over):
-    patch = pytest.MonkeyPatch()
-    try:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(BadInput):
         for one in ORDERS:
             patch.setitem(ORDERS, one, no_process)
-        with pytest.raises(BadInput):
-            timetable(name, layout_of(name, stages, virtual), MOST_FORWARDS // stages + over)
-    finally:
-        patch.undo()
+        timetable(name, layout_of(name, stages, virtual), MOST_FORWARDS // stages + over)
 
 
 @given(
@@ -179,8 +166,7 @@ def test_a_size_is_one_that_a_machine_can_have_or_refused(text):
 def test_more_text_than_the_limit_is_refused_by_the_training_of_a_tokenizer(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tokenizer_training, "MOST_CHARACTERS", 1000)
     (tmp_path / "a.txt").write_text("some words again\n\n" * 100)
-    words = ["train-tokenizer", str(tmp_path / "a.txt"), "--vocab-size", "270", "--out", str(tmp_path / "t")]
-    assert run(words) == 2
+    assert run(f"train-tokenizer {tmp_path}/a.txt --vocab-size 270 --out {tmp_path}/t".split()) == 2
     said = capsys.readouterr().err
     assert "at most 1,000 characters" in said and "sample" in said and said.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
@@ -188,13 +174,5 @@ def test_more_text_than_the_limit_is_refused_by_the_training_of_a_tokenizer(tmp_
 
 def test_a_text_that_cannot_be_read_is_named_by_the_training_of_a_tokenizer(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n{"text": 3}\n')
-    words = [
-        "train-tokenizer",
-        str(tmp_path / "a.jsonl"),
-        "--vocab-size",
-        "270",
-        "--out",
-        str(tmp_path / "t"),
-    ]
-    assert run(words) == 2
+    assert run(f"train-tokenizer {tmp_path}/a.jsonl --vocab-size 270 --out {tmp_path}/t".split()) == 2
     assert "a.jsonl:2" in capsys.readouterr().err

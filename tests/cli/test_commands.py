@@ -20,9 +20,6 @@ def hf(tmp_path):
     return tmp_path / "hf"
 
 
-Out = pytest.CaptureFixture[str]
-
-
 def test_diff_sees_through_layouts_and_forms(tmp_path, hf, capsys):
     assert run(["convert", str(hf), str(tmp_path / "a"), "--tensor", "2", "--pipeline", "3"]) == 0
     assert run(["diff", str(hf), str(tmp_path / "a")]) == 0

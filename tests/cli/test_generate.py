@@ -17,7 +17,6 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-Out = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from trilith.recipes.recipe import load_recipe
 from trilith.recipes.size_facts import size_facts
 from trilith.training.dry_run import dry_run
 
-Out = pytest.CaptureFixture[str]
 BUILT = [
     pytest.param(name, marks=[] if name in ("gpt2", "mixtral-8x7b", "llama-3.1-405b") else pytest.mark.slow)
     for name in published_sizes()

@@ -48,7 +48,7 @@ HANGS, REFUSED_WITHIN = 120.0, 5.0
 OUTPUTS = {"out", "dst", "write", "html"}
 #: How an output's name ends; ``tokenize`` is given the name without it.
 SUFFIXES = {"recipe": ".toml", "schedule": ".svg", "tokenize": ".bin"}
-
+TEMPLATE, TOKENIZER = {"chat_template": ["{}/template.jinja"]}, {"tokenizer": ["{}/tokenizer"]}
 #: How each command is called so that nothing is wrong. ``{}`` is the folder with the inputs; an output, which
 #: this table does not have, is a new path.
 VALID = {
@@ -62,17 +62,8 @@ VALID = {
     "diff": {"a": ["{}/hf"], "b": ["{}/sharded"]},
     "verify": {"source": ["{}/sharded"]},
     "parity": {"folder": ["{}/hf"]},
-    "train_tokenizer": {
-        "inputs": ["{}/text.txt"],
-        "chat_template": ["{}/template.jinja"],
-        "+": ["--vocab-size=300"],
-    },
-    "tokenize": {
-        "inputs": ["{}/chat.jsonl"],
-        "tokenizer": ["{}/tokenizer"],
-        "chat_template": ["{}/template.jinja"],
-        "+": ["--workers=1", "--quiet"],
-    },
+    "train_tokenizer": {"inputs": ["{}/text.txt"], **TEMPLATE, "+": ["--vocab-size=300"]},
+    "tokenize": {"inputs": ["{}/chat.jsonl"], **TOKENIZER, **TEMPLATE, "+": ["--workers=1", "--quiet"]},
     "plan": {"model": ["llama-3.2-1b"], "machine": ["{}/bench.json"], "+": ["--gpus=1", "--seq=512"]},
     "train": {"recipe": ["{}/recipe.toml"]},
     "launch": {"system": ["slurm"], "recipe": ["{}/recipe.toml"]},
@@ -82,10 +73,7 @@ VALID = {
     "recipe": {"origin": ["from-deepspeed"], "file": ["{}/deepspeed.json"]},
     "schedule": {"+": ["--name=1f1b", "--stages=2", "--microbatches=2"]},
     "generate": {
-        "source": ["{}/hf"],
-        "prompts": ["{}/prompts.txt"],
-        "tokenizer": ["{}/tokenizer"],
-        "adapter": ["{}/adapter"],
+        **{"source": ["{}/hf"], "prompts": ["{}/prompts.txt"], **TOKENIZER, "adapter": ["{}/adapter"]},
         "+": ["--max-new-tokens=1"],
     },
 }
@@ -142,9 +130,8 @@ def parameters_of(command):
         if isinstance(about, typer.models.OptionInfo | typer.models.ArgumentInfo):
             flag = next(iter(about.param_decls or ()), f"--{name.replace('_', '-')}")
             is_argument = isinstance(about, typer.models.ArgumentInfo)
-            parameters.append(
-                (name, None if is_argument else flag, about.hidden, {kind, *typing.get_args(kind)})
-            )
+            kinds = {kind, *typing.get_args(kind)}
+            parameters.append((name, None if is_argument else flag, about.hidden, kinds))
     return parameters
 
 
@@ -196,11 +183,8 @@ def inputs():
     """A folder with one good input of each kind, and every module of the house imported."""
     root = Path(trilith.__path__[0])
     for file in sorted(root.glob("*/*.py")):
-        if (
-            (file.parent / "__init__.py").exists()
-            and file.name != "__main__.py"
-            and file.parent.name != "tests"
-        ):
+        ours = file.parent.name != "tests" and (file.parent / "__init__.py").exists()
+        if ours and file.name != "__main__.py":
             importlib.import_module(f"trilith.{file.parent.name}.{file.stem}".removesuffix(".__init__"))
     folder = Path(tempfile.mkdtemp(prefix="trilith-faults-"))
     folder.chmod(0o755)
@@ -260,14 +244,8 @@ def _no_writing(path):
 
 
 #: Faults of a file inside a folder that is an input.
-INSIDE_FAULTS = {
-    **{
-        name: fault
-        for name, fault in INPUT_FAULTS.items()
-        if name not in ("name-too-long", "a-file-as-folder")
-    },
-    "empty": Path.touch,
-}
+INSIDE_FAULTS = {**INPUT_FAULTS, "empty": Path.touch}
+del INSIDE_FAULTS["name-too-long"], INSIDE_FAULTS["a-file-as-folder"]
 
 
 #: Faults in the place of an output.
@@ -340,11 +318,8 @@ def check(trials, limit=lambda: None, after=lambda: None, enter=os.chdir):
             if int(code):
                 assert err.startswith("error: ") and err.count("\n") == 1, f"{trial.words}\n{err}"
                 assert "unexpected" not in err, f"{trial.words}\n{err}"
-        slow = [
-            (trial.words, took)
-            for (_, code, took), trial in zip(done, trials, strict=True)
-            if int(code) and float(took) >= REFUSED_WITHIN
-        ]
+        late = [int(code) and float(took) >= REFUSED_WITHIN for _, code, took in done]
+        slow = [(trial.words, end) for trial, end, is_late in zip(trials, done, late, strict=True) if is_late]
         if not slow:
             break
         assert again, slow
@@ -438,12 +413,8 @@ def test_a_fault_is_one_line_and_leaves_nothing(inputs, folder, place, faults):
     def look_into_the_mount():
         """Nobody else sees it, so its content is looked at in the fork."""
         if {*faults} & {*MOUNTS} and not stays:
-            print(
-                *(name for name in tree(path.parent) if name not in empty),
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
+            left = (name for name in tree(path.parent) if name not in empty)
+            print(*left, end="", file=sys.stderr, flush=True)
 
     check(trials, limit, look_into_the_mount)
     assert tree(inputs) == before[0], faults
@@ -521,9 +492,8 @@ def test_too_little_of_something_is_one_line_and_leaves_nothing(inputs, folder, 
 def test_a_deleted_working_directory_is_one_line_or_without_effect(inputs, folder):
     """Inputs are named from the root, outputs from the directory that is gone."""
     writes = {place.command for place in places() if place.output}
-    trials = [
-        Trial(folder(), words(name, inputs, Path()), {2} if name in writes else {0, 2}) for name in NAMES
-    ]
+    codes = {name: {2} if name in writes else {0, 2} for name in NAMES}
+    trials = [Trial(folder(), words(name, inputs, Path()), codes[name]) for name in NAMES]
     before = tree(inputs), [tree(trial.where) for trial in trials]
     check(trials, enter=enter_and_delete)
     assert (tree(inputs), [tree(trial.where) for trial in trials]) == before
@@ -532,15 +502,11 @@ def test_a_deleted_working_directory_is_one_line_or_without_effect(inputs, folde
 #: Numbers that count nothing: any of them will do.
 NO_COUNT = {"seed"}
 #: The flags of each command that take a whole number and count something.
-COUNTS = {
-    command: flags
-    for command in NAMES
-    if (
-        flags := [
-            flag for name, flag, _, kinds in parameters_of(command) if int in kinds and name not in NO_COUNT
-        ]
-    )
-}
+COUNTS = {}
+for command in NAMES:
+    for name, flag, _, kinds in parameters_of(command):
+        if int in kinds and name not in NO_COUNT:
+            COUNTS.setdefault(command, []).append(flag)
 
 
 @pytest.mark.parametrize("command", COUNTS)

@@ -4,25 +4,22 @@ Every parameter of every command that is a path stands in a table: one that is a
 does, and one that is written to is then tried like the others.
 """
 
-import dataclasses
 import inspect
-import json
 import os
 import re
 import typing
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from support.configs import TINY_LLAMA
 from support.folders import contents
+from support.inputs import write_adapter, write_line_of_metrics
+from support.short_runs import write_recipe
 from trilith.checkpoints import convert
 from trilith.cli.app import COMMANDS, run
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadInput
-from trilith.runs.metrics import StepMetrics
 from trilith.storage import output_file
 from trilith.storage.disk import DiskFailed
 
@@ -93,19 +90,6 @@ def test_every_path_of_every_command_stands_in_the_table():
         assert ("force" in inspect.signature(command).parameters) == (command.__name__ in FILES), command
 
 
-def write_adapter(folder, base):
-    folder.mkdir()
-    stated = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "target_modules": ["q_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(stated))
-    adapters = {}
-    for name, weight in load_file(base / "model.safetensors").items():
-        if name.endswith("q_proj.weight"):
-            site = "base_model.model." + name.removesuffix(".weight")
-            adapters[f"{site}.lora_A.weight"] = torch.ones(2, weight.shape[1])
-            adapters[f"{site}.lora_B.weight"] = torch.ones(weight.shape[0], 2)
-    save_file(adapters, folder / "adapter_model.safetensors")
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A model, its sharded twin, a run with a checkpoint, tokens, a tokenizer, a text, a configuration."""
@@ -115,8 +99,7 @@ def made(tmp_path_factory):
     convert(root / "hf", root / "run" / "saved", to="sharded")
     (root / "run" / "checkpoints").mkdir()
     (root / "run" / "saved").rename(root / "run" / "checkpoints" / "step-00000001")
-    line = StepMetrics(0, 1.0, 1.0, 0.1, tokens=8, tokens_per_second=8.0, seconds=1.0)
-    (root / "run" / "metrics.jsonl").write_text(json.dumps(dataclasses.asdict(line)) + "\n")
+    write_line_of_metrics(root / "run")
     write_adapter(root / "adapter", root / "hf")
     (root / "texts").mkdir()
     (root / "texts" / "a.txt").write_text("\n\n".join(f"number {i} of many words" for i in range(300)))
@@ -199,12 +182,9 @@ def test_no_output_lies_in_the_source_or_among_checkpoints(world, tmp_path, capf
 
 
 def test_a_run_s_folder_is_not_its_model_s_nor_among_checkpoints(world, tmp_path, capfd):
-    path = tmp_path / "recipe.toml"
-    tokens = world / "tokens"
-    path.write_text(
-        f'out = "run-b"\nsteps = 1\n[model]\ninit_from = "{world / "hf"}"\n'
-        f'[data]\ntokens = "{tokens}"\nsequence_length = 16\nglobal_batch = 4\n'
-    )
+    data = {"tokens": str(world / "tokens"), "sequence_length": 16, "global_batch": 4}
+    raw = {"out": "run-b", "steps": 1, "model": {"init_from": str(world / "hf")}, "data": data}
+    path = write_recipe(tmp_path / "recipe.toml", raw)
     for out in ("hf", "hf/run", "run/checkpoints", "run/checkpoints/step-00000001/run"):
         check_refused(["train", str(path), f"out={out}"], world, capfd, "outside")
 

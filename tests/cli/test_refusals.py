@@ -1,26 +1,18 @@
 """Bad recipes and arguments end in one line that names the key, with code 2, before any rank starts."""
 
-import json
-
 import pytest
 from support.configs import TINY_LLAMA
 from support.forked_launch import launch_forked
+from support.short_runs import write_short_recipe
 from trilith.cli.app import run
 from trilith.cli.shared.quickstart import Check, Quickstart
-from trilith.machine.random_files import write_hf_folder, write_tokens
+from trilith.machine.random_files import write_hf_folder
 from trilith.testing import run_fresh
 
 
 @pytest.fixture
 def recipe(tmp_path):
-    config = "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_LLAMA.items()) + "}"
-    tokens = write_tokens(tmp_path / "tokens")
-    path = tmp_path / "recipe.toml"
-    path.write_text(
-        f'out = "{tmp_path / "run"}"\nsteps = 2\n[model]\nconfig = {config}\n'
-        f'[data]\ntokens = "{tokens}"\nsequence_length = 16\nglobal_batch = 4\n'
-    )
-    return path
+    return write_short_recipe(tmp_path / "recipe.toml", tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -120,11 +112,7 @@ def test_the_quickstart_holds_what_it_says(tmp_path):
 
 
 def test_an_empty_prompt_is_refused(folder, capfd):
-    def generate(**options):
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        return run(["generate", str(folder), *words])
-
-    assert generate(prompt="") == 2  # without a tokenizer, said first
+    assert run(["generate", str(folder), "--prompt", ""]) == 2  # without a tokenizer, said first
     assert "tokenizer" in capfd.readouterr().err
 
 
@@ -135,17 +123,7 @@ def test_options_that_go_with_another_are_refused_without_it(recipe, capfd):
     assert not (recipe.parent / "run").exists()
     text = recipe.parent / "text.txt"
     text.write_text("words")
-    tokenize = [
-        "tokenize",
-        str(text),
-        "--tokenizer",
-        "none",
-        "--out",
-        str(recipe.parent / "out"),
-        "--show",
-        "1",
-    ]
-    assert run(tokenize) == 2
+    assert run(f"tokenize {text} --tokenizer none --out {recipe.parent}/out --show 1".split()) == 2
     assert "--show: expected --chat with it" in capfd.readouterr().err
 
 
@@ -169,14 +147,11 @@ def test_a_place_where_no_file_can_be_is_refused_before_the_work(tmp_path, capfd
     configuration = tmp_path / "ds.json"
     configuration.write_text('{"train_batch_size": 8}')
     for words, says in (
-        (
-            ["recipe", "from-deepspeed", str(configuration), "--out", str(tmp_path / "no" / "x.toml")],
-            "no folder",
-        ),
-        (["recipe", "from-deepspeed", str(configuration), "--out", str(tmp_path)], "found a folder"),
-        (["report", str(tmp_path / "run"), "--out", str(tmp_path)], "found a folder"),
-        (["report", str(tmp_path / "run"), "--out", str(tmp_path / "file" / "x.html")], "which is a file"),
+        (f"recipe from-deepspeed {configuration} --out {tmp_path}/no/x.toml", "no folder"),
+        (f"recipe from-deepspeed {configuration} --out {tmp_path}", "found a folder"),
+        (f"report {tmp_path}/run --out {tmp_path}", "found a folder"),
+        (f"report {tmp_path}/run --out {tmp_path}/file/x.html", "which is a file"),
     ):
-        assert run(words) == 2, words
+        assert run(words.split()) == 2, words
         assert says in capfd.readouterr().err, words
     assert (tmp_path / "file").read_text() == "mine"

@@ -9,15 +9,12 @@ from trilith.pipeline import SCHEDULE_NAMES, schedule_kind
 
 def test_it_prints_and_draws(tmp_path, capsys):
     picture = tmp_path / "zbv.png"
-    assert (
-        run(["schedule", "--name", "zbv", "--stages", "2", "--microbatches", "4", "--out", str(picture)]) == 0
-    )
+    assert run(f"schedule --name zbv --stages 2 --microbatches 4 --out {picture}".split()) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert re.search(r"^rank 0 +0 3 ", printed, re.MULTILINE) and re.search(
-        r"^rank 1 +1 2 ", printed, re.MULTILINE
-    )
-    assert re.search(r"^all +4\.0%; by the formula 4\.0%$", printed, re.MULTILINE)  # 1 / (3 * 2 * 4 + 1)
+    # The last: 1 / (3 * 2 * 4 + 1).
+    for line in ("rank 0 +0 3 ", "rank 1 +1 2 ", r"all +4\.0%; by the formula 4\.0%$"):
+        assert re.search(f"^{line}", printed, re.MULTILINE), line
 
 
 def test_a_measured_run_waits_at_least_as_long_as_the_formula_says(capsys):

@@ -30,88 +30,56 @@ def rewritten(folder, change, *, sealed=True):
     (folder / "manifest.json").write_bytes(seal(text) if sealed else text)
 
 
-def no_such_type(m):
-    m["model_type"] = m["config"]["model_type"] = "lllama"
+def stating(value, *keys):
+    """Return the change of a manifest that states this at the keys, one below the other."""
+
+    def change(m):
+        for key in keys[:-1]:
+            m = m[key]
+        m[keys[-1]] = value(m[keys[-1]]) if callable(value) else value
+
+    return change
 
 
-def one_layer_more(m):
-    m["config"]["num_hidden_layers"] += 1
-
-
-def one_layer_less(m):
-    m["config"]["num_hidden_layers"] -= 1
-
-
-def wider(m):
-    m["config"]["intermediate_size"] *= 2
-
-
-def uncuttable(m):
-    m["layout"]["tensor"] = 3
-
-
-def too_many_stages(m):
-    m["layout"]["pipeline"] = 7
-
-
-def split_elsewhere(m):
-    m["layout"]["pipeline"], m["state"] = 2, {"split": [1, 1]}
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (no_such_type, "lllama"),
-        (one_layer_more, "expected .*found no such tensor"),
-        (one_layer_less, "expected no such tensor"),
-        (wider, "expected"),
-        (uncuttable, "tensor"),
-        (too_many_stages, "pipeline|layers"),
-        (split_elsewhere, "split"),
-    ],
-)
-def test_verify_refuses_what_a_manifest_cannot_mean(whole, tmp_path, change, says, capsys):
-    folder = _copy(whole, tmp_path)
-    rewritten(folder, change)
-    assert run(["verify", str(folder)]) == 4
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
-    assert "manifest.json" in error
-    assert re.search(says, error), error
-
-
-def no_step(m):
-    m["step"] = None
-
-
-def of_weights(m):
-    m["kind"] = "weights"
-
-
-def frozen_with_moments(m):
-    m["state"]["frozen"] = ["norm.weight"]
+def both(*changes):
+    return lambda m: [change(m) for change in changes]
 
 
 def remembers(**what):
     return lambda m: m["state"]["memory"].update(what)
 
 
+LLLAMA = both(stating("lllama", "model_type"), stating("lllama", "config", "model_type"))
+SPLIT = both(stating(2, "layout", "pipeline"), stating({"split": [1, 1]}, "state"))
+MODEL = {
+    "no such type": (LLLAMA, "lllama"),
+    "one layer more": (
+        stating(lambda n: n + 1, "config", "num_hidden_layers"), "expected .*found no such tensor"
+    ),
+    "one layer less": (stating(lambda n: n - 1, "config", "num_hidden_layers"), "expected no such tensor"),
+    "wider": (stating(lambda n: n * 2, "config", "intermediate_size"), "expected"),
+    "uncuttable": (stating(3, "layout", "tensor"), "tensor"),
+    "too many stages": (stating(7, "layout", "pipeline"), "pipeline|layers"),
+    "split elsewhere": (SPLIT, "split"),
+}  # fmt: skip
+AS_MANY = "expected as many updates and skipped steps as steps, 2"
 PROGRESS = {
-    "no step": (no_step, "step: expected the step of a training run, found none"),
-    "weights with moments": (of_weights, "expected no such tensor, .* is one of kind 'weights'"),
-    "a frozen weight with moments": (frozen_with_moments, "exp_avg.norm.weight': expected no such tensor"),
+    "no step": (stating(None, "step"), "step: expected the step of a training run, found none"),
+    "weights with moments": (
+        stating("weights", "kind"), "expected no such tensor, .* is one of kind 'weights'"
+    ),
+    "a frozen weight with moments": (
+        stating(["norm.weight"], "state", "frozen"), "exp_avg.norm.weight': expected no such tensor"
+    ),
     "updates below 0": (remembers(updates=-1), r"state\.memory\.updates: .* found -1"),
     "updates beyond any": (remembers(updates=10**18, skipped=None), r"state\.memory\.updates: "),
     "updates that are text": (remembers(updates="2"), r"state\.memory\.updates: .* found '2'"),
-    "more updates than steps": (
-        remembers(updates=3),
-        "expected as many updates and skipped steps as steps, 2",
-    ),
+    "more updates than steps": (remembers(updates=3), AS_MANY),
     "a loss scale of 0": (remembers(loss_scale={"value": 0.0, "good": 1}), r"loss_scale\.value"),
     "a loss that is text": (remembers(spikes={"losses": ["x"], "norms": []}), r"spikes\.losses\.0"),
     "updates of no tensor": (remembers(updates_of={"nobody": 1}), "nobody"),
-    "a memory that is a list": (lambda m: m["state"].update(memory=[1]), r"state\.memory"),
-}
+    "a memory that is a list": (stating([1], "state", "memory"), r"state\.memory"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -121,16 +89,19 @@ def trained(tmp_path_factory):
     return folder / "run" / "checkpoints" / "step-00000002"
 
 
-@pytest.mark.parametrize("what", PROGRESS)
-def test_verify_refuses_progress_that_no_run_can_have_made(trained, tmp_path, what, capsys):
-    change, says = PROGRESS[what]
-    folder = _copy(trained, tmp_path)
+@pytest.mark.parametrize("what", [*MODEL, *PROGRESS])
+def test_verify_refuses_what_a_manifest_cannot_mean_and_progress_that_no_run_made(
+    whole, trained, tmp_path, what, capsys
+):
+    change, says = (MODEL | PROGRESS)[what]
+    folder = _copy(whole if what in MODEL else trained, tmp_path)
     assert run(["verify", str(folder)]) == 0
     rewritten(folder, change)
     capsys.readouterr()
     assert run(["verify", str(folder)]) == 4
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and re.search(says, error), error
+    assert what in PROGRESS or "manifest.json" in error
 
 
 def test_verify_says_that_a_manifest_of_the_release_before_has_no_seal(whole, tmp_path, capsys):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 from support.configs import TINY_LLAMA
+from support.short_runs import write_short_recipe
 from trilith.checkpoints import convert
 from trilith.cli.app import COMMANDS, run
 from trilith.cli.shared import say as say_module
@@ -27,21 +28,7 @@ from trilith.system import visible
 
 ROOT = Path(say_module.__file__).parent
 
-harmful = st.sampled_from(
-    [
-        "\x1b[2J",
-        "\x1b]0;title\x07",
-        "\x9b31m",
-        "\x07",
-        "\x08",
-        "\r",
-        "\x7f",
-        "\x85",
-        "\u202e",
-        "\u2066",
-        "\u200f",
-    ]
-)
+harmful = st.sampled_from(["\x1b[2J", "\x1b]0;title\x07", "\x9b31m", *"\x07\x08\r\x7f\x85\u202e\u2066\u200f"])
 texts = st.lists(st.one_of(harmful, st.characters(codec="utf-8")), max_size=8).map("".join)
 
 
@@ -104,20 +91,16 @@ def test_no_command_hands_control_characters_of_its_words_to_the_terminal(
 ):
     text = "\x1b[2Jx\x1b]0;t\x07a\u202eb\x9b31m\ry"
     monkeypatch.chdir(tmp_path)
-    for words in (
-        [command, text],
-        [command, text, text],
-        [command, f"--{text}"],
-        [command, f"{text}/{text}"],
-    ):
-        if command == "quickstart" and not words[1].startswith("--"):
+    for words in ([text], [text, text], [f"--{text}"], [f"{text}/{text}"]):
+        if command == "quickstart" and not words[0].startswith("--"):
             continue  # it would begin to work in a folder of this name
-        assert run(words) != 0
+        assert run([command, *words]) != 0
         said = capsys.readouterr()
         assert not obeyed(said.out + said.err), words
 
 
 COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # rich's own, around what it shows
+HOSTILE = ("value", "key", "type", "tensor", "sharded")
 HARM = "\x1b]0;title\x07\x1b[2Jx\u202ey\x9b31m\rz"
 
 
@@ -126,11 +109,8 @@ def hostile(tmp_path_factory):
     """Make folders and files whose names and values hold control characters."""
     path = tmp_path_factory.mktemp("hostile")
     write_hf_folder(path / "hf", TINY_LLAMA)
-    for name, change in (
-        ("value", {"hidden_act": HARM}),
-        ("key", {HARM: HARM}),
-        ("type", {"model_type": HARM}),
-    ):
+    changes = {"value": {"hidden_act": HARM}, "key": {HARM: HARM}, "type": {"model_type": HARM}}
+    for name, change in changes.items():
         shutil.copytree(path / "hf", path / name)
         (path / name / "config.json").write_text(json.dumps({**TINY_LLAMA, **change}))
     shutil.copytree(path / "hf", path / "tensor")
@@ -151,15 +131,9 @@ def hostile(tmp_path_factory):
 
 
 LINES = [
-    *(
-        f"{command} {name}"
-        for command in ("inspect", "verify")
-        for name in ("value", "key", "type", "tensor", "sharded")
-    ),
-    *(f"diff hf {name}" for name in ("value", "key", "type", "tensor", "sharded")),
+    *(f"{command} {name}" for command in ("inspect", "verify", "diff hf") for name in HOSTILE),
     *(f"convert {name} out-{name}" for name in ("value", "type", "sharded")),
-    *(f"train {name}.toml" for name in ("dtype", "unknown", "folder")),
-    *(f"train {name}.toml --dry-run" for name in ("dtype", "unknown", "folder")),
+    *(f"train {name}.toml{dry}" for name in ("dtype", "unknown", "folder") for dry in ("", " --dry-run")),
     *(f"generate hf --prompts prompts.{kind}" for kind in ("txt", "jsonl")),
     "generate type --prompt a",
 ]
@@ -197,6 +171,20 @@ def test_the_word_of_a_failed_rank_commands_nothing(tmp_path, monkeypatch, capsy
     assert launch.launch([], 2, tmp_path / "status") == 2
     said = capsys.readouterr().err
     assert "rank 1" in said and not obeyed(said)
+
+
+def test_a_run_in_a_folder_with_brackets_prints_its_name(tmp_path, capfd):
+    out = tmp_path / "a[/b][red]:tada:" / "run"  # to rich a tag that was never opened, a colour and an emoji
+    train = ["train", str(write_short_recipe(tmp_path / "recipe.toml", out))]
+    for words in ([*train, "stop_after=1"], train, ["inspect", str(out / "checkpoints")]):
+        assert run(words) == 0, words
+        assert str(out) in capfd.readouterr().out
+
+
+def test_every_console_is_the_plain_one():
+    files = [file for name in ("cli", "runs", "testing") for file in (ROOT.parents[1] / name).glob("*.py")]
+    made = {file.name for file in files if "rich.console" in file.read_text()}
+    assert made == {"console.py"}, "text goes through runs/console.py"
 
 
 def test_commands_print_in_one_way():

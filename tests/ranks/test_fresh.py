@@ -1,21 +1,26 @@
-"""run_fresh: ranks of their own, whose exit codes and last words come back."""
+"""run_fresh: ranks of their own, whose exit codes and last words come back, and none outlives its parent."""
 
 import atexit
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.kills import wait_for
 from trilith.parallel_state import BadCheckpoint
+from trilith.ranks import processes
 from trilith.ranks.fresh_worker import leave
-from trilith.ranks.processes import templates
 from trilith.ranks.worker import wait_for_all
-from trilith.testing import RankError, run_fresh
+from trilith.system.process_info import process_info
+from trilith.testing import RankError, run_fresh, run_parallel
 
 MARK = {"set": False}
 
@@ -137,7 +142,7 @@ def test_a_function_may_start_its_own_process_group_as_under_torchrun():
 
 
 def test_processes_are_new_each_time_with_this_process_s_environment_and_folder(tmp_path, monkeypatch):
-    assert "trilith.cli.app" in templates.preload
+    assert "trilith.cli.app" in processes.templates.preload
     monkeypatch.setenv("TRILITH_PROBE", "here")
     monkeypatch.chdir(tmp_path)
     pids = set()
@@ -149,3 +154,51 @@ def test_processes_are_new_each_time_with_this_process_s_environment_and_folder(
             environment = [str(tmp_path), str(rank), str(rank), "2", "here"]
             assert words == [*environment, "True", "1", f"DebugLevel.{level}", "True"]
     assert len(pids) == 4
+
+
+SCRIPT = """
+import os
+from trilith.ranks import run_parallel
+
+def pids():
+    return os.getppid(), os.getpid()
+
+if __name__ == "__main__":
+    print(*run_parallel(pids, 1)[0], flush=True)
+"""
+
+
+def running(pids):
+    return [pid for pid in pids if (info := process_info(pid)) is not None and info.state != "Z"]
+
+
+def announce_and_hang(place, parent):
+    Path(f"{place}.new").write_text(f"{parent} {os.getppid()} {os.getpid()}")
+    Path(f"{place}.new").rename(place)
+    time.sleep(1000)
+
+
+def call_for_ever(place):
+    processes._imported = list  # the template need not have what this process has imported
+    run_parallel(announce_and_hang, 1, place, os.getpid())
+
+
+def test_a_script_leaves_no_process_behind(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) == 2 and not running(pids)
+
+
+def test_workers_end_with_a_killed_parent_even_in_the_middle_of_a_call(tmp_path):
+    place = tmp_path / "pids"
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(run_fresh, call_for_ever, 1, str(place), process_group=False)
+        wait_for(place.exists)
+        parent, *pids = map(int, place.read_text().split())
+        assert running(pids) == pids and len(pids) == 2
+        os.kill(parent, signal.SIGKILL)
+        assert ended.result() == [-signal.SIGKILL]
+    wait_for(lambda: not running(pids), 10)

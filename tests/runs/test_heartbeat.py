@@ -37,10 +37,8 @@ def test_a_silent_rank_is_told_by_the_clock_of_the_disk(tmp_path):
     leave(tmp_path, 0, age=100)
     leave(tmp_path, 1, age=99)
     leave(tmp_path, 2, age=110)
-    assert (
-        blame(tmp_path, 3, but=0, run="now", wait=0)
-        == f"rank 2 died or hangs in step of step 3 (pid {os.getpid()} on elsewhere)"
-    )
+    died = f"rank 2 died or hangs in step of step 3 (pid {os.getpid()} on elsewhere)"
+    assert blame(tmp_path, 3, but=0, run="now", wait=0) == died
 
 
 def test_a_process_that_is_gone_is_silent_at_once(tmp_path):
@@ -139,16 +137,13 @@ def test_a_rank_that_ends_slowly_does_not_write_over_the_next_start_s_file(tmp_p
         assert read_status(tmp_path, run="before") == []
 
 
-def ended(out, *codes, start="a", cause=0, ago=0, **more):
+def ended(out, *codes, start="a", cause=0, ago=0):
     """Write the status of ranks of one start, as they leave it; ``cause``: the rank that failed by itself."""
     folder = status_folder(out)
     folder.mkdir(parents=True, exist_ok=True)
     for rank, code in enumerate(codes):
-        said = {"rank": rank, "code": code, "phase": "step", "step": 7, "error": f"of {rank}", "pid": 1}
-        said |= {"time": 0.0, "host": "elsewhere", "cause": rank == cause, "run": start}
-        path = folder / f"rank{rank}.json"
-        path.write_text(json.dumps(said | more))
-        os.utime(path, (time.time() - ago,) * 2)
+        told = {"code": code, "step": 7, "error": f"of {rank}", "pid": 1, "cause": rank == cause}
+        leave(folder, rank, age=ago, run=start, **told)
 
 
 @pytest.mark.parametrize(

@@ -48,11 +48,8 @@ class Notes:
 
 
 def begin(out, names, others, *, start, logged):
-    said = []
-    recipe = {"seed": 1}
-    made = Trackers(
-        names, others, out, project="p", recipe=recipe, start=start, logged=logged, say=said.append
-    )
+    said, more = [], {"project": "p", "recipe": {"seed": 1}, "start": start, "logged": logged}
+    made = Trackers(names, others, out, **more, say=said.append)
     vars(made)["said"] = said
     return made
 
@@ -80,13 +77,8 @@ def test_a_tracker_of_the_user_s_own_gets_each_step_once_over_a_resume(tmp_path)
 
 
 def test_a_run_that_measures_no_norms_shows_itself_all_the_same(tmp_path):
-    write_tokens(tmp_path / "tokens")
-    notes = Notes()
-    run(
-        parse_recipe(tiny_recipe(tmp_path / "out", tmp_path / "tokens", steps=2)),
-        quiet=True,
-        trackers=[notes],
-    )
+    notes, raw = Notes(), tiny_recipe(tmp_path / "out", write_tokens(tmp_path / "tokens"), steps=2)
+    run(parse_recipe(raw), quiet=True, trackers=[notes])
     assert notes.steps == [1, 2] and notes.calls == ["start", "finish"]
 
 
@@ -97,16 +89,14 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(tmp_path):
         trackers.log(step, {"loss": 1.0, "skipped": None})
     trackers.close()
     assert bad.steps == [1] and good.steps == [1, 2, 3] and good.calls == ["start", "finish"]
-    assert vars(trackers)["said"] == [
-        "tracker notes failed and gets nothing more: ConnectionError: no answer"
-    ]
+    told = "tracker notes failed and gets nothing more: ConnectionError: no answer"
+    assert vars(trackers)["said"] == [told]
 
 
 def test_a_tracker_that_cannot_start_is_refused_and_the_started_ones_are_ended(tmp_path):
     good = Notes()
-    with pytest.raises(
-        BadInput, match=r"watch\.trackers: expected notes to start, found ConnectionError: no ans"
-    ):
+    says = r"watch\.trackers: expected notes to start, found ConnectionError: no ans"
+    with pytest.raises(BadInput, match=says):
         begin(tmp_path, [], [good, Notes(fails_at=-1)], start=0, logged=0)
     assert good.calls == ["start", "finish"]
 
@@ -149,34 +139,29 @@ def service(monkeypatch, name):
     return begun, steps
 
 
+def attempts(out, name, *starts):
+    """Log the steps of each start; by default 1 to 3, and after a resume from step 2 those up to 5."""
+    for start, logged, until in starts or ((0, 0, 3), (2, 3, 5)):
+        trackers = begin(out, [name], [], start=start, logged=logged)
+        for step in range(start + 1, until + 1):
+            trackers.log(step, {"loss": 1.0 / step})
+        trackers.close()
+        assert not vars(trackers)["said"]
+
+
 @pytest.mark.parametrize(("name", "identity"), [("wandb", "id"), ("trackio", "name"), ("mlflow", "run_id")])
 def test_a_resumed_run_goes_on_in_the_same_run_of_a_named_tracker(tmp_path, monkeypatch, name, identity):
     from accelerate import PartialState
 
     monkeypatch.setattr(PartialState, "_shared_state", {})  # another test of this process may have one
     begun, steps = service(monkeypatch, name)
-    for start, logged, until in ((0, 0, 3), (2, 3, 5), (0, 0, 1)):
-        trackers = begin(tmp_path, [name], [], start=start, logged=logged)
-        for step in range(start + 1, until + 1):
-            trackers.log(step, {"loss": 1.0})
-        trackers.close()
-        assert not vars(trackers)["said"]
+    attempts(tmp_path, name, (0, 0, 3), (2, 3, 5), (0, 0, 1))
     assert steps == [1, 2, 3, 4, 5, 1]
     first, resumed, anew = (one[identity] for one in begun)
     assert (resumed == first and anew != first) if name != "mlflow" else (first, resumed, anew) == (
         *(None, "theirs"), None
     )  # fmt: skip
     assert not PartialState._shared_state  # Accelerate is as it was
-
-
-def two_attempts(out, name):
-    """Log steps 1 to 3, then resume after step 2 and go on to step 5."""
-    for start, logged, until in ((0, 0, 3), (2, 3, 5)):
-        trackers = begin(out, [name], [], start=start, logged=logged)
-        for step in range(start + 1, until + 1):
-            trackers.log(step, {"loss": 1.0 / step})
-        trackers.close()
-        assert not vars(trackers)["said"]
 
 
 def wandb_steps(file):
@@ -200,7 +185,7 @@ def test_wandb_itself_offline_has_each_step_once(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="wandb is no dependency of the tests")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    two_attempts(tmp_path, "wandb")
+    attempts(tmp_path, "wandb")
     wandb.teardown()  # the process that it starts, which would live as long as this one
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert [step for file in files for step in wandb_steps(file)] == [1, 2, 3, 4, 5]
@@ -208,26 +193,20 @@ def test_wandb_itself_offline_has_each_step_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_trackio_itself_has_each_step_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "file", "key"), [("trackio", "trackio/p.db", "run_name"), ("mlflow", "mlflow.db", "run_uuid")]
+)
+def test_trackio_and_mlflow_have_each_step_once_and_the_recipe(tmp_path, monkeypatch, name, file, key):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read by its import
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    pytest.importorskip("trackio", reason="trackio is no dependency of the tests")
-    two_attempts(tmp_path, "trackio")
-    with sqlite3.connect(tmp_path / "trackio" / "p.db") as base:
-        rows = base.execute("select run_name, step from metrics order by step").fetchall()
-    assert [step for _, step in rows] == [1, 2, 3, 4, 5] and len({name for name, _ in rows}) == 1
-
-
-@pytest.mark.slow
-def test_mlflow_itself_has_each_step_once_and_the_recipe(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow", reason="mlflow is no dependency of the tests")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-    two_attempts(tmp_path, "mlflow")
-    with sqlite3.connect(tmp_path / "mlflow.db") as base:
-        rows = base.execute("select run_uuid, step from metrics order by step").fetchall()
-        params = base.execute("select key, value from params").fetchall()
-    assert [step for _, step in rows] == [1, 2, 3, 4, 5] and len({name for name, _ in rows}) == 1
-    assert params == [("seed", "1")]
+    pytest.importorskip(name, reason=f"{name} is no dependency of the tests")
+    attempts(tmp_path, name)
+    with sqlite3.connect(tmp_path / file) as base:
+        rows = base.execute(f"select {key}, step from metrics order by step").fetchall()
+        params = base.execute("select key, value from params").fetchall() if name == "mlflow" else []
+    assert [step for _, step in rows] == [1, 2, 3, 4, 5] and len({one for one, _ in rows}) == 1
+    assert params == [("seed", "1")][: name == "mlflow"]
 
 
 def test_a_package_that_is_missing_is_named_with_what_to_install():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from trilith.checkpoints import read_source
+from trilith.machine.random_files import write_tokens
 from trilith.models import CausalLM, family_of
 from trilith.parallel_state import Box, Layout, ParallelState, initialize
 from trilith.ranks.pool import run_parallel
@@ -44,10 +47,29 @@ def write_recipe(file: Path, raw: dict[str, Any]) -> Path:
     return file
 
 
+def write_short_recipe(file: Path, out: Path) -> Path:
+    """Write tokens and a recipe of two steps with few keys, as a user begins; return the recipe's file."""
+    data = {"tokens": str(write_tokens(file.parent / "tokens")), "sequence_length": 16, "global_batch": 4}
+    return write_recipe(file, {"out": str(out), "steps": 2, "model": {"config": TINY_LLAMA}, "data": data})
+
+
+def trainer_of(raw: dict[str, Any]) -> Trainer:
+    """Return this rank's trainer of the recipe, which prints nothing."""
+    recipe = parse_recipe(raw)
+    return Trainer(recipe, ParallelState.start(recipe.layout), quiet=True)
+
+
+def run_and_listen(raw: dict[str, Any]) -> tuple[list[StepMetrics], str]:
+    """Run it as ``run_recipe`` does; the metrics of the steps, and the lines that this rank prints."""
+    recipe, lines = parse_recipe(raw), StringIO()
+    with redirect_stdout(lines):
+        metrics = Trainer(recipe, ParallelState.start(recipe.layout)).run()
+    return metrics, lines.getvalue()
+
+
 def run_recipe(raw: dict[str, Any]) -> list[StepMetrics]:
     """Run it on the ranks that call this together, in their process group; the metrics of the steps."""
-    recipe = parse_recipe(raw)
-    return Trainer(recipe, ParallelState.start(recipe.layout), quiet=True).run()
+    return trainer_of(raw).run()
 
 
 def train(raw: dict[str, Any]) -> list[StepMetrics]:
@@ -68,9 +90,12 @@ def whole_tensors(out: Path) -> dict[str, Tensor]:
     return {name: source.read(name, Box.whole(whole.shape), links) for name, whole in source.catalog.items()}
 
 
-def built(layout: Layout, precision: Precision, config: dict[str, Any] = TINIEST_LLAMA) -> CausalLM:
-    """Return this rank's part of a model with its initial weights, sharded over the data axes."""
-    state = ParallelState.start(layout)
+def built(layout: Layout | None, precision: Precision, config: dict[str, Any] = TINIEST_LLAMA) -> CausalLM:
+    """Return this rank's part of a model with its initial weights, sharded over the data axes.
+
+    Without a layout, no process group is needed.
+    """
+    state = ParallelState.alone() if layout is None else ParallelState.start(layout)
     family = family_of(config)
     model = family.build(family.from_hf(config), state=state, dtype=precision.master)
     shard_over_data(model, state, precision)

@@ -3,16 +3,17 @@
 import pytest
 import torch
 from support.configs import TINIEST_LLAMA
+from support.short_runs import built
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from trilith.data import Batch
-from trilith.models import family_of
-from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize
+from trilith.parallel_state import Layout, clip_gradients, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
 from trilith.testing.operators import Operators
-from trilith.training import Precision, TrainStep, make_adamw, shard_over_data
+from trilith.training import Precision, TrainStep, make_adamw
 
+TIED = TINIEST_LLAMA | {"tie_word_embeddings": True}
 FP32, BF16 = torch.float32, torch.bfloat16
 CASES = {
     "bf16, sums in fp32": Precision(FP32, BF16, FP32),
@@ -20,6 +21,7 @@ CASES = {
     "bf16 weights, sums in fp32": Precision(BF16, BF16, FP32),
     "fp32": Precision(FP32, FP32, FP32),
 }
+SUMS_IN_FP32, OTHER_AXES = "bf16, sums in fp32", (Layout.of(tensor=2, sequence=True), Layout(pipeline=2))
 
 
 def batch():
@@ -27,23 +29,12 @@ def batch():
     return Batch(ids, ids.roll(-1, 1))
 
 
-def made(state, precision, *, tied=True):
-    config = TINIEST_LLAMA | {"tie_word_embeddings": tied}
-    family = family_of(config)
-    model = family.build(family.from_hf(config), state=state, dtype=precision.master)
-    shard_over_data(model, state, precision)
-    model.to_empty(device="cpu")
-    initialize(model, 1, state=state)
-    return model
-
-
 def trained(layout, precision, fsdp, own_loop=False):
     """Return losses, gradients and weights of two steps of four micro-batches."""
-    state = ParallelState.start(layout)
     with pytest.MonkeyPatch.context() as patch:
         if fsdp:
             patch.setattr(Layout, "holds_alone", property(lambda self: False))
-        model = made(state, precision)
+        model = built(layout, precision, TIED)
     assert isinstance(model, FSDPModule) == fsdp
     optimizer = make_adamw(model, lr=1e-2)
     step = TrainStep(model, micro_batch=2, dtype=precision.compute, reduce=precision.reduce)
@@ -58,24 +49,20 @@ def trained(layout, precision, fsdp, own_loop=False):
         else:
             found.append(step(batch()))
         found += [local_data(one.grad).clone() for one in model.parameters() if one.grad is not None]
-        clip_gradients(model, 0.5, state=state)
+        clip_gradients(model, 0.5, state=model.state)
         optimizer.step()
         optimizer.zero_grad()
     return found + [local_data(one).clone() for one in model.parameters()]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_one_rank_has_the_bits_of_fsdp(name):
-    ((ours,), (theirs,)) = (run_parallel(trained, 1, Layout(), CASES[name], fsdp) for fsdp in (False, True))
-    assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
-
-
-@pytest.mark.parametrize("layout", [Layout.of(tensor=2, sequence=True), Layout.of(pipeline=2)], ids=str)
-def test_ranks_of_other_axes_have_the_bits_of_fsdp(layout):
-    for ours, theirs in zip(
-        *(run_parallel(trained, 2, layout, CASES["bf16, sums in fp32"], fsdp) for fsdp in (False, True)),
-        strict=True,
-    ):
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [*((name, Layout()) for name in CASES), *((SUMS_IN_FP32, layout) for layout in OTHER_AXES)],
+    ids=str,
+)
+def test_ranks_that_share_no_weights_have_the_bits_of_fsdp(name, layout):
+    ranks = (run_parallel(trained, layout.world, layout, CASES[name], fsdp) for fsdp in (False, True))
+    for ours, theirs in zip(*ranks, strict=True):
         assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
@@ -88,7 +75,7 @@ def test_a_loop_of_ones_own_casts_at_each_forward_and_finds_its_parameters_after
 
 
 def test_each_weight_is_copied_once_a_step_and_no_gradient_is_sent():
-    model = made(ParallelState.alone(), CASES["bf16, sums in fp32"])
+    model = built(None, CASES["bf16, sums in fp32"], TIED)
     step = TrainStep(model, micro_batch=2, dtype=BF16, reduce=FP32)
     for _ in range(2):
         model.zero_grad()
@@ -96,14 +83,14 @@ def test_each_weight_is_copied_once_a_step_and_no_gradient_is_sent():
             step.launch(batch())
     assert seen.names.count("aten::_foreach_copy_") == 1
     assert not [name for name in seen.names if "c10d" in name or "fsdp" in name]
-    plain = made(ParallelState.alone(), CASES["fp32"])
+    plain = built(None, CASES["fp32"], TIED)
     with Operators() as seen:
         TrainStep(plain, micro_batch=2).launch(batch())
     assert not [name for name in seen.names if "_foreach_copy" in name or "c10d" in name or "fsdp" in name]
 
 
 def test_an_error_in_a_forward_leaves_the_model_with_its_parameters():
-    model = made(ParallelState.alone(), CASES["bf16, sums in fp32"])
+    model = built(None, CASES["bf16, sums in fp32"], TIED)
     mine = [*model.parameters()]
     model.norm.register_forward_hook(lambda *_: 1 / 0)
     for run in (
@@ -120,8 +107,8 @@ def through_dtensors(layout, parameters):
 
     ``parameters``: compute with the parameters themselves. The weights lie elsewhere in the second step.
     """
-    state, asked, found = ParallelState.start(layout), [0], []
-    model, inner = made(state, CASES["fp32"]), DTensor.to_local
+    asked, found = [0], []
+    model, inner = built(layout, CASES["fp32"], TIED), DTensor.to_local
     if parameters:
         del model.__dict__["compute_weights"]
     step = TrainStep(model, micro_batch=2)
@@ -139,7 +126,7 @@ def through_dtensors(layout, parameters):
             found += [loss, *(local_data(one).clone() for one in grads if one is not None)]
             model.zero_grad()
             model.double().float()
-            initialize(model, 2, state=state)
+            initialize(model, 2, state=model.state)
     return asked[0], found
 
 

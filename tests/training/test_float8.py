@@ -1,7 +1,5 @@
 """``compute = "float8"`` in a recipe: what it says, what a dry run counts, and its loss over 200 steps."""
 
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 from statistics import fmean
 
@@ -9,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.configs import config
-from support.short_runs import run_recipe, tiny_recipe
+from support.short_runs import run_and_listen, run_recipe, tiny_recipe
 from trilith.data.token_writer import TokenWriter
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadInput, Layout, ParallelState
@@ -18,7 +16,6 @@ from trilith.testing import run_parallel
 from trilith.training.build import build
 from trilith.training.dry_run import dry_run
 from trilith.training.run_plan import plan
-from trilith.training.trainer import Trainer
 
 WIDE = config("tiny_wide_llama")
 
@@ -38,18 +35,11 @@ def test_a_gpu_without_float8_is_refused(tmp_path, monkeypatch):
         build(stated, plan(stated), state)
 
 
-def said_and_lost(raw):
-    """Train on this rank; return what it prints, and the losses."""
-    stated, said = parse_recipe(raw), StringIO()
-    with redirect_stdout(said):
-        steps = Trainer(stated, ParallelState.start(stated.layout)).run()
-    return said.getvalue(), [one.loss for one in steps]
-
-
 def test_a_run_says_once_which_weights_stay_in_bf16(tmp_path):
     raw = recipe(tmp_path, steps=2)
     bf16 = raw | {"out": str(tmp_path / "bf16"), "compute": "bfloat16"}
-    (said, losses), (plain, others) = (run_parallel(said_and_lost, 1, one)[0] for one in (raw, bf16))
+    (steps, said), (usual, plain) = (run_parallel(run_and_listen, 1, one)[0] for one in (raw, bf16))
+    losses, others = ([step.loss for step in run] for run in (steps, usual))
     line = (
         "float8: 3 weights stay in bfloat16 (a side is no multiple of 16): "
         "layers.0.mlp.gate_up.gate, layers.0.mlp.gate_up.up, layers.0.mlp.down"
@@ -60,23 +50,16 @@ def test_a_run_says_once_which_weights_stay_in_bf16(tmp_path):
 
 def test_a_dry_run_counts_what_the_ranks_agree_on(tmp_path):
     layout = {"tensor": 2, "sequence": True}
-    found = dry_run(
-        parse_recipe(recipe(tmp_path, layout=layout, model={"config": WIDE | {"intermediate_size": 96}}))
-    )
-    sent = {one.what: one for one in found.rank.traffic}
+    model = {"config": WIDE | {"intermediate_size": 96}}
+    traffic = dry_run(parse_recipe(recipe(tmp_path, layout=layout, model=model))).rank.traffic
+    (sent,) = (one for one in traffic if one.what == "scales of float8")
     # Per block and micro-batch (4 in a step): four linears forward, two backward; a number for each tensor.
-    assert (sent["scales of float8"].count, sent["scales of float8"].bytes) == (
-        4 * 6,
-        4 * 4 * (4 + 2 + 3 + 2 + 3 + 2),
-    )
+    assert (sent.count, sent.bytes) == (4 * 6, 4 * 4 * (4 + 2 + 3 + 2 + 3 + 2))
 
 
 ROOT = Path(__file__).parents[2]
-LAYOUTS = {
-    "one process": {},
-    "tensor and sequence": {"tensor": 2, "sequence": True},
-    "data, ZeRO 3": {"data": 2, "zero": 3},
-}
+LAYOUTS = {"one process": {}, "tensor and sequence": {"tensor": 2, "sequence": True}}
+LAYOUTS["data, ZeRO 3"] = {"data": 2, "zero": 3}
 WINDOW = 20
 
 

@@ -5,18 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
-from support.configs import MODELS
-from support.short_runs import tiny_recipe
-from trilith.parallel_state import ParallelState
+from support.configs import MODELS, config
+from support.short_runs import tiny_recipe, trainer_of
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import run_parallel
 from trilith.training import trainer
-from trilith.training.trainer import Trainer
-
-
-def made(raw):
-    recipe = parse_recipe(raw)
-    return Trainer(recipe, ParallelState.start(recipe.layout), quiet=True)
 
 
 def searches(raw):
@@ -38,7 +31,7 @@ def searches(raw):
     gc.callbacks.append(note)
     try:
         with mock.patch.object(trainer, "fault", step), mock.patch.object(trainer, "GARBAGE_EVERY", 3):
-            made(raw).run()
+            trainer_of(raw).run()
     finally:
         gc.callbacks.remove(note)
         gc.set_threshold(*thresholds)
@@ -65,7 +58,7 @@ def left(raw):
             found.extend(str(one.shape) for one in gc.garbage if isinstance(one, torch.Tensor))
             gc.garbage.clear()
 
-    made(raw).run(after)
+    trainer_of(raw).run(after)
     return found
 
 
@@ -80,10 +73,7 @@ def left(raw):
         {"layout": {"context": 2}},
         {"layout": {"data": 2, "expert": 2}, "model": {"config": MODELS["mixtral"]}},
         {"layout": {"pipeline": 2}},
-        {
-            "layout": {"pipeline": 2, "schedule": "zbv"},
-            "model": {"config": MODELS["llama"] | {"num_hidden_layers": 4}},
-        },
+        {"layout": {"pipeline": 2, "schedule": "zbv"}, "model": {"config": config("llama", layers=4)}},
     ],
     ids=lambda changes: str(changes)[:60],
 )

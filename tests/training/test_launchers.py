@@ -34,12 +34,15 @@ def free_port(first=20_000, last=29_999):
     raise OSError("no free port")
 
 
+def rank_and_world():
+    """Forget the variables of torchrun; return this process's number and how many there are."""
+    forgotten = [os.environ.pop(name, "") for name in OURS]
+    return forgotten[:2]
+
+
 def started_by_srun(recipe, port):
     """Run as one of the tasks of a step on one host, with exactly the variables that srun sets."""
-    rank = os.environ["RANK"]
-    world = os.environ["WORLD_SIZE"]
-    for name in OURS:
-        os.environ.pop(name, None)
+    rank, world = rank_and_world()
     os.environ |= {"SLURM_JOB_ID": "40000", "SLURM_STEP_ID": str(port - 20_000), "SLURM_PROCID": rank}
     os.environ |= {"SLURM_LOCALID": rank, "SLURM_NTASKS": world, "SLURM_STEP_NODELIST": "localhost"}
     sys.exit(run(["train", recipe, "--quiet"]))
@@ -47,10 +50,7 @@ def started_by_srun(recipe, port):
 
 def started_by_mpirun(recipe, port):
     """Run as one of the processes of mpirun, with exactly its variables and those that -x adds."""
-    rank = os.environ["RANK"]
-    world = os.environ["WORLD_SIZE"]
-    for name in OURS:
-        os.environ.pop(name, None)
+    rank, world = rank_and_world()
     os.environ |= {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": world}
     os.environ |= {"OMPI_COMM_WORLD_LOCAL_RANK": rank, "OMPI_COMM_WORLD_LOCAL_SIZE": world}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
@@ -59,11 +59,8 @@ def started_by_mpirun(recipe, port):
 
 def started_by_ray(recipe, port):
     """Run as Ray Train's worker does: torchrun's variables, and a process group that exists already."""
-    os.environ |= {
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "RAY_JOB_ID": "01000000",
-    }
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    os.environ["RAY_JOB_ID"] = "01000000"
     dist.init_process_group("gloo")
     dist.destroy_process_group()  # as the lines of the page do
     sys.exit(train(recipe, quiet=True))
@@ -132,6 +129,16 @@ def test_the_page_s_lines_train_under_their_launcher(make, launcher):
     assert run.steps_saved == [2]
 
 
+def check_all_train(processes):
+    try:
+        output = [process.communicate(timeout=180)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert [process.returncode for process in processes] == [0] * len(processes), output
+
+
 @pytest.mark.slow
 def test_torchrun_takes_the_variables_of_kubeflow_s_plugin(make):
     """The command is that of the TrainJob, and each pod has exactly the variables that the plugin sets."""
@@ -149,13 +156,7 @@ def test_torchrun_takes_the_variables_of_kubeflow_s_plugin(make):
         )
         for number in range(2)
     ]  # fmt: skip
-    try:
-        said = [pod.communicate(timeout=180)[0] for pod in pods]
-    finally:
-        for pod in pods:
-            pod.kill()
-            pod.communicate()
-    assert [pod.returncode for pod in pods] == [0, 0], said
+    check_all_train(pods)
     assert run.steps_saved == [2]
 
 
@@ -170,10 +171,7 @@ def shown():
 
 def filled_in(recipe):
     """Return the command with its placeholders filled in, and one rank a host in place of eight."""
-    with socket.socket() as holder:
-        holder.bind(("", 0))
-        port = holder.getsockname()[1]
-    values = {"HOST:29400": f"localhost:{port}", "NAME": "a-run", "recipe.toml": str(recipe), "8": "1"}
+    values = {"HOST:29400": f"localhost:{free_port()}", "NAME": "a-run", "recipe.toml": str(recipe), "8": "1"}
     words = [values.get(word, word) for word in shlex.split(shown())]
     beside = Path(sys.executable).parent
     return [str(beside / word) if word in ("torchrun", "trilith") else word for word in words]
@@ -196,13 +194,7 @@ def test_two_hosts_that_start_the_readme_s_command_train_together(make):
         )
         for _ in range(AGENTS)
     ]
-    try:
-        said = [agent.communicate(timeout=180)[0] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-            agent.communicate()
-    assert [agent.returncode for agent in agents] == [0] * AGENTS, said
+    check_all_train(agents)
     assert run.steps_saved == [2, 4]
     (began,) = [one for one in read_events(run.out / "events.jsonl") if one["event"] == "started"]
     assert began["world"] == AGENTS

@@ -1,8 +1,6 @@
 """Learning rates against their laws and, after the warm-up, against transformers' number for number."""
 
-import io
 import math
-from contextlib import redirect_stdout
 from functools import partial
 from itertools import pairwise
 
@@ -11,12 +9,8 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from support.short_runs import tiny_recipe
-from trilith.machine.random_files import write_tokens
-from trilith.parallel_state import ParallelState
-from trilith.recipes.recipe import parse_recipe
+from support.short_runs import run_and_listen, tiny_recipe
 from trilith.testing import run_parallel
-from trilith.training import Trainer
 from trilith.training.learning_rate import Schedule, scaled_rate
 
 PEAK, TOTAL, WARMUP, DECAY = 3e-4, 40, 7, 12
@@ -129,23 +123,13 @@ def test_the_rate_scales_with_the_batch_by_the_rule_and_says_so():
     assert scaled_rate(1e-3, None, batch=8, reference=16) == (1e-3, "")
 
 
-def run_and_listen(raw):
-    """Return a run's learning rates, and its printed lines."""
-    recipe = parse_recipe(raw)
-    said = io.StringIO()
-    with redirect_stdout(said):
-        metrics = Trainer(recipe, ParallelState.start(recipe.layout)).run()
-    return [one.lr for one in metrics], said.getvalue()
-
-
 @pytest.mark.parametrize("layout", [{}, {"data": 2}], ids=["one-process", "dp2"])
-def test_a_run_follows_its_schedule_and_says_how_its_rate_was_scaled(tmp_path, layout):
+def test_a_run_follows_its_schedule_and_says_how_its_rate_was_scaled(tmp_path, tokens, layout):
     wanted = {"schedule": "wsd", "decay": 2, "decay_shape": "linear", "minimum_ratio": 0.0, "warmup": 2}
     scaled = {"lr": 1e-3, "scale_lr": "sqrt", "reference_batch": 2}
-    raw = tiny_recipe(
-        tmp_path / "run", write_tokens(tmp_path / "tokens"), layout=layout, optimizer=wanted | scaled
-    )
-    (rates, said), *others = run_parallel(run_and_listen, len(layout) + 1, raw)
+    raw = tiny_recipe(tmp_path / "run", tokens, layout=layout, optimizer=wanted | scaled)
+    ran = run_parallel(run_and_listen, len(layout) + 1, raw)
+    (rates, said), *others = (([step.lr for step in steps], lines) for steps, lines in ran)
     assert rates == pytest.approx([1e-3, 2e-3, 2e-3, 2e-3, 2e-3, 1e-3])
     assert "learning rate 0.002 = 0.001 x sqrt(8 / 2), for a batch of 8 samples" in said
     assert all(other == rates and "learning rate" not in quiet for other, quiet in others)

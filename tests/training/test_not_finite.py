@@ -2,31 +2,23 @@
 
 import pytest
 import torch
-from support.short_runs import tiny_recipe
+from support.short_runs import tiny_recipe, trainer_of
 from torch import nn
-from trilith.parallel_state import ParallelState, PeerFailed
+from trilith.parallel_state import PeerFailed
 from trilith.parallel_state.engine import local_data
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.events import read_events
 from trilith.runs.metrics import read_metrics
 from trilith.testing import run_parallel
-from trilith.training import Trainer
 from trilith.training.not_finite import last_not_finite
 
-LAYOUTS = {
-    "one": {},
-    "tp2": {"tensor": 2},
-    "pp2": {"pipeline": 2},
-    "dp2": {"data": 2},
-    "zero3": {"data": 2, "zero": 3},
-}
+LAYOUTS = {"one": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}, "dp2": {"data": 2}}
+LAYOUTS["zero3"] = {"data": 2, "zero": 3}
 
 
 def stopped(raw, spoil):
     """Take two good steps, then call ``spoil`` on this rank; return the error, and whether weights stayed."""
-    recipe = parse_recipe(raw)
-    trainer = Trainer(recipe, ParallelState.start(recipe.layout), quiet=True)
-    before = []
+    trainer, before = trainer_of(raw), []
 
     def after(metrics):
         if metrics.step == 1:

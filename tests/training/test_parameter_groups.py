@@ -114,17 +114,6 @@ def test_biases_do_not_decay_those_of_a_stack_of_experts_included():
     assert all(one.ndim == 1 for one in flat)
 
 
-GROUPS = {
-    "optimizer": {
-        "groups": [
-            {"match": "down_proj", "lr_scale": 0.1, "weight_decay": 0.5},
-            {"match": r"layers\.0\.|embed", "freeze": True},
-            {"match": "norm", "weight_decay": 0.2},
-        ]
-    }
-}
-
-
 class Updates(TorchDispatchMode):
     """Record the types of the tensors that the optimizer's kernels are given."""
 

@@ -2,11 +2,11 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from support.kills import wait_for
 from trilith.cli.app import run
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.ranks.fresh_worker import leave
@@ -82,13 +82,11 @@ def test_a_second_start_waits_says_so_and_touches_nothing(make, ranks, launched,
     assert "error: recipe: out: expected a folder that no other run is using" in codes[-1].output
 
 
-def test_of_two_starts_on_a_fresh_folder_exactly_one_trains(make):
+def test_of_two_starts_on_a_fresh_folder_exactly_one_trains(make, monkeypatch):
     run = make(3)
-    fault = "rank=0;at=step.forward;step=2;act=sleep:4"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRILITH_FAULT", fault)
-        arguments = [str(run.recipe), "--quiet", *ONE_RANK]
-        codes = run_fresh(start_impatiently, 2, arguments, False, process_group=False)
+    monkeypatch.setenv("TRILITH_FAULT", "rank=0;at=step.forward;step=2;act=sleep:4")
+    arguments = [str(run.recipe), "--quiet", *ONE_RANK]
+    codes = run_fresh(start_impatiently, 2, arguments, False, process_group=False)
     assert sorted(codes) == [0, 2], [code.output for code in codes]
     assert [line["step"] for line in read_metrics(run.out / "metrics.jsonl")] == [0, 1, 2]
     assert run.steps_saved == [2, 3]
@@ -115,10 +113,7 @@ def test_the_lock_that_a_launcher_hands_on_is_told_from_another_s(tmp_path):
 def test_a_second_start_does_no_harm_to_the_first_and_the_folder_is_free_after_it(make):
     run = make(6)
     with run.launched(fault="rank=0;at=step.forward;step=4;act=sleep:30", timeout=120) as first:
-        deadline = time.monotonic() + 60
-        while len(read_metrics(run.out / "metrics.jsonl")) < 3:
-            assert not first.ended.done() and time.monotonic() < deadline, "it did not come to that"
-            time.sleep(0.05)
+        wait_for(lambda: len(read_metrics(run.out / "metrics.jsonl")) >= 3, ended=first.ended)
         code, errors = run.finish()
         assert code == 2 and "waiting up to 10 s" in errors and "in use" in errors
         code, errors = first.end()
@@ -126,13 +121,14 @@ def test_a_second_start_does_no_harm_to_the_first_and_the_folder_is_free_after_i
     assert run.steps_saved == [4, 6]
 
 
-def test_who_takes_the_folder_forgets_what_an_earlier_run_s_ranks_said(tmp_path):
+def test_who_takes_the_folder_forgets_what_an_earlier_run_s_ranks_said_and_no_other_file(tmp_path):
     """An earlier, larger world leaves files that nobody replaces; killed ranks leave half-written files."""
-    for name in ("rank0.json", "rank5.json", "rank1.tmp"):
-        (tmp_path / "status").mkdir(exist_ok=True)
+    others = {"rankings.json", "rank.json", "rank1.json.bak"}
+    (tmp_path / "status").mkdir()
+    for name in ("rank0.json", "rank1.json", "rank5.json", "rank1.tmp", *others):
         (tmp_path / "status" / name).write_text("{}")
     with only_run_in(tmp_path, ParallelState.alone()) as run:
-        assert [*(tmp_path / "status").iterdir()] == []
+        assert {path.name for path in (tmp_path / "status").iterdir()} == others
     with only_run_in(tmp_path, ParallelState.alone()) as again:
         assert run != again
 
@@ -148,12 +144,3 @@ def test_logs_that_no_run_wrote_are_not_begun_anew(make, log):
         (code,) = run_fresh(start_impatiently, 1, arguments, launched, process_group=False)
         assert code == 2 and f"{log}, which no run of trilith wrote" in code.output, code.output
         assert everything(run.out) == before
-
-
-def test_only_status_files_of_ranks_are_forgotten(tmp_path):
-    names = {"rankings.json", "rank.json", "rank1.json.bak"}
-    (tmp_path / "status").mkdir()
-    for name in (*names, "rank1.json"):
-        (tmp_path / "status" / name).write_text("{}")
-    with only_run_in(tmp_path, ParallelState.alone()):
-        assert {path.name for path in (tmp_path / "status").iterdir()} == names

@@ -6,18 +6,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.short_runs import losses, run_recipe, tiny_recipe, train, write_recipe
+from support.short_runs import losses, run_recipe, tiny_recipe, train, trainer_of, write_recipe
 from trilith.checkpoints import complete_checkpoints
 from trilith.data import TokenFile
 from trilith.machine.random_files import write_tokens
-from trilith.parallel_state import ParallelState
 from trilith.recipes import parse_recipe
 from trilith.runs.heartbeat import status_folder
 from trilith.runs.metrics import read_metrics
 from trilith.runs.stop_signals import Preempted
 from trilith.runs.switches import Killed
 from trilith.testing import run_parallel
-from trilith.training import Trainer, run, run_plan, supervised
+from trilith.training import run, run_plan, supervised
 
 
 @contextmanager
@@ -86,15 +85,14 @@ def test_the_process_that_starts_ranks_checks_once_and_hands_the_file_on(tmp_pat
 
 def steer(raw, name, after):
     """Run the recipe, and let rank 0's folder get the file after so many steps; return how the run ended."""
-    recipe = parse_recipe(raw)
-    state = ParallelState.start(recipe.layout)
+    trainer = trainer_of(raw)
 
     def touch(metrics):
-        if metrics.step == after and state.rank == 0:
-            (Path(recipe.out) / name).touch()
+        if metrics.step == after and trainer.state.rank == 0:
+            (Path(raw["out"]) / name).touch()
 
     try:
-        Trainer(recipe, state, quiet=True).run(touch)
+        trainer.run(touch)
     except (Preempted, Killed) as error:
         return f"{error.exit_code}: {error}"
     return "finished"

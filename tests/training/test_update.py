@@ -5,26 +5,22 @@ import math
 import numpy as np
 import pytest
 import torch
-from support.short_runs import tiny_recipe, whole_tensors
+from support.short_runs import tiny_recipe, trainer_of, whole_tensors
 from support.stop_and_go import StopAndGo, stop_and_go
-from trilith.parallel_state import ParallelState, declarations
+from trilith.parallel_state import declarations
 from trilith.parallel_state.engine import local_data
 from trilith.recipes.optimizer_sections import LossScaleSection, SpikeSection
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.metrics import read_metrics
 from trilith.testing import RankError, run_parallel
-from trilith.training import Trainer
 from trilith.training.loss_scale import LossScale
 from trilith.training.spikes import Spikes
 from trilith.training.update import Update
 from trilith.training.watchers import Watchers
 
-HALF = {
-    "dtype": "float32",
-    "compute": "float16",
-    "loss_scale": {"initial": 256.0, "growth_interval": 2},
-    "steps": 5,
-}
+HALF = {"dtype": "float32", "compute": "float16", "steps": 5}
+HALF["loss_scale"] = {"initial": 256.0, "growth_interval": 2}
+TOO_HIGH = HALF | {"loss_scale": {"initial": 2.0**24, "growth_interval": 0}}
 SPIKES = {"optimizer": {"skip_spikes": {"window": 4, "deviations": 100.0}}}
 LAYOUTS = [
     pytest.param({"tensor": 2}, id="tp2"),
@@ -42,9 +38,8 @@ def run_with_a_leap(raw, step, factor):
     That gradient is a norm's: under tensor parallelism the last rank has only a copy of it, which does not
     count in the gradient norm.
     """
-    recipe = parse_recipe(raw)
-    state = ParallelState.start(recipe.layout)
-    trainer = Trainer(recipe, state, quiet=True)
+    trainer = trainer_of(raw)
+    state = trainer.state
     update, gradients, moved = Update.__call__, Watchers.gradients, []
 
     def stored():
@@ -96,15 +91,15 @@ def test_a_leap_of_the_norm_on_one_rank_skips_the_step_on_all(tmp_path, tokens, 
 
 def run_in_doubt(raw):
     """Return which steps are skipped when only the last rank takes the third step for a spike."""
-    recipe = parse_recipe(raw)
-    state = ParallelState.start(recipe.layout)
+    trainer = trainer_of(raw)
+    state = trainer.state
 
     def doubt(self, loss, norm):
         return state.rank == state.layout.world - 1 and len(self.losses) == 2
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Spikes, "is_one", doubt)
-        return [one.skipped for one in Trainer(recipe, state, quiet=True).run()]
+        return [one.skipped for one in trainer.run()]
 
 
 def test_if_one_rank_sees_a_spike_all_skip(tmp_path, tokens):
@@ -141,8 +136,7 @@ test_a_run_with_a_skipped_step_resumes_bitwise = stop_and_go(
 
 
 def test_gradients_that_do_overflow_bring_the_scale_down_until_they_do_not(tmp_path, tokens):
-    top = {"initial": 2.0**24, "growth_interval": 0}
-    raw = tiny_recipe(tmp_path / "run", tokens, **HALF | {"loss_scale": top, "steps": 12}, layout={"data": 2})
+    raw = tiny_recipe(tmp_path / "run", tokens, **TOO_HIGH | {"steps": 12}, layout={"data": 2})
     ((metrics, moved), _) = run_parallel(run_with_a_leap, 2, raw, -1, 1.0)
     assert metrics[0].skipped == "overflow" and metrics[-1].skipped is None and moved[-1]
     assert moved == [one.skipped is None for one in metrics]
@@ -150,8 +144,7 @@ def test_gradients_that_do_overflow_bring_the_scale_down_until_they_do_not(tmp_p
 
 
 def test_a_checkpoint_of_nothing_but_skipped_steps_is_whole(tmp_path, tokens):
-    top = {"initial": 2.0**24, "growth_interval": 0}
-    raw = tiny_recipe(tmp_path / "run", tokens, **HALF | {"loss_scale": top, "steps": 1})
+    raw = tiny_recipe(tmp_path / "run", tokens, **TOO_HIGH | {"steps": 1})
     run_parallel(run_with_a_leap, 1, raw, -1, 1.0)
     tensors = whole_tensors(tmp_path / "run").items()
     moments = [tensor for name, tensor in tensors if name.startswith("optimizer.")]
