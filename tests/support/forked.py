@@ -50,6 +50,7 @@ def run_forked(work: Callable[[], int], folder: Path, *, limit: float) -> Ended:
     pid = os.fork()
     if pid == 0:
         os.close(reading)
+        sys.dont_write_bytecode = True  # under a limit of sizes half a file would be left for everybody
         _become(work, folder, writing)
     os.close(writing)
     status, computed, took = _wait(pid, limit)
