@@ -26,13 +26,9 @@ FORMS = {
     "reshard": ("trained", {"to": "sharded", "tensor": 4}),
 }
 POINTS = [
-    "convert.before_data",
-    "convert.noted",
-    "convert.noted;time=9",
-    "convert.after_data",
-    "commit.before_rename",
-    "commit.after_rename",
-]
+    "convert.before_data", "convert.noted", "convert.noted;time=9", "convert.after_data",
+    "commit.before_rename", "commit.after_rename",
+]  # fmt: skip
 QUICK = ["convert.noted;time=9", "commit.before_rename"]
 
 

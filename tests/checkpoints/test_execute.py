@@ -148,9 +148,8 @@ def test_a_look_finds_zeros():
         assert not look_at(other).zero
 
 
-@pytest.mark.parametrize(
-    ("value", "says"), [(float("nan"), "nan at"), (float("-inf"), "-inf at")], ids=["C9-NaN", "C10-infinity"]
-)
+@pytest.mark.parametrize(("value", "says"), [(float("nan"), "nan at"), (float("-inf"), "-inf at")],
+                         ids=["C9-NaN", "C10-infinity"])  # fmt: skip
 def test_what_is_not_finite_is_refused_where_it_stands(tmp_path, monkeypatch, value, says):
     monkeypatch.setattr(execute_module, "BLOCK", 256)
     whole = torch.randn(40, 10)

@@ -143,14 +143,11 @@ def test_damaged_headers_are_read_or_refused(tmp_path, count):
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize(
-    ("name", "config", "most"),
-    [
-        pytest.param("model.safetensors.index.json", TINY_LLAMA, 0.5, id="index"),
-        pytest.param("config.json", TINY_LLAMA, 1.0, id="llama"),
-        pytest.param("config.json", TINY_GPT2, 1.0, id="gpt2"),
-    ],
-)
+@pytest.mark.parametrize(("name", "config", "most"), [
+    pytest.param("model.safetensors.index.json", TINY_LLAMA, 0.5, id="index"),
+    pytest.param("config.json", TINY_LLAMA, 1.0, id="llama"),
+    pytest.param("config.json", TINY_GPT2, 1.0, id="gpt2"),
+])  # fmt: skip
 def test_damaged_files_of_json_are_read_or_refused(tmp_path, count, name, config, most):
     write_hf_folder(tmp_path / "hf", config, max_shard_size=20_000)
     assert tried(read_source, tmp_path / "hf")

@@ -23,13 +23,8 @@ PLANS = {
     "merge-adapter": ("adapter", lambda at: plan_merge(at / "hf", at / "adapter")),
 }
 WAYS = (
-    "in place",
-    "in place, time put back",
-    "renamed over",
-    "renamed over, time put back",
-    "touched",
-    "not",
-)
+    "in place", "in place, time put back", "renamed over", "renamed over, time put back", "touched", "not",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)

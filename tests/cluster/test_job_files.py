@@ -75,13 +75,10 @@ def lacks(there, mine, at=""):
     return [] if there == mine else [at]
 
 
-@pytest.mark.parametrize(
-    ("system", "module", "kind"),
-    [
-        ("kubernetes", "trainer_v1alpha1_train_job", "TrainerV1alpha1TrainJob"),
-        ("jobset", "jobset_v1alpha2_job_set", "JobsetV1alpha2JobSet"),
-    ],
-)
+@pytest.mark.parametrize(("system", "module", "kind"), [
+    ("kubernetes", "trainer_v1alpha1_train_job", "TrainerV1alpha1TrainJob"),
+    ("jobset", "jobset_v1alpha2_job_set", "JobsetV1alpha2JobSet"),
+])  # fmt: skip
 @pytest.mark.parametrize("recipe", [RECIPE, "llama-3.2-1b-1gpu"])
 def test_the_published_schemas_of_kubernetes_objects_know_each_key_and_accept_each_value(
     system, module, kind, recipe, tmp_path
@@ -175,15 +172,12 @@ def test_a_job_is_not_submitted_where_there_is_no_scheduler(tmp_path, monkeypatc
     assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    ("system", "program", "words"),
-    [
-        ("slurm", "sbatch", ""),
-        ("kubernetes", "kubectl", "apply -f "),
-        ("jobset", "kubectl", "apply -f "),
-        ("skypilot", "sky", "jobs launch --yes "),
-    ],
-)
+@pytest.mark.parametrize(("system", "program", "words"), [
+    ("slurm", "sbatch", ""),
+    ("kubernetes", "kubectl", "apply -f "),
+    ("jobset", "kubectl", "apply -f "),
+    ("skypilot", "sky", "jobs launch --yes "),
+])  # fmt: skip
 @pytest.mark.parametrize("code", [0, 7])
 def test_the_written_file_is_handed_to_the_scheduler_whose_refusal_is_told(
     system, program, words, code,

@@ -230,19 +230,16 @@ def write_talks(path, count=6):
     return write_json_lines(path, [{"messages": sample} for sample in samples])
 
 
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        pytest.param(CHATML, [], id="ChatML"),
-        pytest.param(WHOLE, [], id="marks"),
-        pytest.param(TIGHT, [], id="marks-and-no-blank-behind"),
-        pytest.param(MISTRAL, [], id="no-header-to-learn"),
-        pytest.param(SHORT, [f"in 4 samples {ENDLESS}"], id="end-outside-the-marks"),
-        pytest.param(SPOKEN, [f"in 4 samples {ENDLESS}"], id="another-special-token-inside"),
-        pytest.param(PLAIN, [HEADED], id="no-generation-prompt"),
-        pytest.param(PLAIN + "{#- {% generation %}\n -#}", [HEADED], id="marks-in-a-comment"),
-    ],
-)
+@pytest.mark.parametrize(("template", "expected"), [
+    pytest.param(CHATML, [], id="ChatML"),
+    pytest.param(WHOLE, [], id="marks"),
+    pytest.param(TIGHT, [], id="marks-and-no-blank-behind"),
+    pytest.param(MISTRAL, [], id="no-header-to-learn"),
+    pytest.param(SHORT, [f"in 4 samples {ENDLESS}"], id="end-outside-the-marks"),
+    pytest.param(SPOKEN, [f"in 4 samples {ENDLESS}"], id="another-special-token-inside"),
+    pytest.param(PLAIN, [HEADED], id="no-generation-prompt"),
+    pytest.param(PLAIN + "{#- {% generation %}\n -#}", [HEADED], id="marks-in-a-comment"),
+])  # fmt: skip
 def test_the_command_warns(chatml, tmp_path, capsys, template, expected):
     (tmp_path / "chat.jinja").write_text(template)
     words = ["tokenize", str(write_talks(tmp_path / "in.jsonl")), "--tokenizer", str(chatml), "--quiet"]

@@ -46,17 +46,10 @@ def step(mode, every=1):
 FORWARD = [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("mode", "every", "again"),
-    [
-        ("none", 1, []),
-        ("full", 1, [3, 2, 1, 0]),
-        ("selective", 1, [3, 2, 1, 0]),
-        ("every", 1, [3, 2, 1, 0]),
-        ("every", 2, [2, 0]),
-        ("every", 3, [3, 0]),
-    ],
-)
+@pytest.mark.parametrize(("mode", "every", "again"), [
+    ("none", 1, []), ("full", 1, [3, 2, 1, 0]), ("selective", 1, [3, 2, 1, 0]), ("every", 1, [3, 2, 1, 0]),
+    ("every", 2, [2, 0]), ("every", 3, [3, 0]),
+])  # fmt: skip
 def test_blocks_run_again_in_backward(mode, every, again):
     ran, _, _, gradient = step(mode, every)
     assert ran == FORWARD + again

@@ -34,24 +34,20 @@ def triton(monkeypatch):
     monkeypatch.setattr("trilith.layers.attention.backends.find_spec", lambda name: object())
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "more", "backend"),
-    [
-        ("cuda", HALF, {}, "sdpa"),
-        ("cuda", SINGLE, {}, "sdpa"),
-        ("cuda", HALF, {"masked": True}, "varlen"),
-        ("cuda", SINGLE, {"masked": True}, "sdpa"),
-        ("cuda", DOUBLE, {"masked": True}, "sdpa"),
-        ("cuda", HALF, {"masked": True, "dropout": True}, "sdpa"),
-        ("cuda", HALF, {"masked": True, "cached": True}, "sdpa"),
-        ("cuda", HALF, {"score": "soft cap"}, "blockwise"),
-        ("cuda", HALF, {"score": "sinks", "masked": True}, "blockwise"),
-        ("cpu", HALF, {}, "sdpa"),
-        ("cpu", SINGLE, {"masked": True}, "sdpa"),
-        ("cpu", SINGLE, {"score": "sinks"}, "blockwise"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("device", "dtype", "more", "backend"), [
+    ("cuda", HALF, {}, "sdpa"),
+    ("cuda", SINGLE, {}, "sdpa"),
+    ("cuda", HALF, {"masked": True}, "varlen"),
+    ("cuda", SINGLE, {"masked": True}, "sdpa"),
+    ("cuda", DOUBLE, {"masked": True}, "sdpa"),
+    ("cuda", HALF, {"masked": True, "dropout": True}, "sdpa"),
+    ("cuda", HALF, {"masked": True, "cached": True}, "sdpa"),
+    ("cuda", HALF, {"score": "soft cap"}, "blockwise"),
+    ("cuda", HALF, {"score": "sinks", "masked": True}, "blockwise"),
+    ("cpu", HALF, {}, "sdpa"),
+    ("cpu", SINGLE, {"masked": True}, "sdpa"),
+    ("cpu", SINGLE, {"score": "sinks"}, "blockwise"),
+], ids=str)  # fmt: skip
 def test_the_table_takes_the_first_backend_that_can(device, dtype, more, backend, triton):
     call = AttentionCall(device, dtype, **({"width": 64, "value_width": 64} | more))
     assert choose_backend(call) == backend
@@ -63,21 +59,17 @@ def test_flex_attention_is_taken_where_it_is_pinned(score, triton):
     assert choose_backend(AttentionCall("cuda", HALF, 64, 64, masked=True, score=score), "flex") == "flex"
 
 
-@pytest.mark.parametrize(
-    ("pinned", "call", "need"),
-    [
-        ("varlen", AttentionCall("cpu", HALF, 64, 64), "a GPU"),
-        ("varlen", AttentionCall("cuda", SINGLE, 64, 64), "bfloat16"),
-        ("flex", AttentionCall("cuda", HALF, 64, 64, dropout=True), "no dropout"),
-        ("flex", AttentionCall("cuda", HALF, 64, 64, score="rounded ALiBi"), "no rounded ALiBi"),
-        ("flex", AttentionCall("cuda", HALF, 8, 8), "heads of 16"),
-        ("sdpa", AttentionCall("cpu", SINGLE, 64, 64, score="soft cap"), "no soft cap"),
-        ("flash", AttentionCall("cuda", HALF, 64, 64, masked=True), "rows of one document"),
-        ("cudnn", AttentionCall("cuda", SINGLE, 64, 64), "bfloat16"),
-        ("efficient", AttentionCall("cpu", SINGLE, 64, 64), "a GPU"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("pinned", "call", "need"), [
+    ("varlen", AttentionCall("cpu", HALF, 64, 64), "a GPU"),
+    ("varlen", AttentionCall("cuda", SINGLE, 64, 64), "bfloat16"),
+    ("flex", AttentionCall("cuda", HALF, 64, 64, dropout=True), "no dropout"),
+    ("flex", AttentionCall("cuda", HALF, 64, 64, score="rounded ALiBi"), "no rounded ALiBi"),
+    ("flex", AttentionCall("cuda", HALF, 8, 8), "heads of 16"),
+    ("sdpa", AttentionCall("cpu", SINGLE, 64, 64, score="soft cap"), "no soft cap"),
+    ("flash", AttentionCall("cuda", HALF, 64, 64, masked=True), "rows of one document"),
+    ("cudnn", AttentionCall("cuda", SINGLE, 64, 64), "bfloat16"),
+    ("efficient", AttentionCall("cpu", SINGLE, 64, 64), "a GPU"),
+], ids=str)  # fmt: skip
 def test_a_pinned_backend_that_cannot_is_refused_in_one_line(pinned, call, need, triton):
     with pytest.raises(BadInput, match=need) as error:
         choose_backend(call, pinned)
@@ -143,18 +135,14 @@ def test_a_kernel_that_is_wrong_on_this_machine_is_not_taken(monkeypatch):
         assert choose_backend(call) == ("varlen" if taken else "sdpa")
 
 
-@pytest.mark.parametrize(
-    ("positions", "window", "more"),
-    [
-        (POSITIONS, None, {}),
-        (POSITIONS, 40, {"soft_cap": 2.0}),
-        (POSITIONS, None, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}),
-        (POSITIONS, 40, {"alibi": Alibi(alibi_slopes(4), 0.5)}),
-        (torch.arange(300), 40, {}),
-        (torch.arange(300), None, {"soft_cap": 2.0}),
-    ],
-    ids=["documents", "cap", "sinks", "alibi", "rows alike, window", "rows alike, cap"],
-)
+@pytest.mark.parametrize(("positions", "window", "more"), [
+    (POSITIONS, None, {}),
+    (POSITIONS, 40, {"soft_cap": 2.0}),
+    (POSITIONS, None, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}),
+    (POSITIONS, 40, {"alibi": Alibi(alibi_slopes(4), 0.5)}),
+    (torch.arange(300), 40, {}),
+    (torch.arange(300), None, {"soft_cap": 2.0}),
+], ids=["documents", "cap", "sinks", "alibi", "rows alike, window", "rows alike, cap"])  # fmt: skip
 def test_flex_attention_equals_scores_written_out(positions, window, more, monkeypatch):
     """Forward, as torch computes it without its compiler; on a CPU there is no backward."""
     monkeypatch.setattr(flex, "_compiled", lambda: uncompiled)

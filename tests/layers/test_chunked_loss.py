@@ -33,14 +33,11 @@ PLAIN = {}
 ALL = {"label_smoothing": 0.1, "z_loss": 0.01}
 
 
-@pytest.mark.parametrize(
-    ("chunk", "terms", "cap", "compiled"),
-    [
-        *((chunk, PLAIN, None, False) for chunk in (1, 4, 33, 1000)),
-        *((chunk, ALL, 3.0, False) for chunk in (4, 1000)),
-        (4, ALL, 3.0, True),
-    ],
-)
+@pytest.mark.parametrize(("chunk", "terms", "cap", "compiled"), [
+    *((chunk, PLAIN, None, False) for chunk in (1, 4, 33, 1000)),
+    *((chunk, ALL, 3.0, False) for chunk in (4, 1000)),
+    (4, ALL, 3.0, True),
+])  # fmt: skip
 def test_it_equals_the_plain_loss(chunk, terms, cap, compiled, monkeypatch):
     hidden, weight, labels = given()
     bias = torch.randn(256, dtype=torch.float64, requires_grad=True)
@@ -174,18 +171,14 @@ def test_a_label_outside_the_vocabulary_is_refused():
 VOCABULARY = 128_256  # is padded by no row on 1 and 4 ranks
 
 
-@pytest.mark.parametrize(
-    ("tokens", "step", "more"),
-    [
-        (Tokens(1, 2048, 512, 4, False), 32, {}),
-        (Tokens(1, 8192, 4096, 2, False), 32, {"sums": 2}),
-        (Tokens(1, 8192, 4096, 2, False), 32, {"trained": False}),
-        (Tokens(1, 16384, 2048, 2, False), 32, {}),
-        (Tokens(1, 16384, 2048, 2, True), 128, {}),
-        (Tokens(1, 16384, 2048, 2, False), 32, {"state": ParallelState.stand_in(Layout.of(tensor=4))}),
-    ],
-    ids=["fp32", "sum in bf16", "frozen", "bf16", "on a GPU", "on four ranks"],
-)
+@pytest.mark.parametrize(("tokens", "step", "more"), [
+    (Tokens(1, 2048, 512, 4, False), 32, {}),
+    (Tokens(1, 8192, 4096, 2, False), 32, {"sums": 2}),
+    (Tokens(1, 8192, 4096, 2, False), 32, {"trained": False}),
+    (Tokens(1, 16384, 2048, 2, False), 32, {}),
+    (Tokens(1, 16384, 2048, 2, True), 128, {}),
+    (Tokens(1, 16384, 2048, 2, False), 32, {"state": ParallelState.stand_in(Layout.of(tensor=4))}),
+], ids=["fp32", "sum in bf16", "frozen", "bf16", "on a GPU", "on four ranks"])  # fmt: skip
 def test_a_chunk_is_the_largest_whose_logits_take_the_allowed_part_of_the_sum(tokens, step, more):
     """A third of it, or on a GPU all; the steps are of rows that kernels take at once."""
     columns = VOCABULARY // (4 if "state" in more else 1)

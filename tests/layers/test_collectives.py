@@ -62,21 +62,18 @@ def products(name, dim):
 
 
 @pytest.mark.parametrize("tensor", [2, 4])
-@pytest.mark.parametrize(
-    ("name", "dim", "shape"),
-    [
-        ("copy_to_tensor", None, lambda n: (2, 8, 12)),
-        ("reduce_from_tensor", None, lambda n: (2, 8, 12)),
-        ("split_to_tensor", -1, lambda n: (2, 8, 12 // n)),
-        ("split_to_tensor", 1, lambda n: (2, 8 // n, 12)),
-        ("gather_from_tensor", -1, lambda n: (2, 8, 12 * n)),
-        ("gather_from_tensor", 0, lambda n: (2 * n, 8, 12)),
-        ("gather_sequence", 1, lambda n: (2, 8 * n, 12)),
-        ("gather_sequence", 0, lambda n: (2 * n, 8, 12)),
-        ("scatter_sequence", 1, lambda n: (2, 8 // n, 12)),
-        ("scatter_sequence", -1, lambda n: (2, 8, 12 // n)),
-    ],
-)
+@pytest.mark.parametrize(("name", "dim", "shape"), [
+    ("copy_to_tensor", None, lambda n: (2, 8, 12)),
+    ("reduce_from_tensor", None, lambda n: (2, 8, 12)),
+    ("split_to_tensor", -1, lambda n: (2, 8, 12 // n)),
+    ("split_to_tensor", 1, lambda n: (2, 8 // n, 12)),
+    ("gather_from_tensor", -1, lambda n: (2, 8, 12 * n)),
+    ("gather_from_tensor", 0, lambda n: (2 * n, 8, 12)),
+    ("gather_sequence", 1, lambda n: (2, 8 * n, 12)),
+    ("gather_sequence", 0, lambda n: (2 * n, 8, 12)),
+    ("scatter_sequence", 1, lambda n: (2, 8 // n, 12)),
+    ("scatter_sequence", -1, lambda n: (2, 8, 12 // n)),
+])  # fmt: skip
 def test_backward_is_the_transpose_of_forward(name, dim, shape, tensor):
     for forward, backward, found in run_parallel(products, tensor, name, dim):
         assert found == shape(tensor)

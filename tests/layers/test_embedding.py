@@ -23,17 +23,10 @@ def test_an_id_outside_the_vocabulary_is_refused(tensor, wrong):
         VocabParallelEmbedding(130, 6, state=state)(torch.tensor([[3, wrong]]))
 
 
-@pytest.mark.parametrize(
-    ("vocab", "tensor", "padded"),
-    [
-        *(
-            (vocab, size, padded)
-            for size in (1, 2, 4)
-            for vocab, padded in ((1, 128), (128, 128), (503, 512))
-        ),
-        *((503, 3, 768), (503, 5, 640), (503, 6, 768), (503, 7, 896), (50257, 3, 50304), (129, 256, 256)),
-    ],
-)
+@pytest.mark.parametrize(("vocab", "tensor", "padded"), [
+    *((vocab, size, padded) for size in (1, 2, 4) for vocab, padded in ((1, 128), (128, 128), (503, 512))),
+    *((503, 3, 768), (503, 5, 640), (503, 6, 768), (503, 7, 896), (50257, 3, 50304), (129, 256, 256)),
+])  # fmt: skip
 def test_a_vocabulary_is_padded_as_far_as_the_layout_needs_E4(vocab, tensor, padded):
     assert padded_vocabulary(vocab, tensor) == padded
     for rank in (0, tensor - 1):

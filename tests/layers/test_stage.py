@@ -63,11 +63,9 @@ def test_the_two_shapes():
     assert [shaped.stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
 
 
-@pytest.mark.parametrize(
-    ("layers", "stages", "counts"),
-    [(5, 2, [3, 2]), (5, 4, [1, 2, 1, 1]), (126, 16, [7, *[8] * 14, 7]), (8, 4, [2, 2, 2, 2])],
-    ids=["E6-5-over-2", "E6-5-over-4", "E6-126-over-16", "even"],
-)
+@pytest.mark.parametrize(("layers", "stages", "counts"), [
+    (5, 2, [3, 2]), (5, 4, [1, 2, 1, 1]), (126, 16, [7, *[8] * 14, 7]), (8, 4, [2, 2, 2, 2]),
+], ids=["E6-5-over-2", "E6-5-over-4", "E6-126-over-16", "even"])  # fmt: skip
 def test_an_uneven_number_of_blocks_is_split_as_stated(layers, stages, counts):
     assert split_blocks(layers, stages) == counts
 

@@ -410,9 +410,8 @@ def test_a_qwen2_config_that_was_written_with_every_field_is_still_read():
     assert read(written, {}) == plain
 
 
-@pytest.mark.parametrize(
-    "scaling", [LINEAR, MODELS["llama"]["rope_scaling"]], ids=["D15-linear", "D15-llama3"]
-)
+@pytest.mark.parametrize("scaling", [LINEAR, MODELS["llama"]["rope_scaling"]],
+                         ids=["D15-linear", "D15-llama3"])  # fmt: skip
 @pytest.mark.parametrize("form", ["rope_scaling", "rope_parameters"])
 def test_a_scaling_is_read_from_either_form_and_written_back(form, scaling):
     config = read(LLAMA, {form: scaling})
@@ -420,9 +419,8 @@ def test_a_scaling_is_read_from_either_form_and_written_back(form, scaling):
     assert FAMILIES["llama"].from_hf(FAMILIES["llama"].to_hf(config)) == config
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("some_number", 3), ("some_text", "x")], ids=["D26-number", "D26-text"]
-)
+@pytest.mark.parametrize(("key", "value"), [("some_number", 3), ("some_text", "x")],
+                         ids=["D26-number", "D26-text"])  # fmt: skip
 def test_an_unknown_key_is_ignored_with_a_warning(key, value):
     with pytest.warns(UserWarning, match=f"{key}={value!r} is unknown and ignored"):
         read(LLAMA, {key: value})

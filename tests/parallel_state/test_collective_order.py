@@ -82,17 +82,13 @@ def line(function, text):
     return rf"(?:tests/)?parallel_state/test_collective_order\.py:{number} {function.__name__}"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "ours", "theirs"),
-    [
-        (order, "all_reduce sum float32 [4, 6]", "all_reduce sum float32 [4, 6]"),
-        (shape, "all_reduce sum float32 [4, 6]", "all_reduce sum float32 [2, 6]"),
-        (dtype, "all_reduce sum float32 [4, 6]", "all_reduce sum float64 [4, 6]"),
-        (operator, "all_reduce sum float32 [4, 6]", "all_gather_into_tensor float32 [4, 6]"),
-        (reduction, "allreduce sum float32 [4, 6]", "allreduce max float32 [4, 6]"),
-    ],
-    ids=["K18-order", "K18-shape", "K18-dtype", "K18-operator", "K18-reduction"],
-)
+@pytest.mark.parametrize(("wrong", "ours", "theirs"), [
+    (order, "all_reduce sum float32 [4, 6]", "all_reduce sum float32 [4, 6]"),
+    (shape, "all_reduce sum float32 [4, 6]", "all_reduce sum float32 [2, 6]"),
+    (dtype, "all_reduce sum float32 [4, 6]", "all_reduce sum float64 [4, 6]"),
+    (operator, "all_reduce sum float32 [4, 6]", "all_gather_into_tensor float32 [4, 6]"),
+    (reduction, "allreduce sum float32 [4, 6]", "allreduce max float32 [4, 6]"),
+], ids=["K18-order", "K18-shape", "K18-dtype", "K18-operator", "K18-reduction"])  # fmt: skip
 def test_what_differs_is_named_on_both_ranks_K18(wrong, ours, theirs):
     places = {
         order: (line(attention, "engine"), line(feed_forward, "engine")),

@@ -96,10 +96,9 @@ def test_a_batch_script_and_a_step_of_one_task_are_no_rank(absent):
     assert read(**values) is None
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("n1", "n1"), ("n1,n2", "n1"), ("gpu[007-009,12],a", "gpu007"), ("r[1-2]n[03,05]-ib", "r1n03-ib")],
-)
+@pytest.mark.parametrize(("nodes", "first"), [
+    ("n1", "n1"), ("n1,n2", "n1"), ("gpu[007-009,12],a", "gpu007"), ("r[1-2]n[03,05]-ib", "r1n03-ib"),
+])  # fmt: skip
 def test_the_first_host_of_a_short_form_is_found(nodes, first):
     assert first_host(nodes) == first
 

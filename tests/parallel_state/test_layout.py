@@ -54,15 +54,12 @@ def test_a_rank_of_16384_is_found_without_listing_them():
     assert layout.rank(layout.coordinates(16_383)) == 16_383
 
 
-@pytest.mark.parametrize(
-    ("asked", "shard", "replicate"),
-    [
-        ({"data": 4}, 1, 4),
-        ({"data": 4, "zero": 1}, 4, 1),
-        ({"data": 4, "zero": 2, "data_replicate": 2}, 2, 2),
-        ({"data": 4, "zero": 0, "data_replicate": 4}, 1, 4),
-    ],
-)
+@pytest.mark.parametrize(("asked", "shard", "replicate"), [
+    ({"data": 4}, 1, 4),
+    ({"data": 4, "zero": 1}, 4, 1),
+    ({"data": 4, "zero": 2, "data_replicate": 2}, 2, 2),
+    ({"data": 4, "zero": 0, "data_replicate": 4}, 1, 4),
+])  # fmt: skip
 def test_data_ranks_are_replicas_without_zero_and_shards_with_it(asked, shard, replicate):
     layout = Layout.of(**asked)
     assert (layout.data_shard, layout.data_replicate, layout.data) == (shard, replicate, 4)

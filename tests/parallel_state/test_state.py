@@ -105,19 +105,15 @@ def ranks_along(layout, axes, rank):
     return [number for number, at in enumerate(places) if at == wanted]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout.of(tensor=2, pipeline=2),
-        Layout.of(tensor=2, data=2, zero=1),
-        Layout.of(data=4, zero=2, data_replicate=2),
-        Layout.of(pipeline=2, data=2),
-        Layout.of(context=2, tensor=2),
-        Layout.of(context=2, data=2),
-        Layout.of(context=2, data=2, zero=3),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("layout", [
+    Layout.of(tensor=2, pipeline=2),
+    Layout.of(tensor=2, data=2, zero=1),
+    Layout.of(data=4, zero=2, data_replicate=2),
+    Layout.of(pipeline=2, data=2),
+    Layout.of(context=2, tensor=2),
+    Layout.of(context=2, data=2),
+    Layout.of(context=2, data=2, zero=3),
+], ids=str)  # fmt: skip
 def test_process_groups_are_the_ranks_along_their_axes(layout):
     for rank, found in enumerate(run_parallel(groups, 4, layout)):
         assert ("data_replicate" in found) == (layout.data_sizes()[0] > 1)

@@ -136,27 +136,23 @@ def test_the_words_of_a_script_are_those_of_bash(name, tmp_path):
     assert words[1:] == words_of_bash(SCRIPTS / f"{name}.sh", positional, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        'A="x  y"; torchrun $A "$A" \'$A\' "${A}z" $A"q"',
-        'A=(1 \'2 3\'); A+=(4); torchrun ${A[@]} "${A[@]}" "x${A[@]}y" "${A[*]}"',
-        'A=1\nA+=2\nB=${A:-7}\nC=${NO:-8}\nD=${NO:-"a b"}\ntorchrun $A $B $C $D ${NO:+n} ${A:+s}',
-        "N=4; torchrun $((N*2+1)) $(( (N + 2) / 3 )) $((N%3)) $(($N-1))",
-        "torchrun a#b \\\n  b # c\n",
-        "A=() \nif [[ 1 == 1 ]]; then A+=(y); else A+=(n); fi; torchrun ${A[@]} end",
-        'X=b\nif [ "$X" = a ]; then Y=1\nelif [ "$X" == b ] && [ 2 -gt 1 ]\n'
-        "then Y=2\nelse Y=3\nfi\ntorchrun $Y",
-        "X=4\nif [[ $X -ge 5 ]] || [[ ! $X -eq 3 ]]; then torchrun yes; else torchrun no; fi",
-        "[ 1 -eq 2 ] && A=1\n[ 1 -eq 1 ] && B=2 || B=3\ntorchrun x$A y$B",
-        "cat <<EOF > /dev/null\ntorchrun not this --num-layers\nEOF\ntorchrun this",
-        'OPTIONS=" \\\n --a 1 \\\n --b 2"\ntorchrun $OPTIONS \'\' "" x',
-        "export A=1 B=2; declare -r C=3; D=4 torchrun $A $B $C",
-        'torchrun "a \\"b\\" \\$HOME" a\\ b \'it\'"\'"\'s\' --x="1 2"',
-        "echo a | cat > /dev/null; mkdir -p x && torchrun --a; true || torchrun --b",
-        "A='--x 1'\nA+=' --y 2'\ntorchrun ${A} \"${A}\"",
-    ],
-)
+@pytest.mark.parametrize("script", [
+    'A="x  y"; torchrun $A "$A" \'$A\' "${A}z" $A"q"',
+    'A=(1 \'2 3\'); A+=(4); torchrun ${A[@]} "${A[@]}" "x${A[@]}y" "${A[*]}"',
+    'A=1\nA+=2\nB=${A:-7}\nC=${NO:-8}\nD=${NO:-"a b"}\ntorchrun $A $B $C $D ${NO:+n} ${A:+s}',
+    "N=4; torchrun $((N*2+1)) $(( (N + 2) / 3 )) $((N%3)) $(($N-1))",
+    "torchrun a#b \\\n  b # c\n",
+    "A=() \nif [[ 1 == 1 ]]; then A+=(y); else A+=(n); fi; torchrun ${A[@]} end",
+    'X=b\nif [ "$X" = a ]; then Y=1\nelif [ "$X" == b ] && [ 2 -gt 1 ]\nthen Y=2\nelse Y=3\nfi\ntorchrun $Y',
+    "X=4\nif [[ $X -ge 5 ]] || [[ ! $X -eq 3 ]]; then torchrun yes; else torchrun no; fi",
+    "[ 1 -eq 2 ] && A=1\n[ 1 -eq 1 ] && B=2 || B=3\ntorchrun x$A y$B",
+    "cat <<EOF > /dev/null\ntorchrun not this --num-layers\nEOF\ntorchrun this",
+    'OPTIONS=" \\\n --a 1 \\\n --b 2"\ntorchrun $OPTIONS \'\' "" x',
+    "export A=1 B=2; declare -r C=3; D=4 torchrun $A $B $C",
+    'torchrun "a \\"b\\" \\$HOME" a\\ b \'it\'"\'"\'s\' --x="1 2"',
+    "echo a | cat > /dev/null; mkdir -p x && torchrun --a; true || torchrun --b",
+    "A='--x 1'\nA+=' --y 2'\ntorchrun ${A} \"${A}\"",
+])  # fmt: skip
 def test_what_a_shell_makes_of_words_is_what_bash_makes(script, tmp_path):
     path = tmp_path / "script.sh"
     path.write_text(script.replace("${NO:+n}", ""))

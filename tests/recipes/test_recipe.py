@@ -52,19 +52,16 @@ def test_clipping_is_turned_off_by_zero_or_its_name(recipe):
 WSD = ["optimizer.schedule=wsd", "optimizer.warmup=7"]
 
 
-@pytest.mark.parametrize(
-    ("words", "key", "value"),
-    [
-        (["layout.context=4"], "layout.context", 4),
-        (["layout.context=2", "layout.ring=true"], "layout.ring", True),
-        (["compute=float16"], "dtype", "float32"),
-        ([*WSD, "optimizer.decay=3"], "optimizer.decay", 3),
-        (["memory.checkpoint_every=2", "memory.checkpointing=every"], "memory.checkpoint_every", 2),
-        (["memory.checkpointing=every"], "memory.checkpointing", "every"),
-        (["watch.norms=5"], "watch.norms", 5),
-        (["watch.activation_norms=true", "watch.norms=5"], "watch.activation_norms", True),
-    ],
-)
+@pytest.mark.parametrize(("words", "key", "value"), [
+    (["layout.context=4"], "layout.context", 4),
+    (["layout.context=2", "layout.ring=true"], "layout.ring", True),
+    (["compute=float16"], "dtype", "float32"),
+    ([*WSD, "optimizer.decay=3"], "optimizer.decay", 3),
+    (["memory.checkpoint_every=2", "memory.checkpointing=every"], "memory.checkpoint_every", 2),
+    (["memory.checkpointing=every"], "memory.checkpointing", "every"),
+    (["watch.norms=5"], "watch.norms", 5),
+    (["watch.activation_norms=true", "watch.norms=5"], "watch.activation_norms", True),
+])  # fmt: skip
 def test_values_at_the_limits_of_refused_ones_are_accepted(recipe, words, key, value):
     assert attrgetter(key)(load_recipe(recipe, words)) == value
 

@@ -253,17 +253,14 @@ def test_an_unknown_key_is_listed_wherever_it_stands(config, translate):
         assert {*lost(translation)} & inside, f"{'.'.join(path) or 'the top'}: {translation.missed}"
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "scheduler", "rate", "vanishes"),
-    [
-        ({"lr": 3e-5}, {"type": "WarmupLR", "params": {}}, 1e-3, True),
-        ({"lr": 3e-5}, {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}, 1e-3, True),
-        ({"lr": 3e-5}, {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-4}}, 2e-4, True),
-        ({"lr": 3e-5}, {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}, 3e-5, False),
-        ({}, None, 1e-3, False),
-        ({"lr": 3e-5}, None, 3e-5, False),
-    ],
-)
+@pytest.mark.parametrize(("optimizer", "scheduler", "rate", "vanishes"), [
+    ({"lr": 3e-5}, {"type": "WarmupLR", "params": {}}, 1e-3, True),
+    ({"lr": 3e-5}, {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}, 1e-3, True),
+    ({"lr": 3e-5}, {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-4}}, 2e-4, True),
+    ({"lr": 3e-5}, {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}, 3e-5, False),
+    ({}, None, 1e-3, False),
+    ({"lr": 3e-5}, None, 3e-5, False),
+])  # fmt: skip
 def test_the_rate_is_the_one_that_deepspeed_takes(optimizer, scheduler, rate, vanishes):
     raw = {"optimizer": {"type": "AdamW", "params": optimizer}, "train_batch_size": 8}
     translation = from_deepspeed({**raw, **({"scheduler": scheduler} if scheduler else {})}, "ds.json")

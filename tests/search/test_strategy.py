@@ -117,18 +117,15 @@ def test_a_strategy_has_the_name_that_tutorials_use(layout, word):
     assert strategy(layout) == word
 
 
-@pytest.mark.parametrize(
-    ("config", "layout", "node", "word"),
-    [
-        (DENSE, Layout.of(tensor=4, data=2), 2, "tensor=4 leaves the node of 2 GPUs"),
-        (DENSE, Layout.of(tensor=2, data=4), 2, ""),
-        (DENSE, Layout.of(tensor=2, data=4), 3, "tensor=2 leaves the node of 3 GPUs"),
-        (DENSE, Layout.of(tensor=8), 8, ""),
-        (EXPERTS, Layout.of(data=8, expert=8), 4, "expert=8 x tensor=1 crosses the node of 4 GPUs"),
-        (EXPERTS, Layout.of(tensor=2, data=4, expert=4), 4, "expert=4 x tensor=2 crosses the node of 4 GPUs"),
-        (EXPERTS, Layout.of(data=8, expert=4), 4, ""),
-    ],
-)
+@pytest.mark.parametrize(("config", "layout", "node", "word"), [
+    (DENSE, Layout.of(tensor=4, data=2), 2, "tensor=4 leaves the node of 2 GPUs"),
+    (DENSE, Layout.of(tensor=2, data=4), 2, ""),
+    (DENSE, Layout.of(tensor=2, data=4), 3, "tensor=2 leaves the node of 3 GPUs"),
+    (DENSE, Layout.of(tensor=8), 8, ""),
+    (EXPERTS, Layout.of(data=8, expert=8), 4, "expert=8 x tensor=1 crosses the node of 4 GPUs"),
+    (EXPERTS, Layout.of(tensor=2, data=4, expert=4), 4, "expert=4 x tensor=2 crosses the node of 4 GPUs"),
+    (EXPERTS, Layout.of(data=8, expert=4), 4, ""),
+])  # fmt: skip
 def test_a_plan_warns_when_tensor_or_expert_ranks_leave_a_node(tmp_path, config, layout, node, word):
     request = request_for(tmp_path, config, 8, node)
     found = warnings(request, Evaluator(request).answer(Choice(layout)))

@@ -166,14 +166,11 @@ class FullDisk(Disk):
         super().write(fd, data, offset)
 
 
-@pytest.mark.parametrize(
-    ("code", "says"),
-    [
-        pytest.param(errno.ENOSPC, "No space left", id="G21-disk-full"),
-        pytest.param(errno.EDQUOT, "quota", id="G22-quota"),
-        pytest.param(errno.EFBIG, "too large", id="G22-file-too-large"),
-    ],
-)
+@pytest.mark.parametrize(("code", "says"), [
+    pytest.param(errno.ENOSPC, "No space left", id="G21-disk-full"),
+    pytest.param(errno.EDQUOT, "quota", id="G22-quota"),
+    pytest.param(errno.EFBIG, "too large", id="G22-file-too-large"),
+])  # fmt: skip
 def test_disk_that_refuses(tmp_path, code, says):
     writer = TensorWriter(tmp_path / "w", {"t": ("F32", (4096,))}, disk=FullDisk(8192, code))
     with pytest.raises(DiskFailed, match=f"w: cannot be written: .*{says}") as caught:

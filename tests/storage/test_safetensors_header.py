@@ -166,16 +166,13 @@ def test_A30_name_like_a_path_is_read_where_it_is_expected(tmp_path):
     assert "block/w" in TensorFile.open(path, expected={"block/w"}).tensors
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        pytest.param(Path.mkdir, "a directory", id="A31-directory"),
-        pytest.param(lambda path: path.symlink_to("gone"), "link to gone", id="A32-dangling-link"),
-        pytest.param(os.mkfifo, "a pipe", id="A33-pipe"),
-        pytest.param(lambda path: path.symlink_to("/dev/zero"), "a device", id="A33-device"),
-        pytest.param(lambda path: None, "nothing there", id="A32-absent"),
-    ],
-)
+@pytest.mark.parametrize(("make", "says"), [
+    pytest.param(Path.mkdir, "a directory", id="A31-directory"),
+    pytest.param(lambda path: path.symlink_to("gone"), "link to gone", id="A32-dangling-link"),
+    pytest.param(os.mkfifo, "a pipe", id="A33-pipe"),
+    pytest.param(lambda path: path.symlink_to("/dev/zero"), "a device", id="A33-device"),
+    pytest.param(lambda path: None, "nothing there", id="A32-absent"),
+])  # fmt: skip
 def test_what_is_no_file_is_refused_without_waiting(tmp_path, make, says):
     path = tmp_path / "model.safetensors"
     make(path)
