@@ -199,18 +199,13 @@ NEW = r"expected a new (or empty )?directory"
 REFUSED = [
     Refused("C1-missing", CUT, r"model\.norm\.weight", given=hf_folder({NORM: None})),
     Refused("C2-extra", CUT, r"model\.extra", given=hf_folder({"model.extra.weight": torch.ones(3)})),
-    Refused(
-        "C3-shape", CUT, rf"{NORM}: expected \[32\], found \[31\]", given=hf_folder({NORM: torch.ones(31)})
-    ),
+    Refused("C3-shape", CUT, rf"{NORM}: expected \[32\], found \[31\]",
+            given=hf_folder({NORM: torch.ones(31)})),
     Refused("C5-int8", CUT, "found I8", given=hf_folder({NORM: torch.ones(32, dtype=torch.int8)})),
     Refused("C6-fp8", CUT, "Quantised", given=hf_folder({NORM: torch.ones(32).to(torch.float8_e4m3fn)})),
     Refused("C8-cast", converted(dtype="float16"), "32 that overflow", given=hf_folder(norm(1e6))),
-    Refused(
-        "C8-cast-to-zero",
-        converted(dtype="float16"),
-        "32, so that the whole tensor becomes zero.*wider range",
-        given=hf_folder(norm(1e-9)),
-    ),
+    Refused("C8-cast-to-zero", converted(dtype="float16"),
+            "32, so that the whole tensor becomes zero.*wider range", given=hf_folder(norm(1e-9))),
     Refused("C9-nan", CUT, "norm.weight: expected finite", given=hf_folder(norm(float("nan")))),
     Refused("C10-inf", CUT, "norm.weight: expected finite", given=hf_folder(norm(float("inf")))),
     Refused("C12-tied-but-differs", CUT, "sha256", given=hf_folder(tie_word_embeddings=True)),
@@ -223,9 +218,8 @@ REFUSED = [
     Refused("D17-more-layers-than-there-are", CUT, r"layers\.3", given=hf_folder(num_hidden_layers=4)),
     Refused("D18-fewer-layers-than-there-are", CUT, r"layers\.2", given=hf_folder(num_hidden_layers=2)),
     Refused("D18-block-not-counted", CUT, r"layers\.4\.eh_proj.*no such", given=further_block),
-    Refused(
-        "D19-vocabulary", CUT, r"expected \[132, 32\], found \[131, 32\]", given=hf_folder(vocab_size=132)
-    ),
+    Refused("D19-vocabulary", CUT, r"expected \[132, 32\], found \[131, 32\]",
+            given=hf_folder(vocab_size=132)),
     Refused("E1-heads", converted(tensor=3), "found 3", given=hf_folder()),
     Refused("E5-pipeline", converted(pipeline=4), "at most 3", given=hf_folder()),
     Refused("E6-split", converted(pipeline=2, split=[1, 1]), "add up to 3", given=hf_folder()),
@@ -236,14 +230,9 @@ REFUSED = [
     Refused("output-source", converted(out="hf"), "hf", given=with_other_outputs),
     Refused("output-in-source", converted(out="hf/inside"), "hf", given=with_other_outputs),
     Refused("G8-flipped-bit", converted("out", "b", tensor=4), "CRC-32", code=4, given=damaged_checkpoint),
-    Refused(
-        "G13-another-model",
-        load_another_model,
-        "hidden_size: expected 64, found 32",
-        code=4,
-        given=lambda folder: [hf_folder()(folder), CUT(folder)],
-    ),
-]
+    Refused("G13-another-model", load_another_model, "hidden_size: expected 64, found 32", code=4,
+            given=lambda folder: [hf_folder()(folder), CUT(folder)]),
+]  # fmt: skip
 test_conversions_of_what_does_not_fit_are_refused = refusals(REFUSED)
 
 

@@ -49,12 +49,10 @@ def convert_noting(src, dst, arguments, every=4000):
     convert(src, dst, **arguments, options=ConversionOptions(note_every=every))
 
 
-test_a_killed_conversion_is_absent_or_whole_and_goes_on_K15 = killed_work(
-    [
-        Work(form, source, convert_noting, arguments, POINTS, quick=QUICK if form == "to-sharded" else [])
-        for form, (source, arguments) in FORMS.items()
-    ]
-)
+test_a_killed_conversion_is_absent_or_whole_and_goes_on_K15 = killed_work([
+    Work(form, source, convert_noting, arguments, POINTS, quick=QUICK if form == "to-sharded" else [])
+    for form, (source, arguments) in FORMS.items()
+])  # fmt: skip
 
 
 def killed(src, dst, arguments, point, every=4000):

@@ -112,20 +112,15 @@ def test_no_number_of_a_cut_is_negative_or_nothing(changes):
         Grid.model_validate({"first": 0, "cuts": (cut(**changes),)})
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        pytest.param(checked((10**18,), cut(rows=1, count=10**18)), id="one-cut"),
-        pytest.param(
-            checked((10**6,) * 3, *(cut(dim=d, rows=1, count=10**6, apart=10 ** (6 * d)) for d in range(3))),
-            id="three-dims",
-        ),
-        pytest.param(
-            checked((10**12,), cut(rows=10**6, count=10**6), cut(rows=1, count=10**6, apart=10**6)),
-            id="one-within-the-other",
-        ),
-    ],
-)
+@pytest.mark.parametrize("check", [
+    pytest.param(checked((10**18,), cut(rows=1, count=10**18)), id="one-cut"),
+    pytest.param(
+        checked((10**6,) * 3, *(cut(dim=d, rows=1, count=10**6, apart=10 ** (6 * d)) for d in range(3))),
+        id="three-dims",
+    ),
+    pytest.param(checked((10**12,), cut(rows=10**6, count=10**6), cut(rows=1, count=10**6, apart=10**6)),
+                 id="one-within-the-other"),
+])  # fmt: skip
 def test_the_memory_for_a_grid_of_countless_parts_is_bounded(check):
     tracemalloc.start()
     with pytest.raises(BadCheckpoint, match="at most 4 parts"):

@@ -157,25 +157,20 @@ def without_start_token(folder):
 
 ARROW = "data-00001-of-00002.arrow"
 
-test_conversations_that_cannot_be_tokenized_are_refused = refusals(
-    [
-        chat("several-data-sets", "set", several_datasets, r"one data set, found several: test, train"),
-        chat("data-set-without-a-file", "set/test", dataset(ARROW), rf"{ARROW}: .* that state\.json"),
-        chat("data-set-no-arrow", "set/test", dataset(ARROW, b"no"), rf"{ARROW}: expected a stream of Arrow"),
-        chat("data-set-no-state", "set/test", dataset("state.json", b"[]"), "a JSON object"),
-        chat("plain-text", "in.txt", put("in.txt", b"hello"), r"conversations in \.jsonl or \.parquet"),
-        chat("text-record", "in.jsonl", lines([*talks(3), {"text": "x"}]), r"in\.jsonl:4: expected messages"),
-        chat("nothing-to-learn", "in.jsonl", lines(talks(1)), "tokens to learn: .* none in 1 samples"),
-        chat("model", "in.jsonl", with_tokenizer, "found a SentencePiece file", "t/tokenizer.model"),
-        chat("start-token", "in.jsonl", lines(talks(2)), "the template decides, found --no-bos", bos=False),
-        Refused(
-            "no-start-token",
+test_conversations_that_cannot_be_tokenized_are_refused = refusals([
+    chat("several-data-sets", "set", several_datasets, r"one data set, found several: test, train"),
+    chat("data-set-without-a-file", "set/test", dataset(ARROW), rf"{ARROW}: .* that state\.json"),
+    chat("data-set-no-arrow", "set/test", dataset(ARROW, b"no"), rf"{ARROW}: expected a stream of Arrow"),
+    chat("data-set-no-state", "set/test", dataset("state.json", b"[]"), "a JSON object"),
+    chat("plain-text", "in.txt", put("in.txt", b"hello"), r"conversations in \.jsonl or \.parquet"),
+    chat("text-record", "in.jsonl", lines([*talks(3), {"text": "x"}]), r"in\.jsonl:4: expected messages"),
+    chat("nothing-to-learn", "in.jsonl", lines(talks(1)), "tokens to learn: .* none in 1 samples"),
+    chat("model", "in.jsonl", with_tokenizer, "found a SentencePiece file", "t/tokenizer.model"),
+    chat("start-token", "in.jsonl", lines(talks(2)), "the template decides, found --no-bos", bos=False),
+    Refused("no-start-token",
             lambda folder: tokenize([folder / "in.jsonl"], folder / "t", folder / "out", bos=True),
-            "a begin of sequence token, found none",
-            given=without_start_token,
-        ),
-    ]
-)
+            "a begin of sequence token, found none", given=without_start_token),
+])  # fmt: skip
 
 
 def template(why, content, says, message="x"):
@@ -190,21 +185,16 @@ def template(why, content, says, message="x"):
 
 MARKED = CHATML.replace("{{", "{% generation %}{{").replace("}}", "}}{% endgeneration %}")
 
-test_templates_that_cannot_be_are_refused = refusals(
-    [
-        template("raises", "{{ raise_exception('no tools here') }}", r"in:3: chat template: .*no tools here"),
-        template("undefined", "{{ messages[0].nothing.more }}", "in:3: chat template: .*Undefined"),
-        template("surrogate", CHATML, "in:3: expected text, found half a surrogate", "a\ud800b"),
-        template("surrogate-marked", MARKED, "in:3: expected text, found half a surrogate", "a\ud800b"),
-        Refused("F9-none", lambda _: ChatTemplate(load_tokenizer(TOKENIZER), None), "--chat-template"),
-        Refused(
-            "F9-missing",
-            lambda folder: ChatTemplate(load_tokenizer(TOKENIZER), folder / "nowhere.jinja"),
-            "expected a file, found nothing there",
-        ),
-        Refused("bad-setting", lambda _: Chat.of(None, ["thinking"]), "thinking: expected name=value"),
-    ]
-)
+test_templates_that_cannot_be_are_refused = refusals([
+    template("raises", "{{ raise_exception('no tools here') }}", r"in:3: chat template: .*no tools here"),
+    template("undefined", "{{ messages[0].nothing.more }}", "in:3: chat template: .*Undefined"),
+    template("surrogate", CHATML, "in:3: expected text, found half a surrogate", "a\ud800b"),
+    template("surrogate-marked", MARKED, "in:3: expected text, found half a surrogate", "a\ud800b"),
+    Refused("F9-none", lambda _: ChatTemplate(load_tokenizer(TOKENIZER), None), "--chat-template"),
+    Refused("F9-missing", lambda folder: ChatTemplate(load_tokenizer(TOKENIZER), folder / "nowhere.jinja"),
+            "expected a file, found nothing there"),
+    Refused("bad-setting", lambda _: Chat.of(None, ["thinking"]), "thinking: expected name=value"),
+])  # fmt: skip
 
 
 def targets(why, damage, says):
@@ -220,13 +210,11 @@ def negate(path):
     path.write_bytes(bytes(1 - byte for byte in path.read_bytes()))
 
 
-test_targets_that_do_not_belong_are_refused = refusals(
-    [
-        targets("F6-cut-short", lambda path: truncate(path, 5), "size: expected .* one for each of"),
-        targets("F7-of-another-set", negate, "content: expected the tokens that"),
-        targets("missing", Path.unlink, "expected a file, found nothing there"),
-    ]
-)
+test_targets_that_do_not_belong_are_refused = refusals([
+    targets("F6-cut-short", lambda path: truncate(path, 5), "size: expected .* one for each of"),
+    targets("F7-of-another-set", negate, "content: expected the tokens that"),
+    targets("missing", Path.unlink, "expected a file, found nothing there"),
+])  # fmt: skip
 
 
 def training(why, says, given=nothing, **arguments):
@@ -234,16 +222,14 @@ def training(why, says, given=nothing, **arguments):
     return Refused(why, lambda folder: train_tokenizer(folder=folder / "t", **arguments), says, given=given)
 
 
-test_tokenizers_that_cannot_be_trained_are_refused = refusals(
-    [
-        training("vocabulary-too-small", "from 260 .* to 1,048,576", vocab_size=100),
-        training("vocabulary-too-large", "training a bpe vocabulary", vocab_size=100_000),
-        training("unknown-model", "bpe or unigram", model_type="wordpiece"),
-        training("F1-no-text", "training a bpe vocabulary", texts=[]),
-        training("F1-only-a-blank", "training a bpe vocabulary", texts=[" "]),
-        training("folder-with-files", "empty directory", given=tokenizer),
-    ]
-)
+test_tokenizers_that_cannot_be_trained_are_refused = refusals([
+    training("vocabulary-too-small", "from 260 .* to 1,048,576", vocab_size=100),
+    training("vocabulary-too-large", "training a bpe vocabulary", vocab_size=100_000),
+    training("unknown-model", "bpe or unigram", model_type="wordpiece"),
+    training("F1-no-text", "training a bpe vocabulary", texts=[]),
+    training("F1-only-a-blank", "training a bpe vocabulary", texts=[" "]),
+    training("folder-with-files", "empty directory", given=tokenizer),
+])  # fmt: skip
 
 
 def loading(why, damage, says, opens="t"):
@@ -276,20 +262,18 @@ def with_code(folder):
 
 JSON, MODEL = "tokenizer.json", "tokenizer.model"
 
-test_tokenizers_that_cannot_be_loaded_are_refused_and_no_code_of_theirs_is_run = refusals(
-    [
-        loading("F9-missing", nothing, "nothing there", "nowhere"),
-        loading("F9-folder-without-vocabulary", no_vocabulary, "none of them"),
-        loading("F10-2-GB-tokenizer-json", huge(JSON), "268,435,456 bytes"),
-        loading("F10-2-GB-model", huge(MODEL), "268,435,456 bytes", f"t/{MODEL}"),
-        loading("tokenizer-json-cut-short", put(JSON, b"{"), "AutoTokenizer"),
-        loading("tokenizer-json-a-list", put(JSON, b"[]"), "AutoTokenizer"),
-        loading("model-not-a-model", put(MODEL, b"no"), "SentencePiece", f"t/{MODEL}"),
-        loading("model-empty", put(MODEL, b""), "SentencePiece", f"t/{MODEL}"),
-        loading("git-lfs", put(JSON, b"version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
-        loading("another-kind-of-file", put("notes.txt", b"hello"), r"\.txt", "t/notes.txt"),
-        loading("the-json-itself", nothing, "Give the folder", f"t/{JSON}"),
-        loading("pipe", pipe, "regular file"),
-        loading("code-of-the-folder", with_code, "."),
-    ]
-)
+test_tokenizers_that_cannot_be_loaded_are_refused_and_no_code_of_theirs_is_run = refusals([
+    loading("F9-missing", nothing, "nothing there", "nowhere"),
+    loading("F9-folder-without-vocabulary", no_vocabulary, "none of them"),
+    loading("F10-2-GB-tokenizer-json", huge(JSON), "268,435,456 bytes"),
+    loading("F10-2-GB-model", huge(MODEL), "268,435,456 bytes", f"t/{MODEL}"),
+    loading("tokenizer-json-cut-short", put(JSON, b"{"), "AutoTokenizer"),
+    loading("tokenizer-json-a-list", put(JSON, b"[]"), "AutoTokenizer"),
+    loading("model-not-a-model", put(MODEL, b"no"), "SentencePiece", f"t/{MODEL}"),
+    loading("model-empty", put(MODEL, b""), "SentencePiece", f"t/{MODEL}"),
+    loading("git-lfs", put(JSON, b"version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
+    loading("another-kind-of-file", put("notes.txt", b"hello"), r"\.txt", "t/notes.txt"),
+    loading("the-json-itself", nothing, "Give the folder", f"t/{JSON}"),
+    loading("pipe", pipe, "regular file"),
+    loading("code-of-the-folder", with_code, "."),
+])  # fmt: skip

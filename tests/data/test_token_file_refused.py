@@ -129,23 +129,21 @@ test_token_files_that_do_not_fit_are_refused = refusals(
     ]
 )
 
-test_token_files_that_cannot_be_are_not_written = refusals(
-    [
-        ids("F4-id-not-below-vocabulary", [300], "300"),
-        ids("F5-negative-id", [5, -1, 6], "-1"),
-        ids("F5-id-that-would-wrap-in-uint16", [2**16 + 1], "65537"),
-        ids("not-whole", [1.5], "whole|integer"),
-        Refused("no-token-at-all", lambda folder: write(folder, documents=[]), "at least one"),
-        Refused("two-new-folders", lambda folder: write(folder / "a" / "b"), "a folder"),
-        damaged("F13-a-name-that-is-taken", lambda folder: None, "an existing file", write),
-        *(
-            Refused(
-                f"strangers-file{ending}",
-                write,
-                "an existing file",
-                given=lambda folder, ending=ending: (folder / f"data{ending}").write_bytes(b"precious"),
-            )
-            for ending in (".bin", ".docs.npy", ".sums", ".json")
-        ),
-    ]
-)
+test_token_files_that_cannot_be_are_not_written = refusals([
+    ids("F4-id-not-below-vocabulary", [300], "300"),
+    ids("F5-negative-id", [5, -1, 6], "-1"),
+    ids("F5-id-that-would-wrap-in-uint16", [2**16 + 1], "65537"),
+    ids("not-whole", [1.5], "whole|integer"),
+    Refused("no-token-at-all", lambda folder: write(folder, documents=[]), "at least one"),
+    Refused("two-new-folders", lambda folder: write(folder / "a" / "b"), "a folder"),
+    damaged("F13-a-name-that-is-taken", lambda folder: None, "an existing file", write),
+    *(
+        Refused(
+            f"strangers-file{ending}",
+            write,
+            "an existing file",
+            given=lambda folder, ending=ending: (folder / f"data{ending}").write_bytes(b"precious"),
+        )
+        for ending in (".bin", ".docs.npy", ".sums", ".json")
+    ),
+])  # fmt: skip

@@ -121,19 +121,12 @@ def test_dealt_out_over_ranks_it_is_the_same(layout):
     run_parallel(expert_rank, 4, layout)
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "tolerance"),
-    [
-        ("cpu", torch.float32, 1e-5),
-        ("cpu", torch.bfloat16, 0.02),
-        pytest.param(
-            "cuda",
-            torch.bfloat16,
-            0.02,
-            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), [
+    ("cpu", torch.float32, 1e-5),
+    ("cpu", torch.bfloat16, 0.02),
+    pytest.param("cuda", torch.bfloat16, 0.02,
+                 marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
+])  # fmt: skip
 def test_the_kernel_has_the_numbers_of_the_loop(device, dtype, tolerance):
     torch.manual_seed(0)
     counts = [5, 0, 40, 19]

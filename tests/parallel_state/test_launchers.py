@@ -16,12 +16,9 @@ SRUN = {
     "SLURM_STEP_ID": "2",
 }
 MPIRUN = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-    "MASTER_ADDR": "head",
-    "MASTER_PORT": "29500",
-}
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "MASTER_ADDR": "head", "MASTER_PORT": "29500",
+}  # fmt: skip
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
 NO_NUMBERS = ["", " ", "one", "-1", "+1", "1.0", "1e1", "0x1", "1_0", "１", "1 ", "\x1b[31m1", "9" * 5000]
 BAD = [(name, text) for name in NUMBERS for text in NO_NUMBERS] + [
@@ -118,16 +115,11 @@ def test_ranks_of_torchrun_and_of_ray_are_theirs_whatever_task_started_them():
         assert read(**(SRUN | GOOD), **{name: "01"}) == Launched(1, 4, 1, "localhost", 29500)
 
 
-@pytest.mark.parametrize(
-    ("task", "said"),
-    [
-        ({"SLURM_PROCID": "3"}, "RANK: expected 3, as SLURM_PROCID of srun says, found 1. Unset RANK"),
-        (
-            {"SLURM_PROCID": "1", "SLURM_NTASKS": "8"},
-            "WORLD_SIZE: expected 8, as SLURM_NTASKS of srun says, found 4",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("task", "said"), [
+    ({"SLURM_PROCID": "3"}, "RANK: expected 3, as SLURM_PROCID of srun says, found 1. Unset RANK"),
+    ({"SLURM_PROCID": "1", "SLURM_NTASKS": "8"},
+     "WORLD_SIZE: expected 8, as SLURM_NTASKS of srun says, found 4"),
+])  # fmt: skip
 def test_variables_that_contradict_each_task_s_own_are_refused(task, said):
     with pytest.raises(BadInput, match=said):
         read(**(SRUN | GOOD | task))

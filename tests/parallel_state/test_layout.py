@@ -98,21 +98,13 @@ def test_expert_is_no_factor_of_the_world():
     assert Layout(context=2, data_shard=2, expert=4, zero=1).world == 4
 
 
-@pytest.mark.parametrize(
-    ("layout", "length", "expected", "nearest"),
-    [
-        (Layout.of(context=2), 10, "2 x context=2", "8 or 12"),
-        (Layout.of(context=4), 5, "2 x context=4", "8"),
-        (Layout.of(tensor=2, sequence=True), 7, "tensor=2 under sequence parallelism", "6 or 8"),
-        (
-            Layout.of(context=2, tensor=3, sequence=True),
-            16,
-            "2 x context=2 and tensor=3 under sequence parallelism",
-            "12 or 24",
-        ),
-    ],
-    ids=["E7-two", "E7-too-short", "E9-sequence", "E7-and-sequence"],
-)
+@pytest.mark.parametrize(("layout", "length", "expected", "nearest"), [
+    (Layout.of(context=2), 10, "2 x context=2", "8 or 12"),
+    (Layout.of(context=4), 5, "2 x context=4", "8"),
+    (Layout.of(tensor=2, sequence=True), 7, "tensor=2 under sequence parallelism", "6 or 8"),
+    (Layout.of(context=2, tensor=3, sequence=True), 16,
+     "2 x context=2 and tensor=3 under sequence parallelism", "12 or 24"),
+], ids=["E7-two", "E7-too-short", "E9-sequence", "E7-and-sequence"])  # fmt: skip
 def test_a_length_that_cannot_be_cut_is_refused_with_the_nearest_that_can(layout, length, expected, nearest):
     with pytest.raises(BadInput) as error:
         layout.check_length(length, "recipe", "data.sequence_length")

@@ -252,44 +252,29 @@ ALIASES = "a: &a {x: 1, y: 2}\n" + "".join(
     f"{c}: &{c} {{p: *{b}, q: *{b}}}\n" for b, c in pairwise("abcdefghijklmnopqrstuv")
 )
 A_SCRIPT = "a command with a .py file and arguments after it"
-test_a_file_without_arguments_is_refused_in_a_moment = refusals(
-    [
-        Refused(
-            "ranks that the layout cannot use",
+test_a_file_without_arguments_is_refused_in_a_moment = refusals([
+    Refused("ranks that the layout cannot use",
             lambda folder: from_megatron(read_arguments(SCRIPTS / "gpt3.sh"), "gpt3.sh"),
-            r"a multiple of tensor=8 x pipeline=16 x context=1, found 8\. .*--ranks",
-        ),
-        refused("no command", "a.sh", "echo nothing", A_SCRIPT),
-        refused("an open quote", "a.sh", "A='unended\npython x.py --a 1", "an end of what begins with '"),
-        refused("an open array", "a.sh", "A=(1 2\npython x.py --num-layers 1", r"a \) for each array"),
-        refused("an open here-document", "a.sh", "cat <<EOF\nx", "a line EOF"),
-        refused(
-            "a variable that doubles",
-            "a.sh",
+            r"a multiple of tensor=8 x pipeline=16 x context=1, found 8\. .*--ranks"),
+    refused("no command", "a.sh", "echo nothing", A_SCRIPT),
+    refused("an open quote", "a.sh", "A='unended\npython x.py --a 1", "an end of what begins with '"),
+    refused("an open array", "a.sh", "A=(1 2\npython x.py --num-layers 1", r"a \) for each array"),
+    refused("an open here-document", "a.sh", "cat <<EOF\nx", "a line EOF"),
+    refused("a variable that doubles", "a.sh",
             "A=xxxxxxxx\n" + "A=$A$A\n" * 40 + "python x.py --num-layers $A",
-            "at most .* (words|characters)",
-        ),
-        refused(
-            "an array that doubles",
-            "a.sh",
-            "A=(1 2)\n" + "A+=(${A[@]})\n" * 40 + "python x.py --num-layers 1",
-            "at most .* words",
-        ),
-        refused("a long file", "a.sh", "#" * 2**18, "at most 131,072 bytes"),
-        refused(
-            "another program's",
-            "a.sh",
-            "python x.py --unknown 1",
-            "expected arguments of Megatron-LM, found arguments unknown",
-        ),
-        refused("a list", "a.yaml", "- 1", "a mapping of arguments"),
-        refused("half of YAML", "a.yaml", "a: [", "expected YAML"),
-        refused("a call", "a.yaml", "a: !!python/object/apply:os.system ['touch made']", "expected YAML"),
-        refused("two values", "a.yaml", "m: {lr: 1}\nn: {lr: 2}", "lr: expected one value, 1"),
-        refused("aliases", "a.yaml", ALIASES, "values and no aliases, found an alias of line"),
-        refused("deep", "a.yaml", "a: " + "[" * 1000, "expected YAML"),
-        refused("a key twice", "a.yaml", "lr: 1\nlr: 2", "lr: expected each key once"),
-        refused("a list of JSON", "a.json", "[1]", "object"),
-        refused("another kind of file", "a.txt", "x", "a script"),
-    ]
-)
+            "at most .* (words|characters)"),
+    refused("an array that doubles", "a.sh",
+            "A=(1 2)\n" + "A+=(${A[@]})\n" * 40 + "python x.py --num-layers 1", "at most .* words"),
+    refused("a long file", "a.sh", "#" * 2**18, "at most 131,072 bytes"),
+    refused("another program's", "a.sh", "python x.py --unknown 1",
+            "expected arguments of Megatron-LM, found arguments unknown"),
+    refused("a list", "a.yaml", "- 1", "a mapping of arguments"),
+    refused("half of YAML", "a.yaml", "a: [", "expected YAML"),
+    refused("a call", "a.yaml", "a: !!python/object/apply:os.system ['touch made']", "expected YAML"),
+    refused("two values", "a.yaml", "m: {lr: 1}\nn: {lr: 2}", "lr: expected one value, 1"),
+    refused("aliases", "a.yaml", ALIASES, "values and no aliases, found an alias of line"),
+    refused("deep", "a.yaml", "a: " + "[" * 1000, "expected YAML"),
+    refused("a key twice", "a.yaml", "lr: 1\nlr: 2", "lr: expected each key once"),
+    refused("a list of JSON", "a.json", "[1]", "object"),
+    refused("another kind of file", "a.txt", "x", "a script"),
+])  # fmt: skip

@@ -105,66 +105,36 @@ ROWS = [
     refused("clip", "optimizer.clip=-1", r"optimizer\.clip"),
     refused("no value", "nonsense", "expected key=value"),
     refused("no section", "steps.more=1", "expected a section"),
-    refused(
-        "E9 sequence parallelism",
-        ["layout.tensor=4", "layout.sequence=true", "data.sequence_length=30"],
-        r"data\.sequence_length: expected a multiple of tensor=4",
-    ),
-    refused(
-        "E7 pairs of chunks",
-        ["layout.context=4", "data.sequence_length=30"],
-        r"a multiple of 2 x context=4, found 30.* Nearest legal data\.sequence_length: 24 or 32$",
-    ),
+    refused("E9 sequence parallelism",
+            ["layout.tensor=4", "layout.sequence=true", "data.sequence_length=30"],
+            r"data\.sequence_length: expected a multiple of tensor=4"),
+    refused("E7 pairs of chunks", ["layout.context=4", "data.sequence_length=30"],
+            r"a multiple of 2 x context=4, found 30.* Nearest legal data\.sequence_length: 24 or 32$"),
     refused("ring", "layout.ring=circle", r"layout\.ring: expected a valid boolean, found 'circle'"),
-    refused(
-        "a last phase that begins in the warm-up",
-        [*WSD, "optimizer.decay=4"],
-        r"optimizer\.decay: expected at most the 3 steps after the warm-up",
-    ),
-    refused(
-        "masters too narrow for fp16",
-        ["compute=float16", "dtype=bfloat16"],
-        "dtype: expected float32 with compute = float16, found bfloat16",
-    ),
-    refused(
-        "blocks to recompute without recomputing",
-        "memory.checkpoint_every=2",
-        "memory.checkpoint_every: expected .* beside it, found",
-    ),
-    refused(
-        "activations without norms",
-        "watch.activation_norms=true",
-        "watch.activation_norms: expected .* beside it, found",
-    ),
+    refused("a last phase that begins in the warm-up", [*WSD, "optimizer.decay=4"],
+            r"optimizer\.decay: expected at most the 3 steps after the warm-up"),
+    refused("masters too narrow for fp16", ["compute=float16", "dtype=bfloat16"],
+            "dtype: expected float32 with compute = float16, found bfloat16"),
+    refused("blocks to recompute without recomputing", "memory.checkpoint_every=2",
+            "memory.checkpoint_every: expected .* beside it, found"),
+    refused("activations without norms", "watch.activation_norms=true",
+            "watch.activation_norms: expected .* beside it, found"),
     *(
         refused(f"{key}={text!r}", f"{key}={json.dumps(text)}", rf"{key}\S*: expected .*a path, not empty")
         for key in PATHS
         for text in ("", "a\0b")
     ),
     refused_model("two models", LLAMA_1B | {"init_from": "x"}, "model.size: expected no init_from beside it"),
-    refused_model(
-        "a config beside a size",
-        LLAMA_1B | {"config": "config.json"},
-        "model.size: expected no path in model.config",
-    ),
-    refused_model(
-        "no size of that name",
-        {"size": "llama-3.2-2b"},
-        "model.size: expected the name of a published size, .* llama-3.2-1b",
-    ),
+    refused_model("a config beside a size", LLAMA_1B | {"config": "config.json"},
+                  "model.size: expected no path in model.config"),
+    refused_model("no size of that name", {"size": "llama-3.2-2b"},
+                  "model.size: expected the name of a published size, .* llama-3.2-1b"),
     refused_model("no model", {}, "model: expected init_from, config or size"),
     refused_model("a key that a size does not read", LLAMA_1B | {"config": {"rope_thetta": 5e5}}, UNREAD),
     refused_model("a key that a config does not read", {"config": TINY_LLAMA | {"rope_thetta": 5e5}}, UNREAD),
-    Refused(
-        "no file",
-        lambda folder: load_recipe(folder / "none.toml"),
-        r"none\.toml: expected a file, found nothing",
-    ),
-    Refused(
-        "no TOML",
-        lambda folder: load_recipe(folder / "bad.toml"),
-        r"bad\.toml: expected TOML",
-        given=lambda folder: (folder / "bad.toml").write_text("out = ["),
-    ),
-]
+    Refused("no file", lambda folder: load_recipe(folder / "none.toml"),
+            r"none\.toml: expected a file, found nothing"),
+    Refused("no TOML", lambda folder: load_recipe(folder / "bad.toml"), r"bad\.toml: expected TOML",
+            given=lambda folder: (folder / "bad.toml").write_text("out = [")),
+]  # fmt: skip
 test_a_bad_recipe_is_refused = refusals(ROWS)

@@ -95,15 +95,13 @@ def no_deepspeed(why, text, says):
     )
 
 
-test_a_file_of_another_kind_is_refused = refusals(
-    [
-        no_deepspeed("half a file", "{", "expected valid JSON"),
-        no_deepspeed("a list", "[1]", "expected a JSON object, found a list"),
-        no_deepspeed("another program's", '{"a": 1}', "expected a DeepSpeed configuration, found keys a"),
-        no_deepspeed("nothing", "{}", r"found keys \(none\)"),
-        no_deepspeed("no file", None, "expected a file"),
-    ]
-)
+test_a_file_of_another_kind_is_refused = refusals([
+    no_deepspeed("half a file", "{", "expected valid JSON"),
+    no_deepspeed("a list", "[1]", "expected a JSON object, found a list"),
+    no_deepspeed("another program's", '{"a": 1}', "expected a DeepSpeed configuration, found keys a"),
+    no_deepspeed("nothing", "{}", r"found keys \(none\)"),
+    no_deepspeed("no file", None, "expected a file"),
+])  # fmt: skip
 
 
 def filled(tmp_path, toml):
@@ -198,10 +196,9 @@ def test_the_command_prints_a_recipe_and_says_on_stderr_what_it_lost(tmp_path, c
 #: Configurations of which every value is another than the program's default.
 NOT_DEFAULTS = [
     pytest.param(read("deepspeed/not_defaults.json"), lambda raw: from_deepspeed(raw, "x"), id="deepspeed"),
-    pytest.param(
-        read("trainer/not_defaults.json"), lambda raw: from_trainer(raw, "x", ranks=4), id="trainer"
-    ),
-]
+    pytest.param(read("trainer/not_defaults.json"), lambda raw: from_trainer(raw, "x", ranks=4),
+                 id="trainer"),
+]  # fmt: skip
 #: Settings that change nothing whether they are present or not, and why.
 SAME = {
     "train_micro_batch_size_per_gpu": "follows from the other two",

@@ -54,19 +54,14 @@ def test_a_pipeline_of_deepspeed_is_cut_and_recomputed_and_the_rest_is_listed():
     assert "memory.checkpointing" not in deepspeed(pipeline=section, train_batch_size=16).values
 
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ({"tp_size": 2, "dp_shard_size": 4}, {"tensor": 2, "data": 4}),
-        ({"cp_size": 4, "cp_backend": "torch", "dp_shard_size": 2}, {"context": 4, "data": 2}),
-        ({"sp_size": 2, "sp_backend": "deepspeed", "dp_shard_size": 4}, {"context": 2, "data": 4}),
-        ({"dp_replicate_size": 2, "dp_shard_size": 4}, {"data": 8, "data_replicate": 2}),
-        (
-            {"tp_size": 2, "cp_size": 2, "dp_shard_size": 2, "cp_handler": {"cp_comm_strategy": "alltoall"}},
-            {"tensor": 2, "context": 2, "data": 2, "ring": True},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "expected"), [
+    ({"tp_size": 2, "dp_shard_size": 4}, {"tensor": 2, "data": 4}),
+    ({"cp_size": 4, "cp_backend": "torch", "dp_shard_size": 2}, {"context": 4, "data": 2}),
+    ({"sp_size": 2, "sp_backend": "deepspeed", "dp_shard_size": 4}, {"context": 2, "data": 4}),
+    ({"dp_replicate_size": 2, "dp_shard_size": 4}, {"data": 8, "data_replicate": 2}),
+    ({"tp_size": 2, "cp_size": 2, "dp_shard_size": 2, "cp_handler": {"cp_comm_strategy": "alltoall"}},
+     {"tensor": 2, "context": 2, "data": 2, "ring": True}),
+])  # fmt: skip
 def test_the_sizes_of_accelerate_are_the_layout_s_with_ranks_and_without(sizes, expected):
     for ranks in (8, None):
         found = trainer(ranks, **sizes)
@@ -90,35 +85,21 @@ def test_every_field_that_accelerate_has_is_known_or_listed():
         assert listed or layout(found) != layout(without), field.name
 
 
-test_sizes_that_contradict_each_other_are_refused_with_both_numbers = refusals(
-    [
-        Refused(
-            "context ranks of DeepSpeed that the ranks cannot share",
+test_sizes_that_contradict_each_other_are_refused_with_both_numbers = refusals([
+    Refused("context ranks of DeepSpeed that the ranks cannot share",
             lambda folder: deepspeed(sequence_parallel_size=3),
-            "a multiple of tensor=1 x pipeline=1 x context=3, found 8",
-        ),
-        Refused(
-            "expert ranks of DeepSpeed that the ranks cannot share",
+            "a multiple of tensor=1 x pipeline=1 x context=3, found 8"),
+    Refused("expert ranks of DeepSpeed that the ranks cannot share",
             lambda folder: deepspeed(expert_parallel={"enabled": True, "autoep_size": 3}),
-            "a divisor of .* = 8, found 3",
-        ),
-        Refused(
-            "two kinds of context",
-            lambda folder: trainer(cp_size=2, sp_size=4),
-            r"parallelism_config\.sp_size: expected 1 with cp_size=2, found 4",
-        ),
-        Refused(
-            "sizes of fewer ranks",
-            lambda folder: trainer(8, tp_size=2, dp_shard_size=2),
-            "sizes whose product is the 8 ranks, found 4",
-        ),
-        Refused(
-            "an exchange of context that is none",
+            "a divisor of .* = 8, found 3"),
+    Refused("two kinds of context", lambda folder: trainer(cp_size=2, sp_size=4),
+            r"parallelism_config\.sp_size: expected 1 with cp_size=2, found 4"),
+    Refused("sizes of fewer ranks", lambda folder: trainer(8, tp_size=2, dp_shard_size=2),
+            "sizes whose product is the 8 ranks, found 4"),
+    Refused("an exchange of context that is none",
             lambda folder: trainer(cp_size=2, cp_handler={"cp_comm_strategy": "ring"}),
-            "cp_comm_strategy: expected allgather or alltoall, found",
-        ),
-    ]
-)
+            "cp_comm_strategy: expected allgather or alltoall, found"),
+])  # fmt: skip
 
 
 def test_shards_without_fsdp_are_listed_and_a_hybrid_without_sizes_asks_for_them():

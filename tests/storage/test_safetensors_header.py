@@ -65,9 +65,8 @@ BYTES = [
     pytest.param(framed([{"w": F32}]), "JSON object", id="A12-array"),
     pytest.param(framed(b'{"\xff":1}'), "UTF-8", id="A13-bad-UTF-8"),
     pytest.param(framed(SAME_KEY % (AS_JSON, AS_JSON)), "key 'w' twice", id="A14-duplicate-key"),
-    pytest.param(
-        framed(SAME_KEY % (AS_JSON, LATER), bytes(16)), "key 'w' twice", id="A15-duplicate-key-other-range"
-    ),
+    pytest.param(framed(SAME_KEY % (AS_JSON, LATER), bytes(16)), "key 'w' twice",
+                 id="A15-duplicate-key-other-range"),
     pytest.param(two_tensors((0, 8), (4, 16)), "'b'.*overlap", id="A16-overlap"),
     pytest.param(two_tensors((0, 4), (8, 16)), "'b'.*hole", id="A17-hole"),
     pytest.param(two_tensors((2, 8), (8, 16)), "'a'.*hole after the header", id="A17-hole-at-the-front"),
@@ -76,40 +75,29 @@ BYTES = [
     pytest.param(one_tensor(shape=[3]), "'w'.*12 bytes for F32", id="A20-bytes-disagree"),
     pytest.param(one_tensor(shape=[-2]), "'w'.*whole numbers", id="A21-negative-dim"),
     pytest.param(one_tensor(shape=[1 << 62, 1 << 62]), r"'w'.*2\^63", id="A22-product-overflow"),
-    pytest.param(
-        one_tensor(shape=[0, 1 << 62, 4], data_offsets=[0, 0]), r"'w'.*2\^63", id="A22-overflow-beside-0"
-    ),
+    pytest.param(one_tensor(shape=[0, 1 << 62, 4], data_offsets=[0, 0]), r"'w'.*2\^63",
+                 id="A22-overflow-beside-0"),
     pytest.param(one_tensor(shape=[2.0]), "'w'.*whole numbers", id="A23-float-dim"),
     pytest.param(one_tensor(shape=[True, 2]), "'w'.*whole numbers", id="A23-bool-dim"),
     pytest.param(one_tensor(shape=[1] * 65), "'w'.*at most 64", id="A23-too-many-dims"),
     pytest.param(one_tensor(dtype="F128"), "'w'.*dtype of the format.*F128", id="A24-unknown-dtype"),
     pytest.param(one_tensor(dtype=None), "'w'.*dtype of the format", id="A25-missing-dtype"),
     pytest.param(framed({"w": 3}), "'w'.*an object", id="A25-entry-is-a-number"),
-    pytest.param(
-        framed({"__metadata__": {"a": 1}, "w": F32}), "__metadata__ 'a'.*string", id="A27-metadata-number"
-    ),
+    pytest.param(framed({"__metadata__": {"a": 1}, "w": F32}), "__metadata__ 'a'.*string",
+                 id="A27-metadata-number"),
     pytest.param(framed({"__metadata__": [], "w": F32}), "__metadata__", id="A27-metadata-list"),
     pytest.param(framed(DEEP), "depth", id="A28-deep-JSON"),
-    pytest.param(
-        framed(("{" + ",".join(EMPTY_TENSOR % i for i in range(300_000)) + "}").encode(), b""),
-        "at most",
-        id="A29-300000-empty-tensors",
-    ),
-    pytest.param(
-        framed(("{" + ",".join(EMPTY_TENSOR % i for i in range(100_001)) + "}").encode(), b""),
-        "at most 100,000 tensors",
-        id="A29-one-tensor-too-many",
-    ),
+    pytest.param(framed(("{" + ",".join(EMPTY_TENSOR % i for i in range(300_000)) + "}").encode(), b""),
+                 "at most", id="A29-300000-empty-tensors"),
+    pytest.param(framed(("{" + ",".join(EMPTY_TENSOR % i for i in range(100_001)) + "}").encode(), b""),
+                 "at most 100,000 tensors", id="A29-one-tensor-too-many"),
     pytest.param(framed({"../../etc/x": F32}), "etc/x", id="A30-name-is-a-path"),
     pytest.param(framed({"a\nb": F32}), "printable", id="A30-newline-in-name"),
-    pytest.param(
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n",
-        "git lfs pull",
-        id="A35-git-lfs-pointer",
-    ),
+    pytest.param(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n", "git lfs pull",
+                 id="A35-git-lfs-pointer"),
     pytest.param(b"<!DOCTYPE html><html>404</html>", "web page", id="A36-web-page"),
     pytest.param(b"\n <html><body>Access denied</body></html>", "web page", id="A36-web-page-lower-case"),
-]
+]  # fmt: skip
 
 
 def refusal(path):

@@ -48,9 +48,7 @@ def sources(tmp_path_factory):
     return root
 
 
-test_a_killed_conversion_of_a_foreign_checkpoint_is_absent_or_whole_and_goes_on = killed_work(
-    [
-        Work(form, f"{form}/{name}", convert_foreign, 1000, POINTS, quick=QUICK if form == "titan" else [])
-        for form, (_, name) in SOURCES.items()
-    ]
-)
+test_a_killed_conversion_of_a_foreign_checkpoint_is_absent_or_whole_and_goes_on = killed_work([
+    Work(form, f"{form}/{name}", convert_foreign, 1000, POINTS, quick=QUICK if form == "titan" else [])
+    for form, (_, name) in SOURCES.items()
+])  # fmt: skip
