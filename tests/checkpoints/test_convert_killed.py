@@ -80,12 +80,9 @@ def test_what_was_noted_is_not_written_again(tmp_path, sources, form, written):
     all_of_it = sum(written)
     written.clear()
     killed(
-        sources / name,
-        tmp_path / "out",
-        arguments,
-        "convert.noted;time=5",
+        sources / name, tmp_path / "out", arguments, "convert.noted;time=5",
         40_000 if form == "reshard" else 4000,
-    )
+    )  # fmt: skip
     seen = []
     plan = convert(
         sources / name, tmp_path / "out", **arguments, options=ConversionOptions(progress=seen.append)
@@ -194,11 +191,9 @@ def test_an_interrupt_keeps_what_was_written_and_an_error_does_not(tmp_path, sou
     for error, left in ((KeyboardInterrupt, 1), (RuntimeError, 0)):
         with pytest.raises(error):
             convert(
-                sources / "hf",
-                tmp_path / "out",
-                tensor=2,
+                sources / "hf", tmp_path / "out", tensor=2,
                 options=ConversionOptions(progress=interrupted(error)),
-            )
+            )  # fmt: skip
         assert len(list(tmp_path.glob("out.tmp-*"))) == left
         assert not list(tmp_path.glob("*.tmp-lock"))
     convert(sources / "hf", tmp_path / "out", tensor=2)

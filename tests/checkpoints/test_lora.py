@@ -145,10 +145,8 @@ def trained(tmp_path_factory):
     transformers_model(TINY_MIXTRAL).save_pretrained(folder / "base")
     changes = {
         "model": {"config": None, "init_from": str(folder / "base")},
-        "layout": {"data": 2, "expert": 2, "zero": 2},
-        "dtype": "float32",
-        "steps": 2,
-    }
+        "layout": {"data": 2, "expert": 2, "zero": 2}, "dtype": "float32", "steps": 2,
+    }  # fmt: skip
     train(tiny_recipe(folder / "run", write_tokens(folder / "tokens"), lora=OF_EXPERTS, **changes))
     convert(folder / "run", folder / "adapter")
     return folder

@@ -166,13 +166,9 @@ def test_without_a_good_checkpoint_none_is_named(tmp_path):
 def test_a_run_on_two_ranks_names_the_good_one_and_goes_on_from_it(tmp_path):
     out = tmp_path / "run"
     raw = tiny_recipe(
-        out,
-        write_tokens(tmp_path / "tokens"),
-        steps=3,
-        model={"config": TINIEST_LLAMA},
-        layout={"data": 2, "zero": 1},
-        checkpoint={"every": 1, "keep": 9},
-    )
+        out, write_tokens(tmp_path / "tokens"), steps=3, model={"config": TINIEST_LLAMA},
+        layout={"data": 2, "zero": 1}, checkpoint={"every": 1, "keep": 9},
+    )  # fmt: skip
     train(raw)
     newest = out / "checkpoints" / "step-00000003"
     flip(newest)

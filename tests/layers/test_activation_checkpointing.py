@@ -10,13 +10,9 @@ from trilith.models import family_of
 from trilith.testing import LiveBytes, Operators
 
 LLAMA = config(
-    "tiniest_llama",
-    layers=4,
-    vocab_size=128,
-    hidden_size=32,
-    intermediate_size=112,
+    "tiniest_llama", layers=4, vocab_size=128, hidden_size=32, intermediate_size=112,
     tie_word_embeddings=False,
-)
+)  # fmt: skip
 
 
 def model_with(mode, every=1):

@@ -49,17 +49,9 @@ def test_it_equals_the_plain_loss(chunk, terms, cap, compiled, monkeypatch):
         graph = torch.compile(fullgraph=True, backend="aot_eager")
         monkeypatch.setattr(token_losses, "_compiled", graph)
     loss = chunked_cross_entropy(
-        hidden,
-        weight,
-        labels,
-        V,
-        chunk=chunk,
-        bias=bias,
-        logit_cap=cap,
-        scale=torch.tensor(0.5),
-        compiled=compiled,
-        **terms,
-    )
+        hidden, weight, labels, V, chunk=chunk, bias=bias, logit_cap=cap, scale=torch.tensor(0.5),
+        compiled=compiled, **terms,
+    )  # fmt: skip
     torch.testing.assert_close(loss, plain.sum() * 0.5, rtol=1e-10, atol=1e-10)
     found = torch.autograd.grad(loss * 0.37, every)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
@@ -146,15 +138,9 @@ def test_its_memory_is_a_chunk_of_logits_beside_the_sums(dtype, sums, sum_bytes,
     labels = torch.randint(rows, (1, tokens))
     with LiveBytes() as memory:
         loss = chunked_cross_entropy(
-            hidden[None],
-            weight,
-            labels,
-            rows,
-            chunk=chunk,
-            logit_cap=cap,
-            scale=torch.tensor(0.01),
+            hidden[None], weight, labels, rows, chunk=chunk, logit_cap=cap, scale=torch.tensor(0.01),
             sums=sums,
-        )
+        )  # fmt: skip
         loss.backward()
     gradients = hidden.nbytes + weight.numel() * sum_bytes
     logits = chunk * rows * dtype.itemsize

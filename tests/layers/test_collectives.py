@@ -18,13 +18,11 @@ from trilith.testing import run_parallel
 
 #: For each pair whether its input, and its output, is one tensor that all ranks hold alike.
 PAIRS = {
-    "copy_to_tensor": (copy_to_tensor, True, False),
-    "reduce_from_tensor": (reduce_from_tensor, False, True),
+    "copy_to_tensor": (copy_to_tensor, True, False), "reduce_from_tensor": (reduce_from_tensor, False, True),
     "split_to_tensor": (split_to_tensor, True, False),
     "gather_from_tensor": (gather_from_tensor, False, True),
-    "gather_sequence": (gather_sequence, False, False),
-    "scatter_sequence": (scatter_sequence, False, False),
-}
+    "gather_sequence": (gather_sequence, False, False), "scatter_sequence": (scatter_sequence, False, False),
+}  # fmt: skip
 
 
 def random(shape, seed, *, alike):

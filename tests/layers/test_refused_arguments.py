@@ -51,12 +51,9 @@ def router(**changes):
 
 def scaling(**changes):
     llama3 = {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
-    }
+    }  # fmt: skip
     return inverse_frequencies(16, 1e4, llama3 | changes)
 
 

@@ -7,12 +7,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from trilith.layers import RotaryEmbedding, inverse_frequencies
 
 LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}
+}  # fmt: skip
 SCALINGS = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 2.5},

@@ -30,14 +30,10 @@ CASES = MODELS | PUBLISHED
 FIRST = {family: next(row for row in MODELS if MODELS[row]["model_type"] == family) for family in FAMILIES}
 ROWS = [*FIRST.values(), pytest.param("opt-350m", marks=pytest.mark.slow)]  # has products at both ends
 LAYOUTS = [
-    Layout.of(tensor=2, sequence=True),
-    Layout.of(tensor=2, pipeline=2, sequence=True),
-    Layout.of(tensor=2),
-    Layout.of(tensor=4),
-    Layout.of(tensor=4, sequence=True),
-    Layout.of(pipeline=2),
+    Layout.of(tensor=2, sequence=True), Layout.of(tensor=2, pipeline=2, sequence=True), Layout.of(tensor=2),
+    Layout.of(tensor=4), Layout.of(tensor=4, sequence=True), Layout.of(pipeline=2),
     Layout.of(tensor=2, pipeline=2),
-]
+]  # fmt: skip
 #: Rows that are compared in a layout with transformers in every run. Of the others, the layout is one
 #: device (``tests/layouts``) and one device is transformers (``test_hugging_face``); the nightly tests close
 #: the triangle for them too.
@@ -120,12 +116,9 @@ def greedy_after(model, prompt, text):
     if (model.config.to_dict().get("rope_parameters") or {}).get("rope_type") == "longrope":
         # How a token is rotated depends on the number of tokens until then.
         done = model.generate(
-            torch.tensor([prompt]),
-            max_new_tokens=len(text),
-            do_sample=False,
-            eos_token_id=None,
+            torch.tensor([prompt]), max_new_tokens=len(text), do_sample=False, eos_token_id=None,
             pad_token_id=0,
-        )
+        )  # fmt: skip
         return done[0, len(prompt) :].tolist()
     logits = model(torch.tensor([prompt + text[:-1]])).logits
     return logits[0, len(prompt) - 1 :].argmax(-1).tolist()

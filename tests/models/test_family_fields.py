@@ -34,12 +34,9 @@ NOT_IN_FORWARD = {
 }
 #: Values that are no family's default, of fields that families share.
 OTHER = {
-    "hidden_act": "relu",
-    "rope_theta": 3e3,
-    "rope_scaling": {"rope_type": "linear", "factor": 4.0},
-    "head_dim": 16,
-    "num_key_value_heads": 1,
-}
+    "hidden_act": "relu", "rope_theta": 3e3, "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    "head_dim": 16, "num_key_value_heads": 1,
+}  # fmt: skip
 #: Keys that transformers does not read; ``head_dim`` is one that its attention looks for in any config.
 OURS = {
     # transformers leaves blocks of multi-token prediction out, and has no loss of balance for these families

@@ -72,10 +72,8 @@ def test_its_gradients_are_those_of_the_paper_s_formulas(row):
     body, places = theirs.model, torch.arange(20).unsqueeze(0)
     x = body.embed_tokens(ids)
     named = {
-        "attention_mask": None,
-        "position_ids": places,
-        "position_embeddings": body.rotary_emb(x, places),
-    }
+        "attention_mask": None, "position_ids": places, "position_embeddings": body.rotary_emb(x, places),
+    }  # fmt: skip
     for block in body.layers[:-1]:
         x = block(x, **named)
     x = body.norm(x)

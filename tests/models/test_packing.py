@@ -127,12 +127,9 @@ def packed_rows(model, layout, state):
 
 
 LAYOUTS = [
-    Layout(),
-    Layout.of(tensor=2),
-    Layout.of(tensor=2, sequence=True),
-    Layout.of(pipeline=2),
+    Layout(), Layout.of(tensor=2), Layout.of(tensor=2, sequence=True), Layout.of(pipeline=2),
     Layout.of(tensor=2, pipeline=2, sequence=True),
-]
+]  # fmt: skip
 
 
 CASES = [Case(model, layout) for layout in LAYOUTS for model in PACKED]

@@ -8,13 +8,9 @@ from trilith.parallel_state.launchers import first_host
 
 GOOD = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 SRUN = {
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NTASKS": "4",
-    "SLURM_STEP_NODELIST": "gpu[07-08]",
-    "SLURM_JOB_ID": "12",
-    "SLURM_STEP_ID": "2",
-}
+    "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "2",
+}  # fmt: skip
 MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     "MASTER_ADDR": "head", "MASTER_PORT": "29500",

@@ -117,14 +117,9 @@ def words_of_bash(script, positional, tmp_path):
     stub.chmod(0o755)
     (tmp_path / "pretrain_gpt.py").touch()
     done = subprocess.run(
-        ["bash", str(script), *positional],
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=30,
-    )
+        ["bash", str(script), *positional], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, cwd=tmp_path,
+        capture_output=True, text=True, check=True, timeout=30,
+    )  # fmt: skip
     return done.stdout.splitlines()
 
 

@@ -17,11 +17,9 @@ from trilith.storage.staging import Staging
 from trilith.storage.torch_archive import TorchArchive, View, ViewFile
 
 READERS = {
-    "text": read_text,
-    "json": read_json,
-    "toml": read_toml,
+    "text": read_text, "json": read_json, "toml": read_toml,
     "json-lines": lambda path: list(read_json_lines(path)),
-}
+}  # fmt: skip
 
 
 def write(raw):

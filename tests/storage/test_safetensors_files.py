@@ -86,12 +86,10 @@ def test_a_sum_of_bytes_that_cannot_be_read_back_is_an_error(tmp_path, monkeypat
 @pytest.mark.parametrize("threads", [1, 3])
 def test_boxes_in_any_order_make_the_file_that_safetensors_reads(tmp_path, threads):
     tensors = {
-        "z": torch.randn(17, 9).bfloat16(),
-        "a": torch.randn(4, 5, 6),
-        "scalar": torch.tensor(3.5, dtype=torch.float64),
-        "none": torch.zeros(0, 7, dtype=torch.int32),
+        "z": torch.randn(17, 9).bfloat16(), "a": torch.randn(4, 5, 6),
+        "scalar": torch.tensor(3.5, dtype=torch.float64), "none": torch.zeros(0, 7, dtype=torch.int32),
         "odd": torch.randint(0, 255, (3,), dtype=torch.uint8),
-    }
+    }  # fmt: skip
     spec = {name: (name_of(t.dtype), tuple(t.shape)) for name, t in tensors.items()}
     writer = TensorWriter(tmp_path / "w.safetensors", spec, metadata={"format": "pt"})
     jobs = []

@@ -19,12 +19,9 @@ SOURCES = {
     "megatron legacy": ("megatron/llama_legacy.tar.xz", "iter_0000003"),
 }
 POINTS = [
-    "convert.before_data",
-    *(f"convert.noted;time={time}" for time in range(1, 17)),
-    "convert.after_data",
-    "commit.before_rename",
-    "commit.after_rename",
-]
+    "convert.before_data", *(f"convert.noted;time={time}" for time in range(1, 17)), "convert.after_data",
+    "commit.before_rename", "commit.after_rename",
+]  # fmt: skip
 QUICK = ["convert.noted;time=9"]
 
 
