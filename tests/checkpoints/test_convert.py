@@ -58,10 +58,7 @@ def saved(raw, dtype, shard):
 
 @cache
 def with_router_biases(kind, dtype):
-    """Return what writes a model in bf16, or in fp32 with a block that predicts further tokens.
-
-    Both come back as what transformers keeps in bf16: the biases of routers in fp32.
-    """
+    """Return what writes a model that comes back in bf16, its routers' biases in fp32."""
 
     def write(folder):
         transformers_model(FAMILIES[kind]).save_pretrained(folder / "float32")
@@ -79,7 +76,6 @@ def with_router_biases(kind, dtype):
 
 
 def trained(folder):
-    """Let four ranks write a run's checkpoint."""
     layout = {"data": 2, "tensor": 2, "zero": 1}
     train(tiny_recipe(folder / "run", write_tokens(folder / "tokens"), steps=1, layout=layout))
     source = Source(folder / "run" / "checkpoints" / "step-00000001")
@@ -101,37 +97,20 @@ AGAIN = {
 }  # fmt: skip
 THROUGH = ["--tensor 2 --pipeline 3", "--tensor 4 --pipeline 2 --split 2,1", "--to sharded", "--to hf"]
 TRIPS = [
-    *(
-        RoundTrip(
-            f"D6-{name}-{str(dtype)[6:]}-{'one file' if shard == ONE_FILE else 'index'}",
-            saved(raw, dtype, shard),
-            THROUGH,
-            # Every run has each model in each dtype, each in one file and in several, and each dtype so.
-            slow=((dtype is torch.bfloat16) + (shard == ONE_FILE) + (name == "llama")) % 2 == 0,
-        )
-        for name, raw in MODELS.items()
-        for dtype in (torch.float32, torch.bfloat16)
-        for shard in (ONE_FILE, SEVERAL)
-    ),
-    *(
-        RoundTrip(
-            f"router-biases-{kind}-{dtype}",
-            with_router_biases(kind, dtype),
-            ["--tensor 2 --pipeline 2", "--to hf --dtype bfloat16"],
-            warns=warns,
-        )
-        for kind in ("glm4_moe", "deepseek_v3")
-        for dtype, warns in (
-            ("bfloat16", ""),
-            ("float32", "2 tensors of blocks that predict further tokens are not read"),
-        )
-    ),
-    *(
-        trained_through(first, second, slow=slow)
-        for first, others in AGAIN.items()
-        for second, slow in zip(others, (False, True), strict=True)
-    ),
-]
+    # Every run has each model in each dtype, each in one file and in several, and each dtype so.
+    *(RoundTrip(f"D6-{name}-{str(dtype)[6:]}-{'one file' if shard == ONE_FILE else 'index'}",
+                saved(raw, dtype, shard), THROUGH,
+                slow=((dtype is torch.bfloat16) + (shard == ONE_FILE) + (name == "llama")) % 2 == 0)
+      for name, raw in MODELS.items()
+      for dtype in (torch.float32, torch.bfloat16) for shard in (ONE_FILE, SEVERAL)),
+    *(RoundTrip(f"router-biases-{kind}-{dtype}", with_router_biases(kind, dtype),
+                ["--tensor 2 --pipeline 2", "--to hf --dtype bfloat16"], warns=warns)
+      for kind in ("glm4_moe", "deepseek_v3")
+      for dtype, warns in (("bfloat16", ""),
+                           ("float32", "2 tensors of blocks that predict further tokens are not read"))),
+    *(trained_through(first, second, slow=slow) for first, others in AGAIN.items()
+      for second, slow in zip(others, (False, True), strict=True)),
+]  # fmt: skip
 test_there_and_through_another_layout_and_back_is_bitwise_D6 = round_trips(TRIPS)
 
 
@@ -238,7 +217,6 @@ test_conversions_of_what_does_not_fit_are_refused = refusals(REFUSED)
 
 @pytest.fixture
 def hf(tmp_path):
-    """An untied Llama in fp32, in one file."""
     hf_folder()(tmp_path)
     return tmp_path / "hf"
 

@@ -16,8 +16,7 @@ SIZES = st.sampled_from([1, 2, 3, 4])
 @st.composite
 def layouts(draw):
     """Any layout of at most 256 ranks, with and without ZeRO, context and expert axes."""
-    axes = ("tensor", "context", "data_shard", "data_replicate", "pipeline")
-    sizes = {axis: draw(SIZES) for axis in axes}
+    sizes = {axis: draw(SIZES) for axis in ("tensor", "context", "data_shard", "data_replicate", "pipeline")}
     if draw(st.booleans()):
         sizes["data_shard"] = 1
     pool = sizes["context"] * sizes["data_shard"]

@@ -28,26 +28,17 @@ GPT2 = config("tiny_gpt2", attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
 TARGETS = {
     "llama": (LLAMA, {"target_modules": ["q_proj", "v_proj"], "r": 4, "lora_alpha": 8}),
     "llama-all": (LLAMA, {"target_modules": "all-linear", "r": 3, "use_rslora": True}),
-    "llama-patterns": (
-        LLAMA,
-        {
-            "target_modules": r".*\.(1|2)\..*(o_proj|down_proj|k_proj)",
-            "r": 4,
-            "rank_pattern": {r"2\.self_attn\.o_proj": 2, "down_proj": 6},
-            "alpha_pattern": {"o_proj": 32},
-        },
-    ),
-    "llama-layers": (
-        LLAMA,
-        {
-            "target_modules": ["gate_proj", "layers.0.self_attn.q_proj", "up_proj"],
-            "exclude_modules": ["layers.2.mlp.up_proj"],
-            "layers_to_transform": [0, 2],
-        },
-    ),
+    "llama-patterns": (LLAMA, {
+        "target_modules": r".*\.(1|2)\..*(o_proj|down_proj|k_proj)", "r": 4,
+        "rank_pattern": {r"2\.self_attn\.o_proj": 2, "down_proj": 6}, "alpha_pattern": {"o_proj": 32},
+    }),
+    "llama-layers": (LLAMA, {
+        "target_modules": ["gate_proj", "layers.0.self_attn.q_proj", "up_proj"],
+        "exclude_modules": ["layers.2.mlp.up_proj"], "layers_to_transform": [0, 2],
+    }),
     "gpt2": (GPT2, {"target_modules": ["c_attn"], "r": 4, "lora_alpha": 8}),
     "gpt2-all": (GPT2, {"target_modules": "all-linear", "r": 3}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -99,8 +90,7 @@ def test_all_linear_of_some_blocks_is_exported_so_that_peft_takes_the_same(tmp_p
     numbers = {site.name.split(".")[2] for site in family.sites(base.model_config)}
     assert numbers == {str(number) for number in (wanted if isinstance(wanted, list) else [wanted])}
 
-    shapes = family.links(base.model_config)[1]
-    factors = {name: torch.randn(shape) * 0.2 for name, shape in shapes.items()}
+    factors = {name: torch.randn(shape) * 0.2 for name, shape in family.links(base.model_config)[1].items()}
     (tmp_path / "adapter").mkdir()
     save_file(factors, tmp_path / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
     stated = family.to_peft(base.model_config, str(tmp_path / "base"))

@@ -40,20 +40,15 @@ def write_checkpoint(directory):
     (directory / "tokenizer.json").write_bytes(b"{}")
     norms = (Part(file=0, start=(0,), stop=(4,)), Part(file=1, start=(0,), stop=(4,), role="replica"))
     manifest = Manifest(
-        kind="training",
-        model_type="llama",
+        kind="training", model_type="llama", layout=Layout(tensor=2), files=tuple(files),
         config={"model_type": "llama", "rope_scaling": None, "rms_norm_eps": 1e-5, "name": "é"},
-        layout=Layout(tensor=2),
-        step=int(directory.name.removeprefix("step-")),
-        seeds={"data": 1},
-        data_position={"sample": 96},
-        files=tuple(files),
+        step=int(directory.name.removeprefix("step-")), seeds={"data": 1}, data_position={"sample": 96},
         companions=(StoredFile(name="tokenizer.json", size=2, crc32=crc32(b"{}")),),
         tensors={
             "up": StoredTensor(dtype="F32", shape=(8, 4), parts=tuple(parts)),
             "norm": StoredTensor(dtype="F32", shape=(4,), parts=norms),
         },
-    )
+    )  # fmt: skip
     (directory / MANIFEST).write_bytes(manifest.to_bytes())
     return manifest
 
@@ -84,7 +79,6 @@ def edited(change):
 
 
 def of_version_1(directory):
-    """Write the manifest as releases before the seal did."""
     manifest = json.loads((directory / MANIFEST).read_text()) | {"version": 1}
     manifest.pop("seal")
     (directory / MANIFEST).write_text(json.dumps(manifest))
@@ -184,8 +178,6 @@ def newest(folder):
 
 
 def damaged(why, spoil, says, read=load):
-    """Return a row: a checkpoint is written, damaged and read."""
-
     def given(folder):
         write_checkpoint(folder / "step-00000003")
         spoil(folder / "step-00000003")

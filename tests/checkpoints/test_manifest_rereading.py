@@ -45,18 +45,12 @@ def nested(levels):
 
 
 UNREADABLE = {
-    "nan": float("nan"),
-    "infinity": float("inf"),
-    "date": datetime.date(2026, 1, 1),
-    "time": datetime.datetime(2026, 1, 1),
-    "half a surrogate pair": "a\ud800",
-    "a key that is half a surrogate pair": {"\ud800": 1},
-    "300 levels": nested(300),
-    "100,000 levels": nested(100_000),
-    "bytes": b"x",
-    "a number of 16,000 bits": 1 << 16_000,
-    "a key that is a number": {1: 2},
-}
+    "nan": float("nan"), "infinity": float("inf"),
+    "date": datetime.date(2026, 1, 1), "time": datetime.datetime(2026, 1, 1),
+    "half a surrogate pair": "a\ud800", "a key that is half a surrogate pair": {"\ud800": 1},
+    "300 levels": nested(300), "100,000 levels": nested(100_000),
+    "bytes": b"x", "a number of 16,000 bits": 1 << 16_000, "a key that is a number": {1: 2},
+}  # fmt: skip
 
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
 # Without what hypothesis cannot print.

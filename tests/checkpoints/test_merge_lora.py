@@ -25,14 +25,12 @@ STACKS = {
     "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
 }  # fmt: skip
 MODELS = {
-    "llama": (
-        config("tiny_llama", tie_word_embeddings=False),
-        {"target_modules": ["q_proj", "down_proj"], "r": 4, "use_rslora": True, "lora_alpha": 6},
-    ),
+    "llama": (config("tiny_llama", tie_word_embeddings=False),
+              {"target_modules": ["q_proj", "down_proj"], "r": 4, "use_rslora": True, "lora_alpha": 6}),
     "gpt2": (TINY_GPT2, {"target_modules": "all-linear", "r": 3, "alpha_pattern": {"c_attn": 12}}),
     "gpt_oss": (FAMILIES["gpt_oss"], STACKS),
     "granitemoehybrid": (FAMILIES["granitemoehybrid"], STACKS),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +110,6 @@ def test_a_block_at_a_time_comes_to_the_same(made, name, tmp_path, monkeypatch):
 
 
 def spoiled(tensors=None, **fields):
-    """Return what writes a base and an adapter with other tensors, which ``tensors`` makes, and fields."""
-
     def give(folder):
         raw, lora = MODELS["llama"]
         base = transformers_model(raw)

@@ -47,38 +47,36 @@ def parquet(folder):
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "n": [1]}), folder / "in.parquet")
 
 
-test_texts_that_cannot_be_tokenized_are_refused_by_file_and_line = refusals(
-    [
-        *(
-            text(why, "in.jsonl", content, says)
-            for why, content, says in (
-                ("bad-line", GOOD * 2 + b'{"text": \n' + GOOD, r"in\.jsonl:3: .*JSON"),
-                ("not-an-object", GOOD + b'["text"]\n', r"in\.jsonl:2: .*found list"),
-                ("no-key", b'{"body": "x"}\n', r"in\.jsonl:1: .*body.*--json-key"),
-                ("not-text", GOOD + b'{"text": 7}\n', r"in\.jsonl:2: text: .*found 7"),
-                ("deep-json", GOOD + b"[" * 200_000, r"in\.jsonl:2"),
-                ("json-not-utf-8", GOOD + b'{"text": "\xff"}\n', r"in\.jsonl:2: .*0xff"),
-                ("surrogate", b'{"text": "a\\ud800"}', r"in\.jsonl:1: .*surrogate"),
-                ("F1-no-text", b'\n{"text": ""}\n', "at least one, found none"),
-            )
-        ),
-        text("text-not-utf-8", "in.txt", b"a\nb\n\xe9\n", r"in\.txt:3: .*0xe9"),
-        text("F1-empty-file", "in.txt", b"", "at least one, found none"),
-        text("json-array", "in.json", b"[]", "one object a line"),
-        text("gz-cut-short", "in.txt.gz", gzip.compress(b"a" * 999)[:-9], r"in\.txt\.gz"),
-        text("gz-that-is-not", "in.txt.gz", b"plain text", r"in\.txt\.gz"),
-        text("gz-damaged-inside", "in.txt.gz", gzip.compress(b"")[:10] + b"\xff" * 20, r"in\.txt\.gz"),
-        text("zst-that-is-not", "in.txt.zst", b"plain text", "zstandard file"),
-        text("zst-cut-short", "in.txt.zst", zstandard.compress(os.urandom(999))[:-100], "zstandard file"),
-        text("parquet-that-is-not", "in.parquet", b"PAR1 but not really", "Parquet"),
-        text("parquet-no-column", "in.parquet", parquet, "columns text, n", json_key="body"),
-        text("parquet-of-numbers", "in.parquet", parquet, r"in\.parquet:1: n: expected text", json_key="n"),
-        text("missing", "nowhere.txt", nothing, "nothing there"),
-        text("folder", "empty", lambda folder: (folder / "empty").mkdir(), "regular file"),
-        text("folder-of-the-output", "", nothing, "an output outside the input"),
-        text("no-worker", "in.jsonl", GOOD, "workers", workers=0),
-    ]
-)
+test_texts_that_cannot_be_tokenized_are_refused_by_file_and_line = refusals([
+    *(
+        text(why, "in.jsonl", content, says)
+        for why, content, says in (
+            ("bad-line", GOOD * 2 + b'{"text": \n' + GOOD, r"in\.jsonl:3: .*JSON"),
+            ("not-an-object", GOOD + b'["text"]\n', r"in\.jsonl:2: .*found list"),
+            ("no-key", b'{"body": "x"}\n', r"in\.jsonl:1: .*body.*--json-key"),
+            ("not-text", GOOD + b'{"text": 7}\n', r"in\.jsonl:2: text: .*found 7"),
+            ("deep-json", GOOD + b"[" * 200_000, r"in\.jsonl:2"),
+            ("json-not-utf-8", GOOD + b'{"text": "\xff"}\n', r"in\.jsonl:2: .*0xff"),
+            ("surrogate", b'{"text": "a\\ud800"}', r"in\.jsonl:1: .*surrogate"),
+            ("F1-no-text", b'\n{"text": ""}\n', "at least one, found none"),
+        )
+    ),
+    text("text-not-utf-8", "in.txt", b"a\nb\n\xe9\n", r"in\.txt:3: .*0xe9"),
+    text("F1-empty-file", "in.txt", b"", "at least one, found none"),
+    text("json-array", "in.json", b"[]", "one object a line"),
+    text("gz-cut-short", "in.txt.gz", gzip.compress(b"a" * 999)[:-9], r"in\.txt\.gz"),
+    text("gz-that-is-not", "in.txt.gz", b"plain text", r"in\.txt\.gz"),
+    text("gz-damaged-inside", "in.txt.gz", gzip.compress(b"")[:10] + b"\xff" * 20, r"in\.txt\.gz"),
+    text("zst-that-is-not", "in.txt.zst", b"plain text", "zstandard file"),
+    text("zst-cut-short", "in.txt.zst", zstandard.compress(os.urandom(999))[:-100], "zstandard file"),
+    text("parquet-that-is-not", "in.parquet", b"PAR1 but not really", "Parquet"),
+    text("parquet-no-column", "in.parquet", parquet, "columns text, n", json_key="body"),
+    text("parquet-of-numbers", "in.parquet", parquet, r"in\.parquet:1: n: expected text", json_key="n"),
+    text("missing", "nowhere.txt", nothing, "nothing there"),
+    text("folder", "empty", lambda folder: (folder / "empty").mkdir(), "regular file"),
+    text("folder-of-the-output", "", nothing, "an output outside the input"),
+    text("no-worker", "in.jsonl", GOOD, "workers", workers=0),
+])  # fmt: skip
 
 
 CHATML = (

@@ -83,51 +83,45 @@ def ids(why, new, says):
     return Refused(why, call, says)
 
 
-test_token_files_that_do_not_fit_are_refused = refusals(
-    [
-        *(
-            damaged(f"{why}-{name}", partial(harm, ending=ending), says)
-            for ending, name in ((".bin", "tokens"), (".json", "index"), (".docs.npy", "offsets"))
-            for why, harm, says in (
-                ("F1-empty", empty, "empty"),
-                ("no", missing, "trilith tokenize" if name == "index" else "nothing there"),
-                ("pipe-for", pipe, "regular file"),
-                ("F7-others", of_another, "sha256" if name == "offsets" else "others"),
-            )
-        ),
-        index("F5-uint16-for-a-vocabulary-of-128256", "uint32", vocab_size=128_256),
-        index("F5-wrong-width", "36 bytes", dtype="uint32"),
-        index("F5-signed-type", "dtype", dtype="int16"),
-        index("of-a-later-version", "version", version=99),
-        index("number-as-text", "tokens", tokens="9"),
-        index("no-tokens", "tokens", tokens=0),
-        index("one-token-more", "20 bytes", tokens=10),
-        index("unknown-key", "surprise", surprise=1),
-        raw_index("not-json", "JSON", b"{"),
-        raw_index("not-utf-8", "UTF-8", b"\xff\xfe"),
-        raw_index("nested-too-deep", "depth", b"[" * 200_000),
-        raw_index("not-an-object", "expected", b"[]"),
-        raw_index("too-long", "1,048,576 bytes", b" " * (2**20 + 1)),
-        damaged("F6-odd-byte-length", lambda folder: os.truncate(folder / "data.bin", 17), "18 bytes"),
-        offsets("offsets-fall", [0, 4, 3, 9], "offset 2"),
-        offsets("empty-document", [0, 3, 3, 9], "offset 2"),
-        offsets("does-not-start-at-0", [1, 3, 4, 9], "0 to 9"),
-        offsets("past-the-end", [0, 3, 4, 10], "0 to 9"),
-        offsets("too-few", [0, 3, 9], "shape"),
-        offsets("floats", [0.0, 3, 4, 9], "int64"),
-        offsets("pickle-is-never-loaded", np.array([0, 3, 4, None]), "int64"),
-        offsets("pickle-is-not-run", lambda f: np.array([0, 3, 4, MakesAFolder(f / "ran")]), "int64"),
-        offsets("changed-by-hand", [0, 2, 4, 9], "sha256", rehash=False),
-        offsets("far-too-long", np.zeros(4000), "bytes"),
-        damaged(
-            "verify-names-an-id-outside-the-vocabulary",
-            partial(change_index, vocab_size=8),
-            "token 7",
-            lambda folder: open_data(folder).verify(),
-        ),
-        Refused("F8-larger-than-the-models", lambda f: check_vocabulary(300, 299, f / "a"), "at most 299"),
-    ]
-)
+test_token_files_that_do_not_fit_are_refused = refusals([
+    *(
+        damaged(f"{why}-{name}", partial(harm, ending=ending), says)
+        for ending, name in ((".bin", "tokens"), (".json", "index"), (".docs.npy", "offsets"))
+        for why, harm, says in (
+            ("F1-empty", empty, "empty"),
+            ("no", missing, "trilith tokenize" if name == "index" else "nothing there"),
+            ("pipe-for", pipe, "regular file"),
+            ("F7-others", of_another, "sha256" if name == "offsets" else "others"),
+        )
+    ),
+    index("F5-uint16-for-a-vocabulary-of-128256", "uint32", vocab_size=128_256),
+    index("F5-wrong-width", "36 bytes", dtype="uint32"),
+    index("F5-signed-type", "dtype", dtype="int16"),
+    index("of-a-later-version", "version", version=99),
+    index("number-as-text", "tokens", tokens="9"),
+    index("no-tokens", "tokens", tokens=0),
+    index("one-token-more", "20 bytes", tokens=10),
+    index("unknown-key", "surprise", surprise=1),
+    raw_index("not-json", "JSON", b"{"),
+    raw_index("not-utf-8", "UTF-8", b"\xff\xfe"),
+    raw_index("nested-too-deep", "depth", b"[" * 200_000),
+    raw_index("not-an-object", "expected", b"[]"),
+    raw_index("too-long", "1,048,576 bytes", b" " * (2**20 + 1)),
+    damaged("F6-odd-byte-length", lambda folder: os.truncate(folder / "data.bin", 17), "18 bytes"),
+    offsets("offsets-fall", [0, 4, 3, 9], "offset 2"),
+    offsets("empty-document", [0, 3, 3, 9], "offset 2"),
+    offsets("does-not-start-at-0", [1, 3, 4, 9], "0 to 9"),
+    offsets("past-the-end", [0, 3, 4, 10], "0 to 9"),
+    offsets("too-few", [0, 3, 9], "shape"),
+    offsets("floats", [0.0, 3, 4, 9], "int64"),
+    offsets("pickle-is-never-loaded", np.array([0, 3, 4, None]), "int64"),
+    offsets("pickle-is-not-run", lambda f: np.array([0, 3, 4, MakesAFolder(f / "ran")]), "int64"),
+    offsets("changed-by-hand", [0, 2, 4, 9], "sha256", rehash=False),
+    offsets("far-too-long", np.zeros(4000), "bytes"),
+    damaged("verify-names-an-id-outside-the-vocabulary", partial(change_index, vocab_size=8), "token 7",
+            lambda folder: open_data(folder).verify()),
+    Refused("F8-larger-than-the-models", lambda f: check_vocabulary(300, 299, f / "a"), "at most 299"),
+])  # fmt: skip
 
 test_token_files_that_cannot_be_are_not_written = refusals([
     ids("F4-id-not-below-vocabulary", [300], "300"),

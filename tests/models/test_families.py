@@ -1,8 +1,4 @@
-"""Each family whole: in layouts, through files, in generation and with LoRA it is transformers' model.
-
-An entry of ``models/tiny.json`` gives a family all of this; ``test_hugging_face`` has logits and gradients on
-one device. Beside it ``test_family_fields`` shows that these comparisons see each tensor and each field.
-"""
+"""Each family whole: in layouts, through files, in generation and with LoRA it is transformers' model."""
 
 import json
 
@@ -71,15 +67,10 @@ def reference(theirs):
 
 def in_layouts():
     return [
-        pytest.param(
-            row,
-            layout,
-            id=f"{row}-{layout}",
-            marks=[] if row in IN_EVERY_RUN and layout == LAYOUTS[0] else pytest.mark.slow,
-        )
-        for row in (*FIRST.values(), "opt-350m", *PUBLISHED)
-        for layout in LAYOUTS
-    ]
+        pytest.param(row, layout, id=f"{row}-{layout}",
+                     marks=[] if row in IN_EVERY_RUN and layout == LAYOUTS[0] else pytest.mark.slow)
+        for row in (*FIRST.values(), "opt-350m", *PUBLISHED) for layout in LAYOUTS
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("row", "layout"), in_layouts())
@@ -120,8 +111,7 @@ def greedy_after(model, prompt, text):
             pad_token_id=0,
         )  # fmt: skip
         return done[0, len(prompt) :].tolist()
-    logits = model(torch.tensor([prompt + text[:-1]])).logits
-    return logits[0, len(prompt) - 1 :].argmax(-1).tolist()
+    return model(torch.tensor([prompt + text[:-1]])).logits[0, len(prompt) - 1 :].argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("row", [*FIRST.values(), "opt-350m"])
@@ -137,8 +127,7 @@ def test_greedy_generation_is_transformers(row, tmp_path, record_property):
             break
     else:
         raise AssertionError("all models write few tokens over and over")
-    expected = [greedy_after(model, *both) for both in zip(PROMPTS, texts, strict=True)]
-    assert texts == expected
+    assert texts == [greedy_after(model, *both) for both in zip(PROMPTS, texts, strict=True)]
     record_property(MEASURED, [MODELS[row]["model_type"], ["generation"], 0])
 
 

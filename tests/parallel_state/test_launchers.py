@@ -18,14 +18,9 @@ MPIRUN = {
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
 NO_NUMBERS = ["", " ", "one", "-1", "+1", "1.0", "1e1", "0x1", "1_0", "１", "1 ", "\x1b[31m1", "9" * 5000]
 BAD = [(name, text) for name in NUMBERS for text in NO_NUMBERS] + [
-    ("RANK", "4"),
-    ("WORLD_SIZE", "0"),
-    ("LOCAL_RANK", "4"),
-    ("MASTER_PORT", "0"),
-    ("MASTER_PORT", "65536"),
-    ("MASTER_ADDR", ""),
-    ("MASTER_ADDR", "  "),
-]
+    ("RANK", "4"), ("WORLD_SIZE", "0"), ("LOCAL_RANK", "4"), ("MASTER_PORT", "0"), ("MASTER_PORT", "65536"),
+    ("MASTER_ADDR", ""), ("MASTER_ADDR", "  "),
+]  # fmt: skip
 
 
 def read(**values):

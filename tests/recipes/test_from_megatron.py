@@ -1,7 +1,4 @@
-"""Arguments of Megatron-LM become recipes that load; what is lost is listed, contradictions are refused.
-
-The scripts in ``megatron/`` state the arguments of three public examples, written anew.
-"""
+"""Arguments of Megatron-LM become recipes that load; what is lost is listed, contradictions are refused."""
 
 import json
 import os

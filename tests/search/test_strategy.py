@@ -30,7 +30,6 @@ def request_for(folder, config, gpus, node, **given):
 
 
 def only(request, choice):
-    """Return what a search returns that found one layout."""
     return Found(request, best=[Evaluator(request).answer(choice)])
 
 
@@ -72,8 +71,7 @@ def test_a_reason_says_what_one_zero_stage_less_would_need_or_take(tmp_path):
 
 
 def test_a_reason_says_what_a_layout_without_an_axis_takes(tmp_path):
-    request = request_for(tmp_path, DENSE, 4, 2, headroom=0.7)
-    found = find_layouts(request)
+    found = find_layouts(request_for(tmp_path, DENSE, 4, 2, headroom=0.7))
     best, others = found.best[0], found.best[1:]
     axes = [axis for axis in ("tensor", "pipeline", "context") if getattr(best.choice.layout, axis) > 1]
     assert axes and others

@@ -29,8 +29,6 @@ SECONDS, BYTES = 1.0, 100 << 20
 
 
 class Calls:
-    """Pickle as a call of a function."""
-
     def __init__(self, function, *arguments):
         self.call = function, arguments
 

@@ -56,14 +56,12 @@ def fused(prefix):
 
 
 def run_folder(folder):
-    """Write a run, whose newest step is meant."""
     write_dist(folder / "run" / STEP, whole(LLAMA), args=LLAMA.args)
     (folder / "run" / "latest_checkpointed_iteration.txt").write_text("3\n")
     return folder / "run"
 
 
 def release(folder):
-    """Write a release with the names from before megatron-core."""
     write_legacy(folder / "run" / "release", LLAMA, 2)
     (folder / "run" / "latest_checkpointed_iteration.txt").write_text("release")
     return folder / "run"
@@ -72,15 +70,11 @@ def release(folder):
 def with_things_beside(folder):
     beside = {
         "optimizer": {"optimizer": {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": []}},
-        "rng_state": [
-            {
-                "np_rng_state": np.random.RandomState(1).get_state(),
-                "cuda_rng_state": torch.zeros(16, dtype=torch.uint8),
-            }
-        ],
+        "rng_state": [{"np_rng_state": np.random.RandomState(1).get_state(),
+                       "cuda_rng_state": torch.zeros(16, dtype=torch.uint8)}],
         "extra": {"_extra_state": io.BytesIO(b"scales of Transformer Engine")},
         "opt_param_scheduler": {"max_lr": 1e-4, "lr_decay_style": "cosine"},
-    }
+    }  # fmt: skip
     return write_legacy(folder / STEP, LLAMA, 1, **beside)
 
 
@@ -210,8 +204,7 @@ def test_moments_that_depend_on_the_ranks_are_left_and_the_flag_for_readable_one
 def test_an_optimizer_of_shared_dicts_is_walked_once(tmp_path):
     states = {kind: whole(LLAMA, kind) for kind in MOMENTS}
     written = write_dist(tmp_path / STEP, whole(LLAMA), args=LLAMA.args, states=states)
-    shared = shared_dicts(100, 6)
-    torch.save({"args": LLAMA.args, "iteration": 3, "optimizer": shared}, written / "common.pt")
+    torch.save({"args": LLAMA.args, "iteration": 3, "optimizer": shared_dicts(100, 6)}, written / "common.pt")
     assert read_source(written, config=config_of(LLAMA, tmp_path)).trains
 
 

@@ -22,10 +22,8 @@ Q, K, V, UP = (
 )
 #: Each kind of rule, and what makes the foreign tensor of block 1 of Hugging Face's.
 KINDS = {
-    "interleaved": (
-        Rule(foreign="{i}.q", hf=Q, interleaved="num_attention_heads"),
-        lambda w: w[Q].view(4, 2, 2, 16).transpose(1, 2).reshape(16, 16),
-    ),
+    "interleaved": (Rule(foreign="{i}.q", hf=Q, interleaved="num_attention_heads"),
+                    lambda w: w[Q].view(4, 2, 2, 16).transpose(1, 2).reshape(16, 16)),
     "interleaved transposed": (
         Rule(foreign="{i}.q", hf=Q, interleaved="num_attention_heads", transpose=True),
         lambda w: w[Q].view(4, 2, 2, 16).transpose(1, 2).reshape(16, 16).T,
@@ -38,7 +36,7 @@ KINDS = {
     "along columns": (Rule(foreign="{i}.kv", hf=[K, V], dim=1), lambda w: torch.cat([w[K], w[V]], 1)),
     "stacked blocks": (Rule(foreign="up", hf=UP), lambda w: torch.stack([torch.zeros(24, 16), w[UP]])),
     "padded": (Rule(foreign="{i}.up", hf=UP, padded=True), lambda w: torch.cat([w[UP], torch.ones(5, 16)])),
-}
+}  # fmt: skip
 
 
 def cut(tensor, ends):
@@ -60,8 +58,7 @@ def test_any_cut_into_chunks_gives_the_tensors_of_hugging_face(tmp_path_factory,
         for number, name in enumerate((Q, K, V, UP))
     }
     theirs = make(weights)
-    ends = [data.draw(st.lists(st.integers(1, n), max_size=3)) for n in theirs.shape]
-    boxes = cut(theirs, ends)
+    boxes = cut(theirs, [data.draw(st.lists(st.integers(1, n), max_size=3)) for n in theirs.shape])
     path = tmp_path_factory.mktemp("chunks") / "chunks.pt"
     torch.save({str(n): theirs[box.slices].clone() for n, box in enumerate(boxes)}, path)
     file = open_state_dict(path)
