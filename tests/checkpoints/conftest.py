@@ -27,10 +27,7 @@ def _let_go(staging):
 
 @contextmanager
 def _killed_at(at):
-    """End the block at its operation number ``at``; yield the names of the operations that it began.
-
-    Of a write that is killed, half has arrived. A block with fewer operations runs to its end.
-    """
+    """End the block at its operation number ``at``, with half of a write done; yield the operations begun."""
     operations = list[str]()
     real = {name: getattr(Disk, name) for name in OPERATIONS}
 
@@ -58,10 +55,7 @@ def _killed_at(at):
 
 @contextmanager
 def _stopped_at(at):
-    """End the block at its operation number ``at`` on a store; yield the operations that it began.
-
-    Half of that operation is still done.
-    """
+    """End the block at its operation number ``at`` on a store, half done; yield the operations begun."""
     operations = list[str]()
     put, remove = RemoteFolder._put, RemoteFolder.remove
 

@@ -58,10 +58,7 @@ def saved(raw, dtype, shard):
 
 @cache
 def with_router_biases(kind, dtype):
-    """Return what writes a model in bf16, or in fp32 with a block that predicts further tokens.
-
-    Both come back as what transformers keeps in bf16: the biases of routers in fp32.
-    """
+    """Return what writes a model that comes back in bf16, its routers' biases in fp32."""
 
     def write(folder):
         transformers_model(FAMILIES[kind]).save_pretrained(folder / "float32")
@@ -79,7 +76,6 @@ def with_router_biases(kind, dtype):
 
 
 def trained(folder):
-    """Let four ranks write a run's checkpoint."""
     layout = {"data": 2, "tensor": 2, "zero": 1}
     train(tiny_recipe(folder / "run", write_tokens(folder / "tokens"), steps=1, layout=layout))
     source = Source(folder / "run" / "checkpoints" / "step-00000001")
@@ -96,17 +92,20 @@ def trained_through(first, second, *, slow=False):
 
 #: Layouts of tensor and pipeline ranks, and two others of which the first is in every run.
 AGAIN = {
-    (2, 1): [(4, 3), (1, 1)], (1, 2): [(1, 1), (4, 3)], (4, 1): [(1, 1), (4, 3)],
-    (2, 3): [(4, 3), (1, 1)], (1, 3): [(1, 1), (4, 3)],
-}  # fmt: skip
+    (2, 1): [(4, 3), (1, 1)],
+    (1, 2): [(1, 1), (4, 3)],
+    (4, 1): [(1, 1), (4, 3)],
+    (2, 3): [(4, 3), (1, 1)],
+    (1, 3): [(1, 1), (4, 3)],
+}
 THROUGH = ["--tensor 2 --pipeline 3", "--tensor 4 --pipeline 2 --split 2,1", "--to sharded", "--to hf"]
 TRIPS = [
+    # Every run has each model in each dtype, each in one file and in several, and each dtype so.
     *(
         RoundTrip(
             f"D6-{name}-{str(dtype)[6:]}-{'one file' if shard == ONE_FILE else 'index'}",
             saved(raw, dtype, shard),
             THROUGH,
-            # Every run has each model in each dtype, each in one file and in several, and each dtype so.
             slow=((dtype is torch.bfloat16) + (shard == ONE_FILE) + (name == "llama")) % 2 == 0,
         )
         for name, raw in MODELS.items()
@@ -249,7 +248,6 @@ test_conversions_of_what_does_not_fit_are_refused = refusals(REFUSED)
 
 @pytest.fixture
 def hf(tmp_path):
-    """An untied Llama in fp32, in one file."""
     hf_folder()(tmp_path)
     return tmp_path / "hf"
 
@@ -359,10 +357,17 @@ def test_a_transposed_square_matrix_has_the_right_shape_and_only_a_comparison_sh
 def test_llama_405b_is_planned_from_its_headers_alone(tmp_path):
     """The folder has only the headers of 810 GB in 191 files; the data are holes in sparse files."""
     raw = config(
-        "tiny_llama", vocab_size=128256, hidden_size=16384, intermediate_size=53248, layers=126,
-        num_attention_heads=128, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
+        "tiny_llama",
+        vocab_size=128256,
+        hidden_size=16384,
+        intermediate_size=53248,
+        layers=126,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=False,
         attention_bias=False,
-    )  # fmt: skip
+    )
     family = family_of(raw)
     _, shapes = family.links(family.from_hf(raw))
     shards = plan_shards({name: ("BF16", shape) for name, shape in shapes.items()})

@@ -30,7 +30,6 @@ def cut(shape, cuts):
 
 
 def store(directory, name, whole, boxes):
-    """Write a file for each box."""
     for i, box in enumerate(boxes):
         save_file({name: whole[box.slices].contiguous()}, directory / f"{i}.safetensors")
     return [TensorFile.open(directory / f"{i}.safetensors") for i in range(len(boxes))]
@@ -82,8 +81,7 @@ def test_any_cut_into_any_other_in_files_and_in_memory(tmp_path, case, block, th
             transfers = [
                 (Transfer("w", *plan, "BF16"), one) for plan, one in zip(plans, targets, strict=True)
             ]
-            report = execute(files, transfers, threads=threads)
-            assert report.bytes_made == whole.nbytes
+            assert execute(files, transfers, threads=threads).bytes_made == whole.nbytes
     for i, (box, writer, tensor) in enumerate(zip(new, writers, tensors, strict=True)):
         writer.close()
         assert torch.equal(load_file(tmp_path / f"new-{i}.safetensors")["w"], whole[box.slices])
@@ -91,7 +89,6 @@ def test_any_cut_into_any_other_in_files_and_in_memory(tmp_path, case, block, th
 
 
 def run(files, whole, wanted):
-    """Make the wanted boxes of tensors in memory, from the files."""
     made, transfers = {}, []
     for name, boxes in wanted.items():
         made[name] = [torch.empty(box.shape) for box in boxes]
@@ -109,8 +106,7 @@ def test_every_byte_is_read_once(tmp_path, monkeypatch, old, new, dim):
     n = whole.shape[dim]
     before = cut((64, 96), {dim: range(n // old, n, n // old)})
     after = cut((64, 96), {dim: range(n // new, n, n // new)})
-    files = store(tmp_path, "w", whole, before)
-    made, report = run(files, catalog("w", whole, before), {"w": after})
+    made, report = run(store(tmp_path, "w", whole, before), catalog("w", whole, before), {"w": after})
     assert report.bytes_read == report.bytes_made == whole.nbytes
     assert all(torch.equal(t, whole[b.slices]) for t, b in zip(made["w"], after, strict=True))
 
@@ -118,8 +114,7 @@ def test_every_byte_is_read_once(tmp_path, monkeypatch, old, new, dim):
 def test_replicas_are_read_once(tmp_path):
     whole = torch.randn(64, 96)
     box = Box.whole((64, 96))
-    files = store(tmp_path, "w", whole, [box])
-    made, report = run(files, catalog("w", whole, [box]), {"w": [box] * 8})
+    made, report = run(store(tmp_path, "w", whole, [box]), catalog("w", whole, [box]), {"w": [box] * 8})
     assert report.bytes_read == whole.nbytes and report.bytes_made == 8 * whole.nbytes
     assert all(torch.equal(tensor, whole) for tensor in made["w"])
 
@@ -282,8 +277,7 @@ def test_progress_adds_up_and_memory_does_not_grow(tmp_path, monkeypatch):
         sizes.append(out.nbytes)
         return out
 
-    boxes = cut((512, 1024), {1: [100, 777]})
-    plan = [(transfer(part=box), empty(box.shape)) for box in boxes]
+    plan = [(transfer(part=box), empty(box.shape)) for box in cut((512, 1024), {1: [100, 777]})]
     monkeypatch.setattr(torch, "empty", counted)
     made = []
     random.Random(0).shuffle(plan)

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 def put(url, folder):
-    """Copy the files of a folder to a URL."""
     remote = RemoteFolder(url)
     for file in folder.iterdir():
         remote.copy(file, file.name)

@@ -18,21 +18,8 @@ from trilith.storage import TensorFile
 
 STRANGE = [
     *(None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63, 2**64, 10**30, -(10**30), 0.5, -0.0, 1e308, 1e-320),
-    *(
-        "",
-        "x",
-        "F32",
-        "BF16",
-        "../x",
-        "/etc/passwd",
-        "a\0b",
-        "\ud800",
-        "é" * 300,
-        "1",
-        "nan",
-        "llama",
-        "gpt2",
-    ),
+    *("", "x", "F32", "BF16", "../x", "/etc/passwd", "a\0b", "\ud800", "é" * 300, "1", "nan"),
+    *("llama", "gpt2"),
     *([], [0], [1, 2], [[]], [None], [-1, 2], [0, 2**63], {}, {"a": 1}, {"rope_type": "yarn", "factor": -1}),
 ]
 #: Tried this often in CI, and this often with `-m slow`.

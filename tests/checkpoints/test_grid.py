@@ -16,8 +16,7 @@ SIZES = st.sampled_from([1, 2, 3, 4])
 @st.composite
 def layouts(draw):
     """Any layout of at most 256 ranks, with and without ZeRO, context and expert axes."""
-    axes = ("tensor", "context", "data_shard", "data_replicate", "pipeline")
-    sizes = {axis: draw(SIZES) for axis in axes}
+    sizes = {axis: draw(SIZES) for axis in ("tensor", "context", "data_shard", "data_replicate", "pipeline")}
     if draw(st.booleans()):
         sizes["data_shard"] = 1
     pool = sizes["context"] * sizes["data_shard"]
@@ -44,9 +43,13 @@ def declared(draw, layout):
     if multiple and cut is not None and cut.dim == 0:  # padding makes any number of rows fit
         shape[0] = draw(st.integers(1, 30))
     return Declaration(
-        tuple(shape), cut=cut, multiple=multiple, experts=experts, ends=draw(st.booleans()),
+        tuple(shape),
+        cut=cut,
+        multiple=multiple,
+        experts=experts,
+        ends=draw(st.booleans()),
         buffer=not experts and cut is None and multiple is None and draw(st.booleans()),
-    )  # fmt: skip
+    )
 
 
 @settings(max_examples=200)
@@ -94,16 +97,18 @@ def refused(why, cuts, says):
     return Refused(why, checked((8,), *cuts), says, code=4)
 
 
-test_a_grid_that_cannot_be_is_refused_in_one_line = refusals([
-    refused("a part missing", [cut(count=3)], r"dim 0, 6:8 owned by nobody"),
-    refused("rows missing", [cut(rows=1)], r"dim 0, 4:8 owned by nobody"),
-    refused("rows missing within", [cut(), cut(rows=1, count=1, apart=4)], r"1:2 owned by nobody"),
-    refused("no such dim", [cut(dim=1)], r"cuts of \[8\], found one of dim 1"),
-    refused("two parts in a file", [cut(), cut(rows=1, count=2, apart=3)], "one part in each file"),
-    refused("a file missing", [cut(apart=2)], "none of rank 4"),
-    refused("more parts than files", [cut(rows=1, count=8)], "at most 4 parts, one a file, found 8"),
-    refused("a huge count", [cut(rows=1, count=10**15)], "at most 4 parts"),
-])  # fmt: skip
+test_a_grid_that_cannot_be_is_refused_in_one_line = refusals(
+    [
+        refused("a part missing", [cut(count=3)], r"dim 0, 6:8 owned by nobody"),
+        refused("rows missing", [cut(rows=1)], r"dim 0, 4:8 owned by nobody"),
+        refused("rows missing within", [cut(), cut(rows=1, count=1, apart=4)], r"1:2 owned by nobody"),
+        refused("no such dim", [cut(dim=1)], r"cuts of \[8\], found one of dim 1"),
+        refused("two parts in a file", [cut(), cut(rows=1, count=2, apart=3)], "one part in each file"),
+        refused("a file missing", [cut(apart=2)], "none of rank 4"),
+        refused("more parts than files", [cut(rows=1, count=8)], "at most 4 parts, one a file, found 8"),
+        refused("a huge count", [cut(rows=1, count=10**15)], "at most 4 parts"),
+    ]
+)
 
 
 @pytest.mark.parametrize("changes", [{"rows": 0}, {"count": 0}, {"apart": 0}, {"dim": -1}, {"rows": -2}])

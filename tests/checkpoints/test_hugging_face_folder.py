@@ -1,4 +1,4 @@
-"""Folders and model ids of Hugging Face: what is read, what is refused first; no pickle is ever opened."""
+"""Hugging Face's folders and ids: what is read, refused first, and written; no pickle is ever opened."""
 
 import json
 import os
@@ -8,13 +8,21 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
-from safetensors.torch import save_file
+from huggingface_hub import split_torch_state_dict_into_shards
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from support.audit import audited
-from support.configs import TINY_LLAMA
+from support.configs import TINY_LLAMA, config
+from support.families import config_of, transformers_model
 from support.refusals import Refused, refusals
+from support.round_trips import assert_same
+from transformers import AutoModelForCausalLM
 from trilith.checkpoints import HFFolder, convert, differences, read_source
+from trilith.checkpoints.hugging_face.writer import HFFolderWriter, plan_shards
 from trilith.machine.random_files import write_hf_folder
-from trilith.parallel_state import BadInput
+from trilith.parallel_state import BadInput, Box
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
@@ -68,7 +76,6 @@ def text(name, content):
 
 
 def of_size(name, size):
-    """Replace a file by a hole."""
     return lambda root: [(root / name).unlink(), (root / name).touch(), os.truncate(root / name, size)]
 
 
@@ -260,3 +267,52 @@ def test_what_is_no_model_id_is_only_a_folder(snapshot):
 def test_a_folder_of_that_name_comes_first(snapshot, tmp_path):
     write_hf_folder(tmp_path / "some" / "llama", TINY_LLAMA)
     assert read_source("some/llama").path == Path("some/llama")
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.integers(4, 80))
+def test_shards_are_cut_as_hugging_face_cuts_them(rows, most):
+    state = {f"t{i}": torch.zeros(n, 2) for i, n in enumerate(rows)}
+    theirs = split_torch_state_dict_into_shards(
+        state, filename_pattern="model{suffix}.safetensors", max_shard_size=most
+    )
+    ours = plan_shards({name: ("F32", tuple(t.shape)) for name, t in state.items()}, most)
+    assert ours == theirs.filename_to_tensors
+
+
+@pytest.mark.parametrize("most", [30_000, 10**9])
+def test_transformers_reads_what_is_written(tmp_path, most):
+    model = transformers_model(config("tiny_llama", tie_word_embeddings=False))
+    raw, state = config_of(model), model.state_dict()
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_bytes('{"é": 1}'.encode() * 1000)
+    target = tmp_path / "out"
+    target.mkdir()
+    spec = {name: ("F32", tuple(tensor.shape)) for name, tensor in state.items()}
+    writer = HFFolderWriter(target, raw, spec, max_shard_size=most, companions=[tokenizer])
+    for name, tensor in reversed(state.items()):
+        writer.writers[writer.place[name]].write(name, Box.whole(tuple(tensor.shape)), tensor)
+    written = writer.finish()
+    assert {one.crc for one in written} == {0}  # nobody asks for a sum, and it is not free
+
+    folder = HFFolder(target)
+    assert folder.warnings == []
+    assert {name: file.path for name, (file, _) in folder.tensors.items()} == {
+        name: writer.writers[writer.place[name]].path for name in state
+    }
+    assert [path.stat().st_size for path in sorted(target.glob("*.safetensors"))] == [w.size for w in written]
+    assert (len(written) > 1) == (most == 30_000)
+    assert (target / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+    assert_same(AutoModelForCausalLM.from_pretrained(target).state_dict(), state)
+
+    # byte for byte the index that transformers writes, and the same metadata inside the files
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=most)
+    index = "model.safetensors.index.json"
+    assert (target / index).exists() == (tmp_path / "theirs" / index).exists()
+    if (target / index).exists():
+        ours, theirs = (json.loads((d / index).read_text()) for d in (target, tmp_path / "theirs"))
+        assert ours["metadata"] == theirs["metadata"]
+        assert ours["weight_map"].keys() == theirs["weight_map"].keys()
+    for path in target.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+        assert load_file(path)

@@ -99,8 +99,7 @@ def test_all_linear_of_some_blocks_is_exported_so_that_peft_takes_the_same(tmp_p
     numbers = {site.name.split(".")[2] for site in family.sites(base.model_config)}
     assert numbers == {str(number) for number in (wanted if isinstance(wanted, list) else [wanted])}
 
-    shapes = family.links(base.model_config)[1]
-    factors = {name: torch.randn(shape) * 0.2 for name, shape in shapes.items()}
+    factors = {name: torch.randn(shape) * 0.2 for name, shape in family.links(base.model_config)[1].items()}
     (tmp_path / "adapter").mkdir()
     save_file(factors, tmp_path / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
     stated = family.to_peft(base.model_config, str(tmp_path / "base"))
@@ -120,11 +119,16 @@ BESIDE = {
     for key, value in (("layers_to_transform", [1]), ("layers_pattern", "layers"))
     for target in ("all-linear", r".*q_proj")
 }
-test_a_choice_of_blocks_beside_a_string_of_targets_is_refused = refusals([
-    Refused(why, lambda _, raw=raw: LoraConfig.from_peft({"peft_type": "LORA", **raw}),
-            f"{why.split()[0]}: expected absent: peft refuses it")
-    for why, raw in BESIDE.items()
-])  # fmt: skip
+test_a_choice_of_blocks_beside_a_string_of_targets_is_refused = refusals(
+    [
+        Refused(
+            why,
+            lambda _, raw=raw: LoraConfig.from_peft({"peft_type": "LORA", **raw}),
+            f"{why.split()[0]}: expected absent: peft refuses it",
+        )
+        for why, raw in BESIDE.items()
+    ]
+)
 
 
 @pytest.mark.parametrize("why", BESIDE)
@@ -205,11 +209,21 @@ def checked(model, **lora):
 
 
 DOWN = {"target_parameters": ["down_proj"]}
-test_targets_that_are_not_there_are_refused = refusals([
-    Refused("no such stack", checked(TINY_MIXTRAL, target_parameters=["experts.w1"]),
-            r"mlp.experts.down_proj, mlp.experts.gate_up"),
-    Refused("no experts", checked(TINY_LLAMA, **DOWN), "expected none: no stack of experts"),
-    Refused("dropout", checked(TINY_MIXTRAL, **DOWN, lora_dropout=0.1),
-            "lora_dropout: expected 0 beside target_parameters"),
-    Refused("no targets", checked(TINY_MIXTRAL, target_modules=[]), "target_modules: expected targets among"),
-])  # fmt: skip
+test_targets_that_are_not_there_are_refused = refusals(
+    [
+        Refused(
+            "no such stack",
+            checked(TINY_MIXTRAL, target_parameters=["experts.w1"]),
+            r"mlp.experts.down_proj, mlp.experts.gate_up",
+        ),
+        Refused("no experts", checked(TINY_LLAMA, **DOWN), "expected none: no stack of experts"),
+        Refused(
+            "dropout",
+            checked(TINY_MIXTRAL, **DOWN, lora_dropout=0.1),
+            "lora_dropout: expected 0 beside target_parameters",
+        ),
+        Refused(
+            "no targets", checked(TINY_MIXTRAL, target_modules=[]), "target_modules: expected targets among"
+        ),
+    ]
+)

@@ -42,12 +42,12 @@ def write_checkpoint(directory):
     manifest = Manifest(
         kind="training",
         model_type="llama",
-        config={"model_type": "llama", "rope_scaling": None, "rms_norm_eps": 1e-5, "name": "é"},
         layout=Layout(tensor=2),
+        files=tuple(files),
+        config={"model_type": "llama", "rope_scaling": None, "rms_norm_eps": 1e-5, "name": "é"},
         step=int(directory.name.removeprefix("step-")),
         seeds={"data": 1},
         data_position={"sample": 96},
-        files=tuple(files),
         companions=(StoredFile(name="tokenizer.json", size=2, crc32=crc32(b"{}")),),
         tensors={
             "up": StoredTensor(dtype="F32", shape=(8, 4), parts=tuple(parts)),
@@ -84,7 +84,6 @@ def edited(change):
 
 
 def of_version_1(directory):
-    """Write the manifest as releases before the seal did."""
     manifest = json.loads((directory / MANIFEST).read_text()) | {"version": 1}
     manifest.pop("seal")
     (directory / MANIFEST).write_text(json.dumps(manifest))
@@ -184,8 +183,6 @@ def newest(folder):
 
 
 def damaged(why, spoil, says, read=load):
-    """Return a row: a checkpoint is written, damaged and read."""
-
     def given(folder):
         write_checkpoint(folder / "step-00000003")
         spoil(folder / "step-00000003")
@@ -215,18 +212,24 @@ REFUSED = [
     damaged("G5-other-step", field(step=4), "step: expected 3, as .* named"),
     damaged("G5-ranks", layout(tensor=10**9), "layout.*found 1,000,000,000"),
     damaged("G5-fewer-ranks-than-files", layout(tensor=1), "layout"),
-    damaged("G5-files-of-another-layout", named("rank-00000-of-00004.safetensors"),
-            "layout: expected 4 ranks, as rank-00000-of-00004.safetensors says, found 2"),
+    damaged(
+        "G5-files-of-another-layout",
+        named("rank-00000-of-00004.safetensors"),
+        "layout: expected 4 ranks, as rank-00000-of-00004.safetensors says, found 2",
+    ),
     damaged("G5-altered", raw(lambda text: text.replace(b'"step": 3', b'"step": 2')), "seal: expected"),
     damaged("G5-seal-removed", raw(lambda text: text.rpartition(b",")[0] + b"\n}\n"), "seal: .* none"),
-    damaged("G5-seal-in-version-1", raw(lambda text: text.replace(b': 2,', b': 1,', 1)), "seal: Extra|seal"),
+    damaged("G5-seal-in-version-1", raw(lambda text: text.replace(b": 2,", b": 1,", 1)), "seal: Extra|seal"),
     damaged("G5-two-model-types", field(model_type="gpt2"), r"config\.model_type"),
     damaged("G5-dtype", edited(lambda m: m["tensors"]["up"].update(dtype="F31")), "F31"),
     damaged("G6-shard-missing", no_shard, f"{SHARD}: .*nothing there"),
     damaged("G7-shard-truncated", lambda step: truncate(step / SHARD, -1), f"{SHARD}: .*bytes"),
     damaged("G7-companion-truncated", lambda step: truncate(step / TOKENIZER, 1), "tokenizer.*bytes"),
-    damaged("G10-foreign-file", lambda step: save_file({"a": UP}, step / "tensor-02-of-03.safetensors"),
-            "tensor-02-of-03"),
+    damaged(
+        "G10-foreign-file",
+        lambda step: save_file({"a": UP}, step / "tensor-02-of-03.safetensors"),
+        "tensor-02-of-03",
+    ),
     damaged("G11-parent", named("../x.safetensors"), "plain file name"),
     damaged("G11-absolute", named("/etc/passwd"), "plain file name"),
     damaged("G11-the-manifest-itself", edited(lambda m: m["files"][1].update(name=MANIFEST)), "twice"),
@@ -242,8 +245,12 @@ REFUSED = [
     damaged("G12-negative", part(start=[-1, 0]), "start"),
     # What only the bytes show.
     damaged("G8-bit-flip", lambda step: flip_bit(step / SHARD, -1), f"{SHARD}: CRC-32", verified),
-    damaged("G8-bit-flip-in-companion", lambda step: flip_bit(step / TOKENIZER, 0),
-            "tokenizer.json: CRC-32", verified),
+    damaged(
+        "G8-bit-flip-in-companion",
+        lambda step: flip_bit(step / TOKENIZER, 0),
+        "tokenizer.json: CRC-32",
+        verified,
+    ),
     damaged("G9-shards-swapped", swapped, "CRC-32", verified),
     damaged("G8-header-of-another-tensor", header(b'"nurm"'), f"{SHARD}: 'norm'", verified),
     damaged("G8-header-damaged", header(b"'norm'"), f"{SHARD}: header", verified),
@@ -251,10 +258,15 @@ REFUSED = [
     # Folders of runs without a complete checkpoint.
     Refused("G1-root-missing", newest, "no such directory", code=4),
     Refused("G2-root-empty", newest, "found none", code=4, given=folders("")),
-    Refused("G3-only-tmp", newest, "unfinished: step-00000003.tmp-01", code=4,
-            given=folders("step-00000003.tmp-0123456789abcdef")),
+    Refused(
+        "G3-only-tmp",
+        newest,
+        "unfinished: step-00000003.tmp-01",
+        code=4,
+        given=folders("step-00000003.tmp-0123456789abcdef"),
+    ),
     Refused("G4-only-incomplete", newest, "step-00000007", code=4, given=folders("step-00000007")),
-]  # fmt: skip
+]
 test_what_is_no_whole_checkpoint_is_refused = refusals(REFUSED)
 
 
@@ -297,7 +309,7 @@ def llama_405b():
     files = tuple(StoredFile(name=name, size=6 << 30, crc32=2**32 - 1) for name in names)
     return Manifest(
         kind="weights", model_type="llama", config={}, layout=layout, files=files, tensors=tensors
-    )  # fmt: skip
+    )
 
 
 def test_a_405b_manifest_is_read_and_checked_in_a_moment():

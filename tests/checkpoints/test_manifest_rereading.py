@@ -93,12 +93,18 @@ def run_with_remark(value):
     return lambda folder: run_recipe(tiny_recipe(folder / "run", folder / "tokens", model=model))
 
 
-test_configs_that_no_checkpoint_can_hold_are_refused_before_the_first_step = refusals([
-    Refused(f"{why}{' inside' * (value is not outer)}", run_with_remark(value), "remark|config",
-            given=lambda folder: write_tokens(folder / "tokens"))
-    for why, outer in UNREADABLE.items()
-    for value in (outer, {"inside": [{"inside": [outer]}]})
-])  # fmt: skip
+test_configs_that_no_checkpoint_can_hold_are_refused_before_the_first_step = refusals(
+    [
+        Refused(
+            f"{why}{' inside' * (value is not outer)}",
+            run_with_remark(value),
+            "remark|config",
+            given=lambda folder: write_tokens(folder / "tokens"),
+        )
+        for why, outer in UNREADABLE.items()
+        for value in (outer, {"inside": [{"inside": [outer]}]})
+    ]
+)
 
 
 @settings(max_examples=40)

@@ -21,9 +21,11 @@ from trilith.cli.app import run
 IDS = torch.randint(131, (2, 20), generator=torch.Generator().manual_seed(3))
 #: Both of a stack's matrices: (E, in, out) in gpt_oss, (E, out, in) in granitemoehybrid, whole in the files.
 STACKS = {
-    "r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "o_proj"],
+    "r": 3,
+    "lora_alpha": 6,
+    "target_modules": ["q_proj", "o_proj"],
     "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
-}  # fmt: skip
+}
 MODELS = {
     "llama": (
         config("tiny_llama", tie_word_embeddings=False),
@@ -112,8 +114,6 @@ def test_a_block_at_a_time_comes_to_the_same(made, name, tmp_path, monkeypatch):
 
 
 def spoiled(tensors=None, **fields):
-    """Return what writes a base and an adapter with other tensors, which ``tensors`` makes, and fields."""
-
     def give(folder):
         raw, lora = MODELS["llama"]
         base = transformers_model(raw)
@@ -138,10 +138,18 @@ def merging(base="base", adapter="adapter"):
 
 NAN, EXTRA = float("nan"), "base_model.model.lm_head.lora_A.weight"
 REFUSED = [
-    Refused("missing", merging(), "expected a tensor, as target_modules says",
-            given=spoiled(lambda name, one: {name: None})),
-    Refused("extra", merging(), "lm_head.lora_A.weight: expected no such tensor",
-            given=spoiled(lambda name, one: {EXTRA: one.clone()})),
+    Refused(
+        "missing",
+        merging(),
+        "expected a tensor, as target_modules says",
+        given=spoiled(lambda name, one: {name: None}),
+    ),
+    Refused(
+        "extra",
+        merging(),
+        "lm_head.lora_A.weight: expected no such tensor",
+        given=spoiled(lambda name, one: {EXTRA: one.clone()}),
+    ),
     Refused("shape", merging(), r"expected \[", given=spoiled(lambda name, one: {name: one[:, 1:].clone()})),
     Refused("nan", merging(), "expected finite numbers", given=spoiled(lambda name, one: {name: one * NAN})),
     Refused("rank", merging(), r"expected \[", given=spoiled(r=5)),
@@ -150,11 +158,14 @@ REFUSED = [
     Refused("save", merging(), "modules_to_save: .*absent", given=spoiled(modules_to_save=["lm_head"])),
     Refused("pissa", merging(), "init_lora_weights", given=spoiled(init_lora_weights="pissa")),
     Refused("future", merging(), "use_new: expected absent", given=spoiled(use_new={"a": 1})),
-    *(Refused(why, call, "LoRA adapters", given=spoiled()) for why, call in (
-        ("adapters are no model", lambda folder: read_source(folder / "adapter")),
-        ("a base is no adapter", merging("base", "base")),
-        ("an adapter is no base", merging("adapter")),
-        ("a model as adapters", lambda folder: convert(folder / "base", folder / "x", to="peft")),
-    )),
-]  # fmt: skip
+    *(
+        Refused(why, call, "LoRA adapters", given=spoiled())
+        for why, call in (
+            ("adapters are no model", lambda folder: read_source(folder / "adapter")),
+            ("a base is no adapter", merging("base", "base")),
+            ("an adapter is no base", merging("adapter")),
+            ("a model as adapters", lambda folder: convert(folder / "base", folder / "x", to="peft")),
+        )
+    ),
+]
 test_adapters_that_do_not_fit_are_refused = refusals(REFUSED)

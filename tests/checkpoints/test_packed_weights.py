@@ -35,10 +35,7 @@ def unpacked_by_hand(numbers, scales):
 
 @cache
 def fp8_model():
-    """Matrices in FP8 and a block that predicts further tokens.
-
-    The rows of a latent with its rotated key, 28, are no multiple of a block's.
-    """
+    """Matrices in FP8; the rows of a latent with its rotated key, 28, are no multiple of a block's."""
     raw = PUBLISHED["deepseek-v3"] | {"num_hidden_layers": 4, "torch_dtype": "bfloat16"}
     model = transformers_model(raw)
     plain = {name: tensor.contiguous() for name, tensor in on_disk(model, model.state_dict()).items()}
@@ -86,7 +83,6 @@ def mxfp4_model():
 
 
 def write(folder, shards, raw):
-    """Write a folder of Hugging Face in as many files as there are shards."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
     if len(shards) == 1:

@@ -47,8 +47,7 @@ def originals(tmp_path_factory):
     for which, change in (("old", 0.0), ("new", 1.0)):
         folder = root / which
         write_hf_folder(folder / "hf", TINY_LLAMA)
-        tensors = load_file(folder / "hf" / "model.safetensors")
-        weights = {name: one + change for name, one in tensors.items()}
+        weights = {name: one + change for name, one in load_file(folder / "hf" / "model.safetensors").items()}
         save_file(weights, folder / "hf" / "model.safetensors")
         convert(folder / "hf", folder / "sharded", tensor=2)
         _write_adapter(folder / "adapter", weights, change + 1)

@@ -34,8 +34,7 @@ def write_stand_in(folder, layout=LAYOUT):
     """Write a run's checkpoint as its ranks would, one after the other; return the whole tensors."""
     config = TINIEST_LLAMA | {"num_hidden_layers": 2}
     family = family_of(config)
-    model = family.from_hf(config)
-    stages = family.declarations(model, layout)
+    stages = family.declarations(family.from_hf(config), layout)
     tensors = stored_tensors(stages, layout, "F32", frozen=frozenset(), moments=MOMENTS)
     generator = torch.Generator().manual_seed(0)
     whole = {name: torch.randn(one.shape, generator=generator) for name, one in tensors.items()}
@@ -77,8 +76,7 @@ def test_what_grids_say_is_read_verified_and_cut_anew_bit_for_bit(stand_in, tmp_
     assert run(["reshard", str(folder), str(tmp_path / "cut"), "--tensor", "2"]) == 0
     assert run(["diff", str(folder), str(tmp_path / "cut")]) == 0
     assert json.loads((tmp_path / "cut" / MANIFEST).read_text())["version"] == 2
-    model = load_model(folder)
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in model.named_parameters())
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in load_model(folder).named_parameters())
 
 
 def test_a_reader_opens_only_the_files_that_it_needs(stand_in):
@@ -101,7 +99,6 @@ def test_a_reader_opens_only_the_files_that_it_needs(stand_in):
 
 
 def edited(folder, change):
-    """Return a checkpoint's manifest, changed and sealed anew."""
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest.pop("seal")
     change(manifest)

@@ -209,8 +209,6 @@ def test_a_user_module_is_exported_under_other_names_and_read_back(written, tmp_
 
 
 def saving(make, optimizer=None, **options):
-    """Return what saves a module; ``optimizer`` makes its optimizer."""
-
     def call(folder):
         model = make()
         save_module(folder / "m", model, optimizer and optimizer(model.parameters()), **options)

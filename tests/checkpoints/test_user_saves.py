@@ -112,7 +112,6 @@ def save(*steps, where="run", model=None, **options):
 
 
 def begin(where):
-    """Return what makes ready to save, before the first step."""
     model, state = Two(), ParallelState.alone()
     contents = module_contents(model, None, state=state)
     return lambda folder: Saver(folder / where, model, None, contents, state=state)

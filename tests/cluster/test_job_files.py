@@ -186,8 +186,8 @@ def test_a_job_is_not_submitted_where_there_is_no_scheduler(tmp_path, monkeypatc
 )
 @pytest.mark.parametrize("code", [0, 7])
 def test_the_written_file_is_handed_to_the_scheduler_whose_refusal_is_told(
-    system, program, words, code,
-    tmp_path, monkeypatch, capfd):  # fmt: skip
+    system, program, words, code, tmp_path, monkeypatch, capfd
+):
     scheduler = tmp_path / program
     scheduler.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/said\ntest -s "{tmp_path}/job" && exit {code}\n')
     scheduler.chmod(0o755)

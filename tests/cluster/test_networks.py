@@ -96,7 +96,6 @@ def test_a_link_that_is_cut_in_a_step_is_named_and_the_run_goes_on_when_it_is_ba
 
 
 def compare(network, folder, *options):
-    """Run the comparison of nodes on all hosts; return what the first says."""
     words = ["trilith", "doctor", "--nodes", "--json", *options, str(folder)]
     for one in start_all(network, words, folder):
         one.wait(120)

@@ -38,7 +38,6 @@ def cluster(tmp_path_factory, unpacked):
 
 
 def printed(mine):
-    """Return all that the job has printed."""
     return "".join(path.read_text() for path in mine.folder.glob("*.log"))
 
 
@@ -51,8 +50,7 @@ def test_a_job_saves_before_its_limit_goes_back_into_the_queue_and_goes_on_bitwi
         job = cluster.submit(tmp_path / "job.sbatch")
     mine.wait_for_steps(5)
     cluster.command("scancel", "--batch", "--signal=USR1", job)  # as Slurm does two minutes before the limit
-    state = cluster.wait(job, "PENDING", "COMPLETED", "FAILED")
-    assert state == "PENDING", printed(mine)
+    assert cluster.wait(job, "PENDING", "COMPLETED", "FAILED") == "PENDING", printed(mine)
     first = len(losses(mine.out))
     assert 5 <= first < steps
     whole = mine.uninterrupted()  # Slurm waits some seconds before it starts the job again
@@ -96,8 +94,7 @@ def test_a_job_whose_nodes_are_all_excluded_ends_and_says_so(cluster, tmp_path):
     mine = Submitted.write(run, tmp_path, "--nodes", "2", steps=2)
     mine.out.mkdir()
     (mine.out / "excluded-nodes").write_text("n2\n")
-    job = cluster.submit(tmp_path / "job.sbatch")
-    assert cluster.wait(job, "COMPLETED", "FAILED") == "FAILED"
+    assert cluster.wait(cluster.submit(tmp_path / "job.sbatch"), "COMPLETED", "FAILED") == "FAILED"
     assert "error: 1 nodes of n[1-2] are not excluded, 2 are needed" in printed(mine)
 
 

@@ -69,7 +69,6 @@ def template(tokenizer, folder, text, **variables):
 
 
 def learnt(tokenizer, ids, targets):
-    """Return the runs of tokens that are to be learnt, decoded."""
     edges = np.flatnonzero(np.diff([0, *targets.tolist(), 0]))
     return [tokenizer.decode(ids[a:b]) for a, b in edges.reshape(-1, 2).tolist()]
 

@@ -132,7 +132,6 @@ def test_a_killed_job_goes_on_and_gives_the_same_bytes(folder, tmp_path, monkeyp
 
 
 def counted(monkeypatch, call):
-    """Count the blocks that are encoded during the call."""
     made, begun = tokenize_workers._encoder, []
     with monkeypatch.context() as patch:
 
@@ -172,8 +171,7 @@ def test_a_dead_worker_costs_only_what_was_on_the_way(folder, tmp_path, monkeypa
         tokenize([path], folder, tmp_path / "out", chat=Chat(), workers=1, on_progress=fail)
     again = partial(tokenize, [path], folder, chat=Chat(), workers=1)
     left = counted(monkeypatch, lambda: again(out=tmp_path / "out"))
-    anew = counted(monkeypatch, lambda: again(out=tmp_path / "b"))
-    assert left == anew - 1
+    assert left == counted(monkeypatch, lambda: again(out=tmp_path / "b")) - 1
 
 
 def test_the_command_says_what_is_learnt_and_left_out(folder, tmp_path, capsys):

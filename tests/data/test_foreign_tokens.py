@@ -1,7 +1,4 @@
-"""Token ids of Megatron and datatrove are trained on where they lie; bad files are refused.
-
-The files in ``foreign_tokens/`` were written by these programs: see ``foreign_tokens/write.py``.
-"""
+"""Token ids that Megatron and datatrove wrote (``foreign_tokens/write.py``) are trained on where they lie."""
 
 import json
 import shutil

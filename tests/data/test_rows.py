@@ -12,10 +12,7 @@ from trilith.layers import IGNORE
 
 samples = st.lists(
     st.integers(1, 9).flatmap(
-        lambda n: st.tuples(
-            st.lists(st.integers(0, 999), min_size=n, max_size=n),
-            st.lists(st.integers(0, 1), min_size=n, max_size=n),
-        )
+        lambda n: st.tuples(*(st.lists(st.integers(0, most), min_size=n, max_size=n) for most in (999, 1)))
     ),
     min_size=1,
     max_size=20,
@@ -105,8 +102,7 @@ def test_a_sample_that_no_row_holds_is_cut_or_left_out(tmp_path):
     left_out = SampleRows(file, 4, packed=False, overlong="drop")
     assert len(left_out) == len(cut) - 1
     whole = SampleRows(file, 5, packed=False, overlong="truncate")
-    prints = {rows.fingerprint for rows in (cut, left_out, whole)}
-    assert len(prints) == 3
+    assert len({rows.fingerprint for rows in (cut, left_out, whole)}) == 3
 
 
 @settings(max_examples=15, deadline=None)
@@ -127,14 +123,9 @@ def test_chat_and_text_in_one_mixture_are_cut_alike_for_any_number_of_ranks(tmp_
 def test_the_way_rows_are_made_is_part_of_the_fingerprint(tmp_path):
     chat, text = (write(tmp_path / name, numbered(9), chat=name == "chat") for name in ("chat", "text"))
     other = write(tmp_path / "other", [(ids, [0, *learnt[1:]]) for ids, learnt in numbered(9)], chat=True)
-    ways = {
-        GlobalBatches(chat, 10, 1, 0).fingerprint,
-        GlobalBatches(chat, 10, 1, 0, samples="single").fingerprint,
-        GlobalBatches(other, 10, 1, 0).fingerprint,
-        GlobalBatches(text, 10, 1, 0).fingerprint,
-        GlobalBatches(text, 10, 1, 0, documents="separate").fingerprint,
-    }
-    assert len(ways) == 5
+    single, separate = {"samples": "single"}, {"documents": "separate"}
+    ways = [(chat, {}), (chat, single), (other, {}), (text, {}), (text, separate)]
+    assert len({GlobalBatches(file, 10, 1, 0, **how).fingerprint for file, how in ways}) == 5
 
 
 lengths_in_a_room = st.integers(1, 40).flatmap(
@@ -172,8 +163,7 @@ def test_packed_rows_are_fixed_for_all_time():
 
 def test_packed_samples_of_ordinary_lengths_leave_little_padding():
     lengths = np.clip(np.random.default_rng(0).lognormal(5, 1, 20_000).astype(int), 1, 2048)
-    rows = pack(lengths, 2048)
-    assert lengths.sum() / (len(rows) * 2048) > 0.999
+    assert lengths.sum() / (len(pack(lengths, 2048)) * 2048) > 0.999
 
 
 def test_one_sample_a_row():

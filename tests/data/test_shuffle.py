@@ -75,8 +75,7 @@ def test_the_order_is_fixed_for_all_time():
 @settings(max_examples=25, deadline=None)
 @given(n=st.integers(1, 200), batch=st.integers(1, 50), seed=seeds)
 def test_steps_lie_end_to_end_over_the_epochs(n, batch, seed):
-    steps = 3 * n // batch + 1
-    ids = np.concatenate([ids_at(positions_of(step, batch), n, seed) for step in range(steps)])
+    ids = np.concatenate([ids_at(positions_of(step, batch), n, seed) for step in range(3 * n // batch + 1)])
     for epoch in range(len(ids) // n):
         np.testing.assert_array_equal(ids[epoch * n : (epoch + 1) * n], permute(np.arange(n), n, seed, epoch))
 
@@ -99,13 +98,8 @@ def test_ranks_pieces_in_order_are_the_whole(size):
     np.testing.assert_array_equal(np.concatenate(pieces), np.arange(60, 72))
 
 
-weights = st.lists(
-    st.one_of(
-        st.integers(1, 60), st.sampled_from([0.1, 0.25, 0.7, 1e-3]), st.floats(1e-4, 1e4, allow_nan=False)
-    ),
-    min_size=1,
-    max_size=8,
-)
+weight = st.integers(1, 60) | st.sampled_from([0.1, 0.25, 0.7, 1e-3]) | st.floats(1e-4, 1e4, allow_nan=False)
+weights = st.lists(weight, min_size=1, max_size=8)
 
 
 @settings(max_examples=12, deadline=None)
@@ -125,8 +119,7 @@ def test_every_prefix_is_within_one_draw_of_the_shares(weights):
 @settings(max_examples=12, deadline=None)
 @given(weights=weights, position=st.integers(0, 10**15))
 def test_a_position_has_the_same_draw_alone_and_in_any_company(weights, position):
-    mixing = Interleave(weights)
-    alone = mixing.locate([position])
+    alone = Interleave(weights).locate([position])
     among = Interleave(weights).locate([0, position, position + 1])
     assert (alone[0][0], alone[1][0]) == (among[0][1], among[1][1])
 

@@ -222,15 +222,13 @@ def test_a_package_that_is_not_there_is_named(folder, tmp_path, monkeypatch, nam
 def test_zstandard(folder, tokenizer, tmp_path):
     path, parts = tmp_path / "in.jsonl.zst", (b'{"text": "one"}\n{"te', b'xt": "two"}\n')
     path.write_bytes(b"".join(map(zstandard.compress, parts)))  # two frames
-    file = tokenize([path], folder, tmp_path / "out", workers=1)
-    assert texts_of(file, tokenizer) == ["one", "two"]
+    assert texts_of(tokenize([path], folder, tmp_path / "out", workers=1), tokenizer) == ["one", "two"]
 
 
 def test_parquet(folder, tokenizer, tmp_path):
     path, texts = tmp_path / "in.parquet", [f"row {i}" for i in range(3000)]
     pyarrow.parquet.write_table(pyarrow.table({"text": texts, "n": range(3000)}), path, row_group_size=700)
-    file = tokenize([path], folder, tmp_path / "out", workers=1)
-    assert texts_of(file, tokenizer) == texts
+    assert texts_of(tokenize([path], folder, tmp_path / "out", workers=1), tokenizer) == texts
 
 
 def test_the_command(folder, tokenizer, tmp_path):

@@ -27,13 +27,8 @@ PARTS = [
 ]
 #: Texts that differ first when one setting is wrong.
 HARD = [
-    "",
-    " ",
-    "  two blanks lead and trail  ",
-    "\n\n\n",
-    "\tdef f(x):\n\t\treturn   x\n",
-    "a" + " " * 37 + "b",
-    "-----==========#####",
+    *("", " ", "  two blanks lead and trail  ", "\n\n\n", "\tdef f(x):\n\t\treturn   x\n"),
+    *("a" + " " * 37 + "b", "-----==========#####"),
     "naïve café, e\u0301, ﬁ, Å, ½, ①",
     "漢字かな交じり文 한국어 العربية हिन्दी",
     "😀👩\u200d👩\u200d👧 \U0001f1e8\U0001f1ed",
@@ -129,8 +124,7 @@ def test_the_spelling_of_a_special_token_is_text_even_in_letters_never_seen(tmp_
 
 def test_a_long_text_is_learned_from_whole(tmp_path):
     """SentencePiece leaves out texts above 4,192 bytes unless told otherwise."""
-    text = "xylophone quartz " * 1000
-    tokenizer = train_tokenizer([text], tmp_path / "t", vocab_size=290)
+    tokenizer = train_tokenizer(["xylophone quartz " * 1000], tmp_path / "t", vocab_size=290)
     assert len(tokenizer.encode("xylophone")) < 3
 
 

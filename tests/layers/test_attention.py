@@ -130,8 +130,7 @@ def test_each_tensor_rank_biases_its_own_heads():
 
 @pytest.mark.parametrize("heads", [1, 4, 6, 12, 71, 112])
 def test_slopes_are_those_of_transformers(heads):
-    wanted = _get_alibi_slopes(heads, torch.device("cpu"))
-    assert torch.equal(torch.tensor(alibi_slopes(heads)), wanted)
+    assert torch.equal(torch.tensor(alibi_slopes(heads)), _get_alibi_slopes(heads, torch.device("cpu")))
 
 
 def seen_by_hand(positions):
@@ -161,8 +160,7 @@ def test_heads_that_share_keys_under_a_mask_are_given_a_kernel_that_takes_both(m
 
     def watched(q, k, v, **said):
         seen.append((q.shape[1], k.shape[1], v.shape[1], said["attn_mask"] is None, said["enable_gqa"]))
-        out = kernel(q, k, v, **said)
-        return out
+        return kernel(q, k, v, **said)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
     q, k = torch.randn(1, 6, 4, 4), torch.randn(1, 2, 4, 4)
@@ -187,8 +185,7 @@ def test_every_query_head_meets_its_own_key_head(data):
     here = queries // tensor
     for rank in range(tensor):
         state = ParallelState.stand_in(Layout.of(tensor=tensor), rank)
-        layer = ColumnParallelLinear(1, {"q": queries, "k": kv}, False, shared=("k",), state=state)
-        key = layer.parts[1]
+        key = ColumnParallelLinear(1, {"q": queries, "k": kv}, False, shared=("k",), state=state).parts[1]
         held = list(range(kv))[key.slice or slice(rank * kv // tensor, (rank + 1) * kv // tensor)]
         assert key.here == len(held)
         share = SharedHeads(queries, kv, state=state)

@@ -36,8 +36,7 @@ def attention(x):
 
 def rotated(x):
     rope = RotaryEmbedding(D, 1e4)(torch.arange(1000, 1000 + len(x[0])), x.dtype)
-    turned = rope(x.unsqueeze(1))
-    return turned
+    return rope(x.unsqueeze(1))
 
 
 LABELS = torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(3))

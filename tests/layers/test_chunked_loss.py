@@ -49,8 +49,7 @@ def test_it_equals_the_plain_loss(chunk, terms, cap, compiled, monkeypatch):
     plain = vocab_parallel_cross_entropy(logits if cap is None else bounded(logits, cap), labels, V, **terms)
     wanted = torch.autograd.grad(plain.sum() * 0.37 * 0.5, every)
     if compiled:  # as on a GPU, where torch's compiler makes a kernel of each reading of the logits
-        graph = torch.compile(fullgraph=True, backend="aot_eager")
-        monkeypatch.setattr(token_losses, "_compiled", graph)
+        monkeypatch.setattr(token_losses, "_compiled", torch.compile(fullgraph=True, backend="aot_eager"))
     loss = chunked_cross_entropy(
         hidden,
         weight,

@@ -41,10 +41,7 @@ def work(scope, size, chunk):
 
 @given(_sizes, st.integers(1, 16))
 def test_every_rank_has_the_same_work_with_any_ranks_keys(size, chunk):
-    """So a ring never waits for a slow rank.
-
-    With its own keys a rank has two causal halves and a whole block, with any other's two whole blocks.
-    """
+    """With its own keys a rank has two causal halves and a whole block, with any other's two whole blocks."""
     for state in ranks(size):
         found = work(ContextScope(None, state=state), size, chunk)
         own = found.pop(state.context_index)
@@ -112,7 +109,6 @@ attention = Attend.apply
 
 
 def heads(dtype=torch.float64):
-    """Six query heads, two key/value heads."""
     torch.manual_seed(0)
     return [torch.randn(2, h, 5, 4, dtype=dtype, requires_grad=True) for h in (6, 2, 2)]
 

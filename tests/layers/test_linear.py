@@ -1,7 +1,4 @@
-"""Linears of one rank: outputs, sizes, the bias, and a backward in which gradients travel during products.
-
-In backward the input's gradient travels, in its own memory, while the weights' gradients are computed.
-"""
+"""Linears of one rank: outputs, sizes, the bias, and a backward in which gradients travel during products."""
 
 import pytest
 import torch

@@ -19,7 +19,6 @@ D = 12
 
 
 def by_token(moe, x_BSD):
-    """Compute the mixture by its definition, token by token."""
     weights, chosen = moe.router(x_BSD)
     rows = []
     for x, w, experts in zip(x_BSD.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1), strict=True):
@@ -150,8 +149,7 @@ def test_the_kernel_has_the_numbers_of_the_loop(device, dtype, tolerance):
 
 
 def test_a_model_may_hold_experts_anywhere():
-    model = nn.Sequential(nn.Linear(D, D), mixture(None).float())
-    assert model(torch.randn(1, 3, D)).shape == (1, 3, D)
+    assert nn.Sequential(nn.Linear(D, D), mixture(None).float())(torch.randn(1, 3, D)).shape == (1, 3, D)
 
 
 @pytest.mark.parametrize("clamped", [False, True])

@@ -32,8 +32,6 @@ ALONE = {
 
 
 class Plain(nn.Module):
-    """An MLP of ``nn.Linear``, gated or not."""
-
     def __init__(self, gated):
         super().__init__()
         self.gate = nn.Linear(6, 10, False) if gated else None
@@ -42,15 +40,11 @@ class Plain(nn.Module):
     def forward(self, x):
         if self.gate is not None:
             gate, up = self.gate(x), self.up(x)
-            gated = self.down(F.silu(gate) * up)
-            return gated
-        plain = self.down(F.gelu(self.up(x)))
-        return plain
+            return self.down(F.silu(gate) * up)
+        return self.down(F.gelu(self.up(x)))
 
 
 class Positions(nn.Module):
-    """Learned positions, ours or torch's, added."""
-
     def __init__(self, ours, state=None):
         super().__init__()
         self.table = PositionEmbedding(8, 6, state=state) if ours else nn.Embedding(8, 6)
@@ -89,7 +83,6 @@ PAIRS = pytest.mark.parametrize("layer", COUNTERPARTS)
 
 
 def inputs(layer, dtype=torch.float32):
-    """Return an input of the layer, twice."""
     if layer == "embedding":
         return [torch.randint(128, (2, 5))] * 2
     x = torch.randn(2, 5, 6, dtype=dtype)
@@ -121,7 +114,6 @@ def test_a_layer_has_the_numbers_of_torchs(layer, dtype):
 
 
 def launched(run):
-    """Return how often each operator runs, forward and backward."""
     with Operators() as operators:
         y = run()
         parts = (y,) if isinstance(y, Tensor) else y

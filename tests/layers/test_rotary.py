@@ -24,16 +24,9 @@ SCALINGS = {
 
 
 def theirs(head_dim, theta, scaling):
-    return LlamaRotaryEmbedding(
-        LlamaConfig(
-            hidden_size=4 * head_dim,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            head_dim=head_dim,
-            max_position_embeddings=131_072,
-            rope_parameters={"rope_theta": theta, **scaling},
-        )
-    )
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": head_dim}
+    rope = {"max_position_embeddings": 131_072, "rope_parameters": {"rope_theta": theta, **scaling}}
+    return LlamaRotaryEmbedding(LlamaConfig(hidden_size=4 * head_dim, **heads, **rope))
 
 
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0])

@@ -1,8 +1,4 @@
-"""Each family whole: in layouts, through files, in generation and with LoRA it is transformers' model.
-
-An entry of ``models/tiny.json`` gives a family all of this; ``test_hugging_face`` has logits and gradients on
-one device. Beside it ``test_family_fields`` shows that these comparisons see each tensor and each field.
-"""
+"""Each family whole: in layouts, through files, in generation and with LoRA it is transformers' model."""
 
 import json
 
@@ -127,8 +123,7 @@ def greedy_after(model, prompt, text):
             pad_token_id=0,
         )
         return done[0, len(prompt) :].tolist()
-    logits = model(torch.tensor([prompt + text[:-1]])).logits
-    return logits[0, len(prompt) - 1 :].argmax(-1).tolist()
+    return model(torch.tensor([prompt + text[:-1]])).logits[0, len(prompt) - 1 :].argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("row", [*FIRST.values(), "opt-350m"])
@@ -144,8 +139,7 @@ def test_greedy_generation_is_transformers(row, tmp_path, record_property):
             break
     else:
         raise AssertionError("all models write few tokens over and over")
-    expected = [greedy_after(model, *both) for both in zip(PROMPTS, texts, strict=True)]
-    assert texts == expected
+    assert texts == [greedy_after(model, *both) for both in zip(PROMPTS, texts, strict=True)]
     record_property(MEASURED, [MODELS[row]["model_type"], ["generation"], 0])
 
 

@@ -22,15 +22,8 @@ CASES |= PUBLISHED
 #: routers, and the most positions that may be asked for.
 NOT_IN_FORWARD = {
     *("initializer_range", "max_position_embeddings", "output_router_logits", "router_aux_loss_coef"),
-    *(
-        "attention_dropout",
-        "resid_pdrop",
-        "embd_pdrop",
-        "attn_pdrop",
-        "residual_dropout",
-        "embedding_dropout",
-    ),
-    *("hidden_dropout", "dropout", "num_nextn_predict_layers", "mtp"),
+    *("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "residual_dropout"),
+    *("embedding_dropout", "hidden_dropout", "dropout", "num_nextn_predict_layers", "mtp"),
 }
 #: Values that are no family's default, of fields that families share.
 OTHER = {
@@ -59,7 +52,6 @@ IDS = torch.randint(503, (2, 40), generator=torch.Generator().manual_seed(3))
 
 
 def named_by(family):
-    """Return the keys that a family's file uses, or names as harmless."""
     config = FAMILIES[family].config
     return {*config.model_fields, *config.OWN_NAMES, *config.HARMLESS, *config.read_keys()}
 

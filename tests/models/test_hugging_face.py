@@ -1,7 +1,4 @@
-"""Each family against transformers on one device, in fp32: logits and every gradient, names, configs.
-
-The models are those of ``support.configs``: tiny ones, variants with a few fields changed, published keys.
-"""
+"""Each family against transformers on one device, in fp32: logits and every gradient, names, configs."""
 
 from copy import deepcopy
 from functools import cache
@@ -117,8 +114,7 @@ def test_what_to_hf_writes_transformers_reads_as_the_same_model(name):
 
 def test_new_weights_have_the_spread_that_the_papers_state():
     family, config, _ = ours_from(transformers_model(MODELS["gpt2"]))
-    model = family.build(config, device="cpu")
-    parameters = dict(model.named_parameters())
+    parameters = dict(family.build(config, device="cpu").named_parameters())
     inner = parameters["layers.1.mlp.up.weight"].detach()
     joining = parameters["layers.1.mlp.down.weight"].detach()
     assert float(inner.std()) == pytest.approx(0.02, rel=0.05)

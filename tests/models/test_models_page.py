@@ -64,5 +64,4 @@ def test_tests_of_families_write_what_they_measure(tmp_path):
     (tmp_path / "test_it.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "--measured", "measured.json", "test_it.py"]
     assert subprocess.run(command, cwd=tmp_path, timeout=100, capture_output=True).returncode == 1
-    found = json.loads((tmp_path / "measured.json").read_text())
-    assert found == {"measured": [["llama", ["tensor"], 0.5]]}
+    assert json.loads((tmp_path / "measured.json").read_text()) == {"measured": [["llama", ["tensor"], 0.5]]}

@@ -62,8 +62,7 @@ def test_its_gradients_are_those_of_the_paper_s_formulas(row):
     family, config, model = ours_of(raw, tensors)
     ids, labels = torch.randint(503, (2, 20)), torch.randint(503, (2, 20))
     labels[0, :4], labels[1, 9] = IGNORE, IGNORE
-    step = TrainStep(model, micro_batch=1, mtp=FACTOR, dtype=torch.float64)
-    reported = step(Batch(ids, labels))
+    reported = TrainStep(model, micro_batch=1, mtp=FACTOR, dtype=torch.float64)(Batch(ids, labels))
 
     theirs.set_experts_implementation("eager")  # which alone computes in fp64
     theirs, count = theirs.double(), int((labels != IGNORE).sum())

@@ -60,12 +60,10 @@ def documents():
 
 
 def packed():
-    """Token ids, labels and positions, each (rows, 16)."""
     rows = documents()
     ids = torch.stack([torch.cat([document[:-1] for document in row]) for row in rows])
     labels = torch.stack([torch.cat([document[1:] for document in row]) for row in rows])
-    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ROWS])
-    return ids, labels, positions
+    return ids, labels, torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ROWS])
 
 
 def built(model, state, dtype=torch.float64):
@@ -255,8 +253,7 @@ def shapes(layout):
     found = []
     for start in range(5):
         made(torch.ones(2, 1, dtype=torch.int64), positions=torch.full((2, 1), start), cache=cache)
-        blocks = [block.attention for block in made.layers.values()]
-        views = [cache.held(block) for block in blocks]
+        views = [cache.held(block.attention) for block in made.layers.values()]
         found.append([(*keys.shape, keys.data_ptr(), values.data_ptr()) for keys, values in views])
     assert all(one == found[0] for one in found)
     return [one[:-2] for one in found[0]]

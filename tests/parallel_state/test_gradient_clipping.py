@@ -77,8 +77,7 @@ def norm_of_parts(sequence):
             local_data(p.grad).div_(size)  # a rank's part
     finalize_gradients(model, state=state)
     assert all(bool((local_data(p.grad) == 1).all()) for p in model.parameters())
-    norm = clip_gradients(model, 1.0, state=state)
-    return float(norm), float(gradient_norm(model, state=state))
+    return float(clip_gradients(model, 1.0, state=state)), float(gradient_norm(model, state=state))
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])

@@ -1,7 +1,4 @@
-"""A layout seen from one rank: without processes as a stand-in, with them as coordinates, mesh and groups.
-
-Ranks that go through a phase together have all its results, or all raise one error.
-"""
+"""A layout seen from one rank: without processes as a stand-in, with them as coordinates, mesh and groups."""
 
 import time
 
@@ -26,8 +23,7 @@ def test_torch_has_every_private_name_that_the_engine_uses():
 
 def test_the_self_check_names_what_a_torch_lacks():
     private = (*engine.PRIVATE, ("torch.ops._c10d_functional", "no_such_op"), ("torch.nowhere.at_all", "x"))
-    missing = engine.self_check(private)
-    assert missing == ["torch.ops._c10d_functional.no_such_op", "torch.nowhere.at_all.x"]
+    assert engine.self_check(private) == ["torch.ops._c10d_functional.no_such_op", "torch.nowhere.at_all.x"]
 
 
 def test_405b_is_planned_on_the_meta_device_without_processes():
@@ -97,7 +93,6 @@ def test_axes_of_one_rank_share_one_group_and_no_others_do():
 
 
 def ranks_along(layout, axes, rank):
-    """Return all ranks that differ from ``rank`` only along ``axes``, in rank order."""
     others = [axis for axis in AXES if axis not in axes]
     wanted, *places = (
         [getattr(at, axis) for axis in others] for at in (layout.coordinates(rank), *layout.places())
@@ -164,8 +159,7 @@ def outcome_of(failing):
 def test_all_have_the_results_or_the_error_of_the_lowest_rank():
     assert run_parallel(outcome_of, 3, {}) == [("[0, 1, 2]", "", -1)] * 3
     bad = BadInput("here", "key", expected="one", found="two")
-    found = run_parallel(outcome_of, 3, {1: bad, 2: ValueError("later")})
-    assert found == [("BadInput", str(bad), 1)] * 3
+    assert run_parallel(outcome_of, 3, {1: bad, 2: ValueError("later")}) == [("BadInput", str(bad), 1)] * 3
 
 
 def test_an_error_that_cannot_travel_is_told_in_words():

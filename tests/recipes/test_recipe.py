@@ -1,4 +1,4 @@
-"""Recipes: what they accept, and one line for what they do not."""
+"""Recipes: what they accept, the sizes that they name, and one line for what they do not accept."""
 
 import json
 from operator import attrgetter
@@ -6,9 +6,14 @@ from operator import attrgetter
 import pytest
 from support.configs import TINY_LLAMA
 from support.refusals import Refused, refusals
-from support.short_runs import tiny_recipe
+from support.short_runs import tiny_recipe, train
+from trilith.checkpoints import read_source
+from trilith.cli.app import run
+from trilith.machine.random_files import write_tokens
+from trilith.models import GPT2Config, published_size
 from trilith.recipes import load_recipe
 from trilith.recipes.recipe import parse_recipe, read_config
+from trilith.training.dry_run import dry_run
 
 RECIPE = """
 out = "run"
@@ -79,11 +84,8 @@ def refused(why, words, says):
 
 
 def refused_model(why, model, says):
-    """Return a row of another ``[model]`` section, read with the config of its model."""
-
     def read(folder):
-        recipe = parse_recipe({**tiny_recipe(folder / "run", folder / "tokens"), "model": model})
-        read_config(recipe.model)
+        read_config(parse_recipe({**tiny_recipe(folder / "run", folder / "tokens"), "model": model}).model)
 
     return Refused(why, read, says)
 
@@ -171,3 +173,47 @@ ROWS = [
     ),
 ]
 test_a_bad_recipe_is_refused = refusals(ROWS)
+
+
+SMALL = {"vocab_size": 131, "num_hidden_layers": 2}
+
+
+def recipe_of(tmp_path, model, **changes):
+    return {**tiny_recipe(tmp_path / "run", tmp_path / "tokens", **changes), "model": model}
+
+
+def test_a_dry_run_of_a_size_counts_the_published_parameters(tmp_path):
+    write_tokens(tmp_path / "tokens")
+    found = dry_run(parse_recipe(recipe_of(tmp_path, {"size": "llama-3.2-1b"}, layout={"tensor": 8})))
+    assert found.parameters == 1_235_814_400
+    assert found.notes == []
+
+
+def test_fields_beside_a_size_replace_its_own_under_each_of_their_names(tmp_path):
+    for fields in ({"n_layer": 3}, {"num_hidden_layers": 3}):
+        model = parse_recipe(recipe_of(tmp_path, {"size": "gpt2", "config": fields})).model
+        config = GPT2Config.from_hf(read_config(model))
+        assert config == published_size("gpt2").config.model_copy(update={"num_hidden_layers": 3})
+
+
+def test_a_run_of_a_size_writes_every_field_into_its_checkpoints(tmp_path):
+    write_tokens(tmp_path / "tokens")
+    train(recipe_of(tmp_path, {"size": "smollm2-135m", "config": SMALL}, steps=1, dtype="float32"))
+    source = read_source(tmp_path / "run")
+    wanted = published_size("smollm2-135m")
+    assert source.model_config == wanted.config.model_copy(update=SMALL)
+    assert set(wanted.config.model_dump(exclude=set(type(wanted.config).HARMLESS))) <= {
+        *source.config,
+        "rope_scaling",
+    }
+    assert run(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert written["architectures"] == ["LlamaForCausalLM"]
+    assert {key: written[key] for key in wanted.fields} == {**wanted.fields, **SMALL}
+
+
+@pytest.mark.parametrize("model", [{"size": "llama-3.2-1b"}, {"config": TINY_LLAMA}], ids=["size", "config"])
+def test_keys_that_a_family_reads_or_knows_to_be_harmless_are_accepted(tmp_path, model):
+    more = {"rope_theta": 5e5, "use_sliding_window": False, "bos_token_id": 1}
+    config = {"config": model.get("config", {}) | more}
+    assert read_config(parse_recipe(recipe_of(tmp_path, model | config)).model)["rope_theta"] == 5e5

@@ -1,7 +1,4 @@
-"""Configurations of other trainers become recipes that load: nothing vanishes, contradictions are refused.
-
-A row of a ``rows.json`` is a change of a whole configuration, and what becomes of it.
-"""
+"""Configurations of other trainers become recipes that load: nothing vanishes, contradictions are refused."""
 
 import copy
 import json
@@ -87,12 +84,10 @@ test_a_contradiction_is_refused = refusals(
 
 
 def no_deepspeed(why, text, says):
-    return Refused(
-        why,
-        lambda folder: ORIGINS["deepspeed"][1](folder / "x.json"),
-        says,
-        given=lambda folder: (folder / "x.json").write_text(text) if text is not None else None,
-    )
+    def given(folder):
+        return (folder / "x.json").write_text(text) if text is not None else None
+
+    return Refused(why, lambda folder: ORIGINS["deepspeed"][1](folder / "x.json"), says, given=given)
 
 
 test_a_file_of_another_kind_is_refused = refusals(
@@ -213,7 +208,6 @@ SAME = {
 
 
 def objects(raw, path=()):
-    """Yield the path of each object in a configuration."""
     yield path
     for key, value in raw.items():
         if isinstance(value, dict):

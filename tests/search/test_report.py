@@ -103,8 +103,7 @@ def test_every_key_of_the_json_is_in_the_guide_and_no_other(capsys):
     listed = [
         re.findall(r"`(\w+)`", line.split("|")[1]) for line in part.splitlines() if line.startswith("| `")
     ]
-    keys = keys_of([one, several, generation])
-    assert keys == {key for line in listed for key in line}
+    assert keys_of([one, several, generation]) == {key for line in listed for key in line}
     layout = one["layouts"][0]
     assert layout["bytes"] == max(sum(kinds.values()) for kinds in layout["bytes_of_pipeline_ranks"])
     assert sum(layout["parts"].values()) == pytest.approx(layout["seconds"])

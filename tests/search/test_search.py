@@ -29,7 +29,6 @@ MACHINE = machine_named("l40s", gpus_per_node=2)
 
 @pytest.fixture(scope="module")
 def result():
-    """Search for a model of 1.2 billion parameters on four GPUs of 48 GB, two a node."""
     return find_layouts(read_request("llama-3.2-1b", MACHINE, 4, sequence_length=4096, global_batch=8))
 
 
@@ -39,8 +38,7 @@ def test_the_ten_best_are_in_order_fit_and_are_accepted_as_recipes(result, tmp_p
     assert len({one.choice.cut for one in result.best}) == len(result.best)
     assert all(one.bytes <= result.request.room for one in result.best)
     (tmp_path / "recipe.toml").write_text(recipe_toml(result))
-    recipe = load_recipe(tmp_path / "recipe.toml")
-    planned = dry_run(recipe)
+    planned = dry_run(load_recipe(tmp_path / "recipe.toml"))
     planned.check("recipe.toml")
     assert planned.ranks == 4 and planned.rank.total == result.best[0].bytes
 
@@ -117,8 +115,7 @@ def test_the_page_is_whole_and_has_no_address(result):
 
 
 def test_the_command_prints_json(capsys):
-    words = ["plan", "llama-3.2-1b", "--gpus", "1", "--seq", "1024", "--global-batch", "4", "--json"]
-    assert run(words) == 0
+    assert run(["plan", "llama-3.2-1b", "--gpus", "1", "--seq", "1024", "--global-batch", "4", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["layouts"][0]["seconds"] > 0 and told["gpus"] == 1 and len(told["strategy"]) == 2
 
@@ -126,8 +123,7 @@ def test_the_command_prints_json(capsys):
 def test_several_numbers_of_gpus_and_rows_are_a_table(capsys):
     words = ["plan", "llama-3.2-1b", "--gpus", "1,2", "--seq", "512,1024", "--global-batch", "4", "--json"]
     assert run(words) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [one["gpus"] for one in told] == [1, 1, 2, 2]
+    assert [one["gpus"] for one in json.loads(capsys.readouterr().out)] == [1, 1, 2, 2]
     assert run(words[:-1]) == 0
     shown = capsys.readouterr().out
     assert "tokens" in shown and "of a row" in shown and shown.count("1,024") >= 2
@@ -159,8 +155,7 @@ def test_adapters_fit_where_the_whole_model_cannot_be_trained(capsys):
     assert run([*words, "--json"]) == 2
     capsys.readouterr()
     assert run([*words, "--lora", "16", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["layouts"][0]["bytes"] < 48e9
+    assert json.loads(capsys.readouterr().out)["layouts"][0]["bytes"] < 48e9
 
 
 def test_a_plan_for_a_measured_cpu_is_a_recipe_for_it(tmp_path, capsys):
@@ -189,7 +184,6 @@ def request_of(name, headroom, gpus):
 
 
 def every_layout(request):
-    """Time every legal layout in full, each by itself."""
     evaluator = Evaluator(request)
     for cut in candidates(request, Tally()):
         for flow in cut.flows:

@@ -30,7 +30,6 @@ def request_for(folder, config, gpus, node, **given):
 
 
 def only(request, choice):
-    """Return what a search returns that found one layout."""
     return Found(request, best=[Evaluator(request).answer(choice)])
 
 
@@ -72,8 +71,7 @@ def test_a_reason_says_what_one_zero_stage_less_would_need_or_take(tmp_path):
 
 
 def test_a_reason_says_what_a_layout_without_an_axis_takes(tmp_path):
-    request = request_for(tmp_path, DENSE, 4, 2, headroom=0.7)
-    found = find_layouts(request)
+    found = find_layouts(request_for(tmp_path, DENSE, 4, 2, headroom=0.7))
     best, others = found.best[0], found.best[1:]
     axes = [axis for axis in ("tensor", "pipeline", "context") if getattr(best.choice.layout, axis) > 1]
     assert axes and others
@@ -107,12 +105,14 @@ def test_sizes_of_a_small_model_are_not_rounded_away(tmp_path):
         (Layout.of(data=8, zero=3, data_replicate=2), "ZeRO 3 (FSDP) in replicas (HSDP)"),
         (Layout.of(data=8, zero=3, data_replicate=8), "data parallelism (DDP)"),
         (Layout.of(tensor=2, data=4, zero=1), "ZeRO 1, 2 tensor ranks"),
-        (Layout.of(tensor=2, pipeline=2, data=2), "3D parallelism: data parallelism (DDP), 2 pipeline ranks, "
-                                                  "2 tensor ranks"),
+        (
+            Layout.of(tensor=2, pipeline=2, data=2),
+            "3D parallelism: data parallelism (DDP), 2 pipeline ranks, 2 tensor ranks",
+        ),
         (Layout.of(context=2, ring=True), "data parallelism (DDP), 2 context ranks around a ring"),
         (Layout.of(data=8, zero=1, expert=4), "ZeRO 1, 4 expert ranks"),
     ],
-)  # fmt: skip
+)
 def test_a_strategy_has_the_name_that_tutorials_use(layout, word):
     assert strategy(layout) == word
 

@@ -35,8 +35,6 @@ SECONDS, BYTES = 1.0, 100 << 20
 
 
 class Calls:
-    """Pickle as a call of a function."""
-
     def __init__(self, function, *arguments):
         self.call = function, arguments
 
@@ -113,11 +111,15 @@ PICKLES = {
     "deep lists": b"\x80\x02" + b"]" * 400_000 + b"a" * 399_999 + b".",
     "deep marks": b"\x80\x02" + b"(" * 500_000 + b".",
     "deep tuples": b"\x80\x02)" + b"\x85" * 900_000 + b".",
-    "shared lists": b"\x80\x02]" + b"".join(b"q" + bytes([n]) + b"](h" + bytes([n]) + b"h" + bytes([n]) + b"e"
-                                          for n in range(250)) + b".",
-    "shared dicts": b"\x80\x02}" + b"".join(
+    "shared lists": b"\x80\x02]"
+    + b"".join(b"q" + bytes([n]) + b"](h" + bytes([n]) + b"h" + bytes([n]) + b"e" for n in range(250))
+    + b".",
+    "shared dicts": b"\x80\x02}"
+    + b"".join(
         b"q" + bytes([n]) + b"}(" + text("a") + b"h" + bytes([n]) + text("b") + b"h" + bytes([n]) + b"u"
-        for n in range(250)) + b".",
+        for n in range(250)
+    )
+    + b".",
     "a list in itself": b"\x80\x02]q\x00h\x00a.",
     "a dict in itself": b"\x80\x02}q\x00" + text("w") + b"h\x00s.",
     "a place in the memo that is far": b"\x80\x02}r\xff\xff\xff\xff.",
@@ -148,7 +150,7 @@ PICKLES = {
     "a storage of another size": tensor(of=storage(count=number(17))),
     "a storage of many": tensor(of=storage(count=b"\x8a\x08" + struct.pack("<q", 2**62))),
     "a reference without a storage": b"\x80\x02K\x01Q.",
-}  # fmt: skip
+}
 
 
 def refused(read, path):
@@ -278,7 +280,7 @@ ARCHIVES = {
     "an altered pickle": (changed(GOOD, text("w"), text("v")), "CRC-32"),
     "no pickle": (GOOD.replace(b"data.pkl", b"data.plk"), "data.pkl"),
     "big-endian": (packed(tensor()).replace(b"little", b"bigend"), "CRC-32|byteorder"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", ARCHIVES)

@@ -1,18 +1,23 @@
-"""Small files, outputs, archives and folders that cannot be are refused, and nothing changes."""
+"""Small files that have one meaning; files, outputs and folders that cannot be are refused, unchanged."""
 
+import errno
+import json
 import os
 import zipfile
 from pathlib import Path
 
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.damage import truncate
 from support.refusals import Refused, refusals
 from trilith.checkpoints import read_source
-from trilith.parallel_state import Box
+from trilith.parallel_state import Box, MachineFailed
 from trilith.storage import TensorFile
 from trilith.storage.coverage import check_coverage
 from trilith.storage.folder_kind import SOURCES, kind_of_folder
-from trilith.storage.small_files import read_json, read_json_lines, read_text, read_toml
+from trilith.storage.small_files import read_good_lines, read_json, read_json_lines, read_text, read_toml
 from trilith.storage.staging import Staging
 from trilith.storage.torch_archive import TorchArchive, View, ViewFile
 
@@ -87,8 +92,6 @@ test_files_with_no_one_meaning_are_refused = refusals(
 
 
 def output(why, says, given=lambda out: None, name="out", **options):
-    """State an output in the row's folder, and what lies there before."""
-
     def call(folder):
         Staging.begin(folder / name, **{key: value(folder / name) for key, value in options.items()})
 
@@ -134,8 +137,7 @@ def archive(why, value, says, damage=lambda path: None, code=2, **options):
 
 
 def alter(path):
-    raw = path.read_bytes()
-    path.write_bytes(raw.replace(b"FloatStorage", b"floatStorage", 1))
+    path.write_bytes(path.read_bytes().replace(b"FloatStorage", b"floatStorage", 1))
 
 
 def compress(path):
@@ -230,3 +232,39 @@ test_folders_that_are_no_source_are_refused = refusals(
         ),
     ]
 )
+
+
+def test_a_byte_order_mark_is_left_out(tmp_path):
+    (tmp_path / "a").write_bytes(b"\xef\xbb\xbfa = 1\n")
+    assert read_toml(tmp_path / "a") == {"a": 1}
+
+
+def test_a_machine_with_too_few_descriptors_is_no_bad_input(tmp_path, monkeypatch):
+    (tmp_path / "a").write_text("{}")
+
+    def none_left(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "open", none_left)
+    with pytest.raises(MachineFailed, match=r"a: Too many open files\. Raise the limit \(ulimit -n"):
+        read_json(tmp_path / "a")
+
+
+NUMBER = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+NESTED = st.recursive(
+    st.none() | st.booleans() | NUMBER | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@given(st.lists(st.dictionaries(st.text(max_size=3), NESTED, max_size=2), max_size=6), st.data())
+def test_good_lines_stay_whatever_stands_between_them(tmp_path_factory, lines, data):
+    path = tmp_path_factory.mktemp("lines") / "a.jsonl"
+    raw = []
+    for line in lines:
+        raw.append(json.dumps(line).encode())
+        raw.append(data.draw(st.binary(max_size=9).map(lambda noise: b"\xff" + noise.replace(b"\n", b""))))
+    path.write_bytes(b"\n".join(raw))
+    assert read_good_lines(path) == lines
+    assert [line.number for line in read_json_lines(path) if line.wrong] == [*range(2, 2 * len(lines) + 1, 2)]

@@ -221,8 +221,7 @@ def test_columns_by_runs_and_by_scratch(tmp_path, columns, width):
     whole = torch.randn(24, width).bfloat16()
     save_file({"w": whole}, tmp_path / "t.safetensors")
     file = TensorFile.open(tmp_path / "t.safetensors")
-    box = Box((5, 77), (20, 77 + columns))
-    assert torch.equal(file.read("w", box), whole[5:20, 77 : 77 + columns])
+    assert torch.equal(file.read("w", Box((5, 77), (20, 77 + columns))), whole[5:20, 77 : 77 + columns])
 
 
 def test_reading_into_memory_of_the_caller(tmp_path):

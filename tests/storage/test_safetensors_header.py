@@ -27,19 +27,14 @@ def framed(header, data=bytes(8), length=None):
 
 def one_tensor(**changes):
     """Return a file of one tensor ``w`` of two floats, with some fields changed; ``None`` omits a field."""
-    fields = {key: value for key, value in (F32 | changes).items() if value is not None}
-    return framed({"w": fields})
+    return framed({"w": {key: value for key, value in (F32 | changes).items() if value is not None}})
 
 
 def two_tensors(a, b, data=16):
     """Return a file of two tensors of bytes at these offsets."""
-    return framed(
-        {
-            "a": {"dtype": "U8", "shape": [a[1] - a[0]], "data_offsets": a},
-            "b": {"dtype": "U8", "shape": [b[1] - b[0]], "data_offsets": b},
-        },
-        bytes(data),
-    )
+    names = {"a": a, "b": b}.items()
+    entries = {name: {"dtype": "U8", "shape": [at[1] - at[0]], "data_offsets": at} for name, at in names}
+    return framed(entries, bytes(data))
 
 
 GOOD = one_tensor()

@@ -143,8 +143,7 @@ def test_a_run_of_trilith_goes_on_from_a_checkpoint_that_was_away(tmp_path):
     convert(tmp_path / "whole", tmp_path / "hf", to="hf")
     theirs, third = tmp_path / "titan", tmp_path / "whole" / "checkpoints" / "step-00000003"
     convert_to_dcp(third, theirs, names="titan")
-    back = tmp_path / "back" / "checkpoints" / "step-00000003"
-    convert(theirs, back, config=tmp_path / "hf", tensor=2)
+    convert(theirs, tmp_path / "back" / "checkpoints" / "step-00000003", config=tmp_path / "hf", tensor=2)
     train(recipe | {"out": str(tmp_path / "back")})
     assert_same(whole_tensors(tmp_path / "whole"), whole_tensors(tmp_path / "back"))
     assert len(losses(tmp_path / "back")) == 3

@@ -35,7 +35,6 @@ def stated(**changes):
 
 
 def of_another_model(form, says, **changes):
-    """Return a row: a checkpoint with a config that is changed."""
     return Refused(
         f"{form}-{'-'.join(changes)}-{[*changes.values()]}",
         lambda folder: convert(made_once() / form, folder / "out", config=folder, to="hf"), says,
@@ -53,7 +52,6 @@ def converted(form, config=None, **options):
 
 
 def harmed(form, name, harm):
-    """Copy a checkpoint and do something to one of its files."""
     return lambda folder: harm(shutil.copytree(made_once() / form, folder / form) / name)
 
 
@@ -97,8 +95,7 @@ def steps_that_differ(folder):
 
 def quantised(method):
     def give(folder):
-        raw = stated(quantization_config={"quant_method": method})
-        (folder / "config.json").write_text(json.dumps(raw))
+        (folder / "config.json").write_text(json.dumps(stated(quantization_config={"quant_method": method})))
         save_file({"a": torch.ones(1)}, folder / WEIGHTS)
 
     return give

@@ -56,14 +56,12 @@ def fused(prefix):
 
 
 def run_folder(folder):
-    """Write a run, whose newest step is meant."""
     write_dist(folder / "run" / STEP, whole(LLAMA), args=LLAMA.args)
     (folder / "run" / "latest_checkpointed_iteration.txt").write_text("3\n")
     return folder / "run"
 
 
 def release(folder):
-    """Write a release with the names from before megatron-core."""
     write_legacy(folder / "run" / "release", LLAMA, 2)
     (folder / "run" / "latest_checkpointed_iteration.txt").write_text("release")
     return folder / "run"
@@ -103,18 +101,23 @@ BY_HAND = {
     "newest step of a run": (run_folder, ""),
     "older names": (release, ""),
     "what lies beside weights": (
-        with_things_beside, "--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
+        with_things_beside,
+        "--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable",
     ),
     "norms that differ": (norms_that_differ, ": 1 tensors that several ranks hold differ between"),
-}  # fmt: skip
+}
 EXPERTS = source_of(lambda folder: write_experts(folder / STEP, MODELS["mixtral"], 2), MODELS["mixtral"])
-test_every_tensor_of_a_megatron_checkpoint_is_hugging_faces_bit_for_bit = round_trips([
-    *(RoundTrip(name, archive(name), ["--to hf"], "_extra_state are not read") for name in WRITTEN),
-    *(RoundTrip(f"{name} in a layout", archive(name), ["--tensor 2 --pipeline 2", "--to hf"])
-      for name in ("llama_legacy", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe_legacy")),
-    *(RoundTrip(why, source_of(write), ["--to hf"], warns) for why, (write, warns) in BY_HAND.items()),
-    RoundTrip("numbered experts of Transformer Engine", EXPERTS, ["--to hf"]),
-])  # fmt: skip
+test_every_tensor_of_a_megatron_checkpoint_is_hugging_faces_bit_for_bit = round_trips(
+    [
+        *(RoundTrip(name, archive(name), ["--to hf"], "_extra_state are not read") for name in WRITTEN),
+        *(
+            RoundTrip(f"{name} in a layout", archive(name), ["--tensor 2 --pipeline 2", "--to hf"])
+            for name in ("llama_legacy", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe_legacy")
+        ),
+        *(RoundTrip(why, source_of(write), ["--to hf"], warns) for why, (write, warns) in BY_HAND.items()),
+        RoundTrip("numbered experts of Transformer Engine", EXPERTS, ["--to hf"]),
+    ]
+)
 
 
 def moment(source, kind, hf):
@@ -210,8 +213,7 @@ def test_moments_that_depend_on_the_ranks_are_left_and_the_flag_for_readable_one
 def test_an_optimizer_of_shared_dicts_is_walked_once(tmp_path):
     states = {kind: whole(LLAMA, kind) for kind in MOMENTS}
     written = write_dist(tmp_path / STEP, whole(LLAMA), args=LLAMA.args, states=states)
-    shared = shared_dicts(100, 6)
-    torch.save({"args": LLAMA.args, "iteration": 3, "optimizer": shared}, written / "common.pt")
+    torch.save({"args": LLAMA.args, "iteration": 3, "optimizer": shared_dicts(100, 6)}, written / "common.pt")
     assert read_source(written, config=config_of(LLAMA, tmp_path)).trains
 
 

@@ -58,15 +58,11 @@ def of_experts(**changed):
 
 
 class Calls:
-    """Pickle as a call of ``os.system``."""
-
     def __reduce__(self):
         return os.system, ("touch called",)
 
 
 def edited(rank, change):
-    """Return what changes the file of one rank."""
-
     def write(step):
         path = step / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
         state = torch.load(path, weights_only=False)

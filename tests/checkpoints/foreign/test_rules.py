@@ -60,8 +60,7 @@ def test_any_cut_into_chunks_gives_the_tensors_of_hugging_face(tmp_path_factory,
         for number, name in enumerate((Q, K, V, UP))
     }
     theirs = make(weights)
-    ends = [data.draw(st.lists(st.integers(1, n), max_size=3)) for n in theirs.shape]
-    boxes = cut(theirs, ends)
+    boxes = cut(theirs, [data.draw(st.lists(st.integers(1, n), max_size=3)) for n in theirs.shape])
     path = tmp_path_factory.mktemp("chunks") / "chunks.pt"
     torch.save({str(n): theirs[box.slices].clone() for n, box in enumerate(boxes)}, path)
     file = open_state_dict(path)
