@@ -42,7 +42,7 @@ def config(
     ``layers``: the number of blocks, under the family's own name for it; lists with an entry for each layer
     keep one of each kind in turn.
     """
-    if name not in NAMES:
+    if name not in NAMES and not (FOLDER / f"{name}.json").is_file():
         raise LookupError(f"no config {name!r}; there are {', '.join(NAMES)}")
     whole = tiny_config(name) if name in FAMILIES else _read(FOLDER / f"{name}.json")
     raw = {key: value for key, value in whole.items() if key not in without}
