@@ -32,7 +32,7 @@ from trilith.testing import run_parallel
 test_compiled_blocks_equal_one_device = Layouts(
     [
         row(
-            "-".join([model, *layout, *memory]),
+            "-".join([model, layout, *memory]),
             config(model, layers=3),
             layout,
             asks=COMPARED | {"slow": slow},
@@ -40,12 +40,12 @@ test_compiled_blocks_equal_one_device = Layouts(
             **memory,
         )
         for model, layout, memory, slow in (
-            ("llama", {"tensor": 2, "sequence": True}, {"checkpointing": "full"}, False),
-            ("gpt2", {"data": 2, "zero": 3}, {"chunk": 5}, False),
-            ("llama-tied", {"tensor": 2, "pipeline": 2}, {"checkpointing": "every"}, False),
-            ("mixtral", {"data": 2, "expert": 2}, {}, False),
-            ("qwen3_next", {"data": 2, "expert": 2}, {}, True),
-            ("gemma2", {"context": 2}, {}, True),
+            ("llama", "tp2-sp", {"checkpointing": "full"}, False),
+            ("gpt2", "dp2-zero3", {"chunk": 5}, False),
+            ("llama-tied", "tp2-pp2", {"checkpointing": "every"}, False),
+            ("mixtral", "dp2-ep2", {}, False),
+            ("qwen3_next", "dp2-ep2", {}, True),
+            ("gemma2", "cp2", {}, True),
         )
     ],
     at_once=1,

@@ -2,25 +2,17 @@
 
 from support.combinations import FAMILIES as IN_COMBINATIONS
 from support.configs import EXPERTS, MODELS
-from support.layout_cases import COMPARED, Layouts, Row, row
+from support.layout_cases import COMPARED, Layouts, Row, axes, row
 from support.models_page import axes_of
 from support.short_training import Case
 from trilith.models import FAMILIES
 from trilith.parallel_state import Layout
 
 ALL = [
-    Layout.of(tensor=2, sequence=True),
-    Layout.of(tensor=2, context=2, sequence=True),
-    Layout.of(tensor=4, sequence=True),
-    Layout.of(tensor=2, pipeline=2),
-    Layout.of(data=2, zero=3),
-    Layout.of(pipeline=2, data=2, zero=1),
+    Layout.of(**axes(cut))
+    for cut in ("tp2-sp", "tp2-cp2-sp", "tp4-sp", "tp2-pp2", "dp2-zero3", "pp2-dp2-zero1")
 ]
-MIXED = [
-    Layout.of(tensor=2, data=2, expert=2, zero=3, sequence=True),
-    Layout.of(data=2, expert=2, zero=2),
-    Layout.of(context=2, expert=2, zero=1),
-]
+MIXED = [Layout.of(**axes(cut)) for cut in ("tp2-dp2-ep2-zero3-sp", "dp2-ep2-zero2", "cp2-ep2-zero1")]
 FIRST = {
     family: next(name for name, raw in MODELS.items() if raw["model_type"] == family) for family in FAMILIES
 }
@@ -43,21 +35,17 @@ test_each_family_equals_one_device = LAYOUTS.equal_one_device()
 test_blocks_that_the_array_does_not_have_send_what_is_planned = LAYOUTS.send_what_is_planned()
 
 #: Torch's compiler traces and differentiates each block, or its parts that can be one graph.
+COMPILED = {name: Case(MODELS[name], ALL[0], compiled="aot_eager") for name in FIRST.values()}
 test_compiled_blocks_of_each_family_equal_one_device = Layouts(
     [
-        Row(
-            name,
-            Case(MODELS[name], ALL[0], compiled="aot_eager"),
-            measures=(family, ["compile"]),
-            slow=True,
-            sends=False,
-        )
+        Row(name, COMPILED[name], measures=(family, ["compile"]), slow=True, sends=False)
         for family, name in FIRST.items()
     ],
     at_once=1,
 ).equal_one_device()
 
 SLOW = COMPARED | {"slow": True}
+BIASES = "biases-by-distance-of-positions-in-documents-over-context-ranks"
 SPECIAL = Layouts(
     [
         # The bias of the output layer is cut with the vocabulary in the chunked loss, too.
@@ -67,12 +55,7 @@ SPECIAL = Layouts(
             row(f"embeddings-narrower-than-hidden-states-{layout}", "opt-350m", layout, asks=SLOW)
             for layout in (*ALL[1:], Layout.of(pipeline=2, context=2))
         ),
-        row(
-            "biases-by-distance-of-positions-in-documents-over-context-ranks",
-            "falcon-rw",
-            {"context": 2, "tensor": 2, "ring": True},
-            documents=True,
-        ),
+        row(BIASES, "falcon-rw", "cp2-tp2-ring", documents=True),
     ]
 )
 test_what_few_families_have_equals_one_device = SPECIAL.equal_one_device()

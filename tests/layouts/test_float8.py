@@ -4,27 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.configs import config
+from support.layout_cases import axes
 from support.short_training import Case, first_difference, outcome, relative_differences, train_rank
 from trilith.parallel_state import Layout
 from trilith.recipes.sections import MemorySection
 from trilith.testing import run_parallel
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-LAYOUTS = (
-    Layout.of(tensor=2),
-    Layout.of(tensor=2, sequence=True),
-    Layout.of(data=2, zero=3),
-    Layout.of(context=2),
-    Layout.of(pipeline=2),
-)
+CONFIG = config("held/llama", layers=2, vocab_size=96, intermediate_size=96, num_attention_heads=4)
+LAYOUTS = [Layout.of(**axes(cut)) for cut in ("tp2", "tp2-sp", "dp2-zero3", "cp2", "pp2")]
 ONE = Case(CONFIG, micro_batch=2)
 LORA = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"]}
 

@@ -9,119 +9,91 @@ from support.layout_cases import COMPARED, Layouts, one_device, row
 from support.short_training import Case
 
 SLOW = COMPARED | {"slow": True}
-LOOP, SHAPED = {"virtual_stages": 2}, {"virtual_stages": 2, "v_shape": True}
-SCHEDULES = {"interleaved": LOOP, "interleaved-zero-bubble": LOOP, "zbv": SHAPED, "dualpipev": SHAPED}
+SCHEDULES = {"interleaved": "loop2", "interleaved-zero-bubble": "loop2", "zbv": "v", "dualpipev": "v"}
 LORA = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
-ADAPTERS = {"lora": LORA, "clip": 1e-3}
+ADAPTERS, DOCUMENTS = {"lora": LORA, "clip": 1e-3}, {"documents": True}
 
 # The sequence over context ranks, by both kinds of attention
 CONTEXT = [
     # Documents of a few tokens: most blocks are masked in part, some are empty.
-    ("documents", "llama", {"zero": 1}, {"documents": True}),
-    ("ring-documents", "gpt2", {"ring": True}, {"documents": True}),
+    ("documents", "llama", "zero1", DOCUMENTS),
+    ("ring-documents", "gpt2", "ring", DOCUMENTS),
     # Biases by distance, from positions that other ranks' keys have in the queries' documents.
-    ("alibi", "bloom", {"tensor": 2, "ring": True}, {"documents": True}),
+    ("alibi", "bloom", "tp2 ring", DOCUMENTS),
     # The window ends within a chunk, and leaves blocks out.
-    ("ring-window-zero3", "mistral", {"ring": True, "zero": 3}, {}),
+    ("ring-window-zero3", "mistral", "ring zero3", {}),
     # One key/value head, shared by the tensor ranks; S / context / tensor tokens between the blocks.
-    ("sequence", "llama-tied-kv1", {"tensor": 2, "sequence": True}, {}),
-    ("ring-sequence", "gpt2", {"tensor": 2, "sequence": True, "ring": True}, {}),
-    ("ring-pipeline", "llama", {"pipeline": 2, "ring": True}, {"documents": True}),
+    ("sequence", "llama-tied-kv1", "tp2 sp", {}),
+    ("ring-sequence", "gpt2", "tp2 sp ring", {}),
+    ("ring-pipeline", "llama", "pp2 ring", DOCUMENTS),
     # Rotations by type of block, on each stage; sinks, with each kind of attention.
-    ("ropes-pipeline-documents", "gemma3_text", {"pipeline": 2}, {"documents": True}),
-    ("ring-sinks-documents", "gpt_oss", {"tensor": 2, "ring": True}, {"documents": True}),
-    ("sinks-experts-zero3", "gpt_oss", {"data": 2, "expert": 2, "zero": 3}, {}),
-    ("pipeline", "llama-tied", {"pipeline": 2}, {"schedule": "gpipe"}),
-    ("data", "llama-kv1", {"data": 2}, {"micro_batch": 2}),
-    ("ring-data-zero3", "qwen3", {"data": 2, "zero": 3, "ring": True}, {}),
-    ("data-zero1", "llama", {"data": 2, "zero": 1}, {}),
+    ("ropes-pipeline-documents", "gemma3_text", "pp2", DOCUMENTS),
+    ("ring-sinks-documents", "gpt_oss", "tp2 ring", DOCUMENTS),
+    ("sinks-experts-zero3", "gpt_oss", "dp2 ep2 zero3", {}),
+    ("pipeline", "llama-tied", "pp2", {"schedule": "gpipe"}),
+    ("data", "llama-kv1", "dp2", {"micro_batch": 2}),
+    ("ring-data-zero3", "qwen3", "dp2 zero3 ring", {}),
+    ("data-zero1", "llama", "dp2 zero1", {}),
     # Experts over the context ranks; a pipeline whose backward is in two parts, attention's once.
-    ("ring-experts", "mixtral", {"expert": 2, "ring": True}, {}),
-    ("experts-zero3", "qwen3_moe", {"data": 2, "expert": 4, "zero": 3}, {"documents": True}),
-    (
-        "ring-zbv-zero3",
-        "llama",
-        {"pipeline": 2, **SHAPED, "ring": True, "zero": 3},
-        {"schedule": "zbv", "documents": True},
-    ),
-    ("interleaved-zero-bubble", "gpt2", {"pipeline": 2, **LOOP}, {"schedule": "interleaved-zero-bubble"}),
-    ("lora", "llama", {"zero": 2}, ADAPTERS),
-    ("data-zero2", "gpt2", {"data": 2, "zero": 2}, {}),
+    ("ring-experts", "mixtral", "ep2 ring", {}),
+    ("experts-zero3", "qwen3_moe", "dp2 ep4 zero3", DOCUMENTS),
+    ("ring-zbv-zero3", "llama", "pp2 v ring zero3", {"schedule": "zbv"} | DOCUMENTS),
+    ("interleaved-zero-bubble", "gpt2", "pp2 loop2", {"schedule": "interleaved-zero-bubble"}),
+    ("lora", "llama", "zero2", ADAPTERS),
+    ("data-zero2", "gpt2", "dp2 zero2", {}),
 ]
 
 # Wherever experts lie; their balance loss is in it
 EXPERTS = [
-    {"context": 2, "expert": 2},
-    {"context": 2, "expert": 2, "zero": 1},
-    {"data": 2, "expert": 2},
-    {"data": 2, "expert": 2, "zero": 2},
-    {"data": 4, "expert": 4, "zero": 1},
-    {"data": 4, "expert": 2, "zero": 3},
-    {"tensor": 2, "data": 2, "expert": 2, "zero": 2, "sequence": True},
-    {"tensor": 2, "pipeline": 2, "sequence": True},
-    {"pipeline": 2, "data": 2, "expert": 2, "zero": 1},
-    {"context": 2, "data": 2, "expert": 4, "zero": 1},
-    {"context": 2, "tensor": 2, "expert": 2, "zero": 3, "sequence": True},
-    {"pipeline": 2, "data": 2, "expert": 2, "zero": 3},
-    {"tensor": 2},
-    {"tensor": 4, "sequence": True},
-    {"data": 4, "zero": 3},
-    {"data": 4, "expert": 2},
-    {"data": 4, "expert": 4},
-    {"data": 4, "expert": 2, "zero": 1, "data_replicate": 2},
-    {"data": 4, "expert": 2, "zero": 2},
-    {"tensor": 2, "data": 2, "expert": 2},
-    {"tensor": 2, "data": 2, "expert": 2, "zero": 3},
-    {"tensor": 2, "pipeline": 2},
-    {"pipeline": 2, "data": 2, "expert": 2},
-    {"tensor": 2, "pipeline": 2, "data": 2, "expert": 2, "zero": 1, "sequence": True},
+    *("cp2-ep2", "cp2-ep2-zero1", "dp2-ep2", "dp2-ep2-zero2", "dp4-ep4-zero1", "dp4-ep2-zero3"),
+    *("tp2-dp2-ep2-zero2-sp", "tp2-pp2-sp", "pp2-dp2-ep2-zero1", "cp2-dp2-ep4-zero1"),
+    *("cp2-tp2-ep2-zero3-sp", "pp2-dp2-ep2-zero3", "tp2", "tp4-sp", "dp4-zero3", "dp4-ep2", "dp4-ep4"),
+    *("dp4-ep2-zero1-copies2", "dp4-ep2-zero2", "tp2-dp2-ep2", "tp2-dp2-ep2-zero3", "tp2-pp2"),
+    *("pp2-dp2-ep2", "tp2-pp2-dp2-ep2-zero1-sp"),
 ]
 
 # Adapters on stacks of experts along each axis that cuts the stacks
 STACKS = {"r": 3, "lora_alpha": 6, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 DOWN = {"r": 2, "target_modules": [], "target_parameters": ["experts.down_proj"], "use_rslora": True}
 ON_EXPERTS = [
-    ("mixtral", STACKS, {"tensor": 2, "data": 2, "expert": 2, "zero": 2, "sequence": True}),
-    ("glm4_moe", STACKS, {"context": 2, "expert": 2, "zero": 1}),
-    ("qwen3_moe", STACKS, {"tensor": 2, "data": 2, "zero": 3}),
-    ("qwen2_moe", STACKS, {"pipeline": 2, "tensor": 2}),
-    ("mixtral", DOWN, {"data": 4, "expert": 2, "zero": 3}),
-    ("mixtral", DOWN, {"tensor": 4}),
-    ("gpt_oss", STACKS, {"tensor": 2, "data": 2, "expert": 2, "zero": 2, "sequence": True}),
+    ("mixtral", STACKS, "tp2 dp2 ep2 zero2 sp"),
+    ("glm4_moe", STACKS, "cp2 ep2 zero1"),
+    ("qwen3_moe", STACKS, "tp2 dp2 zero3"),
+    ("qwen2_moe", STACKS, "pp2 tp2"),
+    ("mixtral", DOWN, "dp4 ep2 zero3"),
+    ("mixtral", DOWN, "tp4"),
+    ("gpt_oss", STACKS, "tp2 dp2 ep2 zero2 sp"),
 ]
 LAST = {"r": 4, "use_rslora": True, "target_modules": ["q_proj", "o_proj"], "layers_to_transform": [4]}
 FROZEN_STAGES = {"lora": LAST, "clip": 1e-3}
 
 # Multi-token prediction: two blocks predict two and three tokens ahead
-DEEPSEEK = config("deepseek_v3", mtp=True, num_nextn_predict_layers=2)
-GLM = config("glm4_moe", mtp=True)
+DEEPSEEK, GLM = config("deepseek_v3", mtp=True, num_nextn_predict_layers=2), config("glm4_moe", mtp=True)
 MTP = [
-    (DEEPSEEK, {"tensor": 4}, {}),
-    (DEEPSEEK, {"tensor": 2, "context": 2, "sequence": True}, {"documents": True}),
-    (DEEPSEEK, {"data": 2, "expert": 2, "zero": 3}, {}),
-    (DEEPSEEK, {"pipeline": 2, "data": 2, "zero": 3}, {"checkpointing": "full"}),
-    (DEEPSEEK, {"pipeline": 2, "context": 2, "zero": 1}, {"chunk": 5}),
-    (DEEPSEEK, {"pipeline": 2, **LOOP}, {"schedule": "interleaved"}),
-    (GLM, {"tensor": 2, "pipeline": 2, "sequence": True}, {}),
-    (GLM, {"tensor": 2, "data": 2, "expert": 2, "zero": 2}, {}),
-    (GLM | {"tie_word_embeddings": True}, {"tensor": 2, "pipeline": 2}, {}),
+    (DEEPSEEK, "tp4", {}),
+    (DEEPSEEK, "tp2 cp2 sp", DOCUMENTS),
+    (DEEPSEEK, "dp2 ep2 zero3", {}),
+    (DEEPSEEK, "pp2 dp2 zero3", {"checkpointing": "full"}),
+    (DEEPSEEK, "pp2 cp2 zero1", {"chunk": 5}),
+    (DEEPSEEK, "pp2 loop2", {"schedule": "interleaved"}),
+    (GLM, "tp2 pp2 sp", {}),
+    (GLM, "tp2 dp2 ep2 zero2", {}),
+    (GLM | {"tie_word_embeddings": True}, "tp2 pp2", {}),
 ]
 
 # Several stages a rank, by name: the model, the layout beside the pipeline, the rest of the case
 WITH = {
-    "lora": ("llama-tied", {}, ADAPTERS),
-    "lora-zero3": ("llama", {"data": 2, "zero": 3}, ADAPTERS | {"samples": 8}),
-    "all-frozen": ("llama", {}, FROZEN_STAGES),
-    "all-frozen-zero2": ("llama", {"data": 2, "zero": 2}, FROZEN_STAGES | {"samples": 8}),
-    "all-frozen-replicas": (
-        "llama",
-        {"data": 2, "data_replicate": 2, "zero": 2},
-        FROZEN_STAGES | {"samples": 8},
-    ),
-    "replicas-of-shards": ("llama", {"data": 4, "data_replicate": 2, "zero": 3}, {"samples": 16}),
-    "offload": ("llama", {"data": 2, "zero": 3}, {"offload": True, "samples": 8}),
-    "experts": ("mixtral", {"data": 2, "expert": 2, "zero": 1}, {"samples": 8}),
-    "context": ("llama", {"context": 2}, {"documents": True}),
+    "lora": ("llama-tied", "", ADAPTERS),
+    "lora-zero3": ("llama", "dp2 zero3", ADAPTERS | {"samples": 8}),
+    "all-frozen": ("llama", "", FROZEN_STAGES),
+    "all-frozen-zero2": ("llama", "dp2 zero2", FROZEN_STAGES | {"samples": 8}),
+    "all-frozen-replicas": ("llama", "dp2 copies2 zero2", FROZEN_STAGES | {"samples": 8}),
+    "replicas-of-shards": ("llama", "dp4 copies2 zero3", {"samples": 16}),
+    "offload": ("llama", "dp2 zero3", {"offload": True, "samples": 8}),
+    "experts": ("mixtral", "dp2 ep2 zero1", {"samples": 8}),
+    "context": ("llama", "cp2", DOCUMENTS),
+    "llama-tied": ("llama-tied", "tp2", DOCUMENTS),
+    "gpt2": ("gpt2", "tp2 sp", DOCUMENTS),
 }
 #: Of three choices, and of eight ranks.
 ALWAYS = (("all-frozen-replicas", "zbv"), ("replicas-of-shards", "interleaved-zero-bubble"))
@@ -129,109 +101,45 @@ TRANSPOSED = config("gpt_oss", num_hidden_layers=4, layer_types=["full_attention
 
 # Three tensor ranks: the vocabulary is padded as the layout needs
 THREE = [
-    ("tied", "llama-of-three", {}, {}),
-    ("untied", "llama-of-three-untied", {}, {}),
-    ("tied-sequence", "llama-of-three", {"sequence": True}, {"length": 18}),
-    ("logits-in-chunks", "llama-of-three-untied", {}, {"chunk": 8}),
-    ("tied-lora", "llama-of-three", {}, ADAPTERS),
-    ("tied-at-both-ends", "llama-of-three", {"pipeline": 2}, {"asks": SLOW}),
-    ("tied-zero3", "llama-of-three", {"data": 2, "zero": 3}, {"asks": SLOW}),
+    ("tied", "llama-of-three", "", {}),
+    ("untied", "llama-of-three-untied", "", {}),
+    ("tied-sequence", "llama-of-three", "sp", {"length": 18}),
+    ("logits-in-chunks", "llama-of-three-untied", "", {"chunk": 8}),
+    ("tied-lora", "llama-of-three", "", ADAPTERS),
+    ("tied-at-both-ends", "llama-of-three", "pp2", {"asks": SLOW}),
+    ("tied-zero3", "llama-of-three", "dp2 zero3", {"asks": SLOW}),
 ]
 
-LAYOUTS = Layouts(
-    [
-        *(
-            row(f"context-{why}", model, {"context": 2} | layout, asks=SLOW, **more)
-            for why, model, layout, more in CONTEXT
-        ),
-        *(
-            row(f"experts-{model}-{number}-{'-'.join(layout)}", model, layout, asks=SLOW)
-            for model in ("mixtral", "qwen3_moe", "glm4_moe")
-            for number, layout in enumerate(EXPERTS)
-        ),
-        *(
-            row(
-                f"experts-{schedule}",
-                "mixtral",
-                {"pipeline": 2, "data": 2, "expert": 2, "zero": 2, **shape},
-                schedule=schedule,
-                samples=8,
-                asks=SLOW,
-            )
-            for schedule, shape in SCHEDULES.items()
-        ),
-        # The experts are gathered by hooks of their own, again where a block is computed again.
-        *(
-            row(
-                f"experts-gathered-again-{mode}",
-                "mixtral",
-                {"data": 2, "expert": 2, "zero": 3},
-                mode,
-                micro_batch=2,
-            )
-            for mode in ("selective", "full")
-        ),
-        # Stacks and biases of fewer experts than ranks are cut along their width.
-        row("experts-cut-along-their-width", "gpt_oss", {"data": 3, "zero": 3}, samples=6, asks=SLOW),
-        # Most blocks have no adapter.
-        row(
-            "lora-a-stage-without-zero1", "llama-tied", {"pipeline": 2, "data": 2, "zero": 1}, **FROZEN_STAGES
-        ),
-        row("lora-blocks-without-zero2", "llama", {"data": 2, "zero": 2}, **FROZEN_STAGES),
-        *(
-            row(
-                f"lora-on-experts-{number}-{model}",
-                model,
-                layout,
-                lora=lora,
-                clip=1e-3,
-                asks=SLOW if number else {},
-            )
-            for number, (model, lora, layout) in enumerate(ON_EXPERTS)
-        ),
-        row(
-            "mtp-two-stages",
-            DEEPSEEK,
-            {"tensor": 2, "pipeline": 2, "sequence": True},
-            documents=True,
-            mtp=0.3,
-        ),
-        *(
-            row(f"mtp-{number}", model, layout, mtp=0.3, asks=SLOW, **more)
-            for number, (model, layout, more) in enumerate(MTP)
-        ),
-        *(
-            row(
-                f"stages-{what}-{name}",
-                model,
-                {"pipeline": 2, **shape, **layout},
-                schedule=name,
-                asks={} if (what, name) in ALWAYS else SLOW,
-                **more,
-            )
-            for what, (model, layout, more) in WITH.items()
-            for name, shape in SCHEDULES.items()
-        ),
-        *(
-            row(
-                f"stages-{model}-{name}",
-                model,
-                {"tensor": 2, "pipeline": 2, "sequence": model == "gpt2", **shape},
-                schedule=name,
-                documents=True,
-                asks=SLOW,
-            )
-            for model in ("llama-tied", "gpt2")
-            for name, shape in SCHEDULES.items()
-        ),
-        # GPT-OSS multiplies by transposed stacks of experts, and autograd gives gradients transposed as well.
-        row("gradients-of-transposed-stacks", TRANSPOSED, {"pipeline": 2, **SHAPED}, schedule="zbv"),
-        *(
-            row(f"three-{why}", config(name, layers=3), {"tensor": 3, **layout}, **more)
-            for why, name, layout, more in THREE
-        ),
-    ]
-)
+ROWS = [row(f"context-{why}", name, f"cp2 {cut}", asks=SLOW, **more) for why, name, cut, more in CONTEXT]
+for model in ("mixtral", "qwen3_moe", "glm4_moe"):
+    ROWS += [row(f"experts-{model}-{layout}", model, layout, asks=SLOW) for layout in EXPERTS]
+for number, (model, lora, layout) in enumerate(ON_EXPERTS):
+    asks = SLOW if number else {}
+    ROWS.append(row(f"lora-on-experts-{number}-{model}", model, layout, lora=lora, clip=1e-3, asks=asks))
+for number, (model, layout, more) in enumerate(MTP):
+    ROWS.append(row(f"mtp-{number}", model, layout, mtp=0.3, asks=SLOW, **more))
+for name, stages in SCHEDULES.items():
+    cut, eight = f"pp2 dp2 ep2 zero2 {stages}", {"schedule": name, "samples": 8}
+    ROWS.append(row(f"experts-{name}", "mixtral", cut, asks=SLOW, **eight))
+    for what, (model, layout, more) in WITH.items():
+        asks, cut = {} if (what, name) in ALWAYS else SLOW, f"pp2 {stages} {layout}"
+        ROWS.append(row(f"stages-{what}-{name}", model, cut, schedule=name, asks=asks, **more))
+for why, name, layout, more in THREE:
+    ROWS.append(row(f"three-{why}", config(name, layers=3), f"tp3 {layout}", **more))
+# The experts are gathered by hooks of their own, again where a block is computed again.
+for mode in ("selective", "full"):
+    ROWS.append(row(f"experts-gathered-again-{mode}", "mixtral", "dp2 ep2 zero3", mode, micro_batch=2))
+ROWS += [
+    # Stacks and biases of fewer experts than ranks are cut along their width.
+    row("experts-cut-along-their-width", "gpt_oss", "dp3 zero3", samples=6, asks=SLOW),
+    # Most blocks have no adapter.
+    row("lora-a-stage-without-zero1", "llama-tied", "pp2 dp2 zero1", **FROZEN_STAGES),
+    row("lora-blocks-without-zero2", "llama", "dp2 zero2", **FROZEN_STAGES),
+    row("mtp-two-stages", DEEPSEEK, "tp2 pp2 sp", documents=True, mtp=0.3),
+    # GPT-OSS multiplies by transposed stacks of experts, and autograd gives gradients transposed as well.
+    row("gradients-of-transposed-stacks", TRANSPOSED, "pp2 v", schedule="zbv"),
+]
+LAYOUTS = Layouts(ROWS)
 test_layouts_of_several_choices_equal_one_device = LAYOUTS.equal_one_device()
 test_layouts_of_several_choices_send_what_is_planned = LAYOUTS.send_what_is_planned()
 

@@ -10,17 +10,10 @@ from trilith.parallel_state import Layout, ParallelState, engine, initialize
 from trilith.testing import run_parallel
 
 LAYOUTS = [Layout(), Layout.of(tensor=2, sequence=True), Layout.of(data=2, zero=2), Layout.of(pipeline=2)]
-
-
 CONFIG = MODELS["llama"] | {"num_hidden_layers": 3}
-
 #: FSDP casts the weights in all but the first, where trilith does.
-CASTING = [
-    Layout.of(pipeline=2),
-    *(Layout.of(data=2, zero=zero) for zero in (0, 1, 2, 3)),
-    Layout.of(context=2),
-    Layout.of(pipeline=2, data=2, zero=3),
-]
+CASTING = [Layout.of(pipeline=2), *(Layout.of(data=2, zero=zero) for zero in (0, 1, 2, 3))]
+CASTING += [Layout.of(context=2), Layout.of(pipeline=2, data=2, zero=3)]
 EVERY_KIND = {"embed", "layers.0.attention.qkv", "layers.2.mlp.down", "layers.1.mlp_norm", "norm"}
 
 
@@ -80,10 +73,7 @@ def test_weights_and_outputs_have_the_chosen_dtype_in_every_module(layout, compu
     assert {dtype for seen in found for dtypes in seen.values() for dtype in dtypes} == {compute}
 
 
-FP32_LAYOUTS = [Layout.of(pipeline=2, data=2, zero=1)]
-
-
-@pytest.mark.parametrize("layout", FP32_LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [Layout.of(pipeline=2, data=2, zero=1)], ids=str)
 def test_fp32_is_close_and_the_same_twice(layout, fp32):
     case = Case(CONFIG, layout, dtype=torch.float32)
     found = run(case)

@@ -57,17 +57,17 @@ def test_checkpointing_changes_no_bit(model, mode, layout, plain):
 
 def policies(offload):
     """Return each ``fully_shard``'s kind of offload policy in a model, and whether pages are pinned."""
-    seen = []
-    shard = fsdp.fully_shard
+    seen, shard = [], fsdp.fully_shard
+
+    def noted(module, **options):
+        seen.append(options["offload_policy"])
+        return shard(module, **options)
+
     state = ParallelState.start(Layout.of(data=2, zero=3))
     family = family_of(MODEL)
     model = family.build(family.from_hf(MODEL), state=state)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            fsdp,
-            "fully_shard",
-            lambda module, **said: (seen.append(said["offload_policy"]), shard(module, **said))[1],
-        )
+        patch.setattr(fsdp, "fully_shard", noted)
         zero_on_fsdp.shard_over_data(model, state, Precision(), offload=offload)
     return [(type(policy).__name__, getattr(policy, "pin_memory", False)) for policy in seen]
 

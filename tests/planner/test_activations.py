@@ -1,124 +1,31 @@
-"""Compare the planned bytes of a block's backward with those that autograd saves in a real block."""
+"""Compare the planned bytes of activations with what autograd saves in a block and what lives in a model."""
+
+import json
+import time
+from contextlib import nullcontext
 
 import pytest
 import torch
-from support.configs import TINIEST_LLAMA, TINY_GPT2
-from trilith.layers import Attention, attention_kinds, cost_of, masks_cost
-from trilith.models import FAMILIES, LoraConfig, adapted, family_of
+from support.configs import FOLDER, MODELS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from trilith.layers import Attention, Cost, attention_kinds, checkpoint_blocks, cost_of, masks_cost
+from trilith.models import FAMILIES, LoraConfig, adapted, family_of, published_size
 from trilith.parallel_state import Layout, ParallelState, initialize
-from trilith.planner import Work, rank_parameters
+from trilith.planner import Work, rank_parameters, stage_costs
+from trilith.planner.activations import saved_under
+from trilith.planner.memory import needs_of_rank
+from trilith.testing import LiveBytes, run_parallel
 
 LENGTH = 32
-LLAMA = {key: value for key, value in TINIEST_LLAMA.items() if not key.startswith("tie")} | {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 224,
-    "num_hidden_layers": 1,
-}
-GPT2 = TINY_GPT2 | {
-    "vocab_size": 128,
-    "n_embd": 64,
-    "n_layer": 1,
-    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-}
-MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-GLM = LLAMA | {
-    "model_type": "glm4_moe",
-    "first_k_dense_replace": 0,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 96,
-}
-GEMMA2 = LLAMA | {"model_type": "gemma2", "head_dim": 16, "tie_word_embeddings": True}
-GEMMA3 = GEMMA2 | {"model_type": "gemma3_text", "sliding_window": 8}
-MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": 8}
-QWEN3 = LLAMA | {"model_type": "qwen3", "head_dim": 16}
-OLMO2 = LLAMA | {"model_type": "olmo2"}
-OLMO3 = LLAMA | {"model_type": "olmo3", "sliding_window": 8}
-GPT_OSS = LLAMA | {
-    "model_type": "gpt_oss",
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_key_value_heads": 2,
-    "sliding_window": 8,
-}
-COHERE = LLAMA | {"model_type": "cohere", "use_qk_norm": True}
-COHERE2 = LLAMA | {"model_type": "cohere2", "sliding_window": 8}
-STABLELM = LLAMA | {"model_type": "stablelm", "partial_rotary_factor": 0.25}
-STABLELM_12B = STABLELM | {"qk_layernorm": True, "use_parallel_residual": True}
-GEMMA = LLAMA | {"model_type": "gemma", "head_dim": 16}
-GRANITE = LLAMA | {"model_type": "granite", "residual_multiplier": 0.5}
-EXAONE4 = LLAMA | {"model_type": "exaone4", "sliding_window": 8}
-SEED_OSS = LLAMA | {"model_type": "seed_oss", "head_dim": 16, "attention_dropout": 0.0}
-QWEN3_MOE = LLAMA | {
-    "model_type": "qwen3_moe",
-    "head_dim": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 96,
-}
-PHI3 = LLAMA | {"model_type": "phi3", "pad_token_id": 0}
-STARCODER2 = LLAMA | {"model_type": "starcoder2"}
-QWEN2_MOE = LLAMA | {
-    "model_type": "qwen2_moe",
-    "shared_expert_intermediate_size": 128,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 96,
-}
-GPT_NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {
-    "model_type": "gpt_neox"
-}
-DEEPSEEK = {
-    **{key: value for key, value in LLAMA.items() if key != "num_key_value_heads"},
-    "model_type": "deepseek_v2",
-    "q_lora_rank": 48,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "moe_intermediate_size": 96,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-}
-GPTJ = {key: value for key, value in GPT2.items() if key != "model_type"} | {
-    "model_type": "gptj",
-    "rotary_dim": 8,
-}
-PHI = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {"model_type": "phi"}
-FALCON = {
-    "model_type": "falcon",
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-}
-OPT = FALCON | {"model_type": "opt", "ffn_dim": 224, "dropout": 0.0}
-BLOOM = {"model_type": "bloom", "vocab_size": 128, "hidden_size": 64, "n_layer": 1, "n_head": 4}
-QWEN3_NEXT = QWEN2_MOE | {
-    "model_type": "qwen3_next",
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 16,
-}
-QWEN3_5 = {key: QWEN3_NEXT[key] for key in QWEN3_NEXT if "expert" not in key and not key.startswith("moe")}
-QWEN3_5 |= {"model_type": "qwen3_5_text"}
-GRANITE_4 = LLAMA | {
-    "model_type": "granitemoehybrid",
-    "num_local_experts": 4,
-    "intermediate_size": 96,
-    "mamba_n_heads": 4,
-    "shared_intermediate_size": 128,
-    "mamba_d_state": 16,
-}
-FULL = {"layer_types": ["full_attention"]}
-NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
-EVERY = LoraConfig(r=4)
-STACKS = LoraConfig(r=4, target_parameters=("experts.gate_up_proj", "experts.down_proj"))
+#: Models of one block by name: some fields of one that they are ``like``, ``without`` others.
+_BLOCKS = json.loads((FOLDER / "blocks" / "one_block.json").read_text(encoding="utf-8"))
+
+
+def one_block(name):
+    own = dict(_BLOCKS[name])
+    like, without = own.pop("like", None), own.pop("without", ())
+    raw = {} if like is None else one_block(like)
+    return {key: value for key, value in raw.items() if key not in without} | own
 
 
 def saved(config, lora):
@@ -158,96 +65,36 @@ def saved(config, lora):
     return sum(found.values()) - shared, cost_of(block, tokens).kept
 
 
-CASES = [
-    pytest.param(LLAMA, None, id="llama"),
-    pytest.param(MIXTRAL, None, id="mixtral"),
-    pytest.param(GLM, None, id="glm4_moe"),
-    pytest.param(GEMMA2, None, id="gemma2"),
-    pytest.param(GEMMA2 | NO_CAPS, None, id="gemma2-no-caps"),
-    pytest.param(GEMMA3, None, id="gemma3-window-head-norms"),
-    pytest.param(GEMMA3 | {"sliding_window_pattern": 1}, None, id="gemma3-head-norms"),
-    pytest.param(MISTRAL, None, id="mistral-window"),
-    pytest.param(QWEN3, None, id="qwen3-head-norms"),
-    pytest.param(OLMO2, None, id="olmo2"),
-    pytest.param(OLMO3, None, id="olmo3-window"),
-    pytest.param(GPT_OSS, None, id="gpt_oss-window"),
-    pytest.param(GPT_OSS | {"sliding_window": None}, None, id="gpt_oss"),
-    pytest.param(GPT_OSS, STACKS, id="gpt_oss-lora-of-experts"),
-    pytest.param(LLAMA | {"model_type": "qwen2"}, None, id="qwen2"),
-    pytest.param(QWEN3_MOE, None, id="qwen3_moe"),
-    pytest.param(LLAMA | {"model_type": "smollm3"}, None, id="smollm3"),
-    pytest.param(LLAMA | {"model_type": "glm4", "head_dim": 16}, None, id="glm4"),
-    pytest.param(SEED_OSS, None, id="seed_oss-dropout"),
-    pytest.param(EXAONE4, None, id="exaone4-window"),
-    pytest.param(COHERE, None, id="cohere-head-norms"),
-    pytest.param(COHERE2, None, id="cohere2"),
-    pytest.param(STABLELM, None, id="stablelm"),
-    pytest.param(STABLELM_12B, None, id="stablelm-parallel"),
-    pytest.param(GEMMA, None, id="gemma"),
-    pytest.param(GRANITE, None, id="granite"),
-    pytest.param(PHI3, None, id="phi3"),
-    pytest.param(STARCODER2, None, id="starcoder2"),
-    pytest.param(QWEN2_MOE, None, id="qwen2_moe"),
-    pytest.param(GPT_NEOX, None, id="gpt_neox"),
-    pytest.param(GPT_NEOX | {"use_parallel_residual": False}, None, id="gpt_neox-in-turn"),
-    pytest.param(GPT_NEOX | {"hidden_dropout": 0.1}, None, id="gpt_neox-dropout"),
-    pytest.param(DEEPSEEK, None, id="deepseek_v2"),
-    pytest.param(
-        DEEPSEEK
-        | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
-        | {"first_k_dense_replace": 0},
-        None,
-        id="deepseek_v3",
-    ),
-    pytest.param(DEEPSEEK | {"q_lora_rank": None}, None, id="deepseek_v2-lite"),
-    pytest.param(DEEPSEEK | {"v_head_dim": 24}, None, id="deepseek_v2-wide-values"),
-    pytest.param(DEEPSEEK | {"attention_dropout": 0.1}, None, id="deepseek_v2-attention"),
-    pytest.param(DEEPSEEK, EVERY, id="deepseek_v2-lora"),
-    pytest.param(GPTJ, None, id="gptj"),
-    pytest.param(PHI, None, id="phi"),
-    pytest.param(PHI | {"qk_layernorm": True}, None, id="phi-head-norms"),
-    pytest.param(FALCON, None, id="falcon-7b"),
-    pytest.param(FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}, None, id="falcon-40b"),
-    pytest.param(FALCON | {"alibi": True, "parallel_attn": False, "bias": True}, None, id="falcon-rw"),
-    pytest.param(OPT, None, id="opt"),
-    pytest.param(OPT | {"do_layer_norm_before": False}, None, id="opt-norms-after"),
-    pytest.param(BLOOM, None, id="bloom"),
-    pytest.param(QWEN3_NEXT, None, id="qwen3_next-delta-net"),
-    pytest.param(GRANITE_4, None, id="granitemoehybrid-mamba"),
-    pytest.param(GRANITE_4, STACKS, id="granitemoehybrid-lora-of-experts"),
-    pytest.param(GRANITE_4 | {"mamba_n_groups": 2}, None, id="granitemoehybrid-groups"),
-    pytest.param(GRANITE_4 | {"num_local_experts": 0}, None, id="granitemoehybrid-dense"),
-    pytest.param(QWEN3_5, None, id="qwen3_5-delta-net"),
-    pytest.param(QWEN3_NEXT | FULL, None, id="qwen3_next-attention"),
-    pytest.param(QWEN3_NEXT, EVERY, id="qwen3_next-lora"),
-    pytest.param(GPT2, None, id="gpt2"),
-    pytest.param(GPT2 | {"resid_pdrop": 0.1}, None, id="gpt2-resid"),
-    pytest.param(GPT2 | {"attn_pdrop": 0.1}, None, id="gpt2-attention"),
-    pytest.param(LLAMA | {"attention_dropout": 0.1}, None, id="llama-attention"),
-    pytest.param(LLAMA, EVERY, id="lora"),
-    pytest.param(MIXTRAL, STACKS, id="lora-of-experts"),
-    pytest.param(MIXTRAL, STACKS.model_copy(update={"target_modules": ()}), id="lora-of-experts-alone"),
-    pytest.param(LLAMA, EVERY.model_copy(update={"lora_dropout": 0.05}), id="lora-dropout"),
-    pytest.param(GPT2, EVERY.model_copy(update={"lora_dropout": 0.05}), id="gpt2-lora-dropout"),
-    pytest.param(
-        LLAMA, LoraConfig(r=4, lora_dropout=0.05, target_modules=("q_proj", "v_proj")), id="lora-of-q-and-v"
-    ),
-]
+STACKS = {"target_parameters": ("experts.gate_up_proj", "experts.down_proj")}
+#: By id: the name of the model, and what is adapted.
+ADAPTED = {
+    "gpt_oss-lora-of-experts": ("gpt_oss-window", STACKS),
+    "deepseek_v2-lora": ("deepseek_v2", {}),
+    "granitemoehybrid-lora-of-experts": ("granitemoehybrid-mamba", STACKS),
+    "qwen3_next-lora": ("qwen3_next-delta-net", {}),
+    "lora": ("llama", {}),
+    "lora-of-experts": ("mixtral", STACKS),
+    "lora-of-experts-alone": ("mixtral", STACKS | {"target_modules": ()}),
+    "lora-dropout": ("llama", {"lora_dropout": 0.05}),
+    "gpt2-lora-dropout": ("gpt2", {"lora_dropout": 0.05}),
+    "lora-of-q-and-v": ("llama", {"lora_dropout": 0.05, "target_modules": ("q_proj", "v_proj")}),
+}
 
 
-@pytest.mark.parametrize(("config", "lora"), CASES)
-def test_what_a_block_keeps_is_what_autograd_saves(config, lora):
-    found, planned = saved(config, lora)
+@pytest.mark.parametrize("name", [*_BLOCKS, *ADAPTED])
+def test_what_a_block_keeps_is_what_autograd_saves(name):
+    model, lora = ADAPTED.get(name, (name, None))
+    found, planned = saved(one_block(model), None if lora is None else LoraConfig(r=4, **lora))
     assert 0.99 < found / planned <= 1
 
 
 def test_every_family_has_a_case():
-    assert {str(case.values[0]["model_type"]) for case in CASES} == FAMILIES.keys()
+    assert {one_block(name)["model_type"] for name in _BLOCKS} == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_parameters_that_a_rank_is_planned_to_hold_are_those_that_it_builds(family):
-    raw = next(case.values[0] for case in CASES if case.values[0]["model_type"] == family)
+    raw = next(raw for raw in map(one_block, _BLOCKS) if raw["model_type"] == family)
     config = FAMILIES[family].from_hf(raw)
     for layout in (Layout(), Layout.of(tensor=2, sequence=True)):
         for rank in range(layout.world):
@@ -255,3 +102,84 @@ def test_the_parameters_that_a_rank_is_planned_to_hold_are_those_that_it_builds(
             model = FAMILIES[family].build(config, state=state)
             every = rank_parameters(model, state).every
             assert every.here + every.buffers == sum(one.numel() for one in model.parameters())
+
+
+def alive_by_plan(raw, mode, *, rows, length, fake):
+    """Return the bytes that a forward leaves alive, logits among them, over the plan's.
+
+    ``fake``: with tensors that have a size and no memory, so that a model may be of any size.
+    """
+    family = family_of(raw)
+    config = family.from_hf(raw)
+    model = family.build(config, device="meta" if fake else "cpu")
+    if not fake:
+        initialize(model, 0)
+    checkpoint_blocks([(int(number), block) for number, block in model.layers.items()], mode)
+    work = Work(ParallelState.alone(), config.hidden_size, length, rows, 1, checkpointing=mode, fused=False)
+    (cost,) = stage_costs(work, model)
+    assert cost.loss is not None
+    planned = max(need.held for need in needs_of_rank(work, [cost])) + cost.loss.kept
+    with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
+        if fake:
+            model.to_empty(device="cpu")
+        ids = torch.zeros(rows, length, dtype=torch.long)
+        with LiveBytes(model.parameters(), ids) as memory:
+            before = memory.now
+            logits = model(ids)
+            assert logits.requires_grad
+            return (memory.now - before) / planned
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_a_model_of_a_billion_parameters_keeps_what_its_plan_says(mode):
+    raw = dict(published_size("llama-3.2-1b").with_fields({}))
+    assert alive_by_plan(raw, mode, rows=2, length=1024, fake=True) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_computes_some_again_keeps_what_its_plan_says(name):
+    assert 0.99 < alive_by_plan(MODELS[name], "selective", rows=4, length=64, fake=False) <= 1
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_experts_as_wide_as_the_block_keep_what_the_plan_says(name):
+    """Their second product reads as many numbers as the first one, and is kept, too."""
+    raw = MODELS[name] | {"intermediate_size": MODELS[name]["hidden_size"]}
+    assert 0.99 < alive_by_plan(raw, "selective", rows=4, length=64, fake=False) <= 1
+
+
+def _now_and_soon(memory):
+    for _ in range(20):
+        yield memory.now
+        time.sleep(0.01)
+
+
+def kept_by_a_block(layout, mode):
+    """Return the bytes that each further block leaves alive on a rank after the forward."""
+    alive = []
+    for blocks in (1, 4):
+        state = ParallelState.start(layout)
+        raw = {**MODELS["llama"], "num_hidden_layers": blocks}
+        family = family_of(raw)
+        model = family.build(family.from_hf(raw), state=state, device="cpu")
+        initialize(model, 0, state=state)
+        checkpoint_blocks([(int(number), block) for number, block in model.layers.items()], mode)
+        ids = torch.zeros(3, 16, dtype=torch.long)
+        with LiveBytes(model.parameters(), ids) as memory:
+            before = memory.now
+            logits = model(ids)
+            assert logits.requires_grad
+            # A thread of gloo may hold the last messages a little longer.
+            alive.append(min(_now_and_soon(memory)) - before)
+    return (alive[1] - alive[0]) / 3
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "cut"])
+def test_what_a_checkpointed_block_keeps_is_cut_over_the_tensor_ranks_under_sequence_parallelism(sequence):
+    """A block keeps its input and nothing else: whole on each rank, or one piece of it on each."""
+    raw = MODELS["llama"]
+    whole = 3 * 16 * raw["hidden_size"] * 4
+    layout = Layout.of(tensor=2, sequence=sequence)
+    assert set(run_parallel(kept_by_a_block, 2, layout, "full")) == {whole / 2 if sequence else whole}
+    work = Work(ParallelState.stand_in(layout), raw["hidden_size"], 16, 3, 1, checkpointing="full")
+    assert saved_under("full", Cost(), work).kept == (whole / 2 if sequence else whole)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.configs import EXPERTS, MODELS
+from support.layout_cases import axes
 from trilith.models import family_of
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.parallel_state.engine import local_data
@@ -13,16 +14,12 @@ from trilith.training import Precision, shard_over_data
 
 #: The first few are in every run, the others are slow.
 LAYOUTS = [
-    Layout.of(tensor=2, data=2, zero=2),
-    Layout.of(pipeline=2, data=2, zero=3, virtual_stages=2, v_shape=True),
-    Layout.of(tensor=2, data=2, expert=2, zero=3, sequence=True),
-    Layout.of(tensor=2, sequence=True),
-    Layout.of(tensor=2, context=2, sequence=True),
-    Layout.of(tensor=2, pipeline=2),
-    *(Layout.of(data=2, zero=zero) for zero in range(4)),
-    Layout.of(pipeline=2, data=2, zero=1),
-    Layout.of(data=2, expert=2, zero=2),
-    Layout.of(context=2, expert=2, zero=1),
+    Layout.of(**axes(cut))
+    for cut in (
+        *("tp2-dp2-zero2", "pp2-dp2-zero3-v", "tp2-dp2-ep2-zero3-sp", "tp2-sp", "tp2-cp2-sp", "tp2-pp2"),
+        *(f"dp2-zero{zero}" for zero in range(4)),
+        *("pp2-dp2-zero1", "dp2-ep2-zero2", "cp2-ep2-zero1"),
+    )
 ]
 
 

@@ -1,11 +1,15 @@
-"""The formulas give what the plan of a real model gives: they are one arithmetic, not two."""
+"""Formulas and the plan of a real model are one arithmetic; collectives by hand, and as the page says."""
+
+import re
+from pathlib import Path
 
 import pytest
+from support.configs import config
 from trilith.layers import cost_of
 from trilith.models import family_of, published_size
 from trilith.parallel_state import Layout, ParallelState
 from trilith.pipeline import bubble_share, micro_batches_for
-from trilith.planner import Work, block_traffic, plan_memory, rank_parameters, step_traffic
+from trilith.planner import Traffic, Work, block_traffic, plan_memory, rank_parameters, step_traffic
 from trilith.planner.flops import flops_per_token
 from trilith.planner.formulas.axis_bytes import (
     context_block_bytes,
@@ -19,15 +23,7 @@ from trilith.planner.formulas.ring_and_tree import ring_messages, ring_seconds, 
 from trilith.planner.formulas.training_time import flops_of_token
 from trilith.planner.time.kernels import exchanged
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
+LLAMA = config("held/llama", intermediate_size=128, num_key_value_heads=4)
 LENGTH, ROWS, ROUNDS = 32, 2, 4
 
 
@@ -54,10 +50,10 @@ def test_context_bytes_of_a_block_are_the_plan_s(ring):
 
 def test_bytes_of_a_block_with_experts_are_those_that_a_plan_times():
     """The tokens' choices decide the real bytes; a plan takes them as even, like the formula."""
-    config = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
-    config |= {"moe_intermediate_size": 32, "decoder_sparse_step": 1, "head_dim": 8}
-    state, family = ParallelState.stand_in(Layout.of(data=4, expert=4)), family_of(config)
-    model = family.build(family.from_hf(config), state=state)
+    raw = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+    raw |= {"moe_intermediate_size": 32, "decoder_sparse_step": 1, "head_dim": 8}
+    state, family = ParallelState.stand_in(Layout.of(data=4, expert=4)), family_of(raw)
+    model = family.build(family.from_hf(raw), state=state)
     work = Work(state, 64, LENGTH, ROWS, ROUNDS, compute=2)
     given = exchanged(model.layers["0"], work.tokens.bytes(64))
     assert 4 * ring_wire_bytes("all_to_all", given, 4) == expert_block_bytes(ROWS * LENGTH, 64, 2, 4) > 0
@@ -98,8 +94,7 @@ def test_bytes_of_weights_gradients_and_optimizer_are_the_plan_s(zero):
 
 def test_flops_of_a_token_are_the_plan_s():
     size = published_size("llama-3.1-405b")
-    config = size.family.from_hf(size.fields)
-    flops = flops_per_token(size.family.on_meta(config), 8192)
+    flops = flops_per_token(size.family.on_meta(size.family.from_hf(size.fields)), 8192)
     matrices = size.parameters - 128256 * 16384 - (2 * 126 + 1) * 16384  # no embedding table, no norms
     assert flops_of_token(matrices, 126, 16384, 8192) == flops.causal
     assert flops_of_token(matrices, 126, 16384, 8192, causal=False) == flops.full
@@ -120,3 +115,50 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
     assert ring_seconds("all_reduce", 4096, 8, bytes_per_second=7168, latency_seconds=1) == 15
     with pytest.raises(ValueError, match="gossip"):
         ring_wire_bytes("gossip", 1, 2)
+
+
+NARROW = LLAMA | {"vocab_size": 503, "hidden_size": 24, "intermediate_size": 40}
+NARROW |= {"num_attention_heads": 4, "num_key_value_heads": 1}
+
+
+def of_kinds(every):
+    found = {}
+    for one in every:
+        count, size = found.get(one.kind, (0, 0))
+        found[one.kind] = (count + one.count, size + one.bytes)
+    return found
+
+
+def test_a_block_s_table_is_the_formula():
+    """docs/communication.md, evaluated: each cell is what a block says that it sends."""
+    text = (Path(__file__).parents[2] / "docs" / "communication.md").read_text()
+    rows = re.findall(r"^\| (tensor(?: and sequence)?) \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
+    assert [name for name, _, _ in rows] == ["tensor", "tensor and sequence"]
+    for (name, *cells), sequence in zip(rows, (False, True), strict=True):
+        state = ParallelState.stand_in(Layout.of(tensor=4, sequence=sequence))
+        work = Work(state, 24, 12, 2, 1, compute=2)
+        block = family_of(NARROW).build(family_of(NARROW).from_hf(NARROW), state=state).layers["0"]
+        sent = block_traffic(work, cost_of(block, work.tokens))
+        numbers = {"N D": 2 * 12 * 24, "N D / t": 2 * 12 * 24 // 4}
+        for cell, forward in zip(cells, (True, False), strict=True):
+            parts = re.findall(r"(\d) (all-reduce|all-gather|reduce-scatter)s of ([^,]+)", cell)
+            stated = {
+                kind.replace("-", "_"): (int(count), int(count) * numbers[size] * 2)
+                for count, kind, size in parts
+            }
+            here = [one for one in sent if one.what == ("forward" if forward else "backward")]
+            assert stated and of_kinds(here) == stated, name
+
+
+def test_over_one_rank_of_an_axis_nothing_is_sent():
+    model = family_of(NARROW).build(family_of(NARROW).from_hf(NARROW), state=ParallelState.stand_in(Layout()))
+    work = Work(model.state, 24, 12, 2, 2)
+    assert step_traffic(work, model) == []
+
+
+def test_a_ring_sends_the_shares_of_the_others():
+    wires = {
+        kind: Traffic("tensor", kind, "", 1, 1000, 4).wire
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "send")
+    }
+    assert wires == {"all_reduce": 1500, "all_gather": 3000, "reduce_scatter": 750, "send": 1000}

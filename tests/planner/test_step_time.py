@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.configs import MODELS
@@ -274,33 +275,7 @@ def test_the_table_of_machines_states_sources_and_rates_without_sparsity():
         machine_named("a100-80gb").peak("float8")
 
 
-BENCH = {
-    "machine": {
-        "device": "cpu", "gpus": 0, "ranks": 2, "processor": "a CPU", "cores": 8, "memory": 8 * 2**30,
-    },
-    "doctor": [],
-    "rows": [
-        {"part": "speed", "status": "done", "figures": {
-            "matmul, bf16: TFLOP/s": 0.02, "matmul, fp32: TFLOP/s": 0.05,
-            "attention, bf16: TFLOP/s": 0.01, "attention, fp32: TFLOP/s": 0.025,
-            "module, forward and backward: us": 12.6, "copy: GB/s read and written": 10.0,
-            "module, checkpointing full: us": 25.0, "module, checkpointing selective: us": 60.0,
-        }},
-        {"part": "links", "status": "done", "figures": {
-            "all-reduce: GB/s": 2.0, "all-gather: GB/s": 1.0, "reduce-scatter: GB/s": 0.5,
-            "all-reduce of 4 KiB: us": 100.0,
-            "all-reduce of a block: GB/s": 1.0, "all-reduce of a tiny block: us": 300.0,
-            "all-gather of a block: GB/s": 0.5, "all-gather of a tiny block: us": 400.0,
-            "reduce-scatter of a block: GB/s": 0.25, "reduce-scatter of a tiny block: us": 0.0,
-            "collective in a block, checkpointing none: us": 80.0,
-            "collective in a block, checkpointing full: us": 90.0,
-            "collective in a block, checkpointing selective: us": 150.0,
-            "exchange around a ring, checkpointing none: us": 80.0,
-            "exchange around a ring, checkpointing full: us": 700.0,
-            "exchange around a ring, checkpointing selective: us": 900.0,
-        }},
-    ],
-}  # fmt: skip
+BENCH = json.loads(Path(__file__).with_name("bench.json").read_text(encoding="utf-8"))
 
 
 def test_a_measured_machine_takes_the_place_of_the_table(tmp_path):

@@ -142,7 +142,8 @@ def test_the_words_of_a_script_are_those_of_bash(name, tmp_path):
         "N=4; torchrun $((N*2+1)) $(( (N + 2) / 3 )) $((N%3)) $(($N-1))",
         "torchrun a#b \\\n  b # c\n",
         "A=() \nif [[ 1 == 1 ]]; then A+=(y); else A+=(n); fi; torchrun ${A[@]} end",
-        'X=b\nif [ "$X" = a ]; then Y=1\nelif [ "$X" == b ] && [ 2 -gt 1 ]\nthen Y=2\nelse Y=3\nfi\ntorchrun $Y',
+        'X=b\nif [ "$X" = a ]; then Y=1\nelif [ "$X" == b ] && [ 2 -gt 1 ]\n'
+        "then Y=2\nelse Y=3\nfi\ntorchrun $Y",
         "X=4\nif [[ $X -ge 5 ]] || [[ ! $X -eq 3 ]]; then torchrun yes; else torchrun no; fi",
         "[ 1 -eq 2 ] && A=1\n[ 1 -eq 1 ] && B=2 || B=3\ntorchrun x$A y$B",
         "cat <<EOF > /dev/null\ntorchrun not this --num-layers\nEOF\ntorchrun this",
