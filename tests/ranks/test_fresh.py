@@ -201,4 +201,4 @@ def test_workers_end_with_a_killed_parent_even_in_the_middle_of_a_call(tmp_path)
         assert running(pids) == pids and len(pids) == 2
         os.kill(parent, signal.SIGKILL)
         assert ended.result() == [-signal.SIGKILL]
-    wait_for(lambda: not running(pids), 10)
+    wait_for(lambda: not running(pids), seconds=10)

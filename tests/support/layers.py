@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -360,7 +361,7 @@ def latent(s: State, q_lora_rank: int | None, *, adapters: bool = False) -> Mixe
 LATENT = tuple(
     Row(
         f"latent attention, queries {'whole' if rank is None else 'latent'}, {'LoRA' if lora else 'plain'}",
-        lambda s, rank=rank, lora=lora: latent(s, rank, adapters=lora),  # type: ignore[misc]
+        partial(latent, q_lora_rank=rank, adapters=lora),
         (*TWO, *CONTEXT) if rank and not lora else TWO,
         tolerance=1e-12,
     )
@@ -376,6 +377,10 @@ def delta_net(s: State) -> GatedDeltaNet:
     return GatedDeltaNet(WIDTH, key_heads=2, value_heads=4, key_dim=3, value_dim=5, kernel_size=4, state=s)
 
 
+def _mixer_of(layer: Make, documents: Any, s: State) -> Mixer:
+    return Mixer(layer(s), s, documents=documents)
+
+
 def _recurrent_rows(name: str, layer: Make) -> Iterable[Row]:
     # Runs of 72 tokens, two chunks; a document ends where a run does, and one within a chunk.
     long, short = ((72, 100, 2, 114), (288,)), ((5, 3), (8,))
@@ -389,7 +394,7 @@ def _recurrent_rows(name: str, layer: Make) -> Iterable[Row]:
     for end, (documents, layouts, slow) in rows.items():
         yield Row(
             f"{name} {end}",
-            lambda s, documents=documents: Mixer(layer(s), s, documents=documents),  # type: ignore[misc]
+            partial(_mixer_of, layer, documents),
             layouts,
             shape=(2, 288 if documents is None else sum(documents[0]), WIDTH),
             tolerance=1e-11,

@@ -276,7 +276,10 @@ def many_ids(key):
 
 def refused(why, says, use, **changes):
     """A recipe, and its tokens, that something refuses."""
-    given = lambda folder: write_tokens(folder / "tokens")  # noqa: E731
+
+    def given(folder):
+        write_tokens(folder / "tokens")
+
     return Refused(why, lambda folder: use(recipe(folder, **changes)), says, given=given)
 
 
