@@ -31,14 +31,28 @@ def test_all_tests_run_in_lanes_and_some_in_one_process(options, expected):
     assert (option.numprocesses, option.dist) == expected
 
 
-def test_without_xdist_one_process_runs_and_says_so(capsys):
+@pytest.fixture
+def conftest(request):
+    (plugin,) = (
+        plugin
+        for plugin in request.config.pluginmanager.get_plugins()
+        if hasattr(plugin, "no_processes_if_quick")
+    )
+    return plugin
+
+
+def test_without_xdist_one_process_runs_in_order_and_says_so(capsys, conftest):
     config = SimpleNamespace(
         option=SimpleNamespace(capture="fd"),
         args_source=pytest.Config.ArgsSource.TESTPATHS,
         ArgsSource=pytest.Config.ArgsSource,
+        getoption=lambda name: False,
     )
     lanes.use_lanes(config)
     assert "pytest-xdist is not loaded" in capsys.readouterr().err and not hasattr(config.option, "dist")
+    items = [SimpleNamespace(nodeid=name) for name in ("b.py::b", "a.py::a")]
+    conftest.pytest_collection_modifyitems(config, items)
+    assert [item.nodeid for item in items] == ["b.py::b", "a.py::a"]
 
 
 def test_a_lane_starts_no_lanes():
@@ -55,7 +69,9 @@ def test_the_measured_seconds_leave_quick_less_than_a_minute_on_two_lanes():
     assert max(Counter(name for _, name in long).values()) == 1
 
 
-def test_quick_leaves_out_a_function_if_all_its_parameters_together_took_long(request, tmp_path, monkeypatch):
+def test_quick_leaves_out_a_function_whose_parameters_together_took_long(
+    conftest, tmp_path, monkeypatch
+):
     monkeypatch.setattr(run_times, "SECONDS", tmp_path / "seconds.txt")
     took = {"a.py::short": 0.1, "a.py::many": 0.6, "a.py::long": 9.0, "a.py::brief": 0.3}
     run_times.SECONDS.write_text(run_times.table(took))
@@ -72,9 +88,6 @@ def test_quick_leaves_out_a_function_if_all_its_parameters_together_took_long(re
         getoption=lambda name: name == "quick",
         hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)),
         cache=cache,
-    )
-    (conftest,) = (
-        one for one in request.config.pluginmanager.get_plugins() if hasattr(one, "no_processes_if_quick")
     )
     conftest.pytest_collection_modifyitems(config, items)
     assert [item.nodeid for item in items] == ["a.py::short", "a.py::new"]
