@@ -91,8 +91,7 @@ def _peft_config(path: Path) -> tuple[LoraConfig, dict[str, Any]]:
 
 
 def read_converted(path: Path, source: Source) -> Source:
-    """Open the result of a conversion of ``source``, in any form, in a folder or at a URL."""
-    path = local_folder(path)
+    """Open the result of a conversion of ``source``, in any form."""
     if kind_of_folder(path)[1] is FolderKind.ADAPTER:
         return _peft_folder(path, replace(source, adapter=None))
     return read_source(path, module=source.module)

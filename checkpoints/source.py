@@ -147,7 +147,7 @@ def read_source(
     *,
     allow_symlinks: bool = False,
     module: ModuleFamily | None = None,
-    config: Path | None = None,
+    config: str | Path | None = None,
     names: str | None = None,
     mtp: bool = False,
 ) -> Source:
@@ -195,7 +195,7 @@ def open_source(
     *,
     allow_symlinks: bool = False,
     module: ModuleFamily | None = None,
-    config: Path | None = None,
+    config: str | Path | None = None,
     names: str | None = None,
     mtp: bool = False,
 ) -> Source:
@@ -266,7 +266,7 @@ def _hugging_face(path: Path, allow_symlinks: bool, module: ModuleFamily | None,
     )
 
 
-def _foreign(path: Path, theirs: Format, config_folder: Path | None, names: str | None) -> Source:
+def _foreign(path: Path, theirs: Format, config_folder: str | Path | None, names: str | None) -> Source:
     if config_folder is None:
         todo = "Say --config with a Hugging Face folder (config.json, tokenizer) of the same model"
         raise BadInput(path, expected="the model's config", found=f"{theirs.name}, which has none", todo=todo)

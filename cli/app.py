@@ -10,7 +10,8 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, cast
 
 import typer
 import typer.core
@@ -18,6 +19,7 @@ import typer.main
 from typer.main import get_command_name
 
 from ..system import check_enough, refusal_of, visible
+from ..system.addresses import address_of
 from .bench import bench
 from .cluster.launch import launch
 from .cluster.status import status
@@ -70,6 +72,21 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 UNEXPECTED, USAGE, PREEMPTED, INTERRUPTED = 1, 2, 75, 130
 
 
+class _Command(typer.core.TyperCommand):
+    """Refuse an address where a path of this machine is meant: such a parameter is annotated ``Path``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        for parameter in self.get_params(ctx):
+            value = ctx.params.get(parameter.name)
+            for path in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(path, Path) and (address := address_of(path)) is not None:
+                    todo = "Copy between the two with the store's own command, such as aws s3 cp --recursive"
+                    found = f"expected a path of this machine, found the address {address}. {todo}"
+                    raise typer.BadParameter(found, ctx, cast(Any, parameter))
+        return rest
+
+
 class _Program(typer.core.TyperGroup):
     """Look a command up by two words first: ``plan explain`` stands beside ``plan``."""
 
@@ -104,7 +121,7 @@ def _group(
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, **options)
     app.callback(help=unwrapped(callback.__doc__ or ""))(callback)
     for command in commands:
-        app.command(help=unwrapped(command.__doc__ or ""))(command)
+        app.command(cls=_Command, help=unwrapped(command.__doc__ or ""))(command)
     return app
 
 

@@ -7,14 +7,16 @@ from typing import Annotated
 
 import typer
 
-from .shared.options import FORCE
+from .shared.options import FORCE, PATH_OR_ADDRESS
 from .shared.say import say
 
 
 def generate(
     context: typer.Context,
     source: Annotated[
-        Path, typer.Argument(help="Hugging Face folder, checkpoint, or a run's folder", metavar="DIR")
+        str,
+        typer.Argument(help="Hugging Face folder, checkpoint, or a run's folder", metavar="DIR"),
+        PATH_OR_ADDRESS,
     ],
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="text to continue; may be repeated")

@@ -42,7 +42,8 @@ def run_generation(
     go into the file ``out``, where ``force`` replaces what another command wrote; ``note`` the figures at the
     end.
     """
-    inputs = [one for one in (request.source, request.tokenizer, request.adapter) if one is not None]
+    read = (request.source, request.tokenizer, request.adapter)
+    inputs = [Path(name) for name in read if name is not None]
     if out is not None:
         check_output_file(out, ours=_is_ours, force=force, inputs=inputs)
     if not ranks_are_started():

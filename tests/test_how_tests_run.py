@@ -69,9 +69,7 @@ def test_the_measured_seconds_leave_quick_less_than_a_minute_on_two_lanes():
     assert max(Counter(name for _, name in long).values()) == 1
 
 
-def test_quick_leaves_out_a_function_whose_parameters_together_took_long(
-    conftest, tmp_path, monkeypatch
-):
+def test_quick_leaves_out_a_function_whose_parameters_together_took_long(conftest, tmp_path, monkeypatch):
     monkeypatch.setattr(run_times, "SECONDS", tmp_path / "seconds.txt")
     took = {"a.py::short": 0.1, "a.py::many": 0.6, "a.py::long": 9.0, "a.py::brief": 0.3}
     run_times.SECONDS.write_text(run_times.table(took))

@@ -7,10 +7,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from ...parallel_state import BadInput
-from ...storage.fetched import as_url, fetched
+from ...storage.fetched import fetched
 from ...storage.file_names import MANIFEST, STEP_NAME
 from ...storage.remote_folder import RemoteFolder
-from ...storage.remote_output import check_ended
+from ...system.addresses import as_url
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -22,15 +22,14 @@ def local_folder(name: str | Path) -> Path:
     """Return the folder ``name``, or the cached snapshot of the hub's model with this id (``org/model``), or
     a copy of the folder at a URL that fsspec knows (see ``fetched``).
 
-    A folder of that name comes first. Files that the cache lacks are fetched, unless ``HF_HUB_OFFLINE`` is
-    set. A folder of checkpoints at a URL stands for the newest one. Raises ``BadInput`` if it is neither here
-    nor there, or if an export to the URL has not ended.
+    A folder of that name comes first, and where there is a folder ``org``, a path is meant. Files that the
+    cache lacks are fetched, unless ``HF_HUB_OFFLINE`` is set. A folder of checkpoints at a URL stands for the
+    newest one. Raises ``BadInput`` if it is neither here nor there.
     """
     if (url := as_url(name)) is not None:
-        check_ended(RemoteFolder(url))
         return fetched(_newest(url), lambda file: any(fnmatch(file, pattern) for pattern in FILES))
     path = Path(name)
-    if path.exists() or not _ID.fullmatch(str(name)):
+    if path.exists() or not _ID.fullmatch(str(name)) or Path(path.parts[0]).exists():
         return path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

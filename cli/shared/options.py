@@ -11,6 +11,9 @@ MAX_RAM = (
     "most memory that the process may hold, such as 800MB or 2GiB; default: no limit, and each worker needs "
     "some 20 MB"
 )
+#: Beside the annotation of a text that names a path of this machine, an address or a model of the hub: what
+#: is annotated ``Path`` is a path of this machine alone.
+PATH_OR_ADDRESS = "path or address"
 CONFIG = (
     "for a checkpoint of another project: Hugging Face folder of the same model, for its config and tokenizer"
 )

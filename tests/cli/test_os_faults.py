@@ -38,6 +38,7 @@ from support.forked import (
 )
 from trilith.checkpoints import convert
 from trilith.cli.app import COMMANDS, run
+from trilith.cli.shared.options import PATH_OR_ADDRESS
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.ranks import pool, processes
@@ -126,11 +127,11 @@ def parameters_of(command):
     (function,) = (each for each in COMMANDS if each.__name__ == command)
     parameters = []
     for name, hint in typing.get_type_hints(function, include_extras=True).items():
-        kind, about, *_ = (*typing.get_args(hint), None, None)
+        kind, about, *more = (*typing.get_args(hint), None, None)
         if isinstance(about, typer.models.OptionInfo | typer.models.ArgumentInfo):
             flag = next(iter(about.param_decls or ()), f"--{name.replace('_', '-')}")
             is_argument = isinstance(about, typer.models.ArgumentInfo)
-            kinds = {kind, *typing.get_args(kind)}
+            kinds = {kind, *typing.get_args(kind)} | ({Path} if PATH_OR_ADDRESS in more else set())
             parameters.append((name, None if is_argument else flag, about.hidden, kinds))
     return parameters
 
@@ -234,6 +235,7 @@ INPUT_FAULTS = {
     "10-GB": _sparse,
     "not-UTF-8": _text_of_no_kind,
     "name-too-long": lambda path: None,
+    "address": lambda path: None,
     "a-file-as-folder": lambda path: path.parent.write_text("mine"),
 }
 
@@ -245,7 +247,8 @@ def _no_writing(path):
 
 #: Faults of a file inside a folder that is an input.
 INSIDE_FAULTS = {**INPUT_FAULTS, "empty": Path.touch}
-del INSIDE_FAULTS["name-too-long"], INSIDE_FAULTS["a-file-as-folder"]
+for name in ("name-too-long", "address", "a-file-as-folder"):
+    del INSIDE_FAULTS[name]
 
 
 #: Faults in the place of an output.
@@ -259,6 +262,7 @@ OUTPUT_FAULTS = {
     "dev-full": lambda path: path.symlink_to("/dev/full"),
     "link-loop": lambda path: path.symlink_to(path.name),
     "name-too-long": lambda path: None,
+    "address": lambda path: None,
     "a-file-as-folder": lambda path: path.parent.write_text("mine"),
 }
 #: The exit codes of each fault, where they are not those of bad input or of a bad checkpoint.
@@ -281,6 +285,7 @@ class Trial(NamedTuple):
     where: Path
     words: list
     codes: set
+    says: str = ""
 
 
 def check(trials, limit=lambda: None, after=lambda: None, enter=os.chdir):
@@ -317,7 +322,7 @@ def check(trials, limit=lambda: None, after=lambda: None, enter=os.chdir):
             assert int(code) in trial.codes, f"code {code} of: {trial.words}\n{err}"
             if int(code):
                 assert err.startswith("error: ") and err.count("\n") == 1, f"{trial.words}\n{err}"
-                assert "unexpected" not in err, f"{trial.words}\n{err}"
+                assert "unexpected" not in err and trial.says in err, f"{trial.words}\n{err}"
         late = [int(code) and float(took) >= REFUSED_WITHIN for _, code, took in done]
         slow = [(trial.words, end) for trial, end, is_late in zip(trials, done, late, strict=True) if is_late]
         if not slow:
@@ -361,8 +366,11 @@ def path_of(fault, where, suffix):
     return where / (("n" * 300 if fault == "name-too-long" else "x") + suffix)
 
 
-#: Faults that make a command wait, or that leave a part of a file. The others run with the slow tests.
-FIRST = {"pipe", "dev-zero", "unreadable", "read-only", "full-disk"}
+#: A store that no package knows: read from it or not, it is named with both slashes.
+STORE = "nosuch://bucket"
+#: Faults that make a command wait, that leave a part of a file, or that name another place. The others run
+#: with the slow tests.
+FIRST = {"pipe", "dev-zero", "unreadable", "read-only", "full-disk", "address"}
 #: Faults that need a fork of their own, or rights that not every user has.
 ALONE = {"full-disk", "device", *MOUNTS}
 
@@ -395,8 +403,10 @@ def test_a_fault_is_one_line_and_leaves_nothing(inputs, folder, place, faults):
         where = folder()
         path = path_of(fault, where, place.suffix)
         (OUTPUT_FAULTS if place.output else INPUT_FAULTS)[fault](path)
-        line = words(place.command, inputs, where, place, str(path).removesuffix(".bin"))
-        trials.append(Trial(where, line, CODES.get(fault, {2, 4})))
+        at = f"{STORE}/x{place.suffix}" if fault == "address" else str(path)
+        line = words(place.command, inputs, where, place, at.removesuffix(".bin"))
+        says = STORE if fault == "address" and place.name not in NEEDLESS else ""
+        trials.append(Trial(where, line, CODES.get(fault, {2, 4}), says))
     before = tree(inputs), [tree(trial.where) for trial in trials]
     stays = "full" in faults[0] and place.command in STAYS
     empty = {}
