@@ -20,7 +20,7 @@ from ..storage.safe_open import contained
 from ..storage.safetensors_reader import TensorFile
 from ..storage.small_files import read_json
 from .copies import Stored, Whole
-from .hugging_face.hub import local_folder
+from .find import local_folder
 from .manifest import StoredAdapter
 from .source import Source, read_source
 

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -179,7 +180,9 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
     try:
         # As its context's ``obj`` a command finds its own words: with them it may start ranks of itself.
         words = list(arguments)
-        code = _program(_meant(words, commands))(words, prog_name="trilith", standalone_mode=False, obj=words)
+        program = _program(_meant(words, commands))
+        # What an option sets for its command ends with the command.
+        code = copy_context().run(program, words, prog_name="trilith", standalone_mode=False, obj=words)
         sys.stdout.flush()  # a full disk behind it, or a reader that is gone, is told here and not at the end
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):

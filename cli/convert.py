@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from .shared.options import CONFIG, DRY_RUN, MAX_RAM, NAMES, PATH_OR_ADDRESS, SPLIT, WORKERS
+from .shared.options import CONFIG, DRY_RUN, MAX_RAM, NAMES, PATH_OR_ADDRESS, SPLIT, WORKERS, Strict
 from .shared.say import say
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def convert(
         typer.Option("--verify", help="read the output again and compare every number with the source"),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN)] = False,
+    strict: Strict = False,
 ) -> None:
     """Convert weights between Hugging Face, checkpoints and layouts.
 

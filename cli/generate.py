@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .shared.options import FORCE, PATH_OR_ADDRESS
+from .shared.options import FORCE, PATH_OR_ADDRESS, Strict
 from .shared.say import say
 
 
@@ -75,6 +75,7 @@ def generate(
         typer.Option(help="LoRA adapters to add: PEFT folder or a LoRA run's folder"),
     ] = None,
     status: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    strict: Strict = False,
 ) -> None:
     """Continue texts with a model, on one device or in a layout.
 

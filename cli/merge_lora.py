@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .shared.options import MAX_RAM, PATH_OR_ADDRESS, WORKERS
+from .shared.options import MAX_RAM, PATH_OR_ADDRESS, WORKERS, Strict
 from .shared.say import say
 
 
@@ -32,6 +32,7 @@ def merge_lora(
         str | None,
         typer.Option(help=MAX_RAM),
     ] = None,
+    strict: Strict = False,
 ) -> None:
     """Add LoRA adapters to the weights of their base model.
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .convert import convert
-from .shared.options import DRY_RUN, PATH_OR_ADDRESS, SPLIT
+from .shared.options import DRY_RUN, PATH_OR_ADDRESS, SPLIT, Strict
 
 
 def reshard(
@@ -18,6 +18,7 @@ def reshard(
     pipeline: Annotated[int, typer.Option(min=1, help="number of pipeline stages to cut for")] = 1,
     split: Annotated[str | None, typer.Option(help=SPLIT)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN)] = False,
+    strict: Strict = False,
 ) -> None:
     """Cut a checkpoint for another layout, optimizer moments included.
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .shared.options import CONFIG, NAMES, PATH_OR_ADDRESS
+from .shared.options import CONFIG, NAMES, PATH_OR_ADDRESS, Strict
 from .shared.say import say
 
 
@@ -22,6 +22,7 @@ def verify(
     ],
     config: Annotated[str | None, typer.Option(help=CONFIG), PATH_OR_ADDRESS] = None,
     names: Annotated[str | None, typer.Option(help=NAMES)] = None,
+    strict: Strict = False,
 ) -> None:
     """Check every byte of a checkpoint, a Hugging Face folder or a token file.
 

@@ -63,8 +63,12 @@ def run_generation(
         prepared = prepare(request, layout)
         first = own_rank() == 0
         file = stack.enter_context(_open(out, inputs, force)) if out is not None and first else None
-        digest = hashlib.sha256(repr(request).encode()).hexdigest()
-        state = stack.enter_context(process_group(layout, device=device, alike={"request": digest}))
+        # A run may save meanwhile, and each rank chooses its newest checkpoint.
+        alike = {
+            "request": hashlib.sha256(repr(request).encode()).hexdigest(),
+            "source": str(prepared.source.path),
+        }
+        state = stack.enter_context(process_group(layout, device=device, alike=alike))
         stream = _text_of_one(request, prepared, write) if first and file is None else None
         done = continue_prompts(
             request,

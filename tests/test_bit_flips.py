@@ -8,6 +8,7 @@ A Hugging Face folder is not among them: its format has no place for a checksum.
 import json
 import re
 import shutil
+import warnings
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +136,9 @@ class Run:
 
 def a_run(folder, weights):
     """Read the run as the report, ``inspect`` and ``generate`` do."""
-    record = read_run(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about checkpoints that it passes over
+        record = read_run(folder)
     named = [(f"step {line['step']}", line) for line in record.steps]
     named += [(f"event {line.get('time')}", line) for line in record.events]
     lines = {at: frozenset(f"{key}={value!r}" for key, value in line.items()) for at, line in named}

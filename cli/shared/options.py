@@ -2,6 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
+
+def _refuse_passing_over(strict: bool) -> None:
+    if strict:
+        from ...checkpoints.find import STRICT
+
+        STRICT.set(True)
+
+
+#: A command's option; its effect ends with the command.
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict",
+        help="refuse a run whose newest checkpoint is not whole, with code 4, instead of using an older one",
+        callback=_refuse_passing_over,
+    ),
+]
 SCHEDULES = "gpipe, 1f1b, interleaved, interleaved-zero-bubble, zbv, dualpipev"
 VIRTUAL_STAGES = "number of stages on each pipeline rank; default: 2, or 1 with gpipe, 1f1b"
 FORCE = "replace the file even if this command did not write it"

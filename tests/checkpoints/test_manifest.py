@@ -284,8 +284,8 @@ def test_G4_an_older_complete_checkpoint_is_used_and_both_are_named(tmp_path):
     (step_directory(tmp_path, 10) / MANIFEST).unlink()
     newest_whole = latest_checkpoint(tmp_path)
     assert newest_whole.directory == step_directory(tmp_path, 3)
-    assert "step-00000020" in newest_whole.warnings[0] and "step-00000003" in newest_whole.warnings[0]
-    assert "step-00000010" in newest_whole.warnings[1]
+    assert "step-00000020" in newest_whole.passed_over[0] and "step-00000003" in newest_whole.passed_over[0]
+    assert "step-00000010" in newest_whole.passed_over[1]
 
 
 def test_G26_the_newest_is_the_highest_step_whatever_the_clock_said(tmp_path):

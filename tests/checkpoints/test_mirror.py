@@ -244,7 +244,8 @@ def test_the_newest_whole_copy_comes_back_byte_for_byte(place, tmp_path):
     mirror.folder.remove(f"step-00000003/{MANIFEST}")  # as a copy that a kill cut short
     path, lines = mirror.restore(tmp_path / "new")
     assert path == tmp_path / "new" / "step-00000002" and same_files(path, tmp_path / "run" / path.name)
-    assert lines == [f"{place}/step-00000003 is not a whole copy"]
+    missing = f"expected {MANIFEST}, found none: the copy has not ended"
+    assert lines == [f"{place}/step-00000003: {missing}"]
     assert [*(tmp_path / "new").iterdir()] == [path]
 
 
@@ -267,11 +268,11 @@ def test_a_copy_that_has_lost_a_file_is_passed_over_and_made_anew(place, tmp_pat
     for step in (1, 2):
         mirror.copy(written(tmp_path / "run", step))
     original = tmp_path / "run" / "step-00000002"
-    mirror.folder.remove(f"{original.name}/{next(original.glob('*.safetensors')).name}")
-    path, lines = mirror.restore(tmp_path / "new")
-    assert path == tmp_path / "new" / "step-00000001" and lines == [
-        f"{place}/{original.name} is not a whole copy"
-    ]
+    file = next(original.glob("*.safetensors"))
+    mirror.folder.remove(f"{original.name}/{file.name}")
+    path, (line,) = mirror.restore(tmp_path / "new")
+    assert path == tmp_path / "new" / "step-00000001"
+    assert line.startswith(f"{place}/{original.name}/{file.name}: expected ") and "no such file" in line
     assert mirror.copy(original) == f"{place}/{original.name}"
     assert same_files(fetched(place, tmp_path / "fetched") / original.name, original)
 
