@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.configs import TINIEST_LLAMA
 from support.damage import flip_bit
 from support.short_runs import run_recipe, tiny_recipe, train
@@ -21,12 +20,7 @@ from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadCheckpoint, Box
 from trilith.testing import RankError
 
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
 def saved(root, *steps, keep=9):

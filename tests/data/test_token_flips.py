@@ -112,9 +112,7 @@ def test_verify_reads_a_token_file_and_says_what_it_compared(tmp_path, capsys, s
     assert run(["verify", f"{name}{suffix}"]) == 0
     told = capsys.readouterr().out
     assert "40,000 ids below 50,000" in told and "800 documents" in told and "seal" in told
-    with name.with_suffix(".bin").open("r+b") as file:
-        file.seek(70_000)
-        file.write(b"\x01\x02")
+    flip_bit(name.with_suffix(".bin"), 70_000)
     assert run(["verify", f"{name}{suffix}"]) == 2
     assert "data.bin" in capsys.readouterr().err
 

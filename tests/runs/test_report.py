@@ -210,14 +210,6 @@ def test_a_curve_stands_where_its_numbers_are():
     assert "logarithmic" in wide
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
-    assert run(["report", str(tmp_path)]) == 2
-    assert (
-        "expected a run's folder with metrics.jsonl or events.jsonl, found neither" in capsys.readouterr().err
-    )
-    assert not (tmp_path / "report.html").exists()
-
-
 def test_a_line_that_a_kill_cut_short_does_not_hide_the_rest(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps(2)) + '{"st')
     (tmp_path / "events.jsonl").write_text('{"event": "started", "step": 0, "time": 0}\n{"ev\n')

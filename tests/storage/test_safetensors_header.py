@@ -5,9 +5,7 @@ import os
 import re
 import resource
 import struct
-import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -159,26 +157,6 @@ def test_A30_name_like_a_path_is_read_where_it_is_expected(tmp_path):
     path.write_bytes(framed({"block/w": F32}))
     refusal(path)
     assert "block/w" in TensorFile.open(path, expected={"block/w"}).tensors
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        pytest.param(Path.mkdir, "a directory", id="A31-directory"),
-        pytest.param(lambda path: path.symlink_to("gone"), "link to gone", id="A32-dangling-link"),
-        pytest.param(os.mkfifo, "a pipe", id="A33-pipe"),
-        pytest.param(lambda path: path.symlink_to("/dev/zero"), "a device", id="A33-device"),
-        pytest.param(lambda path: None, "nothing there", id="A32-absent"),
-    ],
-)
-def test_what_is_no_file_is_refused_without_waiting(tmp_path, make, says):
-    path = tmp_path / "model.safetensors"
-    make(path)
-    messages = []
-    reader = threading.Thread(target=lambda: messages.append(refusal(path)), daemon=True)
-    reader.start()
-    reader.join(5)
-    assert messages and says in messages[0]
 
 
 def test_A34_file_that_shrinks_is_an_error_and_no_signal(tmp_path, monkeypatch):
