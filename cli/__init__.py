@@ -10,6 +10,9 @@ from typing import NoReturn
 
 def main() -> NoReturn:
     """Run the command line; ``trilith`` in a shell calls this."""
+    from ..system.standard_streams import open_closed_streams
+
+    open_closed_streams()
     from .app import run
     from .shared.say import format_warning
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect as python_inspect
-import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from contextvars import copy_context
 from functools import cache
 from pathlib import Path
@@ -21,6 +20,7 @@ from typer.main import get_command_name
 
 from ..system import check_enough, refusal_of, visible
 from ..system.addresses import address_of
+from ..system.standard_streams import drop_output, reader_is_gone
 from .bench import bench
 from .cluster.launch import launch
 from .cluster.status import status
@@ -70,13 +70,27 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     generate,
 )
 
-UNEXPECTED, USAGE, PREEMPTED, INTERRUPTED = 1, 2, 75, 130
+USAGE, UNEXPECTED, PREEMPTED, INTERRUPTED = 2, 70, 75, 130
+#: Commands that print while they work: a reader that goes away, such as ``head``, leaves their work undone.
+_WORK_ON = (["quickstart"], ["bench"], ["train"])
 
 
 class _Command(typer.core.TyperCommand):
-    """Refuse an address where a path of this machine is meant: such a parameter is annotated ``Path``."""
+    """Refuse an address where a path of this machine is meant: such a parameter is annotated ``Path``.
+
+    An error that nobody foresaw gets a note with the command's arguments, which name what it read.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if not hasattr(error, "exit_code") and refusal_of(error) is None:
+                error.add_note(f"in trilith {ctx.info_name} {shlex.join(self._words)}")
+            raise
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        self._words = [*args]
         rest = super().parse_args(ctx, args)
         for parameter in self.get_params(ctx):
             value = ctx.params.get(parameter.name)
@@ -147,9 +161,9 @@ def _options(
     so a run, a checkpoint or a conversion may move between layouts at any time. `trilith COMMAND --help`
     explains a command and shows examples.
 
-    Exit codes: 0 success; 1 unforeseen error, or a comparison that found a difference; 2 bad input; 3 a rank
-    failed, or the machine ran out of something; 4 damaged checkpoint; 75 stopped by a signal after saving;
-    130 Ctrl-C.
+    Exit codes: 0 success; 1 a comparison found a difference, or a measurement failed; 2 bad input; 3 a rank
+    failed, or the machine ran out of something; 4 damaged checkpoint; 70 unexpected error; 75 stopped by a
+    signal after saving; 130 Ctrl-C.
 
     Examples:
 
@@ -174,7 +188,7 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
 
     A failure is one line ``error: ...`` on stderr: 2 for bad input, a path that cannot be used, or usage; 3
     where a peer failed, or the machine has too little of something (room on a disk, memory, file descriptors,
-    processes); 4 for a checkpoint that cannot be used; 1 for what was not foreseen; 130 for an interrupt.
+    processes); 4 for a checkpoint that cannot be used; 70 for what was not foreseen; 130 for an interrupt.
     ``--debug``, before the command's name, shows the traceback first.
     """
     try:
@@ -194,11 +208,15 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
             raise
         if _debug(arguments):
             traceback.print_exc()
+        gone = isinstance(error, BrokenPipeError) and (error is not raised or reader_is_gone())
+        if gone and words[:1] not in _WORK_ON:
+            drop_output()
+            return 0
         code, message = explain(error)
         try:
             sys.stdout.flush()
         except OSError:  # Python would try again at its end, and end with a code of its own
-            _drop_output()
+            drop_output()
         sys.stderr.write(f"{'stopped' if code == PREEMPTED else 'error'}: {message}\n")
         return code
 
@@ -223,15 +241,8 @@ def explain(error: Exception) -> tuple[int, str]:
     refusal = refusal_of(error)
     if refusal is not None:
         return refusal.code, _one_line(str(refusal))
-    return UNEXPECTED, f"unexpected: {_one_line(what)} (run again with --debug for the traceback)"
-
-
-def _drop_output() -> None:
-    """Throw away what standard output still holds: at its end Python would try to write it, and complain."""
-    with suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+    read = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+    return UNEXPECTED, f"unexpected: {_one_line(what + read)} (run again with --debug for the traceback)"
 
 
 def _debug(arguments: Sequence[str]) -> bool:

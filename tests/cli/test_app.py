@@ -47,8 +47,8 @@ def call(*words):
         ("input", 2, "error: config.json: heads: expected 8, found 7. Mend it\n"),
         ("checkpoint", 4, "error: step-10: expected a manifest, found none\n"),
         ("peer", 3, "error: rank 1 died\n"),
-        ("silent-bug", 1, f"error: unexpected: RuntimeError {AGAIN}"),
-        ("bug", 1, rf"error: unexpected: KeyError: 'first\nsecond' {AGAIN}"),
+        ("silent-bug", 70, f"error: unexpected: RuntimeError in trilith fail silent-bug {AGAIN}"),
+        ("bug", 70, rf"error: unexpected: KeyError: 'first\nsecond' in trilith fail bug {AGAIN}"),
         ("interrupt", 130, ""),
     ],
 )
@@ -57,7 +57,7 @@ def test_a_failure_is_one_line_and_its_exit_code(kind, code, line, capsys):
     assert capsys.readouterr() == ("", line)
 
 
-@pytest.mark.parametrize(("kind", "code"), [("input", 2), ("bug", 1)])
+@pytest.mark.parametrize(("kind", "code"), [("input", 2), ("bug", 70)])
 def test_debug_shows_the_traceback_and_keeps_the_code(kind, code, capsys):
     assert call("--debug", "fail", kind) == code
     err = capsys.readouterr().err
@@ -93,10 +93,30 @@ def test_every_command_explains_itself(capsys):
         assert command.__doc__.split()[0] in capsys.readouterr().out
 
 
+PROGRAM = [sys.executable, "-P", "-m", "trilith.cli"]
+LONG = ["schedule", "--name=1f1b", "--stages=4", "--microbatches=400"]
+
+
+def test_a_reader_that_stops_is_no_error():
+    """Neither for what rich prints nor for plain text."""
+    for words in (LONG, ["models"], ["--help"]):
+        with subprocess.Popen([*PROGRAM, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            process.stdout.close()
+            assert process.stderr.read() == b"" and process.wait(timeout=60) == 0, words
+
+
+def test_with_closed_streams_no_file_takes_their_place(tmp_path):
+    picture = tmp_path / "schedule.svg"
+    line = f"{shlex.join([*PROGRAM, *LONG[:-1], '--microbatches=4', '--out', str(picture)])} <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", line], timeout=60, check=False).returncode == 0
+    assert picture.read_text().startswith("<?xml")
+
+
 def program(*words):
     environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
-    command = [sys.executable, "-P", "-m", "trilith.cli", *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [*PROGRAM, *words], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 @pytest.mark.parametrize("words", [("--help",), ("--version",), ("--no-such",)])

@@ -1,0 +1,42 @@
+"""Look after the standard streams of a command: closed ones, and an output whose reader has gone."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from contextlib import suppress
+
+_STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+
+
+def open_closed_streams() -> None:
+    """Open each closed standard stream on the null device.
+
+    The next file that is opened would else have its number, and what is printed would be written into it.
+    """
+    for number, (name, mode) in enumerate(_STREAMS):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 (it stays open)
+
+
+def reader_is_gone() -> bool:
+    """Return whether standard output is a pipe that nobody reads any more, as behind ``| head``."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (OSError, ValueError):  # no file behind it
+        return False
+
+
+def drop_output() -> None:
+    """Throw away what standard output still holds: at its end Python would try to write it, and complain."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
