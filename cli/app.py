@@ -20,6 +20,7 @@ from typer.main import get_command_name
 
 from ..system import check_enough, refusal_of, visible
 from ..system.addresses import address_of
+from ..system.refusals import UNEXPECTED
 from ..system.standard_streams import drop_output, reader_is_gone
 from .bench import bench
 from .cluster.launch import launch
@@ -70,7 +71,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     generate,
 )
 
-USAGE, UNEXPECTED, PREEMPTED, INTERRUPTED = 2, 70, 75, 130
+USAGE, PREEMPTED, INTERRUPTED = 2, 75, 130
 #: Commands that print while they work: a reader that goes away, such as ``head``, leaves their work undone.
 _WORK_ON = (["quickstart"], ["bench"], ["train"])
 

@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 
 from ..parallel_state import PeerFailed, rank_at_fault
+from ..system.refusals import UNEXPECTED
 from .flight_recorder import what_it_waited_for, write_record
 from .heartbeat import Heartbeat
 
-#: Words of gloo, NCCL and TORCH_DISTRIBUTED_DEBUG=DETAIL.
-_OF_A_COLLECTIVE = (
-    *("gloo", "Gloo", "NCCL", "Connection", "Socket", "Timed out", "Broken pipe", "recvValue"),
-    *("pair closure", "op.preamble", "monitoredBarrier", "mismatch between collectives"),
-)
+#: Marks of gloo (its files), NCCL, c10d and TORCH_DISTRIBUTED_DEBUG=DETAIL; words such as "Timed out" are
+#: those of others too.
+_OF_A_COLLECTIVE = ("/gloo/", "NCCL", "[c10d]", "monitoredBarrier", "mismatch between collectives")
 _LESS_MEMORY = "Try a smaller data.micro_batch, more tensor or pipeline ranks, or layout.zero=3"
 
 
@@ -59,7 +58,7 @@ def last_word(beat: Heartbeat) -> Iterator[None]:
             beat.end(code, str(error), cause=cause)
             raise error
         if not is_collective_failure(error):
-            beat.end(1, f"{type(error).__name__}: {error}", cause=cause)
+            beat.end(UNEXPECTED, f"{type(error).__name__}: {error}", cause=cause)
             raise
         if beat.run is not None:
             write_record(beat.folder, beat.rank)

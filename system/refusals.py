@@ -12,8 +12,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-#: The exit codes: a path or place that cannot be used, and a machine that has too little of something.
-PLACE, MACHINE = 2, 3
+#: The exit codes: a path or place that cannot be used, a machine that has too little of something, and an
+#: error that nobody foresaw.
+PLACE, MACHINE, UNEXPECTED = 2, 3, 70
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import torch
 from support.kills import Kill, killed_runs, wait_for
 from trilith.checkpoints import Saver, convert
 from trilith.recipes import load_recipe
-from trilith.runs.guard import watched
+from trilith.runs.guard import is_collective_failure, watched
 from trilith.runs.heartbeat import read_status
 from trilith.runs.launch import process_group
 from trilith.runs.metrics import read_metrics
@@ -135,9 +135,24 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_the_last_checkpoint_K1(
 def test_the_error_of_the_rank_that_failed_is_the_one_reported_K3(make):
     run = make(4)
     code, errors = run.finish(fault="rank=1;at=step.forward;step=3;act=raise")
-    assert code == 1
+    assert code == 70
     assert errors.count("\n") == 1 and "rank 1: RuntimeError: " in errors and "step.forward" in errors
     assert run.steps_saved == [2]
+
+
+@pytest.mark.parametrize(
+    ("text", "of_a_collective"),
+    [
+        ("[/w/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1", True),
+        ("NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled cuda error", True),
+        ("[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 1000 ms", True),
+        ("Timed out waiting for compile worker", False),
+        ("Connection to the database was lost", False),
+        ("[Errno 32] Broken pipe", False),
+    ],
+)
+def test_a_failed_collective_is_known_by_its_library_s_mark(text, of_a_collective):
+    assert is_collective_failure(RuntimeError(text)) == of_a_collective
 
 
 @pytest.mark.parametrize(
