@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..layers import IGNORE
 from ..parallel_state import (
+    BadInput,
     Box,
     Constant,
     Normal,
@@ -26,6 +27,7 @@ from ..parallel_state import (
 )
 from ..parallel_state.engine import local_data
 from ..parallel_state.initial_weights import fill
+from ..ranks import RankError, run_parallel
 from ..training.adamw import make_adamw
 
 #: A rank's part of each parameter: its box without padding, whether the rank owns it, the numbers.
@@ -78,6 +80,16 @@ def observe(
     if then is not None:
         then(model, optimizer)
     return seen
+
+
+def on_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float) -> list[Any]:
+    """Call ``run_parallel``; what a rank refuses is refused in its words, as if it had not been a rank's."""
+    try:
+        return run_parallel(function, world, *args, timeout=timeout)
+    except RankError as error:
+        if isinstance(error.cause, BadInput):
+            raise error.cause from None
+        raise
 
 
 def pieces(model: nn.Module, state: ParallelState, *, gradients: bool = False, strict: bool = True) -> Pieces:

@@ -142,7 +142,7 @@ def upward_imports(files):
 
 
 #: Who may use the test harness: it is for users and tests, so product code that starts ranks uses ``ranks``.
-USE_TESTING = ("testing/", "machine/", "cli/parity.py", "__init__.py")
+USE_TESTING = ("testing/", "machine/", "cli/parity.py", "cli/shared/parity.py", "__init__.py")
 
 
 def users_of_testing(files):
@@ -370,7 +370,7 @@ def test_the_rule_catches_what_it_forbids(rule, path, text):
             "from ..layers import Linear\nfrom .b import c\nfrom . import d\nimport os",
         ),
         (upward_imports, "testing/a.py", "from ..training import step"),
-        (users_of_testing, "cli/parity.py", "from ..testing.parity.check import parity"),
+        (users_of_testing, "cli/parity.py", "from ..testing.parity.case import Question"),
         (flat_drawers, "layers/a.py", ""),
         (private_torch, "layers/a.py", "import torch\nfrom .b import _c\ntorch.nn.Linear.__init__\nself._x"),
         (

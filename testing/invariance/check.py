@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...checkpoints import differences, read_source
-from ...parallel_state import BadInput, Layout
-from ...ranks.failures import RankError
+from ...parallel_state import Layout
 from ...ranks.pickling import FunctionName, pack
-from ...ranks.pool import run_parallel
-from .finding import Fault, Figures
-from .run import Trial, Witnessed, run_trial
-from .verdict import judge
+from ..layouts import on_ranks
+from .run import Trial, run_trial
+from .verdict import Fault, Figures, judge, module_of
 
 #: Layouts that a module without sequence parallelism and stages should support.
 LAYOUTS = (Layout(tensor=2), Layout(data_replicate=2), Layout.of(tensor=2, data=2, zero=3))
@@ -75,16 +71,22 @@ def assert_layout_invariant(
         factory_name,
         None if loss is None else FunctionName.of(loss),
         pack((*arguments, dict(batch))),
-        micro_batch, steps, clip, lr, seed, "1f1b", torch.float64,
-    )  # fmt: skip
+        micro_batch,
+        steps,
+        clip,
+        lr,
+        seed,
+        schedule,
+    )
     found: dict[Layout, Figures] = {}
     with tempfile.TemporaryDirectory() as folder:
         read = f"{folder}/0" if checkpoint else None
-        (one,) = _run(1, trial, None, {}, None, read, timeout=timeout)
+        (one,) = on_ranks(run_trial, 1, trial, None, {}, None, read, timeout=timeout)
         for number, layout in enumerate(layouts, 1):
             write = f"{folder}/{number}" if checkpoint else None
-            trial = replace(trial, schedule=schedule or _plainest(layout))
-            ranks = _run(layout.world, trial, layout, one.shapes, read, write, timeout=timeout)
+            ranks = on_ranks(
+                run_trial, layout.world, trial, layout, one.declared, read, write, timeout=timeout
+            )
             verdict = judge(layout, one, ranks, tolerance=tolerance)
             if isinstance(verdict, Fault):
                 raise LayoutVariance(layout, verdict)
@@ -95,25 +97,11 @@ def assert_layout_invariant(
     return found
 
 
-def _plainest(layout: Layout) -> str:
-    """Return the simplest schedule for the layout's stages."""
-    return "zbv" if layout.v_shape else "interleaved" if layout.virtual_stages > 1 else "1f1b"
-
-
-def _run(world: int, *args: Any, timeout: float) -> list[Witnessed]:
-    try:
-        return run_parallel(run_trial, world, *args, timeout=timeout)
-    except RankError as error:
-        if isinstance(error.cause, BadInput):  # the user's words, rather than a rank's
-            raise error.cause from None
-        raise
-
-
 def _same_checkpoint(layout: Layout, first: str, second: str) -> None:
     for one in differences(read_source(first), read_source(second)):
         name = one.name.removeprefix("optimizer.exp_avg_sq.").removeprefix("optimizer.exp_avg.")
         said = f"{one.name} is not what was read: {one.what}"
-        raise LayoutVariance(layout, Fault(name.rpartition(".")[0], "checkpoint", one.relative, said))
+        raise LayoutVariance(layout, Fault(module_of(name), "checkpoint", one.relative, said))
 
 
 def _named(factory: Callable[..., nn.Module]) -> tuple[FunctionName, tuple[Any, Any]]:

@@ -1,6 +1,4 @@
-"""Hold the results of one forward and backward of a model: its loss, every module's output, every
-gradient.
-"""
+"""State what to compare of a model, hold what was observed of it, and compare two observations."""
 
 from __future__ import annotations
 
@@ -13,6 +11,10 @@ from torch import Tensor
 from ...models import ModelConfig
 from ...parallel_state import Box, Layout, seed_of
 from ..layouts import Pieces, as_pieces, differences, join, random_rows
+
+#: In the order in which modules ran: pieces that ranks hold, each with its box of the whole (samples, length,
+#: features).
+Outputs = dict[str, list[tuple[Box, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,10 @@ class Question:
 
 @dataclass
 class Observation:
-    """Hold the outputs, loss and gradients of one run, by our names.
-
-    ``outputs``: in the order in which modules ran, in the pieces that ranks hold, each with its box of the
-    whole (samples, length, features). ``gradients`` are whole.
-    """
+    """Hold the outputs, loss and whole gradients of one run, by our names."""
 
     loss: float
-    outputs: dict[str, list[tuple[Box, Tensor]]]
+    outputs: Outputs
     gradients: dict[str, Tensor]
 
 
@@ -59,10 +57,33 @@ class Difference:
     relative: float
 
 
-def compared(reference: Observation, other: Observation) -> Iterator[Difference]:
+@dataclass(frozen=True)
+class Comparison:
+    """Hold the differences of every output, the loss and every gradient, and the ``tolerance`` for each."""
+
+    what: str
+    tolerance: float
+    found: list[Difference]
+
+    @property
+    def first(self) -> Difference | None:
+        """Return the first difference beyond the tolerance, in the order of computation; NaN differs."""
+        return next((one for one in self.found if not one.relative <= self.tolerance), None)
+
+    def worst(self, kind: str) -> Difference:
+        """Return the largest difference of the outputs, the loss or the gradients."""
+        return max((one for one in self.found if one.kind == kind), key=lambda one: one.relative)
+
+
+def compare(reference: Observation, other: Observation, tolerance: float, what: str = "") -> Comparison:
+    """Compare all that was observed. The pieces of ``reference`` hold all of each output."""
+    return Comparison(what, tolerance, [*_differences(reference, other)])
+
+
+def _differences(reference: Observation, other: Observation) -> Iterator[Difference]:
     """Yield differences: of outputs in the order of computation, of the loss, of gradients in reverse.
 
-    So the first large one is where things go wrong. The pieces of ``reference`` hold all of each output.
+    So the first large one is where things go wrong.
     """
     for name, parts in reference.outputs.items():
         if name in other.outputs:
@@ -71,8 +92,3 @@ def compared(reference: Observation, other: Observation) -> Iterator[Difference]
     yield Difference("loss", "the step", abs(reference.loss - other.loss) / max(abs(reference.loss), 1e-300))
     gradients = differences(reference.gradients, [as_pieces(other.gradients)])
     yield from (Difference("gradient", *one) for one in gradients)
-
-
-def first_beyond(found: list[Difference], tolerance: float) -> Difference | None:
-    """Return the first that differs by more than ``tolerance``; NaN differs."""
-    return next((one for one in found if not one.relative <= tolerance), None)
