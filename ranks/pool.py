@@ -18,7 +18,7 @@ from ..parallel_state import check_local_ranks
 from .failures import RankError, RankFailure, describe_exit, name_ranks
 from .messages import Call, Leave, Raised, Ready, Returned
 from .pickling import FunctionName, pack, unpack, unpack_exception
-from .processes import Process, Rendezvous, gather_stacks, templates
+from .processes import Process, Rendezvous, silent_ranks, templates
 
 #: Seconds that the other ranks get to answer once one has failed, and that all get to leave their group.
 GRACE = 3.0
@@ -141,7 +141,10 @@ class _Exchange:
         if working and not self._failures():
             ranks = name_ranks([one.rank for one in working])
             headline = f"{ranks} did not answer within {self.timeout:g} s"
-        self._note_silent(working)
+        for failure in silent_ranks(
+            {one.rank: one.worker for one in working}, "did not answer; it was here:"
+        ):
+            self.members[failure.rank].failure = failure
         self._let_leave()
         self._await_ready()
         if failures := self._failures():
@@ -160,13 +163,6 @@ class _Exchange:
     def _let_leave(self) -> None:
         for one in self._in("answered"):
             one.leave()
-
-    def _note_silent(self, silent: list[_Member]) -> None:
-        now = time.monotonic()
-        stacks = gather_stacks({one.rank: one.worker for one in silent}) if silent else {}
-        for rank, said in stacks.items():
-            where = "did not answer; it was here:"
-            self.members[rank].failure = RankFailure(rank, "silent", now, where, output=said)
 
     def _await_ready(self) -> None:
         """Note who has left the process group in good order.

@@ -52,7 +52,7 @@ PRIVATE_TORCH = {
     "parallel_state/engine/kernels.py": "the same",
     "parallel_state/engine/local_tensors.py": "the same",
     "parallel_state/engine/weight_gradients.py": "the same",
-    "ranks/reset.py": "empties a cache of torch's between calls, which a library never needs",
+    "ranks/worker.py": "empties a cache of torch's between calls, which a library never needs",
     "testing/simulated_device/backend.py": "makes a device of Python, for which torch has no public door",
     "testing/live_bytes.py": "counts what every operator leaves behind: torch has no public hook for that",
 }

@@ -69,6 +69,7 @@ def lose_a_peer():
 
 
 def wait_in_vain():
+    dist.init_process_group("gloo", timeout=timedelta(seconds=1))
     if dist.get_rank() == 0:
         time.sleep(1000)
     try:
@@ -131,7 +132,7 @@ def test_survivors_of_a_killed_rank_end_by_themselves():
 
 def test_ranks_that_do_not_end_are_named_shown_and_killed():
     with pytest.raises(RankError, match="rank 0 did not end within 4 s") as caught:
-        run_fresh(wait_in_vain, 2, timeout=4, group_timeout=1)
+        run_fresh(wait_in_vain, 2, timeout=4, process_group=False)
     assert [failure.rank for failure in caught.value.failures] == [0]
     assert "wait_in_vain" in caught.value.failures[0].output
 
