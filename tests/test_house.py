@@ -142,7 +142,14 @@ def upward_imports(files):
 
 
 #: Who may use the test harness: it is for users and tests, so product code that starts ranks uses ``ranks``.
-USE_TESTING = ("testing/", "machine/", "cli/parity.py", "cli/shared/parity.py", "__init__.py")
+USE_TESTING = (
+    "__init__.py",
+    "testing/",
+    "machine/",
+    "cli/parity.py",
+    "cli/shared/parity.py",
+    "cli/shared/in_transformers.py",
+)
 
 
 def users_of_testing(files):

@@ -12,7 +12,7 @@ from ...parallel_state import BadInput, Layout, check_local_ranks
 from ...pipeline import check_schedule
 from ...testing.parity.case import Comparison, Question, compare
 from ...testing.parity.ours import observe_ours
-from ...testing.parity.transformers import observe_hf
+from .in_transformers import observe_hf
 
 #: Largest difference, relative to the largest number of a tensor, that rounding explains. In 16 bits much is
 #: rounding: only gross errors show there.

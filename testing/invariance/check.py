@@ -14,7 +14,7 @@ from ...parallel_state import Layout
 from ...ranks.pickling import FunctionName, pack
 from ..layouts import on_ranks
 from .run import Trial, run_trial
-from .verdict import Fault, Figures, judge, module_of
+from .verdict import Fault, Figures, Judge, module_of
 
 #: Layouts that a module without sequence parallelism and stages should support.
 LAYOUTS = (Layout(tensor=2), Layout(data_replicate=2), Layout.of(tensor=2, data=2, zero=3))
@@ -66,18 +66,10 @@ def assert_layout_invariant(
     refuses; what the module itself raises comes as ``RankError``. ``tolerance`` is relative to a tensor's
     largest element; ``timeout``, in seconds, is of each run.
     """
-    factory_name, arguments = _named(factory)
-    trial = Trial(
-        factory_name,
-        None if loss is None else FunctionName.of(loss),
-        pack((*arguments, dict(batch))),
-        micro_batch,
-        steps,
-        clip,
-        lr,
-        seed,
-        schedule,
-    )
+    name, arguments = _named(factory)
+    loss_name = None if loss is None else FunctionName.of(loss)
+    packed = pack((*arguments, dict(batch)))
+    trial = Trial(name, loss_name, packed, micro_batch, steps, clip, lr, seed, schedule)
     found: dict[Layout, Figures] = {}
     with tempfile.TemporaryDirectory() as folder:
         read = f"{folder}/0" if checkpoint else None
@@ -87,7 +79,7 @@ def assert_layout_invariant(
             ranks = on_ranks(
                 run_trial, layout.world, trial, layout, one.declared, read, write, timeout=timeout
             )
-            verdict = judge(layout, one, ranks, tolerance=tolerance)
+            verdict = Judge(layout, one, ranks, tolerance).verdict()
             if isinstance(verdict, Fault):
                 raise LayoutVariance(layout, verdict)
             found[layout] = verdict

@@ -11,6 +11,7 @@ from support.families import transformers_model
 from support.models_page import MEASURED
 from trilith.checkpoints import load_model, read_adapter, read_source
 from trilith.cli.app import run
+from trilith.cli.shared.in_transformers import observe_hf
 from trilith.generation import generate
 from trilith.layers import gather_logits
 from trilith.models import FAMILIES, AdaptedFamily
@@ -18,7 +19,6 @@ from trilith.models.lora.targets import expert_sites
 from trilith.parallel_state import Layout
 from trilith.testing.parity.case import Question, compare
 from trilith.testing.parity.ours import observe_ours
-from trilith.testing.parity.transformers import observe_hf
 
 CASES = MODELS | PUBLISHED
 

@@ -12,9 +12,9 @@ from ...checkpoints import read_source
 from ...layers import IGNORE, routers
 from ...models import Link
 from ...parallel_state import Box
-from ..layouts import on_ranks
-from ..recorder import Recorder
-from .case import Observation, Outputs, Question
+from ...testing.layouts import on_ranks
+from ...testing.parity.case import Observation, Outputs, Question
+from ...testing.recorder import Recorder
 
 
 def observe_hf(question: Question, *, timeout: float = 600) -> Observation:
