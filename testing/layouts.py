@@ -33,6 +33,10 @@ from ..training.adamw import make_adamw
 #: A rank's part of each parameter: its box without padding, whether the rank owns it, the numbers.
 Pieces = dict[str, tuple[Box, bool, Tensor]]
 
+#: By module, the pieces of its outputs that ranks hold, each with its box of the whole (samples, length,
+#: features); in the order in which modules ran.
+Outputs = dict[str, list[tuple[Box, Tensor]]]
+
 #: Makes the model and the step that takes a batch through it and returns the loss; gradients stay behind.
 Build = Callable[[], tuple[nn.Module, Callable[[Any], Tensor]]]
 
@@ -40,7 +44,7 @@ Build = Callable[[], tuple[nn.Module, Callable[[Any], Tensor]]]
 @dataclass
 class Observation:
     """Hold what one rank saw: each step's loss and gradient norm, its pieces of the first step's gradients
-    and of the parameters before the first step and after the last.
+    and of the parameters before the first step and after the last, and of outputs that were recorded.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -48,6 +52,7 @@ class Observation:
     gradients: Pieces = field(default_factory=dict)
     initial: Pieces = field(default_factory=dict)
     parameters: Pieces = field(default_factory=dict)
+    outputs: Outputs = field(default_factory=dict)
 
 
 def observe(

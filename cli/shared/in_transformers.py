@@ -12,8 +12,8 @@ from ...checkpoints import read_source
 from ...layers import IGNORE, routers
 from ...models import Link
 from ...parallel_state import Box
-from ...testing.layouts import on_ranks
-from ...testing.parity.case import Observation, Outputs, Question
+from ...testing.layouts import Observation, Outputs, as_pieces, on_ranks
+from ...testing.parity.case import Question
 from ...testing.recorder import Recorder
 
 
@@ -58,9 +58,8 @@ def observe_alone(question: Question) -> Observation:
                 outputs[ours] = [(Box.whole(tuple(part.shape)), part)]
     outputs["logits"] = [(Box.whole(tuple(logits.shape)), logits.detach())]
     gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-    return Observation(
-        float(loss.detach()), outputs, _gradients(moved, revert_weight_conversion(model, gradients))
-    )
+    whole = as_pieces(_gradients(moved, revert_weight_conversion(model, gradients)))
+    return Observation([float(loss.detach())], gradients=whole, outputs=outputs)
 
 
 def _counterparts(links: list[Link]) -> dict[str, dict[str, list[slice]]]:

@@ -1,4 +1,4 @@
-"""State what to compare of a model, hold what was observed of it, and compare two observations."""
+"""State what to compare of a model, and compare two observations of it: loss, outputs, gradients."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ import torch
 from torch import Tensor
 
 from ...models import ModelConfig
-from ...parallel_state import Box, Layout, seed_of
-from ..layouts import Pieces, as_pieces, differences, join, random_rows
-
-#: In the order in which modules ran: pieces that ranks hold, each with its box of the whole (samples, length,
-#: features).
-Outputs = dict[str, list[tuple[Box, Tensor]]]
+from ...parallel_state import Layout, seed_of
+from ..layouts import Observation, Pieces, assemble, differences, join, random_rows
 
 
 @dataclass(frozen=True)
@@ -37,15 +33,6 @@ class Question:
         """Return (input_ids, labels), both (samples, length) int64; ignored labels are spread unevenly."""
         generator = torch.Generator().manual_seed(seed_of(self.seed, "parity"))
         return random_rows(self.samples, self.length, config.vocab_size, generator)
-
-
-@dataclass
-class Observation:
-    """Hold the outputs, loss and whole gradients of one run, by our names."""
-
-    loss: float
-    outputs: Outputs
-    gradients: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -76,7 +63,7 @@ class Comparison:
 
 
 def compare(reference: Observation, other: Observation, tolerance: float, what: str = "") -> Comparison:
-    """Compare all that was observed. The pieces of ``reference`` hold all of each output."""
+    """Compare one step's loss, outputs and gradients. The pieces of ``reference`` hold all of each."""
     return Comparison(what, tolerance, [*_differences(reference, other)])
 
 
@@ -89,6 +76,7 @@ def _differences(reference: Observation, other: Observation) -> Iterator[Differe
         if name in other.outputs:
             pieces: list[Pieces] = [{name: (box, True, part)} for box, part in other.outputs[name]]
             yield from (Difference("output", *one) for one in differences({name: join(parts)}, pieces))
-    yield Difference("loss", "the step", abs(reference.loss - other.loss) / max(abs(reference.loss), 1e-300))
-    gradients = differences(reference.gradients, [as_pieces(other.gradients)])
+    wanted, loss = reference.losses[0], other.losses[0]
+    yield Difference("loss", "the step", abs(wanted - loss) / max(abs(wanted), 1e-300))
+    gradients = differences(assemble([reference.gradients]), [other.gradients])
     yield from (Difference("gradient", *one) for one in gradients)

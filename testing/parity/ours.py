@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 from ...checkpoints import load_weights, read_source
@@ -22,9 +23,9 @@ from ...parallel_state import Box, ParallelState, declarations
 from ...training.precision import Precision
 from ...training.step import TrainStep
 from ...training.zero_on_fsdp import shard_over_data
-from ..layouts import Pieces, assemble, observe, on_ranks
+from ..layouts import Observation, Outputs, as_pieces, assemble, observe, on_ranks
 from ..recorder import Recorder, Seen
-from .case import Observation, Outputs, Question
+from .case import Question
 
 #: Their outputs are whole along the features; those of a column-parallel linear are not.
 _WHOLE = (RowParallelLinear, ReplicatedLinear, RMSNorm, LayerNorm, VocabParallelEmbedding)
@@ -37,14 +38,15 @@ def observe_ours(question: Question, *, timeout: float = 600) -> Observation:
     """Run the model on ``question.layout.world`` processes; ``timeout`` in seconds."""
     ranks = on_ranks(observe_rank, question.layout.world, question, timeout=timeout)
     outputs: Outputs = {}
-    for _, found, _ in ranks:
-        for name, parts in found.items():
+    for rank in ranks:
+        for name, parts in rank.outputs.items():
             outputs.setdefault(name, []).extend(parts)
-    return Observation(ranks[0][0], outputs, assemble([gradients for _, _, gradients in ranks]))
+    gradients = as_pieces(assemble([rank.gradients for rank in ranks]))
+    return Observation(ranks[0].losses, gradients=gradients, outputs=outputs)
 
 
-def observe_rank(question: Question) -> tuple[float, Outputs, Pieces]:
-    """Return, in a group of the layout's ranks, the loss and this rank's pieces of outputs and gradients."""
+def observe_rank(question: Question) -> Observation:
+    """Observe the loss and this rank's pieces of outputs and gradients, in a group of the layout's ranks."""
     state = ParallelState.start(question.layout)
     source = read_source(question.folder)
     family, config = source.family, source.model_config
@@ -64,8 +66,7 @@ def observe_rank(question: Question) -> tuple[float, Outputs, Pieces]:
 
     recorder = Recorder(model, features, first=rows.start, outputs_only=True)
     seen = observe(build, [Batch(input_ids[rows], labels[rows])], state)
-    outputs = _outputs(recorder.leave(), features, model, question.length)
-    return seen.losses[0], outputs, seen.gradients
+    return replace(seen, outputs=_outputs(recorder.leave(), features, model, question.length))
 
 
 def _features(model: CausalLM) -> _Features:

@@ -110,10 +110,11 @@ def test_with_several_stages_a_rank_the_first_module_that_differs_is_named(folde
 
 def test_a_loss_or_gradient_that_is_no_number_differs(folders, singles):
     _, whole = singles(asked(folders / "llama"))
-    first = compare(whole, replace(whole, loss=float("nan")), 1e-4).first
+    first = compare(whole, replace(whole, losses=[float("nan")]), 1e-4).first
     assert first is not None and first.kind == "loss"
     name = "layers.0.attention.out.weight"
-    sick = whole.gradients | {name: torch.full_like(whole.gradients[name], torch.nan)}
+    box, owner, gradient = whole.gradients[name]
+    sick = whole.gradients | {name: (box, owner, torch.full_like(gradient, torch.nan))}
     first = compare(whole, replace(whole, gradients=sick), 1e-4).first
     assert first is not None and first.name == name
 
