@@ -27,11 +27,7 @@ class ExitCode(int):
 
 
 def run_fresh(
-    fn: Callable[..., Any],
-    world: int = 2,
-    *args: Any,
-    timeout: float = 60.0,
-    process_group: bool = True,
+    fn: Callable[..., Any], world: int = 2, *args: Any, timeout: float = 60.0, process_group: bool = True
 ) -> list[ExitCode]:
     """Run ``fn(*args)`` on ``world`` new processes, wait for all of them to end, and return their exit codes
     by rank.

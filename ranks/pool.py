@@ -90,8 +90,8 @@ class _Member:
         try:
             answer = self.worker.receive()
         except EOFError:
-            how = describe_exit(self.worker.end())
-            self._fail("died", time.monotonic(), how)
+            how, now = describe_exit(self.worker.end()), time.monotonic()
+            self.failure = RankFailure(self.rank, "died", now, how, output=self.worker.output())
             self.phase = "leaving"
             return
         self.phase = "answered"
@@ -99,14 +99,8 @@ class _Member:
             self.result = answer.result
         else:
             assert isinstance(answer, Raised), answer
-            cause = unpack_exception(answer.cause)
-            self._fail("raised", answer.seconds, f"raised {answer.summary}", answer.traceback, cause)
-
-    def _fail(
-        self, kind: str, seconds: float, summary: str, detail: str = "", cause: BaseException | None = None
-    ) -> None:
-        said = self.worker.output()
-        self.failure = RankFailure(self.rank, kind, seconds, summary, detail, said, cause)
+            facts = (answer.seconds, f"raised {answer.summary}", answer.traceback, self.worker.output())
+            self.failure = RankFailure(self.rank, "raised", *facts, unpack_exception(answer.cause))
 
 
 def _answers(members: list[_Member], timeout: float) -> list[Any]:

@@ -31,6 +31,7 @@ from ..layouts import Observation, observe, roughen
 from ..recorder import Recorder, Seen
 
 DTYPE = torch.float64
+Declared = Mapping[str, Declaration]
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,7 @@ class Witnessed:
 
 
 def run_trial(
-    trial: Trial,
-    layout: Layout | None,
-    expected: Mapping[str, Declaration],
-    read: str | None,
-    write: str | None,
+    trial: Trial, layout: Layout | None, expected: Declared, read: str | None, write: str | None
 ) -> Witnessed:
     """Run the trial in a process group of the layout's ranks, or without a layout: with ``state=None`` and
     torch's own clipping.
@@ -140,7 +137,7 @@ def _plainest(layout: Layout) -> str:
     return "zbv" if layout.v_shape else "interleaved" if layout.virtual_stages > 1 else "1f1b"
 
 
-def _misfits(model: nn.Module, state: ParallelState, expected: Mapping[str, Declaration]) -> dict[str, str]:
+def _misfits(model: nn.Module, state: ParallelState, expected: Declared) -> dict[str, str]:
     """Return, by name, how a parameter is held otherwise than declared, or declared otherwise than on one
     process.
     """
@@ -183,13 +180,7 @@ def _fill(model: nn.Module, seed: int, state: ParallelState) -> None:
 def _spread(given: Any, samples: Samples) -> tuple[Tensor, int]:
     """Return a loss for a module that came without one; it weighs all elements of the output differently."""
     if not isinstance(given, Tensor):
-        raise BadInput(
-            "assert_layout_invariant",
-            "loss",
-            expected="a loss, for a module that gives more than a tensor",
-            found=type(given).__name__,
-        )
-    weights = (
-        torch.arange(given[0].numel(), device=given.device, dtype=given.dtype).cos().view(given[0].shape)
-    )
-    return (given * weights).sum() + given.square().sum() / 2, len(given)
+        expected, given_type = "a loss, for a module that gives more than a tensor", type(given).__name__
+        raise BadInput("assert_layout_invariant", "loss", expected=expected, found=given_type)
+    places = torch.arange(given[0].numel(), device=given.device, dtype=given.dtype)
+    return (given * places.cos().view(given[0].shape)).sum() + given.square().sum() / 2, len(given)
