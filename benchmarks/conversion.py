@@ -135,10 +135,8 @@ def whole_models(folder: Path, rounds: int) -> list[Row]:
         shutil.rmtree(path)
     both = [a + b for a, b in zip(taken["to sharded"], taken["to hf"], strict=True)]
     copied = [a + b for a, b in zip(taken["cp hf"], taken["cp sharded"], strict=True)]
-    name, start = (
-        f"HF -> tensor {TENSOR} x pipeline {PIPELINE}, of cp",
-        "trilith convert from process start, of",
-    )
+    name = f"HF -> tensor {TENSOR} x pipeline {PIPELINE}, of cp"
+    start = "trilith convert from process start, of"
     return [
         ratio(name, taken["to sharded"], taken["cp hf"], goal=0.8),
         ratio("and back to HF, of cp", taken["to hf"], taken["cp sharded"], goal=0.8),

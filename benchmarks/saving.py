@@ -29,12 +29,10 @@ def main(folder: Path, rounds: int) -> list[Row]:
         return measured(folder, rounds, state)
 
 
-def trained(
-    raw_config: dict[str, Any], state: ParallelState
-) -> tuple[CausalLM, torch.optim.Optimizer, Contents]:
+def trained(raw: dict[str, Any], state: ParallelState) -> tuple[CausalLM, torch.optim.Optimizer, Contents]:
     """Return what a saver saves of a run: a model, an optimizer after one step, what both are."""
-    family = family_of(raw_config)
-    config = family.from_hf(raw_config)
+    family = family_of(raw)
+    config = family.from_hf(raw)
     model = family.build(config, state=state)
     model.to_empty(device="cpu")
     initialize(model, 0, state=state)
@@ -42,7 +40,7 @@ def trained(
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    return model, optimizer, Contents(family, config, raw_config)
+    return model, optimizer, Contents(family, config, raw)
 
 
 def measured(folder: Path, rounds: int, state: ParallelState) -> list[Row]:

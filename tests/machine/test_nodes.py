@@ -13,10 +13,9 @@ from trilith.cli.app import run
 from trilith.cluster import EXCLUDED_NODES, exclude_nodes
 from trilith.machine.doctor import disk
 from trilith.machine.doctor.disk import Folder, measure_folder
-from trilith.machine.nodes import facts, links
+from trilith.machine.nodes import links, preflight
 from trilith.machine.nodes.judge import judge
 from trilith.machine.nodes.links import Link, rounds
-from trilith.machine.nodes.preflight import preflight
 from trilith.ranks.fresh_worker import leave
 from trilith.testing import run_fresh
 
@@ -139,10 +138,10 @@ def odd_node(folder):
     """
     rank, to_and_fro = int(os.environ["RANK"]), links._to_and_fro
     os.environ["SLURMD_NODENAME"] = f"node{rank}"
-    facts.measure_folder = lambda place: Folder(10**11, 1e9 if rank != 3 else 1e7, 1e9)
+    preflight.measure_folder = lambda place: Folder(10**11, 1e9 if rank != 3 else 1e7, 1e9)
     if rank == 1:
-        versions = facts.versions()
-        facts.versions = lambda: versions | {"torch": "0.0.1"}
+        versions = preflight.versions()
+        preflight.versions = lambda: versions | {"torch": "0.0.1"}
     # Each link takes 30 ms, beside which a busy machine delays it little. The third node sleeps as well:
     # the other end waits meanwhile, and this end counts its own sleep too.
     sleep = 0.3 if rank == 2 else 0.0
@@ -180,8 +179,8 @@ def one_of_three(folder):
     """Compare nodes of which the second never comes, and two ranks are on the first."""
     rank = int(os.environ["RANK"])
     os.environ["SLURMD_NODENAME"] = "first" if rank in (0, 2) else f"node{rank}"
-    facts.measure_folder = lambda place: Folder(10**11, 1e9, 1e9)
-    found = None if rank == 1 else preflight([Path(folder)], come=timedelta(seconds=3))
+    preflight.measure_folder = lambda place: Folder(10**11, 1e9, 1e9)
+    found = None if rank == 1 else preflight.preflight([Path(folder)], come=timedelta(seconds=3))
     assert (found is None) == (rank != 0)
     if found is not None:
         (told, *_) = found.verdict.findings
