@@ -53,13 +53,13 @@ def place(whole: Tensor, parts: Sequence[Tensor], *, tolerance: float, least: fl
             return Placement("partial", apart(whole, summed) / scale)
         return Placement("differs", relative, _mistake(whole, parts, summed, same) if numbers else "")
     dim = _cut_dim(whole, parts)
-    if dim is None or (beyond := parts[0].shape[dim] * len(parts) - whole.shape[dim]) < 0:
+    if dim is None or parts[0].shape[dim] * len(parts) < whole.shape[dim]:
         shapes = " and ".join(sorted({str(tuple(part.shape)) for part in parts}))
         return Placement("differs", float("inf"), f"shape {shapes}, of {tuple(whole.shape)} on one process")
     relative = max(apart(*_pair(whole, part, dim, rank)) for rank, part in enumerate(parts)) / scale
     if relative <= tolerance:
         return Placement("cut", relative)
-    if beyond and _are_shared(whole, parts, dim, same):
+    if _are_shared(whole, parts, dim, same):
         return Placement("shared", 0.0)
     return Placement("differs", relative, _other_order(whole, parts, dim, same))
 

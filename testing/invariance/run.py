@@ -95,11 +95,9 @@ def run_trial(
             expected
         ):
             return found  # nothing that follows would say more
-    # The input and output of a stage are none of the whole model's. Experts that are dealt out are given
-    # other rows on each rank; what their mixture gives is compared.
+    # Experts that are dealt out are given other rows on each rank; what their mixture gives is compared.
     apart = stacks_of_experts(model) if state.layout.expert > 1 else []
-    unwatched = {within for one in apart for within in one.modules()}
-    unwatched |= {model} if state.layout.pipeline > 1 else set()
+    unwatched = {within for experts in apart for within in experts.modules()}
     watched = {name for name, module in model.named_modules() if module not in unwatched}
     count = len(next(iter(batch.values()))) // state.layout.data // trial.micro_batch
     recorder = Recorder(model, watched, first=state.data_index * count)

@@ -97,6 +97,21 @@ class Net(nn.Module):
         return gather_from_tensor(x, self.state, dim=1) if self.state.sequence else x
 
 
+class Scaled(nn.Module):
+    """Scale what goes into a cut matrix with no collective before it: each rank has a part of the scale's
+    gradient, as is declared.
+    """
+
+    def __init__(self, *, state):
+        super().__init__()
+        stated = Declaration((D,), partial=("tensor",), initial=Normal(0.3))
+        declare_parameter(self, "scale", stated, state or ParallelState.alone())
+        self.hand = Hand("copy", state=state)
+
+    def forward(self, x):
+        return self.hand(x * local(self.scale))
+
+
 def loss(y, samples):
     return (y - samples["wanted"]).square().sum(), y.numel()
 
@@ -110,6 +125,7 @@ def test_what_is_right_is_right_in_every_layout():
         assert one.forward < 1e-12
         assert one.weights < 1e-10
     assert_layout_invariant(Net, BATCH, layouts=[TENSOR], checkpoint=False)  # weighed at random
+    assert_layout_invariant(Scaled, BATCH, layouts=[TENSOR], steps=1, checkpoint=False)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,20 @@ def singles(folders):
     return cache(lambda question: (observe_hf(question), observe_ours(question)))
 
 
+@pytest.fixture
+def altered(folders, tmp_path):
+    """``altered(name, place, number)``: the folder of a Llama of which one number is another."""
+
+    def folder(name, place, number):
+        tensors = load_file(folders / "llama" / "model.safetensors")
+        tensors[name][place] += number
+        (tmp_path / "config.json").write_bytes((folders / "llama" / "config.json").read_bytes())
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        return tmp_path
+
+    return folder
+
+
 def asked(folder, layout=None, **changes):
     changes = {"dtype": torch.float64, "samples": 4, "length": 16} | changes
     return Question(str(folder), layout or Layout(), **changes)
@@ -72,14 +86,10 @@ def test_a_model_in_a_layout_is_that_of_transformers(folders, singles, name, lay
         ("model.layers.2.self_attn.k_proj.weight", "layers.2.attention.qkv.k"),
     ],
 )
-def test_the_first_module_that_differs_is_named(folders, singles, tmp_path, sick, named):
+def test_the_first_module_that_differs_is_named(folders, singles, altered, sick, named):
     """One number of one weight is wrong, in one of the two models."""
-    tensors = load_file(folders / "llama" / "model.safetensors")
-    tensors[sick][0, 0] += 1.0
-    (tmp_path / "config.json").write_bytes((folders / "llama" / "config.json").read_bytes())
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     theirs, _ = singles(asked(folders / "llama"))
-    first = compare(theirs, observe_ours(asked(tmp_path)), 1e-4).first
+    first = compare(theirs, observe_ours(asked(altered(sick, (0, 0), 1.0))), 1e-4).first
     assert first is not None and first.kind == "output"
     assert first.name == named
 
@@ -172,12 +182,9 @@ def test_what_does_not_fit_is_refused_at_once(folders, arguments, says, capsys):
     assert says in capsys.readouterr().err
 
 
-def test_a_folder_with_a_hole_is_refused_as_everywhere(folders, tmp_path, capsys):
-    (tmp_path / "config.json").write_bytes((folders / "llama" / "config.json").read_bytes())
-    tensors = load_file(folders / "llama" / "model.safetensors")
-    tensors["model.norm.weight"][0] = torch.nan
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    assert run(["parity", str(tmp_path), "--samples", "2", "--length", "8"]) == 2
+def test_a_folder_with_a_hole_is_refused_as_everywhere(altered, capsys):
+    folder = altered("model.norm.weight", 0, torch.nan)
+    assert run(["parity", str(folder), "--samples", "2", "--length", "8"]) == 2
     assert "finite" in capsys.readouterr().err
 
 
