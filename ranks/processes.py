@@ -55,8 +55,8 @@ class Process:
                 raise EOFError
             assert isinstance(self.receive(), Ready)
         except EOFError:
-            said = self._template.output() + self.output()
-            raise RuntimeError(f"the process of a rank did not start:\n{said}") from None
+            printed = self._template.output() + self.output()
+            raise RuntimeError(f"the process of a rank did not start:\n{printed}") from None
 
     def send(self, message: object) -> None:
         """Send a message. To a dead process nothing is sent: whoever reads from it next will notice."""
@@ -225,7 +225,10 @@ def silent_ranks(processes: dict[int, Process], summary: str) -> list[RankFailur
             os.kill(process.pid, signal.SIGUSR1)
     if processes:
         time.sleep(0.3)
-    return [RankFailure(rank, "silent", now, summary, output=one.output()) for rank, one in processes.items()]
+    return [
+        RankFailure(rank, "silent", now, summary, output=process.output())
+        for rank, process in processes.items()
+    ]
 
 
 #: The templates of this process: they serve every pool and every fresh call.

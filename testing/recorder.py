@@ -77,8 +77,8 @@ class Recorder:
         return hook
 
     def _after(self, name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, given: Any) -> Any:
-            noted = self._note(name, "output", given)
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            noted = self._note(name, "output", output)
             return None if self._outputs_only else noted
 
         return hook
@@ -110,9 +110,9 @@ def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
-        return {key: _each(one, change) for key, one in value.items()}
+        return {key: _each(item, change) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_each(one, change) for one in value))
+        return type(value)(*(_each(item, change) for item in value))
     if isinstance(value, tuple | list):
-        return type(value)(_each(one, change) for one in value)
+        return type(value)(_each(item, change) for item in value)
     return value

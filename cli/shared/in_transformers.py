@@ -19,8 +19,8 @@ from ...testing.recorder import Recorder
 
 def observe_hf(question: Question, *, timeout: float = 600) -> Observation:
     """Run the folder's model with transformers in a process of its own; ``timeout`` in seconds."""
-    found: list[Observation] = on_ranks(observe_alone, 1, question, timeout=timeout)
-    return found[0]
+    observed: list[Observation] = on_ranks(observe_alone, 1, question, timeout=timeout)
+    return observed[0]
 
 
 def observe_alone(question: Question) -> Observation:
@@ -54,10 +54,10 @@ def observe_alone(question: Question) -> Observation:
     for event, output in recorder.leave().forward.items():
         if event.leaf == 0 and output.ndim == 3:
             for ours, features in counterparts[event.module].items():
-                part = torch.cat([output[..., one] for one in features], dim=-1)
+                part = torch.cat([output[..., feature] for feature in features], dim=-1)
                 outputs[ours] = [(Box.whole(tuple(part.shape)), part)]
     outputs["logits"] = [(Box.whole(tuple(logits.shape)), logits.detach())]
-    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
     whole = as_pieces(_gradients(moved, revert_weight_conversion(model, gradients)))
     return Observation([float(loss.detach())], gradients=whole, outputs=outputs)
 
@@ -66,22 +66,22 @@ def _counterparts(links: list[Link]) -> dict[str, dict[str, list[slice]]]:
     """Return their modules for our modules with a weight and for our blocks: for each of theirs, our names
     and the features of its output that belong to them.
     """
-    found: dict[str, dict[str, list[slice]]] = {}
+    counterparts: dict[str, dict[str, list[slice]]] = {}
     for link in links:
         ours, _, leaf = link.ours.rpartition(".")
         if leaf == "weight" and ours != "head":
             along = 1 if link.transpose else 0
             whole = len(link.hf_box.stop) == 1
             features = slice(None) if whole else slice(link.hf_box.start[along], link.hf_box.stop[along])
-            found.setdefault(link.hf.rpartition(".")[0], {}).setdefault(ours, []).append(features)
+            counterparts.setdefault(link.hf.rpartition(".")[0], {}).setdefault(ours, []).append(features)
         if ours.startswith("layers."):
             number = ours.split(".")[1]
             before, _, _ = link.hf.partition(f".{number}.")
-            found.setdefault(f"{before}.{number}", {})[f"layers.{number}"] = [slice(None)]
-    return found
+            counterparts.setdefault(f"{before}.{number}", {})[f"layers.{number}"] = [slice(None)]
+    return counterparts
 
 
-def _gradients(links: list[Link], found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _gradients(links: list[Link], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the gradients under our names, from those under the names in HF's files."""
     shapes: dict[str, tuple[int, ...]] = {}
     for link in links:
@@ -89,8 +89,8 @@ def _gradients(links: list[Link], found: Mapping[str, Tensor]) -> dict[str, Tens
         shapes[link.ours] = tuple(map(max, shapes.get(link.ours, stop), stop))
     whole: dict[str, Tensor] = {}
     for link in links:
-        assert link.hf in found, f"{link.hf} has no gradient"
-        piece = found[link.hf][link.hf_box.slices]
+        assert link.hf in theirs, f"{link.hf} has no gradient"
+        piece = theirs[link.hf][link.hf_box.slices]
         mine = whole.setdefault(link.ours, torch.empty(shapes[link.ours], dtype=piece.dtype))
         mine[link.ours_box.slices] = piece.T if link.transpose else piece
     return whole

@@ -64,9 +64,9 @@ def compare_with_transformers(
     theirs = observe_hf(single)
     say("one process")
     ours = observe_ours(single)
-    found = [compare(theirs, ours, against, "one process / transformers")]
+    comparisons = [compare(theirs, ours, against, "one process / transformers")]
     if question.layout != Layout():
         say(str(question.layout))
         cut = observe_ours(question)
-        found.append(compare(ours, cut, allowed, f"{question.layout} / one process"))
-    return found
+        comparisons.append(compare(ours, cut, allowed, f"{question.layout} / one process"))
+    return comparisons

@@ -70,30 +70,30 @@ def assert_layout_invariant(
     loss_name = None if loss is None else FunctionName.of(loss)
     packed = pack((*arguments, dict(batch)))
     trial = Trial(name, loss_name, packed, micro_batch, steps, clip, lr, seed, schedule)
-    found: dict[Layout, Figures] = {}
+    figures: dict[Layout, Figures] = {}
     with tempfile.TemporaryDirectory() as folder:
         read = f"{folder}/0" if checkpoint else None
-        (one,) = on_ranks(run_trial, 1, trial, None, {}, None, read, timeout=timeout)
+        (alone,) = on_ranks(run_trial, 1, trial, None, {}, None, read, timeout=timeout)
         for number, layout in enumerate(layouts, 1):
             write = f"{folder}/{number}" if checkpoint else None
             ranks = on_ranks(
-                run_trial, layout.world, trial, layout, one.declared, read, write, timeout=timeout
+                run_trial, layout.world, trial, layout, alone.declared, read, write, timeout=timeout
             )
-            verdict = Judge(layout, one, ranks, tolerance).verdict()
+            verdict = Judge(layout, alone, ranks, tolerance).verdict()
             if isinstance(verdict, Fault):
                 raise LayoutVariance(layout, verdict)
-            found[layout] = verdict
+            figures[layout] = verdict
             if read is not None and write is not None:
                 _same_checkpoint(layout, f"{folder}/0", write)
                 read = write
-    return found
+    return figures
 
 
 def _same_checkpoint(layout: Layout, first: str, second: str) -> None:
-    for one in differences(read_source(first), read_source(second)):
-        name = one.name.removeprefix("optimizer.exp_avg_sq.").removeprefix("optimizer.exp_avg.")
-        said = f"{one.name} is not what was read: {one.what}"
-        raise LayoutVariance(layout, Fault(module_of(name), "checkpoint", one.relative, said))
+    for apart in differences(read_source(first), read_source(second)):
+        name = apart.name.removeprefix("optimizer.exp_avg_sq.").removeprefix("optimizer.exp_avg.")
+        text = f"{apart.name} is not what was read: {apart.what}"
+        raise LayoutVariance(layout, Fault(module_of(name), "checkpoint", apart.relative, text))
 
 
 def _named(factory: Callable[..., nn.Module]) -> tuple[FunctionName, tuple[Any, Any]]:

@@ -69,7 +69,7 @@ def _are_shared(whole: Tensor, parts: Sequence[Tensor], dim: int, same: _Same) -
     reached, length = 0, parts[0].shape[dim]
     for part in parts:
         starts = range(whole.shape[dim] - length + 1)
-        start = next((one for one in starts if same(whole.narrow(dim, one, length), part)), None)
+        start = next((at for at in starts if same(whole.narrow(dim, at, length), part)), None)
         if start is None or start > reached:
             return False
         reached = max(reached, start + length)
@@ -101,9 +101,9 @@ def _mistake(whole: Tensor, parts: Sequence[Tensor], summed: Tensor | None, same
     return ""
 
 
-def _one_vector_more(whole: Tensor, found: Tensor, same: _Same) -> bool:
-    extra = (found - whole).reshape(-1, whole.shape[-1])
-    return len(extra) > 1 and same(extra[:1].expand_as(extra), extra) and not same(found, whole)
+def _one_vector_more(whole: Tensor, other: Tensor, same: _Same) -> bool:
+    extra = (other - whole).reshape(-1, whole.shape[-1])
+    return len(extra) > 1 and same(extra[:1].expand_as(extra), extra) and not same(other, whole)
 
 
 def _cut_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:

@@ -59,7 +59,7 @@ class Trial:
         factory = self.factory.load()
         loss = _spread if self.loss is None else self.loss.load()
         args, keywords, batch = unpack(self.given)
-        wide = {n: one.to(DTYPE) if one.is_floating_point() else one for n, one in batch.items()}
+        wide = {n: x.to(DTYPE) if x.is_floating_point() else x for n, x in batch.items()}
         return partial(factory, *args, **keywords), loss, wide
 
 
@@ -87,14 +87,13 @@ def run_trial(
     here = None if layout is None else state
     factory, loss, batch = trial.make()
     model = factory(state=here)
-    found = Witnessed(declarations(model), {} if layout is None else _misfits(model, state, expected))
+    witnessed = Witnessed(declarations(model), {} if layout is None else _misfits(model, state, expected))
     if layout is not None:
         everywhere: list[Any] = [None] * layout.world
-        dist.all_gather_object(everywhere, (bool(found.misfits), set(found.declared)))
-        if any(misfit for misfit, _ in everywhere) or set().union(*(n for _, n in everywhere)) != set(
-            expected
-        ):
-            return found  # nothing that follows would say more
+        dist.all_gather_object(everywhere, (bool(witnessed.misfits), set(witnessed.declared)))
+        misfits, declared = zip(*everywhere, strict=True)
+        if any(misfits) or set().union(*declared) != set(expected):
+            return witnessed  # nothing that follows would say more
     # Experts that are dealt out are given other rows on each rank; what their mixture gives is compared.
     apart = stacks_of_experts(model) if state.layout.expert > 1 else []
     unwatched = {within for experts in apart for within in experts.modules()}
@@ -104,12 +103,14 @@ def run_trial(
     if layout is not None:
         shard_over_data(model, state, Precision(DTYPE, DTYPE, DTYPE))
     _fill(model, trial.seed, state)
-    schedule = trial.schedule or _plainest(state.layout)
+    stages = state.layout
+    schedule = "zbv" if stages.v_shape else "interleaved" if stages.virtual_stages > 1 else "1f1b"
+    schedule = trial.schedule or schedule
     step = ModuleStep(model, loss, micro_batch=trial.micro_batch, schedule=schedule, state=here)
 
     def once(samples: Samples) -> Tensor:
         loss = step(samples)
-        found.seen = recorder.leave()  # of the first step only
+        witnessed.seen = recorder.leave()  # of the first step only
         return loss
 
     def clip(model: nn.Module) -> Tensor:
@@ -124,40 +125,35 @@ def run_trial(
             save_module(write, model, optimizer, step=trial.steps, state=here)
 
     batches = [batch if layout is None else own_samples(batch, state)] * trial.steps
-    found.run = observe(
+    witnessed.run = observe(
         lambda: (model, once), batches, state, lr=trial.lr, clip=clip, strict=False, then=keep
     )
-    return found
-
-
-def _plainest(layout: Layout) -> str:
-    """Return the simplest schedule for the layout's stages."""
-    return "zbv" if layout.v_shape else "interleaved" if layout.virtual_stages > 1 else "1f1b"
+    return witnessed
 
 
 def _misfits(model: nn.Module, state: ParallelState, expected: Declared) -> dict[str, str]:
     """Return, by name, how a parameter is held otherwise than declared, or declared otherwise than on one
     process.
     """
-    stated, found = declarations(model), {}
+    stated, misfits = declarations(model), {}
     for name, parameter in model.named_parameters():
-        promised, held = stated[name].box(state.layout, state.at).shape, tuple(local_data(parameter).shape)
+        promised, holds = stated[name].box(state.layout, state.at).shape, tuple(local_data(parameter).shape)
         here, shape = stated[name].shape, expected[name].shape if name in expected else None
-        if promised != held:
-            found[name] = f"{name} is declared so that a rank holds {promised}, and it holds {held}"
+        if promised != holds:
+            misfits[name] = f"{name} is declared so that a rank holds {promised}, and it holds {holds}"
         elif shape is None:
-            found[name] = f"{name} is not there on one process"
+            misfits[name] = f"{name} is not there on one process"
         elif here != shape:
-            found[name] = f"{name} is {here}, and {shape} on one process"
+            misfits[name] = f"{name} is {here}, and {shape} on one process"
             path, _, leaf = name.rpartition(".")
             if leaf not in model.get_submodule(path).__dict__.get("declared", {}):
                 dim = next((d for d, (a, b) in enumerate(zip(here, shape, strict=False)) if a != b), 0)
-                found[name] += (
+                misfits[name] += (
                     ", and nobody declared it: a parameter that is cut says so, by "
                     f"declare(module, name, cut=Cut({dim}), state=state) or when declare_parameter makes it; "
                     "parallel layers do it by themselves"
                 )
-    return found
+    return misfits
 
 
 def _fill(model: nn.Module, seed: int, state: ParallelState) -> None:
@@ -165,8 +161,8 @@ def _fill(model: nn.Module, seed: int, state: ParallelState) -> None:
     stated = declarations(model)
     own = {
         name
-        for name, one in stated.items()
-        if isinstance(one.initial, Own)
+        for name, declaration in stated.items()
+        if isinstance(declaration.initial, Own)
         and not callable(getattr(model.get_submodule(name.rpartition(".")[0]), "reset_parameters", None))
     }
     initialize(model, seed, among=stated.keys() - own, state=state)
@@ -175,10 +171,10 @@ def _fill(model: nn.Module, seed: int, state: ParallelState) -> None:
     roughen(model, seed, state, also=own)
 
 
-def _spread(given: Any, samples: Samples) -> tuple[Tensor, int]:
+def _spread(output: Any, samples: Samples) -> tuple[Tensor, int]:
     """Return a loss for a module that came without one; it weighs all elements of the output differently."""
-    if not isinstance(given, Tensor):
-        expected, given_type = "a loss, for a module that gives more than a tensor", type(given).__name__
-        raise BadInput("assert_layout_invariant", "loss", expected=expected, found=given_type)
-    places = torch.arange(given[0].numel(), device=given.device, dtype=given.dtype)
-    return (given * places.cos().view(given[0].shape)).sum() + given.square().sum() / 2, len(given)
+    if not isinstance(output, Tensor):
+        expected, kind = "a loss, for a module that gives more than a tensor", type(output).__name__
+        raise BadInput("assert_layout_invariant", "loss", expected=expected, found=kind)
+    places = torch.arange(output[0].numel(), device=output.device, dtype=output.dtype)
+    return (output * places.cos().view(output[0].shape)).sum() + output.square().sum() / 2, len(output)

@@ -46,10 +46,10 @@ class Figures:
 
 @dataclass(frozen=True)
 class Judge:
-    """Compare what ``ranks`` saw in a layout with what ``one`` process saw."""
+    """Compare what ``ranks`` saw in a layout with what one process saw, ``alone``."""
 
     layout: Layout
-    one: Witnessed
+    alone: Witnessed
     ranks: Sequence[Witnessed]
     tolerance: float
 
@@ -65,34 +65,34 @@ class Judge:
         )
         if fault is not None:
             return fault
-        forward = max((found.relative for _, found in self._placements("forward")), default=0.0)
-        held = (self._differences(key) for key in ("gradients", "parameters"))
-        return Figures(forward, *(max((gap for _, gap in gaps), default=0.0) for gaps in held))
+        forward = max((placement.relative for _, placement in self._placements("forward")), default=0.0)
+        kinds = (self._differences(key) for key in ("gradients", "parameters"))
+        return Figures(forward, *(max((gap for _, gap in gaps), default=0.0) for gaps in kinds))
 
     def _differences(self, key: str) -> Iterator[tuple[str, float]]:
-        one, ranks = getattr(self.one.run, key), [getattr(rank.run, key) for rank in self.ranks]
-        return differences(assemble([one]), ranks)
+        alone, ranks = getattr(self.alone.run, key), [getattr(rank.run, key) for rank in self.ranks]
+        return differences(assemble([alone]), ranks)
 
     def _structure(self) -> Fault | None:
-        misfits = {name: said for rank in reversed(self.ranks) for name, said in rank.misfits.items()}
+        misfits = {name: text for rank in reversed(self.ranks) for name, text in rank.misfits.items()}
         there = {name for rank in self.ranks for name in rank.declared}
-        misfits |= {name: f"{name} is on no rank" for name in self.one.declared if name not in there}
+        misfits |= {name: f"{name} is on no rank" for name in self.alone.declared if name not in there}
         # In the module's order; what one process has not comes last.
-        for name in (*self.one.declared, *sorted(misfits)):
+        for name in (*self.alone.declared, *sorted(misfits)):
             if name in misfits:
                 return Fault(module_of(name), "structure", float("inf"), misfits[name])
         return None
 
     def _losses(self) -> Fault | None:
         if wrong := self._wrong_number("losses", 0):
-            off, said = wrong
-            said += ", though every module's output is right: the loss function gives the sum and the count "
-            return Fault("", "loss", off, f"the loss of {said}of its own samples, alike on all tensor ranks")
+            off, text = wrong
+            text += ", though every module's output is right: the loss function gives the sum and the count "
+            return Fault("", "loss", off, f"the loss of {text}of its own samples, alike on all tensor ranks")
         return None
 
     def _wrong_number(self, key: str, step: int) -> tuple[float, str] | None:
         """Return how far the first rank is off whose number of this step differs, and what it has."""
-        wanted = getattr(self.one.run, key)[step]
+        wanted = getattr(self.alone.run, key)[step]
         for rank, each in enumerate(self.ranks):
             value = getattr(each.run, key)[step]
             off = abs(value - wanted) / max(abs(wanted), 1e-300)
@@ -105,46 +105,46 @@ class Judge:
             if relative <= self.tolerance:
                 continue
             holders = [rank for rank in self.ranks if name in rank.run.gradients]
-            if holders and name in self.one.run.gradients:
-                said = f"the gradient of {name} differs by {relative:.1e}, though every activation's is right"
-                said += self._wrong_declaration(name, holders)
+            if holders and name in self.alone.run.gradients:
+                text = f"the gradient of {name} differs by {relative:.1e}, though every activation's is right"
+                text += self._wrong_declaration(name, holders)
             else:
-                said = f"{name} has no gradient {'on one process' if holders else 'in the layout'}"
-            return Fault(module_of(name), "gradient", relative, said)
+                text = f"{name} has no gradient {'on one process' if holders else 'in the layout'}"
+            return Fault(module_of(name), "gradient", relative, text)
         return None
 
     def _wrong_declaration(self, name: str, holders: Sequence[Witnessed]) -> str:
         """Return the mistake of its declaration that a parameter's gradient looks like, or nothing."""
-        whole, declared = self.one.run.gradients[name][2], holders[0].declared[name]
+        whole, declared = self.alone.run.gradients[name][2], holders[0].declared[name]
         for group in self._tensor_groups():
-            held = [rank.run.gradients[name] for rank in group if name in rank.run.gradients]
-            if len(held) < 2 or len({box for box, _, _ in held}) > 1 or not held[0][0].size:
+            pieces = [rank.run.gradients[name] for rank in group if name in rank.run.gradients]
+            if len(pieces) < 2 or len({box for box, _, _ in pieces}) > 1 or not pieces[0][0].size:
                 continue
-            parts = [part for _, _, part in held]
-            found = place(whole[held[0][0].slices], parts, tolerance=self.tolerance)
-            if found.kind == "partial":
-                said = ": it is only a part on each rank, and they add up to the right one. "
-                return said + 'Declare the parameter with partial=("tensor",)'
-            if "too large" in found.note:
-                said = f": it is {len(held)} times too large"
+            parts = [part for _, _, part in pieces]
+            placement = place(whole[pieces[0][0].slices], parts, tolerance=self.tolerance)
+            if placement.kind == "partial":
+                text = ": it is only a part on each rank, and they add up to the right one. "
+                return text + 'Declare the parameter with partial=("tensor",)'
+            if "too large" in placement.note:
+                text = f": it is {len(pieces)} times too large"
                 if "tensor" in declared.partial:
-                    said += '. Each rank has all of it, so partial=("tensor",) does not belong there'
-                return said
+                    text += '. Each rank has all of it, so partial=("tensor",) does not belong there'
+                return text
         if self.layout.pipeline > 1 and len(holders) > self.layout.first_rank(1) and not declared.ends:
             return ": more than one stage holds the parameter. Declare it with ends=True"
         return ""
 
     def _updates(self) -> Fault | None:
-        steps = len(self.one.run.norms)
+        steps = len(self.alone.run.norms)
         for step, (what, key) in product(range(steps), (("loss", "losses"), ("gradient norm", "norms"))):
             if wrong := self._wrong_number(key, step):
-                off, said = wrong
-                said = f"the {what} of {said} in step {step + 1}, though the first gradients were right"
-                return Fault("", "update", off, said)
+                off, text = wrong
+                text = f"the {what} of {text} in step {step + 1}, though the first gradients were right"
+                return Fault("", "update", off, text)
         for name, relative in self._differences("parameters"):
             if not relative <= self.tolerance:
-                said = f"{name} differs by {relative:.1e} after {steps} steps; the first was right"
-                return Fault(module_of(name), "update", relative, said)
+                text = f"{name} differs by {relative:.1e} after {steps} steps; the first was right"
+                return Fault(module_of(name), "update", relative, text)
         return None
 
     def _first_wrong_module(self, order: Order) -> Fault | None:
@@ -152,15 +152,17 @@ class Judge:
         partial values nothing sums.
         """
         waiting: list[Event] = []  # partial values that nothing has summed so far
-        for event, found in self._placements(order):
-            if found.kind == "partial":
+        for event, placement in self._placements(order):
+            if placement.kind == "partial":
                 waiting.append(event)
-            elif found.settled:
+            elif placement.settled:
                 waiting = [each for each in waiting if not _sums(event, each, order)]
             elif waiting:
-                return _unsummed(waiting[0], found.relative, order)
+                return _unsummed(waiting[0], placement.relative, order)
             else:
-                return _differs(event, found, order, {each.module for each in getattr(self.one.seen, order)})
+                return _differs(
+                    event, placement, order, {each.module for each in getattr(self.alone.seen, order)}
+                )
         if not waiting:
             return None
         # A gradient that stays partial to the end is no fault if every parameter's gradient is right.
@@ -173,14 +175,14 @@ class Judge:
         A rank numbers its own calls of a module, and one process all. So what several pipeline ranks call is
         left out: it is compared by what other modules are given and give, and by its gradients.
         """
-        one: dict[Event, Tensor] = getattr(self.one.seen, order)
-        floats = [x for x in one.values() if x.is_floating_point()]
+        alone: dict[Event, Tensor] = getattr(self.alone.seen, order)
+        floats = [x for x in alone.values() if x.is_floating_point()]
         least = max((zero_share(x.dtype) * largest(x) for x in floats), default=0.0)
         callers: dict[str, set[int]] = {}
         for rank, each in enumerate(self.ranks):
             for event in getattr(each.seen, order):
                 callers.setdefault(event.module, set()).add(self.layout.coordinates(rank).pipeline)
-        for event, whole in one.items():
+        for event, whole in alone.items():
             for group in self._tensor_groups() if len(callers.get(event.module, ())) < 2 else ():
                 seen = [getattr(rank.seen, order) for rank in group]
                 parts = [rank[event] for rank in seen if event in rank]
@@ -193,19 +195,19 @@ class Judge:
             yield self.ranks[start : start + self.layout.tensor]
 
 
-def _differs(event: Event, found: Placement, order: Order, called: Collection[str]) -> Fault:
+def _differs(event: Event, placement: Placement, order: Order, called: Collection[str]) -> Fault:
     module = event.module
     if order == "backward":
-        said = f"the gradient of its {event.side} differs"
+        text = f"the gradient of its {event.side} differs"
     elif event.side == "input":
         # By the module whose forward calls this one: lists and dicts of modules have no forward.
         above = (module.rsplit(".", count)[0] for count in range(1, module.count(".") + 1))
-        module = next((one for one in above if one in called), "")
-        said = f"what it gives to {event.module} differs"
+        module = next((name for name in above if name in called), "")
+        text = f"what it gives to {event.module} differs"
     else:
-        said = "its output differs"
-    note = f": {found.note}" if found.note else ""
-    return Fault(module, order, found.relative, f"{said} by {found.relative:.1e}{note}")
+        text = "its output differs"
+    note = f": {placement.note}" if placement.note else ""
+    return Fault(module, order, placement.relative, f"{text} by {placement.relative:.1e}{note}")
 
 
 def _sums(settled: Event, waiting: Event, order: Order) -> bool:
@@ -225,8 +227,8 @@ def _unsummed(event: Event, relative: float, order: Order) -> Fault:
         what, todo = f"its {event.side} is", f"after it: {_SUM}"
     else:
         what, todo = f"the gradient of its {event.side} is", f"where it begins: {_COPY}"
-    said = f"{what} only a part on each rank, and nothing adds them up. A collective is missing {todo}"
-    return Fault(event.module, order, relative, said)
+    text = f"{what} only a part on each rank, and nothing adds them up. A collective is missing {todo}"
+    return Fault(event.module, order, relative, text)
 
 
 def module_of(name: str) -> str:

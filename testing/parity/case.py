@@ -55,11 +55,11 @@ class Comparison:
     @property
     def first(self) -> Difference | None:
         """Return the first difference beyond the tolerance, in the order of computation; NaN differs."""
-        return next((one for one in self.found if not one.relative <= self.tolerance), None)
+        return next((each for each in self.found if not each.relative <= self.tolerance), None)
 
     def worst(self, kind: str) -> Difference:
         """Return the largest difference of the outputs, the loss or the gradients."""
-        return max((one for one in self.found if one.kind == kind), key=lambda one: one.relative)
+        return max((each for each in self.found if each.kind == kind), key=lambda each: each.relative)
 
 
 def compare(reference: Observation, other: Observation, tolerance: float, what: str = "") -> Comparison:
@@ -75,8 +75,8 @@ def _differences(reference: Observation, other: Observation) -> Iterator[Differe
     for name, parts in reference.outputs.items():
         if name in other.outputs:
             pieces: list[Pieces] = [{name: (box, True, part)} for box, part in other.outputs[name]]
-            yield from (Difference("output", *one) for one in differences({name: join(parts)}, pieces))
+            yield from (Difference("output", *gap) for gap in differences({name: join(parts)}, pieces))
     wanted, loss = reference.losses[0], other.losses[0]
     yield Difference("loss", "the step", abs(wanted - loss) / max(abs(wanted), 1e-300))
     gradients = differences(assemble([reference.gradients]), [other.gradients])
-    yield from (Difference("gradient", *one) for one in gradients)
+    yield from (Difference("gradient", *gap) for gap in gradients)

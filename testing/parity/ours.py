@@ -71,23 +71,23 @@ def observe_rank(question: Question) -> Observation:
 
 def _features(model: CausalLM) -> _Features:
     """Return the modules whose outputs have a counterpart in every layout and in transformers."""
-    state, stated, found = model.state, declarations(model), _Features()
+    state, stated, features = model.state, declarations(model), _Features()
     for name, module in model.named_modules():
         if isinstance(module, ColumnParallelLinear):
             outputs = [""] if isinstance(module.out_features, int) else module.out_features
-            found[name] = []
+            features[name] = []
             for key, part in zip(outputs, module.parts, strict=True):
                 full = f"{name}.{key}" if key else name
                 box = stated[f"{full}.weight"].box(state.layout, state.at)
                 if part.slice is not None:
                     box = box.narrow(0, part.slice.start, part.slice.stop)
-                found[name].append((full, box.slices[0]))
+                features[name].append((full, box.slices[0]))
         elif isinstance(module, _WHOLE) or module in model.layers.values():
-            found[name] = [(name, None)]
+            features[name] = [(name, None)]
     if model.stage.last:
         head = stated["embed.weight" if model.config.tie_word_embeddings else "head.weight"]
-        found[""] = [("logits", head.true_part(head.box(state.layout, state.at)).slices[0])]
-    return found
+        features[""] = [("logits", head.true_part(head.box(state.layout, state.at)).slices[0])]
+    return features
 
 
 def _outputs(seen: Seen, features: _Features, model: CausalLM, length: int) -> Outputs:
@@ -95,18 +95,18 @@ def _outputs(seen: Seen, features: _Features, model: CausalLM, length: int) -> O
 
     Over context ranks the tokens are two runs of the whole sequence, or a part of these.
     """
-    found: Outputs = {}
+    outputs: Outputs = {}
     for event, output in seen.forward.items():
-        name, held = features[event.module][event.leaf]
+        name, own = features[event.module][event.leaf]
         of_another_stage = name == "logits" and event.call < len(model.stage.parts)
         if of_another_stage or output.ndim != 3:  # of single heads
             continue
-        first, stop = (0, output.shape[2]) if held is None else (held.start, held.stop)
+        first, stop = (0, output.shape[2]) if own is None else (own.start, own.stop)
         for run, start in _runs(output.shape[1], length, model.state):
             piece = output[:, run, : stop - first]
             box = Box((event.micro, start, first), (event.micro + 1, start + piece.shape[1], stop))
-            found.setdefault(name, []).append((box, piece))
-    return found
+            outputs.setdefault(name, []).append((box, piece))
+    return outputs
 
 
 def _runs(tokens: int, length: int, state: ParallelState) -> Iterator[tuple[slice, int]]:
