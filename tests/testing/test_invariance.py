@@ -209,14 +209,10 @@ def test_a_module_that_both_ends_of_a_pipeline_call_is_no_difference():
         )
 
 
-def test_what_other_processes_cannot_find_is_refused_with_the_way_to_do_it():
-    with pytest.raises(
-        ValueError, match=r"is a lambda or lives in another function\. Define it with `def` at the top"
-    ):
+def test_what_other_processes_cannot_find_and_what_the_module_refuses_is_refused():
+    says = r"is a lambda or lives in another function\. Define it with `def` at the top"
+    with pytest.raises(ValueError, match=says):
         assert_layout_invariant(lambda *, state: Net(state=state), BATCH)
-
-
-def test_a_layout_that_the_module_refuses_is_refused_in_its_words():
     with pytest.raises(BadInput, match="that tensor=3 divides, found 16"):
         assert_layout_invariant(Net, BATCH, layouts=[Layout(tensor=3)], checkpoint=False)
 
