@@ -1,16 +1,30 @@
-"""Find the checkpoint of a training run to resume by looking at the folders; there is no pointer file."""
+"""Find the folder that a name stands for, and the newest whole checkpoint of a run, here or at an address.
+
+There is no pointer file: the folders are looked at.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
 
 from ..parallel_state import BadCheckpoint
+from ..storage.fetched import fetched
 from ..storage.file_names import MANIFEST, STEP_NAME, finished_name
+from ..storage.folder_kind import CHECKPOINTS, holds_steps
+from ..storage.remote_folder import RemoteFolder
+from ..system.addresses import as_url
+from .hugging_face.hub import FILES, from_hub
 from .manifest import Manifest
 from .reading_lock import Hold, hold
 
+#: Whether a newest checkpoint that is not whole is refused (``--strict``) instead of passed over.
+STRICT: ContextVar[bool] = ContextVar("strict", default=False)
 #: A run that saves meanwhile deletes what was just found; each time there is a newer one.
 _TRIES = 100
 
@@ -24,8 +38,14 @@ class Found:
 
     directory: Path
     manifest: Manifest
-    warnings: tuple[str, ...]
+    passed_over: tuple[str, ...]
     held: Hold
+
+
+def warn_of(passed_over: Iterable[str]) -> None:
+    """Issue a warning for each of these lines; every reader of a run's newest checkpoint does so."""
+    for line in passed_over:
+        warnings.warn(line, stacklevel=3)
 
 
 def step_directory(root: Path, step: int) -> Path:
@@ -55,9 +75,11 @@ def open_checkpoint(directory: Path | str) -> Found:
 def latest_checkpoint(root: Path | str) -> Found:
     """Return the complete checkpoint of the highest step, held against deletion.
 
-    Raises ``BadCheckpoint`` if there is none; the error says what the folder has instead.
+    ``root``: a run's folder, or that of its checkpoints. A newer one that is not complete is passed over, and
+    ``Found.passed_over`` says why; it is refused with ``STRICT``. Raises ``BadCheckpoint`` if there is none;
+    the error says what the folder has instead.
     """
-    root = Path(root)
+    root = folder_of_steps(Path(root))
     if not root.is_dir():
         found = "a file" if root.exists() else "no such directory"
         raise BadCheckpoint(root, expected="a directory of checkpoints", found=found)
@@ -69,6 +91,54 @@ def latest_checkpoint(root: Path | str) -> Found:
             if seen == sorted(path.name for path in root.iterdir()):
                 raise
     return _latest(root)
+
+
+def folder_of_steps(folder: Path) -> Path:
+    """Return where the checkpoints of a run's folder are, or else the folder itself."""
+    inside = folder / CHECKPOINTS
+    return inside if holds_steps(inside) and not holds_steps(folder) else folder
+
+
+def latest_at(folder: RemoteFolder) -> tuple[str | None, list[str]]:
+    """Return the name of the newest whole checkpoint in a folder at an address, and a line about each newer
+    one that is not whole, which ``STRICT`` refuses; ``None`` if there is no whole one.
+    """
+    passed_over: list[str] = []
+    for name in steps_at(folder)[::-1]:
+        try:
+            whole_copy(folder, name)
+        except BadCheckpoint as error:
+            passed_over.append(_passed_over(error))
+            continue
+        return name, [f"{line}; using {name}" for line in passed_over]
+    return None, passed_over
+
+
+def steps_at(folder: RemoteFolder) -> list[str]:
+    """Return the names of the checkpoints in a folder at an address, by step."""
+    names = (name for name, size in folder.sizes().items() if size is None and STEP_NAME.fullmatch(name))
+    return sorted(names, key=lambda name: step_of(Path(name)))
+
+
+def whole_copy(folder: RemoteFolder, name: str) -> Manifest:
+    """Return the manifest of a checkpoint in a folder at an address; ``BadCheckpoint`` if it is damaged, or
+    if a file is missing or has not its size.
+    """
+    where, sizes = f"{folder.url}/{name}", folder.sizes(name)
+    if (raw := folder.read(f"{name}/{MANIFEST}")) is None:
+        raise BadCheckpoint(where, expected=MANIFEST, found="none: the copy has not ended")
+    manifest = Manifest.parse(raw, f"{where}/{MANIFEST}")
+    for file in (*manifest.files, *manifest.companions):
+        if sizes.get(file.name) != file.size:
+            there = "no such file" if file.name not in sizes else f"{sizes[file.name]} bytes"
+            raise BadCheckpoint(f"{where}/{file.name}", expected=f"{file.size} bytes", found=there)
+    return manifest
+
+
+def _passed_over(error: BadCheckpoint) -> str:
+    if STRICT.get():
+        raise error
+    return f"passed over: {error}"
 
 
 def _latest(root: Path) -> Found:
@@ -83,15 +153,44 @@ def _latest(root: Path) -> Found:
                 found=f"{name}, {other}",
                 todo="Move all but one of them to another place",
             )
-    warnings: list[str] = []
+    passed_over: list[str] = []
     for _, name in reversed(steps):
         try:
             found = open_checkpoint(root / name)
         except BadCheckpoint as error:
             if (root / name).is_dir():  # else a run deleted it meanwhile
-                warnings.append(f"not resumed from: {error}")
+                passed_over.append(_passed_over(error))
             continue
-        return replace(found, warnings=tuple(f"{line}; using {name}" for line in warnings))
+        return replace(found, passed_over=tuple(f"{line}; using {name}" for line in passed_over))
     unfinished = sorted(name for name in names if finished_name(name) is not None)
-    seen = [*warnings, *(f"unfinished: {name}" for name in unfinished)]
+    seen = [*passed_over, *(f"unfinished: {name}" for name in unfinished)]
     raise BadCheckpoint(root, expected="a complete checkpoint", found="; ".join(seen) or "none")
+
+
+def local_folder(name: str | Path) -> Path:
+    """Return the folder ``name``, a copy of the folder at a URL that fsspec knows (see ``fetched``), or the
+    snapshot of a hub's model (see ``from_hub``). A folder of that name comes first.
+
+    A run's folder or a folder of checkpoints at a URL stands for its newest whole checkpoint, with a warning
+    about each newer one. Raises ``BadInput`` if it is neither here nor there.
+    """
+    if (url := as_url(name)) is None:
+        path = Path(name)
+        return path if path.exists() else from_hub(name) or path
+    url, passed_over = newest_at(url)
+    warn_of(passed_over)
+    return fetched(url, lambda file: any(fnmatch(file, pattern) for pattern in FILES))
+
+
+def newest_at(url: str) -> tuple[str, list[str]]:
+    """Return the URL of the newest whole checkpoint of a run at a URL, and a line about each newer one;
+    other URLs as they are.
+    """
+    for place in (url, f"{url.rstrip('/')}/{CHECKPOINTS}"):
+        folder = RemoteFolder(place)
+        if steps_at(folder):
+            newest, warnings = latest_at(folder)
+            if newest is None:
+                raise BadCheckpoint(url, expected="a complete checkpoint", found="; ".join(warnings))
+            return f"{folder.url}/{newest}", warnings
+    return url, []

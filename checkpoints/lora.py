@@ -20,7 +20,7 @@ from ..storage.safe_open import contained
 from ..storage.safetensors_reader import TensorFile
 from ..storage.small_files import read_json
 from .copies import Stored, Whole
-from .hugging_face.hub import local_folder
+from .find import local_folder
 from .manifest import StoredAdapter
 from .source import Source, read_source
 
@@ -91,8 +91,7 @@ def _peft_config(path: Path) -> tuple[LoraConfig, dict[str, Any]]:
 
 
 def read_converted(path: Path, source: Source) -> Source:
-    """Open the result of a conversion of ``source``, in any form, in a folder or at a URL."""
-    path = local_folder(path)
+    """Open the result of a conversion of ``source``, in any form."""
     if kind_of_folder(path)[1] is FolderKind.ADAPTER:
         return _peft_folder(path, replace(source, adapter=None))
     return read_source(path, module=source.module)

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from ..parallel_state import BadCheckpoint, BadInput, ParallelState
 from ..parallel_state.collective_errors import together
-from ..storage.file_names import MANIFEST, STEP_NAME
+from ..storage.file_names import MANIFEST
 from ..storage.output_file import check_outside
 from ..storage.records import StoredFile
 from ..storage.remote_folder import RemoteFolder
 from ..storage.safe_open import read_small
 from ..storage.staging import staged
-from .find import complete_checkpoints, step_directory, step_of
+from .find import complete_checkpoints, step_of, steps_at, whole_copy
 from .manifest import MAX_BYTES, Damaged, Manifest
 from .retention import check_same_model
 
@@ -52,12 +52,11 @@ class Mirror:
             if place in run.parents:
                 raise BadInput(url, expected="a place outside the run's folder", found="one around it")
         new = not (root.is_dir() and complete_checkpoints(root))
-        for step in self._steps()[::-1]:
+        for name in steps_at(self.folder)[::-1]:
             if new:
-                todo = _TODO
-                raise BadInput(url, expected="no checkpoints", found=self._name(step), todo=todo)
-            if (other := self._good(step)) is not None:
-                check_same_model(f"{url}/{self._name(step)}", other, manifest)
+                raise BadInput(url, expected="no checkpoints", found=name, todo=_TODO)
+            if (other := self._good(name)) is not None:
+                check_same_model(f"{url}/{name}", other, manifest)
                 break
         self.folder.write(_TRIAL, b"trilith")
         self.folder.remove(_TRIAL)
@@ -70,7 +69,7 @@ class Mirror:
         """
         step, raw = step_of(directory), read_small(directory / MANIFEST, MAX_BYTES, kind=BadCheckpoint)
         name, manifest = directory.name, Manifest.parse(raw, directory / MANIFEST)
-        there = self.folder.read(f"{name}/{MANIFEST}") == raw and self._good(step) is not None
+        there = self.folder.read(f"{name}/{MANIFEST}") == raw and self._good(name) is not None
         if not there:
             self._remove(name)
             for file in (*manifest.files, *manifest.companions):
@@ -91,14 +90,11 @@ class Mirror:
         disk is too small.
         """
         said: list[str] = []
-        for step in self._steps()[::-1]:
-            name = self._name(step)
-            if (manifest := self._good(step)) is None:
-                said.append(f"{self.folder.url}/{name} is not a whole copy")
-                continue
+        for name in steps_at(self.folder)[::-1]:
             raw = self.folder.read(f"{name}/{MANIFEST}")
-            files = (*manifest.files, *manifest.companions)
             try:
+                manifest = whole_copy(self.folder, name)
+                files = (*manifest.files, *manifest.companions)
                 manifest.check_place(root / name)
                 with staged(root / name, need=sum(file.size for file in files)) as staging:
                     for file in files:
@@ -123,36 +119,25 @@ class Mirror:
 
     def _retain(self, step: int) -> None:
         """Delete old copies, and folders up to ``step`` that never became one. What is damaged stays."""
-        steps = [one for one in self._steps() if one <= step]
-        for one in steps:
-            if MANIFEST not in self.folder.sizes(self._name(one)):
-                self._remove(self._name(one))
-        good = [one for one in steps if self._good(one) is not None]
-        for one in good[: -self._keep]:
-            self._remove(self._name(one))
+        names = [name for name in steps_at(self.folder) if step_of(Path(name)) <= step]
+        for name in names:
+            if MANIFEST not in self.folder.sizes(name):
+                self._remove(name)
+        good = [name for name in names if self._good(name) is not None]
+        for name in good[: -self._keep]:
+            self._remove(name)
 
     def _remove(self, name: str) -> None:
         """Remove a copy: first what makes it a checkpoint."""
         self.folder.remove(f"{name}/{MANIFEST}")
         self.folder.remove(name)
 
-    def _steps(self) -> list[int]:
-        names = (name for name, size in self.folder.sizes().items() if size is None)
-        return sorted(int(found[1]) for name in names if (found := STEP_NAME.fullmatch(name)) is not None)
-
-    def _name(self, step: int) -> str:
-        return step_directory(Path(), step).name
-
-    def _good(self, step: int) -> Manifest | None:
+    def _good(self, name: str) -> Manifest | None:
         """Return the manifest of a copy whose files are all there, with their sizes."""
-        where = f"{self.folder.url}/{self._name(step)}"
-        raw, sizes = self.folder.read(f"{self._name(step)}/{MANIFEST}"), self.folder.sizes(self._name(step))
         try:
-            manifest = Manifest.parse(raw or b"", where)
+            return whole_copy(self.folder, name)
         except BadCheckpoint:
             return None
-        whole = all(sizes.get(file.name) == file.size for file in (*manifest.files, *manifest.companions))
-        return manifest if whole else None
 
 
 def restore_if_none(

@@ -66,7 +66,7 @@ def restore_model(
     """
     state, family = model.state, _family_of(model)
 
-    def load(found: Path) -> Progress:
+    def load(found: str) -> Progress:
         load_weights(found, model, family, model.config)
         manifest = read_source(found).manifest
         if manifest is None:

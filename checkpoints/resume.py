@@ -16,7 +16,9 @@ from ..parallel_state import BadCheckpoint, BadInput, Layout, ParallelState
 from ..parallel_state.collective_errors import together
 from ..storage.dtypes import TORCH
 from ..storage.file_names import MANIFEST, STEP_NAME
-from .find import Found, latest_checkpoint
+from ..storage.folder_kind import holds_steps
+from ..system.addresses import as_url
+from .find import Found, folder_of_steps, latest_checkpoint, newest_at, warn_of
 from .load import check_same_model, fill, fill_from
 from .lora import check_same_base
 from .manifest import Manifest, StoredAdapter
@@ -57,38 +59,44 @@ def newest_checkpoint(
             left = ", ".join(sorted(path.name for path in root.iterdir()))
             return None, (f"no checkpoint was ever completed ({left}): from the beginning",)
         found = latest_checkpoint(root)
-        return str(found.directory), found.warnings
+        return str(found.directory), found.passed_over
 
-    path, warnings = together(look, world=state.layout.world, group=state.file_group)[0]
-    for warning in warnings:
-        say(warning)
+    path, passed_over = together(look, world=state.layout.world, group=state.file_group)[0]
+    for line in passed_over:
+        say(line)
     return None if path is None else Path(path)
 
 
 @contextmanager
-def newest_in(path: str | Path, state: ParallelState) -> Iterator[Path]:
-    """Yield the newest complete checkpoint in a folder of checkpoints, or else ``path``; the same on every
-    rank.
+def newest_in(path: str | Path, state: ParallelState) -> Iterator[str]:
+    """Yield the newest complete checkpoint of a run's folder or a folder of checkpoints, here or at an
+    address, or else ``path``; the same on every rank.
 
     Collective. Only rank 0 looks, because a run may save meanwhile, and then ranks could find different
-    checkpoints. Rank 0 holds the checkpoint during the block, so that the run does not delete it; the block
-    must end with a collective.
+    checkpoints; it warns of each newer one that it passes over. Rank 0 holds the checkpoint during the block,
+    so that the run does not delete it; the block must end with a collective.
     """
-    path = Path(path)
     held: list[Found] = []
 
-    def look() -> str | None:
-        if state.rank or not path.is_dir() or not any(path.glob("step-*")):
-            return None
-        held.append(latest_checkpoint(path))
-        return str(held[0].directory)
+    def look() -> str:
+        if state.rank:
+            return ""
+        if (url := as_url(path)) is not None:
+            chosen, passed_over = newest_at(url)
+        elif holds_steps(folder := folder_of_steps(Path(path))):
+            held.append(latest_checkpoint(folder))
+            chosen, passed_over = str(held[0].directory), [*held[0].passed_over]
+        else:
+            chosen, passed_over = str(path), []
+        warn_of(passed_over)
+        return chosen
 
-    yield Path(together(look, world=state.layout.world, group=state.file_group)[0] or path)
+    yield together(look, world=state.layout.world, group=state.file_group)[0]
     held.clear()
 
 
 def load_training(
-    path: Path,
+    path: str | Path,
     model: CausalLM,
     optimizer: torch.optim.Optimizer,
     family: Family,
@@ -117,7 +125,7 @@ def load_training(
             check_same_base(source.adapter, adapter, path)
         check_same_dtype(source, model)
         # Every byte is read against its checksum before a run goes on: each rank sees to some of the files.
-        verify_share(path, manifest, state)
+        verify_share(source.path, manifest, state)
         fill_from(source, model)
         return restore_progress(source, manifest, model, optimizer, state)
 

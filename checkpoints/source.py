@@ -15,20 +15,19 @@ from ..models import Family, Link, LoraConfig, ModelConfig, adapted, family_of
 from ..parallel_state import BadInput, Box
 from ..storage.file_names import CONFIG, MANIFEST
 from ..storage.files_beside_weights import COMPANIONS, companions_in
-from ..storage.folder_kind import CHECKPOINTS, SOURCES, FolderKind, kind_of_folder
+from ..storage.folder_kind import SOURCES, FolderKind, kind_of_folder
 from ..storage.leftovers import why_absent
 from ..storage.safetensors_reader import TensorFile
 from ..storage.small_files import read_json
 from .copies import Links, Stored, Whole, copies, join, turned
 from .damage import naming_an_older_one
-from .find import Found, latest_checkpoint, open_checkpoint
+from .find import Found, latest_checkpoint, local_folder, open_checkpoint, warn_of
 from .foreign.catalog import assemble, choose_table, hf_shapes
 from .foreign.check_stated import check_stated
 from .foreign.checkpoint import ForeignCheckpoint, ForeignTensor
 from .foreign.formats import Format, format_of
 from .hugging_face.expected import expected_tensors
 from .hugging_face.folder import HFFolder
-from .hugging_face.hub import local_folder
 from .manifest import Manifest, StoredAdapter
 from .moments import MOMENTS, moment_name
 from .part_table import CheckpointFiles, PartTable
@@ -147,7 +146,7 @@ def read_source(
     *,
     allow_symlinks: bool = False,
     module: ModuleFamily | None = None,
-    config: Path | None = None,
+    config: str | Path | None = None,
     names: str | None = None,
     mtp: bool = False,
 ) -> Source:
@@ -195,7 +194,7 @@ def open_source(
     *,
     allow_symlinks: bool = False,
     module: ModuleFamily | None = None,
-    config: Path | None = None,
+    config: str | Path | None = None,
     names: str | None = None,
     mtp: bool = False,
 ) -> Source:
@@ -214,7 +213,9 @@ def open_source(
         case FolderKind.CHECKPOINT:
             return _sharded(open_checkpoint(path))
         case FolderKind.CHECKPOINTS | FolderKind.RUN:
-            return _sharded(latest_checkpoint(path / CHECKPOINTS if kind is FolderKind.RUN else path))
+            newest = latest_checkpoint(path)
+            warn_of(newest.passed_over)
+            return _sharded(newest)
         case FolderKind.ADAPTER:
             todo = f"`trilith merge-lora BASE {path} OUT` makes a whole model of them and their base"
             found = "LoRA adapters without their base"
@@ -239,7 +240,7 @@ def _sharded(found: Found) -> Source:
         CheckpointFiles(path, manifest),
         PartTable(manifest).catalog(),
         manifest,
-        [*found.warnings],
+        [],
         adapter=manifest.adapter,
         module=module,
         held=found.held,
@@ -266,7 +267,7 @@ def _hugging_face(path: Path, allow_symlinks: bool, module: ModuleFamily | None,
     )
 
 
-def _foreign(path: Path, theirs: Format, config_folder: Path | None, names: str | None) -> Source:
+def _foreign(path: Path, theirs: Format, config_folder: str | Path | None, names: str | None) -> Source:
     if config_folder is None:
         todo = "Say --config with a Hugging Face folder (config.json, tokenizer) of the same model"
         raise BadInput(path, expected="the model's config", found=f"{theirs.name}, which has none", todo=todo)

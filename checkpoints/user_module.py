@@ -150,7 +150,7 @@ def load_module(
     check_state(model, state, "load_module")
     stages = gather_stages(model, state)
 
-    def load(path: Path) -> Progress:
+    def load(path: str) -> Progress:
         family = module_family(StoredModule.of(stages, names), {})
         source = open_source(path, module=family)
         _check_same(source, stages, family)

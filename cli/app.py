@@ -9,8 +9,10 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from functools import cache
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, cast
 
 import typer
 import typer.core
@@ -18,6 +20,7 @@ import typer.main
 from typer.main import get_command_name
 
 from ..system import check_enough, refusal_of, visible
+from ..system.addresses import address_of
 from .bench import bench
 from .cluster.launch import launch
 from .cluster.status import status
@@ -70,6 +73,21 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 UNEXPECTED, USAGE, PREEMPTED, INTERRUPTED = 1, 2, 75, 130
 
 
+class _Command(typer.core.TyperCommand):
+    """Refuse an address where a path of this machine is meant: such a parameter is annotated ``Path``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        for parameter in self.get_params(ctx):
+            value = ctx.params.get(parameter.name)
+            for path in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(path, Path) and (address := address_of(path)) is not None:
+                    todo = "Copy between the two with the store's own command, such as aws s3 cp --recursive"
+                    found = f"expected a path of this machine, found the address {address}. {todo}"
+                    raise typer.BadParameter(found, ctx, cast(Any, parameter))
+        return rest
+
+
 class _Program(typer.core.TyperGroup):
     """Look a command up by two words first: ``plan explain`` stands beside ``plan``."""
 
@@ -104,7 +122,7 @@ def _group(
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, **options)
     app.callback(help=unwrapped(callback.__doc__ or ""))(callback)
     for command in commands:
-        app.command(help=unwrapped(command.__doc__ or ""))(command)
+        app.command(cls=_Command, help=unwrapped(command.__doc__ or ""))(command)
     return app
 
 
@@ -162,7 +180,9 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
     try:
         # As its context's ``obj`` a command finds its own words: with them it may start ranks of itself.
         words = list(arguments)
-        code = _program(_meant(words, commands))(words, prog_name="trilith", standalone_mode=False, obj=words)
+        program = _program(_meant(words, commands))
+        # What an option sets for its command ends with the command.
+        code = copy_context().run(program, words, prog_name="trilith", standalone_mode=False, obj=words)
         sys.stdout.flush()  # a full disk behind it, or a reader that is gone, is told here and not at the end
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):

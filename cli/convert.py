@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from .shared.options import CONFIG, DRY_RUN, MAX_RAM, NAMES, SPLIT, WORKERS
+from .shared.options import CONFIG, DRY_RUN, MAX_RAM, NAMES, PATH_OR_ADDRESS, SPLIT, WORKERS, Strict
 from .shared.say import say
 
 if TYPE_CHECKING:
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 def convert(
     src: Annotated[
-        Path,
+        str,
         typer.Argument(
-            help="Hugging Face folder, Hugging Face model id, checkpoint, a run's folder, or a checkpoint of "
-            "another project",
+            help="Hugging Face folder, Hugging Face model id, checkpoint, a run's folder, an address "
+            "of one of them such as s3://bucket/run, or a checkpoint of another project",
             metavar="SRC",
         ),
+        PATH_OR_ADDRESS,
     ],
     dst: Annotated[
         Path,
         typer.Argument(
-            help="new folder for the converted weights, or a place without files at a URL, such as "
-            "s3://bucket/model",
+            help="new folder for the converted weights",
             metavar="DST",
         ),
     ],
@@ -44,7 +44,7 @@ def convert(
     tensor: Annotated[int, typer.Option(min=1, help="number of tensor-parallel ranks to cut for")] = 1,
     pipeline: Annotated[int, typer.Option(min=1, help="number of pipeline stages to cut for")] = 1,
     split: Annotated[str | None, typer.Option(help=SPLIT)] = None,
-    config: Annotated[Path | None, typer.Option(help=CONFIG)] = None,
+    config: Annotated[str | None, typer.Option(help=CONFIG), PATH_OR_ADDRESS] = None,
     names: Annotated[str | None, typer.Option(help=NAMES)] = None,
     dtype: Annotated[
         str | None, typer.Option(help="data type to cast the weights to: float32, bfloat16 or float16")
@@ -70,25 +70,24 @@ def convert(
         typer.Option("--verify", help="read the output again and compare every number with the source"),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN)] = False,
+    strict: Strict = False,
 ) -> None:
     """Convert weights between Hugging Face, checkpoints and layouts.
 
     A sharded checkpoint has TENSOR x PIPELINE files of weights, one for each rank. Memory does not grow with
-    the model. DST appears only when it is complete; if the command is killed, the same command continues. For
-    a URL the output is made in the user's cache on this host first, and then copied.
+    the model. DST appears only when it is complete; if the command is killed, the same command continues.
 
     Examples:
 
         trilith convert Llama-3.2-1B sharded --tensor 4 --pipeline 2
         trilith convert sharded other --tensor 2
         trilith convert other Llama-again --to hf
-        trilith convert run s3://bucket/model --to hf
+        trilith convert s3://bucket/run Llama-again --to hf
         trilith convert lora-run adapter --to peft
         trilith convert run titan-again --to dcp --names titan
         trilith convert titan/step-1000 Llama-mine --to hf --config Llama-3.2-1B
     """
     from ..checkpoints import ConversionOptions, carry_out, plan_conversion
-    from ..storage.fetched import as_url
     from .shared.progress import byte_progress
     from .shared.sizes import parse_counts, parse_size
 
@@ -118,35 +117,32 @@ def convert(
             for one in transfers:
                 say(f"  {one.name}  {one.dtype} {list(one.box.shape)}  from {len(one.copies)} pieces")
         return
-    place = as_url(dst) or dst
-    with byte_progress(f"{src} -> {place}", plan.nbytes) as advance:
+    with byte_progress(f"{src} -> {dst}", plan.nbytes) as advance:
         options = ConversionOptions(workers=workers, max_ram=most, progress=advance)
         carry_out(plan, dst, allow_nonfinite=allow_nonfinite, options=options)
     for warning in plan.source.warnings:
         say(f"warning: {warning}", err=True)
-    say(f"{place}: {len(plan.files)} files of weights, {plan.nbytes:,} bytes")
+    say(f"{dst}: {len(plan.files)} files of weights, {plan.nbytes:,} bytes")
     if verify:
         _compare(plan.source, dst, dtype)
 
 
-def _to_dcp(src: Path, dst: Path, given: list[str], names: str | None, config: Path | None) -> None:
+def _to_dcp(src: str, dst: Path, given: list[str], names: str | None, config: str | None) -> None:
     from ..checkpoints import convert_to_dcp
     from ..parallel_state import BadInput
-    from ..storage.fetched import as_url
 
     if given:
         todo = "A checkpoint of torch's is whole, in the dtype of its source: convert the source first"
         raise BadInput("convert", "--to dcp", expected=f"no {given[0]}", found="one", todo=todo)
     source = convert_to_dcp(src, dst, names=names, config=config)
     moments = "weights and moments" if source.trains else "weights"
-    say(f"{as_url(dst) or dst}: {moments}, for torch.distributed.checkpoint.load")
+    say(f"{dst}: {moments}, for torch.distributed.checkpoint.load")
 
 
 def _compare(source: Source, dst: Path, dtype: str | None) -> None:
     """Read both sides back: every number or, after a cast, names and shapes."""
     from ..checkpoints import differences, read_converted, verify
     from ..parallel_state import BadCheckpoint
-    from ..storage.fetched import as_url
 
     written = read_converted(dst, source)
     if written.manifest is not None:
@@ -155,6 +151,6 @@ def _compare(source: Source, dst: Path, dtype: str | None) -> None:
         if dtype is None or math.isnan(one.absolute):  # a cast changes numbers, never names and shapes
             raise BadCheckpoint(dst, one.name, expected="the source's numbers", found=one.what)
     say(
-        f"{as_url(dst) or dst}: read back, "
+        f"{dst}: read back, "
         + ("every number is the source's" if dtype is None else "names and shapes are the source's")
     )

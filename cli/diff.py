@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .shared.options import CONFIG, NAMES
+from .shared.options import CONFIG, NAMES, PATH_OR_ADDRESS
 from .shared.say import say
 
 
 def diff(
     a: Annotated[
-        Path, typer.Argument(help="Hugging Face folder, checkpoint, or a run's folder", metavar="A")
+        str,
+        typer.Argument(help="Hugging Face folder, checkpoint, or a run's folder", metavar="A"),
+        PATH_OR_ADDRESS,
     ],
     b: Annotated[
-        Path, typer.Argument(help="folder to compare with, in any form and any layout", metavar="B")
+        str,
+        typer.Argument(help="folder to compare with, in any form and any layout", metavar="B"),
+        PATH_OR_ADDRESS,
     ],
     most: Annotated[
         int, typer.Option("--most", min=1, help="largest number of differing tensors to print")
     ] = 20,
-    config: Annotated[Path | None, typer.Option(help=CONFIG)] = None,
+    config: Annotated[str | None, typer.Option(help=CONFIG), PATH_OR_ADDRESS] = None,
     names: Annotated[str | None, typer.Option(help=NAMES)] = None,
 ) -> None:
     """Compare the weights of two folders tensor by tensor.

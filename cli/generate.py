@@ -7,14 +7,16 @@ from typing import Annotated
 
 import typer
 
-from .shared.options import FORCE
+from .shared.options import FORCE, PATH_OR_ADDRESS, Strict
 from .shared.say import say
 
 
 def generate(
     context: typer.Context,
     source: Annotated[
-        Path, typer.Argument(help="Hugging Face folder, checkpoint, or a run's folder", metavar="DIR")
+        str,
+        typer.Argument(help="Hugging Face folder, checkpoint, or a run's folder", metavar="DIR"),
+        PATH_OR_ADDRESS,
     ],
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="text to continue; may be repeated")
@@ -73,6 +75,7 @@ def generate(
         typer.Option(help="LoRA adapters to add: PEFT folder or a LoRA run's folder"),
     ] = None,
     status: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    strict: Strict = False,
 ) -> None:
     """Continue texts with a model, on one device or in a layout.
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .shared.options import CONFIG, NAMES
+from .shared.options import CONFIG, NAMES, PATH_OR_ADDRESS
 
 
 def inspect(
     source: Annotated[
-        Path, typer.Argument(help="Hugging Face folder, checkpoint, or a run's folder", metavar="DIR")
+        str,
+        typer.Argument(help="Hugging Face folder, checkpoint, or a run's folder", metavar="DIR"),
+        PATH_OR_ADDRESS,
     ],
     tensor: Annotated[
         str | None,
@@ -20,7 +21,7 @@ def inspect(
             "--tensor", help="name of a tensor whose minimum, maximum, mean and standard deviation to print"
         ),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help=CONFIG)] = None,
+    config: Annotated[str | None, typer.Option(help=CONFIG), PATH_OR_ADDRESS] = None,
     names: Annotated[str | None, typer.Option(help=NAMES)] = None,
 ) -> None:
     """List what a folder of weights holds: model, layout, step, files, tensors.

@@ -7,29 +7,32 @@ from typing import Annotated
 
 import typer
 
-from .shared.options import MAX_RAM, WORKERS
+from .shared.options import MAX_RAM, PATH_OR_ADDRESS, WORKERS, Strict
 from .shared.say import say
 
 
 def merge_lora(
     base: Annotated[
-        Path,
+        str,
         typer.Argument(
             help="Hugging Face folder, Hugging Face model id, or checkpoint of the base model", metavar="BASE"
         ),
+        PATH_OR_ADDRESS,
     ],
     adapter: Annotated[
-        Path,
+        str,
         typer.Argument(
             help="PEFT folder, a LoRA run's folder, or a checkpoint of a LoRA run", metavar="ADAPTER"
         ),
+        PATH_OR_ADDRESS,
     ],
-    out: Annotated[Path, typer.Argument(help="new Hugging Face folder, or a place at a URL", metavar="OUT")],
+    out: Annotated[Path, typer.Argument(help="new Hugging Face folder", metavar="OUT")],
     workers: Annotated[int, typer.Option(min=1, help=WORKERS)] = 2,
     max_ram: Annotated[
         str | None,
         typer.Option(help=MAX_RAM),
     ] = None,
+    strict: Strict = False,
 ) -> None:
     """Add LoRA adapters to the weights of their base model.
 
@@ -44,16 +47,14 @@ def merge_lora(
     """
     from ..checkpoints import ConversionOptions, carry_out, plan_merge
     from ..parallel_state import check_workers
-    from ..storage.fetched import as_url
     from .shared.progress import byte_progress
     from .shared.sizes import parse_size
 
     most = parse_size(max_ram, "--max-ram") if max_ram is not None else None
     check_workers(workers, "merge-lora")
     plan = plan_merge(base, adapter)
-    place = as_url(out) or out
-    with byte_progress(f"{base} + {adapter} -> {place}", plan.nbytes) as advance:
+    with byte_progress(f"{base} + {adapter} -> {out}", plan.nbytes) as advance:
         carry_out(plan, out, options=ConversionOptions(workers=workers, max_ram=most, progress=advance))
     for warning in plan.source.warnings:
         say(f"warning: {warning}", err=True)
-    say(f"{place}: {len(plan.files)} files of weights, {plan.nbytes:,} bytes")
+    say(f"{out}: {len(plan.files)} files of weights, {plan.nbytes:,} bytes")

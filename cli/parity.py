@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .shared.options import SCHEDULES, SPLIT, VIRTUAL_STAGES
+from .shared.options import PATH_OR_ADDRESS, SCHEDULES, SPLIT, VIRTUAL_STAGES
 
 
 def parity(
-    folder: Annotated[Path, typer.Argument(help="Hugging Face folder with the model", metavar="HF_DIR")],
+    folder: Annotated[
+        str, typer.Argument(help="Hugging Face folder with the model", metavar="HF_DIR"), PATH_OR_ADDRESS
+    ],
     tensor: Annotated[int, typer.Option(min=1, help="number of tensor-parallel ranks")] = 1,
     pipeline: Annotated[int, typer.Option(min=1, help="number of pipeline stages")] = 1,
     data: Annotated[int, typer.Option(min=1, help="number of data-parallel ranks")] = 1,

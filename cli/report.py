@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .shared.options import FORCE
+from .shared.options import FORCE, Strict
 from .shared.say import say
 
 
@@ -23,6 +23,7 @@ def report(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
+    strict: Strict = False,
 ) -> None:
     """Write one HTML page about a run: curves, throughput, memory, events, recipe.
 

@@ -8,18 +8,17 @@ from typing import Annotated
 import typer
 
 from .convert import convert
-from .shared.options import DRY_RUN, SPLIT
+from .shared.options import DRY_RUN, PATH_OR_ADDRESS, SPLIT, Strict
 
 
 def reshard(
-    src: Annotated[Path, typer.Argument(help="checkpoint or a run's folder", metavar="SRC")],
-    dst: Annotated[
-        Path, typer.Argument(help="new folder for the checkpoint, or a place at a URL", metavar="DST")
-    ],
+    src: Annotated[str, typer.Argument(help="checkpoint or a run's folder", metavar="SRC"), PATH_OR_ADDRESS],
+    dst: Annotated[Path, typer.Argument(help="new folder for the checkpoint", metavar="DST")],
     tensor: Annotated[int, typer.Option(min=1, help="number of tensor-parallel ranks to cut for")] = 1,
     pipeline: Annotated[int, typer.Option(min=1, help="number of pipeline stages to cut for")] = 1,
     split: Annotated[str | None, typer.Option(help=SPLIT)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN)] = False,
+    strict: Strict = False,
 ) -> None:
     """Cut a checkpoint for another layout, optimizer moments included.
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .shared.options import Strict
+
 if TYPE_CHECKING:
     from ..training.supervised import Fit
 
@@ -50,6 +52,7 @@ def train(
     device_memory: Annotated[
         str | None, typer.Option("--device-memory", help="memory of each device for --dry-run, such as 80GB")
     ] = None,
+    strict: Strict = False,
 ) -> None:
     """Train a model as a recipe says, or resume its training.
 

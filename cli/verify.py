@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .shared.options import CONFIG, NAMES
+from .shared.options import CONFIG, NAMES, PATH_OR_ADDRESS, Strict
 from .shared.say import say
 
 
 def verify(
     source: Annotated[
-        Path,
+        str,
         typer.Argument(
             help="checkpoint, a run's folder, Hugging Face folder, token file, a URL of one of them, or a "
             "checkpoint of another project",
             metavar="DIR_OR_TOKENS",
         ),
+        PATH_OR_ADDRESS,
     ],
-    config: Annotated[Path | None, typer.Option(help=CONFIG)] = None,
+    config: Annotated[str | None, typer.Option(help=CONFIG), PATH_OR_ADDRESS] = None,
     names: Annotated[str | None, typer.Option(help=NAMES)] = None,
+    strict: Strict = False,
 ) -> None:
     """Check every byte of a checkpoint, a Hugging Face folder or a token file.
 
@@ -52,7 +53,7 @@ def verify(
     from ..checkpoints.verify import checksum_of, verify_sums
     from ..parallel_state import Box
     from ..runs.report.record import check_step
-    from ..storage.fetched import as_url
+    from ..system.addresses import as_url
     from .shared.progress import byte_progress
 
     found = read_source(source, config=config, names=names)
@@ -80,11 +81,11 @@ def verify(
     say(f"{where}: complete and unaltered" if found.manifest else f"{where}: complete and finite")
 
 
-def verify_tokens(source: Path) -> None:
+def verify_tokens(source: str) -> None:
     """Read a whole token file and say what was compared."""
     from ..data.token_file import TokenFile
     from ..data.token_index import TokenPaths
-    from ..storage.fetched import as_url
+    from ..system.addresses import as_url
     from .shared.progress import byte_progress
 
     name = TokenPaths.of(source).name

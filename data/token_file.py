@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..parallel_state import BadInput
-from ..storage.fetched import as_url, fetched
+from ..storage.fetched import fetched
 from ..storage.remote_folder import RemoteFolder
+from ..system.addresses import as_url
 from .token_index import (
     TokenIndex,
     TokenPaths,
@@ -155,14 +156,14 @@ def _compare_hash(path: Path, parts: Iterable[NDArray[Any]], expected: str) -> N
         raise BadInput(path, "sha256", expected=expected, found=digest.hexdigest())
 
 
-def names_tokens(path: Path) -> bool:
+def names_tokens(path: str | Path) -> bool:
     """Return whether a path or a URL names a token file, by its name without an ending or by one of its
     files.
     """
     paths = TokenPaths.of(path)
     if (url := as_url(path)) is None:
-        return not path.is_dir() and (path in paths.all or paths.index.is_file())
-    if path in paths.all:
+        return not Path(path).is_dir() and (Path(path) in paths.all or paths.index.is_file())
+    if Path(path) in paths.all:
         return True
     return not RemoteFolder(url).sizes() and paths.index.name in RemoteFolder(url.rpartition("/")[0]).sizes()
 

@@ -42,7 +42,8 @@ def run_generation(
     go into the file ``out``, where ``force`` replaces what another command wrote; ``note`` the figures at the
     end.
     """
-    inputs = [one for one in (request.source, request.tokenizer, request.adapter) if one is not None]
+    read = (request.source, request.tokenizer, request.adapter)
+    inputs = [Path(name) for name in read if name is not None]
     if out is not None:
         check_output_file(out, ours=_is_ours, force=force, inputs=inputs)
     if not ranks_are_started():
@@ -62,8 +63,12 @@ def run_generation(
         prepared = prepare(request, layout)
         first = own_rank() == 0
         file = stack.enter_context(_open(out, inputs, force)) if out is not None and first else None
-        digest = hashlib.sha256(repr(request).encode()).hexdigest()
-        state = stack.enter_context(process_group(layout, device=device, alike={"request": digest}))
+        # A run may save meanwhile, and each rank chooses its newest checkpoint.
+        alike = {
+            "request": hashlib.sha256(repr(request).encode()).hexdigest(),
+            "source": str(prepared.source.path),
+        }
+        state = stack.enter_context(process_group(layout, device=device, alike=alike))
         stream = _text_of_one(request, prepared, write) if first and file is None else None
         done = continue_prompts(
             request,

@@ -24,7 +24,7 @@ GENERATION_CONFIG = "generation_config.json"
 class Request:
     """State what to generate. ``stop``: texts that end a row. ``batch``: number of rows computed at once."""
 
-    source: Path
+    source: str | Path
     prompts: Sequence[Prompt]
     tokenizer: Path | None = None
     chat: bool = False

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, field
 from pydantic_core import PydanticCustomError
 
 from ..models.base.config import MOST_BLOCKS
+from ..system.addresses import address_of
 
 #: No whole number of a recipe may be larger: up to here a float and any reader of JSON hold it exactly.
 LARGEST = 2**53
@@ -26,7 +27,26 @@ def _path(text: str) -> str:
     return text
 
 
-PathText = Annotated[str, AfterValidator(_path)]
+def _local(text: str) -> str:
+    """Refuse an address where a path of this machine is meant: a folder of that name would be made."""
+    if address_of(text) is not None:
+        raise PydanticCustomError(
+            "local_path",
+            "Input should be a path of this machine, not an address (checkpoint.mirror may be one)",
+        )
+    return text
+
+
+def _whole(text: str) -> str:
+    """Refuse an address that names no place in its store."""
+    if (address_of(text) or "").endswith("://"):
+        raise PydanticCustomError("address", "Input should be a whole address, such as s3://bucket/folder")
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_path), AfterValidator(_local)]
+#: What is read may also be at an address, such as ``s3://bucket/run``; checkpoints are copied to one.
+PathOrAddress = Annotated[str, AfterValidator(_path), AfterValidator(_whole)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[_Beta, _Beta], Strict(False)]  # from a list
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]

@@ -11,14 +11,14 @@ from ..layers import Checkpointing
 from ..models import LoraConfig
 from ..parallel_state import FILES_TIMEOUT, Layout
 from ..pipeline import ScheduleName, schedule_kind
-from .section import MOST_AHEAD, Blocks, PathText, Ranks, Rows, Stages, Wait
+from .section import MOST_AHEAD, Blocks, PathOrAddress, PathText, Ranks, Rows, Stages, Wait
 from .section import Section as Section
 
 
 class ModelSection(Section):
     """The model: weights of a folder or checkpoint, or a config or published size to start from scratch."""
 
-    init_from: PathText | None = Field(
+    init_from: PathOrAddress | None = Field(
         default=None, description="Hugging Face folder or trilith checkpoint whose weights to start from"
     )
     config: PathText | dict[str, Any] | None = Field(
@@ -46,7 +46,7 @@ class ModelSection(Section):
 class LoraSection(LoraConfig):
     """LoRA: train adapters on the model of ``model.init_from``, which stays as it is; the keys are PEFT's."""
 
-    init_from: PathText | None = Field(
+    init_from: PathOrAddress | None = Field(
         default=None,
         description="adapters to continue with: a PEFT folder or a LoRA run; all other keys but "
         "lora_dropout then come from there",
@@ -126,7 +126,7 @@ class LayoutSection(Section):
 class DataSection(Section):
     """Choose the data to train on: token files written by `trilith tokenize`, named without their suffix."""
 
-    tokens: PathText | list[PathText] = Field(
+    tokens: PathOrAddress | list[PathOrAddress] = Field(
         description="token file, or a list of token files to mix; names have no suffix"
     )
     weights: list[float] | None = Field(
@@ -222,7 +222,7 @@ class CheckpointSection(Section):
         default=False,
         description="continue while a copy of weights and moments is written; needs memory for the copy",
     )
-    mirror: PathText | None = Field(
+    mirror: PathOrAddress | None = Field(
         default=None,
         description="a second place for the newest checkpoints, a folder or a URL of fsspec such as "
         "s3://bucket/run; they are copied there in the background",
@@ -240,7 +240,7 @@ class CheckpointSection(Section):
 class EvaluationSection(Section):
     """Compute the loss on tokens that are not trained on."""
 
-    tokens: PathText | list[PathText] = Field(
+    tokens: PathOrAddress | list[PathOrAddress] = Field(
         description="held-out token file or files, cut into rows as those of [data]"
     )
     every: int = Field(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +20,6 @@ from .lock import FileLock, try_lock
 from .remote_folder import RemoteFailed, RemoteFolder
 from .staging import staged
 
-#: A scheme of two letters or more, and one slash where a ``Path`` has joined the two.
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}([^/].*)")
 #: Environment variables: the folder for the copies, and its most bytes in 10^9.
 CACHE, CACHE_GB = "TRILITH_CACHE", "TRILITH_CACHE_GB"
 _DEFAULT_GB = 200.0
@@ -31,14 +28,6 @@ _LOCK, _LOOK_EVERY = "fetching.lock", 0.2
 _DIGEST = 32
 #: Folders that this process uses, locked until it ends.
 _in_use: dict[Path, int] = {}
-
-
-def as_url(name: str | Path) -> str | None:
-    """Return the URL that a name is, such as ``s3://bucket/model``; ``None`` for a path of this machine."""
-    found = _URL.fullmatch(str(name))
-    if found is None or found[1] == "file" or Path(name).exists():
-        return None
-    return f"{found[1]}://{found[2]}"
 
 
 def fetched(url: str, wanted: Callable[[str], bool]) -> Path:

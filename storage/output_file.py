@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..parallel_state import BadInput
+from ..system.addresses import address_of
 from .disk import Disk, writing
 from .file_names import leftovers, unfinished
 from .folder_kind import CHECKPOINTS, FolderKind, holds_steps, kinds_of
@@ -45,10 +46,13 @@ def check_place(output: Path, inputs: Iterable[Path] = ()) -> None:
 
 
 def check_outside(output: Path, inputs: Iterable[Path]) -> None:
-    """Refuse an output that would lie in an input's folder.
+    """Refuse an output that would lie in an input's folder, and one at an address.
 
     Folders are compared as such and not by their paths, so a mount or a link hides nothing.
     """
+    if (address := address_of(output)) is not None:
+        todo = "Write to a folder here and copy it to the store, or copy a run's with checkpoint.mirror"
+        raise BadInput(address, expected="a path of this machine", found="an address", todo=todo)
     around = _around(output)
     for source in inputs:
         if (inside := _inside(around, source)) is not None:

@@ -23,30 +23,7 @@ SCREENS = {"phone": (360, 800), "desktop": (1280, 900)}
 SCHEMES = ("light", "dark")
 
 #: What is wrong on the page, as a list of sentences.
-LOOK = """(() => {
-  const wrong = [], root = document.documentElement;
-  if (root.scrollWidth > innerWidth) wrong.push(`the page is ${root.scrollWidth} wide on ${innerWidth}`);
-  const numbers = colour => colour.match(/[\\d.]+/g).map(Number);
-  const light = colour => { const [r, g, b] = numbers(colour).slice(0, 3).map(v => {
-    v /= 255; return v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; });
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-  const ground = element => { for (let e = element; e; e = e.parentElement) {
-    const colour = getComputedStyle(e).backgroundColor;
-    if (!/, 0\\)$/.test(colour) && colour !== 'transparent') return colour; } return 'rgb(255,255,255)'; };
-  const contrast = (a, b) => { const [x, y] = [light(a), light(b)].sort((p, q) => q - p);
-    return (x + 0.05) / (y + 0.05); };
-  const check = (element, colour, least, what) => { const found = contrast(colour, ground(element));
-    if (found < least) wrong.push(`${what}: contrast ${found.toFixed(2)} below ${least}`); };
-  document.querySelectorAll('h1, h2, th, td, caption, figcaption, .unit, li, summary').forEach(
-    e => check(e, getComputedStyle(e).color, 4.5, e.tagName));
-  document.querySelectorAll('svg text').forEach(e => { check(e, getComputedStyle(e).fill, 4.5, 'svg text');
-    const height = e.getBoundingClientRect().height;
-    if (height < 10) wrong.push(`svg text is ${height.toFixed(1)} high`);
-    const box = e.getBoundingClientRect(), all = e.ownerSVGElement.getBoundingClientRect();
-    if (box.left < all.left - 1 || box.right > all.right + 1) wrong.push(`cut off: ${e.textContent}`); });
-  document.querySelectorAll('.curve').forEach(e => check(e, getComputedStyle(e).stroke, 3, 'a curve'));
-  if (document.querySelectorAll('figure > svg').length !== 6) wrong.push('not six charts');
-  return wrong; })()"""
+LOOK = Path(__file__).with_suffix(".js").read_text()
 
 
 class Browser:
@@ -119,22 +96,16 @@ def look(page, screen, scheme, picture):
         width, height = SCREENS[screen]
         for domain in ("Network", "Log", "Runtime", "Page"):
             browser.call(f"{domain}.enable")
-        browser.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=screen == "phone",
-        )
+        screen_is = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": screen == "phone"}
+        browser.call("Emulation.setDeviceMetricsOverride", **screen_is)
         wanted = [{"name": "prefers-color-scheme", "value": scheme}]
         browser.call("Emulation.setEmulatedMedia", features=wanted)
         browser.call("Page.navigate", url=page.as_uri())
         browser.wait("Page.loadEventFired")
         found = browser.call("Runtime.evaluate", expression=LOOK, returnByValue=True)
         wrong = [str(one) for one in found["result"]["value"]]
-        ground = browser.call(
-            "Runtime.evaluate", expression="getComputedStyle(document.body).backgroundColor"
-        )
+        colour = "getComputedStyle(document.body).backgroundColor"
+        ground = browser.call("Runtime.evaluate", expression=colour)
         if (ground["result"]["value"] == "rgb(255, 255, 255)") != (scheme == "light"):
             wrong.append(f"{scheme} is {ground['result']['value']}")
         shot = browser.call("Page.captureScreenshot", captureBeyondViewport=True)
@@ -152,12 +123,8 @@ def look(page, screen, scheme, picture):
 def example(name, steps):
     """Return the record of a run with everything that a report shows."""
     lines = [
-        {
-            "step": n,
-            "loss": 2 + 3 * math.exp(-n / 90),
-            "grad_norm": 0.4 + 1e4 * math.exp(-n / 9),
-            "seconds": 0.3,
-        }
+        {"step": n, "loss": 2 + 3 * math.exp(-n / 90), "grad_norm": 0.4 + 1e4 * math.exp(-n / 9)}
+        | {"seconds": 0.3}
         | {"lr": 3e-4 * (1 - n / steps), "tokens": 8192, "tokens_per_second": 21_000.0 + 900 * math.sin(n)}
         | {"mfu_causal": 0.41, "mfu_full": 0.46, "memory": 2**31}
         | ({"evaluation_loss": 2.1 + 3 * math.exp(-n / 90)} if n % 40 == 39 else {})

@@ -91,7 +91,7 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if run_times.function_of(item.nodeid) in long]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if run_times.function_of(item.nodeid) not in long]
-    elif config.option.dist != "no" or hasattr(config, "workerinput"):
+    elif vars(config.option).get("dist", "no") != "no" or hasattr(config, "workerinput"):
         of_file = run_times.seconds_of_files()
         items.sort(key=lambda item: -of_file[run_times.file_of(item.nodeid)])
 

@@ -1,6 +1,9 @@
-"""How the suite runs: in lanes or not, what ``--quick`` leaves out, what ``make changed`` chooses."""
+"""How the suite runs: in lanes or not, what options choose; the seeded faults still fit the code."""
 
+import importlib.util
+import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -31,14 +34,28 @@ def test_all_tests_run_in_lanes_and_some_in_one_process(options, expected):
     assert (option.numprocesses, option.dist) == expected
 
 
-def test_without_xdist_one_process_runs_and_says_so(capsys):
+@pytest.fixture
+def conftest(request):
+    (plugin,) = (
+        plugin
+        for plugin in request.config.pluginmanager.get_plugins()
+        if hasattr(plugin, "no_processes_if_quick")
+    )
+    return plugin
+
+
+def test_without_xdist_one_process_runs_in_order_and_says_so(capsys, conftest):
     config = SimpleNamespace(
         option=SimpleNamespace(capture="fd"),
         args_source=pytest.Config.ArgsSource.TESTPATHS,
         ArgsSource=pytest.Config.ArgsSource,
+        getoption=lambda name: False,
     )
     lanes.use_lanes(config)
     assert "pytest-xdist is not loaded" in capsys.readouterr().err and not hasattr(config.option, "dist")
+    items = [SimpleNamespace(nodeid=name) for name in ("b.py::b", "a.py::a")]
+    conftest.pytest_collection_modifyitems(config, items)
+    assert [item.nodeid for item in items] == ["b.py::b", "a.py::a"]
 
 
 def test_a_lane_starts_no_lanes():
@@ -55,7 +72,7 @@ def test_the_measured_seconds_leave_quick_less_than_a_minute_on_two_lanes():
     assert max(Counter(name for _, name in long).values()) == 1
 
 
-def test_quick_leaves_out_a_function_if_all_its_parameters_together_took_long(request, tmp_path, monkeypatch):
+def test_quick_leaves_out_a_function_whose_parameters_together_took_long(conftest, tmp_path, monkeypatch):
     monkeypatch.setattr(run_times, "SECONDS", tmp_path / "seconds.txt")
     took = {"a.py::short": 0.1, "a.py::many": 0.6, "a.py::long": 9.0, "a.py::brief": 0.3}
     run_times.SECONDS.write_text(run_times.table(took))
@@ -72,9 +89,6 @@ def test_quick_leaves_out_a_function_if_all_its_parameters_together_took_long(re
         getoption=lambda name: name == "quick",
         hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)),
         cache=cache,
-    )
-    (conftest,) = (
-        one for one in request.config.pluginmanager.get_plugins() if hasattr(one, "no_processes_if_quick")
     )
     conftest.pytest_collection_modifyitems(config, items)
     assert [item.nodeid for item in items] == ["a.py::short", "a.py::new"]
@@ -99,3 +113,40 @@ def test_a_change_reaches_the_rooms_that_import_it():
     assert "tests/data" not in changed.tests_of(["training/adamw.py"])
     assert "tests/cluster/test_slurm.py" in changed.tests_of(["tests/support/slurm.py"])
     assert set(changed.tests_of(["pyproject.toml"])) == {"tests"}
+
+
+HERE = Path(__file__).resolve().parent
+SPEC = importlib.util.spec_from_file_location("trilith_mutants", HERE / "mutants.py")
+assert SPEC is not None and SPEC.loader is not None
+mutants = importlib.util.module_from_spec(SPEC)
+sys.modules[SPEC.name] = mutants
+SPEC.loader.exec_module(mutants)
+
+
+@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
+def test_a_seeded_fault_fits_the_code(mutant):
+    file, text = mutants.seed(mutant)
+    compile(text, file, "exec")
+    path, _, test = mutant.tests.split()[-1].partition("::")
+    name, text = test.partition("[")[0], (HERE.parent / path).read_text()
+    assert f"def {name}" in text or f"\n{name} = " in text
+
+
+def test_each_fault_names_a_test_or_chooses_rows():
+    assert [mutant.name for mutant in mutants.MUTANTS if mutants.vague(mutant)] == []
+    tried = mutants.MUTANTS[0]
+    for tests in ("tests/a.py", "tests/a.py::test_b tests/a.py::test_c"):
+        assert mutants.vague(tried._replace(tests=tests))
+    for tests in ("tests/a.py::test_b", "-kword tests/a.py"):
+        assert not mutants.vague(tried._replace(tests=tests))
+
+
+def test_a_fault_whose_place_is_gone_is_an_error():
+    gone = mutants.MUTANTS[0]._replace(old="no_such_name()")
+    with pytest.raises(LookupError, match="0 times, expected once"):
+        mutants.seed(gone)
+
+
+def test_parts_of_the_faults_are_all_of_them_once():
+    parts = [mutants.MUTANTS[part::4] for part in range(4)]
+    assert sorted(sum(parts, ())) == sorted(mutants.MUTANTS)

@@ -3,7 +3,6 @@
 README.md, docs/fine_tuning.md and docs/your_model.md promise runs and numbers, and have files of their own.
 """
 
-import json
 import re
 import shlex
 import tomllib
@@ -22,7 +21,7 @@ from support.pages import (
     refused_commands,
     unknown_keys,
 )
-from support.short_runs import run_recipe, tiny_recipe
+from support.short_runs import run_recipe, tiny_recipe, write_recipe
 from transformers import LlamaConfig, LlamaForCausalLM
 from trilith.checkpoints import convert
 from trilith.cli.app import COMMANDS, run
@@ -49,7 +48,7 @@ OTHER_PYTHON = {
     "docs/new_family.md": "a piece of models/smollm3.py",
     "docs/training.md": "test_training_from_python_works_as_shown",
     "docs/watching.md": "needs an account with a tracker",
-    "docs/your_model.md": "test_your_model_doc.py",
+    "docs/your_model.md": "test_own_models.py",
 }
 
 
@@ -233,15 +232,9 @@ def test_training_from_python_works_as_shown(tmp_path, monkeypatch):
     small = page.text.replace("steps=1000", "steps=1").replace("layout.tensor=2", "layout.tensor=1")
     monkeypatch.chdir(tmp_path)
     raw = tiny_recipe("run", write_tokens(tmp_path / "tokens"), steps=9)
-    Path("recipe.toml").write_text("\n".join(f"{key} = {toml(value)}" for key, value in raw.items()))
+    write_recipe(Path("recipe.toml"), raw)
     Page(page.path, small).run_python()
     assert len(read_metrics(Path("run") / "metrics.jsonl")) == 1
-
-
-def toml(value):
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {toml(inside)}" for key, inside in value.items()) + "}"
-    return json.dumps(value)
 
 
 # docs/techniques.md: figures

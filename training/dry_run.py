@@ -36,6 +36,7 @@ from ..planner.flops import TokenFlops, active_parameters
 from ..planner.stage_cut import StageCut
 from ..planner.time import Machine, StepTime, step_time
 from ..recipes.recipe import Recipe, with_overrides
+from ..system.addresses import can_be_read
 from .build import model_on_meta, multiply_in_float8
 from .lora import recipe_shape
 from .run_data import open_data
@@ -231,7 +232,7 @@ def plan_without_weights(recipe: Recipe) -> tuple[Plan, list[str]]:
     if recipe.lora is None:
         return planned, missing
     lora = LoraConfig()
-    if recipe.lora.init_from is None or Path(recipe.lora.init_from).exists():
+    if recipe.lora.init_from is None or can_be_read(recipe.lora.init_from):
         lora = recipe_shape(recipe.lora)
     else:
         missing.append(

@@ -22,8 +22,10 @@ from ..recipes.optimizer_sections import ParameterGroup
 from ..recipes.recipe import Recipe, read_config
 from ..runs.named_trackers import check_trackers
 from ..storage import companions_in
+from ..storage.file_names import CONFIG
 from ..storage.output_file import check_place
 from ..storage.remote_folder import RemoteFolder
+from ..system.addresses import file_in
 from .lora import plan_adapters
 from .parameter_groups import assign, freeze, names_of
 from .run_data import HeldOut, open_data, open_held_out
@@ -66,7 +68,7 @@ def plan(recipe: Recipe) -> Plan:
             raise BadInput(source.path, "model.init_from", expected="a whole model", found=found, todo=todo)
         raw: Mapping[str, Any] = source.config
         companions = list(source.companions)
-        where = str(Path(recipe.model.init_from) / "config.json")
+        where = file_in(recipe.model.init_from, CONFIG)
     else:
         raw = read_config(recipe.model)
         where = recipe.model.config if isinstance(recipe.model.config, str) else "recipe: model.config"

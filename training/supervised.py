@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ..checkpoints.find import STRICT
 from ..parallel_state import BadInput, launched
 from ..recipes.recipe import Recipe, load_recipe, with_overrides
 from ..runs.determinism import deterministic
@@ -95,7 +96,8 @@ def run(
             "run", "recipe", expected=f"a file, which the {layout.world} ranks can read", found="a Recipe",
             todo="Give the file's name, or start the ranks with torchrun",
         )  # fmt: skip
-    arguments = ["train", file, *overrides, *(["--quiet"] if quiet else []), *(["--fit"] if fit else [])]
+    options = {"--quiet": quiet, "--fit": fit, "--strict": STRICT.get()}
+    arguments = ["train", file, *overrides, *(option for option, given in options.items() if given)]
     with lock_folder(out) as lock:
         return launch(arguments, layout.world, status_folder(out), lock=lock)
 

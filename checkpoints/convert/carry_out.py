@@ -19,7 +19,6 @@ from ...storage.output_file import check_place
 from ...storage.records import StoredFile
 from ...storage.safetensors_writer import TensorWriter
 from ...storage.staging import Staging, check_output, staged
-from ...storage.upload import export
 from ...system import no_garbage_search
 from ..hugging_face.writer import HFFolderWriter
 from ..manifest import Manifest
@@ -62,14 +61,13 @@ def convert(
     dtype: str | None = None,
     allow_nonfinite: bool = False,
     allow_symlinks: bool = False,
-    config: Path | None = None,
+    config: str | Path | None = None,
     names: str | None = None,
     options: ConversionOptions = ConversionOptions(),  # frozen, so one for all calls does no harm
 ) -> Plan:
     """Write ``src`` to ``dst``: cut for ``tensor`` x ``pipeline``, or as a Hugging Face folder.
 
-    ``dst`` is a new folder, or a place without files at a URL that fsspec knows: then the output is made on
-    this host first, in the user's cache, and copied there.
+    ``dst`` is a new folder of this machine.
     ``to``: default is the other form if no layout is given, and PEFT's folder for LoRA adapters. Moments are
     copied between checkpoints; a Hugging Face folder holds weights only. ``dtype`` (``bfloat16`` and so on)
     casts the weights; a number that overflows is refused. Every byte of a checkpoint is compared with its
@@ -99,7 +97,7 @@ def carry_out(
     else:
         _rehearse(plan, plan.layout, Path(dst))
     identity = identify(plan, allow_nonfinite=allow_nonfinite)
-    export(dst, identity, plan.nbytes, lambda place: _write(plan, place, identity, allow_nonfinite, options))
+    _write(plan, Path(dst), identity, allow_nonfinite, options)
 
 
 def _write(plan: Plan, dst: Path, identity: str, allow_nonfinite: bool, options: ConversionOptions) -> None:

@@ -33,7 +33,7 @@ def plan_conversion(
     split: Sequence[int] | None = None,
     dtype: str | None = None,
     allow_symlinks: bool = False,
-    config: Path | None = None,
+    config: str | Path | None = None,
     names: str | None = None,
 ) -> Plan:
     """Return the plan of ``convert``, made from headers only; raises what ``convert`` would raise."""

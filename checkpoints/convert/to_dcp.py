@@ -6,7 +6,6 @@ each one from the source when its turn comes. So memory grows with the largest t
 
 from __future__ import annotations
 
-import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -18,10 +17,8 @@ from torch import Tensor
 
 from ...parallel_state import BadInput, Box
 from ...storage.dtypes import TORCH
-from ...storage.fetched import as_url
 from ...storage.output_file import check_place
 from ...storage.staging import check_output, staged
-from ...storage.upload import export
 from ..foreign.rules import Piece, foreign_shapes, pieces, table_named
 from ..moments import MOMENTS, moment_name
 from ..source import Source, read_source
@@ -38,10 +35,9 @@ def convert_to_dcp(
     dst: str | Path,
     *,
     names: str | None = None,
-    config: Path | None = None,
+    config: str | Path | None = None,
 ) -> Source:
-    """Write the weights of ``src``, and its moments if it has some, as a DCP checkpoint ``dst``, a new folder
-    or a place at a URL.
+    """Write the weights of ``src``, and its moments if it has some, into a new folder as a DCP checkpoint.
 
     ``names``: a table (see ``foreign/rules.py``) by which the tensors are named and cut, such as ``titan``;
     without one they are ``model.NAME`` and ``optim.state.NAME.exp_avg`` with Hugging Face's names, as
@@ -50,9 +46,8 @@ def convert_to_dcp(
     refused. A failure leaves nothing behind; if the process is killed, the call begins anew.
     """
     source = read_source(src, config=config)
-    if as_url(dst) is None:
-        check_output(Path(dst), inputs=[source.path])
-        check_place(Path(dst), [source.path])
+    check_output(Path(dst), inputs=[source.path])
+    check_place(Path(dst), [source.path])
     if source.adapter is not None:
         todo = f"`trilith merge-lora BASE {source.path} OUT` makes a whole model of them and their base"
         raise BadInput(source.path, "--to dcp", expected="a whole model", found="LoRA adapters", todo=todo)
@@ -62,13 +57,9 @@ def convert_to_dcp(
         verify(source.path, source.manifest)
     for file in source.files:
         verify_sums(file, checksum_of(file))
-
-    def write(place: Path) -> None:
-        with staged(place, inputs=[source.path], need=need) as staging:
-            _save(nested, made, staging.directory)
-            staging.publish()
-
-    export(dst, secrets.token_hex(8), need, write)
+    with staged(Path(dst), inputs=[source.path], need=need) as staging:
+        _save(nested, made, staging.directory)
+        staging.publish()
     return source
 
 

@@ -1,16 +1,11 @@
-"""Find the folder that a model's id on the Hugging Face hub, or a URL, stands for; fetch what is not here."""
+"""Find the folder that a model's id on the Hugging Face hub stands for; fetch what is not here."""
 
 from __future__ import annotations
 
 import re
-from fnmatch import fnmatch
 from pathlib import Path
 
 from ...parallel_state import BadInput
-from ...storage.fetched import as_url, fetched
-from ...storage.file_names import MANIFEST, STEP_NAME
-from ...storage.remote_folder import RemoteFolder
-from ...storage.remote_output import check_ended
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -18,20 +13,15 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
 
 
-def local_folder(name: str | Path) -> Path:
-    """Return the folder ``name``, or the cached snapshot of the hub's model with this id (``org/model``), or
-    a copy of the folder at a URL that fsspec knows (see ``fetched``).
+def from_hub(name: str | Path) -> Path | None:
+    """Return the cached snapshot of the hub's model with this id (``org/model``); ``None`` if it is no id.
 
-    A folder of that name comes first. Files that the cache lacks are fetched, unless ``HF_HUB_OFFLINE`` is
-    set. A folder of checkpoints at a URL stands for the newest one. Raises ``BadInput`` if it is neither here
-    nor there, or if an export to the URL has not ended.
+    Where there is a folder ``org``, a path is meant. Files that the cache lacks are fetched, unless
+    ``HF_HUB_OFFLINE`` is set. Raises ``BadInput`` if the model is neither here nor there.
     """
-    if (url := as_url(name)) is not None:
-        check_ended(RemoteFolder(url))
-        return fetched(_newest(url), lambda file: any(fnmatch(file, pattern) for pattern in FILES))
     path = Path(name)
-    if path.exists() or not _ID.fullmatch(str(name)):
-        return path
+    if path.exists() or not _ID.fullmatch(str(name)) or Path(path.parts[0]).exists():
+        return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -44,14 +34,6 @@ def local_folder(name: str | Path) -> Path:
             found=f"no such folder, and {_reason(error)}",
             todo="Check the name, your access and the network, or download it elsewhere and give its folder",
         ) from error
-
-
-def _newest(url: str) -> str:
-    """Return the URL of the newest checkpoint in a folder of checkpoints; other URLs as they are."""
-    folder = RemoteFolder(url)
-    steps = [name for name, size in folder.sizes().items() if size is None and STEP_NAME.fullmatch(name)]
-    whole = [name for name in steps if MANIFEST in folder.sizes(name)]
-    return f"{folder.url}/{max(whole, key=lambda name: int(name.removeprefix('step-')))}" if whole else url
 
 
 def _reason(error: Exception) -> str:

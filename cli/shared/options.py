@@ -2,6 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
+
+def _refuse_passing_over(strict: bool) -> None:
+    if strict:
+        from ...checkpoints.find import STRICT
+
+        STRICT.set(True)
+
+
+#: A command's option; its effect ends with the command.
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict",
+        help="refuse a run whose newest checkpoint is not whole, with code 4, instead of using an older one",
+        callback=_refuse_passing_over,
+    ),
+]
 SCHEDULES = "gpipe, 1f1b, interleaved, interleaved-zero-bubble, zbv, dualpipev"
 VIRTUAL_STAGES = "number of stages on each pipeline rank; default: 2, or 1 with gpipe, 1f1b"
 FORCE = "replace the file even if this command did not write it"
@@ -11,6 +32,9 @@ MAX_RAM = (
     "most memory that the process may hold, such as 800MB or 2GiB; default: no limit, and each worker needs "
     "some 20 MB"
 )
+#: Beside the annotation of a text that names a path of this machine, an address or a model of the hub: what
+#: is annotated ``Path`` is a path of this machine alone.
+PATH_OR_ADDRESS = "path or address"
 CONFIG = (
     "for a checkpoint of another project: Hugging Face folder of the same model, for its config and tokenizer"
 )

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints import complete_checkpoints
+from ...checkpoints import latest_checkpoint
+from ...checkpoints.find import STRICT, warn_of
 from ...parallel_state import BadCheckpoint, BadInput
+from ...storage.folder_kind import CHECKPOINTS, holds_steps
 from ..events import read_events
 from ..metrics import is_whole, read_metrics
 
@@ -112,6 +114,19 @@ def read_run(folder: Path) -> RunRecord:
     events = read_events(folder / "events.jsonl")
     if not steps and not events:
         raise BadInput(folder, expected="a run's folder with metrics.jsonl or events.jsonl", found="neither")
-    root = folder / "checkpoints"
-    complete = complete_checkpoints(root) if root.is_dir() else []
-    return RunRecord(str(folder), steps, events, str(complete[-1]) if complete else None)
+    return RunRecord(str(folder), steps, events, _newest(folder))
+
+
+def _newest(folder: Path) -> str | None:
+    """Return the newest complete checkpoint; warn of newer ones, and if none is complete."""
+    if not holds_steps(folder / CHECKPOINTS):
+        return None
+    try:
+        newest = latest_checkpoint(folder)
+    except BadCheckpoint as error:
+        if STRICT.get():
+            raise
+        warn_of([str(error)])
+        return None
+    warn_of(newest.passed_over)
+    return str(newest.directory)

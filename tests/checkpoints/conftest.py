@@ -2,17 +2,22 @@
 
 import os
 import secrets
+import sys
+import threading
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from unittest import mock
 
 import fsspec
 import pytest
+import torch.distributed as dist
 from trilith.storage import fetched, remote_folder
 from trilith.storage.disk import Disk
 from trilith.storage.file_names import MANIFEST
 from trilith.storage.remote_folder import RemoteFolder
 from trilith.storage.staging import Staging
 
+sys.path.append(str(Path(__file__).parent / "foreign"))  # pytest imports each test file alone
 OPERATIONS = ("create", "write", "sync", "rename", "make_directory")
 
 
@@ -78,6 +83,41 @@ def _stopped_at(at):
 
     with mock.patch.multiple(RemoteFolder, _put=half, remove=no_more), suppress(Killed):
         yield operations
+
+
+@pytest.fixture
+def made():
+    """A folder with ``hf`` and every other form of the same weights; tests do not write into it."""
+    from forms import made_once
+
+    return made_once()
+
+
+@pytest.fixture(scope="module")
+def group_of_one():
+    """Start a process group of this process alone: runs then take tenths of a second."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@contextmanager
+def _blocked(owner, name):
+    """Let every call of a function wait; yield what tells that one has begun, and what lets them go on."""
+    begun, go, real = threading.Event(), threading.Event(), getattr(owner, name)
+
+    def stuck(*given):
+        begun.set()
+        assert go.wait(60)
+        return real(*given)
+
+    with mock.patch.object(owner, name, stuck):
+        yield begun, go
+
+
+@pytest.fixture
+def blocked():
+    return _blocked
 
 
 @pytest.fixture

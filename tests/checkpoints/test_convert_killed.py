@@ -2,13 +2,16 @@
 
 import os
 import shutil
+import threading
 from contextlib import suppress
+from unittest import mock
 
 import pytest
 from support.configs import TINY_LLAMA
+from support.damage import flip_bit
 from support.folders import contents
 from support.kills import Work, kill_at, killed_work
-from support.short_runs import run_recipe, tiny_recipe
+from support.short_runs import tiny_recipe, train
 from trilith.checkpoints import ConversionOptions, convert, read_source
 from trilith.checkpoints.convert import memory_budget
 from trilith.checkpoints.convert.finished_work import FinishedWork
@@ -18,7 +21,7 @@ from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadCheckpoint, BadInput
 from trilith.storage import TensorWriter
 from trilith.storage.staging import staged
-from trilith.testing import run_fresh, run_parallel
+from trilith.testing import run_fresh
 
 FORMS = {
     "to-sharded": ("hf", {"tensor": 2, "pipeline": 3}),
@@ -42,10 +45,8 @@ def sources(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sources")
     write_hf_folder(folder / "hf", TINY_LLAMA)
     convert(folder / "hf", folder / "sharded", tensor=2, pipeline=2)
-    tokens = write_tokens(folder / "tokens")
-    run_parallel(
-        run_recipe, 2, tiny_recipe(folder / "trained", tokens, steps=1, layout={"data": 2, "zero": 1})
-    )
+    tokens, layout = write_tokens(folder / "tokens"), {"data": 2, "zero": 1}
+    train(tiny_recipe(folder / "trained", tokens, steps=1, layout=layout))
     return folder
 
 
@@ -54,10 +55,8 @@ def convert_noting(src, dst, arguments, every=4000):
 
 
 test_a_killed_conversion_is_absent_or_whole_and_goes_on_K15 = killed_work(
-    [
-        Work(form, source, convert_noting, arguments, POINTS, quick=QUICK if form == "to-sharded" else [])
-        for form, (source, arguments) in FORMS.items()
-    ]
+    Work(form, source, convert_noting, arguments, POINTS, quick=QUICK if form == "to-sharded" else [])
+    for form, (source, arguments) in FORMS.items()
 )
 
 
@@ -85,17 +84,10 @@ def test_what_was_noted_is_not_written_again(tmp_path, sources, form, written):
     convert(sources / name, tmp_path / "whole", **arguments)
     all_of_it = sum(written)
     written.clear()
-    killed(
-        sources / name,
-        tmp_path / "out",
-        arguments,
-        "convert.noted;time=5",
-        40_000 if form == "reshard" else 4000,
-    )
-    seen = []
-    plan = convert(
-        sources / name, tmp_path / "out", **arguments, options=ConversionOptions(progress=seen.append)
-    )
+    every, seen = 40_000 if form == "reshard" else 4000, []
+    killed(sources / name, tmp_path / "out", arguments, "convert.noted;time=5", every)
+    options = ConversionOptions(progress=seen.append)
+    plan = convert(sources / name, tmp_path / "out", **arguments, options=options)
     killed_before = [f"{tmp_path / 'out'}: a command that wrote it was killed; its work was used"]
     assert plan.source.warnings == killed_before
     assert 0 < sum(written) < 0.8 * all_of_it
@@ -103,24 +95,13 @@ def test_what_was_noted_is_not_written_again(tmp_path, sources, form, written):
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_a_source_that_changed_is_begun_anew(tmp_path, sources, written):
-    shutil.copytree(sources / "hf", tmp_path / "hf")
-    killed(tmp_path / "hf", tmp_path / "out", {"tensor": 2}, "convert.after_data")
-    os.utime(tmp_path / "hf" / "model.safetensors")
-    plan = convert(tmp_path / "hf", tmp_path / "out", tensor=2)
-    assert sum(written) == sum(one.box.size for one in plan.transfers)
-    assert not list(tmp_path.glob("out.tmp-*"))
-
-
 def test_damage_under_work_that_was_noted_is_seen(tmp_path, sources):
     """A resumed conversion does not use these numbers again, but still reads them for the checksums."""
     shutil.copytree(sources / "sharded", tmp_path / "src")
     file = next((tmp_path / "src").glob("*tensor-01*"))
     before = file.stat()
-    data = bytearray(file.read_bytes())
     killed(tmp_path / "src", tmp_path / "out", {"to": "hf"}, "convert.after_data", every=1)
-    data[-50] ^= 4
-    file.write_bytes(data)
+    flip_bit(file, -50, bit=2)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(BadCheckpoint, match="CRC-32"):
         convert(tmp_path / "src", tmp_path / "out", to="hf")
@@ -130,9 +111,7 @@ def test_damage_under_work_that_was_noted_is_seen(tmp_path, sources):
 def test_a_flipped_bit_that_makes_a_nan_is_damage_and_not_bad_numbers_G8(tmp_path, sources):
     convert(sources / "hf", tmp_path / "src", tensor=2)
     file = next((tmp_path / "src").glob("*tensor-00*"))
-    data = bytearray(file.read_bytes())
-    data[-4:] = b"\0\0\xc0\x7f"
-    file.write_bytes(data)
+    file.write_bytes(file.read_bytes()[:-4] + b"\0\0\xc0\x7f")
     with pytest.raises(BadCheckpoint, match="CRC-32"):
         convert(tmp_path / "src", tmp_path / "out", to="hf")
 
@@ -167,13 +146,8 @@ def test_what_a_killed_run_wrote_counts_as_room_for_the_next(tmp_path, sources, 
     killed(sources / "hf", tmp_path / "out", {"tensor": 2}, "convert.after_data")
     (left,) = tmp_path.glob("out.tmp-" + "?" * 16)
     used = sum(path.stat().st_blocks * 512 for path in left.iterdir())
-    real = os.statvfs(tmp_path)
-
-    class Small:
-        f_bavail, f_frsize = used // 5, 1
-
-    assert real.f_bavail
-    monkeypatch.setattr(os, "statvfs", lambda path: Small)
+    small = mock.Mock(f_bavail=used // 5, f_frsize=1)
+    monkeypatch.setattr(os, "statvfs", lambda path: small)
     with pytest.raises(BadInput, match="GB free"):
         convert(sources / "hf", tmp_path / "elsewhere", tensor=2)
     convert(sources / "hf", tmp_path / "out", tensor=2)
@@ -191,20 +165,10 @@ def test_an_output_that_is_being_written_is_named_as_that(tmp_path):
 
 
 def test_an_interrupt_keeps_what_was_written_and_an_error_does_not(tmp_path, sources):
-    def interrupted(error):
-        def stop(done):
-            raise error
-
-        return stop
-
     for error, left in ((KeyboardInterrupt, 1), (RuntimeError, 0)):
+        options = ConversionOptions(progress=mock.Mock(side_effect=error))
         with pytest.raises(error):
-            convert(
-                sources / "hf",
-                tmp_path / "out",
-                tensor=2,
-                options=ConversionOptions(progress=interrupted(error)),
-            )
+            convert(sources / "hf", tmp_path / "out", tensor=2, options=options)
         assert len(list(tmp_path.glob("out.tmp-*"))) == left
         assert not list(tmp_path.glob("*.tmp-lock"))
     convert(sources / "hf", tmp_path / "out", tensor=2)
@@ -231,8 +195,6 @@ def test_memory_asked_for_bounds_blocks_and_workers():
 
 def convert_and_watch(src, dst, room):
     """Exit code 0 if this process stayed below what it may use."""
-    import threading
-
     before, peak, done = anonymous_memory(), [0], threading.Event()
 
     def watch():
@@ -251,7 +213,6 @@ def convert_and_watch(src, dst, room):
 def test_memory_stays_below_what_was_asked_C7(tmp_path):
     config = {**TINY_LLAMA, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 60000}
     write_hf_folder(tmp_path / "hf", config)
-    (code,) = run_fresh(
-        convert_and_watch, 1, str(tmp_path / "hf"), str(tmp_path / "out"), 24 << 20, process_group=False
-    )
+    arguments = str(tmp_path / "hf"), str(tmp_path / "out"), 24 << 20
+    (code,) = run_fresh(convert_and_watch, 1, *arguments, process_group=False)
     assert code == 0, code.output

@@ -1,22 +1,26 @@
 """Weights and token files at a URL are copied to this host, whole or not at all, in bounded space."""
 
 import os
+import re
+from functools import partial
 from itertools import count
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from support.configs import TINIEST_LLAMA
+from support.families import transformers_model
 from support.folders import contents
-from trilith.checkpoints import convert
-from trilith.checkpoints.hugging_face.hub import local_folder
+from trilith.checkpoints import convert, convert_to_dcp
+from trilith.checkpoints.find import local_folder
 from trilith.cli.app import run
 from trilith.data import TokenFile
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadInput
 from trilith.storage import fetched as fetching
-from trilith.storage.fetched import as_url, fetched
+from trilith.storage.fetched import fetched
 from trilith.storage.remote_folder import RemoteFailed, RemoteFolder
+from trilith.system.addresses import as_url
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -51,8 +55,9 @@ def test_the_newest_checkpoint_of_a_mirror_is_read_from_its_url(tmp_path):
         convert(tmp_path / "hf", tmp_path / f"of-{step}", tensor=step // 2 % 4)
         put(f"memory://run/step-{step:08d}", tmp_path / f"of-{step}")
     RemoteFolder("memory://run").write("step-00000012/half.safetensors", b"without a manifest")
-    assert contents(local_folder("memory://run")) == contents(tmp_path / "of-10")
-    assert run(["convert", "memory://run", str(tmp_path / "back"), "--to", "hf"]) == 0
+    with pytest.warns(UserWarning, match="step-00000012.*the copy has not ended; using step-00000010"):
+        assert contents(local_folder("memory://run")) == contents(tmp_path / "of-10")
+        assert run(["convert", "memory://run", str(tmp_path / "back"), "--to", "hf"]) == 0
     assert run(["diff", str(tmp_path / "back"), str(tmp_path / "hf")]) == 0
 
 
@@ -126,6 +131,44 @@ def test_the_copy_unused_for_longest_makes_room_and_one_in_use_never_does(cache,
     monkeypatch.setenv(fetching.CACHE_GB, "0.5e-6")
     with pytest.raises(BadInput, match="expected at most 5e-07 GB, as TRILITH_CACHE_GB says, found 1e-06 GB"):
         fetched("memory://a", everything)
+
+
+SHARDED = ("model.safetensors.index.json", "model-00001-of-00002.safetensors")
+
+
+@pytest.mark.parametrize("absent", SHARDED)
+def test_a_folder_at_a_url_without_its_whole_index_is_refused(tmp_path, capsys, absent):
+    transformers_model(TINIEST_LLAMA).save_pretrained(tmp_path / "hf", max_shard_size="4KB")
+    (first, *_, last) = sorted(path.name for path in (tmp_path / "hf").glob("model-*.safetensors"))
+    put("memory://cut", tmp_path / "hf")
+    capsys.readouterr()
+    RemoteFolder("memory://cut").remove(absent if absent in SHARDED[:1] else last)
+    assert run(["convert", "memory://cut", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and len(told) < 400 and first != last and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", ["hf", "sharded", "dcp"])
+def test_an_output_at_an_address_is_refused_before_anything_is_read(tmp_path, monkeypatch, form):
+    monkeypatch.chdir(tmp_path)
+    write_hf_folder(tmp_path / "hf", TINIEST_LLAMA)
+    before = contents(tmp_path)
+    write = convert_to_dcp if form == "dcp" else partial(convert, to=form)
+    for address in ("s3://bucket/model", "memory://model", "file:///tmp/model", Path("s3://bucket/a")):
+        said = re.escape(str(address).replace(":/b", "://b"))
+        with pytest.raises(BadInput, match=f"^{said}: expected a path of this machine, found an address"):
+            write("hf", address)
+    assert contents(tmp_path) == before
+
+
+def test_an_absent_path_in_a_folder_that_is_here_is_not_asked_of_the_hub(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    with mock.patch("huggingface_hub.snapshot_download", side_effect=AssertionError):
+        for name in ("out/sharded", "./out/sharded", "./nowhere/sharded"):
+            assert run(["inspect", name]) == 2
+            told = capsys.readouterr().err
+            assert "expected a Hugging Face folder or a checkpoint, found no such" in told, told
 
 
 def test_what_is_no_url_stays_a_path(tmp_path, monkeypatch):

@@ -98,16 +98,14 @@ def refused(why, cuts, says):
 
 
 test_a_grid_that_cannot_be_is_refused_in_one_line = refusals(
-    [
-        refused("a part missing", [cut(count=3)], r"dim 0, 6:8 owned by nobody"),
-        refused("rows missing", [cut(rows=1)], r"dim 0, 4:8 owned by nobody"),
-        refused("rows missing within", [cut(), cut(rows=1, count=1, apart=4)], r"1:2 owned by nobody"),
-        refused("no such dim", [cut(dim=1)], r"cuts of \[8\], found one of dim 1"),
-        refused("two parts in a file", [cut(), cut(rows=1, count=2, apart=3)], "one part in each file"),
-        refused("a file missing", [cut(apart=2)], "none of rank 4"),
-        refused("more parts than files", [cut(rows=1, count=8)], "at most 4 parts, one a file, found 8"),
-        refused("a huge count", [cut(rows=1, count=10**15)], "at most 4 parts"),
-    ]
+    refused("a part missing", [cut(count=3)], r"dim 0, 6:8 owned by nobody"),
+    refused("rows missing", [cut(rows=1)], r"dim 0, 4:8 owned by nobody"),
+    refused("rows missing within", [cut(), cut(rows=1, count=1, apart=4)], r"1:2 owned by nobody"),
+    refused("no such dim", [cut(dim=1)], r"cuts of \[8\], found one of dim 1"),
+    refused("two parts in a file", [cut(), cut(rows=1, count=2, apart=3)], "one part in each file"),
+    refused("a file missing", [cut(apart=2)], "none of rank 4"),
+    refused("more parts than files", [cut(rows=1, count=8)], "at most 4 parts, one a file, found 8"),
+    refused("a huge count", [cut(rows=1, count=10**15)], "at most 4 parts"),
 )
 
 

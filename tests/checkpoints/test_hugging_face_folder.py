@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support.audit import audited
 from support.configs import TINY_LLAMA, config
+from support.damage import audited
 from support.families import config_of, transformers_model
 from support.refusals import Refused, refusals
 from support.round_trips import assert_same
@@ -48,27 +48,6 @@ def sharded(tmp_path):
 
 def write_index(root, weight_map, total=48):
     (root / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
-
-
-def test_a_sharded_folder(sharded):
-    folder = HFFolder(sharded)
-    assert folder.config == {"model_type": "llama", "hidden_size": 4}
-    assert {name: file.path.name for name, (file, _) in folder.tensors.items()} == {
-        "a": ONE,
-        "b": ONE,
-        "c": TWO,
-    }
-    file, entry = folder.tensors["c"]
-    assert torch.equal(file.read("c"), C) and entry.shape == (4,)
-    assert [path.name for path in folder.companions] == ["tokenizer.json"]
-    assert folder.warnings == []
-
-
-def test_a_single_file(sharded):
-    for name in (INDEX, ONE, TWO):
-        (sharded / name).unlink()
-    save_file({"a": A}, sharded / SINGLE)
-    assert list(HFFolder(sharded).tensors) == ["a"]
 
 
 def text(name, content):
@@ -129,7 +108,7 @@ def refused(why, spoil, says):
 
 
 NOT_PLAIN = "'c'.*plain file name"
-REFUSED = [
+test_bad_folders_are_refused = refusals(
     refused("B1-missing-shard", lambda root: (root / TWO).unlink(), f"{TWO}: .*no such file"),
     refused("B1-no-folder", lambda root: shutil.rmtree(root), "nothing there"),
     refused("B2-index-not-JSON", text(INDEX, "{"), "valid JSON"),
@@ -163,17 +142,11 @@ REFUSED = [
     refused("D2-not-JSON", text(CONFIG, "{'a': 1}"), "config.json.*valid JSON"),
     refused("D2-not-an-object", text(CONFIG, "[]"), "config.json.*a list"),
     refused("D2-50-MB", of_size(CONFIG, 50 << 20), "config.json.*at most"),
+    refused("F10-a tokenizer of gigabytes", of_size("tokenizer.json", 2 << 30), r"tokenizer\.json.*at most"),
     refused("D27-NaN", text(CONFIG, '{"x": NaN}'), "config.json.*NaN"),
     refused("D27-overflow", text(CONFIG, '{"x": 1e999}'), "config.json.*1e999"),
     refused("D27-5000-digits", text(CONFIG, '{"x": ' + "9" * 5000 + "}"), "config.json"),
-]
-test_bad_folders_are_refused = refusals(REFUSED)
-
-
-def test_F10_a_tokenizer_of_gigabytes_is_refused(sharded):
-    of_size("tokenizer.json", 2 << 30)(sharded)
-    with pytest.raises(BadInput, match=r"tokenizer\.json.*at most"):
-        HFFolder(sharded)
+)
 
 
 def test_B7_links_that_are_trusted_and_links_inside(sharded):
@@ -306,10 +279,9 @@ def test_transformers_reads_what_is_written(tmp_path, most):
 
     # byte for byte the index that transformers writes, and the same metadata inside the files
     model.save_pretrained(tmp_path / "theirs", max_shard_size=most)
-    index = "model.safetensors.index.json"
-    assert (target / index).exists() == (tmp_path / "theirs" / index).exists()
-    if (target / index).exists():
-        ours, theirs = (json.loads((d / index).read_text()) for d in (target, tmp_path / "theirs"))
+    assert (target / INDEX).exists() == (tmp_path / "theirs" / INDEX).exists()
+    if (target / INDEX).exists():
+        ours, theirs = (json.loads((d / INDEX).read_text()) for d in (target, tmp_path / "theirs"))
         assert ours["metadata"] == theirs["metadata"]
         assert ours["weight_map"].keys() == theirs["weight_map"].keys()
     for path in target.glob("*.safetensors"):

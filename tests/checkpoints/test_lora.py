@@ -120,14 +120,12 @@ BESIDE = {
     for target in ("all-linear", r".*q_proj")
 }
 test_a_choice_of_blocks_beside_a_string_of_targets_is_refused = refusals(
-    [
-        Refused(
-            why,
-            lambda _, raw=raw: LoraConfig.from_peft({"peft_type": "LORA", **raw}),
-            f"{why.split()[0]}: expected absent: peft refuses it",
-        )
-        for why, raw in BESIDE.items()
-    ]
+    Refused(
+        why,
+        lambda _, raw=raw: LoraConfig.from_peft({"peft_type": "LORA", **raw}),
+        f"{why.split()[0]}: expected absent: peft refuses it",
+    )
+    for why, raw in BESIDE.items()
 )
 
 
@@ -210,20 +208,16 @@ def checked(model, **lora):
 
 DOWN = {"target_parameters": ["down_proj"]}
 test_targets_that_are_not_there_are_refused = refusals(
-    [
-        Refused(
-            "no such stack",
-            checked(TINY_MIXTRAL, target_parameters=["experts.w1"]),
-            r"mlp.experts.down_proj, mlp.experts.gate_up",
-        ),
-        Refused("no experts", checked(TINY_LLAMA, **DOWN), "expected none: no stack of experts"),
-        Refused(
-            "dropout",
-            checked(TINY_MIXTRAL, **DOWN, lora_dropout=0.1),
-            "lora_dropout: expected 0 beside target_parameters",
-        ),
-        Refused(
-            "no targets", checked(TINY_MIXTRAL, target_modules=[]), "target_modules: expected targets among"
-        ),
-    ]
+    Refused(
+        "no such stack",
+        checked(TINY_MIXTRAL, target_parameters=["experts.w1"]),
+        r"mlp.experts.down_proj, mlp.experts.gate_up",
+    ),
+    Refused("no experts", checked(TINY_LLAMA, **DOWN), "expected none: no stack of experts"),
+    Refused(
+        "dropout",
+        checked(TINY_MIXTRAL, **DOWN, lora_dropout=0.1),
+        "lora_dropout: expected 0 beside target_parameters",
+    ),
+    Refused("no targets", checked(TINY_MIXTRAL, target_modules=[]), "target_modules: expected targets among"),
 )

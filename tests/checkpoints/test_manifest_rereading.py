@@ -3,29 +3,21 @@
 import datetime
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.configs import TINIEST_LLAMA
 from support.forked import obey_permissions, run_forked
+from support.inputs import saver_of
 from support.refusals import Refused, refusals
 from support.short_runs import run_recipe, tiny_recipe
 from torch import nn
-from trilith.checkpoints import (
-    Contents,
-    Manifest,
-    Progress,
-    Saver,
-    convert,
-    module_contents,
-    read_source,
-    save_module,
-)
+from trilith.checkpoints import Manifest, Progress, Saver, convert, module_contents, read_source, save_module
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.recipes.recipe import parse_recipe
@@ -35,6 +27,8 @@ from trilith.storage.file_names import MANIFEST
 from trilith.storage.files_beside_weights import COMPANIONS
 from trilith.storage.records import StoredFile
 from trilith.training import check_run
+
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
 def nested(levels):
@@ -69,14 +63,6 @@ values = st.recursive(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    """Start a process group of this process alone: runs then take tenths of a second."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
     return write_tokens(tmp_path_factory.mktemp("data") / "tokens")
@@ -94,16 +80,14 @@ def run_with_remark(value):
 
 
 test_configs_that_no_checkpoint_can_hold_are_refused_before_the_first_step = refusals(
-    [
-        Refused(
-            f"{why}{' inside' * (value is not outer)}",
-            run_with_remark(value),
-            "remark|config",
-            given=lambda folder: write_tokens(folder / "tokens"),
-        )
-        for why, outer in UNREADABLE.items()
-        for value in (outer, {"inside": [{"inside": [outer]}]})
-    ]
+    Refused(
+        f"{why}{' inside' * (value is not outer)}",
+        run_with_remark(value),
+        "remark|config",
+        given=lambda folder: write_tokens(folder / "tokens"),
+    )
+    for why, outer in UNREADABLE.items()
+    for value in (outer, {"inside": [{"inside": [outer]}]})
 )
 
 
@@ -129,11 +113,10 @@ def test_what_save_module_takes_it_gives_back_and_else_it_writes_nothing(tmp_pat
 def test_a_saver_reads_its_manifest_back_before_the_first_step(tmp_path):
     """A manifest that names a file which may not be copied along is refused."""
     (tmp_path / "note.txt").touch()
-    one, model = StoredFile(name="note.txt", size=0, crc32=0), nn.Linear(2, 2)
-    contents = module_contents(model, None, state=ParallelState.alone())
-    unfit = mock.patch("trilith.checkpoints.save.read_companions", return_value=[mock.Mock(stored=one)])
+    note = mock.Mock(stored=StoredFile(name="note.txt", size=0, crc32=0))
+    unfit = mock.patch("trilith.checkpoints.save.read_companions", return_value=[note])
     with unfit, pytest.raises(BadInput, match=r"companions: expected one of .* found 'note\.txt'"):
-        Saver(tmp_path / "new", model, None, contents, state=ParallelState.alone())
+        saver_of(tmp_path / "new", nn.Linear(2, 2))
 
 
 def test_what_the_disk_does_not_give_back_is_not_committed(tmp_path):
@@ -247,8 +230,8 @@ def test_the_docs_name_every_companion():
 def test_a_tokenizer_that_changes_during_the_run_is_saved_as_it_was_at_the_start(tmp_path, tokens):
     """It may even be gone by then: the run keeps the files that it began with, and its last save succeeds."""
     folder, model = tokenizer_folder(tmp_path / "tokenizer"), nn.Linear(2, 2)
-    mine = module_contents(model, None, state=ParallelState.alone())
-    contents = Contents(mine.family, mine.config, mine.hf_config, companions=companions_in(folder))
+    contents = module_contents(model, None, state=ParallelState.alone())
+    contents = replace(contents, companions=companions_in(folder))
     with Saver(tmp_path / "m", model, None, contents, state=ParallelState.alone()) as saver:
         for path in folder.iterdir():
             path.unlink()

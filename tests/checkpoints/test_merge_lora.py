@@ -137,7 +137,7 @@ def merging(base="base", adapter="adapter"):
 
 
 NAN, EXTRA = float("nan"), "base_model.model.lm_head.lora_A.weight"
-REFUSED = [
+test_adapters_that_do_not_fit_are_refused = refusals(
     Refused(
         "missing",
         merging(),
@@ -167,5 +167,4 @@ REFUSED = [
             ("a model as adapters", lambda folder: convert(folder / "base", folder / "x", to="peft")),
         )
     ),
-]
-test_adapters_that_do_not_fit_are_refused = refusals(REFUSED)
+)

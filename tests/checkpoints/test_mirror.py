@@ -1,7 +1,6 @@
 """A mirror has whole copies of the newest checkpoints or none, wherever the copying stops."""
 
 import shutil
-import threading
 from contextlib import suppress
 from itertools import count
 from unittest import mock
@@ -9,36 +8,23 @@ from unittest import mock
 import fsspec
 import pytest
 import torch
-import torch.distributed as dist
 from support.configs import TINIEST_LLAMA
 from support.damage import flip_bit
 from support.folders import contents
+from support.inputs import saver_of
 from support.refusals import Refused, refusals
 from support.short_runs import run_recipe, tiny_recipe
 from torch import nn
-from trilith.checkpoints import (
-    Manifest,
-    Progress,
-    Saver,
-    complete_checkpoints,
-    module_contents,
-    save_module,
-    verify,
-)
+from trilith.checkpoints import Manifest, Progress, complete_checkpoints, save_module, verify
 from trilith.checkpoints.mirror import Mirror
 from trilith.machine.random_files import write_tokens
-from trilith.parallel_state import BadCheckpoint, BadInput, Layout, ParallelState
+from trilith.parallel_state import BadCheckpoint, BadInput, Layout
 from trilith.recipes import parse_recipe
 from trilith.storage import remote_folder
 from trilith.storage.file_names import MANIFEST
 from trilith.storage.leftovers import clear_unfinished
 from trilith.storage.remote_folder import RemoteFailed, RemoteFolder
 from trilith.training import check_run
-
-
-def saver_of(root, model, **rest):
-    contents = module_contents(model, None, state=ParallelState.alone())
-    return Saver(root, model, None, contents, state=ParallelState.alone(), **rest)
 
 
 def written(root, step, width=8):
@@ -69,8 +55,16 @@ def accepted(folder):
     return steps
 
 
-def same_files(one, other):
-    return contents(one) == contents(other)
+def same_files(first, second):
+    return contents(first) == contents(second)
+
+
+def mirrored(place, run, *steps):
+    """Write checkpoints and copy them into a mirror of nine; return it."""
+    mirror = Mirror(RemoteFolder(place), keep=9)
+    for step in steps:
+        mirror.copy(written(run, step))
+    return mirror
 
 
 def stated(folder):
@@ -152,16 +146,9 @@ def test_a_mirror_that_fails_ends_no_run_and_the_next_commit_reaches_it(place, t
     assert accepted(fetched(place, tmp_path / "fetched")) == [2]
 
 
-def test_nobody_waits_for_a_copy_and_what_is_copied_stays_until_it_is(place, tmp_path):
-    go, begun, real = threading.Event(), threading.Event(), RemoteFolder.copy
-
-    def stuck(folder, source, name):
-        begun.set()
-        assert go.wait(60)
-        return real(folder, source, name)
-
-    root, stopping = tmp_path / "run", mock.patch.object(RemoteFolder, "copy", stuck)
-    with stopping, saver_of(root, nn.Linear(3, 2), keep=1, mirror=place) as saver:
+def test_nobody_waits_for_a_copy_and_what_is_copied_stays_until_it_is(place, tmp_path, blocked):
+    root, copies = tmp_path / "run", blocked(RemoteFolder, "copy")
+    with copies as (begun, go), saver_of(root, nn.Linear(3, 2), keep=1, mirror=place) as saver:
         for step in (1, 2, 3):
             saver.save(Progress(step, Layout()))
             assert begun.wait(60)
@@ -216,13 +203,6 @@ def test_a_place_that_refuses_to_be_written_is_told_before_the_first_step(tmp_pa
         saver_of(tmp_path / "run", nn.Linear(3, 2), mirror="memory://locked")
 
 
-@pytest.fixture
-def group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def mirrored_recipe(tmp_path, *, steps, keep):
     tokens = write_tokens(tmp_path / "tokens")
     mirrored = {"mirror": str(tmp_path / "mirror"), "every": 1, "keep": keep}
@@ -230,28 +210,18 @@ def mirrored_recipe(tmp_path, *, steps, keep):
     return tiny_recipe(tmp_path / "run", tokens, steps=steps, model=model, checkpoint=mirrored)
 
 
-@pytest.mark.usefixtures("group_of_one")
-def test_a_run_whose_recipe_names_a_mirror_copies_its_checkpoints_byte_for_byte(tmp_path):
-    run_recipe(mirrored_recipe(tmp_path, steps=2, keep=1))
-    (own,), (copy,) = ((tmp_path / name).iterdir() for name in ("run/checkpoints", "mirror"))
-    assert own.name == copy.name == "step-00000002" and same_files(own, copy)
-
-
 def test_the_newest_whole_copy_comes_back_byte_for_byte(place, tmp_path):
-    mirror = Mirror(RemoteFolder(place), keep=9)
-    for step in (1, 2, 3):
-        mirror.copy(written(tmp_path / "run", step))
+    mirror = mirrored(place, tmp_path / "run", 1, 2, 3)
     mirror.folder.remove(f"step-00000003/{MANIFEST}")  # as a copy that a kill cut short
     path, lines = mirror.restore(tmp_path / "new")
     assert path == tmp_path / "new" / "step-00000002" and same_files(path, tmp_path / "run" / path.name)
-    assert lines == [f"{place}/step-00000003 is not a whole copy"]
+    missing = f"expected {MANIFEST}, found none: the copy has not ended"
+    assert lines == [f"{place}/step-00000003: {missing}"]
     assert [*(tmp_path / "new").iterdir()] == [path]
 
 
 def test_a_copy_with_a_wrong_bit_is_told_and_an_older_one_restored(place, tmp_path):
-    mirror = Mirror(RemoteFolder(place), keep=9)
-    for step in (1, 2):
-        mirror.copy(written(tmp_path / "run", step))
+    mirror = mirrored(place, tmp_path / "run", 1, 2)
     (file,) = (tmp_path / "run" / "step-00000002").glob("*.safetensors")
     flip_bit(file, -1)
     mirror.folder.write(f"step-00000002/{file.name}", file.read_bytes())
@@ -263,15 +233,13 @@ def test_a_copy_with_a_wrong_bit_is_told_and_an_older_one_restored(place, tmp_pa
 
 
 def test_a_copy_that_has_lost_a_file_is_passed_over_and_made_anew(place, tmp_path):
-    mirror = Mirror(RemoteFolder(place), keep=9)
-    for step in (1, 2):
-        mirror.copy(written(tmp_path / "run", step))
+    mirror = mirrored(place, tmp_path / "run", 1, 2)
     original = tmp_path / "run" / "step-00000002"
-    mirror.folder.remove(f"{original.name}/{next(original.glob('*.safetensors')).name}")
-    path, lines = mirror.restore(tmp_path / "new")
-    assert path == tmp_path / "new" / "step-00000001" and lines == [
-        f"{place}/{original.name} is not a whole copy"
-    ]
+    file = next(original.glob("*.safetensors"))
+    mirror.folder.remove(f"{original.name}/{file.name}")
+    path, (line,) = mirror.restore(tmp_path / "new")
+    assert path == tmp_path / "new" / "step-00000001"
+    assert line.startswith(f"{place}/{original.name}/{file.name}: expected ") and "no such file" in line
     assert mirror.copy(original) == f"{place}/{original.name}"
     assert same_files(fetched(place, tmp_path / "fetched") / original.name, original)
 

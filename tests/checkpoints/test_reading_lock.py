@@ -3,12 +3,13 @@
 import re
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.configs import TINIEST_LLAMA
 from support.damage import flip_bit
 from support.short_runs import run_recipe, tiny_recipe, train
@@ -21,12 +22,7 @@ from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadCheckpoint, Box
 from trilith.testing import RankError
 
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
 def saved(root, *steps, keep=9):
@@ -97,26 +93,20 @@ def test_a_run_is_read_while_it_saves_and_keeps_one(tmp_path, reader, capsys):
     """Each of 40 checkpoints replaces the one before; every read in the meantime succeeds."""
     root, done = tmp_path / "run", threading.Event()
     saved(root, 1)
-    errors = []
 
     def keep_saving():
-        try:
-            step = 1
-            while not done.is_set():
-                step += 1
-                saved(root, step, keep=1)
-        except BaseException as error:
-            errors.append(error)
+        steps = count(2)
+        while not done.is_set():
+            saved(root, next(steps), keep=1)
 
-    writer = threading.Thread(target=keep_saving)
-    writer.start()
-    try:
-        for attempt in range(12):
-            reader(root, tmp_path / f"out{attempt}")
-    finally:
-        done.set()
-        writer.join()
-    assert not errors
+    with ThreadPoolExecutor(1) as pool:
+        writer = pool.submit(keep_saving)
+        try:
+            for attempt in range(12):
+                reader(root, tmp_path / f"out{attempt}")
+        finally:
+            done.set()
+    writer.result()
     capsys.readouterr()
     saved(root, 10**6, keep=1)
     assert steps_in(root) == [10**6]  # what readers kept for a while is gone

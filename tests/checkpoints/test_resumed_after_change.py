@@ -4,11 +4,11 @@ import os
 import shutil
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from support.configs import TINY_LLAMA
 from support.damage import flip_bit
 from support.folders import contents
+from support.inputs import write_adapter
 from trilith.checkpoints import ConversionOptions, carry_out, convert, plan_conversion, plan_merge
 from trilith.machine.random_files import write_hf_folder
 from trilith.parallel_state import BadCheckpoint
@@ -32,6 +32,10 @@ WAYS = (
 )
 
 
+#: Where a bit is flipped, as a share of a file, and where else if there is time.
+PLACES, MORE = (0.1, 0.5, 0.9), (0.0, 0.02, 0.2, 0.3, 0.4, 0.7, 0.97)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_waiting_for_the_disk():
     """Skip syncs to the disk: the process stops here, but the power is never cut."""
@@ -50,23 +54,8 @@ def originals(tmp_path_factory):
         weights = {name: one + change for name, one in load_file(folder / "hf" / "model.safetensors").items()}
         save_file(weights, folder / "hf" / "model.safetensors")
         convert(folder / "hf", folder / "sharded", tensor=2)
-        _write_adapter(folder / "adapter", weights, change + 1)
+        write_adapter(folder / "adapter", folder / "hf", change + 1)
     yield root
-
-
-def _write_adapter(folder, weights, value):
-    folder.mkdir()
-    adapters = {}
-    for name, weight in weights.items():
-        if name.endswith("q_proj.weight"):
-            site = "base_model.model." + name.removesuffix(".weight")
-            adapters[f"{site}.lora_A.weight"] = torch.full((2, weight.shape[1]), value)
-            adapters[f"{site}.lora_B.weight"] = torch.full((weight.shape[0], 2), value)
-    save_file(adapters, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(
-        '{"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4,'
-        ' "target_modules": ["q_proj"], "bias": "none"}'
-    )
 
 
 def stop_after(nbytes):
@@ -156,7 +145,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused(originals, old, form)
     assert not list(old.glob("out*"))
 
 
-@pytest.mark.parametrize("place", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("place", [*PLACES, *(pytest.param(at, marks=pytest.mark.slow) for at in MORE)])
 @pytest.mark.parametrize("victim", ["journal", "tensors"])
 @pytest.mark.parametrize("form", ["to-sharded", "to-hf", "merge-base"])
 def test_a_flipped_bit_in_what_a_stop_left_has_no_effect(old, form, victim, place):

@@ -13,15 +13,7 @@ from trilith.checkpoints.user_module_family import StoredDeclaration, StoredModu
 from trilith.cli.app import run
 from trilith.layers import Balancing, Experts, GatedMLP, MoE, TopKRouter, VocabParallelEmbedding
 from trilith.models import Rename, Split, Stack, Transpose
-from trilith.parallel_state import (
-    Cut,
-    Declaration,
-    Layout,
-    ParallelState,
-    finalize_gradients,
-    initialize,
-    local,
-)
+from trilith.parallel_state import Cut, Declaration, Layout, ParallelState, finalize_gradients, initialize
 from trilith.testing import run_parallel
 from trilith.testing.layouts import assemble, pieces
 from trilith.training import Precision, make_adamw, shard_over_data
@@ -149,7 +141,7 @@ def test_a_routers_bias_is_saved_with_the_module_in_fp32(tmp_path):
     assert torch.equal(theirs["h.0.3.down"], whole[0]["blocks.0.experts.down"][3])
     model = Routed().bfloat16()
     load_module(tmp_path / "hf", model, names=ROUTED_NAMES)
-    assert torch.equal(local(model.blocks[0].experts.up), whole[0]["blocks.0.experts.up"])
+    assert torch.equal(model.blocks[0].experts.up, whole[0]["blocks.0.experts.up"])
 
 
 def test_everything_that_is_declared_but_the_start_is_stored():

@@ -6,18 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.configs import TINIEST_LLAMA
+from support.inputs import saver_of
 from support.refusals import Refused, refusals
 from torch import nn
-from trilith.checkpoints import (
-    Saver,
-    load_module,
-    load_source,
-    module_contents,
-    read_source,
-    restore_model,
-    save_model,
-    save_module,
-)
+from trilith.checkpoints import load_module, load_source, read_source, restore_model, save_model, save_module
 from trilith.models import family_of
 from trilith.parallel_state import BadCheckpoint, BadInput, Layout, ParallelState, initialize
 from trilith.testing import run_parallel
@@ -112,9 +104,7 @@ def save(*steps, where="run", model=None, **options):
 
 
 def begin(where):
-    model, state = Two(), ParallelState.alone()
-    contents = module_contents(model, None, state=state)
-    return lambda folder: Saver(folder / where, model, None, contents, state=state)
+    return lambda folder: saver_of(folder / where, Two())
 
 
 def save_family(folder):

@@ -170,9 +170,3 @@ def test_more_text_than_the_limit_is_refused_by_the_training_of_a_tokenizer(tmp_
     said = capsys.readouterr().err
     assert "at most 1,000 characters" in said and "sample" in said and said.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
-
-
-def test_a_text_that_cannot_be_read_is_named_by_the_training_of_a_tokenizer(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n{"text": 3}\n')
-    assert run(f"train-tokenizer {tmp_path}/a.jsonl --vocab-size 270 --out {tmp_path}/t".split()) == 2
-    assert "a.jsonl:2" in capsys.readouterr().err

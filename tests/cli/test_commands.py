@@ -1,16 +1,29 @@
-"""The commands on folders of weights: what they print, and how they exit."""
+"""The commands on weights, models and schedules: what they print, how they exit, and what verify refuses."""
 
 import json
+import re
+import shutil
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.configs import TINY_LLAMA
+from support.configs import EXPERTS, MODELS, TINY_LLAMA
+from support.inputs import change_manifest
+from support.short_runs import tiny_recipe, train
 from transformers import LlamaConfig, LlamaForCausalLM
+from trilith.checkpoints import convert
 from trilith.cli import main
 from trilith.cli.app import run
+from trilith.machine.random_files import write_hf_folder, write_tokens
+from trilith.models import FAMILIES, published_size, published_sizes
+from trilith.pipeline import SCHEDULE_NAMES, schedule_kind
+from trilith.planner.flops import flops_per_token
+from trilith.recipes.recipe import load_recipe
+from trilith.recipes.size_facts import size_facts
+from trilith.training.dry_run import dry_run
 
 
 @pytest.fixture
@@ -31,19 +44,6 @@ def test_diff_sees_through_layouts_and_forms(tmp_path, hf, capsys):
     out = capsys.readouterr().out
     assert "layers.1.mlp.gate_up.up.weight: other numbers  1 elements, max abs 0.5" in out
     assert out.count("\n") == 1
-
-
-def test_verify_prints_the_sums_and_sees_a_flipped_bit(tmp_path, hf, capsys):
-    assert run(["verify", str(hf)]) == 0
-    assert run(["convert", str(hf), str(tmp_path / "a"), "--tensor", "2"]) == 0
-    assert run(["verify", str(tmp_path / "a")]) == 0
-    assert "complete and unaltered" in capsys.readouterr().out
-    file = tmp_path / "a" / "pipeline-00-of-01.tensor-00-of-02.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-7] ^= 4
-    file.write_bytes(data)
-    assert run(["verify", str(tmp_path / "a")]) == 4
-    assert "CRC-32" in capsys.readouterr().err
 
 
 def test_a_key_of_a_config_that_is_unknown_is_told_in_one_line(hf, monkeypatch, capsys):
@@ -71,22 +71,212 @@ def test_inspect_shows_the_layout_and_a_tensor(tmp_path, hf, capsys):
     assert run(["inspect", str(tmp_path / "a"), "--tensor", "nothing"]) == 2
 
 
-def test_reshard_is_convert_between_checkpoints(tmp_path, hf):
-    assert run(["convert", str(hf), str(tmp_path / "a"), "--tensor", "2"]) == 0
-    assert run(["reshard", str(tmp_path / "a"), str(tmp_path / "b"), "--pipeline", "3"]) == 0
-    assert len(list((tmp_path / "b").glob("*.safetensors"))) == 3
-    assert run(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-
-
 def test_a_dry_run_writes_nothing(tmp_path, hf, capsys):
     assert run(["convert", str(hf), str(tmp_path / "a"), "--tensor", "4", "--dry-run"]) == 0
     assert "layers.2.mlp.down.weight  F32 [32, 12]  from 1 pieces" in capsys.readouterr().out
     assert not (tmp_path / "a").exists()
 
 
-def test_what_is_not_there_is_one_line_and_code_2(tmp_path, capsys):
-    for command in (["convert", "none", str(tmp_path / "a")], ["inspect", "none"], ["verify", "none"]):
-        assert run(command) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: none: expected")
-        assert error.count("\n") == 1
+BUILT = [
+    pytest.param(name, marks=[] if name in ("gpt2", "mixtral-8x7b", "llama-3.1-405b") else pytest.mark.slow)
+    for name in published_sizes()
+]
+
+
+def printed(capsys, *words):
+    assert run(["models", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_family_is_listed_with_what_it_can_do(capsys):
+    found = printed(capsys)
+    assert found.keys() == FAMILIES.keys()
+    with_experts = {MODELS[row]["model_type"] for row in EXPERTS}
+    for family, one in found.items():
+        assert ("expert" in one["axes"]) == (family in with_experts), family
+        assert {"tensor", "pipeline"} <= {*one["axes"]} and one["lora"][0] == "linears", family
+    assert {*found["mixtral"]["lora"]} == {"linears", "experts"}
+    assert [name for one in found.values() for name in one["sizes"]] == sorted(
+        published_sizes(), key=lambda name: [*FAMILIES].index(published_sizes()[name].family.model_type)
+    )
+
+
+def test_a_family_that_refuses_an_axis_is_listed_without_it(capsys, monkeypatch):
+    from trilith.models import LlamaConfig
+    from trilith.parallel_state import BadInput
+
+    check = LlamaConfig.check_layout
+
+    def no_context(self, layout):
+        check(self, layout)
+        if layout.context > 1:
+            raise BadInput("layout", "context", expected=1, found=layout.context)
+
+    monkeypatch.setattr(LlamaConfig, "check_layout", no_context)
+    found = printed(capsys)
+    assert "context" not in found["llama"]["axes"] and "context" in found["gpt2"]["axes"]
+
+
+def test_a_size_is_shown_with_its_costs(capsys):
+    found = printed(capsys, "mixtral-8x7b")
+    assert found["parameters"] == 46_702_792_704 and found["active_parameters"] == 12_879_925_248
+    assert found["weights_bytes"] == 2 * found["parameters"]
+    size = published_size("mixtral-8x7b")
+    flops = flops_per_token(size.family.on_meta(size.config), found["sequence_length"])
+    assert found["flops_per_token"] == {"causal": flops.causal, "full": flops.full}
+    assert found["config"] == size.fields
+    assert run(["models", "mixtral-8x7b"]) == 0
+    said = capsys.readouterr().out
+    assert "46,702,792,704, of which a token meets 12,879,925,248" in said and "93.41 GB in bfloat16" in said
+    assert f"dry run        {found['dry_run']}" in said and "num_local_experts = 8" in said
+
+
+def test_a_family_by_name_lists_its_sizes(capsys):
+    assert printed(capsys, "qwen3")["qwen3-8b"] == {"parameters": 8_190_735_360}
+    assert run(["models", "qwen3"]) == 0
+    assert "qwen3-8b      8,190,735,360 parameters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_the_dry_run_that_it_suggests_fits_in_its_memory(name):
+    facts = size_facts(published_size(name))
+    _, _, recipe, *overrides, last = facts.dry_run.split()
+    assert last == "--dry-run"
+    found = dry_run(load_recipe(recipe, overrides))
+    found.check("here")
+    assert found.parameters == facts.size.parameters and found.active == facts.active
+    assert found.flops == facts.flops
+
+
+def test_it_prints_and_draws(tmp_path, capsys):
+    picture = tmp_path / "zbv.png"
+    assert run(f"schedule --name zbv --stages 2 --microbatches 4 --out {picture}".split()) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    # The last: 1 / (3 * 2 * 4 + 1).
+    for line in ("rank 0 +0 3 ", "rank 1 +1 2 ", r"all +4\.0%; by the formula 4\.0%$"):
+        assert re.search(f"^{line}", printed, re.MULTILINE), line
+
+
+def test_a_measured_run_waits_at_least_as_long_as_the_formula_says(capsys):
+    words = ["--name", "1f1b", "--stages", "2", "--microbatches", "4", "--measure", "--unit", "0.05"]
+    assert run(["schedule", *words]) == 0
+    (computed, measured, formula) = re.findall(r"([\d.]+)%", capsys.readouterr().out.splitlines()[-1])
+    assert computed == formula == "20.0"
+    assert 19.5 < float(measured) < 90
+
+
+@pytest.mark.parametrize("command", ["schedule", "parity"])
+def test_the_help_names_every_schedule_and_how_many_stages_each_has(command, capsys):
+    run([command, "--help"])
+    printed = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+    assert ", ".join(SCHEDULE_NAMES) in printed
+    plain = [name for name in SCHEDULE_NAMES if schedule_kind(name).virtual_stages == 1]
+    assert f"default: 2, or 1 with {', '.join(plain)}" in printed
+    assert {schedule_kind(name).virtual_stages for name in SCHEDULE_NAMES} == {1, 2}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("verify")
+    write_hf_folder(folder / "hf", TINY_LLAMA)
+    convert(folder / "hf", folder / "out", tensor=2)
+    return folder / "out"
+
+
+def stating(value, *keys):
+    """Return the change of a manifest that states this at the keys, one below the other."""
+
+    def change(m):
+        for key in keys[:-1]:
+            m = m[key]
+        m[keys[-1]] = value(m[keys[-1]]) if callable(value) else value
+
+    return change
+
+
+def both(*changes):
+    return lambda m: [change(m) for change in changes]
+
+
+def remembers(**what):
+    return lambda m: m["state"]["memory"].update(what)
+
+
+LLLAMA = both(stating("lllama", "model_type"), stating("lllama", "config", "model_type"))
+SPLIT = both(stating(2, "layout", "pipeline"), stating({"split": [1, 1]}, "state"))
+MODEL = {
+    "no such type": (LLLAMA, "lllama"),
+    "one layer more": (
+        stating(lambda n: n + 1, "config", "num_hidden_layers"), "expected .*found no such tensor"
+    ),
+    "one layer less": (stating(lambda n: n - 1, "config", "num_hidden_layers"), "expected no such tensor"),
+    "wider": (stating(lambda n: n * 2, "config", "intermediate_size"), "expected"),
+    "uncuttable": (stating(3, "layout", "tensor"), "tensor"),
+    "too many stages": (stating(7, "layout", "pipeline"), "pipeline|layers"),
+    "split elsewhere": (SPLIT, "split"),
+}  # fmt: skip
+AS_MANY = "expected as many updates and skipped steps as steps, 2"
+PROGRESS = {
+    "no step": (stating(None, "step"), "step: expected the step of a training run, found none"),
+    "weights with moments": (
+        stating("weights", "kind"), "expected no such tensor, .* is one of kind 'weights'"
+    ),
+    "a frozen weight with moments": (
+        stating(["norm.weight"], "state", "frozen"), "exp_avg.norm.weight': expected no such tensor"
+    ),
+    "updates below 0": (remembers(updates=-1), r"state\.memory\.updates: .* found -1"),
+    "updates beyond any": (remembers(updates=10**18, skipped=None), r"state\.memory\.updates: "),
+    "updates that are text": (remembers(updates="2"), r"state\.memory\.updates: .* found '2'"),
+    "more updates than steps": (remembers(updates=3), AS_MANY),
+    "a loss scale of 0": (remembers(loss_scale={"value": 0.0, "good": 1}), r"loss_scale\.value"),
+    "a loss that is text": (remembers(spikes={"losses": ["x"], "norms": []}), r"spikes\.losses\.0"),
+    "updates of no tensor": (remembers(updates_of={"nobody": 1}), "nobody"),
+    "a memory that is a list": (stating([1], "state", "memory"), r"state\.memory"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    train(tiny_recipe(folder / "run", write_tokens(folder / "tokens"), steps=2))
+    return folder / "run" / "checkpoints" / "step-00000002"
+
+
+@pytest.mark.parametrize("what", [*MODEL, *PROGRESS])
+def test_verify_refuses_what_a_manifest_cannot_mean_and_progress_that_no_run_made(
+    whole, trained, tmp_path, what, capsys
+):
+    change, says = (MODEL | PROGRESS)[what]
+    folder = _copy(whole if what in MODEL else trained, tmp_path)
+    assert run(["verify", str(folder)]) == 0
+    change_manifest(folder, change)
+    capsys.readouterr()
+    assert run(["verify", str(folder)]) == 4
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and re.search(says, error), error
+    assert what in PROGRESS or "manifest.json" in error
+
+
+def test_verify_says_that_a_manifest_of_the_release_before_has_no_seal(whole, tmp_path, capsys):
+    assert run(["verify", str(whole)]) == 0
+    assert "no seal" not in capsys.readouterr().out
+    folder = _copy(whole, tmp_path)
+    change_manifest(folder, lambda m: m.update(version=1), sealed=False)
+    assert run(["verify", str(folder)]) == 0
+    assert "no seal" in capsys.readouterr().out
+
+
+def test_verify_refuses_a_step_beyond_those_of_the_run(tmp_path, capsys):
+    train(tiny_recipe(tmp_path / "run", write_tokens(tmp_path / "tokens"), steps=2))
+    written = tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert run(["verify", str(tmp_path / "run")]) == 0
+    written.rename(written.with_name("step-00000003"))
+    change_manifest(written.with_name("step-00000003"), both(stating(3, "step"), remembers(updates=3)))
+    capsys.readouterr()
+    assert run(["verify", str(tmp_path / "run")]) == 4
+    assert "step: expected at most 2, the run's steps, found 3" in capsys.readouterr().err
+
+
+def _copy(folder, to):
+    return Path(shutil.copytree(folder, to / "copy"))

@@ -79,14 +79,6 @@ def test_several_prompts_are_a_line_of_json_each(folder, tmp_path, capfd):
     assert rows(out.read_text()) == found
 
 
-def test_draws_do_not_depend_on_the_batch(folder, tmp_path, capfd):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("box", "fox jumps", "five")))
-    how = ("--prompts", str(file), "--temperature", "1.2", "--top-k", "40", "--seed")
-    one = written(capfd, folder, *how, "3", "--batch", "1")
-    assert one == written(capfd, folder, *how, "3", "--batch", "3") != written(capfd, folder, *how, "4")
-
-
 def test_a_stop_text_ends_it_and_is_not_shown(folder, capfd):
     (free,) = rows(written(capfd, folder, "-p", "The quick", "-p", "dog"))[:1]
     text = free["text"]
@@ -157,32 +149,7 @@ def test_a_layout_starts_its_ranks_with_the_same_words(folder, capfd, monkeypatc
     assert run(words(folder, "-p", "dog", "--tensor", "3")) == 2 and len(started) == 1
 
 
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ((), "prompt: expected --prompt TEXT or --prompts FILE, found neither"),
-        (("-p", ""), "prompt 1: prompt: expected at least one token"),
-        (("--prompts", "nowhere.txt"), "nowhere.txt: expected a file, found nothing there"),
-        (("-p", "x", "--tensor", "3"), "tensor: expected a divisor of num_attention_heads=4, found 3"),
-        (("-p", "x", "--max-new-tokens", "400"), "at most the model's 256 positions"),
-        (("-p", "x", "--top-p", "0"), "top_p: expected above 0"),
-        (("-p", "x", "--dtype", "int3"), "int3"),
-        (("-p", "x", "--out", "no/such/folder"), "expected a file in a folder that exists"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_what_cannot_be_is_one_line_and_code_2(folder, more, says, capfd):
-    assert run(words(folder, *more)) == 2
-    out, err = capfd.readouterr()
-    assert says in err and err.count("\n") == 1 and not out
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [("{", "2: expected valid JSON"), ('{"text": "x"}', "2: expected prompt (text) or messages")],
-)
-def test_a_bad_line_of_a_file_is_named(folder, tmp_path, line, says, capfd):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps({"prompt": "dog"}) + f"\n{line}\n")
-    assert run(words(folder, "--prompts", str(file))) == 2
-    assert says in capfd.readouterr().err
+def test_a_prompt_that_is_no_json_is_named_by_its_line(folder, tmp_path, capfd):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "dog"}\n{\n')
+    assert run(words(folder, "--prompts", str(tmp_path / "prompts.jsonl"))) == 2
+    assert "2: expected valid JSON" in capfd.readouterr().err

@@ -5,11 +5,9 @@ the test kills it after a random time, shorter or longer than the pause. So kill
 commit and clean-up alike, however fast or loaded the machine is. Each start is a fork of this warm process.
 """
 
-import dataclasses
 import faulthandler
 import gc
 import itertools
-import json
 import os
 import select
 import signal
@@ -20,19 +18,18 @@ from multiprocessing import forkserver
 from typing import get_type_hints
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from support.configs import TINY_LLAMA
 from support.folders import contents
+from support.inputs import write_adapter, write_line_of_metrics
 from support.kills import Campaign, below, wait_for
 from support.short_runs import run_recipe, tiny_recipe
+from support.token_files import write_json_lines
 from trilith.checkpoints import convert
 from trilith.cli.app import COMMANDS, run
 from trilith.data import token_writer
 from trilith.data.text.text_and_jsonl import read_blocks
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.machine.random_files import write_hf_folder, write_tokens
-from trilith.runs.metrics import StepMetrics
 from trilith.testing import run_parallel
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -93,26 +90,14 @@ def make_inputs(root):
     lora = {"model": {"init_from": str(root / "hf")}, "lora": LORA, "dtype": "float32"}
     raw = tiny_recipe(root / "lora-run", tokens, steps=1)
     run_parallel(run_recipe, 1, {**raw, **lora})
-    line = StepMetrics(0, 1.0, 1.0, 0.1, tokens=8, tokens_per_second=8.0, seconds=1.0)
-    (root / "run" / "metrics.jsonl").write_text(json.dumps(dataclasses.asdict(line)) + "\n")
-    (root / "adapter").mkdir()
-    said = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "target_modules": ["q_proj"]}
-    (root / "adapter" / "adapter_config.json").write_text(json.dumps(said))
-    adapters = {}
-    for name, weight in load_file(root / "hf" / "model.safetensors").items():
-        if name.endswith("q_proj.weight"):
-            site = "base_model.model." + name.removesuffix(".weight")
-            adapters[f"{site}.lora_A.weight"] = torch.ones(2, weight.shape[1])
-            adapters[f"{site}.lora_B.weight"] = torch.ones(weight.shape[0], 2)
-    save_file(adapters, root / "adapter" / "adapter_model.safetensors")
+    write_line_of_metrics(root / "run")
+    write_adapter(root / "adapter", root / "hf")
     texts = [f"number {i} of many words" for i in range(300)]
     (root / "a.txt").write_text("\n\n".join(texts))
     train_tokenizer(texts, root / "tokenizer", vocab_size=300)
     (root / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
-    with (root / "chat.jsonl").open("w") as file:
-        for text in texts:
-            talk = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
-            file.write(json.dumps({"messages": talk}) + "\n")
+    talks = [[{"role": role, "content": text} for role in ("user", "assistant")] for text in texts]
+    write_json_lines(root / "chat.jsonl", [{"messages": talk} for talk in talks])
 
 
 @pytest.fixture(scope="module")

@@ -12,170 +12,18 @@ import stat
 import sys
 import tempfile
 import time
-import typing
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 import trilith
-import typer
-from safetensors.torch import save_file
-from support.configs import TINY_LLAMA
-from support.forked import (
-    few_descriptors,
-    little_memory,
-    may_mount,
-    mount_full,
-    mount_read_only,
-    no_more_processes,
-    obey_permissions,
-    own_mounts,
-    run_forked,
-    small_files_only,
-)
-from trilith.checkpoints import convert
-from trilith.cli.app import COMMANDS, run
-from trilith.data.text.tokenizer_training import train_tokenizer
-from trilith.machine.random_files import write_hf_folder, write_tokens
+from support import forked
+from support.command_lines import NAMES, NEEDLESS, VALID, make_inputs, parameters_of, places, words
+from trilith.cli.app import run
 from trilith.ranks import pool, processes
 
-NAMES = [command.__name__ for command in COMMANDS]
 #: Seconds after which a command counts as hanging, on a machine that others use; and those of a refusal.
 HANGS, REFUSED_WITHIN = 120.0, 5.0
-OUTPUTS = {"out", "dst", "write", "html"}
-#: How an output's name ends; ``tokenize`` is given the name without it.
-SUFFIXES = {"recipe": ".toml", "schedule": ".svg", "tokenize": ".bin"}
-TEMPLATE, TOKENIZER = {"chat_template": ["{}/template.jinja"]}, {"tokenizer": ["{}/tokenizer"]}
-#: How each command is called so that nothing is wrong. ``{}`` is the folder with the inputs; an output, which
-#: this table does not have, is a new path.
-VALID = {
-    "quickstart": {},
-    "models": {"+": ["gpt2"]},
-    "doctor": {"folders": ["{}"]},
-    "bench": {"+": ["--device=cpu", "--quick", "--only=speed"]},
-    "convert": {"src": ["{}/hf"]},
-    "reshard": {"src": ["{}/sharded"]},
-    "inspect": {"source": ["{}/hf"]},
-    "diff": {"a": ["{}/hf"], "b": ["{}/sharded"]},
-    "verify": {"source": ["{}/sharded"]},
-    "parity": {"folder": ["{}/hf"]},
-    "train_tokenizer": {"inputs": ["{}/text.txt"], **TEMPLATE, "+": ["--vocab-size=300"]},
-    "tokenize": {"inputs": ["{}/chat.jsonl"], **TOKENIZER, **TEMPLATE, "+": ["--workers=1", "--quiet"]},
-    "plan": {"model": ["llama-3.2-1b"], "machine": ["{}/bench.json"], "+": ["--gpus=1", "--seq=512"]},
-    "train": {"recipe": ["{}/recipe.toml"]},
-    "launch": {"system": ["slurm"], "recipe": ["{}/recipe.toml"]},
-    "status": {"run": ["{}/ended"], "since": ["{}/hf/config.json"]},
-    "report": {"runs": ["{}/run"]},
-    "merge_lora": {"base": ["{}/hf"], "adapter": ["{}/adapter"]},
-    "recipe": {"origin": ["from-deepspeed"], "file": ["{}/deepspeed.json"]},
-    "schedule": {"+": ["--name=1f1b", "--stages=2", "--microbatches=2"]},
-    "generate": {
-        **{"source": ["{}/hf"], "prompts": ["{}/prompts.txt"], **TOKENIZER, "adapter": ["{}/adapter"]},
-        "+": ["--max-new-tokens=1"],
-    },
-}
-#: Good inputs of options that only inputs of other projects need: no valid call above has them.
-NEEDLESS = {"config": "{}/hf"}
-#: Files of these inputs; the fixture makes the larger ones.
-GOOD = Path(__file__).parent / "good_inputs"
-#: Paths that a recipe names: a good one, and the words that name another.
-RECIPE_PATHS = {
-    "out": ("", ["out={at}"]),
-    "model.config": ("{}/hf/config.json", ["model.config={at}"]),
-    "model.init_from": ("{}/hf", ["model.init_from={at}"]),
-    "model.tokenizer": ("{}/tokenizer", ["model.tokenizer={at}"]),
-    "data.tokens": ("{}/tokens", ["data.tokens={at}"]),
-    "evaluation.tokens": ("{}/tokens", ["evaluation.tokens={at}", "evaluation.every=1"]),
-    "lora.init_from": ("{}/adapter", ["lora.init_from={at}", "model.init_from={}/hf", "dtype=float32"]),
-}
-#: Keys that replace ``model.config``.
-NO_CONFIG = {"model.init_from", "lora.init_from"}
-
-
-@dataclass(frozen=True)
-class Place:
-    """Name a path of a command line: an argument or option of a command, or a key of the recipe."""
-
-    command: str
-    name: str
-    output: bool
-    suffix: str = ""
-
-    def __str__(self):
-        return f"{self.command}-{self.name}"
-
-    @property
-    def key(self):
-        """The key of the recipe, or nothing."""
-        return self.name.removeprefix("recipe: ") if self.name.startswith("recipe: ") else ""
-
-    @property
-    def good(self):
-        """A good input, ``{}`` for the folder of inputs."""
-        if self.key:
-            return RECIPE_PATHS[self.key][0]
-        return VALID[self.command].get(self.name, [NEEDLESS.get(self.name)])[0]
-
-
-@cache
-def parameters_of(command):
-    """Return name, flag (none for an argument), hidden and type of each parameter of a command, in order."""
-    (function,) = (each for each in COMMANDS if each.__name__ == command)
-    parameters = []
-    for name, hint in typing.get_type_hints(function, include_extras=True).items():
-        kind, about, *_ = (*typing.get_args(hint), None, None)
-        if isinstance(about, typer.models.OptionInfo | typer.models.ArgumentInfo):
-            flag = next(iter(about.param_decls or ()), f"--{name.replace('_', '-')}")
-            is_argument = isinstance(about, typer.models.ArgumentInfo)
-            kinds = {kind, *typing.get_args(kind)}
-            parameters.append((name, None if is_argument else flag, about.hidden, kinds))
-    return parameters
-
-
-def places():
-    for command in NAMES:
-        valid = {name: values[0] for name, values in VALID.get(command, {}).items()}
-        for name, _, hidden, kinds in parameters_of(command):
-            if Path in kinds and not hidden:  # hidden: what only launched ranks are given
-                suffix = SUFFIXES.get(command, "") if name in OUTPUTS else Path(valid.get(name, "")).suffix
-                yield Place(command, name, name in OUTPUTS, suffix)
-    for key in RECIPE_PATHS:
-        yield Place("train", f"recipe: {key}", key == "out", ".json" if key == "model.config" else "")
-
-
-def values_of(command, inputs, out):
-    """Return the values of a command's parameters, all valid, with outputs in the folder ``out``."""
-    values = {name: [each.format(inputs) for each in good] for name, good in VALID[command].items()}
-    for name in (name for name, *_ in parameters_of(command) if name in OUTPUTS):
-        stem = "out" if name in ("out", "dst") else name
-        values[name] = [str(out / f"{stem}{SUFFIXES.get(command, '')}").removesuffix(".bin")]
-    return values
-
-
-def words_of(command, values):
-    """Write a command line, parameters in the order of the signature and then the other words."""
-    words = [command.replace("_", "-")]
-    for name, flag, *_ in parameters_of(command):
-        words += [word for value in values.get(name, ()) for word in (flag, value) if word is not None]
-    return words + values.get("+", [])
-
-
-def words(command, inputs, out, place=None, at=None):
-    """Return a valid command line whose path ``place`` is ``at``, or valid too."""
-    values = values_of(command, inputs, out)
-    if command == "train":
-        values["+"] = [f"out={out / 'out'}"]
-    if place is not None and place.key:
-        if place.key in NO_CONFIG:
-            values["recipe"] = [f"{inputs}/without_model.toml"]
-        path = at or place.good.format(inputs) or str(out / "out")
-        values["+"] += [word.format(inputs, at=path) for word in RECIPE_PATHS[place.key][1]]
-    elif at is not None:
-        values[place.name] = [at]
-    return words_of(command, values)
 
 
 @pytest.fixture(scope="module")
@@ -188,21 +36,8 @@ def inputs():
             importlib.import_module(f"trilith.{file.parent.name}.{file.stem}".removesuffix(".__init__"))
     folder = Path(tempfile.mkdtemp(prefix="trilith-faults-"))
     folder.chmod(0o755)
-    config = {**TINY_LLAMA, "vocab_size": 300}
-    write_hf_folder(folder / "hf", config)
-    convert(folder / "hf", folder / "sharded", tensor=1)
-    shutil.copytree(GOOD, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)  # as new files
-    train_tokenizer([(folder / "text.txt").read_text()], folder / "tokenizer", vocab_size=300)
-    write_tokens(folder / "tokens")
+    make_inputs(folder)
     run(["--help"])  # what it reads and imports, forks need not read again
-    shapes = {"A": (2, 32), "B": (32, 2)}
-    blocks = [f"base_model.model.model.layers.{n}.self_attn.q_proj" for n in range(3)]
-    parts = {f"{block}.lora_{part}.weight": torch.ones(shapes[part]) for block in blocks for part in shapes}
-    save_file(parts, folder / "adapter" / "adapter_model.safetensors")
-    data = f'[data]\ntokens = "{folder}/tokens"\nsequence_length = 16\nglobal_batch = 1\n'
-    model = f'[model]\nconfig = "{folder}/hf/config.json"\n'
-    for name, section in (("recipe", model), ("without_model", "")):
-        (folder / f"{name}.toml").write_text(f'out = "nowhere"\nsteps = 1\n{section}{data}')
     yield folder
     shutil.rmtree(folder)
 
@@ -234,6 +69,7 @@ INPUT_FAULTS = {
     "10-GB": _sparse,
     "not-UTF-8": _text_of_no_kind,
     "name-too-long": lambda path: None,
+    "address": lambda path: None,
     "a-file-as-folder": lambda path: path.parent.write_text("mine"),
 }
 
@@ -245,7 +81,8 @@ def _no_writing(path):
 
 #: Faults of a file inside a folder that is an input.
 INSIDE_FAULTS = {**INPUT_FAULTS, "empty": Path.touch}
-del INSIDE_FAULTS["name-too-long"], INSIDE_FAULTS["a-file-as-folder"]
+for name in ("name-too-long", "address", "a-file-as-folder"):
+    del INSIDE_FAULTS[name]
 
 
 #: Faults in the place of an output.
@@ -259,11 +96,12 @@ OUTPUT_FAULTS = {
     "dev-full": lambda path: path.symlink_to("/dev/full"),
     "link-loop": lambda path: path.symlink_to(path.name),
     "name-too-long": lambda path: None,
+    "address": lambda path: None,
     "a-file-as-folder": lambda path: path.parent.write_text("mine"),
 }
 #: The exit codes of each fault, where they are not those of bad input or of a bad checkpoint.
 CODES = {"full-disk": {3}, "full-mount": {2, 3}, "dev-full": {2, 3}}
-MOUNTS = {"full-mount": mount_full, "read-only-mount": mount_read_only}
+MOUNTS = {"full-mount": forked.mount_full, "read-only-mount": forked.mount_read_only}
 #: Commands that go on from what they left, so that their folder stays when the disk is full.
 STAYS = {"quickstart", "train"}
 
@@ -281,6 +119,7 @@ class Trial(NamedTuple):
     where: Path
     words: list
     codes: set
+    says: str = ""
 
 
 def check(trials, limit=lambda: None, after=lambda: None, enter=os.chdir):
@@ -307,7 +146,7 @@ def check(trials, limit=lambda: None, after=lambda: None, enter=os.chdir):
         return 0
 
     for again in (True, False):
-        ended = run_forked(work, trials[0].where, limit=HANGS)
+        ended = forked.run_forked(work, trials[0].where, limit=HANGS)
         parts = ended.err.split("\0")
         done = [(err, *end.split()) for err, end in zip(parts[::2], parts[1::2], strict=False)]
         assert len(done) == len(trials), f"hangs or dies: {trials[len(done)].words}\n{ended}"
@@ -317,7 +156,7 @@ def check(trials, limit=lambda: None, after=lambda: None, enter=os.chdir):
             assert int(code) in trial.codes, f"code {code} of: {trial.words}\n{err}"
             if int(code):
                 assert err.startswith("error: ") and err.count("\n") == 1, f"{trial.words}\n{err}"
-                assert "unexpected" not in err, f"{trial.words}\n{err}"
+                assert "unexpected" not in err and trial.says in err, f"{trial.words}\n{err}"
         late = [int(code) and float(took) >= REFUSED_WITHIN for _, code, took in done]
         slow = [(trial.words, end) for trial, end, is_late in zip(trials, done, late, strict=True) if is_late]
         if not slow:
@@ -361,8 +200,11 @@ def path_of(fault, where, suffix):
     return where / (("n" * 300 if fault == "name-too-long" else "x") + suffix)
 
 
-#: Faults that make a command wait, or that leave a part of a file. The others run with the slow tests.
-FIRST = {"pipe", "dev-zero", "unreadable", "read-only", "full-disk"}
+#: A store that no package knows: read from it or not, it is named with both slashes.
+STORE = "nosuch://bucket"
+#: Faults that make a command wait, that leave a part of a file, or that name another place. The others run
+#: with the slow tests.
+FIRST = {"pipe", "dev-zero", "unreadable", "read-only", "full-disk", "address"}
 #: Faults that need a fork of their own, or rights that not every user has.
 ALONE = {"full-disk", "device", *MOUNTS}
 
@@ -384,7 +226,7 @@ CASES = [
 
 @pytest.mark.parametrize(("place", "faults"), CASES)
 def test_a_fault_is_one_line_and_leaves_nothing(inputs, folder, place, faults):
-    if {*faults} & {*MOUNTS} and not may_mount():
+    if {*faults} & {*MOUNTS} and not forked.may_mount():
         # A container may forbid mounts; "full-disk" and "read-only" make such faults without them.
         pytest.skip("this system does not let the user mount")
     if "device" in faults and os.geteuid():
@@ -395,18 +237,20 @@ def test_a_fault_is_one_line_and_leaves_nothing(inputs, folder, place, faults):
         where = folder()
         path = path_of(fault, where, place.suffix)
         (OUTPUT_FAULTS if place.output else INPUT_FAULTS)[fault](path)
-        line = words(place.command, inputs, where, place, str(path).removesuffix(".bin"))
-        trials.append(Trial(where, line, CODES.get(fault, {2, 4})))
+        at = f"{STORE}/x{place.suffix}" if fault == "address" else str(path)
+        line = words(place.command, inputs, where, place, at.removesuffix(".bin"))
+        says = STORE if fault == "address" and place.name not in NEEDLESS else ""
+        trials.append(Trial(where, line, CODES.get(fault, {2, 4}), says))
     before = tree(inputs), [tree(trial.where) for trial in trials]
     stays = "full" in faults[0] and place.command in STAYS
     empty = {}
 
     def limit():
-        obey_permissions()
+        forked.obey_permissions()
         if faults == ["full-disk"]:
-            small_files_only(16)
+            forked.small_files_only(16)
         for fault in {*faults} & {*MOUNTS}:
-            own_mounts()
+            forked.own_mounts()
             MOUNTS[fault](path.parent)
             empty.update(tree(path.parent))
 
@@ -446,7 +290,7 @@ def test_a_fault_inside_a_folder_is_one_line_or_without_effect(inputs, folder, p
         line = words(place.command, inputs, where, place, str(where / good.name))
         trials.append(Trial(where, line, {0, 2, 4}))
     before = tree(inputs), [tree(trial.where) for trial in trials]
-    codes = check(trials, obey_permissions)
+    codes = check(trials, forked.obey_permissions)
     assert tree(inputs) == before[0]
     for trial, code, left in zip(trials, codes, before[1], strict=True):
         after = tree(trial.where)
@@ -462,16 +306,16 @@ def enter_and_delete(where):
 
 #: Resources of which the machine has too little. A command that needs none of them succeeds.
 TOO_LITTLE = {
-    "descriptors": lambda: few_descriptors(0),
-    "descriptors-3": lambda: few_descriptors(3),
-    "descriptors-20": lambda: few_descriptors(20),
-    "descriptors-63": lambda: few_descriptors(63),
-    "memory": lambda: little_memory(0),
-    "memory-1-MiB": lambda: little_memory(2**20),
-    "memory-8-MiB": lambda: little_memory(2**23),
-    "memory-200-MiB": lambda: little_memory(200 << 20),
-    "memory-300-MiB": lambda: little_memory(300 << 20),  # enough to begin
-    "threads": no_more_processes,
+    "descriptors": lambda: forked.few_descriptors(0),
+    "descriptors-3": lambda: forked.few_descriptors(3),
+    "descriptors-20": lambda: forked.few_descriptors(20),
+    "descriptors-63": lambda: forked.few_descriptors(63),
+    "memory": lambda: forked.little_memory(0),
+    "memory-1-MiB": lambda: forked.little_memory(2**20),
+    "memory-8-MiB": lambda: forked.little_memory(2**23),
+    "memory-200-MiB": lambda: forked.little_memory(200 << 20),
+    "memory-300-MiB": lambda: forked.little_memory(300 << 20),  # enough to begin
+    "threads": forked.no_more_processes,
 }
 
 
@@ -516,7 +360,7 @@ def test_an_enormous_count_is_one_line_or_without_effect(inputs, folder, command
         where = folder()
         trials.append(Trial(where, [*words(command, inputs, where), f"{flag}={10**15}"], {0, 2}))
     left = [tree(trial.where) for trial in trials]
-    codes = check(trials, lambda: little_memory(4 << 30))
+    codes = check(trials, lambda: forked.little_memory(4 << 30))
     assert tree(inputs) == before
     for trial, code, files in zip(trials, codes, left, strict=True):
         assert code == 0 or tree(trial.where) == files, trial.words

@@ -1,55 +1,168 @@
 """Bad recipes and arguments end in one line that names the key, with code 2, before any rank starts."""
 
+import shlex
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
 import pytest
+from support.command_lines import call_command
 from support.configs import TINY_LLAMA
 from support.forked_launch import launch_forked
+from support.refusals import Refused, refusals
 from support.short_runs import write_short_recipe
 from trilith.cli.app import run
 from trilith.cli.shared.quickstart import Check, Quickstart
+from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.machine.random_files import write_hf_folder
 from trilith.testing import run_fresh
+
+
+def nothing(folder):
+    pass
+
+
+def write_recipe(folder):
+    write_short_recipe(folder / "recipe.toml", folder / "run")
+
+
+def write_model(folder):
+    write_hf_folder(folder / "hf", TINY_LLAMA)
+
+
+def command(line, says, given=nothing, why=None):
+    """State a command line that is refused in a folder with its inputs."""
+    return Refused(why or line, lambda folder: call_command(folder, *shlex.split(line)), says, given=given)
+
+
+#: Changes of a recipe. On one rank recipes are read in the same way: those of ``ALONE`` show it.
+CHANGES = {
+    "optimizer.betas=[2.0,0.9]": "optimizer.betas",
+    "optimizer.lr=inf": "optimizer.lr",
+    "optimizer.schedule=foo": "optimizer.schedule",
+    "layout.schedule=foo": "layout.schedule",
+    "dtype=float33": "dtype",
+    "compute=float4": "compute",
+    "loss_scale.initial=1000": "loss_scale.initial: expected a power of two",
+    "optimizer.groups=[{match='norm_weight'}]": "Near names: model.norm.weight",
+    "optimizer.decay=1": "optimizer.decay",
+    "optimizer.scale_lr=sqrt": "reference_batch",
+    "timeout=0": "timeout",
+    "optimizer.learning_rate=1": "learning_rate",
+    "layout.tensor=3": "tensor: expected a divisor",
+    "layout.pipeline=4": "pipeline",
+    "out=/proc/x/y": "/proc/x",
+}
+ALONE = ("optimizer.lr=inf", "optimizer.groups=[{match='norm_weight'}]", "out=/proc/x/y")
+test_a_bad_recipe_is_refused_by_key = refusals(
+    *(
+        command(f'train recipe.toml layout.data=2 "{change}"', says, write_recipe)
+        for change, says in CHANGES.items()
+    ),
+    *(command(f'train recipe.toml "{change}"', CHANGES[change], write_recipe) for change in ALONE),
+    command("train recipe.toml data.sequence_length=65", "sequence_length", write_recipe, why="D29"),
+    command("train recipe.toml --rank 0", "--rank: expected --dry-run with it", write_recipe),
+    command("train recipe.toml --device-memory 80GB", "--device-memory: expected --dry-run", write_recipe),
+    command(
+        "train recipe.toml",
+        "run: expected a folder that can be made",
+        lambda folder: [write_recipe(folder), (folder / "run").write_text("mine")],
+        why="a file in the place of the run's folder",
+    ),
+)
+
+test_a_conversion_or_a_comparison_that_cannot_be_is_refused_by_option = refusals(
+    *(
+        command(f"convert hf out {words}", says, write_model)
+        for words, says in (
+            ("--to hf --split 2,1", "--to hf: expected no layout"),
+            ("--max-ram '12 parsecs'", "--max-ram: expected a size"),
+            ("--max-ram 1MB", "--max-ram: expected at least"),
+            ("--split a", "--split: expected numbers"),
+            ("--dtype int8", "--dtype: expected one of"),
+        )
+    ),
+    # A comparison that would say nothing.
+    *(
+        command(f"parity hf --tolerance={number}", "--tolerance: expected a number from 0", write_model)
+        for number in ("nan", "-1e-3", "inf")
+    ),
+    *(
+        command(f"parity hf --dtype {dtype}", "--dtype: expected", write_model)
+        for dtype in ("float8", "int64")
+    ),
+    *(
+        command(f"{words} none{out}", "none: expected")
+        for words, out in (("convert", " a"), ("inspect", ""), ("verify", ""))
+    ),
+    command("models llama3-8b", "found 'llama3-8b'. Nearest: llama-3-8b"),
+    command("models mixtrl", "Nearest: mixtral"),
+)
+
+
+@cache
+def model():
+    """Return a model's folder with a tokenizer, which stays as it is."""
+    folder = Path(mkdtemp(prefix="trilith-refusals-"))
+    write_hf_folder(folder / "model", {**TINY_LLAMA, "vocab_size": 300, "max_position_embeddings": 256})
+    train_tokenizer(["The quick brown fox jumps.\n" * 99], folder / "tokenizer", vocab_size=300)
+    return folder
+
+
+def generate(words, says, given=nothing):
+    def call(folder):
+        options = ["--tokenizer", str(model() / "tokenizer"), "--max-new-tokens", "12"]
+        call_command(folder, "generate", str(model() / "model"), *options, *shlex.split(words))
+
+    return Refused(f"generate {words}", call, says, given=given)
+
+
+def write_prompts(folder):
+    (folder / "prompts.jsonl").write_text('{"prompt": "dog"}\n{"text": "x"}\n')
+
+
+test_texts_that_cannot_be_generated_are_refused = refusals(
+    generate("", "prompt: expected --prompt TEXT or --prompts FILE, found neither"),
+    generate("-p ''", "prompt 1: prompt: expected at least one token"),
+    generate("--prompts nowhere.txt", r"nowhere\.txt: expected a file, found nothing there"),
+    generate("-p x --tensor 3", "tensor: expected a divisor of num_attention_heads=4, found 3"),
+    generate("-p x --max-new-tokens 400", "at most the model's 256 positions"),
+    generate("-p x --top-p 0", "top_p: expected above 0"),
+    generate("-p x --dtype int3", "int3"),
+    generate("-p x --out no/such/folder", "expected a file in a folder that exists"),
+    generate("--prompts prompts.jsonl", r"2: expected prompt \(text\) or messages", write_prompts),
+    command("generate hf --prompt ''", "tokenizer", write_model),  # without one, said first
+)
+
+
+def write_files(folder):
+    (folder / "file").write_text("mine")
+    (folder / "a.jsonl").write_text('{"text": "some words"}\n{"text": 3}\n')
+    (folder / "ds.json").write_text('{"train_batch_size": 8}')
+
+
+test_places_and_options_that_cannot_be_are_refused_before_the_work = refusals(
+    command("recipe from-deepspeed ds.json --out no/x.toml", "no folder", write_files),
+    command("recipe from-deepspeed ds.json --out .", "found a folder", write_files),
+    command("report run --out .", "found a folder", write_files),
+    command("report run --out file/x.html", "which is a file", write_files),
+    command(
+        "tokenize file --tokenizer none --out out --show 1", "--show: expected --chat with it", write_files
+    ),
+    command("train-tokenizer a.jsonl --vocab-size 270 --out t", r"a\.jsonl:2", write_files),
+    command("report .", "a run's folder with metrics.jsonl or events.jsonl, found neither"),
+    command("status .", "expected"),
+    command("schedule --name zigzag", "one of gpipe, 1f1b"),
+    command("schedule --name 1f1b --microbatches 3", "at least 4 with 1f1b over pipeline=4, found 3"),
+    command("schedule --name 1f1b --virtual 2", "1 with 1f1b, found 2"),
+    command("schedule --name 1f1b --out picture.xyz", r"ends in .png, .svg, .pdf, found picture\.xyz"),
+    command("schedule --name 1f1b --out nowhere/picture.png", "a folder that exists"),
+)
 
 
 @pytest.fixture
 def recipe(tmp_path):
     return write_short_recipe(tmp_path / "recipe.toml", tmp_path / "run")
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ("optimizer.betas=[2.0,0.9]", "optimizer.betas"),
-        ("optimizer.lr=inf", "optimizer.lr"),
-        ("optimizer.schedule=foo", "optimizer.schedule"),
-        ("layout.schedule=foo", "layout.schedule"),
-        ("dtype=float33", "dtype"),
-        ("compute=float4", "compute"),
-        ("loss_scale.initial=1000", "loss_scale.initial: expected a power of two"),
-        ("optimizer.groups=[{match='norm_weight'}]", "Near names: model.norm.weight"),
-        ("optimizer.decay=1", "optimizer.decay"),
-        ("optimizer.scale_lr=sqrt", "reference_batch"),
-        ("timeout=0", "timeout"),
-        ("optimizer.learning_rate=1", "learning_rate"),
-        ("layout.tensor=3", "tensor: expected a divisor"),
-        ("layout.pipeline=4", "pipeline"),
-        pytest.param("data.sequence_length=65", "sequence_length", id="D29"),
-        ("out=/proc/x/y", "/proc/x"),
-    ],
-)
-@pytest.mark.parametrize("layout", [[], ["layout.data=2"]], ids=["one-rank", "launcher"])
-def test_a_bad_recipe_is_refused_by_key(recipe, capfd, change, says, layout):
-    assert run(["train", str(recipe), *layout, change]) == 2
-    err = capfd.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1
-    assert says in err
-    assert not (recipe.parent / "run").exists()
-
-
-def test_a_file_in_the_place_of_the_run_s_folder_is_refused(recipe, capfd):
-    (recipe.parent / "run").write_text("mine")
-    assert run(["train", str(recipe)]) == 2
-    assert "run: expected a folder that can be made" in capfd.readouterr().err
-    assert (recipe.parent / "run").read_text() == "mine"
 
 
 def test_cuda_is_refused_before_ranks_start_E20(recipe, capfd, monkeypatch):
@@ -66,37 +179,6 @@ def test_nproc_is_the_layout_s_ranks(recipe, tmp_path, ranks, code):
     assert code == 0 or "world" in ended.output
 
 
-@pytest.fixture
-def folder(tmp_path):
-    write_hf_folder(tmp_path / "hf", TINY_LLAMA)
-    return tmp_path / "hf"
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--to", "hf", "--split", "2,1"], "--to hf: expected no layout"),
-        (["--max-ram", "12 parsecs"], "--max-ram: expected a size"),
-        (["--max-ram", "1MB"], "--max-ram: expected at least"),
-        (["--split", "a"], "--split: expected numbers"),
-        (["--dtype", "int8"], "--dtype: expected one of"),
-        (["--workers", "0"], "--workers"),
-    ],
-)
-def test_a_conversion_that_cannot_be_is_refused_by_option(folder, capfd, words, says):
-    assert run(["convert", str(folder), str(folder.parent / "out"), *words]) == 2
-    assert says in capfd.readouterr().err
-    assert not list(folder.parent.glob("out*"))
-
-
-def test_verify_compares_what_was_written_with_the_source(folder, capfd):
-    out = folder.parent / "out"
-    assert run(["convert", str(folder), str(out), "--tensor", "2", "--verify", "--max-ram", "2GiB"]) == 0
-    assert "every number is the source's" in capfd.readouterr().out
-    assert run(["convert", str(out), str(folder.parent / "back"), "--verify", "--workers", "1"]) == 0
-    assert "every number is the source's" in capfd.readouterr().out
-
-
 def test_a_quickstart_with_a_failed_check_exits_with_1(tmp_path, monkeypatch, capfd):
     for passed, code in ((True, 0), (False, 1)):
         checks = [Check("first", "1", "1", True), Check("second", "3", "2", passed)]
@@ -109,49 +191,3 @@ def test_a_quickstart_with_a_failed_check_exits_with_1(tmp_path, monkeypatch, ca
 def test_the_quickstart_holds_what_it_says(tmp_path):
     checks = Quickstart(tmp_path / "q", lambda line: None).run()
     assert len(checks) == 7 and all(check.passed for check in checks), checks
-
-
-def test_an_empty_prompt_is_refused(folder, capfd):
-    assert run(["generate", str(folder), "--prompt", ""]) == 2  # without a tokenizer, said first
-    assert "tokenizer" in capfd.readouterr().err
-
-
-def test_options_that_go_with_another_are_refused_without_it(recipe, capfd):
-    for words in (["--rank", "0"], ["--device-memory", "80GB"]):
-        assert run(["train", str(recipe), *words]) == 2
-        assert f"{words[0]}: expected --dry-run with it" in capfd.readouterr().err
-    assert not (recipe.parent / "run").exists()
-    text = recipe.parent / "text.txt"
-    text.write_text("words")
-    assert run(f"tokenize {text} --tokenizer none --out {recipe.parent}/out --show 1".split()) == 2
-    assert "--show: expected --chat with it" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--tolerance", "nan"], "--tolerance: expected a number from 0"),
-        (["--tolerance=-1e-3"], "--tolerance: expected a number from 0"),
-        (["--tolerance", "inf"], "--tolerance: expected a number from 0"),
-        (["--dtype", "float8"], "--dtype: expected"),
-        (["--dtype", "int64"], "--dtype: expected"),
-    ],
-)
-def test_a_comparison_that_would_say_nothing_is_refused(folder, capfd, words, says):
-    assert run(["parity", str(folder), *words]) == 2
-    assert says in capfd.readouterr().err
-
-
-def test_a_place_where_no_file_can_be_is_refused_before_the_work(tmp_path, capfd):
-    (tmp_path / "file").write_text("mine")
-    configuration = tmp_path / "ds.json"
-    configuration.write_text('{"train_batch_size": 8}')
-    for words, says in (
-        (f"recipe from-deepspeed {configuration} --out {tmp_path}/no/x.toml", "no folder"),
-        (f"recipe from-deepspeed {configuration} --out {tmp_path}", "found a folder"),
-        (f"report {tmp_path}/run --out {tmp_path}", "found a folder"),
-        (f"report {tmp_path}/run --out {tmp_path}/file/x.html", "which is a file"),
-    ):
-        assert run(words.split()) == 2, words
-        assert says in capfd.readouterr().err, words
-    assert (tmp_path / "file").read_text() == "mine"

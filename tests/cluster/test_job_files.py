@@ -1,12 +1,11 @@
 """Write a job's file for each system with ``trilith launch``, and refuse jobs that cannot be."""
 
-import shlex
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
-from support.commands import call_command
+from support.command_lines import call_command
+from support.pages import Page
 from support.refusals import Refused, refusals
 from trilith.cli.app import run
 
@@ -103,17 +102,15 @@ def launch(why, says, *words, system="slurm", given=lambda folder: None):
 
 
 test_jobs_that_cannot_be_are_refused = refusals(
-    [
-        launch("least-nodes", "--least-nodes: expected --fit with it, found 2", "--least-nodes", "2"),
-        launch("too-many", "--least-nodes: expected at most 8, .* 9", "--fit", "--least-nodes", "9"),
-        launch("ranks", "layout: expected 70 ranks for 7 nodes x 10, found", "--nodes", "7"),
-        launch("ranks-of-4", "expected 32 ranks for 4 nodes x 8", "--nodes", "4", "--ranks-per-node", "8"),
-        launch("limit", "--warning: expected fewer minutes than the limit of 5, found 5", "--minutes", "5"),
-        launch("name", "--name: expected letters, digits, - _ and ., found 'a b'", "--name", "a b"),
-        launch("layout", "tensor", "layout.tensor=3"),
-        launch("spares", "--spares: expected slurm: .* found jobset", "--spares", "1", system="jobset"),
-        launch("somebody-adapted-it", "job", given=lambda folder: (folder / "job").write_text("mine")),
-    ]
+    launch("least-nodes", "--least-nodes: expected --fit with it, found 2", "--least-nodes", "2"),
+    launch("too-many", "--least-nodes: expected at most 8, .* 9", "--fit", "--least-nodes", "9"),
+    launch("ranks", "layout: expected 70 ranks for 7 nodes x 10, found", "--nodes", "7"),
+    launch("ranks-of-4", "expected 32 ranks for 4 nodes x 8", "--nodes", "4", "--ranks-per-node", "8"),
+    launch("limit", "--warning: expected fewer minutes than the limit of 5, found 5", "--minutes", "5"),
+    launch("name", "--name: expected letters, digits, - _ and ., found 'a b'", "--name", "a b"),
+    launch("layout", "tensor", "layout.tensor=3"),
+    launch("spares", "--spares: expected slurm: .* found jobset", "--spares", "1", system="jobset"),
+    launch("somebody-adapted-it", "job", given=lambda folder: (folder / "job").write_text("mine")),
 )
 
 
@@ -130,24 +127,14 @@ def test_a_job_that_may_shrink_asks_for_a_range_of_nodes(tmp_path):
 
 def test_a_slurm_script_has_all_that_a_run_on_many_hosts_needs(tmp_path):
     text = written(tmp_path, "slurm", RECIPE)
-    for needed in [
-        *(
-            "--kill-on-bad-exit=1",
-            "--dependency=singleton",
-            "excluded-nodes",
-            "--signal=B:USR1@",
-            "--requeue",
-        ),
-        *("hostname --all-ip-addresses", "NCCL_DEBUG=WARN", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"),
-        *("FI_PROVIDER", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"),
-    ]:
-        assert needed in text, needed
+    needed = "--kill-on-bad-exit=1 --dependency=singleton excluded-nodes --signal=B:USR1@ --requeue "
+    needed += "FI_PROVIDER NCCL_DEBUG=WARN NCCL_SOCKET_IFNAME NCCL_IB_HCA TORCH_FR_BUFFER_SIZE "
+    needed += "TORCH_NCCL_DUMP_ON_TIMEOUT"
+    assert [word for word in [*needed.split(), "hostname --all-ip-addresses"] if word not in text] == []
 
 
 def commands(first):
-    """Return the commands of docs/clusters.md that begin so, without the program's name."""
-    lines = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text(encoding="utf-8").splitlines()
-    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith(f"trilith {first} ")]
+    return [words for words in Page.read("docs/clusters.md").commands() if words[0] == first]
 
 
 def test_the_page_s_commands_write_jobs(tmp_path, monkeypatch):

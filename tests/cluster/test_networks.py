@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+from support.kills import wait_for
 from support.networks import NoNetworks, hosts
-from support.short_runs import losses, tiny_recipe, train
+from support.short_runs import losses, tiny_recipe, train, write_recipe
 from trilith.machine.random_files import write_tokens
-from trilith.recipes.foreign.translation import to_toml
 from trilith.runs.heartbeat import all_status, status_folder
 from trilith.system.process_info import process_info
 
@@ -30,15 +30,6 @@ def network(request, monkeypatch):
         pytest.skip(f"this machine lets us make no network namespaces: {reason}")
 
 
-def wait_until(done, seconds, what, told=str):
-    """Return after how many seconds it was so; ``told`` returns what else a failure should show."""
-    began = time.monotonic()
-    while not done():
-        assert time.monotonic() - began < seconds, f"{what}\n{told()}"
-        time.sleep(0.05)
-    return time.monotonic() - began
-
-
 def lives(pid):
     info = process_info(pid)
     return info is not None and info.alive
@@ -56,10 +47,7 @@ def test_a_link_that_is_cut_in_a_step_is_named_and_the_run_goes_on_when_it_is_ba
     tokens = write_tokens(tmp_path / "tokens", count=40_000)
     raw = tiny_recipe(out, tokens, steps=400, layout={"data": 2}, timeout=TIMEOUT)
     raw["checkpoint"] = {"every": 20, "keep": 2}
-    (tmp_path / "recipe.toml").write_text(
-        "".join(f"{key} = {to_toml(value)}\n" for key, value in raw.items())
-    )
-    words = ["trilith", "train", str(tmp_path / "recipe.toml")]
+    words = ["trilith", "train", str(write_recipe(tmp_path / "recipe.toml", raw))]
 
     def logs():
         return "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
@@ -69,26 +57,28 @@ def test_a_link_that_is_cut_in_a_step_is_named_and_the_run_goes_on_when_it_is_ba
         return len(path.read_text().splitlines()) if path.exists() else 0
 
     running = start_all(network, words, tmp_path)
-    wait_until(lambda: steps() > 30, 200, "no 30 steps\n")
+    wait_for(lambda: steps() > 30, 200, "30 steps")
     network.cut("node2")
     stopped = steps()
 
     def ended():
         return [status.code for status in all_status(status_folder(out))] == [3, 3]
 
-    seconds = wait_until(ended, TIMEOUT + 5, "the ranks did not say within timeout + 5 s that they failed")
+    began = time.monotonic()
+    wait_for(ended, TIMEOUT + 5, "the ranks' word that they failed")
+    seconds = time.monotonic() - began
     told = [status.error for status in all_status(status_folder(out))]
     print(f"\nnamed {seconds:.1f} s after the cut: {told}")
     assert all("all ranks have called it, so the network failed" in one for one in told)
     ranks = [status.pid for status in all_status(status_folder(out))]
-    wait_until(lambda: not any(map(lives, ranks)), 40, "a rank that failed goes on")
+    wait_for(lambda: not any(map(lives, ranks)), 40, "the end of ranks that failed")
     assert 30 < stopped < raw["steps"]
 
     network.restore("node2")  # which lets torchrun's two agents, which wait for each other, end
-    wait_until(lambda: all(one.poll() is not None for one in running), 120, "torchrun goes on")
+    wait_for(lambda: all(one.poll() is not None for one in running), 120, "the end of torchrun")
     assert all(one.returncode for one in running)
     again = start_all(network, words, tmp_path)
-    wait_until(lambda: all(one.poll() is not None for one in again), 200, "the resumed run goes on", logs)
+    wait_for(lambda: all(one.poll() is not None for one in again), 200, "the end of the resumed run")
     assert [one.returncode for one in again] == [0, 0], logs()
     assert "resumed from" in logs()
     train(raw | {"out": str(tmp_path / "whole")})

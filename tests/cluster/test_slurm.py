@@ -4,10 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from support.kills import wait_for
 from support.short_runs import losses
 from support.slurm import NoSlurm, slurm, unpack
 from support.slurm_job import Submitted
@@ -132,10 +132,8 @@ def test_a_cancelled_job_leaves_nothing_running_and_nothing_half_written(cluster
     mine.wait_for_steps(23)
     cluster.command("scancel", job)
     assert cluster.wait(job, "CANCELLED", "FAILED", "COMPLETED") == "CANCELLED", printed(mine)
-    ends = time.monotonic() + 60
-    while left := started_with(f"SLURM_JOB_ID={job}", f"SLURM_CONF={cluster.folder / 'slurm.conf'}"):
-        assert time.monotonic() < ends, f"{left} still run"
-        time.sleep(0.2)
+    mine_are = f"SLURM_JOB_ID={job}", f"SLURM_CONF={cluster.folder / 'slurm.conf'}"
+    wait_for(lambda: not started_with(*mine_are), 60, "the end of the job's processes")
     saved = complete_checkpoints(mine.out / "checkpoints")
     assert saved
     for path in saved:
@@ -180,7 +178,4 @@ def test_a_slurm_of_a_killed_test_ends(unpacked, tmp_path):
         mark = f"SLURM_CONF={tmp_path / 'run/slurm.conf'}"
         assert len(started_with(mark)) >= 3
         os.kill(holder.pid, signal.SIGKILL)
-    ends = time.monotonic() + 30
-    while left := started_with(mark):
-        assert time.monotonic() < ends, f"{left} still run"
-        time.sleep(0.2)
+    wait_for(lambda: not started_with(mark), 30, "the end of Slurm")

@@ -51,18 +51,28 @@ def test_a_window_shares_one_token_with_the_next(make, tokens, samples):
     assert GlobalBatches(make("a", tokens), 8, 1, seed=0).samples == samples
 
 
-@settings(max_examples=40, deadline=None)
-@given(step=st.integers(0, 10**9), seed=st.integers(0, 2**40))
-def test_ranks_pieces_in_order_are_the_global_batch_D5(tmp_path_factory, step, seed):
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory):
+    """Return a file, a mixture, and one of samples of chats and text, whose rows have positions."""
     folder = tmp_path_factory.mktemp("pieces")
     file, other = numbers(folder / "a", 100), numbers(folder / "b", 60, 100)
-    for tokens in (file, Mixture([(file, 2), (other, 1)])):
+    samples = [range(10 * n, 11 * n) for n in range(1, 8)]
+    learnt = [[1] * len(ids) for ids in samples]
+    chat = write_token_file(folder / "chat", samples, learnt, vocab_size=70_000, tokenizer_fingerprint="t")
+    return file, Mixture([(file, 2), (other, 1)]), Mixture([(chat, 2), (other, 1)])
+
+
+@settings(max_examples=40, deadline=None)
+@given(step=st.integers(0, 10**9), seed=st.integers(0, 2**40))
+def test_ranks_pieces_in_order_are_the_global_batch_D5(kinds, step, seed):
+    for tokens in kinds:
         data = GlobalBatches(tokens, 7, 12, seed)
         whole = data.batch(step)
+        assert (whole.positions is None) == (tokens is not kinds[2])
         for size in (1, 2, 3, 4, 6, 12):
             pieces = [data.batch(step, rank, size) for rank in range(size)]
-            assert torch.equal(torch.cat([piece.input_ids for piece in pieces]), whole.input_ids)
-            assert torch.equal(torch.cat([piece.labels for piece in pieces]), whole.labels)
+            for of_ranks, tensor in zip(zip(*pieces, strict=True), whole, strict=True):
+                assert tensor is None or torch.equal(torch.cat(of_ranks), tensor)
 
 
 def test_there_is_no_state_but_the_step(make):

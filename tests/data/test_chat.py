@@ -1,10 +1,12 @@
 """Conversations: every published form, only the assistant's tokens learnt, whichever way they are found."""
 
+import json
 import string
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.token_files import CHATML, MARKED
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 from trilith.data.text.chat_formats import Conversation, conversation_of
@@ -16,16 +18,6 @@ from trilith.parallel_state import BadInput
 LIBRARY = Path(string.__file__).parent
 TEXTS = [(LIBRARY / f"{name}.py").read_text() for name in ("string", "textwrap", "token", "this")]
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-MARKED = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
-    "{% generation %}{{ m.content + '<|im_end|>\n' }}{% endgeneration %}"
-    "{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 #: The last answer's thoughts are written, earlier ones are not.
 FORGETFUL = (
     "{% for m in messages %}{{ m.role + ': ' }}"
@@ -136,38 +128,28 @@ def test_every_sample_gets_one_date(tokenizer, tmp_path):
 
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+TOOLS = [{"type": "function"}]
+WITH_INPUT = [{"role": "system", "content": "s"}, {"role": "user", "content": "q\n\non"}, ANSWER]
+FORMS = {
+    "messages": ({"messages": [USER, ANSWER], "text": "x"}, [USER, ANSWER]),
+    "nulls-of-tables": ({"messages": [{**USER, "name": None}], "prompt": None}, [USER]),
+    "tools": ({"messages": [USER], "tools": json.dumps(TOOLS)}, [USER], 0, TOOLS),
+    "shared": (
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        [USER, ANSWER],
+    ),
+    "prompt": ({"prompt": "q", "completion": "a"}, [USER, ANSWER], 1),
+    "prompt-of-messages": (
+        {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]},
+        [USER, ANSWER, USER, ANSWER],
+        3,
+    ),
+    "alpaca": ({"instruction": "q", "input": "", "output": "a"}, [USER, ANSWER]),
+    "alpaca-with-input": ({"instruction": "q", "input": "on", "output": "a", "system": "s"}, WITH_INPUT),
+}
 
 
-@pytest.mark.parametrize(
-    ("record", "expected"),
-    [
-        ({"messages": [USER, ANSWER], "text": "x"}, Conversation([USER, ANSWER])),
-        ({"messages": [{**USER, "name": None}], "prompt": None}, Conversation([USER])),
-        (
-            {"messages": [USER], "tools": '[{"type": "function"}]'},
-            Conversation([USER], 0, [{"type": "function"}]),
-        ),
-        (
-            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-            Conversation([USER, ANSWER]),
-        ),
-        ({"prompt": "q", "completion": "a"}, Conversation([USER, ANSWER], 1)),
-        (
-            {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]},
-            Conversation([USER, ANSWER, USER, ANSWER], 3),
-        ),
-        ({"instruction": "q", "input": "", "output": "a"}, Conversation([USER, ANSWER])),
-        (
-            {"instruction": "q", "input": "on", "output": "a", "system": "s"},
-            Conversation(
-                [{"role": "system", "content": "s"}, {"role": "user", "content": "q\n\non"}, ANSWER]
-            ),
-        ),
-    ],
-    ids=[
-        *("messages", "nulls-of-tables", "tools", "shared", "prompt", "prompt-of-messages", "alpaca"),
-        "alpaca-with-input",
-    ],
-)
-def test_every_form_becomes_a_conversation(record, expected):
-    assert conversation_of(record, "here") == expected
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_becomes_a_conversation(name):
+    record, *expected = FORMS[name]
+    assert conversation_of(record, "here") == Conversation(*expected)

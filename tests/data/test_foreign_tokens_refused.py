@@ -5,7 +5,7 @@ import struct
 from functools import partial
 from pathlib import Path
 
-from support.commands import call_command
+from support.command_lines import call_command
 from support.damage import truncate
 from support.refusals import Refused, refusals
 from trilith.data.datatrove import read_datatrove
@@ -60,41 +60,37 @@ def longer(ending, count):
 
 
 test_megatron_files_that_do_not_fit_are_refused = refusals(
-    [
-        megatron("no-index", lambda folder: (folder / "int32.idx").unlink(), "int32.idx: expected a file"),
-        megatron("no-tokens", lambda folder: (folder / "int32.bin").unlink(), "int32.bin: expected a file"),
-        megatron("half-a-header", cut(".idx", -130), "at least 34 bytes, a whole header, found 32"),
-        megatron("F6-index-cut-short", cut(".idx", -1), "162 bytes for 6 sequences and 7 bounds"),
-        megatron("index-too-long", longer(".idx", 1), "162 bytes for 6 sequences"),
-        megatron("tokens-cut-short", cut(".bin", -4), "1008 bytes, 252 ids of 4 bytes"),
-        megatron("F6-odd-length", cut(".bin", -1), "1008 bytes, 252 ids of 4 bytes"),
-        megatron("more-tokens", longer(".bin", 4), "1008 bytes, 252 ids of 4 bytes"),
-        megatron("int64", partial(copies, name="int64"), "expected uint16 or int32, found int64"),
-        megatron(
-            "pictures", partial(copies, name="pictures"), "sequence 1: expected mode 0, text, found mode 1"
-        ),
-        megatron("beside-them", overwrite(".idx", BOUNDS, "<q", 1), "bounds of documents", out="int32"),
-        megatron("F8-id", overwrite(".bin", 28, "<i", 257), "token 7: expected 0 to 256, the tok.*found 257"),
-        megatron("F5-sign", overwrite(".bin", 28, "<i", -1), "token 7: expected 0 to 256, the tok.*found -1"),
-        put("wrong-magic", "magic", 0, "6s", b"NOTIDX"),
-        put("older-format", "the older format of cached data sets", 0, "8s", b"TNTIDX\0\0"),
-        put("version", "version: expected 1, found 2", 9, "<Q", 2),
-        put("F5-type", "found float32", 17, "B", 7),
-        put("unknown-type", "found code 99", 17, "B", 99),
-        put("F5-width-of-another-type", "pointer of sequence 1: expected 34", 17, "B", 8),
-        put("many-sequences", "bytes for 2305843009213693952 sequences", 18, "<Q", 2**61),
-        put("many-documents", "2305843009213693952 bounds", 26, "<Q", 2**61),
-        put("F1-no-sequence", "0 sequences", 18, "<Q", 0),
-        put("negative", "length of sequence 1: expected at least 0", LENGTHS + 4, "<i", -40),
-        put("overlap", "pointer of sequence 2", LENGTHS + 4, "<i", 41),
-        put("beyond-the-file", "4000000764 bytes", LENGTHS + 20, "<i", 10**9),
-        put("pointer-beyond-the-file", "pointer of sequence 5", POINTERS + 40, "<q", 10**12),
-        put("negative-pointer", "pointer of sequence 0: expected 0", POINTERS, "<q", -4),
-        put("F11-unsorted", "bound 3 of documents: expected at least 5", BOUNDS + 16, "<q", 5),
-        put("bounds-begin", "bounds of documents: expected 0 to 6", BOUNDS, "<q", 1),
-        put("bounds-end", "bounds of documents: expected 0 to 6", BOUNDS + 48, "<q", 7),
-        put("negative-bound", "bound 1 of documents", BOUNDS + 8, "<q", -1),
-    ]
+    megatron("no-index", lambda folder: (folder / "int32.idx").unlink(), "int32.idx: expected a file"),
+    megatron("no-tokens", lambda folder: (folder / "int32.bin").unlink(), "int32.bin: expected a file"),
+    megatron("half-a-header", cut(".idx", -130), "at least 34 bytes, a whole header, found 32"),
+    megatron("F6-index-cut-short", cut(".idx", -1), "162 bytes for 6 sequences and 7 bounds"),
+    megatron("index-too-long", longer(".idx", 1), "162 bytes for 6 sequences"),
+    megatron("tokens-cut-short", cut(".bin", -4), "1008 bytes, 252 ids of 4 bytes"),
+    megatron("F6-odd-length", cut(".bin", -1), "1008 bytes, 252 ids of 4 bytes"),
+    megatron("more-tokens", longer(".bin", 4), "1008 bytes, 252 ids of 4 bytes"),
+    megatron("int64", partial(copies, name="int64"), "expected uint16 or int32, found int64"),
+    megatron("pictures", partial(copies, name="pictures"), "sequence 1: expected mode 0, text, found mode 1"),
+    megatron("beside-them", overwrite(".idx", BOUNDS, "<q", 1), "bounds of documents", out="int32"),
+    megatron("F8-id", overwrite(".bin", 28, "<i", 257), "token 7: expected 0 to 256, the tok.*found 257"),
+    megatron("F5-sign", overwrite(".bin", 28, "<i", -1), "token 7: expected 0 to 256, the tok.*found -1"),
+    put("wrong-magic", "magic", 0, "6s", b"NOTIDX"),
+    put("older-format", "the older format of cached data sets", 0, "8s", b"TNTIDX\0\0"),
+    put("version", "version: expected 1, found 2", 9, "<Q", 2),
+    put("F5-type", "found float32", 17, "B", 7),
+    put("unknown-type", "found code 99", 17, "B", 99),
+    put("F5-width-of-another-type", "pointer of sequence 1: expected 34", 17, "B", 8),
+    put("many-sequences", "bytes for 2305843009213693952 sequences", 18, "<Q", 2**61),
+    put("many-documents", "2305843009213693952 bounds", 26, "<Q", 2**61),
+    put("F1-no-sequence", "0 sequences", 18, "<Q", 0),
+    put("negative", "length of sequence 1: expected at least 0", LENGTHS + 4, "<i", -40),
+    put("overlap", "pointer of sequence 2", LENGTHS + 4, "<i", 41),
+    put("beyond-the-file", "4000000764 bytes", LENGTHS + 20, "<i", 10**9),
+    put("pointer-beyond-the-file", "pointer of sequence 5", POINTERS + 40, "<q", 10**12),
+    put("negative-pointer", "pointer of sequence 0: expected 0", POINTERS, "<q", -4),
+    put("F11-unsorted", "bound 3 of documents: expected at least 5", BOUNDS + 16, "<q", 5),
+    put("bounds-begin", "bounds of documents: expected 0 to 6", BOUNDS, "<q", 1),
+    put("bounds-end", "bounds of documents: expected 0 to 6", BOUNDS + 48, "<q", 7),
+    put("negative-bound", "bound 1 of documents", BOUNDS + 8, "<q", -1),
 )
 
 
@@ -111,19 +107,17 @@ def datatrove(why, ending, content, says):
 
 
 test_datatrove_files_that_do_not_fit_are_refused = refusals(
-    [
-        datatrove("no-index", ".index", None, "save_index=True"),
-        datatrove("F1-empty-index", ".index", b"", "8 bytes for each document"),
-        datatrove("index-cut-short", ".index", b"\x01" * 9, "8 bytes for each document"),
-        datatrove("F11-ends-fall", ".index", struct.pack("<3Q", 90, 80, 252), "document 1: expected an end"),
-        datatrove("uint64", ".index", struct.pack("<2Q", 90, 2**63), "document 1: expected an end"),
-        datatrove("more-ids", ".index", struct.pack("<2Q", 90, 253), "2 or 4 bytes for each of 253 ids"),
-        datatrove("no-tokens", ".index", struct.pack("<2Q", 0, 0), "at least one with tokens"),
-        datatrove("F5-width", ".metadata", b"bytes|4\n252\n", "expected 2, as the other files say"),
-        datatrove("count", ".metadata", b"bytes|2\n251\n", "expected 252, as the other files say"),
-        datatrove("empty-metadata", ".metadata", b"", "expected 252"),
-        datatrove("a-loss-mask", ".loss", b"\1" * 252, "no mask of the loss"),
-    ]
+    datatrove("no-index", ".index", None, "save_index=True"),
+    datatrove("F1-empty-index", ".index", b"", "8 bytes for each document"),
+    datatrove("index-cut-short", ".index", b"\x01" * 9, "8 bytes for each document"),
+    datatrove("F11-ends-fall", ".index", struct.pack("<3Q", 90, 80, 252), "document 1: expected an end"),
+    datatrove("uint64", ".index", struct.pack("<2Q", 90, 2**63), "document 1: expected an end"),
+    datatrove("more-ids", ".index", struct.pack("<2Q", 90, 253), "2 or 4 bytes for each of 253 ids"),
+    datatrove("no-tokens", ".index", struct.pack("<2Q", 0, 0), "at least one with tokens"),
+    datatrove("F5-width", ".metadata", b"bytes|4\n252\n", "expected 2, as the other files say"),
+    datatrove("count", ".metadata", b"bytes|2\n251\n", "expected 252, as the other files say"),
+    datatrove("empty-metadata", ".metadata", b"", "expected 252"),
+    datatrove("a-loss-mask", ".loss", b"\1" * 252, "no mask of the loss"),
 )
 
 MARKED = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
@@ -141,27 +135,25 @@ def command(why, says, *words):
 
 
 test_options_that_contradict_each_other_are_refused = refusals(
-    [
-        command(
-            "text-options",
-            "no option that says how to tokenize",
-            *("int32", "--from", "megatron", "--split-paragraphs"),
-        ),
-        command("to", "found --to", "int32", "--from", "megatron", "--to", "megatron"),
-        command(
-            "one-name-twice",
-            "files with different names, found two called int32",
-            *("int32", "int32.bin", "--from", "megatron"),
-        ),
-        command("no-ds-files", "a folder with .ds files", "tokenizer", "--from", "datatrove"),
-        command(
-            "chat-for-megatron",
-            "expected text: it learns every token",
-            *("documents.jsonl", "--to", "megatron", "--chat", "--chat-template", "t.jinja"),
-        ),
-        *(
-            Refused(f"blend-{' '.join(blend)}", lambda _, blend=blend: parse_blend(blend, "x"), "data path")
-            for blend in ([], ["1", "a", "b", "c"], *(["1", "a", n, "b"] for n in ("0", "-1", "nan", "inf")))
-        ),
-    ]
+    command(
+        "text-options",
+        "no option that says how to tokenize",
+        *("int32", "--from", "megatron", "--split-paragraphs"),
+    ),
+    command("to", "found --to", "int32", "--from", "megatron", "--to", "megatron"),
+    command(
+        "one-name-twice",
+        "files with different names, found two called int32",
+        *("int32", "int32.bin", "--from", "megatron"),
+    ),
+    command("no-ds-files", "a folder with .ds files", "tokenizer", "--from", "datatrove"),
+    command(
+        "chat-for-megatron",
+        "expected text: it learns every token",
+        *("documents.jsonl", "--to", "megatron", "--chat", "--chat-template", "t.jinja"),
+    ),
+    *(
+        Refused(f"blend-{' '.join(blend)}", lambda _, blend=blend: parse_blend(blend, "x"), "data path")
+        for blend in ([], ["1", "a", "b", "c"], *(["1", "a", n, "b"] for n in ("0", "-1", "nan", "inf")))
+    ),
 )

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import zstandard
 from support.damage import truncate
 from support.refusals import Refused, refusals
-from support.token_files import write_dataset, write_json_lines, write_token_file
+from support.token_files import CHATML, write_dataset, write_json_lines, write_token_file
 from trilith.data import TokenFile
 from trilith.data.text.chat_formats import Conversation
 from trilith.data.text.chat_template import Chat, ChatTemplate
@@ -48,41 +48,34 @@ def parquet(folder):
 
 
 test_texts_that_cannot_be_tokenized_are_refused_by_file_and_line = refusals(
-    [
-        *(
-            text(why, "in.jsonl", content, says)
-            for why, content, says in (
-                ("bad-line", GOOD * 2 + b'{"text": \n' + GOOD, r"in\.jsonl:3: .*JSON"),
-                ("not-an-object", GOOD + b'["text"]\n', r"in\.jsonl:2: .*found list"),
-                ("no-key", b'{"body": "x"}\n', r"in\.jsonl:1: .*body.*--json-key"),
-                ("not-text", GOOD + b'{"text": 7}\n', r"in\.jsonl:2: text: .*found 7"),
-                ("deep-json", GOOD + b"[" * 200_000, r"in\.jsonl:2"),
-                ("json-not-utf-8", GOOD + b'{"text": "\xff"}\n', r"in\.jsonl:2: .*0xff"),
-                ("surrogate", b'{"text": "a\\ud800"}', r"in\.jsonl:1: .*surrogate"),
-                ("F1-no-text", b'\n{"text": ""}\n', "at least one, found none"),
-            )
-        ),
-        text("text-not-utf-8", "in.txt", b"a\nb\n\xe9\n", r"in\.txt:3: .*0xe9"),
-        text("F1-empty-file", "in.txt", b"", "at least one, found none"),
-        text("json-array", "in.json", b"[]", "one object a line"),
-        text("gz-cut-short", "in.txt.gz", gzip.compress(b"a" * 999)[:-9], r"in\.txt\.gz"),
-        text("gz-that-is-not", "in.txt.gz", b"plain text", r"in\.txt\.gz"),
-        text("gz-damaged-inside", "in.txt.gz", gzip.compress(b"")[:10] + b"\xff" * 20, r"in\.txt\.gz"),
-        text("zst-that-is-not", "in.txt.zst", b"plain text", "zstandard file"),
-        text("zst-cut-short", "in.txt.zst", zstandard.compress(os.urandom(999))[:-100], "zstandard file"),
-        text("parquet-that-is-not", "in.parquet", b"PAR1 but not really", "Parquet"),
-        text("parquet-no-column", "in.parquet", parquet, "columns text, n", json_key="body"),
-        text("parquet-of-numbers", "in.parquet", parquet, r"in\.parquet:1: n: expected text", json_key="n"),
-        text("missing", "nowhere.txt", nothing, "nothing there"),
-        text("folder", "empty", lambda folder: (folder / "empty").mkdir(), "regular file"),
-        text("folder-of-the-output", "", nothing, "an output outside the input"),
-        text("no-worker", "in.jsonl", GOOD, "workers", workers=0),
-    ]
-)
-
-
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    *(
+        text(why, "in.jsonl", content, says)
+        for why, content, says in (
+            ("bad-line", GOOD * 2 + b'{"text": \n' + GOOD, r"in\.jsonl:3: .*JSON"),
+            ("not-an-object", GOOD + b'["text"]\n', r"in\.jsonl:2: .*found list"),
+            ("no-key", b'{"body": "x"}\n', r"in\.jsonl:1: .*body.*--json-key"),
+            ("not-text", GOOD + b'{"text": 7}\n', r"in\.jsonl:2: text: .*found 7"),
+            ("deep-json", GOOD + b"[" * 200_000, r"in\.jsonl:2"),
+            ("json-not-utf-8", GOOD + b'{"text": "\xff"}\n', r"in\.jsonl:2: .*0xff"),
+            ("surrogate", b'{"text": "a\\ud800"}', r"in\.jsonl:1: .*surrogate"),
+            ("F1-no-text", b'\n{"text": ""}\n', "at least one, found none"),
+        )
+    ),
+    text("text-not-utf-8", "in.txt", b"a\nb\n\xe9\n", r"in\.txt:3: .*0xe9"),
+    text("F1-empty-file", "in.txt", b"", "at least one, found none"),
+    text("json-array", "in.json", b"[]", "one object a line"),
+    text("gz-cut-short", "in.txt.gz", gzip.compress(b"a" * 999)[:-9], r"in\.txt\.gz"),
+    text("gz-that-is-not", "in.txt.gz", b"plain text", r"in\.txt\.gz"),
+    text("gz-damaged-inside", "in.txt.gz", gzip.compress(b"")[:10] + b"\xff" * 20, r"in\.txt\.gz"),
+    text("zst-that-is-not", "in.txt.zst", b"plain text", "zstandard file"),
+    text("zst-cut-short", "in.txt.zst", zstandard.compress(os.urandom(999))[:-100], "zstandard file"),
+    text("parquet-that-is-not", "in.parquet", b"PAR1 but not really", "Parquet"),
+    text("parquet-no-column", "in.parquet", parquet, "columns text, n", json_key="body"),
+    text("parquet-of-numbers", "in.parquet", parquet, r"in\.parquet:1: n: expected text", json_key="n"),
+    text("missing", "nowhere.txt", nothing, "nothing there"),
+    text("folder", "empty", lambda folder: (folder / "empty").mkdir(), "regular file"),
+    text("folder-of-the-output", "", nothing, "an output outside the input"),
+    text("no-worker", "in.jsonl", GOOD, "workers", workers=0),
 )
 
 
@@ -158,23 +151,21 @@ def without_start_token(folder):
 ARROW = "data-00001-of-00002.arrow"
 
 test_conversations_that_cannot_be_tokenized_are_refused = refusals(
-    [
-        chat("several-data-sets", "set", several_datasets, r"one data set, found several: test, train"),
-        chat("data-set-without-a-file", "set/test", dataset(ARROW), rf"{ARROW}: .* that state\.json"),
-        chat("data-set-no-arrow", "set/test", dataset(ARROW, b"no"), rf"{ARROW}: expected a stream of Arrow"),
-        chat("data-set-no-state", "set/test", dataset("state.json", b"[]"), "a JSON object"),
-        chat("plain-text", "in.txt", put("in.txt", b"hello"), r"conversations in \.jsonl or \.parquet"),
-        chat("text-record", "in.jsonl", lines([*talks(3), {"text": "x"}]), r"in\.jsonl:4: expected messages"),
-        chat("nothing-to-learn", "in.jsonl", lines(talks(1)), "tokens to learn: .* none in 1 samples"),
-        chat("model", "in.jsonl", with_tokenizer, "found a SentencePiece file", "t/tokenizer.model"),
-        chat("start-token", "in.jsonl", lines(talks(2)), "the template decides, found --no-bos", bos=False),
-        Refused(
-            "no-start-token",
-            lambda folder: tokenize([folder / "in.jsonl"], folder / "t", folder / "out", bos=True),
-            "a begin of sequence token, found none",
-            given=without_start_token,
-        ),
-    ]
+    chat("several-data-sets", "set", several_datasets, r"one data set, found several: test, train"),
+    chat("data-set-without-a-file", "set/test", dataset(ARROW), rf"{ARROW}: .* that state\.json"),
+    chat("data-set-no-arrow", "set/test", dataset(ARROW, b"no"), rf"{ARROW}: expected a stream of Arrow"),
+    chat("data-set-no-state", "set/test", dataset("state.json", b"[]"), "a JSON object"),
+    chat("plain-text", "in.txt", put("in.txt", b"hello"), r"conversations in \.jsonl or \.parquet"),
+    chat("text-record", "in.jsonl", lines([*talks(3), {"text": "x"}]), r"in\.jsonl:4: expected messages"),
+    chat("nothing-to-learn", "in.jsonl", lines(talks(1)), "tokens to learn: .* none in 1 samples"),
+    chat("model", "in.jsonl", with_tokenizer, "found a SentencePiece file", "t/tokenizer.model"),
+    chat("start-token", "in.jsonl", lines(talks(2)), "the template decides, found --no-bos", bos=False),
+    Refused(
+        "no-start-token",
+        lambda folder: tokenize([folder / "in.jsonl"], folder / "t", folder / "out", bos=True),
+        "a begin of sequence token, found none",
+        given=without_start_token,
+    ),
 )
 
 
@@ -188,22 +179,20 @@ def template(why, content, says, message="x"):
     return Refused(why, call, says, given=put("chat.jinja", content.encode()))
 
 
-MARKED = CHATML.replace("{{", "{% generation %}{{").replace("}}", "}}{% endgeneration %}")
+WHOLLY_MARKED = CHATML.replace("{{", "{% generation %}{{").replace("}}", "}}{% endgeneration %}")
 
 test_templates_that_cannot_be_are_refused = refusals(
-    [
-        template("raises", "{{ raise_exception('no tools here') }}", r"in:3: chat template: .*no tools here"),
-        template("undefined", "{{ messages[0].nothing.more }}", "in:3: chat template: .*Undefined"),
-        template("surrogate", CHATML, "in:3: expected text, found half a surrogate", "a\ud800b"),
-        template("surrogate-marked", MARKED, "in:3: expected text, found half a surrogate", "a\ud800b"),
-        Refused("F9-none", lambda _: ChatTemplate(load_tokenizer(TOKENIZER), None), "--chat-template"),
-        Refused(
-            "F9-missing",
-            lambda folder: ChatTemplate(load_tokenizer(TOKENIZER), folder / "nowhere.jinja"),
-            "expected a file, found nothing there",
-        ),
-        Refused("bad-setting", lambda _: Chat.of(None, ["thinking"]), "thinking: expected name=value"),
-    ]
+    template("raises", "{{ raise_exception('no tools here') }}", r"in:3: chat template: .*no tools here"),
+    template("undefined", "{{ messages[0].nothing.more }}", "in:3: chat template: .*Undefined"),
+    template("surrogate", CHATML, "in:3: expected text, found half a surrogate", "a\ud800b"),
+    template("surrogate-marked", WHOLLY_MARKED, "in:3: expected text, found half a surrogate", "a\ud800b"),
+    Refused("F9-none", lambda _: ChatTemplate(load_tokenizer(TOKENIZER), None), "--chat-template"),
+    Refused(
+        "F9-missing",
+        lambda folder: ChatTemplate(load_tokenizer(TOKENIZER), folder / "nowhere.jinja"),
+        "expected a file, found nothing there",
+    ),
+    Refused("bad-setting", lambda _: Chat.of(None, ["thinking"]), "thinking: expected name=value"),
 )
 
 
@@ -221,11 +210,9 @@ def negate(path):
 
 
 test_targets_that_do_not_belong_are_refused = refusals(
-    [
-        targets("F6-cut-short", lambda path: truncate(path, 5), "size: expected .* one for each of"),
-        targets("F7-of-another-set", negate, "content: expected the tokens that"),
-        targets("missing", Path.unlink, "expected a file, found nothing there"),
-    ]
+    targets("F6-cut-short", lambda path: truncate(path, 5), "size: expected .* one for each of"),
+    targets("F7-of-another-set", negate, "content: expected the tokens that"),
+    targets("missing", Path.unlink, "expected a file, found nothing there"),
 )
 
 
@@ -235,14 +222,12 @@ def training(why, says, given=nothing, **arguments):
 
 
 test_tokenizers_that_cannot_be_trained_are_refused = refusals(
-    [
-        training("vocabulary-too-small", "from 260 .* to 1,048,576", vocab_size=100),
-        training("vocabulary-too-large", "training a bpe vocabulary", vocab_size=100_000),
-        training("unknown-model", "bpe or unigram", model_type="wordpiece"),
-        training("F1-no-text", "training a bpe vocabulary", texts=[]),
-        training("F1-only-a-blank", "training a bpe vocabulary", texts=[" "]),
-        training("folder-with-files", "empty directory", given=tokenizer),
-    ]
+    training("vocabulary-too-small", "from 260 .* to 1,048,576", vocab_size=100),
+    training("vocabulary-too-large", "training a bpe vocabulary", vocab_size=100_000),
+    training("unknown-model", "bpe or unigram", model_type="wordpiece"),
+    training("F1-no-text", "training a bpe vocabulary", texts=[]),
+    training("F1-only-a-blank", "training a bpe vocabulary", texts=[" "]),
+    training("folder-with-files", "empty directory", given=tokenizer),
 )
 
 
@@ -277,19 +262,17 @@ def with_code(folder):
 JSON, MODEL = "tokenizer.json", "tokenizer.model"
 
 test_tokenizers_that_cannot_be_loaded_are_refused_and_no_code_of_theirs_is_run = refusals(
-    [
-        loading("F9-missing", nothing, "nothing there", "nowhere"),
-        loading("F9-folder-without-vocabulary", no_vocabulary, "none of them"),
-        loading("F10-2-GB-tokenizer-json", huge(JSON), "268,435,456 bytes"),
-        loading("F10-2-GB-model", huge(MODEL), "268,435,456 bytes", f"t/{MODEL}"),
-        loading("tokenizer-json-cut-short", put(JSON, b"{"), "AutoTokenizer"),
-        loading("tokenizer-json-a-list", put(JSON, b"[]"), "AutoTokenizer"),
-        loading("model-not-a-model", put(MODEL, b"no"), "SentencePiece", f"t/{MODEL}"),
-        loading("model-empty", put(MODEL, b""), "SentencePiece", f"t/{MODEL}"),
-        loading("git-lfs", put(JSON, b"version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
-        loading("another-kind-of-file", put("notes.txt", b"hello"), r"\.txt", "t/notes.txt"),
-        loading("the-json-itself", nothing, "Give the folder", f"t/{JSON}"),
-        loading("pipe", pipe, "regular file"),
-        loading("code-of-the-folder", with_code, "."),
-    ]
+    loading("F9-missing", nothing, "nothing there", "nowhere"),
+    loading("F9-folder-without-vocabulary", no_vocabulary, "none of them"),
+    loading("F10-2-GB-tokenizer-json", huge(JSON), "268,435,456 bytes"),
+    loading("F10-2-GB-model", huge(MODEL), "268,435,456 bytes", f"t/{MODEL}"),
+    loading("tokenizer-json-cut-short", put(JSON, b"{"), "AutoTokenizer"),
+    loading("tokenizer-json-a-list", put(JSON, b"[]"), "AutoTokenizer"),
+    loading("model-not-a-model", put(MODEL, b"no"), "SentencePiece", f"t/{MODEL}"),
+    loading("model-empty", put(MODEL, b""), "SentencePiece", f"t/{MODEL}"),
+    loading("git-lfs", put(JSON, b"version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
+    loading("another-kind-of-file", put("notes.txt", b"hello"), r"\.txt", "t/notes.txt"),
+    loading("the-json-itself", nothing, "Give the folder", f"t/{JSON}"),
+    loading("pipe", pipe, "regular file"),
+    loading("code-of-the-folder", with_code, "."),
 )

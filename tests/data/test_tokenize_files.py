@@ -1,4 +1,4 @@
-"""Tokenizing: the same bytes from any number of workers and any cut of the input; errors by file and line."""
+"""Tokenizing: the same bytes from any number of workers and any cut of the input, after a stop too."""
 
 import gzip
 import json
@@ -6,18 +6,20 @@ import os
 import re
 import string
 import sys
+import tempfile
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.token_files import bytes_of, documents_of, write_json_lines
+from support.damage import flip_bit
+from support.token_files import bytes_of, documents_of, stop_tokenizing, write_json_lines
 from trilith.cli.app import run
 from trilith.cli.tokenize import tokenize as command
-from trilith.data import TokenFile
+from trilith.data import TokenFile, token_writer
 from trilith.data.text import text_and_jsonl, tokenize_files
 from trilith.data.text.text_and_jsonl import read_blocks
 from trilith.data.text.tokenize_files import tokenize
@@ -60,24 +62,12 @@ def test_a_text_file_is_a_document_ended_by_eos(folder, tokenizer, tmp_path):
     assert file.index.tokenizer_fingerprint == tokenizer.fingerprint
 
 
-def test_without_eos_there_is_only_the_text(folder, tokenizer, tmp_path):
-    file = tokenize(SOURCES[:2], folder, tmp_path / "out", workers=1, append_eos=False)
-    assert texts_of(file, tokenizer, eos=False) == [source.read_text() for source in SOURCES[:2]]
-    assert 2 not in file.tokens
-
-
 def test_json_lines_in_order_blank_lines_and_empty_texts_left_out(folder, tokenizer, tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_bytes(
         b'\xef\xbb\xbf{"text": "a b\\nc"}\r\n\n{"text": ""}\n   \n{"text": "\\u00e9\xc3\xa9", "x": NaN}'
     )
     assert texts_of(tokenize([path], folder, tmp_path / "out", workers=1), tokenizer) == ["a b\nc", "éé"]
-
-
-def test_another_key(folder, tokenizer, tmp_path):
-    path = jsonl(tmp_path / "in.jsonl", ["one", "two"], key="content")
-    file = tokenize([path], folder, tmp_path / "out", json_key="content", workers=1)
-    assert texts_of(file, tokenizer) == ["one", "two"]
 
 
 def test_paragraphs_are_documents(folder, tokenizer, tmp_path):
@@ -87,19 +77,20 @@ def test_paragraphs_are_documents(folder, tokenizer, tmp_path):
     assert texts_of(file, tokenizer) == ["  first\nstill first", "second", "third"]
 
 
-def test_packed_files_give_the_same_tokens(folder, tmp_path):
-    plain = jsonl(tmp_path / "in.jsonl", [source.read_text() for source in SOURCES])
-    packed = tmp_path / "in.jsonl.gz"
-    data = plain.read_bytes()
-    packed.write_bytes(gzip.compress(data[:1000]) + gzip.compress(data[1000:]))  # members, as after `cat`
-    tokenize([plain], folder, tmp_path / "plain", workers=1)
-    tokenize([packed], folder, tmp_path / "packed", workers=1)
+@pytest.mark.parametrize("name", ["in.jsonl.gz", "in.gz", "in.jsonl.zst", "in.parquet"])
+def test_packed_files_give_the_same_tokens(folder, tmp_path, name):
+    """Packed in two members or frames, as after ``cat``, or in groups of rows; a plain text too."""
+    texts, packed = [f"row {i}" for i in range(3000)], tmp_path / name
+    plain = SOURCES[0] if name == "in.gz" else jsonl(tmp_path / "in.jsonl", texts)
+    if name == "in.parquet":
+        table = pyarrow.table({"text": texts, "n": range(3000)})
+        pyarrow.parquet.write_table(table, packed, row_group_size=700)
+    else:
+        compress, data = (gzip if name.endswith("gz") else zstandard).compress, plain.read_bytes()
+        packed.write_bytes(compress(data[:1000]) + compress(data[1000:]))
+    for path, out in ((plain, "plain"), (packed, "packed")):
+        tokenize([path], folder, tmp_path / out, workers=1)
     assert bytes_of(tmp_path / "plain") == bytes_of(tmp_path / "packed")
-    text = tmp_path / "in.gz"
-    text.write_bytes(gzip.compress(SOURCES[0].read_bytes()))
-    tokenize([text], folder, tmp_path / "text", workers=1)
-    tokenize([SOURCES[0]], folder, tmp_path / "source", workers=1)
-    assert bytes_of(tmp_path / "text") == bytes_of(tmp_path / "source")
 
 
 def test_the_bytes_do_not_depend_on_workers_or_block_size(folder, tmp_path, monkeypatch):
@@ -219,18 +210,6 @@ def test_a_package_that_is_not_there_is_named(folder, tmp_path, monkeypatch, nam
         tokenize([tmp_path / name], folder, tmp_path / "out", workers=1)
 
 
-def test_zstandard(folder, tokenizer, tmp_path):
-    path, parts = tmp_path / "in.jsonl.zst", (b'{"text": "one"}\n{"te', b'xt": "two"}\n')
-    path.write_bytes(b"".join(map(zstandard.compress, parts)))  # two frames
-    assert texts_of(tokenize([path], folder, tmp_path / "out", workers=1), tokenizer) == ["one", "two"]
-
-
-def test_parquet(folder, tokenizer, tmp_path):
-    path, texts = tmp_path / "in.parquet", [f"row {i}" for i in range(3000)]
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts, "n": range(3000)}), path, row_group_size=700)
-    assert texts_of(tokenize([path], folder, tmp_path / "out", workers=1), tokenizer) == texts
-
-
 def test_the_command(folder, tokenizer, tmp_path):
     app = Typer()
     app.command()(command)
@@ -254,3 +233,62 @@ def test_a_tokenizer_trained_by_the_command_is_the_functions(tmp_path, capsys):
     same = train_tokenizer(parts, tmp_path / "same", vocab_size=400)
     assert load_tokenizer(tmp_path / "t").fingerprint == same.fingerprint
     assert (tmp_path / "t" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+RESUMED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+WORDS = [f"number {i} of many words" for i in range(400)]
+
+
+@pytest.fixture
+def a_mark_for_each_of_many_blocks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: None)
+        patch.setattr(token_writer, "MARK_EVERY", 0.0)
+        patch.setitem(read_blocks.__kwdefaults__, "size", 1000)
+        yield
+
+
+def write_words(path, letter):
+    """Documents of the same sizes, whatever the letter."""
+    write_json_lines(path, [{"text": letter + word} for word in WORDS])
+
+
+def check_equal(path, folder, out):
+    """Going on gives the files that a call of its own gives."""
+    tokenize([path], folder, out, workers=1)
+    tokenize([path], folder, out.with_name("whole"), workers=1)
+    assert len(bytes_of(out)) == 4 and bytes_of(out) == bytes_of(out.with_name("whole"))
+
+
+@pytest.mark.usefixtures("a_mark_for_each_of_many_blocks")
+@settings(RESUMED, max_examples=12)
+@given(way=st.sampled_from(("in place", "renamed over", "not")), put_back=st.booleans(), at=st.integers(2, 9))
+def test_an_input_that_changed_between_is_wholly_the_new_one(folder, way, put_back, at):
+    with tempfile.TemporaryDirectory() as name:
+        path, out = Path(name) / "in.jsonl", Path(name) / "out"
+        write_words(path, "a")
+        before = path.stat()
+        stop_tokenizing([path], folder, out, at)
+        if way != "not":
+            fresh = path if way == "in place" else path.with_name("fresh")
+            write_words(fresh, "b")
+            fresh.rename(path)
+        if put_back:
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert path.stat().st_size == before.st_size
+        check_equal(path, folder, out)
+
+
+@pytest.mark.usefixtures("a_mark_for_each_of_many_blocks")
+@settings(RESUMED, max_examples=25)
+@given(file=st.floats(0, 1, exclude_max=True), bit=st.floats(0, 1, exclude_max=True))
+def test_a_flipped_bit_in_what_a_stop_left_has_no_effect(folder, file, bit):
+    with tempfile.TemporaryDirectory() as name:
+        path, out = Path(name) / "in.jsonl", Path(name) / "out"
+        write_words(path, "a")
+        stop_tokenizing([path], folder, out, 8)
+        files = [one for one in sorted(Path(name).glob("out.tmp-*/*")) if one.stat().st_size]
+        assert {"journal", "lengths", "tokens"} <= {one.name for one in files}
+        victim = files[int(file * len(files))]
+        flip_bit(victim, *divmod(int(bit * victim.stat().st_size * 8), 8))
+        check_equal(path, folder, out)

@@ -247,6 +247,7 @@ ACCEPTED = [
     ("qwen2-layers", QWEN2, {"layer_types": ["full_attention"] * 3}, {"window": None}),
     ("gemma2", GEMMA2, {"num_hidden_layers": 4}, {"window": None, "attn_logit_softcapping": 50.0}),
     ("gemma2-window", GEMMA2, {"sliding_window": 64}, {"window": 64, "head_dim": 256}),
+    ("gemma2-no-window", GEMMA2, {"sliding_window": None}, {"sliding_window": None}),
     ("gemma2-layers", GEMMA2, {"layer_types": ["full_attention"] * 3}, {"window": None}),
     ("gemma3", GEMMA3, {}, {"sliding_window": 9, "rope_theta": 1e6, "rope_local_base_freq": 1e4}),
     (

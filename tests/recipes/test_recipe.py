@@ -94,7 +94,7 @@ LLAMA_1B = {"size": "llama-3.2-1b"}
 UNREAD = "recipe: model.config: rope_thetta: expected a key that llama reads, .*Nearest: rope_theta"
 PATHS = ["out", *(f"model.{key}" for key in ("init_from", "config", "tokenizer"))]
 PATHS += ["data.tokens", "evaluation.tokens", "lora.init_from"]
-ROWS = [
+test_a_bad_recipe_is_refused = refusals(
     refused("unknown key", "stepz=1", r"stepz: expected a known key"),
     refused("unknown key in a section", "data.batch=1", r"data\.batch: expected a known key"),
     refused("no number", "steps=ten", r"steps: .*found 'ten'"),
@@ -171,8 +171,7 @@ ROWS = [
         r"bad\.toml: expected TOML",
         given=lambda folder: (folder / "bad.toml").write_text("out = ["),
     ),
-]
-test_a_bad_recipe_is_refused = refusals(ROWS)
+)
 
 
 SMALL = {"vocab_size": 131, "num_hidden_layers": 2}

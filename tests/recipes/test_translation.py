@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 from support.refusals import Refused, refusals
 from trilith.cli.app import run
+from trilith.parallel_state import BadInput
 from trilith.recipes import load_recipe
 from trilith.recipes.foreign.from_deepspeed import from_deepspeed
 from trilith.recipes.foreign.from_megatron import from_megatron
 from trilith.recipes.foreign.from_trainer import from_trainer
-from trilith.recipes.foreign.megatron_arguments import read_arguments
+from trilith.recipes.foreign.megatron_arguments import Arguments, read_arguments
 from trilith.storage.small_files import read_json
+
+HERE = Path(__file__).parent
 
 
 def read(name):
-    return json.loads((Path(__file__).parent / name).read_text())
+    return json.loads((HERE / name).read_text())
 
 
 #: As in DeepSpeed's tutorials: ZeRO-3 with everything on the CPU, fp16, WarmupDecayLR.
@@ -25,9 +28,12 @@ ZERO3 = read("deepspeed/zero3.json")
 TRAINER = read("trainer/arguments.json")
 #: A whole configuration of each kind, and what translates a file of it. Megatron's is a small model.
 ORIGINS = {
-    "deepspeed": (ZERO3, lambda file: from_deepspeed(read_json(file), str(file))),
-    "trainer": (TRAINER, lambda file: from_trainer(read_json(file), str(file), ranks=4)),
-    "megatron": (read("megatron/small.json"), lambda file: from_megatron(read_arguments(file), str(file))),
+    "deepspeed": (ZERO3, lambda file, _=None: from_deepspeed(read_json(file), str(file))),
+    "trainer": (TRAINER, lambda file, ranks=4: from_trainer(read_json(file), str(file), ranks=ranks)),
+    "megatron": (
+        read("megatron/small.json"),
+        lambda file, ranks=None: from_megatron(read_arguments(file), str(file), ranks=ranks),
+    ),
 }
 ROWS = {origin: read(f"{origin}/rows.json") for origin in ORIGINS}
 
@@ -91,13 +97,11 @@ def no_deepspeed(why, text, says):
 
 
 test_a_file_of_another_kind_is_refused = refusals(
-    [
-        no_deepspeed("half a file", "{", "expected valid JSON"),
-        no_deepspeed("a list", "[1]", "expected a JSON object, found a list"),
-        no_deepspeed("another program's", '{"a": 1}', "expected a DeepSpeed configuration, found keys a"),
-        no_deepspeed("nothing", "{}", r"found keys \(none\)"),
-        no_deepspeed("no file", None, "expected a file"),
-    ]
+    no_deepspeed("half a file", "{", "expected valid JSON"),
+    no_deepspeed("a list", "[1]", "expected a JSON object, found a list"),
+    no_deepspeed("another program's", '{"a": 1}', "expected a DeepSpeed configuration, found keys a"),
+    no_deepspeed("nothing", "{}", r"found keys \(none\)"),
+    no_deepspeed("no file", None, "expected a file"),
 )
 
 
@@ -111,45 +115,36 @@ def filled(tmp_path, toml):
     )
 
 
-def test_zero3_with_offload_and_fp16(tmp_path):
-    translation = from_deepspeed(ZERO3, "ds.json")
-    assert set(translation.blanks) == {"model.init_from", "data.tokens", "data.sequence_length"}
-    recipe = filled(tmp_path, translation.toml())
-    assert recipe.steps == 10000 and recipe.log_every == 20 and recipe.device == "cuda"
-    assert (recipe.compute, recipe.dtype, recipe.reduce) == ("float16", "float32", "float32")
-    assert (recipe.loss_scale.initial, recipe.loss_scale.growth_interval) == (2.0**15, 500)
-    assert (recipe.layout.data, recipe.layout.zero) == (8, 3)
-    assert (recipe.data.global_batch, recipe.data.micro_batch) == (256, 4)
-    assert recipe.memory.offload and recipe.memory.checkpointing == "full"
-    wanted = recipe.optimizer
-    assert (wanted.lr, wanted.betas, wanted.eps, wanted.weight_decay) == (3e-5, (0.8, 0.999), 1e-8, 3e-7)
-    assert (wanted.schedule, wanted.warmup, wanted.minimum_ratio, wanted.clip) == ("linear", 500, 0, 0.5)
-    assert sorted(lost(translation)) == [
-        "activation_checkpointing.partition_activations",
-        "fp16.hysteresis",
-        "progressive_layer_drop",
-        "zero_optimization.offload_optimizer.pin_memory",
-        "zero_optimization.overlap_comm",
-        "zero_optimization.reduce_bucket_size",
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    ]
-    assert all(f"# {line}" in translation.toml() and line.count(": ") for line in translation.missed)
+#: What stands in the place of a blank.
+FILL = {
+    "model.init_from": "model",
+    "model.config.vocab_size": 50257,
+    "data.tokens": "tokens",
+    "data.sequence_length": 512,
+}
 
 
-def test_trainer_with_fsdp(tmp_path):
-    translation = from_trainer(TRAINER, "args.json", ranks=4)
-    recipe = filled(tmp_path, translation.toml().replace("# FILL IN: steps", ""))
-    assert recipe.out == "llama-sft" and recipe.seed == 7 and recipe.compute == "bfloat16"
-    assert (recipe.data.micro_batch, recipe.data.global_batch, recipe.layout.data) == (2, 128, 4)
-    wanted = recipe.optimizer
-    assert (wanted.schedule, wanted.minimum_ratio, wanted.warmup) == ("cosine", pytest.approx(0.1), 60)
-    assert (wanted.lr, wanted.betas, wanted.weight_decay) == (2e-5, (0.9, 0.95), 0.01)
-    assert (wanted.clip, wanted.label_smoothing) == (0.0, 0.1)
-    assert recipe.layout.zero == 3 and recipe.memory.offload and recipe.memory.checkpointing == "full"
-    assert (recipe.checkpoint.every, recipe.checkpoint.keep, recipe.log_every) == (200, 3, 5)
-    assert translation.values["steps"] == 2000
-    assert sorted(lost(translation)) == ["eval_strategy", "neftune_noise_alpha", "report_to", "torch_compile"]
-    assert recipe.watch.trackers == ["wandb", "tensorboard"]
+def value_of(recipe, key):
+    for part in key.split("."):
+        recipe = recipe[part] if isinstance(recipe, dict) else getattr(recipe, part)
+    return [*recipe] if isinstance(recipe, tuple) else recipe
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row["file"]) for row in read("whole.json")])
+def test_a_whole_configuration_becomes_a_recipe(row, tmp_path):
+    translation = ORIGINS[Path(row["file"]).parent.name][1](HERE / row["file"], row.get("ranks"))
+    (tmp_path / "recipe.toml").write_text(translation.toml())
+    recipe = load_recipe(tmp_path / "recipe.toml", [f"{key}={FILL[key]}" for key in translation.blanks])
+    for key, value in row["recipe"].items():
+        wanted = pytest.approx(value, rel=1e-12) if isinstance(value, float) else value
+        assert value_of(recipe, key) == wanted, key
+    blanks = row.get("blanks", translation.blanks)
+    assert blanks.keys() == translation.blanks.keys()
+    assert all(says in translation.blanks[key] for key, says in blanks.items())
+    assert {*row.get("lost", ())} <= {*lost(translation)}
+    assert sorted(lost(translation)) == row.get("all lost", sorted(lost(translation)))
+    assert all(f"# {line}" in translation.toml() and ": " in line for line in translation.missed)
+    assert row.get("says", "") in "".join(translation.missed)
 
 
 def test_what_transformers_itself_writes_maps_without_noise(tmp_path):
@@ -220,10 +215,22 @@ def at(raw, path):
     return raw
 
 
-@pytest.mark.parametrize(("config", "translate"), NOT_DEFAULTS)
+def of_script(name, ranks=None):
+    """Return the arguments of a script of Megatron-LM by name, and what translates them."""
+    given = read_arguments(HERE / f"megatron/{name}.sh")
+    return dict(given.values), lambda raw: from_megatron(Arguments(raw, given.ranks, []), "x", ranks=ranks)
+
+
+SCRIPTS = [of_script("gpt3", 1024), of_script("llama3"), of_script("mixtral")]
+
+
+@pytest.mark.parametrize(("config", "translate"), [*NOT_DEFAULTS, *SCRIPTS])
 def test_every_setting_changes_the_recipe_or_is_listed(config, translate):
     def outcome(raw):
-        return (translation := translate(raw)).values, translation.missed
+        try:
+            return translate(raw).toml()
+        except BadInput as error:
+            return str(error)
 
     settings = [
         (path, key) for path in objects(config) for key, v in at(config, path).items() if type(v) is not dict
@@ -234,7 +241,7 @@ def test_every_setting_changes_the_recipe_or_is_listed(config, translate):
         del at(without, path)[key]
         if outcome(without) == outcome(config):
             vanished.add(".".join((*path, key)))
-    assert vanished <= SAME.keys()
+    assert vanished <= {*(ROWS["megatron"]["same"] if (config, translate) in SCRIPTS else SAME)}
 
 
 @pytest.mark.parametrize(("config", "translate"), NOT_DEFAULTS)

@@ -1,26 +1,27 @@
-"""What ranks leave on disk, which rank is blamed because of it, and how the start is said to have ended."""
+"""What ranks leave on disk, who is blamed because of it, how the start ended, and whom a launcher ends."""
 
 import json
 import os
+import signal
 import socket
+import subprocess
 import time
+from contextlib import suppress
 from dataclasses import asdict
+from unittest import mock
 
 import pytest
 from trilith.cli.app import run
 from trilith.parallel_state import BadInput
-from trilith.runs.heartbeat import (
-    SILENT_AFTER,
-    Heartbeat,
-    RankStatus,
-    blame,
-    first_failure,
-    read_status,
-    status_folder,
-)
+from trilith.runs import heartbeat
+from trilith.runs.heartbeat import Heartbeat, RankStatus, blame, first_failure, read_status, status_folder
 from trilith.runs.outcome import outcome
+from trilith.runs.own_ranks import OwnRanks
 from trilith.runs.stop_signals import PREEMPTED
-from trilith.system.process_info import start_of
+from trilith.system.process_info import adopting_orphans, children_of, start_of
+
+#: This process, as the status of a rank names it.
+HERE = {"host": socket.gethostname(), "pid": os.getpid()}
 
 
 def leave(folder, rank, *, age=0.0, **said):
@@ -69,7 +70,7 @@ def test_a_rank_that_died_on_another_host_is_waited_for_until_it_is_silent(tmp_p
         leave(tmp_path, rank, age=age)
     clock.beating = {0, 2}
     assert "rank 1 died or hangs" in blame(tmp_path, 3, but=0, run="now")
-    assert SILENT_AFTER - 0.5 < clock.now < SILENT_AFTER + 0.5
+    assert heartbeat.SILENT_AFTER - 0.5 < clock.now < heartbeat.SILENT_AFTER + 0.5
 
 
 def test_ranks_of_another_host_that_beat_once_more_are_waited_for_no_longer(tmp_path, monkeypatch):
@@ -111,10 +112,9 @@ def test_who_was_asked_to_stop_did_not_fail(tmp_path):
 
 def test_a_process_id_that_was_given_out_again_is_not_the_rank_s(tmp_path):
     leave(tmp_path, 0)
-    here = {"host": socket.gethostname(), "pid": os.getpid()}
-    leave(tmp_path, 1, **here, started=start_of(os.getpid()))
+    leave(tmp_path, 1, **HERE, started=start_of(os.getpid()))
     assert blame(tmp_path, 2, but=0, run="now", wait=0) == ""
-    leave(tmp_path, 1, **here, started=start_of(os.getpid()) - 1)
+    leave(tmp_path, 1, **HERE, started=start_of(os.getpid()) - 1)
     assert "rank 1 died" in blame(tmp_path, 2, but=0, run="now", wait=0)
 
 
@@ -188,7 +188,67 @@ def test_the_command_ends_with_the_run_s_code_if_asked(codes, code, tmp_path, ca
     assert capsys.readouterr().out.splitlines()[0] == outcome(tmp_path).text
 
 
-def test_a_folder_without_a_run_and_a_mark_that_is_not_there_are_refused(tmp_path):
-    assert run(["status", str(tmp_path)]) == 2
-    ended(tmp_path, 0)
-    assert run(["status", str(tmp_path), "--since", str(tmp_path / "none")]) == 2
+@pytest.fixture
+def torchrun(request):
+    """Stand in for torchrun with one rank under it, which ends by itself after 1.5 s or the parameter's.
+
+    The stand-in then prints the code with which its rank ended.
+    """
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "ours"}
+    command = ["sh", "-c", f"sleep {getattr(request, 'param', 1.5)}; echo $?"]
+    child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+    while not children_of(child.pid):
+        time.sleep(0.01)
+    yield child
+    child.kill()
+    child.communicate()
+
+
+def rank_of(child):
+    (rank,) = children_of(child.pid)
+    return rank.pid, rank.started
+
+
+@pytest.mark.parametrize(
+    ("run", "off", "ended", "torchrun"),
+    [("ours", 0, True, 100), ("another's", 0, False, 1.5), ("ours", 1, False, 1.5)],
+    ids=["ours", "of-another-start", "of-another-process"],
+    indirect=["torchrun"],
+)
+def test_only_a_rank_of_this_start_is_taken_for_hanging(tmp_path, torchrun, run, off, ended):
+    """Rank 0 of a start has failed; the status of rank 1 names a process that runs under our torchrun."""
+    pid, started = rank_of(torchrun)
+    leave(tmp_path, 0, run=run, code=2, **HERE, started=start_of(os.getpid()))
+    leave(tmp_path, 1, run=run, **HERE | {"pid": pid}, started=started + off)
+    with mock.patch("trilith.runs.own_ranks._HANGING_AFTER", 0.2):
+        assert OwnRanks(torchrun, tmp_path, "ours").wait() == 0
+    assert torchrun.stdout is not None
+    assert (int(torchrun.stdout.read()) != 0) == ended
+
+
+def test_a_process_that_somebody_else_started_is_left_alone(tmp_path, torchrun):
+    """Its status says everything right, but our torchrun is not its parent."""
+    stranger = subprocess.Popen(["sleep", "60"])
+    leave(tmp_path, 0, run="ours", code=2, **HERE, started=start_of(os.getpid()))
+    leave(tmp_path, 1, run="ours", **HERE | {"pid": stranger.pid}, started=start_of(stranger.pid))
+    try:
+        with mock.patch("trilith.runs.own_ranks._HANGING_AFTER", 0.2):
+            OwnRanks(torchrun, tmp_path, "ours").wait()
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+@pytest.mark.parametrize("torchrun", [100], indirect=True)
+def test_ranks_of_a_torchrun_that_was_killed_are_asked_to_leave_and_waited_for(tmp_path, torchrun):
+    pid, _ = rank_of(torchrun)
+    with adopting_orphans():
+        ranks = OwnRanks(torchrun, tmp_path, "ours")
+        torchrun.kill()
+        began = time.monotonic()
+        assert ranks.wait() == -signal.SIGKILL
+    assert time.monotonic() - began < 50, "the rank has not ended by itself"
+    with suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        pytest.fail("the rank still runs")

@@ -89,14 +89,6 @@ def folders(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("decoy", DECOYS)
-def test_a_good_folder_is_read_whatever_lies_beside_its_files(folders, tmp_path, decoy):
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).symlink_to(folders / "hf" / name)
-    make(tmp_path, [decoy])
-    assert read_source(tmp_path, allow_symlinks=True).manifest is None
-
-
 def test_a_model_s_folder_that_holds_a_run_s_checkpoints_is_read_as_what_is_named(folders, tmp_path, capfd):
     both = tmp_path / "both"
     convert(folders / "run", both, to="hf")

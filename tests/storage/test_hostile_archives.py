@@ -9,7 +9,6 @@ import sys
 import time
 import tracemalloc
 import zipfile
-from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from random import Random
@@ -17,20 +16,14 @@ from random import Random
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.damage import FORBIDDEN as NEVER
+from support.damage import audited, damaged, fuzz
 from trilith.checkpoints import read_foreign
 from trilith.parallel_state import BadInput
 from trilith.storage.torch_archive import Limits, open_state_dict, read_records
 
 #: Events of Python that tell of something run or imported.
-FORBIDDEN = (
-    "import",
-    "pickle.find_class",
-    "exec",
-    "compile",
-    "os.system",
-    "subprocess.Popen",
-    "socket.connect",
-)
+FORBIDDEN = (*NEVER, "import", "compile", "socket.connect")
 SECONDS, BYTES = 1.0, 100 << 20
 
 
@@ -40,23 +33,6 @@ class Calls:
 
     def __reduce__(self):
         return self.call
-
-
-@contextmanager
-def watched():
-    """Collect what is imported or run during the block."""
-    seen = []
-    active = True
-
-    def hook(event, arguments):
-        if active and event in FORBIDDEN:
-            seen.append(f"{event} {arguments[0]!r}"[:80])
-
-    sys.addaudithook(hook)
-    try:
-        yield seen
-    finally:
-        active = False
 
 
 def packed(pickled, **entries):
@@ -111,14 +87,9 @@ PICKLES = {
     "deep lists": b"\x80\x02" + b"]" * 400_000 + b"a" * 399_999 + b".",
     "deep marks": b"\x80\x02" + b"(" * 500_000 + b".",
     "deep tuples": b"\x80\x02)" + b"\x85" * 900_000 + b".",
-    "shared lists": b"\x80\x02]"
-    + b"".join(b"q" + bytes([n]) + b"](h" + bytes([n]) + b"h" + bytes([n]) + b"e" for n in range(250))
-    + b".",
+    "shared lists": b"\x80\x02]" + b"".join(b"q%c](h%ch%ce" % (n, n, n) for n in range(250)) + b".",
     "shared dicts": b"\x80\x02}"
-    + b"".join(
-        b"q" + bytes([n]) + b"}(" + text("a") + b"h" + bytes([n]) + text("b") + b"h" + bytes([n]) + b"u"
-        for n in range(250)
-    )
+    + b"".join(b"q%c}(%bh%c%bh%cu" % (n, text("a"), n, text("b"), n) for n in range(250))
     + b".",
     "a list in itself": b"\x80\x02]q\x00h\x00a.",
     "a dict in itself": b"\x80\x02}q\x00" + text("w") + b"h\x00s.",
@@ -159,7 +130,7 @@ def refused(read, path):
     tracemalloc.start()
     began = time.process_time()
     try:
-        with watched() as seen, pytest.raises(BadInput) as error:
+        with audited(*FORBIDDEN) as seen, pytest.raises(BadInput) as error:
             read(path)
         took, (_, peak) = time.process_time() - began, tracemalloc.get_traced_memory()
     finally:
@@ -221,7 +192,7 @@ def test_a_pickle_makes_no_more_containers_than_torch_needs_for_its_bytes(piece,
 @pytest.mark.parametrize("kind", ["os.system in protocol 4", "getattr", "deep tuples", "shared lists"])
 def test_a_hostile_metadata_of_DCP_is_refused_alike(kind, tmp_path):
     (tmp_path / ".metadata").write_bytes(PICKLES[kind])
-    with watched() as seen, pytest.raises(BadInput, match="metadata"):
+    with audited(*FORBIDDEN) as seen, pytest.raises(BadInput, match="metadata"):
         read_foreign(tmp_path)
     assert not seen
 
@@ -303,63 +274,34 @@ def test_the_archive_that_these_were_made_of_is_read(tmp_path):
         open_state_dict(tmp_path / "twice.bin")
 
 
-def mutated(raw, random):
-    """Return bytes with one to three changes: other bytes, a cut, a piece twice or elsewhere."""
-    made = bytearray(raw)
-    for _ in range(random.randint(1, 3)):
-        at = random.randrange(len(made) or 1)
-        match random.randrange(5):
-            case 0 | 1:
-                made[at : at + 1] = bytes([random.randrange(256)])
-            case 2:
-                made[at : at + random.randint(1, 8)] = random.randbytes(random.randint(0, 8))
-            case 3:
-                other = random.randrange(len(made) or 1)
-                made[at:at] = made[other : other + random.randint(1, 40)]
-            case 4:
-                del made[at : at + random.randint(1, 60)]
-    return bytes(made)
+def read_dcp(path):
+    read_foreign(path.parent)
+
+
+def read_all(path):
+    file = open_state_dict(path)
+    for key in file.tensors:
+        file.read(key)
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(300, id="few"), pytest.param(20_000, id="many", marks=[pytest.mark.slow])]
+    "count", [pytest.param(150, id="few"), pytest.param(7_000, id="many", marks=[pytest.mark.slow])]
 )
+@pytest.mark.parametrize("kind", ["pickle with right sums", "archive", "metadata of DCP"])
 @pytest.mark.timeout(3000)
-def test_mutated_archives_are_read_or_refused_and_import_nothing(count, tmp_path):
-    """A third has a mutated pickle with right sums, a third mutated bytes anywhere, a third is of DCP."""
-    random, accepted = Random(16), 0
-    saved = BytesIO()
+def test_damaged_archives_are_read_or_refused_and_import_nothing(kind, count, tmp_path):
+    random, saved, path = Random(16), BytesIO(), tmp_path / "model.bin"
     torch.save({"a": torch.arange(6.0).view(2, 3).T, "b": torch.nn.Parameter(torch.ones(2))}, saved)
     with zipfile.ZipFile(saved) as archive:
         pickled = archive.read("archive/data.pkl")
-        entries = {one[-1]: archive.read(one) for one in archive.namelist() if "/data/" in one}
+        entries = {name[-1]: archive.read(name) for name in archive.namelist() if "/data/" in name}
     with pytest.warns(UserWarning, match="single process"):
         dcp.save({"w": torch.ones(3, 4), "n": 5}, checkpoint_id=tmp_path / "dcp")
     metadata = (tmp_path / "dcp" / ".metadata").read_bytes()
-    path = tmp_path / "model.bin"
     read_foreign(tmp_path / "dcp")
-    longest = 0.0
-    with watched() as seen:
-        for turn in range(count):
-            match turn % 3:
-                case 0:
-                    path.write_bytes(packed(mutated(pickled, random), **entries))
-                case 1:
-                    path.write_bytes(mutated(saved.getvalue(), random))
-                case 2:
-                    (tmp_path / "dcp" / ".metadata").write_bytes(mutated(metadata, random))
-            began = time.process_time()
-            seen.clear()
-            try:
-                if turn % 3 == 2:
-                    read_foreign(tmp_path / "dcp")
-                else:
-                    file = open_state_dict(path)
-                    for key in file.tensors:
-                        file.read(key)
-                accepted += 1
-            except BadInput as error:
-                assert "\n" not in str(error) and len(str(error)) < 2000
-            longest = max(longest, time.process_time() - began)
-            assert not seen, (turn, seen)
-    assert longest < SECONDS and 0 < accepted < count / 2
+    read, path, make = {
+        "pickle with right sums": (read_all, path, lambda: packed(damaged(pickled, random, 2), **entries)),
+        "archive": (read_all, path, lambda: damaged(saved.getvalue(), random, 2)),
+        "metadata of DCP": (read_dcp, tmp_path / "dcp/.metadata", lambda: damaged(metadata, random, 2)),
+    }[kind]
+    assert 0 < fuzz(read, path, count, make, FORBIDDEN) < count / 2

@@ -5,6 +5,7 @@ import signal
 from dataclasses import dataclass
 
 import pytest
+from support.damage import flip_bit
 from trilith.storage.disk import Disk
 from trilith.storage.journal import Journal
 from trilith.storage.lock import FileLock
@@ -45,9 +46,7 @@ def test_cut_anywhere_its_whole_lines_are_read_and_it_goes_on_behind_them(path):
 
 @pytest.mark.parametrize("bit", range(0, 240, 7))
 def test_behind_a_flipped_bit_nothing_is_believed(path, bit):
-    raw = bytearray(path.read_bytes())
-    raw[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(raw)
+    flip_bit(path, *divmod(bit, 8))
     assert Journal(path, Mark).records == []
 
 

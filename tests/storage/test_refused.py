@@ -26,6 +26,7 @@ READERS = {
     "json": read_json,
     "toml": read_toml,
     "json-lines": lambda path: list(read_json_lines(path)),
+    "A31-A32-A33-safetensors": TensorFile.open,
 }
 
 
@@ -47,47 +48,43 @@ def file_for(name, why, given, says):
 
 
 test_files_that_are_no_small_files_are_refused = refusals(
-    [
-        file_for(name, why, given, f"^a: .*({says})")
-        for name in READERS
-        for why, given, says in (
-            ("missing", lambda folder: None, "nothing there"),
-            ("broken-link", links_to("nowhere"), "a link to nowhere, which is absent"),
-            ("link-loop", links_to("a"), "symbolic links"),
-            ("pipe", lambda folder: os.mkfifo(folder / "a"), "a pipe"),
-            ("device-without-end", links_to("/dev/zero"), "a device"),
-            ("empty-device", links_to("/dev/null"), "a device"),
-            ("folder", lambda folder: (folder / "a").mkdir(), "a directory"),
-            ("10-GB", sparse, "bytes"),
-            ("no-text", write(b"\xff\xfe\x00"), "expected UTF-8 text, found byte 0xff at 0"),
-            ("git-lfs", write(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"), "git lfs pull"),
-        )
-        if name != "json-lines" or why not in ("no-text", "git-lfs")
-    ]
+    file_for(name, why, given, f"^a: .*({says})")
+    for name in READERS
+    for why, given, says in (
+        ("missing", lambda folder: None, "nothing there"),
+        ("broken-link", links_to("nowhere"), "a link to nowhere, which is absent"),
+        ("link-loop", links_to("a"), "symbolic links"),
+        ("pipe", lambda folder: os.mkfifo(folder / "a"), "a pipe"),
+        ("device-without-end", links_to("/dev/zero"), "a device"),
+        ("empty-device", links_to("/dev/null"), "a device"),
+        ("folder", lambda folder: (folder / "a").mkdir(), "a directory"),
+        ("10-GB", sparse, "bytes"),
+        ("no-text", write(b"\xff\xfe\x00"), "expected UTF-8 text, found byte 0xff at 0"),
+        ("git-lfs", write(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"), "git lfs pull"),
+    )
+    if name in ("text", "json", "toml") or why not in ("no-text", "git-lfs", "10-GB")
 )
 
 test_files_with_no_one_meaning_are_refused = refusals(
-    [
-        file_for(name, f"{number}", write(text.encode()), "^a: ")
-        for name, texts in (
+    file_for(name, f"{number}", write(text.encode()), "^a: ")
+    for name, texts in (
+        (
+            "json",
             (
-                "json",
-                (
-                    *('{"a": 1, "a": 2}', '{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', "[1]", ""),
-                    *('{"a": "\\ud800"}', '{"a": ' + "[" * 101 + "]" * 101 + "}", "[" * 100_000),
-                    *('{"a": ' * 101 + "1" + "}" * 101, '{"a": 1} {"b": 2}', '{"a": ' + "9" * 5000 + "}"),
-                ),
+                *('{"a": 1, "a": 2}', '{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', "[1]", ""),
+                *('{"a": "\\ud800"}', '{"a": ' + "[" * 101 + "]" * 101 + "}", "[" * 100_000),
+                *('{"a": ' * 101 + "1" + "}" * 101, '{"a": 1} {"b": 2}', '{"a": ' + "9" * 5000 + "}"),
             ),
+        ),
+        (
+            "toml",
             (
-                "toml",
-                (
-                    *("a = nan", "a = -inf", "a = 1e999", "a = 1\na = 2", "a = ["),
-                    *("a = " + "[" * 5000, "a = " + "9" * 5000),
-                ),
+                *("a = nan", "a = -inf", "a = 1e999", "a = 1\na = 2", "a = ["),
+                *("a = " + "[" * 5000, "a = " + "9" * 5000),
             ),
-        )
-        for number, text in enumerate(texts)
-    ]
+        ),
+    )
+    for number, text in enumerate(texts)
 )
 
 
@@ -104,17 +101,13 @@ def occupied(out):
 
 
 test_outputs_that_cannot_be_are_refused = refusals(
-    [
-        output("G16-occupied", "with files in it", occupied),
-        output(
-            "G17-the-input", "outside the input", Path.mkdir, inputs=lambda out: [out.parent / "." / "out"]
-        ),
-        output("G17-inside-the-input", "outside the input", inputs=lambda out: [out.parent]),
-        output("G18-file", "found a file", Path.touch),
-        output("G18-link", "a link", lambda out: out.symlink_to(out.parent)),
-        output("G20-too-little-space", r"expected [\d,.]+ GB free.*found [\d,.]+ GB", need=lambda _: 1 << 60),
-        output("G24-name-that-no-file-system-takes", "at most 255 bytes", name="x" * 256),
-    ]
+    output("G16-occupied", "with files in it", occupied),
+    output("G17-the-input", "outside the input", Path.mkdir, inputs=lambda out: [out.parent / "." / "out"]),
+    output("G17-inside-the-input", "outside the input", inputs=lambda out: [out.parent]),
+    output("G18-file", "found a file", Path.touch),
+    output("G18-link", "a link", lambda out: out.symlink_to(out.parent)),
+    output("G20-too-little-space", r"expected [\d,.]+ GB free.*found [\d,.]+ GB", need=lambda _: 1 << 60),
+    output("G24-name-that-no-file-system-takes", "at most 255 bytes", name="x" * 256),
 )
 
 BASE = torch.arange(60.0).view(12, 5)
@@ -149,18 +142,16 @@ def compress(path):
 
 
 test_archives_that_are_not_read_are_refused = refusals(
-    [
-        archive("altered-pickle", BASE, "CRC-32", alter, code=4),
-        archive("cut-short", BASE, "cut short", lambda path: truncate(path, -100)),
-        archive("compressed", BASE, "compressed", compress),
-        archive(
-            "before-zip-archives",
-            BASE,
-            r"before torch 1.6.*torch.save or as safetensors",
-            _use_new_zipfile_serialization=False,
-        ),
-        archive("view-whose-elements-share-bytes", torch.ones(3, 1).expand(3, 4), r"contiguous\(\)"),
-    ]
+    archive("altered-pickle", BASE, "CRC-32", alter, code=4),
+    archive("cut-short", BASE, "cut short", lambda path: truncate(path, -100)),
+    archive("compressed", BASE, "compressed", compress),
+    archive(
+        "before-zip-archives",
+        BASE,
+        r"before torch 1.6.*torch.save or as safetensors",
+        _use_new_zipfile_serialization=False,
+    ),
+    archive("view-whose-elements-share-bytes", torch.ones(3, 1).expand(3, 4), r"contiguous\(\)"),
 )
 
 
@@ -177,18 +168,16 @@ def boxes(why, says, *found):
 LEFT, RIGHT = Box((0, 0), (8, 3)), Box((0, 3), (8, 6))
 
 test_tensors_that_are_not_whole_are_refused = refusals(
-    [
-        Refused(
-            "packed-elements",
-            lambda folder: TensorFile.open(folder / "t.safetensors").read("w"),
-            "w: .*F4.*Quantised",
-            given=packed_elements,
-        ),
-        boxes("owned-by-nobody", r"\[0:8, 3:6\] owned by nobody", LEFT),
-        boxes("owned-twice", r"\[0:8, 3:6\] owned 2 times", LEFT, RIGHT, RIGHT),
-        boxes("beyond-the-tensor", r"boxes inside \[8, 6\]", Box.whole((9, 6))),
-        boxes("of-fewer-dims", "boxes inside", Box.whole((8,))),
-    ]
+    Refused(
+        "packed-elements",
+        lambda folder: TensorFile.open(folder / "t.safetensors").read("w"),
+        "w: .*F4.*Quantised",
+        given=packed_elements,
+    ),
+    boxes("owned-by-nobody", r"\[0:8, 3:6\] owned by nobody", LEFT),
+    boxes("owned-twice", r"\[0:8, 3:6\] owned 2 times", LEFT, RIGHT, RIGHT),
+    boxes("beyond-the-tensor", r"boxes inside \[8, 6\]", Box.whole((9, 6))),
+    boxes("of-fewer-dims", "boxes inside", Box.whole((8,))),
 )
 
 
@@ -210,27 +199,25 @@ MODEL = ("config.json", "model.safetensors")
 UNFINISHED = ".tmp-0123456789abcdef"
 
 test_folders_that_are_no_source_are_refused = refusals(
-    [
-        source("run-without-checkpoints", "a directory of checkpoints", "metrics.jsonl"),
-        source(
-            "run-with-an-unfinished-checkpoint",
-            "unfinished: step-00000001",
-            *("metrics.jsonl", f"checkpoints/step-00000001{UNFINISHED}/"),
-        ),
-        source(
-            "unfinished-conversion",
-            "unfinished",
-            *(f"out{UNFINISHED}/", *(f"out{UNFINISHED}/{file}" for file in MODEL)),
-            code=2,
-            name=f"out{UNFINISHED}",
-        ),
-        Refused(
-            "newest-step-is-named-whatever-its-width",
-            lambda folder: kind_of_folder(folder, SOURCES),
-            "step-00000010 for a folder of checkpoints",
-            given=names(*MODEL, *("step-9/", "step-00000010/", "step-8/")),
-        ),
-    ]
+    source("run-without-checkpoints", "a directory of checkpoints", "metrics.jsonl"),
+    source(
+        "run-with-an-unfinished-checkpoint",
+        "unfinished: step-00000001",
+        *("metrics.jsonl", f"checkpoints/step-00000001{UNFINISHED}/"),
+    ),
+    source(
+        "unfinished-conversion",
+        "unfinished",
+        *(f"out{UNFINISHED}/", *(f"out{UNFINISHED}/{file}" for file in MODEL)),
+        code=2,
+        name=f"out{UNFINISHED}",
+    ),
+    Refused(
+        "newest-step-is-named-whatever-its-width",
+        lambda folder: kind_of_folder(folder, SOURCES),
+        "step-00000010 for a folder of checkpoints",
+        given=names(*MODEL, *("step-9/", "step-00000010/", "step-8/")),
+    ),
 )
 
 

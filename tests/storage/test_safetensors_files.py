@@ -3,8 +3,6 @@
 import errno
 import os
 import random
-import resource
-import signal
 import tracemalloc
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -179,20 +177,6 @@ def test_disk_that_refuses(tmp_path, code, says):
     with pytest.raises(DiskFailed, match=f"w: cannot be written: .*{says}") as caught:
         writer.write("t", Box((0,), (4096,)), torch.zeros(4096))
     assert caught.value.exit_code == 3
-    writer.abandon()
-
-
-def test_G22_the_limit_of_the_system_itself(tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
-    try:
-        writer = TensorWriter(tmp_path / "w", {"t": ("F32", (4096,))})
-        with pytest.raises(DiskFailed, match="File too large"):
-            writer.write("t", Box((0,), (4096,)), torch.zeros(4096))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, before)
     writer.abandon()
 
 

@@ -276,35 +276,24 @@ class Directory:
 class Recorder(Disk):
     """Call the real disk, and log every call."""
 
+    CALLS = ("create", "write", "sync", "sync_directory", "make_directory", "rename")
+
     def __init__(self):
-        self.log = []
-        self.paths = {}
+        self.log, self.paths = [], {}
 
-    def create(self, path):
-        fd = super().create(path)
-        self.paths[fd] = path
-        self.log.append(("create", path))
-        return fd
+    def __getattribute__(self, name):
+        method = super().__getattribute__(name)
 
-    def write(self, fd, data, offset):
-        self.log.append(("write", self.paths[fd], bytes(data), offset))
-        super().write(fd, data, offset)
+        def call(first, *rest):
+            done = method(first, *rest)
+            if name == "create":
+                self.paths[done] = first
+            if name == "write":
+                rest = bytes(rest[0]), rest[1]
+            self.log.append((name, self.paths.get(first, first), *rest))
+            return done
 
-    def sync(self, fd):
-        self.log.append(("sync", self.paths[fd]))
-        super().sync(fd)
-
-    def sync_directory(self, path):
-        self.log.append(("sync_directory", path))
-        super().sync_directory(path)
-
-    def make_directory(self, path):
-        self.log.append(("make_directory", path))
-        super().make_directory(path)
-
-    def rename(self, old, new):
-        self.log.append(("rename", old, new))
-        super().rename(old, new)
+        return call if name in Recorder.CALLS else method
 
 
 class Model:

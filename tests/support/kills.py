@@ -26,6 +26,7 @@ from trilith.ranks.fresh import ExitCode, run_fresh
 from trilith.system.process_info import ProcessInfo, children_of, process_info
 
 from support.folders import contents
+from support.refusals import rows_of
 
 
 def wait_for(
@@ -130,9 +131,9 @@ def kill_at(point: str, work: Callable[..., object], *given: object) -> None:
     assert code == -signal.SIGKILL, code.output
 
 
-def killed_work(works: Sequence[Work]) -> Any:
+def killed_work(*works: Work | Iterable[Work]) -> Any:
     """Return one test with a case for each work and point; its module has the fixture ``sources``."""
-    rows = [(work, point) for work in works for point in work.points]
+    rows = [(work, point) for work in rows_of(works) for point in work.points]
     named = (((work, at), f"{work.why}-{at}", at not in work.quick) for work, at in rows)
 
     @pytest.mark.parametrize("killed", _cases(named))

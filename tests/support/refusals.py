@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from trilith.parallel_state import BadInput
 
 #: Characters of a message without the paths in it, and seconds of processor time until it is there.
 MOST_CHARACTERS, MOST_SECONDS = 1200, 5.0
+RowT = TypeVar("RowT")
 #: Bytes above which a file is not read to see whether it has changed.
 LARGE = 1 << 26
 
@@ -83,8 +84,14 @@ def check_refusal(row: Refused, folder: Path) -> None:
     assert not any(broken.values()), f"{[what for what, fails in broken.items() if fails]}: {message}"
 
 
-def refusals(rows: Sequence[Refused]) -> Any:
+def rows_of(table: Iterable[RowT | Iterable[RowT]]) -> list[RowT]:
+    """Return the rows of a harness's table, in which they stand one by one or several at once."""
+    return [row for entry in table for row in (entry if isinstance(entry, Iterable) else [entry])]
+
+
+def refusals(*table: Refused | Iterable[Refused]) -> Any:
     """Return one test with a case for each row, for a test module to bind to a name."""
+    rows = rows_of(table)
     assert len({row.why for row in rows}) == len(rows), "two rows have the same name"
 
     @pytest.mark.parametrize("row", [pytest.param(row, id=row.why) for row in rows])

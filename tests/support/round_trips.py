@@ -8,7 +8,7 @@ has its files again, byte for byte; the source stays as it was.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from trilith.cli.app import run
 from trilith.storage.file_names import MANIFEST
 
 from support.folders import contents
+from support.refusals import rows_of
 from support.short_runs import whole_tensors
 
 CONFIG = "config.json"
@@ -106,8 +107,9 @@ def check_round_trip(row: RoundTrip, source: Source, folder: Path, said: Callabl
         assert json.loads((at / CONFIG).read_text()) == config
 
 
-def round_trips(rows: Sequence[RoundTrip]) -> Any:
+def round_trips(*table: RoundTrip | Iterable[RoundTrip]) -> Any:
     """Return one test with a case for each row, for a test module to bind to a name."""
+    rows = rows_of(table)
     made: dict[Callable[[Path], Source], Source] = {}
     slow = pytest.mark.slow
 

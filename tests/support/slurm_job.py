@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trilith.machine.random_files import write_tokens
-from trilith.recipes.foreign.translation import to_toml
 
-from support.short_runs import losses, tiny_recipe, train
+from support.kills import wait_for
+from support.short_runs import losses, tiny_recipe, train, write_recipe
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Submitted:
         raw = tiny_recipe(
             folder / "run", tokens, steps=steps, layout={"data": ranks}, log_every=1, timeout=20, **changes
         )
-        (folder / "recipe.toml").write_text("".join(f"{key} = {to_toml(one)}\n" for key, one in raw.items()))
+        write_recipe(folder / "recipe.toml", raw)
         words = ["--minutes", "10", "--warning", "2", "--out", str(folder / "job.sbatch"), *options]
         assert command(["launch", "slurm", str(folder / "recipe.toml"), *words]) == 0
         return cls(folder, raw)
@@ -51,11 +50,7 @@ class Submitted:
 
     def wait_for_steps(self, count: int, seconds: float = 200) -> None:
         """Wait until the run has noted so many steps."""
-        ends = time.monotonic() + seconds
-        while len(losses(self.out)) < count:
-            if time.monotonic() > ends:
-                raise TimeoutError(f"no step {count}: see {self.folder}")
-            time.sleep(0.05)
+        wait_for(lambda: len(losses(self.out)) >= count, seconds, f"step {count}: see {self.folder}")
 
     def uninterrupted(self) -> list[tuple[float, float]]:
         """Train the recipe here without a stop; return the curve."""

@@ -15,6 +15,17 @@ from trilith.data.text.tokenize_files import tokenize
 from trilith.data.token_index import TokenIndex
 from trilith.data.token_writer import TokenWriter
 
+#: A template of chats in which every turn ends with a special token, and one that marks what is learnt.
+CHATML, MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}" + turn + "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    for turn in (
+        "{{ m.content + '<|im_end|>\n' }}",
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>\n' }}{% endgeneration %}"
+        "{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}",
+    )
+)
+
 
 def write_token_file(
     name: Path, documents: Iterable[Any], targets: Iterable[Any] | None = None, **stated: Any

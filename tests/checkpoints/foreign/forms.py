@@ -1,7 +1,6 @@
 """Write one small model in every form that other projects use, Megatron's aside."""
 
 import json
-import runpy
 import shutil
 import tarfile
 import tempfile
@@ -11,12 +10,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from make_fixtures import CONFIG, titan_weights
 from safetensors.torch import load_file
 from trilith.machine.random_files import write_hf_folder
 
 HERE = Path(__file__).parent
-MADE = runpy.run_path(str(HERE / "make_fixtures.py"))
-CONFIG = MADE["CONFIG"]
 WEIGHTS = "model.safetensors"
 
 
@@ -69,7 +67,7 @@ def write_meta(folder, hf, *, parts, embedding):
     folder.mkdir()
     for part in range(parts):
         held = {"rope.freqs": torch.ones(2)}
-        for name, weight in MADE["titan_weights"](hf).items():
+        for name, weight in titan_weights(hf).items():
             along = 1 if name.endswith(("wo.weight", "w2.weight")) else None if "norm" in name else 0
             along = embedding if name.startswith("tok_emb") else along
             rows = torch.tensor_split(weight, parts, along)[part] if along is not None else weight

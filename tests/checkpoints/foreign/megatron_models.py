@@ -128,74 +128,9 @@ class MegatronModel:
         return torch.cat(rows)
 
 
-def arguments(**other):
-    """Megatron's arguments, by the names of its command line."""
-    return Namespace(**{
-        "num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "group_query_attention": True,
-        "num_query_groups": 2, "kv_channels": 4, "ffn_hidden_size": 24, "padded_vocab_size": 32,
-        "make_vocab_size_divisible_by": 16, "max_position_embeddings": 32, "seq_length": 32,
-        "position_embedding_type": "rope", "rotary_base": 10000, "rotary_percent": 1.0,
-        "rotary_interleaved": False, "use_rope_scaling": False, "rope_scaling_factor": 8.0,
-        "normalization": "RMSNorm", "norm_epsilon": 1e-5, "apply_layernorm_1p": False, "swiglu": True,
-        "squared_relu": False, "openai_gelu": False, "add_bias_linear": False, "add_qkv_bias": False,
-        "qk_layernorm": False, "untie_embeddings_and_output_weights": True, "num_experts": None,
-        "moe_router_topk": 2, "moe_ffn_hidden_size": None, "moe_layer_freq": 1, "moe_grouped_gemm": False,
-        "moe_router_pre_softmax": False, "moe_shared_expert_intermediate_size": None,
-        "moe_shared_expert_gate": False, "transformer_impl": "local",
-    } | other)  # fmt: skip
-
-
-_LLAMA_NAMES = {
-    "embedding": "model.embed_tokens.weight",
-    "head": "lm_head.weight",
-    "final_norm.weight": "model.norm.weight",
-    "input_layernorm.weight": "model.layers.{i}.input_layernorm.weight",
-    "pre_mlp_layernorm.weight": "model.layers.{i}.post_attention_layernorm.weight",
-    **{
-        f"{one}.{kind}": f"model.layers.{{i}}.self_attn.{one}_proj.{kind}"
-        for one in "qkv"
-        for kind in ("weight", "bias")
-    },
-    "self_attention.linear_proj.weight": "model.layers.{i}.self_attn.o_proj.weight",
-    "self_attention.q_layernorm.weight": "model.layers.{i}.self_attn.q_norm.weight",
-    "self_attention.k_layernorm.weight": "model.layers.{i}.self_attn.k_norm.weight",
-    "mlp.linear_fc1.gate.weight": "model.layers.{i}.mlp.gate_proj.weight",
-    "mlp.linear_fc1.up.weight": "model.layers.{i}.mlp.up_proj.weight",
-    "mlp.linear_fc2.weight": "model.layers.{i}.mlp.down_proj.weight",
-    "mlp.router.weight": "model.layers.{i}.mlp.gate.weight",
-    **{
-        f"expert.{one}": f"model.layers.{{i}}.mlp.experts.{{e}}.{one}_proj.weight"
-        for one in ("gate", "up", "down")
-    },
-    "mlp.shared_experts.linear_fc1.gate.weight": "model.layers.{i}.mlp.shared_expert.gate_proj.weight",
-    "mlp.shared_experts.linear_fc1.up.weight": "model.layers.{i}.mlp.shared_expert.up_proj.weight",
-    "mlp.shared_experts.linear_fc2.weight": "model.layers.{i}.mlp.shared_expert.down_proj.weight",
-    "mlp.shared_experts.gate_weight": "model.layers.{i}.mlp.shared_expert_gate.weight",
-}  # fmt: skip
-_MIXTRAL_NAMES = _LLAMA_NAMES | {
-    "mlp.router.weight": "model.layers.{i}.block_sparse_moe.gate.weight",
-    "expert.gate": "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight",
-    "expert.up": "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight",
-    "expert.down": "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight",
-}
-_GPT2_NAMES = {
-    "embedding": "transformer.wte.weight",
-    "head": "transformer.wte.weight",  # the last stage holds a copy
-    "position": "transformer.wpe.weight",
-    **{
-        f"{ours}.{kind}": f"transformer.{theirs}.{kind}"
-        for ours, theirs in (
-            ("final_norm", "ln_f"),
-            ("input_layernorm", "h.{i}.ln_1"),
-            ("pre_mlp_layernorm", "h.{i}.ln_2"),
-            ("qkv", "h.{i}.attn.c_attn"),
-            ("self_attention.linear_proj", "h.{i}.attn.c_proj"),
-            ("mlp.linear_fc1", "h.{i}.mlp.c_fc"),
-            ("mlp.linear_fc2", "h.{i}.mlp.c_proj"),
-        )
-        for kind in ("weight", "bias")
-    },
-}
+#: Megatron's arguments by the names of its command line, what Hugging Face's configs have in common, names of
+#: tensors, and what each model has of its own. The last stage of GPT-2 holds a copy of the embedding.
+_TABLES = json.loads((Path(__file__).parent / "megatron" / "models.json").read_text())
 _HIDDEN, _HEADS, _GROUPS, _HEAD, _VOCABULARY = 16, 4, 2, 4, 27
 
 
@@ -253,60 +188,13 @@ def _gpt2_shapes(args):
     return shapes | {"transformer.ln_f.weight": (h,), "transformer.ln_f.bias": (h,)}
 
 
-def _llama_like(name, config, args, names):
-    common = {
-        "vocab_size": _VOCABULARY, "hidden_size": _HIDDEN, "num_attention_heads": _HEADS, "head_dim": _HEAD,
-        "num_key_value_heads": _GROUPS, "num_hidden_layers": args.num_layers, "hidden_act": "silu",
-        "intermediate_size": args.ffn_hidden_size, "max_position_embeddings": 32, "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "float32",
-    }  # fmt: skip
-    return MegatronModel(name, common | config, _llama_shapes(args, names), args, names)
+def _model(name, config, args):
+    args, names = Namespace(**_TABLES["args"] | args), _TABLES["names"]
+    if name == "gpt2":
+        gelu = partial(torch.nn.functional.gelu, approximate="tanh")
+        return MegatronModel(name, config, _gpt2_shapes(args), args, names["gpt2"], gelu)
+    names = names["llama"] | (names["mixtral"] if name == "mixtral" else {})
+    return MegatronModel(name, _TABLES["config"] | config, _llama_shapes(args, names), args, names)
 
 
-_EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 8}
-_QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1}
-MODELS = {
-    one.name: one
-    for one in (
-        _llama_like(
-            "llama", {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
-            arguments(num_layers=4), _LLAMA_NAMES,
-        ),
-        _llama_like(
-            "mixtral",
-            {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4,
-             "num_experts_per_tok": 2, "sliding_window": None, "intermediate_size": 8},
-            arguments(**_EXPERTS), _MIXTRAL_NAMES,
-        ),
-        _llama_like(
-            "qwen3_moe",
-            {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **_QWEN,
-             "norm_topk_prob": True, "mlp_only_layers": [0]},
-            arguments(**_EXPERTS, qk_layernorm=True, moe_layer_freq=[0, 1], moe_grouped_gemm=True),
-            _LLAMA_NAMES,
-        ),
-        _llama_like(
-            "qwen2_moe",
-            {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], **_QWEN,
-             "norm_topk_prob": False, "mlp_only_layers": [], "shared_expert_intermediate_size": 12},
-            arguments(**_EXPERTS, add_qkv_bias=True, moe_shared_expert_intermediate_size=12,
-                      moe_shared_expert_gate=True, moe_router_pre_softmax=True, moe_grouped_gemm=True),
-            _LLAMA_NAMES,
-        ),
-        MegatronModel(
-            "gpt2",
-            {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": _VOCABULARY,
-             "n_embd": 16,
-             "n_layer": 2, "n_head": 4, "n_positions": 32, "n_inner": 24, "activation_function": "gelu_new",
-             "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "torch_dtype": "float32"},
-            _gpt2_shapes(arguments()),
-            arguments(
-                group_query_attention=False, num_query_groups=4, swiglu=False, normalization="LayerNorm",
-                add_bias_linear=True, untie_embeddings_and_output_weights=False,
-                position_embedding_type="learned_absolute",
-            ),
-            _GPT2_NAMES,
-            partial(torch.nn.functional.gelu, approximate="tanh"),
-        ),
-    )
-}  # fmt: skip
+MODELS = {name: _model(name, **parts) for name, parts in _TABLES["models"].items()}

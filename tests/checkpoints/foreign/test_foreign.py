@@ -1,17 +1,22 @@
-"""Checkpoints of other projects: every tensor bitwise, logits as transformers', moments to go on from."""
+"""Checkpoints of other projects: every tensor bitwise, moments to go on from, and after a kill too."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from forms import CONFIG, MADE, WEIGHTS, made_once, save
+from forms import CONFIG, WEIGHTS, made_once, save
+from make_fixtures import titan_name
+from megatron_by_hand import unpacked
 from safetensors.torch import load_file
 from support.configs import MODELS, TINY_LLAMA
+from support.kills import Work, killed_work
 from support.round_trips import RoundTrip, Source, assert_same, round_trips, weights
 from support.short_runs import losses, tiny_recipe, train, whole_tensors
 from transformers import AutoModelForCausalLM
-from trilith.checkpoints import convert, convert_to_dcp, differences, read_source
+from trilith.checkpoints import ConversionOptions, convert, convert_to_dcp, differences, read_source
 from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadInput, Box
@@ -42,7 +47,7 @@ def stacked_experts(folder):
             kind = theirs[rest.removesuffix(".weight")]
             stacks[f"{block.removeprefix('model.')}.moe.experts.{kind}"] = torch.stack(each)
         elif ".mlp.experts." not in name:
-            plain = MADE["titan_name"](name).replace("mlp.gate.", "moe.router.gate.")
+            plain = titan_name(name).replace("mlp.gate.", "moe.router.gate.")
             stacks[plain.replace("self_attn.", "attention.")] = weight
     save(stacks, folder / "titan")
     convert_to_dcp(folder / "hf", folder / "again", names="titan")
@@ -128,9 +133,8 @@ def test_moments_that_some_weights_lack_are_left_out_with_a_warning(made, tmp_pa
     save({"model": hf, "optim": {"state": state}}, tmp_path / "dcp")
     plan = convert(tmp_path / "dcp", tmp_path / "out", config=made / "hf", tensor=2)
     assert not plan.source.trains and not plan.keeps_moments
-    assert any(
-        "moments are left out: there are none of model.model.norm" in one for one in plan.source.warnings
-    )
+    says = "moments are left out: there are none of model.model.norm"
+    assert any(says in warning for warning in plan.source.warnings)
 
 
 @pytest.mark.slow
@@ -163,17 +167,14 @@ def loaded(folder):
 
 def test_a_checkpoint_of_ours_becomes_one_that_torch_loads_with_its_moments(made, tmp_path):
     convert(made / "titan", tmp_path / "ours", config=made / "hf", tensor=2, pipeline=2)
-    assert (
-        run(["convert", str(tmp_path / "ours"), str(tmp_path / "titan"), "--to", "dcp", "--names", "titan"])
-        == 0
-    )
+    words = ["--to", "dcp", "--names", "titan"]
+    assert run(["convert", str(tmp_path / "ours"), str(tmp_path / "titan"), *words]) == 0
     before, after = loaded(made / "titan"), loaded(tmp_path / "titan")
     assert len(after) == 84
     assert_same(after, {name: one for name, one in before.items() if name in after})
     assert all("train_state" in name or ".lr" in name for name in before.keys() - after.keys())
-    assert not list(
-        differences(read_source(tmp_path / "titan", config=made / "hf"), read_source(tmp_path / "ours"))
-    )
+    theirs = read_source(tmp_path / "titan", config=made / "hf")
+    assert not [*differences(theirs, read_source(tmp_path / "ours"))]
 
 
 def test_transformers_loads_what_is_written_under_its_names(made, tmp_path):
@@ -207,3 +208,28 @@ def test_the_commands_read_every_form(made, capsys):
     assert run(["diff", str(made / "hf"), str(made / "llama3"), *config]) == 0
     assert run(["inspect", str(made / "llama3")]) == 0
     assert "hidden_size = 16" in capsys.readouterr().out
+
+
+def convert_foreign(src, dst, note_every):
+    options = ConversionOptions(note_every=note_every)
+    convert(src, dst, config=Path(src).parent / "config", tensor=2, pipeline=2, options=options)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Checkpoints by the real writers, a folder of DCP and Megatron's two forms, each beside its config."""
+    root = tmp_path_factory.mktemp("sources")
+    for name in ("llama", "llama_legacy"):
+        unpacked(name, root / name)
+    for name, ours in (("titan", "titan"), ("config", "hf")):
+        shutil.copytree(made_once() / ours, root / "titan" / name)
+    return root
+
+
+NOTED = [f"convert.noted;time={time}" for time in range(1, 17)]
+POINTS = ["convert.before_data", *NOTED, "convert.after_data", "commit.before_rename", "commit.after_rename"]
+test_a_killed_conversion_of_a_foreign_checkpoint_is_absent_or_whole_and_goes_on = killed_work(
+    Work("titan", "titan/titan", convert_foreign, 1000, POINTS, quick=["convert.noted;time=9"]),
+    Work("megatron", "llama/iter_0000003", convert_foreign, 1000, POINTS),
+    Work("megatron legacy", "llama_legacy/iter_0000003", convert_foreign, 1000, POINTS),
+)

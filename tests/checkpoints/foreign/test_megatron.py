@@ -108,15 +108,13 @@ BY_HAND = {
 }
 EXPERTS = source_of(lambda folder: write_experts(folder / STEP, MODELS["mixtral"], 2), MODELS["mixtral"])
 test_every_tensor_of_a_megatron_checkpoint_is_hugging_faces_bit_for_bit = round_trips(
-    [
-        *(RoundTrip(name, archive(name), ["--to hf"], "_extra_state are not read") for name in WRITTEN),
-        *(
-            RoundTrip(f"{name} in a layout", archive(name), ["--tensor 2 --pipeline 2", "--to hf"])
-            for name in ("llama_legacy", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe_legacy")
-        ),
-        *(RoundTrip(why, source_of(write), ["--to hf"], warns) for why, (write, warns) in BY_HAND.items()),
-        RoundTrip("numbered experts of Transformer Engine", EXPERTS, ["--to hf"]),
-    ]
+    *(RoundTrip(name, archive(name), ["--to hf"], "_extra_state are not read") for name in WRITTEN),
+    *(
+        RoundTrip(f"{name} in a layout", archive(name), ["--tensor 2 --pipeline 2", "--to hf"])
+        for name in ("llama_legacy", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe_legacy")
+    ),
+    *(RoundTrip(why, source_of(write), ["--to hf"], warns) for why, (write, warns) in BY_HAND.items()),
+    RoundTrip("numbered experts of Transformer Engine", EXPERTS, ["--to hf"]),
 )
 
 

@@ -1,0 +1,36 @@
+"""Tell an address, such as ``s3://bucket/run``, from a path of this machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+#: A scheme of two letters or more; a ``Path`` leaves one slash of two, and none where nothing follows.
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/.*)?")
+
+
+def address_of(name: str | Path) -> str | None:
+    """Return the address that a name is, with both slashes; ``None`` for a path of this machine."""
+    match = _ADDRESS.fullmatch(str(name))
+    if match is None or Path(name).exists():
+        return None
+    rest = match[2] or ""
+    if rest.startswith("//"):
+        return f"{name}"
+    return f"{match[1]}:{'///' if match[1] == 'file' else '//'}{rest.lstrip('/')}"
+
+
+def as_url(name: str | Path) -> str | None:
+    """Return the address of a store that is meant, as ``address_of`` does; ``file://`` is none."""
+    address = address_of(name)
+    return None if address is None or address.startswith("file:") else address
+
+
+def can_be_read(name: str | Path) -> bool:
+    """Return whether a path is here, or the name is an address, where nobody has looked."""
+    return as_url(name) is not None or Path(name).exists()
+
+
+def file_in(folder: str | Path, name: str) -> str:
+    """Return the name of a file in a folder, of this machine or at an address, for messages."""
+    return str(Path(folder) / name) if as_url(folder) is None else f"{as_url(folder)}/{name}"
