@@ -8,6 +8,7 @@ The peer is transformers' from_pretrained + save_pretrained, which is how most p
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -45,21 +46,21 @@ def wide(hidden: int, layers: int, ids: int = 32000) -> dict[str, Any]:
     return llama(hidden, layers, ids=ids, heads=heads, groups=heads // 4, length=2048, **other)
 
 
-def peak_of(src: Path, dst: Path, *words: str) -> int:
-    """Return the most bytes of RssAnon that ``trilith convert`` holds."""
+def peak_of(src: Path, dst: Path, hf: Path, said: str, *words: str) -> Row:
+    """Return the most bytes of RssAnon that ``trilith convert`` holds; ``hf``: the weights in bf16."""
     command = [sys.executable, "-m", "trilith.cli", "convert", str(src), str(dst), *words]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process, Peak(process.pid) as peak:
         assert process.wait() == 0
-    return peak.bytes
+    size = sum(file.stat().st_size for file in hf.glob("*.safetensors"))
+    raw = json.loads((hf / "config.json").read_text())
+    limit = 4 * raw["vocab_size"] * raw["hidden_size"] / 1e6 + 200
+    what = f"peak RssAnon, {size / 1e9:.2f} GB {said}"
+    return at_most(what, peak.bytes / 1e6, limit, "MB", "2 x the largest tensor + 200")
 
 
 def main(folder: Path, rounds: int) -> list[Row]:
-    return [
-        *whole_models(folder, rounds),
-        *kinds_of_cut(folder, rounds),
-        *memory(folder),
-        *other_projects(folder, rounds),
-    ]
+    models, cuts = whole_models(folder, rounds), kinds_of_cut(folder, rounds)
+    return [*models, *cuts, *memory(folder), *other_projects(folder, rounds)]
 
 
 def other_projects(folder: Path, rounds: int) -> list[Row]:
@@ -70,7 +71,7 @@ def other_projects(folder: Path, rounds: int) -> list[Row]:
     for layers in (4, 12):
         hf, out = folder / "o-hf", folder / "o-out"
         config = wide(2048, layers)
-        size = write_hf_folder(hf, config, dtype="BF16")
+        write_hf_folder(hf, config, dtype="BF16")
         convert_to_dcp(hf, dcp)
         tensors = load_file(hf / "model.safetensors")
         torch.save(tensors, pickled)
@@ -78,13 +79,10 @@ def other_projects(folder: Path, rounds: int) -> list[Row]:
         write_legacy(legacy, config, tensors)
         del tensors
         for src in sources:
-            peak = peak_of(src, out, "--to", "hf", "--config", str(hf))
+            rows.append(peak_of(src, out, hf, f"{src.name} -> hf", "--to", "hf", "--config", str(hf)))
             assert not list(differences(read_source(hf), read_source(out))), f"{src} is not bit-exact"
             shutil.rmtree(out)
-            peaks.append(peak)
-            limit = 4 * config["vocab_size"] * config["hidden_size"] / 1e6 + 200
-            what = f"peak RssAnon, {size / 1e9:.2f} GB {src.name} -> hf"
-            rows.append(at_most(what, peak / 1e6, limit, "MB", "2 x the largest tensor + 200"))
+            peaks.append(rows[-1].figure)
         if layers == 12:
             rows += [row for src in sources for row in speed_of_foreign(src, hf, out, rounds)]
         for path in (hf, dcp, dist, legacy):
@@ -117,38 +115,34 @@ def whole_models(folder: Path, rounds: int) -> list[Row]:
         return partial(afresh, dst, partial(subprocess.run, [sys.executable, *words], **quiet))
 
     quiet: dict[str, Any] = {"check": True, "capture_output": True}
-    taken = in_turn(
-        {
-            "cp hf": lambda: copy(hf, folder / "copy"),
-            "to sharded": ours(hf, sharded, tensor=TENSOR, pipeline=PIPELINE),
-            "cp sharded": lambda: copy(sharded, folder / "copy"),
-            "to hf": ours(sharded, back, to="hf"),
-        },
-        rounds,
-    )
+    turns = {
+        "cp hf": lambda: copy(hf, folder / "copy"),
+        "to sharded": ours(hf, sharded, tensor=TENSOR, pipeline=PIPELINE),
+        "cp sharded": lambda: copy(sharded, folder / "copy"),
+        "to hf": ours(sharded, back, to="hf"),
+    }
+    taken = in_turn(turns, rounds)
     assert not list(differences(read_source(hf), read_source(back))), "the round trip is not bit-exact"
     shutil.rmtree(back)
     layout = ("--tensor", str(TENSOR), "--pipeline", str(PIPELINE))
-    from_start = in_turn(
-        {
-            "cp": lambda: copy(hf, folder / "copy"),
-            "command": command("-m", "trilith.cli", "convert", hf, sharded, *layout, dst=sharded),
-            "transformers": command("-c", TRANSFORMERS, hf, back, dst=back),
-        },
-        max(1, rounds // 2),
-    )
+    started = {
+        "cp": lambda: copy(hf, folder / "copy"),
+        "command": command("-m", "trilith.cli", "convert", hf, sharded, *layout, dst=sharded),
+        "transformers": command("-c", TRANSFORMERS, hf, back, dst=back),
+    }
+    from_start = in_turn(started, max(1, rounds // 2))
     for path in (back, folder / "copy"):
         shutil.rmtree(path)
     both = [a + b for a, b in zip(taken["to sharded"], taken["to hf"], strict=True)]
     copied = [a + b for a, b in zip(taken["cp hf"], taken["cp sharded"], strict=True)]
-    name, started = f"HF -> tensor {TENSOR} x pipeline {PIPELINE}, of cp", from_start["command"]
+    name = f"HF -> tensor {TENSOR} x pipeline {PIPELINE}, of cp"
     start = "trilith convert from process start, of"
     return [
         ratio(name, taken["to sharded"], taken["cp hf"], goal=0.8),
         ratio("and back to HF, of cp", taken["to hf"], taken["cp sharded"], goal=0.8),
         ratio("both ways, of cp", both, copied, goal=0.8),
-        ratio(f"{start} cp", started, from_start["cp"]),
-        ratio(f"{start} transformers' load + save", started, from_start["transformers"]),
+        ratio(f"{start} cp", from_start["command"], from_start["cp"]),
+        ratio(f"{start} transformers' load + save", from_start["command"], from_start["transformers"]),
     ]
 
 
@@ -196,14 +190,12 @@ def kinds_of_cut(folder: Path, rounds: int) -> list[Row]:
             for name in names
         }
 
-        taken = in_turn(
-            {
-                "cp": lambda: copy(file, folder / "copy.safetensors"),
-                "cut": partial(recut, [file], whole, parts, boxes),
-                "merge": partial(recut, parts, pieces, [folder / "merged.safetensors"], [Box.whole(shape)]),
-            },
-            rounds,
-        )
+        turns = {
+            "cp": lambda: copy(file, folder / "copy.safetensors"),
+            "cut": partial(recut, [file], whole, parts, boxes),
+            "merge": partial(recut, parts, pieces, [folder / "merged.safetensors"], [Box.whole(shape)]),
+        }
+        taken = in_turn(turns, rounds)
         kind = ("rows", "columns")[dim]
         rows += [
             ratio(f"cut by {kind}, CRC-32 included, of cp", taken["cut"], taken["cp"], goal=goal),
@@ -220,14 +212,11 @@ def memory(folder: Path) -> list[Row]:
     rows, peaks = [], []
     for layers in (4, 16):
         hf, sharded, back = (folder / name for name in ("m-hf", "m-sharded", "m-back"))
-        config = wide(2048, layers)
-        size = write_hf_folder(hf, config, dtype="BF16", max_shard_size=1 << 30)
-        limit = 4 * config["vocab_size"] * config["hidden_size"] / 1e6 + 200
+        write_hf_folder(hf, wide(2048, layers), dtype="BF16", max_shard_size=1 << 30)
         cut = ["--tensor", str(TENSOR), "--pipeline", str(PIPELINE)]
         for src, dst, words in ((hf, sharded, cut), (sharded, back, ["--to", "hf"])):
-            peaks.append(peak_of(src, dst, *words))
-            what = f"peak RssAnon, {size / 1e9:.2f} GB {src.name[2:]} -> {dst.name[2:]}"
-            rows.append(at_most(what, peaks[-1] / 1e6, limit, "MB", "2 x the largest tensor + 200"))
+            rows.append(peak_of(src, dst, hf, f"{src.name[2:]} -> {dst.name[2:]}", *words))
+            peaks.append(rows[-1].figure)
         for path in (hf, sharded, back):
             shutil.rmtree(path)
     growth = max(peaks[2:]) / max(peaks[:2])

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from measure import Row, at_most, in_turn, ratio, seconds_of
@@ -59,16 +60,9 @@ def contenders(problem: Problem) -> dict[str, Callable[[], Tensor]]:
     chunk = automatic_chunk(tokens, VOCABULARY)
 
     def ours(chunk: int, sums: torch.dtype | None = None) -> Tensor:
-        return chunked_cross_entropy(
-            hidden[None],
-            weight,
-            labels[None],
-            VOCABULARY,
-            chunk=chunk,
-            scale=hidden.new_tensor(SCALE, dtype=torch.float32),
-            sums=sums,
-            compiled=ON_GPU,
-        )
+        scale = hidden.new_tensor(SCALE, dtype=torch.float32)
+        how: dict[str, Any] = {"chunk": chunk, "scale": scale, "sums": sums, "compiled": ON_GPU}
+        return chunked_cross_entropy(hidden[None], weight, labels[None], VOCABULARY, **how)
 
     def plain() -> Tensor:
         logits = F.linear(hidden, weight)[None]
@@ -84,10 +78,8 @@ def contenders(problem: Problem) -> dict[str, Callable[[], Tensor]]:
     found["F.cross_entropy"] = torch.compile(torchs) if ON_GPU else torchs
     if hasattr(F, "linear_cross_entropy"):  # since torch 2.13; its value is right in fp32, not in bf16
         found["F.linear_cross_entropy"] = partial(F.linear_cross_entropy, hidden, weight, labels)
-        options = torch.nn.LinearCrossEntropyOptions()
-        found["F.linear_cross_entropy, in chunks"] = partial(
-            F.linear_cross_entropy, hidden, weight, labels, options=options
-        )
+        chunks = torch.nn.LinearCrossEntropyOptions()
+        found["F.linear_cross_entropy, in chunks"] = partial(found["F.linear_cross_entropy"], options=chunks)
     return found
 
 
@@ -103,11 +95,8 @@ class Measured:
 
 def of_dtype(problem: Problem, rounds: int) -> list[Row]:
     """Run all contenders, time those that are timed in turn, and return the rows."""
-    kind, ways, wanted = (
-        str(problem.hidden.dtype).removeprefix("torch."),
-        contenders(problem),
-        in_fp64(problem),
-    )
+    kind = str(problem.hidden.dtype).removeprefix("torch.")
+    ways, wanted = contenders(problem), in_fp64(problem)
     found = {name: measured(problem, way, wanted) for name, way in ways.items()}
     mine, other = next(iter(ways)), "F.linear_cross_entropy"
     other = "F.cross_entropy" if ON_GPU or other not in ways else other

@@ -46,15 +46,11 @@ def ratio(name: str, ours: list[float], theirs: list[float], *, goal: float | No
     """Return how many times as fast as theirs ours is: the median over the rounds of their seconds / ours."""
     found = sorted(b / a for a, b in zip(ours, theirs, strict=True))
     median = statistics.median(found)
-    return Row(
-        name,
-        median,
-        found[0],
-        found[-1],
-        goal="" if goal is None else f">= {goal}",
-        good=None if goal is None else median >= goal,
-        details={"ours, s": statistics.median(ours), "theirs, s": statistics.median(theirs)},
-    )
+    row = Row(name, median, found[0], found[-1])
+    if goal is not None:
+        row.goal, row.good = f">= {goal}", median >= goal
+    row.details = {"ours, s": statistics.median(ours), "theirs, s": statistics.median(theirs)}
+    return row
 
 
 def at_most(

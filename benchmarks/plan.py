@@ -49,21 +49,10 @@ def drawn(folder: Path, tokens: Path, count: int = COUNT) -> dict[str, dict[str,
         micro_batch, mode = draw.choice((1, 2, 4)), draw.choice(("none", "none", "selective", "full"))
         name = ", ".join(f"{key} {value}" for key, value in layout.items()) or "one rank"
         name += f"; micro-batch {micro_batch}, {mode}"
-        recipe: dict[str, Any] = {
-            "out": str(folder / f"run-{len(found)}"),
-            "steps": WARM_UP + STEPS,
-            "device": "cpu",
-            "compute": "float32",
-            "model": {"config": MODEL},
-            "layout": layout,
-            "memory": {"checkpointing": mode},
-            "data": {
-                "tokens": str(tokens),
-                "sequence_length": LENGTH,
-                "global_batch": BATCH,
-                "micro_batch": micro_batch,
-            },
-        }
+        data = {"tokens": str(tokens), "sequence_length": LENGTH, "global_batch": BATCH}
+        recipe: dict[str, Any] = {"out": str(folder / f"run-{len(found)}"), "steps": WARM_UP + STEPS}
+        recipe |= {"device": "cpu", "compute": "float32", "model": {"config": MODEL}, "layout": layout}
+        recipe |= {"memory": {"checkpointing": mode}, "data": data | {"micro_batch": micro_batch}}
         try:
             parse_recipe(recipe)
         except BadInput:  # such as too few micro-batches for a schedule

@@ -8,76 +8,50 @@ from __future__ import annotations
 
 import shutil
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from conversion import wide
 from measure import Row, afresh, at_most, copy, in_turn, ratio
-from trilith.checkpoints import ConversionOptions, Manifest, convert, differences, read_source
+from saving import trained
+from trilith.checkpoints import ConversionOptions, Progress, Saver, convert, differences, read_source
 from trilith.checkpoints.convert.plan import plan_to_sharded
-from trilith.checkpoints.moments import MOMENTS, moment_name
-from trilith.checkpoints.stored_tensor import Part, StoredTensor
-from trilith.models import family_of
 from trilith.parallel_state import Box, Layout
-from trilith.storage import TensorWriter
+from trilith.runs.launch import process_group
 from trilith.storage.dtypes import TORCH
-from trilith.storage.records import StoredFile
 
 CHAIN = ((8, 2), (4, 4), (2, 1))
 
 
-def write_run(folder: Path, config: dict[str, Any]) -> None:
-    """Write a checkpoint as one rank of a run does, fp32 with both moments, without making a model."""
-    family = family_of(config)
-    (stated,) = family.declarations(family.from_hf(config))
-    shapes = {name: declaration.shape for name, declaration in stated.items()}
-    shapes |= {moment_name(moment, name): shapes[name] for moment in MOMENTS for name in list(stated)}
-    folder.mkdir(parents=True)
-    name = "rank-00000-of-00001.safetensors"
-    writer = TensorWriter(folder / name, {key: ("F32", shape) for key, shape in shapes.items()})
-    for number, (key, shape) in enumerate(shapes.items()):
-        writer.write(key, Box.whole(shape), torch.randn(shape).add_(number % 7))
-    written = writer.close()
-    manifest = Manifest(
-        kind="training",
-        model_type=family.model_type,
-        config=config,
-        layout=Layout(),
-        step=1,
-        files=(StoredFile(name=name, size=written.size, crc32=written.crc),),
-        tensors={
-            key: StoredTensor(
-                dtype="F32", shape=shape, parts=(Part(file=0, start=(0,) * len(shape), stop=shape),)
-            )
-            for key, shape in shapes.items()
-        },
-    )
-    (folder / "manifest.json").write_bytes(manifest.to_bytes())
+def write_run(folder: Path) -> Path:
+    """Write a checkpoint as one rank of a run does, fp32 with both moments; return its place."""
+    with process_group(Layout()) as state:
+        Saver(folder, *trained(wide(1024, 8, 16000), state)).save(Progress(step=1, layout=Layout()))
+    return next(folder.glob("step-*"))
 
 
 def main(folder: Path, rounds: int) -> list[Row]:
-    write_run(folder / "run", wide(1024, 8, 16000))
+    run = write_run(folder / "run")
     paths = [folder / f"{tensor}x{pipeline}" for tensor, pipeline in CHAIN]
 
     def recut(src: Path, dst: Path, layout: tuple[int, int]) -> float:
         tensor, pipeline = layout
         return afresh(dst, lambda: convert(src, dst, to="sharded", tensor=tensor, pipeline=pipeline))
 
-    recut(folder / "run", paths[0], CHAIN[0])
+    recut(run, paths[0], CHAIN[0])
     contenders = {}
     for number in (1, 2):
         src, dst, layout = paths[number - 1], paths[number], CHAIN[number]
         contenders[f"cp {src.name}"] = partial(copy, src, folder / "copy")
         contenders[f"to {dst.name}"] = partial(recut, src, dst, layout)
     taken = in_turn(contenders, rounds)
-    assert not list(differences(read_source(folder / "run"), read_source(paths[-1]))), "not bit-exact"
-    rows = [
-        ratio(f"{paths[n - 1].name} -> {paths[n].name} with moments, of cp", taken[f"to {paths[n].name}"],
-              taken[f"cp {paths[n - 1].name}"], goal=0.8)
-        for n in (1, 2)
-    ]  # fmt: skip
+    assert not list(differences(read_source(run), read_source(paths[-1]))), "not bit-exact"
+    rows = []
+    for src, dst in pairwise(path.name for path in paths):
+        name = f"{src} -> {dst} with moments, of cp"
+        rows.append(ratio(name, taken[f"to {dst}"], taken[f"cp {src}"], goal=0.8))
     rows += [bytes_read(paths[0], folder / "counted", CHAIN[1])]
     shutil.rmtree(folder / "copy")
     rows.append(against_dcp(folder, paths[0], rounds))

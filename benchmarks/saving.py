@@ -11,32 +11,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conversion import wide
 from measure import Row, afresh, in_turn, ratio, seconds_of
 from safetensors.torch import save_file
 from trilith.checkpoints import Contents, Progress, Saver
-from trilith.models import family_of
+from trilith.models import CausalLM, family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
+from trilith.runs.launch import process_group
 from trilith.training import make_adamw
 
 PIECE = 4 << 20
 
 
 def main(folder: Path, rounds: int) -> list[Row]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        return measured(folder, rounds)
-    finally:
-        dist.destroy_process_group()
+    with process_group(Layout()) as state:
+        return measured(folder, rounds, state)
 
 
-def measured(folder: Path, rounds: int) -> list[Row]:
-    state = ParallelState.start(Layout())
-    raw_config = wide(1024, 6, 16000)
-    family = family_of(raw_config)
-    config = family.from_hf(raw_config)
+def trained(raw: dict[str, Any], state: ParallelState) -> tuple[CausalLM, torch.optim.Optimizer, Contents]:
+    """Return what a saver saves of a run: a model, an optimizer after one step, what both are."""
+    family = family_of(raw)
+    config = family.from_hf(raw)
     model = family.build(config, state=state)
     model.to_empty(device="cpu")
     initialize(model, 0, state=state)
@@ -44,11 +40,12 @@ def measured(folder: Path, rounds: int) -> list[Row]:
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    contents = Contents(family, config, raw_config)
-    savers = {
-        background: Saver(folder / str(background), model, optimizer, contents, keep=1, background=background)
-        for background in (False, True)
-    }
+    return model, optimizer, Contents(family, config, raw)
+
+
+def measured(folder: Path, rounds: int, state: ParallelState) -> list[Row]:
+    run = trained(wide(1024, 6, 16000), state)
+    savers = {way: Saver(folder / str(way), *run, keep=1, background=way) for way in (False, True)}
     tensors = savers[False]._own_tensors()
     size = sum(tensor.nbytes for tensor in tensors.values())
     copies = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}

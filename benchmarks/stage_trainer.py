@@ -30,14 +30,8 @@ def staged(folder: str, dtype: torch.dtype, layout: dict[str, Any], rows: int) -
     ids = torch.empty(MICRO, LENGTH, dtype=torch.int64, device="meta")
     between = torch.empty(MICRO, LENGTH, CONFIG["hidden_size"], **floats)
     logits = torch.empty(MICRO, LENGTH, CONFIG["vocab_size"], **floats)
-    stage = PipelineStage(
-        _HeldStage(model, first),
-        rank,
-        ranks,
-        torch.device("cpu"),
-        input_args=ids if first else between,
-        output_args=logits if last else between,
-    )
+    shapes = {"input_args": ids if first else between, "output_args": logits if last else between}
+    stage = PipelineStage(_HeldStage(model, first), rank, ranks, torch.device("cpu"), **shapes)
     schedule = Schedule1F1B(stage, rows // MICRO, loss_fn=mean_loss)
     optimizer = adamw(model)
 

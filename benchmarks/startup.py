@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -36,20 +35,21 @@ torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 optimizer.step()
 """
 
-RECIPE = """
+CONFIG_KEYS = "\n".join(f"{key} = {json.dumps(value)}" for key, value in SHAPE.items())
+RECIPE = f"""
 out = "run"
 steps = 1
 dtype = "float32"
 [model.config]
-{config}
+{CONFIG_KEYS}
 [optimizer]
 lr = 1e-3
 warmup = 1
 [data]
 tokens = "tokens"
-sequence_length = {length}
-global_batch = {rows}
-micro_batch = {rows}
+sequence_length = {LENGTH}
+global_batch = {ROWS}
+micro_batch = {ROWS}
 """
 
 LARGE = "llama-3.1-405b-16384gpus"
@@ -89,12 +89,8 @@ def main(folder: Path, rounds: int) -> list[Row]:
         "torch and transformers, one step": [*python, BARE],
         "trilith train, one step": [sys.executable, "-m", "trilith", "train", str(recipe)],
     }
-    runs: dict[str, Callable[[], float]] = {
-        name: partial(processor_time, command, folder) for name, command in ways.items()
-    }
-    plans = {name: [sys.executable, "-m", "trilith", *words] for name, (words, _) in PLANS.items()}
-    runs |= {name: partial(processor_time, command, folder) for name, command in plans.items()}
-    taken = in_turn(runs, rounds)
+    ways |= {name: [sys.executable, "-m", "trilith", *words] for name, (words, _) in PLANS.items()}
+    taken = in_turn({name: partial(processor_time, words, folder) for name, words in ways.items()}, rounds)
     rows = []
     for name, than, said in (
         ("import trilith", "python", "Python's start"),
@@ -137,11 +133,5 @@ def write_recipe(folder: Path) -> Path:
     """Write a token file and a recipe of one step of the model; return the recipe's path."""
     write_tokens(folder / "tokens", vocab_size=503)
     recipe = folder / "recipe.toml"
-    recipe.write_text(
-        RECIPE.format(
-            config="\n".join(f"{key} = {json.dumps(value)}" for key, value in SHAPE.items()),
-            length=LENGTH,
-            rows=ROWS,
-        )
-    )
+    recipe.write_text(RECIPE)
     return recipe

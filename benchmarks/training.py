@@ -20,11 +20,12 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from measure import Row, ratio
+from measure import Row, in_turn, ratio
 from trainers import save_model
 
 HERE = Path(__file__).resolve().parent
@@ -159,15 +160,14 @@ def steps(
     ``again``: each turn has two steps, of which the second counts.
     """
     alive = {name: Contender(**wanted) for name, wanted in contenders.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in alive}
-    for number in range(rounds + 1):
-        for name, one in alive.items():
-            taken = [one.step() for _ in range(1 + again)]
-            if number:
-                seconds[name].append(taken[-1])
-    for one in alive.values():
-        one.end()
-    return {name: (one, seconds[name]) for name, one in alive.items()}
+
+    def turn(contender: Contender) -> float:
+        return [contender.step() for _ in range(1 + again)][-1]
+
+    seconds = in_turn({name: partial(turn, contender) for name, contender in alive.items()}, rounds)
+    for contender in alive.values():
+        contender.end()
+    return {name: (contender, seconds[name]) for name, contender in alive.items()}
 
 
 def difference(ours: list[float], theirs: list[float], dtype: str) -> str | None:

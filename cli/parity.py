@@ -76,8 +76,7 @@ def parity(
     from ..recipes.sections import LayoutSection
     from ..runs.console import plain_console
     from ..testing.parity.case import Question
-    from ..testing.parity.check import TOLERANCES
-    from ..testing.parity.check import parity as compare
+    from .shared.parity import TOLERANCES, check, compare_with_transformers
     from .shared.sizes import parse_counts
 
     kind = schedule_kind(schedule, "parity")
@@ -102,9 +101,12 @@ def parity(
         raise BadInput("parity", "--dtype", expected=f"one of {known}", found=dtype)
     if tolerance is not None and not 0 <= tolerance < float("inf"):
         raise BadInput("parity", "--tolerance", expected="a number from 0", found=tolerance)
+    check(question)
     console = plain_console(soft_wrap=True)
     with console.status("checking") as status:
-        found = compare(question, tolerance=tolerance, say=lambda text: status.update(f"running: {text}"))
+        found = compare_with_transformers(
+            question, tolerance=tolerance, say=lambda text: status.update(f"running: {text}")
+        )
     for one in found:
         where = "" if one.first is None else f"{one.first.kind} of {one.first.name}"
         verdict = f"differs first in the {where}" if where else "the same"

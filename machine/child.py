@@ -45,16 +45,8 @@ def in_ranks(
     with tempfile.TemporaryDirectory() as folder:
         try:
             with quiet_libraries():  # torch's own account of a failure; the ranks' output is kept apart
-                codes = run_fresh(
-                    _work,
-                    world,
-                    FunctionName.of(work),
-                    dict(options),
-                    folder,
-                    threads,
-                    timeout=seconds,
-                    process_group=False,
-                )
+                task = (FunctionName.of(work), dict(options), folder, threads)
+                codes = run_fresh(_work, world, *task, timeout=seconds, process_group=False)
         except RankError as error:
             return Ran(error=str(error).splitlines()[0], output=str(error))
         # What was killed comes first: the others often fail because of it.

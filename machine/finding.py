@@ -18,3 +18,8 @@ class Finding:
     level: Level
     found: str
     todo: str = ""
+
+    @classmethod
+    def unless(cls, group: str, check: str, found: str, todo: str, level: Level = "warning") -> Finding:
+        """Return a finding that is ok unless there is something to do."""
+        return cls(group, check, level if todo else "ok", found, todo)

@@ -1,8 +1,10 @@
-"""Define the Llamas that are measured, by a few numbers."""
+"""Define the Llamas that are measured, by a few numbers, and build them."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from ..models import CausalLM, family_of
 
 
 def llama(
@@ -20,3 +22,9 @@ def llama(
         "max_position_embeddings": length,
         **other,
     }
+
+
+def built(config: dict[str, Any], **options: Any) -> CausalLM:
+    """Build a model; ``options`` are those of its family's ``build``."""
+    family = family_of(config)
+    return family.build(family.from_hf(config), **options)

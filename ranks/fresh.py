@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ..parallel_state import check_local_ranks
-from .failures import RankError, RankFailure, name_ranks
+from .failures import RankError, name_ranks
 from .messages import Call
 from .pickling import FunctionName, pack
-from .processes import Rendezvous, gather_stacks, templates
+from .processes import Rendezvous, silent_ranks, templates
 
 
 class ExitCode(int):
@@ -27,46 +27,31 @@ class ExitCode(int):
 
 
 def run_fresh(
-    fn: Callable[..., Any],
-    world: int = 2,
-    *args: Any,
-    timeout: float = 60.0,
-    process_group: bool = True,
-    group_timeout: float | None = None,
+    fn: Callable[..., Any], world: int = 2, *args: Any, timeout: float = 60.0, process_group: bool = True
 ) -> list[ExitCode]:
     """Run ``fn(*args)`` on ``world`` new processes, wait for all of them to end, and return their exit codes
     by rank.
 
     A rank ends with 0 when ``fn`` returns, with the code of ``sys.exit``, with an exception's ``exit_code``,
-    or with 1 and a traceback. ``group_timeout``: that of the process group in seconds; the default is
-    ``timeout``. With ``process_group=False`` none is started, and ``init_process_group()`` works as under
-    torchrun, with a store that outlives rank 0. Raises ``RankError``, naming the ranks, if some still run
-    ``timeout`` seconds after all ranks had started.
+    or with 1 and a traceback. With ``process_group=False`` none is started, and ``init_process_group()``
+    works as under torchrun, with a store that outlives rank 0. Raises ``RankError``, naming the ranks, if
+    some still run ``timeout`` seconds after all ranks had started.
     """
     if world < 1:
         raise ValueError(f"world: expected 1 rank or more, found {world}")
     check_local_ranks(world)
     function, arguments, rendezvous = FunctionName.of(fn), pack(args), Rendezvous()
-    limit = timeout if group_timeout is None else group_timeout
     ranks = list(templates.start(range(world), fresh=True).values())
     try:
         for rank, process in enumerate(ranks):
-            process.send(
-                Call(function, arguments, rank, world, rendezvous.port, "fresh", limit, process_group)
-            )
+            call = Call(function, arguments, rank, world, rendezvous.port, "fresh", timeout, process_group)
+            process.send(call)
         deadline = time.monotonic() + timeout
         codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in ranks]
         running = {rank: process for rank, process in enumerate(ranks) if codes[rank] is None}
         if running:
-            now = time.monotonic()
-            stacks = gather_stacks(running)
-            raise RankError(
-                [
-                    RankFailure(r, "silent", now, "still ran; it was here:", output=said)
-                    for r, said in stacks.items()
-                ],
-                f"{name_ranks(list(running))} did not end within {timeout:g} s",
-            )
+            headline = f"{name_ranks(list(running))} did not end within {timeout:g} s"
+            raise RankError(silent_ranks(running, "still ran; it was here:"), headline)
         return [ExitCode(process.end(), process.output()) for process in ranks]
     finally:
         for process in ranks:

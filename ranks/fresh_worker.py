@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import os
-import signal
 import sys
 import threading
 import traceback
@@ -13,12 +11,11 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
-from .messages import Call, Ready
-from .pickling import pack, unpack
-from .worker import enter
+from .messages import Ready
+from .pickling import pack
+from .worker import begin, run
 
 
 def main(parent: Connection) -> int:
@@ -26,17 +23,12 @@ def main(parent: Connection) -> int:
 
     The interpreter then ends as any script's does, threads, process group and all: tests look at just that.
     """
-    faulthandler.register(signal.SIGUSR1, all_threads=False)
-    faulthandler.enable()  # and where it was when a signal of the system's ended it
+    inbox = begin(parent)
     parent.send_bytes(pack(Ready()))
-    call = unpack(parent.recv_bytes())
-    assert isinstance(call, Call), call
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    torch.set_num_threads(1)
     np.random.seed()  # forks share numpy's state, launched processes do not
+    call = inbox.get()
     try:
-        enter(call)
-        call.function.load()(*unpack(call.arguments))
+        run(call)
         if dist.is_initialized():
             dist.destroy_process_group()
     except Exception as error:
@@ -58,11 +50,3 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _end_with(parent: Connection) -> None:
-    """End this process when the parent dies: the parent's end of the pipe closes then."""
-    try:
-        parent.recv_bytes()
-    except (EOFError, OSError):
-        os._exit(0)

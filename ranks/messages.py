@@ -25,11 +25,6 @@ class Setting:
     path: tuple[str, ...]
     fresh: bool
 
-    @classmethod
-    def of_this_process(cls, environment: dict[str, str], *, fresh: bool) -> Setting:
-        """Return this process's setting, with another environment."""
-        return cls(environment, os.getcwd(), tuple(sys.path), fresh)
-
     def apply(self) -> None:
         """Take it over."""
         os.environ.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import pickle
@@ -139,20 +140,16 @@ def unpack(data: bytes) -> Any:
 
 def pack_exception(error: BaseException) -> bytes | None:
     """Pack an exception if it can be rebuilt, else return ``None``: its traceback is sent as text anyhow."""
-    try:
+    with contextlib.suppress(Exception):
         data = pack(error)
         unpack(data)
-    except Exception:
-        return None
-    return data
+        return data
+    return None
 
 
 def unpack_exception(data: bytes | None) -> BaseException | None:
     """Rebuild the exception that ``pack_exception`` packed; ``None`` if this process cannot."""
-    if data is None:
-        return None
-    try:
-        error = unpack(data)
-    except Exception:
-        return None
-    return error if isinstance(error, BaseException) else None
+    with contextlib.suppress(Exception):
+        error = None if data is None else unpack(data)
+        return error if isinstance(error, BaseException) else None
+    return None

@@ -18,7 +18,7 @@ from ..parallel_state import check_local_ranks
 from .failures import RankError, RankFailure, describe_exit, name_ranks
 from .messages import Call, Leave, Raised, Ready, Returned
 from .pickling import FunctionName, pack, unpack, unpack_exception
-from .processes import Process, Rendezvous, gather_stacks, templates
+from .processes import Process, Rendezvous, silent_ranks, templates
 
 #: Seconds that the other ranks get to answer once one has failed, and that all get to leave their group.
 GRACE = 3.0
@@ -48,12 +48,11 @@ class Pool:
             for rank, worker in enumerate(workers):
                 # A collective may wait longer than the call: the call's own report of a hang comes first.
                 worker.send(Call(function, arguments, rank, world, port, prefix, timeout + GRACE + 10))
-            exchange = _Exchange(workers, timeout)
+            members = [_Member(rank, worker) for rank, worker in enumerate(workers)]
             try:
-                results = exchange.answers()
+                return _answers(members, timeout)
             finally:
-                self._replace(exchange.spoiled)
-        return results
+                self._replace([member.worker for member in members if member.phase != "ready"])
 
     def _start(self, world: int) -> None:
         """Start workers up to ``world``, ready for a call."""
@@ -91,8 +90,8 @@ class _Member:
         try:
             answer = self.worker.receive()
         except EOFError:
-            how = describe_exit(self.worker.end())
-            self._fail("died", time.monotonic(), how)
+            how, now = describe_exit(self.worker.end()), time.monotonic()
+            self.failure = RankFailure(self.rank, "died", now, how, output=self.worker.output())
             self.phase = "leaving"
             return
         self.phase = "answered"
@@ -100,88 +99,62 @@ class _Member:
             self.result = answer.result
         else:
             assert isinstance(answer, Raised), answer
-            cause = unpack_exception(answer.cause)
-            self._fail("raised", answer.seconds, f"raised {answer.summary}", answer.traceback, cause)
-
-    def leave(self) -> None:
-        self.worker.send(Leave())
-        self.phase = "leaving"
-
-    def _fail(
-        self, kind: str, seconds: float, summary: str, detail: str = "", cause: BaseException | None = None
-    ) -> None:
-        said = self.worker.output()
-        self.failure = RankFailure(self.rank, kind, seconds, summary, detail, said, cause)
+            facts = (answer.seconds, f"raised {answer.summary}", answer.traceback, self.worker.output())
+            self.failure = RankFailure(self.rank, "raised", *facts, unpack_exception(answer.cause))
 
 
-class _Exchange:
-    """Exchange one call's messages with the workers."""
+def _answers(members: list[_Member], timeout: float) -> list[Any]:
+    """Exchange one call's messages; return the results by rank, or raise ``RankError``."""
+    deadline, headline = time.monotonic() + timeout, ""
+    while (working := _in("working", members)) and (seconds := deadline - time.monotonic()) > 0:
+        pipes = {member.worker.pipe: member for member in working}
+        for pipe in wait([*pipes], seconds):
+            pipes[cast(Connection, pipe)].hear()
+        if _failures(members):
+            # The others may wait for a rank that will not come: once it has left, its sockets are closed and
+            # their collectives break.
+            _let_leave(members)
+            deadline = min(deadline, time.monotonic() + GRACE)
+    if working and not _failures(members):
+        headline = f"{name_ranks([member.rank for member in working])} did not answer within {timeout:g} s"
+    still_there = {member.rank: member.worker for member in working}
+    for failure in silent_ranks(still_there, "did not answer; it was here:"):
+        members[failure.rank].failure = failure
+    _let_leave(members)
+    failures = _failures(members)
+    # Nobody has left the process group in good order where a rank is gone: if it went while gloo connected
+    # the ranks, the others can hang in their next group.
+    if all(failure.kind == "raised" for failure in failures):
+        _await_ready(members)
+    if failures:
+        error = RankError(failures, headline)
+        raise error from error.cause
+    for member in members:
+        _pass_on(member.rank, member.worker.output())
+    return [unpack(member.result) for member in members]
 
-    def __init__(self, workers: list[Process], timeout: float) -> None:
-        self.members = [_Member(rank, worker) for rank, worker in enumerate(workers)]
-        self.timeout = timeout
 
-    @property
-    def spoiled(self) -> list[Process]:
-        """Return the workers that have not said ``Ready`` and cannot be used again."""
-        return [one.worker for one in self.members if one.phase != "ready"]
+def _in(phase: str, members: list[_Member]) -> list[_Member]:
+    return [member for member in members if member.phase == phase]
 
-    def answers(self) -> list[Any]:
-        """Return the results by rank, or raise ``RankError``."""
-        deadline, headline = time.monotonic() + self.timeout, ""
-        while (working := self._in("working")) and (seconds := deadline - time.monotonic()) > 0:
-            pipes = {one.worker.pipe: one for one in working}
-            for pipe in wait([*pipes], seconds):
-                pipes[cast(Connection, pipe)].hear()
-            if self._failures():
-                # The others may wait for a rank that will not come: once it has left, its sockets are
-                # closed and their collectives break.
-                self._let_leave()
-                deadline = min(deadline, time.monotonic() + GRACE)
-        if working and not self._failures():
-            ranks = name_ranks([one.rank for one in working])
-            headline = f"{ranks} did not answer within {self.timeout:g} s"
-        self._note_silent(working)
-        self._let_leave()
-        self._await_ready()
-        if failures := self._failures():
-            error = RankError(failures, headline)
-            raise error from error.cause
-        for one in self.members:
-            _pass_on(one.rank, one.worker.output())
-        return [unpack(one.result) for one in self.members]
 
-    def _in(self, phase: str) -> list[_Member]:
-        return [one for one in self.members if one.phase == phase]
+def _failures(members: list[_Member]) -> list[RankFailure]:
+    return [member.failure for member in members if member.failure is not None]
 
-    def _failures(self) -> list[RankFailure]:
-        return [one.failure for one in self.members if one.failure is not None]
 
-    def _let_leave(self) -> None:
-        for one in self._in("answered"):
-            one.leave()
+def _let_leave(members: list[_Member]) -> None:
+    for member in _in("answered", members):
+        member.worker.send(Leave())
+        member.phase = "leaving"
 
-    def _note_silent(self, silent: list[_Member]) -> None:
-        now = time.monotonic()
-        stacks = gather_stacks({one.rank: one.worker for one in silent}) if silent else {}
-        for rank, said in stacks.items():
-            where = "did not answer; it was here:"
-            self.members[rank].failure = RankFailure(rank, "silent", now, where, output=said)
 
-    def _await_ready(self) -> None:
-        """Note who has left the process group in good order.
-
-        Nobody has where a rank is gone: if it went while gloo connected the ranks, the others can hang in
-        their next group.
-        """
-        if any(failure.kind != "raised" for failure in self._failures()):
-            return
-        deadline = time.monotonic() + GRACE
-        for one in self.members:
-            if one.worker.pipe.poll(max(0.0, deadline - time.monotonic())):
-                with contextlib.suppress(EOFError):
-                    assert isinstance(one.worker.receive(), Ready)
-                    one.phase = "ready"
+def _await_ready(members: list[_Member]) -> None:
+    deadline = time.monotonic() + GRACE
+    for member in members:
+        if member.worker.pipe.poll(max(0.0, deadline - time.monotonic())):
+            with contextlib.suppress(EOFError):
+                assert isinstance(member.worker.receive(), Ready)
+                member.phase = "ready"
 
 
 def _pass_on(rank: int, text: str) -> None:

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
+from .failures import RankFailure
 from .messages import LIFE, Ready, Setting
 from .pickling import pack, unpack
 
@@ -45,7 +46,7 @@ class Process:
         template.fork([theirs.fileno(), self._printed.fileno(), their_life])
         theirs.close()
         os.close(their_life)
-        self.send(Setting.of_this_process(_environment(), fresh=fresh))
+        self.send(Setting(_environment(), os.getcwd(), tuple(sys.path), fresh))
 
     def greet(self) -> None:
         """Wait until it is ready for a call; ``RuntimeError``, with what it printed, if it never is."""
@@ -54,8 +55,8 @@ class Process:
                 raise EOFError
             assert isinstance(self.receive(), Ready)
         except EOFError:
-            said = self._template.output() + self.output()
-            raise RuntimeError(f"the process of a rank did not start:\n{said}") from None
+            printed = self._template.output() + self.output()
+            raise RuntimeError(f"the process of a rank did not start:\n{printed}") from None
 
     def send(self, message: object) -> None:
         """Send a message. To a dead process nothing is sent: whoever reads from it next will notice."""
@@ -104,10 +105,6 @@ class Process:
             raise RuntimeError(f"the template of a rank died:\n{self._template.output()}")
         number: int = LIFE.unpack(fact)[0]
         return number
-
-    def ask_where(self) -> None:
-        """Have it print its Python stack."""
-        os.kill(self.pid, signal.SIGUSR1)
 
     def kill(self) -> None:
         """End it, whatever it is doing, and forget what it printed."""
@@ -220,13 +217,18 @@ def _environment() -> dict[str, str]:
     return defaults | dict(os.environ) | threads | {"PYTHONUNBUFFERED": "1"}
 
 
-def gather_stacks(processes: dict[int, Process]) -> dict[int, str]:
-    """Return the text that each of these processes has printed, ended by its own stack traces."""
+def silent_ranks(processes: dict[int, Process], summary: str) -> list[RankFailure]:
+    """Return failures of processes that still run: each with what it printed, ended by its stack traces."""
+    now = time.monotonic()
     for process in processes.values():
         with contextlib.suppress(ProcessLookupError):
-            process.ask_where()
-    time.sleep(0.3)
-    return {rank: process.output() for rank, process in processes.items()}
+            os.kill(process.pid, signal.SIGUSR1)
+    if processes:
+        time.sleep(0.3)
+    return [
+        RankFailure(rank, "silent", now, summary, output=process.output())
+        for rank, process in processes.items()
+    ]
 
 
 #: The templates of this process: they serve every pool and every fresh call.

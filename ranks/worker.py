@@ -6,6 +6,7 @@ import faulthandler
 import gc
 import os
 import queue
+import random
 import signal
 import sys
 import threading
@@ -15,12 +16,14 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import _collective_utils, _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from .messages import Call, Leave, Raised, Ready, Returned
 from .pickling import pack, pack_exception, unpack
-from .reset import forget, forget_groups
 
 #: The number of modules when a call last left new ones behind.
 _imported = 0
@@ -28,20 +31,24 @@ _imported = 0
 
 def main(parent: Connection) -> NoReturn:
     """Serve the parent."""
-    # With this signal the parent asks a silent rank where it is; it answers on stderr, even from inside C++.
-    faulthandler.register(signal.SIGUSR1, all_threads=False)
-    faulthandler.enable()  # and where it was when a signal of the system's ended it
-    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(parent, inbox), daemon=True).start()
-    torch.set_num_threads(1)
+    inbox = begin(parent)
     while True:
         parent.send_bytes(pack(Ready()))
         call = inbox.get()
-        assert isinstance(call, Call), call
-        answer = _answer(call)
-        parent.send_bytes(pack(answer))
+        parent.send_bytes(pack(_answer(call)))
         assert isinstance(inbox.get(), Leave)
         _leave()
+
+
+def begin(parent: Connection) -> queue.SimpleQueue[Any]:
+    """Prepare a process for calls; what the parent says arrives in the queue."""
+    # With this signal the parent asks a silent rank where it is; it answers on stderr, even from inside C++.
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    faulthandler.enable()  # and where it was when a signal of the system's ended it
+    torch.set_num_threads(1)
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(parent, inbox), daemon=True).start()
+    return inbox
 
 
 def _listen(parent: Connection, inbox: queue.SimpleQueue[Any]) -> None:
@@ -55,33 +62,29 @@ def _listen(parent: Connection, inbox: queue.SimpleQueue[Any]) -> None:
 
 def _answer(call: Call) -> Returned | Raised:
     try:
-        return Returned(pack(_run(call)))
+        _forget()
+        return Returned(pack(run(call)))
     except BaseException as error:
         seconds = time.monotonic()
         summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
-        text = "".join(traceback.format_exception(error))
-        cause = pack_exception(error)
-        return Raised(seconds, summary, text, cause)
+        return Raised(seconds, summary, "".join(traceback.format_exception(error)), pack_exception(error))
 
 
-def _run(call: Call) -> Any:
-    forget()
-    enter(call)
+def run(call: Call) -> Any:
+    """Call the function as the rank that the call names."""
+    assert isinstance(call, Call), call
+    _enter(call)
     return call.function.load()(*unpack(call.arguments))
 
 
-def enter(call: Call) -> None:
+def _enter(call: Call) -> None:
     """Become the rank that the call names: torchrun's environment, and the process group."""
-    place = {
-        "RANK": call.rank,
-        "LOCAL_RANK": call.rank,
-        "WORLD_SIZE": call.world,
-        "LOCAL_WORLD_SIZE": call.world,
-    }
+    rank, world = str(call.rank), str(call.world)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
     # As under torchrun: the store is the launcher's, so that it outlives every rank.
-    place |= {"MASTER_PORT": call.port}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(call.port), TORCHELASTIC_USE_AGENT_STORE="True"
+    )
     if not call.process_group:
         return
     timeout = timedelta(seconds=call.timeout)
@@ -103,10 +106,39 @@ def _leave() -> None:
     global _imported
     if dist.is_initialized():
         dist.destroy_process_group()
-    forget_groups()
+    _forget_groups()
     # Models and their groups lie in cycles. Until these are collected, every group keeps threads that wake a
     # hundred times a second; and they are better ended here than somewhere in the next call.
     gc.collect()
     if len(sys.modules) > _imported:
         gc.freeze()  # what has been imported stays, and no later collection need walk it
         _imported = len(sys.modules)
+
+
+def _forget_groups() -> None:
+    """Empty the caches that hold meshes, and so process groups: DTensor's, and compiled code.
+
+    They take a later, equal mesh for the one that they know; that one's groups have been destroyed, and their
+    names may since mean other ranks. Until they are let go, the threads of these groups go on.
+    """
+    _clear_sharding_prop_cache()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    _redistribute._gen_transform_infos.cache_clear()
+    # Not in every version of torch.
+    if clear := getattr(_redistribute, "clear_redistribute_planner_cache", None):
+        clear()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def _forget() -> None:
+    """Reset seeds, defaults and caches."""
+    _forget_groups()
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(1)

@@ -15,15 +15,6 @@ if TYPE_CHECKING:
     from .live_bytes import LiveBytes
     from .operators import Operators, collectives_of
 
-#: The module of each name.
-_PLACES = {
-    "..ranks": ("ExitCode", "RankError", "RankFailure", "run_fresh", "run_parallel"),
-    ".invariance.check": ("LayoutVariance", "assert_layout_invariant"),
-    ".layouts": ("assemble", "differences", "observe", "pieces"),
-    ".live_bytes": ("LiveBytes",),
-    ".operators": ("Operators", "collectives_of"),
-}
-
 __all__ = [
     "ExitCode",
     "LayoutVariance",
@@ -41,13 +32,16 @@ __all__ = [
     "run_parallel",
 ]
 
+#: The modules that are searched for a name; what is cheap to import comes first.
+_MODULES = ("..ranks", ".operators", ".live_bytes", ".layouts", ".invariance.check")
+
 
 def __getattr__(name: str) -> Any:
-    for place, names in _PLACES.items():
-        if name in names:
-            return getattr(import_module(place, __name__), name)
+    for place in _MODULES if name in __all__ else ():
+        if hasattr(module := import_module(place, __name__), name):
+            return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..layers import IGNORE
 from ..parallel_state import (
+    BadInput,
     Box,
     Constant,
     Normal,
@@ -26,10 +27,15 @@ from ..parallel_state import (
 )
 from ..parallel_state.engine import local_data
 from ..parallel_state.initial_weights import fill
+from ..ranks import RankError, run_parallel
 from ..training.adamw import make_adamw
 
 #: A rank's part of each parameter: its box without padding, whether the rank owns it, the numbers.
 Pieces = dict[str, tuple[Box, bool, Tensor]]
+
+#: By module, the pieces of its outputs that ranks hold, each with its box of the whole (samples, length,
+#: features); in the order in which modules ran.
+Outputs = dict[str, list[tuple[Box, Tensor]]]
 
 #: Makes the model and the step that takes a batch through it and returns the loss; gradients stay behind.
 Build = Callable[[], tuple[nn.Module, Callable[[Any], Tensor]]]
@@ -38,7 +44,7 @@ Build = Callable[[], tuple[nn.Module, Callable[[Any], Tensor]]]
 @dataclass
 class Observation:
     """Hold what one rank saw: each step's loss and gradient norm, its pieces of the first step's gradients
-    and of the parameters before the first step and after the last.
+    and of the parameters before the first step and after the last, and of outputs that were recorded.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -46,6 +52,7 @@ class Observation:
     gradients: Pieces = field(default_factory=dict)
     initial: Pieces = field(default_factory=dict)
     parameters: Pieces = field(default_factory=dict)
+    outputs: Outputs = field(default_factory=dict)
 
 
 def observe(
@@ -78,6 +85,16 @@ def observe(
     if then is not None:
         then(model, optimizer)
     return seen
+
+
+def on_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float) -> list[Any]:
+    """Call ``run_parallel``; what a rank refuses is refused in its words, as if it had not been a rank's."""
+    try:
+        return run_parallel(function, world, *args, timeout=timeout)
+    except RankError as error:
+        if isinstance(error.cause, BadInput):
+            raise error.cause from None
+        raise
 
 
 def pieces(model: nn.Module, state: ParallelState, *, gradients: bool = False, strict: bool = True) -> Pieces:

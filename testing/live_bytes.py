@@ -7,16 +7,16 @@ autograd holds it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..parallel_state.engine import local_data
+from .operators import tensors_in
 
 
 class LiveBytes(TorchDispatchMode):
@@ -65,13 +65,8 @@ class LiveBytes(TorchDispatchMode):
         self._most.pop(key, None)
 
 
-def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
+def _storages(value: object) -> Iterator[torch.UntypedStorage]:
     """Yield the storages of all tensors in nested lists, tuples and dicts that have memory."""
-    if isinstance(value, Tensor):
-        if value.device.type != "meta":
-            yield (local_data(value) if isinstance(value, DTensor) else value).untyped_storage()
-    elif isinstance(value, Mapping):
-        yield from _storages(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _storages(one)
+    for tensor in tensors_in(value):
+        if tensor.device.type != "meta":
+            yield (local_data(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -75,8 +75,6 @@ def tensors_in(value: object) -> Iterator[Tensor]:
     """Yield the tensors in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
+    elif isinstance(value, list | tuple | Mapping):
+        for one in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(one)
-    elif isinstance(value, dict):
-        yield from tensors_in([*value.values()])

@@ -52,7 +52,7 @@ PRIVATE_TORCH = {
     "parallel_state/engine/kernels.py": "the same",
     "parallel_state/engine/local_tensors.py": "the same",
     "parallel_state/engine/weight_gradients.py": "the same",
-    "ranks/reset.py": "empties a cache of torch's between calls, which a library never needs",
+    "ranks/worker.py": "empties a cache of torch's between calls, which a library never needs",
     "testing/simulated_device/backend.py": "makes a device of Python, for which torch has no public door",
     "testing/live_bytes.py": "counts what every operator leaves behind: torch has no public hook for that",
 }
@@ -142,7 +142,14 @@ def upward_imports(files):
 
 
 #: Who may use the test harness: it is for users and tests, so product code that starts ranks uses ``ranks``.
-USE_TESTING = ("testing/", "machine/", "cli/parity.py", "__init__.py")
+USE_TESTING = (
+    "__init__.py",
+    "testing/",
+    "machine/",
+    "cli/parity.py",
+    "cli/shared/parity.py",
+    "cli/shared/in_transformers.py",
+)
 
 
 def users_of_testing(files):
@@ -347,7 +354,7 @@ def test_the_rule_catches_what_it_forbids(rule, path, text):
             "from ..layers import L\nfrom .b import c\nfrom . import d\nimport e",
         ),
         (upward_imports, "testing/a.py", "from ..training import step"),
-        (users_of_testing, "cli/parity.py", "from ..testing.parity.check import parity"),
+        (users_of_testing, "cli/parity.py", "from ..testing.parity.case import Question"),
         (flat_drawers, "layers/a.py", ""),
         (private_torch, "layers/a.py", "import torch\nfrom .b import _c\ntorch.nn.Linear.__init__\nself._x"),
         (unpicklers, "data/a.py", "import numpy\nnumpy.load(path, allow_pickle=False)\nimport pickletools"),

@@ -25,9 +25,7 @@ GROUPS: tuple[tuple[str, Callable[[list[Path]], Iterable[Finding]]], ...] = (
 )
 
 
-def diagnose(
-    folders: Iterable[Path] = (), *, say: Callable[[str], None] = lambda group: None
-) -> list[Finding]:
+def diagnose(folders: Iterable[Path] = (), *, say: Callable[[str], None] = lambda _: None) -> list[Finding]:
     """Check this machine for what training needs; return a finding for each check.
 
     ``folders``: folders besides the working directory, torch's cache and the temporary folder whose file
@@ -40,8 +38,7 @@ def diagnose(
         try:
             found += check([*folders])
         except Exception as error:
-            refusal = refusal_of(error)
-            if refusal is not None:
+            if (refusal := refusal_of(error)) is not None:
                 found.append(Finding(group, "the check itself", "fault", refusal.reason, refusal.todo))
                 continue
             where = traceback.extract_tb(error.__traceback__)[-1]

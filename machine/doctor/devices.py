@@ -25,11 +25,10 @@ def check_devices() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         yield _no_cuda()
         return
-    if said := driver():
-        yield Finding(GROUP, "driver", "ok", said)
-    else:
-        yield Finding(GROUP, "driver", "warning", "nvidia-smi does not answer",
-                      "Install nvidia-smi beside the driver, to see clocks, links and errors")  # fmt: skip
+    todo = (
+        "" if (said := driver()) else "Install nvidia-smi beside the driver, to see clocks, links and errors"
+    )
+    yield Finding.unless(GROUP, "driver", said or "nvidia-smi does not answer", todo)
     ran = in_ranks(_gpus, 1, {}, seconds=120.0)
     if ran.error:
         todo = "Run nvidia-smi, and python -c 'import torch; torch.zeros(1).cuda()'"
@@ -62,11 +61,9 @@ def _gpu(number: int) -> Iterator[Finding]:
     free, total = torch.cuda.mem_get_info(number)
     major, minor = torch.cuda.get_device_capability(number)
     text = f"{name}, compute capability {major}.{minor}, {free / _GB:.1f} of {total / _GB:.1f} GB free"
-    if free < (1 - _USED_BY_OTHERS) * total:
-        todo = "End the programs that use it (nvidia-smi names them), or expect less room than a plan says"
-        yield Finding(GROUP, f"GPU {number}", "warning", text, todo)
-    else:
-        yield Finding(GROUP, f"GPU {number}", "ok", text)
+    used = free < (1 - _USED_BY_OTHERS) * total
+    todo = "End the programs that use it (nvidia-smi names them), or expect less room than a plan says"
+    yield Finding.unless(GROUP, f"GPU {number}", text, todo if used else "")
     if major < 8:
         todo = 'Set compute = "float16", which has a loss scale'
         yield Finding(GROUP, f"GPU {number}: bf16", "warning", "no matrix products in bf16", todo)
@@ -90,16 +87,13 @@ def _links() -> Iterator[Finding]:
     apart = [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
     kinds = link_kinds(smi("topo", "-m"))
     said = ", ".join(sorted(kinds)) or "kind not known"
+    todo = ""
     if apart:
+        said += f"; no peer access between {', '.join(apart[:4])}"
         todo = "Collectives go through the host's memory: check IOMMU and ACS settings, and the container's"
-        yield Finding(
-            GROUP, "links", "warning", f"{said}; no peer access between {', '.join(apart[:4])}", todo
-        )
     elif kinds and not all(kind.startswith("NV") for kind in kinds):
         todo = "Tensor parallelism wants NVLink: prefer data or pipeline parallelism over these links"
-        yield Finding(GROUP, "links", "warning", said, todo)
-    else:
-        yield Finding(GROUP, "links", "ok", f"{said}, peer access between all")
+    yield Finding.unless(GROUP, "links", said if todo else f"{said}, peer access between all", todo)
 
 
 def link_kinds(topology: str) -> set[str]:

@@ -40,12 +40,9 @@ def check_files(folders: list[Path]) -> Iterator[Finding]:
     """Yield a finding for each place: the working directory, torch's cache, the temporary folder, the given
     ones.
     """
-    cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir())
-    places = {
-        "working directory": Path.cwd(),
-        "compile cache": cache,
-        "temporary": Path(tempfile.gettempdir()),
-    }
+    temporary = Path(tempfile.gettempdir())
+    cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or temporary)
+    places = {"working directory": Path.cwd(), "compile cache": cache, "temporary": temporary}
     places |= {str(folder): folder for folder in folders}
     seen: dict[str, str] = {}
     for name, place in places.items():
@@ -78,18 +75,16 @@ def _place(name: str, place: Path) -> Finding:
     if not locks:
         todo = "Keep runs and token files elsewhere: two runs in one folder could not be kept apart"
         return Finding(GROUP, name, "fault", f"{text}; locks do not work", todo)
+    todo = ""
     if room.free < _LEAST_ROOM:
         todo = "Make room, or choose another disk: a checkpoint takes 12 bytes a parameter"
-        return Finding(GROUP, name, "warning", text, todo)
-    if apart > _SECONDS_APART:
+    elif apart > _SECONDS_APART:
+        text += f"; its clock is {apart:.0f} s away"
         todo = "Synchronise the clocks of this machine and the file server (chrony)"
-        return Finding(GROUP, name, "warning", f"{text}; its clock is {apart:.0f} s away", todo)
-    if kind in _NETWORK and name == "compile cache":
+    elif kind in _NETWORK and name == "compile cache":
+        text += "; over the network, which is slow to compile into"
         todo = "Set TORCHINDUCTOR_CACHE_DIR to a local disk"
-        return Finding(
-            GROUP, name, "warning", f"{text}; over the network, which is slow to compile into", todo
-        )
-    return Finding(GROUP, name, "ok", f"{text}, locks work")
+    return Finding.unless(GROUP, name, text if todo else f"{text}, locks work", todo)
 
 
 def _locks(fd: int) -> bool:

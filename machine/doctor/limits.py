@@ -42,22 +42,16 @@ def _memory() -> Finding:
     free = memory_available()
     if free is None:
         return Finding(GROUP, "memory", "ok", "not known: the system does not say")
-    text = f"{free / _GB:.1f} GB can be used"
-    if free < _LEAST_MEMORY:
-        return Finding(
-            GROUP, "memory", "warning", text, "Close other programs, or raise the container's limit"
-        )
-    return Finding(GROUP, "memory", "ok", text)
+    todo = "Close other programs, or raise the container's limit" if free < _LEAST_MEMORY else ""
+    return Finding.unless(GROUP, "memory", f"{free / _GB:.1f} GB can be used", todo)
 
 
 def _cores() -> Finding:
     usable, here = usable_cores(), os.cpu_count() or 1
     load, name = os.getloadavg()[0], processor_name()
     text = f"{usable} of {here} usable{f', {name}' if name else ''}; load {load:.1f}"
-    if load > max(1.0, usable / 2):
-        todo = "Other programs are at work: timings will vary"
-        return Finding(GROUP, "cores", "warning", text, todo)
-    return Finding(GROUP, "cores", "ok", text)
+    todo = "Other programs are at work: timings will vary" if load > max(1.0, usable / 2) else ""
+    return Finding.unless(GROUP, "cores", text, todo)
 
 
 def _shared_memory() -> Finding:
@@ -69,18 +63,15 @@ def _shared_memory() -> Finding:
     if size.free <= _LEAST_SHARED and torch.cuda.is_available():
         todo = "In a container: docker run --shm-size=8g (or --ipc=host). NCCL keeps its buffers there"
         return Finding(GROUP, "/dev/shm", "fault", text, todo)
-    if size.free <= _LEAST_SHARED:
-        return Finding(GROUP, "/dev/shm", "warning", text, "In a container: docker run --shm-size=8g")
-    return Finding(GROUP, "/dev/shm", "ok", text)
+    todo = "In a container: docker run --shm-size=8g" if size.free <= _LEAST_SHARED else ""
+    return Finding.unless(GROUP, "/dev/shm", text, todo)
 
 
 def _limit(name: str, which: int, least: float, how: str) -> Finding:
     soft, _ = resource.getrlimit(which)
-    if soft == resource.RLIM_INFINITY:
-        return Finding(GROUP, f"limit on {name}", "ok", "none")
-    if soft < least:
-        return Finding(GROUP, f"limit on {name}", "warning", f"{soft:,}", f"Raise it: {how}")
-    return Finding(GROUP, f"limit on {name}", "ok", f"{soft:,}")
+    endless = soft == resource.RLIM_INFINITY
+    todo = f"Raise it: {how}" if soft < least and not endless else ""
+    return Finding.unless(GROUP, f"limit on {name}", "none" if endless else f"{soft:,}", todo)
 
 
 def _clock() -> Finding:
@@ -109,17 +100,14 @@ def _judged(name: str, value: str) -> Finding:
         ("NCCL_SHM_DISABLE", "1"): "Unset it, unless shared memory is too small",
         ("TORCH_COMPILE_DISABLE", "1"): "Unset it: compile = true compiles nothing",
     }
-    todo = harm.get((name, value), "")
-    return Finding(VARIABLES, name, "warning" if todo else "ok", value, todo)
+    return Finding.unless(VARIABLES, name, value, harm.get((name, value), ""))
 
 
 def _threads() -> Finding:
     said, cores = os.environ.get("OMP_NUM_THREADS"), usable_cores()
     if said is None:
-        return Finding(
-            VARIABLES, "OMP_NUM_THREADS", "ok", "not set: trilith gives each rank its share of cores"
-        )
-    if said.isdigit() and int(said) > cores:
-        todo = f"Set at most {cores}: more threads than cores wait for each other"
-        return Finding(VARIABLES, "OMP_NUM_THREADS", "warning", said, todo)
-    return Finding(VARIABLES, "OMP_NUM_THREADS", "ok", said)
+        text = "not set: trilith gives each rank its share of cores"
+        return Finding(VARIABLES, "OMP_NUM_THREADS", "ok", text)
+    many = said.isdigit() and int(said) > cores
+    todo = f"Set at most {cores}: more threads than cores wait for each other" if many else ""
+    return Finding.unless(VARIABLES, "OMP_NUM_THREADS", said, todo)

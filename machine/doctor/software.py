@@ -24,10 +24,8 @@ _PROGRAM = "#include <vector>\nint main() { std::vector<int> a(3); return int(a.
 def check_software() -> Iterator[Finding]:
     """Yield the versions, and whether torch.compile will find its compiler."""
     for name, installed in versions().items():
-        if installed:
-            yield Finding(GROUP, name, "ok", installed)
-        else:
-            yield Finding(GROUP, name, "fault", "not installed", f"pip install {name}")
+        todo = "" if installed else f"pip install {name}"
+        yield Finding.unless(GROUP, name, installed or "not installed", todo, "fault")
     yield _build()
     yield _compiler()
     if torch.cuda.is_available():
@@ -38,10 +36,9 @@ def _build() -> Finding:
     """Report for which devices this torch was built."""
     if torch.version.cuda is None and torch.version.hip is None:
         if shutil.which("nvidia-smi") is not None:
+            text = "for the CPU, on a machine with an NVIDIA driver"
             todo = "Install a CUDA build of torch: see pytorch.org/get-started"
-            return Finding(
-                GROUP, "torch's build", "fault", "for the CPU, on a machine with an NVIDIA driver", todo
-            )
+            return Finding(GROUP, "torch's build", "fault", text, todo)
         return Finding(GROUP, "torch's build", "ok", "for the CPU")
     nccl = ""
     if torch.cuda.is_available():
@@ -75,6 +72,7 @@ def _compiler() -> Finding:
 
 def _triton() -> Finding:
     if importlib.util.find_spec("triton") is None:
-        return Finding(GROUP, "triton", "warning", "not installed: compile = true will fail on a GPU",
-                       "pip install triton, in the version that torch names")  # fmt: skip
+        text = "not installed: compile = true will fail on a GPU"
+        todo = "pip install triton, in the version that torch names"
+        return Finding(GROUP, "triton", "warning", text, todo)
     return Finding(GROUP, "triton", "ok", version("triton"))

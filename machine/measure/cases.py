@@ -126,12 +126,8 @@ def cases(bench: Bench, parts: Iterable[str] = PARTS) -> Iterator[Case]:
 
 
 def _speed(bench: Bench) -> Iterator[Case]:
-    options = {
-        "device": bench.device,
-        "side": bench.sizes.side,
-        "megabytes": bench.sizes.copied,
-        "rounds": bench.sizes.blocks,
-    }
+    sizes = bench.sizes
+    options = {"device": bench.device, "side": sizes.side, "megabytes": sizes.copied, "rounds": sizes.blocks}
     ranks = 1 if bench.device == "cuda" else CPU_RANKS
     yield Case("speed", "the device itself", device_speed, options, ranks)
 
@@ -201,8 +197,7 @@ def _memory(bench: Bench) -> Iterator[Case]:
 
 
 def _saving(bench: Bench) -> Iterator[Case]:
-    sizes, note, length = bench.sizes, "", 0
-    model = sizes.model
+    sizes, note, length, model = bench.sizes, "", 0, bench.sizes.model
     if bench.device == "cuda":
         model, length = published_size("llama-3.2-1b").with_fields({"num_hidden_layers": 4}), 2048
         note = "Llama 3.2 1B with 4 of 16 blocks"
@@ -212,9 +207,8 @@ def _saving(bench: Bench) -> Iterator[Case]:
             yield _no_room("saving", name, 2 * sizes.room, bench)
             continue
         save = {"every": 4, "keep": 1, "background": background}
-        recipe = _recipe(
-            bench, model, steps=sizes.saving, length=length, checkpoint=save, name=f"save-{name}"
-        )
+        keys: dict[str, Any] = {"length": length, "checkpoint": save, "name": f"save-{name}"}
+        recipe = _recipe(bench, model, steps=sizes.saving, **keys)
         yield Case("saving", name, step_stalls, {"recipe": recipe}, bench.ranks, 200, note)
 
 
@@ -246,6 +240,8 @@ def _recipe(
     """Return a recipe as data: all ranks of the bench are data ranks, each with one micro-batch a step."""
     layout = {"data": bench.ranks, "zero": zero} if bench.ranks > 1 else {}
     memory = {"loss_chunk": 2048} if bench.device == "cuda" else {}
+    data = {"tokens": str(bench.tokens), "sequence_length": length or bench.sizes.length}
+    data |= {"global_batch": micro_batch * bench.ranks, "micro_batch": micro_batch}
     return {
         "out": str(bench.folder / name),
         "steps": steps,
@@ -253,12 +249,7 @@ def _recipe(
         "compute": "bfloat16" if bench.device == "cuda" else "float32",
         "model": {"config": dict(config)},
         "layout": layout,
-        "data": {
-            "tokens": str(bench.tokens),
-            "sequence_length": length or bench.sizes.length,
-            "global_batch": micro_batch * bench.ranks,
-            "micro_batch": micro_batch,
-        },
+        "data": data,
         **keys,
         "memory": memory | keys.get("memory", {}),
     }

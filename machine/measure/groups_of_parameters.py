@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...models import CausalLM, family_of
+from ...models import CausalLM
 from ...parallel_state import Layout, ParallelState, engine, initialize
 from ...planner.time.measured import FIGURE_NAMES
 from ...training import Precision, shard_over_data
-from ..llama import llama
+from ..llama import built, llama
 from .row import Figures
 from .timing import seconds_of
 
@@ -51,9 +51,9 @@ def _exchanges(world: int, width: int, rounds: int) -> tuple[dict[str, float], i
     block.
     """
     sharded, whole = (_shared(width, Layout.of(data=world, zero=zero)) for zero in (3, 0))
-    alone = _forward_and_backward(_initialized(_model(width, ParallelState.alone())))
+    single = _initialized(_model(width, ParallelState.alone()))
     blocks = [*sharded.layers.values()]
-    sharded_work, whole_work = _forward_and_backward(sharded), _forward_and_backward(whole)
+    sharded_work, whole_work, alone = map(_forward_and_backward, (sharded, whole, single))
     every: list[dict[str, float]] = []
     for _ in range(rounds + 2):
         dist.barrier()
@@ -61,14 +61,12 @@ def _exchanges(world: int, width: int, rounds: int) -> tuple[dict[str, float], i
             sharded_work()
         dist.barrier()
         more = seconds_of(whole_work) - seconds_of(alone)
-        every.append({
-            "all_gather": spent["all_gather"] / 2 / len(blocks),  # in forward and in backward
-            "reduce_scatter": spent["reduce_scatter"] / len(blocks),
-            "all_reduce": more / len(engine.fsdp_modules(whole)),  # the root's too
-        })  # fmt: skip
+        gathered = spent["all_gather"] / 2 / len(blocks)  # in forward and in backward
+        scattered = spent["reduce_scatter"] / len(blocks)
+        reduced = more / len(engine.fsdp_modules(whole))  # the root's too
+        every.append({"all_gather": gathered, "reduce_scatter": scattered, "all_reduce": reduced})
     found = {kind: median(one[kind] for one in every[2:]) for kind in every[0]}
-    block = _model(width, ParallelState.alone()).layers["0"]
-    return found, sum(one.numel() * one.element_size() for one in block.parameters())
+    return found, sum(one.numel() * one.element_size() for one in single.layers["0"].parameters())
 
 
 def _shared(width: int, layout: Layout) -> CausalLM:
@@ -93,6 +91,4 @@ def _forward_and_backward(model: CausalLM) -> Callable[[], None]:
 
 
 def _model(width: int, state: ParallelState) -> Any:
-    raw = llama(width, _BLOCKS, ids=16, groups=8)
-    family = family_of(raw)
-    return family.build(family.from_hf(raw), state=state, device="cpu")
+    return built(llama(width, _BLOCKS, ids=16, groups=8), state=state, device="cpu")

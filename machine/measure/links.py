@@ -39,16 +39,14 @@ def collective_speed(device: str, megabytes: int, rounds: int) -> dict[str, Any]
         for name, (work, factor) in sent.items():
             figures[f"{name}: GB/s"] = factor * whole.nbytes / median_seconds(work, here, rounds=10) / 1e9
         small = torch.ones(1024, device=here)
-        figures["all-reduce of 4 KiB: us"] = (
-            median_seconds(lambda: dist.all_reduce(small), here, rounds=50) * 1e6
-        )
+        alone = median_seconds(lambda: dist.all_reduce(small), here, rounds=50)
+        figures["all-reduce of 4 KiB: us"] = alone * 1e6
         if device == "cpu":
             ring = ParallelState.start(Layout.of(context=world, ring=True), device=device)
             for name, ranks in (("collective in a block", state), ("exchange around a ring", ring)):
                 for mode in ("none", *AGAIN):
-                    figures[f"{name}, checkpointing {mode}: us"] = (
-                        collective_seconds(ranks, rounds, mode) * 1e6
-                    )
+                    seconds = collective_seconds(ranks, rounds, mode)
+                    figures[f"{name}, checkpointing {mode}: us"] = seconds * 1e6
             figures |= exchange_figures(world, figures, rounds)
     link = link_rate(smi("nvlink", "-s", "-i", "0")) if device == "cuda" else 0.0
     if link:

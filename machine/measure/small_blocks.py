@@ -11,11 +11,11 @@ from statistics import median
 import torch
 
 from ...layers import Checkpointing, checkpoint_blocks, cost_of
-from ...models import CausalLM, family_of
+from ...models import CausalLM
 from ...parallel_state import ParallelState, initialize
 from ...planner import Work, block_traffic
 from ...planner.time.kernels import leaves
-from ..llama import llama
+from ..llama import built, llama
 from .timing import seconds_of
 
 _FEW, _MANY = 2, 10
@@ -83,5 +83,4 @@ def _model(blocks: int, state: ParallelState | None = None, device: torch.device
     """Return a Llama of 8 numbers a head, with two heads or one for each tensor rank."""
     heads = 2 if state is None else max(2, state.tensor_size)
     raw = llama(8 * heads, blocks, ids=8 * heads, heads=heads, groups=heads, intermediate_size=16 * heads)
-    family = family_of(raw)
-    return family.build(family.from_hf(raw), state=state, device=device)
+    return built(raw, state=state, device=device)

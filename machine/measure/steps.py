@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...parallel_state import dtype_named
+from ...parallel_state import ParallelState, dtype_named
 from ...planner.flops import Mfu, flops_per_token, peak_flops
 from ...recipes.recipe import Recipe, parse_recipe
 from ...runs.launch import process_group
@@ -19,6 +18,7 @@ from ...runs.metrics import StepMetrics
 from ...testing import LiveBytes
 from ...training import Trainer, check_run
 from ...training.dry_run import heaviest
+from ...training.run_plan import RunPlan
 from .row import Figures
 from .speed import matmul_flops
 from .timing import StepClock
@@ -33,6 +33,25 @@ class _Enough(Exception):
     """End a run after its last step; otherwise the trainer would save a checkpoint."""
 
 
+def _train(recipe: Recipe, state: ParallelState, plan: RunPlan) -> tuple[list[float], list[float]]:
+    """Train all steps, and save nothing; return their losses, and the seconds from one's end to the next's.
+
+    The first step's are from the start.
+    """
+    clock, losses = StepClock(state.device), list[float]()
+
+    def after(metrics: StepMetrics) -> None:
+        clock.tick()
+        losses.append(metrics.loss)
+        if len(losses) == recipe.steps:
+            raise _Enough
+
+    with suppress(_Enough):
+        clock.tick()
+        Trainer(recipe, state, plan, quiet=True).run(after)
+    return losses, clock.seconds()
+
+
 def train_steps(recipe: dict[str, Any], side: int | None = None) -> dict[str, Any]:
     """Train all steps of ``recipe`` and report the median of those after the first ``WARM_UP``. Collective.
 
@@ -42,32 +61,19 @@ def train_steps(recipe: dict[str, Any], side: int | None = None) -> dict[str, An
     compute = dtype_named(checked.compute or checked.dtype)
     with process_group(checked.layout, device=checked.device) as state:
         matmul = matmul_flops(state.device, side or _SIDE[state.device.type], compute)
-        clock, losses = StepClock(state.device), []
-        began = time.perf_counter()
-        first: list[float] = []
-
-        def after(metrics: StepMetrics) -> None:
-            clock.tick()
-            losses.append(metrics.loss)
-            if not first:
-                first.append(time.perf_counter() - began)
-            if len(losses) == checked.steps:
-                raise _Enough
-
         plan = check_run(checked)
         flops = flops_per_token(plan.family.on_meta(plan.config), checked.data.sequence_length)
         if state.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        with suppress(_Enough):
-            Trainer(checked, state, plan, quiet=True).run(after)
-        seconds = clock.seconds()[WARM_UP - 1 :]
+        losses, (first, *later) = _train(checked, state, plan)
+        seconds = later[WARM_UP - 1 :]
         median = statistics.median(seconds)
         rate = checked.data.global_batch * checked.data.sequence_length / median
         figures: Figures = {
             "tokens/s": rate,
             "ms a step": median * 1e3,
             "slowest counted step: ms": max(seconds) * 1e3,
-            "first step after: s": first[0],
+            "first step after: s": first,
             "matmul here: TFLOP/s": matmul / 1e12,
             "of the matmul, causal": rate * flops.causal / matmul / checked.layout.world,
             "loss, first": losses[0],
@@ -95,15 +101,8 @@ def peak_memory(recipe: dict[str, Any]) -> dict[str, Any]:
         live = LiveBytes() if on_cpu else None
         if not on_cpu:
             torch.cuda.reset_peak_memory_stats()
-        count: list[int] = []
-
-        def after(metrics: StepMetrics) -> None:
-            count.append(metrics.step)
-            if len(count) == checked.steps:
-                raise _Enough
-
-        with suppress(_Enough), live or nullcontext():
-            Trainer(checked, state, plan, quiet=True).run(after)
+        with live or nullcontext():
+            _train(checked, state, plan)
         peak = live.peak if live is not None else torch.cuda.max_memory_allocated()
     return {"figures": _memory(peak, heaviest(checked, plan).memory.total)}
 

@@ -12,9 +12,7 @@ _CPU = torch.device("cpu")
 
 
 def seconds_of(
-    work: Callable[[], object],
-    device: torch.device = _CPU,
-    clock: Callable[[], float] = time.perf_counter,
+    work: Callable[[], object], device: torch.device = _CPU, clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """Return the seconds of one call, the device's work included; on a CPU by this clock."""
     if device.type == "cuda":

@@ -94,12 +94,9 @@ def _links(links: Sequence[Link], names: Sequence[str], gbits: float | None) -> 
     least = max(_SLOW * median_high(best), 0.5 * (gbits or 0.0) * _GBIT)
     bad = [link for link in links if link.error or link.rate < least]
     # The ends share a bad link: the node that has most of them, more than half of its links, is at fault.
-    guilty = [
-        node
-        for node in range(len(names))
-        if len(names) > 2 and 2 * len(_of(bad, node)) > len(names) - 1
-        and len(_of(bad, node)) == max(len(_of(bad, other)) for other in range(len(names)))
-    ]  # fmt: skip
+    counts = [len(_of(bad, node)) for node in range(len(names))]
+    many = max((len(names) - 1) // 2 + 1, *counts)
+    guilty = [node for node, count in enumerate(counts) if count == many and len(names) > 2]
     usual_rate = _rate(median_high(best))
     for node in guilty:
         mine = _of(bad, node)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -60,11 +59,6 @@ def measure_links(store: dist.Store, here: int, count: int) -> list[Link]:
                 link = _measure(dist.PrefixStore(f"link/{first}/{second}", store), first, second, here)
                 found += [link] if here == first else []
     return found
-
-
-def report_links(store: dist.Store, here: int, links: list[Link]) -> None:
-    """Leave this node's links where the first node reads them."""
-    store.set(f"links/{here}", json.dumps([asdict(link) for link in links]))
 
 
 def _meet(store: dist.Store, name: str, count: int) -> None:

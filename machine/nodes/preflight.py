@@ -1,12 +1,13 @@
-"""Run the comparison of nodes: each process that torchrun or Slurm started calls it, the first one judges."""
+"""Compare the nodes of a job: a process on each says what its node has, the first rank judges."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ import torch.distributed as dist
 from ...parallel_state import BadInput, Launched, launched
 from ...runs.rendezvous import open_store
 from ...system import quiet_libraries
+from ..doctor.disk import measure_folder
+from ..facts import driver, gpus, versions
 from ..finding import Finding
-from .facts import node_card
 from .judge import Verdict, judge
-from .links import Link, measure_links, report_links
+from .links import Link, measure_links
 
 #: Seconds that a node may take to come, with its disk measured; and all links of a node, with broken ones.
 _COME, _LINKS = timedelta(seconds=120), timedelta(seconds=600)
@@ -33,6 +35,29 @@ class Preflight:
     nodes: list[dict[str, Any]]
     links: list[Link]
     verdict: Verdict
+
+
+def node_name() -> str:
+    """Return this node's name: the one that Slurm knows it by, or else the host's."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def facts_of_node() -> dict[str, str]:
+    """Return the facts in which all nodes should be alike, by name."""
+    found = {name: version or "not installed" for name, version in versions().items()}
+    here = gpus()
+    names = here["names"]
+    found["GPUs"] = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
+    return found | ({"NCCL": here["nccl"], "driver": driver()} if names else {})
+
+
+def node_card(folders: Sequence[Path]) -> dict[str, Any]:
+    """Return what this node says of itself, in a form that JSON can hold."""
+    return {
+        "name": node_name(),
+        "facts": facts_of_node(),
+        "folders": {str(folder): asdict(measure_folder(folder)) for folder in folders},
+    }
 
 
 def preflight(
@@ -66,7 +91,8 @@ def _preflight(here: Launched, folders: list[Path], gbits: float | None, come: t
     members: list[int] = json.loads(store.get("members"))
     if here.rank in members:
         number = members.index(here.rank)
-        report_links(store, number, measure_links(store, number, len(members)))
+        links = [asdict(link) for link in measure_links(store, number, len(members))]
+        store.set(f"links/{number}", json.dumps(links))
     if here.rank:
         store.set(f"left/{here.rank}", "")
         return None
@@ -97,15 +123,13 @@ def _result(store: dist.Store, members: list[int], world: int, gbits: float | No
         if store.check([f"links/{number}"]):
             links += [Link(**one) for one in json.loads(store.get(f"links/{number}"))]
         else:
-            links += [
-                Link(number, other, error="the node fell silent") for other in range(number + 1, len(members))
-            ]
+            others = range(number + 1, len(members))
+            links += [Link(number, other, error="the node fell silent") for other in others]
     verdict = judge(cards, links, gbits=gbits)
     missing = [rank for rank in range(world) if not store.check([f"card/{rank}"])]
     came = f"{len(members)} nodes: {', '.join(str(card['name']) for card in cards)}"
-    first = Finding("nodes", "reached", "ok", came)
     if missing:
-        todo = "Look at the nodes that are not named; the scheduler knows them all"
-        ranks = ", ".join(map(str, missing))
-        first = Finding("nodes", "reached", "fault", f"{came}; ranks {ranks} did not come", todo)
+        came += f"; ranks {', '.join(map(str, missing))} did not come"
+    todo = "Look at the nodes that are not named; the scheduler knows them all" if missing else ""
+    first = Finding.unless("nodes", "reached", came, todo, "fault")
     return Preflight(cards, links, Verdict([first, *verdict.findings], verdict.exclude))

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...checkpoints import differences, read_source
-from ...parallel_state import BadInput, Layout
-from ...ranks.failures import RankError
+from ...parallel_state import Layout
 from ...ranks.pickling import FunctionName, pack
-from ...ranks.pool import run_parallel
-from .finding import Fault, Figures
-from .run import Trial, Witnessed, run_trial
-from .verdict import judge
+from ..layouts import on_ranks
+from .run import Trial, run_trial
+from .verdict import Fault, Figures, Judge, module_of
 
 #: Layouts that a module without sequence parallelism and stages should support.
 LAYOUTS = (Layout(tensor=2), Layout(data_replicate=2), Layout.of(tensor=2, data=2, zero=3))
@@ -70,50 +66,34 @@ def assert_layout_invariant(
     refuses; what the module itself raises comes as ``RankError``. ``tolerance`` is relative to a tensor's
     largest element; ``timeout``, in seconds, is of each run.
     """
-    factory_name, arguments = _named(factory)
-    trial = Trial(
-        factory_name,
-        None if loss is None else FunctionName.of(loss),
-        pack((*arguments, dict(batch))),
-        micro_batch, steps, clip, lr, seed, "1f1b", torch.float64,
-    )  # fmt: skip
-    found: dict[Layout, Figures] = {}
+    name, arguments = _named(factory)
+    loss_name = None if loss is None else FunctionName.of(loss)
+    packed = pack((*arguments, dict(batch)))
+    trial = Trial(name, loss_name, packed, micro_batch, steps, clip, lr, seed, schedule)
+    figures: dict[Layout, Figures] = {}
     with tempfile.TemporaryDirectory() as folder:
         read = f"{folder}/0" if checkpoint else None
-        (one,) = _run(1, trial, None, {}, None, read, timeout=timeout)
+        (alone,) = on_ranks(run_trial, 1, trial, None, {}, None, read, timeout=timeout)
         for number, layout in enumerate(layouts, 1):
             write = f"{folder}/{number}" if checkpoint else None
-            trial = replace(trial, schedule=schedule or _plainest(layout))
-            ranks = _run(layout.world, trial, layout, one.shapes, read, write, timeout=timeout)
-            verdict = judge(layout, one, ranks, tolerance=tolerance)
+            ranks = on_ranks(
+                run_trial, layout.world, trial, layout, alone.declared, read, write, timeout=timeout
+            )
+            verdict = Judge(layout, alone, ranks, tolerance).verdict()
             if isinstance(verdict, Fault):
                 raise LayoutVariance(layout, verdict)
-            found[layout] = verdict
+            figures[layout] = verdict
             if read is not None and write is not None:
                 _same_checkpoint(layout, f"{folder}/0", write)
                 read = write
-    return found
-
-
-def _plainest(layout: Layout) -> str:
-    """Return the simplest schedule for the layout's stages."""
-    return "zbv" if layout.v_shape else "interleaved" if layout.virtual_stages > 1 else "1f1b"
-
-
-def _run(world: int, *args: Any, timeout: float) -> list[Witnessed]:
-    try:
-        return run_parallel(run_trial, world, *args, timeout=timeout)
-    except RankError as error:
-        if isinstance(error.cause, BadInput):  # the user's words, rather than a rank's
-            raise error.cause from None
-        raise
+    return figures
 
 
 def _same_checkpoint(layout: Layout, first: str, second: str) -> None:
-    for one in differences(read_source(first), read_source(second)):
-        name = one.name.removeprefix("optimizer.exp_avg_sq.").removeprefix("optimizer.exp_avg.")
-        said = f"{one.name} is not what was read: {one.what}"
-        raise LayoutVariance(layout, Fault(name.rpartition(".")[0], "checkpoint", one.relative, said))
+    for apart in differences(read_source(first), read_source(second)):
+        name = apart.name.removeprefix("optimizer.exp_avg_sq.").removeprefix("optimizer.exp_avg.")
+        text = f"{apart.name} is not what was read: {apart.what}"
+        raise LayoutVariance(layout, Fault(module_of(name), "checkpoint", apart.relative, text))
 
 
 def _named(factory: Callable[..., nn.Module]) -> tuple[FunctionName, tuple[Any, Any]]:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..layouts import apart, largest
 
-_Off = Callable[[Tensor, Tensor], float]
 _Same = Callable[[Tensor, Tensor], bool]
 
 
@@ -41,79 +40,60 @@ def place(whole: Tensor, parts: Sequence[Tensor], *, tolerance: float, least: fl
     """
     scale = max(largest(whole), least)
 
-    def off(a: Tensor, b: Tensor) -> float:
-        return apart(a, b) / scale
-
     def same(a: Tensor, b: Tensor) -> bool:
-        return off(a, b) <= tolerance
+        return apart(a, b) / scale <= tolerance
 
-    known: list[float] = []
-    for kind, relation in (("whole", _as_whole), ("cut", _as_cut), ("partial", _as_partial)):
-        relative = relation(whole, parts, off)
-        if relative is not None and relative <= tolerance:
-            return Placement(kind, relative)
-        known += [relative] if relative is not None else []
-    if _are_shared(whole, parts, same):
-        return Placement("shared", 0.0)
-    if known:
-        return Placement("differs", known[0], _looks_like(whole, parts, same))
-    shapes = " and ".join(sorted({str(tuple(part.shape)) for part in parts}))
-    return Placement("differs", float("inf"), f"shape {shapes}, of {tuple(whole.shape)} on one process")
-
-
-def _as_whole(whole: Tensor, parts: Sequence[Tensor], off: _Off) -> float | None:
-    return max(off(whole, part) for part in parts) if _are_alike(whole, parts) else None
-
-
-def _as_cut(whole: Tensor, parts: Sequence[Tensor], off: _Off) -> float | None:
+    if all(part.shape == whole.shape for part in parts):
+        relative = max(apart(whole, part) for part in parts) / scale
+        if relative <= tolerance:
+            return Placement("whole", relative)
+        numbers = whole.is_floating_point()
+        summed = torch.stack([*parts]).sum(0) if numbers and len(parts) > 1 else None
+        if summed is not None and same(whole, summed):
+            return Placement("partial", apart(whole, summed) / scale)
+        return Placement("differs", relative, _mistake(whole, parts, summed, same) if numbers else "")
     dim = _cut_dim(whole, parts)
     if dim is None or parts[0].shape[dim] * len(parts) < whole.shape[dim]:
-        return None
-    return max(off(*_pair(whole, part, dim, rank)) for rank, part in enumerate(parts))
+        shapes = " and ".join(sorted({str(tuple(part.shape)) for part in parts}))
+        return Placement("differs", float("inf"), f"shape {shapes}, of {tuple(whole.shape)} on one process")
+    relative = max(apart(*_pair(whole, part, dim, rank)) for rank, part in enumerate(parts)) / scale
+    if relative <= tolerance:
+        return Placement("cut", relative)
+    if _are_shared(whole, parts, dim, same):
+        return Placement("shared", 0.0)
+    return Placement("differs", relative, _other_order(whole, parts, dim, same))
 
 
-def _as_partial(whole: Tensor, parts: Sequence[Tensor], off: _Off) -> float | None:
-    if len(parts) < 2 or not _are_alike(whole, parts) or not whole.is_floating_point():
-        return None
-    return off(whole, torch.stack([*parts]).sum(0))
-
-
-def _are_shared(whole: Tensor, parts: Sequence[Tensor], same: _Same) -> bool:
+def _are_shared(whole: Tensor, parts: Sequence[Tensor], dim: int, same: _Same) -> bool:
     """Return whether each part is a piece of the whole that begins within, or next to, those before it."""
-    dim = _cut_dim(whole, parts)
-    if dim is None or parts[0].shape[dim] * len(parts) <= whole.shape[dim]:
-        return False
     reached, length = 0, parts[0].shape[dim]
     for part in parts:
         starts = range(whole.shape[dim] - length + 1)
-        start = next((one for one in starts if same(whole.narrow(dim, one, length), part)), None)
+        start = next((at for at in starts if same(whole.narrow(dim, at, length), part)), None)
         if start is None or start > reached:
             return False
         reached = max(reached, start + length)
     return reached == whole.shape[dim]
 
 
-def _looks_like(whole: Tensor, parts: Sequence[Tensor], same: _Same) -> str:
+def _other_order(whole: Tensor, parts: Sequence[Tensor], dim: int, same: _Same) -> str:
+    """Return which rank holds which piece of the whole, or an empty string if some hold none."""
+    pieces = [_pair(whole, part, dim, rank)[0] for rank, part in enumerate(parts)]
+    order = [next((i for i, piece in enumerate(pieces) if same(piece, part)), None) for part in parts]
+    where = ", ".join(f"rank {rank} holds piece {piece}" for rank, piece in enumerate(order))
+    return "" if None in order else f"the pieces of dim {dim} lie in another order: {where}"
+
+
+def _mistake(whole: Tensor, parts: Sequence[Tensor], summed: Tensor | None, same: _Same) -> str:
     """Return which known mistake the difference looks like, or an empty string."""
-    count, dim = len(parts), _cut_dim(whole, parts)
-    if dim is not None:
-        pieces = [_pair(whole, parts[0], dim, rank)[0] for rank in range(count)]
-        order = [next((i for i, piece in enumerate(pieces) if same(piece, part)), None) for part in parts]
-        if None not in order:
-            where = ", ".join(f"rank {rank} holds piece {piece}" for rank, piece in enumerate(order))
-            return f"the pieces of dim {dim} lie in another order: {where}"
-        return ""
-    if not _are_alike(whole, parts) or not whole.is_floating_point():
-        return ""
-    if count > 1 and all(same(count * whole, part) for part in parts):
+    count = len(parts)
+    if summed is not None and all(same(count * whole, part) for part in parts):
         return f"{count} times too large: it was summed over {count} ranks that each had all of it"
-    if count > 1 and all(same(whole, count * part) for part in parts):
+    if summed is not None and all(same(whole, count * part) for part in parts):
         return f"{count} times too small"
-    if whole.ndim < 2:
-        return ""
-    if _one_vector_more(whole, parts[0], same):
+    if whole.ndim > 1 and _one_vector_more(whole, parts[0], same):
         return "one vector too much at every place, as of a bias that every rank adds before the sum"
-    if count > 1 and _one_vector_more(whole, torch.stack([*parts]).sum(0), same):
+    if whole.ndim > 1 and summed is not None and _one_vector_more(whole, summed, same):
         return (
             "it is only a part on each rank, and nothing adds them up; each rank adds one vector too, as of "
             "a bias: a collective is missing before that"
@@ -121,13 +101,9 @@ def _looks_like(whole: Tensor, parts: Sequence[Tensor], same: _Same) -> str:
     return ""
 
 
-def _one_vector_more(whole: Tensor, found: Tensor, same: _Same) -> bool:
-    extra = (found - whole).reshape(-1, whole.shape[-1])
-    return len(extra) > 1 and same(extra[:1].expand_as(extra), extra) and not same(found, whole)
-
-
-def _are_alike(whole: Tensor, parts: Sequence[Tensor]) -> bool:
-    return all(part.shape == whole.shape for part in parts)
+def _one_vector_more(whole: Tensor, other: Tensor, same: _Same) -> bool:
+    extra = (other - whole).reshape(-1, whole.shape[-1])
+    return len(extra) > 1 and same(extra[:1].expand_as(extra), extra) and not same(other, whole)
 
 
 def _cut_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:

@@ -28,14 +28,18 @@ from ...training.precision import Precision
 from ...training.user_step import ModuleStep, Samples, own_samples
 from ...training.zero_on_fsdp import shard_over_data, stacks_of_experts
 from ..layouts import Observation, observe, roughen
-from .recorder import Seen, Witness
+from ..recorder import Recorder, Seen
 
-Shapes = dict[str, tuple[int, ...]]
+DTYPE = torch.float64
+Declared = Mapping[str, Declaration]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """State what every rank has to do. ``given``: arguments for the factory and the batch, packed."""
+    """State what every rank has to do; without a ``schedule`` it is the plainest for the layout's stages.
+
+    ``given``: arguments for the factory and the batch, packed.
+    """
 
     factory: FunctionName
     loss: FunctionName | None
@@ -45,8 +49,7 @@ class Trial:
     clip: float
     lr: float
     seed: int
-    schedule: str
-    dtype: torch.dtype
+    schedule: str | None
 
     def make(self) -> tuple[Callable[..., nn.Module], Callable[..., Any], Samples]:
         """Make the factory, the loss and the batch in this process.
@@ -56,59 +59,58 @@ class Trial:
         factory = self.factory.load()
         loss = _spread if self.loss is None else self.loss.load()
         args, keywords, batch = unpack(self.given)
-        wide = {n: one.to(self.dtype) if one.is_floating_point() else one for n, one in batch.items()}
+        wide = {n: x.to(DTYPE) if x.is_floating_point() else x for n, x in batch.items()}
         return partial(factory, *args, **keywords), loss, wide
 
 
 @dataclass
 class Witnessed:
-    """Hold what was seen on one rank.
+    """Hold what was seen on one rank. ``misfits``: by parameter, how it is not what it should be."""
 
-    ``shapes``: the declared whole shapes. ``undeclared``: names of parameters without a declaration.
-    ``misfits``: by name, how a parameter is held otherwise than declared.
-    """
-
-    shapes: Shapes
-    undeclared: frozenset[str]
-    misfits: dict[str, str] = field(default_factory=dict)
-    declared: dict[str, Declaration] = field(default_factory=dict)
+    declared: dict[str, Declaration]
+    misfits: dict[str, str]
     seen: Seen = field(default_factory=Seen)
     run: Observation = field(default_factory=Observation)
 
 
 def run_trial(
-    trial: Trial, layout: Layout | None, expected: Shapes, read: str | None, write: str | None
+    trial: Trial, layout: Layout | None, expected: Declared, read: str | None, write: str | None
 ) -> Witnessed:
     """Run the trial in a process group of the layout's ranks, or without a layout: with ``state=None`` and
     torch's own clipping.
 
-    ``read``: a checkpoint to load at the end; ``write``: the place to write it again.
+    ``expected``: one process's declarations. ``read``: a checkpoint to load at the end; ``write``: the place
+    to write it again.
     """
-    torch.set_default_dtype(trial.dtype)
+    torch.set_default_dtype(DTYPE)
     state = ParallelState.alone() if layout is None else ParallelState.start(layout)
     here = None if layout is None else state
     factory, loss, batch = trial.make()
     model = factory(state=here)
-    found, witness = _witnessed(model, state), None
+    witnessed = Witnessed(declarations(model), {} if layout is None else _misfits(model, state, expected))
     if layout is not None:
         everywhere: list[Any] = [None] * layout.world
-        misfit = bool(found.misfits) or any(expected.get(n) != shape for n, shape in found.shapes.items())
-        dist.all_gather_object(everywhere, (misfit, set(found.shapes)))
-        names = set().union(*(some for _, some in everywhere))
-        if any(bad for bad, _ in everywhere) or names != set(expected):
-            return found  # nothing that follows would say more
-        first = state.data_index * (_count(batch) // layout.data // trial.micro_batch)
-        # Experts that are dealt out are given other rows on each rank; what their mixture gives is compared.
-        apart = stacks_of_experts(model) if layout.expert > 1 else []
-        witness = Witness(model, first=first, partly=layout.pipeline > 1, apart=apart)
-        shard_over_data(model, state, Precision(trial.dtype, trial.dtype, trial.dtype))
-    watch = witness or Witness(model)
+        dist.all_gather_object(everywhere, (bool(witnessed.misfits), set(witnessed.declared)))
+        misfits, declared = zip(*everywhere, strict=True)
+        if any(misfits) or set().union(*declared) != set(expected):
+            return witnessed  # nothing that follows would say more
+    # Experts that are dealt out are given other rows on each rank; what their mixture gives is compared.
+    apart = stacks_of_experts(model) if state.layout.expert > 1 else []
+    unwatched = {within for experts in apart for within in experts.modules()}
+    watched = {name for name, module in model.named_modules() if module not in unwatched}
+    count = len(next(iter(batch.values()))) // state.layout.data // trial.micro_batch
+    recorder = Recorder(model, watched, first=state.data_index * count)
+    if layout is not None:
+        shard_over_data(model, state, Precision(DTYPE, DTYPE, DTYPE))
     _fill(model, trial.seed, state)
-    step = ModuleStep(model, loss, micro_batch=trial.micro_batch, schedule=trial.schedule, state=here)
+    stages = state.layout
+    schedule = "zbv" if stages.v_shape else "interleaved" if stages.virtual_stages > 1 else "1f1b"
+    schedule = trial.schedule or schedule
+    step = ModuleStep(model, loss, micro_batch=trial.micro_batch, schedule=schedule, state=here)
 
     def once(samples: Samples) -> Tensor:
         loss = step(samples)
-        found.seen = watch.leave()  # of the first step only
+        witnessed.seen = recorder.leave()  # of the first step only
         return loss
 
     def clip(model: nn.Module) -> Tensor:
@@ -122,60 +124,57 @@ def run_trial(
         if write is not None:
             save_module(write, model, optimizer, step=trial.steps, state=here)
 
-    batches = [own_samples(batch, state) if layout is not None else batch] * trial.steps
-    found.run = observe(
+    batches = [batch if layout is None else own_samples(batch, state)] * trial.steps
+    witnessed.run = observe(
         lambda: (model, once), batches, state, lr=trial.lr, clip=clip, strict=False, then=keep
     )
-    return found
+    return witnessed
 
 
-def _witnessed(model: nn.Module, state: ParallelState) -> Witnessed:
-    stated = declarations(model)
-    modules = dict(model.named_modules())
-    undeclared = {
-        name for name in stated
-        if name.rpartition(".")[2] not in modules[name.rpartition(".")[0]].__dict__.get("declared", {})
-    }  # fmt: skip
-    found = Witnessed({n: one.shape for n, one in stated.items()}, frozenset(undeclared), declared=stated)
+def _misfits(model: nn.Module, state: ParallelState, expected: Declared) -> dict[str, str]:
+    """Return, by name, how a parameter is held otherwise than declared, or declared otherwise than on one
+    process.
+    """
+    stated, misfits = declarations(model), {}
     for name, parameter in model.named_parameters():
-        promised = stated[name].box(state.layout, state.at).shape
-        if promised != (held := tuple(local_data(parameter).shape)):
-            found.misfits[name] = f"declared so that a rank holds {promised}, and it holds {held}"
-    return found
+        promised, holds = stated[name].box(state.layout, state.at).shape, tuple(local_data(parameter).shape)
+        here, shape = stated[name].shape, expected[name].shape if name in expected else None
+        if promised != holds:
+            misfits[name] = f"{name} is declared so that a rank holds {promised}, and it holds {holds}"
+        elif shape is None:
+            misfits[name] = f"{name} is not there on one process"
+        elif here != shape:
+            misfits[name] = f"{name} is {here}, and {shape} on one process"
+            path, _, leaf = name.rpartition(".")
+            if leaf not in model.get_submodule(path).__dict__.get("declared", {}):
+                dim = next((d for d, (a, b) in enumerate(zip(here, shape, strict=False)) if a != b), 0)
+                misfits[name] += (
+                    ", and nobody declared it: a parameter that is cut says so, by "
+                    f"declare(module, name, cut=Cut({dim}), state=state) or when declare_parameter makes it; "
+                    "parallel layers do it by themselves"
+                )
+    return misfits
 
 
 def _fill(model: nn.Module, seed: int, state: ParallelState) -> None:
     """Initialise weights, with noise on those that begin with equal values, where mistakes do not show."""
     stated = declarations(model)
-    modules = dict(model.named_modules())
-
-    def begins(name: str) -> bool:
-        if not isinstance(stated[name].initial, Own):
-            return True
-        return callable(getattr(modules[name.rpartition(".")[0]], "reset_parameters", None))
-
-    initialize(model, seed, among={name for name in stated if begins(name)}, state=state)
-    own = [name for name in stated if not begins(name)]
-    for name, parameter in model.named_parameters():
-        if name in own:
-            local_data(parameter).zero_()
+    own = {
+        name
+        for name, declaration in stated.items()
+        if isinstance(declaration.initial, Own)
+        and not callable(getattr(model.get_submodule(name.rpartition(".")[0]), "reset_parameters", None))
+    }
+    initialize(model, seed, among=stated.keys() - own, state=state)
+    for name in own:
+        local_data(model.get_parameter(name)).zero_()
     roughen(model, seed, state, also=own)
 
 
-def _count(batch: Mapping[str, Tensor]) -> int:
-    return len(next(iter(batch.values())))
-
-
-def _spread(given: Any, samples: Samples) -> tuple[Tensor, int]:
+def _spread(output: Any, samples: Samples) -> tuple[Tensor, int]:
     """Return a loss for a module that came without one; it weighs all elements of the output differently."""
-    if not isinstance(given, Tensor):
-        raise BadInput(
-            "assert_layout_invariant",
-            "loss",
-            expected="a loss, for a module that gives more than a tensor",
-            found=type(given).__name__,
-        )
-    weights = (
-        torch.arange(given[0].numel(), device=given.device, dtype=given.dtype).cos().view(given[0].shape)
-    )
-    return (given * weights).sum() + given.square().sum() / 2, len(given)
+    if not isinstance(output, Tensor):
+        expected, kind = "a loss, for a module that gives more than a tensor", type(output).__name__
+        raise BadInput("assert_layout_invariant", "loss", expected=expected, found=kind)
+    places = torch.arange(output[0].numel(), device=output.device, dtype=output.dtype)
+    return (output * places.cos().view(output[0].shape)).sum() + output.square().sum() / 2, len(output)

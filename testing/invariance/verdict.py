@@ -1,136 +1,235 @@
-"""Find, in what ranks recorded of a module, the first thing that differs from one process."""
+"""Find, in what ranks recorded of a module, the first thing that differs from one process: what to blame."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+from torch import Tensor
 
 from ...parallel_state import Layout
-from ..layouts import assemble, differences
-from .finding import Fault, Figures, module_of, tensor_groups
-from .first_difference import first_wrong_module, placements
-from .relation import place
+from ..layouts import assemble, differences, largest, zero_share
+from ..recorder import Event
+from .relation import Placement, place
 from .run import Witnessed
 
-#: What is held and compared after the activations.
-_HELD = ("gradients", "parameters")
+Order = Literal["forward", "backward"]
+
+_SUM = "reduce_from_tensor (leave_tensor under sequence parallelism), or a RowParallelLinear"
+_COPY = "copy_to_tensor (enter_tensor under sequence parallelism), or a ColumnParallelLinear"
 
 
-def judge(layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], *, tolerance: float) -> Fault | Figures:
-    """Return the first fault, in the order of computation, or how close everything is."""
-    forward = partial(first_wrong_module, order="forward")
-    for check in (_structure, forward, _losses, _backward, _gradients, _updates):
-        found = check(layout, one, ranks, tolerance)
-        if found is not None:
-            return found
-    events = placements(layout, one.seen.forward, [rank.seen.forward for rank in ranks], tolerance)
-    return Figures(
-        max((place.relative for _, place in events), default=0.0),
-        *(max((gap for _, gap in _differences(one, ranks, key)), default=0.0) for key in _HELD),
-    )
+@dataclass(frozen=True)
+class Fault:
+    """Describe the first fault of a module in a layout.
 
-
-def _differences(one: Witnessed, ranks: Sequence[Witnessed], key: str) -> Iterator[tuple[str, float]]:
-    return differences(assemble([getattr(one.run, key)]), [getattr(rank.run, key) for rank in ranks])
-
-
-def _structure(layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], tolerance: float) -> Fault | None:
-    names = {name for rank in ranks for name in rank.shapes}
-    for name, shape in one.shapes.items():
-        for rank in ranks:
-            module = module_of(name)
-            if name in rank.misfits:
-                return Fault(module, "structure", float("inf"), f"{name} is {rank.misfits[name]}")
-            here = rank.shapes.get(name, shape)
-            if here == shape:
-                continue
-            said = f"{name} is {here}, and {shape} on one process"
-            if name in rank.undeclared:
-                dim = next((d for d, (a, b) in enumerate(zip(here, shape, strict=False)) if a != b), 0)
-                said += (
-                    ", and nobody declared it: a parameter that is cut says so, by "
-                    f"declare(module, name, cut=Cut({dim}), state=state) or when declare_parameter makes it; "
-                    "parallel layers do it by themselves"
-                )
-            return Fault(module, "structure", float("inf"), said)
-        if name not in names:
-            return Fault(module_of(name), "structure", float("inf"), f"{name} is on no rank")
-    for name in sorted(names - set(one.shapes)):
-        return Fault(module_of(name), "structure", float("inf"), f"{name} is not there on one process")
-    return None
-
-
-def _backward(layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], tolerance: float) -> Fault | None:
-    """Return the first fault of an activation's gradient.
-
-    A gradient that stays partial to the end is no fault if every parameter's gradient is right.
+    ``module``: the first that differs, in the order of computation; ``phase``: ``structure``, ``forward``,
+    ``loss``, ``backward``, ``gradient``, ``update``. ``relative``: the difference over the largest element.
     """
-    found = first_wrong_module(layout, one, ranks, tolerance, "backward")
-    if found is None or (found.unsummed and _gradients(layout, one, ranks, tolerance) is None):
+
+    module: str
+    phase: str
+    relative: float
+    said: str
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Hold the largest relative differences of one layout."""
+
+    forward: float
+    gradients: float
+    weights: float
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Compare what ``ranks`` saw in a layout with what one process saw, ``alone``."""
+
+    layout: Layout
+    alone: Witnessed
+    ranks: Sequence[Witnessed]
+    tolerance: float
+
+    def verdict(self) -> Fault | Figures:
+        """Return the first fault, in the order of computation, or how close everything is."""
+        fault = (
+            self._structure()
+            or self._first_wrong_module("forward")
+            or self._losses()
+            or self._first_wrong_module("backward")
+            or self._gradients()
+            or self._updates()
+        )
+        if fault is not None:
+            return fault
+        forward = max((placement.relative for _, placement in self._placements("forward")), default=0.0)
+        kinds = (self._differences(key) for key in ("gradients", "parameters"))
+        return Figures(forward, *(max((gap for _, gap in gaps), default=0.0) for gaps in kinds))
+
+    def _differences(self, key: str) -> Iterator[tuple[str, float]]:
+        alone, ranks = getattr(self.alone.run, key), [getattr(rank.run, key) for rank in self.ranks]
+        return differences(assemble([alone]), ranks)
+
+    def _structure(self) -> Fault | None:
+        misfits = {name: text for rank in reversed(self.ranks) for name, text in rank.misfits.items()}
+        there = {name for rank in self.ranks for name in rank.declared}
+        misfits |= {name: f"{name} is on no rank" for name in self.alone.declared if name not in there}
+        # In the module's order; what one process has not comes last.
+        for name in (*self.alone.declared, *sorted(misfits)):
+            if name in misfits:
+                return Fault(module_of(name), "structure", float("inf"), misfits[name])
         return None
-    return found
 
+    def _losses(self) -> Fault | None:
+        if wrong := self._wrong_number("losses", 0):
+            off, text = wrong
+            text += ", though every module's output is right: the loss function gives the sum and the count "
+            return Fault("", "loss", off, f"the loss of {text}of its own samples, alike on all tensor ranks")
+        return None
 
-def _losses(layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], tolerance: float) -> Fault | None:
-    for rank, each in enumerate(ranks):
-        wanted, loss = one.run.losses[0], each.run.losses[0]
-        off = abs(loss - wanted) / max(abs(wanted), 1e-300)
-        if not off <= tolerance:
-            said = (
-                f"the loss of rank {rank} is {loss:.10g}, and {wanted:.10g} on one process, though every "
-                "module's output is right: the loss function gives the sum and the count of its own "
-                "samples, alike on all tensor ranks"
-            )
-            return Fault("", "loss", off, said)
-    return None
+    def _wrong_number(self, key: str, step: int) -> tuple[float, str] | None:
+        """Return how far the first rank is off whose number of this step differs, and what it has."""
+        wanted = getattr(self.alone.run, key)[step]
+        for rank, each in enumerate(self.ranks):
+            value = getattr(each.run, key)[step]
+            off = abs(value - wanted) / max(abs(wanted), 1e-300)
+            if not off <= self.tolerance:
+                return off, f"rank {rank} is {value:.10g}, and {wanted:.10g} on one process"
+        return None
 
-
-def _gradients(layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], tolerance: float) -> Fault | None:
-    for name, relative in _differences(one, ranks, "gradients"):
-        if relative <= tolerance:
-            continue
-        module = module_of(name)
-        holders = [rank for rank in ranks if name in rank.run.gradients]
-        if not holders or name not in one.run.gradients:
-            where = "on one process" if holders else "in the layout"
-            return Fault(module, "gradient", relative, f"{name} has no gradient {where}")
-        whole, declared = one.run.gradients[name][2], holders[0].declared[name]
-        said = f"the gradient of {name} differs by {relative:.1e}, though every activation's is right"
-        for group in tensor_groups(layout, ranks):
-            held = [rank.run.gradients[name] for rank in group if name in rank.run.gradients]
-            if len(held) < 2 or len({box for box, _, _ in held}) > 1 or not held[0][0].size:
+    def _gradients(self) -> Fault | None:
+        for name, relative in self._differences("gradients"):
+            if relative <= self.tolerance:
                 continue
-            parts = [part for _, _, part in held]
-            found = place(whole[held[0][0].slices], parts, tolerance=tolerance)
-            if found.kind == "partial":
-                said += (
-                    ": it is only a part on each rank, and they add up to the right one. Declare the "
-                    'parameter with partial=("tensor",)'
-                )
-                return Fault(module, "gradient", relative, said)
-            if "too large" in found.note:
-                said += f": it is {len(parts)} times too large"
+            holders = [rank for rank in self.ranks if name in rank.run.gradients]
+            if holders and name in self.alone.run.gradients:
+                text = f"the gradient of {name} differs by {relative:.1e}, though every activation's is right"
+                text += self._wrong_declaration(name, holders)
+            else:
+                text = f"{name} has no gradient {'on one process' if holders else 'in the layout'}"
+            return Fault(module_of(name), "gradient", relative, text)
+        return None
+
+    def _wrong_declaration(self, name: str, holders: Sequence[Witnessed]) -> str:
+        """Return the mistake of its declaration that a parameter's gradient looks like, or nothing."""
+        whole, declared = self.alone.run.gradients[name][2], holders[0].declared[name]
+        for group in self._tensor_groups():
+            pieces = [rank.run.gradients[name] for rank in group if name in rank.run.gradients]
+            if len(pieces) < 2 or len({box for box, _, _ in pieces}) > 1 or not pieces[0][0].size:
+                continue
+            parts = [part for _, _, part in pieces]
+            placement = place(whole[pieces[0][0].slices], parts, tolerance=self.tolerance)
+            if placement.kind == "partial":
+                text = ": it is only a part on each rank, and they add up to the right one. "
+                return text + 'Declare the parameter with partial=("tensor",)'
+            if "too large" in placement.note:
+                text = f": it is {len(pieces)} times too large"
                 if "tensor" in declared.partial:
-                    said += '. Each rank has all of it, so partial=("tensor",) does not belong there'
-                return Fault(module, "gradient", relative, said)
-        if layout.pipeline > 1 and len(holders) > layout.first_rank(1) and not declared.ends:
-            said += ": more than one stage holds the parameter. Declare it with ends=True"
-        return Fault(module, "gradient", relative, said)
-    return None
+                    text += '. Each rank has all of it, so partial=("tensor",) does not belong there'
+                return text
+        if self.layout.pipeline > 1 and len(holders) > self.layout.first_rank(1) and not declared.ends:
+            return ": more than one stage holds the parameter. Declare it with ends=True"
+        return ""
+
+    def _updates(self) -> Fault | None:
+        steps = len(self.alone.run.norms)
+        for step, (what, key) in product(range(steps), (("loss", "losses"), ("gradient norm", "norms"))):
+            if wrong := self._wrong_number(key, step):
+                off, text = wrong
+                text = f"the {what} of {text} in step {step + 1}, though the first gradients were right"
+                return Fault("", "update", off, text)
+        for name, relative in self._differences("parameters"):
+            if not relative <= self.tolerance:
+                text = f"{name} differs by {relative:.1e} after {steps} steps; the first was right"
+                return Fault(module_of(name), "update", relative, text)
+        return None
+
+    def _first_wrong_module(self, order: Order) -> Fault | None:
+        """Return the first module whose activation, or for ``backward`` its gradient, differs, or whose
+        partial values nothing sums.
+        """
+        waiting: list[Event] = []  # partial values that nothing has summed so far
+        for event, placement in self._placements(order):
+            if placement.kind == "partial":
+                waiting.append(event)
+            elif placement.settled:
+                waiting = [each for each in waiting if not _sums(event, each, order)]
+            elif waiting:
+                return _unsummed(waiting[0], placement.relative, order)
+            else:
+                return _differs(
+                    event, placement, order, {each.module for each in getattr(self.alone.seen, order)}
+                )
+        if not waiting:
+            return None
+        # A gradient that stays partial to the end is no fault if every parameter's gradient is right.
+        wrong = waiting[-1].module == "" if order == "forward" else self._gradients() is not None
+        return _unsummed(waiting[0], 1.0, order) if wrong else None
+
+    def _placements(self, order: Order) -> Iterator[tuple[Event, Placement]]:
+        """Yield each event of the one process, in order, and how the tensor ranks that saw it hold it.
+
+        A rank numbers its own calls of a module, and one process all. So what several pipeline ranks call is
+        left out: it is compared by what other modules are given and give, and by its gradients.
+        """
+        alone: dict[Event, Tensor] = getattr(self.alone.seen, order)
+        floats = [x for x in alone.values() if x.is_floating_point()]
+        least = max((zero_share(x.dtype) * largest(x) for x in floats), default=0.0)
+        callers: dict[str, set[int]] = {}
+        for rank, each in enumerate(self.ranks):
+            for event in getattr(each.seen, order):
+                callers.setdefault(event.module, set()).add(self.layout.coordinates(rank).pipeline)
+        for event, whole in alone.items():
+            for group in self._tensor_groups() if len(callers.get(event.module, ())) < 2 else ():
+                seen = [getattr(rank.seen, order) for rank in group]
+                parts = [rank[event] for rank in seen if event in rank]
+                if len(parts) == len(group):
+                    yield event, place(whole, parts, tolerance=self.tolerance, least=max(least, 1e-300))
+
+    def _tensor_groups(self) -> Iterator[Sequence[Witnessed]]:
+        """Yield the ranks of each tensor group; the tensor axis varies fastest."""
+        for start in range(0, self.layout.world, self.layout.tensor):
+            yield self.ranks[start : start + self.layout.tensor]
 
 
-def _updates(layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], tolerance: float) -> Fault | None:
-    for step in range(len(one.run.norms)):
-        for what, key in (("loss", "losses"), ("gradient norm", "norms")):
-            wanted, *each = (getattr(seen.run, key)[step] for seen in (one, *ranks))
-            for rank, value in enumerate(each):
-                off = abs(value - wanted) / max(abs(wanted), 1e-300)
-                if not off <= tolerance:
-                    said = f"the {what} of step {step + 1} is {value:.10g} on rank {rank}, and {wanted:.10g} "
-                    said += "on one process, though the first gradients were right"
-                    return Fault("", "update", off, said)
-    for name, relative in _differences(one, ranks, "parameters"):
-        if not relative <= tolerance:
-            said = f"{name} differs by {relative:.1e} after {len(one.run.norms)} steps; the first was right"
-            return Fault(module_of(name), "update", relative, said)
-    return None
+def _differs(event: Event, placement: Placement, order: Order, called: Collection[str]) -> Fault:
+    module = event.module
+    if order == "backward":
+        text = f"the gradient of its {event.side} differs"
+    elif event.side == "input":
+        # By the module whose forward calls this one: lists and dicts of modules have no forward.
+        above = (module.rsplit(".", count)[0] for count in range(1, module.count(".") + 1))
+        module = next((name for name in above if name in called), "")
+        text = f"what it gives to {event.module} differs"
+    else:
+        text = "its output differs"
+    note = f": {placement.note}" if placement.note else ""
+    return Fault(module, order, placement.relative, f"{text} by {placement.relative:.1e}{note}")
+
+
+def _sums(settled: Event, waiting: Event, order: Order) -> bool:
+    """Return whether a partial value must have been summed where another event has a whole one.
+
+    It has if the module around it gives a whole output, or its caller goes on with a whole input; in the
+    backward, which runs the other way, outputs are what inputs are in the forward.
+    """
+    if settled.side == ("output" if order == "forward" else "input"):
+        around = settled.module + "." if settled.module else ""
+        return waiting.module != settled.module and waiting.module.startswith(around)
+    return module_of(settled.module) == module_of(waiting.module)
+
+
+def _unsummed(event: Event, relative: float, order: Order) -> Fault:
+    if order == "forward":
+        what, todo = f"its {event.side} is", f"after it: {_SUM}"
+    else:
+        what, todo = f"the gradient of its {event.side} is", f"where it begins: {_COPY}"
+    text = f"{what} only a part on each rank, and nothing adds them up. A collective is missing {todo}"
+    return Fault(event.module, order, relative, text)
+
+
+def module_of(name: str) -> str:
+    return name.rpartition(".")[0]

@@ -1,6 +1,4 @@
-"""Hold the results of one forward and backward of a model: its loss, every module's output, every
-gradient.
-"""
+"""State what to compare of a model, and compare two observations of it: loss, outputs, gradients."""
 
 from __future__ import annotations
 
@@ -11,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...models import ModelConfig
-from ...parallel_state import Box, Layout, seed_of
-from ..layouts import Pieces, as_pieces, differences, join, random_rows
+from ...parallel_state import Layout, seed_of
+from ..layouts import Observation, Pieces, assemble, differences, join, random_rows
 
 
 @dataclass(frozen=True)
@@ -37,19 +35,6 @@ class Question:
         return random_rows(self.samples, self.length, config.vocab_size, generator)
 
 
-@dataclass
-class Observation:
-    """Hold the outputs, loss and gradients of one run, by our names.
-
-    ``outputs``: in the order in which modules ran, in the pieces that ranks hold, each with its box of the
-    whole (samples, length, features). ``gradients`` are whole.
-    """
-
-    loss: float
-    outputs: dict[str, list[tuple[Box, Tensor]]]
-    gradients: dict[str, Tensor]
-
-
 @dataclass(frozen=True)
 class Difference:
     """State how far a tensor is from the reference, relative to the reference's largest element."""
@@ -59,20 +44,39 @@ class Difference:
     relative: float
 
 
-def compared(reference: Observation, other: Observation) -> Iterator[Difference]:
+@dataclass(frozen=True)
+class Comparison:
+    """Hold the differences of every output, the loss and every gradient, and the ``tolerance`` for each."""
+
+    what: str
+    tolerance: float
+    found: list[Difference]
+
+    @property
+    def first(self) -> Difference | None:
+        """Return the first difference beyond the tolerance, in the order of computation; NaN differs."""
+        return next((each for each in self.found if not each.relative <= self.tolerance), None)
+
+    def worst(self, kind: str) -> Difference:
+        """Return the largest difference of the outputs, the loss or the gradients."""
+        return max((each for each in self.found if each.kind == kind), key=lambda each: each.relative)
+
+
+def compare(reference: Observation, other: Observation, tolerance: float, what: str = "") -> Comparison:
+    """Compare one step's loss, outputs and gradients. The pieces of ``reference`` hold all of each."""
+    return Comparison(what, tolerance, [*_differences(reference, other)])
+
+
+def _differences(reference: Observation, other: Observation) -> Iterator[Difference]:
     """Yield differences: of outputs in the order of computation, of the loss, of gradients in reverse.
 
-    So the first large one is where things go wrong. The pieces of ``reference`` hold all of each output.
+    So the first large one is where things go wrong.
     """
     for name, parts in reference.outputs.items():
         if name in other.outputs:
             pieces: list[Pieces] = [{name: (box, True, part)} for box, part in other.outputs[name]]
-            yield from (Difference("output", *one) for one in differences({name: join(parts)}, pieces))
-    yield Difference("loss", "the step", abs(reference.loss - other.loss) / max(abs(reference.loss), 1e-300))
-    gradients = differences(reference.gradients, [as_pieces(other.gradients)])
-    yield from (Difference("gradient", *one) for one in gradients)
-
-
-def first_beyond(found: list[Difference], tolerance: float) -> Difference | None:
-    """Return the first that differs by more than ``tolerance``; NaN differs."""
-    return next((one for one in found if not one.relative <= tolerance), None)
+            yield from (Difference("output", *gap) for gap in differences({name: join(parts)}, pieces))
+    wanted, loss = reference.losses[0], other.losses[0]
+    yield Difference("loss", "the step", abs(wanted - loss) / max(abs(wanted), 1e-300))
+    gradients = differences(assemble([reference.gradients]), [other.gradients])
+    yield from (Difference("gradient", *gap) for gap in gradients)

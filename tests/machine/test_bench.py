@@ -14,12 +14,12 @@ import torch
 from support.configs import TINIEST_LLAMA
 from trilith.cli.app import run
 from trilith.machine import Finding, Report, Row
+from trilith.machine.llama import built
 from trilith.machine.measure import cases, groups_of_parameters, layouts, links
 from trilith.machine.measure import run as run_module
 from trilith.machine.measure.cases import PARTS, Bench
 from trilith.machine.measure.page import make_page, shown_figure
 from trilith.machine.measure.row import Case
-from trilith.models import family_of
 from trilith.parallel_state import Box, Layout, ParallelState, engine, initialize
 from trilith.planner.time import machine_from_bench
 from trilith.ranks import run_parallel
@@ -242,8 +242,7 @@ def _slow_gathers_and_sums():
     and after a second one that is not clocked.
     """
     state = ParallelState.start(Layout.of(data=2, zero=3))
-    family = family_of(TINIEST_LLAMA)
-    model = family.build(family.from_hf(TINIEST_LLAMA), state=state, device="cpu")
+    model = built(TINIEST_LLAMA, state=state, device="cpu")
     shard_over_data(model, state, Precision())
     initialize(model, 0, state=state)
     modules = engine.fsdp_modules(model.layers)
@@ -256,11 +255,8 @@ def _slow_gathers_and_sums():
     once = dict(spent)
     model(ids).sum().backward()
     wrapped = any("unshard" in vars(group) for group in engine.fully_sharded._groups(modules))
-    return {name: one / len(modules) for name, one in once.items()}, _difference(spent, once), wrapped
-
-
-def _difference(a, b):
-    return {name: a[name] - b[name] for name in a}
+    each = {name: seconds / len(modules) for name, seconds in once.items()}
+    return each, {name: seconds - once[name] for name, seconds in spent.items()}, wrapped
 
 
 class _Late:

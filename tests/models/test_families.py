@@ -11,14 +11,14 @@ from support.families import transformers_model
 from support.models_page import MEASURED
 from trilith.checkpoints import load_model, read_adapter, read_source
 from trilith.cli.app import run
+from trilith.cli.shared.in_transformers import observe_hf
 from trilith.generation import generate
 from trilith.layers import gather_logits
 from trilith.models import FAMILIES, AdaptedFamily
 from trilith.models.lora.targets import expert_sites
 from trilith.parallel_state import Layout
-from trilith.testing.parity.case import Question, compared
+from trilith.testing.parity.case import Question, compare
 from trilith.testing.parity.ours import observe_ours
-from trilith.testing.parity.transformers import observe_hf
 
 CASES = MODELS | PUBLISHED
 
@@ -86,7 +86,7 @@ def in_layouts():
 def test_every_output_and_gradient_in_a_layout_is_transformers(
     row, layout, theirs, reference, record_property
 ):
-    found = [*compared(reference(row), observe_ours(Question(str(theirs(row)[1]), layout)))]
+    found = compare(reference(row), observe_ours(Question(str(theirs(row)[1]), layout)), 1e-4).found
     assert {one.name for one in found} >= {"logits", "the step", "layers.0", "embed.weight"}
     worst = max(found, key=lambda one: one.relative)
     assert worst.relative <= 1e-4, worst

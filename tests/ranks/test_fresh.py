@@ -25,7 +25,10 @@ from trilith.testing import RankError, run_fresh, run_parallel
 MARK = {"set": False}
 
 
-def add_up():
+def add_up(own_group):
+    if own_group:
+        assert not dist.is_initialized()
+        dist.init_process_group("gloo")
     total = torch.ones(1)
     dist.all_reduce(total)
     print(f"rank {dist.get_rank()} sees {total.item():.0f}")
@@ -69,6 +72,7 @@ def lose_a_peer():
 
 
 def wait_in_vain():
+    dist.init_process_group("gloo", timeout=timedelta(seconds=1))
     if dist.get_rank() == 0:
         time.sleep(1000)
     try:
@@ -76,13 +80,6 @@ def wait_in_vain():
     except RuntimeError as error:
         print("gave up:", error)
         sys.exit(3)
-
-
-def start_own_group():
-    assert not dist.is_initialized()
-    dist.init_process_group("gloo")
-    add_up()
-    dist.destroy_process_group()
 
 
 def report_process():
@@ -94,8 +91,9 @@ def report_process():
     print(dist.get_debug_level(), "trilith.cli.app" in sys.modules)
 
 
-def test_ranks_work_together_and_end_with_0():
-    codes = run_fresh(add_up, 3)
+@pytest.mark.parametrize("own_group", [False, True])
+def test_ranks_work_together_in_a_group_of_theirs_too_and_end_with_0(own_group):
+    codes = run_fresh(add_up, 3, own_group, process_group=not own_group)
     assert codes == [0, 0, 0]
     assert [code.output for code in codes] == [f"rank {rank} sees 3\n" for rank in range(3)]
 
@@ -131,14 +129,9 @@ def test_survivors_of_a_killed_rank_end_by_themselves():
 
 def test_ranks_that_do_not_end_are_named_shown_and_killed():
     with pytest.raises(RankError, match="rank 0 did not end within 4 s") as caught:
-        run_fresh(wait_in_vain, 2, timeout=4, group_timeout=1)
+        run_fresh(wait_in_vain, 2, timeout=4, process_group=False)
     assert [failure.rank for failure in caught.value.failures] == [0]
     assert "wait_in_vain" in caught.value.failures[0].output
-
-
-def test_a_function_may_start_its_own_process_group_as_under_torchrun():
-    codes = run_fresh(start_own_group, 2, process_group=False)
-    assert codes == [0, 0] and codes[0].output == "rank 0 sees 2\n"
 
 
 def test_processes_are_new_each_time_with_this_process_s_environment_and_folder(tmp_path, monkeypatch):

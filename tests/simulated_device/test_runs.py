@@ -54,14 +54,15 @@ def load_and_save(checkpoint, layout, folder):
         assert written is not None and written[0].size > 1000
 
 
-def text(layout):
-    with simulated_rank(layout, layout.world - 1, WAITS) as (state, _):
-        model = build_rank(Case(TINIEST_LLAMA, layout, dtype=torch.float32), state).model
-        prompts = [[1, 2, 3], [4]]
-        for sampling in (Sampling(), Sampling(temperature=0.8, top_k=5, top_p=0.9)):
-            rows = generate(model, prompts, max_new_tokens=3, sampling=sampling)
-            assert [len(row) for row in rows] == [3, 3]
-        generate(model, prompts, max_new_tokens=2, cached=False)
+def text():
+    for layout in (Layout(), Layout.of(tensor=2), Layout.of(pipeline=2)):
+        with simulated_rank(layout, layout.world - 1, WAITS) as (state, _):
+            model = build_rank(Case(TINIEST_LLAMA, layout, dtype=torch.float32), state).model
+            prompts = [[1, 2, 3], [4]]
+            for sampling in (Sampling(), Sampling(temperature=0.8, top_k=5, top_p=0.9)):
+                rows = generate(model, prompts, max_new_tokens=3, sampling=sampling)
+                assert [len(row) for row in rows] == [3, 3]
+            generate(model, prompts, max_new_tokens=2, cached=False)
 
 
 def test_a_run_starts_evaluates_saves_and_resumes(alone, tmp_path):
@@ -69,9 +70,4 @@ def test_a_run_starts_evaluates_saves_and_resumes(alone, tmp_path):
 
 
 def test_text_is_generated_on_one_rank_and_on_several(alone):
-    alone(text_everywhere)
-
-
-def text_everywhere():
-    for layout in (Layout(), Layout.of(tensor=2), Layout.of(pipeline=2)):
-        text(layout)
+    alone(text)

@@ -89,6 +89,7 @@ def counted_step(model, layout):
 
 
 def compare():
+    """A layout waits no more than one device and moves its part of the bytes."""
     one = counted_step("llama", Layout())
     for layout, (waits, least, most) in COUNTED.items():
         counts = counted_step("llama", layout)
@@ -121,6 +122,7 @@ def experts_of_one_rank():
 
 
 def float16():
+    """With a loss scale."""
     step_counts(Case(MODELS["gpt2"], samples=2, dtype=torch.float32, compute=torch.float16))
 
 
@@ -138,7 +140,7 @@ STEPS = {
     "float16": float16,
     "counts": compare,
     "experts": experts_of_one_rank,
-    **{str(number): partial(step, few_blocks(one), one.world - 1) for number, one in enumerate(SOME)},
+    **{str(choice): partial(step, few_blocks(choice), choice.world - 1) for choice in SOME},
 }
 
 
@@ -149,18 +151,6 @@ def outcomes(alone, tmp_path_factory):
     return {name: (folder / name).read_text() for name in STEPS}
 
 
-@pytest.mark.parametrize("number", range(len(SOME)), ids=[str(choice) for choice in SOME])
-def test_a_step_mixes_no_devices_and_waits_where_the_list_says(number, outcomes):
-    assert outcomes[str(number)] == ""
-
-
-def test_a_step_in_float16_with_a_loss_scale_mixes_no_devices(outcomes):
-    assert outcomes["float16"] == ""
-
-
-def test_experts_of_one_rank_make_the_host_wait_for_nothing(outcomes):
-    assert outcomes["experts"] == ""
-
-
-def test_a_layout_waits_no_more_than_one_device_and_moves_its_part_of_the_bytes(outcomes):
-    assert outcomes["counts"] == ""
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_mixes_no_devices_and_waits_where_the_list_says(name, outcomes):
+    assert outcomes[name] == ""

@@ -97,6 +97,21 @@ class Net(nn.Module):
         return gather_from_tensor(x, self.state, dim=1) if self.state.sequence else x
 
 
+class Scaled(nn.Module):
+    """Scale what goes into a cut matrix with no collective before it: each rank has a part of the scale's
+    gradient, as is declared.
+    """
+
+    def __init__(self, *, state):
+        super().__init__()
+        stated = Declaration((D,), partial=("tensor",), initial=Normal(0.3))
+        declare_parameter(self, "scale", stated, state or ParallelState.alone())
+        self.hand = Hand("copy", state=state)
+
+    def forward(self, x):
+        return self.hand(x * local(self.scale))
+
+
 def loss(y, samples):
     return (y - samples["wanted"]).square().sum(), y.numel()
 
@@ -110,6 +125,7 @@ def test_what_is_right_is_right_in_every_layout():
         assert one.forward < 1e-12
         assert one.weights < 1e-10
     assert_layout_invariant(Net, BATCH, layouts=[TENSOR], checkpoint=False)  # weighed at random
+    assert_layout_invariant(Scaled, BATCH, layouts=[TENSOR], steps=1, checkpoint=False)
 
 
 @pytest.mark.parametrize(
@@ -193,14 +209,10 @@ def test_a_module_that_both_ends_of_a_pipeline_call_is_no_difference():
         )
 
 
-def test_what_other_processes_cannot_find_is_refused_with_the_way_to_do_it():
-    with pytest.raises(
-        ValueError, match=r"is a lambda or lives in another function\. Define it with `def` at the top"
-    ):
+def test_what_other_processes_cannot_find_and_what_the_module_refuses_is_refused():
+    says = r"is a lambda or lives in another function\. Define it with `def` at the top"
+    with pytest.raises(ValueError, match=says):
         assert_layout_invariant(lambda *, state: Net(state=state), BATCH)
-
-
-def test_a_layout_that_the_module_refuses_is_refused_in_its_words():
     with pytest.raises(BadInput, match="that tensor=3 divides, found 16"):
         assert_layout_invariant(Net, BATCH, layouts=[Layout(tensor=3)], checkpoint=False)
 

@@ -11,13 +11,13 @@ from support.configs import config
 from support.families import transformers_model
 from trilith.cli.app import run
 from trilith.cli.parity import parity as parity_command
+from trilith.cli.shared.in_transformers import observe_hf
+from trilith.cli.shared.parity import compare_with_transformers
 from trilith.models import CausalLM
-from trilith.parallel_state import BadInput, Layout
+from trilith.parallel_state import Layout
 from trilith.recipes.sections import LayoutSection
-from trilith.testing.parity.case import Question, compared, first_beyond
-from trilith.testing.parity.check import parity
+from trilith.testing.parity.case import Question, compare
 from trilith.testing.parity.ours import observe_ours, observe_rank
-from trilith.testing.parity.transformers import observe_hf
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,20 @@ def folders(tmp_path_factory):
 def singles(folders):
     """Observe a model in transformers and on one process, once for each batch."""
     return cache(lambda question: (observe_hf(question), observe_ours(question)))
+
+
+@pytest.fixture
+def altered(folders, tmp_path):
+    """``altered(name, place, number)``: the folder of a Llama of which one number is another."""
+
+    def folder(name, place, number):
+        tensors = load_file(folders / "llama" / "model.safetensors")
+        tensors[name][place] += number
+        (tmp_path / "config.json").write_bytes((folders / "llama" / "config.json").read_bytes())
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        return tmp_path
+
+    return folder
 
 
 def asked(folder, layout=None, **changes):
@@ -57,12 +71,12 @@ def test_a_model_in_a_layout_is_that_of_transformers(folders, singles, name, lay
     theirs, single = singles(asked(folders / name))
     schedule = "dualpipev" if layout.v_shape else "1f1b"
     cut = observe_ours(asked(folders / name, layout, schedule=schedule))
-    for found, tolerance in (([*compared(theirs, single)], 1e-5), ([*compared(single, cut)], 1e-10)):
-        assert first_beyond(found, tolerance) is None
-        seen = {one.name for one in found if one.kind == "output"}
+    for compared in (compare(theirs, single, 1e-5), compare(single, cut, 1e-10)):
+        assert compared.first is None
+        seen = {each.name for each in compared.found if each.kind == "output"}
         assert {"embed", "layers.2", "layers.1.attention.qkv.k", "norm", "logits"} <= seen
         assert "layers.0.mlp.down" in seen or name == "mixtral", "experts are stacks, no modules"
-    assert len([one for one in found if one.kind == "gradient"]) > 25
+        assert len([each for each in compared.found if each.kind == "gradient"]) > 25
 
 
 @pytest.mark.parametrize(
@@ -72,14 +86,10 @@ def test_a_model_in_a_layout_is_that_of_transformers(folders, singles, name, lay
         ("model.layers.2.self_attn.k_proj.weight", "layers.2.attention.qkv.k"),
     ],
 )
-def test_the_first_module_that_differs_is_named(folders, singles, tmp_path, sick, named):
+def test_the_first_module_that_differs_is_named(folders, singles, altered, sick, named):
     """One number of one weight is wrong, in one of the two models."""
-    tensors = load_file(folders / "llama" / "model.safetensors")
-    tensors[sick][0, 0] += 1.0
-    (tmp_path / "config.json").write_bytes((folders / "llama" / "config.json").read_bytes())
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     theirs, _ = singles(asked(folders / "llama"))
-    first = first_beyond([*compared(theirs, observe_ours(asked(tmp_path)))], 1e-4)
+    first = compare(theirs, observe_ours(asked(altered(sick, (0, 0), 1.0))), 1e-4).first
     assert first is not None and first.kind == "output"
     assert first.name == named
 
@@ -101,27 +111,28 @@ def test_with_several_stages_a_rank_the_first_module_that_differs_is_named(folde
     layout = Layout(pipeline=2, virtual_stages=2)
     question = asked(folders / "llama", layout, split=(1, 1, 2, 1), schedule="interleaved")
     _, single = singles(asked(folders / "llama"))
-    right = [*compared(single, observe_ours(question))]
-    assert first_beyond(right, 1e-10) is None and any(one.name == "layers.4" for one in right)
+    right = compare(single, observe_ours(question), 1e-10)
+    assert right.first is None and any(each.name == "layers.4" for each in right.found)
     monkeypatch.setattr("trilith.testing.parity.ours.observe_rank", third_stage_backwards)
-    first = first_beyond([*compared(single, observe_ours(question))], 1e-10)
+    first = compare(single, observe_ours(question), 1e-10).first
     assert first is not None and (first.kind, first.name) == ("output", "layers.2.attention_norm")
 
 
 def test_a_loss_or_gradient_that_is_no_number_differs(folders, singles):
     _, whole = singles(asked(folders / "llama"))
-    first = first_beyond([*compared(whole, replace(whole, loss=float("nan")))], 1e-4)
+    first = compare(whole, replace(whole, losses=[float("nan")]), 1e-4).first
     assert first is not None and first.kind == "loss"
     name = "layers.0.attention.out.weight"
-    sick = whole.gradients | {name: torch.full_like(whole.gradients[name], torch.nan)}
-    first = first_beyond([*compared(whole, replace(whole, gradients=sick))], 1e-4)
+    box, owner, gradient = whole.gradients[name]
+    sick = whole.gradients | {name: (box, owner, torch.full_like(gradient, torch.nan))}
+    first = compare(whole, replace(whole, gradients=sick), 1e-4).first
     assert first is not None and first.name == name
 
 
 def test_a_folder_may_be_named_from_the_directory_at_hand(folders, singles, monkeypatch):
     _, whole = singles(asked(folders / "llama"))  # starts the pool, elsewhere
     monkeypatch.chdir(folders)
-    (one,) = parity(Question("llama", samples=2, length=8))
+    (one,) = compare_with_transformers(Question("llama", samples=2, length=8))
     assert one.first is None and whole.outputs.keys() == {
         each.name for each in one.found if each.kind == "output"
     }
@@ -171,13 +182,10 @@ def test_what_does_not_fit_is_refused_at_once(folders, arguments, says, capsys):
     assert says in capsys.readouterr().err
 
 
-def test_a_folder_with_a_hole_is_refused_as_everywhere(folders, tmp_path):
-    (tmp_path / "config.json").write_bytes((folders / "llama" / "config.json").read_bytes())
-    tensors = load_file(folders / "llama" / "model.safetensors")
-    tensors["model.norm.weight"][0] = torch.nan
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(BadInput, match="finite"):
-        parity(Question(str(tmp_path), samples=2, length=8))
+def test_a_folder_with_a_hole_is_refused_as_everywhere(altered, capsys):
+    folder = altered("model.norm.weight", 0, torch.nan)
+    assert run(["parity", str(folder), "--samples", "2", "--length", "8"]) == 2
+    assert "finite" in capsys.readouterr().err
 
 
 def test_the_command_s_options_are_the_keys_of_a_recipe_s_layout():

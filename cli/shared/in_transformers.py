@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ...checkpoints import read_source
 from ...layers import IGNORE, routers
 from ...models import Link
 from ...parallel_state import Box
-from ...ranks.pool import run_parallel
-from .case import Observation, Question
+from ...testing.layouts import Observation, Outputs, as_pieces, on_ranks
+from ...testing.parity.case import Question
+from ...testing.recorder import Recorder
 
 
 def observe_hf(question: Question, *, timeout: float = 600) -> Observation:
     """Run the folder's model with transformers in a process of its own; ``timeout`` in seconds."""
-    found: list[Observation] = run_parallel(observe_alone, 1, question, timeout=timeout)
-    return found[0]
+    observed: list[Observation] = on_ranks(observe_alone, 1, question, timeout=timeout)
+    return observed[0]
 
 
 def observe_alone(question: Question) -> Observation:
@@ -36,14 +36,12 @@ def observe_alone(question: Question) -> Observation:
     if any(routers(source.family.on_meta(source.model_config))):
         model.set_experts_implementation("eager")  # the other one has no fp64
     model.eval()
-    outputs: dict[str, Tensor] = {}
-    modules = dict(model.named_modules())
-    for ours, (theirs, features) in counterparts(links).items():
-        # Files of a model with experts bear other names than its modules; Gemma's embedding scales as well.
-        if theirs in modules and not hasattr(modules[theirs], "embed_scale"):
-            modules[theirs].register_forward_hook(_note(outputs, ours, features))
+    counterparts = _counterparts(links)
+    # Files of a model with experts bear other names than its modules; Gemma's embedding scales as well.
+    scaled = {name for name, module in model.named_modules() if hasattr(module, "embed_scale")}
+    recorder = Recorder(model, counterparts.keys() - scaled, outputs_only=True)
     input_ids, labels = question.batch(source.model_config)
-    logits = outputs["logits"] = model(input_ids).logits
+    logits = model(input_ids).logits
     inner = torch.promote_types(logits.dtype, torch.float32)
     summed = F.cross_entropy(
         logits.flatten(0, 1).to(inner), labels.flatten(), ignore_index=IGNORE, reduction="sum"
@@ -52,42 +50,38 @@ def observe_alone(question: Question) -> Observation:
     loss.backward()
     (stated,) = source.family.declarations(source.model_config)
     moved = [link for link in links if not stated[link.ours].buffer]
-    held = {name: [(Box.whole(tuple(one.shape)), one.detach())] for name, one in outputs.items()}
-    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-    return Observation(
-        float(loss.detach()), held, _gradients(moved, revert_weight_conversion(model, gradients))
-    )
+    outputs: Outputs = {}
+    for event, output in recorder.leave().forward.items():
+        if event.leaf == 0 and output.ndim == 3:
+            for ours, features in counterparts[event.module].items():
+                part = torch.cat([output[..., feature] for feature in features], dim=-1)
+                outputs[ours] = [(Box.whole(tuple(part.shape)), part)]
+    outputs["logits"] = [(Box.whole(tuple(logits.shape)), logits.detach())]
+    gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    whole = as_pieces(_gradients(moved, revert_weight_conversion(model, gradients)))
+    return Observation([float(loss.detach())], gradients=whole, outputs=outputs)
 
 
-def counterparts(links: list[Link]) -> dict[str, tuple[str, list[slice]]]:
-    """Return, for our modules with a weight and our blocks, their module and the features of its output."""
-    found: dict[str, tuple[str, list[slice]]] = {}
+def _counterparts(links: list[Link]) -> dict[str, dict[str, list[slice]]]:
+    """Return their modules for our modules with a weight and for our blocks: for each of theirs, our names
+    and the features of its output that belong to them.
+    """
+    counterparts: dict[str, dict[str, list[slice]]] = {}
     for link in links:
         ours, _, leaf = link.ours.rpartition(".")
         if leaf == "weight" and ours != "head":
             along = 1 if link.transpose else 0
             whole = len(link.hf_box.stop) == 1
             features = slice(None) if whole else slice(link.hf_box.start[along], link.hf_box.stop[along])
-            found.setdefault(ours, (link.hf.rpartition(".")[0], []))[1].append(features)
+            counterparts.setdefault(link.hf.rpartition(".")[0], {}).setdefault(ours, []).append(features)
         if ours.startswith("layers."):
             number = ours.split(".")[1]
             before, _, _ = link.hf.partition(f".{number}.")
-            found[f"layers.{number}"] = f"{before}.{number}", [slice(None)]
-    return found
+            counterparts.setdefault(f"{before}.{number}", {})[f"layers.{number}"] = [slice(None)]
+    return counterparts
 
 
-def _note(
-    outputs: dict[str, Tensor], ours: str, features: list[slice]
-) -> Callable[[nn.Module, Any, Any], None]:
-    def look(module: nn.Module, arguments: Any, given: Any) -> None:
-        output = given[0] if isinstance(given, tuple) else given
-        if output.ndim == 3:
-            outputs[ours] = torch.cat([output[..., one] for one in features], dim=-1)
-
-    return look
-
-
-def _gradients(links: list[Link], found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _gradients(links: list[Link], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the gradients under our names, from those under the names in HF's files."""
     shapes: dict[str, tuple[int, ...]] = {}
     for link in links:
@@ -95,8 +89,8 @@ def _gradients(links: list[Link], found: Mapping[str, Tensor]) -> dict[str, Tens
         shapes[link.ours] = tuple(map(max, shapes.get(link.ours, stop), stop))
     whole: dict[str, Tensor] = {}
     for link in links:
-        assert link.hf in found, f"{link.hf} has no gradient"
-        piece = found[link.hf][link.hf_box.slices]
+        assert link.hf in theirs, f"{link.hf} has no gradient"
+        piece = theirs[link.hf][link.hf_box.slices]
         mine = whole.setdefault(link.ours, torch.empty(shapes[link.ours], dtype=piece.dtype))
         mine[link.ours_box.slices] = piece.T if link.transpose else piece
     return whole

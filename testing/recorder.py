@@ -1,10 +1,11 @@
-"""Record the inputs and outputs of every module and their gradients, in the order of computation."""
+"""Record the inputs and outputs of modules and their gradients, in the order of computation."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -32,30 +33,28 @@ class Seen:
     backward: dict[Event, Tensor] = field(default_factory=dict)
 
 
-class Witness:
-    """Record every module's inputs and outputs with hooks, until ``leave``.
+class Recorder:
+    """Record the inputs and outputs of modules with hooks, until ``leave``.
 
-    ``first``: the number of this rank's first micro-batch. Each input or output of a module is copied at that
-    place, so that its gradient is that of this one use. ``partly``: the model is one stage, so its own input
-    and output are not recorded. Modules ``apart``, and those within them, are not recorded.
+    ``names``: of the modules; the model's own is empty. ``first``: the number of this rank's first
+    micro-batch. Each input or output is copied at that place, so that its gradient is that of this one use;
+    with ``outputs_only`` neither inputs nor gradients are recorded, and nothing is put into the graph.
     """
 
     def __init__(
-        self, model: nn.Module, *, first: int = 0, partly: bool = False, apart: Iterable[nn.Module] = ()
+        self, model: nn.Module, names: Collection[str], *, first: int = 0, outputs_only: bool = False
     ) -> None:
         self.seen = Seen()
-        self._first, self._micro, self._partly = first, first - 1, partly
+        self._first, self._micro, self._outputs_only = first, first - 1, outputs_only
         self._begun: Counter[int] = Counter()
         self._calls: Counter[tuple[int, str]] = Counter()
-        self._hooks = []
-        unwatched = {within for one in apart for within in one.modules()}
+        self._hooks = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
         for name, module in model.named_modules():
-            if module in unwatched:
-                continue
-            self._hooks += [
-                module.register_forward_pre_hook(self._before(name), with_kwargs=True),
-                module.register_forward_hook(self._after(name)),
-            ]
+            if name in names:
+                self._hooks += [
+                    module.register_forward_pre_hook(self._before(name), with_kwargs=True),
+                    module.register_forward_hook(self._after(name)),
+                ]
 
     def leave(self) -> Seen:
         """Remove the hooks and return the record."""
@@ -63,34 +62,36 @@ class Witness:
             hook.remove()
         return self.seen
 
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            # Each stage of a rank takes all micro-batches, in order.
+            stage: int = getattr(kwargs.get("stage"), "number", 0)
+            self._micro = self._first + self._begun[stage]
+            self._begun[stage] += 1
+
     def _before(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if not name and torch.is_grad_enabled():
-                # Each stage of a rank takes all micro-batches, in order.
-                stage: int = getattr(kwargs.get("stage"), "number", 0)
-                self._micro = self._first + self._begun[stage]
-                self._begun[stage] += 1
             self._calls[self._micro, name] += 1
-            return self._note(name, "input", (args, kwargs))
+            return None if self._outputs_only else self._note(name, "input", (args, kwargs))
 
         return hook
 
     def _after(self, name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, given: Any) -> Any:
-            return self._note(name, "output", given)
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            noted = self._note(name, "output", output)
+            return None if self._outputs_only else noted
 
         return hook
 
     def _note(self, name: str, side: str, value: Any) -> Any:
-        if not torch.is_grad_enabled() or (self._partly and not name):
+        if not torch.is_grad_enabled():
             return value  # a trial run, to find shapes, is none of the step's
-        micro, call, leaves = self._micro, self._calls[self._micro, name], Counter[str]()
+        micro, call, leaves = self._micro, self._calls[self._micro, name], count()
 
         def note(tensor: Tensor) -> Tensor:
-            event = Event(micro, name, call, side, leaves[side])
-            leaves[side] += 1
+            event = Event(micro, name, call, side, next(leaves))
             self.seen.forward[event] = tensor.detach().clone()
-            if not tensor.requires_grad:
+            if self._outputs_only or not tensor.requires_grad:
                 return tensor
             copy = tensor * 1  # no view: what follows may change it in place
             copy.register_hook(lambda gradient: self._note_gradient(event, gradient))
@@ -109,9 +110,9 @@ def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
-        return {key: _each(one, change) for key, one in value.items()}
+        return {key: _each(item, change) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_each(one, change) for one in value))
+        return type(value)(*(_each(item, change) for item in value))
     if isinstance(value, tuple | list):
-        return type(value)(_each(one, change) for one in value)
+        return type(value)(_each(item, change) for item in value)
     return value

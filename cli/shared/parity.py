@@ -2,46 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from ...checkpoints import check_whole, read_source
 from ...parallel_state import BadInput, Layout, check_local_ranks
 from ...pipeline import check_schedule
-from ...ranks.failures import RankError
-from .case import Difference, Observation, Question, compared, first_beyond
-from .ours import observe_ours
-from .transformers import observe_hf
+from ...testing.parity.case import Comparison, Question, compare
+from ...testing.parity.ours import observe_ours
+from .in_transformers import observe_hf
 
 #: Largest difference, relative to the largest number of a tensor, that rounding explains. In 16 bits much is
 #: rounding: only gross errors show there.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
 
-#: Tokens of a batch: three forwards and backwards of more would take hours.
-MOST_TOKENS = 2**18
-
 #: transformers computes some things in fp32 whatever the model's dtype (rotary angles).
 _OF_FP32 = 1e-5
 
-
-@dataclass(frozen=True)
-class Comparison:
-    """Hold the differences of every output, the loss and every gradient, and the ``tolerance`` for each."""
-
-    what: str
-    tolerance: float
-    found: list[Difference]
-
-    @property
-    def first(self) -> Difference | None:
-        """Return the first difference beyond the tolerance, in the order of computation."""
-        return first_beyond(self.found, self.tolerance)
-
-    def worst(self, kind: str) -> Difference:
-        """Return the largest difference of the outputs, the loss or the gradients."""
-        return max((one for one in self.found if one.kind == kind), key=lambda one: one.relative)
+#: Tokens of a batch: three forwards and backwards of more would take hours.
+MOST_TOKENS = 2**18
 
 
 def check(question: Question) -> None:
@@ -50,8 +31,8 @@ def check(question: Question) -> None:
     source, layout = read_source(question.folder), question.layout
     check_whole(source)
     source.family.declarations(source.model_config, layout, split=question.split)
-    if question.length > source.model_config.max_position_embeddings:
-        most = source.model_config.max_position_embeddings
+    most = source.model_config.max_position_embeddings
+    if question.length > most:
         raise BadInput("parity", "--length", expected=f"at most {most}", found=question.length)
     if question.samples * question.length > MOST_TOKENS:
         expected = f"at most {MOST_TOKENS // question.length:,} rows of {question.length:,} tokens"
@@ -64,46 +45,28 @@ def check(question: Question) -> None:
     layout.check_length(question.length, "parity", "--length")
 
 
-def parity(
+def compare_with_transformers(
     question: Question,
     *,
     tolerance: float | None = None,
     say: Callable[[str], None] = lambda text: None,
-    timeout: float = 600,
 ) -> list[Comparison]:
     """Compare one process with transformers, then the layout with one process (unless it is one).
 
-    ``tolerance`` replaces ``TOLERANCES``. ``say`` is told what runs; ``timeout``, in seconds, applies to each
-    run. Raises ``BadInput`` for a layout or batch that does not fit.
+    ``tolerance`` replaces ``TOLERANCES``. ``say`` is told what runs.
     """
-    check(question)
     # Not every process need be in this one's directory: those of the pool may be older than a change of it.
     question = replace(question, folder=str(read_source(question.folder).path.absolute()))
     single = replace(question, layout=Layout(), split=None)
-    try:
-        say("transformers")
-        theirs = observe_hf(single, timeout=timeout)
-        say("one process")
-        ours = observe_ours(single, timeout=timeout)
-        return [*_comparisons(question, tolerance, theirs, ours, say, timeout)]
-    except RankError as error:
-        if isinstance(error.cause, BadInput):  # the folder's fault, not a rank's
-            raise error.cause from None
-        raise
-
-
-def _comparisons(
-    question: Question,
-    tolerance: float | None,
-    theirs: Observation,
-    ours: Observation,
-    say: Callable[[str], None],
-    timeout: float,
-) -> Iterator[Comparison]:
     allowed = TOLERANCES[question.dtype] if tolerance is None else tolerance
     against = max(allowed, _OF_FP32) if tolerance is None else tolerance
-    yield Comparison("one process / transformers", against, [*compared(theirs, ours)])
+    say("transformers")
+    theirs = observe_hf(single)
+    say("one process")
+    ours = observe_ours(single)
+    comparisons = [compare(theirs, ours, against, "one process / transformers")]
     if question.layout != Layout():
         say(str(question.layout))
-        cut = observe_ours(question, timeout=timeout)
-        yield Comparison(f"{question.layout} / one process", allowed, [*compared(ours, cut)])
+        cut = observe_ours(question)
+        comparisons.append(compare(ours, cut, allowed, f"{question.layout} / one process"))
+    return comparisons
