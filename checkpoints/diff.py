@@ -73,7 +73,7 @@ def _compare(
     worst, largest, count = 0.0, 0.0, 0
     for box in _slabs(shape):
         x, y = (source.read(name, box, one, finite=False) for source, one in zip((a, b), links, strict=True))
-        if x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
+        if x.dtype == y.dtype and torch.equal(_bits(x), _bits(y)):
             largest = max(largest, float(x.double().abs().max()) if x.numel() else 0.0)
             continue
         x, y = x.double(), y.double()
@@ -86,6 +86,11 @@ def _compare(
         yield Difference(name, what, worst, worst / largest if largest else 0.0, count)
     elif count:
         yield Difference(name, "other numbers", worst, worst / largest if largest else float("inf"), count)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor of any shape, a scalar among them."""
+    return x.reshape(-1).view(torch.uint8)
 
 
 def _slabs(shape: tuple[int, ...]) -> Iterator[Box]:

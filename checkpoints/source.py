@@ -15,6 +15,7 @@ from ..models import Family, Link, LoraConfig, ModelConfig, adapted, family_of
 from ..parallel_state import BadInput, Box
 from ..storage.file_names import CONFIG, MANIFEST
 from ..storage.files_beside_weights import COMPANIONS, companions_in
+from ..storage.finite import look_at
 from ..storage.folder_kind import SOURCES, FolderKind, kind_of_folder
 from ..storage.leftovers import why_absent
 from ..storage.safetensors_reader import TensorFile
@@ -115,6 +116,12 @@ class Source:
         """Return the stored dtype, by safetensors' name, of the tensor that is wanted as ``name``."""
         return self.catalog[links.stored_name(name)].dtype
 
+    @property
+    def stored_files(self) -> list[TensorFile]:
+        """Return the files of weights on the disk, each once."""
+        files = {file.path: file for given in self.files for file in given.stored_in}
+        return [files[path] for path in sorted(files)]
+
     def read(self, name: str, box: Box, links: Links, *, finite: bool = True) -> Tensor:
         """Return box ``box`` of the tensor that is wanted as ``name``, in the stored dtype.
 
@@ -132,7 +139,7 @@ class Source:
             return torch.full(box.shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype)
 
         out, _ = join(box, pieces, empty)
-        if finite and out.is_floating_point() and not bool(torch.isfinite(out).all()):
+        if finite and not look_at(out.contiguous()).finite:
             raise BadInput(self.path, name, expected="finite numbers", found="a NaN or an infinity")
         return out
 

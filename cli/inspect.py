@@ -90,7 +90,7 @@ def inspect(
     files = Table(title="files", title_justify="left")
     for column in ("file", "tensors", "bytes"):
         files.add_column(column, justify="left" if column == "file" else "right")
-    for file in found.files:
+    for file in found.stored_files:
         files.add_row(file.path.name, f"{len(file.tensors):,}", f"{file.size:,}")
     console.print(files)
     tensors = Table(title="tensors", title_justify="left")

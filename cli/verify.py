@@ -42,8 +42,13 @@ def verify(
         trilith verify s3://bucket/run
     """
     from ..data.token_file import names_tokens
+    from ..parallel_state import BadInput, Box
 
-    if config is None and names_tokens(source):
+    if names_tokens(source):
+        for option, value in (("--config", config), ("--names", names)):
+            if value is not None:
+                todo = "Leave it out: it is for a checkpoint of another project"
+                raise BadInput("verify", option, expected="none with a token file", found=value, todo=todo)
         verify_tokens(source)
         return
     import hashlib
@@ -51,7 +56,6 @@ def verify(
     from ..checkpoints import check_model, read_source
     from ..checkpoints import verify as check
     from ..checkpoints.verify import checksum_of, verify_sums
-    from ..parallel_state import Box
     from ..runs.report.record import check_step
     from ..system.addresses import as_url
     from .shared.progress import byte_progress
@@ -71,7 +75,7 @@ def verify(
                 advance(found.read(name, box, found.links(to_hf=True)).nbytes)
             for file in found.files:
                 verify_sums(file, checksum_of(file))
-    for file in found.files:
+    for file in found.stored_files:
         with file.path.open("rb") as opened:
             say(f"{hashlib.file_digest(opened, 'sha256').hexdigest()}  {file.path.name}")
     if found.manifest is not None and not found.manifest.sealed:

@@ -50,7 +50,7 @@ def generate(
     device = model.state.device if model.state.mesh is not None else next(model.parameters()).device
     tokens_BT, positions_BT = left_padded(prompts, device)
     longest = tokens_BT.shape[1]
-    room = longest + max_new_tokens - 1
+    room = positions_needed(longest, max_new_tokens)
 
     def new_caches() -> dict[int, KeyValueCache | None]:
         """Return a cache for each stage of this rank: a forward through a stage advances only its own."""
@@ -133,6 +133,19 @@ def _generating(model: CausalLM) -> Iterator[None]:
         model.head_in_loss = in_loss
 
 
+def positions_needed(longest: int, most: int) -> int:
+    """Return the positions of the longest prompt and its new tokens, the last of which is never read."""
+    return longest + most - 1
+
+
+def check_length(longest: int, most: int, positions: int) -> None:
+    """Refuse a prompt of ``longest`` tokens and ``most`` new ones that need more positions than there are."""
+    needed = positions_needed(longest, most)
+    if needed > positions:
+        expected = f"at most the model's {positions} positions"
+        raise BadInput("generate", "prompt and new tokens", expected=expected, found=needed)
+
+
 def _check(model: CausalLM, prompts: Sequence[Tokens], most: int, least: int, stop: Collection[int]) -> None:
     if not prompts or not all(map(len, prompts)):
         raise BadInput("generate", "prompt", expected="at least one token", found="none")
@@ -144,14 +157,7 @@ def _check(model: CausalLM, prompts: Sequence[Tokens], most: int, least: int, st
     if outside:
         expected = f"ids below the model's vocab_size={vocabulary}"
         raise BadInput("generate", "tokens", expected=expected, found=outside[0])
-    longest = max(map(len, prompts))
-    if longest + most > positions:
-        raise BadInput(
-            "generate",
-            "prompt and new tokens",
-            expected=f"at most the model's {positions} positions",
-            found=longest + most,
-        )
+    check_length(max(map(len, prompts)), most, positions)
     if model.state.context_size > 1:
         raise BadInput(
             "generate",

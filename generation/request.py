@@ -13,7 +13,7 @@ from ..data.vocabulary import check_vocabulary
 from ..parallel_state import BadInput, Layout, ParallelState, dtype_named
 from ..storage.small_files import read_json
 from .continuation import Continuation
-from .generate import generate
+from .generate import check_length, generate
 from .prompts import Prompt, prompt_ids
 from .sampling import Sampling
 
@@ -63,10 +63,7 @@ def prepare(request: Request, layout: Layout) -> Prepared:
         prompt_ids(prompt, tokenizer, chat=request.chat, system=request.system, where=f"prompt {number}")
         for number, prompt in enumerate(request.prompts, 1)
     ]
-    longest = max(map(len, ids)) + request.max_new_tokens
-    if longest > config.max_position_embeddings:
-        expected = f"at most the model's {config.max_position_embeddings} positions"
-        raise BadInput("generate", "prompt and new tokens", expected=expected, found=longest)
+    check_length(max(map(len, ids)), request.max_new_tokens, config.max_position_embeddings)
     stop = frozenset() if request.ignore_eos else stop_ids(source, tokenizer)
     return Prepared(source, adapter, tokenizer, ids, stop)
 

@@ -57,7 +57,8 @@ def choose(
         logits = logits.masked_fill(logits < least, float("-inf"))
     if sampling.top_p < 1.0:
         ordered, order = logits.sort(descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        chances = ordered.softmax(-1)
+        before = chances.cumsum(-1) - chances
         drop = (before >= sampling.top_p).scatter(-1, order, before >= sampling.top_p)
         logits = logits.masked_fill(drop, float("-inf"))
     cumulated = logits.softmax(-1, dtype=torch.float64).cumsum(-1)

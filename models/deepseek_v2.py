@@ -83,7 +83,8 @@ class LatentAttentionConfig(GroupedExpertsConfig):
 
     def to_hf(self) -> dict[str, Any]:
         written = super().to_hf()
-        return {**written, "qk_rope_head_dim": written.pop("head_dim")}
+        rotary = written.pop("head_dim")
+        return {**written, "qk_rope_head_dim": rotary}
 
 
 class DeepseekV2Config(LatentAttentionConfig):

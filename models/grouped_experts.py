@@ -60,7 +60,8 @@ class GroupedExpertsConfig(NarrowExpertsConfig):
     def to_hf(self) -> dict[str, Any]:
         written = super().to_hf()
         del written["router_aux_loss_coef"]
-        return {**written, "n_routed_experts": written.pop("num_local_experts")}
+        experts = written.pop("num_local_experts")
+        return {**written, "n_routed_experts": experts}
 
 
 #: Ours -> Hugging Face's; of the biases, families that have them.

@@ -288,6 +288,9 @@ def _init_process_group(device: torch.device, timeout: timedelta) -> None:
             todo="Start with torchrun, or call torch.distributed.init_process_group first",
         )
     os.environ.update(here.variables)  # torch reads no other launcher's
+    if device.type not in BACKENDS:
+        expected = f"one of {', '.join(BACKENDS)}"
+        raise BadInput("ParallelState.start", "device", expected=expected, found=device.type)
     dist.init_process_group(BACKENDS[device.type], timeout=timeout)
 
 

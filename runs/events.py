@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -30,7 +31,7 @@ class Events:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         line = log_line({"time": time.time(), "event": event, "step": step, **facts})
-        torn = self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n")
+        torn = self.path.exists() and _last_byte(self.path) not in (b"", b"\n")
         with self.path.open("a", encoding="utf-8") as file:
             file.write(("\n" if torn else "") + line + "\n")
 
@@ -45,6 +46,12 @@ class Events:
                 self.note("stopped" if isinstance(error, Preempted) else "failed", done[0], why=_said(error))
             raise
         self.note("finished", done[0], goal=goal)
+
+
+def _last_byte(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        return file.read(1)
 
 
 def _said(error: BaseException) -> str:

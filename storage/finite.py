@@ -34,7 +34,7 @@ def look_at(numbers: Tensor) -> Look:
     if numbers.numel() == 0:
         return Look(True, True)
     if numbers.dtype not in _BITS:
-        return Look(True, not bool(numbers.view(torch.uint8).any()))
+        return Look(True, not bool(numbers.any()))
     signed, unsigned, infinity = _BITS[numbers.dtype]
     raw = numbers.reshape(-1).view(torch.uint8).numpy()
     sign = 1 << numbers.element_size() * 8 - 1

@@ -68,6 +68,11 @@ class TensorFile:
             return cls(path, header.tensors, header.metadata, header.data_begin, identity_of(status))
 
     @property
+    def stored_in(self) -> Sequence[TensorFile]:
+        """Return the files on the disk that the tensors are read from: this one, unless they are unpacked."""
+        return (self,)
+
+    @property
     def sums(self) -> Sequence[tuple[int, int, int]]:
         """Return begin, end and CRC-32 of stretches whose sums the file states itself: safetensors none."""
         return ()

@@ -7,7 +7,7 @@ Source: DeepSeek-V3 (2024), section 3.3.2, and its ``inference/fp8_cast_bf16.py`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -61,10 +61,13 @@ class ScaledFile(TensorFile):
             out[begin - row : end - row] = piece * factors[rows][:, columns]
         return out
 
+    @property
+    def stored_in(self) -> Sequence[TensorFile]:
+        return [*{id(file): file for both in self._scaled.values() for file in both}.values()]
+
     def state(self) -> tuple[str, object, str]:
         """Return the states of the files that hold the matrices and their factors."""
-        files = {id(file): file for both in self._scaled.values() for file in both}
-        return str(self.path), [file.state() for file in files.values()], "fp8"
+        return str(self.path), [file.state() for file in self.stored_in], "fp8"
 
 
 def block_size(packing: Mapping[str, object]) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ Source: OCP Microscaling Formats (MX) Specification 1.0, 2023; GPT-OSS's model c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -62,10 +62,13 @@ class UnpackedFile(TensorFile):
             out[..., begin - row : end - row] = numbers[..., columns].transpose(-1, -2)
         return out
 
+    @property
+    def stored_in(self) -> Sequence[TensorFile]:
+        return [*{id(file): file for both in self._packed.values() for file in both}.values()]
+
     def state(self) -> tuple[str, object, str]:
         """Return the states of the files that hold the packed tensors."""
-        files = {id(file): file for both in self._packed.values() for file in both}
-        return str(self.path), [file.state() for file in files.values()], "mxfp4"
+        return str(self.path), [file.state() for file in self.stored_in], "mxfp4"
 
 
 def unpack(blocks: Tensor, scales: Tensor) -> Tensor:

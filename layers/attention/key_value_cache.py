@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ...parallel_state import BadInput
 from .visible import documents, exceeds, restarts, visible_tokens
 
 
@@ -36,7 +37,9 @@ class KeyValueCache:
         document, so the host does not wait for the device at each of them.
         """
         start, new = self.used, positions_BS.shape[1]
-        assert start + new <= self.length, f"a cache of {self.length} cannot hold {start} tokens and {new}"
+        if start + new > self.length:
+            expected = f"at most {self.length} tokens in a row, the cache's length"
+            raise BadInput("KeyValueCache.advance", expected=expected, found=start + new)
         self.start, self.used = start, start + new
         documents_BS = documents(positions_BS)
         if self._documents is None or self._positions is None:

@@ -91,7 +91,7 @@ class CausalConvolution(DeclaredModule):
         y_RLC = causal_convolution(x_RLC, weight_C1K, self._every("bias"), before, runs.places)
         if runs.cache is not None:  # in the memory of ``before``, which is no longer needed
             whole = x_RLC if before is None else torch.cat((before, x_RLC), dim=1)
-            runs.remember(self, F.pad(whole, (0, 0, count, 0))[:, -count:])
+            runs.remember(self, F.pad(whole, (0, 0, count, 0))[:, whole.shape[1] :])
         y_BSC = self.act(runs.join(y_RLC))
         return torch.split(y_BSC, self.here, dim=-1)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...parallel_state import (
+    BadInput,
     Constant,
     Cut,
     Declaration,
@@ -70,7 +71,9 @@ class GatedDeltaNet(DeclaredModule):
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
-        assert value_heads % key_heads == 0, (value_heads, key_heads)
+        if value_heads % key_heads:
+            expected = f"a multiple of key_heads={key_heads}"
+            raise BadInput("GatedDeltaNet", "value_heads", expected=expected, found=value_heads)
         self.state, self.key_dim, self.value_dim = alone_or(state), key_dim, value_dim
         units = {"q": key_dim, "k": key_dim, "v": value_heads // key_heads * value_dim}
         widths = {name: key_heads * unit for name, unit in units.items()}

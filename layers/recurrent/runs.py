@@ -47,7 +47,7 @@ class Runs:
 
         ``None``: there are none before any run. Collective over the context ranks, in backward too.
         """
-        if self.in_row == 1:
+        if self.in_row == 1 or count == 0:
             return None
         number = own_chunks(self.state.context_index, self.state.context_size)
         # A run that is shorter is sent whole; then the tokens come from several runs.
