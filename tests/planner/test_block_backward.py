@@ -22,7 +22,7 @@ HYBRIDS = ("qwen3_next", "qwen3_5_text", "granitemoehybrid")
 def peaks(
     raw, mode="none", dtype=torch.float32, lora=None, layout=ALONE, *, rows=ROWS, length=LENGTH, staying=False
 ):
-    """Return the peak over the plan for a block of each kind of a model, whose weights have gradients already,
+    """Return the peak over the plan for a block of each kind of a model, whose weights have gradients already
     unless those that are made are ``staying``.
 
     By default there are many tokens, beside which weights are few.
