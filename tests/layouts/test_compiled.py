@@ -33,7 +33,7 @@ test_compiled_blocks_equal_one_device = Layouts(
     [
         row(
             "-".join([model, layout, *memory]),
-            config(model, layers=3 if slow else 2),
+            config(model, layers=3),
             layout,
             asks=COMPARED | {"slow": slow},
             compiled="aot_eager",

@@ -439,8 +439,14 @@ def _seconds(rows: Sequence[Row]) -> float:
 class _Call:
     """Hold a call that failed, and its rows that have not yet passed alone."""
 
-    error: Exception
+    error: RankError
     left: set[str]
+
+    @property
+    def row(self) -> str:
+        """Return the row at which the rank to blame was, which prints each one that it begins."""
+        begun = re.findall(r"^row (.*)$", self.error.failures[0].output, re.MULTILINE)
+        return begun[-1] if begun else "none"
 
 
 class Layouts:
@@ -501,7 +507,8 @@ class Layouts:
         if alone and (call_before := self._failed.get(rows[0].why)):
             call_before.left.discard(rows[0].why)
             if not call_before.left:
-                message = f"each row passes alone, but not in one call: {call_before.error}"
+                message = "each row passes alone, but not in one call"
+                message += f", which failed at row {call_before.row}: {call_before.error}"
                 self._records[rows[0].why] = AssertionError(message)
 
     def equal_one_device(self) -> Any:
