@@ -7,7 +7,7 @@ autograd holds it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,7 @@ class LiveBytes(TorchDispatchMode):
             self.peak = max(self.peak, self.now)
         return out
 
-    def _note(self, storages: list[torch.UntypedStorage]) -> None:
+    def _note(self, storages: Iterable[torch.UntypedStorage]) -> None:
         for storage in storages:
             key, size = id(storage), storage.nbytes()
             self._storages[key] = weakref.ref(storage, partial(self._forget, key))
