@@ -148,10 +148,10 @@ def join(parts: Sequence[tuple[Box, Tensor]]) -> Tensor:
 
 
 def zero_share(dtype: torch.dtype) -> float:
-    """Return the share of the largest of all tensors that each counts as at least: 9e-8 in fp64, 8e-4 in
+    """Return the share of the largest of all tensors that each counts as at least: 1e-7 in fp64, 9e-4 in
     fp32, 0.1 in bf16. Rounding is some ``eps`` of the largest.
     """
-    return float(torch.finfo(dtype).eps ** 0.45)
+    return float(torch.finfo(dtype).eps ** 0.44)
 
 
 def differences(one: Mapping[str, Tensor], ranks: Sequence[Pieces]) -> Iterator[tuple[str, float]]:

@@ -7,7 +7,7 @@ autograd holds it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,8 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._most: dict[int, int] = {}  # the most bytes that each of them has had
-        self._note(list(_storages([list(one) if isinstance(one, Iterator) else one for one in first])))
+        self._sum = 0  # of these
+        self._note(_storages([list(part) if isinstance(part, Iterator) else part for part in first]))
         self.peak = self.now
 
     @property
@@ -44,25 +45,31 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = {id(storage): storage for storage in _storages([args, kwargs or {}])}
+        given = {id(storage): storage for storage in _storages((args, kwargs))}
         out = func(*args, **(kwargs or {}))
         # A view of what is not counted is not counted either.
         self._note([storage for storage in _storages(out) if id(storage) not in given])
         for key, storage in given.items():
-            if key in self._most:
-                self._most[key] = max(self._most[key], storage.nbytes())
-        if sum(tuple(self._most.values())) > self.peak:  # or there are no more: asking each is slow
+            if key in self._most and (size := storage.nbytes()) > (most := self._most[key]):
+                self._most[key] = size
+                self._sum += size - most
+        if self._sum > self.peak:  # or there are no more: asking each is slow
             self.peak = max(self.peak, self.now)
         return out
 
-    def _note(self, storages: list[torch.UntypedStorage]) -> None:
+    def _note(self, storages: Iterable[torch.UntypedStorage]) -> None:
         for storage in storages:
-            self._storages[id(storage)] = weakref.ref(storage, partial(self._forget, id(storage)))
-            self._most[id(storage)] = storage.nbytes()
+            key, size = id(storage), storage.nbytes()
+            self._storages[key] = weakref.ref(storage, partial(self._forget, key))
+            before = self._most.get(key, 0)
+            self._most[key] = size
+            self._sum += size - before
 
     def _forget(self, key: int, gone: object) -> None:
+        """Forget a storage, in whichever thread drops it: nothing is called while the sum changes."""
         self._storages.pop(key, None)
-        self._most.pop(key, None)
+        size = self._most.pop(key, 0)
+        self._sum -= size
 
 
 def _storages(value: object) -> Iterator[torch.UntypedStorage]:

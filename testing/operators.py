@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -45,22 +46,29 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = func.name().split(".")[0]
-        space, _, short = name.partition("::")
+        name, kind, place = _collective(func)
         self.names.append(name)
-        if "c10d" in space and not short.startswith(("wait", "recv", "barrier")):
-            kind = _KINDS.get(short, short)
-            given = args[1] if short.endswith("base_") else args[0]
-            size = sum(tensor.nbytes for tensor in tensors_in(given))
+        if kind is not None:
+            size = sum(tensor.nbytes for tensor in tensors_in(args[place]))
             self.collectives[kind] += 1
             self.sent[kind] += size
             group = group_of_call((*args, *(kwargs or {}).values())).group_name, kind
             count, before = self.in_groups.get(group, (0, 0))
             self.in_groups[group] = count + 1, before + size
         result = func(*args, **(kwargs or {}))
-        here = (made.numel() for made in tensors_in(result) if not isinstance(made, DTensor))
-        self.largest = max(self.largest, *here, 0)
+        for made in (result,) if isinstance(result, Tensor) else tensors_in(result):
+            if not isinstance(made, DTensor):
+                self.largest = max(self.largest, made.numel())
         return result
+
+
+@cache  # asked for every operator that runs
+def _collective(func: Any) -> tuple[str, str | None, int]:
+    """Return an operator's name, its kind if it sends, and which argument it sends."""
+    name = func.name().split(".")[0]
+    space, _, short = name.partition("::")
+    sends = "c10d" in space and not short.startswith(("wait", "recv", "barrier"))
+    return name, _KINDS.get(short, short) if sends else None, int(short.endswith("base_"))
 
 
 def collectives_of(function: Callable[[], object]) -> Counter[str]:

@@ -28,7 +28,7 @@ WORDS = {
     "RESUME": "-kD1 tests/training/test_stop_and_go.py",
     "ROUND_TRIP": "tests/checkpoints/test_convert.py::"
     "test_there_and_through_another_layout_and_back_is_bitwise_D6",
-    **{f"LAYERS_{word.upper()}": f"-k{word} {LAYERS}" for word in ("float8", "experts", "window")},
+    **{f"LAYERS_{word.upper()}": f"-k{word} {LAYERS}" for word in ("float8", "experts", "sinks", "window")},
 }
 
 

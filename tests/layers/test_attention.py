@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from support.layers import NOPE, RANK, ROPE, VALUE, latent
@@ -21,7 +20,6 @@ from trilith.layers import (
     Tokens,
     alibi_slopes,
     causal_attention,
-    cut_sequence,
     merge_heads,
     split_heads,
 )
@@ -66,35 +64,6 @@ def test_a_sink_takes_a_share_of_the_softmax_forward_and_backward(window):
     )
     for one, other in pairs:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
-
-
-def sunk(ring, window):
-    """Return the output here and the whole gradients of q, k, v and the sinks; ``ring`` ``None``: alone."""
-    torch.manual_seed(0)
-    layout = Layout() if ring is None else Layout.of(context=2, ring=ring)
-    state = ParallelState.start(layout)
-    shapes = (2, 6, 8, 4), (2, 3, 8, 4), (2, 3, 8, 4), (6,)
-    q, k, v, sinks = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
-    grad = torch.randn(2, 6, 8, 4, dtype=torch.float64)
-    positions = cut_sequence(torch.arange(8).expand(2, 8), state)
-    here = [cut_sequence(one, state, dim=2) for one in (q, k, v)]
-    out = causal_attention(*here, AttentionScope(positions, window=window, state=state), sinks=sinks)
-    out.backward(cut_sequence(grad, state, dim=2))
-    found = [one.grad for one in (q, k, v, sinks)]
-    for one in found if layout.world > 1 else ():
-        dist.all_reduce(one)
-    return [out.detach(), *found]
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_over_context_ranks_a_sink_counts_once(window):
-    ((whole, *gradients),) = run_parallel(sunk, 1, None, window)
-    for ring in (False, True):
-        for rank, (out, *found) in enumerate(run_parallel(sunk, 2, ring, window)):
-            state = ParallelState.stand_in(Layout.of(context=2, ring=ring), rank)
-            torch.testing.assert_close(out, cut_sequence(whole, state, dim=2), rtol=1e-10, atol=1e-12)
-            for one, other in zip(found, gradients, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("rounded", [False, True])
@@ -227,14 +196,6 @@ def test_latent_attention_has_partial_gradients_where_ranks_have_tokens_of_their
                 (0, NOPE + ROPE),
                 (0, NOPE + VALUE),
             )
-
-
-def test_values_may_be_narrower_than_keys():
-    q, k, v = torch.randn(2, 3, 7, 6), torch.randn(2, 3, 7, 6), torch.randn(2, 3, 7, 4)
-    scores = q @ k.transpose(-1, -2) / 6**0.5 + torch.full((7, 7), float("-inf")).triu(1)
-    found = causal_attention(q, k, v)
-    assert found.shape == v.shape
-    torch.testing.assert_close(found, scores.softmax(-1) @ v, rtol=1e-5, atol=1e-6)
 
 
 @torch.no_grad()

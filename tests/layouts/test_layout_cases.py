@@ -27,7 +27,8 @@ def calls(monkeypatch):
         names = [row.why for row in rows]
         seen.rows.append(names)
         if seen.broken(names):
-            raise RankError([RankFailure(0, "raised", 0.0, "raised", "")], f"a rank failed in {names}")
+            failure = RankFailure(0, "raised", 0.0, "raised", output="row 'first'\nrow 'second'\n")
+            raise RankError([failure], f"a rank failed in {names}")
         return list(zip(*map(records_of, rows), strict=True))
 
     def chosen(request):
@@ -66,7 +67,7 @@ def test_rows_that_pass_alone_but_not_together_are_a_failure(calls):
     calls.broken = lambda names: len(names) > 1
     found = outcomes(Layouts(ROWS))
     assert (found["first"], found["second"]) == (2, 2)
-    assert "but not in one call" in found["third"]
+    assert "but not in one call, which failed at row 'second'" in found["third"]
 
 
 def test_a_copy_that_differs_and_an_element_without_an_owner_are_found():

@@ -12,7 +12,7 @@ from trilith.layers import IGNORE
 from trilith.models import family_of
 from trilith.parallel_state import BadInput, Layout, ParallelState, gradient_norm, initialize
 from trilith.parallel_state.engine import local_data
-from trilith.testing import RankError, collectives_of, run_parallel
+from trilith.testing import RankError, run_parallel
 from trilith.training import Precision, TrainStep
 
 FP64 = Precision(torch.float64, torch.float64, torch.float64)
@@ -171,60 +171,6 @@ def test_a_step_may_be_smaller_than_the_one_before():
     (whole,) = run_parallel(two_sizes, 1, Layout())
     for losses in run_parallel(two_sizes, 2, Layout.of(pipeline=2)):
         assert losses == pytest.approx(whole, rel=1e-12)
-
-
-def sizes(layout):
-    """Count the numbers that this rank stores, before a step and after it."""
-    model = built(layout, FP64)
-    ids, labels = whole_batch()
-
-    def stored():
-        return sum(local_data(p).numel() for p in model.parameters())
-
-    before = stored()
-    TrainStep(model, micro_batch=1, dtype=torch.float64)(Batch(ids[:2], labels[:2]))
-    grads = sum(local_data(p.grad).numel() for p in model.parameters() if p.grad is not None)
-    return {"before": before, "after": stored(), "gradients": grads}
-
-
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_after_a_step_each_rank_stores_its_share_again(zero):
-    """Weights that stayed gathered after the last micro-batch would be stale in the next step."""
-    (whole,) = {r["before"] for r in run_parallel(sizes, 1, Layout())}
-    ranks = run_parallel(sizes, 2, Layout.of(data=2, zero=zero))
-    for kind in ("before", "after", "gradients"):
-        held = [rank[kind] for rank in ranks]
-        assert sum(held) == (whole if zero else 2 * whole), kind
-
-
-def second_step(layout):
-    model = built(layout, FP64)
-    step, batch = TrainStep(model, micro_batch=1, dtype=torch.float64), whole_batch()
-    step(Batch(*batch))
-    model.zero_grad()
-    return collectives_of(lambda: step.launch(Batch(*batch)))
-
-
-@pytest.mark.parametrize(
-    ("layout", "gathered", "scattered", "reduced"),
-    [
-        (Layout.of(data=2, zero=0), 0, 0, 3),
-        (Layout.of(data=2, zero=1), 3, 3, 0),
-        (Layout.of(data=2, zero=2), 3, 3 * SAMPLES, 0),
-        (Layout.of(data=2, zero=3), (2 + 2 + 1) * SAMPLES, 3 * SAMPLES, 0),
-        (Layout.of(data=4, zero=1, data_replicate=2), 3, 3, 3),
-        (Layout.of(data=4, zero=2, data_replicate=2), 3, 3 * SAMPLES, 3),
-    ],
-    ids=str,
-)
-def test_a_stage_of_zero_pays_these_collectives_a_step(layout, gathered, scattered, reduced):
-    """The groups of parameters are two blocks and the rest, which ZeRO 3 gathers once for each sample, and
-    which replicas sum once. The step's own are two small all-reduces.
-    """
-    for counts in run_parallel(second_step, layout.world, layout):
-        assert counts["all_gather"] == gathered
-        assert counts["reduce_scatter"] == scattered
-        assert counts["all_reduce"] == reduced + 2
 
 
 def refusal(layout, micro_batch, schedule, length):

@@ -22,7 +22,8 @@ from trilith.parallel_state import BadInput
 LLAMA, GPT2, MISTRAL, QWEN2, QWEN3 = (KEYS[name] for name in ("llama", "gpt2", "mistral", "qwen2", "qwen3"))
 MIXTRAL, QWEN3_MOE, GEMMA2, GLM4_MOE = (KEYS[name] for name in ("mixtral", "qwen3_moe", "gemma2", "glm4_moe"))
 GEMMA3 = {key: value for key, value in PUBLISHED["gemma-3-1b"].items() if key != "sliding_window"}
-LINEAR = {"rope_type": "linear", "factor": 2.0}
+LINEAR, NOPE = ({"rope_type": kind, "factor": 2.0} for kind in ("linear", "nope"))
+WINDOW = "sliding_attention"
 NAN, INF = float("nan"), float("inf")
 #: Stands for a key that is left out.
 ABSENT = object()
@@ -48,6 +49,15 @@ def gpt2(why, key, changes):
     return of(GPT2, why, key, changes)
 
 
+def scaled(why, key, **scaling):
+    return llama(why, f"rope_scaling.{key}", {"rope_scaling": scaling})
+
+
+def roped(base, why, key, **rope):
+    return of(base, why, f"rope_parameters.{key}", {"rope_parameters": rope})
+
+
+THREE = MODELS["llama"]["rope_scaling"]
 REFUSED = [
     of(MISTRAL, "mistral-window", "sliding_window", {"sliding_window": 0}),
     of(MISTRAL, "mistral-window-text", "sliding_window", {"sliding_window": "4096"}),
@@ -85,29 +95,19 @@ REFUSED = [
     of(GLM4_MOE, "glm-rotary-odd", "partial_rotary_factor", {"partial_rotary_factor": 0.25}),
     of(GLM4_MOE, "glm-rotary-more", "partial_rotary_factor", {"partial_rotary_factor": 1.5}),
     of(GLM4_MOE, "glm-rotary-text", "partial_rotary_factor", {"partial_rotary_factor": "0.5"}),
-    of(
+    roped(
         GLM4_MOE,
         "glm-rotary-two",
-        "rope_parameters.partial_rotary_factor",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+        "partial_rotary_factor",
+        **{"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
     ),
     of(GLM4_MOE, "glm-quantised", "quantization_config", {"quantization_config": {"bits": 8}}),
     of(GEMMA3, "gemma3-cap", "attn_logit_softcapping", {"attn_logit_softcapping": 50.0}),
     of(GEMMA3, "gemma3-windows", "sliding_window_attention_size", {"sliding_window": 8}),
     of(GEMMA3, "gemma3-pattern", "global_local_attention_pattern", {"sliding_window_pattern": 3}),
     of(GEMMA3, "gemma3-one-rope", "rope_parameters", {"rope_parameters": LINEAR}),
-    of(
-        GEMMA3,
-        "gemma3-window-rope",
-        "rope_parameters.sliding_attention.rope_type",
-        {"rope_parameters": {"sliding_attention": {"rope_type": "nope", "factor": 2.0}}},
-    ),
-    of(
-        GEMMA3,
-        "gemma3-two-thetas",
-        "rope_parameters.sliding_attention.rope_theta",
-        {"rope_parameters": {"sliding_attention": {"rope_theta": 2e4}}},
-    ),
+    roped(GEMMA3, "gemma3-window-rope", f"{WINDOW}.rope_type", **{WINDOW: NOPE}),
+    roped(GEMMA3, "gemma3-two-thetas", f"{WINDOW}.rope_theta", **{WINDOW: {"rope_theta": 2e4}}),
     llama("D3", "model_type", {"model_type": ABSENT}),
     llama("D3-null", "model_type", {"model_type": None}),
     llama("D4", "model_type", {"model_type": "mamba"}),
@@ -140,49 +140,26 @@ REFUSED = [
     gpt2("D12-gpt2", "activation_function", {"activation_function": "gelu_slow"}),
     *(llama(f"D13-{t}", "rope_theta", {"rope_theta": t}) for t in (-1, 0, INF, NAN, "1e4", True)),
     llama("D13-new", "rope_theta", {"rope_theta": ABSENT, "rope_parameters": {"rope_theta": -1.0}}),
-    llama("D14", "rope_scaling.rope_type", {"rope_scaling": {"rope_type": "nope", "factor": 2.0}}),
-    llama("D14-untyped", "rope_scaling.rope_type", {"rope_scaling": {"factor": 2.0}}),
+    scaled("D14", "rope_type", **NOPE),
+    scaled("D14-untyped", "rope_type", factor=2.0),
     llama("D14-list", "rope_scaling", {"rope_scaling": [1]}),
-    llama("D14-two-types", "rope_scaling.type", {"rope_scaling": {**LINEAR, "type": "yarn"}}),
-    *(
-        llama(f"D15-{kind}", "rope_scaling.factor", {"rope_scaling": {"type": kind, "factor": "2"}})
-        for kind in ("dynamic", "yarn", "linear")
-    ),
-    llama("D15-longrope", "rope_scaling.short_factor", {"rope_scaling": {"type": "longrope"}}),
-    llama(
-        "D15-longrope-few",
-        "rope_scaling.short_factor",
-        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 4}},
-    ),
-    llama(
-        "D15-yarn-text",
-        "rope_scaling.beta_fast",
-        {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": "32"}},
-    ),
-    llama(
-        "D15-proportional",
-        "rope_scaling.partial_rotary_factor",
-        {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 2.0}},
-    ),
-    llama("D15-no-factor", "rope_scaling.factor", {"rope_scaling": {"rope_type": "linear"}}),
-    llama("D15-bad-factor", "rope_scaling.factor", {"rope_scaling": {"rope_type": "linear", "factor": 0}}),
-    llama("D15-llama3", "rope_scaling.low_freq_factor", {"rope_scaling": {"type": "llama3", "factor": 8.0}}),
-    llama(
-        "D15-band",
-        "rope_scaling.low_freq_factor",
-        {"rope_scaling": {**MODELS["llama"]["rope_scaling"], "low_freq_factor": 4.0}},
-    ),
-    llama(
+    scaled("D14-two-types", "type", **LINEAR, type="yarn"),
+    *(scaled(f"D15-{kind}", "factor", type=kind, factor="2") for kind in ("dynamic", "yarn", "linear")),
+    scaled("D15-longrope", "short_factor", type="longrope"),
+    scaled("D15-longrope-few", "short_factor", type="longrope", short_factor=[1.0], long_factor=[1.0] * 4),
+    scaled("D15-yarn-text", "beta_fast", type="yarn", factor=2.0, beta_fast="32"),
+    scaled("D15-proportional", "partial_rotary_factor", rope_type="proportional", partial_rotary_factor=2.0),
+    scaled("D15-no-factor", "factor", rope_type="linear"),
+    scaled("D15-bad-factor", "factor", rope_type="linear", factor=0),
+    scaled("D15-llama3", "low_freq_factor", type="llama3", factor=8.0),
+    scaled("D15-band", "low_freq_factor", **{**THREE, "low_freq_factor": 4.0}),
+    scaled(
         "D15-original",
-        "rope_scaling.original_max_position_embeddings",
-        {"rope_scaling": {**MODELS["llama"]["rope_scaling"], "original_max_position_embeddings": 32.5}},
+        "original_max_position_embeddings",
+        **{**THREE, "original_max_position_embeddings": 32.5},
     ),
-    llama("D15-more", "rope_scaling.attention_factor", {"rope_scaling": {**LINEAR, "attention_factor": 1.3}}),
-    llama(
-        "D15-partial",
-        "rope_parameters.partial_rotary_factor",
-        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-    ),
+    scaled("D15-more", "attention_factor", **LINEAR, attention_factor=1.3),
+    roped(LLAMA, "D15-partial", "partial_rotary_factor", rope_type="default", partial_rotary_factor=0.5),
     llama("D16", "rope_parameters", {"rope_scaling": LINEAR, "rope_parameters": {**LINEAR, "factor": 4.0}}),
     llama("D16-theta", "rope_parameters", {"rope_parameters": {"rope_theta": 2e4}}),
     llama(

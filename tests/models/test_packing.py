@@ -1,13 +1,13 @@
 """Documents packed into rows, and sequences in pieces with a cache, give what each gives alone, in fp64."""
 
 from collections import Counter
-from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
-from support.cases_on_ranks import CasesOnRanks
 from support.configs import TINY_GLM, TINY_MIXTRAL, config
+from support.layout_cases import axes
 from torch.nn import functional as F
 from trilith.layers import KeyValueCache, gather_logits, vocab_parallel_cross_entropy
 from trilith.models import family_of
@@ -35,18 +35,6 @@ CACHED = PACKED | {
     "glm4_moe": TINY_GLM,
 }
 MODELS = CACHED | {"gpt2-dropout": PACKED["gpt2"] | {"attn_pdrop": 0.5}}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model in a layout; ``rows``: those that come in pieces."""
-
-    model: str
-    layout: Layout
-    rows: str = ""
-
-    def __str__(self):
-        return f"{self.layout}-{self.model}-{self.rows}".rstrip("-")
 
 
 #: Lengths of the documents in each row: rows differ, so that a micro-batch must get its own row's.
@@ -95,9 +83,15 @@ def alone(model):
     return torch.stack(logits), float(loss.detach()), gradients
 
 
-def together(cases):
-    """Return for each case what its packed rows give: logits on the last stage, loss, gradients in pieces."""
-    return [packed_rows(case.model, case.layout, ParallelState.start(case.layout)) for case in cases]
+def together(layout):
+    """Return what each model's packed rows give: logits on the last stage, loss, gradients in pieces."""
+    return {model: packed_rows(model, layout, ParallelState.start(layout)) for model in PACKED}
+
+
+@cache
+def on_ranks(function, layout):
+    """Call ``function(layout)`` on its ranks, once for all models, and return what each rank gives."""
+    return run_parallel(function, layout.world, layout, timeout=180)
 
 
 def packed_rows(model, layout, state):
@@ -124,23 +118,14 @@ def packed_rows(model, layout, state):
     return last, sum(float(one.detach()) for one in losses), pieces(made, state, gradients=True)
 
 
-LAYOUTS = [
-    Layout(),
-    Layout.of(tensor=2),
-    Layout.of(tensor=2, sequence=True),
-    Layout.of(pipeline=2),
-    Layout.of(tensor=2, pipeline=2, sequence=True),
-]
+LAYOUTS = [Layout.of(**axes(cut)) for cut in ("", "tp2", "tp2-sp", "pp2", "tp2-pp2-sp")]
 
 
-CASES = [Case(model, layout) for layout in LAYOUTS for model in PACKED]
-RUNS = CasesOnRanks(together, CASES, at_once=len(PACKED), timeout=180)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_packed_documents_equal_each_alone(case):
-    logits, loss, gradients = alone(case.model)
-    ranks = RUNS[CASES.index(case)]
+@pytest.mark.parametrize("model", PACKED)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_packed_documents_equal_each_alone(layout, model):
+    logits, loss, gradients = alone(model)
+    ranks = [rank[model] for rank in on_ranks(together, layout)]
     for found, found_loss, _ in ranks:
         if found is not None:
             assert float((found - logits).abs().max()) <= 1e-10 * float(logits.abs().max())
@@ -223,22 +208,17 @@ def whole_and_in_pieces(model, layout, rows):
     return whole, in_pieces
 
 
-def all_in_pieces(cases):
-    return [whole_and_in_pieces(case.model, case.layout, case.rows) for case in cases]
+def all_in_pieces(layout):
+    every = product(CACHED, IN_PIECES)
+    return {(model, rows): whole_and_in_pieces(model, layout, rows) for model, rows in every}
 
 
-CACHES = [
-    Case(model, layout, rows)
-    for layout in (Layout(), Layout.of(tensor=2))
-    for model in CACHED
-    for rows in IN_PIECES
-]
-FROM_CACHES = CasesOnRanks(all_in_pieces, CACHES, at_once=len(CACHES) // 2, timeout=180)
-
-
-@pytest.mark.parametrize("case", CACHES, ids=str)
-def test_a_sequence_in_pieces_has_the_logits_that_it_has_whole(case):
-    for whole, in_pieces in FROM_CACHES[CACHES.index(case)]:
+@pytest.mark.parametrize("rows", IN_PIECES)
+@pytest.mark.parametrize("model", CACHED)
+@pytest.mark.parametrize("layout", [Layout(), Layout.of(tensor=2)], ids=str)
+def test_a_sequence_in_pieces_has_the_logits_that_it_has_whole(layout, model, rows):
+    for rank in on_ranks(all_in_pieces, layout):
+        whole, in_pieces = rank[model, rows]
         for expected, found in zip(whole, in_pieces, strict=True):
             assert float((expected - found).abs().max()) <= 1e-10 * float(expected.abs().max())
 

@@ -9,6 +9,7 @@ from trilith.layers import AttentionInputs, checkpoint_blocks, cost_of
 from trilith.models import LoraConfig, adapted, family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.planner import Work, saved_under
+from trilith.planner.kinds_of_blocks import block_kinds
 from trilith.testing import LiveBytes, run_parallel
 
 ROWS, LENGTH = 4, 256
@@ -21,8 +22,8 @@ HYBRIDS = ("qwen3_next", "qwen3_5_text", "granitemoehybrid")
 def peaks(
     raw, mode="none", dtype=torch.float32, lora=None, layout=ALONE, *, rows=ROWS, length=LENGTH, staying=False
 ):
-    """Return the peak over the plan for each block of a model, whose weights have gradients already, unless
-    those that are made are ``staying``.
+    """Return the peak over the plan for a block of each kind of a model, whose weights have gradients already
+    unless those that are made are ``staying``.
 
     By default there are many tokens, beside which weights are few.
     """
@@ -35,7 +36,8 @@ def peaks(
     checkpoint_blocks([(int(number), block) for number, block in model.layers.items()], mode)
     whole = length * layout.context
     work = Work(state, config.hidden_size, whole, rows, 1, compute=dtype.itemsize, fused=False)
-    return [peak_of(model, block, work, mode, dtype, staying) for block in model.layers.values()]
+    kinds = dict(zip(block_kinds(family, config), model.layers.values(), strict=True))
+    return [peak_of(model, block, work, mode, dtype, staying) for block in kinds.values()]
 
 
 def peak_of(model, block, work, mode, dtype, staying):

@@ -1,8 +1,6 @@
 """The figures that textbooks and tutorials print, from the functions that compute a plan."""
 
 import pytest
-import torch
-from trilith.layers import ColumnParallelLinear
 from trilith.models import published_size
 from trilith.parallel_state import Layout, ParallelState
 from trilith.pipeline import bubble_share, micro_batches_for
@@ -74,15 +72,6 @@ def test_70b_over_256_gpus_at_100_gbit_takes_22_seconds():
 def test_ddp_of_8_ranks_with_32_rows_each_is_a_batch_of_256():
     data = DataSection(tokens="tokens", sequence_length=4096, global_batch=256, micro_batch=32)
     assert check_batch(data, Layout.of(data=8), "recipe") == 1
-
-
-def test_a_column_shard_of_4096_by_4096_over_4_is_4096_by_1024():
-    """PyTorch stores a weight as outputs x inputs; the textbook writes inputs x outputs."""
-    state = ParallelState.stand_in(Layout.of(tensor=4))
-    with torch.device("meta"):
-        linear = ColumnParallelLinear(4096, 4096, bias=False, state=state)
-    outputs, inputs = linear.weight.shape
-    assert (inputs, outputs) == (4096, 1024)
 
 
 def test_tensor_parallelism_sends_four_all_reduces_a_layer():

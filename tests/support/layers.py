@@ -317,6 +317,7 @@ ATTENTION = (
         (*TWO, *CONTEXT),
         tolerance=1e-12,
     ),
+    Row("attention with sinks", lambda s: _attention(s, 4, 2, sinks=True), CONTEXT, tolerance=1e-12),
     Row(
         "attention to one key head with biases by distance in documents, and norms of each head's own",
         lambda s: _attention(

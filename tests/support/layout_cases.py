@@ -176,7 +176,10 @@ def observe(rows: Sequence[Row], folder: str) -> list[RankRecord]:
 
 
 class _Run:
-    """Run a row on this rank, for two steps: FSDP and pipelines make themselves ready in the first one."""
+    """Run a row on this rank, for two steps: FSDP and pipelines make themselves ready in the first one.
+
+    So a row of neither that only asks what a step sends takes one.
+    """
 
     def __init__(self, row: Row, folder: Path) -> None:
         self.row, self.case, self.record = row, row.case, RankRecord()
@@ -194,13 +197,8 @@ class _Run:
             self.parts = _started(self.case, self.state)
         self.record.initial = self._shares(whole=self.case.layout.world == 1)
         batches = [rank_batch(self.case, number, self.state) for number in range(4)]
-        with self._holding():
-            loss, counts = self.parts.step.launch(batches[0])
-        if self.trains:
-            self.parts.step.refuse(loss, counts)  # sends for itself; a run leaves it to its next step
-        self.record.gradients = self._shares(gradients=True)
-        with self._holding():
-            self._update(loss)
+        if self.trains or self.case.layout.pipeline * self.case.layout.data > 1:
+            self._first_step(batches[0])
         if row.resumes is not None:
             save_model(folder, self.parts.model, self.parts.optimizer, step=1)
         operators = Operators()
@@ -216,6 +214,15 @@ class _Run:
             self._measure(batches[2:])
         if row.resumes is not None:
             self._resume(folder, row.resumes)
+
+    def _first_step(self, batch: Batch) -> None:
+        with self._holding():
+            loss, counts = self.parts.step.launch(batch)
+        if self.trains:
+            self.parts.step.refuse(loss, counts)  # sends for itself; a run leaves it to its next step
+        self.record.gradients = self._shares(gradients=True)
+        with self._holding():
+            self._update(loss)
 
     def _plan(self) -> None:
         case, row = self.case, self.row
@@ -432,8 +439,14 @@ def _seconds(rows: Sequence[Row]) -> float:
 class _Call:
     """Hold a call that failed, and its rows that have not yet passed alone."""
 
-    error: Exception
+    error: RankError
     left: set[str]
+
+    @property
+    def row(self) -> str:
+        """Return the row at which the rank to blame was, which prints each one that it begins."""
+        begun = re.findall(r"^row (.*)$", self.error.failures[0].output, re.MULTILINE)
+        return begun[-1] if begun else "none"
 
 
 class Layouts:
@@ -494,7 +507,8 @@ class Layouts:
         if alone and (call_before := self._failed.get(rows[0].why)):
             call_before.left.discard(rows[0].why)
             if not call_before.left:
-                message = f"each row passes alone, but not in one call: {call_before.error}"
+                message = "each row passes alone, but not in one call"
+                message += f", which failed at row {call_before.row}: {call_before.error}"
                 self._records[rows[0].why] = AssertionError(message)
 
     def equal_one_device(self) -> Any:
