@@ -55,7 +55,7 @@ class Qwen3MoeConfig(NarrowExpertsConfig):
         return number not in self.mlp_only_layers and (number + 1) % self.decoder_sparse_step == 0
 
     def to_hf(self) -> dict[str, Any]:
-        written = super().to_hf()
+        written = {key: value for key, value in super().to_hf().items() if key not in self.NOT_KEYS}
         layers = [*self.mlp_only_layers]
         return {**written, "num_experts": self.num_local_experts, "mlp_only_layers": layers}
 

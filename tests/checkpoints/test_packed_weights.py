@@ -18,6 +18,7 @@ from trilith.checkpoints.convert import memory_budget
 from trilith.checkpoints.hugging_face import fp8, mxfp4
 from trilith.checkpoints.hugging_face.fp8 import SCALES as FACTORS
 from trilith.checkpoints.hugging_face.mxfp4 import BLOCKS, SCALES, unpack
+from trilith.cli.app import run
 from trilith.parallel_state import Box
 from trilith.storage.safetensors_reader import TensorFile
 
@@ -147,6 +148,14 @@ def test_a_model_is_loaded_from_packed_weights(packed, tmp_path):
     plain = load_model(write(tmp_path / "plain", [packed.plain], packed.raw))
     loaded = load_model(packed.folder).state_dict()
     assert [name for name, one in plain.state_dict().items() if not torch.equal(loaded[name], one)] == []
+
+
+def test_verify_and_inspect_name_the_files_of_a_packed_folder(packed, capsys):
+    files = [path.name for path in sorted(packed.folder.glob("*.safetensors"))]
+    for command in ("verify", "inspect"):
+        assert run([command, str(packed.folder)]) == 0
+        told = capsys.readouterr().out
+        assert all(told.count(file) == 1 for file in files), told
 
 
 BOXES = {

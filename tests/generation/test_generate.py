@@ -204,7 +204,7 @@ test_generate_refuses_bad_arguments = refusals(
     [
         refused("no-prompt", "prompt: expected at least one token", []),
         refused("an-empty-prompt", "prompt: expected at least one token", [[1], []]),
-        refused("too-long", "at most the model's 64 positions, found 65", [[1] * 60]),
+        refused("too-long", "at most the model's 64 positions, found 65", [[1] * 61]),
         refused("no-new-token", "max_new_tokens: expected from 1 up", [[1]], max_new_tokens=0),
         refused("least-above-most", "min_new_tokens=6 or more, found 5", [[1]], min_new_tokens=6),
         refused("unknown-token", "below the model's vocab_size=131, found 131", [[1, 131]]),

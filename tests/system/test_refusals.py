@@ -86,14 +86,12 @@ sys.exit(run(["lines"], (lines, other)))
 """
 
 
-def test_a_reader_that_stops_is_one_line_and_no_noise():
+def test_a_reader_that_stops_is_no_error():
     words, pipe = [sys.executable, "-c", LINES], subprocess.PIPE
     with subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True) as child:
         child.stdout.readline()
         child.stdout.close()
-        told = child.stderr.read()
-        assert child.wait(60) == 3
-    assert told.startswith("error: Broken pipe. The reader of the output") and told.count("\n") == 1
+        assert (child.stderr.read(), child.wait(60)) == ("", 0)
 
 
 def test_a_full_disk_behind_standard_output_is_one_line():
