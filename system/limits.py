@@ -31,11 +31,12 @@ def bounded(*, seconds: float | None = None, memory: int | None = None) -> Itera
     """Raise ``OverLimit`` if the block needs more processor time, or more memory (bytes) than the process
     holds now.
 
-    Processor time is counted, so a slow or sleeping machine does not matter.
+    Processor time is counted, so a slow or sleeping machine does not matter. A block inside another one does
+    not extend the limit of the outer one.
     """
     timed = seconds is not None and threading.current_thread() is threading.main_thread()
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    handler = None
+    handler, around, began = None, (0.0, 0.0), 0.0
 
     def late(number: int, frame: FrameType | None) -> None:
         raise OverLimit(f"{seconds:g} s of processor time")
@@ -48,7 +49,7 @@ def bounded(*, seconds: float | None = None, memory: int | None = None) -> Itera
         if timed:
             handler = signal.signal(signal.SIGVTALRM, late)
             # Again and again: what runs may catch the first exception and try another way.
-            signal.setitimer(signal.ITIMER_VIRTUAL, seconds or 0, 0.25)
+            around, began = signal.setitimer(signal.ITIMER_VIRTUAL, seconds or 0, 0.25), os.times().user
         yield
     except MemoryError:
         if memory is None:
@@ -58,6 +59,9 @@ def bounded(*, seconds: float | None = None, memory: int | None = None) -> Itera
         if timed:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             signal.signal(signal.SIGVTALRM, handler or signal.SIG_DFL)
+            if around[0]:  # that of a block around this one, which this one's time counts for
+                left = around[0] - (os.times().user - began)
+                signal.setitimer(signal.ITIMER_VIRTUAL, max(left, 1e-3), around[1])
         if memory is not None:
             resource.setrlimit(resource.RLIMIT_DATA, before)
 

@@ -89,6 +89,22 @@ def test_any_layout_reads_what_any_wrote_bitwise_with_moments(tmp_path):
         assert run(["diff", f"{tmp_path}/0", f"{tmp_path}/{number}"]) == 0
 
 
+class Scaled(nn.Linear):
+    """Have a scalar parameter, as a logit scale is."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+
+def test_a_scalar_parameter_is_compared_and_converted(tmp_path):
+    for name in "ab":
+        torch.manual_seed(0)
+        save_module(tmp_path / name, Scaled(), step=1)
+    assert run(["diff", f"{tmp_path}/a", f"{tmp_path}/b"]) == 0
+    assert run(["convert", f"{tmp_path}/a", f"{tmp_path}/c", "--to", "sharded", "--verify"]) == 0
+
+
 class Routed(nn.Module):
     def __init__(self, *, state=None):
         super().__init__()

@@ -152,6 +152,11 @@ test_places_and_options_that_cannot_be_are_refused_before_the_work = refusals(
     command("train-tokenizer a.jsonl --vocab-size 270 --out t", r"a\.jsonl:2", write_files),
     command("report .", "a run's folder with metrics.jsonl or events.jsonl, found neither"),
     command("status .", "expected"),
+    command(
+        "verify tokens --names titan",
+        "--names: expected none with a token file",
+        lambda folder: write_tokens(folder / "tokens"),
+    ),
     command("schedule --name zigzag", "one of gpipe, 1f1b"),
     command("schedule --name 1f1b --microbatches 3", "at least 4 with 1f1b over pipeline=4, found 3"),
     command("schedule --name 1f1b --virtual 2", "1 with 1f1b, found 2"),

@@ -5,7 +5,7 @@ import torch
 from support.layers import WIDTH, delta_net, positions_of
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
-from trilith.layers import AttentionInputs, Tokens, cost_of
+from trilith.layers import AttentionInputs, GatedDeltaNet, KeyValueCache, Tokens, cost_of
 from trilith.layers.head_groups import HeadGroups
 from trilith.layers.recurrent.convolution import causal_convolution
 from trilith.layers.recurrent.decay import CHUNK
@@ -13,7 +13,7 @@ from trilith.layers.recurrent.delta_rule import gated_delta_rule
 from trilith.layers.recurrent.recompute import recomputed
 from trilith.layers.recurrent.runs import Runs
 from trilith.layers.recurrent.state_space import state_space
-from trilith.parallel_state import ParallelState
+from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.testing import LiveBytes
 
 #: Lengths of the documents of two rows of 150 tokens: three chunks, of which one holds several documents.
@@ -79,6 +79,25 @@ def test_the_state_space_in_chunks_is_the_recurrence_token_by_token(packed, grou
     grads = torch.autograd.grad(y, (x, decay, b, c), seed, retain_graph=True)
     for one, other in zip(grads, torch.autograd.grad(wanted, (x, decay, b, c), seed), strict=True):
         assert float((one - other).abs().max()) <= 1e-12 * float(other.abs().max())
+
+
+def test_a_convolution_of_one_token_needs_none_before():
+    """Over a row, and token by token out of a cache."""
+    layer = GatedDeltaNet(WIDTH, key_heads=2, value_heads=4, key_dim=3, value_dim=5, kernel_size=1).double()
+    initialize(layer, 3, state=ParallelState.alone())
+    x, positions = torch.randn(2, 6, WIDTH, dtype=torch.float64), torch.arange(6).repeat(2, 1)
+    whole = layer(x, AttentionInputs(positions, like=x, state=layer.state))
+    cache, steps = KeyValueCache(2, 6), []
+    for t in range(6):
+        cache.advance(positions[:, t : t + 1])
+        steps.append(
+            layer(x[:, t : t + 1], AttentionInputs(positions[:, t : t + 1], cache, like=x, state=layer.state))
+        )
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-12, atol=1e-12)
+    runs = Runs(
+        AttentionInputs(positions, like=x, state=layer.state), ParallelState.stand_in(Layout.of(context=2))
+    )
+    assert runs.tokens_before(x, 0) is None
 
 
 def test_the_convolution_sees_the_tokens_before_in_its_document_alone():

@@ -7,7 +7,14 @@ import subprocess
 import sys
 
 import pytest
-from trilith.system import no_garbage_search, process_info, quiet_libraries, search_garbage_when_told
+from trilith.system import (
+    OverLimit,
+    bounded,
+    no_garbage_search,
+    process_info,
+    quiet_libraries,
+    search_garbage_when_told,
+)
 from trilith.system.process_info import own_memory, start_of
 
 
@@ -131,6 +138,18 @@ def test_what_is_made_meanwhile_is_not_searched_and_can_be_hidden(searches):
     with no_garbage_search(hide=True):
         pass
     assert gc.isenabled() and gc.get_freeze_count() > hidden + 1000
+
+
+def test_a_limit_inside_a_limit_leaves_the_outer_one():
+    def work(seconds):
+        until = os.times().user + seconds
+        while os.times().user < until:
+            pass
+
+    with pytest.raises(OverLimit, match=r"^0\.2 s"), bounded(seconds=0.2):
+        with bounded(seconds=5):
+            work(0.05)
+        work(1)
 
 
 def test_only_what_is_written_past_python_is_dropped(capfd):
