@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ...parallel_state import BadInput, Layout, from_validation, nearest, nearest_divisors, nearest_multiples
+from ...system import visible
 
 
 def names(text: str) -> frozenset[str]:
@@ -271,5 +272,5 @@ def _judge(key: str, value: object, where: str) -> None:
                 found=repr(value)[:80],
             )
     else:
-        said = f"{key[:80]}={repr(value)[:80]}"
-        warnings.warn(f"{where}: {said} is unknown and ignored", stacklevel=3)
+        unknown = f"{visible(key[:80])}={repr(value)[:80]}"
+        warnings.warn(f"{where}: {unknown} is unknown and ignored", stacklevel=3)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.commands import call_command
 from support.refusals import Refused, refusals
@@ -83,16 +83,18 @@ def pod_of(job):
     return node["template"]["spec"]["template"]["spec"], job["spec"]["trainer"]["command"]
 
 
-def unexpanded(words):
-    """Return a pod's words as its container gets them: Kubernetes takes $$ for a $."""
-    return [word.replace("$$", "$") for word in words]
+def expanded(words):
+    """Return a pod's words as its container gets them: Kubernetes takes $$ for a $, and $(NAME) for a value."""
+    return [
+        re.sub(r"\$\$|\$\(\w+\)", lambda mark: "$" if mark[0] == "$$" else "value", word) for word in words
+    ]
 
 
 @pytest.mark.parametrize("out", ["runs/a", "../runs/a", ".", "/shared/runs/a", "/a/../b", "a b$(HOME)/'c'"])
 @pytest.mark.parametrize("system", ["kubernetes", "jobset"])
 def test_the_folder_of_a_run_lies_on_the_claim_so_that_a_new_pod_goes_on(system, out, tmp_path):
     pod, command = pod_of(loaded(tmp_path, system, RECIPE, f"out={out}", "--claim", "store"))
-    _, file, *overrides = unexpanded(command[command.index("trilith") + 1 :])
+    _, file, *overrides = expanded(command[command.index("trilith") + 1 :])
     folder = Path(load_recipe(file, overrides).out)
     (mount,) = [
         mount
@@ -196,6 +198,8 @@ def test_what_a_user_gives_is_the_same_in_the_file_or_is_refused(system, what, t
 
     @settings(max_examples=25, deadline=None)
     @given(text=texts)
+    @example(text="n1\ntouch x")
+    @example(text="$(HOME) $$")
     def check(text):
         try:
             file, job = drawn(system, recipe, text, what)
@@ -215,7 +219,7 @@ def test_what_a_user_gives_is_the_same_in_the_file_or_is_refused(system, what, t
             assert not (tmp_path / "x").exists()
         else:
             _, command = pod_of(yaml.safe_load(file))
-            words = unexpanded(command[command.index("trilith") :])
+            words = expanded(command[command.index("trilith") :])
             assert words[: len(job.words)] == job.words and len(words) <= len(job.words) + 1
             stated = {"image": job.image, "claimName": "a-run" if job.claim is None else job.claim}
             for key, value in stated.items():
