@@ -296,6 +296,18 @@ def unpicklers(files):
     return found
 
 
+def own_numbers(files):
+    """Tests of text before ``int``: they pass "²" or thousands of digits, which ``int`` refuses."""
+    tests = {"isdigit", "isdecimal", "isnumeric"}
+    return [
+        f"{path}:{node.lineno}: {node.attr} before int: system.whole_number reads such text"
+        for path, text in files.items()
+        if path not in ("system/whole_number.py", "recipes/foreign/shell_script.py")
+        for node in nodes_of(text)
+        if isinstance(node, ast.Attribute) and node.attr in tests
+    ]
+
+
 def long_files(files):
     lengths = {path: len(text.splitlines()) for path, text in files.items()}
     return [f"{path}: {n} lines" for path, n in lengths.items() if n > LIMIT]
@@ -310,6 +322,7 @@ RULES = [
     private_torch,
     own_readers,
     unpicklers,
+    own_numbers,
     long_files,
 ]
 

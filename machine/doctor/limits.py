@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ...system import whole_number
 from ...system.machine import memory_available, processor_name, usable_cores
 from ..facts import said_by
 from ..finding import Finding
@@ -119,7 +120,7 @@ def _threads() -> Finding:
         return Finding(
             VARIABLES, "OMP_NUM_THREADS", "ok", "not set: trilith gives each rank its share of cores"
         )
-    if said.isdigit() and int(said) > cores:
+    if (whole_number(said) or 0) > cores:
         todo = f"Set at most {cores}: more threads than cores wait for each other"
         return Finding(VARIABLES, "OMP_NUM_THREADS", "warning", said, todo)
     return Finding(VARIABLES, "OMP_NUM_THREADS", "ok", said)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
+import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ...parallel_state import BadInput, Layout, from_validation, nearest, nearest_divisors, nearest_multiples
@@ -115,6 +116,8 @@ class ModelConfig(BaseModel):
         fields = cls.read(raw, where)
         for key in cls.unknown_keys(raw):
             _judge(key, raw[key], where)
+        for key in ("dtype", "torch_dtype"):
+            _check_dtype(key, raw.get(key), where)
         if raw.get("auto_map"):
             warnings.warn(f"{where}: auto_map is ignored; no code from a checkpoint is run", stacklevel=2)
         for key, value in fields.items():
@@ -254,6 +257,14 @@ class ModelConfig(BaseModel):
     def to_hf(self) -> dict[str, Any]:
         """Return the dict of a config.json for a model that did not come from Hugging Face."""
         return {key: value for key, value in self.model_dump().items() if key not in self.HARMLESS}
+
+
+def _check_dtype(key: str, value: object, where: str) -> None:
+    """Refuse what is no data type of weights: it is what a converted model's config would state anew."""
+    known = getattr(torch, value, None) if isinstance(value, str) else None
+    if value not in (None, "auto") and not (isinstance(known, torch.dtype) and known.is_floating_point):
+        expected = "float32, bfloat16 or another floating type of torch's"
+        raise BadInput(where, key, expected=expected, found=repr(value)[:80])
 
 
 def _judge_fixed(key: str, value: object, legal: tuple[object, ...], where: str) -> None:

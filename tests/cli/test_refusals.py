@@ -1,13 +1,41 @@
 """Bad recipes and arguments end in one line that names the key, with code 2, before any rank starts."""
 
 import pytest
+from support.commands import call_command
 from support.configs import TINY_LLAMA
 from support.forked_launch import launch_forked
+from support.refusals import Refused, refusals
 from support.short_runs import write_short_recipe
 from trilith.cli.app import run
 from trilith.cli.shared.quickstart import Check, Quickstart
 from trilith.machine.random_files import write_hf_folder
 from trilith.testing import run_fresh
+
+
+def words(why, says, line, *last):
+    """Return a row of a command line whose last word may be empty; ``hf`` is a model's folder."""
+
+    def call(folder):
+        call_command(folder, *line.split(), *last)
+
+    return Refused(why, call, says, given=lambda folder: write_hf_folder(folder / "hf", TINY_LLAMA))
+
+
+test_a_bad_option_is_refused_by_name = refusals(
+    [
+        words("digits", "--gpus: expected numbers such as 3,2", "plan hf --seq 32 --gpus", "٨"),
+        words("superscript", "--gpus: expected numbers such as 3,2", "plan hf --seq 32 --gpus", "²"),
+        words("long", "--gpus: expected numbers such as 3,2", "plan hf --seq 32 --gpus", "9" * 5000),
+        words("empty stop", "--stop: expected text", "generate hf --prompt a --stop", ""),
+        words("a model's folder", "hf: expected a folder of bench's own", "bench --quick --out hf"),
+    ]
+)
+
+
+@pytest.mark.parametrize("command", ["generate hf --prompt a", "parity hf"])
+def test_a_seed_beyond_a_recipe_s_is_refused(command, capfd):
+    assert run([*command.split(), "--seed", "1" + "0" * 30]) == 2
+    assert "--seed" in capfd.readouterr().err
 
 
 @pytest.fixture

@@ -84,10 +84,8 @@ def pod_of(job):
 
 
 def expanded(words):
-    """Return a pod's words as its container gets them: Kubernetes takes $$ for a $, and $(NAME) for a value."""
-    return [
-        re.sub(r"\$\$|\$\(\w+\)", lambda mark: "$" if mark[0] == "$$" else "value", word) for word in words
-    ]
+    """Return a pod's words as its container gets them: Kubernetes replaces $(NAME), and takes $$ for a $."""
+    return ["$".join(re.sub(r"\$\(\w+\)", "value", part) for part in word.split("$$")) for word in words]
 
 
 @pytest.mark.parametrize("out", ["runs/a", "../runs/a", ".", "/shared/runs/a", "/a/../b", "a b$(HOME)/'c'"])
