@@ -96,7 +96,7 @@ def steps_that_differ(folder):
 
 def at_step(step):
     def give(folder):
-        state = {"step": torch.tensor(step, dtype=torch.float64)}
+        state = {"step": torch.tensor(float(step), dtype=torch.float64)}
         save({"model": load_file(hf() / WEIGHTS), "train_state": state}, folder / "titan")
 
     return give
@@ -135,8 +135,8 @@ REFUSED = [
     Refused("a chunk listed twice", read, "owned 2 times", given=listing(0, 1, 1)),
     Refused("compressed chunks", read, "without storage transforms", given=with_metadata(compress)),
     Refused("steps that differ", read, "as many updates of every weight", given=steps_that_differ),
-    *(Refused(f"step {step}", read, rf"step: expected .*, found {re.escape(f'{step:g}')}", given=at_step(step))
-      for step in (-1.0, 1.5, float("nan"), 1e30)),
+    *(Refused(f"step {step}", read, f"step'?: expected .*, found {re.escape(step)}", given=at_step(step))
+      for step in ("-1", "1.5", "nan", "1e+30")),
     Refused("GGUF", copied("x.gguf"), "GGUF", given=lambda folder: (folder / "x.gguf").write_bytes(b"GGUF")),
     *(Refused(method, lambda folder: convert(folder, folder / "out"),
               f"quantization_config.*{method}.*Take the model", given=quantised(method))
