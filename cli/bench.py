@@ -52,12 +52,16 @@ def bench(
     from ..machine.measure.page import make_page, shown_figure
     from ..machine.measure.row import Case, Row
     from ..machine.measure.run import check_parts, report_json
+    from ..parallel_state import BadInput
     from ..runs.console import plain_console
+    from ..storage.folder_kind import kinds_of
     from ..storage.output_file import check_output_file, output_file
     from ..storage.parents import make_parents, remove_empty
 
     parts = PARTS if only is None else tuple(word.strip() for word in only.split(","))
     check_parts(parts)
+    if out.is_dir() and (kinds := kinds_of(out)):
+        raise BadInput(out, expected="a folder of bench's own", found=kinds[0].value)
     files = out / "bench.json", out / "bench.html"
     for file in files:
         check_output_file(file, parents=True)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .shared.options import FORCE, PATH_OR_ADDRESS, Strict
+from .shared.options import FORCE, LARGEST_SEED, PATH_OR_ADDRESS, Strict
 from .shared.say import say
 
 
@@ -47,7 +47,10 @@ def generate(
         ),
     ] = 1.0,
     seed: Annotated[
-        int, typer.Option(help="seed of the sampling; each prompt has its own random numbers")
+        int,
+        typer.Option(
+            min=0, max=LARGEST_SEED, help="seed of the sampling; each prompt has its own random numbers"
+        ),
     ] = 0,
     stop: Annotated[
         list[str] | None,

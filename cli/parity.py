@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .shared.options import PATH_OR_ADDRESS, SCHEDULES, SPLIT, VIRTUAL_STAGES
+from .shared.options import LARGEST_SEED, PATH_OR_ADDRESS, SCHEDULES, SPLIT, VIRTUAL_STAGES
 
 
 def parity(
@@ -45,7 +45,7 @@ def parity(
         int, typer.Option(min=0, help="number of rows in the batch; 0: at least two for each rank")
     ] = 0,
     length: Annotated[int, typer.Option(min=1, help="number of tokens in a row")] = 32,
-    seed: Annotated[int, typer.Option(help="seed of the random tokens")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="seed of the random tokens")] = 0,
     tolerance: Annotated[
         float | None,
         typer.Option(help="largest relative difference that passes; default: depends on --dtype"),

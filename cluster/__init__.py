@@ -1,11 +1,11 @@
-"""Floor 7: files that start a recipe on many hosts, to be read and adapted: Slurm, Kubernetes, SkyPilot.
+"""Floor 7: files that start a recipe on many hosts, to be read and adapted, for Slurm and Kubernetes.
 
-Offers ``Job``, which holds the hosts, ranks and limits of a job, and ``WRITERS``, a function for each system
-that returns the text of the file. ``exclude_nodes`` adds to the list of nodes that no job should use.
+Offers ``job_of``, which returns the ``Job`` of a recipe for one of the ``SYSTEMS``, and ``render``, which
+returns the text of its file. ``exclude_nodes`` adds to the list of nodes that no job should use.
 """
 
 from .excluded_nodes import EXCLUDED_NODES, exclude_nodes
-from .job import Job, job_of
-from .writers import WRITERS
+from .job import SYSTEMS, Job, job_of
+from .render import render
 
-__all__ = ["EXCLUDED_NODES", "Job", "WRITERS", "exclude_nodes", "job_of"]
+__all__ = ["EXCLUDED_NODES", "Job", "SYSTEMS", "exclude_nodes", "job_of", "render"]

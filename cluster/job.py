@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..parallel_state import BadInput
 from ..recipes.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Job:
-    """Hold the values that a file for a scheduler states.
-
-    ``nodes``: number of hosts. ``ranks``: number of ranks on each host. ``minutes``: the scheduler's time
-    limit. ``warning``: how many minutes before the limit the run is asked to save. ``restarts``: how often a
-    failed job is started again. ``exclude``: hosts that are not used. ``image``: the container image.
-    ``spares``: hosts in addition to ``nodes``, which replace bad hosts. ``fit``: continue with fewer hosts if
-    some are lost, but with at least ``least``.
+class System:
+    """Hold what a system is given: the file's suffix, the command that takes it, and the options that the
+    file can express, each with its value if it is not given.
     """
 
+    suffix: str
+    submit: tuple[str, ...]
+    options: Mapping[str, Any]
+
+
+_PODS = {"minutes": None, "warning": 5, "exclude": (), "fit": False, "image": "trilith:latest", "claim": None}
+#: The systems that ``trilith launch`` knows.
+SYSTEMS = {
+    "slurm": System(
+        ".sbatch",
+        ("sbatch",),
+        {
+            **{"minutes": 24 * 60, "warning": 5, "restarts": 3, "partition": None, "account": None},
+            **{"exclude": (), "spares": 0, "fit": False, "least_nodes": None},
+        },
+    ),
+    "kubernetes": System(".trainjob.yaml", ("kubectl", "apply", "-f"), _PODS),
+    "jobset": System(".jobset.yaml", ("kubectl", "apply", "-f"), {**_PODS, "restarts": 3}),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Hold the values that a file for a scheduler states; an option that its system has not is ``None``.
+
+    ``nodes``: number of hosts. ``ranks``: number of ranks on each host. ``minutes``: the scheduler's time
+    limit, ``None`` for none. ``warning``: how many minutes before the limit the run is asked to save.
+    ``restarts``: how often a failed job is started again. ``exclude``: hosts that are not used. ``image``:
+    the container image. ``claim``: the volume claim on which the run's folder lies. ``spares``: hosts in
+    addition to ``nodes``, which replace bad hosts. ``fit``: continue with fewer hosts if some are lost, but
+    with at least ``least_nodes``.
+    """
+
+    system: str
     name: str
     recipe: str
     out: str
@@ -29,94 +59,95 @@ class Job:
     nodes: int
     ranks: int
     gpu: bool
-    minutes: int
-    warning: int
-    restarts: int
+    minutes: int | None = None
+    warning: int | None = None
+    restarts: int | None = None
     partition: str | None = None
     account: str | None = None
     exclude: tuple[str, ...] = ()
-    image: str = "trilith:latest"
-    spares: int = 0
+    image: str | None = None
+    claim: str | None = None
+    spares: int | None = None
     fit: bool = False
-    least: int = 1
-
-    @property
-    def command(self) -> str:
-        """Return what each rank runs, quoted for a shell."""
-        return shlex.join(self.words)
+    least_nodes: int | None = None
 
     @property
     def words(self) -> list[str]:
-        """Return the words that each rank runs."""
+        """Return what each rank runs."""
         return ["trilith", "train", self.recipe, *self.overrides, *(["--fit"] if self.fit else [])]
-
-    @property
-    def time(self) -> str:
-        """Return the limit as hours, minutes and seconds."""
-        return f"{self.minutes // 60:02d}:{self.minutes % 60:02d}:00"
 
 
 def job_of(
     recipe: Recipe,
     file: str,
     overrides: Sequence[str],
+    system: str,
     *,
-    nodes: int | None,
-    ranks_per_node: int | None,
-    minutes: int,
-    warning: int,
-    restarts: int,
-    name: str | None,
-    partition: str | None,
-    account: str | None,
-    exclude: Sequence[str],
-    image: str,
-    spares: int,
-    fit: bool,
-    least: int | None,
+    nodes: int | None = None,
+    ranks_per_node: int | None = None,
+    name: str | None = None,
+    **options: Any,
 ) -> Job:
-    """Derive the job from the recipe's layout; ``BadInput`` if its ranks do not fill the hosts evenly."""
-    world = recipe.layout.world
-    if nodes is None and ranks_per_node is None:
-        ranks_per_node = min(world, 8)
-    if nodes is None:
-        assert ranks_per_node is not None
-        nodes = -(-world // ranks_per_node)
-    if ranks_per_node is None:
-        ranks_per_node = -(-world // nodes)
-    if nodes * ranks_per_node != world:
-        raise BadInput(
-            file, "layout", expected=f"{nodes * ranks_per_node} ranks for {nodes} nodes x {ranks_per_node}",
-            found=f"{recipe.layout}, {world} ranks",
-            todo="Give --nodes and --ranks-per-node whose product is the layout's number of ranks",
-        )  # fmt: skip
-    if warning >= minutes:
-        raise BadInput(
-            "launch", "--warning", expected=f"fewer minutes than the limit of {minutes}", found=warning
-        )
-    if least is not None and not (fit and least <= nodes):
-        expected = f"at most {nodes}, the job's nodes" if fit else "--fit with it"
-        raise BadInput("launch", "--least-nodes", expected=expected, found=least)
-    found = name or Path(file).name.removesuffix(".toml")
-    wrong = not found or any(not (one.isalnum() or one in "-_.") for one in found)
-    if wrong:
-        raise BadInput("launch", "--name", expected="letters, digits, - _ and .", found=repr(found))
-    return Job(
-        name=found,
+    """Derive the job from the recipe's layout; an option that is ``None`` is not given.
+
+    ``BadInput`` if the ranks do not fill the hosts evenly, and for an option that the system's file cannot
+    express.
+    """
+    known = SYSTEMS[system].options
+    asked = {option: value for option, value in options.items() if value is not None}
+    for option in [option for option in asked if option not in known]:
+        able = " or ".join(name for name, other in SYSTEMS.items() if option in other.options)
+        raise BadInput("launch", f"--{option.replace('_', '-')}", expected=able, found=system)
+    nodes, ranks = _hosts(recipe, file, nodes, ranks_per_node)
+    job = Job(
+        system=system,
+        name=_name(name or Path(file).name.removesuffix(".toml"), system),
         recipe=file,
         out=recipe.out,
         overrides=tuple(overrides),
         nodes=nodes,
-        ranks=ranks_per_node,
+        ranks=ranks,
         gpu=recipe.device == "cuda",
-        minutes=minutes,
-        warning=warning,
-        restarts=restarts,
-        partition=partition,
-        account=account,
-        exclude=tuple(exclude),
-        image=image,
-        spares=spares,
-        fit=fit,
-        least=(least or 1) if fit else nodes,
+        **{**known, **asked},
     )
+    _check_limits(job)
+    return job
+
+
+def _hosts(recipe: Recipe, file: str, nodes: int | None, ranks: int | None) -> tuple[int, int]:
+    world = recipe.layout.world
+    if ranks is None:
+        ranks = min(world, 8) if nodes is None else -(-world // nodes)
+    if nodes is None:
+        nodes = -(-world // ranks)
+    if nodes * ranks != world:
+        raise BadInput(
+            file, "layout", expected=f"{nodes * ranks} ranks for {nodes} nodes x {ranks}",
+            found=f"{recipe.layout}, {world} ranks",
+            todo="Give --nodes and --ranks-per-node whose product is the layout's number of ranks",
+        )  # fmt: skip
+    return nodes, ranks
+
+
+def _name(name: str, system: str) -> str:
+    """Return the job's name; Kubernetes takes a letter, then small letters, digits and hyphens."""
+    if not name or any(not (letter.isalnum() or letter in "-_.") for letter in name):
+        raise BadInput("launch", "--name", expected="letters, digits, - _ and .", found=repr(name))
+    if system == "slurm":
+        return name
+    name = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
+    return (name if name[:1].isalpha() else f"run-{name}")[:40].strip("-")
+
+
+def _check_limits(job: Job) -> None:
+    if job.minutes is not None and job.warning is not None and job.warning >= job.minutes:
+        expected = f"fewer minutes than the limit of {job.minutes}"
+        raise BadInput("launch", "--warning", expected=expected, found=job.warning)
+    if (least := job.least_nodes) is not None and not (job.fit and least <= job.nodes):
+        expected = f"at most {job.nodes}, the job's nodes" if job.fit else "--fit with it"
+        raise BadInput("launch", "--least-nodes", expected=expected, found=least)
+    if job.system != "slurm":
+        for node in job.exclude:
+            if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?", node):
+                expected = "one node's name, as Kubernetes knows it"
+                raise BadInput("launch", "--exclude", expected=expected, found=repr(node))

@@ -1,122 +1,48 @@
-"""Write Kubernetes objects: a TrainJob of Kubeflow Trainer v2, or a plain JobSet with a headless service."""
+"""Say what the files for Kubernetes state of a job: a TrainJob of Kubeflow Trainer v2, or a plain JobSet."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import posixpath
 from typing import Any
 
-import yaml
-
+from ..parallel_state import BadInput
 from .job import Job
-from .network import optional, variables
 
-_HEAD = """\
-# Trains {recipe} on {nodes} nodes with {ranks} ranks each. Apply it with: kubectl apply -f {file}
-# Read it and adapt it: the image must hold trilith and the recipe, and each node must
-# be able to write the claim.
-# Variables that depend on the network:
-{optional}
-"""
+#: Where a claim is mounted in a pod if the recipe's ``out`` is relative: it then lies below.
+_CLAIM = "/claim"
+#: Where the launchers of a JobSet meet, on its first pod.
 _PORT = 29400
 
 
-def train_job(job: Job, file: str) -> str:
-    """Return a ``TrainJob`` for the runtime ``torch-distributed``, whose plugin sets torchrun's variables."""
-    spec = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": {"name": _name(job)},
-        "spec": {
-            "runtimeRef": {"name": "torch-distributed"},
-            "trainer": {
-                "image": job.image,
-                "numNodes": job.nodes,
-                "numProcPerNode": job.ranks,
-                "command": ["torchrun", "--no-python", *job.words],
-                "env": _environment(job),
-                "resourcesPerNode": {"limits": _limits(job)},
-            },
-        },
-    }
-    return _head(job, file) + yaml_of(spec)
-
-
-def job_set(job: Job, file: str) -> str:
-    """Return a ``JobSet``: one Job with a pod for each node, which meet at the first pod."""
-    name = _name(job)
-    first = f"{name}-node-0-0.{name}"
-    words = [
-        *("torchrun", f"--nnodes={job.nodes}", f"--nproc-per-node={job.ranks}", "--rdzv-backend=c10d"),
-        *(f"--rdzv-endpoint={first}:{_PORT}", f"--rdzv-id={name}"),
-        *("--no-python", *job.words),
-    ]
-    container = {
-        "name": "trainer",
-        "image": job.image,
-        "command": words,
-        "ports": [{"containerPort": _PORT}],
-        "env": _environment(job),
-        "resources": {"limits": _limits(job)},
-        "volumeMounts": [
-            {"name": "run", "mountPath": "/run-folder"},
-            {"name": "shm", "mountPath": "/dev/shm"},
+def pod_values(job: Job) -> dict[str, Any]:
+    """Return the values of the YAML templates that are no fields of the job."""
+    assert job.warning is not None
+    mount, folder = _claimed(job)
+    words = [*job.words, *([f"out={folder}"] if folder != job.out else [])]
+    return {
+        # Kubernetes replaces $(NAME), and takes $$ for a $.
+        "command": [word.replace("$", "$$") for word in words],
+        "meeting": [
+            f"--rdzv-endpoint={job.name}-node-0-0.{job.name}:{_PORT}",
+            f"--rdzv-id={job.name}",
         ],
+        "port": _PORT,
+        "claim": f"{job.name}-run" if job.claim is None else job.claim,
+        "mount": mount,
+        "folder": folder,
+        "grace": 60 * job.warning,
+        "deadline": None if job.minutes is None else 60 * (job.minutes - job.warning),
     }
-    pod = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": 60 * job.warning,
-        "containers": [container],
-        "volumes": [
-            {"name": "run", "persistentVolumeClaim": {"claimName": f"{name}-run"}},
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},
-        ],
-    }
-    spec = {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {"name": name},
-        "spec": {
-            "failurePolicy": {"maxRestarts": job.restarts},
-            "replicatedJobs": [
-                {
-                    "name": "node",
-                    "replicas": 1,
-                    "template": {
-                        "spec": {
-                            "parallelism": job.nodes,
-                            "completions": job.nodes,
-                            "completionMode": "Indexed",
-                            "backoffLimit": 0,
-                            "template": {"spec": pod},
-                        }
-                    },
-                }
-            ],
-        },
-    }
-    return _head(job, file) + yaml_of(spec)
 
 
-def yaml_of(value: Mapping[str, Any]) -> str:
-    """Return YAML with the keys in their order."""
-    text: str = yaml.safe_dump(dict(value), sort_keys=False, width=110)
-    return text
+def _claimed(job: Job) -> tuple[str, str]:
+    """Return where a pod mounts the claim, and the run's folder there, both absolute.
 
-
-def _name(job: Job) -> str:
-    """Return the job's name as Kubernetes takes it: small letters, digits and hyphens."""
-    return re.sub(r"[^a-z0-9-]+", "-", job.name.lower()).strip("-")[:40]
-
-
-def _environment(job: Job) -> list[dict[str, str]]:
-    return [{"name": name, "value": value} for name, value, _ in variables(gpu=job.gpu)]
-
-
-def _limits(job: Job) -> dict[str, Any]:
-    return {"nvidia.com/gpu": job.ranks} if job.gpu else {"cpu": job.ranks}
-
-
-def _head(job: Job, file: str) -> str:
-    network = "\n".join(f"#   {name}={value}: {why}" for name, value, why in optional(gpu=job.gpu))
-    return _HEAD.format(recipe=job.recipe, nodes=job.nodes, ranks=job.ranks, file=file, optional=network)
+    An absolute ``out`` is the place itself. A relative one lies in a pod's own working directory, which is
+    gone with the pod: the folder of that name on the claim stands for it.
+    """
+    folder = posixpath.normpath(posixpath.join("/", job.out))
+    if ":" in folder:
+        expected = "a path without :, for Kubernetes to mount"
+        raise BadInput("launch", "out", expected=expected, found=repr(folder))
+    return (folder, folder) if posixpath.isabs(job.out) else (_CLAIM, _CLAIM + folder)

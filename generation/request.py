@@ -53,6 +53,8 @@ class Prepared:
 
 def prepare(request: Request, layout: Layout) -> Prepared:
     """Read everything but the weights. Raises ``BadInput`` for what cannot be generated from."""
+    if "" in request.stop:
+        raise BadInput("generate", "--stop", expected="text that ends a continuation", found="none")
     source, adapter = read_with_adapter(request.source, request.adapter)
     tokenizer = load_tokenizer(request.tokenizer or source.path)
     config = source.model_config

@@ -18,7 +18,7 @@ from ..ranks import RankError, run_fresh
 from ..ranks.fresh_worker import leave
 from ..ranks.pickling import FunctionName
 from ..storage.small_files import read_json
-from ..system import quiet_libraries
+from ..system import quiet_libraries, whole_number
 from ..system.machine import usable_cores
 
 
@@ -40,8 +40,7 @@ def in_ranks(
     Each has ``OMP_NUM_THREADS`` threads, or if that is not set its share of the machine's cores. An
     exception, a signal, and ``seconds`` that have passed all become ``error``.
     """
-    said = os.environ.get("OMP_NUM_THREADS", "")
-    threads = max(1, int(said) if said.isdigit() else usable_cores() // world)
+    threads = whole_number(os.environ.get("OMP_NUM_THREADS", "")) or max(1, usable_cores() // world)
     with tempfile.TemporaryDirectory() as folder:
         try:
             with quiet_libraries():  # torch's own account of a failure; the ranks' output is kept apart

@@ -74,6 +74,9 @@ class GraniteHybridConfig(GraniteConfig, ExpertsConfig):
         if len(kinds) != count or set(kinds) - {LINEAR, FULL}:
             expected = f"{LINEAR} or {FULL} for each of {count} blocks"
             raise BadInput(where, "layer_types", expected=expected, found=repr(list(kinds))[:80])
+        length = raw.get(_CHUNK)
+        if length is not None and (type(length) is not int or length < 1):
+            raise BadInput(where, _CHUNK, expected="a whole number from 1 up", found=repr(length)[:80])
         width = raw.get(_WIDTH, "auto")
         if width not in (None, "auto", self.mamba_d_head):
             expected = f"{self.mamba_d_head}, mamba_expand x hidden_size / mamba_n_heads"

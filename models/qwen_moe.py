@@ -47,6 +47,10 @@ class Qwen3MoeConfig(NarrowExpertsConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
+        absent = [number for number in self.mlp_only_layers if number >= self.num_hidden_layers]
+        if absent:
+            expected = f"numbers of the {self.num_hidden_layers} blocks, from 0"
+            raise BadInput(where, "mlp_only_layers", expected=expected, found=absent[0])
         if not self.blocks_with_experts:
             found = f"decoder_sparse_step={self.decoder_sparse_step} of {self.num_hidden_layers} blocks"
             raise BadInput(where, "mlp_only_layers", expected="a block with experts", found=found)

@@ -11,11 +11,12 @@ import os
 import re
 from dataclasses import dataclass
 
+from ..system.whole_number import whole_number
 from .errors import BadInput
 
 _HIGHEST_PORT = 65535
-#: No count of ranks and no port has more digits.
-_MOST_DIGITS = 9
+#: No count of ranks and no job's number is larger.
+_MOST = 10**9 - 1
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
 
@@ -155,11 +156,11 @@ def first_host(nodes: str) -> str:
 
 def _number(name: str, least: int, most: int | None) -> int:
     text = os.environ.get(name, "")
-    wide = text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
-    if not wide or int(text) < least or (most is not None and int(text) > most):
+    number = whole_number(text)
+    if number is None or number < least or number > (_MOST if most is None else most):
         bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
         raise _bad(name, f"a whole number {bounds}", repr(text) if text else "nothing")
-    return int(text)
+    return number
 
 
 def _no_meeting(launcher: _Launcher, name: str) -> BadInput:

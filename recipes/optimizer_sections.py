@@ -50,7 +50,7 @@ class SpikeSection(Section):
 class LossScaleSection(Section):
     """Set the factor of the loss under float16, against underflow; all factors are powers of two."""
 
-    initial: float = Field(default=2.0**16, gt=0, description="factor at the first step")
+    initial: float = Field(default=2.0**16, gt=0, le=2.0**64, description="factor at the first step")
     growth_interval: int = Field(
         default=2000,
         ge=0,
@@ -59,7 +59,7 @@ class LossScaleSection(Section):
     minimum: float = Field(
         default=1.0, gt=0, description="smallest factor; an overflow at this factor stops the run"
     )
-    maximum: float = Field(default=2.0**24, gt=0, description="largest factor")
+    maximum: float = Field(default=2.0**24, gt=0, le=2.0**64, description="largest factor")
 
 
 class OptimizerSection(Section):

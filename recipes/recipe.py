@@ -248,14 +248,17 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         here = here.setdefault(section, {})
         if not isinstance(here, dict):
             raise BadInput("override", key, expected="a section", found=f"{section}={here!r}")
-    here[last] = _value(text.strip())
+    here[last] = _value(text.strip(), key)
 
 
-def _value(text: str) -> Any:
+def _value(text: str, key: str) -> Any:
     try:
-        return parse_toml(f"v = {text}", "override")["v"]
+        values = parse_toml(f"v = {text}", "override")
     except BadInput:
         return text
+    if len(values) > 1:
+        raise BadInput("override", key, expected="one key's value", found=f"{len(values)} keys")
+    return values["v"]
 
 
 def read_config(section: ModelSection) -> dict[str, Any]:

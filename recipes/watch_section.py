@@ -16,8 +16,8 @@ class WatchSection(Section):
 
     trackers: list[TrackerName] = Field(
         default=[],
-        description="show the run in tensorboard (needs `pip install 'trilith[tensorboard]'`), wandb, mlflow "
-        "or trackio (each needs `pip install 'trilith[trackers]'` and its own package)",
+        description="show the run in tensorboard, wandb, mlflow or trackio; each needs its own package and "
+        "`accelerate`",
     )
     project: str = Field(
         default="trilith", min_length=1, description="name under which a tracker lists runs together"

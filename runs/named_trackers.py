@@ -24,10 +24,9 @@ def check_trackers(names: Sequence[TrackerName]) -> None:
     for name in names:
         missing = [package for package in (name, "accelerate") if find_spec(package) is None]
         if missing:
-            words = "'trilith[tensorboard]'" if name == "tensorboard" else f"'trilith[trackers]' {name}"
             raise BadInput(
                 "recipe", f"watch.trackers: {name}", expected=f"the package {missing[0]}",
-                found="not installed", todo=f"pip install {words}",
+                found="not installed", todo=f"pip install {' '.join(missing)}",
             )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Floor 0: the operating system; imports no torch.
 
 Offers ``refusal_of``, which says in plain words what the system refused, ``bounded`` work within a limit of
-memory and time, ``visible``, which makes text fit for a terminal, ``quiet_libraries``, and three ways to
+memory and time, ``visible``, which makes text fit for a terminal, ``whole_number``, which reads a number that
+somebody else wrote, ``quiet_libraries``, and three ways to
 search less for garbage: in starts, in training (``search_garbage_when_told``) and in tests.
 """
 
@@ -11,6 +12,7 @@ from .quiet import quiet_libraries
 from .refusals import Refusal, refusal_of
 from .resource_checks import check_enough
 from .visible import visible
+from .whole_number import whole_number
 
 __all__ = [
     "OverLimit",
@@ -24,4 +26,5 @@ __all__ = [
     "search_garbage_rarely",
     "search_garbage_when_told",
     "visible",
+    "whole_number",
 ]

@@ -9,6 +9,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from .whole_number import whole_number
+
 _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
@@ -23,14 +25,14 @@ class FileSystem:
 def memory_available() -> int | None:
     """Return the bytes that new processes can use; ``None`` where the system does not say."""
     found = [
-        int(line.split()[1]) * 1024
+        kilobytes * 1024
         for line in _lines(_PROC / "meminfo")
-        if line.startswith("MemAvailable:") and line.split()[1].isdigit()
+        if line.startswith("MemAvailable:") and (kilobytes := _first_number(line)) is not None
     ]
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     if limit is not None:
-        cache = [int(line.split()[1]) for line in _lines(_CGROUP / "memory.stat") if line.startswith("file ")]
-        found.append(limit - (used or 0) + sum(cache))
+        files = [line for line in _lines(_CGROUP / "memory.stat") if line.startswith("file ")]
+        found.append(limit - (used or 0) + sum(_first_number(line) or 0 for line in files))
     return min(found, default=None)
 
 
@@ -38,8 +40,8 @@ def usable_cores() -> int:
     """Return the number of cores that this process may use, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     words = " ".join(_lines(_CGROUP / "cpu.max")).split()
-    if len(words) == 2 and words[0].isdigit() and words[1].isdigit():
-        cores = min(cores, round(int(words[0]) / int(words[1])))
+    if len(words) == 2 and (quota := whole_number(words[0])) and (period := whole_number(words[1])):
+        cores = min(cores, round(quota / period))
     return max(1, cores)
 
 
@@ -75,5 +77,9 @@ def _lines(path: Path) -> list[str]:
 
 def _number(path: Path) -> int | None:
     """Return the only number of a file; ``None`` without the file, and for the word max."""
-    text = "".join(_lines(path)).strip()
-    return int(text) if text.isdigit() else None
+    return whole_number("".join(_lines(path)).strip())
+
+
+def _first_number(line: str) -> int | None:
+    """Return the number after the first word of a line."""
+    return whole_number("".join(line.split()[1:2]))

@@ -293,13 +293,25 @@ def unpicklers(files):
     return found
 
 
+def own_numbers(files):
+    """Tests of text before ``int``: they pass "²" or thousands of digits, which ``int`` refuses."""
+    tests = {"isdigit", "isdecimal", "isnumeric"}
+    return [
+        f"{path}:{node.lineno}: {node.attr} before int: system.whole_number reads such text"
+        for path, text in files.items()
+        if path not in ("system/whole_number.py", "recipes/foreign/shell_script.py")
+        for node in nodes_of(text)
+        if isinstance(node, ast.Attribute) and node.attr in tests
+    ]
+
+
 def long_files(files):
     lengths = {path: len(text.splitlines()) for path, text in files.items()}
     return [f"{path}: {n} lines" for path, n in lengths.items() if n > LIMIT]
 
 
 RULES = [upward_imports, users_of_testing, circles, flat_drawers, absolute_imports, private_torch]
-RULES += [own_readers, unpicklers, long_files]
+RULES += [own_readers, unpicklers, own_numbers, long_files]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)

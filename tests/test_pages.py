@@ -296,6 +296,21 @@ def test_the_page_and_the_container_name_the_same_versions_of_all_packages():
     assert {re.split(r"[<>=;\[ ]", package)[0] for package in wanted} - {"trilith"} == rows.keys()
 
 
+#: The name stands in no registry: whoever takes it there would run code wherever it is installed by name.
+BY_NAME = re.compile(r"pip3? install(?: (?![&|;#])[^\s`]+){0,6} ['\"]*trilith\b")
+
+
+def test_nothing_installs_the_package_by_its_name():
+    assert BY_NAME.search("pip install 'trilith[data]'") and BY_NAME.search("pip install -q pyarrow trilith")
+    kinds = {".py", ".md", ".toml", ".yaml", ".sbatch", ".json", ""}
+    folders = [ROOT / "docs", ROOT / "examples", *(file.parent for file in ROOT.glob("*/__init__.py"))]
+    files = [*ROOT.glob("*"), *(file for folder in folders for file in folder.rglob("*"))]
+    for file in files:
+        if file.is_file() and file.suffix in kinds and not file.name.startswith("."):
+            text = re.sub(r"install\s+", "install ", file.read_text(encoding="utf-8"))
+            assert not BY_NAME.search(text), file
+
+
 def test_the_container_runs_as_a_user_of_its_own():
     lines = (ROOT / "Containerfile").read_text().splitlines()
     user = lines.index("USER trainer")

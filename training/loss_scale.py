@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..parallel_state import NotTrained
 from ..recipes.optimizer_sections import LossScaleSection
+
+#: So many overflows in a row stop a run: from the usual 2^16, or Megatron's 2^32, the scale is then below 1.
+MOST_OVERFLOWS = 40
 
 
 class LossScale:
@@ -19,10 +23,19 @@ class LossScale:
 
     def __init__(self, section: LossScaleSection) -> None:
         self.section = section
-        self.value, self.good = section.initial, 0
+        self.value, self.good, self.overflows = section.initial, 0, 0
 
     def overflowed(self) -> bool:
-        """Halve the scale; return ``False`` if it is at its minimum, so that scaling is not to blame."""
+        """Halve the scale; return ``False`` if it is at its minimum, so that scaling is not to blame.
+
+        ``NotTrained`` after ``MOST_OVERFLOWS`` in a row.
+        """
+        self.overflows += 1
+        if self.overflows >= MOST_OVERFLOWS:
+            raise NotTrained(
+                f"{self.overflows} steps in a row were skipped, down to a loss scale of {self.value:g}: "
+                "gradients overflow at each; set a smaller loss_scale.initial"
+            )
         lower = self.value / 2
         if lower < self.section.minimum:
             return False
@@ -31,7 +44,7 @@ class LossScale:
 
     def went_well(self) -> None:
         """Note a step whose gradients were finite."""
-        self.good += 1
+        self.good, self.overflows = self.good + 1, 0
         if self.section.growth_interval and self.good >= self.section.growth_interval:
             self.value, self.good = min(self.value * 2, self.section.maximum), 0
 

@@ -12,6 +12,7 @@ from ..models import Family, ModelConfig
 from ..models.patterns import compiled
 from ..parallel_state import BadInput, buffer_names
 from ..recipes.optimizer_sections import ParameterGroup
+from ..system import whole_number
 
 
 def names_of(family: Family, config: ModelConfig) -> dict[str, tuple[str, ...]]:
@@ -90,7 +91,7 @@ def _near(pattern: str, names: Mapping[str, Sequence[str]], most: int = 3) -> li
     plain = re.sub(r"\\d|[\^$*+?()\[\]{}|\\]", "", plain).strip(".")
     ends: dict[str, str] = {}
     for name in known:
-        words = [word for word in name.split(".") if not word.isdigit()]
+        words = [word for word in name.split(".") if whole_number(word) is None]
         for first in range(len(words)):
             for last in range(first + 1, len(words) + 1):
                 ends.setdefault(".".join(words[first:last]), name)

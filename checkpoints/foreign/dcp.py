@@ -82,7 +82,7 @@ def read(path: Path) -> ForeignCheckpoint:
         if (match := _STATE.fullmatch(name)) is not None:
             (updates if match[2] == "step" else moments[match[2]])[match[1]] = tensor
         elif _STEP.fullmatch(name):
-            found.step = int(read_number(tensor, path, name))
+            found.step = read_count(tensor, path, name)
         elif _BESIDE.fullmatch(name):
             objects.append(name)
         else:
@@ -134,13 +134,16 @@ def read_tensors(
     return tensors, objects
 
 
-def read_number(tensor: ForeignTensor, path: Path, name: str) -> float:
-    """Return the value of a tensor of one element, such as a step."""
+def read_count(tensor: ForeignTensor, path: Path, name: str) -> int:
+    """Return the value of a tensor of one element that counts something, such as steps."""
     if Box.whole(tensor.shape).size != 1 or tensor.dtype not in TORCH:
         raise BadInput(path, shown(name), expected="one number", found=f"{tensor.dtype} {[*tensor.shape]}")
     view = tensor.chunks[0].view
     file = ViewFile.of(tensor.chunks[0].file.path)
-    return float(file.read(file.add(view)).item())
+    number = float(file.read(file.add(view)).item())
+    if not number.is_integer():
+        raise BadInput(path, shown(name), expected="a whole number", found=number)
+    return int(number)
 
 
 class _Files:
@@ -235,7 +238,7 @@ def _by_weight(
 
 def _updates(steps: Mapping[str, ForeignTensor], path: Path) -> int | None:
     """Return how many updates the optimizer made; ``BadInput`` if weights differ in it."""
-    made = {name: int(read_number(tensor, path, name)) for name, tensor in steps.items()}
+    made = {name: read_count(tensor, path, name) for name, tensor in steps.items()}
     if len(set(made.values())) > 1:
         few, many = min(made, key=made.__getitem__), max(made, key=made.__getitem__)
         found = f"{made[many]} for {many}, {made[few]} for {few}"

@@ -10,6 +10,9 @@ from ...parallel_state import BadInput
 from . import dcp, megatron_dist, megatron_legacy, meta, state_dict
 from .checkpoint import ForeignCheckpoint
 
+#: No run has more steps: up to here JSON and a float hold a whole number exactly.
+MOST_STEPS = 2**53
+
 
 @dataclass(frozen=True, slots=True)
 class Format:
@@ -21,7 +24,15 @@ class Format:
 
     name: str
     recognise: Callable[[Path], bool]
-    read: Callable[[Path], ForeignCheckpoint]
+    reader: Callable[[Path], ForeignCheckpoint]
+
+    def read(self, path: Path) -> ForeignCheckpoint:
+        """Read the headers; ``BadInput`` for what cannot be read, and for counts that count nothing."""
+        checkpoint = self.reader(path)
+        for name, count in (("step", checkpoint.step), ("optimizer's step", checkpoint.updates)):
+            if count is not None and not 0 <= count <= MOST_STEPS:
+                raise BadInput(path, name, expected=f"from 0 to {MOST_STEPS:,}", found=f"{count:.3g}")
+        return checkpoint
 
 
 def _is_gguf(path: Path) -> bool:

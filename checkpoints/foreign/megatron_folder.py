@@ -7,6 +7,7 @@ from pathlib import Path
 from ...parallel_state import BadInput
 from ...storage.safe_open import read_small
 from ...storage.strict_json import shown
+from ...system import whole_number
 
 #: Megatron's file that names the newest step, in the folder that ``--save`` named.
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -17,9 +18,10 @@ def step_folder(path: Path) -> Path:
     if not (path / TRACKER).is_file():
         return path
     text = read_small(path / TRACKER, 64).decode("ascii", "replace").strip()
-    if text != "release" and not text.isdecimal():
+    step = whole_number(text)
+    if text != "release" and step is None:
         raise BadInput(path / TRACKER, expected="the number of a step, or release", found=shown(text))
-    folder = path / (text if text == "release" else f"iter_{int(text):07d}")
+    folder = path / (text if text == "release" else f"iter_{step:07d}")
     if not folder.is_dir():
         found = f"{folder.name}, which is not there"
         todo = "Name the folder of a step that is there"

@@ -20,6 +20,7 @@ from ...storage.safetensors_reader import TensorFile
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
 from ...storage.torch_archive import open_state_dict
+from ...system import whole_number
 from .fp8 import block_size, scaled
 from .mxfp4 import unpacked
 
@@ -121,7 +122,7 @@ class HFFolder:
             self.warnings.append(f"{where}: total_size says {shown(stated)}, the tensors have {total}")
         counted = {name.rpartition("-of-")[2].removesuffix(ending) for name in files if "-of-" in name}
         for count in sorted(counted):
-            if count.isdecimal() and int(count) != len(files):
+            if (stated_count := whole_number(count)) is not None and stated_count != len(files):
                 self.warnings.append(f"{self.path}: shards are named -of-{count}, but there are {len(files)}")
         stray = sorted(name for name in names if name.endswith(ending) and name not in files)
         if stray:

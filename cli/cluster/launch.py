@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,21 +13,12 @@ import typer
 from ..shared.options import FORCE
 from ..shared.say import say
 
-#: What submits a file of each system.
-_SUBMIT = {
-    "slurm": ["sbatch"],
-    "kubernetes": ["kubectl", "apply", "-f"],
-    "jobset": ["kubectl", "apply", "-f"],
-    "skypilot": ["sky", "jobs", "launch", "--yes"],
-}
-
 
 def launch(
     system: Annotated[
-        Literal["slurm", "kubernetes", "jobset", "skypilot"],
+        Literal["slurm", "kubernetes", "jobset"],
         typer.Argument(
-            help="slurm, kubernetes (Kubeflow Trainer), jobset (plain Kubernetes) or skypilot",
-            metavar="SYSTEM",
+            help="slurm, kubernetes (Kubeflow Trainer) or jobset (plain Kubernetes)", metavar="SYSTEM"
         ),
     ],
     recipe: Annotated[
@@ -45,23 +37,30 @@ def launch(
     ranks_per_node: Annotated[
         int | None, typer.Option(min=1, help="ranks on each host; default: 8, or what --nodes leaves")
     ] = None,
-    minutes: Annotated[int, typer.Option(min=2, help="time limit of the job in minutes")] = 24 * 60,
+    minutes: Annotated[
+        int | None,
+        typer.Option(min=2, help="time limit of the job in minutes; default: 1440 for Slurm, else none"),
+    ] = None,
     warning: Annotated[
-        int, typer.Option(min=1, help="minutes before the limit at which the run saves and ends")
-    ] = 5,
-    restarts: Annotated[int, typer.Option(min=0, help="how often a failed job is started again")] = 3,
+        int | None,
+        typer.Option(min=1, help="minutes before the limit at which the run saves and ends; default: 5"),
+    ] = None,
+    restarts: Annotated[
+        int | None,
+        typer.Option(min=0, help="how often a failed job is started again; default: 3 (not for kubernetes)"),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="name of the job; default: the recipe's")] = None,
-    partition: Annotated[str | None, typer.Option(help="Slurm's partition")] = None,
-    account: Annotated[str | None, typer.Option(help="Slurm's account")] = None,
+    partition: Annotated[str | None, typer.Option(help="partition (Slurm only)")] = None,
+    account: Annotated[str | None, typer.Option(help="account (Slurm only)")] = None,
     exclude: Annotated[
         list[str] | None, typer.Option(help="host that the job must not use; may be given several times")
     ] = None,
     spares: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=0, help="number of extra nodes to ask for, which replace excluded ones (Slurm only)"
         ),
-    ] = 0,
+    ] = None,
     fit: Annotated[
         bool,
         typer.Option("--fit", help="go on with fewer nodes if some are lost, in a layout that fits them"),
@@ -71,8 +70,17 @@ def launch(
         typer.Option(min=1, help="fewest free nodes on which Slurm starts a job with --fit; default: 1"),
     ] = None,
     image: Annotated[
-        str, typer.Option(help="container image that has trilith, for Kubernetes")
-    ] = "trilith:latest",
+        str | None,
+        typer.Option(
+            help="container image that has trilith (Kubernetes and JobSet only); default: trilith:latest"
+        ),
+    ] = None,
+    claim: Annotated[
+        str | None,
+        typer.Option(
+            help="claim of a volume, for the run's folder (Kubernetes and JobSet only); default: NAME-run"
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="file to write; default: the job's name with a suffix")
     ] = None,
@@ -92,45 +100,43 @@ def launch(
         trilith launch slurm llama-3.1-70b-64gpus --fit --least-nodes 4
         trilith launch kubernetes recipe.toml --image registry/trilith:1
     """
-    from ...cluster import WRITERS, job_of
+    from ...cluster import SYSTEMS, job_of, render
     from ...parallel_state import BadInput
     from ...recipes.recipe import load_recipe
     from ...storage.output_file import output_file
 
-    if system != "slurm" and (spares or least_nodes is not None):
-        option = "--spares" if spares else "--least-nodes"
-        raise BadInput("launch", option, expected="slurm: other systems have no such number", found=system)
     job = job_of(
         load_recipe(recipe, overrides or []),
         recipe,
         overrides or [],
+        system,
         nodes=nodes,
         ranks_per_node=ranks_per_node,
+        name=name,
         minutes=minutes,
         warning=warning,
         restarts=restarts,
-        name=name,
         partition=partition,
         account=account,
-        exclude=exclude or [],
-        image=image,
+        exclude=exclude or None,
         spares=spares,
-        fit=fit,
-        least=least_nodes,
+        fit=fit or None,
+        least_nodes=least_nodes,
+        image=image,
+        claim=claim,
     )
-    write, suffix = WRITERS[system]
-    path = out or Path(job.name + suffix)
-    text = write(job, str(path))
-    command = [*_SUBMIT[system], str(path)]
+    path = out or Path(job.name + SYSTEMS[system].suffix)
+    text = render(job, str(path))
+    command = [*SYSTEMS[system].submit, str(path)]
     if submit and shutil.which(command[0]) is None:
         raise BadInput(
             "launch", "--submit", expected=f"the program {command[0]} on this machine", found="none",
-            todo=f"Run `{' '.join(command)}` where it is",
+            todo=f"Run `{shlex.join(command)}` where it is",
         )  # fmt: skip
     with output_file(path, force=force) as file:
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
     say(f"wrote {path}: {job.nodes} nodes x {job.ranks} ranks")
-    say(f"next: {' '.join(command)}" if not submit else " ".join(command))
+    say(shlex.join(command) if submit else f"next: {shlex.join(command)}")
     if submit and (code := subprocess.run(command, check=False).returncode):
         raise BadInput(
             "launch", "--submit", expected=f"{command[0]} to take the file", found=f"exit code {code}"

@@ -28,6 +28,8 @@ VIRTUAL_STAGES = "number of stages on each pipeline rank; default: 2, or 1 with 
 FORCE = "replace the file even if this command did not write it"
 SPLIT = "number of blocks in each pipeline stage, such as 3,2; default: chosen by trilith"
 WORKERS = "number of threads that read and write"
+#: The largest seed of a recipe too.
+LARGEST_SEED = 2**53
 MAX_RAM = (
     "most memory that the process may hold, such as 800MB or 2GiB; default: no limit, and each worker needs "
     "some 20 MB"

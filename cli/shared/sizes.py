@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from ...system import whole_number
+
 _UNITS = {
     "": 1,
     **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
@@ -50,10 +52,10 @@ def parse_counts(split: str | None, where: str, option: str = "--split") -> list
 
     if split is None:
         return None
-    try:
-        return [int(word) for word in split.split(",")]
-    except ValueError:
-        raise BadInput(where, option, expected="numbers such as 3,2", found=_short(split)) from None
+    numbers = [number for word in split.split(",") if (number := whole_number(word.strip())) is not None]
+    if len(numbers) != split.count(",") + 1:
+        raise BadInput(where, option, expected="numbers such as 3,2", found=_short(split))
+    return numbers
 
 
 def _short(text: str) -> str:

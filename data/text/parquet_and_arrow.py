@@ -32,7 +32,7 @@ def need(package: str, path: Path) -> Any:
             path,
             expected=f"the {package} package to read it",
             found="none",
-            todo="pip install 'trilith[data]'",
+            todo=f"pip install {package}",
         ) from error
 
 

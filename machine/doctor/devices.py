@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...planner.flops import peak_named
+from ...system import whole_number
 from ..child import in_ranks
 from ..facts import driver, smi
 from ..finding import Finding
@@ -72,7 +73,7 @@ def _gpu(number: int) -> Iterator[Finding]:
         yield Finding(GROUP, f"GPU {number}: peak", "warning", "FLOP/s not known, so runs show no MFU", todo)
     query = "ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown"
     errors, _, slow = smi(f"--query-gpu={query}", "--format=csv,noheader", f"--id={number}").partition(", ")
-    if errors.isdigit() and int(errors):
+    if whole_number(errors):
         todo = "Have the GPU reset or replaced: results may be wrong"
         yield Finding(GROUP, f"GPU {number}: memory", "fault", f"{errors} uncorrected errors", todo)
     if slow == "Active":

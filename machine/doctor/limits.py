@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ...system import whole_number
 from ...system.machine import memory_available, processor_name, usable_cores
 from ..facts import said_by
 from ..finding import Finding
@@ -108,6 +109,6 @@ def _threads() -> Finding:
     if said is None:
         text = "not set: trilith gives each rank its share of cores"
         return Finding(VARIABLES, "OMP_NUM_THREADS", "ok", text)
-    many = said.isdigit() and int(said) > cores
+    many = (whole_number(said) or 0) > cores
     todo = f"Set at most {cores}: more threads than cores wait for each other" if many else ""
     return Finding.unless(VARIABLES, "OMP_NUM_THREADS", said, todo)

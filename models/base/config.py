@@ -7,9 +7,11 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
+import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ...parallel_state import BadInput, Layout, from_validation, nearest, nearest_divisors, nearest_multiples
+from ...system import visible
 
 
 def names(text: str) -> frozenset[str]:
@@ -114,6 +116,8 @@ class ModelConfig(BaseModel):
         fields = cls.read(raw, where)
         for key in cls.unknown_keys(raw):
             _judge(key, raw[key], where)
+        for key in ("dtype", "torch_dtype"):
+            _check_dtype(key, raw.get(key), where)
         if raw.get("auto_map"):
             warnings.warn(f"{where}: auto_map is ignored; no code from a checkpoint is run", stacklevel=2)
         for key, value in fields.items():
@@ -255,6 +259,14 @@ class ModelConfig(BaseModel):
         return {key: value for key, value in self.model_dump().items() if key not in self.HARMLESS}
 
 
+def _check_dtype(key: str, value: object, where: str) -> None:
+    """Refuse what is no data type of weights: it is what a converted model's config would state anew."""
+    known = getattr(torch, value, None) if isinstance(value, str) else None
+    if value not in (None, "auto") and not (isinstance(known, torch.dtype) and known.is_floating_point):
+        expected = "float32, bfloat16 or another floating type of torch's"
+        raise BadInput(where, key, expected=expected, found=repr(value)[:80])
+
+
 def _judge_fixed(key: str, value: object, legal: tuple[object, ...], where: str) -> None:
     if value is not None and not any(type(value) is type(one) and value == one for one in legal):
         expected = " or ".join(map(repr, legal)) or "absent"
@@ -271,5 +283,5 @@ def _judge(key: str, value: object, where: str) -> None:
                 found=repr(value)[:80],
             )
     else:
-        said = f"{key[:80]}={repr(value)[:80]}"
-        warnings.warn(f"{where}: {said} is unknown and ignored", stacklevel=3)
+        unknown = f"{visible(key[:80])}={repr(value)[:80]}"
+        warnings.warn(f"{where}: {unknown} is unknown and ignored", stacklevel=3)

@@ -13,6 +13,7 @@ import yaml
 
 from ...parallel_state import BadInput
 from ...storage.small_files import read_json, read_text
+from ...system import whole_number
 from .shell_script import ShellScript
 
 #: Other spellings of an argument: earlier names, and those of NeMo and Megatron-Bridge.
@@ -119,8 +120,9 @@ def _ranks(values: dict[str, Any]) -> int | None:
     """Return the number of processes, ``world_size`` or processes a node times nodes, if it is said."""
     if isinstance(values.get("world_size"), int):
         return int(values.pop("world_size"))
-    found = [str(values.pop(key, "" if key == "nproc_per_node" else "1")) for key in _TORCHRUN]
-    return int(found[0]) * int(found[1]) if all(one.isdecimal() for one in found) else None
+    texts = [str(values.pop(key, "" if key == "nproc_per_node" else "1")) for key in _TORCHRUN]
+    processes, nodes = map(whole_number, texts)
+    return processes * nodes if processes is not None and nodes is not None else None
 
 
 def _of_script(file: Path) -> tuple[dict[str, Any], list[str]]:

@@ -14,7 +14,7 @@ from support.short_runs import write_short_recipe
 from trilith.cli.app import run
 from trilith.cli.shared.quickstart import Check, Quickstart
 from trilith.data.text.tokenizer_training import train_tokenizer
-from trilith.machine.random_files import write_hf_folder
+from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.testing import run_fresh
 
 
@@ -135,10 +135,28 @@ test_texts_that_cannot_be_generated_are_refused = refusals(
 )
 
 
+test_a_bad_option_is_refused_by_name = refusals(
+    command("plan hf --seq 32 --gpus ٨", "--gpus: expected numbers such as 3,2", write_model, why="digits"),
+    command("plan hf --seq 32 --gpus ²", "--gpus: expected numbers such as 3,2", write_model, why="power"),
+    command(
+        f"plan hf --seq 32 --gpus {'9' * 5000}", "--gpus: expected numbers", write_model, why="long number"
+    ),
+    command("generate hf --prompt a --stop ''", "--stop: expected text", write_model),
+    command("bench --quick --out hf", "hf: expected a folder of bench's own", write_model),
+)
+
+
+@pytest.mark.parametrize("words", ["generate hf --prompt a", "parity hf"])
+def test_a_seed_beyond_a_recipe_s_is_refused(words, capfd):
+    assert run([*words.split(), "--seed", "1" + "0" * 30]) == 2
+    assert "--seed" in capfd.readouterr().err
+
+
 def write_files(folder):
     (folder / "file").write_text("mine")
     (folder / "a.jsonl").write_text('{"text": "some words"}\n{"text": 3}\n')
     (folder / "ds.json").write_text('{"train_batch_size": 8}')
+    write_tokens(folder / "tokens")
 
 
 test_places_and_options_that_cannot_be_are_refused_before_the_work = refusals(
@@ -155,7 +173,7 @@ test_places_and_options_that_cannot_be_are_refused_before_the_work = refusals(
     command(
         "verify tokens --names titan",
         "--names: expected none with a token file",
-        lambda folder: write_tokens(folder / "tokens"),
+        write_files,
     ),
     command("schedule --name zigzag", "one of gpipe, 1f1b"),
     command("schedule --name 1f1b --microbatches 3", "at least 4 with 1f1b over pipeline=4, found 3"),

@@ -16,7 +16,7 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 from support.configs import TINY_LLAMA
 from support.short_runs import write_short_recipe
-from trilith.checkpoints import convert
+from trilith.checkpoints import convert, read_source
 from trilith.cli.app import COMMANDS, run
 from trilith.cli.shared import say as say_module
 from trilith.generation import ranks as generate_run
@@ -148,6 +148,12 @@ def test_no_command_hands_control_characters_of_a_file_to_the_terminal(line, hos
     run(line.split())
     said = COLOUR.sub("", out.getvalue().replace("\x1b[2J", "[2J obeyed \x07")) + err.getvalue()
     assert said and not obeyed(said)
+
+
+def test_a_warning_about_a_config_commands_nothing_in_a_program_of_ones_own(hostile):
+    with pytest.warns(UserWarning, match="is unknown and ignored") as told:
+        read_source(hostile / "key")
+    assert [str(warning.message) for warning in told] and not obeyed("".join(str(w.message) for w in told))
 
 
 def test_a_prompt_that_is_written_out_commands_nothing(monkeypatch):

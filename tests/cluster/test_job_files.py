@@ -1,13 +1,24 @@
 """Write a job's file for each system with ``trilith launch``, and refuse jobs that cannot be."""
 
+import inspect
+import os
+import re
 import subprocess
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from support.command_lines import call_command
 from support.pages import Page
 from support.refusals import Refused, refusals
 from trilith.cli.app import run
+from trilith.cli.cluster.launch import launch as launch_command
+from trilith.cluster import SYSTEMS, job_of, render
+from trilith.parallel_state import BadInput
+from trilith.recipes.recipe import load_recipe
 
 RECIPE = "llama-3.1-70b-64gpus"
 
@@ -22,7 +33,7 @@ def loaded(folder, *words):
     return yaml.safe_load(written(folder, *words))
 
 
-@pytest.mark.parametrize("system", ["slurm", "kubernetes", "jobset", "skypilot"])
+@pytest.mark.parametrize("system", SYSTEMS)
 def test_a_file_says_the_layout_s_ranks_and_how_it_is_started(system, tmp_path):
     text = written(tmp_path, system, RECIPE, "--nodes", "16")
     assert "on 16 nodes with 4 ranks each" in text
@@ -58,8 +69,175 @@ def test_the_pods_of_a_job_set_meet_at_the_first(tmp_path):
     container = spec["template"]["spec"]["containers"][0]
     assert "--rdzv-endpoint=big-node-0-0.big:29400" in container["command"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
-    claims = spec["template"]["spec"]["volumes"]
-    assert {one["name"] for one in claims} == {one["name"] for one in container["volumeMounts"]}
+    volumes = spec["template"]["spec"]["volumes"]
+    assert {volume["name"] for volume in volumes} == {mount["name"] for mount in container["volumeMounts"]}
+
+
+def pod_of(job):
+    """Return the part of the object that Kubernetes makes pods of, and the command that they run."""
+    if job["kind"] == "JobSet":
+        pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        return pod, pod["containers"][0]["command"]
+    (patch,) = job["spec"]["runtimePatches"]
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    return node["template"]["spec"]["template"]["spec"], job["spec"]["trainer"]["command"]
+
+
+def expanded(words):
+    """Return a pod's words as its container gets them: Kubernetes replaces $(NAME), and takes $$ for a $."""
+    return ["$".join(re.sub(r"\$\(\w+\)", "value", part) for part in word.split("$$")) for word in words]
+
+
+@pytest.mark.parametrize("out", ["runs/a", "../runs/a", ".", "/shared/runs/a", "/a/../b", "a b$(HOME)/'c'"])
+@pytest.mark.parametrize("system", ["kubernetes", "jobset"])
+def test_the_folder_of_a_run_lies_on_the_claim_so_that_a_new_pod_goes_on(system, out, tmp_path):
+    pod, command = pod_of(loaded(tmp_path, system, RECIPE, f"out={out}", "--claim", "store"))
+    _, file, *overrides = expanded(command[command.index("trilith") + 1 :])
+    folder = Path(load_recipe(file, overrides).out)
+    (mount,) = [
+        mount
+        for mount in pod["containers"][0]["volumeMounts"]
+        if folder.is_relative_to(mount["mountPath"]) and ".." not in folder.parts
+    ]
+    (volume,) = [volume for volume in pod["volumes"] if volume["name"] == mount["name"]]
+    assert volume["persistentVolumeClaim"] == {"claimName": "store"}
+    assert not out.startswith("/") or folder == Path(os.path.normpath(out)), "an absolute place is the user's"
+
+
+def test_limits_and_bad_hosts_are_written_as_kubernetes_knows_them(tmp_path):
+    words = [RECIPE, "--minutes", "90", "--warning", "10", "--exclude", "n7", "--exclude", "n9"]
+    unlike = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["n7", "n9"]}
+    for system in ("kubernetes", "jobset"):
+        job = loaded(tmp_path, system, *words)
+        pod, _ = pod_of(job)
+        (term,) = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"].values()
+        assert term == [{"matchExpressions": [unlike]}]
+        assert pod["terminationGracePeriodSeconds"] == 600
+        spec = job["spec"] if system == "kubernetes" else job["spec"]["replicatedJobs"][0]["template"]["spec"]
+        assert spec["activeDeadlineSeconds"] == 80 * 60, "the run has its ten minutes from then on"
+        assert "activeDeadlineSeconds" not in written(tmp_path, system, RECIPE)
+
+
+#: Each option of a job, as a user gives it, with those that it needs beside it.
+OPTIONS = {
+    "minutes": ["--minutes", "77"],
+    "warning": ["--warning", "7"],
+    "restarts": ["--restarts", "41"],
+    "partition": ["--partition", "gpu"],
+    "account": ["--account", "lab"],
+    "exclude": ["--exclude", "n7"],
+    "spares": ["--spares", "1"],
+    "fit": ["--fit"],
+    "least_nodes": ["--least-nodes", "3", "--fit"],
+    "image": ["--image", "here/it:1"],
+    "claim": ["--claim", "store"],
+}
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_an_option_stands_in_the_file_or_is_refused_by_its_name(system, tmp_path, capsys):
+    others = {"system", "recipe", "overrides", "nodes", "ranks_per_node", "name", "out", "submit", "force"}
+    assert OPTIONS.keys() == inspect.signature(launch_command).parameters.keys() - others
+    for option, words in OPTIONS.items():
+        without = written(tmp_path, system, RECIPE, *words[2:])
+        code = run(["launch", system, RECIPE, *words, "--out", str(tmp_path / "job"), "--force"])
+        if option in SYSTEMS[system].options:
+            assert code == 0 and (tmp_path / "job").read_text() != without, option
+        else:
+            assert code == 2 and (tmp_path / "job").read_text() == without, option
+            told = capsys.readouterr().err
+            assert re.search(rf"error: launch: {words[0]}: expected (slurm|.*jobset), found {system}\n", told)
+        capsys.readouterr()
+
+
+#: Text that would end the place where it stands, or mean something else there, and text at random.
+harmful = st.sampled_from(
+    [*"\n\r\0\t\x1b\x85\u2028\u202e\xa0", *"'\"\\#$`&|;<>*?!~%@:,-= ", "$(echo >x)", "${HOME}", " # ",
+     "{{out}}", "$$", "1e3", "yes", "null", "é", "n1"]
+)  # fmt: skip
+texts = st.lists(st.one_of(harmful, st.characters()), max_size=4).map("".join)
+#: Options that may be no more than a name.
+LIMITED = ("partition", "account", "exclude")
+#: Stand-ins for the commands of a script that is run here: it touches nothing, and srun writes its words.
+STUBS = """
+mkdir() { :; }
+touch() { :; }
+grep() { cat; }
+scontrol() { echo n1; }
+hostname() { echo 10.0.0.1; }
+trilith() { return 0; }
+srun() { if [ "$1" = --nodes=1 ] && [ "$2" = --ntasks=1 ] && [ "$4" = hostname ]; then hostname; else
+    while [ "$1" != launcher ]; do shift; done; printf '%s\\0' "$out" "${@:2}" > words; fi; }
+SLURM_JOB_NODELIST=n1 SLURM_JOB_ID=1
+"""
+
+
+def drawn(system, recipe, text, what):
+    """Return the file of a job in which one value is the text, and the words that each rank is to run."""
+    file = text if what == "recipe" else "r.toml"
+    overrides = [f"run_name={text if what == 'override' else 'a'}"]
+    options = {what: (text,) if what == "exclude" else text} if what in OPTIONS else {}
+    recipe = recipe.model_copy(update={"out": text} if what == "out" else {})
+    job = job_of(recipe, file, overrides, system, name="a", **options)
+    return render(job, text if what == "file" else "job"), job
+
+
+@pytest.mark.parametrize(
+    ("system", "what"),
+    [
+        *(("slurm", what) for what in ("recipe", "override", "out", "file", *LIMITED)),
+        *(("jobset", what) for what in ("recipe", "override", "out", "file", "image", "claim", "exclude")),
+        *(("kubernetes", what) for what in ("recipe", "override", "image", "claim")),
+    ],
+)
+def test_what_a_user_gives_is_the_same_in_the_file_or_is_refused(system, what, tmp_path):
+    recipe = load_recipe("llama-3.2-1b-1gpu")
+    plain, _ = drawn(system, recipe, "n1", what)
+
+    @settings(max_examples=25, deadline=None)
+    @given(text=texts)
+    @example(text="n1\ntouch x")
+    @example(text="$(HOME) $$")
+    def check(text):
+        try:
+            file, job = drawn(system, recipe, text, what)
+        except BadInput as error:
+            assert str(error).isprintable() and str(error).startswith("launch: ")
+            limited = what in LIMITED or (what == "out" and ":" in text)
+            is_name = text.isascii() and text.isalnum()
+            assert not is_name and (limited or not text or not text.isprintable())
+            return
+        assert len(file.splitlines()) == len(plain.splitlines())
+        if what in ("partition", "account") or (what, system) == ("exclude", "slurm"):
+            assert f"#SBATCH --{what}={text}" in file.splitlines() and not set(text) & set(" '\"#\\")
+        elif system == "slurm":
+            subprocess.run(["bash", "-c", STUBS + file], cwd=tmp_path, check=True, timeout=20)
+            heard = (tmp_path / "words").read_bytes().decode().split("\0")[:-1]
+            assert heard == [job.out, *job.words]
+            assert not (tmp_path / "x").exists()
+        else:
+            _, command = pod_of(yaml.safe_load(file))
+            words = expanded(command[command.index("trilith") :])
+            assert words[: len(job.words)] == job.words and len(words) <= len(job.words) + 1
+            stated = {"image": job.image, "claimName": "a-run" if job.claim is None else job.claim}
+            for key, value in stated.items():
+                assert values_of(yaml.safe_load(file), key) == {value}
+
+    check()
+
+
+def values_of(tree, key):
+    """Return the values that stand under a key anywhere in a tree of dicts and lists."""
+    if isinstance(tree, list):
+        return set().union(*(values_of(branch, key) for branch in tree))
+    if not isinstance(tree, dict):
+        return set()
+    below = set().union(*(values_of(branch, key) for branch in tree.values()))
+    return below | ({tree[key]} if key in tree else set())
+
+
+#: Options that add keys.
+MORE = ["--minutes", "90", "--exclude", "n7"]
 
 
 def lacks(there, mine, at=""):
@@ -81,24 +259,27 @@ def lacks(there, mine, at=""):
         ("jobset", "jobset_v1alpha2_job_set", "JobsetV1alpha2JobSet"),
     ],
 )
-@pytest.mark.parametrize("recipe", [RECIPE, "llama-3.2-1b-1gpu"])
+@pytest.mark.parametrize("words", [[RECIPE, *MORE], ["llama-3.2-1b-1gpu"]])
 def test_the_published_schemas_of_kubernetes_objects_know_each_key_and_accept_each_value(
-    system, module, kind, recipe, tmp_path
+    system, module, kind, words, tmp_path
 ):
     """The models are generated from the schemas; they drop keys that a schema has not."""
     name = f"kubeflow_trainer_api.models.{module}"
     models = pytest.importorskip(name, reason="comes with the extra trilith[test]: kubeflow-trainer-api")
-    model, job = getattr(models, kind), loaded(tmp_path, system, recipe)
+    model, job = getattr(models, kind), loaded(tmp_path, system, *words)
     assert lacks(model.from_dict(job).to_dict(), job) == []
     job["spec"]["retries"] = 3
     assert lacks(model.from_dict(job).to_dict(), job) == [".spec.retries"], "an unknown key must be seen"
+    form = ".".join(version("kubeflow-trainer-api").split(".")[:2])
+    stated = {"kubernetes": f"Kubeflow Trainer {form}.", "jobset": "JobSet 0.12."}[system]
+    assert f"# Written in the form of {stated} " in written(tmp_path, system, *words)
 
 
-def launch(why, says, *words, system="slurm", given=lambda folder: None):
+def launch(why, says, *words, system="slurm", before=lambda folder: None):
     def call(folder):
         call_command(folder, "launch", system, RECIPE, *words, "--out", "job")
 
-    return Refused(why, call, says, given=given)
+    return Refused(why, call, says, given=before)
 
 
 test_jobs_that_cannot_be_are_refused = refusals(
@@ -109,8 +290,9 @@ test_jobs_that_cannot_be_are_refused = refusals(
     launch("limit", "--warning: expected fewer minutes than the limit of 5, found 5", "--minutes", "5"),
     launch("name", "--name: expected letters, digits, - _ and ., found 'a b'", "--name", "a b"),
     launch("layout", "tensor", "layout.tensor=3"),
-    launch("spares", "--spares: expected slurm: .* found jobset", "--spares", "1", system="jobset"),
-    launch("somebody-adapted-it", "job", given=lambda folder: (folder / "job").write_text("mine")),
+    launch("host", "--exclude: expected one node's name.*'n.1-", "--exclude", "n[1-3]", system="jobset"),
+    launch("colon", "out: expected a path without :", "out=a:b", system="kubernetes"),
+    launch("somebody-adapted-it", "job", before=lambda folder: (folder / "job").write_text("mine")),
 )
 
 
@@ -140,7 +322,7 @@ def commands(first):
 def test_the_page_s_commands_write_jobs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert len(commands("launch")) == 7
+    assert len(commands("launch")) == 6
     for words in commands("launch"):
         assert run([*words, "--force"]) == 0, words
     spared = (tmp_path / "llama-3.1-8b-8gpus.sbatch").read_text()
@@ -168,7 +350,6 @@ def test_a_job_is_not_submitted_where_there_is_no_scheduler(tmp_path, monkeypatc
         ("slurm", "sbatch", ""),
         ("kubernetes", "kubectl", "apply -f "),
         ("jobset", "kubectl", "apply -f "),
-        ("skypilot", "sky", "jobs launch --yes "),
     ],
 )
 @pytest.mark.parametrize("code", [0, 7])

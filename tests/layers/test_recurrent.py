@@ -1,5 +1,7 @@
 """Recurrent layers: chunks against one token at a time, documents, what is kept, FLOPs."""
 
+from functools import partial
+
 import pytest
 import torch
 from support.layers import WIDTH, delta_net, positions_of
@@ -86,17 +88,13 @@ def test_a_convolution_of_one_token_needs_none_before():
     layer = GatedDeltaNet(WIDTH, key_heads=2, value_heads=4, key_dim=3, value_dim=5, kernel_size=1).double()
     initialize(layer, 3, state=ParallelState.alone())
     x, positions = torch.randn(2, 6, WIDTH, dtype=torch.float64), torch.arange(6).repeat(2, 1)
-    whole = layer(x, AttentionInputs(positions, like=x, state=layer.state))
+    inputs = partial(AttentionInputs, like=x, state=layer.state)
+    whole = layer(x, inputs(positions))
     cache, steps = KeyValueCache(2, 6), []
     for t in range(6):
-        cache.advance(positions[:, t : t + 1])
-        steps.append(
-            layer(x[:, t : t + 1], AttentionInputs(positions[:, t : t + 1], cache, like=x, state=layer.state))
-        )
+        steps.append(layer(x[:, t : t + 1], inputs(positions[:, t : t + 1], cache)))
     torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-12, atol=1e-12)
-    runs = Runs(
-        AttentionInputs(positions, like=x, state=layer.state), ParallelState.stand_in(Layout.of(context=2))
-    )
+    runs = Runs(inputs(positions), ParallelState.stand_in(Layout.of(context=2)))
     assert runs.tokens_before(x, 0) is None
 
 

@@ -11,7 +11,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from support.configs import KEYS, MODELS, PUBLISHED
+from support.configs import KEYS, MODELS, PUBLISHED, config
 from support.families import TOKENS
 from support.refusals import Refused, refusals
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -78,6 +78,7 @@ REFUSED = [
     of(QWEN3_MOE, "qwen3-moe-top-k", "num_experts_per_tok", {"num_experts_per_tok": 9}),
     of(QWEN3_MOE, "qwen3-moe-two-names", "num_local_experts", {"num_local_experts": 4}),
     of(QWEN3_MOE, "qwen3-moe-dense", "mlp_only_layers", {"mlp_only_layers": [0, 1, 2]}),
+    of(QWEN3_MOE, "qwen3-moe-absent", "mlp_only_layers", {"mlp_only_layers": [0, 99]}),
     of(QWEN3_MOE, "qwen3-moe-step", "mlp_only_layers", {"decoder_sparse_step": 4}),
     of(QWEN3_MOE, "qwen3-moe-layers", "mlp_only_layers.0", {"mlp_only_layers": ["0"]}),
     of(QWEN3_MOE, "qwen3-moe-window", "use_sliding_window", {"use_sliding_window": True}),
@@ -197,6 +198,9 @@ REFUSED = [
     gpt2("D26-two-names", "hidden_size", {"hidden_size": 32}),
     *(llama(f"D27-{x}", "initializer_range", {"initializer_range": x}) for x in (NAN, INF, -1, "0.02")),
     gpt2("D27-gpt2", "initializer_range", {"initializer_range": NAN}),
+    *(llama(f"dtype-{value}", "torch_dtype", {"torch_dtype": value}) for value in ("float4", "int8", 16)),
+    llama("dtype-new-name", "dtype", {"dtype": "load"}),
+    of(config("granitemoehybrid"), "chunk", "mamba_chunk_size", {"mamba_chunk_size": 0}),
     gpt2("dropout", "attn_pdrop", {"attn_pdrop": 1.0}),
 ]
 

@@ -97,6 +97,7 @@ PATHS += ["data.tokens", "evaluation.tokens", "lora.init_from"]
 test_a_bad_recipe_is_refused = refusals(
     refused("unknown key", "stepz=1", r"stepz: expected a known key"),
     refused("unknown key in a section", "data.batch=1", r"data\.batch: expected a known key"),
+    refused("two keys in one", "steps=1\nseed=5", r"override: steps: expected one key's value, found 2 keys"),
     refused("no number", "steps=ten", r"steps: .*found 'ten'"),
     refused("E11 zero", "steps=0", r"steps"),
     refused("E11 negative", "layout.tensor=-1", r"layout\.tensor"),

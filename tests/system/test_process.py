@@ -10,12 +10,25 @@ import pytest
 from trilith.system import (
     OverLimit,
     bounded,
+    machine,
     no_garbage_search,
     process_info,
     quiet_libraries,
     search_garbage_when_told,
+    whole_number,
 )
 from trilith.system.process_info import own_memory, start_of
+
+
+@pytest.mark.parametrize("text", ["", "²", "٨", "1_0", "+1", "-1", "max", "9" * 19, "9" * 5000])
+def test_what_writes_no_number_is_none_and_never_an_error(text, tmp_path, monkeypatch):
+    assert whole_number(text) is None and whole_number("007") == 7
+    for name in ("cpu.max", "memory.max", "memory.current", "memory.stat"):
+        (tmp_path / name).write_text(f"{text} {text}\nfile {text}\n")
+    (tmp_path / "meminfo").write_text(f"MemAvailable: {text}\nMemAvailable: 3 kB\n")
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "_PROC", tmp_path)
+    assert machine.usable_cores() >= 1 and machine.memory_available() == 3 * 1024
 
 
 def in_a_new_process(check):

@@ -5,15 +5,16 @@ import math
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from support.short_runs import tiny_recipe, trainer_of, whole_tensors
 from support.stop_and_go import StopAndGo, stop_and_go
-from trilith.parallel_state import declarations
+from trilith.parallel_state import NotTrained, declarations
 from trilith.parallel_state.engine import local_data
 from trilith.recipes.optimizer_sections import LossScaleSection, SpikeSection
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.metrics import read_metrics
 from trilith.testing import RankError, run_parallel
-from trilith.training.loss_scale import LossScale
+from trilith.training.loss_scale import MOST_OVERFLOWS, LossScale
 from trilith.training.spikes import Spikes
 from trilith.training.update import Update
 from trilith.training.watchers import Watchers
@@ -141,6 +142,16 @@ def test_gradients_that_do_overflow_bring_the_scale_down_until_they_do_not(tmp_p
     assert metrics[0].skipped == "overflow" and metrics[-1].skipped is None and moved[-1]
     assert moved == [one.skipped is None for one in metrics]
     assert metrics[-1].loss_scale == 2.0 ** (24 - metrics[-1].skips)
+
+
+def test_overflows_without_end_stop_the_run_and_name_the_scale():
+    scale = LossScale(LossScaleSection(initial=2.0**64, maximum=2.0**64))
+    for _ in range(MOST_OVERFLOWS - 1):
+        assert scale.overflowed()
+    with pytest.raises(NotTrained, match=r"40 steps in a row were skipped.* loss scale of 3.35544e.07"):
+        scale.overflowed()
+    with pytest.raises(ValidationError):
+        LossScaleSection(initial=2.0**1000)
 
 
 def test_a_checkpoint_of_nothing_but_skipped_steps_is_whole(tmp_path, tokens):

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -101,6 +102,14 @@ def steps_that_differ(folder):
     save({"model": weights, "optim": {"state": state}}, folder / "titan")
 
 
+def at_step(step):
+    def give(folder):
+        state = {"step": torch.tensor(float(step), dtype=torch.float64)}
+        save({"model": load_file(hf() / WEIGHTS), "train_state": state}, folder / "titan")
+
+    return give
+
+
 def quantised(method):
     def give(folder):
         (folder / "config.json").write_text(json.dumps(stated(quantization_config={"quant_method": method})))
@@ -134,6 +143,8 @@ REFUSED = [
     Refused("a chunk listed twice", read, "owned 2 times", given=listing(0, 1, 1)),
     Refused("compressed chunks", read, "without storage transforms", given=with_metadata(compress)),
     Refused("steps that differ", read, "as many updates of every weight", given=steps_that_differ),
+    *(Refused(f"step {step}", read, f"step'?: expected .*, found {re.escape(step)}", given=at_step(step))
+      for step in ("-1", "1.5", "nan", "1e+30")),
     Refused("GGUF", copied("x.gguf"), "GGUF", given=lambda folder: (folder / "x.gguf").write_bytes(b"GGUF")),
     *(Refused(method, lambda folder: convert(folder, folder / "out"),
               f"quantization_config.*{method}.*Take the model", given=quantised(method))
