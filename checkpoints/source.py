@@ -16,7 +16,7 @@ from ..parallel_state import BadInput, Box
 from ..storage.file_names import CONFIG, MANIFEST
 from ..storage.files_beside_weights import COMPANIONS, companions_in
 from ..storage.finite import look_at
-from ..storage.folder_kind import SOURCES, FolderKind, kind_of_folder
+from ..storage.folder_kind import CHECKPOINTS, SOURCES, FolderKind, kind_of_folder
 from ..storage.leftovers import why_absent
 from ..storage.safetensors_reader import TensorFile
 from ..storage.small_files import read_json
@@ -119,8 +119,7 @@ class Source:
     @property
     def stored_files(self) -> list[TensorFile]:
         """Return the files of weights on the disk, each once."""
-        files = {file.path: file for given in self.files for file in given.stored_in}
-        return [files[path] for path in sorted(files)]
+        return [*{file.path: file for given in self.files for file in given.stored_in}.values()]
 
     def read(self, name: str, box: Box, links: Links, *, finite: bool = True) -> Tensor:
         """Return box ``box`` of the tensor that is wanted as ``name``, in the stored dtype.
@@ -220,7 +219,7 @@ def open_source(
         case FolderKind.CHECKPOINT:
             return _sharded(open_checkpoint(path))
         case FolderKind.CHECKPOINTS | FolderKind.RUN:
-            newest = latest_checkpoint(path)
+            newest = latest_checkpoint(path / CHECKPOINTS if kind is FolderKind.RUN else path)
             warn_of(newest.passed_over)
             return _sharded(newest)
         case FolderKind.ADAPTER:

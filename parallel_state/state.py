@@ -280,17 +280,12 @@ def _group(ranks: Sequence[int], timeout: timedelta, backend: str | None = None)
 def _init_process_group(device: torch.device, timeout: timedelta) -> None:
     here = launched()
     if here is None:
-        raise BadInput(
-            "environment",
-            "RANK",
-            expected="torchrun's variables or a running process group",
-            found="neither",
-            todo="Start with torchrun, or call torch.distributed.init_process_group first",
-        )
+        todo = "Start with torchrun, or call torch.distributed.init_process_group first"
+        expected = "torchrun's variables or a running process group"
+        raise BadInput("environment", "RANK", expected=expected, found="neither", todo=todo)
     os.environ.update(here.variables)  # torch reads no other launcher's
     if device.type not in BACKENDS:
-        expected = f"one of {', '.join(BACKENDS)}"
-        raise BadInput("ParallelState.start", "device", expected=expected, found=device.type)
+        raise BadInput("ParallelState.start", "device", expected=" or ".join(BACKENDS), found=device.type)
     dist.init_process_group(BACKENDS[device.type], timeout=timeout)
 
 

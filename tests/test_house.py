@@ -74,7 +74,6 @@ READERS = {
     "data/text/stdlib_corpus.py": "Python's own sources",
     "cli/shared/quickstart.py": "compares two files that it has just written",
     "generation/ranks.py": "a file of its own rank, in a temporary folder",
-    "runs/events.py": "the last byte of a log of its own",
 }
 
 #: Files that may load a pickle, and why: no file that a user names is ever among what they load.

@@ -76,11 +76,10 @@ def test_each_of_two_tensor_ranks_holds_what_is_planned(name):
 
 
 def test_as_many_rows_fit_as_the_plan_of_one_more_does_not():
-    size = published_size("llama-3.1-8b").with_fields({})
+    # An odd number of blocks, so that the ranks of one stage have less room than the others.
+    size = published_size("llama-3.1-8b").with_fields({"num_hidden_layers": 11})
     family = family_of(size)
-    # Cut unevenly, so that the ranks of one stage have less room than the others.
-    layout, room = Layout.of(tensor=2, pipeline=2, split=(12, 20)), int(40e9)
-    config = family.from_hf(size)
+    config, layout, room = family.from_hf(size), Layout.of(tensor=2, pipeline=2), int(40e9)
     for length in (2048, 32768):
         most = rows_that_fit(family, config, layout, torch.bfloat16, length=length, room=room)
         assert most > 1
