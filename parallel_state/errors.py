@@ -102,15 +102,16 @@ def from_validation(
     *,
     spelled: Callable[[str], str] = str,
     kind: type[BadInput] = BadInput,
+    todo: str = "",
 ) -> BadInput:
     """Return a ``BadInput`` for the first error of pydantic; ``spelled`` gives a field's name in the
-    user's file.
+    user's file. ``todo``: what to do about a key that is not known.
     """
     first = error.errors(include_url=False)[0]
     place = [str(one) for one in first["loc"] if not str(one).startswith("function-")]  # a validator's name
     key = spelled(".".join(place)) or None
     if first["type"] == "extra_forbidden":
-        return kind(where, key, expected="a known key", found="an unknown one")
+        return kind(where, key, expected="a known key", found="an unknown one", todo=todo)
     if first["type"] == "missing":
         return kind(where, key, expected="a value", found="nothing")
     found = repr(first["input"])

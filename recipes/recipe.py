@@ -30,7 +30,7 @@ from .checks import (
     check_precision,
 )
 from .optimizer_sections import LossScaleSection, OptimizerSection
-from .section import PathText, Wait
+from .section import PathText, Wait, nearest_key
 from .sections import (
     CheckpointSection,
     DataSection,
@@ -222,7 +222,7 @@ def parse_recipe(raw: dict[str, Any], where: str = "recipe") -> Recipe:
     try:
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
-        raise from_validation(where, error) from None
+        raise from_validation(where, error, todo=nearest_key(Recipe, error)) from None
     recipe.check(where)
     return recipe
 

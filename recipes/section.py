@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from difflib import get_close_matches
+from typing import Annotated, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from ..models.base.config import MOST_BLOCKS
@@ -73,3 +74,17 @@ class Section(BaseModel):
             if isinstance(one, int) and one > LARGEST:
                 raise PydanticCustomError("too_large", f"Input should be at most {LARGEST}")
         return value
+
+
+def nearest_key(model: type[BaseModel], error: ValidationError) -> str:
+    """Return what to do about an unknown key of ``model``: the known keys of its section nearest to it."""
+    *sections, key = (str(part) for part in error.errors(include_url=False)[0]["loc"])
+    for section in sections:
+        field = model.model_fields.get(section)
+        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+        model = next(
+            (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), model
+        )
+    known = [field.alias or name for name, field in model.model_fields.items()]
+    near = get_close_matches(key, known, n=3)
+    return f"Nearest: {', '.join('.'.join([*sections, name]) for name in near)}" if near else ""

@@ -14,6 +14,8 @@ from ..pipeline import ScheduleName, schedule_kind
 from .section import MOST_AHEAD, Blocks, PathOrAddress, PathText, Ranks, Rows, Stages, Wait
 from .section import Section as Section
 
+TokenFiles = Annotated[list[PathOrAddress], Field(min_length=1)]
+
 
 class ModelSection(Section):
     """The model: weights of a folder or checkpoint, or a config or published size to start from scratch."""
@@ -126,7 +128,7 @@ class LayoutSection(Section):
 class DataSection(Section):
     """Choose the data to train on: token files written by `trilith tokenize`, named without their suffix."""
 
-    tokens: PathOrAddress | list[PathOrAddress] = Field(
+    tokens: PathOrAddress | TokenFiles = Field(
         description="token file, or a list of token files to mix; names have no suffix"
     )
     weights: list[float] | None = Field(
@@ -240,7 +242,7 @@ class CheckpointSection(Section):
 class EvaluationSection(Section):
     """Compute the loss on tokens that are not trained on."""
 
-    tokens: PathOrAddress | list[PathOrAddress] = Field(
+    tokens: PathOrAddress | TokenFiles = Field(
         description="held-out token file or files, cut into rows as those of [data]"
     )
     every: int = Field(

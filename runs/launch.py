@@ -53,7 +53,9 @@ def own_rank() -> int:
 
 
 def check_device(device: str) -> None:
-    """Raise ``BadInput`` for CUDA if there is none."""
+    """Raise ``BadInput`` for a device that is not known, and for CUDA if there is none."""
+    if device not in BACKENDS:
+        raise BadInput("device", expected=" or ".join(BACKENDS), found=repr(device)[:80])
     if device == "cuda" and not torch.cuda.is_available():
         raise BadInput("recipe", "device", expected="cpu: this machine has no CUDA device", found="cuda")
 

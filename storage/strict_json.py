@@ -12,6 +12,8 @@ from ..parallel_state import BadInput
 
 #: Nested levels of lists and objects. Real configurations have fewer than ten.
 DEEPEST = 100
+#: Whole numbers have at most as many digits; Python itself converts no longer ones.
+_MOST_DIGITS = 1000
 
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -30,7 +32,11 @@ def parse_object(raw: bytes, where: object, *, kind: type[BadInput] = BadInput) 
     text = decode_utf8(raw, where, kind=kind)
     try:
         value = json.loads(
-            text, object_pairs_hook=_unique_keys, parse_constant=_no_constant, parse_float=finite_float
+            text,
+            object_pairs_hook=_unique_keys,
+            parse_constant=_no_constant,
+            parse_float=finite_float,
+            parse_int=_whole,
         )
         if deeper(value, DEEPEST):
             raise RecursionError
@@ -46,7 +52,7 @@ def parse_object(raw: bytes, where: object, *, kind: type[BadInput] = BadInput) 
     except ValueError as error:  # our own hooks, and integers of thousands of digits
         raise kind(where, expected="plain JSON", found=str(error)) from None
     if not isinstance(value, dict):
-        raise kind(where, expected="a JSON object", found=f"a {type(value).__name__}")
+        raise kind(where, expected="a JSON object", found=shown(value))
     return value
 
 
@@ -100,6 +106,12 @@ def _no_constant(name: str) -> NoReturn:
     raise _Refused(f"the constant {name}")
 
 
+def _whole(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise _Refused(f"a number of {len(digits):,} digits")
+    return int(digits)
+
+
 def finite_float(digits: str) -> float:
     """Return the number in ``digits``; ``ValueError`` for NaN, infinities and numbers that no float holds."""
     value = float(digits)
@@ -110,7 +122,7 @@ def finite_float(digits: str) -> float:
 
 def deeper(value: object, most: int) -> bool:
     """Return whether lists and objects are nested more than ``most`` levels deep."""
-    level: list[Any] = [value]
+    level: list[Any] = [value] if isinstance(value, dict | list) else []
     for _ in range(most):
         level = [
             child

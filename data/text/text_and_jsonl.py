@@ -176,9 +176,10 @@ def _paragraphs(text: str, first: int) -> Iterator[tuple[int, str]]:
 def _text(where: str, key: str, record: dict[str, Any]) -> str:
     if key not in record:
         found = f"the keys {', '.join(record)}"
-        raise BadInput(
-            where, expected=f"an object with {key!r}", found=found, todo="Name its text with --json-key"
-        )
+        todo = "Name its text with --json-key"
+        if {"messages", "conversations"} & {*record}:
+            todo = "These are chats: give --chat"
+        raise BadInput(where, expected=f"an object with {key!r}", found=found, todo=todo)
     value = record[key]
     if not isinstance(value, str):
         raise BadInput(where, key, expected="text", found=f"{value!r:.80}")

@@ -48,7 +48,9 @@ CHANGES = {
     "optimizer.decay=1": "optimizer.decay",
     "optimizer.scale_lr=sqrt": "reference_batch",
     "timeout=0": "timeout",
-    "optimizer.learning_rate=1": "learning_rate",
+    "optimizer.schedul=cosine": "Nearest: optimizer.schedule",
+    "layuot.tensor=2": "layuot: expected a known key, found an unknown one. Nearest: layout",
+    "data.tokens=[]": "data.tokens",
     "layout.tensor=3": "tensor: expected a divisor",
     "layout.pipeline=4": "pipeline",
     "out=/proc/x/y": "/proc/x",
@@ -156,6 +158,9 @@ def write_files(folder):
     (folder / "file").write_text("mine")
     (folder / "a.jsonl").write_text('{"text": "some words"}\n{"text": 3}\n')
     (folder / "ds.json").write_text('{"train_batch_size": 8}')
+    (folder / "null.json").write_text("null")
+    (folder / "digits.json").write_text('{"rows": ' + "9" * 5000 + "}")
+    (folder / "chat.jsonl").write_text('{"messages": []}\n')
     write_tokens(folder / "tokens")
 
 
@@ -174,6 +179,17 @@ test_places_and_options_that_cannot_be_are_refused_before_the_work = refusals(
         "verify tokens --names titan",
         "--names: expected none with a token file",
         write_files,
+    ),
+    command("plan gpt2 --gpus 1 --machine null.json", "null.json: expected a JSON object", write_files),
+    command("plan gpt2 --gpus 1 --machine digits.json", "found a number of 5,000 digits", write_files),
+    command("generate hf -p a --device tpu", "device: expected cpu or cuda, found 'tpu'", write_model),
+    Refused(
+        "tokenize into a folder",
+        lambda folder: call_command(
+            folder, "tokenize", "file", "--tokenizer", str(model() / "tokenizer"), "--out", "."
+        ),
+        "expected the name of a token file, found a folder",
+        given=write_files,
     ),
     command("schedule --name zigzag", "one of gpipe, 1f1b"),
     command("schedule --name 1f1b --microbatches 3", "at least 4 with 1f1b over pipeline=4, found 3"),
