@@ -60,10 +60,8 @@ def recipe(out, base, tokens, **changes):
 
 ADAPTERS, ANOTHER = {"lora": LORA, "steps": 4}, {"layout": {"tensor": 2, "pipeline": 2}}
 test_a_run_of_adapters_that_stops_and_goes_on_equals_one_that_was_never_stopped = stop_and_go(
-    [
-        StopAndGo("in-one-layout", [{}, {}], ADAPTERS, given=on_a_base),
-        StopAndGo("into-another-layout", [{}, ANOTHER], ADAPTERS, whole={}, given=on_a_base),
-    ]
+    StopAndGo("in-one-layout", [{}, {}], ADAPTERS, given=on_a_base),
+    StopAndGo("into-another-layout", [{}, ANOTHER], ADAPTERS, whole={}, given=on_a_base),
 )
 
 
