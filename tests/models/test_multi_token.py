@@ -6,14 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.configs import MODELS
-from support.families import config_of, on_disk, transformers_model
+from support.families import config_of, family_and_config, on_disk, transformers_model
 from torch.nn import functional as F
 from trilith.checkpoints import read_source
 from trilith.cli.app import run
 from trilith.data.batch import Batch
 from trilith.data.multi_token_labels import tokens_ahead
 from trilith.layers import IGNORE
-from trilith.models import family_of
 from trilith.parallel_state import BadInput
 from trilith.training.step import TrainStep
 
@@ -36,8 +35,7 @@ def with_block(row):
 
 
 def ours_of(raw, tensors):
-    family = family_of(raw)
-    config = family.from_hf(raw)
+    family, config = family_and_config(raw)
     model = family.build(config, device="cpu", dtype=torch.float64)
     parameters = dict(model.named_parameters())
     links, shapes = family.links(config)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from support.configs import EXPERTS, MODELS
+from support.families import family_and_config
 from support.layout_cases import axes
-from trilith.models import family_of
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.parallel_state.engine import local_data
 from trilith.planner import rank_parameters
@@ -32,8 +32,7 @@ def count(layout):
     for name, raw in MODELS.items():
         if layout.expert > 1 and name not in EXPERTS:
             continue
-        family = family_of(raw)
-        config = family.from_hf(raw)
+        family, config = family_and_config(raw)
         try:
             model = family.build(config, state=state, device="meta")
         except BadInput:  # too few blocks for four stages

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.configs import MODELS
+from support.families import family_and_config
 from torch import nn
 from trilith.layers import Stage
 from trilith.models import LoraConfig, adapted, family_of, published_size
@@ -49,8 +50,7 @@ def unnumbered(one):
 def test_one_block_of_each_kind_plans_what_all_blocks_plan(name):
     """Parameters, gradients, moments, activations and traffic: equal for each stage of each layout."""
     raw = MODELS.get(name, FURTHER)
-    family = family_of(raw)
-    config = family.from_hf(raw)
+    family, config = family_and_config(raw)
     layouts = [layout for layout in LAYOUTS if fits(raw, layout)]
     assert layouts
     for layout in layouts:
@@ -90,8 +90,7 @@ def test_adapters_are_planned_on_one_block_of_each_kind():
 def constructions(size, layout):
     """Count the modules that are made to plan every stage of a layout of a model whose kinds are known."""
     raw = published_size(size).with_fields({})
-    family = family_of(raw)
-    config = family.from_hf(raw)
+    family, config = family_and_config(raw)
     block_kinds(family, config)
     made = []
     plain = nn.Module.__init__
@@ -122,8 +121,7 @@ def test_a_plan_takes_as_many_modules_for_sixteen_thousand_ranks_as_for_one_node
 
 def test_a_plan_of_one_rank_takes_as_little_memory_in_a_large_world_as_in_a_small_one():
     raw = published_size("llama-3.1-405b").with_fields({})
-    family = family_of(raw)
-    config = family.from_hf(raw)
+    family, config = family_and_config(raw)
     block_kinds(family, config)
     most = []
     for data in (2, 2, 128):  # the first one also fills caches

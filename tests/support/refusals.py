@@ -43,6 +43,13 @@ class Refused:
     given: Callable[[Path], object] = _leave_empty
 
 
+def refusal_of(call: Callable[[], object]) -> str:
+    """Return in what words a call is refused."""
+    with pytest.raises(BadInput) as caught:
+        call()
+    return str(caught.value)
+
+
 def files_under(folder: Path) -> dict[str, tuple[object, ...]]:
     """Return each path under a folder with its mode and its bytes, or the target of a link.
 
