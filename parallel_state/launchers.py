@@ -158,7 +158,7 @@ def _number(name: str, least: int, most: int | None) -> int:
     wide = text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
     if not wide or int(text) < least or (most is not None and int(text) > most):
         bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
-        raise _bad(name, f"a whole number {bounds}", repr(text) if text else "nothing")
+        raise _bad(name, f"a whole number {bounds}", repr(text)[:80] if text else "nothing")
     return int(text)
 
 
