@@ -159,7 +159,7 @@ def _number(name: str, least: int, most: int | None) -> int:
     number = whole_number(text)
     if number is None or number < least or number > (_MOST if most is None else most):
         bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
-        raise _bad(name, f"a whole number {bounds}", repr(text) if text else "nothing")
+        raise _bad(name, f"a whole number {bounds}", repr(text)[:80] if text else "nothing")
     return number
 
 

@@ -184,7 +184,7 @@ def restore_recipe(folder):
     parse_recipe(tiny_recipe(folder / "run", folder / "tokens", checkpoint={"restore": True}))
 
 
-test_a_place_that_cannot_be_a_mirror_is_refused_before_the_first_step = refusals([
+test_a_place_that_cannot_be_a_mirror_is_refused_before_the_first_step = refusals(
     Refused("unknown store", begin("nosuch://bucket"), "file system is installed"),
     Refused("inside", begin("run/sub"), "outside the input", given=lambda folder: (folder / "run").mkdir()),
     Refused("inside what is not there yet", begin("run/sub"), "outside the run's folder, found one in it"),
@@ -194,7 +194,7 @@ test_a_place_that_cannot_be_a_mirror_is_refused_before_the_first_step = refusals
     Refused("another model", begin("mirror", width=8), "same model", given=another_model),
     Refused("unknown store in a recipe", begin_recipe, r"checkpoint\.mirror|nosuch"),
     Refused("no mirror to restore from", restore_recipe, r"checkpoint\.restore: expected checkpoint\.mirror"),
-])  # fmt: skip
+)  # fmt: skip
 
 
 def test_a_place_that_refuses_to_be_written_is_told_before_the_first_step(tmp_path):

@@ -134,7 +134,7 @@ def two_ways(manifest):
     manifest["tensors"]["norm.weight"]["parts"] = [{"file": 0, "start": [0], "stop": [1]}]
 
 
-test_a_damaged_grid_is_refused_as_damaged_parts_are = refusals([
+test_a_damaged_grid_is_refused_as_damaged_parts_are = refusals(
     damaged("a part missing", lambda m: first_cut(m).update(count=1), f"{UP}: .*owned by nobody"),
     damaged("overlap", lambda m: first_cut(m).update(apart=2), f"{UP}: .*one part in each file"),
     damaged("negative rows", lambda m: first_cut(m).update(rows=-4), "rows"),
@@ -148,7 +148,7 @@ test_a_damaged_grid_is_refused_as_damaged_parts_are = refusals([
     damaged("neither way", lambda m: m["tensors"]["norm.weight"].pop("grid"), "owned by nobody"),
     damaged("a box that is not the grid's", uncut, "rank-0000.*layers.0.mlp.gate_up.up.weight", verified),
     damaged("of version 2", lambda m: m.update(version=2), "parts in version 2, found a grid"),
-])  # fmt: skip
+)  # fmt: skip
 
 
 def test_the_manifest_of_405b_on_16384_ranks_is_small_and_says_a_million_parts():

@@ -238,7 +238,7 @@ def two_dtypes():
 
 WEIGHTS = saving(Embedder)
 TWICE = (*NAMES, Rename("blocks.{i}.down.weight", "h.{i}.other"))
-test_modules_that_do_not_fit_are_refused_by_name = refusals([
+test_modules_that_do_not_fit_are_refused_by_name = refusals(
     Refused("width", loading(lambda: Embedder(12)), r"embed\.weight: expected \[37, 12\], found .*8\]",
             code=4, given=WEIGHTS),
     Refused("another module", loading(lambda: nn.Linear(2, 2)), r"weight: expected \[2, 2\], found no such",
@@ -257,4 +257,4 @@ test_modules_that_do_not_fit_are_refused_by_name = refusals([
     Refused("a parameter named twice", saving(Embedder, names=TWICE), r"blocks\.0\.down.*expected one rule"),
     Refused("no such parameter", saving(Embedder, names=(*NAMES, Rename("haed", "head"))),
             "head: expected a rule for a parameter, found none named"),
-])  # fmt: skip
+)  # fmt: skip

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.configs import TINIEST_LLAMA
+from support.families import family_and_config, model_of
 from support.inputs import saver_of
 from support.refusals import Refused, refusals
 from torch import nn
 from trilith.checkpoints import load_module, load_source, read_source, restore_model, save_model, save_module
-from trilith.models import family_of
 from trilith.parallel_state import BadCheckpoint, BadInput, Layout, ParallelState, initialize
 from trilith.testing import run_parallel
 from trilith.training import Precision, make_adamw, shard_over_data
@@ -68,8 +68,7 @@ def test_a_parameter_that_steps_left_out_goes_on_bit_for_bit(layout, tmp_path):
 
 def zoo(layout):
     state = state_of(layout)
-    family = family_of(TINIEST_LLAMA)
-    model = family.build(family.from_hf(TINIEST_LLAMA), state=state, device="cpu")
+    model = model_of(TINIEST_LLAMA, state=state, device="cpu")
     initialize(model, 3, state=state)
     return model, make_adamw(model, lr=1e-2)
 
@@ -138,8 +137,7 @@ test_what_cannot_be_saved_is_refused = refusals(REFUSED)
 
 @pytest.mark.parametrize("kind", ["module", "model"])
 def test_moments_are_not_read_in_another_dtype_and_weights_alone_are(kind, tmp_path):
-    family = family_of(TINIEST_LLAMA)
-    config = family.from_hf(TINIEST_LLAMA)
+    family, config = family_and_config(TINIEST_LLAMA)
     for dtype in (torch.float32, torch.bfloat16):
         if kind == "model":
             model = family.build(config, device="cpu", dtype=dtype)

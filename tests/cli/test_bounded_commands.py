@@ -25,8 +25,6 @@ from trilith.runs.launch import check_local
 from trilith.system import most_at_once
 from trilith.testing import run_fresh, run_parallel
 
-MANY = str(10**6)
-
 #: Of each option that multiplies work, one number that no machine takes. Options that bound work by
 #: themselves (a batch holds no more rows than there are prompts) are not here.
 WORDS = [

@@ -201,25 +201,23 @@ def refused(why, says, prompts, **how):
 
 
 test_generate_refuses_bad_arguments = refusals(
-    [
-        refused("no-prompt", "prompt: expected at least one token", []),
-        refused("an-empty-prompt", "prompt: expected at least one token", [[1], []]),
-        refused("too-long", "at most the model's 64 positions, found 65", [[1] * 61]),
-        refused("no-new-token", "max_new_tokens: expected from 1 up", [[1]], max_new_tokens=0),
-        refused("least-above-most", "min_new_tokens=6 or more, found 5", [[1]], min_new_tokens=6),
-        refused("unknown-token", "below the model's vocab_size=131, found 131", [[1, 131]]),
-        *(
-            Refused(f"{key}-{value}", lambda _, how={key: value}: Sampling(**how), says)
-            for key, value, says in (
-                ("temperature", -1.0, "temperature: expected a number from 0 up"),
-                ("temperature", float("nan"), "temperature: expected a number from 0 up"),
-                ("top_k", -1, "top_k: expected 0 or more"),
-                ("top_p", 0.0, "top_p: expected above 0"),
-                ("top_p", 1.5, "top_p: expected above 0"),
-            )
-        ),
-        refused("unknown-stop", "below the model's vocab_size=131, found 200", [[1]], stop=(200,)),
-    ]
+    refused("no-prompt", "prompt: expected at least one token", []),
+    refused("an-empty-prompt", "prompt: expected at least one token", [[1], []]),
+    refused("too-long", "at most the model's 64 positions, found 65", [[1] * 61]),
+    refused("no-new-token", "max_new_tokens: expected from 1 up", [[1]], max_new_tokens=0),
+    refused("least-above-most", "min_new_tokens=6 or more, found 5", [[1]], min_new_tokens=6),
+    refused("unknown-token", "below the model's vocab_size=131, found 131", [[1, 131]]),
+    *(
+        Refused(f"{key}-{value}", lambda _, how={key: value}: Sampling(**how), says)
+        for key, value, says in (
+            ("temperature", -1.0, "temperature: expected a number from 0 up"),
+            ("temperature", float("nan"), "temperature: expected a number from 0 up"),
+            ("top_k", -1, "top_k: expected 0 or more"),
+            ("top_p", 0.0, "top_p: expected above 0"),
+            ("top_p", 1.5, "top_p: expected above 0"),
+        )
+    ),
+    refused("unknown-stop", "below the model's vocab_size=131, found 200", [[1]], stop=(200,)),
 )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.configs import MODELS
+from support.families import model_of
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as uncompiled
 from trilith.layers import (
@@ -21,7 +22,6 @@ from trilith.layers import (
 from trilith.layers.attention import attention, backends, causal, flex, kernel_checks, mask, varlen
 from trilith.layers.attention.backends import BACKENDS, AttentionCall, choose_backend
 from trilith.layers.attention.visible import restarts, visible_tokens
-from trilith.models import family_of
 from trilith.parallel_state import BadInput, ParallelState, initialize
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
@@ -201,8 +201,7 @@ def test_a_mask_is_made_once_a_forward_whatever_the_number_of_blocks(name, monke
 
     monkeypatch.setattr(AttentionInputs, "__init__", watched)
     monkeypatch.setattr(mask, "visible_tokens", noted)
-    family = family_of(MODELS[name])
-    model = family.build(family.from_hf(MODELS[name]), device="cpu")
+    model = model_of(MODELS[name], device="cpu")
     initialize(model, 0, state=ParallelState.alone())
     positions = torch.arange(16).remainder(9).expand(2, -1)
     model(torch.zeros(2, 16, dtype=torch.long), positions)

@@ -1,10 +1,7 @@
 """Check that layers which promise fp32 inside keep it in a user's autocast region."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
 from trilith.layers import (
     LayerNorm,
     RMSNorm,
@@ -16,7 +13,6 @@ from trilith.layers import (
 from trilith.layers.attention.blockwise import BlockAttentionOptions, attend, attend_backward
 
 D, VOCAB = 16, 31
-Layer = Callable[[Tensor], Tensor]
 
 
 def made(layer):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.configs import TINY_GPT2
+from support.families import model_of
 from torch.nn import functional as F
 from trilith.layers import (
     Tokens,
@@ -13,7 +14,6 @@ from trilith.layers import (
     token_losses,
     vocab_parallel_cross_entropy,
 )
-from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import LiveBytes
 
@@ -50,18 +50,8 @@ def test_it_equals_the_plain_loss(chunk, terms, cap, compiled, monkeypatch):
     wanted = torch.autograd.grad(plain.sum() * 0.37 * 0.5, every)
     if compiled:  # as on a GPU, where torch's compiler makes a kernel of each reading of the logits
         monkeypatch.setattr(token_losses, "_compiled", torch.compile(fullgraph=True, backend="aot_eager"))
-    loss = chunked_cross_entropy(
-        hidden,
-        weight,
-        labels,
-        V,
-        chunk=chunk,
-        bias=bias,
-        logit_cap=cap,
-        scale=torch.tensor(0.5),
-        compiled=compiled,
-        **terms,
-    )
+    how = {"chunk": chunk, "bias": bias, "logit_cap": cap, "scale": torch.tensor(0.5), "compiled": compiled}
+    loss = chunked_cross_entropy(hidden, weight, labels, V, **how, **terms)
     torch.testing.assert_close(loss, plain.sum() * 0.5, rtol=1e-10, atol=1e-10)
     found = torch.autograd.grad(loss * 0.37, every)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
@@ -147,16 +137,8 @@ def test_its_memory_is_a_chunk_of_logits_beside_the_sums(dtype, sums, sum_bytes,
     hidden, weight = (torch.randn(n, dim, dtype=dtype, requires_grad=True) for n in (tokens, rows))
     labels = torch.randint(rows, (1, tokens))
     with LiveBytes() as memory:
-        loss = chunked_cross_entropy(
-            hidden[None],
-            weight,
-            labels,
-            rows,
-            chunk=chunk,
-            logit_cap=cap,
-            scale=torch.tensor(0.01),
-            sums=sums,
-        )
+        how = {"chunk": chunk, "logit_cap": cap, "scale": torch.tensor(0.01), "sums": sums}
+        loss = chunked_cross_entropy(hidden[None], weight, labels, rows, **how)
         loss.backward()
     gradients = hidden.nbytes + weight.numel() * sum_bytes
     logits = chunk * rows * dtype.itemsize
@@ -204,8 +186,7 @@ def test_logits_are_not_cut_where_that_saves_nothing():
 
 def test_with_the_head_in_the_loss_a_model_gives_hidden_states():
     """Evaluation too, which has no gradients, takes them to the chunked loss; generation asks for logits."""
-    family = family_of(TINY_GPT2)
-    model = family.build(family.from_hf(TINY_GPT2), device="cpu")
+    model = model_of(TINY_GPT2, device="cpu")
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     for gradients in (True, False):
         with torch.set_grad_enabled(gradients):

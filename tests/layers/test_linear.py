@@ -23,13 +23,6 @@ def test_named_outputs_are_separate_linears_of_one_input():
     assert list(layer.state_dict()) == ["q.weight", "q.bias", "k.weight", "k.bias"]
 
 
-def test_shared_outputs_may_be_fewer_than_the_ranks_E2():
-    for rank in range(4):
-        state = ParallelState.stand_in(Layout.of(tensor=4), rank)
-        layer = ColumnParallelLinear(8, {"q": 16, "k": 4}, unit=4, shared=("k",), state=state)
-        assert (layer.k.weight.shape, layer.q.weight.shape) == ((4, 8), (4, 8))
-
-
 def test_the_repr_shows_whole_and_local_sizes():
     state = ParallelState.stand_in(Layout.of(tensor=4), 1)
     column = ColumnParallelLinear(8, {"q": 16, "k": 8}, unit=4, shared=("k",), state=state)

@@ -41,6 +41,16 @@ def one_by_one(q, k, v, decay, beta, places):
     return [torch.stack(found, dim=1), state]
 
 
+def check_alike(in_chunks, by_token, given):
+    """Compare outputs and last states, and the gradients of what was given."""
+    for one, other in zip(in_chunks, by_token, strict=True):
+        assert float((one - other).detach().abs().max()) <= 1e-12
+    seed = torch.randn_like(by_token[0])
+    found, wanted = (torch.autograd.grad(y, given, seed, retain_graph=True) for y, _ in (in_chunks, by_token))
+    for one, other in zip(found, wanted, strict=True):
+        assert float((one - other).abs().max()) <= 1e-12 * float(other.abs().max())
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["one-document", "documents"])
 def test_the_delta_rule_in_chunks_is_the_rule_token_by_token(packed):
     torch.manual_seed(0)
@@ -50,12 +60,8 @@ def test_the_delta_rule_in_chunks_is_the_rule_token_by_token(packed):
     row = positions_of(DOCUMENTS) if packed else torch.arange(150).expand(2, -1)
     y, last = gated_delta_rule(*given, runs_of(row if packed else None, q.flatten(2)))
     wanted, state = one_by_one(*given, row)
-    assert CHUNK < 150 and float((y - wanted).detach().abs().max()) <= 1e-12
-    assert float((last.flatten(1, 2) - state).detach().abs().max()) <= 1e-12
-    seed = torch.randn_like(y)
-    found = torch.autograd.grad(y, (q, k, v, decay, beta), seed, retain_graph=True)
-    for one, other in zip(found, torch.autograd.grad(wanted, (q, k, v, decay, beta), seed), strict=True):
-        assert float((one - other).abs().max()) <= 1e-12 * float(other.abs().max())
+    assert CHUNK < 150
+    check_alike((y, last.flatten(1, 2)), (wanted, state), (q, k, v, decay, beta))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one-document", "documents"])
@@ -75,12 +81,7 @@ def test_the_state_space_in_chunks_is_the_recurrence_token_by_token(packed, grou
         state = state + torch.einsum("bhs,bhp->bhsp", into[:, t], x[:, t])
         found.append(torch.einsum("bhsp,bhs->bhp", state, out[:, t]))
     wanted = torch.stack(found, dim=1)
-    assert float((y - wanted).detach().abs().max()) <= 1e-12
-    assert float((last - state).detach().abs().max()) <= 1e-12
-    seed = torch.randn_like(y)
-    grads = torch.autograd.grad(y, (x, decay, b, c), seed, retain_graph=True)
-    for one, other in zip(grads, torch.autograd.grad(wanted, (x, decay, b, c), seed), strict=True):
-        assert float((one - other).abs().max()) <= 1e-12 * float(other.abs().max())
+    check_alike((y, last), (wanted, state), (x, decay, b, c))
 
 
 def test_a_convolution_of_one_token_needs_none_before():

@@ -23,21 +23,10 @@ def test_blocks_are_spread_evenly_with_the_odd_ones_in_the_middle(num_layers, st
     assert not longer or longer == list(range(longer[0], longer[-1] + 1)), "side by side"
 
 
-@given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 3))
-def test_stages_hold_every_block_once_in_order(num_layers, pipeline, tensor):
-    if pipeline > num_layers:
-        return
-    layout = Layout.of(tensor=tensor, pipeline=pipeline)
-    states = [ParallelState.stand_in(layout, stage * tensor) for stage in range(pipeline)]
-    stages = [Stage.of(num_layers, state=state) for state in states]
-    assert [i for stage in stages for i in stage.blocks] == list(range(num_layers))
-    assert [stage.first for stage in stages] == [True] + [False] * (pipeline - 1)
-    assert [stage.last for stage in stages] == [False] * (pipeline - 1) + [True]
-
-
-@given(st.integers(1, 60), st.integers(2, 5), st.integers(1, 4), st.booleans(), st.integers(1, 2))
-def test_every_block_is_held_once_with_several_stages_a_rank(num_layers, pipeline, virtual, v_shape, tensor):
-    virtual = 2 if v_shape else virtual
+@given(st.integers(1, 60), st.integers(1, 8), st.integers(1, 4), st.booleans(), st.integers(1, 3))
+def test_every_block_is_held_once_and_in_order(num_layers, pipeline, virtual, v_shape, tensor):
+    v_shape = v_shape and pipeline > 1
+    virtual = 1 if pipeline == 1 else 2 if v_shape else virtual
     if pipeline * virtual > num_layers:
         return
     layout = Layout.of(tensor=tensor, pipeline=pipeline, virtual_stages=virtual, v_shape=v_shape)

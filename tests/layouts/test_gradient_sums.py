@@ -5,13 +5,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 from support.configs import config
+from support.short_runs import built
 from trilith.data import Batch
-from trilith.models import family_of
-from trilith.parallel_state import Layout, ParallelState, initialize
+from trilith.parallel_state import Layout
 from trilith.parallel_state.engine import computed_with, fsdp_modules
 from trilith.pipeline.driver import DrivenStage
 from trilith.testing import run_parallel
-from trilith.training import Precision, TrainStep, shard_over_data
+from trilith.training import Precision, TrainStep
 
 LOOP, SHAPED = {"virtual_stages": 2}, {"virtual_stages": 2, "v_shape": True}
 SCHEDULES = {"1f1b": {}, "interleaved-zero-bubble": LOOP, "zbv": SHAPED, "dualpipev": SHAPED}
@@ -25,13 +25,8 @@ def whole_gradients(name):
 
 
 def waiting_gradients(name, zero):
-    state = ParallelState.start(Layout.of(pipeline=2, data=2, zero=zero, **SCHEDULES[name]))
-    raw = config("llama", layers=4)
-    family = family_of(raw)
-    model = family.build(family.from_hf(raw), state=state)
-    shard_over_data(model, state, Precision(torch.float32, torch.float32, torch.float32))
-    model.to_empty(device="cpu")
-    initialize(model, 0, state=state)
+    layout = Layout.of(pipeline=2, data=2, zero=zero, **SCHEDULES[name])
+    model = built(layout, Precision(*[torch.float32] * 3), config("llama", layers=4))
     step, waiting = TrainStep(model, micro_batch=1, schedule=name), []
 
     def look(stage, *given, **named):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from support.configs import TINIEST_LLAMA
 from support.short_runs import built
-from torch import Tensor
 from trilith.data import Batch
 from trilith.layers import IGNORE
 from trilith.parallel_state import Layout
@@ -13,7 +12,6 @@ from trilith.testing import run_parallel
 from trilith.training import Precision, TrainStep
 
 SAMPLES, LENGTH = 4, 8
-Gradients = dict[str, Tensor]
 
 
 def gradients(model, precision, scale, only=None, schedule="1f1b"):

@@ -7,15 +7,15 @@ import pytest
 import torch
 from support.configs import MODELS
 from support.layout_cases import one_device
+from support.short_runs import built
 from support.short_training import Case, batch
 from trilith.data import Batch, TokenFile
 from trilith.data.batches import GlobalBatches
 from trilith.data.token_writer import TokenWriter
-from trilith.models import family_of
-from trilith.parallel_state import Layout, ParallelState, initialize
+from trilith.parallel_state import Layout
 from trilith.testing import run_parallel
 from trilith.testing.layouts import assemble, pieces, roughen
-from trilith.training import Precision, TrainStep, shard_over_data
+from trilith.training import Precision, TrainStep
 
 LENGTH, SAMPLES, ROWS = 24, 16, 8
 
@@ -34,12 +34,8 @@ def chat(tmp_path_factory):
 
 def one_epoch(config, layout, name, samples):
     """Return the loss and the gradients of a step over every sample."""
-    state = ParallelState.start(layout)
-    family = family_of(config)
-    model = family.build(family.from_hf(config), state=state, dtype=torch.float64)
-    shard_over_data(model, state, Precision(torch.float64, torch.float64, torch.float64))
-    model.to_empty(device="cpu")
-    initialize(model, 3, state=state)
+    model = built(layout, Precision(*[torch.float64] * 3), config)
+    state = model.state
     roughen(model, 3, state)
     count = SAMPLES if samples == "single" else ROWS
     data = GlobalBatches(TokenFile.open(name), LENGTH, count, 0, samples=samples)

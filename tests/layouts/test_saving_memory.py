@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from support.configs import config
+from support.families import model_of
 from support.short_training import Case, first_difference, outcome, train_rank
 from torch.distributed import fsdp
-from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState
 from trilith.recipes.sections import MemorySection
 from trilith.testing import run_parallel
@@ -64,8 +64,7 @@ def policies(offload):
         return shard(module, **options)
 
     state = ParallelState.start(Layout.of(data=2, zero=3))
-    family = family_of(MODEL)
-    model = family.build(family.from_hf(MODEL), state=state)
+    model = model_of(MODEL, state=state)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fsdp, "fully_shard", noted)
         zero_on_fsdp.shard_over_data(model, state, Precision(), offload=offload)

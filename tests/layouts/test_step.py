@@ -6,10 +6,10 @@ from typing import Any, cast
 import pytest
 import torch
 from support.configs import TINIEST_LLAMA
+from support.families import family_and_config
 from support.short_runs import built
 from trilith.data import Batch
 from trilith.layers import IGNORE
-from trilith.models import family_of
 from trilith.parallel_state import BadInput, Layout, ParallelState, gradient_norm, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.testing import RankError, run_parallel
@@ -60,8 +60,7 @@ def test_samples_that_do_not_count_weigh_nothing_wherever_they_lie(layout):
 
 
 def model_alone(state=None):
-    family = family_of(TINIEST_LLAMA)
-    config = family.from_hf(TINIEST_LLAMA)
+    family, config = family_and_config(TINIEST_LLAMA)
     model = family.build(config, state=state, device="cpu", dtype=torch.float64)
     initialize(model, 3)
     return model

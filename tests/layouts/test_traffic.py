@@ -54,23 +54,21 @@ ALWAYS = {
     "glm4_moe": ("dp4-ep2-zero0", "dp4-ep2-zero3", "dp4-ep2-zero2-copies2"),
 }
 LAYOUTS = Layouts(
-    [
-        *(sent(model, *words.split()) for model, every in ALWAYS.items() for words in every),
-        sent("mtp", "tp2-sp", chunk=5),
-        *(sent("sixteens", "tp2", "full", float8=scaling) for scaling in ("tensorwise", "rowwise")),
-        sent("sixteens", "tp2-sp", "selective", float8="rowwise"),
-        sent("sixteens", "tp2-sp", float8="tensorwise"),
-        sent("gpt2", "tp4-sp", **BF16),
-        *(sent("llama", f"dp2-zero{zero}", **BF16) for zero in range(4)),
-        sent("llama-tied", "pp2-dp2-zero1", blocks=4, **BF16),
-        sent("llama", "cp2-zero1", **BF16),
-        # On a V's first rank both ends of the model use the root, and its sums are of what each end uses.
-        *(sent("mtp", f"pp2-dp2-zero{zero}-v", **ZBV) for zero in (0, 2, 3)),
-        sent("llama", "pp2-dp2-zero3-copies2-loop2", **LOOP),
-        *(sent("gpt_oss", f"pp2-cp2-{ring}v", **ZBV) for ring in ("", "ring-")),
-        sent("llama-tied", "pp2-dp2-zero3-v", schedule="dualpipev", blocks=4, rounds=5),
-        sent("llama-tied", "pp2-dp2-zero3-loop2", schedule="interleaved", chunk=5, **FOUR),
-    ],
+    *(sent(model, *words.split()) for model, every in ALWAYS.items() for words in every),
+    sent("mtp", "tp2-sp", chunk=5),
+    *(sent("sixteens", "tp2", "full", float8=scaling) for scaling in ("tensorwise", "rowwise")),
+    sent("sixteens", "tp2-sp", "selective", float8="rowwise"),
+    sent("sixteens", "tp2-sp", float8="tensorwise"),
+    sent("gpt2", "tp4-sp", **BF16),
+    *(sent("llama", f"dp2-zero{zero}", **BF16) for zero in range(4)),
+    sent("llama-tied", "pp2-dp2-zero1", blocks=4, **BF16),
+    sent("llama", "cp2-zero1", **BF16),
+    # On a V's first rank both ends of the model use the root, and its sums are of what each end uses.
+    *(sent("mtp", f"pp2-dp2-zero{zero}-v", **ZBV) for zero in (0, 2, 3)),
+    sent("llama", "pp2-dp2-zero3-copies2-loop2", **LOOP),
+    *(sent("gpt_oss", f"pp2-cp2-{ring}v", **ZBV) for ring in ("", "ring-")),
+    sent("llama-tied", "pp2-dp2-zero3-v", schedule="dualpipev", blocks=4, rounds=5),
+    sent("llama-tied", "pp2-dp2-zero3-loop2", schedule="interleaved", chunk=5, **FOUR),
     at_once=10,
 )
 test_a_step_sends_what_is_planned = LAYOUTS.send_what_is_planned()

@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.configs import EXPERTS, MODELS, PUBLISHED
-from support.families import transformers_model
+from support.families import transformers_model, with_adapters
 from support.models_page import MEASURED
+from support.round_trips import assert_same, weights
 from trilith.checkpoints import load_model, read_adapter, read_source
 from trilith.cli.app import run
 from trilith.cli.shared.in_transformers import observe_hf
@@ -99,9 +100,7 @@ def test_there_and_through_a_layout_and_back_is_bitwise(row, theirs, tmp_path):
     sharded, back = tmp_path / "sharded", tmp_path / "back"
     assert run(["convert", str(source), str(sharded), "--tensor", "4", "--pipeline", "3"]) == 0
     assert run(["convert", str(sharded), str(back), "--to", "hf"]) == 0
-    before, after = (load_file(folder / "model.safetensors") for folder in (source, back))
-    assert before.keys() == after.keys()
-    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert_same(weights(back), weights(source))
     stated, written = (json.loads((folder / "config.json").read_text()) for folder in (source, back))
     assert {key: value for key, value in written.items() if stated[key] != value} == {}
     assert stated.keys() == written.keys()
@@ -153,19 +152,13 @@ def test_adapters_go_to_peft_and_back(row, theirs, tmp_path, record_property):
     sites = expert_sites(family, family.from_hf(MODELS[row]))
     assert bool(sites) == (row in EXPERTS)
     stacks = {".".join(site.name.split(".")[-2:]) for site in sites}
-    lora = peft.LoraConfig(
-        task_type="CAUSAL_LM", target_modules=targets, target_parameters=[*stacks] or None, r=3, lora_alpha=6
-    )
-    adapted = peft.get_peft_model(transformers_model(MODELS[row]), lora)
-    torch.manual_seed(1)
-    for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    lora = {"target_modules": targets, "target_parameters": [*stacks] or None, "r": 3, "lora_alpha": 6}
+    adapted = with_adapters(transformers_model(MODELS[row]), **lora)
     adapted.save_pretrained(tmp_path / "adapter")
     ids = torch.randint(503, (2, 20))
     ours = load_model(folder, adapter=tmp_path / "adapter")
     with torch.no_grad():
-        expected, found = adapted.eval()(ids).logits, gather_logits(ours(ids), 503)
+        expected, found = adapted(ids).logits, gather_logits(ours(ids), 503)
     worst = float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))
     assert worst <= 1e-5
     record_property(MEASURED, [MODELS[row]["model_type"], ["LoRA"], worst])

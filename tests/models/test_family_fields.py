@@ -68,10 +68,8 @@ def read_by_transformers(family):
     """
     theirs = type(AutoConfig.for_model(family))
     known = {field.name for field in fields(theirs)} | {*chain(*theirs.attribute_map.items())}
-    older = taken_by(PreTrainedConfig.__post_init__) - {
-        "rope_scaling",
-        "rope_theta",
-    }  # at which it only looks
+    looked_at = {"rope_scaling", "rope_theta"}  # and not taken
+    older = taken_by(PreTrainedConfig.__post_init__) - looked_at
     rotation = taken_by(theirs.convert_rope_params_to_dict) if "rope_parameters" in known else set()
     return known | older | taken_by(theirs) | rotation
 
@@ -203,6 +201,5 @@ def test_swapping_two_tensors_of_a_block_is_seen(row):
             if difference <= close(CASES[row]):
                 blind.append((name, other))
     assert blind == []
-    assert float((gather_logits(model(IDS), 503) - wanted).abs().max()) <= close(
-        CASES[row]
-    )  # all is as it was
+    last = float((gather_logits(model(IDS), 503) - wanted).abs().max())
+    assert last <= close(CASES[row]), "all is as it was"

@@ -6,14 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.configs import MODELS
-from support.families import config_of, on_disk, transformers_model
+from support.families import config_of, family_and_config, on_disk, transformers_model
+from support.round_trips import assert_same, weights
 from torch.nn import functional as F
 from trilith.checkpoints import read_source
 from trilith.cli.app import run
 from trilith.data.batch import Batch
 from trilith.data.multi_token_labels import tokens_ahead
 from trilith.layers import IGNORE
-from trilith.models import family_of
 from trilith.parallel_state import BadInput
 from trilith.training.step import TrainStep
 
@@ -36,8 +36,7 @@ def with_block(row):
 
 
 def ours_of(raw, tensors):
-    family = family_of(raw)
-    config = family.from_hf(raw)
+    family, config = family_and_config(raw)
     model = family.build(config, device="cpu", dtype=torch.float64)
     parameters = dict(model.named_parameters())
     links, shapes = family.links(config)
@@ -113,9 +112,8 @@ def test_its_tensors_go_through_a_layout_and_back_bitwise(folder, tmp_path):
     sharded, back = tmp_path / "sharded", tmp_path / "back"
     assert run(["convert", str(folder), str(sharded), "--tensor", "2", "--pipeline", "3"]) == 0
     assert run(["convert", str(sharded), str(back), "--to", "hf"]) == 0
-    before, after = (load_file(one / "model.safetensors") for one in (folder, back))
-    assert before.keys() == after.keys() and len([name for name in before if "layers.4." in name]) > 30
-    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert_same(weights(back), weights(folder))
+    assert len([name for name in weights(folder) if "layers.4." in name]) > 30
     assert json.loads((back / "config.json").read_text())["mtp"] is True
 
 

@@ -7,10 +7,10 @@ from itertools import product
 import pytest
 import torch
 from support.configs import TINY_GLM, TINY_MIXTRAL, config
+from support.families import model_of
 from support.layout_cases import axes
 from torch.nn import functional as F
 from trilith.layers import KeyValueCache, gather_logits, vocab_parallel_cross_entropy
-from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, finalize_gradients, initialize
 from trilith.pipeline.runner import schedule_of_model
 from trilith.testing import Operators, run_parallel
@@ -55,8 +55,7 @@ def packed():
 
 
 def built(model, state, dtype=torch.float64):
-    family = family_of(MODELS[model])
-    made = family.build(family.from_hf(MODELS[model]), state=state, dtype=dtype)
+    made = model_of(MODELS[model], state=state, dtype=dtype)
     made.to_empty(device="cpu")
     initialize(made, SEED, state=state)
     roughen(made, SEED, state)

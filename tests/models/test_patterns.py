@@ -6,6 +6,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.refusals import refusal_of
 from trilith.models import LoraConfig, patterns
 from trilith.parallel_state import BadInput
 from trilith.recipes.optimizer_sections import ParameterGroup
@@ -45,18 +46,15 @@ def test_a_repetition_in_a_repetition_ends_in_an_answer_or_a_refusal(pattern, pr
 def test_patterns_without_an_end_are_refused_wherever_a_user_may_write_one():
     pattern = "(.*a+)+b"
     assert decided(pattern) is None
-    adapters = {"target_modules": pattern, "exclude_modules": pattern}
-    for key, value in adapters.items():
-        config = LoraConfig(**{"target_modules": [NAME], key: value})
-        with pytest.raises(BadInput, match="decided within"):
-            config.targets(NAME)
-    with pytest.raises(BadInput, match="decided within"):
-        LoraConfig(rank_pattern={pattern: 4}).rank_of(NAME)
-    with pytest.raises(BadInput, match="decided within"):
-        LoraConfig(alpha_pattern={pattern: 4}).alpha_of(NAME)
-    nested = LoraConfig(target_modules=[NAME], layers_to_transform=(0,), layers_pattern=pattern)
-    with pytest.raises(BadInput, match="decided within"):
-        nested.targets(NAME)
+    for adapters in (
+        {"target_modules": pattern},
+        {"target_modules": [NAME], "exclude_modules": pattern},
+        {"target_modules": [NAME], "layers_to_transform": (0,), "layers_pattern": pattern},
+    ):
+        assert "decided within" in refusal_of(lambda adapters=adapters: LoraConfig(**adapters).targets(NAME))
+    by_pattern = LoraConfig(rank_pattern={pattern: 4}, alpha_pattern={pattern: 4})
+    for number_of in (by_pattern.rank_of, by_pattern.alpha_of):
+        assert "decided within" in refusal_of(lambda number_of=number_of: number_of(NAME))
 
 
 def test_the_time_is_that_of_all_names_together(monkeypatch):

@@ -13,7 +13,6 @@ from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import CollectiveOrder, Layout, ParallelState, PeerFailed, engine
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import RankError, run_parallel
-from trilith.training import Trainer
 
 X = torch.ones(4, 6)
 
@@ -141,32 +140,3 @@ def test_a_run_that_is_right_is_left_alone(layout, more, tmp_path):
         recipes[-1]["evaluation"] = {"tokens": str(tokens), "every": 1, "samples": 2}
     for plain, watched in run_parallel(losses_of, parse_recipe(recipes[0]).layout.world, recipes):
         assert plain == watched and len(plain) == 2
-
-
-def swapped(raw):
-    """Run a block's feed-forward before its attention on rank 1, as after a bad merge."""
-    recipe = parse_recipe(raw)
-    trainer = Trainer(recipe, ParallelState.start(recipe.layout), quiet=True)
-    block = trainer.model.layers["1"]
-    if trainer.state.rank == 1:
-
-        def parallel(x, inputs):
-            change = block.mlp(block.mlp_norm(x))
-            return x + change + block.attention(block.attention_norm(x), inputs)
-
-        block.forward = parallel
-    trainer.run()
-
-
-def test_in_a_run_the_lines_of_the_model_are_named_K18(tmp_path):
-    tokens = write_tokens(tmp_path / "tokens")
-    raw = tiny_recipe(tmp_path / "run", tokens, layout={"tensor": 2}, debug={"collectives": True})
-    with pytest.raises(RankError) as error:
-        run_parallel(swapped, 2, raw)
-    text = str(error.value.failures[0].cause)
-    assert re.search(
-        r"rank 0 calls all_reduce.* layers/row_parallel_linear\.py.* models/base/blocks\.py", text
-    ), text
-    assert re.search(
-        r"rank 1 calls all_reduce.* layers/mlp\.py.*[ /]parallel_state/test_collective_order", text
-    ), text

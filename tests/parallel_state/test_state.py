@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.configs import KEYS
-from trilith.models import family_of
+from support.families import family_and_config
 from trilith.parallel_state import AXES, BadInput, Layout, ParallelState, engine, rank_at_fault, together
 from trilith.testing import RankError, run_parallel
 
@@ -27,8 +27,7 @@ def test_the_self_check_names_what_a_torch_lacks():
 
 
 def test_405b_is_planned_on_the_meta_device_without_processes():
-    family = family_of(LLAMA_405B)
-    config = family.from_hf(LLAMA_405B)
+    family, config = family_and_config(LLAMA_405B)
     layout = Layout.of(tensor=8, pipeline=16, data=128, zero=1)
     start = time.process_time()
     stages = family.declarations(config, layout)

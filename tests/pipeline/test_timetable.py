@@ -127,10 +127,6 @@ REFUSED = {
     "unknown": ("1f2b", {"pipeline": 4}, 8, "one of gpipe, 1f1b.*'1f2b'"),
 }
 test_a_schedule_that_a_layout_cannot_run_is_refused = refusals(
-    [
-        Refused(
-            why, lambda _, name=name, layout=layout, n=n: check_schedule(name, Layout.of(**layout), n), says
-        )
-        for why, (name, layout, n, says) in REFUSED.items()
-    ]
+    Refused(why, lambda _, name=name, layout=layout, n=n: check_schedule(name, Layout.of(**layout), n), says)
+    for why, (name, layout, n, says) in REFUSED.items()
 )

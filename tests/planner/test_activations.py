@@ -7,11 +7,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 from support.configs import FOLDER, MODELS
+from support.families import family_and_config, model_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from trilith.layers import Attention, Cost, attention_kinds, checkpoint_blocks, cost_of, masks_cost
 from trilith.models import FAMILIES, LoraConfig, adapted, family_of, published_size
 from trilith.parallel_state import Layout, ParallelState, initialize
-from trilith.planner import Work, rank_parameters, stage_costs
+from trilith.planner import Work, stage_costs
 from trilith.planner.activations import saved_under
 from trilith.planner.memory import needs_of_rank
 from trilith.testing import LiveBytes, run_parallel
@@ -92,25 +93,12 @@ def test_every_family_has_a_case():
     assert {one_block(name)["model_type"] for name in _BLOCKS} == FAMILIES.keys()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_parameters_that_a_rank_is_planned_to_hold_are_those_that_it_builds(family):
-    raw = next(raw for raw in map(one_block, _BLOCKS) if raw["model_type"] == family)
-    config = FAMILIES[family].from_hf(raw)
-    for layout in (Layout(), Layout.of(tensor=2, sequence=True)):
-        for rank in range(layout.world):
-            state = ParallelState.stand_in(layout, rank)
-            model = FAMILIES[family].build(config, state=state)
-            every = rank_parameters(model, state).every
-            assert every.here + every.buffers == sum(one.numel() for one in model.parameters())
-
-
 def alive_by_plan(raw, mode, *, rows, length, fake):
     """Return the bytes that a forward leaves alive, logits among them, over the plan's.
 
     ``fake``: with tensors that have a size and no memory, so that a model may be of any size.
     """
-    family = family_of(raw)
-    config = family.from_hf(raw)
+    family, config = family_and_config(raw)
     model = family.build(config, device="meta" if fake else "cpu")
     if not fake:
         initialize(model, 0)
@@ -160,8 +148,7 @@ def kept_by_a_block(layout, mode):
     for blocks in (1, 4):
         state = ParallelState.start(layout)
         raw = {**MODELS["llama"], "num_hidden_layers": blocks}
-        family = family_of(raw)
-        model = family.build(family.from_hf(raw), state=state, device="cpu")
+        model = model_of(raw, state=state, device="cpu")
         initialize(model, 0, state=state)
         checkpoint_blocks([(int(number), block) for number, block in model.layers.items()], mode)
         ids = torch.zeros(3, 16, dtype=torch.long)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from support.configs import MODELS
+from support.families import family_and_config
 from torch import nn
 from trilith.layers import ColumnParallelLinear, Cost, Tokens, cost_of, cross_entropy_cost, sum_costs
-from trilith.models import family_of
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.planner import Work, model_cost, plan_memory, rank_parameters, step_traffic
 from trilith.testing import collectives_of, run_parallel
@@ -63,8 +63,7 @@ def test_a_module_that_says_nothing_is_refused_by_its_name():
             return super().forward(x).sin()
 
     config = MODELS["llama"]
-    family = family_of(config)
-    made = family.from_hf(config)
+    family, made = family_and_config(config)
     model = family.build(made)
     model.layers["0"].mlp = Mystery(2, 2)
     work = Work(ParallelState.alone(), made.hidden_size, 8, 1, 1)
@@ -80,8 +79,7 @@ def test_a_module_that_says_nothing_is_refused_by_its_name():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_family_has_a_plan_that_grows_with_its_tokens(name):
-    family = family_of(MODELS[name])
-    config = family.from_hf(MODELS[name])
+    family, config = family_and_config(MODELS[name])
     costs = [model_cost(family.on_meta(config), Tokens(rows, 8, config.hidden_size)) for rows in (1, 2)]
     assert 0 < costs[0].kept < costs[1].kept < 2.001 * costs[0].kept
     assert costs[1].matrices == 2 * costs[0].matrices > 0

@@ -14,8 +14,8 @@ import pytest
 import torch
 import trilith
 from safetensors.torch import save_file
+from support.families import family_and_config
 from trilith.cli.app import make_app, run
-from trilith.models import family_of
 from trilith.parallel_state import BadInput
 from trilith.recipes import load_recipe
 from trilith.recipes.recipe import with_overrides
@@ -219,8 +219,7 @@ def test_weights_of_another_model_than_the_recipe_states_are_refused(small, tmp_
     folder.mkdir()
     config = recipe.model.config
     assert isinstance(config, dict)
-    family = family_of(config)
-    stated = family.from_hf(config)
+    family, stated = family_and_config(config)
     _, shapes = family.links(stated)
     save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(family.to_hf(stated)))

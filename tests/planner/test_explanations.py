@@ -11,12 +11,7 @@ from trilith.planner.explanations.explanation import readable
 
 def explained(capsys, *words):
     assert run(["plan", "explain", *words, "--json"]) == 0, capsys.readouterr().err
-    found = json.loads(capsys.readouterr().out)
-    return found
-
-
-def values(capsys, *words):
-    return {step["symbol"]: step["value"] for step in explained(capsys, *words)["steps"]}
+    return json.loads(capsys.readouterr().out)
 
 
 CASES = [

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.configs import MODELS, TINY_GLM, TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL
+from support.families import family_and_config
 from support.short_runs import run_recipe, tiny_recipe
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -35,8 +36,7 @@ for row, raw in MODELS.items():
 def test_flops_are_those_that_torch_counts(name, backward):
     """Without a state nothing is padded; the plain backend multiplies out all of attention."""
     raw = CONFIGS[name]
-    family = family_of(raw)
-    config = family.from_hf(raw)
+    family, config = family_and_config(raw)
     model = family.build(config, device="cpu").eval()
     ids = torch.randint(131, (SAMPLES, LENGTH))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -72,8 +72,7 @@ def test_the_conventions_differ_by_half_of_attention():
 
 
 def test_what_is_frozen_costs_no_gradient_of_its_weights():
-    family = family_of(TINY_LLAMA)
-    config = family.from_hf(TINY_LLAMA)
+    family, config = family_and_config(TINY_LLAMA)
     whole, model = flops_per_token(family.on_meta(config), LENGTH), family.build(config)
     for i in range(3):
         model.get_parameter(f"layers.{i}.mlp.down.weight").requires_grad_(False)

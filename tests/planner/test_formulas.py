@@ -150,12 +150,6 @@ def test_a_block_s_table_is_the_formula():
             assert stated and of_kinds(here) == stated, name
 
 
-def test_over_one_rank_of_an_axis_nothing_is_sent():
-    model = family_of(NARROW).build(family_of(NARROW).from_hf(NARROW), state=ParallelState.stand_in(Layout()))
-    work = Work(model.state, 24, 12, 2, 2)
-    assert step_traffic(work, model) == []
-
-
 def test_a_ring_sends_the_shares_of_the_others():
     wires = {
         kind: Traffic("tensor", kind, "", 1, 1000, 4).wire

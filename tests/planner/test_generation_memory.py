@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from support.configs import MODELS
+from support.families import family_and_config
 from trilith.generation import generate
 from trilith.layers import KeyValueCache
 from trilith.models import family_of, published_size
@@ -26,8 +27,7 @@ def tensors_of(cache):
 def held(name, layout, dtype=torch.float32):
     """Generate from prompts of three lengths; return what the rank held, and its pipeline rank."""
     state = ParallelState.start(layout) if layout.world > 1 else ParallelState.alone()
-    family = family_of(MODELS[name])
-    config = family.from_hf(MODELS[name])
+    family, config = family_and_config(MODELS[name])
     gc.collect()
     caches = []
     made = KeyValueCache.__init__
@@ -50,8 +50,7 @@ def held(name, layout, dtype=torch.float32):
 
 
 def planned(name, layout, dtype=torch.float32):
-    family = family_of(MODELS[name])
-    config = family.from_hf(MODELS[name])
+    family, config = family_and_config(MODELS[name])
     return generation_memory(family, config, layout, dtype, rows=3, length=LENGTH - 1, fused=False)
 
 

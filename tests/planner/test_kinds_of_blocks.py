@@ -7,15 +7,20 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.configs import MODELS
+from support.configs import EXPERTS, MODELS
+from support.families import family_and_config
+from support.layout_cases import axes
 from torch import nn
 from trilith.layers import Stage
 from trilith.models import LoraConfig, adapted, family_of, published_size
 from trilith.parallel_state import BadInput, Layout, ParallelState
+from trilith.parallel_state.engine import local_data
 from trilith.planner import Work, plan_memory, rank_parameters, stage_costs, step_traffic
 from trilith.planner.communication import traffic_of
 from trilith.planner.kinds_of_blocks import SampledModel, block_kinds, sampled
 from trilith.planner.memory import memory_of
+from trilith.testing import run_parallel
+from trilith.training import Precision, shard_over_data
 
 LAYOUTS = [
     Layout(),
@@ -49,8 +54,7 @@ def unnumbered(one):
 def test_one_block_of_each_kind_plans_what_all_blocks_plan(name):
     """Parameters, gradients, moments, activations and traffic: equal for each stage of each layout."""
     raw = MODELS.get(name, FURTHER)
-    family = family_of(raw)
-    config = family.from_hf(raw)
+    family, config = family_and_config(raw)
     layouts = [layout for layout in LAYOUTS if fits(raw, layout)]
     assert layouts
     for layout in layouts:
@@ -90,8 +94,7 @@ def test_adapters_are_planned_on_one_block_of_each_kind():
 def constructions(size, layout):
     """Count the modules that are made to plan every stage of a layout of a model whose kinds are known."""
     raw = published_size(size).with_fields({})
-    family = family_of(raw)
-    config = family.from_hf(raw)
+    family, config = family_and_config(raw)
     block_kinds(family, config)
     made = []
     plain = nn.Module.__init__
@@ -122,23 +125,19 @@ def test_a_plan_takes_as_many_modules_for_sixteen_thousand_ranks_as_for_one_node
 
 def test_a_plan_of_one_rank_takes_as_little_memory_in_a_large_world_as_in_a_small_one():
     raw = published_size("llama-3.1-405b").with_fields({})
-    family = family_of(raw)
-    config = family.from_hf(raw)
+    family, config = family_and_config(raw)
     block_kinds(family, config)
     most = []
     for data in (2, 2, 128):  # the first one also fills caches
         layout = Layout.of(tensor=8, sequence=True, pipeline=16, data=data, zero=1)
         tracemalloc.start()
-        sample, state = SampledModel(family, config, Layout(tensor=8, sequence=True), None), rank_of(layout)
+        sample = SampledModel(family, config, Layout(tensor=8, sequence=True), None)
+        state = ParallelState.stand_in(layout, layout.first_rank(layout.pipeline // 2))
         work = Work(state, config.hidden_size, 8192, 1, 16, compute=2)
         memory_of(work, sample.parameters(state), sample.costs(work))
         most.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert max(most) < 150 * 2**20 and most[2] < 1.1 * most[1]
-
-
-def rank_of(layout):
-    return ParallelState.stand_in(layout, layout.first_rank(layout.pipeline // 2))
 
 
 def test_alike_blocks_are_one_kind_and_others_are_not():
@@ -160,3 +159,48 @@ def test_a_layout_that_cannot_cut_the_model_is_refused():
     with pytest.raises(BadInput, match="pipeline"):
         whole.parameters(ParallelState.stand_in(Layout.of(pipeline=64)))
     assert Stage.of(len(whole.kinds)).last
+
+
+#: The first few are in every run, the others are slow.
+SHARDED = [
+    Layout.of(**axes(cut))
+    for cut in (
+        *("tp2-dp2-zero2", "pp2-dp2-zero3-v", "tp2-dp2-ep2-zero3-sp", "tp2-sp", "tp2-cp2-sp", "tp2-pp2"),
+        *(f"dp2-zero{zero}" for zero in range(4)),
+        *("pp2-dp2-zero1", "dp2-ep2-zero2", "cp2-ep2-zero1"),
+    )
+]
+
+
+def counts_of(layout):
+    """Count each family's stored and trained elements on this rank: as sharded, planned from the built model,
+    and planned from one block of each kind.
+    """
+    state = ParallelState.start(layout)
+    found = {}
+    for name, raw in MODELS.items():
+        if layout.expert > 1 and name not in EXPERTS:
+            continue
+        family, config = family_and_config(raw)
+        try:
+            model = family.build(config, state=state, device="meta")
+        except BadInput:  # too few blocks for four stages
+            continue
+        held = rank_parameters(model, state)
+        alike = sampled(family, config, layout).parameters(state)
+        plans = [(one.stored + one.buffers, one.trained_stored) for one in (held.every, alike.every)]
+        shard_over_data(model, state, Precision(torch.float32, torch.float32, torch.float32))
+        sizes = [(local_data(one).numel(), one.requires_grad) for one in model.parameters()]
+        real = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+        found[name] = (real, *plans)
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout", [*SHARDED[:3], *(pytest.param(one, marks=pytest.mark.slow) for one in SHARDED[3:])], ids=str
+)
+def test_every_family_s_parameters_are_planned_exactly(layout):
+    every = EXPERTS if layout.expert > 1 else MODELS.keys()
+    for rank in run_parallel(counts_of, layout.world, layout, timeout=240):
+        assert rank.keys() == every if layout.stages < 3 else len(rank) >= 20
+        assert {name: plans for name, (real, *plans) in rank.items() if {*plans} != {real}} == {}

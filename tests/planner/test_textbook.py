@@ -20,14 +20,12 @@ def gigabytes(held):
     return weights, gradients, round(held.optimizer / GB, 6), round(held.total / GB, 6)
 
 
-def test_7b_in_mixed_precision_is_14_and_14_and_84_gb():
-    assert gigabytes(state_bytes(7e9)) == (14, 14, 84, 112)
+WITHOUT_ZERO = (14, 14, 84, 112)
+STAGES = [(0, WITHOUT_ZERO), (1, (14, 14, 21, 49)), (2, (14, 3.5, 21, 38.5)), (3, (3.5, 3.5, 21, 28))]
 
 
-@pytest.mark.parametrize(
-    ("zero", "expected"), [(1, (14, 14, 21, 49)), (2, (14, 3.5, 21, 38.5)), (3, (3.5, 3.5, 21, 28))]
-)
-def test_7b_on_4_gpus_in_each_zero_stage(zero, expected):
+@pytest.mark.parametrize(("zero", "expected"), STAGES)
+def test_7b_in_mixed_precision_on_4_gpus_in_each_zero_stage(zero, expected):
     assert gigabytes(state_bytes(7e9, zero=zero, data_ranks=4)) == expected
 
 

@@ -108,6 +108,7 @@ def test_a_sweep_goes_on_where_one_point_has_no_layout(capsys, tmp_path, monkeyp
     assert run([*SMALL, *words]) == 0
     shown = capsys.readouterr().out
     assert "…" not in shown
+    assert page.read_text().count("<svg") == 1
     for text in (shown, page.read_text()):
         assert "GPU-hours" in text and "cost" in text and "none: 17" in text
         assert "llama-3.2-1b on h100-80gb, 8 a node, NVLink" in text and "between nodes" in text

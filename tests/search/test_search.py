@@ -109,13 +109,6 @@ def test_generation_lists_layouts_by_the_rows_that_fit(capsys):
     assert "bfloat16" in first and "a GPU may hold 44.2 GB" in first and "reading" in "".join(shown)
 
 
-def test_the_page_of_several_searches_is_a_chart(tmp_path):
-    page = tmp_path / "plan.html"
-    words = ["plan", "llama-3.2-1b", "--gpus", "1,2", "--seq", "512", "--global-batch", "4"]
-    assert run([*words, "--html", str(page)]) == 0
-    assert page.read_text().count("<svg") == 1
-
-
 def test_adapters_fit_where_the_whole_model_cannot_be_trained(capsys):
     # So many rows do not fit in one micro-batch; several micro-batches need gradients in whole.
     words = ["plan", "llama-3.1-8b", "--gpus", "1", "--gpu", "l40s", "--seq", "1024", "--global-batch", "64"]

@@ -49,20 +49,6 @@ def truncate(path: Path, size: int) -> None:
         file.truncate(left)
 
 
-def swap_blocks(path: Path, first: int, second: int, size: int) -> None:
-    """Exchange two blocks of ``size`` bytes at these offsets, which do not overlap."""
-    assert abs(first - second) >= size
-    raw = path.read_bytes()
-    one, other = raw[first : first + size], raw[second : second + size]
-    _replace(path, first, other)
-    _replace(path, second, one)
-
-
-def zero_page(path: Path, at: int, size: int = 4096) -> None:
-    """Zero ``size`` bytes from an offset on, or what the file has of them."""
-    _replace(path, at, bytes(min(size, path.stat().st_size - at)))
-
-
 @contextmanager
 def audited(*names: str) -> Iterator[list[tuple[str, tuple[Any, ...]]]]:
     """Collect the events of Python's audit with these names, and their arguments, during the block."""

@@ -25,6 +25,18 @@ def close(raw: Mapping[str, Any]) -> float:
     return 2e-5 if raw["model_type"] in DELTA_NETS else 1e-5
 
 
+def family_and_config(raw: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
+    """Return the family of a config.json's dict, and what it reads in it."""
+    family = family_of(raw)
+    return family, family.from_hf(raw)
+
+
+def model_of(raw: Mapping[str, Any], **options: Any) -> CausalLM:
+    """Build our model of a config.json's dict; ``options`` are those of ``Family.build``."""
+    family, config = family_and_config(raw)
+    return family.build(config, **options)
+
+
 def transformers_model(raw: Mapping[str, Any], *, spread: float = 0.1, seed: int = 0) -> Any:
     """Make transformers' model of a config.json's dict, in fp32 and ready for inference, all tensors random.
 
@@ -59,8 +71,7 @@ def ours_from(
     ``stored``: what ``on_disk`` gives for their weights, where the caller has it already.
     """
     raw = config_of(theirs) if raw is None else raw
-    family = family_of(raw)
-    config = family.from_hf(raw)
+    family, config = family_and_config(raw)
     model = family.build(config).to_empty(device="cpu").eval()  # initial weights take longer than all else
     parameters = dict(model.named_parameters())
     for parameter in parameters.values():

@@ -26,7 +26,7 @@ from trilith.ranks.fresh import ExitCode, run_fresh
 from trilith.system.process_info import ProcessInfo, children_of, process_info
 
 from support.folders import contents
-from support.refusals import rows_of
+from support.refusals import cases, rows_of
 
 
 def wait_for(
@@ -72,10 +72,10 @@ class Kill:
     slow: bool = False
 
 
-def killed_runs(kills: Sequence[Kill]) -> Any:
+def killed_runs(*kills: Kill | Iterable[Kill]) -> Any:
     """Return one test with a case for each kill; its module has ``make``, which makes runs of two ranks."""
 
-    @pytest.mark.parametrize("kill", _cases((kill, kill.why, kill.slow) for kill in kills))
+    @pytest.mark.parametrize("kill", cases(kills))
     def test(kill: Kill, make: Callable[[int], Any]) -> None:
         run = make(kill.steps)
         codes = run.ranks(*kill.changes, fault=kill.fault)
@@ -95,12 +95,6 @@ def killed_runs(kills: Sequence[Kill]) -> Any:
             assert not [*run.out.glob("checkpoints/*.tmp-*")]
 
     return test
-
-
-def _cases(rows: Iterable[tuple[Any, str, bool]]) -> list[Any]:
-    rows = [*rows]
-    assert len({why for _, why, _ in rows}) == len(rows), "two rows have the same name"
-    return [pytest.param(row, id=why, marks=[pytest.mark.slow] * slow) for row, why, slow in rows]
 
 
 @dataclass(frozen=True)
@@ -134,9 +128,14 @@ def kill_at(point: str, work: Callable[..., object], *given: object) -> None:
 def killed_work(*works: Work | Iterable[Work]) -> Any:
     """Return one test with a case for each work and point; its module has the fixture ``sources``."""
     rows = [(work, point) for work in rows_of(works) for point in work.points]
-    named = (((work, at), f"{work.why}-{at}", at not in work.quick) for work, at in rows)
+    slow = [pytest.mark.slow]
+    named = [
+        pytest.param((work, at), id=f"{work.why}-{at}", marks=slow * (at not in work.quick))
+        for work, at in rows
+    ]
+    assert len({case.id for case in named}) == len(named), "two rows have the same name"
 
-    @pytest.mark.parametrize("killed", _cases(named))
+    @pytest.mark.parametrize("killed", named)
     def test(
         killed: tuple[Work, str], sources: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
     ) -> None:

@@ -343,17 +343,9 @@ HEADS, RANK, NOPE, ROPE, VALUE = 4, 10, 6, 4, 5
 
 def latent(s: State, q_lora_rank: int | None, *, adapters: bool = False) -> Mixer:
     """Make a latent attention, perhaps with an adapter at each of its linears."""
-    layer = MultiHeadLatentAttention(
-        12,
-        heads=HEADS,
-        q_lora_rank=q_lora_rank,
-        kv_lora_rank=RANK,
-        qk_nope_head_dim=NOPE,
-        qk_rope_head_dim=ROPE,
-        v_head_dim=VALUE,
-        bias=True,
-        state=s,
-    )
+    sizes: dict[str, Any] = {"q_lora_rank": q_lora_rank, "kv_lora_rank": RANK, "qk_nope_head_dim": NOPE}
+    sizes |= {"qk_rope_head_dim": ROPE, "v_head_dim": VALUE}
+    layer = MultiHeadLatentAttention(12, heads=HEADS, **sizes, bias=True, state=s)
     for _, linear in linears(layer) if adapters else ():
         attach_lora(linear, r=2, alpha=4)
     return Mixer(layer, s, rotary=RotaryEmbedding(ROPE, 1e4, interleaved=True))

@@ -40,6 +40,7 @@ from trilith.testing.operators import Operators
 
 from support.configs import config
 from support.models_page import MEASURED
+from support.refusals import rows_of
 from support.shared_gpu import share_gpu
 from support.short_training import (
     Case,
@@ -458,9 +459,9 @@ class Layouts:
     fails, because then they disturb one another. No question runs a row again.
     """
 
-    def __init__(self, rows: Sequence[Row], *, at_once: int = 4) -> None:
-        self.rows, self.at_once = [*rows], at_once
-        names = [row.why for row in rows]
+    def __init__(self, *table: Row | Iterable[Row], at_once: int = 4) -> None:
+        self.rows, self.at_once = rows_of(table), at_once
+        names = [row.why for row in self.rows]
         if len({*names}) < len(names):
             raise ValueError(f"two rows are called {sorted({one for one in names if names.count(one) > 1})}")
         self._records: dict[str, Record | Exception] = {}

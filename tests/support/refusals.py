@@ -43,6 +43,13 @@ class Refused:
     given: Callable[[Path], object] = _leave_empty
 
 
+def refusal_of(call: Callable[[], object]) -> str:
+    """Return in what words a call is refused."""
+    with pytest.raises(BadInput) as caught:
+        call()
+    return str(caught.value)
+
+
 def files_under(folder: Path) -> dict[str, tuple[object, ...]]:
     """Return each path under a folder with its mode and its bytes, or the target of a link.
 
@@ -89,12 +96,18 @@ def rows_of(table: Iterable[RowT | Iterable[RowT]]) -> list[RowT]:
     return [row for entry in table for row in (entry if isinstance(entry, Iterable) else [entry])]
 
 
-def refusals(*table: Refused | Iterable[Refused]) -> Any:
-    """Return one test with a case for each row, for a test module to bind to a name."""
+def cases(table: Iterable[Any]) -> list[Any]:
+    """Return the cases of such a table, named by what each row's ``why`` says; some rows are ``slow``."""
     rows = rows_of(table)
     assert len({row.why for row in rows}) == len(rows), "two rows have the same name"
+    slow = [pytest.mark.slow]
+    return [pytest.param(row, id=row.why, marks=slow * getattr(row, "slow", False)) for row in rows]
 
-    @pytest.mark.parametrize("row", [pytest.param(row, id=row.why) for row in rows])
+
+def refusals(*table: Refused | Iterable[Refused]) -> Any:
+    """Return one test with a case for each row, for a test module to bind to a name."""
+
+    @pytest.mark.parametrize("row", cases(table))
     def test(row: Refused, tmp_path: Path) -> None:
         check_refusal(row, tmp_path)
 

@@ -22,7 +22,7 @@ from trilith.cli.app import run
 from trilith.storage.file_names import MANIFEST
 
 from support.folders import contents
-from support.refusals import rows_of
+from support.refusals import cases
 from support.short_runs import whole_tensors
 
 CONFIG = "config.json"
@@ -109,13 +109,9 @@ def check_round_trip(row: RoundTrip, source: Source, folder: Path, said: Callabl
 
 def round_trips(*table: RoundTrip | Iterable[RoundTrip]) -> Any:
     """Return one test with a case for each row, for a test module to bind to a name."""
-    rows = rows_of(table)
     made: dict[Callable[[Path], Source], Source] = {}
-    slow = pytest.mark.slow
 
-    @pytest.mark.parametrize(
-        "row", [pytest.param(row, id=row.why, marks=[slow] if row.slow else []) for row in rows]
-    )
+    @pytest.mark.parametrize("row", cases(table))
     def test(
         row: RoundTrip,
         tmp_path: Path,

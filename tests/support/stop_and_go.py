@@ -6,7 +6,7 @@ The uninterrupted run depends on the recipe alone, not on where a row stops: it 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from trilith.ranks.pool import run_parallel
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.metrics import read_metrics
 
+from support.refusals import cases
 from support.short_runs import run_recipe, tiny_recipe, whole_tensors
 
 #: Figures of a step in which two equal runs may differ.
@@ -135,12 +136,10 @@ def check_stop_and_go(row: StopAndGo, folder: Path, kept: pytest.TempPathFactory
     return parts
 
 
-def stop_and_go(rows: Sequence[StopAndGo]) -> Any:
+def stop_and_go(*table: StopAndGo | Iterable[StopAndGo]) -> Any:
     """Return one test with a case for each row, for a test module to bind to a name."""
-    assert len({row.why for row in rows}) == len(rows), "two rows have the same name"
-    marks = {True: [pytest.mark.slow], False: []}
 
-    @pytest.mark.parametrize("row", [pytest.param(row, id=row.why, marks=marks[row.slow]) for row in rows])
+    @pytest.mark.parametrize("row", cases(table))
     def test(row: StopAndGo, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
         check_stop_and_go(row, tmp_path, tmp_path_factory)
 

@@ -18,10 +18,6 @@ EP2 = {"data": 2, "expert": 2, "zero": 1}
 EP4 = {"data": 4, "expert": 4, "zero": 3}
 
 
-def lines(out, *keys):
-    return [[line[key] for key in keys] for line in read_metrics(out / "metrics.jsonl")]
-
-
 def load_rank(layouts, path):
     """Load in each layout in turn, with offload in every other one."""
     found = []
@@ -117,8 +113,8 @@ def test_the_recipe_sets_the_losses_of_the_routers(tmp_path, tokens):
     configs = [TINY_MIXTRAL, quiet, quiet]
     for number, (model, more) in enumerate(zip(configs, said, strict=True)):
         train(tiny_recipe(tmp_path / str(number), tokens, model={"config": model}, **more))
-    one, same, other = (
-        lines(tmp_path / str(number), "loss", "balance_loss", "router_z_loss") for number in range(3)
-    )
+    keys = ("loss", "balance_loss", "router_z_loss")
+    runs = (read_metrics(tmp_path / str(number) / "metrics.jsonl") for number in range(3))
+    one, same, other = ([[line[key] for key in keys] for line in lines] for lines in runs)
     assert one == same and one[0] == pytest.approx(other[0])
     assert other[-1][2] < 0.9 * one[-1][2]

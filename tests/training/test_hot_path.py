@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 import torch
 from support.configs import TINIEST_LLAMA
+from support.families import model_of
 from torch import Tensor
 from trilith.data import Batch
-from trilith.models import family_of
 from trilith.parallel_state import NotTrained, clip_gradients, initialize
 from trilith.testing.operators import Operators
 from trilith.training import TrainStep, make_adamw
@@ -18,8 +18,7 @@ BATCH = Batch(torch.arange(32).view(4, 8), torch.arange(1, 33).view(4, 8))
 
 def parts(blocks=1, *, fused=True):
     config = TINIEST_LLAMA | {"num_hidden_layers": blocks}
-    family = family_of(config)
-    model = family.build(family.from_hf(config), device="cpu")
+    model = model_of(config, device="cpu")
     initialize(model, 0)
     step = TrainStep(model, micro_batch=2)
     return model, step, Update(model, make_adamw(model, lr=1e-2, fused=fused), clip=0.5)

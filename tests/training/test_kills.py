@@ -82,40 +82,38 @@ def a_slow_writer(rank, *, slow=False):
 
 
 test_a_fault_leaves_the_old_checkpoints_or_the_new_one_and_the_run_goes_on = killed_runs(
-    [
-        *in_a_save("K6-before-its-file", "checkpoint.before_data;step=4", 1, [2], slow=True),
-        *in_a_save("K6-mid-file", "checkpoint.amid_data;step=4", 1, [2]),
-        *in_a_save("K6-after-its-file", "checkpoint.after_data;step=4", 1, [2], slow=True),
-        # All files are on the disk and their sums known: the others commit without it.
-        *in_a_save("K6-after-the-exchange", "checkpoint.before_manifest;step=4", 1, [2, 4], slow=True),
-        *in_a_save("K7-before-the-manifest", "checkpoint.before_manifest;step=4", 0, [2]),
-        *in_a_save("K7-between-manifest-and-rename", "commit.before_rename;time=2", 0, [2], slow=True),
-        *in_a_save("K7-between-rename-and-sync", "commit.after_rename;time=2", 0, [2, 4]),
-        *in_a_save("K8-before-retention", "checkpoint.before_retention;step=4", 0, [2, 4], slow=True),
-        *in_a_save("K8-amid-retention", "commit.amid_removal;time=1", 0, [4]),
-        a_full_disk("K5_G21-a-full-disk", AT_ONCE),
-        a_full_disk("K5_G21-a-full-disk-K9", BACKGROUND),
-        the_only_checkpoint("K11-the-only-checkpoint", AT_ONCE),
-        the_only_checkpoint("K11-the-only-checkpoint-K9", BACKGROUND, slow=True),
-        a_slow_writer(0, slow=True),
-        a_slow_writer(1),
-        Kill(
-            "K16-a-rank-without-memory",
-            "rank=1;at=step.forward;step=3;act=memory",
-            codes=(3, 3),
-            saved=[2],
-            says=("rank 1 failed in step of step 3", "out of memory"),
-            changes=["timeout=20", "data.micro_batch=4"],
-        ),
-        Kill(
-            "K17-numbers-that-are-not-finite",
-            "",
-            codes=(3, 3),
-            saved=[],
-            says=("is not finite; nothing was updated",) * 2,
-            changes=["optimizer.lr=1e30", "optimizer.schedule=constant"],
-        ),
-    ]
+    *in_a_save("K6-before-its-file", "checkpoint.before_data;step=4", 1, [2], slow=True),
+    *in_a_save("K6-mid-file", "checkpoint.amid_data;step=4", 1, [2]),
+    *in_a_save("K6-after-its-file", "checkpoint.after_data;step=4", 1, [2], slow=True),
+    # All files are on the disk and their sums known: the others commit without it.
+    *in_a_save("K6-after-the-exchange", "checkpoint.before_manifest;step=4", 1, [2, 4], slow=True),
+    *in_a_save("K7-before-the-manifest", "checkpoint.before_manifest;step=4", 0, [2]),
+    *in_a_save("K7-between-manifest-and-rename", "commit.before_rename;time=2", 0, [2], slow=True),
+    *in_a_save("K7-between-rename-and-sync", "commit.after_rename;time=2", 0, [2, 4]),
+    *in_a_save("K8-before-retention", "checkpoint.before_retention;step=4", 0, [2, 4], slow=True),
+    *in_a_save("K8-amid-retention", "commit.amid_removal;time=1", 0, [4]),
+    a_full_disk("K5_G21-a-full-disk", AT_ONCE),
+    a_full_disk("K5_G21-a-full-disk-K9", BACKGROUND),
+    the_only_checkpoint("K11-the-only-checkpoint", AT_ONCE),
+    the_only_checkpoint("K11-the-only-checkpoint-K9", BACKGROUND, slow=True),
+    a_slow_writer(0, slow=True),
+    a_slow_writer(1),
+    Kill(
+        "K16-a-rank-without-memory",
+        "rank=1;at=step.forward;step=3;act=memory",
+        codes=(3, 3),
+        saved=[2],
+        says=("rank 1 failed in step of step 3", "out of memory"),
+        changes=["timeout=20", "data.micro_batch=4"],
+    ),
+    Kill(
+        "K17-numbers-that-are-not-finite",
+        "",
+        codes=(3, 3),
+        saved=[],
+        says=("is not finite; nothing was updated",) * 2,
+        changes=["optimizer.lr=1e30", "optimizer.schedule=constant"],
+    ),
 )
 
 

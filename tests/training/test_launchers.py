@@ -113,6 +113,14 @@ def test_the_page_s_lines_for_ray_train_are_python():
     assert text.index("destroy_process_group()") < text.index("run(")
 
 
+def start(words, folder=None, **environment):
+    """Start a command with these variables, and with none that a launcher has set for this process."""
+    clean = {name: value for name, value in os.environ.items() if name not in OURS}
+    clean |= {"OMP_NUM_THREADS": "1", **environment}
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(words, cwd=folder, env=clean, **piped)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_the_page_s_lines_train_under_their_launcher(make, launcher):
@@ -120,12 +128,7 @@ def test_the_page_s_lines_train_under_their_launcher(make, launcher):
     (run.folder / "train.py").write_text(script())
     words = [{"8": "2"}.get(word, word) for word in command(f"{launcher} ")]
     words[0] = str(Path(sys.executable).parent / words[0])
-    environment = {name: value for name, value in os.environ.items() if name not in OURS}
-    done = subprocess.run(
-        words, cwd=run.folder, env=environment | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-        capture_output=True, text=True, timeout=180, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    check_all_train([start(words, run.folder, ACCELERATE_USE_CPU="true")])
     assert run.steps_saved == [2]
 
 
@@ -145,18 +148,9 @@ def test_torchrun_takes_the_variables_of_kubeflow_s_plugin(make):
     run = make(2)
     folder, port = Path(sys.executable).parent, free_port()
     words = [str(folder / "torchrun"), "--no-python", str(folder / "trilith"), "train", str(run.recipe)]
-    clean = {name: value for name, value in os.environ.items() if name not in OURS}
-    pods = [
-        subprocess.Popen(
-            words,
-            env=clean
-            | {"OMP_NUM_THREADS": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
-            | {"PET_NODE_RANK": str(number), "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(port)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for number in range(2)
-    ]  # fmt: skip
-    check_all_train(pods)
+    pods = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "localhost"}
+    pods["PET_MASTER_PORT"] = str(port)
+    check_all_train([start(words, PET_NODE_RANK=str(number), **pods) for number in range(2)])
     assert run.steps_saved == [2]
 
 
@@ -187,14 +181,7 @@ def test_two_hosts_that_start_the_readme_s_command_train_together(make):
     run = make(4)
     command = filled_in(run.recipe)
     assert command[command.index("--nnodes") + 1] == str(AGENTS)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    agents = [
-        subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for _ in range(AGENTS)
-    ]
-    check_all_train(agents)
+    check_all_train([start(command) for _ in range(AGENTS)])
     assert run.steps_saved == [2, 4]
     (began,) = [one for one in read_events(run.out / "events.jsonl") if one["event"] == "started"]
     assert began["world"] == AGENTS

@@ -3,8 +3,8 @@
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.configs import TINY_GLM, TINY_LLAMA
+from support.round_trips import assert_same, weights
 from support.short_runs import losses, tiny_recipe, train, whole_tensors
 from support.stop_and_go import StopAndGo, stop_and_go
 from torch import nn
@@ -60,10 +60,8 @@ def recipe(out, base, tokens, **changes):
 
 ADAPTERS, ANOTHER = {"lora": LORA, "steps": 4}, {"layout": {"tensor": 2, "pipeline": 2}}
 test_a_run_of_adapters_that_stops_and_goes_on_equals_one_that_was_never_stopped = stop_and_go(
-    [
-        StopAndGo("in-one-layout", [{}, {}], ADAPTERS, given=on_a_base),
-        StopAndGo("into-another-layout", [{}, ANOTHER], ADAPTERS, whole={}, given=on_a_base),
-    ]
+    StopAndGo("in-one-layout", [{}, {}], ADAPTERS, given=on_a_base),
+    StopAndGo("into-another-layout", [{}, ANOTHER], ADAPTERS, whole={}, given=on_a_base),
 )
 
 
@@ -81,9 +79,7 @@ def test_what_a_run_trains_peft_loads_and_gives_back(tmp_path, base, tokens):
         with theirs.disable_adapter():
             assert float((plain(ids).logits - expected).abs().max()) > 1e-2
     theirs.save_pretrained(tmp_path / "again")
-    again = load_file(tmp_path / "again" / "adapter_model.safetensors")
-    sent = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert again.keys() == sent.keys() and all(torch.equal(again[name], sent[name]) for name in sent)
+    assert_same(weights(tmp_path / "again"), weights(tmp_path / "adapter"))
     returned = read_adapter(tmp_path / "again", read_source(base))
     assert not list(differences(returned, read_source(tmp_path / "run")))
     assert {path.name: path.read_bytes() for path in base.iterdir()} == before

@@ -34,13 +34,10 @@ def never(*arguments, **more):
 )
 def test_a_key_of_too_many_parts_never_reaches_the_parser(parts, between, levels, shape):
     key = between.join(parts[i % len(parts)] for i in range(levels))
-    patch = pytest.MonkeyPatch()
-    try:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(small_files.tomllib, "loads", never)
         with pytest.raises(BadInput, match=f"at most {DEEPEST} levels"):
             parse_toml(shape.format(key), "recipe.toml")
-    finally:
-        patch.undo()
 
 
 @example(text="a = '" + "b." * 500 + "'")

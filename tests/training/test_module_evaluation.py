@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.refusals import refusal_of
 from torch import nn
 from torch.nn import functional as F
 from trilith.layers import Stage
@@ -161,11 +162,7 @@ def refused(model, loss, layout):
     made = shard_over_data(model(state=state), state, Precision(*[torch.float64] * 3))
     initialize(made, 3, state=state)
     step = ModuleStep(made, loss, micro_batch=2, schedule="gpipe", state=state)
-    try:
-        step(own_samples(batch(0), state))
-    except BadInput as error:
-        return str(error)
-    return "nothing"
+    return refusal_of(lambda: step(own_samples(batch(0), state)))
 
 
 @pytest.mark.parametrize("layout", [Layout(pipeline=2), Layout(data_replicate=2)], ids=str)

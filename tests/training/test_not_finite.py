@@ -1,15 +1,24 @@
-"""A number that is not finite: all ranks stop before the update, and the first module to give it is named."""
+"""A number that is not finite: all ranks stop before the update, and the first module to give it is named.
+
+So does a step that would not train what it is to train.
+"""
+
+import re
 
 import pytest
 import torch
-from support.short_runs import tiny_recipe, trainer_of
+from support.short_runs import built, tiny_recipe, trainer_of
 from torch import nn
-from trilith.parallel_state import PeerFailed
+from torch._subclasses.fake_tensor import FakeTensorMode
+from trilith.data import Batch
+from trilith.layers import IGNORE
+from trilith.parallel_state import Layout, NotTrained, ParallelState, PeerFailed, divide_gradients
 from trilith.parallel_state.engine import local_data
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.events import read_events
 from trilith.runs.metrics import read_metrics
-from trilith.testing import run_parallel
+from trilith.testing import RankError, run_parallel
+from trilith.training import ModuleStep, Precision, TrainStep, shard_over_data
 from trilith.training.not_finite import last_not_finite
 
 LAYOUTS = {"one": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}, "dp2": {"data": 2}}
@@ -27,15 +36,13 @@ def stopped(raw, spoil):
 
     try:
         trainer.run(after)
-    except PeerFailed as error:
+    except (PeerFailed, NotTrained) as error:
         now = [local_data(one) for one in trainer.model.parameters()]
-        same = all(unchanged(a, b) for a, b in zip(before, now, strict=True))
+        same = all(
+            torch.allclose(*both, rtol=0, atol=0, equal_nan=True) for both in zip(before, now, strict=True)
+        )
         return str(error), same
     return "", False
-
-
-def unchanged(a, b):
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def weight(trainer):
@@ -68,6 +75,12 @@ def backward(trainer):
                 out.register_hook(lambda grad: grad * float("nan"))
 
         block.register_forward_hook(spoil)
+
+
+def left_out(trainer):
+    """Leave out the first block, whose parameters then have no gradient."""
+    if "0" in trainer.model.layers:
+        trainer.model.layers["0"].register_forward_hook(lambda module, inputs, out: inputs[0])
 
 
 def said(tmp_path, tokens, layout, spoil):
@@ -105,6 +118,12 @@ def test_a_fault_in_the_backward_pass_is_named_by_the_nearest_gradient(tmp_path,
     assert text.startswith("step 3: rank 0: the gradient of layers.1.mlp.down.weight is not finite")
 
 
+@pytest.mark.parametrize("layout", ["one", "pp2"])
+def test_a_block_that_a_step_leaves_out_is_named(tmp_path, tokens, layout):
+    says = r"step 3: rank 0: layers\.0\.\S+ and \d+ more of all ranks'.*nothing was updated"
+    assert re.match(says, said(tmp_path, tokens, layout, left_out))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_the_last_gradient_that_is_not_finite_is_named(value):
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
@@ -113,3 +132,96 @@ def test_the_last_gradient_that_is_not_finite_is_named(value):
     model.get_parameter("0.weight").grad[0, 1] = value
     model.get_parameter("1.weight").grad[2, 3] = value
     assert last_not_finite(model) == "1.weight"
+
+
+FP64 = Precision(torch.float64, torch.float64, torch.float64)
+ZOO = [Layout(), Layout.of(tensor=2), Layout.of(data=2, zero=3), Layout.of(pipeline=2)]
+
+
+def causes(error):
+    """Return the error of each rank, after checking that all are the same."""
+    found = [str(failure.cause) for failure in error.value.failures]
+    assert all(isinstance(failure.cause, NotTrained) for failure in error.value.failures)
+    assert len({*found}) == 1
+    return found
+
+
+def step_without(layout, fault):
+    """Run a step of a zoo model whose last norm is cut off from the loss, or whose gradients vanish."""
+    model = built(layout, FP64)
+    if fault == "no gradient" and model.stage.last:
+        model.norm.register_forward_hook(lambda module, given, out: given[0])
+    if fault == "zeros" and model.stage.last:
+        model.norm.register_forward_hook(lambda module, given, out: out * 0)
+    tokens = torch.randint(131, (4, 9), generator=torch.Generator().manual_seed(0))
+    mine = slice(model.state.data_index * 4 // layout.data, (model.state.data_index + 1) * 4 // layout.data)
+    labels = torch.full_like(tokens[:, 1:], IGNORE) if fault == "no label" else tokens[:, 1:]
+    step = TrainStep(model, micro_batch=1, dtype=torch.float64)
+    return float(step(Batch(tokens[mine, :-1].contiguous(), labels[mine].contiguous())))
+
+
+@pytest.mark.parametrize("layout", ZOO, ids=str)
+def test_a_parameter_without_a_gradient_stops_every_rank_and_is_named(layout):
+    with pytest.raises(RankError) as error:
+        run_parallel(step_without, layout.world, layout, "no gradient")
+    found = causes(error)
+    assert len(found) == layout.world and "norm.weight" in found[0] and "nothing was updated" in found[0]
+    assert found[0].startswith(f"rank {layout.world - 1 if layout.pipeline > 1 else 0}: norm.weight")
+
+
+def test_a_step_in_which_no_label_counts_may_have_gradients_of_zero_F14():
+    assert run_parallel(step_without, 2, Layout.of(pipeline=2), "no label") == [0.0, 0.0]
+
+
+class Two(nn.Module):
+    """Compute two layers, of which a step may use one; ``forward`` may return a constant."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.body, self.head, self.use = nn.Linear(3, 3).double(), nn.Linear(3, 3).double(), use
+
+    def forward(self, x):
+        y = self.body(x)
+        if self.use == "all":
+            y = self.head(y)
+        return y.clamp(min=1e6) if self.use == "saturated" else y
+
+
+def loss(y, samples):
+    return y.square().sum(), y.numel()
+
+
+def module_step(layout, use, unused):
+    """Return which parameters have a gradient after a step."""
+    state = ParallelState.start(layout)
+    torch.manual_seed(0)
+    model = Two(use)
+    if layout.data > 1:
+        shard_over_data(model, state, FP64)
+    samples = {"x": torch.randn(4, 3, dtype=torch.float64)}
+    ModuleStep(model, loss, micro_batch=2, unused=unused, state=state)(samples)
+    return [one.grad is not None for one in model.parameters()]
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout.of(data=2, zero=2)], ids=str)
+def test_a_module_of_ones_own_says_what_a_step_may_leave_out(layout):
+    world = layout.world
+    assert run_parallel(module_step, world, layout, "all", None) == [[True] * 4] * world
+    assert run_parallel(module_step, world, layout, "body", "^head") == [[True, True, False, False]] * world
+    with pytest.raises(RankError) as error:
+        run_parallel(module_step, world, layout, "body", None)
+    assert causes(error)[0].startswith("rank 0: head.weight and ")
+    with pytest.raises(RankError) as error:
+        run_parallel(module_step, world, layout, "saturated", "head")
+    assert "every gradient is exactly zero, rank 0's body.weight among them" in causes(error)[0]
+
+
+def test_offloaded_gradients_are_divided_where_they_rest():
+    """The count is on the device, the gradients are on the host, and torch does not divide across the two."""
+    with FakeTensorMode():
+        model, count = nn.Linear(3, 3), torch.tensor(2.0, device="cuda")
+        model.weight.grad = torch.ones(3, 3)
+        with pytest.raises(RuntimeError):
+            model.weight.grad.div_(count)
+        divide_gradients(model, count)
+        assert model.weight.grad.device.type == "cpu"

@@ -6,7 +6,6 @@ The fields are found by walking the models, so that a new one is held to it from
 import json
 import types
 import typing
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -18,11 +17,9 @@ from trilith.parallel_state import BadInput
 from trilith.recipes import Recipe, load_recipe
 from trilith.recipes.recipe import parse_recipe
 
-#: A leaf: its name with dots, int or float, and how a value for it becomes the value of the whole field.
-Leaf = tuple[str, type, Callable[[Any], Any]]
-
 
 def leaves_of(model):
+    """Yield each number's name with dots, int or float, and how a value becomes that of the whole field."""
     for name, field in model.model_fields.items():
         for path, kind, wrap in _leaves(field.annotation):
             yield f"{field.alias or name}{path}", kind, wrap

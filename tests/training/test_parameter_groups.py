@@ -59,15 +59,13 @@ def taking(why, says, *patterns, names=NAMES):
 
 
 test_a_pattern_that_takes_nothing_is_refused = refusals(
-    [
-        taking("near-theirs", r"groups\[0\].*Near names: .*self_attn", "self_atn"),
-        taking("near-ours", r"groups\[1\].*Near names: layers\.0\.att", "layers.*", r"qkv\.z\.weight"),
-        taking("no-pattern", r"expected a regular expression, found 'norm\.\(weight': ", "norm.(weight"),
-        taking("taken", r"groups\[1\].*no group before it takes.*narrower", "layers", "q_proj"),
-        taking("all-frozen", "expected a parameter that is not frozen", "."),
-        taking("a-router-s-bias", r"groups\[0\]\.match", "e_score_correction_bias", names=ROUTED),
-        taking("all-frozen-but-a-router-s-bias", "all of them frozen", ".", names=ROUTED),
-    ]
+    taking("near-theirs", r"groups\[0\].*Near names: .*self_attn", "self_atn"),
+    taking("near-ours", r"groups\[1\].*Near names: layers\.0\.att", "layers.*", r"qkv\.z\.weight"),
+    taking("no-pattern", r"expected a regular expression, found 'norm\.\(weight': ", "norm.(weight"),
+    taking("taken", r"groups\[1\].*no group before it takes.*narrower", "layers", "q_proj"),
+    taking("all-frozen", "expected a parameter that is not frozen", "."),
+    taking("a-router-s-bias", r"groups\[0\]\.match", "e_score_correction_bias", names=ROUTED),
+    taking("all-frozen-but-a-router-s-bias", "all of them frozen", ".", names=ROUTED),
 )
 
 

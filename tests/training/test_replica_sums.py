@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.configs import TINIEST_LLAMA
+from support.families import model_of
 from torch import Tensor
-from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.parallel_state.engine import ReplicaSums, local_data
 from trilith.testing import Operators, run_parallel
@@ -38,8 +38,7 @@ class Seen:
 
 def made(state, precision, *, frozen):
     config = TINIEST_LLAMA | {"num_hidden_layers": 2}
-    family = family_of(config)
-    model = family.build(family.from_hf(config), state=state, dtype=precision.master)
+    model = model_of(config, state=state, dtype=precision.master)
     for block in model.layers.values() if frozen else ():
         block.requires_grad_(False)
     shard_over_data(model, state, precision)

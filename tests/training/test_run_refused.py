@@ -123,17 +123,15 @@ ROWS = {
     "adapters-from-scratch": ("init_from: expected a model to attach adapters to", {"lora": LORA}),
 }
 test_a_recipe_that_contradicts_itself_or_its_model_is_refused_before_anything_starts = refusals(
-    [
-        *(planned(why, *row) for why, row in ROWS.items()),
-        *(adapting(f"adapters-{why}", says, {"lora": lora}) for why, (says, lora) in LORA_ROWS.items()),
-        adapting("adapters-tensor-3", "tensor", {"layout": {"tensor": 3}}),
-        adapting(
-            "biases-beside-adapters-which-are-the-base-s",
-            r"experts\.bias_rate: expected 0 with \[lora\].*, found 0\.1",
-            {"experts": {"bias_rate": 0.1}, "lora": {"r": 2}},
-            TINY_GLM,
-        ),
-    ]
+    *(planned(why, *row) for why, row in ROWS.items()),
+    *(adapting(f"adapters-{why}", says, {"lora": lora}) for why, (says, lora) in LORA_ROWS.items()),
+    adapting("adapters-tensor-3", "tensor", {"layout": {"tensor": 3}}),
+    adapting(
+        "biases-beside-adapters-which-are-the-base-s",
+        r"experts\.bias_rate: expected 0 with \[lora\].*, found 0\.1",
+        {"experts": {"bias_rate": 0.1}, "lora": {"r": 2}},
+        TINY_GLM,
+    ),
 )
 
 
@@ -150,15 +148,11 @@ def to_experts(model, targets, named):
 
 
 test_adapters_on_experts_are_refused = refusals(
-    [
-        to_experts(
-            TINY_GLM, ["q_proj", "gate_proj"], r"\['gate_proj'\], .* model.layers.1.mlp.experts.0.gate"
-        ),
-        to_experts(TINY_GLM, ["gate_up_proj"], r"\['gate_up_proj'\], .* model.layers.1.mlp.experts.gate_up"),
-        to_experts(TINY_GLM, ["mlp.experts"], r"\['mlp.experts'\], that is model.layers.1.mlp.experts"),
-        to_experts(TINY_GLM, r".*\.experts\..*", "that is model.layers.1.mlp.experts.0.gate_proj"),
-        to_experts(TINY_MIXTRAL, ["w2"], r"\['w2'\], that is model.layers.0.block_sparse_moe.experts.0.w2"),
-    ]
+    to_experts(TINY_GLM, ["q_proj", "gate_proj"], r"\['gate_proj'\], .* model.layers.1.mlp.experts.0.gate"),
+    to_experts(TINY_GLM, ["gate_up_proj"], r"\['gate_up_proj'\], .* model.layers.1.mlp.experts.gate_up"),
+    to_experts(TINY_GLM, ["mlp.experts"], r"\['mlp.experts'\], that is model.layers.1.mlp.experts"),
+    to_experts(TINY_GLM, r".*\.experts\..*", "that is model.layers.1.mlp.experts.0.gate_proj"),
+    to_experts(TINY_MIXTRAL, ["w2"], r"\['w2'\], that is model.layers.0.block_sparse_moe.experts.0.w2"),
 )
 
 
@@ -179,14 +173,12 @@ def twice(schedule, fields, words):
 
 
 test_a_backward_in_two_parts_through_multi_token_prediction_is_refused = refusals(
-    [
-        twice(schedule, fields, words)
-        for schedule in ("zbv", "dualpipev", "interleaved-zero-bubble")
-        for fields, words in (
-            ({"num_nextn_predict_layers": 2}, "with 2 blocks"),
-            ({"tie_word_embeddings": True}, "with a tied embedding"),
-        )
-    ]
+    twice(schedule, fields, words)
+    for schedule in ("zbv", "dualpipev", "interleaved-zero-bubble")
+    for fields, words in (
+        ({"num_nextn_predict_layers": 2}, "with 2 blocks"),
+        ({"tie_word_embeddings": True}, "with a tied embedding"),
+    )
 )
 
 
@@ -243,21 +235,19 @@ ORDER, DTYPE = "Resume with the data that the run began with", "dtype: expected 
 FROZEN = {"optimizer": {"groups": [{"match": r"layers\.0\.|embed", "freeze": True}]}}
 ANOTHER = of(config("tiny_llama", intermediate_size=64))
 test_a_run_does_not_go_on_with_other_data_or_another_model = refusals(
-    [
-        resumed("another-seed", ORDER, seed=4),
-        resumed("another-batch", ORDER, data={"global_batch": 4}),
-        resumed("another-length", ORDER, data={"sequence_length": 8}),
-        resumed("in-float32", f"{DTYPE}.*found float32. Resume with", dtype="float32"),
-        resumed("in-bfloat16", f"{DTYPE}.*found bfloat16. Resume with", dtype="bfloat16"),
-        resumed("F12-other-tokens", r"data\.fingerprint", harm=other_tokens),
-        resumed("G13-another-model", "intermediate_size: expected 64, found 48", code=4, **ANOTHER),
-        resumed("what-was-frozen", r"exp_avg\.embed\.weight.*it was frozen", code=4, began=FROZEN),
-        resumed("G8-a-flipped-bit", "CRC-32: expected [0-9a-f]{8}, found", code=4, harm=flip_a_bit),
-        readapted("adapters-of-another-rank", r"lora\.r: expected 8, found 4", lora=LORA | {"r": 8}),
-        readapted("adapters-elsewhere", r"lora\.target_modules", lora=LORA | {"target_modules": ["q_proj"]}),
-        readapted("no-adapters", "expected a whole model, found LoRA adapters", lora=None),
-        readapted("adapters-of-another-base", "that the adapters were trained on", harm=change_a_weight),
-    ]
+    resumed("another-seed", ORDER, seed=4),
+    resumed("another-batch", ORDER, data={"global_batch": 4}),
+    resumed("another-length", ORDER, data={"sequence_length": 8}),
+    resumed("in-float32", f"{DTYPE}.*found float32. Resume with", dtype="float32"),
+    resumed("in-bfloat16", f"{DTYPE}.*found bfloat16. Resume with", dtype="bfloat16"),
+    resumed("F12-other-tokens", r"data\.fingerprint", harm=other_tokens),
+    resumed("G13-another-model", "intermediate_size: expected 64, found 48", code=4, **ANOTHER),
+    resumed("what-was-frozen", r"exp_avg\.embed\.weight.*it was frozen", code=4, began=FROZEN),
+    resumed("G8-a-flipped-bit", "CRC-32: expected [0-9a-f]{8}, found", code=4, harm=flip_a_bit),
+    readapted("adapters-of-another-rank", r"lora\.r: expected 8, found 4", lora=LORA | {"r": 8}),
+    readapted("adapters-elsewhere", r"lora\.target_modules", lora=LORA | {"target_modules": ["q_proj"]}),
+    readapted("no-adapters", "expected a whole model, found LoRA adapters", lora=None),
+    readapted("adapters-of-another-base", "that the adapters were trained on", harm=change_a_weight),
 )
 
 
@@ -289,25 +279,21 @@ def fit_in_2(loaded):
 
 NOT_PLANNED = "expected a recipe without float8 and without frozen groups"
 test_a_run_is_refused_before_any_rank_starts = refusals(
-    [
-        many_ids("tokens"),
-        many_ids("held-out"),
-        refused(
-            "ranks-need-a-file", r"a file, which the 2 ranks can read.*torchrun", run, layout={"tensor": 2}
-        ),
-        refused(
-            "trackers-that-are-objects-need-a-launcher",
-            r"run: trackers: .*2 ranks to start.*torchrun",
-            partial(run, trackers=[object()]),
-            layout={"data": 2},
-        ),
-        refused("fit-float8", NOT_PLANNED, fit_in_2, **FLOAT8),
-        refused("fit-frozen", NOT_PLANNED, fit_in_2, **FROZEN),
-        refused(
-            "fit-nothing-fits",
-            r"^train: --fit: expected a legal .* of at most 2 ranks that fits, found none: .*GB.*Start more",
-            fit_in_2,
-            **{"layout": {"tensor": 2, "data": 2, "zero": 1}, "device": "cuda", "memory": {"device_gb": 2.0}},
-        ),
-    ]
+    many_ids("tokens"),
+    many_ids("held-out"),
+    refused("ranks-need-a-file", r"a file, which the 2 ranks can read.*torchrun", run, layout={"tensor": 2}),
+    refused(
+        "trackers-that-are-objects-need-a-launcher",
+        r"run: trackers: .*2 ranks to start.*torchrun",
+        partial(run, trackers=[object()]),
+        layout={"data": 2},
+    ),
+    refused("fit-float8", NOT_PLANNED, fit_in_2, **FLOAT8),
+    refused("fit-frozen", NOT_PLANNED, fit_in_2, **FROZEN),
+    refused(
+        "fit-nothing-fits",
+        r"^train: --fit: expected a legal .* of at most 2 ranks that fits, found none: .*GB.*Start more",
+        fit_in_2,
+        **{"layout": {"tensor": 2, "data": 2, "zero": 1}, "device": "cuda", "memory": {"device_gb": 2.0}},
+    ),
 )

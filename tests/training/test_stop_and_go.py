@@ -46,75 +46,71 @@ def evaluated(folder):
 
 
 test_a_run_that_stops_and_goes_on_equals_one_that_was_never_stopped = stop_and_go(
-    [
-        same("D1-one-process", {}),
-        same("D1-tp2", {"tensor": 2}, slow=True),
-        same("D1-sp", {"tensor": 2, "sequence": True}, slow=True),
-        same("D1-dp2", {"data": 2}, slow=True),
-        same("D1-zero1", {"data": 2, "zero": 1}, slow=True),
-        same("D1-zero3", {"data": 2, "zero": 3}),
-        same("D1-tp2-pp2", {"tensor": 2, "pipeline": 2}, slow=True),
-        same("D1-dropout-tp2", {"tensor": 2}, **GPT2),
-        same("D1-dropout-pp2", {"pipeline": 2}, slow=True, **GPT2),
-        same("D1-dropout-cp2", {"context": 2, "ring": True}, **GPT2),
-        same("D1-cp2-zero1", {"context": 2, "zero": 1}, slow=True),
-        same("D1-dropout-zbv", {"pipeline": 2, "schedule": "zbv"}, **FOUR_GPT2),
-        other("D4-tp2-to-one", {"tensor": 2}, {}),
-        other("D4-one-to-tp4-sp", {}, {"tensor": 4, "sequence": True}, slow=True),
-        other("D4-dp2-to-zero1", {"data": 2}, {"data": 4, "zero": 1}, slow=True),
-        other("D4-pp2-to-tp2", {"pipeline": 2}, {"tensor": 2}, slow=True),
-        other("D4-tp2-pp2-to-zero1", {"tensor": 2, "pipeline": 2}, {"data": 2, "zero": 1}),
-        other("D4-cp2-zero1-to-tp2", {"context": 2, "data": 2, "zero": 1}, {"tensor": 2}),
-        other("D4-dp2-to-cp2", {"data": 2}, {"context": 2}, slow=True),
-        other("D4-zero3-to-pp3", {"data": 4, "zero": 3}, {"pipeline": 3, "split": [1, 1, 1]}),
-        other(
-            "D4-zero2-to-tp2-zero3", {"data": 2, "zero": 2}, {"tensor": 2, "data": 2, "zero": 3}, slow=True
-        ),
-        StopAndGo(
-            "D2-saving-in-the-background-changes-no-bit",
-            [{"checkpoint": {"background": True, "every": 1}}] * 2,
-            {"layout": {"tensor": 2, "data": 2, "zero": 1}, "steps": 4},
-            whole={},
-        ),
-        StopAndGo(
-            "another-schedule-whose-ranks-hold-other-blocks-with-evaluation",
-            [
-                {"layout": {"pipeline": 2, "schedule": "zbv", "data": 2, "zero": 3}},
-                {"layout": {"pipeline": 2, "schedule": "interleaved"}},
-                {"layout": {"pipeline": 2, "schedule": "1f1b"}},
-            ],
-            {"model": {"config": config("tiny_llama", layers=4)}, "data": {"micro_batch": 1}, "steps": 3},
-            given=evaluated,
-        ),
-        StopAndGo(
-            "context-ranks-and-a-plain-one-with-documents-apart-and-evaluation",
-            [{"layout": {"context": 2, "ring": True}, "memory": {"checkpointing": "selective"}}, {}],
-            {"data": {"documents": "separate"}, "steps": 4},
-            given=evaluated,
-        ),
-        StopAndGo("experts-over-data-ranks", [{}, {}], {**MIXTRAL, "layout": {"data": 2, "expert": 2}}),
-        StopAndGo(
-            "experts-over-four-data-ranks-zero3",
-            [{}, {}],
-            {**MIXTRAL, "layout": {"data": 4, "expert": 4, "zero": 3}},
-            slow=True,
-        ),
-        StopAndGo("groups-in-one-layout", [{}, {}], {**GROUPS, "layout": {"tensor": 2}, "steps": 4}),
-        *(
-            StopAndGo(why, [{"layout": layout}] * 2, {**GROUPS, "steps": 4}, whole=ONE_PROCESS)
-            for why, layout in {
-                "groups-pp2-first-stage-frozen-but-for-one": {"pipeline": 2, "split": [1, 2]},
-                "groups-zero3": {"data": 2, "zero": 3},
-            }.items()
-        ),
-        StopAndGo("groups-into-tensor-ranks", [{}, {"layout": {"tensor": 2}}], {**GROUPS, "steps": 4}),
-        StopAndGo(
-            "groups-a-stage-of-which-nothing-is-trained",
-            [{"layout": {"pipeline": 2, "split": [1, 2]}}] * 2,
-            {**ONLY_LAST, "steps": 2},
-            whole=ONE_PROCESS,
-        ),
-    ]
+    same("D1-one-process", {}),
+    same("D1-tp2", {"tensor": 2}, slow=True),
+    same("D1-sp", {"tensor": 2, "sequence": True}, slow=True),
+    same("D1-dp2", {"data": 2}, slow=True),
+    same("D1-zero1", {"data": 2, "zero": 1}, slow=True),
+    same("D1-zero3", {"data": 2, "zero": 3}),
+    same("D1-tp2-pp2", {"tensor": 2, "pipeline": 2}, slow=True),
+    same("D1-dropout-tp2", {"tensor": 2}, **GPT2),
+    same("D1-dropout-pp2", {"pipeline": 2}, slow=True, **GPT2),
+    same("D1-dropout-cp2", {"context": 2, "ring": True}, **GPT2),
+    same("D1-cp2-zero1", {"context": 2, "zero": 1}, slow=True),
+    same("D1-dropout-zbv", {"pipeline": 2, "schedule": "zbv"}, **FOUR_GPT2),
+    other("D4-tp2-to-one", {"tensor": 2}, {}),
+    other("D4-one-to-tp4-sp", {}, {"tensor": 4, "sequence": True}, slow=True),
+    other("D4-dp2-to-zero1", {"data": 2}, {"data": 4, "zero": 1}, slow=True),
+    other("D4-pp2-to-tp2", {"pipeline": 2}, {"tensor": 2}, slow=True),
+    other("D4-tp2-pp2-to-zero1", {"tensor": 2, "pipeline": 2}, {"data": 2, "zero": 1}),
+    other("D4-cp2-zero1-to-tp2", {"context": 2, "data": 2, "zero": 1}, {"tensor": 2}),
+    other("D4-dp2-to-cp2", {"data": 2}, {"context": 2}, slow=True),
+    other("D4-zero3-to-pp3", {"data": 4, "zero": 3}, {"pipeline": 3, "split": [1, 1, 1]}),
+    other("D4-zero2-to-tp2-zero3", {"data": 2, "zero": 2}, {"tensor": 2, "data": 2, "zero": 3}, slow=True),
+    StopAndGo(
+        "D2-saving-in-the-background-changes-no-bit",
+        [{"checkpoint": {"background": True, "every": 1}}] * 2,
+        {"layout": {"tensor": 2, "data": 2, "zero": 1}, "steps": 4},
+        whole={},
+    ),
+    StopAndGo(
+        "another-schedule-whose-ranks-hold-other-blocks-with-evaluation",
+        [
+            {"layout": {"pipeline": 2, "schedule": "zbv", "data": 2, "zero": 3}},
+            {"layout": {"pipeline": 2, "schedule": "interleaved"}},
+            {"layout": {"pipeline": 2, "schedule": "1f1b"}},
+        ],
+        {"model": {"config": config("tiny_llama", layers=4)}, "data": {"micro_batch": 1}, "steps": 3},
+        given=evaluated,
+    ),
+    StopAndGo(
+        "context-ranks-and-a-plain-one-with-documents-apart-and-evaluation",
+        [{"layout": {"context": 2, "ring": True}, "memory": {"checkpointing": "selective"}}, {}],
+        {"data": {"documents": "separate"}, "steps": 4},
+        given=evaluated,
+    ),
+    StopAndGo("experts-over-data-ranks", [{}, {}], {**MIXTRAL, "layout": {"data": 2, "expert": 2}}),
+    StopAndGo(
+        "experts-over-four-data-ranks-zero3",
+        [{}, {}],
+        {**MIXTRAL, "layout": {"data": 4, "expert": 4, "zero": 3}},
+        slow=True,
+    ),
+    StopAndGo("groups-in-one-layout", [{}, {}], {**GROUPS, "layout": {"tensor": 2}, "steps": 4}),
+    *(
+        StopAndGo(why, [{"layout": layout}] * 2, {**GROUPS, "steps": 4}, whole=ONE_PROCESS)
+        for why, layout in {
+            "groups-pp2-first-stage-frozen-but-for-one": {"pipeline": 2, "split": [1, 2]},
+            "groups-zero3": {"data": 2, "zero": 3},
+        }.items()
+    ),
+    StopAndGo("groups-into-tensor-ranks", [{}, {"layout": {"tensor": 2}}], {**GROUPS, "steps": 4}),
+    StopAndGo(
+        "groups-a-stage-of-which-nothing-is-trained",
+        [{"layout": {"pipeline": 2, "split": [1, 2]}}] * 2,
+        {**ONLY_LAST, "steps": 2},
+        whole=ONE_PROCESS,
+    ),
 )
 
 

@@ -107,28 +107,29 @@ def steered(folder, **changes):
     return tiny_recipe(folder / "run", write_tokens(folder / "tokens"), **changes)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_stop_saves_on_all_ranks_after_the_step_at_hand_and_the_run_goes_on_bitwise(world, tmp_path):
-    raw = steered(tmp_path, layout={"data": world})
-    ended = run_parallel(steer, world, raw, "stop", 1)
-    assert ended == ["75: asked to stop: saved after step 3; the same command goes on from there"] * world
-    assert saved(raw) == ["step-00000003"] and not (tmp_path / "run/stop").exists()
-    train(raw)
-    train(raw | {"out": str(tmp_path / "whole")})
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+STOPPED = "75: asked to stop: saved after step 3; the same command goes on from there"
 
 
-def test_save_saves_once_and_the_run_goes_on(tmp_path):
-    raw = steered(tmp_path)
-    assert run_parallel(steer, 1, raw, "save", 1) == ["finished"]
-    assert saved(raw) == ["step-00000003", "step-00000006"] and not (tmp_path / "run/save").exists()
-
-
-def test_kill_ends_all_ranks_without_a_checkpoint(tmp_path):
-    raw = steered(tmp_path, layout={"data": 2})
-    said = f"3: ended after step 3 by the file {tmp_path / 'run/kill'}"
-    assert run_parallel(steer, 2, raw, "kill", 1) == [said] * 2
-    assert saved(raw) == [] and not (tmp_path / "run/kill").exists()
+@pytest.mark.parametrize(
+    ("name", "world", "said", "steps"),
+    [
+        ("stop", 1, STOPPED, [3]),
+        ("stop", 2, STOPPED, [3]),
+        ("save", 1, "finished", [3, 6]),
+        ("kill", 2, "3: ended after step 3 by the file {}", []),
+    ],
+)
+def test_a_file_steers_all_ranks_after_the_step_at_hand_and_what_stops_goes_on_bitwise(
+    name, world, said, steps, tmp_path
+):
+    """To stop is to save first; to save is to go on afterwards; to kill is to leave no checkpoint."""
+    raw, file = steered(tmp_path, layout={"data": world}), tmp_path / "run" / name
+    assert run_parallel(steer, world, raw, name, 1) == [said.format(file)] * world
+    assert saved(raw) == [f"step-{step:08d}" for step in steps] and not file.exists()
+    if name == "stop":
+        train(raw)
+        train(raw | {"out": str(tmp_path / "whole")})
+        assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
 def test_a_file_from_before_the_start_does_nothing(tmp_path):

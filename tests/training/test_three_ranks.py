@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.configs import config
+from support.round_trips import assert_same, weights
 from support.short_runs import losses, tiny_recipe, train, whole_tensors
 from support.stop_and_go import ROUNDING, StopAndGo, differences, stopped_and_gone_on
 from trilith.checkpoints import load_model, load_module
@@ -46,9 +46,8 @@ def test_to_hugging_face_and_back_over_three_ranks_changes_no_bit(between, tmp_p
         assert run(["convert", str(steps / source), str(hf), "--to", "hf", "--verify"]) == 0
         assert run(["convert", str(hf), str(cut), "--tensor", "3", "--verify"]) == 0
         assert run(["convert", str(cut), str(again), "--to", "hf"]) == 0
-        first, last = (load_file(one / "model.safetensors") for one in (hf, again))
-        assert first.keys() == last.keys() and all(torch.equal(first[name], last[name]) for name in first)
-        assert first["model.embed_tokens.weight"].shape == (131, 12)
+        assert_same(weights(again), weights(hf))
+        assert weights(hf)["model.embed_tokens.weight"].shape == (131, 12)
 
 
 def written_by(folder, layout):
@@ -70,8 +69,7 @@ def test_what_was_written_before_is_verified_and_cut_anew(kind, tmp_path):
     assert run(["diff", str(folder), str(tmp_path / "cut")]) == 0
     for source, out in ((folder, "a"), (tmp_path / "cut", "b")):
         assert run(["convert", str(source), str(tmp_path / out), "--to", "hf"]) == 0
-    first, last = (load_file(tmp_path / out / "model.safetensors") for out in "ab")
-    assert first.keys() == last.keys() and all(torch.equal(first[name], last[name]) for name in first)
+    assert_same(weights(tmp_path / "a"), weights(tmp_path / "b"))
 
 
 def goes_on(folder, layout):

@@ -127,12 +127,10 @@ def skipped(why, layout, changes, leap, *, slow=False):
 
 
 test_a_run_with_a_skipped_step_resumes_bitwise = stop_and_go(
-    [
-        skipped("fp16-tp2", {"tensor": 2}, HALF, leap_to_infinity),
-        skipped("fp16-zero1", {"data": 2, "zero": 1}, HALF, leap_to_infinity, slow=True),
-        skipped("spike-pp2", {"pipeline": 2}, SPIKES, leap_of_the_norm, slow=True),
-        skipped("spike-zero3", {"data": 2, "zero": 3}, SPIKES, leap_of_the_norm),
-    ]
+    skipped("fp16-tp2", {"tensor": 2}, HALF, leap_to_infinity),
+    skipped("fp16-zero1", {"data": 2, "zero": 1}, HALF, leap_to_infinity, slow=True),
+    skipped("spike-pp2", {"pipeline": 2}, SPIKES, leap_of_the_norm, slow=True),
+    skipped("spike-zero3", {"data": 2, "zero": 3}, SPIKES, leap_of_the_norm),
 )
 
 

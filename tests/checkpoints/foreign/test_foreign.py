@@ -98,7 +98,7 @@ def users_rules(folder):
     return Source(folder / "fused.pt", hf, words)
 
 
-test_every_form_becomes_the_same_folder_of_hugging_face = round_trips([
+test_every_form_becomes_the_same_folder_of_hugging_face = round_trips(
     *(RoundTrip(form, source_of(form), ["--to hf --verify"]) for form in FORMS),
     *(RoundTrip(f"{form} in a layout", source_of(form), ["--tensor 2 --pipeline 2", "--to hf"])
       for form in ("titan", "llama3")),
@@ -106,7 +106,7 @@ test_every_form_becomes_the_same_folder_of_hugging_face = round_trips([
     RoundTrip("an output layer in a pickle", with_output_layer("shared.pt"), ["--to hf"]),
     RoundTrip("an output layer in dcp", with_output_layer("dcp"), ["--to hf"]),
     RoundTrip("a user's rules", users_rules, ["--to hf"]),
-])  # fmt: skip
+)  # fmt: skip
 
 
 def test_moments_come_along_into_a_layout_and_not_into_a_folder_of_hugging_face(made, tmp_path):
