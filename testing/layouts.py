@@ -15,16 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import IGNORE
-from ..parallel_state import (
-    BadInput,
-    Box,
-    Constant,
-    Normal,
-    ParallelState,
-    declarations,
-    seed_of,
-    stored_box,
-)
+from ..parallel_state import BadInput, Box, Constant, Normal, ParallelState, declarations, seed_of, stored_box
 from ..parallel_state.engine import local_data
 from ..parallel_state.initial_weights import fill
 from ..ranks import RankError, run_parallel

@@ -61,15 +61,13 @@ class LiveBytes(TorchDispatchMode):
         for storage in storages:
             key, size = id(storage), storage.nbytes()
             self._storages[key] = weakref.ref(storage, partial(self._forget, key))
-            before = self._most.get(key, 0)
+            self._sum += size - self._most.get(key, 0)
             self._most[key] = size
-            self._sum += size - before
 
     def _forget(self, key: int, gone: object) -> None:
         """Forget a storage, in whichever thread drops it: nothing is called while the sum changes."""
         self._storages.pop(key, None)
-        size = self._most.pop(key, 0)
-        self._sum -= size
+        self._sum -= self._most.pop(key, 0)
 
 
 def _storages(value: object) -> Iterator[torch.UntypedStorage]:

@@ -73,8 +73,7 @@ def _collective(func: Any) -> tuple[str, str | None, int]:
 
 def collectives_of(function: Callable[[], object]) -> Counter[str]:
     """Call ``function``; the number of collectives that it starts on this rank, by kind."""
-    operators = Operators()
-    with operators:
+    with Operators() as operators:
         function()
     return operators.collectives
 

@@ -55,26 +55,17 @@ def _collectives(state: ParallelState, mode: Checkpointing) -> int:
     return sum(one.count for again in passes for one in block_traffic(work, cost, again=again))
 
 
-#: How often the rounds are repeated at most.
-_REPEATS = 8
-
-
 def _seconds(
     device: torch.device, rounds: int, mode: Checkpointing, state: ParallelState | None = None
 ) -> float:
-    """Time a block, forward and backward.
-
-    Each round times both models, one after the other, so that other work on the machine slows both. On a
-    machine that is so busy that more blocks took less time, the rounds are repeated.
-    """
+    """Time a block, forward and backward. Each round times both models: other work slows both."""
     few, many = (_forward_and_backward(blocks, device, mode, state) for blocks in (_FEW, _MANY))
     for _ in range(2):  # these do not count
         few(), many()
     longer: list[float] = []
-    for _ in range(_REPEATS):
+    # On a machine that is very busy more blocks may take less time.
+    while not longer or (median(longer) <= 0 and len(longer) < 8 * rounds):
         longer += [-seconds_of(few, device) + seconds_of(many, device) for _ in range(rounds)]
-        if median(longer) > 0:
-            break
     return median(longer) / (_MANY - _FEW)
 
 
