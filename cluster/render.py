@@ -24,7 +24,7 @@ from .slurm import slurm_values
 
 Place = Literal["bash", "yaml", "directive", "comment"]
 
-_TEMPLATES = Path(__file__).parent / "templates"
+_TEMPLATES = Path(__file__).parent
 _MARK = re.compile(r"\{\{(?:(if|each) )?(\w+)(?:\.(\w+))?\}\}")
 #: What Slurm would not take as it stands from a line that begins with #SBATCH.
 _SPECIAL = re.compile(r"[\s'\"#\\]")

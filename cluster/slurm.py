@@ -9,7 +9,7 @@ from .job import Job
 
 
 def slurm_values(job: Job) -> dict[str, Any]:
-    """Return the values of ``templates/job.sbatch`` that are no fields of the job."""
+    """Return the values of ``job.sbatch`` that are no fields of the job."""
     assert job.minutes is not None and job.warning is not None and job.spares is not None
     least = (job.least_nodes or 1) if job.fit else job.nodes
     most = job.nodes + job.spares

@@ -52,7 +52,8 @@ def parse_object(raw: bytes, where: object, *, kind: type[BadInput] = BadInput) 
     except ValueError as error:  # our own hooks, and integers of thousands of digits
         raise kind(where, expected="plain JSON", found=str(error)) from None
     if not isinstance(value, dict):
-        raise kind(where, expected="a JSON object", found=shown(value))
+        found = "null" if value is None else f"a {type(value).__name__}"
+        raise kind(where, expected="a JSON object", found=found)
     return value
 
 

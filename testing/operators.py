@@ -73,7 +73,8 @@ def _collective(func: Any) -> tuple[str, str | None, int]:
 
 def collectives_of(function: Callable[[], object]) -> Counter[str]:
     """Call ``function``; the number of collectives that it starts on this rank, by kind."""
-    with Operators() as operators:
+    operators = Operators()
+    with operators:
         function()
     return operators.collectives
 

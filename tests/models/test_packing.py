@@ -11,7 +11,7 @@ from support.families import model_of
 from support.layout_cases import axes
 from torch.nn import functional as F
 from trilith.layers import KeyValueCache, gather_logits, vocab_parallel_cross_entropy
-from trilith.parallel_state import Layout, ParallelState, finalize_gradients, initialize
+from trilith.parallel_state import BadInput, Layout, ParallelState, finalize_gradients, initialize
 from trilith.pipeline.runner import schedule_of_model
 from trilith.testing import Operators, run_parallel
 from trilith.testing.layouts import assemble, pieces, roughen
@@ -248,5 +248,5 @@ def test_each_block_takes_its_memory_once_for_the_heads_that_its_rank_computes()
 def test_more_tokens_than_it_was_made_for_are_an_error():
     cache = KeyValueCache(1, 4)
     cache.advance(torch.arange(3).unsqueeze(0))
-    with pytest.raises(AssertionError, match="cannot hold 3 tokens and 2"):
+    with pytest.raises(BadInput, match="at most 4 tokens in a row, the cache's length, found 5"):
         cache.advance(torch.arange(3, 5).unsqueeze(0))
