@@ -119,7 +119,7 @@ class Source:
     @property
     def stored_files(self) -> list[TensorFile]:
         """Return the files of weights on the disk, each once."""
-        return [*{file.path: file for given in self.files for file in given.stored_in}.values()]
+        return [*{file.path: file for source in self.files for file in source.stored_in}.values()]
 
     def read(self, name: str, box: Box, links: Links, *, finite: bool = True) -> Tensor:
         """Return box ``box`` of the tensor that is wanted as ``name``, in the stored dtype.

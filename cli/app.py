@@ -98,8 +98,8 @@ class _Command(typer.core.TyperCommand):
             for path in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(path, Path) and (address := address_of(path)) is not None:
                     todo = "Copy between the two with the store's own command, such as aws s3 cp --recursive"
-                    found = f"expected a path of this machine, found the address {address}. {todo}"
-                    raise typer.BadParameter(found, ctx, cast(Any, parameter))
+                    refusal = f"expected a path of this machine, found the address {address}. {todo}"
+                    raise typer.BadParameter(refusal, ctx, cast(Any, parameter))
         return rest
 
 

@@ -97,7 +97,7 @@ def run(
             todo="Give the file's name, or start the ranks with torchrun",
         )  # fmt: skip
     options = {"--quiet": quiet, "--fit": fit, "--strict": STRICT.get()}
-    arguments = ["train", file, *overrides, *(option for option, given in options.items() if given)]
+    arguments = ["train", file, *overrides, *(option for option, is_set in options.items() if is_set)]
     with lock_folder(out) as lock:
         return launch(arguments, layout.world, status_folder(out), lock=lock)
 
