@@ -1,15 +1,15 @@
-"""Refuse torch's own wrappers (DDP, FSDP) around a parallel module: they average gradients, trilith sums
-them.
-"""
+"""Refuse torch's own wrappers (DDP, FSDP) where gradients that they average would be taken for sums."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .engine import is_dtensor, is_sharded
+from .engine import is_dtensor, is_sharded, ranks_of
 from .errors import BadInput
 from .state import ParallelState
 
@@ -23,13 +23,14 @@ def mark_shared(model: nn.Module) -> None:
             module.__dict__["shared_over_data"] = True
 
 
-def check_state(model: nn.Module, state: ParallelState, where: str) -> None:
+def check_state(model: nn.Module, state: ParallelState, where: str, *, averaged: bool = False) -> None:
     """Refuse a state other than the one that ``model`` was cut with; also call ``refuse_foreign``.
 
     For example, without a state each of several ranks would take its part of a weight for the whole weight.
+    ``averaged``: torch's wrappers over ``state.data_mesh`` are right here.
     """
     if state.layout.world > 1:
-        refuse_foreign(model, where)
+        refuse_foreign(model, where, over=state if averaged else None)
     for name, module in model.named_modules():
         theirs = getattr(module, "state", None)
         if isinstance(theirs, ParallelState) and theirs.layout.world > 1 and theirs.layout != state.layout:
@@ -50,21 +51,46 @@ def _refuse_state(where: str, name: str, found: str, state: ParallelState) -> No
     )
 
 
-def refuse_foreign(model: nn.Module, where: str) -> None:
-    """Refuse a model that torch's ``fully_shard``, FSDP or DDP has wrapped directly, naming the module."""
+def refuse_foreign(model: nn.Module, where: str, *, over: ParallelState | None = None) -> None:
+    """Refuse a model that torch's ``fully_shard``, FSDP or DDP has wrapped directly, naming the module.
+
+    ``over``: accept ``fully_shard`` and DDP over the ranks of this state's ``data_mesh``. Whoever averages
+    there divides a loss by the tokens of this rank. Stacks of experts are held by fewer ranks.
+    """
     fsdp = sys.modules.get("torch.distributed.fsdp")  # if it is not imported, nothing is wrapped by it
     wrappers = (DistributedDataParallel, *((fsdp.FullyShardedDataParallel,) if fsdp else ()))
     for name, module in model.named_modules():
-        found = None
-        if isinstance(module, wrappers):
-            found = f"{type(module).__name__}, which averages gradients over all ranks"
-        elif is_sharded(module) and not module.__dict__.get("shared_over_data"):
-            found = "torch's fully_shard with a mesh of its own, which averages gradients"
-        if found is not None:
-            raise BadInput(
-                where,
-                name or "model",
-                expected="a module that shard_over_data shares",
-                found=found,
-                todo=_TODO,
-            )
+        wrapped = isinstance(module, wrappers)
+        if not wrapped and (not is_sharded(module) or module.__dict__.get("shared_over_data")):
+            continue
+        expected = "a module that shard_over_data shares"
+        found = f"{type(module).__name__ if wrapped else 'fully_shard of torch'}, which averages gradients"
+        meshes = _meshes(module)
+        if over is not None and over.layout.expert == 1 and meshes:
+            right = _sorted(over.data_mesh.mesh.flatten().tolist())
+            if meshes <= {right}:
+                continue
+            expected += f", or torch's wrapper over state.data_mesh, ranks {_listed(right)}"
+            found += f" over ranks {' and over '.join(_listed(ranks) for ranks in sorted(meshes))}"
+        raise BadInput(where, name or "model", expected=expected, found=found, todo=_TODO)
+
+
+def _meshes(module: nn.Module) -> set[tuple[int, ...]]:
+    """Return the ranks over which DDP or ``fully_shard`` averages; empty for the FSDP before ``fully_shard``,
+    whose flat parameters are not those that were declared.
+    """
+    if is_sharded(module):
+        return ranks_of(module)
+    if isinstance(module, DistributedDataParallel):
+        return {_sorted(dist.get_process_group_ranks(module.process_group))}
+    return set()
+
+
+def _sorted(ranks: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(ranks))
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Name ranks in a line; of many, the first and the last."""
+    some = [*ranks] if len(ranks) <= 8 else [*ranks[:3], "...", ranks[-1]]
+    return ", ".join(map(str, some))

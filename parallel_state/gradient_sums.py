@@ -21,14 +21,20 @@ class GradientSums:
 
     The parameters and their declarations are looked up once. So make this object after ``shard_over_data``,
     when the model's parameters are the same objects as the optimizer's. ``where`` names the caller in an
-    error. No method makes the host wait for the device, but where a partial gradient is missing here.
+    error. ``averaged``: torch's wrappers over ``state.data_mesh`` may have averaged the gradients before. No
+    method makes the host wait for the device, but where a partial gradient is missing here.
     """
 
     def __init__(
-        self, model: nn.Module, state: ParallelState | None = None, *, where: str = "GradientSums"
+        self,
+        model: nn.Module,
+        state: ParallelState | None = None,
+        *,
+        where: str = "GradientSums",
+        averaged: bool = False,
     ) -> None:
         self.state = state = alone_or(state)
-        check_state(model, state, where)
+        check_state(model, state, where, averaged=averaged)
         stated = declarations(model)
         self._all = [(name, parameter, stated[name]) for name, parameter in model.named_parameters()]
 
@@ -57,10 +63,12 @@ def finalize_gradients(
     """Sum the partial gradients, in place; call it once in a step after the last backward.
 
     Norm weights and row biases with sequence parallelism, and shared key/value heads, are summed over the
-    tensor axis; a tied embedding is summed over the two ends of the pipeline. FSDP has already summed over
-    the data axes. ``reduce``: the dtype to sum in; the default is that of the gradients.
+    tensor axis; a tied embedding is summed over the two ends of the pipeline. Over the data axes
+    ``shard_over_data`` has already summed them, or torch's ``fully_shard`` or DDP over ``state.data_mesh``
+    averaged them: the loss is then the mean over this rank's tokens. ``reduce``: the dtype to sum in; the
+    default is that of the gradients.
     """
-    GradientSums(model, state, where="finalize_gradients").finalize(reduce=reduce)
+    GradientSums(model, state, where="finalize_gradients", averaged=True).finalize(reduce=reduce)
 
 
 def divide_gradients(model: nn.Module, by: Tensor) -> None:

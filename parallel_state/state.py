@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 import torch.distributed as dist
@@ -63,9 +63,6 @@ class ParallelState:
         self._ends, self._context, self._files = ends, context, files
         # Taken once: cutting a mesh costs milliseconds, and every collective asks for its group.
         self._tensor_mesh = None if mesh is None else mesh["tensor"]
-        # Without replicas FSDP is not told of the axis: it would all-reduce over one rank all the same.
-        axes = ("data_replicate", "fsdp") if layout.copies_shards else ("fsdp",)
-        self._data_mesh = None if mesh is None else mesh[axes]
         self._tensor = None if self._tensor_mesh is None else self._tensor_mesh.get_group()
 
     @classmethod
@@ -198,11 +195,13 @@ class ParallelState:
         """Return the mesh of tensor-parallel DTensor parameters; ``None`` for one rank or a stand-in."""
         return None if self.tensor_size == 1 else self._tensor_mesh
 
-    @property
+    @cached_property
     def data_mesh(self) -> DeviceMesh:
-        """Return the mesh over which FSDP shards (last axis) and, with HSDP, replicates (first axis)."""
-        assert self._data_mesh is not None, "a stand-in has no process groups"
-        return self._data_mesh
+        """Return the mesh of the ranks that share this rank's part of the model and see different tokens, for
+        torch's ``fully_shard`` or DDP in a loop of one's own. With HSDP it has two axes, replicas and shards.
+        """
+        assert self.mesh is not None, "a stand-in has no process groups"
+        return fsdp_mesh(self) if self.layout.zero else self.mesh["data_replicate"]
 
     @property
     def expert_group(self) -> dist.ProcessGroup:
@@ -214,15 +213,6 @@ class ParallelState:
     def expert_tensor_mesh(self) -> DeviceMesh | None:
         """Return the ``tensor_mesh`` for parameters that are cut over ``expert``."""
         return None if self.tensor_size == 1 else self._expert_tensor_mesh
-
-    @property
-    def expert_data_mesh(self) -> DeviceMesh:
-        """Return the ``data_mesh`` for parameters that are cut over ``expert``: the ranks that hold the
-        same experts.
-        """
-        assert self._experts is not None, "a stand-in has no process groups, and expert=1 no such"
-        replicated = self.layout.copies_shards
-        return self._experts[("expert_replicate", "expert_shard") if replicated else ("expert_shard",)]
 
     def replica_group(self, *, experts: bool = False) -> dist.ProcessGroup | None:
         """Return the group of ranks that hold the same whole weights, if there are some; with ZeRO none does.
@@ -255,6 +245,19 @@ def alone_or(state: object) -> ParallelState:
             todo="ParallelState.start(layout) makes one on each rank",
         )  # fmt: skip
     return state
+
+
+def fsdp_mesh(state: ParallelState, *, experts: bool = False) -> DeviceMesh:
+    """Return the mesh over which ``shard_over_data`` lets FSDP cut weights (last axis) and, with HSDP,
+    replicate shards (first axis). At ``zero=0`` it has one rank: ``ReplicaSums`` sums the gradients.
+
+    ``experts``: for parameters that are cut over ``expert``.
+    """
+    mesh = state._experts if experts else state.mesh
+    assert mesh is not None, "a stand-in has no process groups, and expert=1 no experts'"
+    copies, shards = ("expert_replicate", "expert_shard") if experts else ("data_replicate", "fsdp")
+    # Without replicas FSDP is not told of the axis: it would all-reduce over one rank all the same.
+    return mesh[(copies, shards) if state.layout.copies_shards else (shards,)]
 
 
 def _line(ranks: torch.Tensor, rank: int, axis: int) -> list[int]:

@@ -16,7 +16,7 @@ from ..layers import Stage
 from ..models import CausalLM
 from ..parallel_state import ParallelState, engine
 from .driver import DrivenStage, StageModule, after_schedule, before_schedule
-from .schedule_kinds import check_predictions, check_schedule, schedule_kind
+from .schedule_kinds import check_schedule, schedule_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +134,9 @@ def schedule_of_model(
 ) -> Pipeline:
     """Make the schedule of a zoo model. ``shape``: (B, S) of a micro-batch; ``dtype``: of the activations.
 
-    Raises ``BadInput`` as ``make_schedule`` does, and for several blocks of multi-token prediction, or one
-    with a tied embedding, if a backward has two parts.
+    Raises ``BadInput`` as ``make_schedule`` does.
     """
     config, state, (batch, length) = model.config, model.state, shape
-    check_predictions(name, state.layout, config.mtp_blocks, tied=config.tie_word_embeddings)
     here = length // state.tensor_size if state.sequence else length
     return make_schedule(
         [stage_view(model, stage) for stage in model.stage.parts],

@@ -79,22 +79,6 @@ def schedule_kind(name: str, where: str = "layout") -> ScheduleKind:
     return _KINDS[name]
 
 
-def check_predictions(name: str, layout: Layout, blocks: int, *, tied: bool) -> None:
-    """Refuse ``blocks`` of multi-token prediction with which the last stage would use the embedding more than
-    once, if a backward has two parts: the second part cannot go through a weight's uses one by one.
-    """
-    if layout.pipeline == 1 or not schedule_kind(name).two_backwards or blocks < 1 + (not tied):
-        return
-    what = "a tied embedding" if tied else f"{blocks} blocks"
-    raise BadInput(
-        "layout",
-        "schedule",
-        expected=f"a whole backward, because multi-token prediction with {what} uses the embedding twice",
-        found=name,
-        todo="Choose gpipe, 1f1b or interleaved, or one block of prediction without a tied embedding",
-    )
-
-
 def check_schedule(name: str, layout: Layout, micro_batches: int, where: str = "layout") -> None:
     """Refuse stages or micro-batches that the schedule cannot run; without a pipeline all goes."""
     if layout.pipeline == 1:

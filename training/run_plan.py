@@ -184,10 +184,6 @@ def flops_of(recipe: Recipe, plan: Plan) -> TokenFlops:
 def _check_mtp(recipe: Recipe, config: ModelConfig, where: str) -> None:
     """Refuse a factor for multi-token prediction without blocks for it, blocks without a factor, and LoRA."""
     factor, blocks = recipe.model.mtp, config.mtp_blocks
-    name = recipe.pipeline_schedule
-    if blocks and recipe.layout.pipeline > 1 and schedule_kind(name).two_backwards:
-        expected = "gpipe, 1f1b or interleaved with model.mtp: no recipe with it is tested under others"
-        raise BadInput("recipe", "layout.schedule", expected=expected, found=name)
     if (factor is None) == (blocks == 0) and (recipe.lora is None or not blocks):
         return
     if recipe.lora is not None and blocks:

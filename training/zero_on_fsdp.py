@@ -34,6 +34,7 @@ from ..parallel_state import (
     mark_shared,
     refuse_foreign,
 )
+from ..parallel_state.state import fsdp_mesh
 from .compute_weights import ComputeWeights
 from .precision import Precision
 
@@ -69,7 +70,7 @@ def shard_over_data(
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard  # half a second
 
     engine.require(engine.FULLY_SHARDED)
-    regather, mesh, policy = state.layout.zero == 3, state.data_mesh, precision.policy
+    regather, mesh, policy = state.layout.zero == 3, fsdp_mesh(state), precision.policy
     # Pages of a host without accelerator need no pinning, and cannot be.
     resting = CPUOffloadPolicy(pin_memory=state.device.type != "cpu") if offload else OffloadPolicy()
     cut, stacks = shard_dims(model, state.layout), stacks_of_experts(model) if state.layout.expert > 1 else []
@@ -77,9 +78,9 @@ def shard_over_data(
     alike: dict[str, Any] = {
         "shard_placement_fn": cut, "ignored_params": ignored, "mp_policy": policy, "offload_policy": resting
     }  # fmt: skip
+    of_stacks = fsdp_mesh(state, experts=True) if stacks else mesh  # the ranks that hold the same experts
     for stack in stacks:
-        # Over the ranks that hold the same experts.
-        fully_shard(stack, mesh=state.expert_data_mesh, reshard_after_forward=regather, **alike)
+        fully_shard(stack, mesh=of_stacks, reshard_after_forward=regather, **alike)
         keep_aside(stack)
     for block in find_blocks(model) if blocks is None else blocks:
         if block not in stacks:

@@ -34,6 +34,7 @@ from .fully_sharded import (
     gather_weights,
     is_sharded,
     left_alone,
+    ranks_of,
     sum_gradients,
 )
 from .kernels import assert_on_device, flash_attention, flash_attention_backward, scaled_mm
@@ -91,6 +92,7 @@ __all__ = [
     "left_alone",
     "like",
     "local_data",
+    "ranks_of",
     "recorded_collectives",
     "reduce_scatter",
     "reduce_scatter_start",

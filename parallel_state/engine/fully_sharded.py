@@ -32,6 +32,11 @@ def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     return [one for one in module.modules() if is_sharded(one)]
 
 
+def ranks_of(module: FSDPModule) -> set[tuple[int, ...]]:
+    """Return the ranks of each mesh over which FSDP averages or sums this module's own gradients."""
+    return {tuple(sorted(group.mesh_info.mesh.mesh.flatten().tolist())) for group in _groups([module])}
+
+
 def computed_with(modules: Iterable[FSDPModule]) -> Iterator[nn.Parameter]:
     """Yield the whole parameters that these modules compute with, gathered at the moment or not.
 

@@ -47,6 +47,7 @@ FULLY_SHARDED = (
     ("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state"),
     (f"{_FSDP}_state.FSDPState", "_root_post_backward_final_callback"),
     (f"{_FSDP}_param_group.FSDPParamGroup", "fsdp_params"),
+    (f"{_FSDP}_param_group.FSDPParamGroup", "mesh_info"),
     (f"{_FSDP}_param_group.FSDPParamGroup", "post_backward"),
     (f"{_FSDP}_param_group.FSDPParamGroup", "reshard"),
     (f"{_FSDP}_param_group.FSDPParamGroup", "unshard"),

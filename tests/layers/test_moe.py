@@ -12,6 +12,7 @@ from trilith.layers.experts import clamped_experts, grouped_matmul
 from trilith.layers.experts.grouped_matmul import by_kernel
 from trilith.parallel_state import Layout, Normal, ParallelState, declarations
 from trilith.parallel_state.engine import local_data
+from trilith.parallel_state.state import fsdp_mesh
 from trilith.testing import run_parallel
 from trilith.testing.operators import Operators
 
@@ -99,7 +100,7 @@ def expert_rank(layout):
             assert grad is None, name
             continue
         assert grad is not None, name
-        mesh = state.expert_data_mesh if stated[name].experts else state.data_mesh
+        mesh = fsdp_mesh(state, experts=stated[name].experts)
         grad = local_data(grad)
         for axis in range(mesh.ndim):  # FSDP's work
             dist.all_reduce(grad, group=mesh.get_group(axis))

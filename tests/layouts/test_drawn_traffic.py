@@ -1,7 +1,7 @@
 """Drawn layouts send what is planned: count and bytes of each axis and kind.
 
 They have more choices at once than the pairs of the covering array, and multi-token prediction with a
-backward in two parts, which recipes refuse and the library does not.
+backward in two parts.
 """
 
 from random import Random
@@ -22,8 +22,6 @@ CONFIGS = {
     "glm4_moe-tied-mtp": {"mtp": True, "tie_word_embeddings": True},
 }
 EXPERTS = {"mixtral", "gpt_oss", "qwen3_next", "deepseek_v3-mtp", "deepseek_v3-mtp2", "glm4_moe-tied-mtp"}
-#: Their last stage uses the embedding more than once, which is refused with a backward in two parts.
-WHOLE = {"deepseek_v3-mtp2", "glm4_moe-tied-mtp"}
 
 
 def drawn(ranks, number):
@@ -32,7 +30,7 @@ def drawn(ranks, number):
     pick = random.choice
     schedule = pick(SCHEDULE_NAMES)
     kind = schedule_kind(schedule)
-    name = pick(sorted(CONFIGS.keys() - (WHOLE if kind.two_backwards else set())))
+    name = pick(sorted(CONFIGS))
     model = name if name in MODELS else name.split("-")[0]
     pipeline = pick((2, 2, ranks // 2))
     rest = ranks // pipeline

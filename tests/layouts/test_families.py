@@ -1,12 +1,15 @@
 """Each family trains in every kind of layout as on one device: two fp64 steps, to 1e-10."""
 
+from random import Random
+
 from support.combinations import FAMILIES as IN_COMBINATIONS
-from support.configs import EXPERTS, MODELS
+from support.configs import EXPERTS, MODELS, config
 from support.layout_cases import COMPARED, Layouts, Row, axes, row
 from support.models_page import axes_of
 from support.short_training import Case
 from trilith.models import FAMILIES
 from trilith.parallel_state import Layout
+from trilith.pipeline import SCHEDULE_NAMES, schedule_kind
 
 ALL = [
     Layout.of(**axes(cut))
@@ -30,7 +33,25 @@ def of_family(family, name):
         yield Row(f"{name}-{layout}", Case(MODELS[name], layout), **asks)
 
 
-LAYOUTS = Layouts([one for family, name in FIRST.items() for one in of_family(family, name)])
+#: Families with kinds of blocks of which the array cuts none into several stages a rank.
+STAGED = ("bloom", "cohere", "falcon", "gpt_neox", "gptj", "granitemoehybrid", "opt", "phi")
+STAGED += ("qwen3_5_text", "qwen3_next")
+LOOPS, SHAPED = ("interleaved", "interleaved-zero-bubble"), ("zbv", "dualpipev")
+
+
+def in_stages(family, name):
+    """Yield a row of four blocks for each schedule. Of ``STAGED``, one loop and one V are in every run."""
+    of_every_run = [Random(family).choice(kinds) for kinds in (LOOPS, SHAPED)] if family in STAGED else []
+    for schedule in SCHEDULE_NAMES:
+        kind = schedule_kind(schedule)
+        layout = Layout.of(pipeline=2, virtual_stages=kind.virtual_stages, v_shape=kind.v_shape)
+        case = Case(config(name, layers=4), layout, schedule=schedule, samples=kind.least_micro_batches(2))
+        yield Row(f"{name}-{schedule}", case, slow=schedule not in of_every_run, sends=False)
+
+
+LAYOUTS = Layouts(
+    [one for family, name in FIRST.items() for one in (*of_family(family, name), *in_stages(family, name))]
+)
 test_each_family_equals_one_device = LAYOUTS.equal_one_device()
 test_blocks_that_the_array_does_not_have_send_what_is_planned = LAYOUTS.send_what_is_planned()
 

@@ -69,6 +69,7 @@ FROZEN_STAGES = {"lora": LAST, "clip": 1e-3}
 
 # Multi-token prediction: two blocks predict two and three tokens ahead
 DEEPSEEK, GLM = config("deepseek_v3", mtp=True, num_nextn_predict_layers=2), config("glm4_moe", mtp=True)
+FOUR = {"num_hidden_layers": 4}
 MTP = [
     (DEEPSEEK, "tp4", {}),
     (DEEPSEEK, "tp2 cp2 sp", DOCUMENTS),
@@ -79,6 +80,8 @@ MTP = [
     (GLM, "tp2 pp2 sp", {}),
     (GLM, "tp2 dp2 ep2 zero2", {}),
     (GLM | {"tie_word_embeddings": True}, "tp2 pp2", {}),
+    (DEEPSEEK | FOUR, "pp2 v", {"schedule": "dualpipev", "samples": 8}),
+    (DEEPSEEK | FOUR, "pp2 loop2 dp2 zero3", {"schedule": "interleaved-zero-bubble", "samples": 8}),
 ]
 
 # Several stages a rank, by name: the model, the layout beside the pipeline, the rest of the case
@@ -135,6 +138,8 @@ ROWS += [
     # Most blocks have no adapter.
     row("lora-a-stage-without-zero1", "llama-tied", "pp2 dp2 zero1", **FROZEN_STAGES),
     row("lora-blocks-without-zero2", "llama", "dp2 zero2", **FROZEN_STAGES),
+    # The last stage uses the embedding three times, in a backward of two parts.
+    row("mtp-tied-zbv", GLM | FOUR | {"tie_word_embeddings": True}, "pp2 v", schedule="zbv", mtp=0.3),
     row("mtp-two-stages", DEEPSEEK, "tp2 pp2 sp", documents=True, mtp=0.3),
     # GPT-OSS multiplies by transposed stacks of experts, and autograd gives gradients transposed as well.
     row("gradients-of-transposed-stacks", TRANSPOSED, "pp2 v", schedule="zbv"),

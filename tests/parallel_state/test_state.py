@@ -8,6 +8,7 @@ import torch.distributed as dist
 from support.configs import KEYS
 from support.families import family_and_config
 from trilith.parallel_state import AXES, BadInput, Layout, ParallelState, engine, rank_at_fault, together
+from trilith.parallel_state.state import fsdp_mesh
 from trilith.testing import RankError, run_parallel
 
 LLAMA_405B = {
@@ -63,10 +64,11 @@ def groups(layout):
     found = {
         "tensor": dist.get_process_group_ranks(state.tensor_group),
         "pipeline": dist.get_process_group_ranks(state.pipeline_group),
-        "data_shard": dist.get_process_group_ranks(state.data_mesh.get_group("fsdp")),
+        "data_shard": dist.get_process_group_ranks(fsdp_mesh(state).get_group("fsdp")),
+        "data": sorted(state.data_mesh.mesh.flatten().tolist()),
     }
-    if state.data_mesh.ndim == 2:
-        found["data_replicate"] = dist.get_process_group_ranks(state.data_mesh.get_group("data_replicate"))
+    if fsdp_mesh(state).ndim == 2:
+        found["data_replicate"] = dist.get_process_group_ranks(fsdp_mesh(state).get_group("data_replicate"))
     if (replicas := state.replica_group()) is not None:
         found["data_replicate"] = dist.get_process_group_ranks(replicas)
     if layout.pipeline > 1:
@@ -119,6 +121,7 @@ def test_process_groups_are_the_ranks_along_their_axes(layout):
         # FSDP shards over the context ranks too, or has them for replicas.
         joined = "data_shard" if layout.zero else "data_replicate"
         axes = {axis: (axis, "context") if axis == joined else (axis,) for axis in found}
+        axes["data"] = ("data_shard", "data_replicate", "context")
         assert found == {axis: ranks_along(layout, axes[axis], rank) for axis in found}
         if ends is not None:
             along = ranks_along(layout, ("pipeline",), rank)

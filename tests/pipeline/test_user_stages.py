@@ -196,6 +196,23 @@ class RelativeBias(nn.Module):
         return x + scores.softmax(-1) @ x
 
 
+class LatentAttention(nn.Module):
+    """Multi-latent attention: heads share a narrow latent, and one key that tells positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.down = nn.Linear(D, 4 * 5), nn.Linear(D, 3 + 2)
+        self.norm, self.up, self.out = nn.RMSNorm(3), nn.Linear(3, 4 * (3 + 2)), nn.Linear(4 * 2, D)
+
+    def forward(self, x):
+        latent, position = self.down(x).split([3, 2], -1)
+        k, v = self.up(self.norm(latent)).unflatten(-1, (4, 5)).transpose(1, 2).split([3, 2], -1)
+        k = torch.cat([k, position[:, None].expand(-1, 4, -1, -1)], -1)
+        q = self.q(x).unflatten(-1, (4, 5)).transpose(1, 2)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(-2))
+
+
 class Blocks(nn.Module):
     """Blocks of one kind between an embedding and an output layer."""
 
@@ -219,7 +236,7 @@ class Blocks(nn.Module):
         return self.embed.project(x) if stage.last else x
 
 
-@pytest.mark.parametrize("block", [AddedTwice, BiasAndGate, RelativeBias])
+@pytest.mark.parametrize("block", [AddedTwice, BiasAndGate, RelativeBias, LatentAttention])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     "more",
@@ -231,7 +248,7 @@ class Blocks(nn.Module):
         ),
     ],
 )
-def test_a_weight_used_at_two_places_trains_as_on_one_process(block, schedule, more):
+def test_strange_blocks_train_as_on_one_process(block, schedule, more):
     layout = Layout.of(pipeline=2, **SCHEDULES[schedule], **more)
     figures = assert_layout_invariant(
         partial(Blocks, block), BATCH, layouts=[layout], loss=loss, schedule=schedule, steps=2

@@ -17,7 +17,7 @@ from trilith.models import FAMILIES, tiny_config
 
 FOLDER = Path(__file__).parent / "configs"
 #: Fields that have an entry for each layer.
-_BY_LAYER = ("layer_types", "mlp_layer_types")
+_BY_LAYER = ("no_rope_layers", "layer_types", "mlp_layer_types")
 
 
 @cache

@@ -32,6 +32,7 @@ from trilith.data import Batch
 from trilith.layers import use_float8
 from trilith.parallel_state import Box, Layout, ParallelState, clip_gradients, initialize
 from trilith.parallel_state.engine import local_data
+from trilith.parallel_state.state import fsdp_mesh
 from trilith.planner import Traffic, Work, plan_memory, rank_parameters, step_traffic
 from trilith.recipes.sections import MemorySection
 from trilith.testing import LiveBytes, RankError, run_parallel
@@ -353,7 +354,7 @@ def sent_in(operators: Operators, state: ParallelState) -> Totals:
 
 def _axes(state: ParallelState) -> dict[str, str]:
     """Return the axis of each process group, as ``Traffic`` calls it, by the group's name."""
-    layout, mesh = state.layout, state.data_mesh
+    layout, mesh = state.layout, fsdp_mesh(state)
     groups: dict[str, dist.ProcessGroup | None] = {
         "all": dist.group.WORLD,
         "tensor": state.tensor_group,
@@ -364,7 +365,7 @@ def _axes(state: ParallelState) -> dict[str, str]:
         "replicas": mesh.get_group("data_replicate") if layout.copies_shards else state.replica_group(),
     }
     if layout.expert > 1:
-        stacks = state.expert_data_mesh
+        stacks = fsdp_mesh(state, experts=True)
         shards = layout.copies_shards
         copies = stacks.get_group("expert_replicate") if shards else state.replica_group(experts=True)
         groups |= {"expert": state.expert_group, "expert data": stacks.get_group("expert_shard")}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from support.configs import TINIEST_LLAMA, TINY_GLM
 from support.families import model_of
@@ -10,6 +11,7 @@ from support.short_runs import built
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from trilith.checkpoints import load_model, load_module, restore_model, save_model, save_module
 from trilith.cli.app import run
@@ -159,12 +161,12 @@ def test_every_layer_with_parameters_can_be_reset():
 
 
 def wrapped(how):
-    state = ParallelState.start(Layout(data_replicate=2))
+    state = ParallelState.start(Layout(pipeline=2))  # so the other rank holds other layers
     model = nn.Sequential(ColumnParallelLinear(4, 6, state=state))
     if how == "ddp":
         inner, model = model, DistributedDataParallel.__new__(DistributedDataParallel)
         nn.Module.__init__(model)  # its reducer, which nothing here comes to use, is left out
-        model.module = inner
+        model.module, model.process_group = inner, dist.group.WORLD
     elif how == "fsdp1":
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
     else:
@@ -184,6 +186,52 @@ def test_torchs_own_wrappers_over_our_layers_are_refused_with_the_way_to_go(how)
         for line in said:
             assert "expected a module that shard_over_data shares" in line and "averages gradients" in line
             assert "shard_over_data(model, state, Precision())" in line
+        assert ("averages gradients over ranks 0, 1" in said[0]) == (how != "fsdp1")
+
+
+def mean_gradients(wrap, layout):
+    """Compare the gradients of a mean loss that torch averages over ``data_mesh`` to those of one process."""
+    state, found = ParallelState.start(layout), []
+    x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    for at in (ParallelState.alone(), state):
+        model = nn.Sequential(
+            RMSNorm(8, state=at), ColumnParallelLinear(8, 12, state=at), nn.GELU(),
+            RowParallelLinear(12, 8, bias=True, state=at),
+        ).double()  # fmt: skip
+        initialize(model, 5, state=at)
+        mine = x
+        if at is state:
+            model, mine = wrap(model, state), x.chunk(layout.data)[state.data_index]
+        piece = mine.chunk(at.tensor_size, dim=1)[at.tensor_index] if at.sequence else mine
+        (model(piece).pow(2).sum() / mine.numel()).backward()
+        finalize_gradients(model, state=at)
+        grads = [one.grad for one in model.parameters()]
+        found.append([one.full_tensor() if isinstance(one, DTensor) else one for one in grads])
+    for one, alone in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(one, alone, rtol=1e-11, atol=1e-14)
+
+
+def ddp(model, state):
+    return DistributedDataParallel(model, device_mesh=state.data_mesh)
+
+
+def sharded(model, state):
+    return fully_shard(model, mesh=state.data_mesh)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "layout"),
+    [
+        (ddp, Layout.of(data=4)),
+        (ddp, Layout.of(data=4, zero=1)),
+        (sharded, Layout.of(data=4)),
+        (sharded, Layout.of(data=4, zero=2, data_replicate=2)),
+        (sharded, Layout.of(data=2, zero=3, tensor=2, sequence=True)),
+    ],
+    ids=str,
+)
+def test_torchs_wrappers_over_the_data_mesh_are_right_with_a_mean_loss(wrap, layout):
+    run_parallel(mean_gradients, 4, wrap, layout)
 
 
 def averaged(_):
@@ -194,7 +242,7 @@ def averaged(_):
 
 def test_a_wrapper_over_ranks_that_the_step_does_not_know_is_refused():
     for said in run_parallel(averaged, 2, 0):
-        assert "found DistributedDataParallel, which averages gradients over all ranks" in said
+        assert "found DistributedDataParallel, which averages gradients" in said
 
 
 def without_state(root, layout):

@@ -6,15 +6,13 @@ Who refuses needs no ranks: it is the plan that each process makes, or the one r
 from functools import partial
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from support.configs import TINY_GLM, TINY_LLAMA, TINY_MIXTRAL, config
 from support.refusals import Refused, refusals
 from support.short_runs import tiny_recipe
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.models import LoraConfig, adapted, family_of
-from trilith.parallel_state import Layout, ParallelState
-from trilith.pipeline.runner import schedule_of_model
+from trilith.parallel_state import ParallelState
 from trilith.recipes.recipe import parse_recipe
 from trilith.search import fit
 from trilith.training import Trainer, check_run, run
@@ -111,7 +109,6 @@ ROWS = {
     ),
     "mtp-no-blocks": ("absent: the model of .* has no blocks of multi-token", {"model": {"mtp": 0.3}}),
     "mtp-without-a-block": ("1 or more with mtp", predicting({"num_nextn_predict_layers": 0})),
-    "mtp-zbv": ("gpipe, 1f1b or interleaved with", predicting({}, **ZBV)),
     "mtp-no-factor": ("a factor: .* has 1 blocks of multi-token prediction", of(TINY_GLM | {"mtp": True})),
     "float8-fp64": ("dtype: expected float32 or bfloat16 with.*float64", FLOAT8 | {"dtype": "float64"}),
     "float8-scaling-alone": (
@@ -153,32 +150,6 @@ test_adapters_on_experts_are_refused = refusals(
     to_experts(TINY_GLM, ["mlp.experts"], r"\['mlp.experts'\], that is model.layers.1.mlp.experts"),
     to_experts(TINY_GLM, r".*\.experts\..*", "that is model.layers.1.mlp.experts.0.gate_proj"),
     to_experts(TINY_MIXTRAL, ["w2"], r"\['w2'\], that is model.layers.0.block_sparse_moe.experts.0.w2"),
-)
-
-
-def twice(schedule, fields, words):
-    """A model whose embedding the backward of a schedule in two parts would go through twice."""
-
-    def call(_):
-        layout = Layout.of(pipeline=2, virtual_stages=2, v_shape=schedule != "interleaved-zero-bubble")
-        family = family_of(TINY_GLM)
-        read = family.from_hf(TINY_GLM | {"num_hidden_layers": 4, "mtp": True} | fields)
-        model = family.build(read, state=ParallelState.stand_in(layout))
-        schedule_of_model(
-            model, lambda a, b: a, name=schedule, microbatches=4, shape=(1, 8), dtype=torch.float32
-        )
-
-    says = f"^layout: schedule: expected a whole backward, because multi-token prediction {words} uses the "
-    return Refused(f"{schedule}-{words}", call, f"{says}embedding twice, found {schedule}")
-
-
-test_a_backward_in_two_parts_through_multi_token_prediction_is_refused = refusals(
-    twice(schedule, fields, words)
-    for schedule in ("zbv", "dualpipev", "interleaved-zero-bubble")
-    for fields, words in (
-        ({"num_nextn_predict_layers": 2}, "with 2 blocks"),
-        ({"tie_word_embeddings": True}, "with a tied embedding"),
-    )
 )
 
 
