@@ -21,7 +21,7 @@ from typer.main import get_command_name
 from ..system import check_enough, refusal_of, visible
 from ..system.addresses import address_of
 from ..system.refusals import UNEXPECTED
-from ..system.standard_streams import drop_output, reader_is_gone
+from ..system.standard_streams import drop_output, print_any_character, reader_is_gone
 from .bench import bench
 from .cluster.launch import launch
 from .cluster.status import status
@@ -192,6 +192,7 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
     processes); 4 for a checkpoint that cannot be used; 70 for what was not foreseen; 130 for an interrupt.
     ``--debug``, before the command's name, shows the traceback first.
     """
+    print_any_character()
     try:
         # As its context's ``obj`` a command finds its own words: with them it may start ranks of itself.
         words = list(arguments)
@@ -246,6 +247,10 @@ def explain(error: Exception) -> tuple[int, str]:
     return UNEXPECTED, f"unexpected: {_one_line(what + read)} (run again with --debug for the traceback)"
 
 
+#: A word, or a part of a path, longer than a file's name may be.
+_ENDLESS = re.compile(r"[^\s/]{256,}")
+
+
 def _debug(arguments: Sequence[str]) -> bool:
     """Tell whether ``--debug`` stands before the command's name, the first word that is not an option."""
     for argument in arguments:
@@ -257,4 +262,9 @@ def _debug(arguments: Sequence[str]) -> bool:
 
 
 def _one_line(text: str) -> str:
-    return visible(" ".join(text.split()))
+    """Return the text in one line, with words shortened that no path on a disk can have."""
+    return visible(_ENDLESS.sub(_shorten, " ".join(text.split())))
+
+
+def _shorten(word: re.Match[str]) -> str:
+    return f"{word[0][:40]}... ({len(word[0]):,} characters)"

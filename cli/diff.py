@@ -22,7 +22,7 @@ def diff(
         PATH_OR_ADDRESS,
     ],
     most: Annotated[
-        int, typer.Option("--most", min=1, help="largest number of differing tensors to print")
+        int, typer.Option("--most", min=1, max=10**6, help="largest number of differing tensors to print")
     ] = 20,
     config: Annotated[str | None, typer.Option(help=CONFIG), PATH_OR_ADDRESS] = None,
     names: Annotated[str | None, typer.Option(help=NAMES)] = None,

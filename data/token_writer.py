@@ -182,6 +182,7 @@ class TokenWriter:
                 "tokens to learn",
                 expected="at least one",
                 found=f"none in {self.left_out} samples",
+                todo="The chat template marks no text as the assistant's",
             )
         for name, open_file in self._files.items():
             open_file.flush()

@@ -77,9 +77,8 @@ def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:
             todo="Take the config.json that came with the model; `trilith models` lists the types",
         )  # fmt: skip
     if not isinstance(kind, str) or kind not in FAMILIES:
-        # The list says it all, but for a name that was meant to be one of them.
         near = get_close_matches(str(kind).lower(), FAMILIES, n=1, cutoff=0.7)
-        expected = "a type that `trilith models` lists" if near else f"one of {', '.join(sorted(FAMILIES))}"
+        expected = f"one of the {len(FAMILIES)} types that `trilith models` lists"
         todo = f"Nearest: {near[0]}" if near else ""
         raise BadInput(where, "model_type", expected=expected, found=repr(kind)[:80], todo=todo)
     family = FAMILIES[kind]

@@ -211,7 +211,10 @@ def actions(
 ) -> tuple[tuple[Action, ...], ...]:
     """Return what each pipeline rank computes, in torch's order; no process group is needed to know it."""
     if (forwards := pipeline * virtual_stages * micro_batches) > MOST_FORWARDS:
-        expected = f"at most {MOST_FORWARDS:,} stages x micro-batches of a step"
+        product = (
+            "stages x micro-batches" if virtual_stages == 1 else "stages x virtual stages x micro-batches"
+        )
+        expected = f"at most {MOST_FORWARDS:,} {product} of a step"
         raise BadInput("schedule", name, expected=expected, found=f"{forwards:,}")
     layout = Layout.of(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
     if pipeline == 1:

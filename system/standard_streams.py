@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import sys
@@ -22,6 +23,14 @@ def open_closed_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 (it stays open)
+
+
+def print_any_character() -> None:
+    """Let standard output write out characters that its encoding lacks, as ``\\xfc``, instead of failing: of
+    a locale without UTF-8, for example. Standard error does by itself.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def reader_is_gone() -> bool:

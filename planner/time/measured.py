@@ -18,6 +18,9 @@ _DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 #: What bench's figures call the kinds of collectives.
 FIGURE_NAMES = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 
+#: No figure of a machine is larger, in its unit.
+_LARGEST = 1e18
+
 
 def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) -> Machine:
     """Return the machine of a ``bench.json``. Raises ``BadInput`` for a file that lacks a figure.
@@ -28,13 +31,10 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
     ``ranks`` that shared its cores and its memory when bench measured.
     """
     report = read_json(Path(path))
-    if not isinstance(report, dict) or not isinstance(report.get("rows"), list):
-        raise BadInput(path, expected="the bench.json of `trilith bench`", found="another file")
-    facts: Mapping[str, Any] = report.get("machine", {})
+    facts, names = _facts(report, path)
     speed, links = _figures(report, "speed"), _figures(report, "links")
     cuda = facts.get("device") == "cuda"
-    names: Any = facts.get("names") or []
-    name = str(names[0]) if cuda and names else str(facts.get("processor", "CPU"))
+    name = names[0] if cuda and names else str(facts.get("processor", "CPU"))[:80]
     products = {
         dtype: _figure(speed, f"matmul, {word}: TFLOP/s", path) * 1e12 for dtype, word in _DTYPES.items()
     }
@@ -44,12 +44,12 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
     }
     ranks = _figure(facts, "gpus" if cuda else "ranks", path)
     rates = {
-        kind: float(links[f"{word}: GB/s"]) * 1e9
+        kind: _figure(links, f"{word}: GB/s", path) * 1e9
         for kind, word in FIGURE_NAMES.items()
         if links.get(f"{word}: GB/s")
     }
     best = max(rates.values(), default=0.0)
-    small = float(links.get("all-reduce of 4 KiB: us") or 0.0) / 1e6
+    small = _figure(links, "all-reduce of 4 KiB: us", path, zero=True) / 1e6 if links else 0.0
     module = _figure(speed, "module, forward and backward: us", path) / 1e6
     again: dict[Checkpointing, float] = {}
     collectives: dict[Checkpointing, float] = {}
@@ -90,7 +90,7 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
     )
     return Machine(
         name,
-        memory=float(facts.get("memory") or 0) / (1 if cuda else ranks),
+        memory=_figure(facts, "memory", path, least=2.0**20) / (1 if cuda else ranks),
         peaks=products,
         bandwidth=_figure(speed, "copy: GB/s read and written", path) * 1e9,
         inside=link,
@@ -100,21 +100,37 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
         source=f"measured: {path}",
         efficiency=efficiency,
         asynchronous=cuda,
-        host=float(speed.get("host to device, pinned: GB/s") or 25.0) * 1e9,
+        host=(_figure(speed, pinned, path) if speed.get(pinned := "host to device, pinned: GB/s") else 25.0)
+        * 1e9,
         stated=peak,
     )
+
+
+def _facts(report: Any, path: str | Path) -> tuple[Mapping[str, Any], list[str]]:
+    """Return what a report says of the machine, and the names of its devices."""
+    facts, rows = (
+        (report.get("machine", {}), report.get("rows")) if isinstance(report, dict) else (None, None)
+    )
+    names = facts.get("names") or [] if isinstance(facts, dict) else None
+    right = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+    if not right or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise BadInput(path, expected="the bench.json of `trilith bench`", found="another file")
+    return facts, names
 
 
 def _figures(report: Mapping[str, Any], part: str) -> Mapping[str, Any]:
     """Return the figures of the last row of a part that was measured."""
     rows = [row for row in report["rows"] if row.get("part") == part and row.get("status") == "done"]
-    found: Mapping[str, Any] = rows[-1]["figures"] if rows else {}
-    return found
+    figures: Any = rows[-1].get("figures") if rows else None
+    return figures if isinstance(figures, dict) else {}
 
 
-def _figure(figures: Mapping[str, Any], name: str, path: str | Path, *, zero: bool = False) -> float:
+def _figure(
+    figures: Mapping[str, Any], name: str, path: str | Path, *, zero: bool = False, least: float = 0.0
+) -> float:
     value = figures.get(name)
-    if not isinstance(value, int | float) or value < 0 or (value == 0 and not zero):
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else -1
+    if not least <= number <= _LARGEST or (number == 0 and not zero):
         todo = "`trilith bench --only speed,links` of this version measures it"
-        raise BadInput(path, name, expected="a measured figure", found=value, todo=todo)
-    return float(value)
+        raise BadInput(path, name, expected="a measured figure", found=repr(value)[:80], todo=todo)
+    return float(number)

@@ -1,8 +1,9 @@
 """Commands that write, killed at random moments; some start twice at once on one output.
 
 A start counts its calls of the file system. At one of them, drawn at random, it tells the test and pauses;
-the test kills it after a random time, shorter or longer than the pause. So kills fall on reading, writing,
-commit and clean-up alike, however fast or loaded the machine is. Each start is a fork of this warm process.
+the test ends it with SIGKILL or SIGTERM after a random time, shorter or longer than the pause. So kills fall
+on reading, writing, commit and clean-up alike, however fast or loaded the machine is. Each start is a fork of
+this warm process.
 """
 
 import faulthandler
@@ -239,13 +240,13 @@ class Commands(Campaign):
         hit = random.choice([*others]) if worker and others else victim.pid
         if disturbed:
             time.sleep(random.random() * 1.3 * PAUSE)
-            self.kill([hit])
+            self.kill([hit], random.choice((signal.SIGKILL, signal.SIGTERM)))
         codes = [start.end() for start in starts]
         self.count["races"] += racing
-        killed = -signal.SIGKILL in codes or 3 in codes
+        killed = bool({-signal.SIGKILL, -signal.SIGTERM, 3} & {*codes})
         assert disturbed or not killed, [start.said.read_text() for start in starts]
         for start, code in zip(starts, codes, strict=True):
-            if code not in (-signal.SIGKILL, 3):
+            if code not in (-signal.SIGKILL, -signal.SIGTERM, 3):
                 self._check_code(name, start, code, refused=None if racing else False)
         assert killed or 0 in codes, [start.said.read_text() for start in starts]
         if not killed:

@@ -5,41 +5,16 @@ here until it refuses, or until ``VALID`` says how the new command is called. Th
 machine that has a core to spare: what a command computes, and what it lives without waiting for a core.
 """
 
-import importlib
 import os
 import shutil
 import stat
 import sys
-import tempfile
-import time
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-import trilith
 from support import forked
-from support.command_lines import NAMES, NEEDLESS, VALID, make_inputs, parameters_of, places, words
-from trilith.cli.app import run
-from trilith.ranks import pool, processes
-
-#: Seconds after which a command counts as hanging, on a machine that others use; and those of a refusal.
-HANGS, REFUSED_WITHIN = 120.0, 5.0
-
-
-@pytest.fixture(scope="module")
-def inputs():
-    """A folder with one good input of each kind, and every module of the house imported."""
-    root = Path(trilith.__path__[0])
-    for file in sorted(root.glob("*/*.py")):
-        ours = file.parent.name != "tests" and (file.parent / "__init__.py").exists()
-        if ours and file.name != "__main__.py":
-            importlib.import_module(f"trilith.{file.parent.name}.{file.stem}".removesuffix(".__init__"))
-    folder = Path(tempfile.mkdtemp(prefix="trilith-faults-"))
-    folder.chmod(0o755)
-    make_inputs(folder)
-    run(["--help"])  # what it reads and imports, forks need not read again
-    yield folder
-    shutil.rmtree(folder)
+from support.command_lines import NAMES, NEEDLESS, VALID, parameters_of, places, words
+from support.trials import Trial, check, tree
 
 
 def _text_of_no_kind(path):
@@ -104,93 +79,6 @@ CODES = {"full-disk": {3}, "full-mount": {2, 3}, "dev-full": {2, 3}}
 MOUNTS = {"full-mount": forked.mount_full, "read-only-mount": forked.mount_read_only}
 #: Commands that go on from what they left, so that their folder stays when the disk is full.
 STAYS = {"quickstart", "train"}
-
-
-def tree(folder):
-    return {
-        str(path.relative_to(folder)): (path.lstat().st_mode, 0 if path.is_dir() else path.lstat().st_size)
-        for path in sorted(folder.rglob("*"))
-    }
-
-
-class Trial(NamedTuple):
-    """Describe a command line to run in a folder of its own, and the exit codes that it may have."""
-
-    where: Path
-    words: list
-    codes: set
-    says: str = ""
-
-
-def check(trials, limit=lambda: None, after=lambda: None, enter=os.chdir):
-    """Run command lines one after another in one fork, and look at the end of each; return the exit codes.
-
-    A fork of this process is dear, so what needs no ``limit`` of its own shares one. A command that took long
-    may have met a busy machine: they are run once more then. ``after`` is called in the fork at the end, and
-    ``enter`` with the folder of each.
-    """
-
-    def work():
-        os.environ.update(TOKENIZERS_PARALLELISM="false")
-        # The ranks that this process has already started answer to its parent.
-        pool._pool, processes.templates._templates = pool.Pool(), []
-        limit()
-        for trial in trials:
-            enter(trial.where)
-            os.environ["TMPDIR"], tempfile.tempdir = str(trial.where / "tmp"), None
-            began, used = time.monotonic() - waited_for_a_core(), computed()
-            code = run(trial.words)
-            seconds = max(computed() - used, time.monotonic() - waited_for_a_core() - began)
-            print(f"\0{code} {seconds}\0", end="", file=sys.stderr, flush=True)
-        after()
-        return 0
-
-    for again in (True, False):
-        ended = forked.run_forked(work, trials[0].where, limit=HANGS)
-        parts = ended.err.split("\0")
-        done = [(err, *end.split()) for err, end in zip(parts[::2], parts[1::2], strict=False)]
-        assert len(done) == len(trials), f"hangs or dies: {trials[len(done)].words}\n{ended}"
-        assert ended.code == 0 and not parts[-1], ended
-        assert not ended.left_processes, [trial.words for trial in trials]
-        for (err, code, _), trial in zip(done, trials, strict=True):
-            assert int(code) in trial.codes, f"code {code} of: {trial.words}\n{err}"
-            if int(code):
-                assert err.startswith("error: ") and err.count("\n") == 1, f"{trial.words}\n{err}"
-                assert "unexpected" not in err and trial.says in err, f"{trial.words}\n{err}"
-        late = [int(code) and float(took) >= REFUSED_WITHIN for _, code, took in done]
-        slow = [(trial.words, end) for trial, end, is_late in zip(trials, done, late, strict=True) if is_late]
-        if not slow:
-            break
-        assert again, slow
-    return [int(code) for _, code, _ in done]
-
-
-def computed():
-    """Return the seconds of processor time of this process and of its children."""
-    return sum(os.times()[:4])
-
-
-def waited_for_a_core():
-    try:
-        return int(Path("/proc/self/schedstat").read_text().split()[1]) * 1e-9
-    except (OSError, IndexError):
-        return 0.0
-
-
-@pytest.fixture
-def folder():
-    """Make folders for trials, each with one for temporary files; every user may work there."""
-    with tempfile.TemporaryDirectory(prefix="trilith-trials-") as root:
-        Path(root).chmod(0o777)
-
-        def make():
-            where = Path(tempfile.mkdtemp(dir=root))
-            (where / "tmp").mkdir()
-            for each in (where, where / "tmp"):
-                each.chmod(0o777)
-            return where
-
-        yield make
 
 
 def path_of(fault, where, suffix):

@@ -32,7 +32,7 @@ TEMPLATE, TOKENIZER = {"chat_template": ["{}/template.jinja"]}, {"tokenizer": ["
 #: this table does not have, is a new path.
 VALID: dict[str, dict[str, list[str]]] = {
     "quickstart": {},
-    "models": {"+": ["gpt2"]},
+    "models": {"name": ["gpt2"]},
     "doctor": {"folders": ["{}"]},
     "bench": {"+": ["--device=cpu", "--quick", "--only=speed"]},
     "convert": {"src": ["{}/hf"]},

@@ -1,0 +1,176 @@
+"""Draw odd inputs of a command: another content of a file that it reads, or an odd value of an option."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from support.command_lines import Place, parameters_of, places, values_of, words, words_of
+from support.damage import damaged
+
+#: Values of JSON, as text: of another type, too large, too deep, not printable.
+JSON_VALUES = [
+    *("null", "3", "-1", "0", "1.5", "1e300", "-1e18", "NaN", "true", '""', '"²"', "[]", "{}", "[null]"),
+    *(r'"a\nb"', r'"\u001b[31m"', r'"\ud800"', "9" * 5000, "[" * 3000 + "]" * 3000, f'"{"x" * 100_000}"'),
+]
+#: Words for an option or a number.
+WORDS = [
+    *("", " ", "-1", "0", "1.5", "²", "٨", "9" * 400, "1e309", "-1e309", "nan", "inf", "null", "[]", "{}"),
+    *("a\nb", "\x1b[31m", "\udcff", "a" * 5000, "%s", "~", "*", "../x", "--", "1,,2", "=", "a=b"),
+]
+#: Whole files of text.
+TEXTS = [
+    b"",
+    b"\n",
+    b"\0" * 64,
+    b"\xff\xfe\xfd",
+    b"\xef\xbb\xbf",
+    b"null",
+    b"3",
+    b"[]",
+    b"{" * 5000,
+    b"x" * 10**6,
+]
+TEXT_SUFFIXES = {".json", ".jsonl", ".toml", ".txt", ".jinja", ".index", ""}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Hold a drawn command line; an error of it says one of ``names``."""
+
+    words: list[str]
+    names: Sequence[str]
+    what: str
+
+
+def draw(command: str, number: int, inputs: Path, where: Path) -> Drawn:
+    """Return the command line of this number, below the folder ``where``; it depends on nothing else."""
+    random = Random(f"{command} {number}")
+    inner = [place for place in places() if place.command == command and not place.output]
+    odd = [
+        (name, flag, kinds)
+        for name, flag, hidden, kinds in parameters_of(command)
+        if _takes_words(hidden, kinds)
+    ]
+    if inner and (not odd or random.random() < 0.65):
+        return _with_file(random, random.choice(inner), inputs, where)
+    return _with_option(random, command, odd or [("unknown", "--unknown", set())], inputs, where)
+
+
+def _takes_words(hidden: bool, kinds: set[Any]) -> bool:
+    return not hidden and bool not in kinds and Path not in kinds
+
+
+def _with_option(random: Random, command: str, odd: list[Any], inputs: Path, where: Path) -> Drawn:
+    name, flag, _ = random.choice(odd)
+    word, values = random.choice(WORDS), values_of(command, inputs, where)
+    word = word.lstrip("-") if flag is None else word  # else it is an option
+    if command == "train":
+        values["+"] = [f"out={where / 'out'}"]
+    if flag is None:
+        values[name] = [word]
+        line = words_of(command, values)
+    else:
+        values.pop(name, None)
+        values["+"] = [each for each in values.get("+", []) if not each.startswith(f"{flag}=")]
+        line = [*words_of(command, values), f"{flag}={word}"]
+    names = [
+        flag or name,
+        name.rstrip("s"),
+        *(part[:8] for part in (*word.split(), repr(word)[1:-1]) if part),
+    ]
+    return Drawn(line, names, f"{name}={word[:20]!r}")
+
+
+def _with_file(random: Random, place: Place, inputs: Path, where: Path) -> Drawn:
+    good = Path(place.good.format(inputs))
+    at = where / good.name
+    if good.is_dir():
+        shutil.copytree(good, at)
+        files = sorted(path for path in at.rglob("*") if path.is_file())
+    else:
+        files = [where / path.name for path in sorted(good.parent.glob(f"{good.name}*")) if path.is_file()]
+        for file in files:
+            shutil.copy(good.parent / file.name, file)
+    file = random.choice(files)
+    raw = file.read_bytes()
+    change = random.choice(CHANGES_OF_TEXT if file.suffix in TEXT_SUFFIXES else CHANGES)
+    file.write_bytes(change(random, raw))
+    names = [file.name, file.stem, at.name, str(place.key or place.name).split(".")[-1].rstrip("s")]
+    line = words(place.command, inputs, where, place, str(at))
+    return Drawn(line, names, f"{place} {file.relative_to(where)} {change.__name__}")
+
+
+def _damaged(random: Random, raw: bytes) -> bytes:
+    return damaged(raw, random)
+
+
+def _cut(random: Random, raw: bytes) -> bytes:
+    return raw[: random.randrange(len(raw) + 1)]
+
+
+def _byte_order_mark(_: Random, raw: bytes) -> bytes:
+    return b"\xef\xbb\xbf" + raw
+
+
+def _line_ends(_: Random, raw: bytes) -> bytes:
+    return raw.replace(b"\r\n", b"\n").replace(b"\n", b"\r\n")
+
+
+def _other_text(random: Random, _: bytes) -> bytes:
+    return random.choice(TEXTS)
+
+
+def _other_value(random: Random, raw: bytes) -> bytes:
+    """Replace a value of JSON, in JSON, a line of JSON Lines, or after the "=" of a line of TOML."""
+    lines = raw.decode().splitlines() or [""]
+    number = random.randrange(len(lines))
+    key, equals, _ = lines[number].partition(" = ")
+    try:
+        whole = json.loads(raw)
+    except ValueError:
+        lines[number] = (
+            f"{key} = {random.choice(JSON_VALUES)}" if equals else _replaced(random, lines[number])
+        )
+        return "\n".join(lines).encode()
+    return _replaced(random, json.dumps(whole)).encode()
+
+
+def _replaced(random: Random, text: str) -> str:
+    """Return JSON in which one value is another, or gone; for other text another value alone."""
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        return random.choice(JSON_VALUES)
+    nodes = [*_nodes(whole)]
+    if not nodes:
+        return random.choice(JSON_VALUES)
+    holder, key = random.choice(nodes)
+    if random.random() < 0.2:
+        del holder[key]
+        return json.dumps(whole)
+    holder[key] = "\0here"
+    return json.dumps(whole).replace(json.dumps("\0here"), random.choice(JSON_VALUES))
+
+
+def _nodes(node: Any) -> list[tuple[Any, Any]]:
+    """Return each value inside a nest of dicts and lists, as its holder and its key there."""
+    keys = [*node] if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else []
+    return [pair for key in keys for pair in ((node, key), *_nodes(node[key]))]
+
+
+CHANGES: list[Callable[[Random, bytes], bytes]] = [_damaged, _cut]
+CHANGES_OF_TEXT = [
+    *CHANGES,
+    _byte_order_mark,
+    _line_ends,
+    _other_text,
+    _other_value,
+    _other_value,
+    _other_value,
+]
