@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from ..search.sweep import Unmet
 
 
+#: The most numbers that an option with several takes.
+MOST_COUNTS = 64
+
+
 @no_garbage_search(hide=True)
 def plan(
     model: Annotated[
@@ -182,7 +186,10 @@ def _counts(text: str | None, option: str) -> list[int] | None:
     found = parse_counts(text, "plan", option)
     if found is not None and not all(1 <= one <= 2**24 for one in found):
         raise BadInput("plan", option, expected="numbers from 1 to 16,777,216", found=text)
-    return found and list(dict.fromkeys(found))
+    counts = found and list(dict.fromkeys(found))
+    if counts and len(counts) > MOST_COUNTS:  # each is a search of seconds
+        raise BadInput("plan", option, expected=f"at most {MOST_COUNTS} numbers", found=f"{len(counts):,}")
+    return counts
 
 
 def _search(requests: Sequence[Request]) -> list[Found | Unmet]:

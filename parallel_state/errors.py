@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import isqrt
 from typing import TYPE_CHECKING
 
 from ..system import refusal_of
@@ -23,7 +24,8 @@ def nearest(key: str, legal: Iterable[int], found: int) -> str:
 
 def nearest_divisors(key: str, of: int, found: int) -> str:
     """Return the same advice as ``nearest`` if the divisors of a number are legal."""
-    return nearest(key, (n for n in range(1, of + 1) if of % n == 0), found)
+    small = [n for n in range(1, isqrt(of) + 1) if of % n == 0]
+    return nearest(key, {*small, *(of // n for n in small)}, found)
 
 
 def nearest_multiples(key: str, of: int, found: int) -> str:

@@ -99,7 +99,8 @@ def check_schedule(name: str, layout: Layout, micro_batches: int, where: str = "
     if micro_batches >= least:
         rounds = micro_batches // layout.pipeline
         expected = f"a multiple of {rounds}, its rounds of at least pipeline={layout.pipeline}, with {name}"
-    numbers = [n for n in range(1, 2 * micro_batches + 1) if kind.runs(layout.pipeline, n)]
+    around = range(max(1, micro_batches - layout.pipeline), micro_batches + layout.pipeline + 1)
+    numbers = [n for n in around if kind.runs(layout.pipeline, n)]  # its multiples run, so two are among them
     key = "micro-batches a step"
     near = nearest(key, numbers if micro_batches > least else [least], micro_batches)
     todo = f"{near}; change micro_batch or global_batch"

@@ -108,9 +108,8 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
 
 def _facts(report: Any, path: str | Path) -> tuple[Mapping[str, Any], list[str]]:
     """Return what a report says of the machine, and the names of its devices."""
-    facts, rows = (
-        (report.get("machine", {}), report.get("rows")) if isinstance(report, dict) else (None, None)
-    )
+    facts: Any = report.get("machine", {}) if isinstance(report, dict) else None
+    rows = report.get("rows") if isinstance(report, dict) else None
     names = facts.get("names") or [] if isinstance(facts, dict) else None
     right = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
     if not right or not isinstance(names, list) or not all(isinstance(name, str) for name in names):

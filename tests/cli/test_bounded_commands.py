@@ -41,6 +41,7 @@ WORDS = [
     ("schedule --name 1f1b --stages 1000000 --out a.svg", "stages x micro-batches"),
     ("schedule --name zbv --microbatches 1000000000", "stages x micro-batches"),
     ("schedule --name interleaved --virtual 1000000", "stages x micro-batches"),
+    (f"plan llama-3.2-1b --gpus {','.join(map(str, range(1, 500)))}", "at most 64 numbers"),
     ("convert hf out --workers 1000000", "workers"),
     ("merge-lora hf hf out --workers 1000000", "workers"),
     ("merge-lora hf hf out --max-ram 0", "1 byte"),

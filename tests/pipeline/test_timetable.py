@@ -121,6 +121,8 @@ REFUSED = {
     "E12-few": ("1f1b", {"pipeline": 4}, 3, "at least 4.*found 3.*a step: 4"),
     "E12-dualpipev": ("dualpipev", {**SEVERAL, "v_shape": True}, 6, "at least 8.*found 6.*a step: 8"),
     "E12-rounds": ("interleaved", SEVERAL, 9, "a multiple of 2.*found 9.*a step: 8 or 10"),
+    # Only a few numbers around it are tried.
+    "E12-a-trillion": ("interleaved", SEVERAL, 10**12 + 1, f"found {10**12 + 1}.*: {10**12} or {10**12 + 4}"),
     "E5-one-stage": ("interleaved", {"pipeline": 4}, 8, "at least 2.*found 1"),
     "E5-two-stages": ("1f1b", SEVERAL, 8, "1 with 1f1b.*found 2"),
     "E5-three-stages": ("zbv", {"pipeline": 4, "virtual_stages": 3}, 8, "2 with zbv.*found 3"),
