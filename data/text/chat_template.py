@@ -30,6 +30,7 @@ from .tokenizer_loading import (
     Tokenizer,
     check_length,
     endless_template,
+    refuse_panics,
 )
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -132,7 +133,8 @@ class ChatTemplate:
                 learnt[_ends(found) <= len(prompt)] = 0
             return ids, learnt
         spans = self._spans(text, conversation, where)
-        found = self._tokenizer(text, add_special_tokens=False, verbose=False, **options)
+        with refuse_panics(where):
+            found = self._tokenizer(text, add_special_tokens=False, verbose=False, **options)
         ends = _ends(found)
         starts = np.array([start for start, _ in found["offset_mapping"]], dtype=np.int64)
         learnt = np.zeros(len(starts), dtype=np.uint8)
@@ -203,12 +205,14 @@ class ChatTemplate:
         # Limit the text first: as ids the same text needs at least as much memory.
         memory = TEMPLATE_MEMORY if options.get("tokenize") is False else None
         try:
-            with bounded(seconds=TEMPLATE_SECONDS if memory else None, memory=memory):
+            with refuse_panics(where), bounded(seconds=TEMPLATE_SECONDS if memory else None, memory=memory):
                 return self._tokenizer.apply_chat_template(
                     messages, tools=conversation.tools, chat_template=self.text, **options, **self.variables
                 )
         except OverLimit as error:
             raise endless_template(where, error) from None
+        except BadInput:
+            raise
         except Exception as error:  # a template raises what it likes
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise BadInput(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -161,17 +163,22 @@ class FolderTokenizer:
     def encode(self, text: str) -> list[int]:
         check_length(text)
         text.encode()  # tokenizers would raise a TypeError that does not say what is wrong
-        ids: list[int] = self.backend.encode(text, add_special_tokens=False, verbose=False)
+        with refuse_panics(self.path):
+            ids: list[int] = self.backend.encode(text, add_special_tokens=False, verbose=False)
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        text: str = self.backend.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        with refuse_panics(self.path):
+            text: str = self.backend.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
         return text
 
     def prompt(self, text: str) -> list[int]:
         check_length(text)
         text.encode()
-        ids: list[int] = self.backend.encode(text, add_special_tokens=True, verbose=False)
+        with refuse_panics(self.path):
+            ids: list[int] = self.backend.encode(text, add_special_tokens=True, verbose=False)
         return ids[:-1] if len(ids) > 1 and ids[-1] == self.eos_id else ids  # some end every text
 
     def chat(self, messages: list[Message]) -> list[int]:
@@ -190,6 +197,24 @@ class FolderTokenizer:
         return self.encode(text)
 
 
+@contextmanager
+def refuse_panics(where: object) -> Iterator[None]:
+    """Raise ``BadInput`` where the tokenizers library panics: a pattern such as ``(a+)+b`` goes back over
+    some texts too often, and the library stops it with an exception that is no ``Exception``.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise BadInput(
+            where,
+            "tokenizer.json",
+            expected="patterns that any text can be matched with",
+            found=" ".join(str(error).split())[:200],
+        ) from error
+
+
 def endless_template(where: object, error: OverLimit) -> BadInput:
     """Return the message about a template that does not end."""
     return BadInput(
@@ -205,7 +230,10 @@ def _auto_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        with refuse_panics(path):
+            return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except BadInput:
+        raise
     except Exception as error:  # tokenizers raises a bare Exception for a file it cannot parse
         reason = " ".join(str(error).split())[:200]
         raise BadInput(

@@ -1,8 +1,10 @@
 """Work and memory are bounded: an input that unpacks to far more, or a template without end, is refused."""
 
 import gzip
+import json
 import multiprocessing
 import resource
+import shutil
 import struct
 
 import pytest
@@ -128,6 +130,22 @@ def test_a_text_too_long_to_be_tokenized_whole_is_refused_by_every_way_to_tokeni
             assert way("a" * 100)
             with pytest.raises(BadInput, match="at most 100 characters, found 101"):
                 way("a" * 101)
+
+
+@pytest.mark.parametrize("part", ["pre_tokenizer", "normalizer"])
+def test_a_pattern_that_goes_back_too_often_is_refused(folder, tmp_path, part):
+    shutil.copytree(folder, tmp_path / "t")
+    file, how = tmp_path / "t" / "tokenizer.json", {"pattern": {"Regex": "(a+)+b"}}
+    kinds = {
+        "pre_tokenizer": {"type": "Split", "behavior": "Isolated", "invert": False},
+        "normalizer": {"type": "Replace", "content": "x"},
+    }
+    file.write_text(json.dumps(json.loads(file.read_text()) | {part: kinds[part] | how}))
+    loaded = load_tokenizer(tmp_path / "t")
+    assert loaded.encode("ab")
+    for way in (loaded.encode, loaded.prompt):
+        with pytest.raises(BadInput, match="tokenizer.json: expected patterns .*Regex search error"):
+            way("a" * 60)
 
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
