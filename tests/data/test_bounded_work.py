@@ -144,7 +144,7 @@ def test_a_pattern_that_goes_back_too_often_is_refused(folder, tmp_path, part):
     loaded = load_tokenizer(tmp_path / "t")
     assert loaded.encode("ab")
     for way in (loaded.encode, loaded.prompt):
-        with pytest.raises(BadInput, match="tokenizer.json: expected patterns .*Regex search error"):
+        with pytest.raises(BadInput, match=r"tokenizer.json: expected patterns .*Regex search error"):
             way("a" * 60)
 
 
