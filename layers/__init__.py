@@ -5,7 +5,13 @@ each holds only the part of one rank. Also offers activation checkpointing, LoRA
 layers.
 """
 
-from .activation_checkpointing import Checkpointing, checkpoint_blocks, checkpointed, keep_aside
+from .activation_checkpointing import (
+    Checkpointing,
+    checkpoint_blocks,
+    checkpointed,
+    keep_aside,
+    recomputes_operators,
+)
 from .attention.alibi import Alibi, alibi_slopes
 from .attention.attention import Attention, SharedHeads
 from .attention.backends import PinnedBackend
@@ -136,6 +142,7 @@ __all__ = [
     "grouped_mm",
     "inverse_frequencies",
     "keep_aside",
+    "recomputes_operators",
     "leave_tensor",
     "linears",
     "lora_scale",

@@ -90,7 +90,14 @@ def _forgetful(forward: Callable[..., Any], *, selective: bool, keep_attention: 
         contexts = partial(_contexts, policy, x.device)
         return checkpoint(forward, x, *more, use_reentrant=False, context_fn=contexts, **named)
 
+    if selective:
+        vars(again)["recomputes_operators"] = True
     return again
+
+
+def recomputes_operators(block: nn.Module) -> bool:
+    """Tell whether selective checkpointing chooses what of this block is computed again."""
+    return getattr(block.forward, "recomputes_operators", False)
 
 
 def _contexts(policy: Callable[..., CheckpointPolicy], device: torch.device) -> _Contexts:

@@ -12,6 +12,7 @@ from .schedule_kinds import (
     SCHEDULE_NAMES,
     ScheduleKind,
     ScheduleName,
+    check_recomputation,
     check_schedule,
     schedule_kind,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "Timetable",
     "bubble",
     "bubble_share",
+    "check_recomputation",
     "check_schedule",
     "layout_of",
     "micro_batches_for",

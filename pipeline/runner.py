@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule
 
-from ..layers import Stage
+from ..layers import Stage, recomputes_operators
 from ..models import CausalLM
 from ..parallel_state import ParallelState, engine
 from .driver import DrivenStage, StageModule, after_schedule, before_schedule
-from .schedule_kinds import check_schedule, schedule_kind
+from .schedule_kinds import check_recomputation, check_schedule, schedule_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,8 @@ def make_schedule(
     assert len(stages) == len(numbers), f"{len(stages)} modules for the stages {numbers}"
     given = [travels] * layout.stages if isinstance(travels, Travels) else travels
     seats = [one if isinstance(one, StageModule) else _seat(one) for one in stages]
+    if any(recomputes_operators(module) for seat in seats for module in seat.modules()):
+        check_recomputation(name, "selective")
     driven = [
         DrivenStage(
             seat,

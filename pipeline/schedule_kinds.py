@@ -105,3 +105,17 @@ def check_schedule(name: str, layout: Layout, micro_batches: int, where: str = "
     near = nearest(key, numbers if micro_batches > least else [least], micro_batches)
     todo = f"{near}; change micro_batch or global_batch"
     raise BadInput(where, key, expected=expected, found=micro_batches, todo=todo)
+
+
+def check_recomputation(name: str, mode: str, where: str = "step") -> None:
+    """Refuse activation checkpointing where a backward has two parts: torch cannot compute some operators of
+    a block again for both, and the others would be computed twice.
+    """
+    if schedule_kind(name).two_backwards:
+        raise BadInput(
+            where,
+            "memory.checkpointing",
+            expected=f"none with layout.schedule={name}, or 1f1b or interleaved",
+            found=mode,
+            todo="Its backward comes in two parts, and each would compute a block's forward again",
+        )

@@ -7,7 +7,7 @@ import math
 from ..layers import routers
 from ..models import Family, ModelConfig, published_size
 from ..parallel_state import BadInput, Layout, nearest_multiples
-from ..pipeline import schedule_kind
+from ..pipeline import check_recomputation, schedule_kind
 from .optimizer_sections import LossScaleSection, OptimizerSection
 from .sections import (
     CheckpointSection,
@@ -188,14 +188,8 @@ def check_memory_of_pipeline(memory: MemorySection, layout: Layout, name: str, w
             todo="Several micro-batches wait for their backward after their losses, and each would hold a "
             "gradient of the output layer",
         )
-    if memory.checkpointing != "none" and kind.two_backwards:
-        raise BadInput(
-            where,
-            "memory.checkpointing",
-            expected=f"none with layout.schedule={name}, or 1f1b or interleaved",
-            found=memory.checkpointing,
-            todo="Its backward comes in two parts, and each would compute a block's forward again",
-        )
+    if memory.checkpointing != "none":
+        check_recomputation(name, memory.checkpointing, where)
 
 
 def check_compile(

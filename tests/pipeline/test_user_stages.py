@@ -13,10 +13,13 @@ from trilith.layers import (
     LayerNorm,
     Stage,
     VocabParallelEmbedding,
+    checkpoint_blocks,
     valid_tokens,
     vocab_parallel_cross_entropy,
 )
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
+from trilith.pipeline.driver import StageModule
+from trilith.pipeline.runner import Travels, make_schedule
 from trilith.testing import LayoutVariance, RankError, assert_layout_invariant, run_parallel
 from trilith.training import ModuleStep, Precision, shard_over_data
 
@@ -125,6 +128,18 @@ def test_what_cannot_run_several_stages_is_refused_with_both_numbers():
         step(Net())
     with pytest.raises(BadInput, match="a keyword stage, with virtual_stages=2, found none"):
         step(Deaf(state=state))
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev", "interleaved-zero-bubble"])
+def test_selective_checkpointing_is_refused_where_a_backward_has_two_parts(schedule):
+    state = ParallelState.stand_in(Layout(pipeline=2, **SCHEDULES[schedule]))
+    model, count = Net(state=state), Travels((1,), torch.int64)
+    checkpoint_blocks(enumerate(model.blocks.values()), "selective")
+    with pytest.raises(BadInput, match=f"memory.checkpointing: expected none with .*{schedule}.*selective"):
+        make_schedule(
+            [StageModule(model.forward, [model])] * 2, loss, name=schedule, microbatches=4, entry=count,
+            travels=count, state=state,
+        )  # fmt: skip
 
 
 def steps_of_shapes(lengths, samples):
