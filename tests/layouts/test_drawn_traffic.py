@@ -22,6 +22,9 @@ CONFIGS = {
     "glm4_moe-tied-mtp": {"mtp": True, "tie_word_embeddings": True},
 }
 EXPERTS = {"mixtral", "gpt_oss", "qwen3_next", "deepseek_v3-mtp", "deepseek_v3-mtp2", "glm4_moe-tied-mtp"}
+#: Their last stage uses the embedding several times: with ZeRO 3 and a backward in two parts FSDP gathers
+#: more than is planned (docs/memory.md). Their numbers are compared in ``test_more_choices``.
+TWICE = {"deepseek_v3-mtp2", "glm4_moe-tied-mtp"}
 
 
 def drawn(ranks, number):
@@ -30,7 +33,7 @@ def drawn(ranks, number):
     pick = random.choice
     schedule = pick(SCHEDULE_NAMES)
     kind = schedule_kind(schedule)
-    name = pick(sorted(CONFIGS))
+    name = pick(sorted(CONFIGS.keys() - (TWICE if kind.two_backwards else set())))
     model = name if name in MODELS else name.split("-")[0]
     pipeline = pick((2, 2, ranks // 2))
     rest = ranks // pipeline
