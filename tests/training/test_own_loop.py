@@ -228,7 +228,7 @@ def sharded(model, state):
         (sharded, Layout.of(data=4, zero=2, data_replicate=2)),
         (sharded, Layout.of(data=2, zero=3, tensor=2, sequence=True)),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_torchs_wrappers_over_the_data_mesh_are_right_with_a_mean_loss(wrap, layout):
     run_parallel(mean_gradients, 4, wrap, layout)
