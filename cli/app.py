@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -125,7 +125,7 @@ def _meant(words: Sequence[str], commands: Sequence[Callable[..., Any]]) -> tupl
     return named or tuple(commands)
 
 
-@cache
+@lru_cache(maxsize=64)
 def _program(commands: tuple[Callable[..., Any], ...]) -> Callable[..., Any]:
     """Return the command line of these commands. typer reads the signature of each for 2 ms, once."""
     return typer.main.get_command(make_app(commands))

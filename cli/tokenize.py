@@ -102,6 +102,7 @@ def tokenize(
     from ..data.text.chat_template import Chat
     from ..data.text.text_and_jsonl import check_inputs
     from ..data.text.tokenize_files import tokenize as make_token_file
+    from ..data.text.tokenizer_loading import load_tokenizer
     from ..parallel_state import BadInput
     from .shared.progress import token_progress
 
@@ -137,7 +138,8 @@ def tokenize(
             f"{out}.targets: {targets.tokens:,} tokens to learn, {targets.tokens / count:.0%}; "
             f"{targets.left_out:,} samples left out: nothing of the assistant's in them"
         )
-        for warning in warnings_of(file, how, tokenizer) if how is not None else []:
+        loaded = load_tokenizer(tokenizer)
+        for warning in warnings_of(file, how, loaded, tokenizer) if how is not None else []:
             say(f"warning: {warning}", err=True)
         for number in range(min(show, file.index.documents)):
-            say(f"--- sample {number + 1}\n{shown(file, number, tokenizer)}")
+            say(f"--- sample {number + 1}\n{shown(file, number, loaded)}")

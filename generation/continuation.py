@@ -8,38 +8,81 @@ from ..data.text.tokenizer_loading import Tokenizer
 
 #: Decoding gives this for bytes that are not yet a whole character.
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+#: A character has at most so many bytes, and so many tokens.
+_LONGEST_CHARACTER = 4
 
 
 class Continuation:
     """Collect a row's new tokens and text. ``ids`` are the prompt's.
 
-    A row ends at an id in ``stop`` or when its text has one of ``texts``; neither is shown.
+    A row ends at an id in ``stop`` or when its text has one of ``texts``; neither is shown. A token is
+    decoded with those before it whose text it may change, and not with all of the row.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, ids: Sequence[int], stop: Collection[int], texts: Sequence[str]
     ) -> None:
         self._tokenizer, self._ids, self._stop, self._texts = tokenizer, [*ids], stop, texts
+        self._longest = max(map(len, texts), default=0)
         # Decoded together with the prompt: some tokenizers leave out a space at the start of a text.
-        self._before = len(tokenizer.decode(self._ids))
+        self._seen = tokenizer.decode(self._ids)
+        self._before = len(self._seen)
+        self._settled = 0  # so much of the text no further token changes
+        self._context, self._alone = self._ids, ""  # what new tokens are decoded with, and its settled text
+        self._open, self._whole = list[int](), 0  # the tokens behind it; so many of them end with a character
+        self._end: int | None = None
         self._said = 0
         self.tokens: list[int] = []
 
-    def holds_stop(self, tokens: Sequence[int]) -> bool:
-        """Tell whether the text of these ids contains a stop text."""
-        text = self._tokenizer.decode([*tokens])
+    def ends(self, tokens: Sequence[int], *, least: int = 0) -> bool:
+        """Tell whether the last of these new tokens completes a stop text.
+
+        Up to ``least`` tokens, with which a row does not end, nobody has asked: all of the text is looked at.
+        """
+        settled, start = len(tokens) - _LONGEST_CHARACTER, 0
+        count = self._longest + _LONGEST_CHARACTER
+        while len(tokens) > least and (start := settled - count) > 0:
+            while start and tokens[start] in self._tokenizer.byte_ids:
+                start -= 1
+            text = self._tokenizer.decode([*tokens[start:settled]]).rstrip(_UNFINISHED)
+            if len(text) >= self._longest + _LONGEST_CHARACTER:
+                break
+            count *= 2
+        start = max(start, 0)
+        # Its first characters may be halves of some, or lack a space.
+        text = self._tokenizer.decode([*tokens[start:]])[_LONGEST_CHARACTER if start else 0 :]
         return any(stop in text for stop in self._texts)
 
     def grow(self, token: int) -> str:
         """Add one token; return the text that may be shown now and was not shown before."""
         self.tokens.append(token)
-        text = self.text
-        if text.endswith(_UNFINISHED) or token in self._stop:
+        if token in self._stop:
             return ""
+        self._open.append(token)
+        text = self._tokenizer.decode(self._context + self._open)
+        if text.endswith(_UNFINISHED):
+            return ""
+        self._seen = self._seen[: self._settled] + text[len(self._alone) :]
+        first = max(self._before, self._settled - self._longest)
+        found = [at for stop in self._texts if (at := self._seen.find(stop, first)) >= 0]
+        if found:
+            self._end = min(found) if self._end is None else min(self._end, *found)
+        self._settle()
+        end = (len(self._seen) if self._end is None else self._end) - self._before
         # The end may be the beginning of a stop text.
-        shown = max(len(text) - max((len(stop) - 1 for stop in self._texts), default=0), self._said)
-        piece, self._said = text[self._said : shown], shown
+        shown = max(end - max(self._longest - 1, 0), self._said)
+        piece, self._said = self._seen[self._before :][self._said : shown], shown
         return piece
+
+    def _settle(self) -> None:
+        """Choose what the next token is decoded with: bytes in a row are decoded together, so no such row is
+        cut, and it has a text, because a tokenizer may leave out a space at the start.
+        """
+        last = self._open[self._whole :]
+        self._whole = len(self._open)
+        if last[0] not in self._tokenizer.byte_ids and (alone := self._tokenizer.decode(last)):
+            self._context, self._alone = last, alone
+            self._open, self._whole, self._settled = [], 0, len(self._seen)
 
     def close(self, tokens: Sequence[int]) -> None:
         """Set all tokens of the row."""
@@ -53,7 +96,8 @@ class Continuation:
     @property
     def finish(self) -> str:
         """Return why the row ended: ``stop`` or ``length``."""
-        ended = self.tokens and (self.tokens[-1] in self._stop or self.holds_stop(self.tokens))
+        tokens = self.tokens
+        ended = tokens and (tokens[-1] in self._stop or self.ends(tokens, least=len(tokens)))
         return "stop" if ended else "length"
 
     @property

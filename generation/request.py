@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ..checkpoints import Source, load_source, read_with_adapter
@@ -127,7 +128,7 @@ def continue_prompts(
             min_new_tokens=request.min_new_tokens,
             sampling=request.sampling,
             stop=prepared.stop,
-            ends=watch[0].holds_stop if request.stop else None,
+            ends=partial(watch[0].ends, least=request.min_new_tokens) if request.stop else None,
             seed=request.seed,
             first=first,
             on_tokens=streamed if len(prepared.ids) == 1 else None,

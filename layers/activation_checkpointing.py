@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
@@ -201,7 +201,7 @@ def _policy(
     return _KEEP if kind == "sum of ranks" or (keep_attention and kind == "attention") else _AGAIN
 
 
-@cache  # asked for every operator of every block
+@lru_cache(maxsize=4096)  # asked for every operator of every block
 def _kind(op: Any) -> str:
     """Name the kind of an operator, as far as its output may be kept; "" if it is always recomputed."""
     name = str(op.name()) if hasattr(op, "name") and callable(op.name) else str(op)

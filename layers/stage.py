@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 from torch import nn
 
@@ -55,7 +55,7 @@ def all_stages(num_layers: int, stages: int, split: Sequence[int] | None = None)
     return list(_all_stages(tuple(split_blocks(num_layers, stages, split))))
 
 
-@cache
+@lru_cache(maxsize=64)
 def _all_stages(counts: tuple[int, ...]) -> tuple[Stage, ...]:
     """Return the stages of these numbers of blocks; each rank of a pipeline asks for all of them."""
     found: list[Stage] = []

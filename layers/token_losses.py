@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -215,6 +215,6 @@ def _blocks(x: Tensor) -> Iterator[slice]:
     return (slice(start, start + count) for start in range(0, max(len(x), 1), count))
 
 
-@cache
+@lru_cache(maxsize=16)
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return or_plain(function, torch.compile(function, fullgraph=True), "the loss")

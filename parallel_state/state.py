@@ -175,7 +175,7 @@ class ParallelState:
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
         assert self.mesh is not None, "a stand-in has no process groups"
-        return self.mesh["pipeline"].get_group()
+        return self.mesh.get_group("pipeline")  # ``mesh["pipeline"]`` would cut it anew
 
     @property
     def file_group(self) -> dist.ProcessGroup | None:

@@ -15,7 +15,7 @@ next one of the same rank is one message, and no copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -91,7 +91,7 @@ class _Rows(NamedTuple):
     sends: int
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _rows(
     name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int, rank: int
 ) -> _Rows:
@@ -142,7 +142,7 @@ _ONE_STAGE = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}
 _Event = tuple[Kind, int, bool]
 
 
-@cache
+@lru_cache(maxsize=256)
 def _with_messages(
     name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int
 ) -> list[list[_Event]]:

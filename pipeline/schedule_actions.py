@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from ..parallel_state import BadInput, Layout
@@ -205,7 +205,7 @@ ORDERS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
 }
 
 
-@cache
+@lru_cache(maxsize=256)
 def actions(
     name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int
 ) -> tuple[tuple[Action, ...], ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple, get_args
 
 from ..parallel_state import Layout
@@ -110,7 +110,7 @@ def _cost_of(action: Action) -> int:
     return action.stage * len(_KINDS) + _NUMBER[action.kind]
 
 
-@cache
+@lru_cache(maxsize=64)
 def _in_order(
     name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int
 ) -> tuple[tuple[Action, ...], tuple[_Placed, ...]]:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -196,12 +196,12 @@ def sampled(
     return _sampled(family, config, cut, frozen)
 
 
-@cache
+@lru_cache(maxsize=64)
 def _sampled(family: Family, config: ModelConfig, cut: Layout, frozen: torch.dtype | None) -> SampledModel:
     return SampledModel(family, config, cut, frozen)
 
 
-@cache
+@lru_cache(maxsize=64)
 def block_kinds(family: Family, config: ModelConfig) -> tuple[int, ...]:
     """Return the kind of each block: equal numbers are blocks alike in modules, parameters and settings."""
     known: dict[object, int] = {}

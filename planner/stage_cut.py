@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 from ..layers import Cost, Stage, Tokens, all_stages, cost_of, split_blocks
 from ..models import AdaptedFamily, Family, ModelConfig
@@ -63,7 +63,7 @@ def cut_stages(
     return StageCut(tuple(counts), tuple(costs), layout)
 
 
-@cache
+@lru_cache(maxsize=64)
 def _forward_flops(
     family: Family, config: ModelConfig, sequence_length: int
 ) -> tuple[list[float], float, float]:

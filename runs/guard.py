@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..parallel_state import PeerFailed, rank_at_fault
 from ..system.refusals import UNEXPECTED
+from .blame import blame_together
 from .flight_recorder import what_it_waited_for, write_record
 from .heartbeat import Heartbeat
 
@@ -62,7 +63,9 @@ def last_word(beat: Heartbeat) -> Iterator[None]:
             raise
         if beat.run is not None:
             write_record(beat.folder, beat.rank)
-        why = beat.blame() or what_it_waited_for(beat.folder, beat.world) or str(error).splitlines()[0]
+        why = (
+            blame_together(beat) or what_it_waited_for(beat.folder, beat.world) or str(error).splitlines()[0]
+        )
         text = f"{beat.place}: a collective failed: {why}"
         beat.end(PeerFailed.exit_code, text, cause=False)
         raise PeerFailed(text) from error

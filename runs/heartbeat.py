@@ -14,11 +14,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 from ..parallel_state import MachineFailed, from_os_error
 from ..storage.small_files import read_json
@@ -28,6 +27,10 @@ from .stop_signals import PREEMPTED
 #: A rank whose file is older than this many seconds is silent. Ranks beat once a second.
 SILENT_AFTER = 4.0
 _BEAT = 1.0
+#: How files begin in which a rank says whom it blames.
+BLAME = "blame-"
+#: A new step is written at most every so many seconds, a new phase at once.
+_STEP_EVERY = 10.0
 _OF_A_RANK = re.compile(r"(collectives-|nccl-)?rank[0-9]+(\.json|\.tmp)?")
 
 
@@ -83,9 +86,11 @@ def _stopped(pid: int) -> bool:
 
 
 class Heartbeat:
-    """Write this rank's status every second from a thread.
+    """Write this rank's status, and touch the file every second from a thread.
 
-    So other ranks can tell a rank that waits from a rank that was stopped or killed, which falls silent.
+    So other ranks can tell a rank that waits from a rank that was stopped or killed, which falls silent. A
+    beat sets the time of a file that is kept open: it reads and makes nothing, on the disk that all ranks
+    share, and it is no beat of a later start, whose file has the same name. The file's step may be 10 s old.
     Leaving the context without ``end`` notes a good end. Nothing is written before ``publish``, because until
     then the folder may belong to another run.
     """
@@ -99,6 +104,8 @@ class Heartbeat:
         )
         self.run: str | None = None
         self._lock = threading.Lock()
+        self._file: IO[str] | None = None
+        self._written = (self._status.step, 0.0)  # the step on the disk, and when it was written
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -109,6 +116,8 @@ class Heartbeat:
         if self._status.code is None and error is None:
             self.end(0)
         self._stop()
+        if self._file is not None:
+            self._file.close()
 
     def publish(self, run: str) -> None:
         """Start to write the status, now and every second: the folder is ours, ``run`` is this start's name.
@@ -132,12 +141,9 @@ class Heartbeat:
         new = phase != self._status.phase
         self._write(now=new, phase=phase, step=step)
 
-    def blame(self) -> str:
-        """Return which of the other ranks failed or fell silent; empty if that is not known."""
-        if self.run is None:
-            return ""
-        self._write()  # so that beats of other hosts can be told to be newer than the failure
-        return blame(self._path.parent, self.world, but=self.rank, run=self.run)
+    def write(self) -> None:
+        """Write the status now, so that beats of other ranks can be told to be newer than what happened."""
+        self._write()
 
     @property
     def place(self) -> str:
@@ -156,7 +162,12 @@ class Heartbeat:
 
     def _beat(self) -> None:
         while not self._done.wait(_BEAT):
-            self._write()
+            step, written = self._written
+            if step != self._status.step and time.monotonic() - written >= _STEP_EVERY:
+                self._write()
+            with self._lock, suppress(OSError):
+                if self._file is not None:
+                    os.utime(self._file.fileno())
 
     def _write(self, *, now: bool = True, first: bool = False, **changes: object) -> None:
         """Note the changes and, ``now``, put them on the disk; a full disk must not hide what went wrong."""
@@ -164,9 +175,23 @@ class Heartbeat:
             self._status = _changed(self._status, time=time.time(), **changes)
             if first or (now and self.run is not None and not self._replaced()):
                 with suppress(OSError):
-                    temporary = self._path.with_suffix(".tmp")
-                    temporary.write_text(json.dumps(asdict(self._status)))
-                    temporary.replace(self._path)
+                    self._replace()
+
+    def _replace(self) -> None:
+        temporary = self._path.with_suffix(".tmp")
+        file = temporary.open("w")
+        try:
+            file.write(json.dumps(asdict(self._status)))
+            file.flush()
+            temporary.replace(self._path)
+        except OSError:
+            with suppress(OSError):  # of a full disk once more
+                file.close()
+            raise
+        self._written = self._status.step, time.monotonic()
+        if self._file is not None:
+            self._file.close()
+        self._file = file
 
     def _replaced(self) -> bool:
         """Tell whether a later start uses the folder now; then a rank that ends slowly writes no more."""
@@ -225,11 +250,11 @@ def read_status(folder: Path, *, run: str) -> list[RankStatus]:
 
 
 def clear_status(folder: Path) -> None:
-    """Delete what ranks of an earlier run left: their status, half of it if they were killed, and records of
-    collectives.
+    """Delete what ranks of an earlier run left: their status, half of it if they were killed, whom they
+    blamed, and records of collectives.
     """
-    for path in folder.glob("*rank*"):
-        if _OF_A_RANK.fullmatch(path.name):
+    for path in folder.glob("*"):
+        if _OF_A_RANK.fullmatch(path.name) or path.name.startswith(BLAME):
             path.unlink(missing_ok=True)
 
 
@@ -242,40 +267,3 @@ def first_failure(folder: Path, *, run: str) -> RankStatus | None:
     failed = [status for status in ended if status.code != PREEMPTED] or ended
     causes = [status for status in failed if status.cause] or failed
     return min(causes, key=lambda status: status.time, default=None)
-
-
-def blame(folder: Path, world: int, *, but: int, run: str, wait: float = 1.5) -> str:
-    """Return a sentence that names the other ranks of this start that failed or fell silent.
-
-    Returns an empty text if all are alive after ``wait`` seconds. This host cannot see the processes of
-    another host. So the call waits longer, until each rank of another host has beaten once more, has ended or
-    is silent.
-    """
-    began, first = time.monotonic(), None
-    while True:
-        known = {status.rank: status for status in read_status(folder, run=run)}
-        # By the clock of the disk, as the beats are: those of hosts differ.
-        now = known[but].time if but in known else time.time()
-        first = now if first is None else first
-        said = _accusations(known, world, but, now)
-        unheard = wait > 0 and any(one.unheard(first) for one in known.values() if one.rank != but)
-        longest = wait + SILENT_AFTER if unheard else wait
-        if said or time.monotonic() - began >= longest:
-            return said
-        time.sleep(0.1)
-
-
-def _accusations(known: Mapping[int, RankStatus], world: int, but: int, now: float) -> str:
-    said = []
-    for rank in set(range(world)) - {but}:
-        status = known.get(rank)
-        if status is None:
-            said.append(f"rank {rank} never started")
-        elif status.code and status.code != PREEMPTED and status.cause:
-            said.append(f"rank {rank} failed in {status.phase} of step {status.step}: {status.error}")
-        elif status.silent(now):
-            said.append(
-                f"rank {rank} died or hangs in {status.phase} of step {status.step} "
-                f"(pid {status.pid} on {status.host})"
-            )
-    return "; ".join(said)

@@ -32,7 +32,8 @@ from ..parallel_state import (
 )
 from ..system import visible
 from ..system.process_info import adopting_orphans
-from .heartbeat import blame, first_failure, make_folder, new_start, read_status
+from .blame import blame
+from .heartbeat import first_failure, make_folder, new_start, read_status
 from .own_ranks import OwnRanks
 from .rendezvous import join, tell_spares
 from .stop_signals import PREEMPTED

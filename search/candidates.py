@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, lru_cache, partial
 from math import gcd
 from typing import Any, TypeVar, get_args
 
@@ -119,7 +119,7 @@ class Cut:
         return {}
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _stores(data: int, context: int, expert: int, offload: bool) -> tuple[Store, ...]:
     found = []
     for zero in range(4) if data * context > 1 else (0,):
@@ -132,7 +132,7 @@ def _stores(data: int, context: int, expert: int, offload: bool) -> tuple[Store,
     return tuple(sorted(found, key=lambda one: (-one.zero, one.replicas)))
 
 
-@cache
+@lru_cache(maxsize=1024)
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number, from 1 up."""
     return [one for one in range(1, number + 1) if number % one == 0]

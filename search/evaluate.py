@@ -257,7 +257,7 @@ def _bare(layout: Layout) -> Layout:
     return _made(one.tensor, one.context, one.expert, one.sequence, one.ring, 1, 1, False)
 
 
-@cache
+@lru_cache(maxsize=8192)
 def _made(
     tensor: int, context: int, expert: int, sequence: bool, ring: bool,
     pipeline: int, virtual: int, v_shape: bool,

@@ -9,7 +9,7 @@ import os
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import lru_cache
 from threading import Lock
 
 try:
@@ -137,7 +137,7 @@ class Checksum:
             yield offset, length, crc
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _power(length: int) -> int:
     """Return x to the power ``8 * length``, modulo the polynomial."""
     result, square = 1 << 31, 1 << 23  # 1, and x^8

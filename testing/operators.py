@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -62,7 +62,7 @@ class Operators(TorchDispatchMode):
         return result
 
 
-@cache  # asked for every operator that runs
+@lru_cache(maxsize=4096)  # asked for every operator that runs
 def _collective(func: Any) -> tuple[str, str | None, int]:
     """Return an operator's name, its kind if it sends, and which argument it sends."""
     name = func.name().split(".")[0]

@@ -304,13 +304,25 @@ def own_numbers(files):
     ]
 
 
+def endless_caches(files):
+    """Caches of the process that keep all that they were ever asked for: whole models, for instance."""
+    found = []
+    for path, text in files.items():
+        for node in nodes_of(text):
+            if isinstance(node, ast.FunctionDef) and (node.args.args or node.args.kwonlyargs):
+                decorators = {ast.unparse(one).removeprefix("functools.") for one in node.decorator_list}
+                if decorators & {"cache", "lru_cache(None)", "lru_cache(maxsize=None)"}:
+                    found.append(f"{path}:{node.lineno}: {node.name}")
+    return found
+
+
 def long_files(files):
     lengths = {path: len(text.splitlines()) for path, text in files.items()}
     return [f"{path}: {n} lines" for path, n in lengths.items() if n > LIMIT]
 
 
 RULES = [upward_imports, users_of_testing, circles, flat_drawers, absolute_imports, private_torch]
-RULES += [own_readers, unpicklers, own_numbers, long_files]
+RULES += [own_readers, unpicklers, own_numbers, endless_caches, long_files]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -351,6 +363,9 @@ def test_the_house_keeps_the_rule(rule):
         (unpicklers, "storage/a.py", "from torch import load as read"),
         (unpicklers, "checkpoints/a.py", "def find_class(self, module, name):\n    return None"),
         (unpicklers, "data/a.py", "import numpy as np\nnp.load(path, allow_pickle=True)"),
+        (endless_caches, "models/a.py", "@cache\ndef f(config): ..."),
+        (endless_caches, "models/a.py", "@functools.cache\ndef f(*, config): ..."),
+        (endless_caches, "models/a.py", "@lru_cache(maxsize=None)\ndef f(config): ..."),
         (long_files, "models/a.py", "\n" * (LIMIT + 1)),
     ],
 )
@@ -371,6 +386,7 @@ def test_the_rule_catches_what_it_forbids(rule, path, text):
         (flat_drawers, "layers/a.py", ""),
         (private_torch, "layers/a.py", "import torch\nfrom .b import _c\ntorch.nn.Linear.__init__\nself._x"),
         (unpicklers, "data/a.py", "import numpy\nnumpy.load(path, allow_pickle=False)\nimport pickletools"),
+        (endless_caches, "models/a.py", "@cache\ndef f(): ...\n@lru_cache(maxsize=4)\ndef g(x): ..."),
         (long_files, "models/a.py", "\n" * LIMIT),
     ],
 )

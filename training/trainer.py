@@ -85,10 +85,10 @@ class Trainer:
             )
         self.watchers = Watchers(recipe, self.plan, parts, state, self.terminal, self._at, trackers, fitted)
 
-    def run(self, after_step: Callable[[StepMetrics], None] | None = None) -> list[StepMetrics]:
-        """Train from the newest complete checkpoint, or from the start, to the last step; return the steps'
-        metrics.
+    def run(self, after_step: Callable[[StepMetrics], None] = lambda metrics: None) -> None:
+        """Train from the newest complete checkpoint, or from the start, to the last step.
 
+        ``after_step`` is given each step's metrics, of which nothing is kept: ``metrics.jsonl`` has them all.
         A signal that ``signals`` noted, or the file ``stop`` in the run's folder, ends the run after the
         current step, with a checkpoint: raises ``Preempted``. If a rank has a loss or gradient that is not
         finite, or a parameter without a gradient, all ranks stop before the update: raises ``PeerFailed``;
@@ -102,7 +102,6 @@ class Trainer:
             done_so_far = f"step {start} of {self.recipe.steps} is done"
             until = "" if stop == self.recipe.steps else f", and stop_after is {stop}"
             self.terminal.say(f"nothing left to do: {done_so_far}{until}")
-        done = []
         ahead, device = self.recipe.data.prefetch, self.state.device
         with (
             search_garbage_when_told() as search_garbage,
@@ -127,9 +126,7 @@ class Trainer:
                     self.switches.on(KILL),
                 )
                 search_garbage(number == start or (number + 1) % GARBAGE_EVERY == 0)
-                done.append(self.watchers.after(metrics, memory))
-                if after_step is not None:
-                    after_step(done[-1])
+                after_step(self.watchers.after(metrics, memory))
                 if failed:
                     saver.wait()
                 saver.poll()
@@ -150,7 +147,6 @@ class Trainer:
                     raise Preempted(
                         f"{why}: saved after step {number + 1}; the same command goes on from there"
                     )
-        return done
 
     def _said_at_once(self) -> AbstractContextManager[None]:
         """Write an error to this rank's status before the saver waits for a save in the background."""

@@ -7,28 +7,28 @@ from pathlib import Path
 
 from ..token_file import TokenFile
 from .chat_template import Chat
-from .tokenizer_loading import load_tokenizer
+from .tokenizer_loading import Tokenizer
 
 
-def shown(file: TokenFile, number: int, tokenizer: Path) -> str:
+def shown(file: TokenFile, number: int, tokenizer: Tokenizer) -> str:
     """Sample ``number`` decoded, special tokens included, runs of learnt tokens as ``[[...]]``."""
     assert file.targets is not None
-    loaded = load_tokenizer(tokenizer)
     begin, end = file.documents[number : number + 2].tolist()
     pairs = zip(file.ids(begin, end).tolist(), file.learnt(begin, end).tolist(), strict=True)
     runs = [(learnt, [token for token, _ in run]) for learnt, run in groupby(pairs, key=lambda pair: pair[1])]
-    return "".join(f"[[{loaded.decode(ids)}]]" if learnt else loaded.decode(ids) for learnt, ids in runs)
+    texts = ((learnt, tokenizer.decode(ids)) for learnt, ids in runs)
+    return "".join(f"[[{text}]]" if learnt else text for learnt, text in texts)
 
 
-def warnings_of(file: TokenFile, chat: Chat, tokenizer: Path) -> list[str]:
-    """Return one line for each likely mistake in what is learnt."""
+def warnings_of(file: TokenFile, chat: Chat, tokenizer: Tokenizer, path: Path) -> list[str]:
+    """Return one line for each likely mistake in what is learnt; ``tokenizer`` was loaded from ``path``."""
     said, targets = [], file.index.targets
     if targets is not None and targets.unended:
         said.append(
             f"in {targets.unended:,} samples the special token right behind an answer is not learnt: "
             "the model would not learn to stop. Put the end mark inside {% generation %}; see with --show 1"
         )
-    if chat.template_of(load_tokenizer(tokenizer), tokenizer).learns_the_header():
+    if chat.template_of(tokenizer, path).learns_the_header():
         said.append(
             "the template ignores add_generation_prompt, so what stands before an answer is learnt with it. "
             "Mark the answers with {% generation %} and {% endgeneration %}; see with --show 1"

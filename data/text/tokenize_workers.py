@@ -110,7 +110,7 @@ def _encode_in_worker(block: Block, job: Job) -> Encoded:
     return _own_encoder(job)(block)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def _own_encoder(job: Job) -> Callable[[Block], Encoded]:
     """Return the encoder of this process, which loads its tokenizer once."""
     return _encoder(job, load_tokenizer(job.tokenizer))

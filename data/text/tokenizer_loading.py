@@ -23,6 +23,9 @@ TEMPLATE_SECONDS, TEMPLATE_MEMORY = 5.0, 2**29
 #: No tokenizer file may be larger (the largest public ones are near 35 MB). Unit: bytes.
 LARGEST_FILE = 256 * 2**20
 
+#: How SentencePiece names the pieces that stand for a byte.
+_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
 #: One turn of a conversation: its ``role`` and ``content``.
 Message = dict[str, str]
 
@@ -37,6 +40,7 @@ class Tokenizer(Protocol):
     eos_id: int | None
     fingerprint: str
     starts_with_bos: bool  # whether its files ask for ``bos_id`` before a text; ``prompt`` then puts it there
+    byte_ids: frozenset[int]  # ids that are one byte each; several in a row are decoded together
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of ``text``, without special tokens; ``UnicodeEncodeError`` for a lone surrogate."""
@@ -113,6 +117,7 @@ class _SentencePieceTokenizer:
         self.eos_id = _id_or_none(self._processor.eos_id())
         self.fingerprint = hashlib.sha256(model).hexdigest()
         self.starts_with_bos = False  # a .model does not say, and ``EncodeAsIds`` adds none
+        self.byte_ids = frozenset(filter(self._processor.IsByte, map(self._processor.PieceToId, _BYTES)))
 
     def encode(self, text: str) -> list[int]:
         check_length(text)
@@ -152,7 +157,9 @@ class FolderTokenizer:
                     raise BadInput(file, expected=f"at most {LARGEST_FILE:,} bytes", found=f"{size:,}")
         self.backend = _auto_tokenizer(path)
         # Added tokens may leave holes, so the largest id counts and not how many there are.
-        self.vocab_size = 1 + max(self.backend.get_vocab().values(), default=-1)
+        vocabulary = self.backend.get_vocab()
+        self.vocab_size = 1 + max(vocabulary.values(), default=-1)
+        self.byte_ids = frozenset(vocabulary[byte] for byte in _BYTES if byte in vocabulary)
         if not self.vocab_size:
             raise BadInput(path, "vocabulary", expected="at least one token", found="none")
         self.bos_id = _id_or_none(self.backend.bos_token_id)

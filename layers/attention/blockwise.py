@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -197,7 +197,7 @@ def scores_bytes(tokens: Tokens, heads: int, keys: float, *, dropout: bool, boun
     return copies * tokens.inner * row * at_once
 
 
-@cache
+@lru_cache(maxsize=64)
 def fused_is_right(device: str) -> bool:
     """Return whether torch's fused operators give the same numbers as the formula written out.
 

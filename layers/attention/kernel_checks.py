@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from functools import cache
+from functools import lru_cache
 
 import torch
 
@@ -13,7 +13,7 @@ from .varlen import sequences_of, varlen_attention
 from .visible import documents, visible_tokens
 
 
-@cache
+@lru_cache(maxsize=64)
 @torch.inference_mode(False)
 @torch.enable_grad()
 def check_varlen(device: str) -> None:

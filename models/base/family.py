@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from math import gcd
 from typing import Any
 
@@ -273,7 +273,7 @@ def making(dtype: torch.dtype, device: str | torch.device) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@cache
+@lru_cache(maxsize=16)
 def _stages_on_meta(
     family: Family, config: ModelConfig, layout: Layout, split: tuple[int, ...] | None
 ) -> list[CausalLM]:
@@ -281,7 +281,7 @@ def _stages_on_meta(
     return [family.build(config, split=split, state=state) for state in states]
 
 
-@cache
+@lru_cache(maxsize=64)
 def _declarations(
     family: Family, config: ModelConfig, layout: Layout, split: tuple[int, ...] | None
 ) -> list[dict[str, Declaration]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import lru_cache
 
 import torch
 
@@ -165,7 +165,7 @@ def adapted(family: Family, lora: LoraConfig) -> AdaptedFamily:
     return AdaptedFamily(**same, base=family, lora=lora)
 
 
-@cache
+@lru_cache(maxsize=16)
 def _stacks(family: AdaptedFamily, config: ModelConfig) -> tuple[ExpertSite, ...]:
     found = [site for site in expert_sites(family.base, config) if family.lora.targets_stack(site.name)]
     adapted_down = {site.layer for site in found if site.outputs[0][0] == "down"}
@@ -178,7 +178,7 @@ def _stacks(family: AdaptedFamily, config: ModelConfig) -> tuple[ExpertSite, ...
     )
 
 
-@cache
+@lru_cache(maxsize=16)
 def _sites(family: AdaptedFamily, config: ModelConfig) -> tuple[Site, ...]:
     every = linear_sites(family.base, config)
     found = tuple(site for site in every if family.lora.targets(site.name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from itertools import accumulate
 
 from ...layers import Experts, linears
@@ -88,7 +88,7 @@ class ExpertSite:
         return found
 
 
-@cache
+@lru_cache(maxsize=16)
 def expert_sites(family: Family, config: ModelConfig) -> tuple[ExpertSite, ...]:
     """Return every stack of experts, whose matrices Hugging Face's files hold one by one, or as one stack."""
     layers = {name: one for name, one in family.on_meta(config).named_modules() if isinstance(one, Experts)}
@@ -118,7 +118,7 @@ def expert_sites(family: Family, config: ModelConfig) -> tuple[ExpertSite, ...]:
     return tuple(found)
 
 
-@cache
+@lru_cache(maxsize=16)
 def linear_sites(family: Family, config: ModelConfig) -> tuple[Site, ...]:
     """Return every linear of Hugging Face's model that is made of our tensors: what ``all-linear`` means."""
     layers = dict(linears(family.build(config)))

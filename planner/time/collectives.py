@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from math import ceil, lcm, log2
 
 from ...layers import Checkpointing
@@ -33,7 +33,7 @@ class Placement:
     together: int
 
 
-@cache
+@lru_cache(maxsize=4096)
 def placement(ranks: int, stride: int, gpus: int, first: int = 0) -> Placement:
     """Place the group of ``ranks`` ranks from ``first`` on, ``stride`` apart, on nodes of ``gpus``."""
     if stride >= gpus:
@@ -42,7 +42,7 @@ def placement(ranks: int, stride: int, gpus: int, first: int = 0) -> Placement:
     return Placement(ranks, len(on), min(on.values()))
 
 
-@cache
+@lru_cache(maxsize=4096)
 def worst_placement(ranks: int, stride: int, world: int, gpus: int) -> Placement:
     """Place the groups of ``ranks`` ranks, ``stride`` apart, that ``world`` ranks form.
 

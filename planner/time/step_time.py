@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 from ...models import Family, ModelConfig
@@ -284,7 +284,7 @@ class StepTimer:
         return max(self.once.update(self.held(rank)) for rank in self._of_rank)
 
 
-@cache
+@lru_cache(maxsize=64)
 def _flops(family: Family, config: ModelConfig, sequence_length: int) -> TokenFlops:
     return flops_per_token(family.on_meta(config), sequence_length)
 

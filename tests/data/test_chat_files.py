@@ -72,7 +72,8 @@ def test_all_kinds_of_input_and_any_workers_give_the_same_bytes(folder, tmp_path
         file.verify()
     assert all(files == written[0] for files in written)
     file = TokenFile.open(tmp_path / "out0")
-    assert shown(file, 0, folder) == ("<s>user\nWhat is 1 and 1?</s><s>assistant\n[[It is 2, as ever.</s>]]")
+    sample = "<s>user\nWhat is 1 and 1?</s><s>assistant\n[[It is 2, as ever.</s>]]"
+    assert shown(file, 0, load_tokenizer(folder)) == sample
 
 
 def test_plain_text_of_a_dataset_folder(folder, tmp_path):
@@ -232,6 +233,24 @@ def test_the_command_warns(chatml, tmp_path, capsys, template, expected):
     assert all(words in line for words, line in zip(expected, warnings, strict=True))
     index = json.loads((tmp_path / "out.json").read_text())
     assert ("unended" in index["targets"]) == any(ENDLESS in words for words in expected)
+
+
+def test_the_command_loads_the_tokenizer_once_for_all_that_it_says(chatml, tmp_path, capsys, monkeypatch):
+    words = [
+        "tokenize",
+        str(write_talks(tmp_path / "in.jsonl")),
+        "--tokenizer",
+        str(chatml),
+        "--workers",
+        "1",
+    ]
+    words += ["--chat-template", str(tmp_path / "chat.jinja"), "--out", str(tmp_path / "out"), "--show", "4"]
+    (tmp_path / "chat.jinja").write_text(SHORT)
+    loads, load = [], FolderTokenizer.__init__
+    monkeypatch.setattr(FolderTokenizer, "__init__", lambda *given: loads.append(given) or load(*given))
+    assert run(words) == 0
+    assert capsys.readouterr().out.count("--- sample") == 4
+    assert len(loads) == 2  # and once for the job
 
 
 def test_marks_in_a_comment_mark_nothing(chatml, tmp_path):

@@ -1,12 +1,15 @@
 """A layout seen from one rank: without processes as a stand-in, with them as coordinates, mesh and groups."""
 
 import time
+from contextlib import suppress
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.configs import KEYS
 from support.families import family_and_config
+from torch.distributed.device_mesh import DeviceMesh
 from trilith.parallel_state import AXES, BadInput, Layout, ParallelState, engine, rank_at_fault, together
 from trilith.parallel_state.state import fsdp_mesh
 from trilith.testing import RankError, run_parallel
@@ -91,6 +94,25 @@ def test_axes_of_one_rank_share_one_group_and_no_others_do():
         assert shared == {"pipeline", "data_replicate", "fsdp"}
     for shared in run_parallel(axes_that_share_a_group, 4, Layout.of(tensor=2, pipeline=2)):
         assert shared == {"data_replicate", "fsdp"}
+
+
+def cuts_of_the_mesh(layout):
+    """Return how often the mesh is cut when every group of the state has been asked for once more."""
+    state, cut = ParallelState.start(layout), DeviceMesh.__getitem__
+    groups = [name for name in dir(state) if name.endswith(("_group", "_mesh")) and not name.startswith("_")]
+    counted = []
+    with mock.patch.object(DeviceMesh, "__getitem__", lambda *given: counted.append(given) or cut(*given)):
+        for _ in range(2):
+            before = len(counted)
+            for name in groups:
+                with suppress(AssertionError):  # a layout without such a group
+                    getattr(state, name)
+    return len(counted) - before, groups
+
+
+def test_asking_for_a_group_does_not_cut_the_mesh_anew():
+    for cuts, groups in run_parallel(cuts_of_the_mesh, 4, Layout.of(pipeline=2, data=2, expert=2, zero=1)):
+        assert cuts == 0 and {"pipeline_group", "data_mesh", "expert_group"} <= {*groups}
 
 
 def ranks_along(layout, axes, rank):

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from unittest import mock
 
@@ -14,7 +14,8 @@ import pytest
 from trilith.cli.app import run
 from trilith.parallel_state import BadInput
 from trilith.runs import heartbeat
-from trilith.runs.heartbeat import Heartbeat, RankStatus, blame, first_failure, read_status, status_folder
+from trilith.runs.blame import blame, blame_together
+from trilith.runs.heartbeat import Heartbeat, RankStatus, first_failure, read_status, status_folder
 from trilith.runs.outcome import outcome
 from trilith.runs.own_ranks import OwnRanks
 from trilith.runs.stop_signals import PREEMPTED
@@ -53,8 +54,8 @@ class Clock:
 
     def __init__(self, folder, monkeypatch):
         self.folder, self.now, self.began = folder, 0.0, time.time()
-        monkeypatch.setattr("trilith.runs.heartbeat.time.monotonic", lambda: self.now)
-        monkeypatch.setattr("trilith.runs.heartbeat.time.sleep", self.sleep)
+        monkeypatch.setattr("trilith.runs.blame.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("trilith.runs.blame.time.sleep", self.sleep)
         self.beating = {0}
 
     def sleep(self, seconds):
@@ -121,7 +122,7 @@ def test_a_process_id_that_was_given_out_again_is_not_the_rank_s(tmp_path):
 def test_nothing_is_written_before_the_folder_is_known_to_be_ours(tmp_path):
     with Heartbeat(tmp_path / "status", 0, 2) as beat:
         beat.at("step", 1)
-        assert beat.blame() == ""
+        assert blame_together(beat) == ""
         beat.end(3, "failed early")
     assert not [*tmp_path.iterdir()]
 
@@ -135,6 +136,57 @@ def test_a_rank_that_ends_slowly_does_not_write_over_the_next_start_s_file(tmp_p
         (found,) = read_status(tmp_path, run="now")
         assert (found.code, found.phase) == (None, "start")
         assert read_status(tmp_path, run="before") == []
+
+
+def test_a_beat_makes_no_file_and_reads_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(heartbeat, "_BEAT", 0.02)
+    reads, read, path = [], heartbeat.read_json, tmp_path / "rank0.json"
+    monkeypatch.setattr(heartbeat, "read_json", lambda path: reads.append(path) or read(path))
+    with Heartbeat(tmp_path, 0, 1) as beat:
+        beat.publish("now")
+        for step in range(3):
+            beat.at("start", step)
+            os.utime(path, (0, 0))
+            made, deadline = path.stat().st_ino, time.monotonic() + 10
+            while not path.stat().st_mtime and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert path.stat().st_mtime > 1 and path.stat().st_ino == made
+    assert len(reads) == 1  # before the last word, which is written
+
+
+def test_a_beat_after_a_later_start_is_none_of_its(tmp_path, monkeypatch):
+    monkeypatch.setattr(heartbeat, "_BEAT", 0.02)
+    with Heartbeat(tmp_path, 0, 1) as slow:
+        slow.publish("before")
+        leave(tmp_path, 0, age=100)
+        (tmp_path / "rank0.json").rename(tmp_path / "kept")
+        leave(tmp_path, 0, age=100)  # a file that the next start made
+        time.sleep(0.2)
+        assert time.time() - (tmp_path / "rank0.json").stat().st_mtime > 90
+
+
+def test_a_failure_is_looked_for_by_one_rank_and_not_by_each(tmp_path, monkeypatch):
+    world, reads, read = 24, [], heartbeat.read_json
+
+    def counted(path):
+        reads.append(path)
+        return read(path)
+
+    monkeypatch.setattr("trilith.runs.blame._WAIT", 0.0)
+    with ExitStack() as stack:
+        beats = [stack.enter_context(Heartbeat(tmp_path, rank, world)) for rank in range(world)]
+        for beat in beats:
+            beat.publish("now")
+        beats[3].at("step", 7)
+        beats[3].end(5, "out of luck")
+        monkeypatch.setattr("trilith.runs.heartbeat.read_json", counted)
+        monkeypatch.setattr("trilith.runs.blame.read_json", counted)
+        accused = [blame_together(beat) for beat in beats if beat is not beats[3]]
+        assert accused == ["rank 3 failed in step of step 7: out of luck"] * (world - 1)
+        assert len(reads) < 4 * world
+        assert blame_together(beats[3]) == ""  # nobody else did
+    heartbeat.clear_status(tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 def ended(out, *codes, start="a", cause=0, ago=0):

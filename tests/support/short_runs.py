@@ -61,15 +61,17 @@ def trainer_of(raw: dict[str, Any]) -> Trainer:
 
 def run_and_listen(raw: dict[str, Any]) -> tuple[list[StepMetrics], str]:
     """Run it as ``run_recipe`` does; the metrics of the steps, and the lines that this rank prints."""
-    recipe, lines = parse_recipe(raw), StringIO()
+    recipe, lines, steps = parse_recipe(raw), StringIO(), list[StepMetrics]()
     with redirect_stdout(lines):
-        metrics = Trainer(recipe, ParallelState.start(recipe.layout)).run()
-    return metrics, lines.getvalue()
+        Trainer(recipe, ParallelState.start(recipe.layout)).run(steps.append)
+    return steps, lines.getvalue()
 
 
 def run_recipe(raw: dict[str, Any]) -> list[StepMetrics]:
     """Run it on the ranks that call this together, in their process group; the metrics of the steps."""
-    return trainer_of(raw).run()
+    steps: list[StepMetrics] = []
+    trainer_of(raw).run(steps.append)
+    return steps
 
 
 def train(raw: dict[str, Any]) -> list[StepMetrics]:

@@ -1,4 +1,4 @@
-"""Python searches for garbage after steps alone, the same on all ranks; no tensor waits for it."""
+"""Python searches for garbage after steps alone, the same on all ranks; what a step leaves does not grow."""
 
 import gc
 from unittest import mock
@@ -8,6 +8,7 @@ import torch
 from support.configs import MODELS, config
 from support.short_runs import tiny_recipe, trainer_of
 from trilith.recipes.recipe import parse_recipe
+from trilith.runs.metrics import StepMetrics
 from trilith.testing import run_parallel
 from trilith.training import trainer
 
@@ -82,3 +83,17 @@ def test_no_tensor_of_a_step_waits_for_the_search(tmp_path, tokens, changes):
     raw = tiny_recipe(tmp_path / "run", tokens, steps=4, **changes)
     world = parse_recipe(raw).layout.world
     assert run_parallel(left, world, raw) == [[]] * world
+
+
+def kept(raw):
+    """Return how many steps' metrics there are after each step."""
+    counts = []
+    trainer_of(raw).run(
+        lambda metrics: counts.append(sum(isinstance(one, StepMetrics) for one in gc.get_objects()))
+    )
+    return counts
+
+
+def test_a_run_keeps_no_step_s_metrics(tmp_path, tokens):
+    (counts,) = run_parallel(kept, 1, tiny_recipe(tmp_path / "run", tokens, steps=6))
+    assert counts[-1] <= counts[1] <= 2
