@@ -32,7 +32,8 @@ from .launchers import Launched, launched
 from .layout import AXES, Coordinates, Layout
 from .local_work import check_local_ranks, check_workers
 from .parameters import DeclaredModule, declare_parameter, initialize, local, stored_box
-from .state import BACKENDS, FILES_TIMEOUT, TIMEOUT, ParallelState, alone_or
+from .process_groups import BACKENDS, FILES_TIMEOUT, TIMEOUT, init_process_group, own_device
+from .state import ParallelState, alone_or
 from .user_parameters import declare
 
 __all__ = [
@@ -82,6 +83,7 @@ __all__ = [
     "gradient_norm",
     "has_gradients",
     "holdings",
+    "init_process_group",
     "initialize",
     "launched",
     "local",
@@ -89,6 +91,7 @@ __all__ = [
     "nearest",
     "nearest_divisors",
     "nearest_multiples",
+    "own_device",
     "padded_rows",
     "parts",
     "rank_at_fault",

@@ -3,6 +3,7 @@
 Offers collectives that ``torch.compile`` can trace, kernels, access to FSDP's internals, and ``self_check``.
 """
 
+from . import accelerator
 from .autograd_and_compiler import (
     TorchDispatchMode,
     after_backward,
@@ -61,6 +62,7 @@ __all__ = [
     "ReplicaSums",
     "TorchDispatchMode",
     "Waited",
+    "accelerator",
     "after_backward",
     "all_gather",
     "all_reduce",
