@@ -32,7 +32,14 @@ from .launchers import Launched, launched
 from .layout import AXES, Coordinates, Layout
 from .local_work import check_local_ranks, check_workers
 from .parameters import DeclaredModule, declare_parameter, initialize, local, stored_box
-from .process_groups import BACKENDS, FILES_TIMEOUT, TIMEOUT, init_process_group, own_device
+from .process_groups import (
+    BACKENDS,
+    FILES_TIMEOUT,
+    TIMEOUT,
+    abandon_process_group,
+    init_process_group,
+    own_device,
+)
 from .state import ParallelState, alone_or
 from .user_parameters import declare
 
@@ -65,6 +72,7 @@ __all__ = [
     "PeerFailed",
     "TIMEOUT",
     "Uniform",
+    "abandon_process_group",
     "alone_or",
     "buffer_names",
     "check_local_ranks",

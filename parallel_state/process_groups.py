@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .engine import accelerator
+from .engine import abort_groups, accelerator
 from .errors import BadInput
 from .launchers import launched, local_rank
 
@@ -72,6 +72,18 @@ def start_process_group(device: torch.device, timeout: timedelta) -> None:
         raise BadInput("environment", "RANK", expected=expected, found="neither", todo=todo)
     os.environ.update(here.variables)  # torch reads no other launcher's
     init_process_group(device, timeout)
+
+
+def abandon_process_group(device: torch.device) -> None:
+    """End the group after a failure. One rank may start another; among several, peers may be dead.
+
+    Destroying an accelerator's group waits for them, and if it stays, its watchdog kills this process while
+    the error is reported. gloo's collectives end with an error by themselves.
+    """
+    if dist.get_world_size() == 1:
+        dist.destroy_process_group()
+    elif accelerator.is_accelerator(device):
+        abort_groups()
 
 
 def check_known(device: torch.device) -> None:

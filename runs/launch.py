@@ -27,6 +27,7 @@ from ..parallel_state import (
     Layout,
     ParallelState,
     PeerFailed,
+    abandon_process_group,
     check_local_ranks,
     init_process_group,
     launched,
@@ -114,8 +115,7 @@ def process_group(
         yield ParallelState.start(layout, device=mine, timeout=timeout, files_timeout=files_timeout)
     except BaseException:
         failed.set()
-        if world == 1:  # nobody to wait for; the process may go on, and start a group again
-            dist.destroy_process_group()
+        abandon_process_group(mine)
         raise
     if here and rank == 0:
         tell_spares(store)

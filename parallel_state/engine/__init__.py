@@ -12,6 +12,7 @@ from .autograd_and_compiler import (
     wanted_gradients,
 )
 from .collectives import (
+    abort_groups,
     all_gather,
     all_reduce,
     all_reduce_start,
@@ -62,6 +63,7 @@ __all__ = [
     "ReplicaSums",
     "TorchDispatchMode",
     "Waited",
+    "abort_groups",
     "accelerator",
     "after_backward",
     "all_gather",

@@ -6,9 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.refusals import Refused, refusals
-from trilith.parallel_state import BadInput, Layout, ParallelState, init_process_group, own_device
+from trilith.parallel_state import (
+    BadInput,
+    Layout,
+    ParallelState,
+    abandon_process_group,
+    init_process_group,
+    own_device,
+)
 from trilith.parallel_state.process_groups import TIMEOUT, agree, check_backends
-from trilith.testing import RankError, run_parallel
+from trilith.testing import RankError, run_fresh, run_parallel
 
 CUDA = torch.device("cuda", 1)
 TASK = {"SLURM_LOCALID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "gpu[07-08]"}
@@ -91,3 +98,17 @@ def test_two_ranks_on_one_gpu_are_refused_on_every_rank():
     causes = [failure.cause for failure in error.value.failures]
     assert [type(cause) for cause in causes] == [BadInput] * 2
     assert "GPU-1 of a for the ranks 0 and 1" in str(causes[0])
+
+
+def fail_alone(kind):
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1), async_op=True)  # the peer never joins
+        abandon_process_group(torch.device(kind))
+        assert dist.is_initialized() == (kind == "cpu")
+
+
+def test_a_failed_rank_gives_up_an_accelerators_group_without_waiting():
+    for kind in ("cuda", "cpu"):
+        codes = run_fresh(fail_alone, 2, kind, process_group=False)
+        assert not any(codes), codes[0].output
