@@ -18,7 +18,7 @@ from support.simulated_steps import step_counts
 from trilith.layers.experts import grouped_matmul
 from trilith.layers.experts.grouped_matmul import kernel_takes
 from trilith.parallel_state import Layout
-from trilith.pipeline import SCHEDULE_NAMES
+from trilith.pipeline import SCHEDULE_NAMES, runner
 
 BF16 = {"dtype": torch.float32, "compute": torch.bfloat16}
 
@@ -126,6 +126,14 @@ def float16():
     step_counts(Case(MODELS["gpt2"], samples=2, dtype=torch.float32, compute=torch.float16))
 
 
+def neighbours():
+    """Ranks of a pipeline meet once, before the first step of its schedule."""
+    with mock.patch.object(runner, "greet", wraps=runner.greet) as met:
+        step_counts(Case(MODELS["gpt2"], Layout.of(pipeline=2), samples=2, **BF16))
+    (call,) = met.call_args_list
+    assert call.args[0] == [1]
+
+
 def each(folder):
     """Run all in one process, which has imported all and has the device after the first."""
     for name, function in STEPS.items():
@@ -139,6 +147,7 @@ def each(folder):
 STEPS = {
     "float16": float16,
     "counts": compare,
+    "neighbours": neighbours,
     "experts": experts_of_one_rank,
     **{str(choice): partial(step, few_blocks(choice), choice.world - 1) for choice in SOME},
 }
