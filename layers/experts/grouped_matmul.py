@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...parallel_state.engine import accelerator
 from ..cost import Tokens
 
 #: Torch's kernel needs rows of both matrices that are a multiple of so many bytes.
@@ -95,9 +96,8 @@ def grouped_gradient(
 def has_kernel(x: Tensor, w: Tensor) -> bool:
     """Return whether ``grouped_mm`` is one kernel for these matrices."""
     return (
-        x.device.type == "cuda"
-        and x.dtype == w.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(x.device) >= (8, 0)
+        x.dtype == w.dtype == torch.bfloat16
+        and accelerator.has_grouped_products(x.device)
         and kernel_takes(x.element_size(), x.shape[-1], w.shape[1])
     )
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Device = torch.device | str
 
@@ -19,6 +20,11 @@ Device = torch.device | str
 def is_accelerator(device: Device) -> bool:
     """Return whether a device computes while the host goes on, so that reading a number waits for it."""
     return _type(device) not in ("cpu", "meta")
+
+
+def is_host(device: Device) -> bool:
+    """Return whether a device is the host's CPU, whose numbers are there when an operator returns."""
+    return _type(device) == "cpu"
 
 
 def module_of(device: Device) -> Any:
@@ -70,11 +76,6 @@ def copies_from_pinned(device: Device) -> bool:
     return is_accelerator(device)
 
 
-def has_streams(device: Device) -> bool:
-    """Return whether work is queued in streams, so that a sum may run beside the kernels of backward."""
-    return is_accelerator(device)
-
-
 def generators(device: torch.device) -> list[torch.Generator]:
     """Return the host's global random generator, and the device's own: reading them launches no operator."""
     module = module_of(device)
@@ -90,6 +91,13 @@ def fork_random(device: torch.device) -> Iterator[None]:
     mine = [device] if module_of(device) is not None else []
     with torch.random.fork_rng(devices=mine, device_type=device.type if mine else "cpu"):
         yield
+
+
+def use_in_current_stream(x: Tensor) -> None:
+    """Keep the memory of ``x``, which was made in another stream, until this stream's work on it is done."""
+    module = module_of(x.device)
+    if module is not None:
+        x.record_stream(module.current_stream(x.device))
 
 
 def peak_memory(device: Device) -> int | None:

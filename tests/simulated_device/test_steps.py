@@ -15,10 +15,9 @@ from support.combinations import LONG, Choice, covering_array
 from support.configs import MODELS
 from support.short_training import Case
 from support.simulated_steps import step_counts
-from trilith.layers.experts import grouped_matmul
-from trilith.layers.experts.grouped_matmul import kernel_takes
 from trilith.parallel_state import Layout
 from trilith.pipeline import SCHEDULE_NAMES, runner
+from trilith.testing.simulated_device.backend import FakeTensor, Module, register
 
 BF16 = {"dtype": torch.float32, "compute": torch.bfloat16}
 
@@ -96,7 +95,7 @@ def compare():
         assert counts.waits == waits, layout
         assert least <= counts.moved / one.moved <= most, (layout, counts.moved / one.moved)
         # No layout has kernels for each parameter or each rank: a stage has half, collectives add a tenth.
-        assert 0.4 <= counts.kernels / one.kernels <= 1.2, (layout, counts.kernels / one.kernels)
+        assert 0.4 <= counts.launched / one.launched <= 1.2, (layout, counts.launched / one.launched)
     # Each block asks once a micro-batch how many rows each rank has; and the step, whether it is finite.
     assert counted_step("mixtral", Layout.of(data=2, expert=2)).waits == 1 + 2 * 2
 
@@ -106,19 +105,30 @@ EXPERTS = Case(MODELS["mixtral"] | {"num_hidden_layers": 2}, samples=2, **BF16)
 
 
 def experts_of_one_rank():
-    """Compare a device that multiplies the rows of all experts at once, as GPUs do, with one that cannot."""
-
-    def kernel(x, w):
-        return kernel_takes(x.element_size(), x.shape[-1], w.shape[1])
-
-    with mock.patch.object(grouped_matmul, "has_kernel", kernel):
-        counts = step_counts(EXPERTS)
+    """Compare a device that multiplies the rows of all experts at once, as new GPUs do, and an old one."""
+    counts = step_counts(EXPERTS)
+    assert counts.kernels["aten::_grouped_mm"] > 0
     assert [*counts.waited] == [("training/update.py: Update.__call__", "read")], counts.waited
     assert counts.waits == 1
-    waited = step_counts(EXPERTS).waited
+    with mock.patch.object(Module, "get_device_capability", lambda module, device: (7, 5)):
+        waited = step_counts(EXPERTS).waited
     blocks, micro_batches = 2, 2
     sizes = ("layers/experts/grouped_matmul.py: GroupSizes.sizes", "read")
     assert waited.pop(sizes) == blocks * micro_batches and waited == counts.waited
+
+
+def sums_of_replicas():
+    """Their buffers are kept for the stream that fills them and for that of the sum, beside the one of
+    backward."""
+    kept = {}
+    register()
+
+    def keep(buffer, stream):
+        kept.setdefault(id(buffer), (buffer, []))[1].append(stream)
+
+    with mock.patch.object(FakeTensor, "record_stream", keep):
+        step_counts(Case(MODELS["gpt2"], Layout.of(data=2), samples=2, **BF16))
+    assert kept and all(len(set(streams)) == 2 for _, streams in kept.values())
 
 
 def float16():
@@ -148,6 +158,7 @@ STEPS = {
     "float16": float16,
     "counts": compare,
     "neighbours": neighbours,
+    "sums of replicas": sums_of_replicas,
     "experts": experts_of_one_rank,
     **{str(choice): partial(step, few_blocks(choice), choice.world - 1) for choice in SOME},
 }
