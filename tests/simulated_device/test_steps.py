@@ -11,13 +11,20 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.combinations import LONG, Choice, covering_array
 from support.configs import MODELS
 from support.short_training import Case
 from support.simulated_steps import step_counts
+from torch import nn
+from torch.nn import functional as F
 from trilith.parallel_state import Layout
 from trilith.pipeline import SCHEDULE_NAMES, runner
+from trilith.pipeline.runner import Travels
+from trilith.recipes.sections import MemorySection
+from trilith.testing.simulated_device import WAITS, Wait, simulated_rank
 from trilith.testing.simulated_device.backend import FakeTensor, Module, register
+from trilith.training import ModuleStep
 
 BF16 = {"dtype": torch.float32, "compute": torch.bfloat16}
 
@@ -144,6 +151,49 @@ def neighbours():
     assert call.args[0] == [1]
 
 
+def dropout():
+    """In attention and between blocks, from streams of the tensor ranks' own; and computed again."""
+    config = MODELS["gpt2"] | {"n_layer": 2, "resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}
+    memory = MemorySection(checkpointing="selective")
+    step(Case(config, Layout.of(tensor=2, sequence=True), samples=2, memory=memory), 1)
+
+
+class TwoStages(nn.Module):
+    """Give the last stage what the first one made of ``x``."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.part, self.first = nn.Linear(6, 6), state.at.pipeline == 0
+
+    def forward(self, given=None, *, x):
+        return F.dropout(self.part(x if self.first else given), 0.1)
+
+
+def stages_of_a_user():
+    """The samples that a loss takes may stay on the host; there they are found without waiting."""
+
+    def loss(y, samples):
+        wanted = samples["wanted"]
+        assert wanted.device.type == "cpu"
+        return (y - wanted.to(y.device, non_blocking=True)).square().sum(), len(wanted)
+
+    def told(stated, **named):
+        stated[0] = stated[0] or (Travels((1, 6), torch.float32),)
+
+    places = "user_step.py: ModuleStep._totals", "loss_contract.py: is_mean", "base_step.py: Step.refuse"
+    reads = [
+        Wait(f"training/{place}", kind, 9, "step", "a step of one's own reads each loss")
+        for place in places
+        for kind in ("read", "upload")
+    ]
+    waits, group = (*WAITS, *reads), mock.patch.object(dist, "broadcast_object_list", told)
+    with simulated_rank(Layout.of(pipeline=2), 1, waits) as (state, _), group:
+        with state.device:
+            model = TwoStages(state)
+        samples = {"x": torch.empty(2, 6, device=state.device), "wanted": torch.zeros(2, 6)}
+        ModuleStep(model, loss, micro_batch=1, state=state)(samples)
+
+
 def each(folder):
     """Run all in one process, which has imported all and has the device after the first."""
     for name, function in STEPS.items():
@@ -157,6 +207,8 @@ def each(folder):
 STEPS = {
     "float16": float16,
     "counts": compare,
+    "dropout": dropout,
+    "a user's stages": stages_of_a_user,
     "neighbours": neighbours,
     "sums of replicas": sums_of_replicas,
     "experts": experts_of_one_rank,
