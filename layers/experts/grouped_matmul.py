@@ -53,6 +53,8 @@ def grouped_mm(x_MD: Tensor, w_EFD: Tensor, counts: Sequence[int]) -> Tensor:
     which takes ``GroupSizes`` from the device without the host waiting; elsewhere it is one product for each
     group, with the same numbers.
     """
+    if not len(x_MD):  # a rank whose experts nobody chose: a kernel may refuse it, and the sizes are known
+        return F.linear(x_MD, w_EFD[0])
     if has_kernel(x_MD, w_EFD):
         return by_kernel(x_MD, w_EFD, counts)
     groups = zip(x_MD.split([*counts]), w_EFD.unbind(), strict=True)

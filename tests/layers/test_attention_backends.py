@@ -259,3 +259,29 @@ def test_numbers_on_a_device_are_not_waited_for():
     assert scope.masked and not scope.causal
     inputs = AttentionInputs(positions, like=torch.empty(2, 8, 4, device="meta"), state=ParallelState.alone())
     assert inputs.documents is not None
+
+
+def test_flex_attention_stays_compiled_for_more_lengths_than_dynamo_s_own_limit(monkeypatch):
+    """Beyond 8 graphs of one function dynamo would go on without a compiler, and write out all scores."""
+    lengths, compile_with = [], torch.compile
+
+    def counted(graph, inputs):
+        lengths.append(inputs[0].shape)
+        return graph.forward
+
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **how: compile_with(function, backend=counted, **how)
+    )
+    flex._compiled.cache_clear()
+    for length in range(8, 18):
+        q, k, v = (torch.randn(1, 2, length, 16) for _ in range(3))
+        mask = AttentionScope(torch.arange(length)).block_mask(q)
+        flex.flex_attention(q, k, v, mask, alibi=Alibi(alibi_slopes(2), 0.5))
+    flex._compiled.cache_clear()
+    assert len(lengths) == 10
+
+
+def test_slopes_are_on_the_device_once():
+    alibi = Alibi(alibi_slopes(3), 0.3)
+    assert alibi.steepness(torch.device("cpu")) is alibi.steepness(torch.device("cpu"))
+    assert torch.equal(alibi.steepness(torch.device("cpu")), torch.tensor(alibi.slopes) * 0.3)
