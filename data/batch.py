@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..layers import IGNORE, cut_sequence
+from ..layers.host_copies import send
 from ..parallel_state import BadInput, ParallelState
 
 
@@ -25,8 +26,10 @@ class Batch(NamedTuple):
     positions: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch on ``device``; from pinned memory the copy continues after the return."""
-        return self._each(lambda one: one.to(device, non_blocking=True))
+        """Return the batch on ``device``; from pinned memory the copy continues after the return. The host
+        still knows the numbers, see ``host_copies``.
+        """
+        return self._each(lambda one: send(one, device))
 
     def pinned(self) -> Batch:
         """Return the batch in pinned memory, from which a GPU copies by itself."""

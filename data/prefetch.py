@@ -9,6 +9,7 @@ from types import TracebackType
 
 import torch
 
+from ..parallel_state.engine import accelerator
 from .batch import Batch
 
 
@@ -54,8 +55,9 @@ class Prefetch:
 
     def _made(self, step: int) -> Batch:
         batch = self._make(step)
-        return batch.pinned() if self._device.type == "cuda" else batch
+        return batch.pinned() if accelerator.copies_from_pinned(self._device) else batch
 
     def _begin(self) -> None:
-        if self._device.type == "cuda":  # or pinning would open a context on the first GPU, of every rank
-            torch.cuda.set_device(self._device)
+        module = accelerator.module_of(self._device)
+        if module is not None:  # or pinning would open a context on the first GPU, of every rank
+            module.set_device(self._device)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..layers import KeyValueCache, Stage, gather_logits
+from ..layers.host_copies import send
 from ..models.base.family import CausalLM
 from ..parallel_state import BadInput, seed_of
 from ..pipeline.relay import through_stages
@@ -101,8 +102,8 @@ def left_padded(prompts: Sequence[Tokens], device: torch.device) -> tuple[Tensor
     """
     longest = max(map(len, prompts))
     tokens = torch.tensor([[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts], device=device)
-    before = torch.tensor([[longest - len(prompt)] for prompt in prompts], device=device)
-    return tokens, (torch.arange(longest, device=device) - before).clamp(min=0)
+    before = torch.tensor([[longest - len(prompt)] for prompt in prompts])
+    return tokens, send((torch.arange(longest) - before).clamp(min=0), device)
 
 
 def _next_logits(

@@ -35,13 +35,15 @@ from torch.utils.checkpoint import (
 )
 
 from ..parallel_state import BadInput
-from ..parallel_state.engine import TorchDispatchMode
+from ..parallel_state.engine import TorchDispatchMode, accelerator
 
 Checkpointing = Literal["none", "selective", "every", "full"]
 
 _Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 _PRODUCTS = {"aten::mm": "product", "aten::_scaled_mm": "product", "aten::addmm": "sum and product"}
+#: Attention without a dropout of its own.
+_NEVER_DROP = ("torch_attn::_varlen_attn", "flex_attention")
 _SUMS = ("_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tensor")
 
 
@@ -109,7 +111,7 @@ def _contexts(policy: Callable[..., CheckpointPolicy], device: torch.device) -> 
     recomputation moves them there.
     """
     forward, again = create_selective_checkpoint_contexts(policy)
-    generators, left = _generators(device), list[list[Tensor]]()
+    generators, left = accelerator.generators(device), list[list[Tensor]]()
     noted = iter(left)
 
     def note() -> None:
@@ -150,8 +152,8 @@ def _back(*given: Any) -> None:
 class _Counted(TorchDispatchMode):
     """Apply torch's mode of selective checkpointing to all operators except those of excluded hooks.
 
-    ``after_attention`` is called after each attention. One mode does both, because every operator of a block
-    passes through each mode in Python.
+    ``after_attention`` is called after each attention that has drawn random numbers. One mode does both,
+    because every operator of a block passes through each mode in Python.
     """
 
     def __init__(self, mode: Any, after_attention: Callable[[], None]) -> None:
@@ -166,17 +168,9 @@ class _Counted(TorchDispatchMode):
         if _ASIDE.get():
             return func(*args, **(kwargs or {}))
         out = self._mode.__torch_dispatch__(func, types, args, kwargs or {})
-        if _kind(func) == "attention":
+        if _kind(func) == "attention" and _drops(func, args, kwargs or {}):
             self._after_attention()
         return out
-
-
-def _generators(device: torch.device) -> list[torch.Generator]:
-    """Return the host's generator, and the device's own if it has one: reading them launches no operator."""
-    if device.type != "cuda":
-        return [torch.default_generator]
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
 def _policy(
@@ -199,6 +193,20 @@ def _policy(
         inner: int = arguments[1 if kind == "sum and product" else 0].shape[-1]
         return _KEEP if inner == hidden_size else _AGAIN
     return _KEEP if kind == "sum of ranks" or (keep_attention and kind == "attention") else _AGAIN
+
+
+def _drops(op: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Tell whether this call of attention may draw a mask of dropout: reading generators takes time."""
+    place = _place_of_dropout(op)
+    if place is None:
+        return op.name() not in _NEVER_DROP
+    return bool(named.get("dropout_p", arguments[place] if place < len(arguments) else 0.0) > 0)
+
+
+@lru_cache(maxsize=4096)
+def _place_of_dropout(op: Any) -> int | None:
+    names = [one.name for one in op._schema.arguments] if hasattr(op, "_schema") else []
+    return names.index("dropout_p") if "dropout_p" in names else None
 
 
 @lru_cache(maxsize=4096)  # asked for every operator of every block

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..parallel_state import BadInput, ParallelState, alone_or
+from ..parallel_state.engine import accelerator
 from .autocast import without_autocast
 from .collectives import enter_tensor
 from .cost import Cost, Tokens
@@ -221,7 +222,9 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=beta)
         return
-    exact = a.is_cuda and total.dtype == torch.float32  # a product of 16 bits that is not rounded to them
+    exact = (
+        accelerator.has_wide_sums(a.device) and total.dtype == torch.float32
+    )  # a product of 16 bits that is not rounded to them
     for rows, part in zip(a.split(_ROWS), total.split(_ROWS), strict=True):
         if not exact:
             part.addmm_(rows.to(total.dtype), b.to(total.dtype), beta=beta)

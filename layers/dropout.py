@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..parallel_state import ParallelState, alone_or
+from ..parallel_state.engine import accelerator
 from .cost import Cost, Tokens, dropout_cost
 
 
@@ -56,7 +57,6 @@ def own_random(state: ParallelState, *, split: bool) -> AbstractContextManager[N
 @contextmanager
 def _own(state: ParallelState) -> Iterator[None]:
     seed = int(torch.randint(2**62, (), device="cpu"))
-    devices = [state.device] if state.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with accelerator.fork_random(state.device):
         torch.manual_seed(seed + state.tensor_index)
         yield

@@ -205,7 +205,7 @@ def check_ids(ids: Tensor, size: int, *, but: int | None = None) -> None:
     wrong = (ids < 0) | (ids >= size)
     if but is not None:
         wrong &= ids != but
-    if ids.device.type != "cpu":
+    if engine.accelerator.is_accelerator(ids.device):
         said = f"a token id is out of range: the vocabulary has {size}"
         engine.assert_on_device(wrong.any().logical_not(), said)
         return

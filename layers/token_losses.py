@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..parallel_state import ParallelState, engine
+from ..parallel_state.engine import accelerator
 from .compile import or_plain
 from .cost import Tokens
 
@@ -110,7 +111,7 @@ def logits_gradient(
     out[:, columns:] = 0.0
     if columns:
         kept = torch.where(rows.elsewhere.unsqueeze(-1), out.gather(-1, target), of_label.to(out.dtype))
-        if out.device.type == "cpu":  # where scatter_ converts a whole bf16 tensor to fp32 and back
+        if accelerator.is_host(out.device):  # where scatter_ converts a whole bf16 tensor to fp32 and back
             out.index_put_((torch.arange(len(out)), rows.target), kept.squeeze(-1))
         else:
             out.scatter_(-1, target, kept)
@@ -211,7 +212,7 @@ def _inner(x: Tensor) -> torch.dtype:
 
 def _blocks(x: Tensor) -> Iterator[slice]:
     """Cut the rows into blocks of so many numbers as are computed at once."""
-    count = max((BLOCK_ON_CPU if x.device.type == "cpu" else _BLOCK) // max(x.shape[-1], 1), 1)
+    count = max((BLOCK_ON_CPU if accelerator.is_host(x.device) else _BLOCK) // max(x.shape[-1], 1), 1)
     return (slice(start, start + count) for start in range(0, max(len(x), 1), count))
 
 

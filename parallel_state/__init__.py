@@ -32,7 +32,15 @@ from .launchers import Launched, launched
 from .layout import AXES, Coordinates, Layout
 from .local_work import check_local_ranks, check_workers
 from .parameters import DeclaredModule, declare_parameter, initialize, local, stored_box
-from .state import BACKENDS, FILES_TIMEOUT, TIMEOUT, ParallelState, alone_or
+from .process_groups import (
+    BACKENDS,
+    FILES_TIMEOUT,
+    TIMEOUT,
+    abandon_process_group,
+    init_process_group,
+    own_device,
+)
+from .state import ParallelState, alone_or
 from .user_parameters import declare
 
 __all__ = [
@@ -64,6 +72,7 @@ __all__ = [
     "PeerFailed",
     "TIMEOUT",
     "Uniform",
+    "abandon_process_group",
     "alone_or",
     "buffer_names",
     "check_local_ranks",
@@ -82,6 +91,7 @@ __all__ = [
     "gradient_norm",
     "has_gradients",
     "holdings",
+    "init_process_group",
     "initialize",
     "launched",
     "local",
@@ -89,6 +99,7 @@ __all__ = [
     "nearest",
     "nearest_divisors",
     "nearest_multiples",
+    "own_device",
     "padded_rows",
     "parts",
     "rank_at_fault",

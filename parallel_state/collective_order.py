@@ -24,7 +24,8 @@ from torch import Tensor
 
 from . import engine
 from .errors import PeerFailed
-from .state import TIMEOUT, ParallelState
+from .process_groups import TIMEOUT
+from .state import ParallelState
 
 _HERE, _TORCH = str(Path(__file__).parents[1]) + os.sep, os.path.dirname(torch.__file__) + os.sep
 _OWN = (__file__, _HERE + os.path.join("parallel_state", "engine") + os.sep)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .engine import local_data
+from .engine import accelerator, local_data
 from .errors import PeerFailed
 from .state import ParallelState
 
@@ -72,7 +72,7 @@ def _largest(parameters: Iterable[nn.Parameter]) -> Tensor:
     """
     grads = [local_data(one.grad) for one in parameters if one.grad is not None]
     grads = [grad for grad in grads if grad.numel()]
-    if all(grad.device.type == "cpu" for grad in grads):  # the first gradient says it, nearly always
+    if all(accelerator.is_host(grad.device) for grad in grads):  # the first gradient says it, nearly always
         return torch.tensor(any(bool(grad.any()) for grad in grads), dtype=torch.float64)
     return torch.nn.utils.get_total_norm(grads, norm_type=float("inf")).double()
 

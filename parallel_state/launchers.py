@@ -82,8 +82,18 @@ def launched() -> Launched | None:
     if launcher is _TORCHRUN and not any(name in os.environ for name in _STARTED_BY_TASKS):
         for other in found[1:]:  # each of its tasks is a rank, so it must say the same
             _check_same(other, rank, world)
-    local = _number(launcher.local_rank, 0, world - 1) if launcher.local_rank in os.environ else 0
-    return Launched(rank, world, local, _host(launcher), _port(launcher))
+    return Launched(rank, world, local_rank(world - 1) or 0, _host(launcher), _port(launcher))
+
+
+def local_rank(most: int | None = None) -> int | None:
+    """Return this rank's number on its host, at most ``most``, or ``None`` if no variable states it. No other
+    variable is needed: the process group may have been started without a launcher's.
+    """
+    for launcher in LAUNCHERS:
+        name = launcher.local_rank
+        if name in os.environ and (launcher is _TORCHRUN or _starts(launcher)):
+            return _number(name, 0, most)
+    return None
 
 
 def _starts(launcher: _Launcher) -> bool:

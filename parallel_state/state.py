@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache, cached_property
 
@@ -12,17 +10,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import BadInput
-from .launchers import launched
 from .layout import Coordinates, Layout
-
-#: How long a rank waits for a peer before it counts as failed, unless told otherwise.
-TIMEOUT = timedelta(minutes=10)
-
-#: The same for what ranks agree on about files: writing or checking a big one takes longer than any step.
-FILES_TIMEOUT = timedelta(hours=1)
-
-#: Device -> torch's backends; files and flags are agreed on the CPU wherever the model computes.
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+from .process_groups import (
+    FILES_TIMEOUT,
+    TIMEOUT,
+    agree,
+    check_backends,
+    identity,
+    new_group,
+    own_device,
+    start_process_group,
+)
 
 # The mesh has no axis of its own for context: FSDP shards over data_shard and context as one, and where
 # nothing is sharded the context ranks are replicas.
@@ -76,29 +74,31 @@ class ParallelState:
     ) -> ParallelState:
         """Return this rank's state in the process group, whose world size must be that of the layout.
 
-        Under torchrun the process group is started here, unless it runs already. ``timeout`` bounds every
+        Under torchrun the process group is started here, unless it runs already; it must then have a backend
+        for the host and for the device. ``device``: what this rank computes on, which becomes the process's
+        current one; "cuda" is the GPU of the rank's number on its host (LOCAL_RANK). ``timeout`` bounds every
         wait for a peer, ``files_timeout`` the waits in ``file_group``. Ranks whose torch seeds differ take
-        rank 0's seed, because they draw parts of one tensor from it. Collective: every rank calls it with the
-        same layout.
+        rank 0's seed, because they draw parts of one tensor from it. Raises ``BadInput`` for another number
+        of ranks, a device that is not there, and two ranks on one GPU. Collective: every rank calls it with
+        the same layout.
         """
+        device = own_device(device)
         if not dist.is_initialized():
-            _init_process_group(torch.device(device), timeout)
+            start_process_group(device, timeout)
         layout.check_world(dist.get_world_size())
-        device = torch.device(device)
-        if device == torch.device("cuda"):  # no index: the current one
-            device = torch.device("cuda", torch.cuda.current_device())
+        check_backends(device)
         rank = dist.get_rank()
-        _agree_on_a_seed()
+        agree(identity(device))
         copies, shards, _ = layout.data_sizes()
         sizes = (layout.pipeline, copies, shards, layout.tensor)
         ranks = torch.arange(layout.world).view(sizes)
         # Groups of our own, not those of torch's mesh: these bear our timeout, and of a mesh of one axis
         # torch takes the world's group, in which sends between neighbours would count among all ranks'
         # collectives. A group has sockets and threads, so axes of one rank share one.
-        alone = _group([rank], timeout)
+        alone = new_group([rank], timeout)
 
         def along(whole: torch.Tensor, axis: int) -> dist.ProcessGroup:
-            return alone if whole.shape[axis] == 1 else _group(_line(whole, rank, axis), timeout)
+            return alone if whole.shape[axis] == 1 else new_group(_line(whole, rank, axis), timeout)
 
         groups = [along(ranks, axis) for axis in range(len(sizes))]
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=_MESH_AXES)
@@ -119,9 +119,9 @@ class ParallelState:
             device=device,
             mesh=mesh,
             experts=experts,
-            ends=_group(ends, timeout) if layout.pipeline > 1 else None,
-            context=_group(around, timeout) if layout.context > 1 else None,
-            files=_group([*range(layout.world)], max(timeout, files_timeout), backend="gloo"),
+            ends=new_group(ends, timeout) if layout.pipeline > 1 else None,
+            context=new_group(around, timeout) if layout.context > 1 else None,
+            files=new_group([*range(layout.world)], max(timeout, files_timeout), backend="gloo"),
         )
 
     @classmethod
@@ -266,35 +266,3 @@ def _line(ranks: torch.Tensor, rank: int, axis: int) -> list[int]:
     at[axis] = slice(None)
     line: list[int] = ranks[tuple(at)].tolist()
     return line
-
-
-def _group(ranks: Sequence[int], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
-    """Make a new group; only its members take part.
-
-    Every rank makes as many groups, in the same order: torch names such a group by its ranks and by how many
-    there are.
-    """
-    group: dist.ProcessGroup = dist.new_group(
-        [*ranks], timeout=timeout, backend=backend, use_local_synchronization=True
-    )
-    return group
-
-
-def _init_process_group(device: torch.device, timeout: timedelta) -> None:
-    here = launched()
-    if here is None:
-        todo = "Start with torchrun, or call torch.distributed.init_process_group first"
-        expected = "torchrun's variables or a running process group"
-        raise BadInput("environment", "RANK", expected=expected, found="neither", todo=todo)
-    os.environ.update(here.variables)  # torch reads no other launcher's
-    if device.type not in BACKENDS:
-        raise BadInput("ParallelState.start", "device", expected=" or ".join(BACKENDS), found=device.type)
-    dist.init_process_group(BACKENDS[device.type], timeout=timeout)
-
-
-def _agree_on_a_seed() -> None:
-    """Give all ranks rank 0's seed of torch's generator, unless they already have one seed."""
-    seeds: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(seeds, torch.initial_seed())
-    if len(set(seeds)) > 1:
-        torch.manual_seed(seeds[0])

@@ -4,7 +4,7 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,20 @@ def through_stages(
         if not stage.last and (after := holder(stage.number + 1)) != here:
             exchange(dist.isend, out.to(dtype).contiguous(), after, state.pipeline_group)
     return out if model.stage.parts[-1].last else None
+
+
+def greet(peers: Iterable[int], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Exchange a number with each of these ranks of a pipeline, all at once. Collective over the pipeline.
+
+    NCCL connects two ranks, and all ranks of the group, at the first send of each kind. In a schedule that
+    would be in its midst, in an order that differs from rank to rank.
+    """
+    numbers = [
+        (way, peer, torch.zeros(1, device=device)) for peer in peers for way in (dist.isend, dist.irecv)
+    ]
+    ops = [dist.P2POp(way, number, group=group, group_peer=peer) for way, peer, number in numbers]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
 
 
 def exchange(way: Callable[..., object], x: Tensor, peer: int, group: dist.ProcessGroup) -> None:

@@ -16,6 +16,7 @@ from ..layers import Stage, recomputes_operators
 from ..models import CausalLM
 from ..parallel_state import ParallelState, engine
 from .driver import DrivenStage, StageModule, after_schedule, before_schedule
+from .relay import greet
 from .schedule_kinds import check_recomputation, check_schedule, schedule_kind
 
 
@@ -48,8 +49,8 @@ def schedule_classes() -> dict[str, Any]:
 class Pipeline:
     """Run a step's micro-batches, with ``step``, forward and backward through the stages of all ranks."""
 
-    def __init__(self, schedule: Any, stages: Sequence[StageModule], *, zero: int) -> None:
-        self._schedule, self._zero = schedule, zero
+    def __init__(self, schedule: Any, stages: Sequence[StageModule], *, state: ParallelState) -> None:
+        self._schedule, self._zero, self._state, self._greeted = schedule, state.layout.zero, state, False
         self._roots: list[FSDPModule] = list(
             dict.fromkeys(root for stage in stages for root in stage.root or ())
         )
@@ -65,6 +66,9 @@ class Pipeline:
         are in ``.grad``, added to what was there, summed over the data ranks.
         """
         losses: list[Tensor] = []
+        if not self._greeted and engine.accelerator.is_accelerator(self._state.device):
+            greet(neighbours(self._state), self._state.pipeline_group, self._state.device)
+        self._greeted = True
         before_schedule(self._roots, zero=self._zero)
         outputs = self._schedule.step(
             *inputs, target=target, losses=losses, return_outputs=return_outputs, **keywords
@@ -122,7 +126,15 @@ def make_schedule(
     schedule = schedule_classes()[name](
         driven if several else driven[0], microbatches, loss_fn=loss, scale_grads=False
     )
-    return Pipeline(schedule, seats, zero=layout.zero)
+    return Pipeline(schedule, seats, state=state)
+
+
+def neighbours(state: ParallelState) -> list[int]:
+    """Return the other pipeline ranks whose stages come before or after one of this rank's, in order."""
+    layout, here = state.layout, state.at.pipeline
+    beside = {number + step for number in layout.stages_of(here) for step in (-1, 1)}
+    ranks = {layout.rank_of_stage(number) for number in beside if 0 <= number < layout.stages}
+    return sorted(ranks - {here})
 
 
 def schedule_of_model(

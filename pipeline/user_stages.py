@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..layers import Stage
 from ..parallel_state import BadInput, ParallelState, PeerFailed
+from ..parallel_state.engine import accelerator
 from .driver import StageModule
 from .relay import exchange
 from .runner import Pipeline, Travels, make_schedule
@@ -117,7 +118,7 @@ class ModuleStages:
     def _try(self, number: int, keywords: Mapping[str, Tensor]) -> Given:
         """Run the stage on zeros and return its outputs' shapes; random state and model stay as they are."""
         device = self.state.device
-        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.no_grad(), accelerator.fork_random(device):
             zeros = [torch.zeros(one.shape, dtype=one.dtype, device=device) for one in self._received(number)]
             whole = self._run(number, tuple(zeros), keywords)
         if number == self.state.layout.stages - 1:

@@ -27,8 +27,11 @@ from ..parallel_state import (
     Layout,
     ParallelState,
     PeerFailed,
+    abandon_process_group,
     check_local_ranks,
+    init_process_group,
     launched,
+    own_device,
 )
 from ..system import visible
 from ..system.process_info import adopting_orphans
@@ -102,20 +105,18 @@ def process_group(
             todo="Call run before Accelerator(), or torch.distributed.destroy_process_group() before it",
         )  # fmt: skip
     here, world, rank = launched(), layout.world, own_rank()
-    if device == "cuda":
-        torch.cuda.set_device(here.local_rank if here else 0)
+    mine = own_device(device)
     card = {"torch": torch.__version__, "trilith": version("trilith"), **(alike or {})}
     store = join(here, card, timeout) if here else dist.HashStore()
-    dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=world, timeout=timeout)
+    init_process_group(mine, timeout, store=store, rank=rank, world_size=world)
     failed = threading.Event()
     if here:
         _leave_when(failed)
     try:
-        yield ParallelState.start(layout, device=device, timeout=timeout, files_timeout=files_timeout)
+        yield ParallelState.start(layout, device=mine, timeout=timeout, files_timeout=files_timeout)
     except BaseException:
         failed.set()
-        if world == 1:  # nobody to wait for; the process may go on, and start a group again
-            dist.destroy_process_group()
+        abandon_process_group(mine)
         raise
     if here and rank == 0:
         tell_spares(store)

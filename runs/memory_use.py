@@ -7,6 +7,7 @@ import sys
 
 import torch
 
+from ..parallel_state.engine import accelerator
 from ..system.process_info import own_memory
 
 
@@ -15,8 +16,8 @@ def memory_used(device: torch.device) -> int:
 
     Without ``/proc``, the most that the process has used.
     """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if (peak := accelerator.peak_memory(device)) is not None:
+        return peak
     if (memory := own_memory()) is not None:
         return memory.resident
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

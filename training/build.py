@@ -18,6 +18,7 @@ from ..layers import (
 )
 from ..models import AdaptedFamily, CausalLM
 from ..parallel_state import BadInput, ParallelState, dtype_named
+from ..parallel_state.engine import accelerator
 from ..recipes.checks import decay_steps
 from ..recipes.recipe import Recipe
 from ..recipes.sections import ExpertsSection, MemorySection
@@ -81,7 +82,7 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
         dtype=precision.compute,
         loss_chunk=plan.loss_chunk,
         loss_sums=dtype_named(recipe.reduce) if recipe.reduce else None,
-        compiled_loss=recipe.compiles and recipe.device == "cuda",
+        compiled_loss=recipe.compiles and accelerator.has_compiled_losses(state.device),
         mtp=recipe.model.mtp or 0.0,
         reduce=torch.promote_types(master, precision.reduce),
     )
@@ -143,8 +144,8 @@ def multiply_in_float8(model: CausalLM, recipe: Recipe) -> list[str]:
     Raises ``BadInput`` for a GPU that has no float8.
     """
     scaling, device = recipe.float8_scaling or "tensorwise", model.state.device
-    if device.type == "cuda":
-        needed, found = (9, 0) if scaling == "rowwise" else (8, 9), torch.cuda.get_device_capability(device)
+    if accelerator.is_accelerator(device):
+        needed, found = (9, 0) if scaling == "rowwise" else (8, 9), accelerator.capability(device)
         if found < needed:
             expected = "a GPU of compute capability {}.{} or later with float8".format(*needed)
             raise BadInput("recipe", "compute", expected=expected, found="{}.{}".format(*found))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..parallel_state import BadInput
+from ..parallel_state.engine import accelerator
 
 _TODO = "Return (losses.sum(), how_many): the step divides by the counts of all micro-batches and data ranks"
 
@@ -46,10 +47,9 @@ def is_mean(loss: Callable[..., Any], given: Any, part: Mapping[str, Tensor]) ->
     tensors, size = [*_tensors(given)], len(next(iter(part.values())))
     if not tensors or any(not isinstance(one, Tensor) or not one.ndim or len(one) != size for one in tensors):
         return None
-    devices = [tensors[0].device] if tensors[0].device.type == "cuda" else []
     found = []
     for times in (1, 2):
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):  # a loss may draw numbers
+        with torch.no_grad(), accelerator.fork_random(tensors[0].device):  # a loss may draw numbers
             pieces = {name: torch.cat([one[:1]] * times) for name, one in part.items()}
             total, count = sum_and_count(loss(_first_sample(given, times), pieces))
             found.append((float(total), float(count)))

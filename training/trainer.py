@@ -25,6 +25,7 @@ from ..checkpoints import (
 from ..data.batch import Batch
 from ..data.prefetch import Prefetch
 from ..parallel_state import CollectiveOrder, NotTrained, ParallelState, fault, initialize, seed_of
+from ..parallel_state.engine import accelerator
 from ..recipes.recipe import Recipe
 from ..runs.guard import last_word
 from ..runs.heartbeat import Heartbeat
@@ -200,7 +201,7 @@ class Trainer:
         if self.plan.attention:
             chosen = "; ".join(f"{kind}: {backend}" for kind, backend in self.plan.attention.items())
             self.terminal.say(f"attention over {chosen}")
-        if self.recipe.compile == "auto" and self.recipe.device == "cuda":
+        if self.recipe.compile == "auto" and accelerator.has_compiled_losses(self.state.device):
             reason = self.recipe.not_compiled
             self.terminal.say(
                 "blocks are compiled" if reason is None else f"blocks are not compiled: {reason}"

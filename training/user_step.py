@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..layers import routers
+from ..layers.host_copies import on_host, send
 from ..parallel_state import (
     BadInput,
     ParallelState,
@@ -192,7 +193,7 @@ class ModuleStep(Step):
             name, count = self._schedule_name, len(parts)
             self._schedule = stages.schedule(self._loss_of_numbers, name=name, microbatches=count)
         state = self.state
-        numbers = torch.arange(count_samples(samples), device=state.device)
+        numbers = send(torch.arange(count_samples(samples)), state.device)
         first_stage = 0 in state.layout.stages_of(state.at.pipeline)
         target = numbers if self._has_last_stage else None
         self._samples = samples
@@ -202,7 +203,10 @@ class ModuleStep(Step):
         return self._loss(self.model(**self._keywords(part)), part)
 
     def _loss_of_numbers(self, output: Any, numbers: Tensor) -> Tensor:
-        return self._loss(output, {name: one[numbers] for name, one in self._samples.items()})
+        here = on_host(numbers)
+        start = int((numbers if here is None else here)[0])  # a schedule cuts them in order
+        rows = slice(start, start + len(numbers))
+        return self._loss(output, {name: one[rows] for name, one in self._samples.items()})
 
     def _loss(self, output: Any, part: Samples) -> Tensor:
         """Return the sum of a micro-batch's losses, and note it, with its count, for the end of the step."""

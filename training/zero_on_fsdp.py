@@ -34,6 +34,7 @@ from ..parallel_state import (
     mark_shared,
     refuse_foreign,
 )
+from ..parallel_state.engine import accelerator
 from ..parallel_state.state import fsdp_mesh
 from .compute_weights import ComputeWeights
 from .precision import Precision
@@ -72,7 +73,11 @@ def shard_over_data(
     engine.require(engine.FULLY_SHARDED)
     regather, mesh, policy = state.layout.zero == 3, fsdp_mesh(state), precision.policy
     # Pages of a host without accelerator need no pinning, and cannot be.
-    resting = CPUOffloadPolicy(pin_memory=state.device.type != "cpu") if offload else OffloadPolicy()
+    resting = (
+        CPUOffloadPolicy(pin_memory=accelerator.copies_from_pinned(state.device))
+        if offload
+        else OffloadPolicy()
+    )
     cut, stacks = shard_dims(model, state.layout), stacks_of_experts(model) if state.layout.expert > 1 else []
     ignored = {parameter for name, parameter in model.named_parameters() if name in fixed}
     alike: dict[str, Any] = {

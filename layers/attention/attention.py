@@ -23,6 +23,7 @@ from .backends import AttentionCall, Backend, PinnedBackend, choose_backend
 from .blockwise import scores_bytes
 from .causal import call_in_plan, call_of, causal_attention, merge_heads, score_name, split_heads
 from .inputs import AttentionInputs
+from .kernel_checks import checked_backend
 from .mask import AttentionScope
 from .ring_and_gathered_attention import context_sends, context_working
 from .sinks import Sinks
@@ -136,7 +137,8 @@ class Attention(nn.Module):
 
     def prepare(self, q_BHSE: Tensor, scope: AttentionScope) -> None:
         """Make what this layer needs of the scope, for queries of this shape, dtype and device."""
-        scope.prepare(choose_backend(self.call(q_BHSE, scope), self.backend), q_BHSE)
+        backend = checked_backend(self.call(q_BHSE, scope), self.backend, q_BHSE.device, self.state)
+        scope.prepare(backend, q_BHSE, self.head_dim)
 
     def call(self, q_BHSE: Tensor, scope: AttentionScope) -> AttentionCall:
         """Describe this layer's call of attention, for the choice of its backend."""

@@ -26,14 +26,15 @@ from typing import Literal, get_args
 import torch
 
 from ...parallel_state import BadInput
+from ...parallel_state.engine import accelerator
 
 Backend = Literal["sdpa", "cudnn", "flash", "efficient", "math", "varlen", "flex", "blockwise"]
 PinnedBackend = Literal["auto", "sdpa", "cudnn", "flash", "efficient", "math", "varlen", "flex", "blockwise"]
 Score = Literal["", "soft cap", "sinks", "ALiBi", "rounded ALiBi"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 _ORDER: tuple[Backend, ...] = ("varlen", "sdpa", "blockwise")
-#: Backends that gave wrong numbers, or none, when ``kernel_checks`` tried them on this machine.
-FAILED: set[Backend] = set()
+#: Heads for which ``varlen`` gave wrong numbers, or none, when ``kernel_checks`` tried it on this machine.
+FAILED: set[tuple[str, torch.dtype, int]] = set()
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -54,6 +55,11 @@ class AttentionCall:
     cached: bool = False
     dropout: bool = False
     score: Score = ""
+
+    @property
+    def heads(self) -> tuple[str, torch.dtype, int]:
+        """Return the device, dtype and width: that on which kernels differ."""
+        return self.device, self.dtype, self.width
 
     def __str__(self) -> str:
         more = [("documents or a window", self.masked), ("a cache", self.cached), ("dropout", self.dropout)]
@@ -85,14 +91,15 @@ def _lacks(backend: Backend, call: AttentionCall) -> Iterator[str]:
     """Yield what a backend would need to take the call."""
     if backend == "blockwise":
         return
-    gpu, half = call.device == "cuda", call.dtype in HALF
+    gpu, half = accelerator.has_flash_attention(call.device), call.dtype in HALF
     if backend in ("varlen", "flex"):
+        gpu = gpu if backend == "varlen" else accelerator.has_flex_attention(call.device)
         needs = {"a GPU": gpu, "no cache": not call.cached, "no dropout": not call.dropout}
         if backend == "varlen":
             needs["bfloat16 or float16"] = half
             needs["heads of a multiple of 8, up to 256"] = call.width % 8 == 0 and call.width <= 256
             needs[f"no {call.score}"] = not call.score
-            needs["a kernel that is right on this machine"] = backend not in FAILED
+            needs["a kernel that is right on this machine"] = call.heads not in FAILED
         else:
             narrow, wide = sorted((call.width, call.value_width))
             needs["at most float32"] = call.dtype != torch.float64
@@ -102,7 +109,9 @@ def _lacks(backend: Backend, call: AttentionCall) -> Iterator[str]:
     else:
         needs = {
             f"no {call.score}": not call.score,
-            "a GPU": gpu or backend in ("sdpa", "math") or (backend == "flash" and call.device == "cpu"),
+            "a GPU": gpu
+            or backend in ("sdpa", "math")
+            or (backend == "flash" and accelerator.is_host(call.device)),
             "bfloat16 or float16": half or backend not in ("cudnn", "flash") or not gpu,
             "rows of one document and no window": backend != "flash" or not gpu or not call.masked,
         }

@@ -10,10 +10,8 @@ whole's output and log-sum.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -147,7 +145,7 @@ def blockwise_attention(
     ``bias``. ``mask``: (B or 1, 1, S, T), true where a query sees a key; without a mask, ``causal`` says
     whether keys and queries are the same tokens in order. Dropout follows torch's generator. ``fused``:
     whether torch's fused operators may compute the blocks for which they are able to (see
-    ``fused_is_right``).
+    ``kernel_checks``).
     """
     scale = q_BHSE.shape[-1] ** -0.5 if scale is None else scale
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
@@ -197,54 +195,19 @@ def scores_bytes(tokens: Tokens, heads: int, keys: float, *, dropout: bool, boun
     return copies * tokens.inner * row * at_once
 
 
-@lru_cache(maxsize=64)
-def fused_is_right(device: str) -> bool:
-    """Return whether torch's fused operators give the same numbers as the formula written out.
-
-    The operators that also return log-sums are private in torch, so they are checked once a process, on a
-    small block of a longer sequence. If they differ, a warning says so.
-    """
-    dtype, tolerance = (torch.bfloat16, 0.05) if device == "cuda" else (torch.float32, 1e-4)
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, grad = (torch.randn(1, 2, 64, 64, generator=generator).to(device, dtype) for _ in range(4))
-    try:
-        for causal in (False, True):
-            options = BlockAttentionOptions(0.125, causal)
-            found, expected = (
-                _of_longer_sequence(grad, q, k, v, replace(options, fused=one)) for one in (True, False)
-            )
-            for one, other in zip(found, expected, strict=True):
-                worst = float((one.double() - other.double()).abs().max() / other.double().abs().max())
-                if not worst <= tolerance:
-                    raise RuntimeError(f"a difference of {worst:.1e}")
-    except RuntimeError as error:
-        said = (
-            f"torch {torch.__version__}'s fused attention on {device} is not used over context ranks: {error}"
-        )
-        warnings.warn(said, stacklevel=2)
-        return False
-    return True
-
-
-def _of_longer_sequence(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, options: BlockAttentionOptions
-) -> list[Tensor]:
-    """Compute output, log-sums and gradients of one block that is part of a longer sequence.
-
-    Its log-sums are raised by 0.7, as other blocks' keys would raise them.
-    """
-    out, log_sums = attend(q, k, v, options)
-    return [out, log_sums, *attend_backward(grad, q, k, v, out.to(q.dtype), log_sums + 0.7, options)]
-
-
 def _fused(q: Tensor, options: BlockAttentionOptions) -> bool:
     if not options.fused or options.dropout:
         return False
     if options.mask is not None or options.soft_cap is not None or options.bias is not None:
         return False
-    if q.device.type == "cuda":
+    return fused_takes(q)
+
+
+def fused_takes(q: Tensor) -> bool:
+    """Return whether torch's fused operator takes heads of this dtype and width, on this device."""
+    if engine.accelerator.has_flash_attention(q.device):
         return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return q.device.type == "cpu"
+    return engine.accelerator.is_host(q.device)
 
 
 def _repeated(x_BKTE: Tensor, q_BHQE: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ...parallel_state.engine import accelerator
 from ..cost import Tokens
 from .alibi import Alibi
 from .backends import HALF, AttentionCall, Backend, PinnedBackend, Score, choose_backend
@@ -98,7 +99,7 @@ def causal_attention(
             fused=scope.fused(q_BHSE),
         )
     grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
-    if grouped and (scope.masked or (q_BHSE.device.type != "cpu" and q_BHSE.dtype not in HALF)):
+    if grouped and (scope.masked or (accelerator.is_accelerator(q_BHSE.device) and q_BHSE.dtype not in HALF)):
         # A GPU's flash attention takes no mask and no fp32, and its memory-efficient one no groups: between
         # them all scores would be written out.
         k_BKSE, v_BKSE = (t.repeat_interleave(q_BHSE.shape[1] // t.shape[1], dim=1) for t in (k_BKSE, v_BKSE))

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ...parallel_state import ParallelState
 from ..context_chunks import own_chunks, token_places
-from .blockwise import fused_is_right
+from ..host_copies import on_host
+from .kernel_checks import is_right
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,28 +36,38 @@ class ContextScope:
     """
 
     def __init__(self, positions: Tensor | None, *, window: int | None = None, state: ParallelState) -> None:
-        self.state, self.fused = state, fused_is_right(state.device.type)
+        self.state = state
         #: (B or 1, S), the place of the first token that each token sees; ``None``: all see the row's first.
         self.first: Tensor | None = None
         #: The place where each token's document starts, of the same shape.
         self._starts: Tensor | None = None
         self._bounds: list[tuple[int, int]] = []
+        self._fused: dict[object, bool] = {}
         if positions is None:
             return
-        places = token_places(positions.shape[-1], state, positions.device)
-        starts = first = (places - positions).reshape(-1, positions.shape[-1]).clamp(min=0)
-        if window is not None:
-            first = torch.maximum(first, places - (window - 1))
+        starts, first = _starts_and_firsts(positions, window, state)
         if torch.compiler.is_compiling() or positions.is_meta:  # the numbers cannot be read
             self.first, self._starts = first, starts
-            self._bounds = [(0, len(places) * state.context_size)] * 2
+            self._bounds = [(0, positions.shape[-1] * state.context_size)] * 2
             return
-        halves = first.unflatten(-1, (2, -1))
-        # Waits for an accelerator, once a forward.
+        here = on_host(positions)  # else this waits for an accelerator, once a forward
+        if here is not None and here is not positions:
+            _, here = _starts_and_firsts(here, window, state)
+        halves = (first if here is None or here is positions else here).unflatten(-1, (2, -1))
         bounds = torch.stack((halves.amin((0, 2)), halves.amax((0, 2))), dim=1).tolist()
         if any(last > 0 for _, last in bounds):
             self.first, self._starts = first, starts
             self._bounds = [(low, last) for low, last in bounds]
+
+    def fused(self, q_BHSE: Tensor, width: int = 0) -> bool:
+        """Return whether torch's fused operators may compute blocks, see ``kernel_checks``; ``width``: the
+        head dim, if ``q`` is only a stand-in.
+        """
+        width = width or q_BHSE.shape[-1]
+        if (key := (q_BHSE.dtype, width)) not in self._fused:
+            right = is_right("blocks", q_BHSE.device, q_BHSE.dtype, width, self.state)
+            self._fused[key] = right
+        return self._fused[key]
 
     def blocks(self, source: int, chunk: int) -> Iterator[Block]:
         """Yield the blocks that this rank computes with the keys of context rank ``source``.
@@ -98,3 +109,10 @@ class ContextScope:
             return queries, keys
         starts = self._starts[:, block.query * chunk : (block.query + 1) * chunk]
         return queries - starts, keys - starts.unsqueeze(2)
+
+
+def _starts_and_firsts(positions: Tensor, window: int | None, state: ParallelState) -> tuple[Tensor, Tensor]:
+    """Return the places where each token's document starts, and of the first token that it sees."""
+    places = token_places(positions.shape[-1], state, positions.device)
+    starts = (places - positions).reshape(-1, positions.shape[-1]).clamp(min=0)
+    return starts, starts if window is None else torch.maximum(starts, places - (window - 1))

@@ -17,10 +17,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
+from ...parallel_state import engine
 from .alibi import Alibi
 
 #: Tokens of a block of queries or keys.
 BLOCK = 128
+#: Graphs that are made, of shapes and changes of scores, before torch goes on without compiling.
+_MOST_GRAPHS = 256
 
 _ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -107,6 +110,10 @@ def _changed(soft_cap: float | None, slopes: Tensor | None) -> _ScoreMod | None:
 
 @cache
 def _compiled() -> Callable[..., Tensor]:
-    """Return FlexAttention for calls outside of compiled blocks; as it is, it would write out all scores."""
+    """Return FlexAttention for calls outside of compiled blocks; as it is, it would write out all scores.
+
+    Each shape, and each change of the scores, is a graph of its own.
+    """
+    engine.allow_graphs(_MOST_GRAPHS)
     compiled: Callable[..., Tensor] = torch.compile(torch_flex_attention, dynamic=False)
     return compiled

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...parallel_state import ParallelState
 from ..context_chunks import default_positions, token_places
+from ..host_copies import on_host, send
 from ..rotary import Rope, RotaryEmbedding
-from .kernel_checks import check_varlen
 from .key_value_cache import KeyValueCache
 from .mask import AttentionScope
 from .visible import document_lengths, exceeds
@@ -29,12 +29,13 @@ class AttentionLayer(Protocol):
 class AttentionInputs:
     """Hold the rotations and the masks of one forward pass; made before the blocks and given to each of them.
 
-    ``positions``: (B, S), of the whole sequence; ``None``: each row is one document, 0 to S - 1. With a
-    ``cache`` positions are required, and the cache's tokens come before them. ``like``: the hidden states
-    that enter the first block, (B, S, D), or (B, S / tensor, D) with sequence parallelism; rotations get
-    their dtype and device. ``layers``: attention layers, one of each kind that the blocks have; what their
-    backends take is made here, so that no block makes it again. ``rotary``: modules that make a ``Rope`` from
-    positions, by the names that attention layers use.
+    ``positions``: (B, S), of the whole sequence, best on the host, which reads them, or as ``Batch.to`` sends
+    them; ``None``: each row is one document, 0 to S - 1. With a ``cache`` positions are required, and the
+    cache's tokens come before them. ``like``: the hidden states that enter the first block, (B, S, D), or
+    (B, S / tensor, D) with sequence parallelism; rotations get their dtype and device. ``layers``: attention
+    layers, one of each kind that the blocks have; what their backends take is made here, so that no block
+    makes it again. ``rotary``: modules that make a ``Rope`` from positions, by the names that attention
+    layers use.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class AttentionInputs:
         rotary: Mapping[str, RotaryEmbedding] | None = None,
         state: ParallelState,
     ) -> None:
+        positions = None if positions is None else send(positions, like.device)
         self.cache = cache
         self._positions, self._state = positions, state
         self._looked, self._documents = False, positions
@@ -57,8 +59,6 @@ class AttentionInputs:
         tokens = places.shape[-1] * state.context_size if cache is None else cache.used
         self._scopes: dict[int | None, AttentionScope] = {}
         self._places, self._tokens = places, tokens
-        if like.device.type == "cuda":
-            check_varlen(like.device.type)
         for layer in layers:
             layer.prepare(like.new_empty((len(like), 1, places.shape[-1], 0)), self.scope(layer.window))
         lengths = None
@@ -84,7 +84,9 @@ class AttentionInputs:
             if window is not None and not exceeds(window, self._tokens):  # it hides nothing
                 self._scopes[window] = self.scope(None)
             else:
-                given = self._positions if window is None else self._places
+                given = self._positions
+                if window is not None and given is None:  # a window needs them, and the host knows them
+                    given = send(token_places(self._places.shape[-1], self._state), self._places.device)
                 scope = AttentionScope(given, self.cache, window=window, state=self._state)
                 self._scopes[window] = scope
         return self._scopes[window]
@@ -105,10 +107,10 @@ class AttentionInputs:
         if positions is None or self.cache is not None:
             return positions
         positions = positions.reshape(-1, positions.shape[-1])
-        if torch.compiler.is_compiling() or positions.device.type != "cpu":  # the host lacks the numbers
+        if (here := on_host(positions)) is None:
             return positions
-        in_row = token_places(positions.shape[-1], self._state, positions.device)
-        return None if torch.equal(positions, in_row.expand_as(positions)) else positions
+        in_row = token_places(here.shape[-1], self._state, here.device)
+        return None if torch.equal(here, in_row.expand_as(here)) else positions
 
     def last_wanted(self, x_BSD: Tensor) -> Tensor:
         """Select the hidden states that need logits: all tokens, or with a cache only the last one."""

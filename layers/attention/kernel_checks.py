@@ -1,46 +1,133 @@
-"""Try kernels that no test has run on this machine, once a process, before a model depends on them."""
+"""Try torch's private kernels on this machine before a model depends on them, for heads like the model's.
+
+Each is compared once a process with scores written out in fp32, for each device, dtype and width of heads.
+The ranks that compute one forward together then agree, so that all of them take the kernel or none.
+"""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
+from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from .backends import FAILED
-from .blockwise import blockwise_attention
+from ...parallel_state import ParallelState
+from ...parallel_state.engine import accelerator
+from .backends import FAILED, HALF, AttentionCall, Backend, PinnedBackend, choose_backend
+from .blockwise import BlockAttentionOptions, attend, attend_backward, blockwise_attention, fused_takes
 from .varlen import sequences_of, varlen_attention
 from .visible import documents, visible_tokens
+
+Kernel = Literal["blocks", "varlen"]
+_KINDS: dict[Kernel, str] = {"blocks": "fused attention", "varlen": "attention over documents"}
+#: The answers on which the ranks of a state have agreed: (kernel, device, dtype, width) -> right or not.
+_AGREED: WeakKeyDictionary[ParallelState, dict[object, bool]] = WeakKeyDictionary()
+
+
+def checked_backend(
+    call: AttentionCall, pinned: PinnedBackend, device: torch.device, state: ParallelState
+) -> Backend:
+    """Choose a backend for a call on ``device``. ``varlen`` is taken only if it is right there, see
+    ``is_right``; otherwise the choice is made without it, from now on.
+    """
+    chosen = choose_backend(call, pinned)
+    if chosen == "varlen" and not torch.compiler.is_compiling():
+        if not is_right("varlen", device, call.dtype, call.width, state):
+            FAILED.add(call.heads)
+        chosen = choose_backend(call, pinned)
+    return chosen
+
+
+def is_right(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, width: int, state: ParallelState
+) -> bool:
+    """Return whether a kernel gives the numbers of the formula, for heads of this width.
+
+    ``blocks``: flash attention with its log-sums, over one block of a longer sequence; ``varlen``: over
+    documents. A warning says if it does not. On an accelerator the first question is collective over the
+    tensor and context ranks, whose devices may differ; hosts have the same torch.
+    """
+    if device.type == "meta":
+        return False
+    answers, key = _AGREED.setdefault(state, {}), (kernel, device, dtype, width)
+    if key not in answers:
+        answers[key] = _agreed(_tried(kernel, device, dtype, width), state)
+    return answers[key]
+
+
+def _agreed(right: bool, state: ParallelState) -> bool:
+    if state.mesh is None or not accelerator.is_accelerator(state.device):
+        return right
+    vote = torch.tensor(int(right))
+    if state.tensor_size > 1:
+        dist.all_reduce(vote, dist.ReduceOp.MIN, state.tensor_group)
+    if state.context_size > 1:
+        dist.all_reduce(vote, dist.ReduceOp.MIN, state.context_group)
+    return bool(vote)
 
 
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
 @torch.enable_grad()
-def check_varlen(device: str) -> None:
-    """Compare outputs and gradients over documents, in bfloat16, with scores written out in fp32.
-
-    Where they differ, or the kernel cannot run, a warning says so and ``auto`` no longer takes ``varlen``.
-    """
+def _tried(kernel: Kernel, device: torch.device, dtype: torch.dtype, width: int) -> bool:
     generator = torch.Generator().manual_seed(0)
-    shapes = (1, 4, 96, 64), (1, 2, 96, 64), (1, 2, 96, 64), (1, 4, 96, 64)
-    q, k, v, grad = (torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes)
-    positions = torch.cat([torch.arange(n) for n in (40, 1, 55)]).unsqueeze(0)
-    number = documents(positions).to(device)
-    given = [one.requires_grad_() for one in (q, k, v)]
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    pairs = {"blocks": _blocks, "varlen": _documents}[kernel]
     try:
-        for window in (None, 17):
-            sequences = sequences_of(positions, 1, 96, q.device, window)
-            mask = visible_tokens(number, number, window)
-            found = varlen_attention(q, k, v, sequences)
-            wanted = blockwise_attention(q, k, v, mask, causal=False)
-            pairs = [(found, wanted)]
-            gradients = (torch.autograd.grad(one, given, grad) for one in (found, wanted))
-            pairs += zip(*gradients, strict=True)
-            for one, other in pairs:
-                worst = float((one - other).detach().abs().max() / other.detach().abs().max())
-                if not worst <= 0.05:
-                    raise RuntimeError(f"a difference of {worst:.1e}")
+        for one, other in pairs(draw, width):
+            worst = float((one - other).detach().abs().max() / other.detach().abs().max())
+            if not worst <= (0.05 if dtype in HALF else 1e-4):
+                raise RuntimeError(f"a difference of {worst:.1e}")
     except (RuntimeError, TypeError, ValueError, ImportError) as error:
-        said = f"torch {torch.__version__}'s attention over documents on {device} is not used: {error}"
-        warnings.warn(said, stacklevel=2)
-        FAILED.add("varlen")
+        kind = f"{_KINDS[kernel]} on {device.type}"
+        heads = f"heads of {width} in {str(dtype).removeprefix('torch.')}"
+        warnings.warn(f"torch {torch.__version__}'s {kind} is not used for {heads}: {error}", stacklevel=2)
+        return False
+    return True
+
+
+def _blocks(draw: Callable[..., Tensor], width: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield outputs, log-sums and gradients of a block that is part of a longer sequence, by the kernel and
+    written out. Only a block that causality alone masks has as many keys as queries.
+    """
+    for causal, queries, keys in ((True, 64, 64), (False, 40, 96)):
+        q, k, v, grad = (draw(1, 2, count, width) for count in (queries, keys, keys, queries))
+        options = BlockAttentionOptions(width**-0.5, causal)
+        if not fused_takes(q):
+            return
+        found = []
+        for fused in (True, False):
+            here = replace(options, fused=fused)
+            out, log_sums = attend(q, k, v, here)
+            # As other blocks' keys would raise them.
+            grads = attend_backward(grad, q, k, v, out.to(q.dtype), log_sums + 0.7, here)
+            found.append((out, log_sums, *grads))
+        yield from zip(*found, strict=True)
+
+
+def _documents(draw: Callable[..., Tensor], width: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield outputs and gradients of attention over documents, with and without a window, by the kernel and
+    written out.
+    """
+    q, k, v, grad = (draw(1, heads, 96, width) for heads in (4, 2, 2, 4))
+    positions = torch.cat([torch.arange(n) for n in (40, 1, 55)]).unsqueeze(0)
+    number = documents(positions).to(q.device)
+    given = [one.requires_grad_() for one in (q, k, v)]
+    for window in (None, 17):
+        sequences = sequences_of(positions, 1, 96, q.device, window)
+        mask = visible_tokens(number, number, window)
+        by_kernel = varlen_attention(q, k, v, sequences)
+        written_out = blockwise_attention(q, k, v, mask, causal=False)
+        yield by_kernel, written_out
+        yield from zip(
+            *(torch.autograd.grad(one, given, grad) for one in (by_kernel, written_out)), strict=True
+        )

@@ -16,9 +16,10 @@ from ..dropout import own_random
 from ..norm import RMSNorm
 from ..replicated_linear import ReplicatedLinear
 from ..row_parallel_linear import RowParallelLinear
-from .backends import AttentionCall, PinnedBackend, choose_backend
+from .backends import AttentionCall, PinnedBackend
 from .causal import call_of, causal_attention, merge_heads, split_heads
 from .inputs import AttentionInputs
+from .kernel_checks import checked_backend
 from .mask import AttentionScope
 from .ring_and_gathered_attention import context_sends, context_working
 
@@ -132,7 +133,8 @@ class MultiHeadLatentAttention(nn.Module):
 
     def prepare(self, q_BHSE: Tensor, scope: AttentionScope) -> None:
         """Make what this layer needs of the scope, for queries of this shape, dtype and device."""
-        scope.prepare(choose_backend(self.call(q_BHSE, scope), self.backend), q_BHSE)
+        backend = checked_backend(self.call(q_BHSE, scope), self.backend, q_BHSE.device, self.state)
+        scope.prepare(backend, q_BHSE, self.key_dim)
 
     def call(self, q_BHSE: Tensor, scope: AttentionScope) -> AttentionCall:
         """Describe this layer's call of attention, for the choice of its backend."""

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from ...parallel_state import ParallelState
+from ...parallel_state import ParallelState, alone_or
 from .backends import Backend
-from .blockwise import fused_is_right
 from .context_mask import ContextScope
 from .flex import block_mask
+from .kernel_checks import is_right
 from .key_value_cache import KeyValueCache
 from .varlen import Sequences, sequences_of
 from .visible import documents, exceeds, restarts, visible_tokens
@@ -55,6 +55,7 @@ class AttentionScope:
         #: The scope over several context ranks; ``None``: the whole sequence is on this rank.
         self.context: ContextScope | None = None
         self._cache, self._window, self._packed = cache, window, False
+        self._state = alone_or(state)
         self._positions = None if positions is None else positions.reshape(-1, positions.shape[-1])
         self._made: dict[object, Any] = {}
         if state is not None and state.context_size > 1:
@@ -74,18 +75,18 @@ class AttentionScope:
         """Return whether the queries follow the keys of a cache."""
         return self._cache is not None
 
-    def prepare(self, backend: Backend, q_BHSE: Tensor) -> None:
-        """Make what ``backend`` takes for queries like ``q``, of which only shape, dtype and device count."""
+    def prepare(self, backend: Backend, q_BHSE: Tensor, width: int) -> None:
+        """Make what ``backend`` takes for queries with heads of ``width`` like ``q``, of which only shape,
+        dtype and device count.
+        """
         if self.context is not None:
-            return
-        if backend == "blockwise":
-            self.fused(q_BHSE)
-        if backend == "varlen":
+            self.context.fused(q_BHSE, width)
+        elif backend == "varlen":
             self.sequences(q_BHSE)
         elif backend == "flex":
             self.block_mask(q_BHSE)
         elif backend == "blockwise":
-            _ = self.mask
+            _ = self.fused(q_BHSE, width), self.mask
         else:
             self.bias(q_BHSE.dtype)
 
@@ -105,10 +106,13 @@ class AttentionScope:
         made = self._once("sequences", lambda: sequences_of(given, batch, length, device, self._window))
         return cast(Sequences, made)
 
-    def fused(self, q_BHSE: Tensor) -> bool:
-        """Return whether torch's fused operators may compute blocks of attention, see ``blockwise``."""
-        kind = q_BHSE.device.type
-        return bool(self._once("fused", lambda: kind != "meta" and fused_is_right(kind)))
+    def fused(self, q_BHSE: Tensor, width: int = 0) -> bool:
+        """Return whether torch's fused operators may compute blocks of attention, see ``kernel_checks``;
+        ``width``: the head dim, if ``q`` is only a stand-in.
+        """
+        like, width = (q_BHSE.device, q_BHSE.dtype), width or q_BHSE.shape[-1]
+        right = self._once((*like, width), lambda: is_right("blocks", *like, width, self._state))
+        return bool(right)
 
     def block_mask(self, q_BHSE: Tensor) -> BlockMask:
         """Return the blocks of keys that each block of queries needs."""

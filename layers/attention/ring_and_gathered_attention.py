@@ -50,7 +50,7 @@ def context_attention(
     """
     scale = q_BHSE.shape[-1] ** -0.5 if scale is None else scale
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
-    settings = BlockAttentionOptions(scale, False, None, dropout, seed, soft_cap, fused=scope.fused)
+    settings = BlockAttentionOptions(scale, False, None, dropout, seed, soft_cap, fused=scope.fused(q_BHSE))
     return _attention(q_BHSE, k_BKSE, v_BKSE, sinks, scope, settings, alibi)
 
 

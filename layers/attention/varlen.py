@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..host_copies import on_host
 from .blockwise import widened
 
 #: Torch's function. Its import takes half a second, and comes before the blocks, which may be compiled.
@@ -48,13 +49,14 @@ def sequences_of(
 ) -> Sequences:
     """Return the sequences of ``batch`` rows of ``length`` tokens; a document starts where its position is 0.
 
-    ``positions_BS``: B may be 1 for rows that are alike; ``None``: each row is one document. If they are on
-    an accelerator this waits for it, once: the kernel is started for so many documents, and so long ones.
+    ``positions_BS``: B may be 1 for rows that are alike; ``None``: each row is one document. If only an
+    accelerator has them this waits for it: the kernel is started for so many documents, and so long ones.
     """
     _load_kernel()
     starts = torch.zeros(batch, length, dtype=torch.bool)
     if positions_BS is not None:
-        starts |= (positions_BS == 0).cpu()
+        here_BS = on_host(positions_BS)
+        starts |= (positions_BS.cpu() if here_BS is None else here_BS) == 0
     starts[:, 0] = True
     places = torch.cat((starts.flatten().nonzero().squeeze(1), torch.tensor([starts.numel()])))
     longest = int(places.diff().max())

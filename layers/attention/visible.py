@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...parallel_state import ParallelState, engine
+from ..host_copies import on_host
 
 
 def documents(positions_BS: Tensor) -> Tensor:
@@ -47,9 +48,12 @@ def exceeds(window: int | None, tokens: int) -> bool:
 def restarts(positions: Tensor, *, wait: bool = False) -> bool:
     """Return whether a row holds more than one document.
 
-    Numbers that the host does not have (on an accelerator, traced, meta) are waited for only if told so.
+    Numbers that the host does not have (see ``host_copies``; traced, meta) are waited for only if told so.
     Otherwise the answer is true: attention by documents is right for one document a row as well.
     """
-    if torch.compiler.is_compiling() or positions.is_meta or not (wait or positions.device.type == "cpu"):
+    if torch.compiler.is_compiling() or positions.is_meta:
         return True
-    return bool((positions[..., 1:] == 0).any())
+    here = on_host(positions)
+    if here is None and not wait:
+        return True
+    return bool(((positions if here is None else here)[..., 1:] == 0).any())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...parallel_state.engine import accelerator
 from ..cost import Tokens
 
 #: Torch's kernel needs rows of both matrices that are a multiple of so many bytes.
@@ -52,6 +53,8 @@ def grouped_mm(x_MD: Tensor, w_EFD: Tensor, counts: Sequence[int]) -> Tensor:
     which takes ``GroupSizes`` from the device without the host waiting; elsewhere it is one product for each
     group, with the same numbers.
     """
+    if not len(x_MD):  # a rank whose experts nobody chose: a kernel may refuse it, and the sizes are known
+        return F.linear(x_MD, w_EFD[0])
     if has_kernel(x_MD, w_EFD):
         return by_kernel(x_MD, w_EFD, counts)
     groups = zip(x_MD.split([*counts]), w_EFD.unbind(), strict=True)
@@ -95,9 +98,8 @@ def grouped_gradient(
 def has_kernel(x: Tensor, w: Tensor) -> bool:
     """Return whether ``grouped_mm`` is one kernel for these matrices."""
     return (
-        x.device.type == "cuda"
-        and x.dtype == w.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(x.device) >= (8, 0)
+        x.dtype == w.dtype == torch.bfloat16
+        and accelerator.has_grouped_products(x.device)
         and kernel_takes(x.element_size(), x.shape[-1], w.shape[1])
     )
 

@@ -3,6 +3,7 @@
 Offers collectives that ``torch.compile`` can trace, kernels, access to FSDP's internals, and ``self_check``.
 """
 
+from . import accelerator
 from .autograd_and_compiler import (
     TorchDispatchMode,
     after_backward,
@@ -11,6 +12,7 @@ from .autograd_and_compiler import (
     wanted_gradients,
 )
 from .collectives import (
+    abort_groups,
     all_gather,
     all_reduce,
     all_reduce_start,
@@ -61,6 +63,8 @@ __all__ = [
     "ReplicaSums",
     "TorchDispatchMode",
     "Waited",
+    "abort_groups",
+    "accelerator",
     "after_backward",
     "all_gather",
     "all_reduce",

@@ -95,6 +95,11 @@ def ring_exchange_wait(coming: Tensor, like: Tensor) -> Tensor:
     return wait_tensor(coming).view(like.shape)
 
 
+def abort_groups() -> None:
+    """Give up all process groups of this rank at once; collectives that still run end here, with an error."""
+    dist.distributed_c10d._abort_process_group()
+
+
 def default_store() -> dist.Store:
     """Return the key-value store at which the ranks of the default process group met."""
     return dist.distributed_c10d._get_default_store()

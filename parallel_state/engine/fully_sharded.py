@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .accelerator import is_host, use_in_current_stream
 from .autograd_and_compiler import after_backward, in_backward
 
 if TYPE_CHECKING:
@@ -138,13 +139,12 @@ class ReplicaSums:
             one.grad is None and one.dtype == total.dtype and not one._post_accumulate_grad_hooks
             for one in kept
         )
-        if total.device.type == "cpu" and unread and in_backward():
+        if is_host(total.device) and unread and in_backward():
             after_backward(self._wait)
             self.running.append(dist.all_reduce(total, group=self.group, async_op=True))
             return
         dist.all_reduce(total, group=self.group)
-        if total.is_cuda:  # it was made in another stream, whose next buffer may not take its place yet
-            total.record_stream(torch.cuda.current_stream(total.device))
+        use_in_current_stream(total)
 
     def _wait(self) -> None:
         while self.running:
@@ -158,10 +158,12 @@ class _OneBuffer:
         self.read: Tensor | None = None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new buffer to read, and then the same one to write."""
+        """Return a new buffer to read, and then the same one to write, in the stream of the sums."""
         read, self.read = self.read, None
         if read is None:
             self.read = read = torch.empty(*size, dtype=dtype, device=device)
+        else:
+            use_in_current_stream(read)
         return read
 
 

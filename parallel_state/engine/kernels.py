@@ -7,13 +7,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from .accelerator import has_flash_attention, is_host
+
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Compute fused attention, (B, H, S, E) in q's dtype, and its log-sums, (B, H, S) in at least fp32.
 
     ``F.scaled_dot_product_attention`` does not return the log-sums. All three inputs have as many heads.
     """
-    if q.device.type == "cuda":
+    if has_flash_attention(q.device):
         found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     else:
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
@@ -36,7 +38,7 @@ def flash_attention_backward(
     ``out`` and ``log_sums`` may be over more keys than ``k`` holds: the gradients are then these keys' part.
     """
     log_sums = log_sums.contiguous()
-    if q.device.type == "cuda":
+    if has_flash_attention(q.device):
         random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
         parts = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             *(grad, q, k, v, out, log_sums, None, None, q.shape[2], k.shape[2], 0.0, causal, random, random),
@@ -57,7 +59,7 @@ def scaled_mm(
     Scales: fp32, of one element each, or (M, 1) and (1, N). ``dtype``: of the product. ``fast``: whether GPUs
     may keep fewer digits of the sums.
     """
-    if left.device.type == "cpu" and left_scale.numel() > 1:  # before torch 2.12 only one scale a tensor
+    if is_host(left.device) and left_scale.numel() > 1:  # before torch 2.12 only one scale a tensor
         one = left_scale.new_ones(())
         product = torch._scaled_mm(left, right, one, one, out_dtype=dtype)
         return product * left_scale.to(dtype) * right_scale.to(dtype)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .accelerator import is_host
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
@@ -63,7 +65,7 @@ def tensors_in(nest: Any) -> list[Tensor]:
 
 def foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Return the 2-norm of each tensor, in ``dtype``; few kernels for all of them."""
-    if any(one.device.type == "cpu" and one.dtype != dtype for one in tensors):
+    if any(is_host(one.device) and one.dtype != dtype for one in tensors):
         return [_norm_in_pieces(one, dtype) for one in tensors]
     return list(torch._foreach_norm(list(tensors), 2, dtype=dtype))
 

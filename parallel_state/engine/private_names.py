@@ -36,6 +36,7 @@ PRIVATE = (
     ("torch.utils._python_dispatch", "TorchDispatchMode"),
     ("torch.distributed.ProcessGroup", "unbox"),
     ("torch._C._distributed_c10d", "_create_work_from_future"),
+    ("torch.distributed.distributed_c10d", "_abort_process_group"),
     ("torch.distributed.distributed_c10d", "_get_default_store"),
     ("torch.distributed.distributed_c10d", "_pg_names"),
     ("torch.distributed.distributed_c10d", "_resolve_process_group"),

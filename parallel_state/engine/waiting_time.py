@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from . import collectives
+from .accelerator import is_accelerator, synchronize
 
 
 @dataclass
@@ -31,7 +33,7 @@ def waiting_time(device: torch.device, *, compiled: bool = False) -> Iterator[Wa
     code keeps its own collectives, which are then not seen.
     """
     waited, here = Waited(), threading.get_ident()
-    settle = torch.cuda.synchronize if device.type == "cuda" else None
+    settle = partial(synchronize, device) if is_accelerator(device) else None
 
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:
         def wait(*args: Any, **options: Any) -> Any:

@@ -6,8 +6,8 @@ It cannot be taken back, so do it in a process of its own.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -103,16 +103,34 @@ class Module:
     def device(self, device: object) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def current_stream(self, device: object = None) -> Any:
-        return Stream()
+    def __init__(self) -> None:
+        self._streams: list[Any] = []
 
-    def stream(self, stream: object) -> AbstractContextManager[None]:
-        return nullcontext()
+    def current_stream(self, device: object = None) -> Any:
+        return self._streams[-1] if self._streams else Stream()
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        self._streams.append(stream or self.current_stream())
+        try:
+            yield
+        finally:
+            self._streams.pop()
 
     def synchronize(self, device: object = None) -> None:
         _wait()
 
     def manual_seed_all(self, seed: int) -> None: ...
+
+    def max_memory_allocated(self, device: object = None) -> int:
+        return 1 << 30
+
+    def get_device_capability(self, device: object = None) -> tuple[int, int]:
+        return 9, 0
+
+    @property
+    def default_generators(self) -> list[torch.Generator]:
+        return [torch.Generator()]
 
     def get_rng_state(self, device: object = None) -> Tensor:
         return torch.zeros(16, dtype=torch.uint8)
@@ -130,10 +148,13 @@ class Module:
 def register() -> None:
     """Make torch know the device and the process group's backend, once in this process."""
     warnings.filterwarnings("ignore", message=".*privateuse.*")
-    _setup_privateuseone_for_python_backend(NAME, backend_module=Module())
+    module = Module()
+    _setup_privateuseone_for_python_backend(NAME, backend_module=module)
     instead: list[tuple[object, str, Callable[..., object]]] = [
         (FakeTensor, "tolist", lambda self: self.cpu().tolist()),  # the base class reads number by number
-        (torch.accelerator, "current_stream", lambda device=None: Stream()),  # torch would ask a driver
+        (torch.accelerator, "current_stream", module.current_stream),  # torch would ask a driver
+        (torch.Tensor, "pin_memory", lambda self: self.clone()),  # pages are pinned for a driver
+        (FakeTensor, "record_stream", lambda self, stream: None),  # it takes torch's own streams only
     ]
     for owner, name, replacement in instead:
         setattr(owner, name, replacement)

@@ -51,11 +51,11 @@ class Locals:
         return frame.f_locals[name]
 
 
-class Mixed(RuntimeError):
+class Mixed(AssertionError):
     """Report an operator that is given tensors, or a generator, of the host and of the device."""
 
 
-class NewWait(RuntimeError):
+class NewWait(AssertionError):
     """Report a place that is not on the list and at which the host waits for the device."""
 
 

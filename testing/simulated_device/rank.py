@@ -36,6 +36,6 @@ def simulated_rank(
     start_group(rank, layout.world)
     try:
         with mock.patch.multiple(dist, new_group=alike, all_reduce=summed), SimulatedDevice(waits) as device:
-            yield ParallelState.start(layout, device=f"{NAME}:0"), device
+            yield ParallelState.start(layout, device=NAME), device
     finally:
         dist.destroy_process_group()

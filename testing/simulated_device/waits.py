@@ -28,11 +28,6 @@ def _table(tensor: Tensor, inside: Locals) -> list[list[list[int]]]:
     return [sent, sent]
 
 
-def _bounds(tensor: Tensor, inside: Locals) -> list[list[int]]:
-    """Let tokens see only a part of the sequence, so that masks are needed."""
-    return [[0, len(inside["places"])]] * 2
-
-
 def _static(tensor: Tensor, inside: Locals) -> list[int]:
     """Let all stages vote that their shapes are known."""
     return [1]
@@ -56,15 +51,6 @@ WAITS = (
         reason="where torch has no kernel for all groups at once, the host cuts the rows",
         gives=_ends,
     ),
-    Wait(
-        *("layers/attention/visible.py: restarts", "read", 1, "micro-batch"),
-        reason="whether a row holds several documents, which decides how attention is computed",
-    ),
-    Wait(
-        *("layers/attention/context_mask.py: ContextScope.__init__", "read", 2, "micro-batch"),
-        reason="which blocks of the ring's attention are empty, with a window and without, and not computed",
-        gives=_bounds,
-    ),
     # With offload FSDP copies each gradient to the host, waits for the copy, and adds it to the one before.
     Wait(f"{_OURS}: end_backward", "inside", 1, "parameter", "offload: the gradient's copy"),
     Wait(f"{_FSDP}_param_group.py: FSDPParamGroup.finalize_backward", "inside", 1, "parameter", "the same"),
@@ -76,10 +62,9 @@ WAITS = (
     Wait(
         "layers/device_constants.py: HostNumbers.on", "upload", 0, "outside", "slopes of ALiBi, shared heads"
     ),
-    Wait(
-        "layers/attention/blockwise.py: fused_is_right", "upload", 0, "outside", "a check of torch's kernels"
-    ),
-    Wait("layers/attention/blockwise.py: fused_is_right", "read", 0, "outside", "a check of torch's kernels"),
+    Wait("layers/attention/kernel_checks.py: _tried", "upload", 0, "outside", "a check of torch's kernels"),
+    Wait("layers/attention/kernel_checks.py: _tried", "read", 0, "outside", "a check of torch's kernels"),
+    Wait("layers/attention/kernel_checks.py: _documents", "upload", 0, "outside", "a check of the kernels"),
     Wait("parallel_state/initial_weights.py: fill", "upload", 0, "outside", "weights are drawn on the host"),
     Wait("checkpoints/load.py: fill", "upload", 0, "outside", "weights and moments of a checkpoint"),
     Wait(

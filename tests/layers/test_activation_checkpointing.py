@@ -1,5 +1,7 @@
 """Checkpointing is on: blocks run again, products do not where they are kept, and fewer bytes stay alive."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.configs import config
@@ -7,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from trilith.layers import checkpoint_blocks
 from trilith.models import family_of
+from trilith.parallel_state.engine import accelerator
 from trilith.testing import LiveBytes, Operators
 
 LLAMA = config(
@@ -98,6 +101,28 @@ class DrawingBlock(nn.Module):
         for _ in range(2):
             x = x + F.dropout(self.second(drawing_attention(self.first(x))), 0.5)
         return x + F.dropout(self.first(x).tanh(), 0.5)
+
+
+def test_generators_are_read_only_after_an_attention_that_draws(monkeypatch):
+    """Reading a GPU's generator copies its state, for each attention of each block."""
+    read = []
+    generator = SimpleNamespace(get_state=lambda: read.append("state"), set_state=lambda state: None)
+    monkeypatch.setattr(accelerator, "generators", lambda device: [generator])
+    for dropout, times in ((0.0, 0), (0.1, 1)):
+        block, x = nn.Identity(), torch.randn(1, 2, 4, 8, requires_grad=True)
+        block.forward = lambda x, p=dropout: torch.ops.trilith_tests.attention(x, p)
+        checkpoint_blocks([(0, block)], "selective")
+        block(x).sum().backward()
+        assert len(read) == times
+
+
+@torch.library.custom_op("trilith_tests::attention", mutates_args=())
+def attention(x: torch.Tensor, dropout_p: float) -> torch.Tensor:
+    """Stand in for a GPU's attention, which is told whether to draw."""
+    return x.clone()
+
+
+attention.register_autograd(lambda ctx, grad: (grad, None))
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])

@@ -1,6 +1,7 @@
 """The table that chooses what computes attention, and the backends that need no dense mask."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from trilith.layers import (
 from trilith.layers.attention import attention, backends, causal, flex, kernel_checks, mask, varlen
 from trilith.layers.attention.backends import BACKENDS, AttentionCall, choose_backend
 from trilith.layers.attention.visible import restarts, visible_tokens
-from trilith.parallel_state import BadInput, ParallelState, initialize
+from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 #: Three documents and two, of uneven lengths.
@@ -138,9 +139,12 @@ def test_a_kernel_that_is_wrong_on_this_machine_is_not_taken(monkeypatch):
         monkeypatch.setattr(varlen, "_kernel", kernel)
         monkeypatch.setattr(backends, "FAILED", failed := set[Any]())
         monkeypatch.setattr(kernel_checks, "FAILED", failed)
+        monkeypatch.setattr(kernel_checks, "_tried", kernel_checks._tried.__wrapped__)
+        state = ParallelState(Layout(), 0)  # which has no answers yet
         with nullcontext() if taken else pytest.warns(UserWarning, match="attention over documents on cpu"):
-            kernel_checks.check_varlen.__wrapped__("cpu")
-        assert choose_backend(call) == ("varlen" if taken else "sdpa")
+            chosen = kernel_checks.checked_backend(call, "auto", torch.device("cpu"), state)
+        assert chosen == choose_backend(call) == ("varlen" if taken else "sdpa")
+        assert choose_backend(replace(call, width=32)) == "varlen"  # heads that were not tried
 
 
 @pytest.mark.parametrize(
@@ -240,9 +244,13 @@ def test_documents_of_other_lengths_make_no_new_graph(backend, monkeypatch):
     assert len(graphs) <= 2
 
 
+class WithoutNumbers(SimpleNamespace):
+    """Stand in for a tensor."""
+
+
 def test_numbers_on_a_device_are_not_waited_for():
     """Neither those of a meta tensor nor those on a GPU; a stand-in here has no numbers."""
-    on_gpu = SimpleNamespace(is_meta=False, device=torch.device("cuda"))
+    on_gpu = WithoutNumbers(is_meta=False, device=torch.device("cuda"), _base=None)
     assert restarts(on_gpu)
     with pytest.raises(TypeError):
         restarts(on_gpu, wait=True)
@@ -251,3 +259,29 @@ def test_numbers_on_a_device_are_not_waited_for():
     assert scope.masked and not scope.causal
     inputs = AttentionInputs(positions, like=torch.empty(2, 8, 4, device="meta"), state=ParallelState.alone())
     assert inputs.documents is not None
+
+
+def test_flex_attention_stays_compiled_for_more_lengths_than_dynamo_s_own_limit(monkeypatch):
+    """Beyond 8 graphs of one function dynamo would go on without a compiler, and write out all scores."""
+    lengths, compile_with = [], torch.compile
+
+    def counted(graph, inputs):
+        lengths.append(inputs[0].shape)
+        return graph.forward
+
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **how: compile_with(function, backend=counted, **how)
+    )
+    flex._compiled.cache_clear()
+    for length in range(8, 18):
+        q, k, v = (torch.randn(1, 2, length, 16) for _ in range(3))
+        mask = AttentionScope(torch.arange(length)).block_mask(q)
+        flex.flex_attention(q, k, v, mask, alibi=Alibi(alibi_slopes(2), 0.5))
+    flex._compiled.cache_clear()
+    assert len(lengths) == 10
+
+
+def test_slopes_are_on_the_device_once():
+    alibi = Alibi(alibi_slopes(3), 0.3)
+    assert alibi.steepness(torch.device("cpu")) is alibi.steepness(torch.device("cpu"))
+    assert torch.equal(alibi.steepness(torch.device("cpu")), torch.tensor(alibi.slopes) * 0.3)

@@ -1,5 +1,7 @@
 """Pieces of attention put together: the sequence's chunks, which blocks a rank computes, what each gives."""
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,9 +9,11 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from trilith.layers import AttentionScope, KeyValueCache, cut_sequence, default_positions, token_places
 from trilith.layers.attention import blockwise as blocks
+from trilith.layers.attention import kernel_checks
 from trilith.layers.attention.blockwise import BlockAttentionOptions, attend, attend_backward
 from trilith.layers.attention.context_mask import Block, ContextScope
 from trilith.parallel_state import Layout, ParallelState
+from trilith.testing import run_parallel
 
 _sizes = st.sampled_from([2, 3, 4, 8])
 
@@ -135,18 +139,35 @@ def test_a_block_is_attention_with_its_gradients(kind, at_once, monkeypatch):
 
 
 def test_a_fused_operator_that_is_wrong_or_not_there_is_not_used(monkeypatch):
-    assert blocks.fused_is_right("cpu")
-    right = blocks.engine.flash_attention_backward
+    """Each width and dtype of heads is tried, with as many keys as queries and with more."""
+    q, right = torch.empty(1, 1, 4, 64), blocks.engine.flash_attention_backward
+    assert ContextScope(None, state=ranks(2)[0]).fused(q)
+    monkeypatch.setattr(kernel_checks, "_tried", kernel_checks._tried.__wrapped__)
+    for dim, size in ((3, 64), (2, 96)):
 
-    def wrong(*tensors, **how):
-        dq, dk, dv = right(*tensors, **how)
-        return dq, dk * 1.01, dv
+        def wrong(*tensors, dim=dim, size=size, **how):
+            dq, dk, dv = right(*tensors, **how)
+            return dq, dk * 1.01 if dk.shape[dim] == size else dk, dv
 
-    monkeypatch.setattr(blocks.engine, "flash_attention_backward", wrong)
-    blocks.fused_is_right.cache_clear()
-    with pytest.warns(UserWarning, match=r"fused attention on cpu is not used .*difference of 1\.0e-02"):
-        assert not ContextScope(None, state=ranks(2)[0]).fused
-    blocks.fused_is_right.cache_clear()
+        monkeypatch.setattr(blocks.engine, "flash_attention_backward", wrong)
+        scope = ContextScope(None, state=ranks(2)[0])
+        with pytest.warns(UserWarning, match=r"fused attention on cpu .* of 64 in float32: .* of 1\.0e-02"):
+            assert not scope.fused(q)
+        assert not scope.fused(q)  # nor is it tried again
+    monkeypatch.setattr(blocks.engine, "flash_attention_backward", right)
+    assert scope.fused(q, 32) and not scope.fused(q)
+
+
+def votes(layout):
+    state = ParallelState.start(layout)
+    with mock.patch.object(kernel_checks.accelerator, "is_accelerator", lambda device: True):
+        return [kernel_checks._agreed(right, state) for right in (True, state.rank == 0)]
+
+
+def test_ranks_of_one_forward_take_a_kernel_together_or_not_at_all():
+    for layout in (Layout.of(tensor=2), Layout.of(context=2)):
+        assert run_parallel(votes, 2, layout) == [[True, False]] * 2
+    assert run_parallel(votes, 2, Layout.of(data=2)) == [[True, True], [True, False]]
 
 
 def test_a_query_that_sees_no_key_of_a_block_weighs_nothing():

@@ -149,6 +149,16 @@ def test_the_kernel_has_the_numbers_of_the_loop(device, dtype, tolerance):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=5 * tolerance)
 
 
+def test_a_rank_without_rows_asks_no_kernel_and_has_gradients_of_zeros(monkeypatch):
+    monkeypatch.setattr(grouped_matmul, "has_kernel", lambda *_: True)
+    x, w = torch.empty(0, 16, requires_grad=True), torch.randn(3, 8, 16, requires_grad=True)
+    with Operators() as seen:
+        y = grouped_mm(x, w, grouped_matmul.GroupSizes(torch.zeros(3, dtype=torch.int32)))
+        y.sum().backward()
+    assert y.shape == (0, 8) and x.grad is not None and w.grad is not None and not w.grad.any()
+    assert not [name for name in seen.names if "grouped_mm" in name or "scalar" in name]
+
+
 @pytest.mark.parametrize("clamped", [False, True])
 def test_a_mixture_on_one_rank_of_experts_reads_nothing_from_a_device_with_the_kernel(clamped, monkeypatch):
     """Forward and backward ask no number of the device where torch's kernel multiplies the groups."""

@@ -1,13 +1,15 @@
-"""Code that asks for "cuda" by name is given tensors that say they are there, and torch's rules for them.
+"""Nothing that a step runs asks for "cuda" by name, so that the simulated device takes a GPU's branches.
 
-On a build of torch for CPUs such tensors cannot be cut or copied from the host, so these are the branches,
-each alone; a whole step runs on the simulated device. Other files test the branches for token ids
-(``tests/layers/test_embedding.py``), float8 (``tests/layers/test_float8.py``) and offload
-(``tests/training/test_gradient_checks.py``).
+Kernels whose rules torch states for CUDA alone are given tensors that say they are there; on a build of torch
+for CPUs these cannot be cut or copied from the host. ``tests/layers/test_float8.py`` does the same.
 """
+
+import ast
+from pathlib import Path
 
 import pytest
 import torch
+import trilith
 from torch._subclasses.fake_tensor import FakeTensorMode
 from trilith.layers.experts import grouped_matmul
 from trilith.layers.experts.grouped_matmul import GroupSizes, grouped_mm, has_kernel
@@ -15,6 +17,31 @@ from trilith.parallel_state import engine
 from trilith.testing import Operators
 
 BF16 = torch.bfloat16
+HOUSE = Path(trilith.__file__).parent
+ROOMS = ("checkpoints", "data", "generation", "layers", "models", "parallel_state", "pipeline", "training")
+
+
+def names_of_gpus(code):
+    """Yield each place that asks for a GPU: what is compared with "cuda", ``torch.cuda``, ``is_cuda``."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Compare):
+            sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
+            # A recipe says where it runs, also while it is planned on another machine.
+            if any("'cuda'" in side for side in sides) and "recipe.device" not in sides:
+                yield ast.unparse(node)
+        if isinstance(node, ast.Attribute) and (node.attr == "is_cuda" or ast.unparse(node) == "torch.cuda"):
+            yield ast.unparse(node)
+
+
+#: Of the machine on which a plan is made, and where the ranks of a run are counted.
+ABOUT_MACHINES = {"training/dry_run.py": ["torch.cuda"] * 2, "training/supervised.py": ["torch.cuda"]}
+
+
+def test_code_asks_what_a_device_can_do_and_not_for_its_name():
+    assert [*names_of_gpus("x.is_cuda or y.type == 'cuda' or torch.cuda.is_available()")] != []
+    paths = [path for room in ROOMS for path in (HOUSE / room).rglob("*.py")]
+    asking = {str(path.relative_to(HOUSE)): [*names_of_gpus(path.read_text())] for path in paths}
+    assert {path: places for path, places in asking.items() if places} == ABOUT_MACHINES
 
 
 def test_flash_attention_with_log_sums_takes_the_gpu_s_operators():

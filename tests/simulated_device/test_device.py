@@ -14,6 +14,7 @@ from support.short_training import Case
 from support.simulated_steps import step_counts
 from torch.distributed.tensor import DTensor, Shard
 from trilith.layers import GatedMLP
+from trilith.layers.host_copies import on_host, send
 from trilith.parallel_state import Layout, engine
 from trilith.parallel_state.engine import local_data
 from trilith.testing.simulated_device import WAITS, Mixed, simulated_rank
@@ -86,6 +87,19 @@ def collectives():
         assert here.tolist() == [4.0, 4.0]  # as if all ranks had the same
 
 
+def known_numbers():
+    """The host knows what it sent, and views of it, without waiting; not what changed since."""
+    with device() as (x, _):
+        numbers = torch.arange(12).view(4, 3)
+        sent = send(numbers, x.device)
+        views = [lambda y: y, lambda y: y[2:].view(-1), lambda y: y[:, 1]]
+        for view in views:
+            assert torch.equal(on_host(view(sent)), view(numbers))
+        assert on_host(sent + 1) is None and on_host(numbers) is numbers
+        sent.add_(1)
+        assert on_host(sent) is None
+
+
 def two_ranks():
     """Be one rank after another: DTensor would take the shapes of the first one's piece for the second."""
     layout = Layout.of(data=2, zero=3)
@@ -147,7 +161,7 @@ def faults():
             step_counts(CASE)
 
 
-NOTICED = [mixes, reads, copies, counts, collectives, two_ranks, faults]
+NOTICED = [mixes, reads, copies, counts, collectives, known_numbers, two_ranks, faults]
 
 
 def each(folder):

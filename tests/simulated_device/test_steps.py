@@ -11,14 +11,20 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.combinations import LONG, Choice, covering_array
 from support.configs import MODELS
 from support.short_training import Case
 from support.simulated_steps import step_counts
-from trilith.layers.experts import grouped_matmul
-from trilith.layers.experts.grouped_matmul import kernel_takes
+from torch import nn
+from torch.nn import functional as F
 from trilith.parallel_state import Layout
-from trilith.pipeline import SCHEDULE_NAMES
+from trilith.pipeline import SCHEDULE_NAMES, runner
+from trilith.pipeline.runner import Travels
+from trilith.recipes.sections import MemorySection
+from trilith.testing.simulated_device import WAITS, Wait, simulated_rank
+from trilith.testing.simulated_device.backend import FakeTensor, Module, register
+from trilith.training import ModuleStep
 
 BF16 = {"dtype": torch.float32, "compute": torch.bfloat16}
 
@@ -96,7 +102,7 @@ def compare():
         assert counts.waits == waits, layout
         assert least <= counts.moved / one.moved <= most, (layout, counts.moved / one.moved)
         # No layout has kernels for each parameter or each rank: a stage has half, collectives add a tenth.
-        assert 0.4 <= counts.kernels / one.kernels <= 1.2, (layout, counts.kernels / one.kernels)
+        assert 0.4 <= counts.launched / one.launched <= 1.2, (layout, counts.launched / one.launched)
     # Each block asks once a micro-batch how many rows each rank has; and the step, whether it is finite.
     assert counted_step("mixtral", Layout.of(data=2, expert=2)).waits == 1 + 2 * 2
 
@@ -106,24 +112,86 @@ EXPERTS = Case(MODELS["mixtral"] | {"num_hidden_layers": 2}, samples=2, **BF16)
 
 
 def experts_of_one_rank():
-    """Compare a device that multiplies the rows of all experts at once, as GPUs do, with one that cannot."""
-
-    def kernel(x, w):
-        return kernel_takes(x.element_size(), x.shape[-1], w.shape[1])
-
-    with mock.patch.object(grouped_matmul, "has_kernel", kernel):
-        counts = step_counts(EXPERTS)
+    """Compare a device that multiplies the rows of all experts at once, as new GPUs do, and an old one."""
+    counts = step_counts(EXPERTS)
+    assert counts.kernels["aten::_grouped_mm"] > 0
     assert [*counts.waited] == [("training/update.py: Update.__call__", "read")], counts.waited
     assert counts.waits == 1
-    waited = step_counts(EXPERTS).waited
+    with mock.patch.object(Module, "get_device_capability", lambda module, device: (7, 5)):
+        waited = step_counts(EXPERTS).waited
     blocks, micro_batches = 2, 2
     sizes = ("layers/experts/grouped_matmul.py: GroupSizes.sizes", "read")
     assert waited.pop(sizes) == blocks * micro_batches and waited == counts.waited
 
 
+def sums_of_replicas():
+    """Their buffers are kept for the stream that fills them and for that of the sum, beside the one of
+    backward."""
+    kept = {}
+    register()
+
+    def keep(buffer, stream):
+        kept.setdefault(id(buffer), (buffer, []))[1].append(stream)
+
+    with mock.patch.object(FakeTensor, "record_stream", keep):
+        step_counts(Case(MODELS["gpt2"], Layout.of(data=2), samples=2, **BF16))
+    assert kept and all(len(set(streams)) == 2 for _, streams in kept.values())
+
+
 def float16():
     """With a loss scale."""
     step_counts(Case(MODELS["gpt2"], samples=2, dtype=torch.float32, compute=torch.float16))
+
+
+def neighbours():
+    """Ranks of a pipeline meet once, before the first step of its schedule."""
+    with mock.patch.object(runner, "greet", wraps=runner.greet) as met:
+        step_counts(Case(MODELS["gpt2"], Layout.of(pipeline=2), samples=2, **BF16))
+    (call,) = met.call_args_list
+    assert call.args[0] == [1]
+
+
+def dropout():
+    """In attention and between blocks, from streams of the tensor ranks' own; and computed again."""
+    config = MODELS["gpt2"] | {"n_layer": 2, "resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}
+    memory = MemorySection(checkpointing="selective")
+    step(Case(config, Layout.of(tensor=2, sequence=True), samples=2, memory=memory), 1)
+
+
+class TwoStages(nn.Module):
+    """Give the last stage what the first one made of ``x``."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.part, self.first = nn.Linear(6, 6), state.at.pipeline == 0
+
+    def forward(self, given=None, *, x):
+        return F.dropout(self.part(x if self.first else given), 0.1)
+
+
+def stages_of_a_user():
+    """The samples that a loss takes may stay on the host; there they are found without waiting."""
+
+    def loss(y, samples):
+        wanted = samples["wanted"]
+        assert wanted.device.type == "cpu"
+        return (y - wanted.to(y.device, non_blocking=True)).square().sum(), len(wanted)
+
+    def told(stated, **named):
+        stated[0] = stated[0] or (Travels((1, 6), torch.float32),)
+
+    places = "user_step.py: ModuleStep._totals", "loss_contract.py: is_mean", "base_step.py: Step.refuse"
+    reads = [
+        Wait(f"training/{place}", kind, 9, "step", "a step of one's own reads each loss")
+        for place in places
+        for kind in ("read", "upload")
+    ]
+    waits, group = (*WAITS, *reads), mock.patch.object(dist, "broadcast_object_list", told)
+    with simulated_rank(Layout.of(pipeline=2), 1, waits) as (state, _), group:
+        with state.device:
+            model = TwoStages(state)
+        samples = {"x": torch.empty(2, 6, device=state.device), "wanted": torch.zeros(2, 6)}
+        ModuleStep(model, loss, micro_batch=1, state=state)(samples)
 
 
 def each(folder):
@@ -139,6 +207,10 @@ def each(folder):
 STEPS = {
     "float16": float16,
     "counts": compare,
+    "dropout": dropout,
+    "a user's stages": stages_of_a_user,
+    "neighbours": neighbours,
+    "sums of replicas": sums_of_replicas,
     "experts": experts_of_one_rank,
     **{str(choice): partial(step, few_blocks(choice), choice.world - 1) for choice in SOME},
 }

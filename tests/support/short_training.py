@@ -127,7 +127,7 @@ def train_rank(case: Case) -> Observation:
     """Train inside a process group of ``case.layout.world`` ranks; return what this rank holds in the end."""
     if case.device == "cuda":
         share_gpu()
-    state = ParallelState.start(case.layout, device=case.device)
+    state = ParallelState.start(case.layout, device="cuda:0" if case.device == "cuda" else case.device)
 
     def build() -> tuple[CausalLM, TrainStep]:
         parts = build_rank(case, state)

@@ -24,8 +24,12 @@ class StepCounts:
     """Hold what a step after the first asked of the device: see ``SimulatedDevice``."""
 
     waited: Counter[tuple[str, Kind]]
-    kernels: int
+    kernels: Counter[str]
     moved: int
+
+    @property
+    def launched(self) -> int:
+        return sum(self.kernels.values())
 
     @property
     def waits(self) -> int:
@@ -49,7 +53,7 @@ def step_counts(case: Case, rank: int = 0) -> StepCounts:
             device.clear()
             done = update(*parts.step.launch(rows, scale=update.scale))
             assert done.skipped is None and not done.fatal
-        counts = StepCounts(device.waited, sum(device.kernels.values()), device.moved)
+        counts = StepCounts(device.waited, device.kernels, device.moved)
         often = times(case, model)
         for wait in WAITS:
             found, most = counts.waited[wait.place, wait.kind], wait.most * often[wait.per]

@@ -1,0 +1,50 @@
+"""Remember which numbers of the host were sent to a device, so that nobody waits to fetch them back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..parallel_state.engine import accelerator
+
+
+class _Copy(NamedTuple):
+    """Hold the host's numbers of a tensor, and its version then: numbers that changed since are not these."""
+
+    numbers: Tensor
+    version: int
+
+
+_COPIES: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def send(x: Tensor, device: torch.device) -> Tensor:
+    """Return ``x`` on ``device``, without waiting where it is in pinned memory; ``on_host`` knows the result.
+
+    Nobody may change the numbers of ``x`` afterwards.
+    """
+    if torch.compiler.is_compiling() or not (
+        accelerator.is_host(x.device) and accelerator.is_accelerator(device)
+    ):
+        return x.to(device, non_blocking=True)
+    whole = x.contiguous()
+    there = whole.to(device, non_blocking=True)
+    _COPIES[there] = _Copy(whole, there._version)
+    return there
+
+
+def on_host(x: Tensor) -> Tensor | None:
+    """Return the numbers of ``x`` on the host, if it has them: ``x`` itself, or of what ``send`` made, or of
+    a view of that, the host's copy. Otherwise ``None``, also while code is traced.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    if accelerator.is_host(x.device):
+        return x
+    copy: _Copy | None = _COPIES.get(x if x._base is None else x._base)
+    if copy is None or copy.version != x._version:
+        return None
+    return copy.numbers.as_strided(x.shape, x.stride(), x.storage_offset())

@@ -1,0 +1,115 @@
+"""Say what a kind of device can do: the one place where code asks, instead of asking for a device's name.
+
+An accelerator is any device beside the host's CPU: a GPU, and the simulated device of the tests, which is one
+in everything but numbers. Arguments: a device, or its type such as "cuda". Torch's module of an accelerator,
+``torch.cuda`` for a GPU, is asked for what depends on the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Device = torch.device | str
+
+
+def is_accelerator(device: Device) -> bool:
+    """Return whether a device computes while the host goes on, so that reading a number waits for it."""
+    return _type(device) not in ("cpu", "meta")
+
+
+def is_host(device: Device) -> bool:
+    """Return whether a device is the host's CPU, whose numbers are there when an operator returns."""
+    return _type(device) == "cpu"
+
+
+def module_of(device: Device) -> Any:
+    """Return torch's module of accelerators whose current one a process chooses; else ``None``."""
+    module = torch.get_device_module(_type(device)) if is_accelerator(device) else None
+    return module if hasattr(module, "set_device") else None
+
+
+def identity(device: Device) -> str | None:
+    """Return a name that no other device in the world has; ``None`` if torch knows none."""
+    describe = getattr(module_of(device), "get_device_properties", None)
+    uuid = None if describe is None else getattr(describe(device), "uuid", None)
+    return None if uuid is None else str(uuid)
+
+
+def capability(device: Device) -> tuple[int, int]:
+    """Return the version of a GPU's instructions, such as (9, 0); (0, 0) if the device states none."""
+    ask = getattr(module_of(device), "get_device_capability", None)
+    return (0, 0) if ask is None else ask(device)
+
+
+def has_flash_attention(device: Device) -> bool:
+    """Return whether torch's flash attention for GPUs runs there; also that over documents (``varlen``)."""
+    return is_accelerator(device)
+
+
+def has_flex_attention(device: Device) -> bool:
+    """Return whether FlexAttention has kernels there that never write all scores."""
+    return is_accelerator(device)
+
+
+def has_grouped_products(device: Device) -> bool:
+    """Return whether one kernel multiplies the rows of all groups in bf16, without the host knowing sizes."""
+    return capability(device) >= (8, 0)
+
+
+def has_wide_sums(device: Device) -> bool:
+    """Return whether a product of 16-bit numbers can be given in fp32, without rounding on the way."""
+    return is_accelerator(device)
+
+
+def has_compiled_losses(device: Device) -> bool:
+    """Return whether compiling the loss's arithmetic is worth its time there."""
+    return is_accelerator(device)
+
+
+def copies_from_pinned(device: Device) -> bool:
+    """Return whether copies from pinned memory of the host run by themselves."""
+    return is_accelerator(device)
+
+
+def generators(device: torch.device) -> list[torch.Generator]:
+    """Return the host's global random generator, and the device's own: reading them launches no operator."""
+    module = module_of(device)
+    if module is None:
+        return [torch.default_generator]
+    index = module.current_device() if device.index is None else device.index
+    return [torch.default_generator, module.default_generators[index]]
+
+
+@contextmanager
+def fork_random(device: torch.device) -> Iterator[None]:
+    """Put the global generators of the host and of ``device`` back where they were when the block ends."""
+    mine = [device] if module_of(device) is not None else []
+    with torch.random.fork_rng(devices=mine, device_type=device.type if mine else "cpu"):
+        yield
+
+
+def use_in_current_stream(x: Tensor) -> None:
+    """Keep the memory of ``x``, which was made in another stream, until this stream's work on it is done."""
+    module = module_of(x.device)
+    if module is not None:
+        x.record_stream(module.current_stream(x.device))
+
+
+def peak_memory(device: Device) -> int | None:
+    """Return the most bytes that tensors have used there so far; ``None`` if the device does not count."""
+    ask = getattr(module_of(device), "max_memory_allocated", None)
+    return None if ask is None else int(ask(device))
+
+
+def synchronize(device: Device) -> None:
+    """Wait until the device has done all its work."""
+    torch.get_device_module(_type(device)).synchronize()
+
+
+def _type(device: Device) -> str:
+    return device if isinstance(device, str) else device.type

@@ -1,0 +1,114 @@
+"""Each rank has a device of its own, and a group that carries tensors of the host and of the device."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.refusals import Refused, refusals
+from trilith.parallel_state import (
+    BadInput,
+    Layout,
+    ParallelState,
+    abandon_process_group,
+    init_process_group,
+    own_device,
+)
+from trilith.parallel_state.process_groups import TIMEOUT, agree, check_backends
+from trilith.testing import RankError, run_fresh, run_parallel
+
+CUDA = torch.device("cuda", 1)
+TASK = {"SLURM_LOCALID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "gpu[07-08]"}
+
+
+@pytest.fixture(autouse=True)
+def two_gpus(monkeypatch):
+    """Let this machine have two GPUs, of which the second is the current one; yield what is made current."""
+    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", *TASK):
+        monkeypatch.delenv(name, raising=False)
+    current = [1]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    return current
+
+
+@pytest.mark.parametrize(
+    ("device", "variables", "index"),
+    [
+        ("cuda", {"LOCAL_RANK": "0"}, 0),
+        ("cuda", {"LOCAL_RANK": "1"} | TASK, 1),
+        ("cuda", TASK, 0),
+        ("cuda", {}, 1),
+        ("cuda:0", {"LOCAL_RANK": "1"}, 0),
+    ],
+)
+def test_a_rank_computes_on_the_device_of_its_number(device, variables, index, two_gpus, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert own_device(device) == torch.device("cuda", index) and two_gpus[1:] == [index]
+
+
+def test_the_host_is_no_device_to_choose(two_gpus):
+    assert own_device("cpu") == torch.device("cpu") and two_gpus[1:] == []
+
+
+def test_the_group_connects_on_the_device_at_once():
+    for device, backend, more in ((CUDA, "cpu:gloo,cuda:nccl", {"device_id": CUDA}), ("cpu", "gloo", {})):
+        with mock.patch.object(dist, "init_process_group") as start:
+            init_process_group(torch.device(device), TIMEOUT)
+        start.assert_called_once_with(backend, timeout=TIMEOUT, **more)
+
+
+def beyond(folder):
+    with mock.patch.dict("os.environ", LOCAL_RANK="2"):
+        ParallelState.start(Layout(), device="cuda")
+
+
+def carried(backends, device):
+    def start(folder):
+        with mock.patch.object(dist, "get_backend_config", lambda: backends):
+            check_backends(torch.device(device))
+
+    return start
+
+
+test_what_no_rank_can_use_is_refused = refusals(
+    Refused("more ranks than devices", beyond, "device: expected one of the 2 devices .* found cuda:2"),
+    Refused("no such device", lambda _: own_device("cuda:9"), "found cuda:9"),
+    Refused(
+        "NCCL alone",
+        carried("cuda:nccl", "cuda:0"),
+        r'a backend for cpu, found cuda:nccl.*init_process_group\("cpu:gloo,cuda:nccl"\)',
+    ),
+    Refused("gloo for the host alone", carried("cpu:gloo", "cuda:0"), "a backend for cuda, found cpu:gloo"),
+    Refused("NCCL and a model on the host", carried("cuda:nccl", "cpu"), r'init_process_group\("gloo"\)'),
+)
+
+
+def share(devices):
+    agree(devices[dist.get_rank()])
+
+
+def test_two_ranks_on_one_gpu_are_refused_on_every_rank():
+    run_parallel(share, 2, ["GPU-1 of a", "GPU-1 of b"])
+    run_parallel(share, 2, [None, None])  # gloo's ranks may share one
+    with pytest.raises(RankError) as error:
+        run_parallel(share, 2, ["GPU-1 of a"] * 2)
+    causes = [failure.cause for failure in error.value.failures]
+    assert [type(cause) for cause in causes] == [BadInput] * 2
+    assert "GPU-1 of a for the ranks 0 and 1" in str(causes[0])
+
+
+def fail_alone(kind):
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1), async_op=True)  # the peer never joins
+        abandon_process_group(torch.device(kind))
+        assert dist.is_initialized() == (kind == "cpu")
+
+
+def test_a_failed_rank_gives_up_an_accelerators_group_without_waiting():
+    for kind in ("cuda", "cpu"):
+        codes = run_fresh(fail_alone, 2, kind, process_group=False)
+        assert not any(codes), codes[0].output
