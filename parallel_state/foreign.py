@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .engine import is_dtensor, is_sharded, ranks_of
+from .engine import is_dtensor, is_sharded, parameters_of, ranks_of
 from .errors import BadInput
 from .state import ParallelState
 
@@ -55,8 +55,10 @@ def refuse_foreign(model: nn.Module, where: str, *, over: ParallelState | None =
     """Refuse a model that torch's ``fully_shard``, FSDP or DDP has wrapped directly, naming the module.
 
     ``over``: accept ``fully_shard`` and DDP over the ranks of this state's ``data_mesh``. Whoever averages
-    there divides a loss by the tokens of this rank. Stacks of experts are held by fewer ranks.
+    there divides a loss by the tokens of this rank. Stacks of experts are held by fewer ranks, and DDP hides
+    parameters that are cut over tensor ranks. A trained parameter outside of such a wrapper is refused.
     """
+    averaged: set[nn.Parameter] = set()
     fsdp = sys.modules.get("torch.distributed.fsdp")  # if it is not imported, nothing is wrapped by it
     wrappers = (DistributedDataParallel, *((fsdp.FullyShardedDataParallel,) if fsdp else ()))
     for name, module in model.named_modules():
@@ -66,13 +68,29 @@ def refuse_foreign(model: nn.Module, where: str, *, over: ParallelState | None =
         expected = "a module that shard_over_data shares"
         found = f"{type(module).__name__ if wrapped else 'fully_shard of torch'}, which averages gradients"
         meshes = _meshes(module)
-        if over is not None and over.layout.expert == 1 and meshes:
+        hides = over is not None and over.tensor_size > 1 and isinstance(module, DistributedDataParallel)
+        if over is not None and over.layout.expert == 1 and meshes and not hides:
             right = _sorted(over.data_mesh.mesh.flatten().tolist())
             if meshes <= {right}:
+                averaged.update(_inside(module))
                 continue
             expected += f", or torch's wrapper over state.data_mesh, ranks {_listed(right)}"
             found += f" over ranks {' and over '.join(_listed(ranks) for ranks in sorted(meshes))}"
         raise BadInput(where, name or "model", expected=expected, found=found, todo=_TODO)
+    outside = [name for name, one in model.named_parameters() if one.requires_grad and one not in averaged]
+    if averaged and outside:
+        expected = "all trained parameters in torch's wrapper, as others are"
+        todo = "Its gradient would be that of this rank's tokens alone: wrap the whole model"
+        raise BadInput(where, outside[0], expected=expected, found="one outside of it", todo=todo)
+
+
+def _inside(module: nn.Module) -> Iterable[nn.Parameter]:
+    """Return the parameters whose gradients a wrapper averages."""
+    if is_sharded(module):
+        return parameters_of(module)
+    inner: nn.Module = module.get_submodule("module")
+    ignored = getattr(module, "parameters_to_ignore", ())
+    return [parameter for name, parameter in inner.named_parameters() if name not in ignored]
 
 
 def _meshes(module: nn.Module) -> set[tuple[int, ...]]:

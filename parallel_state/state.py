@@ -197,8 +197,10 @@ class ParallelState:
 
     @cached_property
     def data_mesh(self) -> DeviceMesh:
-        """Return the mesh of the ranks that share this rank's part of the model and see different tokens, for
-        torch's ``fully_shard`` or DDP in a loop of one's own. With HSDP it has two axes, replicas and shards.
+        """Return the mesh of the ranks that share this rank's part of the model and see different tokens.
+
+        For torch's ``fully_shard`` in a loop of one's own, or DDP without tensor ranks. With HSDP it has two
+        axes, replicas and shards, which DDP does not take.
         """
         assert self.mesh is not None, "a stand-in has no process groups"
         return fsdp_mesh(self) if self.layout.zero else self.mesh["data_replicate"]

@@ -36,6 +36,7 @@ from .fully_sharded import (
     gather_weights,
     is_sharded,
     left_alone,
+    parameters_of,
     ranks_of,
     sum_gradients,
 )
@@ -96,6 +97,7 @@ __all__ = [
     "left_alone",
     "like",
     "local_data",
+    "parameters_of",
     "ranks_of",
     "recorded_collectives",
     "reduce_scatter",

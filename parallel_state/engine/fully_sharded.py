@@ -38,6 +38,13 @@ def ranks_of(module: FSDPModule) -> set[tuple[int, ...]]:
     return {tuple(sorted(group.mesh_info.mesh.mesh.flatten().tolist())) for group in _groups([module])}
 
 
+def parameters_of(module: FSDPModule) -> Iterator[nn.Parameter]:
+    """Yield the parameters that FSDP shards with this module: shards, and whole ones where gathered."""
+    for group in _groups([module]):
+        yield from (held.sharded_param for held in group.fsdp_params)
+    yield from computed_with([module])
+
+
 def computed_with(modules: Iterable[FSDPModule]) -> Iterator[nn.Parameter]:
     """Yield the whole parameters that these modules compute with, gathered at the moment or not.
 

@@ -234,6 +234,36 @@ def test_torchs_wrappers_over_the_data_mesh_are_right_with_a_mean_loss(wrap, lay
     run_parallel(mean_gradients, 4, wrap, layout)
 
 
+def partly(how):
+    """Return the refusal of a model that torch averages in part, or whose cut weights DDP hides."""
+    layout = Layout.of(data=2, tensor=2, sequence=True) if how == "tensor ranks" else Layout.of(data=4)
+    state = ParallelState.start(layout)
+    first, last = ColumnParallelLinear(8, 12, state=state), RowParallelLinear(12, 8, state=state)
+    model = nn.Sequential(first, last)
+    mesh = state.data_mesh
+    if how == "tensor ranks":
+        model = DistributedDataParallel(model, device_mesh=mesh)
+    elif how == "ddp":
+        model[1] = DistributedDataParallel(last, device_mesh=mesh)
+    elif how == "ddp ignores":
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+        model = DistributedDataParallel(model, device_mesh=mesh)
+    elif how == "fully_shard":
+        fully_shard(last, mesh=mesh)
+    else:
+        fully_shard(model, mesh=mesh, ignored_params={first.weight})
+    return refusal_of(lambda: finalize_gradients(model, state=state))
+
+
+@pytest.mark.parametrize("how", ["tensor ranks", "ddp", "ddp ignores", "fully_shard", "fully_shard ignores"])
+def test_what_torchs_wrappers_would_leave_out_is_refused(how):
+    name = "0.weight: expected all trained parameters in torch's wrapper"
+    for refusal in run_parallel(partly, 4, how):
+        assert ("DistributedDataParallel" if how == "tensor ranks" else name) in refusal.replace(
+            "module.", ""
+        )
+
+
 def averaged(_):
     """Return a step's refusal of a model with a state of one rank, in a wrapper that averages over two."""
     model = DistributedDataParallel(nn.Linear(4, 6))
