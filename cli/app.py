@@ -196,6 +196,7 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
     try:
         # As its context's ``obj`` a command finds its own words: with them it may start ranks of itself.
         words = list(arguments)
+        _check_text(words)
         program = _program(_meant(words, commands))
         # What an option sets for its command ends with the command.
         code = copy_context().run(program, words, prog_name="trilith", standalone_mode=False, obj=words)
@@ -211,7 +212,7 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
         if _debug(arguments):
             traceback.print_exc()
         gone = isinstance(error, BrokenPipeError) and (error is not raised or reader_is_gone())
-        if gone and words[:1] not in _WORK_ON:
+        if gone and (words[:1] not in _WORK_ON or "--dry-run" in words):
             drop_output()
             return 0
         code, message = explain(error)
@@ -221,6 +222,15 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
             drop_output()
         sys.stderr.write(f"{'stopped' if code == PREEMPTED else 'error'}: {message}\n")
         return code
+
+
+def _check_text(words: Sequence[str]) -> None:
+    """Refuse words that are no text: recipes, logs and indexes could not hold them."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise typer.BadParameter(f"{visible(word)}: expected UTF-8 text") from None
 
 
 def explain(error: Exception) -> tuple[int, str]:
@@ -247,8 +257,8 @@ def explain(error: Exception) -> tuple[int, str]:
     return UNEXPECTED, f"unexpected: {_one_line(what + read)} (run again with --debug for the traceback)"
 
 
-#: A word, or a part of a path, longer than a file's name may be.
-_ENDLESS = re.compile(r"[^\s/]{256,}")
+#: A part of a path longer than a file's name may be, and a word longer than any path that somebody types.
+_ENDLESS = re.compile(r"[^\s/]{256,}|\S{1000,}")
 
 
 def _debug(arguments: Sequence[str]) -> bool:
@@ -267,4 +277,4 @@ def _one_line(text: str) -> str:
 
 
 def _shorten(word: re.Match[str]) -> str:
-    return f"{word[0][:40]}... ({len(word[0]):,} characters)"
+    return f"{word[0][:40]}...{word[0][-20:]} ({len(word[0]):,} characters)"

@@ -12,8 +12,10 @@ from .disk import Disk
 def make_parents(folder: Path, disk: Disk | None = None) -> list[Path]:
     """Make the folders that are missing; gives those that were made, the outermost first. All or none."""
     made: list[Path] = []
+    disk = disk or Disk()
     try:
-        _make(folder, disk or Disk(), made)
+        for parent in reversed([folder, *folder.parents]):
+            _make(parent, disk, made)
     except BaseException:
         remove_empty(made)
         raise
@@ -21,10 +23,7 @@ def make_parents(folder: Path, disk: Disk | None = None) -> list[Path]:
 
 
 def _make(folder: Path, disk: Disk, made: list[Path]) -> None:
-    if folder.exists():
-        return
-    _make(folder.parent, disk, made)
-    if folder.exists():  # ``new/../new`` is, once ``new`` is there
+    if folder.exists():  # so is ``new/../new``, once ``new`` is there
         return
     try:
         disk.make_directory(folder)

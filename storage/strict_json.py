@@ -30,6 +30,9 @@ def parse_object(raw: bytes, where: object, *, kind: type[BadInput] = BadInput) 
     but an object at the top.
     """
     text = decode_utf8(raw, where, kind=kind)
+    if text.startswith("\ufeff"):  # other readers of the same file refuse it
+        todo = "Save the file as UTF-8 without the mark"
+        raise kind(where, expected="JSON without a byte order mark", found="one", todo=todo)
     try:
         value = json.loads(
             text,

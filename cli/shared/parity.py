@@ -10,6 +10,7 @@ import torch
 from ...checkpoints import check_whole, read_source
 from ...parallel_state import BadInput, Layout, check_local_ranks
 from ...pipeline import check_schedule
+from ...storage.file_names import CONFIG
 from ...testing.parity.case import Comparison, Question, compare
 from ...testing.parity.ours import observe_ours
 from .in_transformers import observe_hf
@@ -30,6 +31,9 @@ def check(question: Question) -> None:
     check_local_ranks(question.layout.world)
     source, layout = read_source(question.folder), question.layout
     check_whole(source)
+    if not (source.path / CONFIG).exists():
+        expected, todo = "a Hugging Face folder", "`trilith convert FOLDER OUT --to hf` makes one"
+        raise BadInput(question.folder, expected=expected, found="a checkpoint of trilith", todo=todo)
     source.family.declarations(source.model_config, layout, split=question.split)
     most = source.model_config.max_position_embeddings
     if question.length > most:

@@ -130,7 +130,7 @@ def _loss_scale(half: Given, found: Translation) -> None:
         found.set("loss_scale.initial", 2.0 ** math.floor(math.log2(static)))
         found.set("loss_scale.growth_interval", 0, "a fixed scale; here it still halves at an overflow")
     else:
-        found.set("loss_scale.initial", 2.0 ** (half.whole("initial_scale_power", 16) or 0))
+        found.set("loss_scale.initial", 2.0 ** (half.whole("initial_scale_power", 16, most=1023) or 0))
         found.set("loss_scale.growth_interval", half.whole("loss_scale_window", 1000))
     least = half.number("min_loss_scale", 1.0) or 1.0
     found.set(

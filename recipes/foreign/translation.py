@@ -10,6 +10,9 @@ from typing import Any
 from ...parallel_state import BadInput
 from ..recipe import Recipe, parse_recipe
 
+#: No count or time of a run is larger; products of two are still numbers.
+LARGEST = 1e18
+
 #: Stand-ins for blanks while the rest is checked.
 _STAND_INS: dict[str, Any] = {
     "steps": 10**9,
@@ -106,19 +109,24 @@ class Given:
             self._unsaid.append(self.path(key))
         return self.autos.get(self.path(key))
 
-    def number(self, key: str, default: float | None = None, *, least: float = 0.0) -> float | None:
+    def number(
+        self, key: str, default: float | None = None, *, least: float = 0.0, most: float = LARGEST
+    ) -> float | None:
         value = self.value(key)
         if value is None:
             return default
         if isinstance(value, str):  # HF writes 5e-5 as a string where YAML was read
             with suppress(ValueError):
                 value = float(value)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
-            raise self.bad(key, f"a number of at least {least:g}", value)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            above = isinstance(value, int | float) and value > most
+            raise self.bad(key, f"a number of at {f'most {most:g}' if above else f'least {least:g}'}", value)
         return value
 
-    def whole(self, key: str, default: int | None = None, *, least: int = 0) -> int | None:
-        value = self.number(key, default, least=least)
+    def whole(
+        self, key: str, default: int | None = None, *, least: int = 0, most: float = LARGEST
+    ) -> int | None:
+        value = self.number(key, default, least=least, most=most)
         if value is not None and value != int(value):
             raise self.bad(key, "a whole number", value)
         return None if value is None else int(value)

@@ -10,7 +10,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from support.command_lines import Place, parameters_of, places, values_of, words, words_of
+from trilith.recipes.recipe import Recipe
+
+from support.command_lines import RECIPE_PATHS, Place, parameters_of, places, values_of, words, words_of
 from support.damage import damaged
 
 #: Values of JSON, as text: of another type, too large, too deep, not printable.
@@ -35,6 +37,14 @@ TEXTS = [
     b"[]",
     b"{" * 5000,
     b"x" * 10**6,
+]
+#: The keys of a recipe that take no path.
+SECTIONS = {each.alias or name: each.annotation for name, each in Recipe.model_fields.items()}
+KEYS = [
+    f"{name}.{key}" if section is not Recipe else key
+    for name, section in [("", Recipe), *SECTIONS.items()]
+    for key in getattr(section, "model_fields", ())
+    if f"{name}.{key}".strip(".") not in RECIPE_PATHS
 ]
 TEXT_SUFFIXES = {".json", ".jsonl", ".toml", ".txt", ".jinja", ".index", ""}
 
@@ -67,24 +77,29 @@ def _takes_words(hidden: bool, kinds: set[Any]) -> bool:
 
 
 def _with_option(random: Random, command: str, odd: list[Any], inputs: Path, where: Path) -> Drawn:
-    name, flag, _ = random.choice(odd)
-    word, values = random.choice(WORDS), values_of(command, inputs, where)
-    word = word.lstrip("-") if flag is None else word  # else it is an option
+    (name, flag, _), word = random.choice(odd), random.choice(WORDS)
+    values = values_of(command, inputs, where)
     if command == "train":
         values["+"] = [f"out={where / 'out'}"]
-    if flag is None:
+    names = [flag or name, name.rstrip("s")]
+    if name == "overrides":
+        key = random.choice(KEYS)
+        values[name], names = [f"{key}={word}"], [*names, key.split(".")[-1], "override"]
+    elif flag is None:
+        word = word.lstrip("-")  # else it is an option
         values[name] = [word]
-        line = words_of(command, values)
     else:
         values.pop(name, None)
-        values["+"] = [each for each in values.get("+", []) if not each.startswith(f"{flag}=")]
-        line = [*words_of(command, values), f"{flag}={word}"]
-    names = [
-        flag or name,
-        name.rstrip("s"),
-        *(part[:8] for part in (*word.split(), repr(word)[1:-1]) if part),
-    ]
-    return Drawn(line, names, f"{name}={word[:20]!r}")
+        others = [each for each in values.get("+", []) if not each.startswith(f"{flag}=")]
+        values["+"] = [*others, f"{flag}={word}"]
+        if flag == "-p":
+            values.pop("prompts", None)
+    switches = [each for _, each, hidden, kinds in parameters_of(command) if bool in kinds and not hidden]
+    if switches and random.random() < 0.3:
+        names.append(random.choice(switches))
+        values["+"] = [*values.get("+", []), names[-1]]
+    names += [repr(word), *(part[:8] for part in (*word.split(), repr(word)[1:-1]) if len(part) > 1)]
+    return Drawn(words_of(command, values), names, f"{name}={word[:20]!r}")
 
 
 def _with_file(random: Random, place: Place, inputs: Path, where: Path) -> Drawn:

@@ -23,6 +23,8 @@ MOST_MEMORY = 300 << 20
 #: The exit code of a command that was interrupted.
 INTERRUPTED = 130
 
+_NO_MARKS = str.maketrans("", "", ",-")
+
 
 def tree(folder: Path) -> dict[str, tuple[int, int]]:
     """Return mode and size of everything in a folder; a folder's own size is 0."""
@@ -109,14 +111,15 @@ def _check_end(trial: Trial, code: int, err: str, held: int) -> None:
         return
     assert code in trial.codes, f"code {code} of: {trial.words}\n{err}"
     if code:
+        assert "Traceback" not in err, f"{trial.words}\n{err}"
         line = err[err.rfind("\nerror: ") + 1 :] if trial.names else err  # warnings may come before
         assert line.startswith("error: ") and line.count("\n") == 1, f"{trial.words}\n{err}"
         assert not line.startswith("error: unexpected: ") and trial.says in line, f"{trial.words}\n{err}"
         assert held <= MOST_MEMORY, f"{held >> 20} MiB: {trial.words}\n{err}"
         if trial.names:
             assert len(line) <= 400, f"{len(line)} characters: {trial.words}\n{err}"
-            plain = line.lower().replace("-", "")
-            named = any(name.lower().replace("-", "") in plain for name in trial.names)
+            plain = line.lower().translate(_NO_MARKS)
+            named = any(name.lower().translate(_NO_MARKS) in plain for name in trial.names)
             assert named, f"none of {trial.names}: {trial.words}\n{err}"
 
 
