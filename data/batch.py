@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..layers import IGNORE, cut_sequence
-from ..layers.host_copies import send
+from ..layers.host_copies import change_alike, send
 from ..parallel_state import BadInput, ParallelState
 
 
@@ -81,7 +81,9 @@ class Batch(NamedTuple):
 
     def of_context(self, state: ParallelState) -> Batch:
         """Return this context rank's chunks of each row."""
-        return self if state.context_size == 1 else self._each(lambda one: cut_sequence(one, state))
+        if state.context_size == 1:
+            return self
+        return self._each(lambda one: change_alike(lambda numbers: cut_sequence(numbers, state), one))
 
     def split(self, size: int) -> list[Batch]:
         """Return micro-batches of ``size`` rows, in order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,20 @@ def send(x: Tensor, device: torch.device) -> Tensor:
         return x.to(device, non_blocking=True)
     whole = x.contiguous()
     there = whole.to(device, non_blocking=True)
-    _COPIES[there] = _Copy(whole, there._version)
+    return _remember(there, whole)
+
+
+def change_alike(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return ``change(x)``, a new tensor, which the host knows if it knows ``x``."""
+    changed, here = change(x), on_host(x)
+    if here is None or here is x or changed is x:
+        return changed
+    return _remember(changed, change(here).contiguous())
+
+
+def _remember(there: Tensor, numbers: Tensor) -> Tensor:
+    if not there.is_inference():  # such a tensor does not say when it changes
+        _COPIES[there] = _Copy(numbers, there._version)
     return there
 
 

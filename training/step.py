@@ -243,7 +243,7 @@ class TrainStep(Step):
         if blocks := self.model.config.mtp_blocks:
             ahead = tokens_ahead(batch, blocks).to(state.device, non_blocking=True)
             self._ahead = cut_sequence(ahead, state, dim=3)
-        return batch.of_context(state).to(state.device)
+        return batch.to(state.device).of_context(state)
 
 
 def _parts(x: Tensor, count: int) -> Sequence[Tensor]:

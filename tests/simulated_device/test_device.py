@@ -14,7 +14,7 @@ from support.short_training import Case
 from support.simulated_steps import step_counts
 from torch.distributed.tensor import DTensor, Shard
 from trilith.layers import GatedMLP
-from trilith.layers.host_copies import on_host, send
+from trilith.layers.host_copies import change_alike, on_host, send
 from trilith.parallel_state import Layout, engine
 from trilith.parallel_state.engine import local_data
 from trilith.testing.simulated_device import WAITS, Mixed, simulated_rank
@@ -95,6 +95,7 @@ def known_numbers():
         views = [lambda y: y, lambda y: y[2:].view(-1), lambda y: y[:, 1]]
         for view in views:
             assert torch.equal(on_host(view(sent)), view(numbers))
+        assert torch.equal(on_host(change_alike(lambda y: y.flip(0), sent)), numbers.flip(0))
         assert on_host(sent + 1) is None and on_host(numbers) is numbers
         sent.add_(1)
         assert on_host(sent) is None

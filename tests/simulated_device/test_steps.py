@@ -38,7 +38,7 @@ SOME = [
     Choice("gpt2", tensor=2, pipeline=2, schedule="interleaved-zero-bubble"),
     Choice("gpt2", pipeline=2, data=2, zero=3, schedule="zbv"),
     Choice("gpt2", pipeline=2, schedule="dualpipev", offload=True),
-    Choice("phi3", context=2, micro_batch=2, ring=True),
+    Choice("phi3", context=2, micro_batch=2, ring=True, documents=True),
 ]
 
 
