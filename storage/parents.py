@@ -21,19 +21,21 @@ def make_parents(folder: Path, disk: Disk | None = None) -> list[Path]:
 
 
 def _make(folder: Path, disk: Disk, made: list[Path]) -> None:
-    if folder.exists():
-        return
-    _make(folder.parent, disk, made)
-    if folder.exists():  # ``new/../new`` is, once ``new`` is there
-        return
-    try:
-        disk.make_directory(folder)
-    except FileExistsError:
-        if folder.is_dir():  # another process made it just now
-            return
-        raise
-    made.append(folder)
-    disk.sync_directory(folder.parent)
+    missing: list[Path] = []  # thousands, perhaps
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for parent in reversed(missing):
+        if parent.exists():  # ``new/../new`` is, once ``new`` is there
+            continue
+        try:
+            disk.make_directory(parent)
+        except FileExistsError:
+            if parent.is_dir():  # another process made it just now
+                continue
+            raise
+        made.append(parent)
+        disk.sync_directory(parent.parent)
 
 
 def remove_empty(made: Sequence[Path]) -> None:
