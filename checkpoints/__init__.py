@@ -19,7 +19,7 @@ from .manifest_rereading import check_plain
 from .mirror import restore_if_none
 from .model import restore_model, save_model
 from .moments import begin_moments
-from .resume import Progress, load_training, newest_checkpoint
+from .resume import Progress, load_training, newest_checkpoint, newest_in
 from .save import Contents, Saver
 from .source import Source, foreign_format, read_foreign, read_source
 from .user_module import load_module, module_contents, save_module
@@ -55,6 +55,7 @@ __all__ = [
     "load_weights",
     "module_contents",
     "newest_checkpoint",
+    "newest_in",
     "plan_conversion",
     "plan_merge",
     "read_adapter",

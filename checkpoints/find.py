@@ -64,12 +64,15 @@ def step_of(directory: Path) -> int:
     return int(directory.name.removeprefix("step-"))
 
 
-def open_checkpoint(directory: Path | str) -> Found:
-    """Open the complete checkpoint in a directory and hold it; ``BadCheckpoint`` says what is wrong."""
+def open_checkpoint(directory: Path | str, *, whole: bool = True) -> Found:
+    """Open the complete checkpoint in a directory and hold it; ``BadCheckpoint`` says what is wrong.
+
+    ``whole``: as for ``Manifest.load``.
+    """
     directory = Path(directory)
     Manifest.check_there(directory)
     held = hold(directory)
-    return Found(directory, Manifest.load(directory), (), held)
+    return Found(directory, Manifest.load(directory, whole=whole), (), held)
 
 
 def latest_checkpoint(root: Path | str) -> Found:

@@ -16,18 +16,27 @@ from .verify_together import check_bytes
 
 
 def load_weights(
-    path: str | Path, model: CausalLM, family: Family, config: ModelConfig, *, finite: bool = True
-) -> None:
-    """Fill the model's parameters, in place, from a Hugging Face folder or a checkpoint of any layout.
+    path: str | Path,
+    model: CausalLM,
+    family: Family,
+    config: ModelConfig,
+    *,
+    finite: bool = True,
+    whole: bool = True,
+) -> Source:
+    """Fill the model's parameters, in place, from a Hugging Face folder or a checkpoint of any layout, and
+    return what they are from.
 
     The model may be cut, sharded by FSDP, or a pipeline stage. Weights are cast to the parameters' dtype;
-    padding becomes zero. Raises ``BadInput`` or ``BadCheckpoint`` for a source of another model, or of LoRA
-    adapters, which would leave the other parameters unfilled (see ``load_model``).
+    padding becomes zero. ``whole``: rank 0 looks at all files, as ``read_source`` does. Raises ``BadInput``
+    or ``BadCheckpoint`` for a source of another model, or of LoRA adapters, which would leave the other
+    parameters unfilled (see ``load_model``).
     """
-    source = read_source(path, mtp=config.mtp_blocks > 0)
+    source = read_source(path, mtp=config.mtp_blocks > 0, whole=whole and model.state.rank == 0)
     check_whole(source)
     check_same_model(source, family, config)
     load_source(source, model, finite=finite)
+    return source
 
 
 def load_source(source: Source, model: CausalLM, *, finite: bool = True) -> None:
@@ -59,7 +68,7 @@ def load_model(
     ``adapter``: a PEFT folder or a checkpoint with LoRA adapters to add. A ``path`` that is such a checkpoint
     gives its adapters on the base that it names. Raises ``BadInput`` or ``BadCheckpoint``.
     """
-    source, added = read_with_adapter(path, adapter)
+    source, added = read_with_adapter(path, adapter, whole=state is None or state.rank == 0)
     family = source.family if added is None else added.family
     model = family.build(source.model_config, state=state, device="cpu", dtype=dtype)
     for one in (source, added):
@@ -68,14 +77,18 @@ def load_model(
     return model
 
 
-def read_with_adapter(path: str | Path, adapter: str | Path | None = None) -> tuple[Source, Source | None]:
-    """Open a model's weights and, if there are any, the LoRA adapters for it; see ``load_model``."""
-    source = read_source(path)
+def read_with_adapter(
+    path: str | Path, adapter: str | Path | None = None, *, whole: bool = True
+) -> tuple[Source, Source | None]:
+    """Open a model's weights and, if there are any, the LoRA adapters for it; see ``load_model``. ``whole``:
+    as for ``read_source``.
+    """
+    source = read_source(path, whole=whole)
     if source.adapter is not None and adapter is None:
         if source.adapter.base is None:
             raise BadInput(source.path, "base", expected="the path of a model", found="none")
-        adapter, source = source.path, read_source(source.adapter.base)
-    return source, None if adapter is None else read_adapter(adapter, source)
+        adapter, source = source.path, read_source(source.adapter.base, whole=whole)
+    return source, None if adapter is None else read_adapter(adapter, source, whole=whole)
 
 
 def check_whole(source: Source) -> None:

@@ -52,19 +52,19 @@ def stored_adapter(family: AdaptedFamily, base: Source) -> StoredAdapter:
     return StoredAdapter(lora=lora, base=os.path.abspath(base.path), fingerprint=fingerprint(base))
 
 
-def read_adapter(path: str | Path, base: Source) -> Source:
+def read_adapter(path: str | Path, base: Source, *, whole: bool = True) -> Source:
     """Open the adapters in a PEFT folder or in a checkpoint of a LoRA run, to go with ``base``.
 
-    The base must be a model's weights, not adapters. Raises ``BadInput`` or ``BadCheckpoint`` for a source
-    that is not an adapter, is not supported, or does not fit the base: tensors missing, left over or of
-    another shape, or another model's weights.
+    The base must be a model's weights, not adapters. ``whole``: as for ``read_source``. Raises ``BadInput``
+    or ``BadCheckpoint`` for a source that is not an adapter, is not supported, or does not fit the base:
+    tensors missing, left over or of another shape, or another model's weights.
     """
     if base.adapter is not None:
         raise BadInput(base.path, expected="the weights of a whole model", found="LoRA adapters")
     path, kind = kind_of_folder(local_folder(path), ADAPTERS)
     if kind is FolderKind.ADAPTER:
         return _peft_folder(path, base)
-    source = read_source(path)
+    source = read_source(path, whole=whole)
     if source.adapter is None:
         raise BadInput(source.path, expected="LoRA adapters", found="the weights of a whole model")
     check_base(source.adapter, base, source.path)

@@ -13,9 +13,8 @@ from ..parallel_state import BadInput, Layout
 from ..parallel_state.collective_errors import together
 from .load import load_weights
 from .moments import begin_moments, together_updates
-from .resume import Progress, load_training, newest_in
+from .resume import Progress, load_training, newest_in, restore_progress
 from .save import Contents, Saver
-from .source import read_source
 from .user_module import check_storable
 
 
@@ -67,12 +66,10 @@ def restore_model(
     state, family = model.state, _family_of(model)
 
     def load(found: str) -> Progress:
-        load_weights(found, model, family, model.config)
-        manifest = read_source(found).manifest
-        if manifest is None:
+        source = load_weights(found, model, family, model.config)
+        if source.manifest is None:
             return Progress(0, Layout())
-        data = manifest.data_position if isinstance(manifest.data_position, dict) else {}
-        return Progress(manifest.step or 0, manifest.layout, dict(data))
+        return restore_progress(source, source.manifest, model, None, state)
 
     with newest_in(path, state) as found:
         if optimizer is not None:

@@ -5,8 +5,7 @@ Every reader goes through here, so it does not matter whether a manifest lists i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -17,8 +16,8 @@ from ..storage.safe_open import contained
 from ..storage.safetensors_reader import TensorFile
 from ..storage.strict_json import shown
 from .copies import GridParts, Stored, Whole
-from .damage import naming_an_older_one
-from .manifest import Damaged, Manifest
+from .damage import damaged
+from .manifest import Manifest
 
 
 class PartTable:
@@ -62,15 +61,11 @@ class PartTable:
 class CheckpointFiles(Sequence[TensorFile]):
     """Hold the files of a checkpoint, in the manifest's order; each is opened when somebody asks for it.
 
-    Its header is then compared with the manifest. ``check_older``: an error about a damaged file also names
-    an older checkpoint of the run that passes this check. Safe to use from several threads at once.
+    Its header is then compared with the manifest, and kept. Safe to use from several threads at once.
     """
 
-    def __init__(
-        self, directory: Path, manifest: Manifest, check_older: Callable[[Path], None] | None = None
-    ) -> None:
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory, self._manifest, self._table = directory, manifest, PartTable(manifest)
-        self._check_older = check_older
         self._opened: dict[int, TensorFile] = {}
         self._lock = Lock()
 
@@ -89,21 +84,20 @@ class CheckpointFiles(Sequence[TensorFile]):
         number = range(len(self))[number]
         with self._lock:
             if number not in self._opened:
-                check = self._check_older
-                with nullcontext() if check is None else naming_an_older_one(check):
-                    self._opened[number] = self._open(number)
+                self._opened[number] = self.open(number)
             return self._opened[number]
 
-    def _open(self, number: int) -> TensorFile:
+    def open(self, number: int) -> TensorFile:
+        """Open a file, and keep nothing of it: the headers of thousands are gigabytes."""
         path = contained(self._directory, self._manifest.files[number].name, kind=BadCheckpoint)
         try:
             file = TensorFile.open(path, expected=self._manifest.tensors)
         except BadInput as bad:  # what is bad input elsewhere is a damaged checkpoint here
-            raise Damaged(bad.where, bad.key, expected=bad.expected, found=bad.found, todo=bad.todo) from None
+            raise damaged(bad.where, bad.key, expected=bad.expected, found=bad.found, todo=bad.todo) from None
         promised = {name: (dtype, box.shape) for name, (dtype, box) in self._table.in_file(number).items()}
         found = {name: (entry.dtype, entry.shape) for name, entry in file.tensors.items()}
         if found != promised:
             name = min(n for n in promised.keys() | found.keys() if promised.get(n) != found.get(n))
             expected = promised.get(name, "no such tensor")
-            raise Damaged(path, shown(name), expected=expected, found=found.get(name, "no such tensor"))
+            raise damaged(path, shown(name), expected=expected, found=found.get(name, "no such tensor"))
         return file

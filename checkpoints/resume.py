@@ -24,9 +24,9 @@ from .lora import check_same_base
 from .manifest import Manifest, StoredAdapter
 from .moments import MOMENTS, begin_moments, moment_name, moment_of
 from .rank_storage import stored_parts
-from .source import Source, open_source
+from .source import Source, read_source
 from .stated_progress import check_progress
-from .verify_together import naming_an_older_one_together, verify_share
+from .verify_together import verify_share
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def load_training(
     state = model.state
 
     def load() -> Progress:
-        source = open_source(path)
+        source = read_source(path, whole=state.rank == 0)
         manifest = source.manifest
         if manifest is None or manifest.kind != "training" or manifest.step is None:
             raise BadCheckpoint(
@@ -154,8 +154,7 @@ def check_same_dtype(source: Source, model: nn.Module) -> None:
 
 def load_together(load: Callable[[], Progress], state: ParallelState) -> Progress:
     """Call ``load`` on every rank; a checkpoint that one rank cannot use is refused by all of them."""
-    with naming_an_older_one_together(state):
-        return together(load, world=state.layout.world, group=state.file_group)[state.rank]
+    return together(load, world=state.layout.world, group=state.file_group)[state.rank]
 
 
 def restore_progress(

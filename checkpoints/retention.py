@@ -20,7 +20,7 @@ def check_same_tensors(root: Path, manifest: Manifest) -> None:
     """
     for path in complete_checkpoints(root)[::-1] if root.is_dir() else []:
         try:
-            other = Manifest.load(path)
+            other = Manifest.load(path, whole=False)
         except BadCheckpoint:
             continue
         check_same_model(path, other, manifest)
@@ -66,8 +66,9 @@ def set_aside(target: Path) -> None:
 def delete_old(root: Path, keep: int, step: int) -> list[Path]:
     """Delete the good checkpoints up to ``step``, just committed, except the newest ``keep``.
 
-    A damaged one does not count and stays, and so does one that claims to be newer. One that is being read
-    stays for now; these are returned.
+    One whose manifest is damaged does not count and stays, and so does one that claims to be newer. One that
+    is being read stays for now; these are returned. Other files than manifests are not looked at: this is
+    done at each save, and a checkpoint has a file of each rank.
     """
     good = [path for path in complete_checkpoints(root) if step_of(path) <= step and _is_good(path)]
     read = []
@@ -82,7 +83,7 @@ def delete_old(root: Path, keep: int, step: int) -> list[Path]:
 
 def _is_good(path: Path) -> bool:
     try:
-        Manifest.load(path)
+        Manifest.load(path, whole=False)
     except BadCheckpoint:
         return False
     return True

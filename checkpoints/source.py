@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..models import Family, Link, LoraConfig, ModelConfig, adapted, family_of
 from ..parallel_state import BadInput, Box
+from ..storage.crc import Checksum
 from ..storage.file_names import CONFIG, MANIFEST
 from ..storage.files_beside_weights import COMPANIONS, companions_in
 from ..storage.finite import look_at
@@ -21,7 +22,6 @@ from ..storage.leftovers import why_absent
 from ..storage.safetensors_reader import TensorFile
 from ..storage.small_files import read_json
 from .copies import Links, Stored, Whole, copies, join, turned
-from .damage import naming_an_older_one
 from .find import Found, latest_checkpoint, local_folder, open_checkpoint, warn_of
 from .foreign.catalog import assemble, choose_table, hf_shapes
 from .foreign.check_stated import check_stated
@@ -34,7 +34,6 @@ from .moments import MOMENTS, moment_name
 from .part_table import CheckpointFiles, PartTable
 from .reading_lock import Hold
 from .user_module_family import ModuleFamily, module_family
-from .verify import check_all
 
 
 @dataclass
@@ -121,16 +120,26 @@ class Source:
         """Return the files of weights on the disk, each once."""
         return [*{file.path: file for source in self.files for file in source.stored_in}.values()]
 
-    def read(self, name: str, box: Box, links: Links, *, finite: bool = True) -> Tensor:
+    def read(
+        self,
+        name: str,
+        box: Box,
+        links: Links,
+        *,
+        finite: bool = True,
+        seen: Sequence[Checksum] | None = None,
+    ) -> Tensor:
         """Return box ``box`` of the tensor that is wanted as ``name``, in the stored dtype.
 
-        The result is filled with NaN first, and each element is set once. Raises ``BadInput`` for numbers
-        that are not finite, unless ``finite`` is false.
+        The result is filled with NaN first, and each element is set once. ``seen``: checksums of the files,
+        into which the bytes are counted. Raises ``BadInput`` for numbers that are not finite, unless
+        ``finite`` is false.
         """
-        pieces = [
-            (copy.target, turned(copy, self.files[copy.file].read(copy.key, copy.source), copy.target))
-            for copy in copies(name, box, self.catalog, links)
-        ]
+        pieces = []
+        for copy in copies(name, box, self.catalog, links):
+            file, key, part = self.files[copy.file], copy.key, copy.source
+            numbers = file.read(key, part) if seen is None else file.read_counted(key, part, seen[copy.file])
+            pieces.append((copy.target, turned(copy, numbers, copy.target)))
         if not pieces:
             return torch.empty(box.shape)  # all of it is padding
 
@@ -155,25 +164,48 @@ def read_source(
     config: str | Path | None = None,
     names: str | None = None,
     mtp: bool = False,
+    whole: bool = True,
 ) -> Source:
-    """Open a Hugging Face folder, a checkpoint, or a run's newest checkpoint; reads no weights.
+    """Open a Hugging Face folder, a checkpoint, or a run's newest checkpoint; reads headers alone, except for
+    ``whole``.
 
     While the source is in use, the run does not delete that checkpoint. An id such as ``org/model`` is looked
     up in the Hugging Face cache, or downloaded (see ``hub``). A folder of two kinds is refused;
     ``kind_of_folder`` says how to name one of them. ``module`` reads a Hugging Face folder of a model that is
     not in the zoo. ``mtp``: a Hugging Face folder's blocks of multi-token prediction are part of the model,
     whatever its config says. A checkpoint of another project needs ``config``, a Hugging Face folder of the
-    same model (its weights are not read), and may need ``names``, a table (see ``foreign/rules.py``). Raises
+    same model (its weights are not read), and may need ``names``, a table (see ``foreign/rules.py``).
+    ``whole``: look whether each file of a checkpoint is there, and read both of two tensors of a Hugging Face
+    folder that must be one; where many ranks open a source, one of them does it. Raises
     ``BadInput`` or ``BadCheckpoint`` for a source that is none of these, is
     incomplete, or does not hold what its config says.
     """
-    with naming_an_older_one(check_all):
-        source = open_source(
-            path, allow_symlinks=allow_symlinks, module=module, config=config, names=names, mtp=mtp
-        )
-    if source.manifest is None:
-        return source
-    return replace(source, files=CheckpointFiles(source.path, source.manifest, check_older=check_all))
+    path = local_folder(path)
+    if not path.exists():
+        found, todo = why_absent(path)
+        raise BadInput(path, expected="a Hugging Face folder or a checkpoint", found=found, todo=todo)
+    path, kind = kind_of_folder(path, SOURCES)
+    if kind is FolderKind.OTHER and (theirs := format_of(path)) is not None:
+        return _foreign(path, theirs, config, names)
+    if config is not None or names is not None:
+        found, todo = kind.value, "Leave out --config and --names: it has a config and names of its own"
+        raise BadInput(path, expected="a checkpoint of another project", found=found, todo=todo)
+    match kind:
+        case FolderKind.CHECKPOINT:
+            return _sharded(open_checkpoint(path, whole=whole))
+        case FolderKind.CHECKPOINTS | FolderKind.RUN:
+            newest = latest_checkpoint(path / CHECKPOINTS if kind is FolderKind.RUN else path)
+            warn_of(newest.passed_over)
+            return _sharded(newest)
+        case FolderKind.ADAPTER:
+            todo = f"`trilith merge-lora BASE {path} OUT` makes a whole model of them and their base"
+            found = "LoRA adapters without their base"
+            raise BadInput(path, expected="a model's folder", found=found, todo=todo)
+        case FolderKind.UNFINISHED | FolderKind.TOKENS:
+            todo = "Run the command that makes it again" if kind is FolderKind.UNFINISHED else ""
+            expected = "a Hugging Face folder or a checkpoint"
+            raise BadInput(path, expected=expected, found=kind.value, todo=todo)
+    return _hugging_face(path, allow_symlinks, module, mtp, whole)
 
 
 def foreign_format(path: str | Path) -> str | None:
@@ -193,44 +225,6 @@ def read_foreign(path: str | Path) -> ForeignCheckpoint | None:
 def _theirs(path: Path) -> Format | None:
     known = path.exists() and kind_of_folder(path, SOURCES)[1] is FolderKind.OTHER
     return format_of(path) if known else None
-
-
-def open_source(
-    path: str | Path,
-    *,
-    allow_symlinks: bool = False,
-    module: ModuleFamily | None = None,
-    config: str | Path | None = None,
-    names: str | None = None,
-    mtp: bool = False,
-) -> Source:
-    """Open a source as ``read_source`` does; if a run's newest checkpoint is damaged, do not look further."""
-    path = local_folder(path)
-    if not path.exists():
-        found, todo = why_absent(path)
-        raise BadInput(path, expected="a Hugging Face folder or a checkpoint", found=found, todo=todo)
-    path, kind = kind_of_folder(path, SOURCES)
-    if kind is FolderKind.OTHER and (theirs := format_of(path)) is not None:
-        return _foreign(path, theirs, config, names)
-    if config is not None or names is not None:
-        found, todo = kind.value, "Leave out --config and --names: it has a config and names of its own"
-        raise BadInput(path, expected="a checkpoint of another project", found=found, todo=todo)
-    match kind:
-        case FolderKind.CHECKPOINT:
-            return _sharded(open_checkpoint(path))
-        case FolderKind.CHECKPOINTS | FolderKind.RUN:
-            newest = latest_checkpoint(path / CHECKPOINTS if kind is FolderKind.RUN else path)
-            warn_of(newest.passed_over)
-            return _sharded(newest)
-        case FolderKind.ADAPTER:
-            todo = f"`trilith merge-lora BASE {path} OUT` makes a whole model of them and their base"
-            found = "LoRA adapters without their base"
-            raise BadInput(path, expected="a model's folder", found=found, todo=todo)
-        case FolderKind.UNFINISHED | FolderKind.TOKENS:
-            todo = "Run the command that makes it again" if kind is FolderKind.UNFINISHED else ""
-            expected = "a Hugging Face folder or a checkpoint"
-            raise BadInput(path, expected=expected, found=kind.value, todo=todo)
-    return _hugging_face(path, allow_symlinks, module, mtp)
 
 
 def _sharded(found: Found) -> Source:
@@ -253,13 +247,15 @@ def _sharded(found: Found) -> Source:
     )
 
 
-def _hugging_face(path: Path, allow_symlinks: bool, module: ModuleFamily | None, mtp: bool) -> Source:
+def _hugging_face(
+    path: Path, allow_symlinks: bool, module: ModuleFamily | None, mtp: bool, whole: bool
+) -> Source:
     folder = HFFolder(path, allow_symlinks=allow_symlinks)
     if mtp:
         folder.config["mtp"] = True
     family = module or family_of(folder.config, str(path / CONFIG))
     config = family.from_hf(folder.config, str(path / CONFIG))
-    found = expected_tensors(folder, family, config)
+    found = expected_tensors(folder, family, config, whole=whole)
     files = list({id(file): file for file, _ in found.values()}.values())
     numbers = {id(file): number for number, file in enumerate(files)}
     catalog = {}

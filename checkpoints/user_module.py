@@ -27,7 +27,7 @@ from .moments import begin_moments, together_updates
 from .rank_storage import stored_parts
 from .resume import Progress, check_same_dtype, load_together, newest_in, restore_progress
 from .save import Contents, Saver
-from .source import Source, open_source
+from .source import Source, read_source
 from .user_module_family import ModuleConfig, ModuleFamily, StoredModule, module_family
 from .verify_together import verify_share
 
@@ -152,7 +152,7 @@ def load_module(
 
     def load(path: str) -> Progress:
         family = module_family(StoredModule.of(stages, names), {})
-        source = open_source(path, module=family)
+        source = read_source(path, module=family, whole=state.rank == 0)
         _check_same(source, stages, family)
         manifest, links = source.manifest, source.links()
         if optimizer is not None:

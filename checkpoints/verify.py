@@ -4,9 +4,9 @@ owners.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import repeat
 from pathlib import Path
 
 from ..parallel_state import BadCheckpoint, Box
@@ -15,9 +15,8 @@ from ..storage.records import StoredFile
 from ..storage.safe_open import contained, open_regular
 from ..storage.safetensors_reader import TensorFile
 from ..storage.strict_json import shown
-from .damage import naming_an_older_one
-from .find import open_checkpoint
-from .manifest import Damaged, Manifest
+from .damage import damaged
+from .manifest import Manifest
 from .part_table import CheckpointFiles
 
 
@@ -27,31 +26,22 @@ def verify(
     *,
     threads: int = 2,
     progress: Callable[[int], None] = lambda read: None,
-) -> None:
-    """Refuse the checkpoint unless every file is, byte for byte, the one that was written.
+) -> list[str]:
+    """Refuse the checkpoint unless every file is, byte for byte, the one that was written; return the SHA-256
+    (hex) of each, in the manifest's order.
 
-    ``progress`` is called with the number of bytes read since its last call, from any of ``threads``.
+    Every byte is read once. ``progress`` is called with the number of bytes read since its last call, from
+    any of ``threads``. An error names an older checkpoint of the run (see ``damage``).
     """
-    with naming_an_older_one(check_all):
-        _verify(Path(directory), manifest, threads=threads, progress=progress)
+    directory = Path(directory)
+    files, digests = CheckpointFiles(directory, manifest), [hashlib.sha256() for _ in manifest.files]
 
+    def check(number: int) -> dict[str, int]:
+        file = files.open(number)
+        return verify_file(file, manifest.files[number], checksum_of(file), progress, digests[number].update)
 
-def check_all(directory: Path) -> None:
-    """Read every byte of this checkpoint, but do not look for an older one if it is damaged."""
-    found = open_checkpoint(directory)
-    _verify(directory, found.manifest)
-
-
-def _verify(
-    directory: Path,
-    manifest: Manifest,
-    *,
-    threads: int = 2,
-    progress: Callable[[int], None] = lambda read: None,
-) -> None:
-    files = CheckpointFiles(directory, manifest)
-    seen = [checksum_of(file) for file in files]
-    _verify_rest(directory, manifest, files, seen, threads=threads, progress=progress)
+    _verify_all(directory, manifest, check, threads)
+    return [digest.hexdigest() for digest in digests]
 
 
 def verify_rest(
@@ -61,32 +51,34 @@ def verify_rest(
     seen: Sequence[Checksum],
     *,
     threads: int = 2,
-    progress: Callable[[int], None] = lambda read: None,
 ) -> None:
     """Verify as ``verify`` does, but skip bytes whose sums are in ``seen`` (one checksum for each file)."""
-    with naming_an_older_one(check_all):
-        _verify_rest(Path(directory), manifest, files, seen, threads=threads, progress=progress)
+
+    def check(number: int) -> dict[str, int]:
+        return verify_file(files[number], manifest.files[number], seen[number])
+
+    _verify_all(Path(directory), manifest, check, threads)
 
 
-def _verify_rest(
-    directory: Path,
-    manifest: Manifest,
-    files: Sequence[TensorFile],
-    seen: Sequence[Checksum],
-    *,
-    threads: int,
-    progress: Callable[[int], None],
+def _verify_all(
+    directory: Path, manifest: Manifest, check: Callable[[int], dict[str, int]], threads: int
 ) -> None:
+    """Check each file with ``check``, which returns the sums of its tensors, then companions and replicas."""
+    listed = {name for name, tensor in manifest.tensors.items() if tensor.parts}
+
+    def sums_of(number: int) -> dict[str, int]:
+        return {name: crc for name, crc in check(number).items() if name in listed}
+
     with ThreadPoolExecutor(threads) as pool:
-        sums = list(pool.map(verify_file, files, manifest.files, seen, repeat(progress)))
+        sums = list(pool.map(sums_of, range(len(manifest.files))))
     verify_companions(directory, manifest)
-    for name, tensor in manifest.tensors.items():
+    for name in listed:
         first: dict[Box, int] = {}
-        for part in sorted(tensor.parts, key=lambda part: part.role):
+        for part in sorted(manifest.tensors[name].parts, key=lambda part: part.role):
             owner = first.setdefault(part.box, part.file)
             if sums[owner][name] != sums[part.file][name]:
                 names = f"{manifest.files[owner].name} and {manifest.files[part.file].name}"
-                raise Damaged(
+                raise damaged(
                     directory, shown(name), expected="equal replicas", found=f"a difference: {names}"
                 )
 
@@ -95,7 +87,8 @@ def verify_files(directory: Path | str, manifest: Manifest, numbers: Iterable[in
     """Refuse the checkpoint if a byte of these files is not the byte that was written."""
     files = CheckpointFiles(Path(directory), manifest)
     for number in numbers:
-        verify_file(files[number], manifest.files[number], checksum_of(files[number]))
+        file = files.open(number)
+        verify_file(file, manifest.files[number], checksum_of(file))
 
 
 def checksum_of(file: TensorFile) -> Checksum:
@@ -128,13 +121,20 @@ def verify_sums(
 
 
 def verify_file(
-    file: TensorFile, stored: StoredFile, seen: Checksum, progress: Callable[[int], None] = lambda read: None
+    file: TensorFile,
+    stored: StoredFile,
+    seen: Checksum,
+    progress: Callable[[int], None] = lambda read: None,
+    also: Callable[[memoryview], None] = lambda data: None,
 ) -> dict[str, int]:
-    """Check the CRC-32 of the whole file, then return that of each tensor's bytes."""
+    """Check the CRC-32 of the whole file, then return that of each tensor's bytes.
+
+    ``also`` is given the bytes that are read, in order: all of the file if nothing of it is in ``seen``.
+    """
     entries = sorted(file.tensors.items(), key=lambda item: (item[1].begin, item[1].end))
     stretches = [(0, file.data_begin), *((entry.begin, entry.end) for _, entry in entries)]
     with open_regular(file.path, kind=BadCheckpoint) as (fd, _):
-        seen.fill_gaps(fd, stretches, progress)
+        seen.fill_gaps(fd, stretches, progress, also)
     sums = seen.of(stretches)
     whole = 0
     for crc, (begin, end) in zip(sums, stretches, strict=True):
@@ -155,4 +155,4 @@ def verify_companions(directory: Path, manifest: Manifest) -> None:
 def _check(path: Path, stored: StoredFile, crc: int) -> None:
     if crc != stored.crc32:
         todo = "The file was altered or damaged since it was written"
-        raise Damaged(path, "CRC-32", expected=f"{stored.crc32:08x}", found=f"{crc:08x}", todo=todo)
+        raise damaged(path, "CRC-32", expected=f"{stored.crc32:08x}", found=f"{crc:08x}", todo=todo)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from ..parallel_state import BadCheckpoint, ParallelState
 from ..parallel_state.collective_errors import together
-from .damage import newest_good, older_than, with_older
-from .find import open_checkpoint
-from .manifest import Damaged, Manifest
+from .manifest import Manifest
 from .source import Source
 from .verify import verify_companions, verify_files
 
@@ -35,8 +30,7 @@ def check_bytes(source: Source, state: ParallelState) -> None:
         return source.path.name, hashlib.sha256(stated.encode()).hexdigest()
 
     _, world, group = _ranks(state)
-    with naming_an_older_one_together(state):
-        opened = together(check, world=world, group=group)
+    opened = together(check, world=world, group=group)
     if len(set(opened)) > 1:
         raise BadCheckpoint(
             source.path.parent,
@@ -52,24 +46,6 @@ def verify_share(path: Path, manifest: Manifest, state: ParallelState) -> None:
     if rank == 0:
         verify_companions(path, manifest)
     verify_files(path, manifest, range(rank, len(manifest.files), world))
-
-
-@contextmanager
-def naming_an_older_one_together(state: ParallelState) -> Iterator[None]:
-    """Act as ``naming_an_older_one``; every rank leaves the block with the same error. Collective."""
-    try:
-        yield
-    except Damaged as error:
-        _, world, group = _ranks(state)
-
-        def check(path: Path) -> None:
-            together(
-                lambda: verify_share(path, open_checkpoint(path).manifest, state), world=world, group=group
-            )
-
-        listed = partial(older_than, error)
-        candidates = together(listed, world=world, group=group)[0]
-        raise with_older(error, newest_good(candidates, check)) from None
 
 
 def _ranks(state: ParallelState) -> tuple[int, int, dist.ProcessGroup | None]:

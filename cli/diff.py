@@ -51,6 +51,7 @@ def diff(
     for source in (first, second):
         if source.manifest is not None:
             verify(source.path, source.manifest)
+            continue
         for file in source.files:
             verify_sums(file, checksum_of(file))
     found = list(islice(differences(first, second), most + 1))

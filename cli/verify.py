@@ -63,26 +63,29 @@ def verify(
     found = read_source(source, config=config, names=names)
     for warning in found.warnings:
         say(f"warning: {warning}", err=True)
-    total = sum(file.size for file in found.files)
+    manifest = found.manifest
+    total = sum(file.size for file in (found.files if manifest is None else manifest.files))
     with byte_progress(f"{found.path}", total) as advance:
-        if found.manifest is not None:
+        if manifest is not None:
             check_model(found)
-            check_step(found.path, found.manifest.step)
-            check(found.path, found.manifest, progress=advance)
+            check_step(found.path, manifest.step)
+            digests = check(found.path, manifest, progress=advance)
+            for digest, stored in zip(digests, manifest.files, strict=True):
+                say(f"{digest}  {stored.name}")
         else:
             for name, whole in found.catalog.items():
                 box = Box.whole(whole.shape)
                 advance(found.read(name, box, found.links(to_hf=True)).nbytes)
             for file in found.files:
                 verify_sums(file, checksum_of(file))
-    for file in found.stored_files:
+    for file in found.stored_files if manifest is None else ():
         with file.path.open("rb") as opened:
             say(f"{hashlib.file_digest(opened, 'sha256').hexdigest()}  {file.path.name}")
-    if found.manifest is not None and not found.manifest.sealed:
+    if manifest is not None and not manifest.sealed:
         say("manifest.json has no seal (it is of an earlier release): damage to it would not be noticed")
     url = as_url(source)
     where = f"{found.path}" if url is None else f"{url}, copied to {found.path}"
-    say(f"{where}: complete and unaltered" if found.manifest else f"{where}: complete and finite")
+    say(f"{where}: complete and unaltered" if manifest else f"{where}: complete and finite")
 
 
 def verify_tokens(source: str) -> None:

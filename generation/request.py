@@ -12,6 +12,7 @@ from ..checkpoints import Source, load_source, read_with_adapter
 from ..data.text.tokenizer_loading import Tokenizer, load_tokenizer
 from ..data.vocabulary import check_vocabulary
 from ..parallel_state import BadInput, Layout, ParallelState, dtype_named
+from ..runs.launch import own_rank
 from ..storage.small_files import read_json
 from .continuation import Continuation
 from .generate import check_length, generate
@@ -56,7 +57,7 @@ def prepare(request: Request, layout: Layout) -> Prepared:
     """Read everything but the weights. Raises ``BadInput`` for what cannot be generated from."""
     if "" in request.stop:
         raise BadInput("generate", "--stop", expected="text that ends a continuation", found="none")
-    source, adapter = read_with_adapter(request.source, request.adapter)
+    source, adapter = read_with_adapter(request.source, request.adapter, whole=own_rank() == 0)
     tokenizer = load_tokenizer(request.tokenizer or source.path)
     config = source.model_config
     check_vocabulary(tokenizer.vocab_size, config.vocab_size, request.tokenizer or source.path)

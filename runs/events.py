@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ..storage.small_files import log_line, read_good_lines
 from .stop_signals import Preempted
+
+#: What a line about an event must have besides.
+_FACTS: dict[str, dict[str, type]] = {
+    "started": {"world": int, "layout": str},
+    "resumed": {"world": int, "layout": str, "checkpoint": str, "written_by": str},
+    "saved": {"checkpoint": str},
+    "finished": {"goal": int},
+}
+#: The end of the year 9999, after which no date can be written.
+_LAST_SECOND = 253402300799
 
 
 class Events:
@@ -59,6 +69,16 @@ def _said(error: BaseException) -> str:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Read the events of a run, in order; none if there is no file. A broken line is passed over."""
-    lines = read_good_lines(path)
-    return [line for line in lines if isinstance(line.get("event"), str) and type(line.get("step")) is int]
+    """Read the events of a run, in order; none if there is no file. A line that is broken, or that no run can
+    have written, is passed over.
+    """
+    return [line for line in read_good_lines(path) if _is_whole(line)]
+
+
+def _is_whole(line: Mapping[str, Any]) -> bool:
+    event, step, at = line.get("event"), line.get("step"), line.get("time")
+    if not isinstance(event, str) or type(step) is not int or step < 0:
+        return False
+    facts = all(type(line.get(key)) is kind for key, kind in _FACTS.get(event, {}).items())
+    dated = isinstance(at, int | float) and type(at) is not bool and 0 <= at <= _LAST_SECOND
+    return facts and dated

@@ -29,7 +29,8 @@ SILENT_AFTER = 4.0
 _BEAT = 1.0
 #: How files begin in which a rank says whom it blames.
 BLAME = "blame-"
-#: A new step is written at most every so many seconds, a new phase at once.
+#: A new step is written when it has lasted from one beat to the next, so that a hang is seen, or else every
+#: so many seconds; a new phase at once.
 _STEP_EVERY = 10.0
 _OF_A_RANK = re.compile(r"(collectives-|nccl-)?rank[0-9]+(\.json|\.tmp)?")
 
@@ -90,7 +91,8 @@ class Heartbeat:
 
     So other ranks can tell a rank that waits from a rank that was stopped or killed, which falls silent. A
     beat sets the time of a file that is kept open: it reads and makes nothing, on the disk that all ranks
-    share, and it is no beat of a later start, whose file has the same name. The file's step may be 10 s old.
+    share, and it is no beat of a later start, whose file has the same name. Where steps take less than a
+    beat, the file's step may be 10 s old.
     Leaving the context without ``end`` notes a good end. Nothing is written before ``publish``, because until
     then the folder may belong to another run.
     """
@@ -161,10 +163,12 @@ class Heartbeat:
             self._thread.join()
 
     def _beat(self) -> None:
+        before = -1
         while not self._done.wait(_BEAT):
-            step, written = self._written
-            if step != self._status.step and time.monotonic() - written >= _STEP_EVERY:
+            now, (step, written) = self._status.step, self._written
+            if now != step and (now == before or time.monotonic() - written >= _STEP_EVERY):
                 self._write()
+            before = now
             with self._lock, suppress(OSError):
                 if self._file is not None:
                     os.utime(self._file.fileno())

@@ -96,8 +96,11 @@ class Checksum:
         fd: int,
         stretches: Sequence[tuple[int, int]],
         progress: Callable[[int], None] = lambda read: None,
+        also: Callable[[memoryview], None] = lambda data: None,
     ) -> None:
-        """Read the unseen parts of these ``(begin, end)``, which are in order and do not overlap."""
+        """Read the unseen parts of these ``(begin, end)``, which are in order and do not overlap. ``also`` is
+        given what is read, in order.
+        """
         buffer = memoryview(bytearray(_READ))
         gaps = deque(self.gaps(stretches[-1][1]))
         for begin, end in stretches:
@@ -106,6 +109,7 @@ class Checksum:
                 stop, at = min(end, gap + length), max(begin, gap)
                 while at < stop and (read := os.preadv(fd, [buffer[: min(_READ, stop - at)]], at)):
                     self.add(at, buffer[:read])
+                    also(buffer[:read])
                     progress(read)
                     at += read
                 if gap + length > end:

@@ -12,10 +12,8 @@ from .disk import Disk
 def make_parents(folder: Path, disk: Disk | None = None) -> list[Path]:
     """Make the folders that are missing; gives those that were made, the outermost first. All or none."""
     made: list[Path] = []
-    disk = disk or Disk()
     try:
-        for parent in reversed([folder, *folder.parents]):
-            _make(parent, disk, made)
+        _make(folder, disk or Disk(), made)
     except BaseException:
         remove_empty(made)
         raise
@@ -23,16 +21,21 @@ def make_parents(folder: Path, disk: Disk | None = None) -> list[Path]:
 
 
 def _make(folder: Path, disk: Disk, made: list[Path]) -> None:
-    if folder.exists():  # so is ``new/../new``, once ``new`` is there
-        return
-    try:
-        disk.make_directory(folder)
-    except FileExistsError:
-        if folder.is_dir():  # another process made it just now
-            return
-        raise
-    made.append(folder)
-    disk.sync_directory(folder.parent)
+    missing: list[Path] = []  # thousands, perhaps
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for parent in reversed(missing):
+        if parent.exists():  # ``new/../new`` is, once ``new`` is there
+            continue
+        try:
+            disk.make_directory(parent)
+        except FileExistsError:
+            if parent.is_dir():  # another process made it just now
+                continue
+            raise
+        made.append(parent)
+        disk.sync_directory(parent.parent)
 
 
 def remove_empty(made: Sequence[Path]) -> None:

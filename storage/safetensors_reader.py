@@ -17,6 +17,7 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 
 from ..parallel_state import BadCheckpoint, BadInput, Box
+from .crc import Checksum
 from .dtypes import BITS, TORCH
 from .safe_open import open_regular
 from .safetensors_header import Entry, header_length, parse_header
@@ -102,6 +103,15 @@ class TensorFile:
         )
         if box.size:
             self._read_box(name, entry, box, out.reshape(-1).view(torch.uint8).numpy())
+        return out
+
+    def read_counted(self, name: str, box: Box, seen: Checksum) -> torch.Tensor:
+        """Read as ``read`` does, and count the bytes into the file's checksum."""
+        out = self.read(name, box)
+        data, at = out.reshape(-1).view(torch.uint8).numpy().data, 0
+        for offset, length in self.byte_ranges(name, box):
+            seen.add(offset, data[at : at + length])
+            at += length
         return out
 
     def state(self) -> tuple[str, object, str]:

@@ -22,12 +22,14 @@ class _Refused(ValueError):
     """Carry a refusal out of the hooks below; the caller's kind of error replaces it and names the file."""
 
 
-def parse_object(raw: bytes, where: object, *, kind: type[BadInput] = BadInput) -> dict[str, object]:
+def parse_object(
+    raw: bytes, where: object, *, kind: type[BadInput] = BadInput, constants: bool = False
+) -> dict[str, object]:
     """Return the one JSON object in ``raw``, or raise an error of ``kind`` that names ``where``.
 
     Refused are invalid UTF-8, half a surrogate pair (not text), a key that appears twice (readers differ in
     which one counts), ``NaN`` and infinities (not JSON), more than ``DEEPEST`` nested levels, and anything
-    but an object at the top.
+    but an object at the top. ``constants``: NaN and infinities pass, which data sets have beside their texts.
     """
     text = decode_utf8(raw, where, kind=kind)
     if text.startswith("\ufeff"):  # other readers of the same file refuse it
@@ -37,7 +39,7 @@ def parse_object(raw: bytes, where: object, *, kind: type[BadInput] = BadInput) 
         value = json.loads(
             text,
             object_pairs_hook=_unique_keys,
-            parse_constant=_no_constant,
+            parse_constant=float if constants else _no_constant,
             parse_float=finite_float,
             parse_int=_whole,
         )

@@ -70,7 +70,6 @@ READERS = {
     "runs/flight_recorder.py": "torch's own texts, no file",
     "runs/rendezvous.py": "a store between ranks, no file",
     "data/text/chat_formats.py": "a text inside a record, no file",
-    "data/text/text_and_jsonl.py": "streams data sets of any size in blocks",
     "data/text/stdlib_corpus.py": "Python's own sources",
     "cli/shared/quickstart.py": "compares two files that it has just written",
     "generation/ranks.py": "a file of its own rank, in a temporary folder",

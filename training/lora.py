@@ -8,6 +8,7 @@ from ..checkpoints import Source, StoredAdapter, load_source, read_adapter, read
 from ..models import AdaptedFamily, CausalLM, Family, LoraConfig, adapted
 from ..parallel_state import BadInput, ParallelState, initialize
 from ..recipes.sections import LoraSection
+from ..runs.launch import own_rank
 
 
 def plan_adapters(lora: LoraSection, base: Source) -> tuple[AdaptedFamily, StoredAdapter]:
@@ -20,7 +21,7 @@ def plan_adapters(lora: LoraSection, base: Source) -> tuple[AdaptedFamily, Store
         family.check(base.model_config, "recipe: lora")
     else:
         _check_alone(lora)
-        begun = read_adapter(lora.init_from, base).family
+        begun = read_adapter(lora.init_from, base, whole=own_rank() == 0).family
         assert isinstance(begun, AdaptedFamily)
         family = adapted(base.family, _with_dropout(lora, begun.lora))
     return family, stored_adapter(family, base)
@@ -65,7 +66,7 @@ def first_adapters(
     if resuming:
         return
     if lora.init_from is not None:
-        load_source(read_adapter(lora.init_from, base), model)
+        load_source(read_adapter(lora.init_from, base, whole=False), model)  # the plan looked at it
         say(f"adapters from {lora.init_from}")
         return
     (stated,) = family.declarations(base.model_config)  # a group of the recipe's may freeze some of them

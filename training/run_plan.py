@@ -20,6 +20,7 @@ from ..planner.stage_cut import StageCut, cut_stages
 from ..recipes.checks import check_experts
 from ..recipes.optimizer_sections import ParameterGroup
 from ..recipes.recipe import Recipe, read_config
+from ..runs.launch import own_rank
 from ..runs.named_trackers import check_trackers
 from ..storage import companions_in
 from ..storage.file_names import CONFIG
@@ -61,7 +62,8 @@ def plan(recipe: Recipe) -> Plan:
     source: Source | None = None
     check_run_folder(recipe)
     if recipe.model.init_from is not None:
-        source = read_source(recipe.model.init_from, mtp=recipe.model.mtp is not None)
+        mtp = recipe.model.mtp is not None
+        source = read_source(recipe.model.init_from, mtp=mtp, whole=own_rank() == 0)
         if source.adapter is not None:
             todo = f"`trilith merge-lora BASE {source.path} OUT` makes one, or name them as lora.init_from"
             found = "LoRA adapters"

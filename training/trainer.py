@@ -20,6 +20,7 @@ from ..checkpoints import (
     load_training,
     load_weights,
     newest_checkpoint,
+    newest_in,
     restore_if_none,
 )
 from ..data.batch import Batch
@@ -225,7 +226,8 @@ class Trainer:
             self.watchers.began(progress.step, checkpoint=newest, progress=progress)
             return progress.step
         if lora is None and self.recipe.model.init_from is not None:
-            load_weights(self.recipe.model.init_from, self.model, self.plan.family, self.plan.config)
+            with newest_in(self.recipe.model.init_from, self.state) as first:  # the plan looked at it whole
+                load_weights(first, self.model, self.plan.family, self.plan.config, whole=False)
             self.terminal.say(f"weights from {self.recipe.model.init_from}")
         elif lora is None:
             initialize(self.model, self.recipe.seed, state=self.state)

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from ...parallel_state import BadInput, Box
+from ...storage.crc import Checksum
 from ...storage.dtypes import TORCH
 from ...storage.output_file import check_place
 from ...storage.staging import check_output, staged
 from ..foreign.rules import Piece, foreign_shapes, pieces, table_named
 from ..moments import MOMENTS, moment_name
 from ..source import Source, read_source
-from ..verify import checksum_of, verify, verify_sums
+from ..verify import checksum_of, verify_rest, verify_sums
 
 #: What some 1.2 kB of an archive and its directory take beside each tensor.
 _BESIDE_A_TENSOR = 4096
@@ -42,8 +43,9 @@ def convert_to_dcp(
     ``names``: a table (see ``foreign/rules.py``) by which the tensors are named and cut, such as ``titan``;
     without one they are ``model.NAME`` and ``optim.state.NAME.exp_avg`` with Hugging Face's names, as
     ``get_model_state_dict`` and ``get_optimizer_state_dict`` of such a model give them. ``config``: for a
-    source of another project. A checkpoint's checksums are compared first; numbers that are not finite are
-    refused. A failure leaves nothing behind; if the process is killed, the call begins anew.
+    source of another project. A checkpoint's checksums are compared, of what is read, before the new folder
+    has its name; numbers that are not finite are refused. A failure leaves nothing behind; if the process is
+    killed, the call begins anew.
     """
     source = read_source(src, config=config)
     check_output(Path(dst), inputs=[source.path])
@@ -51,20 +53,31 @@ def convert_to_dcp(
     if source.adapter is not None:
         todo = f"`trilith merge-lora BASE {source.path} OUT` makes a whole model of them and their base"
         raise BadInput(source.path, "--to dcp", expected="a whole model", found="LoRA adapters", todo=todo)
-    nested, made = _planned(source, names)
+    manifest = source.manifest
+    seen = None if manifest is None else [checksum_of(file) for file in source.files]
+    nested, made = _planned(source, names, seen)
     need = sum(one.nbytes + _BESIDE_A_TENSOR for one in _flat(nested))
-    if source.manifest is not None:
-        verify(source.path, source.manifest)
-    for file in source.files:
+    for file in source.files if manifest is None else ():
         verify_sums(file, checksum_of(file))
     with staged(Path(dst), inputs=[source.path], need=need) as staging:
-        _save(nested, made, staging.directory)
+
+        def verify() -> None:
+            if manifest is not None and seen is not None:
+                verify_rest(source.path, manifest, source.files, seen)
+
+        try:
+            _save(nested, made, staging.directory)
+        except Exception:  # numbers that are not finite may be what a damaged file looks like
+            verify()
+            raise
+        verify()
         staging.publish()
     return source
 
 
 def _save(nested: dict[str, Any], made: Mapping[str, Fill], folder: Path) -> None:
     from torch.distributed import checkpoint as dcp  # takes a second to import
+    from torch.distributed.checkpoint.api import CheckpointException
 
     class Planner(dcp.DefaultSavePlanner):
         """Give each tensor when it is written."""
@@ -75,10 +88,15 @@ def _save(nested: dict[str, Any], made: Mapping[str, Fill], folder: Path) -> Non
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about a save by one process, which this is
-        dcp.save(nested, storage_writer=writer, planner=Planner(), no_dist=True)
+        try:
+            dcp.save(nested, storage_writer=writer, planner=Planner(), no_dist=True)
+        except CheckpointException as error:  # no ``Exception``; it holds that of each rank
+            raise error.failures[0][0] from None
 
 
-def _planned(source: Source, names: str | None) -> tuple[dict[str, Any], dict[str, Fill]]:
+def _planned(
+    source: Source, names: str | None, seen: Sequence[Checksum] | None
+) -> tuple[dict[str, Any], dict[str, Fill]]:
     """Return the state dict, of tensors without memory, and what makes each tensor, by its whole name."""
     parts, shapes = _parts(source, names)
     links = source.links(to_hf=True)
@@ -97,10 +115,10 @@ def _planned(source: Source, names: str | None) -> tuple[dict[str, Any], dict[st
             empty = torch.empty(shape, dtype=TORCH[dtypes.pop()], device="meta")
             if moment:
                 state.setdefault(name, {})[moment] = empty
-                made[f"{optimizer}.state.{name}.{moment}"] = partial(_read, source, stored, empty)
+                made[f"{optimizer}.state.{name}.{moment}"] = partial(_read, source, stored, empty, seen)
             else:
                 weights[name] = empty
-                made[prefix + name] = partial(_read, source, stored, empty)
+                made[prefix + name] = partial(_read, source, stored, empty, seen)
     updates = torch.tensor(float(_updates(source)))
     nested: dict[str, Any] = {"model": weights} if prefix else weights
     if state:
@@ -128,12 +146,14 @@ def _parts(source: Source, names: str | None) -> tuple[Parts, dict[str, tuple[in
     return parts, shapes
 
 
-def _read(source: Source, stored: Sequence[tuple[str, Piece]], empty: Tensor) -> Tensor:
+def _read(
+    source: Source, stored: Sequence[tuple[str, Piece]], empty: Tensor, seen: Sequence[Checksum] | None
+) -> Tensor:
     """Return a tensor, put together from the tensors of Hugging Face that it is made of."""
     links = source.links(to_hf=True)
     whole = Box.whole(tuple(empty.shape))
     if len(stored) == 1 and stored[0][1] == Piece.whole(stored[0][1].foreign, whole.shape):
-        return source.read(stored[0][0], whole, links)
+        return source.read(stored[0][0], whole, links, seen=seen)
     made = torch.empty(empty.shape, dtype=empty.dtype)
     for name, piece in stored:
         along = {dim: at for at, dim in enumerate(piece.dims) if dim is not None}
@@ -149,7 +169,7 @@ def _read(source: Source, stored: Sequence[tuple[str, Piece]], empty: Tensor) ->
                 for dim, begin in enumerate(piece.start)
             )
         ]
-        numbers = source.read(name, piece.box, links)
+        numbers = source.read(name, piece.box, links, seen=seen)
         order = [at for _, at in sorted(along.items())]
         others = [at for at, dim in enumerate(piece.dims) if dim is None]
         region.copy_(numbers.permute(*others, *order).reshape(region.shape))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import gzip
-import json
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, BinaryIO, Literal, Protocol, cast
 
 from ...parallel_state import BadInput
 from ...storage.safe_open import stat_regular
+from ...storage.strict_json import parse_object
 from .parquet_and_arrow import dataset_files, need, read_dataset, read_parquet
 from .tokenizer_loading import LARGEST_TEXT
 
@@ -152,14 +152,7 @@ def records_of(block: Block) -> Iterator[tuple[str, dict[str, Any]]]:
         if not line.strip():
             continue
         where = f"{block.path}:{number}"
-        try:
-            record = json.loads(_decode(block, line, number))
-        except (json.JSONDecodeError, RecursionError) as error:
-            reason = f"{error.msg} at column {error.colno}" if isinstance(error, ValueError) else "nesting"
-            raise BadInput(where, expected="one JSON object", found=reason) from error
-        if not isinstance(record, dict):
-            raise BadInput(where, expected="a JSON object", found=type(record).__name__)
-        yield where, record
+        yield where, parse_object(line, where, constants=True)
 
 
 def _paragraphs(text: str, first: int) -> Iterator[tuple[int, str]]:

@@ -218,6 +218,8 @@ def _schedule(given: Given, found: Translation, steps: int | None, theirs: Mappi
 def _warmup(given: Given, found: Translation, steps: int | None, kind: str) -> None:
     """Translate the warm-up; ``warmup_steps`` below 1 is a share of the run, as ``warmup_ratio`` is."""
     warmup, share = given.number("warmup_steps", 0.0) or 0.0, given.number("warmup_ratio", 0.0) or 0.0
+    if share > 1:
+        raise given.bad("warmup_ratio", "a share of the steps, from 0 to 1", share)
     if 0 < warmup < 1:
         warmup, share = 0.0, warmup
     if kind == "constant":

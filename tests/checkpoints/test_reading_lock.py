@@ -1,5 +1,6 @@
-"""Check that retention deletes no checkpoint that is being read, and that a damaged one names a good one."""
+"""Retention deletes no checkpoint that is being read; a damaged checkpoint names an older one."""
 
+import os
 import re
 import shutil
 import threading
@@ -118,8 +119,8 @@ def flip(directory, *, header=False):
 
 
 @pytest.mark.parametrize("header", [False, True], ids=["data", "header"])
-def test_a_damaged_newest_step_names_the_newest_good_one_and_the_command(tmp_path, header, capsys):
-    """The second newest is damaged too: only a good one is named, and the named command works."""
+def test_a_damaged_newest_step_names_the_one_before_it_and_the_command(tmp_path, header, capsys):
+    """The second newest is damaged too, which is known when it is used; the commands lead to a good one."""
     root = tmp_path / "checkpoints"
     saved(root, 1, 2, 3, 4)
     shutil.copytree(root / "step-00000004", root / "step-00000004.damaged")  # moved there before
@@ -130,28 +131,43 @@ def test_a_damaged_newest_step_names_the_newest_good_one_and_the_command(tmp_pat
         ["diff", str(root), str(root)],
         ["convert", str(root), str(tmp_path / "out"), "--to", "sharded"],
     ]
-    for command in commands:
-        assert run(command) == 4, command
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert f"The newest good checkpoint is {root / 'step-00000002'}" in error
-    with pytest.raises(BadCheckpoint, match=r"newest good checkpoint is \S+step-00000002"):
-        load_module(root, nn.Linear(3, 2))
-    move = re.search(r"`mv (\S+) (\S+)`", error)
-    assert move is not None
-    assert not Path(move[2]).exists()
-    shutil.move(move[1], move[2])
-    flip(root / "step-00000003")  # mended
+    for step in (3, 2):
+        named = f"The newest complete checkpoint before it is {root / f'step-0000000{step}'}:"
+        for command in commands:
+            assert run(command) == 4, command
+            error = capsys.readouterr().err.splitlines()[-1]
+            assert named in error
+        with pytest.raises(BadCheckpoint, match=re.escape(named)):
+            load_module(root, nn.Linear(3, 2))
+        move = re.search(r"`mv (\S+) (\S+)`", error)
+        assert move is not None and not Path(move[2]).exists()
+        shutil.move(move[1], move[2])
     for command in commands:
         assert run(command) == 0, command
 
 
-def test_without_a_good_checkpoint_none_is_named(tmp_path):
+def test_no_byte_of_an_older_checkpoint_is_read_before_a_damaged_one_is_told(tmp_path):
     saved(tmp_path, 1, 2)
-    for step in (1, 2):
-        flip(tmp_path / f"step-{step:08d}")
+    flip(tmp_path / "step-00000002")
+    opened, open_file = [], os.open
+
+    def note(path, *flags, **named):
+        opened.append(path)
+        return open_file(path, *flags, **named)
+
+    with mock.patch("os.open", note), pytest.raises(BadCheckpoint, match=r"before it is \S+step-00000001"):
+        load_module(tmp_path, nn.Linear(3, 2))
+    older = [path for path in map(str, opened) if "step-00000001" in path]
+    assert older and all(path.endswith("manifest.json") for path in older)
+
+
+def test_without_a_complete_checkpoint_none_is_named(tmp_path):
+    saved(tmp_path, 1, 2)
+    flip_bit(tmp_path / "step-00000001" / "manifest.json", 40)
+    flip(tmp_path / "step-00000002")
     with pytest.raises(BadCheckpoint) as caught:
         load_module(tmp_path, nn.Linear(3, 2))
-    assert "newest good" not in str(caught.value)
+    assert "newest complete" not in str(caught.value)
 
 
 def test_a_run_on_two_ranks_names_the_good_one_and_goes_on_from_it(tmp_path):
@@ -167,7 +183,8 @@ def test_a_run_on_two_ranks_names_the_good_one_and_goes_on_from_it(tmp_path):
     train(raw)
     newest = out / "checkpoints" / "step-00000003"
     flip(newest)
-    with pytest.raises(RankError, match=r"newest good checkpoint is \S+step-00000002: after `mv"):
+    older = r"newest complete checkpoint before it is \S+step-00000002: after `mv"
+    with pytest.raises(RankError, match=older):
         train(raw | {"steps": 4})
     newest.rename(newest.with_name("step-00000003.damaged"))
     train(raw | {"steps": 4})

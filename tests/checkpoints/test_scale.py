@@ -1,29 +1,48 @@
 """Checkpoints of thousands of ranks: what a rank computes, gathers, writes and opens, without processes."""
 
 import json
+import os
 import pickle
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.configs import TINIEST_LLAMA
 from support.inputs import change_manifest, saver_of
 from support.refusals import Refused, refusals
+from support.short_runs import run_recipe, tiny_recipe
 from torch import nn
-from trilith.checkpoints import Manifest, Progress, load_model, read_source, retention, save, verify
+from trilith.checkpoints import (
+    Manifest,
+    Progress,
+    convert_to_dcp,
+    load_model,
+    load_module,
+    read_source,
+    restore_model,
+    retention,
+    save,
+    verify,
+)
+from trilith.checkpoints.hugging_face import expected
 from trilith.checkpoints.manifest import WITH_GRIDS
 from trilith.checkpoints.moments import MOMENTS, moment_name
 from trilith.checkpoints.part_table import PartTable
 from trilith.checkpoints.rank_files import files_to_come, own_boxes, stored_tensors, write_file
 from trilith.cli.app import run
+from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.models import family_of
-from trilith.parallel_state import Box, Layout
+from trilith.parallel_state import BadCheckpoint, Box, Layout, ParallelState
 from trilith.recipes import load_recipe
 from trilith.storage.file_names import MANIFEST
 from trilith.storage.safetensors_reader import TensorFile
+from trilith.testing import run_parallel
 from trilith.training.run_plan import plan
 
 LAYOUT = Layout(tensor=2, data_shard=3, data_replicate=2, pipeline=2, zero=1)
@@ -208,6 +227,124 @@ def test_nobody_waits_for_the_deletion_of_the_oldest_checkpoint(tmp_path, blocke
         go.set()
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000004"]
     assert not [one for one in threading.enumerate() if one.name == "retention"]
+
+
+class Looks:
+    """Count how often all files of a checkpoint are looked at, and which files of weights are opened."""
+
+    def __init__(self):
+        self.whole, self.opened = 0, []
+
+    @contextmanager
+    def counted(self):
+        check, open_file = Manifest._check_files, TensorFile.open.__func__
+
+        def look(manifest, folder):
+            self.whole += 1
+            check(manifest, folder)
+
+        def note(cls, path, **rest):
+            self.opened.append(Path(path).name)
+            return open_file(cls, path, **rest)
+
+        looking = mock.patch.object(Manifest, "_check_files", look)
+        with looking, mock.patch.object(TensorFile, "open", classmethod(note)):
+            yield self
+
+
+def start_from(folder, out, tokens):
+    """Start in every way that there is from checkpoints of a run; how often this rank looked at all files."""
+    layout = {"tensor": 2}
+    model = load_model(folder, state=ParallelState.start(Layout(**layout)))
+    given = {"config": TINIEST_LLAMA | {"num_hidden_layers": 2}, "init_from": str(folder)}
+    raw = tiny_recipe(out, tokens, layout=layout, steps=1, model=given)
+    run_recipe(raw)
+    found = {}
+    for name, start in {
+        "load_model": lambda: load_model(folder, state=model.state),
+        "restore_model": lambda: restore_model(folder, model, torch.optim.AdamW(model.parameters())),
+        "weights alone": lambda: restore_model(folder, model),
+        "load_module": lambda: load_module(folder, model, state=model.state),
+        "resume": lambda: run_recipe(raw | {"steps": 2}),
+    }.items():
+        with Looks().counted() as looks:
+            start()
+        found[name] = looks.whole
+    return found
+
+
+def test_one_rank_looks_at_all_files_of_a_checkpoint_for_the_others(stand_in, tmp_path):
+    tokens = write_tokens(tmp_path / "tokens")
+    first, second = run_parallel(start_from, 2, stand_in[0], tmp_path / "run", tokens)
+    assert set(second.values()) == {0}, second
+    assert min(first.values()) >= 1 and max(first.values()) <= 3, first
+
+
+def hashed(raw):
+    """Run the recipe; how many whole tensors of its folder were hashed to be compared."""
+    with mock.patch.object(expected, "_sha256", wraps=expected._sha256) as hashing:
+        run_recipe(raw)
+    return hashing.call_count
+
+
+def test_one_rank_reads_an_output_layer_that_must_be_the_embedding_for_the_others(tmp_path):
+    write_hf_folder(tmp_path / "hf", TINIEST_LLAMA | {"tie_word_embeddings": True})
+    weights = load_file(file := tmp_path / "hf" / "model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, file)
+    raw = tiny_recipe(
+        tmp_path / "run", write_tokens(tmp_path / "tokens"), layout={"data": 2}, steps=1,
+        model={"config": TINIEST_LLAMA | {"tie_word_embeddings": True}, "init_from": str(tmp_path / "hf")},
+    )  # fmt: skip
+    assert run_parallel(hashed, 2, raw) == [2, 0]
+
+
+def test_a_save_looks_at_no_file_of_weights_of_the_checkpoints_that_stay(tmp_path):
+    with Looks().counted() as looks, saver_of(tmp_path, nn.Linear(2, 2), keep=2) as saver:
+        for step in (1, 2, 3, 4):
+            saver.save(Progress(step, Layout()))
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000003", "step-00000004"]
+    assert (looks.whole, looks.opened) == (0, [])
+
+
+def test_verifying_keeps_no_header_and_reads_each_byte_once(stand_in, capsys):
+    folder, read, calls = stand_in[0], os.preadv, []
+
+    def count(fd, buffers, at):
+        calls.append(done := read(fd, buffers, at))
+        return done
+
+    hashing = mock.patch("hashlib.file_digest", side_effect=AssertionError("reads it once more"))
+    with Looks().counted() as looks, mock.patch("os.preadv", count), hashing:
+        assert run(["verify", str(folder)]) == 0
+    sizes = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
+    assert sorted(looks.opened) == sorted(sizes)
+    assert sum(calls) == sum(sizes.values())
+    printed = dict(line.split()[::-1] for line in capsys.readouterr().out.splitlines() if ".safe" in line)
+    assert printed == {name: sha256((folder / name).read_bytes()).hexdigest() for name in sizes}
+
+
+def test_a_way_out_to_dcp_reads_each_byte_once(stand_in, tmp_path):
+    reads, read = [], os.preadv
+
+    def count(fd, buffers, at):
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(stand_in[0])):
+            reads.append(count := read(fd, buffers, at))
+            return count
+        return read(fd, buffers, at)
+
+    with mock.patch("os.preadv", count):
+        convert_to_dcp(stand_in[0], tmp_path / "dcp")
+    assert sum(reads) == sum(path.stat().st_size for path in stand_in[0].glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("damage", [b"\xff\xff\xff\x7f", b"\0\0\0\0"], ids=["not finite", "finite"])
+def test_no_dcp_folder_is_left_of_a_damaged_checkpoint(tmp_path, damage):
+    write_stand_in(folder := tmp_path / "run" / "step-00000001")
+    file = max(folder.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-8] + damage + file.read_bytes()[-4:])
+    with pytest.raises(BadCheckpoint, match="CRC-32"):
+        convert_to_dcp(folder, tmp_path / "dcp")
+    assert [*tmp_path.iterdir()] == [folder.parent]
 
 
 def test_what_cannot_be_deleted_is_told_and_ends_no_run(tmp_path):

@@ -52,7 +52,9 @@ test_texts_that_cannot_be_tokenized_are_refused_by_file_and_line = refusals(
         text(why, "in.jsonl", content, says)
         for why, content, says in (
             ("bad-line", GOOD * 2 + b'{"text": \n' + GOOD, r"in\.jsonl:3: .*JSON"),
-            ("not-an-object", GOOD + b'["text"]\n', r"in\.jsonl:2: .*found list"),
+            ("not-an-object", GOOD + b'["text"]\n', r"in\.jsonl:2: .*found a list"),
+            ("a-key-twice", GOOD + b'{"text": "a", "text": "b"}\n', r"in\.jsonl:2: .*'text' twice"),
+            ("many-digits", GOOD + b'{"text": "a", "n": %s}' % (b"1" * 5000), r"in\.jsonl:2: .*5,000 digits"),
             ("no-key", b'{"body": "x"}\n', r"in\.jsonl:1: .*body.*--json-key"),
             ("not-text", GOOD + b'{"text": 7}\n', r"in\.jsonl:2: text: .*found 7"),
             ("deep-json", GOOD + b"[" * 200_000, r"in\.jsonl:2"),

@@ -154,6 +154,23 @@ def test_a_beat_makes_no_file_and_reads_none(tmp_path, monkeypatch):
     assert len(reads) == 1  # before the last word, which is written
 
 
+def test_a_step_that_lasts_is_told_and_others_are_not_each(tmp_path, monkeypatch):
+    monkeypatch.setattr(heartbeat, "_BEAT", 0.05)
+    with Heartbeat(tmp_path, 0, 1) as beat:
+        beat.publish("now")
+        beat.at("step", 1)
+        made, deadline = {(tmp_path / "rank0.json").stat().st_ino}, time.monotonic() + 0.5
+        for step in range(2, 10**9):
+            beat.at("step", step)
+            made.add((tmp_path / "rank0.json").stat().st_ino)
+            if time.monotonic() > deadline:
+                break
+        assert len(made) <= 3  # of thousands; one, if this process always runs
+        while read_status(tmp_path, run="now")[0].step != step and time.monotonic() < deadline + 10:
+            time.sleep(0.01)
+        assert read_status(tmp_path, run="now")[0].step == step
+
+
 def test_a_beat_after_a_later_start_is_none_of_its(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeat, "_BEAT", 0.02)
     with Heartbeat(tmp_path, 0, 1) as slow:

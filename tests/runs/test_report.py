@@ -219,9 +219,32 @@ def test_a_curve_stands_where_its_numbers_are():
 
 def test_a_line_that_a_kill_cut_short_does_not_hide_the_rest(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps(2)) + '{"st')
-    (tmp_path / "events.jsonl").write_text('{"event": "started", "step": 0, "time": 0}\n{"ev\n')
+    (tmp_path / "events.jsonl").write_text(json.dumps(STARTED) + '\n{"ev\n')
     record = read_run(tmp_path)
     assert (len(record.steps), len(record.events)) == (2, 1)
+
+
+STARTED = {"event": "started", "step": 0, "time": 0, "world": 1, "layout": "1 rank"}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *({"time": time} for time in (1e300, -1e18, True, "now", None)),
+        *({"step": step} for step in (-1, 1.5, True)),
+        *({"world": world} for world in ("two", None)),
+        *({"event": event} for event in (7, "resumed", "saved")),
+        {"event": "finished", "goal": "all"},
+    ],
+    ids=str,
+)
+def test_an_event_that_no_run_can_have_written_is_passed_over(tmp_path, odd):
+    lines = [STARTED, STARTED | odd, 5, [1], "x"]
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(one) + "\n" for one in lines))
+    record = read_run(tmp_path)
+    assert (record.steps, record.events) == ([], [STARTED])
+    assert "on 1 rank (1 rank)" in make_report([record])
 
 
 def step(number):

@@ -20,6 +20,7 @@ from trilith.storage import TensorWriter, staging
 from trilith.storage.disk import Disk, DiskFailed
 from trilith.storage.file_names import MANIFEST
 from trilith.storage.leftovers import clear_unfinished, remove_checkpoint
+from trilith.storage.parents import make_parents, remove_empty
 from trilith.storage.records import StoredFile
 from trilith.storage.staging import Staging, check_output, staged
 
@@ -397,3 +398,10 @@ def test_a_forgotten_sync_is_found(tmp_path, forgotten):
     log = log[:old_calls] + [call for call in log[old_calls:] if call[0] != forgotten]
     with pytest.raises((AssertionError, BadInput)):
         check_crashes(root, log, scratch, old_calls)
+
+
+def test_folders_many_levels_deep_are_made_and_removed_again(tmp_path):
+    made = make_parents(tmp_path.joinpath(*["a"] * 1500))
+    assert len(made) == 1500 and made[-1].is_dir()
+    remove_empty(made)
+    assert not [*tmp_path.iterdir()]

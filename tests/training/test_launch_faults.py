@@ -202,7 +202,7 @@ IN_A_COLLECTIVE = [
 def test_a_rank_killed_inside_a_collective_is_named(make, killed, changes):
     """Its peer sleeps before the collective, so that it is surely inside."""
     run = make(6)
-    fault = f"rank={1 - killed};at=step.forward;step=4;act=sleep:2"
+    fault = f"rank={1 - killed};at=step.forward;step=4;act=sleep:4"
     with ThreadPoolExecutor(1) as pool:
         codes = pool.submit(run.ranks, "timeout=40", *changes, fault=fault)
         wait_for(lambda: run.is_at(4, rank=killed))
