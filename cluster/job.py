@@ -37,6 +37,9 @@ SYSTEMS = {
     "kubernetes": System(".trainjob.yaml", ("kubectl", "apply", "-f"), _PODS),
     "jobset": System(".jobset.yaml", ("kubectl", "apply", "-f"), {**_PODS, "restarts": 3}),
 }
+_NAME = r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?"
+#: Options that name something that Kubernetes knows: what it is, and the form of its names.
+_NAMES = {"exclude": ("node", _NAME), "claim": ("claim", _NAME), "image": ("image", r"[^\s-]\S*")}
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,11 @@ class Job:
         return ["trilith", "train", self.recipe, *self.overrides, *(["--fit"] if self.fit else [])]
 
 
+def operand(path: str) -> str:
+    """Return the same path as a word of a command, which takes a word that begins with - for an option."""
+    return f"./{path}" if path.startswith("-") else path
+
+
 def job_of(
     recipe: Recipe,
     file: str,
@@ -101,9 +109,9 @@ def job_of(
     nodes, ranks = _hosts(recipe, file, nodes, ranks_per_node)
     job = Job(
         system=system,
-        name=_name(name or Path(file).name.removesuffix(".toml"), system),
-        recipe=file,
-        out=recipe.out,
+        name=_name(Path(file).name.removesuffix(".toml") if name is None else name, system),
+        recipe=operand(file),
+        out=operand(recipe.out),
         overrides=tuple(overrides),
         nodes=nodes,
         ranks=ranks,
@@ -146,8 +154,9 @@ def _check_limits(job: Job) -> None:
     if (least := job.least_nodes) is not None and not (job.fit and least <= job.nodes):
         expected = f"at most {job.nodes}, the job's nodes" if job.fit else "--fit with it"
         raise BadInput("launch", "--least-nodes", expected=expected, found=least)
-    if job.system != "slurm":
-        for node in job.exclude:
-            if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?", node):
-                expected = "one node's name, as Kubernetes knows it"
-                raise BadInput("launch", "--exclude", expected=expected, found=repr(node))
+    for option, (what, form) in _NAMES.items() if job.system != "slurm" else ():
+        value = getattr(job, option)
+        for name in [value] if isinstance(value, str) else value or ():
+            if not re.fullmatch(form, name):
+                expected = f"one {what}'s name, as Kubernetes knows it"
+                raise BadInput("launch", f"--{option}", expected=expected, found=repr(name))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import posixpath
+from pathlib import PurePosixPath
 from typing import Any
 
 from ..parallel_state import BadInput
 from .job import Job
 
-#: Where a claim is mounted in a pod if the recipe's ``out`` is relative: it then lies below.
-_CLAIM = "/claim"
+#: What stands for a pod's working directory, which is gone with the pod, if the recipe's ``out`` is relative.
+_WORKING = "/claim"
+#: What an image needs or a pod mounts: a claim that is mounted there or around it would hide it.
+_TAKEN = "/bin /boot /dev /etc /lib /lib32 /lib64 /proc /run /sbin /sys /usr /var/run"
 #: Where the launchers of a JobSet meet, on its first pod.
 _PORT = 29400
 
@@ -17,7 +20,7 @@ _PORT = 29400
 def pod_values(job: Job) -> dict[str, Any]:
     """Return the values of the YAML templates that are no fields of the job."""
     assert job.warning is not None
-    mount, folder = _claimed(job)
+    folder = _claimed(job)
     words = [*job.words, *([f"out={folder}"] if folder != job.out else [])]
     return {
         # Kubernetes replaces $(NAME), and takes $$ for a $.
@@ -28,21 +31,23 @@ def pod_values(job: Job) -> dict[str, Any]:
         ],
         "port": _PORT,
         "claim": f"{job.name}-run" if job.claim is None else job.claim,
-        "mount": mount,
         "folder": folder,
+        # A folder of its own for each path: the runs on one claim do not meet.
+        "inside": folder.removeprefix("/"),
         "grace": 60 * job.warning,
         "deadline": None if job.minutes is None else 60 * (job.minutes - job.warning),
     }
 
 
-def _claimed(job: Job) -> tuple[str, str]:
-    """Return where a pod mounts the claim, and the run's folder there, both absolute.
-
-    An absolute ``out`` is the place itself. A relative one lies in a pod's own working directory, which is
-    gone with the pod: the folder of that name on the claim stands for it.
-    """
-    folder = posixpath.normpath(posixpath.join("/", job.out))
-    if ":" in folder:
-        expected = "a path without :, for Kubernetes to mount"
-        raise BadInput("launch", "out", expected=expected, found=repr(folder))
-    return (folder, folder) if posixpath.isabs(job.out) else (_CLAIM, _CLAIM + folder)
+def _claimed(job: Job) -> str:
+    """Return the run's folder as its pods know it, absolute: there the run's part of the claim is mounted."""
+    out = posixpath.normpath(job.out)
+    if ":" in out or out.split("/")[0] == "..":
+        expected = "a path without :, not above the working directory, for Kubernetes to mount"
+        raise BadInput("launch", "out", expected=expected, found=repr(job.out))
+    folder = PurePosixPath("/", posixpath.join(_WORKING, out).lstrip("/"))
+    taken = [PurePosixPath(place) for place in _TAKEN.split()]
+    if any(folder.is_relative_to(place) or place.is_relative_to(folder) for place in taken):
+        expected = f"a folder of the run, neither in nor around {_TAKEN}"
+        raise BadInput("launch", "out", expected=expected, found=repr(job.out))
+    return str(folder)

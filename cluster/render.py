@@ -29,7 +29,8 @@ _MARK = re.compile(r"\{\{(?:(if|each) )?(\w+)(?:\.(\w+))?\}\}")
 #: What Slurm would not take as it stands from a line that begins with #SBATCH.
 _SPECIAL = re.compile(r"[\s'\"#\\]")
 #: How the user knows a value that is no option of its own name.
-_ASKED = {"recipe": "RECIPE", "command": "KEY=VALUE", "file": "--out", "out": "the recipe's out"}
+_ASKED = {"recipe": "RECIPE", "command": "KEY=VALUE", "file": "--out"}
+_ASKED |= dict.fromkeys(("out", "folder", "inside"), "out")  # the recipe's key
 
 
 def render(job: Job, file: str) -> str:

@@ -100,7 +100,7 @@ def launch(
         trilith launch slurm llama-3.1-70b-64gpus --fit --least-nodes 4
         trilith launch kubernetes recipe.toml --image registry/trilith:1
     """
-    from ...cluster import SYSTEMS, job_of, render
+    from ...cluster import SYSTEMS, job_of, operand, render
     from ...parallel_state import BadInput
     from ...recipes.recipe import load_recipe
     from ...storage.output_file import output_file
@@ -126,8 +126,8 @@ def launch(
         claim=claim,
     )
     path = out or Path(job.name + SYSTEMS[system].suffix)
-    text = render(job, str(path))
-    command = [*SYSTEMS[system].submit, str(path)]
+    text = render(job, operand(str(path)))
+    command = [*SYSTEMS[system].submit, operand(str(path))]
     if submit and shutil.which(command[0]) is None:
         raise BadInput(
             "launch", "--submit", expected=f"the program {command[0]} on this machine", found="none",

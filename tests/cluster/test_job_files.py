@@ -88,10 +88,9 @@ def expanded(words):
     return ["$".join(re.sub(r"\$\(\w+\)", "value", part) for part in word.split("$$")) for word in words]
 
 
-@pytest.mark.parametrize("out", ["runs/a", "../runs/a", ".", "/shared/runs/a", "/a/../b", "a b$(HOME)/'c'"])
-@pytest.mark.parametrize("system", ["kubernetes", "jobset"])
-def test_the_folder_of_a_run_lies_on_the_claim_so_that_a_new_pod_goes_on(system, out, tmp_path):
-    pod, command = pod_of(loaded(tmp_path, system, RECIPE, f"out={out}", "--claim", "store"))
+def on_the_claim(job):
+    """Return a run's folder as its pods know it, and where that lies on the volume of the claim."""
+    pod, command = pod_of(job)
     _, file, *overrides = expanded(command[command.index("trilith") + 1 :])
     folder = Path(load_recipe(file, overrides).out)
     (mount,) = [
@@ -101,7 +100,20 @@ def test_the_folder_of_a_run_lies_on_the_claim_so_that_a_new_pod_goes_on(system,
     ]
     (volume,) = [volume for volume in pod["volumes"] if volume["name"] == mount["name"]]
     assert volume["persistentVolumeClaim"] == {"claimName": "store"}
-    assert not out.startswith("/") or folder == Path(os.path.normpath(out)), "an absolute place is the user's"
+    inside = Path(mount.get("subPath", ""))
+    assert not inside.is_absolute() and ".." not in inside.parts, "Kubernetes takes no other"
+    return folder, inside / folder.relative_to(mount["mountPath"])
+
+
+@pytest.mark.parametrize("system", ["kubernetes", "jobset"])
+def test_each_run_has_a_folder_of_its_own_on_a_claim_so_that_a_new_pod_goes_on(system, tmp_path):
+    outs = ["/data/run1", "/data/run2", "/run1", "run1", "runs/a", ".", "/a/../b", "//c", "a b$(HOME)/'c'"]
+    jobs = [loaded(tmp_path, system, RECIPE, f"out={out}", "--claim", "store") for out in outs]
+    places = dict(zip(outs, map(on_the_claim, jobs), strict=True))
+    assert len({inside for _, inside in places.values()}) == len(outs)
+    for out, (folder, inside) in places.items():
+        assert str(folder) == f"/{inside}"
+        assert not out.startswith("/") or folder == Path(os.path.normpath(f"//{out}")), out
 
 
 def test_limits_and_bad_hosts_are_written_as_kubernetes_knows_them(tmp_path):
@@ -157,7 +169,9 @@ harmful = st.sampled_from(
 )  # fmt: skip
 texts = st.lists(st.one_of(harmful, st.characters()), max_size=4).map("".join)
 #: Options that may be no more than a name.
-LIMITED = ("partition", "account", "exclude")
+LIMITED = ("partition", "account", "exclude", "image", "claim")
+#: How a user knows what is no option.
+KNOWN = {"recipe": "RECIPE", "override": "KEY=VALUE", "file": "--out", "out": "out"}
 #: Stand-ins for the commands of a script that is run here: it touches nothing, and srun writes its words.
 STUBS = """
 mkdir() { :; }
@@ -185,9 +199,9 @@ def drawn(system, recipe, text, what):
 @pytest.mark.parametrize(
     ("system", "what"),
     [
-        *(("slurm", what) for what in ("recipe", "override", "out", "file", *LIMITED)),
+        *(("slurm", what) for what in ("recipe", "override", "out", "file", *LIMITED[:3])),
         *(("jobset", what) for what in ("recipe", "override", "out", "file", "image", "claim", "exclude")),
-        *(("kubernetes", what) for what in ("recipe", "override", "image", "claim")),
+        *(("kubernetes", what) for what in ("recipe", "override", "out", "image", "claim")),
     ],
 )
 def test_what_a_user_gives_is_the_same_in_the_file_or_is_refused(system, what, tmp_path):
@@ -198,16 +212,21 @@ def test_what_a_user_gives_is_the_same_in_the_file_or_is_refused(system, what, t
     @given(text=texts)
     @example(text="n1\ntouch x")
     @example(text="$(HOME) $$")
+    @example(text="-x")
     def check(text):
         try:
             file, job = drawn(system, recipe, text, what)
         except BadInput as error:
-            assert str(error).isprintable() and str(error).startswith("launch: ")
-            limited = what in LIMITED or (what == "out" and ":" in text)
+            assert str(error).isprintable()
+            assert str(error).startswith(f"launch: {KNOWN.get(what, f'--{what}')}: ")
+            limited = what in LIMITED or (what == "out" and system != "slurm")
             is_name = text.isascii() and text.isalnum()
             assert not is_name and (limited or not text or not text.isprintable())
             return
         assert len(file.splitlines()) == len(plain.splitlines())
+        assert not job.out.startswith("-") and not job.recipe.startswith("-"), "it would be an option"
+        path = {"out": job.out, "recipe": job.recipe}.get(what, text)
+        assert Path(path) == Path(text)
         if what in ("partition", "account") or (what, system) == ("exclude", "slurm"):
             assert f"#SBATCH --{what}={text}" in file.splitlines() and not set(text) & set(" '\"#\\")
         elif system == "slurm":
@@ -291,7 +310,17 @@ test_jobs_that_cannot_be_are_refused = refusals(
     launch("name", "--name: expected letters, digits, - _ and ., found 'a b'", "--name", "a b"),
     launch("layout", "tensor", "layout.tensor=3"),
     launch("host", "--exclude: expected one node's name.*'n.1-", "--exclude", "n[1-3]", system="jobset"),
+    launch("no-name", "--name: expected letters, digits, - _ and ., found ''", "--name="),
+    launch("claims", "--claim: expected one claim's name.*'a b'", "--claim", "a b", system="jobset"),
+    launch("dash", "--claim: expected one claim's name.*'-x'", "--claim=-x", system="kubernetes"),
+    launch("image", "--image: expected one image's name.*' '", "--image", " ", system="kubernetes"),
+    launch("no-image", "--image: expected one image's name.*''", "--image=", system="jobset"),
     launch("colon", "out: expected a path without :", "out=a:b", system="kubernetes"),
+    launch("above", "out: expected a path .* not above", "out=../a", system="jobset"),
+    *(
+        launch(f"hides {out}", f"launch: out: expected a folder .*'{out}'", f"out={out}", system="jobset")
+        for out in ("/", "/usr", "/dev", "/dev/shm/a", "/proc/1", "/sys", "/bin", "/etc/a", "/lib/a", "/var")
+    ),
     launch("somebody-adapted-it", "job", before=lambda folder: (folder / "job").write_text("mine")),
 )
 
@@ -365,3 +394,12 @@ def test_the_written_file_is_handed_to_the_scheduler_whose_refusal_is_told(
     assert (tmp_path / "said").read_text() == f"{words}{out}\n"
     told = f"error: launch: --submit: expected {program} to take the file, found exit code 7\n"
     assert capfd.readouterr().err == (told if code else "")
+
+
+@pytest.mark.parametrize("words", [["--out=-x"], ["--name=-x"]])
+def test_a_path_that_begins_with_a_hyphen_is_no_option_of_the_scheduler(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run(["launch", "slurm", RECIPE, *words]) == 0
+    (file,) = tmp_path.iterdir()
+    assert capsys.readouterr().out.endswith(f"next: sbatch ./{file.name}\n")
+    assert f"Submit it with: sbatch ./{file.name}\n" in file.read_text()
