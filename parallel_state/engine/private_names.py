@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -95,7 +96,11 @@ def self_check(names: Iterable[tuple[str, str]] = (*PRIVATE, *FULLY_SHARDED, *CO
 
 def _has(path: str, name: str) -> bool:
     owner: Any = torch
-    for part in path.split(".")[1:]:
+    parts = path.split(".")
+    for count, part in enumerate(parts[1:], 2):
+        if not hasattr(owner, part):  # a module that nobody has imported yet
+            with suppress(ImportError):
+                importlib.import_module(".".join(parts[:count]))
         owner = getattr(owner, part, None)
     if hasattr(owner, name) or name in getattr(owner, "__annotations__", {}):
         return True
