@@ -33,6 +33,13 @@ LAYOUTS = [
 ]
 
 
+def run_to_end(trainer):
+    """Train, and return the metrics of each step."""
+    steps = []
+    trainer.run(steps.append)
+    return steps
+
+
 def run_with_a_leap(raw, step, factor):
     """Train, multiplying the last rank's last gradient at ``step``; return metrics and which steps moved.
 
@@ -63,7 +70,7 @@ def run_with_a_leap(raw, step, factor):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Update, "__call__", noting)
         patch.setattr(Watchers, "gradients", leaping)
-        return trainer.run(), moved
+        return run_to_end(trainer), moved
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -100,7 +107,7 @@ def run_in_doubt(raw):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Spikes, "is_one", doubt)
-        return [one.skipped for one in trainer.run()]
+        return [metrics.skipped for metrics in run_to_end(trainer)]
 
 
 def test_if_one_rank_sees_a_spike_all_skip(tmp_path, tokens):
