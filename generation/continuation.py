@@ -64,9 +64,9 @@ class Continuation:
             return ""
         self._seen = self._seen[: self._settled] + text[len(self._alone) :]
         first = max(self._before, self._settled - self._longest)
-        found = [at for stop in self._texts if (at := self._seen.find(stop, first)) >= 0]
-        if found:
-            self._end = min(found) if self._end is None else min(self._end, *found)
+        ends = [at for stop in self._texts if (at := self._seen.find(stop, first)) >= 0]
+        if ends:
+            self._end = min(ends) if self._end is None else min(self._end, *ends)
         self._settle()
         end = (len(self._seen) if self._end is None else self._end) - self._before
         # The end may be the beginning of a stop text.

@@ -77,7 +77,11 @@ def refuse_foreign(model: nn.Module, where: str, *, over: ParallelState | None =
             expected += f", or torch's wrapper over state.data_mesh, ranks {_listed(right)}"
             found += f" over ranks {' and over '.join(_listed(ranks) for ranks in sorted(meshes))}"
         raise BadInput(where, name or "model", expected=expected, found=found, todo=_TODO)
-    outside = [name for name, one in model.named_parameters() if one.requires_grad and one not in averaged]
+    outside = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter not in averaged
+    ]
     if averaged and outside:
         expected = "all trained parameters in torch's wrapper, as others are"
         todo = "Its gradient would be that of this rank's tokens alone: wrap the whole model"

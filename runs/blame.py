@@ -30,11 +30,11 @@ def blame_together(beat: Heartbeat) -> str:
         return ""
     beat.write()
     name = beat.folder / f"{BLAME}{quote(beat.run, safe='')}"
-    looking, found = name.with_suffix(".looking"), name.with_suffix(".json")
+    looking, verdict = name.with_suffix(".looking"), name.with_suffix(".json")
     deadline = time.monotonic() + _WAIT + SILENT_AFTER
     while True:
         with suppress(OSError, MachineFailed, ValueError):
-            others = {rank: str(why) for rank, why in read_json(found).items() if rank != str(beat.rank)}
+            others = {rank: str(why) for rank, why in read_json(verdict).items() if rank != str(beat.rank)}
             if others:
                 return "; ".join(others.values())
         try:
@@ -51,9 +51,9 @@ def blame_together(beat: Heartbeat) -> str:
         accused = _look(beat.folder, beat.world, but=beat.rank, run=beat.run, wait=_WAIT)
         if accused:
             with suppress(OSError):
-                whole = found.with_suffix(".tmp")
+                whole = verdict.with_suffix(".tmp")
                 whole.write_text(json.dumps(accused))
-                whole.replace(found)
+                whole.replace(verdict)
         return "; ".join(accused.values())
     finally:
         with suppress(OSError):

@@ -305,14 +305,14 @@ def own_numbers(files):
 
 def endless_caches(files):
     """Caches of the process that keep all that they were ever asked for: whole models, for instance."""
-    found = []
+    endless = []
     for path, text in files.items():
         for node in nodes_of(text):
             if isinstance(node, ast.FunctionDef) and (node.args.args or node.args.kwonlyargs):
                 decorators = {ast.unparse(one).removeprefix("functools.") for one in node.decorator_list}
                 if decorators & {"cache", "lru_cache(None)", "lru_cache(maxsize=None)"}:
-                    found.append(f"{path}:{node.lineno}: {node.name}")
-    return found
+                    endless.append(f"{path}:{node.lineno}: {node.name}")
+    return endless
 
 
 def long_files(files):

@@ -84,10 +84,10 @@ class AttentionInputs:
             if window is not None and not exceeds(window, self._tokens):  # it hides nothing
                 self._scopes[window] = self.scope(None)
             else:
-                given = self._positions
-                if window is not None and given is None:  # a window needs them, and the host knows them
-                    given = send(token_places(self._places.shape[-1], self._state), self._places.device)
-                scope = AttentionScope(given, self.cache, window=window, state=self._state)
+                positions = self._positions
+                if window is not None and positions is None:  # a window needs them, and the host knows them
+                    positions = send(token_places(self._places.shape[-1], self._state), self._places.device)
+                scope = AttentionScope(positions, self.cache, window=window, state=self._state)
                 self._scopes[window] = scope
         return self._scopes[window]
 

@@ -104,14 +104,14 @@ def _blocks(draw: Callable[..., Tensor], width: int) -> Iterator[tuple[Tensor, T
         options = BlockAttentionOptions(width**-0.5, causal)
         if not fused_takes(q):
             return
-        found = []
+        results = []
         for fused in (True, False):
             here = replace(options, fused=fused)
             out, log_sums = attend(q, k, v, here)
             # As other blocks' keys would raise them.
             grads = attend_backward(grad, q, k, v, out.to(q.dtype), log_sums + 0.7, here)
-            found.append((out, log_sums, *grads))
-        yield from zip(*found, strict=True)
+            results.append((out, log_sums, *grads))
+        yield from zip(*results, strict=True)
 
 
 def _documents(draw: Callable[..., Tensor], width: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -191,7 +191,7 @@ def test_torchs_own_wrappers_over_our_layers_are_refused_with_the_way_to_go(how)
 
 def mean_gradients(wrap, layout):
     """Compare the gradients of a mean loss that torch averages over ``data_mesh`` to those of one process."""
-    state, found = ParallelState.start(layout), []
+    state, gradients = ParallelState.start(layout), []
     x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     for at in (ParallelState.alone(), state):
         model = nn.Sequential(
@@ -205,10 +205,10 @@ def mean_gradients(wrap, layout):
         piece = mine.chunk(at.tensor_size, dim=1)[at.tensor_index] if at.sequence else mine
         (model(piece).pow(2).sum() / mine.numel()).backward()
         finalize_gradients(model, state=at)
-        grads = [one.grad for one in model.parameters()]
-        found.append([one.full_tensor() if isinstance(one, DTensor) else one for one in grads])
-    for one, alone in zip(found[1], found[0], strict=True):
-        torch.testing.assert_close(one, alone, rtol=1e-11, atol=1e-14)
+        grads = [parameter.grad for parameter in model.parameters()]
+        gradients.append([grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads])
+    for averaged, alone in zip(gradients[1], gradients[0], strict=True):
+        torch.testing.assert_close(averaged, alone, rtol=1e-11, atol=1e-14)
 
 
 def ddp(model, state):
