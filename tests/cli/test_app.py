@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import typer.main
-from trilith.cli.app import COMMANDS, make_app, run
+from trilith.cli.app import COMMANDS, explain, make_app, run
 from trilith.cli.reference import EXAMPLES, every_command
 from trilith.parallel_state import BadCheckpoint, BadInput, PeerFailed
 
@@ -55,6 +55,21 @@ def call(*words):
 def test_a_failure_is_one_line_and_its_exit_code(kind, code, line, capsys):
     assert call("fail", kind) == code
     assert capsys.readouterr() == ("", line)
+
+
+def test_words_that_are_no_text_are_refused(capsys):
+    assert call("count", "a\udcff") == 2
+    assert (
+        capsys.readouterr().err
+        == r"error: Invalid value: a\udcff: expected UTF-8 text. See trilith --help" + "\n"
+    )
+
+
+def test_an_endless_word_is_shortened_in_an_error_and_a_path_is_not():
+    path = "/".join(["d" * 200] * 4)
+    _, line = explain(BadInput(path, "count", expected="a number", found="9x" * 3000))
+    assert line.startswith(f"{path}: count") and "9x9x" in line and "(6,000 characters)" in line
+    assert len(line) < len(path) + 200
 
 
 @pytest.mark.parametrize(("kind", "code"), [("input", 2), ("bug", 70)])
