@@ -22,7 +22,7 @@ def damaged(where: object, key: object = None, *, expected: object, found: objec
     older = _newest_before(error.checkpoint)
     if older is None:
         return error
-    move = shlex.join(["mv", str(error.checkpoint), str(set_aside_name(error.checkpoint, DAMAGED))])
+    move = shlex.join(["mv", "--", str(error.checkpoint), str(set_aside_name(error.checkpoint, DAMAGED))])
     complete = f"The newest complete checkpoint before it is {older}"
     todo = f"{todo}. {complete}: after `{move}` the same command goes on from it"
     return Damaged(where, key, expected=expected, found=found, todo=todo.lstrip(". "))

@@ -19,6 +19,7 @@ from ..storage.records import StoredFile
 from ..storage.remote_folder import RemoteFolder
 from ..storage.safe_open import read_small
 from ..storage.staging import staged
+from .damage import damaged
 from .find import complete_checkpoints, step_of, steps_at, whole_copy
 from .manifest import MAX_BYTES, Damaged, Manifest
 from .retention import check_same_model
@@ -115,7 +116,7 @@ class Mirror:
     def _copy(self, source: Path, name: str, file: StoredFile) -> None:
         found = self.folder.copy(source, name)
         if found != file.crc32:
-            raise Damaged(source, "CRC-32", expected=f"{file.crc32:08x}", found=f"{found:08x}")
+            raise damaged(source, "CRC-32", expected=f"{file.crc32:08x}", found=f"{found:08x}")
 
     def _retain(self, step: int) -> None:
         """Delete old copies, and folders up to ``step`` that never became one. What is damaged stays."""

@@ -7,6 +7,7 @@ deep nesting. Anything else is one line of ``BadInput`` that names the file.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import tomllib
@@ -135,8 +136,9 @@ def read_log(path: Path) -> Iterator[Line]:
 def read_json_lines(path: Path, limit: int = LOG) -> Iterator[Line]:
     """Read a file of JSON objects, one a line. A line that is blank is left out; a line that is broken is
     given with what is wrong, so that the caller decides about it and the good lines after it are not lost.
+    A byte order mark, which some editors put first, is left out.
     """
-    for number, raw in enumerate(read_small(path, limit).split(b"\n"), 1):
+    for number, raw in enumerate(read_small(path, limit).removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         if not raw.strip():
             continue
         text = raw.decode("utf-8", errors="replace")

@@ -28,7 +28,7 @@ class RunRecord:
     @property
     def attempts(self) -> list[dict[str, Any]]:
         """Return the starts and resumes, in order."""
-        return [one for one in self.events if one["event"] in ("started", "resumed")]
+        return _attempts(self.events)
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -97,10 +97,10 @@ def told(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def check_step(checkpoint: Path, step: int | None) -> None:
     """Refuse a checkpoint in a run's folder that states more steps than the recipes of the run had."""
-    folder = checkpoint.parent.parent
-    if step is None or checkpoint.parent.name != "checkpoints" or not (folder / "events.jsonl").is_file():
+    events = checkpoint.parent.parent / "events.jsonl"
+    if step is None or checkpoint.parent.name != "checkpoints" or not events.is_file():
         return
-    goals = [attempt.get("recipe", {}).get("steps") for attempt in read_run(folder).attempts]
+    goals = [attempt.get("recipe", {}).get("steps") for attempt in _attempts(read_events(events))]
     most = max((goal for goal in goals if isinstance(goal, int)), default=None)
     if most is not None and step > most:
         raise BadCheckpoint(
@@ -115,6 +115,10 @@ def read_run(folder: Path) -> RunRecord:
     if not steps and not events:
         raise BadInput(folder, expected="a run's folder with metrics.jsonl or events.jsonl", found="neither")
     return RunRecord(str(folder), steps, events, _newest(folder))
+
+
+def _attempts(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event for event in events if event["event"] in ("started", "resumed")]
 
 
 def _newest(folder: Path) -> str | None:

@@ -83,8 +83,9 @@ def test_every_command_says_what_it_passes_over_or_refuses_it(damaged, whole, tm
         assert words[0] == "train" or not made, words
         if words[0] != "train":  # it replaces what it passes over
             says = f"^passed over: {run_folder}/checkpoints/{NEWEST}.*; using step-00000001$"
-            with pytest.warns(UserWarning, match=says):
+            with pytest.warns(UserWarning, match=says) as warned:
                 assert run(words) == 0, words
+            assert len(warned) == 1, words
 
 
 @pytest.mark.usefixtures("cache")

@@ -139,7 +139,7 @@ def test_a_damaged_newest_step_names_the_one_before_it_and_the_command(tmp_path,
             assert named in error
         with pytest.raises(BadCheckpoint, match=re.escape(named)):
             load_module(root, nn.Linear(3, 2))
-        move = re.search(r"`mv (\S+) (\S+)`", error)
+        move = re.search(r"`mv -- (\S+) (\S+)`", error)
         assert move is not None and not Path(move[2]).exists()
         shutil.move(move[1], move[2])
     for command in commands:
@@ -183,7 +183,7 @@ def test_a_run_on_two_ranks_names_the_good_one_and_goes_on_from_it(tmp_path):
     train(raw)
     newest = out / "checkpoints" / "step-00000003"
     flip(newest)
-    older = r"newest complete checkpoint before it is \S+step-00000002: after `mv"
+    older = r"newest complete checkpoint before it is \S+step-00000002: after `mv --"
     with pytest.raises(RankError, match=older):
         train(raw | {"steps": 4})
     newest.rename(newest.with_name("step-00000003.damaged"))

@@ -17,7 +17,14 @@ from trilith.parallel_state import Box, MachineFailed
 from trilith.storage import TensorFile
 from trilith.storage.coverage import check_coverage
 from trilith.storage.folder_kind import SOURCES, kind_of_folder
-from trilith.storage.small_files import read_good_lines, read_json, read_json_lines, read_text, read_toml
+from trilith.storage.small_files import (
+    log_line,
+    read_good_lines,
+    read_json,
+    read_json_lines,
+    read_text,
+    read_toml,
+)
 from trilith.storage.staging import Staging
 from trilith.storage.torch_archive import TorchArchive, View, ViewFile
 
@@ -74,6 +81,7 @@ test_files_with_no_one_meaning_are_refused = refusals(
                 *('{"a": 1, "a": 2}', '{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', "[1]", ""),
                 *('{"a": "\\ud800"}', '{"a": ' + "[" * 101 + "]" * 101 + "}", "[" * 100_000),
                 *('{"a": ' * 101 + "1" + "}" * 101, '{"a": 1} {"b": 2}', '{"a": ' + "9" * 5000 + "}"),
+                '\ufeff{"a": 1}',
             ),
         ),
         (
@@ -224,6 +232,9 @@ test_folders_that_are_no_source_are_refused = refusals(
 def test_a_byte_order_mark_is_left_out(tmp_path):
     (tmp_path / "a").write_bytes(b"\xef\xbb\xbfa = 1\n")
     assert read_toml(tmp_path / "a") == {"a": 1}
+    line = log_line({"a": 1})
+    (tmp_path / "a").write_text(f"{line}\n{line}", encoding="utf-8-sig")
+    assert read_good_lines(tmp_path / "a") == [{"a": 1}] * 2
 
 
 def test_a_machine_with_too_few_descriptors_is_no_bad_input(tmp_path, monkeypatch):
