@@ -51,6 +51,9 @@ def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0) ->
             raise BadInput(
                 output, expected="a new or empty directory", found="one with files in it", todo=todo
             )
+        if output.samefile("."):  # a new directory takes its place: the shell would be in none
+            found, todo = "the folder that the command runs in", "Name a new folder in it"
+            raise BadInput(output, expected="a new or another directory", found=found, todo=todo)
     space = os.statvfs(check_home(output))
     free = space.f_bavail * space.f_frsize
     need -= bytes_of_leftovers(output)

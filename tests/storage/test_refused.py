@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import zipfile
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -108,12 +109,19 @@ def occupied(out):
     (out / "mine").touch()
 
 
+def begin_in(folder, output):
+    with chdir(folder):
+        Staging.begin(output)
+
+
 test_outputs_that_cannot_be_are_refused = refusals(
     output("G16-occupied", "with files in it", occupied),
     output("G17-the-input", "outside the input", Path.mkdir, inputs=lambda out: [out.parent / "." / "out"]),
     output("G17-inside-the-input", "outside the input", inputs=lambda out: [out.parent]),
     output("G18-file", "found a file", Path.touch),
     output("G18-link", "a link", lambda out: out.symlink_to(out.parent)),
+    Refused("G16-here", lambda folder: begin_in(folder, "."), "the folder that the command runs in"),
+    Refused("G16-here-by-its-path", lambda folder: begin_in(folder, folder), "command runs in"),
     output("G20-too-little-space", r"expected [\d,.]+ GB free.*found [\d,.]+ GB", need=lambda _: 1 << 60),
     output("G24-name-that-no-file-system-takes", "at most 255 bytes", name="x" * 256),
 )
