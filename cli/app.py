@@ -162,9 +162,10 @@ def _options(
     so a run, a checkpoint or a conversion may move between layouts at any time. `trilith COMMAND --help`
     explains a command and shows examples.
 
-    Exit codes: 0 success; 1 a comparison found a difference, or a measurement failed; 2 bad input; 3 a rank
-    failed, or the machine ran out of something; 4 damaged checkpoint; 70 unexpected error; 75 stopped by a
-    signal after saving; 130 Ctrl-C.
+    Exit codes: 0 success, also if the reader of the output stops (`| head`) and no work is left undone; 1 a
+    comparison found a difference, or a measurement failed; 2 bad input; 3 a rank failed, or the machine ran
+    out of something; 4 damaged checkpoint; 70 unexpected error; 75 stopped by a signal after saving; 130
+    Ctrl-C.
 
     Examples:
 

@@ -39,7 +39,7 @@ from ..recipes.recipe import Recipe, with_overrides
 from ..system.addresses import can_be_read
 from .build import model_on_meta, multiply_in_float8
 from .lora import recipe_shape
-from .run_data import open_data
+from .run_data import out_of_reach
 from .run_plan import Plan, flops_of, loss_chunk_of, plan
 
 #: Bytes of a GPU for its context, its libraries' workspaces, NCCL and torch's cache. Assumed, not measured.
@@ -140,7 +140,7 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, room: int | None = None)
         flops_of(recipe, planned),
         room,
         _remedies(recipe, room) if too_much and room is not None else [],
-        missing + _missing(recipe),
+        missing + out_of_reach(recipe, planned.config.vocab_size),
     )
 
 
@@ -254,15 +254,6 @@ def device_room(recipe: Recipe) -> int | None:
     if recipe.device == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory
     return None
-
-
-def _missing(recipe: Recipe) -> list[str]:
-    """Return what is not here and a dry run does not need."""
-    try:
-        open_data(recipe)
-    except BadInput as error:
-        return [f"data: {error}"]
-    return []
 
 
 def _remedies(recipe: Recipe, room: int) -> list[Remedy]:

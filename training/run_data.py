@@ -1,4 +1,4 @@
-"""Open the token files of a run, for training and for evaluation."""
+"""Open the token files of a run, for training and for evaluation, and name the places out of its reach."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 from ..data.batches import GlobalBatches, Mixture
 from ..data.token_file import TokenFile
 from ..data.vocabulary import check_vocabulary
-from ..parallel_state import BadInput
+from ..parallel_state import BadInput, MachineFailed
 from ..recipes.recipe import Recipe
+from ..storage.remote_folder import RemoteFolder
+from ..storage.staging import check_home
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,32 @@ def open_held_out(recipe: Recipe, vocab_size: int) -> HeldOut | None:
     check_vocabulary(rows.vocab_size, vocab_size, "recipe: evaluation.tokens")
     samples, ranks = min(section.samples, rows.samples), recipe.layout.data
     return HeldOut(rows.resized(-(-samples // ranks) * ranks), samples)
+
+
+def out_of_reach(recipe: Recipe, vocab_size: int) -> list[str]:
+    """Return a line for each of a run's places that is not here or cannot be reached; a dry run needs none."""
+    needs = {
+        "data": lambda: open_data(recipe),
+        "evaluation.tokens": lambda: open_held_out(recipe, vocab_size),
+        "checkpoint.mirror": lambda: _reach(recipe.checkpoint.mirror),
+    }
+    missing = []
+    for key, look in needs.items():
+        try:
+            look()
+        except (BadInput, MachineFailed) as error:
+            missing.append(f"{key}: {error}")
+    return missing
+
+
+def _reach(mirror: str | None) -> None:
+    """List a mirror's folder; ``BadInput`` or ``MachineFailed`` says why it can be none."""
+    if mirror is None:
+        return
+    folder = RemoteFolder(mirror)
+    if folder.local is not None:
+        check_home(folder.local / "checkpoint")
+    folder.sizes()
 
 
 def _open(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import trilith
+from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import save_file
 from support.families import family_and_config
 from trilith.cli.app import make_app, run
@@ -158,6 +159,21 @@ def test_it_says_what_a_rank_needs_and_starts_nothing(small, capsys):
     assert run(["train", str(small), "--dry-run", "layout.pipeline=1", "layout.data=1"]) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first.split() == ["layout", "one", "rank"]
+
+
+def test_it_names_every_place_that_a_run_would_not_reach(small, tmp_path, monkeypatch):
+    overrides = ["evaluation.tokens=held-out", f"checkpoint.mirror={small}"]
+    notes = dry_run(load_recipe(small, overrides)).notes
+    assert [note.partition(": ")[0] for note in notes] == ["data", "evaluation.tokens", "checkpoint.mirror"]
+    assert "held-out" in notes[1] and f"{small}: expected a directory, found a file" in notes[2]
+    store = ["checkpoint.mirror=memory://store"]
+    assert len(dry_run(load_recipe(small, store)).notes) == 1
+
+    def unreachable(*_, **named):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", unreachable)
+    assert dry_run(load_recipe(small, store)).notes[1].endswith("ConnectionError: no route")
 
 
 def test_what_does_not_fit_is_refused_and_each_change_named_makes_it_fit(small, capsys):
