@@ -44,7 +44,7 @@ def open_held_out(recipe: Recipe, vocab_size: int) -> HeldOut | None:
 
 
 def out_of_reach(recipe: Recipe, vocab_size: int) -> list[str]:
-    """Return a line for each of a run's places that is not here or cannot be reached; a dry run needs none."""
+    """Return a line for each place that a run needs and a dry run does not, if it cannot be read."""
     needs = {
         "data": lambda: open_data(recipe),
         "evaluation.tokens": lambda: open_held_out(recipe, vocab_size),

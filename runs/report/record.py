@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints import latest_checkpoint
+from ...checkpoints import latest_checkpoint, verify
 from ...checkpoints.find import STRICT, warn_of
 from ...parallel_state import BadCheckpoint, BadInput
 from ...storage.folder_kind import CHECKPOINTS, holds_steps
@@ -122,7 +122,10 @@ def _attempts(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _newest(folder: Path) -> str | None:
-    """Return the newest complete checkpoint; warn of newer ones, and if none is complete."""
+    """Return the newest complete checkpoint; warn of newer ones, and if none is complete.
+
+    With ``STRICT`` its bytes are verified.
+    """
     if not holds_steps(folder / CHECKPOINTS):
         return None
     try:
@@ -133,4 +136,6 @@ def _newest(folder: Path) -> str | None:
         warn_of([str(error)])
         return None
     warn_of(newest.passed_over)
+    if STRICT.get():  # no other use of it here would find a damaged byte
+        verify(newest.directory, newest.manifest)
     return str(newest.directory)

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from support.configs import TINY_LLAMA
+from support.damage import flip_bit
 from support.short_runs import tiny_recipe, train, write_recipe
 from trilith.checkpoints import load_module, read_source, restore_model, save_module
 from trilith.cli.app import run
@@ -86,6 +87,13 @@ def test_every_command_says_what_it_passes_over_or_refuses_it(damaged, whole, tm
             with pytest.warns(UserWarning, match=says) as warned:
                 assert run(words) == 0, words
             assert len(warned) == 1, words
+
+
+def test_strict_reads_the_bytes_of_the_newest_too(damaged, whole, tmp_path, capfd):
+    run_folder = damaged(lambda step: flip_bit(step / WEIGHTS, -1))
+    for words in commands(run_folder, tmp_path / "out", whole):
+        assert run([*words, "--strict"]) == 4, words
+        assert NEWEST in capfd.readouterr().err.splitlines()[-1], words
 
 
 @pytest.mark.usefixtures("cache")
