@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..parallel_state import BadInput
-from ..storage.disk import Disk
+from ..storage.disk import Disk, writing
 from ..storage.file_names import leftovers
 from ..storage.leftovers import clear_leftovers
 from ..storage.staging import Staging
@@ -36,20 +37,18 @@ def publish_tokens(
     the disk.
     """
     made = staging.directory
-    with (made / "documents").open("wb+") as file:
+    with new_file(made / "documents") as file:
         np.save(file, offsets, allow_pickle=False)
-        sync(file)
+        file.flush()
         file.seek(0)
         documents_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     checksums = b"".join(part.tobytes() for part in sums)
-    with (made / "sums").open("wb") as file:
+    with new_file(made / "sums") as file:
         file.write(checksums)
-        sync(file)
     hashes = {"documents_sha256": documents_sha256, "sums_sha256": hashlib.sha256(checksums).hexdigest()}
     index = index.model_copy(update=hashes).sealed()
-    with (made / "index").open("wb") as file:
+    with new_file(made / "index") as file:
         file.write(json.dumps(index.model_dump(exclude_defaults=True), indent=2).encode() + b"\n")
-        sync(file)
     described = {"documents": paths.documents, "sums": paths.sums, "index": paths.index}
     staging.publish_files({**others, **described})
     return TokenFile.open(paths.name)
@@ -66,7 +65,16 @@ def refuse_taken(name: Path, index: Path, others: Sequence[Path]) -> None:
             )
 
 
-def sync(file: Any) -> None:
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file; it is on the disk when the block ends. ``DiskFailed`` names it."""
+    with writing(path), path.open("wb+") as file:
+        yield file
+        sync(file)
+
+
+def sync(file: BinaryIO) -> None:
     """Make what was written to the file survive a power cut."""
-    file.flush()
-    Disk().sync(file.fileno())
+    with writing(Path(file.name)):
+        file.flush()
+        Disk().sync(file.fileno())

@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..parallel_state import BadInput
+from ..storage.disk import writing
 from ..storage.journal import Journal
 from ..storage.staging import Staging
 from .megatron import check_for_megatron, write_megatron_index
 from .token_file import TokenFile
 from .token_index import VERSION, TargetIndex, TokenIndex, TokenPaths, dtype_for, little_endian, probe
-from .token_publish import publish_tokens, refuse_taken, sync
+from .token_publish import new_file, publish_tokens, refuse_taken, sync
 from .token_sums import BlockSums
 
 #: Seconds between two notes of how far a job has come: what a kill costs at most.
@@ -116,6 +117,7 @@ class TokenWriter:
         with ExitStack() as last:  # a full disk may refuse what a file still has to write when it is closed
             last.callback(self._staging.leave if goes_on else self._staging.abandon)
             for file in self._files.values():
+                last.enter_context(writing(Path(file.name)))
                 last.callback(file.close)
 
     def add(self, ids: ArrayLike) -> None:
@@ -184,10 +186,8 @@ class TokenWriter:
                 found=f"none in {self.left_out} samples",
                 todo="The chat template marks no text as the assistant's",
             )
-        for name, open_file in self._files.items():
-            open_file.flush()
-            if name != "lengths":
-                sync(open_file)
+        for open_file in self._files.values():
+            sync(open_file)
         made = self._staging.directory
         lengths = np.fromfile(made / "lengths", dtype="<i8")
         offsets = np.zeros(lengths.size + 1, dtype="<i8")
@@ -205,9 +205,8 @@ class TokenWriter:
             )
             places["targets"] = paths.targets
         if self._megatron:
-            with (made / "megatron").open("wb") as file:
+            with new_file(made / "megatron") as file:
                 write_megatron_index(file, offsets, self._dtype)
-                sync(file)
             places["megatron"] = paths.megatron
         index = TokenIndex(
             version=VERSION,
@@ -262,7 +261,8 @@ class TokenWriter:
         self.read = ""
 
     def _write(self, name: str, data: np.ndarray[Any, Any]) -> None:
-        self._files[name].write(data.data)
+        with writing(Path(self._files[name].name)):
+            self._files[name].write(data.data)
         self._digests[name].update(data.data)
         self._sums[name].update(data.data)
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ..storage.disk import DiskFailed, writing
 from ..storage.small_files import log_line, read_good_lines
 from .stop_signals import Preempted
 
@@ -42,7 +43,7 @@ class Events:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         line = log_line({"time": time.time(), "event": event, "step": step, **facts})
         torn = self.path.exists() and _last_byte(self.path) not in (b"", b"\n")
-        with self.path.open("a", encoding="utf-8") as file:
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(("\n" if torn else "") + line + "\n")
 
     @contextmanager
@@ -52,7 +53,7 @@ class Events:
         try:
             yield done
         except BaseException as error:
-            with suppress(OSError):  # a full disk must not hide what went wrong
+            with suppress(OSError, DiskFailed):  # a full disk must not hide what went wrong
                 self.note("stopped" if isinstance(error, Preempted) else "failed", done[0], why=_said(error))
             raise
         self.note("finished", done[0], goal=goal)

@@ -58,8 +58,16 @@ def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0) ->
     free = space.f_bavail * space.f_frsize
     need -= bytes_of_leftovers(output)
     if need * _SPARE > free:
-        expected = f"{need * _SPARE / 1e9:,.1f} GB free ({need / 1e9:,.1f} GB and a tenth)"
-        raise BadInput(output, expected=expected, found=f"{free / 1e9:,.1f} GB")
+        expected = f"{in_bytes(need * _SPARE)} free ({in_bytes(need)} and a tenth)"
+        raise BadInput(output, expected=expected, found=in_bytes(free))
+
+
+def in_bytes(size: float) -> str:
+    """Return a number of bytes in the unit in which it is at least one."""
+    power = min(max(len(f"{size:.0f}") - 1, 0) // 3, 6)
+    return (
+        f"{size / 1000**power:,.{1 if power else 0}f} {('bytes', *(f'{unit}B' for unit in 'kMGTPE'))[power]}"
+    )
 
 
 def check_home(output: Path) -> Path:

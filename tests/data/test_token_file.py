@@ -201,7 +201,7 @@ def test_everything_is_on_disk_before_the_index_appears(tmp_path, monkeypatch):
     write(tmp_path / "data")
     folder = f"sync {tmp_path.name}"
     assert log == [
-        "sync tokens", "sync documents", "sync sums", "sync index",
+        "sync tokens", "sync lengths", "sync documents", "sync sums", "sync index",
         "rename tokens", "rename documents", "rename sums", folder, "rename index", folder,
     ]  # fmt: skip
 

@@ -122,7 +122,7 @@ test_outputs_that_cannot_be_are_refused = refusals(
     output("G18-link", "a link", lambda out: out.symlink_to(out.parent)),
     Refused("G16-here", lambda folder: begin_in(folder, "."), "the folder that the command runs in"),
     Refused("G16-here-by-its-path", lambda folder: begin_in(folder, folder), "command runs in"),
-    output("G20-too-little-space", r"expected [\d,.]+ GB free.*found [\d,.]+ GB", need=lambda _: 1 << 60),
+    output("G20-too-little-space", r"expected [\d,.]+ EB free.*found [\d,.]+ [MGT]B", need=lambda _: 1 << 60),
     output("G24-name-that-no-file-system-takes", "at most 255 bytes", name="x" * 256),
 )
 

@@ -83,6 +83,12 @@ def test_G20_the_margin_is_a_tenth(tmp_path, monkeypatch):
     check_output(tmp_path / "out", need=10**9)
     with pytest.raises(BadInput, match=r"1\.1 GB free \(1\.0 GB and a tenth\), found 1\.1 GB"):
         check_output(tmp_path / "out", need=10**9 + 10**6)
+    monkeypatch.setattr(os, "statvfs", lambda path: space(1, 4096))
+    with pytest.raises(BadInput, match=r"expected 33\.0 MB free \(30\.0 MB and a tenth\), found 4\.1 kB"):
+        check_output(tmp_path / "out", need=30 * 10**6)
+    monkeypatch.setattr(os, "statvfs", lambda path: space(0, 4096))
+    with pytest.raises(BadInput, match=r"expected 11 bytes free \(10 bytes and a tenth\), found 0 bytes"):
+        check_output(tmp_path / "out", need=10)
 
 
 @pytest.mark.parametrize("name", ["with space", "ünïcødé", "x" * 250, "é" * 127, "-dash"])
