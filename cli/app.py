@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect as python_inspect
+import os
 import re
 import shlex
 import sys
@@ -194,6 +195,8 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
     ``--debug``, before the command's name, shows the traceback first.
     """
     print_any_character()
+    # What a command makes it must be able to read again, and to remove if it fails.
+    os.umask(os.umask(0o077) & 0o077)
     try:
         # As its context's ``obj`` a command finds its own words: with them it may start ranks of itself.
         words = list(arguments)

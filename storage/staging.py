@@ -29,6 +29,7 @@ from .parents import make_parents, remove_empty
 from .safe_open import open_regular
 
 _SPARE = 1.1
+_UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
 _IDENTITY = re.compile(r"[0-9a-f]{16}")
 
 
@@ -58,16 +59,14 @@ def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0) ->
     free = space.f_bavail * space.f_frsize
     need -= bytes_of_leftovers(output)
     if need * _SPARE > free:
-        expected = f"{in_bytes(need * _SPARE)} free ({in_bytes(need)} and a tenth)"
-        raise BadInput(output, expected=expected, found=in_bytes(free))
+        expected = f"{_in_bytes(need * _SPARE)} free ({_in_bytes(need)} and a tenth)"
+        raise BadInput(output, expected=expected, found=_in_bytes(free))
 
 
-def in_bytes(size: float) -> str:
+def _in_bytes(size: float) -> str:
     """Return a number of bytes in the unit in which it is at least one."""
-    power = min(max(len(f"{size:.0f}") - 1, 0) // 3, 6)
-    return (
-        f"{size / 1000**power:,.{1 if power else 0}f} {('bytes', *(f'{unit}B' for unit in 'kMGTPE'))[power]}"
-    )
+    power = min((len(f"{size:.0f}") - 1) // 3, len(_UNITS) - 1)
+    return f"{size / 1000**power:,.{1 if power else 0}f} {_UNITS[power]}"
 
 
 def check_home(output: Path) -> Path:

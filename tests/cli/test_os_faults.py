@@ -233,6 +233,15 @@ def test_a_deleted_working_directory_is_one_line_or_without_effect(inputs, folde
     assert (tree(inputs), [tree(trial.where) for trial in trials]) == before
 
 
+def test_a_umask_that_takes_every_right_leaves_nothing(inputs, folder):
+    names = [name for name in NAMES if name not in {*STAYS, *LONG}]
+    trials = [Trial(where := folder(), words(name, inputs, where), {0, 2, 3, 4}) for name in names]
+    before = [tree(trial.where) for trial in trials]
+    codes = check(trials, lambda: (forked.obey_permissions(), os.umask(0o777)))
+    for trial, code, files in zip(trials, codes, before, strict=True):
+        assert code == 0 or tree(trial.where) == files, trial.words
+
+
 #: Numbers that count nothing: any of them will do.
 NO_COUNT = {"seed"}
 #: The flags of each command that take a whole number and count something.
