@@ -20,6 +20,8 @@ from .disk import Disk, writing
 from .safe_open import open_regular
 
 _PIECE = 4 << 20
+#: The packages of stores -> the extras that install them.
+_EXTRAS = {"s3fs": "s3", "gcsfs": "gcs"}
 
 
 class RemoteFailed(MachineFailed):
@@ -48,8 +50,13 @@ class RemoteFolder:
         try:
             self._system, self._root = url_to_fs(url)
         except (ImportError, ValueError, OSError) as error:
-            expected = "a path, or a URL whose file system is installed"
-            raise BadInput(url, expected=expected, found=str(error).splitlines()[0]) from None
+            expected, found = "a path, or a URL whose file system is installed", str(error).splitlines()[0]
+            todo = "".join(
+                f"Install the extra {extra} of trilith, or: pip install {package}"
+                for package, extra in _EXTRAS.items()
+                if package in found
+            )
+            raise BadInput(url, expected=expected, found=found, todo=todo) from None
 
     @property
     def local(self) -> Path | None:

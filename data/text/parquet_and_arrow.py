@@ -32,7 +32,7 @@ def need(package: str, path: Path) -> Any:
             path,
             expected=f"the {package} package to read it",
             found="none",
-            todo=f"pip install {package}",
+            todo=f"Install the extra data of trilith, or: pip install {package}",
         ) from error
 
 

@@ -2,12 +2,15 @@
 
 import os
 import re
+import sys
+import tomllib
 from functools import partial
 from itertools import count
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import trilith
 from support.configs import TINIEST_LLAMA
 from support.families import transformers_model
 from support.folders import contents
@@ -187,3 +190,14 @@ def test_a_url_without_weights_or_without_a_store_is_one_line(capsys):
         assert run(["inspect", url]) == 2
         told = capsys.readouterr().err
         assert told.startswith(f"error: {url}: {says}") and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "package", "extra"), [("s3://a/b", "s3fs", "s3"), ("gs://a/b", "gcsfs", "gcs")]
+)
+def test_a_store_s_package_that_is_not_installed_is_named_and_its_extra(monkeypatch, url, package, extra):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(BadInput, match=f"Install the extra {extra} of trilith, or: pip install {package}$"):
+        RemoteFolder(url)
+    project = tomllib.loads((Path(trilith.__file__).parent / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"][extra] == [package]

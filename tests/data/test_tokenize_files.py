@@ -206,7 +206,7 @@ def test_a_worker_that_is_killed_while_it_starts_ends_the_job_too(folder, tmp_pa
 def test_a_package_that_is_not_there_is_named(folder, tmp_path, monkeypatch, name, package):
     monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / name).write_bytes(b"anything")
-    with pytest.raises(BadInput, match=rf"{package}.*pip install {package}"):
+    with pytest.raises(BadInput, match=rf"{package}.*the extra data of trilith, or: pip install {package}"):
         tokenize([tmp_path / name], folder, tmp_path / "out", workers=1)
 
 
