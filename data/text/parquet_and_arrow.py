@@ -84,6 +84,9 @@ def _parquet_rows(path: Path, choose: Choose) -> Iterator[Portion]:
         for batch in file.iter_batches(batch_size=rows, columns=columns):
             done += batch.num_rows
             yield batch.to_pylist(), size * done // total
+        if done != file.metadata.num_rows:
+            expected = f"{file.metadata.num_rows:,}, as its footer says"
+            raise BadInput(path, "rows", expected=expected, found=f"{done:,}")
     except MemoryError:  # which pyarrow's own is too
         raise
     except (pyarrow.ArrowException, OSError) as error:

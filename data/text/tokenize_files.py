@@ -88,6 +88,9 @@ def tokenize(
             writer.finished(encoded.left_out, encoded.unended, read=read.hash_of_next())
             if on_progress is not None:
                 on_progress(done, writer.tokens)
+        if not writer.tokens and not writer.left_out:
+            where = ", ".join(str(path) for path in inputs[:3]) + (", …" if len(inputs) > 3 else "")
+            raise BadInput(where, "text", expected="at least one document", found="none")
         return writer.commit()
 
 

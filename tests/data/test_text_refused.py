@@ -21,6 +21,8 @@ from trilith.data.text.tokenizer_loading import load_tokenizer
 from trilith.data.text.tokenizer_training import train_tokenizer
 
 TOKENIZER = Path(__file__).parent / "foreign_tokens" / "tokenizer"
+#: 10**15, as Thrift codes it.
+TO_15 = b"\x80\x80\xb4\xcc\xd4\xdf\xc6\x03"
 TEXTS = [f"{i} and {i} is {2 * i}, as ever." for i in range(50)]
 GOOD = b'{"text": "fine"}\n'
 
@@ -47,6 +49,20 @@ def parquet(folder):
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "n": [1]}), folder / "in.parquet")
 
 
+def parquet_that_states(coded):
+    """Write 7,777 rows, and put another number, as Thrift codes it, wherever the footer states them."""
+
+    def write(folder):
+        path = folder / "in.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["a"] * 7777}), path)
+        raw = path.read_bytes()
+        footer = raw[-8 - int.from_bytes(raw[-8:-4], "little") : -8]
+        edited = footer.replace(b"\xc2\x79", coded)
+        path.write_bytes(raw[: -8 - len(footer)] + edited + len(edited).to_bytes(4, "little") + b"PAR1")
+
+    return write
+
+
 test_texts_that_cannot_be_tokenized_are_refused_by_file_and_line = refusals(
     *(
         text(why, "in.jsonl", content, says)
@@ -60,11 +76,11 @@ test_texts_that_cannot_be_tokenized_are_refused_by_file_and_line = refusals(
             ("deep-json", GOOD + b"[" * 200_000, r"in\.jsonl:2"),
             ("json-not-utf-8", GOOD + b'{"text": "\xff"}\n', r"in\.jsonl:2: .*0xff"),
             ("surrogate", b'{"text": "a\\ud800"}', r"in\.jsonl:1: .*surrogate"),
-            ("F1-no-text", b'\n{"text": ""}\n', "at least one, found none"),
+            ("F1-no-text", b'\n{"text": ""}\n', r"^in\.jsonl: text: .* found none"),
         )
     ),
     text("text-not-utf-8", "in.txt", b"a\nb\n\xe9\n", r"in\.txt:3: .*0xe9"),
-    text("F1-empty-file", "in.txt", b"", "at least one, found none"),
+    text("F1-empty-file", "in.txt", b"", r"^in\.txt: text: expected at least one document, found none"),
     text("json-array", "in.json", b"[]", "one object a line"),
     text("gz-cut-short", "in.txt.gz", gzip.compress(b"a" * 999)[:-9], r"in\.txt\.gz"),
     text("gz-that-is-not", "in.txt.gz", b"plain text", r"in\.txt\.gz"),
@@ -74,6 +90,10 @@ test_texts_that_cannot_be_tokenized_are_refused_by_file_and_line = refusals(
     text("parquet-that-is-not", "in.parquet", b"PAR1 but not really", "Parquet"),
     text("parquet-no-column", "in.parquet", parquet, "columns text, n", json_key="body"),
     text("parquet-of-numbers", "in.parquet", parquet, r"in\.parquet:1: n: expected text", json_key="n"),
+    text("parquet-no-rows", "in.parquet", parquet_that_states(b"\x00"), r"^in\.parquet: text: .* found none"),
+    text(
+        "parquet-more-rows", "in.parquet", parquet_that_states(TO_15), r"^in\.parquet: rows: .* found 7,777"
+    ),
     text("missing", "nowhere.txt", nothing, "nothing there"),
     text("folder", "empty", lambda folder: (folder / "empty").mkdir(), "regular file"),
     text("folder-of-the-output", "", nothing, "an output outside the input"),
