@@ -19,11 +19,11 @@ Ids = NDArray[np.int64]
 _ROUNDS = 8
 
 
-def permute(indices: ArrayLike, n: int, seed: int, epoch: int, *, stream: int = 0) -> Ids:
-    """Return the places of ``indices`` (whole numbers in ``[0, n)``, any shape) in this epoch's permutation.
+def permute(indices: ArrayLike, n: int, seed: int, epochs: ArrayLike, *, stream: int = 0) -> Ids:
+    """Return the places of ``indices`` (whole numbers in ``[0, n)``, any shape) in an epoch's permutation.
 
-    Returns int64 of the same shape. ``stream`` gives several data sets with one seed an order each. Memory is
-    proportional to ``indices`` and independent of ``n``.
+    Returns int64 of the same shape. ``epochs``: one for all, or one for each index. ``stream`` gives several
+    data sets with one seed an order each. Memory is proportional to ``indices`` and independent of ``n``.
     """
     if n < 1:
         raise BadInput("order", "samples", expected="at least 1", found=n)
@@ -31,12 +31,14 @@ def permute(indices: ArrayLike, n: int, seed: int, epoch: int, *, stream: int = 
         raise BadInput("order", "seed", expected="a whole number from 0 up", found=seed)
     positions = np.asarray(indices, dtype=np.int64)
     assert positions.size == 0 or (positions.min() >= 0 and positions.max() < n), "an index is outside [0, n)"
-    keys = _round_keys(seed, epoch, stream)
+    # All epochs at once: of little data, a large batch spans very many.
+    seen, which = np.unique(np.broadcast_to(np.asarray(epochs), positions.shape), return_inverse=True)
+    which, keys = which.ravel(), _round_keys(seed, seen.tolist(), stream)
     half = np.uint64(((n - 1).bit_length() + 1) // 2)
-    values = _feistel(positions.astype(np.uint64).ravel(), half, keys)
+    values = _feistel(positions.astype(np.uint64).ravel(), half, keys, which)
     outside = np.flatnonzero(values >= n)
     while outside.size:  # fewer than 3 in 4 stay outside each time, and a cycle always comes back inside
-        values[outside] = _feistel(values[outside], half, keys)
+        values[outside] = _feistel(values[outside], half, keys, which[outside])
         outside = outside[values[outside] >= n]
     return values.astype(np.int64).reshape(positions.shape)
 
@@ -46,11 +48,7 @@ def ids_at(positions: ArrayLike, n: int, seed: int, *, stream: int = 0) -> Ids:
     if n < 1:
         raise BadInput("order", "samples", expected="at least 1", found=n)
     epochs, indices = np.divmod(np.asarray(positions, dtype=np.int64), n)
-    ids = np.empty_like(indices)
-    for epoch in np.unique(epochs):
-        here = epochs == epoch
-        ids[here] = permute(indices[here], n, seed, int(epoch), stream=stream)
-    return ids
+    return permute(indices, n, seed, epochs, stream=stream)
 
 
 def positions_of(step: int, global_batch: int, data_index: int = 0, data_size: int = 1) -> Ids:
@@ -80,18 +78,23 @@ def positions_of(step: int, global_batch: int, data_index: int = 0, data_size: i
     return np.arange(start, start + piece, dtype=np.int64)
 
 
-def _round_keys(seed: int, epoch: int, stream: int) -> NDArray[np.uint64]:
-    """Return one 64-bit key a round, from a hash: the same on every machine and in every version."""
-    text = f"trilith order 1: seed {seed} epoch {epoch} stream {stream}"
-    return np.frombuffer(hashlib.blake2b(text.encode(), digest_size=8 * _ROUNDS).digest(), dtype="<u8")
+def _round_keys(seed: int, epochs: list[int], stream: int) -> NDArray[np.uint64]:
+    """Return a 64-bit key a round and epoch, from a hash: the same on every machine and in every version."""
+    texts = [f"trilith order 1: seed {seed} epoch {epoch} stream {stream}" for epoch in epochs]
+    hashes = [hashlib.blake2b(text.encode(), digest_size=8 * _ROUNDS).digest() for text in texts]
+    return np.frombuffer(b"".join(hashes), dtype="<u8").reshape(-1, _ROUNDS).T
 
 
-def _feistel(values: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Permute ``[0, 2**(2 * half))``: each round swaps the halves and mixes one into the other."""
+def _feistel(
+    values: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint64], which: NDArray[np.intp]
+) -> NDArray[np.uint64]:
+    """Permute ``[0, 2**(2 * half))``, each value by the keys of its epoch: each round swaps the halves and
+    mixes one into the other.
+    """
     low_bits = (np.uint64(1) << half) - np.uint64(1)
     left, right = values >> half, values & low_bits
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & low_bits)
+        left, right = right, left ^ (_mix(right ^ key[which]) & low_bits)
     return (left << half) | right
 
 

@@ -1,6 +1,7 @@
 """Rows of documents and of packed samples; their order, by seed and epoch, in the shares of a mixture."""
 
 import math
+import time
 from fractions import Fraction
 
 import numpy as np
@@ -234,6 +235,15 @@ def test_steps_lie_end_to_end_over_the_epochs(n, batch, seed):
 def test_positions_far_out_need_no_walk_through_the_epochs():
     far = 10**15
     assert ids_at([far], 1000, 3)[0] == permute([far % 1000], 1000, 3, far // 1000)[0]
+
+
+def test_a_batch_over_very_many_epochs_takes_time_by_its_rows_alone():
+    began, seed = time.process_time(), 3
+    ids = ids_at(np.arange(10**6)[::-1], 7, seed)[::-1]
+    assert time.process_time() - began < 5
+    assert (np.sort(ids[:999_999].reshape(-1, 7)) == np.arange(7)).all()
+    np.testing.assert_array_equal(ids[-8:-1], permute(np.arange(7), 7, seed, 142_856))
+    assert ids_at([], 7, seed).shape == (0,)
 
 
 weight = st.integers(1, 60) | st.sampled_from([0.1, 0.25, 0.7, 1e-3]) | st.floats(1e-4, 1e4, allow_nan=False)
