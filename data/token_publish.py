@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import BufferedRandom
 from pathlib import Path
 from typing import BinaryIO
 
@@ -66,7 +67,7 @@ def refuse_taken(name: Path, index: Path, others: Sequence[Path]) -> None:
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
+def new_file(path: Path) -> Iterator[BufferedRandom]:
     """Yield a new file; it is on the disk when the block ends. ``DiskFailed`` names it."""
     with writing(path), path.open("wb+") as file:
         yield file

@@ -114,7 +114,7 @@ LONG = ["schedule", "--name=1f1b", "--stages=4", "--microbatches=400"]
 
 def test_a_reader_that_stops_is_no_error():
     """Neither for what rich prints nor for plain text."""
-    for words in (LONG, ["models"], ["--help"]):
+    for words in (LONG, ["models"], ["--help"], ["train", "llama-3.2-1b-1gpu", "--dry-run"]):
         with subprocess.Popen([*PROGRAM, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             process.stdout.close()
             assert process.stderr.read() == b"" and process.wait(timeout=60) == 0, words

@@ -189,6 +189,12 @@ def test_a_folder_with_a_hole_is_refused_as_everywhere(altered, capsys):
     assert "finite" in capsys.readouterr().err
 
 
+def test_a_sharded_folder_is_refused_with_the_way_to_one_that_transformers_reads(folders, tmp_path, capsys):
+    assert run(["convert", str(folders / "llama"), str(tmp_path / "cut"), "--tensor", "2"]) == 0
+    assert run(["parity", str(tmp_path / "cut")]) == 2
+    assert "found a checkpoint of trilith. `trilith convert FOLDER OUT --to hf`" in capsys.readouterr().err
+
+
 def test_the_command_s_options_are_the_keys_of_a_recipe_s_layout():
     """They are written out because ``--help`` must not import torch; no axis may be missing there."""
     options = inspect.signature(parity_command).parameters
