@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import copy_context
 from functools import lru_cache
 from pathlib import Path
@@ -72,6 +72,8 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     generate,
 )
 
+#: The options that name a file to write, which may replace another.
+_OUTPUTS = ("out", "write", "html")
 USAGE, PREEMPTED, INTERRUPTED = 2, 75, 130
 #: Commands that print while they work: a reader that goes away, such as ``head``, leaves their work undone.
 _WORK_ON = (["quickstart"], ["bench"], ["train"])
@@ -94,6 +96,7 @@ class _Command(typer.core.TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         self._words = [*args]
         rest = super().parse_args(ctx, args)
+        _check_replaced(ctx.params)
         for parameter in self.get_params(ctx):
             value = ctx.params.get(parameter.name)
             for path in value if isinstance(value, list | tuple) else (value,):
@@ -102,6 +105,18 @@ class _Command(typer.core.TyperCommand):
                     refusal = f"expected a path of this machine, found the address {address}. {todo}"
                     raise typer.BadParameter(refusal, ctx, cast(Any, parameter))
         return rest
+
+
+def _check_replaced(values: Mapping[str, Any]) -> None:
+    """Refuse an output that would replace a file which the command reads."""
+    paths: dict[bool, list[Path]] = {True: [], False: []}
+    for name, value in values.items():
+        each = value if isinstance(value, list | tuple) else (value,)
+        paths[name in _OUTPUTS] += [Path(path) for path in each if isinstance(path, str | Path)]
+    for output in filter(os.path.isfile, paths[True]):
+        from ..storage.output_file import check_outside
+
+        check_outside(output, [path for path in paths[False] if os.path.isfile(path)])
 
 
 class _Program(typer.core.TyperGroup):

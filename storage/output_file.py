@@ -46,7 +46,7 @@ def check_place(output: Path, inputs: Iterable[Path] = ()) -> None:
 
 
 def check_outside(output: Path, inputs: Iterable[Path]) -> None:
-    """Refuse an output that would lie in an input's folder, and one at an address.
+    """Refuse an output that is an input or would lie in an input's folder, and one at an address.
 
     Folders are compared as such and not by their paths, so a mount or a link hides nothing.
     """
@@ -55,6 +55,9 @@ def check_outside(output: Path, inputs: Iterable[Path]) -> None:
         raise BadInput(address, expected="a path of this machine", found="an address", todo=todo)
     around = _around(output)
     for source in inputs:
+        if source.is_file() and output.exists() and output.samefile(source):
+            todo = "Choose another name"
+            raise BadInput(output, expected="another file than the input", found=source, todo=todo)
         if (inside := _inside(around, source)) is not None:
             todo = "Choose a place outside"
             raise BadInput(

@@ -41,7 +41,8 @@ def write_report(folders: Sequence[Path], out: Path, *, force: bool = False) -> 
     ``BadInput`` for a folder in which no run has written, or an ``out`` that cannot be a file, or that exists
     and is no report, unless ``force``.
     """
-    check_output_file(out, ours=_is_report, force=force, parents=True)
+    read = [folder / name for folder in folders for name in ("metrics.jsonl", "events.jsonl")]
+    check_output_file(out, ours=_is_report, force=force, inputs=read, parents=True)
     page = make_report([read_run(folder) for folder in folders])
     with output_file(out, ours=_is_report, force=force, parents=True) as path:
         path.write_text(page, encoding="utf-8")

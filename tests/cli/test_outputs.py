@@ -100,6 +100,18 @@ def test_force_replaces_it_and_its_own_is_replaced_without(world, tmp_path, capf
         out.unlink()
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_no_output_replaces_an_input(world, capfd, name):
+    values = calls.values_of(name, world, world)
+    read = [value for key, (value, *_) in values.items() if key not in calls.OUTPUTS]
+    read += [str(world / "run" / "metrics.jsonl")] if name == "report" else []
+    files = [path for path in read if os.path.isfile(path)]
+    assert files or name == "schedule", "it reads none"
+    for file in files:
+        for force in ([], ["--force"]):
+            check_refused([*words_to(name, world, file), *force], world, capfd, "than the input")
+
+
 @pytest.mark.parametrize("name", sorted({*WRITTEN} - {"train"}))
 def test_no_output_lies_in_the_source_or_among_checkpoints(world, tmp_path, capfd, monkeypatch, name):
     force = ["--force"] if name in FILES else []
