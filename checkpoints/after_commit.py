@@ -40,8 +40,9 @@ class LatestOnly(Generic[T]):
             if self._thread is not None and self._thread.is_alive():
                 return  # it looks once more before it ends
             # Not a daemon: a program that just ends waits for it.
-            self._thread = threading.Thread(target=self._run, name=self._name)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=self._name)
+            thread.start()  # which Ctrl-C may interrupt: there is nothing to wait for then
+            self._thread = thread
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until nothing is left to do, at most this many seconds."""

@@ -8,6 +8,7 @@ checkpoint. When a copy is deleted, its manifest is deleted first.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,7 +48,7 @@ class Mirror:
         url, local = self.folder.url, self.folder.local
         if local is not None:
             check_outside(local, [root])
-            place, run = local.resolve(), root.resolve()
+            place, run = (Path(os.path.realpath(each)) for each in (local, root))
             if run in (place, *place.parents):  # and the run's folder is not there yet
                 raise BadInput(url, expected="a place outside the run's folder", found="one in it")
             if place in run.parents:

@@ -153,8 +153,9 @@ class Saver:
                 self._copies[name] = torch.empty_like(tensor, device="cpu")
             self._copies[name].copy_(tensor)
         # Not a daemon: a program that just ends waits for it, so a checkpoint begun is completed.
-        self._thread = threading.Thread(target=self._write_behind, args=(progress,), name="checkpoint")
-        self._thread.start()
+        thread = threading.Thread(target=self._write_behind, args=(progress,), name="checkpoint")
+        thread.start()  # which Ctrl-C may interrupt: there is nothing to wait for then
+        self._thread = thread
 
     def wait(self) -> None:
         """Wait until the current save is committed; raise its error, the same on every rank. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -137,7 +138,7 @@ def plan(
     for option, given in (("--price", price), ("--watts", watts)):
         if given is not None and tokens is None:
             raise BadInput("plan", option, expected="--tokens with it", found="no --tokens")
-    if write is not None and html is not None and write.resolve() == html.resolve():
+    if write is not None and html is not None and os.path.realpath(write) == os.path.realpath(html):
         raise BadInput("plan", "--html", expected="another file than --write", found=html)
     if write is not None:
         check_output_file(write, force=force)

@@ -107,9 +107,12 @@ class Process:
         return number
 
     def kill(self) -> None:
-        """End it, whatever it is doing, and forget what it printed."""
+        """End it and what it started, whatever it is doing, and forget what it printed."""
         if self.wait(0) is None:
-            os.kill(self.pid, signal.SIGKILL)
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:  # it is just forked, in no group of its own yet
+                os.kill(self.pid, signal.SIGKILL)
             self.wait()
         self.pipe.close()
         self._printed.close()

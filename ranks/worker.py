@@ -52,11 +52,15 @@ def begin(parent: Connection) -> queue.SimpleQueue[Any]:
 
 
 def _listen(parent: Connection, inbox: queue.SimpleQueue[Any]) -> None:
-    """Hand on what the parent says. Its end of the pipe closes when it dies, by whatever: then so do we."""
+    """Hand on what the parent says. Its end of the pipe closes when it dies, by whatever: then so do we, and
+    what we started, such as a compiler.
+    """
     try:
         while True:
             inbox.put(unpack(parent.recv_bytes()))
     except (EOFError, OSError):
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
         os._exit(0)
 
 

@@ -105,7 +105,8 @@ def check_output_file(
     check_place(out, inputs)
     if out.is_symlink():
         raise BadInput(out, expected="a new file", found="a link", todo="Name its target instead")
-    above = next(one for one in Path(os.path.abspath(out)).parents if one.exists())
+    around = Path(os.path.abspath(out)).parent  # of the root it is the root
+    above = next(one for one in (around, *around.parents) if one.exists())
     if not above.is_dir():
         raise BadInput(out, expected="a file in a folder", found=f"{above}, which is a file")
     if not parents and not out.parent.is_dir():

@@ -78,7 +78,7 @@ def train_tokenizer(
 def _train(texts: Iterable[str], vocab_size: int, model_type: str) -> bytes:
     from sentencepiece import SentencePieceTrainer
 
-    written, wrong = io.BytesIO(), list[Exception]()
+    written, wrong = io.BytesIO(), list[BaseException]()
     try:
         SentencePieceTrainer.Train(
             sentence_iterator=_counted(texts, wrong),
@@ -109,7 +109,7 @@ def _train(texts: Iterable[str], vocab_size: int, model_type: str) -> bytes:
     return _round_scores(written.getvalue()) if model_type == "unigram" else written.getvalue()
 
 
-def _counted(texts: Iterable[str], wrong: list[Exception]) -> Iterator[str]:
+def _counted(texts: Iterable[str], wrong: list[BaseException]) -> Iterator[str]:
     """Give the texts on, up to ``MOST_CHARACTERS``. SentencePiece makes an error of its own of any that an
     iterator raises: the one meant for the user is put into ``wrong``.
     """
@@ -126,7 +126,7 @@ def _counted(texts: Iterable[str], wrong: list[Exception]) -> Iterator[str]:
                     todo="Give a sample: some hundred million characters are plenty",
                 )
             yield text
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         wrong.append(error)
         raise
 

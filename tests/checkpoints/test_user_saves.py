@@ -10,7 +10,16 @@ from support.families import family_and_config, model_of
 from support.inputs import saver_of
 from support.refusals import Refused, refusals
 from torch import nn
-from trilith.checkpoints import load_module, load_source, read_source, restore_model, save_model, save_module
+from trilith.checkpoints import (
+    Progress,
+    load_module,
+    load_source,
+    read_source,
+    restore_model,
+    save_model,
+    save_module,
+)
+from trilith.checkpoints.after_commit import LatestOnly
 from trilith.parallel_state import BadCheckpoint, BadInput, Layout, ParallelState, initialize
 from trilith.testing import run_parallel
 from trilith.training import Precision, make_adamw, shard_over_data
@@ -163,6 +172,17 @@ def test_a_parameter_frozen_before_and_trained_now_has_no_moments_to_go_on_with(
     _, model, optimizer = made(Layout())
     with pytest.raises(BadCheckpoint, match=r"exp_avg\.rarely\.weight: .* found none: it was frozen"):
         load_module(tmp_path, model, optimizer)
+
+
+def test_ctrl_c_while_a_thread_starts_leaves_nothing_to_wait_for(tmp_path):
+    interrupt = mock.patch("threading.Thread.start", side_effect=KeyboardInterrupt)
+    saver = saver_of(tmp_path, nn.Linear(1, 1), background=True)
+    with pytest.raises(KeyboardInterrupt), saver, interrupt:
+        saver.save(Progress(1, Layout()))
+    latest = LatestOnly("copies", print)
+    with pytest.raises(KeyboardInterrupt), interrupt:
+        latest.begin(1)
+    latest.wait()
 
 
 def opened_apart(root):

@@ -168,6 +168,12 @@ test_places_and_options_that_cannot_be_are_refused_before_the_work = refusals(
     command("recipe from-deepspeed ds.json --out no/x.toml", "no folder", write_files),
     command("recipe from-deepspeed ds.json --out .", "found a folder", write_files),
     command("report run --out .", "found a folder", write_files),
+    command("recipe from-deepspeed ds.json --out /", "found a folder", write_files),
+    command(
+        "plan gpt2 --gpus 1 --write loop/a --html b",
+        "loop/a: expected a file in a folder",
+        lambda folder: (folder / "loop").symlink_to("loop"),
+    ),
     command("report run --out file/x.html", "which is a file", write_files),
     command(
         "tokenize file --tokenizer none --out out --show 1", "--show: expected --chat with it", write_files

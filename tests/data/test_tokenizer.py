@@ -135,6 +135,15 @@ def test_a_long_text_is_learned_from_whole(tmp_path):
     assert len(tokenizer.encode("xylophone")) < 3
 
 
+def test_ctrl_c_while_it_learns_is_no_error_of_its_input(tmp_path):
+    def texts():
+        yield "a text"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_tokenizer(texts(), tmp_path / "t", vocab_size=290)
+
+
 def test_special_tokens_that_a_folder_adds_are_not_added_but_decoded(folder, pair, tmp_path):
     copy = that_puts("<s> $A </s>", folder, tmp_path / "copy")
     assert Backend.from_file(str(copy / "tokenizer.json")).encode("a b").ids[0] == 1

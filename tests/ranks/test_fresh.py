@@ -71,9 +71,15 @@ def lose_a_peer():
         sys.exit(3)
 
 
+def start_another():
+    """Start a process that a rank leaves to itself, such as a compiler; return its number."""
+    return subprocess.Popen(["sleep", "1000"]).pid
+
+
 def wait_in_vain():
     dist.init_process_group("gloo", timeout=timedelta(seconds=1))
     if dist.get_rank() == 0:
+        print("started", start_another())
         time.sleep(1000)
     try:
         dist.barrier()
@@ -131,7 +137,9 @@ def test_ranks_that_do_not_end_are_named_shown_and_killed():
     with pytest.raises(RankError, match="rank 0 did not end within 4 s") as caught:
         run_fresh(wait_in_vain, 2, timeout=4, process_group=False)
     assert [failure.rank for failure in caught.value.failures] == [0]
-    assert "wait_in_vain" in caught.value.failures[0].output
+    output = caught.value.failures[0].output
+    assert "wait_in_vain" in output
+    wait_for(lambda: not running([int(output.split("started ")[1].split()[0])]), seconds=10)
 
 
 def test_processes_are_new_each_time_with_this_process_s_environment_and_folder(tmp_path, monkeypatch):
@@ -166,7 +174,7 @@ def running(pids):
 
 
 def announce_and_hang(place, parent):
-    Path(f"{place}.new").write_text(f"{parent} {os.getppid()} {os.getpid()}")
+    Path(f"{place}.new").write_text(f"{parent} {os.getppid()} {os.getpid()} {start_another()}")
     Path(f"{place}.new").rename(place)
     time.sleep(1000)
 
@@ -191,7 +199,7 @@ def test_workers_end_with_a_killed_parent_even_in_the_middle_of_a_call(tmp_path)
         ended = pool.submit(run_fresh, call_for_ever, 1, str(place), process_group=False)
         wait_for(place.exists)
         parent, *pids = map(int, place.read_text().split())
-        assert running(pids) == pids and len(pids) == 2
+        assert running(pids) == pids and len(pids) == 3
         os.kill(parent, signal.SIGKILL)
         assert ended.result() == [-signal.SIGKILL]
     wait_for(lambda: not running(pids), seconds=10)

@@ -1,11 +1,11 @@
-"""Draw odd inputs of a command: another content of a file that it reads, or an odd value of an option."""
+"""Draw odd inputs of a command: another content of a file that it reads, an odd value of an option."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,6 +14,7 @@ from trilith.recipes.recipe import Recipe
 
 from support.command_lines import RECIPE_PATHS, Place, parameters_of, places, values_of, words, words_of
 from support.damage import damaged
+from support.drawn_outputs import OUTPUTS, Drawn, draw_output
 
 #: Values of JSON, as text: of another type, too large, too deep, not printable.
 JSON_VALUES = [
@@ -46,21 +47,36 @@ KEYS = [
     for key in getattr(section, "model_fields", ())
     if f"{name}.{key}".strip(".") not in RECIPE_PATHS
 ]
-TEXT_SUFFIXES = {".json", ".jsonl", ".toml", ".txt", ".jinja", ".index", ""}
+TEXT_SUFFIXES = {".json", ".jsonl", ".toml", ".txt", ".jinja", ".index", ".sh", ".yaml", ""}
+#: The argument with which a command reads a run's folder, here ``trained``, which has a checkpoint.
+READS_RUN = {
+    **dict.fromkeys(("convert", "reshard"), "src"),
+    **dict.fromkeys(("inspect", "verify", "generate"), "source"),
+    **{"diff": "b", "parity": "folder", "status": "run", "report": "runs", "merge_lora": "base"},
+    **{"train": "recipe: out"},
+}
+#: What ``recipe`` reads of each trainer.
+ORIGINS = [("from-trainer", "trainer.json"), ("from-deepspeed", "zero3.json")] + [
+    ("from-megatron", name) for name in ("llama3.sh", "mixtral.sh", "small.json", "small.yaml")
+]
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """Hold a drawn command line; an error of it says one of ``names``."""
+def draw(command: str, number: int, inputs: Path, where: Path, kind: str = "input") -> Drawn:
+    """Return the command line of this number, below the folder ``where``; it depends on nothing else.
 
-    words: list[str]
-    names: Sequence[str]
-    what: str
-
-
-def draw(command: str, number: int, inputs: Path, where: Path) -> Drawn:
-    """Return the command line of this number, below the folder ``where``; it depends on nothing else."""
+    ``kind``: what is odd, besides an "input" or an option the "output", a "run" or the "origin" of a recipe.
+    """
     random = Random(f"{command} {number}")
+    match kind:
+        case "output":
+            return draw_output(random, random.choice(OUTPUTS[command]), inputs, where)
+        case "run":
+            place = Place(command, READS_RUN[command], output=False)
+            return _with_file(random, place, inputs / "trained", inputs, where)
+        case "origin":
+            origin, name = random.choice(ORIGINS)
+            drawn = _with_file(random, Place(command, "file", False), inputs / name, inputs, where)
+            return replace(drawn, words=[drawn.words[0], origin, *drawn.words[2:]])
     inner = [place for place in places() if place.command == command and not place.output]
     odd = [
         (name, flag, kinds)
@@ -68,7 +84,8 @@ def draw(command: str, number: int, inputs: Path, where: Path) -> Drawn:
         if _takes_words(hidden, kinds)
     ]
     if inner and (not odd or random.random() < 0.65):
-        return _with_file(random, random.choice(inner), inputs, where)
+        place = random.choice(inner)
+        return _with_file(random, place, Path(place.good.format(inputs)), inputs, where)
     return _with_option(random, command, odd or [("unknown", "--unknown", set())], inputs, where)
 
 
@@ -102,8 +119,7 @@ def _with_option(random: Random, command: str, odd: list[Any], inputs: Path, whe
     return Drawn(words_of(command, values), names, f"{name}={word[:20]!r}")
 
 
-def _with_file(random: Random, place: Place, inputs: Path, where: Path) -> Drawn:
-    good = Path(place.good.format(inputs))
+def _with_file(random: Random, place: Place, good: Path, inputs: Path, where: Path) -> Drawn:
     at = where / good.name
     if good.is_dir():
         shutil.copytree(good, at)

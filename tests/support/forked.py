@@ -15,7 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from trilith.system.process_info import adopting_orphans, children_of
+
 _PIPE_SIZE = 1 << 20
+#: Seconds in which what an ended process started must end too, on a busy machine.
+_LEAVE_WITHIN = 20.0
 _LIBC = ctypes.CDLL(None, use_errno=True)
 #: Numbers of the kernel's headers, and the user without any rights of his own.
 _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 1, 2
@@ -47,14 +51,16 @@ def run_forked(work: Callable[[], int], folder: Path, *, limit: float) -> Ended:
     """
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
-    pid = os.fork()
-    if pid == 0:
-        os.close(reading)
-        sys.dont_write_bytecode = True  # under a limit of sizes half a file would be left for everybody
-        _become(work, folder, writing)
-    os.close(writing)
-    status, computed, took = _wait(pid, limit)
-    left = _end_group(pid)
+    with adopting_orphans():
+        before = _children()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reading)
+            sys.dont_write_bytecode = True  # under a limit of sizes half a file would be left for everybody
+            _become(work, folder, writing)
+        os.close(writing)
+        status, computed, took = _wait(pid, limit)
+        left = _end_group(pid) | _end_left(before)
     err = b""
     os.set_blocking(reading, False)
     try:
@@ -201,6 +207,27 @@ def _waited_for_a_core(pid: int) -> float:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) * 1e-9
     except (OSError, IndexError):
         return 0.0
+
+
+def _children() -> set[int]:
+    return {child.pid for child in children_of(os.getpid())}
+
+
+def _end_left(before: set[int]) -> bool:
+    """End what an ended child left, also in sessions of their own; return whether they did not end soon.
+
+    A rank, or a template of ranks that still imports torch, sees only then that its harness is gone.
+    """
+    until = time.monotonic() + _LEAVE_WITHIN
+    late = False
+    while left := _children() - before:
+        late = time.monotonic() > until
+        for pid in left:
+            if late:
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0 if late else os.WNOHANG)
+        time.sleep(0.02)
+    return late
 
 
 def _end_group(pid: int) -> bool:

@@ -9,19 +9,25 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from trilith.cli.app import run
+from trilith.cli.shared import parity
 from trilith.ranks import pool, processes
+from trilith.search import find
 
 from support import forked
 
-#: Seconds after which a command counts as hanging, on a machine that others use; and those of a refusal.
-HANGS, REFUSED_WITHIN = 120.0, 5.0
+#: Seconds after which a command counts as hanging, on a machine that others use; those of a refusal, also
+#: after the work began; and those after which a command must have begun with its work.
+HANGS, REFUSED_WITHIN, AT_WORK_WITHIN = 120.0, 5.0, 2.0
+#: By which of Python's audit events a command's work begins, besides its first word on stdout; the search of
+#: ``plan`` and what ``parity`` does first show in neither.
+_WORKS = {"os.mkdir", "os.fork", "os.posix_spawn", "subprocess.Popen"}
 #: The most bytes that a refused command may hold beyond those of the process before it.
 MOST_MEMORY = 300 << 20
 #: The exit code of a command that was interrupted.
-INTERRUPTED = 130
+INTERRUPTED, DIFFERS = 130, 1
 
 _NO_MARKS = str.maketrans("", "", ",-")
 
@@ -38,7 +44,8 @@ class Trial(NamedTuple):
     """Describe a command line to run in a folder of its own, and the exit codes that it may have.
 
     ``says``: what its error says. ``names``: the error says one of these, in at most 400 characters.
-    ``work``: seconds after which the command is interrupted, because it was not refused and works for long.
+    ``work``: seconds after which the command is interrupted, because it was not refused and works for long:
+    it has made a folder, started a process, or printed something by then.
     """
 
     where: Path
@@ -60,23 +67,27 @@ def check(
 
     A fork of this process is dear, so what needs no ``limit`` of its own shares one. A command that took long
     may have met a busy machine: they are run once more then. ``after`` is called in the fork at the end, and
-    ``enter`` with the folder of each. ``within``: the seconds that a refusal may take.
+    ``enter`` with the folder of each. ``within``: the seconds that a refusal may take, or the begin of
+    the work of a command that works for long.
     """
 
     def work() -> int:
         os.environ.update(TOKENIZERS_PARALLELISM="false")
         # The ranks that this process has already started answer to its parent.
         pool._pool, processes.templates._templates = pool.Pool(), []
-        signal.signal(signal.SIGALRM, _interrupt)
+        printed = os.memfd_create("stdout")
+        os.dup2(printed, 1)
+        works = _Works(printed)
         limit()
         for trial in trials:
             enter(trial.where)
             os.environ["TMPDIR"], tempfile.tempdir = str(trial.where / "tmp"), None
             began, used, held = time.monotonic() - waited_for_a_core(), computed(), memory_from_now()
-            signal.setitimer(signal.ITIMER_REAL, trial.work)
+            works.begin(trial.work)
             code = run(trial.words)
             signal.setitimer(signal.ITIMER_REAL, 0)
             seconds = max(computed() - used, time.monotonic() - waited_for_a_core() - began)
+            seconds *= within / REFUSED_WITHIN if works.began() else 1.0
             print(
                 f"\0{code} {seconds} {most_memory() - held if held else 0}\0",
                 end="",
@@ -96,7 +107,7 @@ def check(
         for (err, code, _, held), trial in zip(done, trials, strict=True):
             _check_end(trial, int(code), err, int(held))
         late = [
-            int(code) and not trial.work and float(took) >= within
+            int(code) not in (0, 1) and float(took) >= within
             for trial, (_, code, took, _) in zip(trials, done, strict=True)
         ]
         slow = [(trial.words, end) for trial, end, is_late in zip(trials, done, late, strict=True) if is_late]
@@ -110,7 +121,7 @@ def _check_end(trial: Trial, code: int, err: str, held: int) -> None:
     if code == INTERRUPTED and trial.work:
         return
     assert code in trial.codes, f"code {code} of: {trial.words}\n{err}"
-    if code:
+    if code not in (0, DIFFERS):
         assert "Traceback" not in err, f"{trial.words}\n{err}"
         line = err[err.rfind("\nerror: ") + 1 :] if trial.names else err  # warnings may come before
         assert line.startswith("error: ") and line.count("\n") == 1, f"{trial.words}\n{err}"
@@ -123,8 +134,40 @@ def _check_end(trial: Trial, code: int, err: str, held: int) -> None:
             assert named, f"none of {trial.names}: {trial.words}\n{err}"
 
 
-def _interrupt(*_: Any) -> NoReturn:
-    raise KeyboardInterrupt
+class _Works:
+    """Interrupt a command that works, and know whether it has begun to."""
+
+    def __init__(self, printed: int) -> None:
+        self._printed, self._seen, self._until = printed, False, 0.0
+        sys.addaudithook(self._hear)
+        find.find_layouts = self._noted(find.find_layouts)
+        parity.compare_with_transformers = self._noted(parity.compare_with_transformers)
+        signal.signal(signal.SIGALRM, self._interrupt)
+
+    def begin(self, work: float) -> None:
+        """Interrupt the command that begins now once it has worked so long; never with 0."""
+        os.ftruncate(self._printed, 0)
+        self._seen, self._until = False, time.monotonic() + AT_WORK_WITHIN
+        signal.setitimer(signal.ITIMER_REAL, work, work and 0.1)
+
+    def began(self) -> bool:
+        """Return whether it has begun with its work."""
+        return self._seen or os.fstat(self._printed).st_size > 0
+
+    def _hear(self, event: str, _: Any) -> None:
+        self._seen |= event in _WORKS
+
+    def _noted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any, **options: Any) -> Any:
+            self._seen = True
+            return call(*arguments, **options)
+
+        return noted
+
+    def _interrupt(self, *_: Any) -> None:
+        if self.began() or time.monotonic() > self._until:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise KeyboardInterrupt
 
 
 def computed() -> float:
