@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..parallel_state.engine import TorchDispatchMode, group_of_call
+from ..simulation.tensors import tensors_in
 
 #: The kinds of collectives, by the operators of torch that start them.
 _KINDS = {
@@ -77,12 +78,3 @@ def collectives_of(function: Callable[[], object]) -> Counter[str]:
     with operators:
         function()
     return operators.collectives
-
-
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | Mapping):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(one)

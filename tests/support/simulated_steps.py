@@ -10,9 +10,9 @@ from trilith.checkpoints import begin_moments
 from trilith.layers import Balancing, routers
 from trilith.models import CausalLM
 from trilith.recipes.optimizer_sections import LossScaleSection
-from trilith.testing.simulated_device.device import Kind, Per
-from trilith.testing.simulated_device.rank import simulated_rank
-from trilith.testing.simulated_device.waits import WAITS
+from trilith.simulation.device import Kind, Per
+from trilith.simulation.rank import simulated_rank
+from trilith.simulation.waits import WAITS
 from trilith.training.loss_scale import LossScale
 from trilith.training.update import Update
 

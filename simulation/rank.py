@@ -10,7 +10,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from ...parallel_state import Layout, ParallelState
+from ..parallel_state import Layout, ParallelState
 from .backend import NAME, start_group
 from .device import SimulatedDevice, Waits
 

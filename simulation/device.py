@@ -18,11 +18,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...parallel_state.engine import TorchDispatchMode
-from ..operators import tensors_in
+from ..parallel_state.engine import TorchDispatchMode
 from .backend import NAME, WAITING, FakeTensorMode, copy_from_host_in_sight
+from .tensors import tensors_in
 
-_HOUSE, _HERE = Path(__file__).resolve().parents[2], Path(__file__).resolve().parent
+_HOUSE, _HERE = Path(__file__).resolve().parents[1], Path(__file__).resolve().parent
 _TORCH = Path(torch.__file__).resolve().parent
 #: Beginnings of the names of operators that make a tensor and start no kernel.
 _ALLOCATE = ("aten::empty", "aten::new_empty")
