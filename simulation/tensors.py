@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -14,3 +15,12 @@ def tensors_in(value: object) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple | Mapping):
         for one in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(one)
+
+
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of nested lists, tuples and dicts, with each tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: with_tensors(one, change) for key, one in value.items()}
+    return type(value)(with_tensors(one, change) for one in value) if type(value) in (list, tuple) else value

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..parallel_state.engine import TorchDispatchMode, group_of_call
+from ..simulation.collectives import collective_of
 from ..simulation.tensors import tensors_in
-
-#: The kinds of collectives, by the operators of torch that start them.
-_KINDS = {
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "allreduce_": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "_allgather_base_": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "send": "send",
-    "all_to_all_single": "exchange",
-}
 
 
 class Operators(TorchDispatchMode):
@@ -47,7 +34,7 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, kind, place = _collective(func)
+        name, kind, place = collective_of(func)
         self.names.append(name)
         if kind is not None:
             size = sum(tensor.nbytes for tensor in tensors_in(args[place]))
@@ -61,15 +48,6 @@ class Operators(TorchDispatchMode):
             if not isinstance(made, DTensor):
                 self.largest = max(self.largest, made.numel())
         return result
-
-
-@lru_cache(maxsize=4096)  # asked for every operator that runs
-def _collective(func: Any) -> tuple[str, str | None, int]:
-    """Return an operator's name, its kind if it sends, and which argument it sends."""
-    name = func.name().split(".")[0]
-    space, _, short = name.partition("::")
-    sends = "c10d" in space and not short.startswith(("wait", "recv", "barrier"))
-    return name, _KINDS.get(short, short) if sends else None, int(short.endswith("base_"))
 
 
 def collectives_of(function: Callable[[], object]) -> Counter[str]:

@@ -55,6 +55,7 @@ PRIVATE_TORCH = {
     "parallel_state/engine/weight_gradients.py": "the same",
     "ranks/worker.py": "empties a cache of torch's between calls, which a library never needs",
     "simulation/backend.py": "makes a device of Python, for which torch has no public door",
+    "simulation/replaced_operators.py": "calls kernels that torch would call after asking a driver",
     "simulation/live_bytes.py": "counts what every operator leaves behind: torch has no public hook for that",
 }
 

@@ -32,9 +32,9 @@ from trilith.data import Batch
 from trilith.layers import use_float8
 from trilith.parallel_state import Box, Layout, ParallelState, clip_gradients, initialize
 from trilith.parallel_state.engine import local_data
-from trilith.parallel_state.state import fsdp_mesh
 from trilith.planner import Traffic, Work, plan_memory, rank_parameters, step_traffic
 from trilith.recipes.sections import MemorySection
+from trilith.simulation.collectives import axes_of_groups
 from trilith.testing import LiveBytes, RankError, run_parallel
 from trilith.testing.layouts import Pieces, pieces, roughen
 from trilith.testing.operators import Operators
@@ -142,6 +142,7 @@ class RankRecord:
     counted: tuple[int, int, int] = (0, 0, 0)
     stated: tuple[int, int, int] = (0, 0, 0)
     ratio: float = 0.0
+    peak: int = 0
     #: Names of parameters that differ in a bit after resuming; the parameters in the other layout.
     resumed: list[str] = field(default_factory=list)
     elsewhere: Shares = field(default_factory=dict)
@@ -282,6 +283,7 @@ class _Run:
             with self._holding():
                 self._update(self.parts.step.launch(batch)[0])
             peaks.append(self.live.peak)
+        self.record.peak = min(peaks)
         self.record.ratio = min(peaks) / self.planned
 
     def _resume(self, folder: Path, layout: Layout) -> None:
@@ -347,31 +349,9 @@ def sent_in(operators: Operators, state: ParallelState) -> Totals:
     """Return what was sent while ``operators`` was entered. Tokens on their way to experts do not count: a
     plan cannot know them.
     """
-    names, every = _axes(state), operators.in_groups.items()
+    names, every = axes_of_groups(state), operators.in_groups.items()
     totals = {(names.get(group, group), kind): counted for (group, kind), counted in every}
     return {key: counted for key, counted in totals.items() if key[0] != "expert"}
-
-
-def _axes(state: ParallelState) -> dict[str, str]:
-    """Return the axis of each process group, as ``Traffic`` calls it, by the group's name."""
-    layout, mesh = state.layout, fsdp_mesh(state)
-    groups: dict[str, dist.ProcessGroup | None] = {
-        "all": dist.group.WORLD,
-        "tensor": state.tensor_group,
-        "pipeline": state.pipeline_group,
-        "ends": state.ends_group if layout.pipeline > 1 else None,
-        "context": state.context_group if layout.context > 1 else None,
-        "data": mesh.get_group("fsdp"),
-        "replicas": mesh.get_group("data_replicate") if layout.copies_shards else state.replica_group(),
-    }
-    if layout.expert > 1:
-        stacks = fsdp_mesh(state, experts=True)
-        shards = layout.copies_shards
-        copies = stacks.get_group("expert_replicate") if shards else state.replica_group(experts=True)
-        groups |= {"expert": state.expert_group, "expert data": stacks.get_group("expert_shard")}
-        groups["expert replicas"] = copies
-    # Axes of one rank share a group, over which nothing should be sent.
-    return {one.group_name: axis for axis, one in groups.items() if one is not None and one.size() > 1}
 
 
 def shares_of(held: Pieces, *, whole: bool = True) -> Shares:
