@@ -25,7 +25,7 @@ def _attention_backward(grad: Any, q: Any, k: Any, v: Any, *others: Any, **named
 
 def _grouped(a: Any, b: Any, *others: Any, out_val: Any, **named: Any) -> int:
     """Count each row once, whatever group it is in; where groups cut the inner dim, each column once."""
-    return 2 * prod(a.shape) * b.shape[-1]
+    return int(2 * prod(a.shape) * b.shape[-1])
 
 
 _MORE: dict[str, Callable[..., int]] = {

@@ -48,7 +48,7 @@ def simulated_rank(
 
     start_group(rank, layout.world)
     try:
-        instead = {"new_group": alike, "all_reduce": summed, "isend": sent}
+        instead: dict[str, Any] = {"new_group": alike, "all_reduce": summed, "isend": sent}
         checks = mock.patch.object(dist.distributed_c10d, "isend", sent)  # by identity
         with mock.patch.multiple(dist, **instead), checks, SimulatedDevice(waits, strict=strict) as device:
             yield ParallelState.start(layout, device=NAME), device

@@ -64,7 +64,7 @@ def _unreached(*given: Any) -> Tensor:
 # A CPU's ----------------------------------------------------------------------------------------------------
 
 
-def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+def _dropout(x: Tensor, p: float, train: bool) -> Any:
     """Multiply by a mask in the dtype of ``x``: only GPUs have a fused kernel, whose mask are bytes."""
     if p in (0, 1) or not train or not x.numel():
         return NotImplemented
@@ -81,15 +81,14 @@ def _attention_of_cpu(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
+) -> Any:
     """See ``use_flash_attention_cpp`` in ATen/native/transformers/sdp_utils_cpp.cpp."""
     if dropout_p or q.shape[-1] != v.shape[-1] or q.ndim != 4:
         return NotImplemented
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))
     kernel = _aten._scaled_dot_product_flash_attention_for_cpu
-    out: Tensor = kernel(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
-    return out
+    return kernel(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
 CPU: Replacements = {"dropout": _dropout, "scaled_dot_product_attention": _attention_of_cpu}
@@ -107,19 +106,17 @@ def _attention_of_gpu(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
+) -> Any:
     """Call flash attention, or without it, for a mask or fp32, the memory-efficient kernel."""
     if q.dtype in (torch.bfloat16, torch.float16) and attn_mask is None:
         kernel = _aten._scaled_dot_product_flash_attention
-        out: Tensor = kernel(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
-        return out
+        return kernel(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
     if enable_gqa and q.shape[1] != k.shape[1]:
         return NotImplemented
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*q.shape[:3], k.shape[2])
     kernel = _aten._scaled_dot_product_efficient_attention
-    wide: Tensor = kernel(q, k, v, attn_mask, q.requires_grad, dropout_p, is_causal, scale=scale)[0]
-    return wide
+    return kernel(q, k, v, attn_mask, q.requires_grad, dropout_p, is_causal, scale=scale)[0]
 
 
 GPU: Replacements = {"scaled_dot_product_attention": _attention_of_gpu}

@@ -5,12 +5,11 @@ Questions and answers are lines of JSON.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import subprocess
 import sys
-from functools import cache
+from contextlib import suppress
 from typing import Any, TextIO
 
 from ..parallel_state import BadInput
@@ -20,7 +19,7 @@ from .record import StepRecord
 
 
 class Worker:
-    """Hold a process that simulates steps; ``close`` ends it, and so does the end of this process."""
+    """Hold a process that simulates steps; ``close`` ends it. It also ends with the process that made it."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", __spec__.name]
@@ -30,13 +29,17 @@ class Worker:
         )
 
     def simulate(self, recipe: Recipe, rank: int = 0, *, kernels: str | None = None) -> StepRecord:
-        """Return what ``simulate_step`` returns. Raises ``BadInput`` as it does."""
+        """Return what ``simulate_step`` returns. Raises ``BadInput`` as it does, and ``RuntimeError`` if the
+        process ended, for lack of memory, say.
+        """
         raw = recipe.model_dump(mode="json", exclude_unset=True, by_alias=True)
         question = {"recipe": raw, "rank": rank, "kernels": kernels}
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(question).encode() + b"\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
+        line = b""
+        with suppress(BrokenPipeError):  # it has ended, for which it has said why
+            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the simulation of rank {rank} ended with code {self._process.wait()}")
         answer: dict[str, Any] = parse_object(line, "the simulation")
@@ -48,16 +51,9 @@ class Worker:
         """End the process: it ends when nobody can ask any more."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                pipe.close()
+                with suppress(BrokenPipeError):
+                    pipe.close()
         self._process.wait()
-
-
-@cache
-def worker() -> Worker:
-    """Return this process's worker; it starts when it is first asked for."""
-    made = Worker()
-    atexit.register(made.close)
-    return made
 
 
 def answer_all(questions: TextIO, answers: TextIO) -> None:

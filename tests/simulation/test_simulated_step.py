@@ -16,8 +16,7 @@ from support.simulated_steps import ledger_of
 from trilith.layers import GatedMLP, RMSNorm
 from trilith.parallel_state import BadInput, Layout, engine
 from trilith.recipes.recipe import parse_recipe
-from trilith.simulation.record import StepRecord
-from trilith.simulation.worker import Worker
+from trilith.simulation import StepRecord, Worker
 
 CASE = Case(
     TINIEST_LLAMA,
@@ -58,6 +57,14 @@ def test_a_worker_answers_for_each_rank_of_a_recipe(worker, tmp_path):
         assert {("data", "all_gather"), ("data", "reduce_scatter"), ("pipeline", "send")} <= axes
     assert not any("head" in one.module for one in first.holders)
     assert any(one.kind == "logits and loss" for one in last.holders)
+
+
+def test_a_worker_that_has_ended_is_an_error(tmp_path):
+    made = Worker()
+    made._process.kill()
+    with pytest.raises(RuntimeError, match="ended with code -9"):
+        made.simulate(recipe(tmp_path))
+    made.close()
 
 
 def test_offload_is_counted_apart(worker, tmp_path):

@@ -498,8 +498,7 @@ class Layouts:
         for row, records in zip(todo, zip(*ranks, strict=True), strict=True):
             expected = next(whole) if row.tolerance is not None else None
             try:
-                self._records[row.why] = compared(row, expected, [*records])
-                self._records[row.why].exact = row.exact
+                self._records[row.why] = replace(compared(row, expected, [*records]), exact=row.exact)
             except AssertionError as error:  # copies differ, an element has no owner
                 self._records[row.why] = error
         if alone and (call_before := self._failed.get(rows[0].why)):

@@ -17,7 +17,7 @@ from trilith.recipes.optimizer_sections import LossScaleSection
 from trilith.simulation.device import Kind, Per
 from trilith.simulation.rank import simulated_rank
 from trilith.simulation.record import StepRecord
-from trilith.simulation.step import ledger_of_rank, simulated_steps
+from trilith.simulation.step import Kernels, ledger_of_rank, simulated_steps
 from trilith.simulation.waits import WAITS
 from trilith.training.loss_scale import LossScale
 from trilith.training.update import Update
@@ -80,7 +80,7 @@ def times(case: Case, model: CausalLM) -> dict[Per, int]:
     }
 
 
-def ledger_of(case: Case, rank: int = 0, kernels: str = "cpu", steps: int = 2) -> StepRecord:
+def ledger_of(case: Case, rank: int = 0, kernels: Kernels = "cpu", steps: int = 2) -> StepRecord:
     """Return the record of the last of some steps of a rank, with a CPU's operators."""
     batches = [rank_batch(case, n, ParallelState.stand_in(case.layout, rank)) for n in range(steps)]
     with ledger_of_rank(case.layout, rank, kernels) as (state, ledger):
