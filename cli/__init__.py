@@ -1,4 +1,4 @@
-"""Floor 10: the command line, one short file per command.
+"""Floor 11: the command line, one short file per command.
 
 Offers ``main``, which ``trilith`` in a shell runs.
 """

@@ -1,4 +1,4 @@
-"""Floor 9: measurements of the user's machine.
+"""Floor 10: measurements of the user's machine.
 
 Offers ``diagnose``, a check of the machine before a run, ``preflight``, a comparison of a job's nodes, and
 ``measure``, which times training, links, saves and conversion and compares each layout with one process.

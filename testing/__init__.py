@@ -1,4 +1,4 @@
-"""Floor 8: what a user asserts about a model of his own, and the ranks to do it on.
+"""Floor 9: what a user asserts about a model of his own, and the ranks to do it on.
 
 Offers ``run_parallel`` and ``run_fresh`` (functions on local ranks), ``assert_layout_invariant`` and what it
 is made of (``observe``, ``pieces``, ``assemble``, ``differences``), ``LiveBytes`` (memory of tensors), and
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..ranks import ExitCode, RankError, RankFailure, run_fresh, run_parallel
+    from ..simulation.live_bytes import LiveBytes
     from .invariance.check import LayoutVariance, assert_layout_invariant
     from .layouts import assemble, differences, observe, pieces
-    from .live_bytes import LiveBytes
     from .operators import Operators, collectives_of
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 #: The modules that are searched for a name; what is cheap to import comes first.
-_MODULES = ("..ranks", ".operators", ".live_bytes", ".layouts", ".invariance.check")
+_MODULES = ("..ranks", ".operators", "..simulation.live_bytes", ".layouts", ".invariance.check")
 
 
 def __getattr__(name: str) -> Any:

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..parallel_state.engine import TorchDispatchMode, group_of_call
-
-#: The kinds of collectives, by the operators of torch that start them.
-_KINDS = {
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "allreduce_": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "_allgather_base_": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "send": "send",
-    "all_to_all_single": "exchange",
-}
+from ..simulation.collectives import collective_of
+from ..simulation.tensors import tensors_in
 
 
 class Operators(TorchDispatchMode):
@@ -46,7 +34,7 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, kind, place = _collective(func)
+        name, kind, place = collective_of(func)
         self.names.append(name)
         if kind is not None:
             size = sum(tensor.nbytes for tensor in tensors_in(args[place]))
@@ -62,27 +50,9 @@ class Operators(TorchDispatchMode):
         return result
 
 
-@lru_cache(maxsize=4096)  # asked for every operator that runs
-def _collective(func: Any) -> tuple[str, str | None, int]:
-    """Return an operator's name, its kind if it sends, and which argument it sends."""
-    name = func.name().split(".")[0]
-    space, _, short = name.partition("::")
-    sends = "c10d" in space and not short.startswith(("wait", "recv", "barrier"))
-    return name, _KINDS.get(short, short) if sends else None, int(short.endswith("base_"))
-
-
 def collectives_of(function: Callable[[], object]) -> Counter[str]:
     """Call ``function``; the number of collectives that it starts on this rank, by kind."""
     operators = Operators()
     with operators:
         function()
     return operators.collectives
-
-
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | Mapping):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(one)

@@ -35,10 +35,11 @@ FLOORS = {
     "generation": 6,
     "training": 7,
     "search": 8,
+    "simulation": 8,
     "cluster": 7,
-    "testing": 8,
-    "machine": 9,
-    "cli": 10,
+    "testing": 9,
+    "machine": 10,
+    "cli": 11,
 }
 #: The most files in one folder: more is a flat drawer. The zoo has one for each family.
 MOST_FILES, MOST_FAMILIES = 30, 60
@@ -53,8 +54,9 @@ PRIVATE_TORCH = {
     "parallel_state/engine/local_tensors.py": "the same",
     "parallel_state/engine/weight_gradients.py": "the same",
     "ranks/worker.py": "empties a cache of torch's between calls, which a library never needs",
-    "testing/simulated_device/backend.py": "makes a device of Python, for which torch has no public door",
-    "testing/live_bytes.py": "counts what every operator leaves behind: torch has no public hook for that",
+    "simulation/backend.py": "makes a device of Python, for which torch has no public door",
+    "simulation/replaced_operators.py": "calls kernels that torch would call after asking a driver",
+    "simulation/live_bytes.py": "counts what every operator leaves behind: torch has no public hook for that",
 }
 
 #: Files that read or parse by themselves and not through ``storage/small_files.py``, and why.

@@ -112,6 +112,8 @@ def _sum_gradients(model: nn.Module, stacks: Sequence[nn.Module], state: Paralle
             module.set_force_sum_reduction_for_comms(True)
             if of_replicas is not None:
                 of_replicas.take(module)
+            elif all(len(ranks) == 1 for ranks in engine.ranks_of(module)):
+                engine.sum_on_one_rank(module)
             else:
                 module.set_gradient_divide_factor(1.0)
 

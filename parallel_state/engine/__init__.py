@@ -8,7 +8,10 @@ from .autograd_and_compiler import (
     TorchDispatchMode,
     after_backward,
     allow_graphs,
+    backward_number,
     compiler_errors,
+    forward_number,
+    in_backward,
     wanted_gradients,
 )
 from .collectives import (
@@ -39,6 +42,8 @@ from .fully_sharded import (
     parameters_of,
     ranks_of,
     sum_gradients,
+    sum_on_one_rank,
+    watched,
 )
 from .kernels import assert_on_device, flash_attention, flash_attention_backward, scaled_mm
 from .local_tensors import (
@@ -73,6 +78,7 @@ __all__ = [
     "all_to_all",
     "allow_graphs",
     "assert_on_device",
+    "backward_number",
     "compiler_errors",
     "compute_weight_gradients",
     "compute_with_stored",
@@ -82,6 +88,7 @@ __all__ = [
     "end_backward",
     "flash_attention",
     "flash_attention_backward",
+    "forward_number",
     "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",
@@ -89,6 +96,7 @@ __all__ = [
     "gather_weights",
     "group_of_call",
     "group_ranks",
+    "in_backward",
     "is_dtensor",
     "join_groups",
     "passes_through_others",
@@ -108,8 +116,10 @@ __all__ = [
     "scaled_mm",
     "self_check",
     "sum_gradients",
+    "sum_on_one_rank",
     "tensors_in",
     "waiting_time",
     "wanted_gradients",
+    "watched",
     "work_of",
 ]

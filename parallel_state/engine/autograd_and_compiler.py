@@ -20,6 +20,18 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def forward_number() -> int:
+    """Return the number that this thread gives to the next operator of which autograd takes notice."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def backward_number() -> int | None:
+    """Return the number of the operator whose backward runs in this thread; ``None`` outside a backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
 def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
     """Return for each input of a ``torch.autograd.Function`` whether the backward that is running wants its
     gradient.

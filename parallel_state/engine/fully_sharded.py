@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -41,8 +41,7 @@ def ranks_of(module: FSDPModule) -> set[tuple[int, ...]]:
 def parameters_of(module: FSDPModule) -> Iterator[nn.Parameter]:
     """Yield the parameters that FSDP shards with this module: shards, and whole ones where gathered."""
     for group in _groups([module]):
-        yield from (held.sharded_param for held in group.fsdp_params)
-    yield from computed_with([module])
+        yield from _parameters(group)
 
 
 def computed_with(modules: Iterable[FSDPModule]) -> Iterator[nn.Parameter]:
@@ -51,10 +50,17 @@ def computed_with(modules: Iterable[FSDPModule]) -> Iterator[nn.Parameter]:
     Autograd's graph is made of these; ``module.parameters()`` gives the shards when they are not gathered.
     """
     for group in _groups(modules):
-        for held in group.fsdp_params:
-            whole = getattr(held, "_unsharded_param", None)
-            if whole is not None:
-                yield whole
+        yield from _whole(group)
+
+
+def _whole(group: Any) -> Iterator[nn.Parameter]:
+    held = (getattr(one, "_unsharded_param", None) for one in group.fsdp_params)
+    return (whole for whole in held if whole is not None)
+
+
+def _parameters(group: Any) -> Iterator[nn.Parameter]:
+    yield from (one.sharded_param for one in group.fsdp_params)
+    yield from _whole(group)
 
 
 def gather_weights(modules: Iterable[FSDPModule]) -> None:
@@ -84,32 +90,52 @@ def _do_nothing(async_op: bool = False) -> None:
 
 
 @contextmanager
+def watched(
+    modules: Iterable[FSDPModule],
+    watch: Callable[[str, Iterator[nn.Parameter]], AbstractContextManager[None]],
+) -> Iterator[None]:
+    """While the ``with`` block runs, enter ``watch("all_gather", parameters)`` around each gathering of these
+    modules' weights, and ``watch("reduce_scatter", parameters)`` around each sum of their gradients.
+
+    ``parameters``: the shards and the whole ones that this is about.
+    """
+    kinds = {"unshard": "all_gather", "wait_for_unshard": "all_gather", "post_backward": "reduce_scatter"}
+    groups = [*_groups(modules)]
+
+    def inside(call: Callable[..., None], kind: str, group: Any) -> Callable[..., None]:
+        def work(*arguments: Any) -> None:
+            with watch(kind, _parameters(group)):
+                call(*arguments)
+
+        return work
+
+    for group in groups:
+        for name, kind in kinds.items():
+            setattr(group, name, inside(getattr(group, name), kind, group))
+    try:
+        yield
+    finally:
+        for group in groups:
+            for name in kinds:
+                delattr(group, name)
+
+
+@contextmanager
 def clocked(modules: Iterable[FSDPModule]) -> Iterator[dict[str, float]]:
     """Add up the seconds in which these modules gather weights, ``all_gather``, and sum gradients,
     ``reduce_scatter``, while the ``with`` block runs: FSDP's copies before and after, and the wait for late
     ranks, included.
     """
     spent = {"all_gather": 0.0, "reduce_scatter": 0.0}
-    kinds = {"unshard": "all_gather", "wait_for_unshard": "all_gather", "post_backward": "reduce_scatter"}
-    groups = [*_groups(modules)]
 
-    def timed(call: Callable[..., None], kind: str) -> Callable[..., None]:
-        def work(*arguments: Any) -> None:
-            began = time.perf_counter()
-            call(*arguments)
-            spent[kind] += time.perf_counter() - began
+    @contextmanager
+    def timed(kind: str, parameters: object) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        spent[kind] += time.perf_counter() - began
 
-        return work
-
-    for group in groups:
-        for name, kind in kinds.items():
-            setattr(group, name, timed(getattr(group, name), kind))
-    try:
+    with watched(modules, timed):
         yield spent
-    finally:
-        for group in groups:
-            for name in kinds:
-                delattr(group, name)
 
 
 def sum_gradients(modules: Iterable[FSDPModule]) -> None:
@@ -136,7 +162,7 @@ class ReplicaSums:
 
     def take(self, module: FSDPModule) -> None:
         """Sum this module's gradients; FSDP was applied to it with a mesh of one rank."""
-        module.set_custom_reduce_scatter(cast(Any, _OneBuffer()))
+        sum_on_one_rank(module)
         module.set_all_reduce_hook(partial(self._sum, module))
 
     def _sum(self, module: FSDPModule, total: Tensor) -> None:
@@ -156,6 +182,14 @@ class ReplicaSums:
     def _wait(self) -> None:
         while self.running:
             self.running.pop().wait()
+
+
+def sum_on_one_rank(module: FSDPModule) -> None:
+    """Let the buffer to which FSDP copies a module's gradients on a mesh of one rank become the sums.
+
+    FSDP would copy them to a second one, and divide them on the way, into a third, if it was told a factor.
+    """
+    module.set_custom_reduce_scatter(cast(Any, _OneBuffer()))
 
 
 class _OneBuffer:

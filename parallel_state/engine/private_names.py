@@ -15,8 +15,11 @@ _FSDP = "torch.distributed.fsdp._fully_shard._fsdp"
 #: attribute) pairs that ``self_check`` looks for.
 PRIVATE = (
     ("torch.autograd.Variable", "_execution_engine"),
+    ("torch.autograd.graph.Node", "_sequence_nr"),
     ("torch", "_assert_async"),
+    ("torch._C", "_current_autograd_node"),
     ("torch._C", "_current_graph_task_id"),
+    ("torch._C._autograd", "_get_sequence_nr"),
     ("torch._C", "_will_engine_execute_node"),
     ("torch.Tensor", "_post_accumulate_grad_hooks"),
     ("torch", "_foreach_copy_"),

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from trilith.checkpoints import begin_moments
 from trilith.layers import Balancing, routers
 from trilith.models import CausalLM
+from trilith.parallel_state import ParallelState, clip_gradients
 from trilith.recipes.optimizer_sections import LossScaleSection
-from trilith.testing.simulated_device.device import Kind, Per
-from trilith.testing.simulated_device.rank import simulated_rank
-from trilith.testing.simulated_device.waits import WAITS
+from trilith.simulation.device import Kind, Per
+from trilith.simulation.rank import simulated_rank
+from trilith.simulation.record import StepRecord
+from trilith.simulation.step import Kernels, ledger_of_rank, simulated_steps
+from trilith.simulation.waits import WAITS
 from trilith.training.loss_scale import LossScale
 from trilith.training.update import Update
 
@@ -72,3 +78,24 @@ def times(case: Case, model: CausalLM) -> dict[Per, int]:
         "parameter": micro_batches * len([*model.parameters()]),
         "outside": 0,
     }
+
+
+def ledger_of(case: Case, rank: int = 0, kernels: Kernels = "cpu", steps: int = 2) -> StepRecord:
+    """Return the record of the last of some steps of a rank, with a CPU's operators."""
+    batches = [rank_batch(case, n, ParallelState.stand_in(case.layout, rank)) for n in range(steps)]
+    with ledger_of_rank(case.layout, rank, kernels) as (state, ledger):
+        parts = build_rank(case, state)
+
+        def update(loss: torch.Tensor, counts: object) -> None:
+            norm = clip_gradients(parts.model, case.clip, state=state)
+            _ = float(loss), float(norm)
+            parts.optimizer.step()
+            parts.optimizer.zero_grad()
+
+        return simulated_steps(ledger, parts, batches, update, kernels)
+
+
+def write_peaks(cases: Sequence[tuple[Case, Sequence[int]]], file: Path) -> None:
+    """Write the peak of each of the ranks of each case."""
+    peaks = [{rank: ledger_of(case, rank).peak for rank in ranks} for case, ranks in cases]
+    file.write_text(json.dumps(peaks))

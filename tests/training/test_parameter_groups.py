@@ -12,8 +12,8 @@ from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState
 from trilith.parallel_state.engine import TorchDispatchMode, local_data
 from trilith.recipes.optimizer_sections import ParameterGroup
+from trilith.simulation.tensors import tensors_in
 from trilith.testing import run_parallel
-from trilith.testing.operators import tensors_in
 from trilith.training import Precision, make_adamw
 from trilith.training.adamw import set_learning_rate
 from trilith.training.parameter_groups import assign, freeze, names_of

@@ -1,5 +1,6 @@
 """Without ZeRO a gradient is copied once, and summed over the data ranks while backward goes on."""
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -8,9 +9,10 @@ import torch.distributed as dist
 from support.configs import TINIEST_LLAMA
 from support.families import model_of
 from torch import Tensor
-from trilith.parallel_state import Layout, ParallelState, initialize
+from trilith.layers import GatedMLP
+from trilith.parallel_state import Layout, ParallelState, engine, initialize
 from trilith.parallel_state.engine import ReplicaSums, local_data
-from trilith.testing import Operators, run_parallel
+from trilith.testing import LiveBytes, Operators, run_parallel
 from trilith.training import Precision, shard_over_data
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -89,6 +91,38 @@ def test_a_sum_that_is_cast_afterwards_is_waited_for():
     (later, first, _), (_, second, _) = run_parallel(one_backward, 2, Precision(BF16, BF16, FP32), False)
     assert later == [False] * 3
     assert {one.dtype for one in first} == {BF16} and all(map(torch.equal, first, second))
+
+
+def sum_of_one_rank():
+    """Return how much more memory FSDP's sum of gradients on a mesh of one rank needs than there was before
+    it, in sizes of the gradients.
+    """
+    state = ParallelState.start(Layout())
+    model = GatedMLP(256, 512, state=state)
+    shard_over_data(model, state, Precision(), offload=True, blocks=[])
+    model.to_empty(device="cpu")
+    initialize(model, 1, state=state)
+    size = sum(one.nbytes for one in model.parameters())
+    live, sizes = LiveBytes(), []
+
+    @contextmanager
+    def watch(kind, parameters):
+        live.peak = before = live.now
+        yield
+        if kind == "reduce_scatter":
+            sizes.append((live.peak - before) / size)
+
+    with live:
+        loss = model(torch.ones(1, 1, 256)).sum()
+        with engine.watched(engine.fsdp_modules(model), watch):
+            loss.backward()
+    return max(sizes)
+
+
+def test_a_mesh_of_one_rank_copies_a_gradient_once():
+    """It takes the place of the gathered weights. A second buffer and a factor would need two more."""
+    (more,) = run_parallel(sum_of_one_rank, 1)
+    assert more == 0.0
 
 
 def several_backwards(together):

@@ -18,11 +18,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...parallel_state.engine import TorchDispatchMode
-from ..operators import tensors_in
+from ..parallel_state.engine import TorchDispatchMode, accelerator
 from .backend import NAME, WAITING, FakeTensorMode, copy_from_host_in_sight
+from .tensors import tensors_in, with_tensors
 
-_HOUSE, _HERE = Path(__file__).resolve().parents[2], Path(__file__).resolve().parent
+_HOUSE, _HERE = Path(__file__).resolve().parents[1], Path(__file__).resolve().parent
 _TORCH = Path(torch.__file__).resolve().parent
 #: Beginnings of the names of operators that make a tensor and start no kernel.
 _ALLOCATE = ("aten::empty", "aten::new_empty")
@@ -80,14 +80,16 @@ Waits = Sequence[Wait]
 
 
 class SimulatedDevice(TorchDispatchMode):
-    """Be the device while it is entered. Raises ``Mixed``, and ``NewWait`` for what is not in ``waits``.
+    """Be the device while it is entered. Raises ``Mixed``, and ``NewWait`` for what is not in ``waits``; with
+    ``strict=False`` only the first, and what is read at another place is zero.
 
     ``waited`` counts the waits by place and kind, ``kernels`` the operators that would start a kernel, by
     name; ``moved`` are the bytes that these read and write.
     """
 
-    def __init__(self, waits: Waits) -> None:
+    def __init__(self, waits: Waits, *, strict: bool = True) -> None:
         super().__init__()
+        self._strict = strict
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._waits = {(one.place, one.kind): one for one in waits}
         self.clear()
@@ -111,6 +113,8 @@ class SimulatedDevice(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
         copy_from_host_in_sight()  # autograd computes in a thread of its own
         call = _Call(func, args, dict(kwargs or {}))
         if (without := _WITHOUT_DRIVER.get(call.name)) is not None:
@@ -122,7 +126,12 @@ class SimulatedDevice(TorchDispatchMode):
             done = handler(self, call)
             if done is not NotImplemented:
                 return done
-        call.check_places()
+        if call.host and accelerator.is_host(NAME):  # it stands for the host, where nothing can be mixed
+            if call.name.endswith("_") and args[0] is call.host[0]:
+                return args[0]
+            args, call.kwargs = with_tensors((args, call.kwargs), self._here)
+        else:
+            call.check_places()
         made = self._on_device(func, *args, **call.kwargs)
         if not func.is_view and not call.name.startswith(_ALLOCATE):
             self.kernels[call.name] += 1
@@ -133,17 +142,22 @@ class SimulatedDevice(TorchDispatchMode):
         with self._fake:
             return func(*args, **kwargs)
 
+    def _here(self, tensor: Tensor) -> Tensor:
+        on_host = tensor.device.type == "cpu" and tensor.ndim > 0
+        return self._on_device(torch.empty_like, tensor, device=NAME) if on_host else tensor
+
     def _upload(self, non_blocking: bool) -> None:
         if not non_blocking:
             self._wait("upload")
 
-    def _wait(self, kind: Kind) -> tuple[Wait, FrameType]:
+    def _wait(self, kind: Kind) -> tuple[Wait | None, FrameType | None]:
         place, frame = _place()
         self.waited[place, kind] += 1
         if (place, kind) not in self._waits:
+            if not self._strict:
+                return None, frame
             line = f"line {frame.f_lineno}: " if frame is not None else ""
             raise NewWait(f"{place}: {line}{kind}: the host waits for the device; not on the list of waits")
-        assert frame is not None
         return self._waits[place, kind], frame
 
     def _wait_inside(self) -> None:
@@ -151,8 +165,8 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _read(self, tensor: Tensor) -> Tensor:
         wait, frame = self._wait("read")
-        if wait.gives is None:
-            fill = torch.ones if tensor.dtype == torch.bool else torch.zeros
+        if wait is None or wait.gives is None:
+            fill = torch.ones if tensor.dtype == torch.bool and wait is not None else torch.zeros
             return fill(tensor.shape, dtype=tensor.dtype)
         given = torch.as_tensor(wait.gives(tensor, Locals(frame)), dtype=tensor.dtype)
         if given.shape != tensor.shape:
@@ -173,9 +187,7 @@ class _Call:
 
     @property
     def concerns_device(self) -> bool:
-        if self.name.startswith("prim::") or self.wanted == "meta":
-            return False
-        return bool(self.here) or self.wanted == NAME
+        return self.wanted != "meta" and (bool(self.here) or self.wanted == NAME)
 
     def check_places(self) -> None:
         """Raise ``Mixed`` for a tensor of the host with dims, or a generator of the host."""
@@ -197,8 +209,10 @@ def _copy(device: SimulatedDevice, call: _Call) -> Any:
         return device._read(call.here[0]).to(dtype)
     if not call.host:
         return NotImplemented
-    device._upload(call.kwargs.get("non_blocking", False))
     dtype = call.kwargs.get("dtype")
+    if call.host[0].ndim and accelerator.is_host(NAME):  # it stays there, and its numbers known
+        return call.host[0] if dtype is None else call.host[0].to(dtype)
+    device._upload(call.kwargs.get("non_blocking", False))
     return device._on_device(torch.empty_like, call.host[0], dtype=dtype, device=call.wanted)
 
 
@@ -237,6 +251,8 @@ _HANDLERS: dict[str, Callable[[SimulatedDevice, _Call], Any]] = {
     "aten::copy_": _copy_into,
     "aten::bincount": _count_each,
     "aten::equal": _are_equal,
+    # Torch's own stand-in makes a second tensor of it.
+    "_c10d_functional::wait_tensor": lambda device, call: call.args[0],
 }
 
 

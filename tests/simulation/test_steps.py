@@ -22,8 +22,8 @@ from trilith.parallel_state import Layout
 from trilith.pipeline import SCHEDULE_NAMES, runner
 from trilith.pipeline.runner import Travels
 from trilith.recipes.sections import MemorySection
-from trilith.testing.simulated_device import WAITS, Wait, simulated_rank
-from trilith.testing.simulated_device.backend import FakeTensor, Module, register
+from trilith.simulation import WAITS, Wait, simulated_rank
+from trilith.simulation.backend import FakeTensor, Module, register
 from trilith.training import ModuleStep
 
 BF16 = {"dtype": torch.float32, "compute": torch.bfloat16}

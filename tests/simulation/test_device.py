@@ -17,9 +17,9 @@ from trilith.layers import GatedMLP
 from trilith.layers.host_copies import change_alike, on_host, send
 from trilith.parallel_state import Layout, engine
 from trilith.parallel_state.engine import local_data
-from trilith.testing.simulated_device import WAITS, Mixed, simulated_rank
-from trilith.testing.simulated_device.backend import PRIVATE
-from trilith.testing.simulated_device.device import NewWait
+from trilith.simulation import WAITS, Mixed, simulated_rank
+from trilith.simulation.backend import PRIVATE
+from trilith.simulation.device import NewWait
 
 
 @contextmanager
@@ -198,4 +198,4 @@ def test_every_place_on_the_list_of_waits_is_a_function_of_today():
 
 def test_this_torch_has_the_private_names_that_the_device_needs():
     assert engine.self_check(PRIVATE) == []
-    assert "trilith.testing.simulated_device.backend" in sys.modules
+    assert "trilith.simulation.backend" in sys.modules

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..parallel_state.engine import local_data
-from .operators import tensors_in
+from .tensors import tensors_in
 
 
 class LiveBytes(TorchDispatchMode):

@@ -10,19 +10,29 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from ...parallel_state import Layout, ParallelState
+from ..parallel_state import Layout, ParallelState
 from .backend import NAME, start_group
 from .device import SimulatedDevice, Waits
 
 
+class _Sending:
+    """Hold what is sent as long as somebody holds the handle, as real process groups do."""
+
+    def __init__(self, work: dist.Work, tensor: Tensor) -> None:
+        self._work, self._tensor = work, tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
 @contextmanager
 def simulated_rank(
-    layout: Layout, rank: int, waits: Waits
+    layout: Layout, rank: int, waits: Waits, *, strict: bool = True
 ) -> Iterator[tuple[ParallelState, SimulatedDevice]]:
     """Yield the state of a rank on the device, and the device, entered. The other ranks are imagined:
-    collectives give what they were given, and what is received has the right shape.
+    collectives give what they were given, and what is received has the right shape. ``strict``: see there.
     """
-    new_group, all_reduce = dist.new_group, dist.all_reduce
+    new_group, all_reduce, isend = dist.new_group, dist.all_reduce, dist.isend
 
     def alike(*ranks: Any, backend: str | None = None, **named: Any) -> Any:
         return new_group(*ranks, **named)  # gloo would look for the other ranks
@@ -33,9 +43,14 @@ def simulated_rank(
             tensor.mul_(dist.get_world_size(group))  # what ranks agree on looks at it
         return done
 
+    def sent(tensor: Tensor, *args: Any, **named: Any) -> Any:
+        return None if (work := isend(tensor, *args, **named)) is None else _Sending(work, tensor)
+
     start_group(rank, layout.world)
     try:
-        with mock.patch.multiple(dist, new_group=alike, all_reduce=summed), SimulatedDevice(waits) as device:
+        instead: dict[str, Any] = {"new_group": alike, "all_reduce": summed, "isend": sent}
+        checks = mock.patch.object(dist.distributed_c10d, "isend", sent)  # by identity
+        with mock.patch.multiple(dist, **instead), checks, SimulatedDevice(waits, strict=strict) as device:
             yield ParallelState.start(layout, device=NAME), device
     finally:
         dist.destroy_process_group()

@@ -11,7 +11,7 @@ from trilith.generation import Sampling, generate
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import Layout
 from trilith.recipes.recipe import parse_recipe
-from trilith.testing.simulated_device import WAITS, simulated_rank
+from trilith.simulation import WAITS, simulated_rank
 from trilith.training.trainer import Trainer
 
 

@@ -1,0 +1,35 @@
+"""Count the FLOPs of an operator's call: torch's formulas, and some that torch lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+
+def flops_of_call(name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Return the FLOPs of a call, 0 for an operator that multiplies no matrices."""
+    formula = flop_registry.get(func.overloadpacket) or _MORE.get(name)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def _attention(q: Any, k: Any, v: Any, *others: Any, **named: Any) -> int:
+    return int(sdpa_flop_count(q.shape, k.shape, v.shape))
+
+
+def _attention_backward(grad: Any, q: Any, k: Any, v: Any, *others: Any, **named: Any) -> int:
+    return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))
+
+
+def _grouped(a: Any, b: Any, *others: Any, out_val: Any, **named: Any) -> int:
+    """Count each row once, whatever group it is in; where groups cut the inner dim, each column once."""
+    return int(2 * prod(a.shape) * b.shape[-1])
+
+
+_MORE: dict[str, Callable[..., int]] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "aten::_grouped_mm": _grouped,
+}

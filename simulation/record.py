@@ -1,0 +1,86 @@
+"""Hold what a simulated step did: plain data, which goes through a pipe as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """State the bytes at the peak of storages of one ``kind``, made by one operator in one module."""
+
+    kind: str
+    module: str
+    phase: str
+    operator: str
+    bytes: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """State a collective: the axis of the layout, its kind, and the bytes that it was given."""
+
+    axis: str
+    kind: str
+    bytes: int
+    phase: str
+    module: str
+
+
+@dataclass(slots=True)
+class OperatorSums:
+    """Add up the calls of an operator in a phase: FLOPs of products, bytes read and written."""
+
+    name: str
+    phase: str
+    count: int = 0
+    flops: int = 0
+    moved: int = 0
+
+    def add(self, flops: int, moved: int) -> None:
+        """Add a call."""
+        self.count += 1
+        self.flops += flops
+        self.moved += moved
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Hold what one rank's step needs and does, to the byte, of the program that is not compiled.
+
+    ``peak``: the most bytes on the device after any operator. ``kinds``: these by kind; ``holders``: by kind,
+    module and operator. ``host``: the bytes that offload keeps on the host. ``timeline``: for pieces of the
+    step in order, (phase, most bytes).
+    """
+
+    rank: int
+    kernels: str
+    peak: int
+    host: int
+    kinds: Mapping[str, int]
+    holders: list[Holder]
+    timeline: list[tuple[str, int]]
+    collectives: list[Collective] = field(repr=False)
+    operators: list[OperatorSums] = field(repr=False)
+
+    @property
+    def flops(self) -> int:
+        return sum(one.flops for one in self.operators)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the record as data that JSON can write."""
+        return asdict(self)
+
+    @classmethod
+    def of_plain(cls, data: Mapping[str, Any]) -> StepRecord:
+        """Return the record that ``plain`` wrote."""
+        made = {
+            "holders": [Holder(**one) for one in data["holders"]],
+            "timeline": [(phase, size) for phase, size in data["timeline"]],
+            "collectives": [Collective(**one) for one in data["collectives"]],
+            "operators": [OperatorSums(**one) for one in data["operators"]],
+        }
+        return cls(**{**data, **made})

@@ -1,0 +1,151 @@
+"""Run one rank's real step on the simulated device, and return what it held and did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoints import begin_moments
+from ..data import Batch
+from ..parallel_state import ParallelState, engine
+from ..parallel_state.engine import accelerator, local_data
+from ..recipes.recipe import Recipe
+from ..training.build import Parts, build
+from ..training.compute_weights import ComputeWeights
+from ..training.run_plan import Plan, plan
+from .backend import NAME
+from .collectives import axes_of_groups
+from .ledger import PHASES, Ledger, kinds_of
+from .rank import simulated_rank
+from .record import Collective, StepRecord
+from .replaced_operators import CPU, GPU, replaced
+from .waits import WAITS
+
+Kernels = Literal["gpu", "cpu"]
+#: Pieces of the timeline: as many as a picture has columns.
+PIECES = 600
+
+
+def simulate_step(
+    recipe: Recipe, rank: int = 0, *, planned: Plan | None = None, kernels: Kernels | None = None
+) -> StepRecord:
+    """Return the record of the second step of one rank of a recipe's layout.
+
+    ``planned``: what ``plan`` returns for the recipe, if it is known. ``kernels``: a GPU's or a CPU's; the
+    default is the recipe's device. The blocks are not compiled. It starts a process group and a device that
+    torch cannot forget, so call it in a process that does nothing else (``worker.py``).
+    """
+    planned = planned or plan(recipe)
+    recipe = recipe.model_copy(update={"compile": False})
+    kernels = kernels or ("gpu" if recipe.device == "cuda" else "cpu")
+    rows, length = recipe.data.global_batch // recipe.layout.data, recipe.data.sequence_length
+    with ledger_of_rank(recipe.layout, rank, kernels) as (state, ledger):
+        parts = build(recipe, planned, state)
+        batch = _batch(rows, length, planned.config.vocab_size)
+        return simulated_steps(ledger, parts, [batch] * 2, parts.update, kernels)
+
+
+@contextmanager
+def ledger_of_rank(layout: Any, rank: int, kernels: Kernels) -> Iterator[tuple[ParallelState, Ledger]]:
+    """Yield the state of a rank on the simulated device, and the ledger of what happens there, entered."""
+    # On a CPU the host's memory is the device's.
+    ledger = Ledger(NAME) if kernels == "gpu" else Ledger(NAME, "cpu")
+    rank_there = simulated_rank(layout, rank, WAITS, strict=False)
+    with rank_there as (state, _), _computing_as(kernels), ledger:
+        yield state, ledger
+
+
+def simulated_steps(
+    ledger: Ledger,
+    parts: Parts | Any,
+    batches: Sequence[Batch],
+    update: Callable[[Tensor, Tensor], object],
+    kernels: Kernels,
+) -> StepRecord:
+    """Run a step for each batch, and return the record of the last one.
+
+    ``parts``: the rank's model, step and optimizer. ``update``: what follows the launch of a step.
+    """
+    model, optimizer, state = parts.model, parts.optimizer, parts.model.state
+    ledger.name(model)
+    begin_moments(model, optimizer)
+    moments = [one for each in optimizer.state.values() for one in each.values() if isinstance(one, Tensor)]
+    ledger.mark("moments", moments)
+    with engine.watched(engine.fsdp_modules(model), ledger.around_fsdp), _casts_marked(model, ledger):
+        for batch in batches:
+            ledger.clear()
+            scale = getattr(update, "scale", 1.0)
+            loss, counts = parts.step.launch(batch, scale=scale)
+            ledger.mark("gradients", [one.grad for one in model.parameters() if one.grad is not None])
+            ledger.updating = True
+            update(loss, counts)
+            ledger.updating = False
+    holders = ledger.holders()
+    axes = axes_of_groups(state)
+    sent = [
+        Collective(axes.get(one.axis, one.axis), one.kind, one.bytes, one.phase, one.module)
+        for one in ledger.collectives
+    ]
+    stored = [*model.parameters(), *moments]
+    return StepRecord(
+        rank=state.rank,
+        kernels=kernels,
+        peak=ledger.peak,
+        host=sum(local_data(one).nbytes for one in stored if one.device.type == "cpu"),
+        kinds=kinds_of(holders),
+        holders=holders,
+        timeline=timeline(ledger),
+        collectives=sent,
+        operators=[*ledger.operators.values()],
+    )
+
+
+def timeline(ledger: Ledger) -> list[tuple[str, int]]:
+    """Return the most bytes in each piece of the step, and the phase that ran then."""
+    count = len(ledger.bytes_after)
+    found = []
+    for piece in range(min(PIECES, count)):
+        first, last = piece * count // PIECES, max((piece + 1) * count // PIECES, piece + 1)
+        if count < PIECES:
+            first, last = piece, piece + 1
+        most = max(range(first, last), key=ledger.bytes_after.__getitem__)
+        found.append((PHASES[ledger.phases[most]], ledger.bytes_after[most]))
+    return found
+
+
+@contextmanager
+def _computing_as(kernels: Kernels) -> Iterator[None]:
+    """Let operators be the kernels of a GPU or a CPU: the one place at which these are chosen."""
+    place = accelerator._type
+
+    def as_host(device: accelerator.Device) -> str:
+        return "cpu" if (kind := place(device)) == NAME else kind
+
+    as_cpu = mock.patch.object(accelerator, "_type", as_host) if kernels == "cpu" else nullcontext()
+    with as_cpu, replaced(CPU if kernels == "cpu" else GPU):
+        yield
+
+
+@contextmanager
+def _casts_marked(model: nn.Module, ledger: Ledger) -> Iterator[None]:
+    """Mark the weights that a rank without FSDP computes with, and their gradients."""
+    take = ComputeWeights._take
+
+    def marked(weights: ComputeWeights, one: Any) -> None:
+        ledger.mark("weights in the dtype of compute", [one.copy])
+        ledger.mark("gradients", [one.copy.grad] if one.copy.grad is not None else [])
+        take(weights, one)
+        ledger.mark("gradients", [one.total] if one.total is not None else [])
+
+    with mock.patch.object(ComputeWeights, "_take", marked):
+        yield
+
+
+def _batch(rows: int, length: int, vocab_size: int) -> Batch:
+    ids = torch.arange(rows * length).view(rows, length) % vocab_size
+    return Batch(ids, ids.roll(-1, 1))

@@ -1,0 +1,26 @@
+"""Find the tensors in what an operator is given or returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | Mapping):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(one)
+
+
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of nested lists, tuples and dicts, with each tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: with_tensors(one, change) for key, one in value.items()}
+    return type(value)(with_tensors(one, change) for one in value) if type(value) in (list, tuple) else value

@@ -1,0 +1,82 @@
+"""Simulate steps in a process of its own, started once and kept: the device cannot be taken back.
+
+Questions and answers are lines of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from typing import Any, TextIO
+
+from ..parallel_state import BadInput
+from ..recipes.recipe import Recipe, parse_recipe
+from ..storage.strict_json import parse_object
+from .record import StepRecord
+
+
+class Worker:
+    """Hold a process that simulates steps; ``close`` ends it. It also ends with the process that made it."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", __spec__.name]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+
+    def simulate(self, recipe: Recipe, rank: int = 0, *, kernels: str | None = None) -> StepRecord:
+        """Return what ``simulate_step`` returns. Raises ``BadInput`` as it does, and ``RuntimeError`` if the
+        process ended, for lack of memory, say.
+        """
+        raw = recipe.model_dump(mode="json", exclude_unset=True, by_alias=True)
+        question = {"recipe": raw, "rank": rank, "kernels": kernels}
+        assert self._process.stdin is not None and self._process.stdout is not None
+        line = b""
+        with suppress(BrokenPipeError):  # it has ended, for which it has said why
+            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the simulation of rank {rank} ended with code {self._process.wait()}")
+        answer: dict[str, Any] = parse_object(line, "the simulation")
+        if "refused" in answer:
+            raise BadInput(answer["refused"])
+        return StepRecord.of_plain(answer)
+
+    def close(self) -> None:
+        """End the process: it ends when nobody can ask any more."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+        self._process.wait()
+
+
+def answer_all(questions: TextIO, answers: TextIO) -> None:
+    """Answer until there are no more questions."""
+    from ..training.dry_run import plan_without_weights
+    from .step import simulate_step
+
+    for line in questions:
+        question = parse_object(line.encode(), "a question")
+        recipe: Any = question["recipe"]
+        rank: Any = question["rank"]
+        kernels: Any = question["kernels"]
+        try:
+            checked = parse_recipe(recipe)
+            planned = plan_without_weights(checked)[0]
+            answer = simulate_step(checked, rank, planned=planned, kernels=kernels).plain()
+        except BadInput as error:
+            answer = {"refused": str(error)}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    pipe = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what anything prints is no answer
+    answer_all(sys.stdin, pipe)

@@ -1,0 +1,161 @@
+"""A rank's whole step on the simulated device: who holds the bytes at its worst instant, and what it sends.
+
+That the peak is the measured one to 0.1% is tested with the layouts themselves, in ``tests/layouts``.
+"""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from support.configs import TINIEST_LLAMA
+from support.short_runs import tiny_recipe
+from support.short_training import Case
+from support.simulated_steps import ledger_of
+from trilith.layers import GatedMLP, RMSNorm
+from trilith.parallel_state import BadInput, Layout, engine
+from trilith.recipes.recipe import parse_recipe
+from trilith.simulation import StepRecord, Worker
+
+CASE = Case(
+    TINIEST_LLAMA,
+    Layout.of(tensor=2, sequence=True, data=2, zero=3),
+    samples=4,
+    dtype=torch.float32,
+    compute=torch.bfloat16,
+)
+
+
+@pytest.fixture(scope="module")
+def worker():
+    made = Worker()
+    yield made
+    made.close()
+
+
+def recipe(folder, **more):
+    raw = tiny_recipe(folder / "run", folder / "tokens", steps=1, dtype="float32", compute="bfloat16")
+    raw["model"] = {"config": TINIEST_LLAMA}
+    return parse_recipe(raw | more)
+
+
+def test_a_worker_answers_for_each_rank_of_a_recipe(worker, tmp_path):
+    """Stages differ; a question repeated gives the same record, byte by byte; bad input ends no worker."""
+    cut = recipe(tmp_path, layout={"pipeline": 2, "data": 2, "zero": 1}, device="cuda")
+    first, last = (worker.simulate(cut, rank) for rank in (0, 3))
+    assert first.kernels == "gpu" and (first.rank, last.rank) == (0, 3)
+    assert worker.simulate(cut, 0).plain() == first.plain()
+    with pytest.raises(BadInput, match="sequence_length"):
+        worker.simulate(recipe(tmp_path, data={**cut.data.model_dump(), "sequence_length": 4096}))
+    for record in (first, last):
+        assert sum(record.kinds.values()) == sum(one.bytes for one in record.holders) == record.peak
+        assert max(size for _, size in record.timeline) <= record.peak and record.host == 0
+        assert {phase for phase, _ in record.timeline} == {"forward", "backward", "update"}
+        assert StepRecord.of_plain(record.plain()) == record
+        axes = {(one.axis, one.kind) for one in record.collectives}
+        assert {("data", "all_gather"), ("data", "reduce_scatter"), ("pipeline", "send")} <= axes
+    assert not any("head" in one.module for one in first.holders)
+    assert any(one.kind == "logits and loss" for one in last.holders)
+
+
+def test_a_worker_that_has_ended_is_an_error(tmp_path):
+    made = Worker()
+    made._process.kill()
+    with pytest.raises(RuntimeError, match="ended with code -9"):
+        made.simulate(recipe(tmp_path))
+    made.close()
+
+
+def test_offload_is_counted_apart(worker, tmp_path):
+    away = worker.simulate(recipe(tmp_path, memory={"offload": True}, device="cuda"))
+    here = worker.simulate(recipe(tmp_path, device="cuda"))
+    assert "moments" not in away.kinds and away.host > 0
+    assert here.kinds["moments"] + here.kinds["weights"] <= away.host + here.kinds["weights"]
+    assert away.peak < here.peak
+
+
+class Kept:
+    """Keep what it is given."""
+
+    def __init__(self):
+        self.tensors = []
+
+
+@contextmanager
+def kept_too_long():
+    """Keep the output of each feed-forward until the step's end."""
+    sound, kept = GatedMLP.forward, Kept()
+
+    def forward(mlp, x):
+        y = sound(mlp, x)
+        kept.tensors.append(y.detach() * 1)
+        return y
+
+    with mock.patch.object(GatedMLP, "forward", forward):
+        yield
+
+
+@contextmanager
+def summed_twice():
+    """Sum the input of each norm over the tensor ranks for nothing."""
+    sound = RMSNorm.forward
+
+    def forward(norm, x):
+        engine.all_reduce(x.detach(), norm.state.tensor_group)
+        return sound(norm, x)
+
+    with mock.patch.object(RMSNorm, "forward", forward):
+        yield
+
+
+@contextmanager
+def computed_twice():
+    sound = GatedMLP.forward
+
+    def forward(mlp, x):
+        sound(mlp, x.detach())
+        return sound(mlp, x)
+
+    with mock.patch.object(GatedMLP, "forward", forward):
+        yield
+
+
+def faults():
+    """Each mistake changes the figure that it must change, and who is to blame is named."""
+    sound = ledger_of(CASE)
+    with kept_too_long():
+        record = ledger_of(CASE)
+    blamed = [one for one in record.holders if one.operator == "aten::mul" and one.module.endswith("mlp")]
+    assert record.peak > sound.peak and blamed
+    with summed_twice():
+        record = ledger_of(CASE)
+    counts = [
+        sum((one.axis, one.kind) == ("tensor", "all_reduce") for one in each.collectives)
+        for each in (sound, record)
+    ]
+    assert counts[1] > counts[0] + 1
+    with computed_twice():
+        assert ledger_of(CASE).flops > sound.flops
+
+
+def test_mistakes_change_the_figures(alone):
+    alone(faults)
+
+
+def kernels():
+    """A GPU keeps the log-sums of attention and no scores; full checkpointing recomputes what it forgot."""
+    case = replace(CASE, layout=Layout(), length=64)
+    for which, operator in {"gpu": "flash_attention", "cpu": "flash_attention_for_cpu"}.items():
+        record = ledger_of(case, kernels=which)
+        names = {one.name for one in record.operators if "attention" in one.name}
+        name = f"aten::_scaled_dot_product_{operator}"
+        assert names == {name, f"{name}_backward"}
+    full = replace(case, memory=case.memory.model_copy(update={"checkpointing": "full"}))
+    again = ledger_of(full)
+    assert {one.phase for one in again.operators} == {"forward", "recomputation", "backward", "update"}
+    assert 1.1 < again.flops / ledger_of(case).flops < 1.4
+
+
+def test_each_device_has_its_kernels(alone):
+    alone(kernels)
