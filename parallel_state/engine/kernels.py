@@ -59,6 +59,8 @@ def scaled_mm(
     Scales: fp32, of one element each, or (M, 1) and (1, N). ``dtype``: of the product. ``fast``: whether GPUs
     may keep fewer digits of the sums.
     """
+    if is_host(left.device) and dtype == torch.float64:  # which oneDNN refuses on some machines
+        return (left.to(dtype) @ right.to(dtype)) * left_scale.to(dtype) * right_scale.to(dtype)
     if is_host(left.device) and left_scale.numel() > 1:  # before torch 2.12 only one scale a tensor
         one = left_scale.new_ones(())
         product = torch._scaled_mm(left, right, one, one, out_dtype=dtype)
