@@ -148,7 +148,7 @@ def test_what_a_killed_run_wrote_counts_as_room_for_the_next(tmp_path, sources, 
     used = sum(path.stat().st_blocks * 512 for path in left.iterdir())
     small = mock.Mock(f_bavail=used // 5, f_frsize=1)
     monkeypatch.setattr(os, "statvfs", lambda path: small)
-    with pytest.raises(BadInput, match="B free"):
+    with pytest.raises(BadInput, match="kB free"):
         convert(sources / "hf", tmp_path / "elsewhere", tensor=2)
     convert(sources / "hf", tmp_path / "out", tensor=2)
 

@@ -128,6 +128,8 @@ def test_a_fault_is_one_line_and_leaves_nothing(inputs, folder, place, faults):
         at = f"{STORE}/x{place.suffix}" if fault == "address" else str(path)
         line = words(place.command, inputs, where, place, at.removesuffix(".bin"))
         says = STORE if fault == "address" and place.name not in NEEDLESS else ""
+        if fault == "full-disk":
+            says = str(where)  # the file that is being written
         trials.append(Trial(where, line, CODES.get(fault, {2, 4}), says))
     before = tree(inputs), [tree(trial.where) for trial in trials]
     stays = "full" in faults[0] and place.command in STAYS

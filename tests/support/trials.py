@@ -76,7 +76,8 @@ def check(
         # The ranks that this process has already started answer to its parent.
         pool._pool, processes.templates._templates = pool.Pool(), []
         printed = os.memfd_create("stdout")
-        os.dup2(printed, 1)
+        if any(trial.work for trial in trials):  # a limit of files' sizes would count for it, too
+            os.dup2(printed, 1)
         works = _Works(printed)
         limit()
         for trial in trials:
