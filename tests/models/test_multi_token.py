@@ -58,7 +58,6 @@ def rotations(rotary, places):
     return angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
 
 
-
 @pytest.mark.parametrize("row", ROWS)
 def test_its_gradients_are_those_of_the_paper_s_formulas(row):
     """The block itself is one of transformers, whose norms and scores are fp32 in any dtype; around it stand
