@@ -21,7 +21,10 @@ class HostNumbers:
         """Return the numbers, (N,), on ``device``. In a traced graph they are constants of the graph."""
         if torch.compiler.is_compiling():
             return torch.tensor(self.values, dtype=dtype, device=device)
-        if (device, dtype) not in self._copies:
-            with torch.inference_mode(False):  # a backward may need them later
-                self._copies[device, dtype] = torch.tensor(self.values, dtype=dtype, device=device)
-        return self._copies[device, dtype]
+        if (device, dtype) in self._copies:
+            return self._copies[device, dtype]
+        with torch.inference_mode(False):  # a backward may need them later
+            copy = torch.tensor(self.values, dtype=dtype, device=device)
+        if type(copy) is Tensor:  # not one without numbers, of a trace
+            self._copies[device, dtype] = copy
+        return copy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,23 @@ FILES_TIMEOUT = timedelta(hours=1)
 
 #: Device -> torch's backends; files and flags are agreed on the CPU wherever the model computes.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+@dataclass(frozen=True)
+class StandInGroup:
+    """Stand for the process group of one axis where there are no processes: collectives of tensors without
+    numbers (torch's fake ones) ask a group for nothing else.
+    """
+
+    group_name: str
+    ranks: int
+    index: int = 0
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return self.index
 
 
 def own_device(device: str | torch.device) -> torch.device:

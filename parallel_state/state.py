@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import cache, cached_property
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from .layout import Coordinates, Layout
 from .process_groups import (
     FILES_TIMEOUT,
     TIMEOUT,
+    StandInGroup,
     agree,
     check_backends,
     identity,
@@ -126,8 +128,15 @@ class ParallelState:
 
     @classmethod
     def stand_in(cls, layout: Layout, rank: int = 0) -> ParallelState:
-        """Return the state of any rank of any layout without processes; it has coordinates but no groups."""
-        return cls(layout, rank)
+        """Return the state of any rank of any layout without processes; it has coordinates, and groups with
+        which only tensors without numbers can be sent (``StandInGroup``).
+        """
+        state = cls(layout, rank)
+        state._tensor = cast(dist.ProcessGroup, StandInGroup("tensor", layout.tensor, state.at.tensor))
+        state._context = cast(dist.ProcessGroup, StandInGroup("context", layout.context, state.at.context))
+        expert = layout.data_place(state.at, experts=True)[2]
+        state._expert_group = cast(dist.ProcessGroup, StandInGroup("expert", layout.expert, expert))
+        return state
 
     @staticmethod
     @cache

@@ -8,7 +8,7 @@ alike (tensor, context, expert) share even these.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -21,7 +21,9 @@ from ..layers import Cost, Stage, all_stages
 from ..models import AdaptedFamily, CausalLM, Family, ModelConfig
 from ..models.base.decoder import Decoder
 from ..parallel_state import Layout, ParallelState, declarations
+from .pieces import ModelPieces
 from .rank_parameters import Group, RankParameters, count_parameters
+from .signatures import signature
 from .stage_costs import StageCost, stage_cost
 from .step_shape import Work
 
@@ -44,6 +46,8 @@ class SampledModel:
             self._model = shared.build(config, state=state, base_dtype=frozen)
         else:
             self._model = shared.build(config, state=state)
+        #: What its pieces hold, send and compute, traced when somebody asks.
+        self.pieces = ModelPieces(self._model, state)
         self._blocks: dict[int, nn.Module] = {}
         for number, kind in enumerate(self.kinds):
             self._blocks.setdefault(kind, self._model.layers[str(number)])
@@ -206,24 +210,7 @@ def block_kinds(family: Family, config: ModelConfig) -> tuple[int, ...]:
     """Return the kind of each block: equal numbers are blocks alike in modules, parameters and settings."""
     known: dict[object, int] = {}
     model = family.on_meta(config)
-    return tuple(known.setdefault(_signature(one), len(known)) for one in model.layers.values())
-
-
-def _signature(block: nn.Module) -> object:
-    """Return what tells a block from others: every module's class and settings, every parameter's shape."""
-    modules = tuple(
-        (path, type(module), tuple(sorted(_settings(vars(module))))) for path, module in block.named_modules()
-    )
-    parameters = tuple(
-        (name, one.shape, one.requires_grad, one.dtype) for name, one in block.named_parameters()
-    )
-    return modules, parameters
-
-
-def _settings(attributes: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, value in attributes.items():
-        if isinstance(value, int | float | str | tuple | None):
-            yield name, repr(value)
+    return tuple(known.setdefault(signature(one), len(known)) for one in model.layers.values())
 
 
 def _with_shared_blocks(family: Family, kinds: Sequence[int]) -> Family:

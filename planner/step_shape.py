@@ -9,6 +9,28 @@ from ..layers import Checkpointing, Tokens
 from ..parallel_state import Coordinates, Layout, ParallelState
 
 
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Describe the tokens of a micro-batch on one rank: ``rows`` of ``length`` tokens, its piece of each row
+    over the context axis, and how they are computed: ``compute``: bytes of a number; ``gpu``: by a GPU's
+    kernels, or by a CPU's, where RMSNorm, dropout and attention that drops are several operators.
+    """
+
+    rows: int
+    length: int
+    compute: int = 4
+    gpu: bool = True
+
+    @property
+    def count(self) -> int:
+        return self.rows * self.length
+
+    @property
+    def inner(self) -> int:
+        """Return the bytes of a number where layers compute in at least fp32."""
+        return max(self.compute, 4)
+
+
 @dataclass(frozen=True)
 class Work:
     """Describe one step of one model on the rank of ``state``, which may be a stand-in.

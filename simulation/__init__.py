@@ -1,7 +1,7 @@
-"""Floor 8: one rank's whole training step on an accelerator that is not there, and what it holds and does.
+"""Floor 2: an accelerator that is not there, one rank on it, and what a program holds and does.
 
-Offers ``Worker``, which runs the step of a rank of a recipe in a process of its own and returns its
-``StepRecord``; ``simulated_rank``, a rank of any layout on such a device; ``SimulatedDevice``, which counts
+Offers ``StepRecord``, what a rank's whole step did (``search.simulation_worker`` runs one in a process of its
+own); ``simulated_rank``, a rank of any layout on such a device; ``SimulatedDevice``, which counts
 what a piece of code asks of it; ``WAITS``, the one list of places at which the host waits for the device; and
 ``LiveBytes``, which counts the bytes of live tensors. Each is imported when it is first used.
 """
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from .rank import simulated_rank
     from .record import StepRecord
     from .waits import WAITS
-    from .worker import Worker
 
 __all__ = [
     "WAITS",
@@ -25,11 +24,10 @@ __all__ = [
     "StepRecord",
     "Wait",
     "Waits",
-    "Worker",
     "simulated_rank",
 ]
 
-_MODULES = (".live_bytes", ".record", ".device", ".rank", ".waits", ".worker")
+_MODULES = (".live_bytes", ".record", ".device", ".rank", ".waits")
 
 
 def __getattr__(name: str) -> Any:

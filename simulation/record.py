@@ -27,7 +27,7 @@ class Collective:
     kind: str
     bytes: int
     phase: str
-    module: str
+    module: str = ""
 
 
 @dataclass(slots=True)

@@ -57,6 +57,12 @@ class KeyValueCache:
         assert self._positions is not None, "advance comes first"
         return self._positions[:, : self.used]
 
+    @property
+    def bytes(self) -> int:
+        """Return the bytes that blocks have stored here: keys, values and states."""
+        pairs = [x for pair in self._held.values() for x in pair]
+        return sum(x.nbytes for x in (*pairs, *self._states.values()))
+
     def mask(self, window: int | None = None) -> Tensor | None:
         """Return the mask (B, 1, S, T) of the newest tokens, or ``None`` if they need none."""
         assert self._documents is not None, "advance comes first"

@@ -12,6 +12,7 @@ from .autograd_and_compiler import (
     compiler_errors,
     forward_number,
     in_backward,
+    outside_modes,
     wanted_gradients,
 )
 from .collectives import (
@@ -105,6 +106,7 @@ __all__ = [
     "left_alone",
     "like",
     "local_data",
+    "outside_modes",
     "parameters_of",
     "ranks_of",
     "recorded_collectives",

@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+#: A context in which operators compute with numbers, although code outside of it is traced or counted.
+outside_modes = _disable_current_modes
 
 
 def after_backward(call: Callable[[], None]) -> None:

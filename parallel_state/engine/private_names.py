@@ -38,6 +38,7 @@ PRIVATE = (
     ("torch", "_scaled_mm"),
     ("torch.optim.AdamW", "_init_group"),
     ("torch.utils._python_dispatch", "TorchDispatchMode"),
+    ("torch.utils._python_dispatch", "_disable_current_modes"),
     ("torch.distributed.ProcessGroup", "unbox"),
     ("torch._C._distributed_c10d", "_create_work_from_future"),
     ("torch.distributed.distributed_c10d", "_abort_process_group"),
@@ -75,6 +76,7 @@ COMPILER = (
 
 #: The same for pipelines, checked when they are first used: importing torch's takes half a second.
 PIPELINING = (
+    ("torch.distributed.pipelining._backward", "stage_backward_input"),
     ("torch.distributed.pipelining._backward", "stage_backward_weight"),
     ("torch.distributed.pipelining.PipelineStage", "backward_state"),
     ("torch.distributed.pipelining.PipelineStage", "_get_init_p2p_neighbors_ops"),

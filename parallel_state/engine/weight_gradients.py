@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 #: One of torch's groups: ``params``, ``intermediates``, and ``grads`` in the order of the intermediates.
 Group = dict[str, Any]
@@ -61,3 +61,12 @@ def compute_weight_gradients(weights: Iterator[nn.Parameter], groups: Sequence[G
     from torch.distributed.pipelining._backward import stage_backward_weight
 
     stage_backward_weight(weights, [*groups], retain_graph=True)
+
+
+def compute_input_gradients(
+    made: list[Tensor], grads: list[Tensor], given: list[Tensor], weights: Iterator[nn.Parameter]
+) -> Sequence[Group]:
+    """Compute the gradients of a stage's inputs, the first part of its backward; return what is left."""
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    return stage_backward_input(made, grads, given, weights)[1]

@@ -16,7 +16,8 @@ from support.simulated_steps import ledger_of
 from trilith.layers import GatedMLP, RMSNorm
 from trilith.parallel_state import BadInput, Layout, engine
 from trilith.recipes.recipe import parse_recipe
-from trilith.simulation import StepRecord, Worker
+from trilith.search.simulation_worker import Worker
+from trilith.simulation import StepRecord
 
 CASE = Case(
     TINIEST_LLAMA,

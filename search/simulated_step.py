@@ -15,16 +15,16 @@ from ..data import Batch
 from ..parallel_state import ParallelState, engine
 from ..parallel_state.engine import accelerator, local_data
 from ..recipes.recipe import Recipe
+from ..simulation.backend import NAME, register
+from ..simulation.collectives import axes_of_groups
+from ..simulation.ledger import PHASES, Ledger, kinds_of
+from ..simulation.rank import simulated_rank
+from ..simulation.record import Collective, StepRecord
+from ..simulation.replaced_operators import CPU, GPU, replaced
+from ..simulation.waits import WAITS
 from ..training.build import Parts, build
 from ..training.compute_weights import ComputeWeights
 from ..training.run_plan import Plan, plan
-from .backend import NAME
-from .collectives import axes_of_groups
-from .ledger import PHASES, Ledger, kinds_of
-from .rank import simulated_rank
-from .record import Collective, StepRecord
-from .replaced_operators import CPU, GPU, replaced
-from .waits import WAITS
 
 Kernels = Literal["gpu", "cpu"]
 #: Pieces of the timeline: as many as a picture has columns.
@@ -38,8 +38,9 @@ def simulate_step(
 
     ``planned``: what ``plan`` returns for the recipe, if it is known. ``kernels``: a GPU's or a CPU's; the
     default is the recipe's device. The blocks are not compiled. It starts a process group and a device that
-    torch cannot forget, so call it in a process that does nothing else (``worker.py``).
+    torch cannot forget, so call it in a process that does nothing else (``simulation_worker.py``).
     """
+    register()  # before the first backward of a plan, which counts the devices that torch knows
     planned = planned or plan(recipe)
     recipe = recipe.model_copy(update={"compile": False})
     kernels = kernels or ("gpu" if recipe.device == "cuda" else "cpu")

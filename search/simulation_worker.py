@@ -14,8 +14,8 @@ from typing import Any, TextIO
 
 from ..parallel_state import BadInput
 from ..recipes.recipe import Recipe, parse_recipe
+from ..simulation.record import StepRecord
 from ..storage.strict_json import parse_object
-from .record import StepRecord
 
 
 class Worker:
@@ -58,9 +58,11 @@ class Worker:
 
 def answer_all(questions: TextIO, answers: TextIO) -> None:
     """Answer until there are no more questions."""
+    from ..simulation.backend import register
     from ..training.dry_run import plan_without_weights
-    from .step import simulate_step
+    from .simulated_step import simulate_step
 
+    register()  # before the first backward of a plan, which counts the devices that torch knows
     for line in questions:
         question = parse_object(line.encode(), "a question")
         recipe: Any = question["recipe"]

@@ -1,0 +1,113 @@
+"""Let a trace on the host call the operators of a GPU where a GPU has one kernel and a CPU several.
+
+What an operator keeps for its backward follows from its derivative, whatever the device. Only where torch
+itself asks for the device, and takes a fused kernel on a GPU and a composite on a CPU, a trace must be told.
+
+=============================  =====================================  ====================================
+function                       on a GPU (torch 2.13)                  keeps for backward, beside its inputs
+=============================  =====================================  ====================================
+scaled_dot_product_attention   flash: 16 bits, no mask                output; logsumexp of a row, fp32
+the same                       memory-efficient: fp32, or a mask      output; logsumexp of a row, fp32
+rms_norm                       _fused_rms_norm (layer_norm.cpp)       a scale of a row, fp32
+dropout                        native_dropout (Dropout.cpp)           a mask, one byte a number
+=============================  =====================================  ====================================
+
+The choice between the two kernels of attention is that of ``sdp_utils.cpp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..parallel_state.engine import accelerator
+
+_aten = torch.ops.aten
+
+
+class GpuKernels(TorchFunctionMode):
+    """Call a GPU's fused kernels, and let layers choose as on a GPU, while this context is entered."""
+
+    def __enter__(self) -> GpuKernels:
+        self._stack = ExitStack()
+        self._stack.enter_context(accelerator.imagined())
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._stack.close()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kernel = _KERNELS.get(func)
+        return (func if kernel is None else kernel)(*args, **(kwargs or {}))
+
+
+def _attention(
+    q_BHSE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if q_BHSE.dtype == torch.float64:  # which no kernel takes
+        return F.scaled_dot_product_attention(
+            q_BHSE, k_BKTE, v_BKTE, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is None and q_BHSE.dtype in (torch.bfloat16, torch.float16):
+        flash = _aten._scaled_dot_product_flash_attention
+        return flash(q_BHSE, k_BKTE, v_BKTE, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*q_BHSE.shape[:-1], k_BKTE.shape[-2])
+    efficient = _aten._scaled_dot_product_efficient_attention
+    return efficient(  # type: ignore[no-any-return]
+        q_BHSE, k_BKTE, v_BKTE, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+    )[0]
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """Keep what the fused kernel keeps. Off a GPU torch takes its composite, also for the kernel's own name,
+    so one product of the same tensors stands for the kernel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        scale = torch.empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
+        ctx.save_for_backward(x, weight, scale)
+        return x * (1 if weight is None else weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight, _ = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        of_weight = torch.empty_like(weight) if needs_weight else None
+        return grads[0] * x if needs_x else None, of_weight
+
+
+def _rms_norm(
+    x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    return cast(Tensor, _FusedRmsNorm.apply(x, weight))
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(x, p, True)[0] if training and p else x
+
+
+_KERNELS: dict[Any, Callable[..., Tensor]] = {
+    F.scaled_dot_product_attention: _attention,
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
+    F.dropout: _dropout,
+}

@@ -1,0 +1,187 @@
+"""Note what operators without numbers make, keep, send and compute."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..parallel_state.engine import TorchDispatchMode, accelerator
+from .flops import flops_of_call
+from .kernels import GpuKernels
+from .record import Collective
+
+#: When something runs: in the forward, when a backward computes the forward again, or in the backward.
+Phase = Literal["forward", "again", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """State an operator that starts a kernel: its FLOPs (a multiplication and an addition are two) and the
+    bytes that it reads and writes.
+
+    ``weight``: whether it is a product with a matrix of weights; ``trained``: whether these are trained.
+    """
+
+    name: str
+    phase: Phase
+    flops: int
+    moved: int
+    weight: bool = False
+    trained: bool = False
+
+
+#: The forwards that run now of modules that a backward may compute again.
+_FORWARDS: list[object] = []
+
+
+def noted(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that tells recorders when it runs: in a backward, to compute something again."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _FORWARDS.append(forward)
+        try:
+            # A backward leaves function modes off.
+            with GpuKernels() if accelerator.is_imagined() else nullcontext():
+                return forward(*args, **kwargs)
+        finally:
+            _FORWARDS.pop()
+
+    return run
+
+
+class Recorder(TorchDispatchMode):
+    """Note each storage that operators make and when it goes, and what the operators do.
+
+    ``now``: the bytes alive that were made while it was entered. ``weights``: those of parameters, by the ids
+    of their storages, with whether they are trained. A number that the host reads is 0.
+    """
+
+    def __init__(self, weights: dict[int, bool] | None = None, axes: dict[str, str] | None = None) -> None:
+        super().__init__()
+        self.phase: Phase = "forward"
+        self.at = self.now = 0
+        self.collectives: list[Collective] = []
+        self.operators: list[Operator] = []
+        self._weights, self._axes = weights or {}, axes or {}
+        #: After which operator a storage of this number came (+) or went (-), and its bytes.
+        self._events: list[tuple[int, int, int]] = []
+        self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _NUMBER:
+            return 0.0 if args[0].is_floating_point() else 0
+        if func is _WAIT:  # the collective's own result; torch's form without numbers makes another
+            return args[0]
+        if func is _PLACES:  # where documents start: each row is one
+            shape = args[0].shape
+            return args[0].new_empty((shape[0] if len(shape) > 1 else 1, len(shape)), dtype=torch.int64)
+        out = func(*args, **kwargs)
+        if func is _DEVICE:
+            return out
+        self.at += 1
+        given, made = tensors_of((*args, *kwargs.values())), tensors_of((out,))
+        here = {id(tensor.untyped_storage()) for tensor in given}
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            if (key := id(storage)) not in here and key not in self._alive:
+                number, size = len(self._events), storage.nbytes()
+                self.now += size
+                self._events.append((self.at, number, size))
+                self._alive[key] = number, weakref.ref(storage, partial(self._gone, key, number, size))
+        self._count(func, args, kwargs, out, given, made)
+        return out
+
+    def _gone(self, key: int, number: int, size: int, gone: object) -> None:
+        self._alive.pop(key, None)
+        self.now -= size
+        self._events.append((self.at, number, -size))
+
+    def _count(
+        self, func: Any, args: Any, kwargs: Any, out: Any, given: list[Tensor], made: list[Tensor]
+    ) -> None:
+        name, kind = _named(func)
+        phase: Phase = "again" if self.phase == "backward" and _FORWARDS else self.phase
+        if kind is not None:
+            group = next(word for word in reversed(args) if isinstance(word, str))
+            self.collectives.append(Collective(self._axes.get(group, group), kind, args[0].nbytes, phase))
+        elif not func.is_view and name not in _NO_KERNEL:
+            flops = flops_of_call(name, func, args, kwargs, out)
+            trained = [self._weights.get(id(tensor.untyped_storage())) for tensor in given]
+            weight = name in _PRODUCTS
+            self.operators.append(
+                Operator(
+                    name,
+                    phase,
+                    flops,
+                    sum(tensor.nbytes for tensor in (*given, *made)),
+                    weight,
+                    weight and False not in trained,
+                )
+            )
+
+    def number(self, tensor: Tensor) -> int | None:
+        """Return the number of a tensor's storage, if it was made here."""
+        known = self._alive.get(id(tensor.untyped_storage()))
+        return None if known is None else known[0]
+
+    def born(self, number: int) -> int:
+        """Return after which operator the storage of this number came."""
+        return self._events[number][0]
+
+    def bytes(self, start: int, end: int, leaving_out: frozenset[int] = frozenset()) -> list[int]:
+        """Return the bytes after each operator from ``start`` to ``end``, but for some storages."""
+        change = [0] * (end + 2)
+        for at, number, size in self._events:
+            if number not in leaving_out and at <= end:
+                change[at + (size < 0)] += size  # what goes after an operator was there with it
+        return [*accumulate(change)][start : end + 1]
+
+
+_PLACES = torch.ops.aten.nonzero.default
+_NUMBER = torch.ops.aten._local_scalar_dense.default
+_WAIT, _DEVICE = torch.ops._c10d_functional.wait_tensor.default, torch.ops.prim.device.default
+_NO_KERNEL = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
+        *("detach", "lift_fresh", "alias"),
+    )
+)
+_PRODUCTS = frozenset(("aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm"))
+_KINDS = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "exchange",
+}
+
+
+@lru_cache(maxsize=4096)
+def _named(func: Any) -> tuple[str, str | None]:
+    """Return an operator's name, and its kind if it is a collective."""
+    name = func.name().split(".")[0]
+    space, _, short = name.partition("::")
+    return name, _KINDS.get(short) if space == "_c10d_functional" else None
+
+
+def tensors_of(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among values, and in lists and tuples among these."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [inner for inner in value if isinstance(inner, Tensor)]
+    return found

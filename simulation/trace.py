@@ -1,0 +1,97 @@
+"""Hold what a trace notes of a piece of a model; bytes of larger micro-batches follow from small ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .record import Collective
+from .recorder import Operator
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Hold what a piece does for one micro-batch on one rank. Bytes do not count the piece's weights.
+
+    ``kept``: alive from its forward to its backward, what it is given included, what it gives (``made``)
+    excluded. The next four are the most bytes beside ``kept``: ``forward``: in its forward, what it gives
+    included; ``backward``: in its backward, with the gradient of what it gives, without gradients of weights;
+    ``with_gradient``: the same with the gradient of a weight until it is added to that of earlier
+    micro-batches; ``with_gradients``: with those of all weights that are made by then. ``gradients``: the
+    bytes of these at the end; ``weights``: those of all weights.
+
+    Of a backward in two parts: ``first_part``: the most beside ``kept`` in the first one, ``between``: what
+    it leaves to the second one.
+    """
+
+    kept: int
+    made: int
+    forward: int
+    weights: int
+    backward: int = 0
+    with_gradient: int = 0
+    with_gradients: int = 0
+    gradients: int = 0
+    first_part: int = 0
+    between: int = 0
+    collectives: tuple[Collective, ...] = ()
+    operators: tuple[Operator, ...] = ()
+    #: The bytes of which some of these are the most, after each operator, by their names.
+    instants: Mapping[str, Sequence[int]] = field(default_factory=dict, compare=False, repr=False)
+
+
+def of_more_rows(two: Trace, three: Trace, rows: int) -> Trace | None:
+    """Return the trace of so many rows from those of two and three; ``None`` if these run other operators.
+
+    The bytes after each operator are affine in the rows, and so are those of its collectives.
+    """
+    lengths = [
+        [len(values) for values in (*each.instants.values(), each.collectives, each.operators)]
+        for each in (two, three)
+    ]
+    if lengths[0] != lengths[1]:
+        return None
+
+    def more(here: int, there: int) -> int:
+        return here + (rows - 2) * (there - here)
+
+    instants = {name: [*map(more, sizes, three.instants[name])] for name, sizes in two.instants.items()}
+    sizes: dict[str, Any] = {
+        name: more(size, vars(three)[name]) for name, size in vars(two).items() if isinstance(size, int)
+    }
+    sizes |= {name: max(values) for name, values in instants.items() if values}
+    collectives = tuple(
+        replace(here, bytes=more(here.bytes, there.bytes))
+        for here, there in zip(two.collectives, three.collectives, strict=True)
+    )
+    operators = tuple(
+        replace(here, flops=more(here.flops, there.flops), moved=more(here.moved, there.moved))
+        for here, there in zip(two.operators, three.operators, strict=True)
+    )
+    return Trace(**sizes, collectives=collectives, operators=operators, instants=instants)
+
+
+def of_more_tokens(one: Trace, two: Trace, times: float, *, chunks: bool) -> Trace:
+    """Return the trace of ``times`` the tokens of ``one``; ``two`` is that of twice as many.
+
+    Bytes are affine in the tokens. ``chunks``: whether ``one`` is computed again for each so many tokens, so
+    that there are more collectives; otherwise the same ones are given more bytes.
+    """
+    sizes: dict[str, Any] = {
+        name: int(size + (times - 1) * (getattr(two, name) - size))
+        for name, size in vars(one).items()
+        if isinstance(size, int)
+    }
+    collectives: list[Collective] = []
+    for collective in one.collectives:
+        whole = int(times) if chunks else 0
+        rest = times - whole
+        collectives += [collective] * whole
+        if rest:
+            collectives.append(replace(collective, bytes=int(collective.bytes * rest)))
+    operators = tuple(
+        replace(operator, flops=int(operator.flops * times), moved=int(operator.moved * times))
+        for operator in one.operators
+    )
+    return Trace(**sizes, collectives=tuple(collectives), operators=operators)

@@ -1,0 +1,99 @@
+"""Compare a traced block with what the same block keeps on a CPU; a seeded fault changes the trace."""
+
+import random
+
+import pytest
+import torch
+from support.configs import MODELS
+from trilith.layers import AttentionInputs, RowParallelLinear, checkpoint_blocks, leave_tensor
+from trilith.models import family_of
+from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
+from trilith.planner import pieces, sampled
+from trilith.planner.pieces import ModelPieces
+from trilith.planner.step_shape import MicroBatch
+from trilith.testing import LiveBytes
+
+FAMILIES = sorted(name for name in MODELS if "-" not in name)
+ROWS, LENGTH = 2, 64
+
+
+def model_of(name, state, device="cpu"):
+    config = family_of(MODELS[name]).from_hf(MODELS[name])
+    return family_of(MODELS[name]).build(config, state=state, device=device)
+
+
+def measured(model, block, mode, dtype):
+    """Return the bytes that a block keeps until its backward, and the most that its backward holds."""
+    checkpoint_blocks([(0, block)], mode)
+    shape = (ROWS, LENGTH, model.config.hidden_size)
+    factor, source = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
+    inputs = AttentionInputs(
+        None, None, like=factor, layers=model.attentions, rotary=model.rotary, state=model.state
+    )
+    for weight in block.parameters():
+        weight.grad = torch.zeros_like(weight)
+    with LiveBytes() as memory:
+        before = memory.now
+        total = (block(source.requires_grad_() * 1.0, inputs) * factor).sum()
+        kept = memory.now - before - total.nbytes
+        memory.peak = 0
+        total.backward()
+    return kept, memory.peak - before
+
+
+@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_traced_block_holds_what_a_block_holds(name, number):
+    draw = random.Random(f"{name} {number}")
+    mode, dtype = draw.choice(["none", "selective", "full"]), draw.choice([torch.float32, torch.bfloat16])
+    state = ParallelState.alone()
+    model = model_of(name, state)
+    initialize(model, 0, state=state)
+    block = draw.choice([*model.to(dtype).layers.values()])
+    batch = MicroBatch(ROWS, LENGTH, dtype.itemsize, gpu=False)
+    traced = ModelPieces(model, state).block(block, batch, reached=True).under(mode)
+    kept, peak = measured(model, block, mode, dtype)
+    assert traced.kept == kept
+    assert 0.99 < peak / (traced.kept + traced.with_gradient) < 1.01
+
+
+def sums_twice(self, x):
+    return leave_tensor(leave_tensor(x @ self.weight.to(x.dtype).mT, self.state), self.state)
+
+
+def keeps_longer(self, x):
+    return leave_tensor((x * 1.0 * x.sigmoid()) @ self.weight.mT, self.state)
+
+
+@pytest.mark.parametrize("fault", [sums_twice, keeps_longer])
+def test_a_fault_changes_what_is_traced(fault, monkeypatch):
+    state = ParallelState.stand_in(Layout.of(tensor=2))
+    batch, found = MicroBatch(ROWS, LENGTH), []
+    for wrong in (False, True):
+        if wrong:
+            monkeypatch.setattr(RowParallelLinear, "forward", fault)
+        model = model_of("llama", state, device="meta")
+        block = next(iter(model.layers.values()))
+        found.append(ModelPieces(model, state).block(block, batch, reached=True).plain)
+    right, changed = found
+    if fault is sums_twice:
+        assert len(changed.collectives) > len(right.collectives)
+    else:
+        assert changed.kept > right.kept
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_more_rows_of_a_micro_batch_follow_from_two_and_three(family, monkeypatch):
+    """Bytes, collectives and FLOPs are affine in the rows: equal to a trace of all rows, in a drawn mode."""
+    raw, draw = MODELS[family], random.Random(family)
+    layout = draw.choice([Layout(), Layout(tensor=2, sequence=True), Layout(context=2, ring=True)])
+    try:
+        model = sampled(family_of(raw), family_of(raw).from_hf(raw), layout)
+    except BadInput:  # not every family can be cut so
+        model = sampled(family_of(raw), family_of(raw).from_hf(raw), Layout())
+    block, mode = model.block(0), draw.choice(["none", "selective", "full"])
+    batch = MicroBatch(8, 64, draw.choice([2, 4]), gpu=draw.random() < 0.5)
+    extended = model.pieces.block(block, batch, reached=True, kind="extended").under(mode)
+    monkeypatch.setattr(pieces, "_FEW_ROWS", 8)
+    whole = model.pieces.block(block, batch, reached=True, kind="whole").under(mode)
+    assert extended == whole and extended.instants
