@@ -26,15 +26,24 @@ FILES_TIMEOUT = timedelta(hours=1)
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
+#: How the names of groups begin that stand in for others.
+STAND_IN = "stand-in: "
+
+
 @dataclass(frozen=True)
 class StandInGroup:
     """Stand for the process group of one axis where there are no processes: collectives of tensors without
     numbers (torch's fake ones) ask a group for nothing else.
     """
 
-    group_name: str
+    axis: str
     ranks: int
     index: int = 0
+
+    @property
+    def group_name(self) -> str:
+        """Return the name that a collective of numbers does not find, and refuses with."""
+        return f"{STAND_IN}{self.axis}"
 
     def size(self) -> int:
         return self.ranks

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache, cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,11 +21,13 @@ from ..layers import Cost, Stage, all_stages
 from ..models import AdaptedFamily, CausalLM, Family, ModelConfig
 from ..models.base.decoder import Decoder
 from ..parallel_state import Layout, ParallelState, declarations
-from .pieces import ModelPieces
 from .rank_parameters import Group, RankParameters, count_parameters
 from .signatures import signature
 from .stage_costs import StageCost, stage_cost
 from .step_shape import Work
+
+if TYPE_CHECKING:
+    from .pieces import ModelPieces
 
 #: Kinds of blocks, each with how many a stage holds.
 Numbers = tuple[tuple[int, int], ...]
@@ -46,8 +48,7 @@ class SampledModel:
             self._model = shared.build(config, state=state, base_dtype=frozen)
         else:
             self._model = shared.build(config, state=state)
-        #: What its pieces hold, send and compute, traced when somebody asks.
-        self.pieces = ModelPieces(self._model, state)
+        self._state = state
         self._blocks: dict[int, nn.Module] = {}
         for number, kind in enumerate(self.kinds):
             self._blocks.setdefault(kind, self._model.layers[str(number)])
@@ -58,6 +59,13 @@ class SampledModel:
         self._held: dict[object, RankParameters] = {}
         self._known: dict[object, Cost] = {}
         self._costs: dict[object, StageCost] = {}
+
+    @cached_property
+    def pieces(self) -> ModelPieces:
+        """Return what traces the model's pieces: what they hold, send and compute."""
+        from .pieces import ModelPieces  # imports torch's compiler, which takes a second
+
+        return ModelPieces(self._model, self._state)
 
     def _stage(self, state: ParallelState, split: Sequence[int] | None) -> tuple[Stage, tuple[Numbers, ...]]:
         """Return what a rank holds of the blocks, and how many of each kind are in each of its stages."""

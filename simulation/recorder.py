@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..parallel_state.engine import TorchDispatchMode, accelerator
+from ..parallel_state.process_groups import STAND_IN
 from .flops import flops_of_call
 from .kernels import GpuKernels
 from .record import Collective
@@ -114,7 +115,8 @@ class Recorder(TorchDispatchMode):
         phase: Phase = "again" if self.phase == "backward" and _FORWARDS else self.phase
         if kind is not None:
             group = next(word for word in reversed(args) if isinstance(word, str))
-            self.collectives.append(Collective(self._axes.get(group, group), kind, args[0].nbytes, phase))
+            axis = self._axes.get(group, group.removeprefix(STAND_IN))
+            self.collectives.append(Collective(axis, kind, args[0].nbytes, phase))
         elif not func.is_view and name not in _NO_KERNEL:
             flops = flops_of_call(name, func, args, kwargs, out)
             trained = [self._weights.get(id(tensor.untyped_storage())) for tensor in given]

@@ -43,12 +43,16 @@ def test_405b_is_planned_on_the_meta_device_without_processes():
     assert seconds < 10, "some tenths of a second on an idle core"
 
 
-def test_a_stand_in_has_coordinates_and_no_groups():
+def test_a_stand_in_has_coordinates_and_groups_in_which_no_number_is_sent():
     state = ParallelState.stand_in(Layout.of(tensor=2, pipeline=2, data=2), rank=5)
     assert (state.tensor_index, state.at.pipeline, state.data_index) == (1, 1, 0)
     assert state.tensor_mesh is None
     with pytest.raises(AssertionError, match="stand-in"):
-        _ = state.tensor_group
+        _ = state.pipeline_group
+    assert (state.tensor_group.size(), state.tensor_group.rank()) == (2, 1)
+    with pytest.raises(RuntimeError, match="stand-in: tensor"):
+        engine.all_reduce(torch.ones(2), state.tensor_group)
+    assert engine.all_reduce(torch.ones(2, device="meta"), state.tensor_group).shape == (2,)
 
 
 def test_one_device_needs_nothing():
