@@ -18,7 +18,7 @@ import torch
 from measure import Row, at_most, in_turn, ratio, seconds_of
 from torch import Tensor
 from torch.nn import functional as F
-from trilith.layers import Tokens, automatic_chunk, chunked_cross_entropy, vocab_parallel_cross_entropy
+from trilith.layers import automatic_chunk, chunked_cross_entropy, vocab_parallel_cross_entropy
 from trilith.testing import LiveBytes
 
 MIB = 2**20
@@ -56,8 +56,7 @@ def main(folder: Path, rounds: int) -> list[Row]:
 
 def contenders(problem: Problem) -> dict[str, Callable[[], Tensor]]:
     hidden, weight, labels = problem.hidden, problem.weight, problem.labels
-    tokens = Tokens(1, TOKENS, WIDTH, hidden.dtype.itemsize, fused=ON_GPU)
-    chunk = automatic_chunk(tokens, VOCABULARY)
+    chunk = automatic_chunk(TOKENS, WIDTH, VOCABULARY, compute=hidden.dtype.itemsize, gpu=ON_GPU)
 
     def ours(chunk: int, sums: torch.dtype | None = None) -> Tensor:
         scale = hidden.new_tensor(SCALE, dtype=torch.float32)

@@ -22,18 +22,14 @@ from torch.nn import functional as F
 from trilith.checkpoints import load_module, save_module
 from trilith.layers import (
     ColumnParallelLinear,
-    Cost,
     LayerNorm,
     RowParallelLinear,
     Stage,
-    Tokens,
     VocabParallelEmbedding,
     VocabParallelHead,
-    cross_entropy_cost,
     merge_heads,
     split_heads,
     split_to_tensor,
-    sum_costs,
     valid_tokens,
     vocab_parallel_cross_entropy,
 )
@@ -64,14 +60,6 @@ class Recurrence(nn.Module):
         out: Tensor = self.out(torch.stack(states, 1) * F.silu(gate))
         return out
 
-    def cost(self, tokens: Tokens) -> Cost:
-        """Return the cost of both products, and of seven numbers a channel that the loop keeps.
-
-        They are three gates, the remainder of the second gate, the value, the states and their stack.
-        """
-        channels = self.enter.parts[0].here
-        return Cost(kept=tokens.bytes(7 * channels)) + sum_costs(self.children(), tokens)
-
 
 class CrossAttention(nn.Module):
     """Let each token attend to the whole memory. ``unit``: each rank holds whole heads."""
@@ -87,18 +75,6 @@ class CrossAttention(nn.Module):
         q, k, v = (split_heads(t, self.head_dim) for t in (self.q(x), *self.kv(memory)))
         out: Tensor = self.out(merge_heads(F.scaled_dot_product_attention(q, k, v)))
         return out
-
-    def cost(self, tokens: Tokens) -> Cost:
-        """Return the products' cost, and that of queries, keys, values and a logsumexp a head.
-
-        It assumes as many frames as tokens.
-        """
-        width = self.q.parts[0].here
-        sums = tokens.count * width // self.head_dim * tokens.inner
-        scores = 4.0 * self.q.in_features * tokens.count * tokens.length
-        return sum_costs(self.children(), tokens) + Cost(
-            kept=tokens.bytes(3 * width) + sums, attention=scores
-        )
 
 
 class Block(nn.Module):
@@ -120,10 +96,6 @@ class Block(nn.Module):
             x = x + self.cross(self.cross_norm(x), memory)
         x = x + self.down(F.gelu(self.up(self.up_norm(x))))
         return x
-
-    def cost(self, tokens: Tokens) -> Cost:
-        """Return the children's cost, and that of the activation's input."""
-        return Cost(kept=tokens.bytes(self.up.parts[0].here)) + sum_costs(self.children(), tokens)
 
 
 class Transcriber(nn.Module):
@@ -194,9 +166,6 @@ class Transcriber(nn.Module):
         assert memory is not None
         return memory if x is None else (memory, x)
 
-    def cost(self, tokens: Tokens) -> Cost:
-        return sum_costs(self.children(), tokens)
-
 
 def loss(
     logits: Tensor, samples: Mapping[str, Tensor], *, state: ParallelState | None = None
@@ -266,9 +235,9 @@ def dry_run(layout: Layout, rank: int = 0) -> MemoryPlan:
     work = Work(
         state, hidden=32, sequence_length=8, micro_batch=1, micro_batches=8 // layout.data, fused=False
     )
-    loss_cost = cross_entropy_cost(work.tokens, VOCAB, state=state)
-    plan = plan_memory(work, model, loss=loss_cost)
-    sent = sum(one.wire for one in step_traffic(work, model, loss=loss_cost))
+    samples = batch(0)
+    plan = plan_memory(work, model, samples=samples, loss=loss)
+    sent = sum(one.wire for one in step_traffic(work, model, samples=samples, loss=loss))
     print(f"{layout}: rank {rank} needs {plan.total:,} bytes and puts {sent:,} on the wire in a step")
     return plan
 

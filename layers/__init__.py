@@ -16,13 +16,13 @@ from .attention.alibi import Alibi, alibi_slopes
 from .attention.attention import Attention, SharedHeads
 from .attention.backends import PinnedBackend
 from .attention.causal import causal_attention, merge_heads, split_heads
-from .attention.chosen_backend import attention_backends, attention_kinds, masks_cost, set_attention_backend
+from .attention.chosen_backend import attention_backends, attention_kinds, set_attention_backend
 from .attention.inputs import AttentionInputs
 from .attention.key_value_cache import KeyValueCache
 from .attention.latent import MultiHeadLatentAttention
 from .attention.mask import AttentionScope
 from .attention.visible import documents
-from .chunked_loss import automatic_chunk, chunked_cross_entropy, chunked_cross_entropy_cost
+from .chunked_loss import automatic_chunk, chunked_cross_entropy
 from .collectives import (
     copy_to_tensor,
     enter_tensor,
@@ -36,7 +36,6 @@ from .collectives import (
 from .column_parallel_linear import ColumnParallelLinear
 from .compile import compile_blocks
 from .context_chunks import cut_sequence, default_positions, token_places
-from .cost import Cost, Send, Tokens, UnknownCost, cost_of, name_module, sum_costs, with_weights
 from .dropout import Dropout, own_random
 from .embedding import (
     VOCABULARY_MULTIPLE,
@@ -50,13 +49,20 @@ from .experts.clamped_experts import ClampedExperts
 from .experts.dispatch import Dispatch
 from .experts.experts import Experts
 from .experts.grouped_matmul import grouped_mm
-from .experts.load_balancing import Balance, Balancing, routers, set_auxiliary_losses, set_auxiliary_scale
+from .experts.load_balancing import (
+    Balance,
+    Balancing,
+    routers,
+    set_auxiliary_losses,
+    set_auxiliary_scale,
+    uncounted,
+)
 from .experts.lora import attach_expert_lora
 from .experts.moe import GatedShared, MoE
 from .experts.router import TopKRouter
 from .float8 import Scaling, use_float8
 from .lora import ParallelLinear, attach_lora, linears, lora_scale
-from .loss import bounded, cross_entropy_cost, valid_tokens, vocab_parallel_cross_entropy
+from .loss import bounded, valid_tokens, vocab_parallel_cross_entropy
 from .mlp import ACTIVATIONS, MLP, GatedMLP, activation
 from .norm import HeadsLayerNorm, HeadsRMSNorm, LayerNorm, RMSNorm
 from .recurrent.gated_delta_net import GatedDeltaNet
@@ -78,7 +84,6 @@ __all__ = [
     "Balancing",
     "Checkpointing",
     "ColumnParallelLinear",
-    "Cost",
     "Dispatch",
     "Dropout",
     "ClampedExperts",
@@ -104,12 +109,9 @@ __all__ = [
     "RotaryEmbedding",
     "RowParallelLinear",
     "Scaling",
-    "Send",
     "SharedHeads",
     "Stage",
-    "Tokens",
     "TopKRouter",
-    "UnknownCost",
     "VOCABULARY_MULTIPLE",
     "VocabParallelEmbedding",
     "VocabParallelHead",
@@ -126,11 +128,8 @@ __all__ = [
     "checkpoint_blocks",
     "checkpointed",
     "chunked_cross_entropy",
-    "chunked_cross_entropy_cost",
     "compile_blocks",
     "copy_to_tensor",
-    "cost_of",
-    "cross_entropy_cost",
     "cut_sequence",
     "default_positions",
     "documents",
@@ -146,9 +145,7 @@ __all__ = [
     "leave_tensor",
     "linears",
     "lora_scale",
-    "masks_cost",
     "merge_heads",
-    "name_module",
     "own_random",
     "padded_vocabulary",
     "reduce_from_tensor",
@@ -160,11 +157,10 @@ __all__ = [
     "split_blocks",
     "split_heads",
     "split_to_tensor",
-    "sum_costs",
     "token_places",
+    "uncounted",
     "use_float8",
     "valid_tokens",
     "vocab_parallel_cross_entropy",
-    "with_weights",
     "yarn_scale",
 ]

@@ -12,8 +12,6 @@ twice, which is refused. GPipe, 1F1B and interleaved 1F1B run it once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from math import ceil
 from typing import Any
 
 import torch
@@ -23,10 +21,8 @@ from ..parallel_state import BadInput, ParallelState, alone_or
 from ..parallel_state.engine import accelerator
 from .autocast import without_autocast
 from .collectives import enter_tensor
-from .cost import Cost, Tokens
 from .embedding import check_ids, padded_vocabulary
-from .loss import loss_sends
-from .token_losses import IGNORE, LossTerms, block_bytes, logits_gradient, token_losses
+from .token_losses import IGNORE, LossTerms, logits_gradient, token_losses
 
 #: Bytes of logits, of a device, up to which memory is not worth a thought.
 LOGITS = 64 * 2**20
@@ -152,9 +148,12 @@ def chunked_cross_entropy(
 
 
 def automatic_chunk(
-    tokens: Tokens,
+    tokens: int,
+    width: int,
     vocab_size: int,
     *,
+    compute: int = 4,
+    gpu: bool = True,
     sums: int = 4,
     trained: bool = True,
     state: ParallelState | None = None,
@@ -162,55 +161,27 @@ def automatic_chunk(
     """Return the number of tokens whose logits ``chunked_cross_entropy`` should make at once; 0: the plain
     loss.
 
-    The plain loss is taken if all logits need at most ``LOGITS`` bytes. Otherwise a chunk's logits may take a
-    third of the bytes of the sum (the weight's gradient), but at least ``LOGITS`` bytes: each chunk reads and
-    writes the whole sum once. On a GPU with a trained weight they may take as many bytes as the sum, because
-    there reading and writing the sum takes as long as the product of a thousand tokens. If all logits need no
-    more than such a chunk and the sum together, one chunk has all tokens. ``sums``: bytes of one number of
-    the sum. ``trained``: whether the weight gets a gradient, so that there is a sum.
+    The plain loss is taken if all logits need at most ``LOGITS`` bytes. Otherwise a chunk's logits may
+    take a third of the bytes of the sum (the weight's gradient), but at least ``LOGITS`` bytes: each
+    chunk reads and writes the whole sum once. On a GPU with a trained weight they may take as many bytes
+    as the sum, because there reading and writing the sum takes as long as the product of a thousand
+    tokens. If all logits need no more than such a chunk and the sum together, one chunk has all tokens.
+    ``tokens``: of a micro-batch on this rank. ``width``: numbers of a hidden state. ``compute``,
+    ``sums``: bytes of one number of the logits and of the sum. ``trained``: whether the weight gets a
+    gradient, so that there is a sum.
     """
     state = alone_or(state)
     columns = padded_vocabulary(vocab_size, state.tensor_size) // state.tensor_size
-    whole = tokens.bytes(columns)
+    whole = tokens * columns * compute
     if whole <= LOGITS:
         return 0
-    total = columns * tokens.hidden * max(sums, tokens.compute)
-    most = max(LOGITS, total if trained and tokens.fused else total // 3)
+    total = columns * width * max(sums, compute)
+    most = max(LOGITS, total if trained and gpu else total // 3)
     if whole <= most + total * trained:
-        return int(tokens.count)
-    chunk = most // (columns * tokens.compute)
-    step = 128 if tokens.fused else 32  # rows that kernels of products take at once
-    return int(max(chunk // step * step, min(chunk, step), 1))
-
-
-def chunked_cross_entropy_cost(
-    tokens: Tokens,
-    vocab_size: int,
-    chunk: int,
-    *,
-    sums: int = 4,
-    trained: bool = True,
-    logit_cap: float | None = None,
-    state: ParallelState | None = None,
-) -> Cost:
-    """Return the cost of ``chunked_cross_entropy``; ``trained``: whether the weight gets a gradient, which is
-    summed in numbers of ``sums`` bytes.
-    """
-    state = alone_or(state)
-    columns = padded_vocabulary(vocab_size, state.tensor_size) // state.tensor_size
-    sums = tokens.compute if chunk >= tokens.count else max(sums, tokens.compute)
-    # A trained output layer has counted the hidden states.
-    hidden = tokens.bytes(tokens.hidden) * (1 if trained else 2)
-    chunk = min(chunk, int(tokens.count))
-    # Some rows of the product on a GPU, or of its factor, in the dtype of the sum.
-    width = tokens.hidden if tokens.fused else chunk
-    cast = sums * width * min(_ROWS, columns) if sums > tokens.compute else 0
-    block = block_bytes(replace(tokens, rows=chunk, length=1), columns, bounded=logit_cap is not None)
-    return Cost(
-        kept=columns * tokens.hidden * sums * trained + hidden,
-        working=chunk * columns * tokens.compute + max(block, cast * trained),
-        sends=loss_sends(tokens, ceil(tokens.count / chunk), state),
-    )
+        return tokens
+    chunk = most // (columns * compute)
+    step = 128 if gpu else 32  # rows that kernels of products take at once
+    return max(chunk // step * step, min(chunk, step), 1)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from ..parallel_state import BadInput, ParallelState, engine
-from .cost import Send, Tokens
 
 
 class _CopyToTensor(torch.autograd.Function):
@@ -159,32 +158,6 @@ def enter_tensor(x: Tensor, state: ParallelState) -> Tensor:
 def leave_tensor(x: Tensor, state: ParallelState) -> Tensor:
     """Sum the partial output of a row-parallel product; with sequence parallelism keep this rank's tokens."""
     return scatter_sequence(x, state) if state.sequence else reduce_from_tensor(x, state)
-
-
-def enter_sends(tokens: Tokens, width: int, state: ParallelState) -> tuple[Send, ...]:
-    """Return the collectives of ``enter_tensor``, forward and, if a backward comes to these tokens, backward,
-    for ``width`` numbers a token.
-    """
-    size = tokens.bytes(width)
-    if state.tensor_size == 1:
-        return ()
-    if not state.sequence:
-        return (Send("tensor", "all_reduce", size, forward=False),) * tokens.reached
-    whole = Send("tensor", "all_gather", size / state.tensor_size, again="always")
-    return whole, *(Send("tensor", "reduce_scatter", size, forward=False),) * tokens.reached
-
-
-def leave_sends(tokens: Tokens, width: int, state: ParallelState) -> tuple[Send, ...]:
-    """Return the collectives of ``leave_tensor``, forward and, if a backward comes to these tokens, backward,
-    for ``width`` numbers a token.
-    """
-    size = tokens.bytes(width)
-    if state.tensor_size == 1:
-        return ()
-    if not state.sequence:
-        return (Send("tensor", "all_reduce", size, again="full"),)
-    gradient = Send("tensor", "all_gather", size / state.tensor_size, forward=False)
-    return Send("tensor", "reduce_scatter", size, again="full"), *(gradient,) * tokens.reached
 
 
 def own_piece(x: Tensor, dim: int, state: ParallelState) -> Tensor:

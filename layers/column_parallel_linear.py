@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import sqrt
 from typing import cast
 
@@ -24,9 +23,8 @@ from ..parallel_state import (
     shared_units,
 )
 from .argument_checks import check_no_state, check_width
-from .collectives import enter_sends, enter_tensor, gather_from_tensor
+from .collectives import enter_tensor, gather_from_tensor
 from .column_products import column_products
-from .cost import Cost, Send, Tokens, matrix
 from .linear_extensions import Adapter, Products, initial_of_bias
 
 
@@ -106,94 +104,11 @@ class ColumnParallelLinear(DeclaredModule):
         return tuple(self._finish(y) for y in outputs)
 
     @property
-    def keeps_input(self) -> bool:
-        """Return whether backward needs the input: a product whose weight is frozen does not."""
-        trained = any(cast(Tensor, part.holder.weight).requires_grad for part in self.parts)
-        return trained or any(adapter.keeps_input for adapter in self.adapters)
-
-    def cost(self, tokens: Tokens) -> Cost:
-        here = sum(part.here for part in self.parts)
-        kept = tokens.bytes(self.in_features) if self.keeps_input else 0.0
-        sends = () if self.entered else enter_sends(tokens, self.in_features, self.state)
-        with_gradient, with_all = self._with_gradients(tokens)
-        found = Cost(working=self.last_sum(tokens)) + Cost(
-            kept=kept,
-            working=self._working(tokens),
-            with_gradient=with_gradient,
-            with_all_gradients=with_all,
-            kept_input=kept * (self.entered or not self.state.sequence),  # the gathered one is another tensor
-            outputs=tokens.bytes(here),
-            sends=sends,
-            repeated=len(sends),  # if nothing else, the weight is needed after them
-        )
-        for part in self.parts:
-            trained = cast(Tensor, part.holder.weight).requires_grad
-            found += matrix(tokens, self.in_features * part.features, trained=trained)
-        if self.float8 is not None:
-            rows, held = [part.here for part in self.parts], (part.holder.weight for part in self.parts)
-            reached = tokens.reached or any(cast(Tensor, one).requires_grad for one in held)
-            casts = self.float8.cost(replace(tokens, reached=reached), self.in_features, rows)
-            found = found.beside(casts.working) + casts
-        for adapter in self.adapters:
-            found += adapter.cost(tokens)
-        if self.gather_output and self.state.tensor_size > 1:
-            found += Cost(sends=(Send("tensor", "all_gather", tokens.bytes(here), again="always"),))
-        return found
-
-    @property
     def _by_one_function(self) -> bool:
         """Return whether ``column_products`` computes all outputs, with one sum of the input's gradients over
         the tensor ranks.
         """
         return self.state.tensor_size > 1 and not self.adapters and not self.entered
-
-    def _working(self, tokens: Tokens) -> float:
-        """Return the bytes of the outputs' gradients, and of those of the input: each output makes one, which
-        is added to the one so far. The outputs' gradients are given back one by one, the last output's first,
-        unless one function computes all of them (``column_products``). Without the ``last_sum``.
-        """
-        given, here = tokens.bytes(self.in_features), [tokens.bytes(part.here) for part in self.parts]
-        more = given * bool(self.adapters)  # what the adapters make of it
-        if self._by_one_function:
-            return sum(here) + given * min(len(here), 2)
-        found = sum(here) + given + more
-        for number in range(1, len(here)):
-            left = sum(here[:-number])
-            found = max(found, left + 2 * given + more)
-            if number < len(here) - 1:
-                found = max(found, left - here[-number - 1] + 3 * given + more)
-        return found
-
-    def last_sum(self, tokens: Tokens) -> float:
-        """Return the bytes of the input's gradients in their last sum, if there are several outputs. By then
-        no product needs the input any more.
-        """
-        if len(self.parts) == 1 or self._by_one_function:
-            return 0.0
-        return (3 + bool(self.adapters)) * tokens.bytes(self.in_features)
-
-    def _with_gradients(self, tokens: Tokens) -> tuple[float, float]:
-        """Return the bytes at the worst moment in which a weight has a gradient: those of the outputs that
-        are not done, of the input and of the weight. Then the same if the gradients of weights stay.
-        """
-        given, here = tokens.bytes(self.in_features), [tokens.bytes(part.here) for part in self.parts]
-        weights = [
-            part.here * self.in_features * tokens.compute * cast(Tensor, part.holder.weight).requires_grad
-            for part in self.parts
-        ]
-        if self._by_one_function:  # all at once
-            most = sum(here) + given + sum(weights)
-            return most, most
-        more = given * bool(self.adapters)
-        last = len(here) - 1
-        rows = [
-            sum(here[: number + 1]) + given * (1 if number == last else 2) + more
-            for number in range(len(here))
-        ]
-        return (
-            max(row + weight for row, weight in zip(rows, weights, strict=True)),
-            max(row + sum(weights[number:]) for number, row in enumerate(rows)),
-        )
 
     def _finish(self, y: Tensor) -> Tensor:
         return gather_from_tensor(y, self.state) if self.gather_output else y
@@ -222,7 +137,7 @@ class _Rows:
         if features % unit:
             raise BadInput("linear", "out_features", expected=f"a multiple of unit={unit}", found=features)
         units, size = features // unit, state.tensor_size
-        self.holder, self.features = holder, features
+        self.holder = holder
         self.slice: slice | None = None
         cut: Cut | None = Cut(0, unit=unit)
         partial: tuple[str, ...] = ()

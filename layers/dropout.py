@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from ..parallel_state import ParallelState, alone_or
 from ..parallel_state.engine import accelerator
-from .cost import Cost, Tokens, dropout_cost
 
 
 class Dropout(nn.Module):
@@ -37,9 +36,6 @@ class Dropout(nn.Module):
             return F.dropout(x, self.p, training=True)
         with own_random(self.state, split=True):
             return F.dropout(x, self.p, training=True)
-
-    def cost(self, tokens: Tokens) -> Cost:
-        return dropout_cost(tokens.between_blocks(self.state), tokens.hidden, self.p)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

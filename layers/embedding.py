@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,9 +20,8 @@ from ..parallel_state import (
     local,
     padded_rows,
 )
-from .collectives import enter_sends, gather_from_tensor, leave_sends, leave_tensor
+from .collectives import gather_from_tensor, leave_tensor
 from .column_products import column_products
-from .cost import Cost, Tokens, matrix
 
 #: In memory, vocabularies are padded to a multiple of this that the layout can cut; checkpoints are not.
 VOCABULARY_MULTIPLE = 128
@@ -83,19 +80,6 @@ class VocabParallelEmbedding(DeclaredModule):
         """
         return column_products(x, [(local(self.weight), None)], self.state)[0]
 
-    def cost(self, tokens: Tokens) -> Cost:
-        """Return the cost of looking tokens up; numbers are read and, backwards, added. Ids have no
-        gradient.
-        """
-        looked_up = replace(tokens, reached=self.weight.requires_grad)
-        sends = leave_sends(looked_up, self.embedding_dim, self.state)
-        named = tuple(replace(send, what="embedding") for send in sends)
-        return Cost(sends=named, other=2.0 * tokens.count * self.embedding_dim)
-
-    def project_cost(self, tokens: Tokens) -> Cost:
-        """Return the cost of ``project``."""
-        return _logits_cost(self, tokens)
-
     def extra_repr(self) -> str:
         return _repr(self.num_embeddings, self.embedding_dim, self.rows, self.state)
 
@@ -139,9 +123,6 @@ class VocabParallelHead(DeclaredModule):
         # Added in place: with its bias ``F.linear`` gives a view, which FSDP2 warns of.
         return logits if self.bias is None else logits.add_(local(self.bias))
 
-    def cost(self, tokens: Tokens) -> Cost:
-        return _logits_cost(self, tokens)
-
     def extra_repr(self) -> str:
         return _repr(self.num_embeddings, self.embedding_dim, self.rows, self.state)
 
@@ -178,9 +159,6 @@ class PositionEmbedding(DeclaredModule):
             length = x.shape[1]
             positions = positions.narrow(-1, self.state.tensor_index * length, length)
         return x + F.embedding(positions, local(self.weight))
-
-    def cost(self, tokens: Tokens) -> Cost:
-        return Cost(other=2.0 * tokens.count * self.embedding_dim)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"
@@ -219,16 +197,6 @@ def _vocabulary(
     """Declare the weight. Without a state it is not padded: the layer is plain and loads plain weights."""
     multiple = None if state is None else VOCABULARY_MULTIPLE
     return Declaration(shape, cut=Cut(0), multiple=multiple, ends=ends, initial=initial)
-
-
-def _logits_cost(layer: VocabParallelEmbedding | VocabParallelHead, tokens: Tokens) -> Cost:
-    width, trained = layer.embedding_dim, layer.weight.requires_grad
-    sends = enter_sends(tokens, width, layer.state)
-    return matrix(tokens, width * layer.num_embeddings, trained=trained) + Cost(
-        kept=tokens.bytes(width) if trained else 0.0,
-        outputs=tokens.bytes(layer.rows // layer.state.tensor_size),
-        sends=tuple(replace(send, what="output layer") for send in sends),
-    )
 
 
 def _repr(rows: int, dim: int, padded: int, state: ParallelState) -> str:

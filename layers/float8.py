@@ -27,14 +27,12 @@ from torch.nn import functional as F
 
 from ..parallel_state import ParallelState, engine, local
 from .column_parallel_linear import ColumnParallelLinear
-from .cost import Cost, Send, Tokens
 from .row_parallel_linear import RowParallelLinear
 
 Scaling = Literal["tensorwise", "rowwise"]
 
 #: The GPU's kernels take matrices whose sides are multiples of this.
 MULTIPLE = 16
-SCALES = "scales of float8"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 _SMALLEST = 2.0**-100  # stands for the largest magnitude of zeros, whose scale would be infinite
@@ -87,32 +85,6 @@ class Float8:
             y = next(made) if fits(*weight.shape) else F.linear(x, weight)
             found.append(y if bias is None else y + bias)
         return found
-
-    def cost(self, tokens: Tokens, in_features: int, rows: Sequence[int]) -> Cost:
-        """Return the cost in addition to the products: casts, and the all-reduces of the scales.
-
-        ``in_features`` and ``rows``: the sizes of this rank's weights. ``tokens.reached``: whether a backward
-        comes to the products.
-        """
-        fitting = [one for one in rows if fits(one, in_features)]
-        if not fitting:
-            return Cost()
-        largest = max(fitting)
-        # A product's two factors, scaled in their own dtype and cast: of the gradient of input or weight.
-        cast = tokens.count * largest + in_features * max(tokens.count, largest)
-        cast *= tokens.compute + 1
-        if self.state.tensor_size == 1:
-            return Cost(working=cast)
-        forward, backward = len(fitting) + 1.0, float(len(fitting))
-        if self.scaling == "rowwise":
-            forward = tokens.count + sum(fitting)
-            backward = len(fitting) * (tokens.count + in_features)
-        sends = []
-        if self.scaling == "tensorwise" or self.cut == "columns":
-            sends.append(Send("tensor", "all_reduce", 4 * forward, again="full", what=SCALES))
-        if self.cut == "rows" and tokens.reached:
-            sends.append(Send("tensor", "all_reduce", 4 * backward, forward=False, what=SCALES))
-        return Cost(working=cast, sends=tuple(sends), repeated=len(sends) if tokens.reached else -1)
 
     def tops(self, *matrices: tuple[Tensor, int], cut: bool) -> list[Tensor]:
         """Return the largest magnitudes of each matrix: (1, 1) of the whole, or rowwise along a dim of size

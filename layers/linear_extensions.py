@@ -8,15 +8,10 @@ from typing import Protocol
 from torch import Tensor
 
 from ..parallel_state import Constant, Initial, Uniform
-from .cost import Cost, Tokens
 
 
 class Adapter(Protocol):
     """Define an adapter of a linear layer (LoRA): it changes the layer's outputs."""
-
-    @property
-    def keeps_input(self) -> bool:
-        """Return whether the adapter's backward needs the unchanged input of the linear layer."""
 
     def __call__(self, x: Tensor) -> list[tuple[int, Tensor]]:
         """Return the terms to add to the outputs, each with the output's number.
@@ -24,18 +19,12 @@ class Adapter(Protocol):
         ``x`` is the linear's input, after its first collective; the terms are added before its last one.
         """
 
-    def cost(self, tokens: Tokens) -> Cost:
-        """Return the cost without the linear's input, if the adapter keeps this input unchanged."""
-
 
 class Products(Protocol):
     """Define another arithmetic for the products of a linear layer (float8)."""
 
     def __call__(self, x: Tensor, held: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
         """Return ``x W^T + b`` for each weight and bias that this rank computes with."""
-
-    def cost(self, tokens: Tokens, in_features: int, rows: Sequence[int]) -> Cost:
-        """Return the cost in addition to the products, for weights with these rows and ``in_features``."""
 
 
 def initial_of_bias(initial: Initial) -> Initial:

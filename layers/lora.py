@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import prod, sqrt
+from math import sqrt
 from typing import cast
 
 from torch import Tensor, nn
@@ -37,7 +37,6 @@ from ..parallel_state import (
     local,
 )
 from .column_parallel_linear import ColumnParallelLinear
-from .cost import Cost, Tokens, dropout_cost, matrix
 from .dropout import own_random
 from .replicated_linear import ReplicatedLinear
 from .row_parallel_linear import RowParallelLinear
@@ -119,23 +118,6 @@ class _LowRank:
     ) -> None:
         self.inner, self.outer, self.scale = inner, outer, scale
         self.dropout, self.split, self.state = dropout, split, state
-
-    @property
-    def keeps_input(self) -> bool:
-        """Return whether backward needs the linear's input itself: dropout makes another tensor of it."""
-        return not self.dropout
-
-    def cost(self, tokens: Tokens) -> Cost:
-        a = cast(Tensor, self.inner.lora_A)
-        rank, width = local(a).shape
-        numbers = prod(declarations(self.inner)["lora_A"].shape)
-        numbers += sum(prod(declarations(module)["lora_B"].shape) for _, module, _ in self.outer)
-        between = tokens.bytes(rank)
-        found = matrix(tokens, numbers, trained=a.requires_grad)
-        found += Cost(kept=between, selective=between if width == tokens.hidden else 0.0, outputs=between)
-        if self.dropout:  # the mask, and what it leaves of the input
-            found += dropout_cost(tokens, width, self.dropout) + Cost(kept=tokens.bytes(width))
-        return found
 
     def __call__(self, x: Tensor) -> list[tuple[int, Tensor]]:
         """Return the terms to add to the outputs, each with the output's number.

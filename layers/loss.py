@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..parallel_state import BadInput, ParallelState, alone_or
 from .autocast import without_autocast
-from .cost import Cost, Send, Tokens
 from .embedding import check_ids, padded_vocabulary
-from .token_losses import IGNORE, LossTerms, Rows, block_bytes, logits_gradient, token_losses
+from .token_losses import IGNORE, LossTerms, Rows, logits_gradient, token_losses
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -76,38 +75,6 @@ def vocab_parallel_cross_entropy(
         )  # fmt: skip
     terms = LossTerms(vocab_size, label_smoothing, z_loss, ignore_index, compiled=compiled)
     return _cross_entropy(logits, labels, terms, overwrite, state)
-
-
-def cross_entropy_cost(
-    tokens: Tokens,
-    vocab_size: int,
-    *,
-    logit_cap: float | None = None,
-    overwrite: bool = False,
-    state: ParallelState | None = None,
-) -> Cost:
-    """Return the cost of ``vocab_parallel_cross_entropy`` over logits that may be ``bounded``.
-
-    The logits are kept, and their gradient is made beside them, or over them with ``overwrite``.
-    """
-    state = alone_or(state)
-    columns = padded_vocabulary(vocab_size, state.tensor_size) // state.tensor_size
-    logits = tokens.bytes(columns)
-    tanh = 0 if logit_cap is None else logits
-    block = block_bytes(tokens, columns)
-    # The gradient of logits that are computed with as they are is computed where it stays.
-    gradient = logits * (not overwrite) + (block if tokens.compute < tokens.inner else 0)
-    return Cost(
-        kept=logits + tanh,
-        working=tanh + max(block, gradient),
-        sends=loss_sends(tokens, 1, state),
-    )
-
-
-def loss_sends(tokens: Tokens, chunks: int, state: ParallelState) -> tuple[Send, ...]:
-    """Return the collectives of a loss in this many chunks: for each token a maximum and three sums."""
-    size = 4 * tokens.count * tokens.inner
-    return (Send("tensor", "all_reduce", size, count=2 * chunks, what="loss"),) * (state.tensor_size > 1)
 
 
 def bounded(logits: Tensor, cap: float) -> Tensor:

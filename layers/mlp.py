@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..parallel_state import BadInput, Initial, ParallelState
 from .column_parallel_linear import ColumnParallelLinear
-from .cost import Cost, Tokens, cost_of
 from .row_parallel_linear import RowParallelLinear
 
 
@@ -67,10 +65,6 @@ class GatedMLP(nn.Module):
         down: Tensor = self.down(self.act(gate_BSF) * up_BSF)
         return down
 
-    def cost(self, tokens: Tokens) -> Cost:
-        between = between_products(self.gate_up, tokens, keeps_output=self.act is F.relu)
-        return _in_turn(self.gate_up, between, self.down, tokens)
-
 
 class MLP(nn.Module):
     """Compute ``down(act(up(x)))`` with one collective before and one after.
@@ -100,48 +94,3 @@ class MLP(nn.Module):
         """Return the feed-forward of ``x``, of the same shape."""
         down: Tensor = self.down(self.act(self.up(x_BSD)))
         return down
-
-    def cost(self, tokens: Tokens) -> Cost:
-        between = between_products(self.up, tokens, keeps_output=self.act is F.relu)
-        if self.act is F.relu and not self.down.keeps_input:
-            between += Cost(kept=tokens.bytes(self.up.parts[0].here))
-        return _in_turn(self.up, between, self.down, tokens, keeps_output=self.act is F.relu)
-
-
-def _in_turn(
-    into: ColumnParallelLinear,
-    between: Cost,
-    out: RowParallelLinear,
-    tokens: Tokens,
-    *,
-    keeps_output: bool = False,
-) -> Cost:
-    """Add up the costs of two products and of what is between them, while the input is there.
-
-    ``keeps_output``: what is between them keeps the input of the second product.
-    """
-    last = cost_of(out, tokens.after(into))
-    if keeps_output and not out.keeps_input:
-        last = replace(last, making=last.making - tokens.bytes(into.parts[0].here))
-    given = 0.0 if into.keeps_input else tokens.bytes(into.in_features)
-    between = between.under(tokens.after(into))
-    return cost_of(into, tokens) + between + last + Cost(making=last.making + given)
-
-
-def between_products(into: ColumnParallelLinear, tokens: Tokens, *, keeps_output: bool = False) -> Cost:
-    """Return the cost of the activation between the products, and of the gate if there are two of the first.
-
-    ``keeps_output``: the activation's backward needs what it made, not what it was given (ReLU). The backward
-    holds at once the gradients of both sides of the activation or, with a gate, of the product and of its two
-    factors; and what the activation made, which the next product no longer needs.
-    """
-    here = [part.here for part in into.parts]
-    gated = len(here) == 2
-    made = tokens.bytes(sum(here))
-    products = made if into.in_features == tokens.hidden else 0.0
-    given = tokens.bytes(here[0]) * keeps_output
-    return Cost(
-        kept=made + tokens.bytes(here[0]) * gated - given,
-        selective=products,
-        working=tokens.bytes((2 + (gated or keeps_output)) * here[0]),
-    )

@@ -18,7 +18,6 @@ from ..parallel_state import (
 )
 from .argument_checks import check_no_state
 from .collectives import copy_to_tensor, reduce_from_tensor
-from .cost import Cost, Send, Tokens, norm_cost
 from .device_constants import HostNumbers
 from .head_groups import HeadGroups
 
@@ -46,7 +45,7 @@ class RMSNorm(DeclaredModule):
         super().__init__()
         check_no_state(eps, "RMSNorm", "eps")
         self.dim, self.eps, self.offset = dim, eps, offset
-        self.heads, self.state = heads, alone_or(state)
+        self.state = alone_or(state)
         _declare_norm(self, "weight", dim, 1.0 - offset, self.state, heads=heads)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,13 +56,6 @@ class RMSNorm(DeclaredModule):
         # The sum is taken in fp32: near 1 bf16 has too few digits for a small weight.
         inner = torch.promote_types(x.dtype, torch.float32)
         return F.rms_norm(x.to(inner), (self.dim,), self.offset + weight.to(inner), self.eps).to(x.dtype)
-
-    def cost(self, tokens: Tokens) -> Cost:
-        """Return the cost for tokens as they are between the blocks; for ``heads``, for all of them."""
-        here = tokens if self.heads else tokens.between_blocks(self.state)
-        trained, wide = self.weight.requires_grad, bool(self.offset)
-        factor = Cost(kept=self.dim * tokens.inner if wide else 0.0)  # offset + weight
-        return factor + norm_cost(here, self.dim, rms=True, trained=trained, wide=wide)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}"
@@ -90,8 +82,7 @@ class LayerNorm(DeclaredModule):
     ) -> None:
         super().__init__()
         check_no_state(eps, "LayerNorm", "eps")
-        self.dim, self.eps = dim, eps
-        self.heads, self.state = heads, alone_or(state)
+        self.dim, self.eps, self.state = dim, eps, alone_or(state)
         _declare_norm(self, "weight", dim, 1.0, self.state, heads=heads)
         if bias:
             _declare_norm(self, "bias", dim, 0.0, self.state, heads=heads)
@@ -102,10 +93,6 @@ class LayerNorm(DeclaredModule):
         """Return the normalised ``x``, of the same shape."""
         bias = None if self.bias is None else local(self.bias)
         return F.layer_norm(x, (self.dim,), local(self.weight), bias, self.eps)
-
-    def cost(self, tokens: Tokens) -> Cost:
-        here = tokens if self.heads else tokens.between_blocks(self.state)
-        return norm_cost(here, self.dim, rms=False, trained=True)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}"
@@ -190,23 +177,6 @@ class HeadsRMSNorm(_HeadsNorm):
         whole = copy_to_tensor(reduce_from_tensor(whole, self.state), self.state)
         return whole[:, held.start : held.stop] if groups > 1 else whole
 
-    def cost(self, tokens: Tokens) -> Cost:
-        """Return the cost for the tokens of all heads here: single operators in at least fp32."""
-        width, here = self.head_dim * (1 + self.weight.requires_grad), len(self.groups.held)
-        one = tokens.count / len(self.copies.values) * tokens.inner  # one number a token
-        sums, heads = self.groups.groups * one, len(self.copies.values) if here > 1 else 0
-        # As in ``norm_cost``.
-        working = (3 if self.weight.requires_grad else 4) * tokens.count * self.head_dim * tokens.inner
-        sends = [Send("tensor", "all_reduce", sums, again="full", what="sums")]
-        if tokens.reached:
-            sends.append(Send("tensor", "all_reduce", sums, forward=False, what="sums"))
-        return Cost(
-            kept=tokens.count * width * tokens.inner + (here + heads) * one,
-            working=working,
-            outputs=tokens.bytes(self.head_dim),
-            sends=tuple(sends) if self.groups.shared else (),
-        )
-
 
 class HeadsLayerNorm(_HeadsNorm):
     """Apply ``nn.LayerNorm`` to each head, without bias and with its own weight (Cohere, StableLM).
@@ -222,12 +192,6 @@ class HeadsLayerNorm(_HeadsNorm):
     def forward(self, x_BHSE: Tensor) -> Tensor:
         """Return the normalised heads, of the same shape."""
         return F.layer_norm(x_BHSE, (self.head_dim,), eps=self.eps) * self.weight_here()
-
-    def cost(self, tokens: Tokens) -> Cost:
-        """Return the cost for the tokens of all heads here: the weight's product keeps the norm's output."""
-        normalised = tokens.bytes(self.head_dim * self.weight.requires_grad)
-        product = Cost(kept=normalised, working=tokens.bytes(3 * self.head_dim))
-        return norm_cost(tokens, self.head_dim, rms=False, trained=True) + product
 
 
 def _declare_norm(

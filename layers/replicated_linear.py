@@ -18,7 +18,6 @@ from ..parallel_state import (
     local,
 )
 from .argument_checks import check_no_state, check_width
-from .cost import Cost, Tokens, matrix
 from .linear_extensions import Adapter, initial_of_bias
 
 
@@ -66,26 +65,6 @@ class ReplicatedLinear(DeclaredModule):
             for _, change in adapter(x):
                 y = y + change
         return y
-
-    @property
-    def keeps_input(self) -> bool:
-        """Return whether backward needs the input: a product whose weight is frozen does not."""
-        return self.weight.requires_grad or any(adapter.keeps_input for adapter in self.adapters)
-
-    def cost(self, tokens: Tokens) -> Cost:
-        here = tokens.between_blocks(self.state)
-        working = here.bytes(self.out_features + self.in_features * (2 if self.adapters else 1))
-        gradient = self.weight.numel() * tokens.compute * self.weight.requires_grad
-        found = Cost(
-            kept=here.bytes(self.in_features) if self.keeps_input else 0.0,
-            working=working,
-            with_gradient=working + gradient,
-            outputs=here.bytes(self.out_features),
-        )
-        found += matrix(tokens, self.in_features * self.out_features, trained=self.weight.requires_grad)
-        for adapter in self.adapters:
-            found += adapter.cost(here)
-        return found
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"

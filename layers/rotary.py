@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from .autocast import without_autocast
-from .cost import Cost, Tokens
 from .rope_frequencies import attention_factor, dynamic_frequencies, inverse_frequencies
 
 
@@ -89,19 +88,16 @@ class RotaryEmbedding(nn.Module):
 
     def _inverses(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
         """Return the angles per position, (E / 2,), or those of each token."""
-        if self._inverse.device != positions.device:
-            self._inverse, self._long = self._inverse.to(positions.device), self._long.to(positions.device)
+        inverse, long = self._inverse.to(positions.device), self._long.to(positions.device)
+        if not positions.is_meta:
+            self._inverse, self._long = inverse, long
         if self.by_length is None or self.scaling is None:
-            return self._inverse
+            return inverse
         if lengths is None:
             lengths = (positions.amax(-1, keepdim=True) + 1).expand_as(positions)
         if self.kind == "dynamic":
             return dynamic_frequencies(lengths.float(), self.head_dim, self.theta, self.scaling)
-        return torch.where((lengths > self.by_length).unsqueeze(-1), self._long, self._inverse)
-
-    def cost(self, tokens: Tokens) -> Cost:
-        """Count the cosines and sines, which all blocks and rows share."""
-        return Cost(kept=2 * tokens.length * self.head_dim * tokens.compute)
+        return torch.where((lengths > self.by_length).unsqueeze(-1), long, inverse)
 
     def extra_repr(self) -> str:
         return f"{self.head_dim}, theta={self.theta}, scaling={self.scaling}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import sqrt
 
 from torch import Tensor, nn
@@ -20,8 +19,7 @@ from ..parallel_state import (
     local,
 )
 from .argument_checks import check_no_state, check_width
-from .collectives import leave_sends, leave_tensor, split_to_tensor
-from .cost import Cost, Send, Tokens, matrix
+from .collectives import leave_tensor, split_to_tensor
 from .linear_extensions import Adapter, Products, initial_of_bias
 
 _PIECE = "A rank takes its piece, as a ColumnParallelLinear leaves it; scatter_input=True cuts a whole one"
@@ -93,49 +91,6 @@ class RowParallelLinear(DeclaredModule):
             return y
         y = leave_tensor(y, self.state)
         return y if bias is None else y + bias
-
-    @property
-    def keeps_input(self) -> bool:
-        """Return whether backward needs the input: a product whose weight is frozen does not."""
-        return self.weight.requires_grad or any(adapter.keeps_input for adapter in self.adapters)
-
-    def adding(self, tokens: Tokens) -> float:
-        """Return the bytes of what an adapter makes and of its sum with the product. Only where a later
-        operator keeps the output does a recomputation come to this sum.
-        """
-        return 2 * tokens.bytes(self.out_features) * bool(self.adapters)
-
-    def cost(self, tokens: Tokens) -> Cost:
-        state, width, made = self.state, self._width, tokens.bytes(self.out_features)
-        # Selective checkpointing keeps a product that starts from the hidden width, and a sum over the ranks.
-        again = made if width == tokens.hidden else 0.0
-        if state.tensor_size > 1:
-            again += tokens.between_blocks(state).bytes(self.out_features)
-        working = made * state.sequence + tokens.bytes(width) * (2 if self.adapters else 1)
-        gradient = self._width * self.out_features * tokens.compute * self.weight.requires_grad
-        product = replace(tokens, reached=tokens.reached or self.weight.requires_grad)
-        casts = Cost() if self.float8 is None else self.float8.cost(product, width, [self.out_features])
-        # The bias is added after the sum over the ranks, which alone needs no gradient for it.
-        trained = any(one.requires_grad for name, one in self.named_parameters() if name != "bias")
-        summed = replace(tokens, reached=tokens.reached or trained)
-        found = casts + Cost(
-            kept=tokens.bytes(width) if self.keeps_input else 0.0,
-            selective=again,
-            # The output's gradient is that of the residual stream, but where it is gathered.
-            working=working + casts.working,
-            with_gradient=working + gradient,
-            outputs=made,
-            repeated=0 if summed.reached else -1,
-        )
-        found += matrix(tokens, self.in_features * self.out_features, trained=self.weight.requires_grad)
-        for adapter in self.adapters:
-            found += adapter.cost(tokens)
-        # A product whose weight is frozen does not keep its input, which is there until the adapters end.
-        found += Cost(making=made + (0.0 if self.keeps_input else tokens.bytes(width)))
-        found += Cost(sends=leave_sends(summed, self.out_features, state))
-        if self.scatter_input and state.tensor_size > 1 and tokens.reached:
-            found += Cost(sends=(Send("tensor", "all_gather", tokens.bytes(width), forward=False),))
-        return found
 
     def extra_repr(self) -> str:
         here = (self.out_features, self.in_features // self.state.tensor_size)

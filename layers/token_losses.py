@@ -19,7 +19,6 @@ from torch import Tensor
 from ..parallel_state import ParallelState, engine
 from ..parallel_state.engine import accelerator
 from .compile import or_plain
-from .cost import Tokens
 
 IGNORE = -100
 #: Numbers that are computed at once: 4 MB in fp32 on a CPU, 32 MB on another device.
@@ -116,15 +115,6 @@ def logits_gradient(
         else:
             out.scatter_(-1, target, kept)
     return out
-
-
-def block_bytes(tokens: Tokens, columns: float, *, bounded: bool = False) -> float:
-    """Return the bytes of the uncompiled arithmetic beside logits and gradient, some rows at a time.
-
-    It needs one number for each logit; for ``bounded`` logits also their share of the bound, and the slope.
-    """
-    numbers = min(tokens.count * columns, _BLOCK if tokens.fused else BLOCK_ON_CPU)
-    return tokens.inner * numbers * (4 if bounded else 1)
 
 
 def _sums(x: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor, Tensor]:

@@ -78,7 +78,6 @@ class GPTJ(Decoder):
             cfg.hidden_size,
             heads=cfg.num_attention_heads,
             head_dim=cfg.head_dim,
-            partial_rotary=cfg.rotary_dim < cfg.head_dim,
             dropout=cfg.attn_pdrop,
             initial=self.initial,
             state=state,

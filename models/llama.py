@@ -165,7 +165,6 @@ def grouped_attention(
         out_bias=out_bias,
         qk_norm=head_norm if head_norms else qk_norm,
         rotary=rotary,
-        partial_rotary=cfg.rotary_dim < cfg.head_dim,
         window=window,
         scale=scale,
         soft_cap=soft_cap,

@@ -14,13 +14,10 @@ from ..layers import (
     ACTIVATIONS,
     MLP,
     Attention,
-    Cost,
     LayerNorm,
     PositionEmbedding,
     ReplicatedLinear,
-    Tokens,
     default_positions,
-    sum_costs,
 )
 from ..parallel_state import BadInput
 from .base.blocks import AddNormBlock, Block, PreNormBlock
@@ -125,9 +122,6 @@ class ProjectedNorm(nn.Module):
     def forward(self, x_BSD: Tensor) -> Tensor:
         projected: Tensor = self.project(self.norm(x_BSD))
         return projected
-
-    def cost(self, tokens: Tokens) -> Cost:
-        return sum_costs((self.norm, self.project), tokens)
 
 
 class OPT(Decoder):

@@ -4,12 +4,11 @@ Offers ``plan_memory``, the bytes on one rank (parameters, gradients, moments, a
 the collectives of a rank in one step; and ``changes_that_fit``, changes of a recipe that make it fit.
 """
 
-from .activations import Saved, saved_under
-from .communication import Traffic, block_traffic, step_traffic, traffic_of
+from .communication import Traffic, step_traffic, traffic_of
 from .kinds_of_blocks import SampledModel, sampled
 from .memory import MemoryPlan, memory_of, plan_memory
 from .rank_parameters import Group, RankParameters, rank_parameters
-from .stage_costs import StageCost, model_cost, stage_costs
+from .stage_costs import StageCost, stage_costs
 from .step_shape import MicroBatch, Work
 from .suggestions import Change, Remedy, changes_that_fit
 
@@ -21,18 +20,14 @@ __all__ = [
     "Group",
     "RankParameters",
     "SampledModel",
-    "Saved",
     "StageCost",
     "Traffic",
     "Work",
-    "block_traffic",
     "changes_that_fit",
-    "model_cost",
     "memory_of",
     "plan_memory",
     "rank_parameters",
     "sampled",
-    "saved_under",
     "stage_costs",
     "step_traffic",
     "traffic_of",

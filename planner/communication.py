@@ -1,8 +1,8 @@
 """Count what a rank sends in a training step: the collectives of each kind, and the bytes given to them.
 
-Each layer states what it sends (``Cost``). For a block over ``t`` tensor ranks and N tokens of a micro-batch,
-D wide, the layers add up to the table below (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section
-4). Products that share their input (q, k and v; gate and up) need one collective together:
+What blocks, ends and loss send is read off traces of them. For a block over ``t`` tensor ranks and N tokens
+of a micro-batch, D wide, it adds up to the table below (Shoeybi et al. 2019, section 3; Korthikanti et al.
+2022, section 4). Products that share their input (q, k and v; gate and up) need one collective together:
 
 =============================  =================================  =================================
                                forward                            backward
@@ -25,12 +25,12 @@ dropout send nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 
-from ..layers import Cost, checkpointed
+from ..layers import checkpointed
 from ..models import CausalLM
 from .formulas.ring_and_tree import ring_wire_bytes
 from .gathers_and_sums import (
@@ -41,8 +41,10 @@ from .gathers_and_sums import (
     sums,
     sums_of_replicas,
 )
+from .own_module import Loss, stages_of
+from .piece import Piece
 from .rank_parameters import Group, RankParameters, rank_parameters
-from .stage_costs import StageCost, stage_costs
+from .stage_costs import StageCost
 from .step_shape import Work
 
 
@@ -68,33 +70,42 @@ class Traffic:
         return int(ring_wire_bytes(self.kind, self.bytes, self.ranks))
 
 
-def block_traffic(work: Work, cost: Cost, *, again: bool = False) -> list[Traffic]:
-    """Return what a block sends for one micro-batch; ``again``: what it sends when it is recomputed.
+_DIRECTIONS = {"forward": "forward", "again": "computed again", "backward": "backward"}
 
-    Selective checkpointing keeps the results of sums and repeats only the gathers. Full checkpointing repeats
-    all collectives of the forward up to the last tensor that the backward needs.
+
+def traffic_of_piece(work: Work, piece: Piece, *, again: bool = False) -> list[Traffic]:
+    """Return what a piece sends for one micro-batch; ``again``: what it sends when it is recomputed.
+
+    What the ranks of experts exchange depends on the tokens and is not counted.
     """
-    found = []
-    for send in cost.sent_again(work.checkpointing) if again else cost.sends:
-        direction = "computed again" if again else "forward" if send.forward else "backward"
-        ranks: int = getattr(work.layout, send.axis)
-        found.append(
-            Traffic(send.axis, send.kind, send.what or direction, send.count, int(send.bytes), ranks)
+    mode = work.checkpointing if again else "none"
+    return [
+        Traffic(
+            collective.axis,
+            collective.kind,
+            piece.what or _DIRECTIONS[collective.phase],
+            1,
+            collective.bytes,
+            getattr(work.layout, collective.axis),
         )
-    return found
+        for collective in piece.sends(mode, again=again)
+        if collective.axis != "expert"
+    ]
 
 
-def step_traffic(work: Work, model: nn.Module, *, loss: Cost | None = None) -> list[Traffic]:
-    """Return the collectives in a step of the rank of ``work``, whose stage is ``model``, up to clipped
+def step_traffic(
+    work: Work, model: nn.Module, *, samples: Mapping[str, Tensor] | None = None, loss: Loss | None = None
+) -> list[Traffic]:
+    """Return the collectives in a step of the rank of ``work``, whose stages ``model`` holds, up to clipped
     gradients.
 
     What a backward sends depends on the parameters that are trained: it ends at the first of them. The
-    traffic of routers and experts depends on the tokens and is not counted. ``loss``: as for ``plan_memory``.
-    Raises ``BadInput`` for a module that does not say what it sends.
+    traffic of routers and experts depends on the tokens and is not counted. ``samples``, ``loss``: as for
+    ``plan_memory``. Raises ``BadInput`` for a module that cannot be traced.
     """
     work = replace(work, trains_all=isinstance(model, CausalLM))
     held = rank_parameters(model, work.state)
-    return traffic_of(work, held, stage_costs(work, model, loss), held.numbered.__getitem__)
+    return traffic_of(work, held, stages_of(work, model, samples, loss), held.numbered.__getitem__)
 
 
 def traffic_of(
@@ -105,13 +116,11 @@ def traffic_of(
     """
     found: list[Traffic] = []
     for stage in stages:
-        for cost in stage.blocks.values():
-            found += block_traffic(work, cost)
-        for number, cost in (*stage.blocks.items(), *stage.further.items()):
+        for piece in (*stage.blocks.values(), *stage.beside.parts, *([stage.loss] if stage.loss else [])):
+            found += traffic_of_piece(work, piece)
+        for number, piece in (*stage.blocks.items(), *stage.further.items()):
             if checkpointed(number, work.checkpointing, work.checkpoint_every):
-                found += block_traffic(work, cost, again=True)
-        found += block_traffic(work, stage.beside)
-        found += block_traffic(work, stage.loss or Cost())
+                found += traffic_of_piece(work, piece, again=True)
     found = [_times(one, work.micro_batches) for one in found]
     found += _between_stages(work)
     of_root = gathers_of_root(work, reached=all(stage.has_backward for stage in stages))
@@ -141,7 +150,7 @@ def _between_stages(work: Work) -> list[Traffic]:
         for other in (number - 1, number + 1):
             borders += 0 <= other < layout.stages and layout.rank_of_stage(other) != work.at.pipeline
     count = work.micro_batches * borders
-    return [Traffic("pipeline", "send", "hidden states", count, count * work.between_stages, layout.pipeline)]
+    return [Traffic("pipeline", "send", "hidden states", count, count * work.between_blocks, layout.pipeline)]
 
 
 def _gathers(work: Work, group: Group, count: int, apart: int) -> list[Traffic]:
@@ -207,7 +216,7 @@ def _once(work: Work, held: Group) -> list[Traffic]:
         # With the tokens go four numbers that tell whether every rank can use its batch.
         Traffic("all", "all_reduce", "tokens", 1, 5 * 8, layout.world),
         # With the loss go three numbers that tell whether every parameter has a gradient.
-        Traffic("all", "all_reduce", "loss", 1, 3 * work.tokens.inner, layout.world),
+        Traffic("all", "all_reduce", "loss", 1, 3 * work.batch.inner, layout.world),
         Traffic("all", "all_reduce", "gradient norm", 1, max(work.master, 4), layout.world),
     ]
 

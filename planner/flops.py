@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from ..layers import MoE, Tokens
+from ..layers import Attention, MoE, MultiHeadLatentAttention
 from ..models import CausalLM
 from ..parallel_state import declarations
 from .formulas.training_time import utilization
-from .stage_costs import model_cost
+from .piece import Piece
+from .pieces import ModelPieces
+from .signatures import signature
+from .step_shape import MicroBatch
 
 #: Dense bf16 FLOP/s by words of the device's name, the first that fits. Source: the makers' data sheets.
 PEAKS: tuple[tuple[str, float], ...] = (
@@ -33,6 +37,10 @@ PEAKS: tuple[tuple[str, float], ...] = (
     ("RTX 4090", 165.2e12),
     ("MI300X", 1307e12),
 )
+
+
+#: Tokens of the row that is traced to count FLOPs.
+_TRACED = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +76,87 @@ def flops_per_token(model: CausalLM, sequence_length: int) -> TokenFlops:
     functions and recomputation do not count.
     Source: Narayanan et al. 2021 (appendix); Chowdhery et al. 2022 (appendix B).
     """
-    tokens = Tokens(1, sequence_length, model.config.hidden_size)
-    cost = model_cost(model, tokens)
-    return TokenFlops(
-        matrices=cost.matrices / tokens.count,
-        attention=cost.attention / tokens.count,
-        trained=cost.trained / tokens.count,
-    )
+    model_flops = forward_flops(model, sequence_length)
+    every = [*model_flops.blocks, *model_flops.last, model_flops.first]
+    names = ("matrices", "attention", "trained")
+    return TokenFlops(*(sum(getattr(part, name) for part in every) for name in names))
+
+
+class PartFlops(NamedTuple):
+    """Count the FLOPs of a token's forward in a part of a model: see ``TokenFlops``; ``other``: those that no
+    convention of MFU counts, of a recurrence, a convolution and of looking tokens up.
+    """
+
+    matrices: float
+    attention: float
+    trained: float
+    other: float
+
+    @property
+    def causal(self) -> float:
+        """Return all of them, attention under a causal mask."""
+        return self.matrices + self.attention / 2 + self.other
+
+
+class ModelFlops(NamedTuple):
+    """Count the FLOPs of a token's forward: before the blocks, in each of them, and behind them."""
+
+    first: PartFlops
+    blocks: list[PartFlops]
+    last: list[PartFlops]
+
+
+def forward_flops(model: CausalLM, sequence_length: int) -> ModelFlops:
+    """Count the FLOPs of a token's forward on one device, traced in fp32; the model may be on the meta
+    device.
+    """
+    pieces = ModelPieces(model, model.state)
+    # Products with weights have as many for each token of a short row; a recurrence has from a chunk on.
+    batch = MicroBatch(1, min(sequence_length, _TRACED), gpu=False)
+
+    def count(piece: Piece, block: nn.Module | None = None, other: float = 0.0) -> PartFlops:
+        attention = 0.0 if block is None else attention_flops(block, sequence_length)
+        matrices, trained, others = piece.matrices, piece.trained, 0.0 if attention else piece.other
+        return PartFlops(
+            matrices / batch.count, attention, trained / batch.count, others / batch.count + other
+        )
+
+    kinds: dict[object, PartFlops] = {}
+    blocks = []
+    for block in model.layers.values():
+        kind = signature(block)
+        if kind not in kinds:
+            kinds[kind] = count(pieces.block(block, batch, reached=True), block)
+        blocks.append(kinds[kind])
+    widths = [getattr(module, "embedding_dim", 0) for part in model.entry for module in part.modules()]
+    first = count(pieces.entry(batch), other=2.0 * sum(widths))
+    last = [_without_padding(count(pieces.exit(batch, reached=True, in_loss=False)), model)]
+    for place, prediction in enumerate(model.mtp.values()):
+        piece = pieces.prediction(place, batch, reached=True)
+        last.append(count(piece, prediction, other=2.0 * model.embed.embedding_dim))
+    return ModelFlops(first, blocks, last)
+
+
+def _without_padding(counted: PartFlops, model: CausalLM) -> PartFlops:
+    """Take away the products with rows that only pad the vocabulary, once for each prediction."""
+    weight = model.head_weight
+    rows, width = weight.shape
+    padding = 2.0 * (rows - model.config.vocab_size) * width * (1 + len(model.mtp))
+    trained = counted.trained - padding * weight.requires_grad
+    return counted._replace(matrices=counted.matrices - padding, trained=trained)
+
+
+def attention_flops(block: nn.Module, length: int) -> float:
+    """Return the FLOPs of attention of one token in a forward, over all tensor ranks: its scores with all
+    tokens of its row, and their sum over the values.
+    """
+    found = 0.0
+    for layer in block.modules():
+        if isinstance(layer, Attention):
+            found += 4.0 * layer.whole_width
+        elif isinstance(layer, MultiHeadLatentAttention):
+            found += 2.0 * layer.heads * (layer.key_dim + layer.value_parts[1])
+    return found * length
 
 
 def active_parameters(model: nn.Module) -> int:

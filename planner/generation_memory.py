@@ -1,27 +1,28 @@
 """Plan the memory of a rank that generates: weights, the cache of keys and values, and reading the prompts.
 
-The cache is counted exactly, from what each layer states (``cache_bytes``). Reading is an upper bound: no
-backward follows, so a rank holds one block's results at a time, at most as many bytes as training keeps of
-the block and needs in its backward. Prompts of different lengths need a mask over all pairs of their tokens.
+Both are traced: a forward of one block of each kind with a cache, without a backward after it. Prompts of
+different lengths need a mask over all pairs of their tokens. Reading is an upper bound, because a stage may
+hold fewer kinds of blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from ..layers import Stage, Tokens, attention_kinds, cost_of
+from ..layers import Stage
 from ..models import Family, ModelConfig
 from ..parallel_state import Layout, ParallelState
 from .kinds_of_blocks import sampled
+from .step_shape import MicroBatch
 
-#: Bytes of a token in a cache beside keys and values: its document and its position, both int64.
+#: Bytes of a token beside keys and values: its document and its position in a cache, or its id and its
+#: position, all int64.
 _PLACES = 16
-#: Bytes of a mask's number beside those of its dtype, in which it is added to scores.
-_MASK = 1
+#: By how much reading may hold more than the blocks: what is made of ids and positions, and what a stage
+#: gives.
+_BESIDE = 1.05
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,12 @@ def generation_memory(
     """Return the memory of the first rank of each pipeline rank while ``rows`` rows are generated at once.
 
     ``length``: the most tokens of a row, those of its prompt included; a prompt may be nearly as long.
-    ``fused``: as in ``Tokens``. Raises ``BadInput`` for a layout that cannot cut the model.
+    ``fused``: whether a GPU's fused kernels run, see
+    ``MicroBatch``. Raises ``BadInput`` for a layout that cannot cut the model.
     """
     sample = sampled(family, config, layout)
-    tokens = Tokens(rows, length, config.hidden_size, dtype.itemsize, fused)
     one_of = {kind: sample.block(number) for number, kind in enumerate(sample.kinds)}
-    caches = {kind: cache_of(block, tokens) for kind, block in one_of.items()}
-    costs = {kind: cost_of(block, tokens) for kind, block in one_of.items()}
-    reading = {kind: cost.kept + cost.working for kind, cost in costs.items()}
-    masks = rows * length**2 * (dtype.itemsize + _MASK) * _masks(list(one_of.values()), rows, length)
+    traced = sample.pieces.generation(one_of, MicroBatch(rows, length, dtype.itemsize, fused))
     found = []
     for rank in range(layout.pipeline):
         state = ParallelState.stand_in(layout, layout.first_rank(rank))
@@ -71,8 +69,8 @@ def generation_memory(
         found.append(
             GenerationMemory(
                 weights=held.here * dtype.itemsize + held.fixed_bytes,
-                cache=int(sum(caches[kind] for kind in kinds)) + rows * length * _PLACES,
-                reading=int(max(reading[kind] for kind in kinds)) + masks + logits,
+                cache=sum(traced.caches[kind] for kind in kinds) + rows * length * _PLACES,
+                reading=int(_BESIDE * traced.reading) + rows * length * _PLACES + logits,
             )
         )
     return found
@@ -92,18 +90,3 @@ def rows_that_fit(
     if max(two) > room:
         return int(max(totals(1)) <= room)
     return min(2 + (room - one) // (more - one) for one, more in zip(two, three, strict=True))
-
-
-def _masks(blocks: Sequence[nn.Module], rows: int, length: int) -> int:
-    """Return how many masks a forward makes: one for each window that hides something, and one where
-    prompts may have different lengths.
-    """
-    windows = {one.window for block in blocks for one in attention_kinds(block)}
-    hiding = {window for window in windows if window is not None and window < length}
-    return len(hiding) + (rows > 1 and hiding != windows)
-
-
-def cache_of(block: nn.Module, tokens: Tokens) -> float:
-    """Return the bytes that the layers of a block keep in a ``KeyValueCache`` of these tokens."""
-    stated = (getattr(layer, "cache_bytes", None) for layer in block.modules())
-    return float(sum(count(tokens) for count in stated if count is not None))

@@ -9,25 +9,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from copy import copy
 from dataclasses import replace
-from functools import cache, cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..layers import Cost, Stage, all_stages
+from ..layers import Stage, all_stages
 from ..models import AdaptedFamily, CausalLM, Family, ModelConfig
 from ..models.base.decoder import Decoder
 from ..parallel_state import Layout, ParallelState, declarations
+from .pieces import ModelPieces
 from .rank_parameters import Group, RankParameters, count_parameters
 from .signatures import signature
 from .stage_costs import StageCost, stage_cost
 from .step_shape import Work
-
-if TYPE_CHECKING:
-    from .pieces import ModelPieces
 
 #: Kinds of blocks, each with how many a stage holds.
 Numbers = tuple[tuple[int, int], ...]
@@ -48,7 +45,6 @@ class SampledModel:
             self._model = shared.build(config, state=state, base_dtype=frozen)
         else:
             self._model = shared.build(config, state=state)
-        self._state = state
         self._blocks: dict[int, nn.Module] = {}
         for number, kind in enumerate(self.kinds):
             self._blocks.setdefault(kind, self._model.layers[str(number)])
@@ -57,15 +53,8 @@ class SampledModel:
         self._shape_numbers: dict[object, int] = {}
         self._counted: dict[object, Group] = {}
         self._held: dict[object, RankParameters] = {}
-        self._known: dict[object, Cost] = {}
+        self.pieces = ModelPieces(self._model, state)
         self._costs: dict[object, StageCost] = {}
-
-    @cached_property
-    def pieces(self) -> ModelPieces:
-        """Return what traces the model's pieces: what they hold, send and compute."""
-        from .pieces import ModelPieces  # imports torch's compiler, which takes a second
-
-        return ModelPieces(self._model, self._state)
 
     def _stage(self, state: ParallelState, split: Sequence[int] | None) -> tuple[Stage, tuple[Numbers, ...]]:
         """Return what a rank holds of the blocks, and how many of each kind are in each of its stages."""
@@ -146,25 +135,17 @@ class SampledModel:
         for part in stage.parts:
             kinds = tuple(map(self.kinds.__getitem__, part.blocks))
             place = every, part.blocks[0] % every
-            key = kinds, place, part.first, part.last, work.tokens, work.loss_chunk, work.loss_sums
+            key = kinds, place, part.first, part.last, work.batch, work.loss_chunk, work.loss_sums
             if key not in self._costs:
-                self._costs[key] = self._cost(work, stage, part)
+                self._costs[key] = self._cost(work, part)
             found.append(self._costs[key])
         return found
 
-    def _cost(self, work: Work, stage: Stage, part: Stage) -> StageCost:
-        """Return the costs of one stage of a rank, which holds ``stage``."""
-        layers = {number: self.block(number) for number in stage.blocks}
-
-        @cache
-        def model() -> CausalLM:
-            rank = copy(self._model)
-            rank._modules = {**self._model._modules, "layers": nn.ModuleDict()}
-            rank.layers._modules.update({str(number): one for number, one in layers.items()})
-            rank.stage = stage
-            return rank
-
-        return stage_cost(work, part, layers, model, self._known)
+    def _cost(self, work: Work, part: Stage) -> StageCost:
+        """Return the costs of one stage of a rank."""
+        blocks = {number: self.block(number) for number in part.blocks}
+        kinds = {number: self.kinds[number] for number in part.blocks}
+        return stage_cost(work, part, blocks, kinds, self.pieces)
 
     def block(self, number: int) -> nn.Module:
         """Return a block like the one of this number."""

@@ -7,17 +7,17 @@ has sums in bf16 and keeps no gathered weights beside sharded ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
-from ..layers import Cost
 from ..pipeline.held_in_step import heaviest
 from ..pipeline.schedule_kinds import schedule_kind
 from .first_backward import first_backward
+from .own_module import Loss, stages_of
 from .rank_parameters import RankParameters, rank_parameters
 from .shared_in_step import (
     Place,
@@ -28,7 +28,7 @@ from .shared_in_step import (
     shared_bytes,
     shared_key,
 )
-from .stage_costs import StageCost, stage_costs
+from .stage_costs import StageCost
 from .stage_instants import Instant, StageInstants
 from .step_shape import Work
 
@@ -61,14 +61,16 @@ class MemoryPlan:
         return lasting + self.activations + self.pipeline + max(self.logits, self.block)
 
 
-def plan_memory(work: Work, model: nn.Module, *, loss: Cost | None = None) -> MemoryPlan:
-    """Return the memory of the rank of ``work``, whose stage ``model`` is; it may be on the meta device.
+def plan_memory(
+    work: Work, model: nn.Module, *, samples: Mapping[str, Tensor] | None = None, loss: Loss | None = None
+) -> MemoryPlan:
+    """Return the memory of the rank of ``work``, whose stages ``model`` holds; it may be on the meta device.
 
-    Parameters that require no gradient have no moments, and nothing is kept for them. ``loss``: the cost of
-    the loss, on the last stage of a module that is not the zoo's. Raises ``BadInput`` for a module that does
-    not say what it costs.
+    Parameters that require no gradient have no moments, and nothing is kept for them. ``samples``, ``loss``:
+    what ``ModuleStep`` takes, for a module that is not the zoo's. Raises ``BadInput`` for one that cannot be
+    traced.
     """
-    return memory_of(work, rank_parameters(model, work.state), stage_costs(work, model, loss))
+    return memory_of(work, rank_parameters(model, work.state), stages_of(work, model, samples, loss))
 
 
 def memory_of(
@@ -179,10 +181,10 @@ def needs_of_rank(
     ``known``: what was computed for the same stages before; new ones are added. They must live as long.
     """
     layout, number = work.layout, work.at.pipeline
-    message = work.between_stages if layout.pipeline > 1 else 0
+    message = work.between_blocks if layout.pipeline > 1 else 0
     here, known, parts = layout.stages_of(number), {} if known is None else known, list[StageInstants]()
     in_two = layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards
-    largest = max((cost.weights for one in stages for cost in one.blocks.values()), default=0.0)
+    largest = max((piece.weights for one in stages for piece in one.blocks.values()), default=0.0)
     for stage, one in zip(here, stages, strict=True):
         given = stage - 1 in here
         key = id(one), work.checkpointing, work.checkpoint_every, layout.pipeline > 1, in_two, given, largest

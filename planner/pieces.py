@@ -27,15 +27,14 @@ from ..models import CausalLM
 from ..parallel_state import ParallelState
 from ..simulation.recorder import Recorder, noted
 from ..simulation.trace import Trace, of_more_rows, of_more_tokens
-from ..simulation.traced import trace, without_numbers
+from ..simulation.traced import trace
 from .piece import Piece
 from .step_shape import MicroBatch
+from .without_numbers import DTYPES, device_of, empty, ids_of, shapes_only
 
 #: The most rows of a micro-batch for which a block is traced; tokens of a short loss over logits.
 _FEW_ROWS = 3
 _FEW_TOKENS = 1024
-
-DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 class Generation(NamedTuple):
@@ -75,7 +74,7 @@ class ModelPieces:
                 two, three = (piece.under(mode, in_two=in_two) for piece in few)
                 if (extended := of_more_rows(two, three, batch.rows)) is not None:
                     return extended
-            with self._numbers([block], batch), self._under(block, mode):
+            with shapes_only([block], batch), self._under(block, mode):
                 inputs = self._inputs(batch, block)
                 return trace(
                     lambda x: block(x, inputs), self._hidden(batch), [*block.parameters()], reached=reached,
@@ -90,7 +89,7 @@ class ModelPieces:
         """
 
         def take(mode: Checkpointing, in_two: bool) -> Trace:
-            with self._numbers([*blocks.values()], batch):
+            with shapes_only([*blocks.values()], batch):
                 with Recorder() as shared:
                     inputs = self._inputs(batch, *blocks.values())
                 with Recorder():  # dropout may draw a seed, which the host reads
@@ -109,8 +108,8 @@ class ModelPieces:
         def take(mode: Checkpointing, in_two: bool) -> Trace:
             modules, embed = model.entry, model.embed
             enter: Callable[..., Tensor] = getattr(model, "enter", lambda x, positions: x)
-            with self._numbers(modules, batch):
-                ids = torch.zeros((batch.rows, batch.length), dtype=torch.int64)
+            with shapes_only(modules, batch):
+                ids = ids_of(batch)
                 own = _parameters(modules)
                 return trace(lambda _: enter(embed(ids), None), lambda: torch.empty(0), own, reached=False)
 
@@ -130,7 +129,7 @@ class ModelPieces:
             return model.logits(normed)
 
         def take(mode: Checkpointing, in_two: bool) -> Trace:
-            with self._numbers(modules, batch), self._head_in_loss(in_loss):
+            with shapes_only(modules, batch), self._head_in_loss(in_loss):
                 own = _parameters(modules)
                 return trace(run, self._hidden(batch), own, reached=reached, in_two=in_two)
 
@@ -144,9 +143,9 @@ class ModelPieces:
         block = module.get_submodule("block")
 
         def take(mode: Checkpointing, in_two: bool) -> Trace:
-            with self._numbers([module, model.embed], batch), self._under(block, mode):
+            with shapes_only([module, model.embed], batch), self._under(block, mode):
                 inputs = self._inputs(batch, block)
-                ids = torch.zeros((batch.rows, batch.length), dtype=torch.int64)
+                ids = ids_of(batch)
 
                 def run(x: Tensor) -> Any:
                     outputs = module(x, model.embed(ids), inputs)
@@ -188,7 +187,7 @@ class ModelPieces:
         modules = self._output(False)
 
         def run(x: Tensor) -> Tensor:
-            labels = torch.zeros((batch.rows, batch.length), dtype=torch.int64)
+            labels = ids_of(batch)
             if not chunk:
                 labels = labels.repeat(count, 1)
                 return vocab_parallel_cross_entropy(x, labels, size, overwrite=True, state=self.state).sum()
@@ -208,21 +207,21 @@ class ModelPieces:
             ]
             return sum(losses[1:], losses[0])
 
-        with self._numbers(modules, batch):
+        with shapes_only(modules, batch):
             if chunk:
                 make = self._hidden(batch, rows=batch.rows * count, width=model.config.embedding_width)
             else:
                 shape = (batch.rows * count, batch.length, len(model.head_weight))
-                make = lambda: torch.empty(shape, dtype=DTYPES[batch.compute])  # noqa: E731
+                make = lambda: empty(shape, batch)  # noqa: E731
             return trace(run, make, [], others=_parameters(modules), scalar=True)
 
     def generation(self, blocks: Mapping[int, nn.Module], batch: MicroBatch) -> Generation:
         """Return what blocks of these kinds hold where prompts as long as the rows are read."""
-        with self._numbers([*blocks.values()], batch), torch.no_grad():
+        with shapes_only([*blocks.values()], batch), torch.no_grad():
             x, caches = self._hidden(batch)(), {}
             cache = KeyValueCache(batch.rows, batch.length)
             with Recorder() as recorder:
-                positions = torch.arange(batch.length).expand(batch.rows, -1)
+                positions = torch.arange(batch.length, device=device_of(batch)).expand(batch.rows, -1)
                 inputs = self._attention_inputs(x, blocks.values(), positions, cache)
                 # Prompts are of different lengths, which shows in numbers that a trace has not.
                 cache._packed = batch.rows > 1
@@ -246,7 +245,7 @@ class ModelPieces:
         """Return what makes hidden states as they are between the blocks."""
         length = batch.length // (self.state.tensor_size if self.state.sequence else 1)
         shape = (rows or batch.rows, length, width or self.model.config.hidden_size)
-        return lambda: torch.empty(shape, dtype=DTYPES[batch.compute])
+        return lambda: empty(shape, batch)
 
     def _inputs(self, batch: MicroBatch, *blocks: nn.Module) -> AttentionInputs:
         with Recorder():  # a mask is made from positions, which the host reads
@@ -267,9 +266,6 @@ class ModelPieces:
             rotary=getattr(self.model, "rotary", {}),
             state=self.state,
         )
-
-    def _numbers(self, modules: Sequence[nn.Module], batch: MicroBatch) -> Any:
-        return without_numbers(modules, DTYPES[batch.compute], gpu=batch.gpu)
 
     @contextmanager
     def _head_in_loss(self, in_loss: bool) -> Iterator[None]:

@@ -1,40 +1,31 @@
-"""Add up the costs that a rank's modules state, for each of its pipeline stages."""
+"""Gather the traced pieces of a rank's model for each of its pipeline stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import nn
 
-from ..layers import (
-    Checkpointing,
-    Cost,
-    Stage,
-    Tokens,
-    UnknownCost,
-    checkpointed,
-    chunked_cross_entropy_cost,
-    cost_of,
-    cross_entropy_cost,
-    name_module,
-    with_weights,
-)
+from ..layers import Checkpointing, Stage, checkpointed
 from ..models import CausalLM
-from ..parallel_state import BadInput
+from ..simulation.record import Collective
+from .piece import Piece
+from .pieces import ModelPieces
+from .signatures import signature
 from .step_shape import Work
 
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """State the cost of blocks that are alike, and their ``numbers`` in order.
+    """State the piece of blocks that are alike, and their ``numbers`` in order.
 
     ``forgets``: whether checkpointing drops what they keep; ``reached``: whether a backward comes to them.
     """
 
     numbers: tuple[int, ...]
-    cost: Cost
+    piece: Piece
     forgets: bool
     reached: bool
 
@@ -49,26 +40,69 @@ class Alike:
 
 
 @dataclass(frozen=True)
+class Pieces:
+    """Add up pieces that run one after the other; see ``Trace`` and ``Piece``.
+
+    A backward comes to the last one first, and gives back what this one kept before it comes to the others.
+    """
+
+    parts: tuple[Piece, ...]
+
+    @cached_property
+    def kept(self) -> int:
+        return sum(part.kept for part in self.parts)
+
+    @cached_property
+    def backward(self) -> int:
+        return self._most([part.plain.backward for part in self.parts])
+
+    @cached_property
+    def with_gradient(self) -> int:
+        return self._most([part.plain.with_gradient for part in self.parts])
+
+    def _most(self, sizes: Sequence[int]) -> int:
+        most, behind = 0, 0
+        for size, part in zip(reversed(sizes), reversed(self.parts), strict=True):
+            most, behind = max(most, size - behind), behind + part.kept
+        return most
+
+    @cached_property
+    def between(self) -> int:
+        return sum(part.between for part in self.parts)
+
+    @cached_property
+    def matrices(self) -> float:
+        return sum(part.matrices for part in self.parts)
+
+    @cached_property
+    def trained(self) -> float:
+        return sum(part.trained for part in self.parts)
+
+    def sends(self) -> tuple[Collective, ...]:
+        return tuple(collective for part in self.parts for collective in part.sends())
+
+
+@dataclass(frozen=True)
 class StageCost:
-    """Hold the costs of one stage for one micro-batch.
+    """Hold the pieces of one stage for one micro-batch.
 
     ``first``: whether it is the model's first stage. ``blocks`` may be recomputed in backward, and have their
-    global numbers; ``beside`` is everything else. ``reached``: the blocks that a backward comes to; it ends
-    at the first trained parameter. Stages that are alike may share one object, with the numbers of one of
-    them.
+    global numbers; ``beside`` is everything else but the loss. ``reached``: the blocks that a backward comes
+    to; it ends at the first trained parameter. Stages that are alike may share one object, with the numbers
+    of one of them.
     """
 
     first: bool
-    blocks: Mapping[int, Cost]
-    beside: Cost
+    blocks: Mapping[int, Piece]
+    beside: Pieces
     reached: frozenset[int]
-    #: On the last stage; and of ``beside`` what the final norm and the output layer keep.
-    loss: Cost | None = None
-    exit: float = 0.0
-    #: Whether the gradient of the logits is written over them.
-    overwrites: bool = False
-    #: Of ``beside`` the blocks of multi-token prediction, by number: what is in them may be recomputed, too.
-    further: Mapping[int, Cost] = field(default_factory=dict)
+    #: Of ``beside``: on the first stage what comes before the blocks.
+    entry: Piece | None = None
+    #: On the last stage; of ``beside`` what comes behind the blocks: the last norm, the output layer and the
+    #: blocks of multi-token prediction, which are also here by number, because they may be recomputed.
+    loss: Piece | None = None
+    behind: Pieces = Pieces(())
+    further: Mapping[int, Piece] = field(default_factory=dict)
     _alike: dict[tuple[Checkpointing, int], list[Alike]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -84,13 +118,13 @@ class StageCost:
         return bool(self.reached) or self.loss is not None or not self.blocks
 
     def alike(self, mode: Checkpointing, every: int) -> list[Alike]:
-        """Return one block of each kind; blocks that share a cost are alike, if checkpointing treats them
+        """Return one block of each kind; blocks that share a piece are alike, if checkpointing treats them
         alike.
         """
         if (mode, every) not in self._alike:
             kinds: dict[tuple[int, bool, bool], list[int]] = {}
-            for number, cost in self.blocks.items():
-                key = id(cost), checkpointed(number, mode, every), number in self.reached
+            for number, piece in self.blocks.items():
+                key = id(piece), checkpointed(number, mode, every), number in self.reached
                 kinds.setdefault(key, []).append(number)
             self._alike[mode, every] = [
                 Alike(tuple(numbers), self.blocks[numbers[0]], forgets, reached)
@@ -99,126 +133,47 @@ class StageCost:
         return self._alike[mode, every]
 
 
-def stage_costs(work: Work, model: nn.Module, loss: Cost | None = None) -> list[StageCost]:
-    """Ask the modules of a rank's model, which may be on the meta device, stage by stage.
-
-    ``loss``: the cost of a loss that is not a zoo model's. Raises ``BadInput`` for a module that does not say
-    what it costs, naming it.
-    """
-    try:
-        if isinstance(model, CausalLM):
-            return model_stage_costs(work, model)
-        return [_of_module(work, model, loss)]
-    except UnknownCost as error:
-        raise name_module(error, model) from None
-
-
-def model_stage_costs(
-    work: Work, model: CausalLM, known: dict[object, Cost] | None = None
-) -> list[StageCost]:
-    """Return the costs of each stage that a rank holds of a zoo model.
-
-    ``known``: answers of the same modules to earlier questions; new ones are added.
-    """
-    known = {} if known is None else known
-    layers = {number: model.layers[str(number)] for number in model.stage.blocks}
-    return [stage_cost(work, part, layers, lambda: model, known) for part in model.stage.parts]
-
-
-def model_cost(model: nn.Module, tokens: Tokens) -> Cost:
-    """Return the cost of a whole model, without its loss."""
-    try:
-        if not isinstance(model, CausalLM):
-            return cost_of(model, tokens)
-        blocks = (cost_of(block, tokens) for block in model.layers.values())
-        return sum(blocks, model.cost_beside_blocks(tokens, model.stage))
-    except UnknownCost as error:
-        raise name_module(error, model) from None
+def stage_costs(work: Work, model: CausalLM) -> list[StageCost]:
+    """Return the pieces of each stage that a rank holds of a model, which may be on the meta device."""
+    pieces = ModelPieces(model, work.state)
+    kinds = {number: signature(model.layers[str(number)]) for number in model.stage.blocks}
+    blocks = {number: model.layers[str(number)] for number in model.stage.blocks}
+    return [stage_cost(work, part, blocks, kinds, pieces) for part in model.stage.parts]
 
 
 def stage_cost(
     work: Work,
     stage: Stage,
-    layers: Mapping[int, nn.Module],
-    model: Callable[[], CausalLM],
-    known: dict[object, Cost],
+    blocks: Mapping[int, nn.Module],
+    kinds: Mapping[int, object],
+    pieces: ModelPieces,
 ) -> StageCost:
-    """Return the costs of one stage of a rank that holds ``layers``, its blocks by number; ``model``: the
-    rank's model, which is asked for what is not ``known`` yet.
-    """
-
-    def ask(key: object, cost: Callable[[], Cost]) -> Cost:
-        if key not in known:
-            known[key] = cost()
-        return known[key]
-
-    tokens, kinds = work.tokens, dict[tuple[int, bool], Cost]()
-    blocks, reached = dict[int, Cost](), set[int]()
-    if stage.first:  # every later stage sends gradients back, trained or not: torch's stages do
-        tokens = replace(tokens, reached=False).after(*model().entry)
+    """Return the pieces of one stage of a rank, from its ``blocks`` and their ``kinds`` by number."""
+    batch, model = work.batch, pieces.model
+    # Every later stage sends gradients back, trained or not: torch's stages do.
+    reached = not stage.first or _trained(*model.entry)
+    held, reaches = dict[int, Piece](), set[int]()
     for number in stage.blocks:
-        block = layers[number]
-        key = id(block), tokens.reached
-        if key not in kinds:  # blocks may be one object, and hashes take time
-            kinds[key] = ask((id(block), tokens), partial(cost_of, block, tokens))
-        blocks[number] = kinds[key]
-        tokens = tokens.after(block)
-        if tokens.reached:
-            reached.add(number)
-    here = frozenset(map(id, layers.values()))
-    ends = (stage.first, stage.last)
-    chunk, sums, loss = work.loss_chunk, work.loss_sums, None
-    beside = ask(
-        (here, ends, tokens, bool(chunk)),
-        partial(_beside, model, tokens, stage, bool(chunk)),
-    )
-    exit, further = 0.0, dict[int, Cost]()
-    if stage.last:
-        for sign, last in ((1, True), (-1, False)):  # without what stages between the ends keep, too
-            part = Stage((), first=False, last=last)
-            behind = partial(_beside, model, tokens, part, bool(chunk))
-            exit += sign * ask((here, (False, last), tokens, bool(chunk)), behind).kept
-        loss = ask(("loss", tokens, chunk, sums), lambda: _loss(work, model()))
-        for name, (prediction, given) in zip(model().mtp, model().predictions(tokens), strict=True):
-            block, joined = prediction.block, prediction.joined(given)
-            cost = ask((id(block), joined), partial(cost_of, block, joined))
-            further[int(name)] = with_weights(cost, prediction, joined)  # FSDP gathers all of it at once
-    return StageCost(stage.first, blocks, beside, frozenset(reached), loss, exit, stage.last, further)
+        held[number] = pieces.block(blocks[number], batch, reached=reached, kind=kinds[number])
+        reached = reached or _trained(blocks[number])
+        if reached:
+            reaches.add(number)
+    first_of = {kinds[number]: blocks[number] for number in reversed(stage.blocks)}
+    entry = pieces.entry(batch) if stage.first else None
+    parts = [pieces.tables(first_of, batch), *([entry] if entry else [])]
+    if not stage.last:
+        return StageCost(stage.first, held, Pieces(tuple(parts)), frozenset(reaches), entry)
+    in_loss = bool(work.loss_chunk)
+    end = pieces.exit(batch, reached=reached, in_loss=in_loss)
+    reached = reached or _trained(model.norm, model.embed)
+    further = {
+        int(name): pieces.prediction(place, batch, reached=reached) for place, name in enumerate(model.mtp)
+    }
+    loss = pieces.loss(batch, chunk=work.loss_chunk, sums=work.loss_sums)
+    behind = Pieces((end, *further.values()))
+    beside = Pieces((*parts, *behind.parts))
+    return StageCost(stage.first, held, beside, frozenset(reaches), entry, loss, behind, further)
 
 
-def _beside(model: Callable[[], CausalLM], tokens: Tokens, stage: Stage, head_in_loss: bool) -> Cost:
-    return model().cost_beside_blocks(tokens, stage, head_in_loss=head_in_loss)
-
-
-def _loss(work: Work, model: CausalLM) -> Cost:
-    """Return the cost of the loss, with that of blocks of multi-token prediction."""
-    tokens = replace(work.tokens, hidden=model.config.embedding_width)
-    vocabulary, chunk, count = model.config.vocab_size, work.loss_chunk, 1 + len(model.mtp)
-    cap = model.logit_cap
-    if not chunk:  # one loss over the logits of all
-        tokens = tokens.times(count)
-        return cross_entropy_cost(tokens, vocabulary, logit_cap=cap, overwrite=True, state=model.state)
-    weight = model.embed.weight if model.config.tie_word_embeddings else model.head.weight
-    one = chunked_cross_entropy_cost(
-        tokens, vocabulary, chunk, sums=work.loss_sums, trained=weight.requires_grad, logit_cap=cap,
-        state=model.state,
-    )  # fmt: skip
-    return sum([one] * count, Cost())
-
-
-def _of_module(work: Work, model: nn.Module, loss: Cost | None) -> StageCost:
-    """Return the cost of the stage of a module that is not the zoo's; it is counted as a whole."""
-    layout = work.layout
-    if layout.virtual_stages > 1:
-        expected = "1 for a module of your own, whose stages cannot be told apart"
-        raise BadInput("plan", "virtual_stages", expected=expected, found=layout.virtual_stages)
-    (number,) = layout.stages_of(work.at.pipeline)
-    last = number == layout.stages - 1
-    if last and loss is None:
-        raise BadInput(
-            "plan", "loss", expected="a Cost: the bytes that your loss keeps and sends", found="none",
-            todo="Our loss's Cost is cross_entropy_cost(work.tokens, vocabulary, state=work.state)",
-        )  # fmt: skip
-    # In which order a module uses its parameters is not known: the backward may come to all.
-    given = replace(work.tokens, reached=number > 0 or any(one.requires_grad for one in model.parameters()))
-    return StageCost(number == 0, {}, cost_of(model, given), frozenset(), loss if last else None)
+def _trained(*modules: nn.Module) -> bool:
+    return any(weight.requires_grad for module in modules for weight in module.parameters())

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..layers import Cost, Stage, Tokens, all_stages, cost_of, split_blocks
+from ..layers import all_stages, split_blocks
 from ..models import AdaptedFamily, Family, ModelConfig
 from ..parallel_state import Layout
 from ..pipeline.cut import cut_by_cost, stage_costs
-from .kinds_of_blocks import block_kinds
+from .flops import forward_flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +68,6 @@ def _forward_flops(
     family: Family, config: ModelConfig, sequence_length: int
 ) -> tuple[list[float], float, float]:
     """Return the FLOPs of a token's forward: of each block, of the embedding, and of the output layer."""
-    model, tokens = family.on_meta(config), Tokens(1, sequence_length, config.hidden_size)
-    kinds = block_kinds(family, config)
-    of_kind = {kind: model.layers[str(number)] for number, kind in enumerate(kinds)}
-    flops = {kind: _flops(cost_of(block, tokens), tokens) for kind, block in of_kind.items()}
-    blocks = [flops[kind] for kind in kinds]
-    embedding, head = (
-        _flops(model.cost_beside_blocks(tokens, Stage((), first=first, last=not first)), tokens)
-        for first in (True, False)
-    )
-    return blocks, embedding, head
-
-
-def _flops(cost: Cost, tokens: Tokens) -> float:
-    """Return the FLOPs of a token's forward; causal attention counts half."""
-    return (cost.matrices + cost.attention / 2 + cost.other) / tokens.count
+    counted = forward_flops(family.on_meta(config), sequence_length)
+    last = sum(part.causal for part in counted.last)
+    return [part.causal for part in counted.blocks], counted.first.causal, last

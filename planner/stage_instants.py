@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..layers import checkpointed
 from ..pipeline.schedule_actions import Kind
-from .activations import Saved, saved_under
+from ..simulation.trace import Trace
 from .shared_in_step import Place
 from .stage_costs import Alike, StageCost
 from .step_shape import Work
@@ -38,13 +38,13 @@ def without_gradients(place: Place, size: float, absent: float = 0.0, *, gathere
 
 
 def in_block(
-    place: Place, saved: Saved, freed: float, absent: float, *, gathered: float, counted: float = 0.0
+    place: Place, traced: Trace, freed: float, absent: float, *, gathered: float, counted: float = 0.0
 ) -> Instant:
     """Return an instant in a block, when ``freed`` bytes have been given back. ``counted``: the bytes of its
     gradients that ``shared_bytes`` counts at this place already.
     """
-    staying = saved.with_all_gradients - counted - freed
-    return Instant(place, saved.recomputed - freed, saved.with_gradient - freed, staying, gathered, absent)
+    staying = traced.with_gradients - counted - freed
+    return Instant(place, traced.backward - freed, traced.with_gradient - freed, staying, gathered, absent)
 
 
 class StageInstants:
@@ -65,31 +65,27 @@ class StageInstants:
         mode, every = work.checkpointing, work.checkpoint_every
         kinds = stage.alike(mode, every)
         self.unreached = [one for one in kinds if not one.reached]
-        self.every = [
-            (one, saved_under(mode if one.forgets else "none", one.cost, work))
-            for one in kinds
-            if one.reached
-        ]
+        self.every = [(one, one.piece.under(mode if one.forgets else "none")) for one in kinds if one.reached]
         #: The same of blocks of multi-token prediction; in ``stage.beside`` nothing of them is dropped.
         self.further = [
-            (cost, saved_under(mode if checkpointed(number, mode, every) else "none", cost, work))
-            for number, cost in stage.further.items()
+            (piece, piece.under(mode if checkpointed(number, mode, every) else "none"))
+            for number, piece in stage.further.items()
         ]
-        self._further = sum(cost.gradients for cost, _ in self.further)
-        self.gradients = self._further + sum(one.count * one.cost.gradients for one, _ in self.every)
-        dropped = sum(cost.kept - saved.kept for cost, saved in self.further)
-        self.exit = stage.exit - dropped
+        self._further = sum(piece.gradients for piece, _ in self.further)
+        self.gradients = self._further + sum(one.count * one.piece.gradients for one, _ in self.every)
+        dropped = sum(piece.kept - saved.kept for piece, saved in self.further)
+        self.exit = stage.behind.kept - dropped
         self.kept = stage.beside.kept - dropped + sum(one.count * saved.kept for one, saved in self.every)
         # Torch keeps a stage's output until the end of its backward: on a pipeline's last one the logits.
-        self.given = self.cut * (self.logits or work.between_stages)
+        self.given = int(self.cut * (self.logits or work.between_blocks))
         self.kept += self.given
         if given:
-            self.kept -= work.between_stages  # its input is the output of the stage before
+            self.kept -= work.between_blocks  # its input is the output of the stage before
         self.halfway = 0.0
         if in_two:
-            self.halfway = stage.beside.outputs + sum(one.count * one.cost.outputs for one, _ in self.every)
-            # The gradient of logits is written over them, if nothing else reads them.
-            self.halfway -= self.logits * stage.overwrites
+            self.halfway = stage.beside.between + sum(one.count * one.piece.between for one, _ in self.every)
+            # The gradient of logits is written over them.
+            self.halfway -= self.logits
 
         self._needs: dict[tuple[Kind, bool], list[Instant]] = {}
 
@@ -102,7 +98,8 @@ class StageInstants:
     def _instants(self, kind: Kind, first: bool) -> Iterator[Instant]:
         stage, loss = self.stage, self.stage.loss
         if kind == "F" and loss is not None:
-            working = loss.working + (0.0 if self.cut and self.logits else loss.kept)
+            working: float = max(loss.plain.forward, loss.plain.backward)
+            working += 0 if self.cut and self.logits else loss.kept
             yield without_gradients("loss", working, self.gradients * first)
         elif kind == "I":
             yield without_gradients("inputs", self._in_first_part(), gathered=2 * self.largest)
@@ -124,7 +121,7 @@ class StageInstants:
         """Yield the instants of a whole backward: what it has given back counts as negative. ``unsummed``:
         whether the gradients of all blocks wait for its end.
         """
-        absent = self.gradients * first
+        absent: float = self.gradients * first
         last = max((one.numbers[-1] for one, _ in self.every), default=-1)
         # FSDP gathers ahead the block that ran before the one whose backward runs.
         ahead = self._weights(max(self.stage.blocks, default=-1))
@@ -132,20 +129,20 @@ class StageInstants:
         if self.further:
             ahead = self.further[-1][0].weights
         if self.logits:
-            head = self.work.tokens.bytes(self.work.hidden) + (0.0 if self.cut else self.logits)
+            head = self.work.whole + (0.0 if self.cut else self.logits)
             yield without_gradients("head", head, absent, gathered=ahead)
-        beside = self.stage.beside
-        if beside.working:
-            with_gradient = max(beside.working, beside.with_gradient)
-            ends = Saved(0.0, beside.working, with_gradient, with_gradient)
-            yield in_block("last block", ends, 0.0, absent, gathered=ahead)
+        behind_blocks = self.stage.behind
+        if behind_blocks.parts:
+            # ``shared_bytes`` counts the gradients of the root's weights at this place.
+            most = behind_blocks.backward if self.stage.blocks else behind_blocks.with_gradient
+            yield Instant("last block", behind_blocks.backward, most, most, ahead, absent)
         freed = 0.0
-        for number, (cost, saved) in reversed([*enumerate(self.further)]):
+        for number, (piece, saved) in reversed([*enumerate(self.further)]):
             ahead = self.further[number - 1][0].weights if number else behind
-            yield in_block("last block", saved, freed, absent, gathered=cost.weights + ahead)
+            yield in_block("last block", saved, freed, absent, gathered=piece.weights + ahead)
             freed += saved.kept
             yield without_gradients("sum", -freed, absent, gathered=ahead)
-            absent -= cost.gradients * first
+            absent -= piece.gradients * first
         yield from self._in_unreached(first=first)
         for one, saved in self.every:
             if one.numbers[-1] == last:
@@ -157,17 +154,18 @@ class StageInstants:
             later += [number for number in one.numbers if number - 1 not in one.numbers][-1:]
             for number in {*later, *(one.numbers[:2] if first else ())}:
                 freed, absent = self._behind(number, first=first)
-                ahead, counted = self._weights(number - 1), one.cost.gradients * unsummed
+                ahead, counted = self._weights(number - 1), one.piece.gradients * unsummed
                 if first:
                     yield without_gradients("sum", -freed - saved.kept, absent, gathered=ahead)
                 if number != last:
-                    weights = one.cost.weights
+                    weights = one.piece.weights
                     if weights > ahead:  # FSDP copies what it received before it gathers the block before
                         begin = self.work.between_blocks - freed
                         yield without_gradients("block", begin, absent, gathered=2 * weights)
                     gathered = weights + ahead
                     yield in_block("block", saved, freed, absent, gathered=gathered, counted=counted)
-        yield without_gradients("entry", -self.kept)
+        entry = self.stage.entry
+        yield without_gradients("entry", (0 if entry is None else entry.plain.backward) - self.kept)
 
     def _in_unreached(self, *, first: bool) -> Iterator[Instant]:
         """Yield the instants in blocks that no backward reaches, and that keep nothing of a micro-batch."""
@@ -176,27 +174,27 @@ class StageInstants:
         for one in self.unreached:
             # FSDP still has the last of them, which it has gathered for a backward that does not come.
             waits = max(self._weights(last) * (number != last) for number in one.numbers)
-            gathered = 2 * one.cost.weights + waits
+            gathered = 2 * one.piece.weights + waits
             # What its modules would keep is there while they run.
-            made = one.cost.kept + one.cost.making
+            made = one.piece.kept + one.piece.plain.forward
             yield without_gradients("forward", given + made, absent, gathered=gathered)
             # And what it had received for the block before, until the weights are copied.
             before = max(self._weights(number - 1) for number in one.numbers)
             yield without_gradients("forward", given, absent, gathered=gathered + before)
 
-    def _around_last_block(self, one: Alike, saved: Saved, *, first: bool) -> Iterator[Instant]:
+    def _around_last_block(self, one: Alike, saved: Trace, *, first: bool) -> Iterator[Instant]:
         """Yield the instants in the stage's last block that a backward reaches, and after it."""
-        number, weights = one.numbers[-1], one.cost.weights
+        number, weights = one.numbers[-1], one.piece.weights
         freed, absent = self._behind(number, first=first)
         ahead = self._weights(number - 1)
         # In a pipeline the gradient of a stage's output is a message.
-        given = self.work.between_stages if self.cut and self.stage.loss is None else 0.0
+        given = self.work.between_blocks if self.cut and self.stage.loss is None else 0.0
         # Behind it may be a block of multi-token prediction, whose gradients have been summed.
         place: Place = "block" if self.further else "last block"
         yield in_block(place, saved, freed + given, absent, gathered=weights + ahead)
         yield without_gradients("sum", -freed - saved.kept, absent, gathered=ahead)
         # In the last block's forward what the stage gives is not there yet; then it is.
-        made = max(one.cost.making, self.work.between_blocks) - freed - self.given
+        made = max(one.piece.plain.forward, self.work.between_blocks) - freed - self.given
         made = max(made, 0.0 if self.cut else self.logits)
         # FSDP keeps what it received for a block until it has gathered the next one.
         yield without_gradients("forward", made, self.gradients * first, gathered=2 * weights)
@@ -215,15 +213,15 @@ class StageInstants:
 
         They are needed in a block, with what the blocks behind it leave, or in the norm at the end.
         """
-        most, behind = 0.0, self.halfway - sum(one.count * one.cost.outputs for one, _ in self.every)
+        most, behind = 0.0, self.halfway - sum(one.count * one.piece.between for one, _ in self.every)
         for one, saved in self.every:
             first = one.numbers[0]
             after = (
-                other.cost.outputs * (other.count - bisect(other.numbers, first)) for other, _ in self.every
+                other.piece.between * (other.count - bisect(other.numbers, first)) for other, _ in self.every
             )
-            most = max(most, behind + sum(after) + saved.recomputed)
+            most = max(most, behind + sum(after) + saved.backward)
         # An RMSNorm of several operators has the gradients of its mean and of its square, in three steps.
-        norm = 0.0 if self.work.tokens.fused else 4 * self.work.between_blocks
+        norm = 0.0 if self.work.batch.gpu else 4 * self.work.between_blocks
         return max(most, self.halfway + norm)
 
     def _behind(self, number: int, *, first: bool) -> tuple[float, float]:
@@ -235,5 +233,5 @@ class StageInstants:
         for one, saved in self.every:
             count = one.count - bisect(one.numbers, number)
             freed += count * saved.kept
-            made += count * one.cost.gradients
+            made += count * one.piece.gradients
         return freed, (self.gradients - made) * first

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..layers import Checkpointing, Tokens
+from ..layers import Checkpointing
 from ..parallel_state import Coordinates, Layout, ParallelState
 
 
@@ -68,17 +68,17 @@ class Work:
         return self.state.at
 
     @cached_property
-    def tokens(self) -> Tokens:
-        """Return the tokens of a micro-batch: this rank's piece of each row over the context axis."""
+    def batch(self) -> MicroBatch:
+        """Return a micro-batch: this rank's piece of each row over the context axis."""
         length = self.sequence_length // self.layout.context
-        return Tokens(self.micro_batch, length, self.hidden, self.compute, self.fused)
-
-    @cached_property
-    def between_blocks(self) -> float:
-        """Return the bytes that a block gives to the next one for a micro-batch."""
-        return self.tokens.between_blocks(self.state).bytes(self.hidden)
+        return MicroBatch(self.micro_batch, length, self.compute, self.fused)
 
     @property
-    def between_stages(self) -> int:
-        """Return the bytes that a stage gives to the next one for a micro-batch."""
-        return int(self.between_blocks)
+    def whole(self) -> int:
+        """Return the bytes of a micro-batch's hidden states, whole over the tensor axis."""
+        return self.batch.count * self.hidden * self.compute
+
+    @property
+    def between_blocks(self) -> int:
+        """Return the bytes that a block gives to the next one for a micro-batch, and a stage to the next."""
+        return self.whole // (self.layout.tensor if self.state.sequence else 1)

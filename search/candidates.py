@@ -31,7 +31,7 @@ Found = TypeVar("Found")
 VIRTUAL, MOST_ROWS = (2, 3, 4, 6, 8), 64
 #: Nodes over which tensor ranks are tried, and tokens of a row that a context rank must have: with more and
 #: with fewer, products are so small that no device reaches the share of its peak that a plan assumes.
-MOST_NODES, LEAST_TOKENS = 2, 1024
+MOST_NODES, LEAST_TOKENS = 2, 2048
 MODES: tuple[Checkpointing, ...] = get_args(Checkpointing)
 
 

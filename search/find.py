@@ -26,6 +26,7 @@ from .bound import Bound
 from .candidates import Cut, Flow, Store, candidates
 from .choice import Choice, recipe_of
 from .evaluate import Answer, Evaluator
+from .order import TIED, simplest_first
 from .request import Request
 from .shortage import none_fits, none_legal, shortage
 from .tally import Tally
@@ -36,8 +37,9 @@ SHOWN, LONGEST = 10, 3.0
 
 @dataclass
 class Found:
-    """Hold the result of a search. ``best``: the fastest layout of each cut, in order; ``timed``: every
-    layout that fits and was timed in full; ``legal``: the number of legal layouts.
+    """Hold the result of a search. ``best``: the fastest layout of each cut, in the order of
+    ``simplest_first``; ``timed``: every layout that fits and was timed in full; ``legal``: the number of
+    legal layouts.
     """
 
     request: Request
@@ -120,6 +122,7 @@ class _Search:
             steps += 1
             if self.told is not None and steps % 32 == 0:
                 self.told(found)
+        self._put_in_order()
         left = sum(group.layouts for _, _, group in self._heap)
         if left:
             found.tally.add("slower", "than the best, by a lower bound of their time", left, "")
@@ -127,7 +130,16 @@ class _Search:
 
     def _done(self, bound: float) -> bool:
         best = self.found.best
-        return bool(best) and (len(best) == self.shown or bound > LONGEST * best[0].time.seconds)
+        if not best:
+            return False
+        enough = 1 + TIED if len(best) >= self.shown else LONGEST
+        return bound > enough * best[0].time.seconds
+
+    def _put_in_order(self) -> None:
+        ordered = simplest_first(self.found.best)
+        self.found.best = ordered[: self.shown]
+        if more := len(ordered) - len(self.found.best):
+            self.found.tally.add("slower", "or hardly faster than simpler layouts, which are shown", more, "")
 
     def _push(self, group: _Group) -> None:
         try:

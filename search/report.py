@@ -9,6 +9,7 @@ from ..planner.time import MACHINES, TIMES_SLOWER, Spending, spending
 from .choice import raw_recipe, recipe_text
 from .evaluate import Answer
 from .find import Found
+from .order import TIED, ties
 from .request import Request
 from .shortage import parts_of
 from .strategy import reasons, strategy
@@ -69,6 +70,16 @@ def searched(found: Found) -> str:
     )
 
 
+def _tied(found: Found) -> list[tuple[str, str]]:
+    """Return a fact if the first layout of the table is not told apart from some below it."""
+    fastest = min(found.best, key=lambda answer: answer.time.seconds)
+    alike = sum(ties(answer, fastest) for answer in found.best)
+    if alike == 1:
+        return []
+    said = "which is less than the planner's error: of these the simplest one comes first"
+    return [("tied", f"1 to {alike} differ by less than {TIED:.0%}, {said}")]
+
+
 def facts(found: Found) -> list[tuple[str, str]]:
     """Return facts about the fastest layout: a word, and a line."""
     request, best = found.request, found.best[0]
@@ -77,7 +88,7 @@ def facts(found: Found) -> list[tuple[str, str]]:
         f"{mfu.causal:.1%} of {peak:,.4g} TFLOP/s a GPU if the causal half of attention counts, as in the "
         f"table; {mfu.full:.1%} if all of it counts"
     )
-    lines = [("seconds", parts(best)), ("MFU", conventions), ("efficiency", best.time.source)]
+    lines = [*_tied(found), ("seconds", parts(best)), ("MFU", conventions), ("efficiency", best.time.source)]
     if request.machine.name in MACHINES:
         least, usual, most = TIMES_SLOWER
         took = f"took {least:g} to {most:g} times as long as predicted, in the median {usual:g} times"

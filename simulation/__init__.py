@@ -10,10 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .device import Mixed, SimulatedDevice, Wait, Waits
+    from .device import Mixed, SimulatedDevice
     from .live_bytes import LiveBytes
     from .rank import simulated_rank
     from .record import StepRecord
+    from .wait import Wait, Waits
     from .waits import WAITS
 
 __all__ = [

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,34 +20,12 @@ from torch import Tensor
 from ..parallel_state.engine import TorchDispatchMode, accelerator
 from .backend import NAME, WAITING, FakeTensorMode, copy_from_host_in_sight
 from .tensors import tensors_in, with_tensors
+from .wait import Kind, Locals, Wait, Waits
 
 _HOUSE, _HERE = Path(__file__).resolve().parents[1], Path(__file__).resolve().parent
 _TORCH = Path(torch.__file__).resolve().parent
 #: Beginnings of the names of operators that make a tensor and start no kernel.
 _ALLOCATE = ("aten::empty", "aten::new_empty")
-
-#: ``read``: a number or a tensor comes to the host. ``upload``: a tensor of the host's pageable memory goes
-#: to the device, which CUDA ends with a wait for the stream. ``inside``: an operator reads by itself.
-Kind = Literal["read", "upload", "inside"]
-
-#: How often a wait may happen: in each step; there for each micro-batch of each stage of a rank, for each
-#: block that this computes (again in its backward, too), or for each parameter; or never in a later step.
-Per = Literal["step", "micro-batch", "block", "parameter", "outside"]
-
-
-class Locals:
-    """Look up a local variable in the function that waits, or else in those that called it."""
-
-    def __init__(self, frame: FrameType | None) -> None:
-        self._frame = frame
-
-    def __getitem__(self, name: str) -> Any:
-        frame = self._frame
-        while frame is not None and name not in frame.f_locals:
-            frame = frame.f_back
-        if frame is None:
-            raise KeyError(name)
-        return frame.f_locals[name]
 
 
 class Mixed(AssertionError):
@@ -57,26 +34,6 @@ class Mixed(AssertionError):
 
 class NewWait(AssertionError):
     """Report a place that is not on the list and at which the host waits for the device."""
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Describe a place in the code at which the host waits for the device.
-
-    ``place``: file and qualified name of the function. ``most``: how often at most in each of ``per``.
-    ``gives``: what is read there, from the tensor and local variables; by default zeros, and
-    true for a condition.
-    """
-
-    place: str
-    kind: Kind
-    most: int
-    per: Per
-    reason: str
-    gives: Callable[[Tensor, Locals], Any] | None = None
-
-
-Waits = Sequence[Wait]
 
 
 class SimulatedDevice(TorchDispatchMode):

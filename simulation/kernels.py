@@ -17,38 +17,33 @@ The choice between the two kernels of attention is that of ``sdp_utils.cpp``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from ..parallel_state.engine import accelerator
 
 _aten = torch.ops.aten
 
 
-class GpuKernels(TorchFunctionMode):
-    """Call a GPU's fused kernels, and let layers choose as on a GPU, while this context is entered."""
+_plain_attention = F.scaled_dot_product_attention
 
-    def __enter__(self) -> GpuKernels:
-        self._stack = ExitStack()
-        self._stack.enter_context(accelerator.imagined())
-        super().__enter__()
-        return self
 
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
-        self._stack.close()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kernel = _KERNELS.get(func)
-        return (func if kernel is None else kernel)(*args, **(kwargs or {}))
+@contextmanager
+def gpu_kernels() -> Iterator[None]:
+    """Let torch's functions call a GPU's fused kernels inside this context, and layers choose as on a GPU
+    for tensors on the "meta" device.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(accelerator.imagined())
+        for function, kernel in _KERNELS.items():
+            stack.enter_context(mock.patch.object(*function, kernel))
+        yield
 
 
 def _attention(
@@ -62,7 +57,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     if q_BHSE.dtype == torch.float64:  # which no kernel takes
-        return F.scaled_dot_product_attention(
+        return _plain_attention(
             q_BHSE, k_BKTE, v_BKTE, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if attn_mask is None and q_BHSE.dtype in (torch.bfloat16, torch.float16):
@@ -83,7 +78,8 @@ class _FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        scale = torch.empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
+        inner = torch.promote_types(x.dtype, torch.float32)
+        scale = x.new_empty((*x.shape[:-1], 1), dtype=inner)
         ctx.save_for_backward(x, weight, scale)
         return x * (1 if weight is None else weight)
 
@@ -105,9 +101,9 @@ def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
-_KERNELS: dict[Any, Callable[..., Tensor]] = {
-    F.scaled_dot_product_attention: _attention,
-    F.rms_norm: _rms_norm,
-    torch.rms_norm: _rms_norm,
-    F.dropout: _dropout,
+_KERNELS: dict[tuple[Any, str], Callable[..., Tensor]] = {
+    (F, "scaled_dot_product_attention"): _attention,
+    (F, "rms_norm"): _rms_norm,
+    (torch, "rms_norm"): _rms_norm,
+    (F, "dropout"): _dropout,
 }

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..parallel_state import Layout, ParallelState
 from .backend import NAME, start_group
-from .device import SimulatedDevice, Waits
+from .device import SimulatedDevice
+from .wait import Waits
 
 
 class _Sending:

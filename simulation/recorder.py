@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..parallel_state.engine import TorchDispatchMode, accelerator
+from ..parallel_state.engine import TorchDispatchMode
 from ..parallel_state.process_groups import STAND_IN
 from .flops import flops_of_call
-from .kernels import GpuKernels
 from .record import Collective
 
 #: When something runs: in the forward, when a backward computes the forward again, or in the backward.
@@ -49,9 +47,7 @@ def noted(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         _FORWARDS.append(forward)
         try:
-            # A backward leaves function modes off.
-            with GpuKernels() if accelerator.is_imagined() else nullcontext():
-                return forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         finally:
             _FORWARDS.pop()
 
@@ -64,6 +60,11 @@ class Recorder(TorchDispatchMode):
     ``now``: the bytes alive that were made while it was entered. ``weights``: those of parameters, by the ids
     of their storages, with whether they are trained. A number that the host reads is 0.
     """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Let torch call this mode as it is: else it imports its compiler, and asks it at each operator."""
+        return False
 
     def __init__(self, weights: dict[int, bool] | None = None, axes: dict[str, str] | None = None) -> None:
         super().__init__()
@@ -87,11 +88,12 @@ class Recorder(TorchDispatchMode):
         if func is _PLACES:  # where documents start: each row is one
             shape = args[0].shape
             return args[0].new_empty((shape[0] if len(shape) > 1 else 1, len(shape)), dtype=torch.int64)
-        out = func(*args, **kwargs)
         if func is _DEVICE:
-            return out
+            return func(*args, **kwargs)
+        given = tensors_of((*args, *kwargs.values()))
+        out = _call(func, args, kwargs)
         self.at += 1
-        given, made = tensors_of((*args, *kwargs.values())), tensors_of((out,))
+        made = tensors_of((out,))
         here = {id(tensor.untyped_storage()) for tensor in given}
         for tensor in made:
             storage = tensor.untyped_storage()
@@ -168,6 +170,64 @@ _KINDS = {
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "exchange",
 }
+
+
+#: The forms of what an operator gives on the "meta" device, by the operator and the forms of its arguments.
+_FORMS: dict[object, Any] = {}
+
+
+class _Form(NamedTuple):
+    """Hold what a tensor is but its numbers."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what an operator gives. Torch finds some forms on the "meta" device in Python, which takes long,
+    so that they are remembered.
+    """
+    if not _makes_new(func):
+        return func(*args, **kwargs)
+    try:
+        key = func, *map(_form, args), *((name, _form(value)) for name, value in kwargs.items())
+        known = _FORMS.get(key)
+    except TypeError:  # an argument that has no hash
+        return func(*args, **kwargs)
+    if known is not None:
+        several, forms = known
+        made = tuple(form.empty() if isinstance(form, _Form) else form for form in forms)
+        return made if several else made[0]
+    out = func(*args, **kwargs)
+    made = out if (several := isinstance(out, tuple)) else (out,)
+    here = {tensor.untyped_storage()._cdata for tensor in tensors_of(args)}
+    if all(
+        type(x) is Tensor and x.is_meta and x.untyped_storage()._cdata not in here
+        for x in made
+        if isinstance(x, Tensor)
+    ):
+        _FORMS[key] = several, tuple(_form(x) if isinstance(x, Tensor) else x for x in made)
+    return out
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _Form(value.shape, value.stride(), value.dtype, value.device)
+    return tuple(map(_form, value)) if isinstance(value, list) else (type(value), value)
+
+
+@lru_cache(maxsize=4096)
+def _makes_new(func: Any) -> bool:
+    """Return whether an operator changes none of its arguments, and gives no view of one."""
+    schema = func._schema
+    return not schema.is_mutable and all(
+        one.alias_info is None and "[]" not in str(one.type) for one in schema.returns
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel_state import local
-from ..parallel_state.engine.fake_tensors import FakeTensor, FakeTensorMode
 from ..parallel_state.engine.weight_gradients import compute_input_gradients
-from .device import Locals
-from .kernels import GpuKernels
+from .kernels import gpu_kernels
 from .recorder import Recorder, tensors_of
 from .trace import Trace
+from .wait import Locals
 from .waits import WAITS
 
 
@@ -38,9 +37,14 @@ def without_numbers(
     """
     with ExitStack() as stack:
         if gpu:
-            stack.enter_context(GpuKernels())
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(mock.patch.object(FakeTensor, "tolist", _numbers))
+            stack.enter_context(gpu_kernels())
+            stack.enter_context(mock.patch.object(Tensor, "tolist", _meta_numbers))
+        else:
+            from ..parallel_state.engine.fake_tensors import FakeTensor, FakeTensorMode
+
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(mock.patch.object(FakeTensor, "tolist", _numbers))
+        device = "meta" if gpu else "cpu"
         fakes: dict[int, Tensor] = {}
         for module in {id(inner): inner for outer in modules for inner in outer.modules()}.values():
             places: tuple[dict[str, Any], ...] = module._parameters, module._buffers
@@ -49,16 +53,16 @@ def without_numbers(
                     if known is None:
                         continue
                     if id(known) not in fakes:
-                        fakes[id(known)] = _fake(known, compute)
+                        fakes[id(known)] = _fake(known, compute, device)
                     stack.callback(place.__setitem__, name, known)
                     place[name] = fakes[id(known)]
         yield
 
 
-def _fake(known: Tensor, compute: torch.dtype | None) -> Tensor:
+def _fake(known: Tensor, compute: torch.dtype | None, device: str) -> Tensor:
     parameter = isinstance(known, nn.Parameter)
     shape, dtype = local(known).shape, compute if parameter and compute else known.dtype
-    fake = torch.empty(shape, dtype=dtype)
+    fake = torch.empty(shape, dtype=dtype, device=device)
     return nn.Parameter(fake, requires_grad=known.requires_grad) if parameter else fake
 
 
@@ -79,12 +83,12 @@ class _Taken(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *made: Tensor) -> Tensor:
-        ctx.like = [(x.shape, x.dtype) for x in made]
+        ctx.like = [(x.shape, x.dtype, x.device) for x in made]
         return torch.empty(())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.like)
+        return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
 
 
 def trace(
@@ -209,6 +213,13 @@ def _in_two(
     between = recorder.now - kept
     del left
     return between, instants
+
+
+_tolist = Tensor.tolist
+
+
+def _meta_numbers(tensor: Tensor) -> Any:
+    return _numbers(tensor) if tensor.is_meta else _tolist(tensor)
 
 
 def _numbers(tensor: Tensor) -> Any:

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from .device import Locals, Wait
+from .wait import Locals, Wait
 
 _OURS = "parallel_state/engine/fully_sharded.py"
 _FSDP = "torch/distributed/fsdp/_fully_shard/_fsdp"

@@ -10,7 +10,7 @@ from typing import Any
 from ..checkpoints import Source, StoredAdapter, check_plain, read_source
 from ..data.batches import GlobalBatches
 from ..data.vocabulary import check_vocabulary
-from ..layers import Tokens, attention_backends, automatic_chunk
+from ..layers import attention_backends, automatic_chunk
 from ..models import Family, ModelConfig, family_of
 from ..parallel_state import BadInput, ParallelState, dtype_named
 from ..pipeline import schedule_kind
@@ -117,16 +117,12 @@ def loss_chunk_of(recipe: Recipe, config: ModelConfig) -> int:
         return memory.loss_chunk
     if layout.pipeline > 1 and (name == "gpipe" or schedule_kind(name).two_backwards):
         return 0  # micro-batches wait for their backward, and each would hold a gradient of the output layer
-    tokens = Tokens(
-        recipe.data.micro_batch,
-        recipe.data.sequence_length // layout.context,
-        config.embedding_width,
-        dtype_named(recipe.compute_dtype).itemsize,
-        fused=recipe.device == "cuda",
-    )
     return automatic_chunk(
-        tokens,
+        recipe.data.micro_batch * (recipe.data.sequence_length // layout.context),
+        config.embedding_width,
         config.vocab_size,
+        compute=dtype_named(recipe.compute_dtype).itemsize,
+        gpu=recipe.device == "cuda",
         sums=dtype_named(recipe.reduce).itemsize if recipe.reduce else 4,
         trained=recipe.lora is None,
         state=ParallelState.stand_in(layout, 0),

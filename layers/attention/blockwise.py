@@ -20,14 +20,11 @@ from torch.nn import functional as F
 
 from ...parallel_state import engine
 from ..autocast import without_autocast
-from ..cost import Tokens
 from .alibi import ScoreBias
 from .sinks import add_sinks, sinks_gradient
 
 #: Scores that are written out at once where no fused operator computes the block.
 _AT_ONCE = 2**26
-#: How many tensors of the size of the scores ``attend_backward`` holds at its worst moment.
-_COPIES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,14 +182,6 @@ def widened(v_BKTE: Tensor, q_BHQE: Tensor) -> Tensor:
     """Return values as wide as the queries, with zeros at the end: flash attention takes one width."""
     missing = q_BHQE.shape[-1] - v_BKTE.shape[-1]
     return F.pad(v_BKTE, (0, missing)) if missing else v_BKTE
-
-
-def scores_bytes(tokens: Tokens, heads: int, keys: float, *, dropout: bool, bounded: bool) -> float:
-    """Return the bytes that a backward needs for scores in memory and for the tensors computed from them."""
-    row = tokens.rows * heads * keys
-    at_once = min(tokens.length, max(1, _AT_ONCE // row))
-    copies = _COPIES + bounded + 3 * dropout + (at_once < tokens.length)  # one is left of the rows before
-    return copies * tokens.inner * row * at_once
 
 
 def _fused(q: Tensor, options: BlockAttentionOptions) -> bool:

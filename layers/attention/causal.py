@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +10,6 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...parallel_state.engine import accelerator
-from ..cost import Tokens
 from .alibi import Alibi
 from .backends import HALF, AttentionCall, Backend, PinnedBackend, Score, choose_backend
 from .blockwise import blockwise_attention, widened
@@ -19,7 +17,6 @@ from .flex import flex_attention
 from .mask import AttentionScope
 from .ring_and_gathered_attention import context_attention
 from .varlen import varlen_attention
-from .visible import exceeds
 
 _KERNELS: dict[Backend, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -133,13 +130,6 @@ def call_of(
         dropout=dropout > 0,
         score=score,
     )
-
-
-def call_in_plan(call: AttentionCall, tokens: Tokens, window: int | None) -> AttentionCall:
-    """Return the call for the tokens of a plan: rows of one document each."""
-    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[tokens.compute]
-    device = "cuda" if tokens.fused else "cpu"
-    return replace(call, device=device, dtype=dtype, masked=exceeds(window, int(tokens.length)))
 
 
 def score_name(*, soft_cap: bool, sinks: bool, alibi: Alibi | None) -> Score:

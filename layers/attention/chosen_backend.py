@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..cost import Cost, Tokens
 from .attention import Attention
 from .backends import PinnedBackend, choose_backend
 from .latent import MultiHeadLatentAttention
@@ -25,20 +24,6 @@ def attention_kinds(model: nn.Module) -> tuple[AttentionModule, ...]:
         if isinstance(one, AttentionModule):
             found.setdefault((one.window, one.call(stand_in, scope)), one)
     return tuple(found.values())
-
-
-def masks_cost(model: nn.Module, tokens: Tokens) -> Cost:
-    """Return the cost of dense masks for windows shorter than a row; all blocks and rows share these
-    masks.
-    """
-    kept = {}
-    for one in attention_kinds(model):
-        if isinstance(one, MultiHeadLatentAttention) or one.state.context_size > 1:
-            continue
-        if exceeds(one.window, int(tokens.length)):
-            each = {"varlen": 0, "flex": 0, "blockwise": 1}.get(one.planned_backend(tokens), tokens.compute)
-            kept[one.window, each] = tokens.length**2 * each
-    return Cost(kept=sum(kept.values()))
 
 
 def set_attention_backend(model: nn.Module, backend: PinnedBackend) -> None:

@@ -46,11 +46,11 @@ class ContextScope:
         if positions is None:
             return
         starts, first = _starts_and_firsts(positions, window, state)
-        if torch.compiler.is_compiling() or positions.is_meta:  # the numbers cannot be read
+        here = on_host(positions)  # else this waits for an accelerator, once a forward
+        if here is None and (torch.compiler.is_compiling() or positions.is_meta):
             self.first, self._starts = first, starts
             self._bounds = [(0, positions.shape[-1] * state.context_size)] * 2
             return
-        here = on_host(positions)  # else this waits for an accelerator, once a forward
         if here is not None and here is not positions:
             _, here = _starts_and_firsts(here, window, state)
         halves = (first if here is None or here is positions else here).unflatten(-1, (2, -1))

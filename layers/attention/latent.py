@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...parallel_state import BadInput, Initial, ParallelState, alone_or
-from ..collectives import enter_sends, enter_tensor
+from ..collectives import enter_tensor
 from ..column_parallel_linear import ColumnParallelLinear
-from ..cost import Cost, Tokens, cost_of, sum_costs
 from ..dropout import own_random
 from ..norm import RMSNorm
 from ..replicated_linear import ReplicatedLinear
@@ -21,7 +20,6 @@ from .causal import call_of, causal_attention, merge_heads, split_heads
 from .inputs import AttentionInputs
 from .kernel_checks import checked_backend
 from .mask import AttentionScope
-from .ring_and_gathered_attention import context_sends, context_working
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -145,68 +143,6 @@ class MultiHeadLatentAttention(nn.Module):
         """Return the queries of this rank's heads, (B, S, H E)."""
         q_BSH: Tensor = self.q(x_BSD) if self.direct else self.q_up(self.q_norm(self.q_down(x_BSD)))
         return q_BSH
-
-    def cost(self, tokens: Tokens) -> Cost:
-        """Add up products, norms, and attention's own: what it keeps and sends over context ranks."""
-        state, between = self.state, tokens.between_blocks(self.state)
-        first = self.q if self.direct else self.q_down
-        key_values: list[nn.Module] = [self.kv_down, self.kv_norm, self.kv_up]
-        queries = [self.q] if self.direct else [self.q_down, self.q_norm, self.q_up]
-        found = sum_costs(queries, tokens).beside(between.bytes(tokens.hidden))
-        if first.keeps_input and self.kv_down.keeps_input and not (state.sequence and self.direct):
-            found += Cost(kept=-between.bytes(tokens.hidden))  # they keep the same one
-        query = self.heads // state.tensor_size * self.key_dim
-        found += sum_costs(key_values, tokens).beside(tokens.bytes(query))
-        # The norms keep what these products make, the whole of it, unless they bring it to fp32 first.
-        latents = sum(one.out_features for one in (first, self.kv_down) if isinstance(one, ReplicatedLinear))
-        as_made = tokens.fused or tokens.compute == tokens.inner
-        made, turned = tokens.after(*queries, *key_values), tokens.after(self.kv_down)
-        scores = Cost(
-            kept=between.bytes(self.latent_parts[1] * as_made),
-            selective=between.bytes(latents),
-            sends=enter_sends(turned, self.latent_parts[1], state),
-        ) + self._cost_of_scores(made)
-        return found + scores.under(made) + cost_of(self.out, made)
-
-    def cache_bytes(self, tokens: Tokens) -> float:
-        """Return the bytes that a ``KeyValueCache`` of these tokens keeps: latents and rotated keys."""
-        return tokens.bytes(sum(self.latent_parts))
-
-    def _cost_of_scores(self, tokens: Tokens) -> Cost:
-        ranks, whole = self.state.context_size, tokens.length * self.state.context_size
-        heads, count = self.heads // self.state.tensor_size, tokens.count
-        query, value, made = (
-            heads * width for width in (self.key_dim, self.value_parts[1], sum(self.value_parts))
-        )
-        narrow = self.value_parts[1] < self.key_dim
-        one_operator = ranks == 1 and (tokens.fused or not self.dropout)
-        sums = heads * count * tokens.inner  # a logsumexp a head
-        if ranks > 1:  # values are a part of what was made with them; the output projection takes a copy
-            kept = 2 * query + made + value
-        else:  # narrow values and the output that belongs to them are brought to the width of queries
-            kept = 2 * query + (query if narrow else made) + (query * one_operator if narrow else 0)
-            kept += 0 if narrow or self.out.keeps_input else query
-        written = 0.0 if one_operator or ranks > 1 else 3 * heads * whole * count * tokens.compute
-        products = sum(
-            one.parts[0].here
-            for one in self.children()
-            if isinstance(one, ColumnParallelLinear) and one.in_features == tokens.hidden
-        )
-        return Cost(
-            kept=tokens.bytes(kept) + sums + written,
-            selective=tokens.bytes(products + query * one_operator) + sums * one_operator,
-            working=self._working(tokens, query, value) + written / 3,
-            sends=context_sends(tokens, query + value, self.state),
-            attention=2.0 * self.heads * (self.key_dim + self.value_parts[1]) * whole * count,
-        )
-
-    def _working(self, tokens: Tokens, query: int, value: int) -> float:
-        """Return the bytes of the gradients of attention's output, queries, keys and values, as wide as
-        queries; and of the output, unless a wider one is kept.
-        """
-        if self.state.context_size > 1:
-            return context_working(tokens, query, query + value, value, self.state)
-        return tokens.bytes(4 * query + value * (value == query))
 
 
 def _joined(still_BHSE: Tensor, turned_BHSE: Tensor) -> Tensor:

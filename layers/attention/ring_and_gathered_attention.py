@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from ...parallel_state import ParallelState, engine
-from ..cost import Send, Tokens
 from .alibi import Alibi
 from .blockwise import BlockAttentionOptions, attend, attend_backward
 from .context_mask import Block, ContextScope
@@ -112,63 +111,6 @@ class _ContextAttention(torch.autograd.Function):
 
 # torch declares ``apply`` without types.
 _attention: Callable[..., Tensor] = _ContextAttention.apply
-
-
-def context_working(
-    tokens: Tokens, query: float, key_value: float, value: float, state: ParallelState, *, scores: float = 0.0
-) -> float:
-    """Return the bytes that a backward over context ranks holds at once.
-
-    ``query``: numbers a token of the queries here, ``key_value`` of keys and values together, ``value`` of
-    the output, whose gradient is here too. ``scores``: the bytes that a block needs for scores in memory; 0:
-    an operator of its own computes the block.
-    """
-    ranks, count = state.context_size, tokens.count
-    if ranks == 1:
-        return 0.0
-    compute, inner = count * tokens.compute, count * tokens.inner
-    # A block has half of the tokens. Its gradients are made while those of the block before are there.
-    block = scores + (query + 2 * key_value) / 2 * inner
-    if not scores:
-        block += 3 * query / 2 * compute  # one key and value for each query head, as wide as queries
-        block += (query + value) / 2 * compute * (key_value < query + value)  # so they are repeated,
-        block += 3 * query / 2 * compute * (value < query)  # and widened, as output and its gradient
-    lasting = value * compute + query * inner
-    if not state.layout.ring:
-        return lasting + (1 + ranks) * key_value * (compute + inner) + block
-    # On the way: keys and values of the next rank, gradients to the next rank and from the one before.
-    coming = ranks > 2
-    blocks = key_value * ((1 + coming) * compute + (2 + 2 * coming) * inner) + block
-    end = key_value * (compute + 4 * inner) + (query + key_value) / 2 * inner
-    return lasting + max(blocks, end)
-
-
-def context_sends(tokens: Tokens, key_value: float, state: ParallelState) -> tuple[Send, ...]:
-    """Return the sends of keys and values, in forward and again in backward, and of their gradients.
-
-    ``key_value``: numbers a token of keys and values together. A backward sends nothing unless it comes to
-    queries, keys or values (``tokens.reached``). See docs/context.md.
-    """
-    ranks = state.context_size
-    if ranks == 1:
-        return ()
-    numbers = key_value * tokens.count
-    here, gradients = numbers * tokens.compute, numbers * tokens.inner
-    what, back = "keys, values", "their gradients"
-    if state.layout.ring:
-        rounds = ranks - 1
-        found = (
-            Send("context", "exchange", rounds * here, again="always", count=rounds, what=what),
-            Send("context", "exchange", rounds * here, forward=False, count=rounds, what=what),
-            Send("context", "exchange", rounds * gradients, forward=False, count=rounds, what=back),
-        )
-    else:
-        found = (
-            Send("context", "all_gather", here, again="always", what=what),
-            Send("context", "all_gather", here, forward=False, what=what),
-            Send("context", "reduce_scatter", ranks * gradients, forward=False, what=back),
-        )
-    return found if tokens.reached else found[:1]
 
 
 def _arriving(k: Tensor, v: Tensor, state: ParallelState) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -20,7 +20,6 @@ from ...parallel_state import (
     alone_or,
     declare_parameter,
 )
-from ..cost import Cost, Tokens
 
 
 class Sinks(DeclaredModule):
@@ -35,10 +34,6 @@ class Sinks(DeclaredModule):
         declare_parameter(
             self, "weight", Declaration((heads,), Cut(0), initial=initial or Constant(0.0)), alone_or(state)
         )
-
-    def cost(self, tokens: Tokens) -> Cost:
-        """Return no cost: attention keeps the same numbers with sinks and without."""
-        return Cost()
 
 
 def add_sinks(out_BHSE: Tensor, log_sums_BHS: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:

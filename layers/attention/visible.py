@@ -51,9 +51,7 @@ def restarts(positions: Tensor, *, wait: bool = False) -> bool:
     Numbers that the host does not have (see ``host_copies``; traced, meta) are waited for only if told so.
     Otherwise the answer is true: attention by documents is right for one document a row as well.
     """
-    if torch.compiler.is_compiling() or positions.is_meta:
-        return True
     here = on_host(positions)
-    if here is None and not wait:
+    if here is None and (torch.compiler.is_compiling() or positions.is_meta or not wait):
         return True
     return bool(((positions if here is None else here)[..., 1:] == 0).any())

@@ -16,13 +16,11 @@ from ...parallel_state import (
     Initial,
     ParallelState,
     alone_or,
-    declarations,
     declare_parameter,
     local,
 )
-from ..cost import Cost, Tokens, matrix
 from .experts import ExpertAdapter, Experts
-from .grouped_matmul import GroupSizes, grouped_gradient, has_kernel, kernel_takes, stack_gradient
+from .grouped_matmul import GroupSizes, has_kernel
 
 
 class ClampedExperts(Experts):
@@ -81,38 +79,6 @@ class ClampedExperts(Experts):
         made_MF = (up_MF + 1) * (gate_MF * torch.sigmoid(self.alpha * gate_MF))
         out_MD = self._products(("down",), made_MF, counts)["down"]
         return out_MD + _rows(local(self.down_bias), counts, out_MD) * float(self.state.tensor_index == 0)
-
-    def cost(self, tokens: Tokens) -> Cost:
-        """Return the cost of the rows here: evenly used experts have as many as this rank's tokens make."""
-        _, hidden, both = local(self.gate_up).shape
-        width, trained = both // 2, self.gate_up.requires_grad
-        whole = 3 * declarations(self)["down"].shape[1] * hidden
-        made = both * (hidden == tokens.hidden) + hidden * (width == tokens.hidden)
-        by_kernel = tokens.fused and kernel_takes(tokens.compute, hidden, both)
-        adapted = {output for adapter in self.adapters for output in adapter.outputs}
-        inputs = hidden * (trained or "gate_up" in adapted) + width * (trained or "down" in adapted)
-        found = sum((one.cost(tokens) for one in self.adapters), matrix(tokens, whole, trained=trained))
-        down = width * (trained or "down" in adapted)
-        found += Cost(
-            kept=tokens.bytes(inputs - down),
-            with_gradient=grouped_gradient(
-                tokens, local(self.gate_up), hidden, both, trained=trained, given_back=inputs - down
-            ),
-            selective=tokens.bytes(made * (not by_kernel)),
-            outputs=tokens.bytes(both),
-        )
-        # The product, the clamped gate, its sigmoid, their product, and the upper product from 1.
-        found += Cost(kept=tokens.bytes(both + 4 * width), working=tokens.bytes(3 * width))
-        return found + Cost(
-            kept=tokens.bytes(down),
-            with_gradient=grouped_gradient(
-                tokens, local(self.down), width, hidden, trained=trained, given_back=down
-            ),
-            gradients=stack_gradient(tokens, local(self.down), trained=trained),
-            # The upper product; the product, the biases of its rows, and those of one rank.
-            making=tokens.bytes(width * (1 if down else 2) + 3 * hidden),
-            outputs=tokens.bytes(hidden),
-        )
 
     def extra_repr(self) -> str:
         return f"here={tuple(local(self.gate_up).shape)}, alpha={self.alpha}, limit={self.limit}"

@@ -16,13 +16,11 @@ from ...parallel_state import (
     ParallelState,
     Uniform,
     alone_or,
-    declarations,
     declare_parameter,
     local,
 )
-from ..cost import Cost, Tokens, matrix
 from ..mlp import activation
-from .grouped_matmul import grouped_gradient, grouped_making, grouped_mm, kernel_takes, stack_gradient
+from .grouped_matmul import grouped_mm
 
 
 class ExpertAdapter(Protocol):
@@ -32,9 +30,6 @@ class ExpertAdapter(Protocol):
 
     def __call__(self, x_MD: Tensor, counts: Sequence[int]) -> dict[str, Tensor]:
         """Return what is added to each of ``outputs``, from the rows that their stacks multiply."""
-
-    def cost(self, tokens: Tokens) -> Cost:
-        """Return the cost without the input."""
 
 
 class Experts(DeclaredModule):
@@ -104,58 +99,6 @@ class Experts(DeclaredModule):
                 for name, change in adapter(x, counts).items():
                     made[name] = made[name] + change
         return made
-
-    @property
-    def keeps_input(self) -> bool:
-        """Return whether backward needs the rows: stacks that are frozen and not adapted do not."""
-        adapted = {output for adapter in self.adapters for output in adapter.outputs}
-        into = self.products[0]
-        return getattr(self, into[0]).requires_grad or any(one in adapted for one in into)
-
-    def cost(self, tokens: Tokens) -> Cost:
-        """Return the cost of the rows here: evenly used experts have as many as this rank's tokens make."""
-        _, width, hidden = local(self.up).shape
-        products = 2 if self.gated else 1
-        trained = self.up.requires_grad
-        whole = (products + 1) * declarations(self)["up"].shape[1] * hidden
-        made = products * width * (hidden == tokens.hidden) + hidden * (width == tokens.hidden)
-        by_kernel = tokens.fused and kernel_takes(tokens.compute, hidden, width)
-        adapted = {output for adapter in self.adapters for output in adapter.outputs}
-        inputs = hidden * (trained or bool(adapted - {"down"})) + width * (trained or "down" in adapted)
-        down = width * (trained or "down" in adapted)
-        found = sum((one.cost(tokens) for one in self.adapters), matrix(tokens, whole, trained=trained))
-        # The gate's backward comes first, beside the gradient of the upper product.
-        up = local(self.up)
-        of_up = grouped_gradient(
-            tokens,
-            up,
-            hidden,
-            width,
-            trained=trained,
-            beside=hidden * self.gated,
-            given_back=inputs - down,
-        )
-        of_gate = grouped_gradient(tokens, up, hidden, width, trained=trained, beside=width) * self.gated
-        found += Cost(
-            kept=tokens.bytes(inputs - down),
-            with_gradient=max(of_up, of_gate),
-            with_all_gradients=of_up + stack_gradient(tokens, up, trained=trained) * self.gated,
-            selective=tokens.bytes(made * (not by_kernel)),
-            outputs=tokens.bytes(products * width),
-        )
-        # The products' own backwards hold less than the activation's, or that of the sum after them.
-        found += Cost(
-            kept=tokens.bytes((products + self.gated) * width), working=tokens.bytes((2 + self.gated) * width)
-        )
-        return found + Cost(
-            kept=tokens.bytes(down),
-            with_gradient=grouped_gradient(
-                tokens, local(self.down), width, hidden, trained=trained, given_back=down
-            ),
-            gradients=stack_gradient(tokens, local(self.down), trained=trained),
-            making=grouped_making(tokens, width, hidden, keeps=down > 0),
-            outputs=tokens.bytes(hidden),
-        )
 
     def extra_repr(self) -> str:
         return f"here={tuple(local(self.up).shape)}"

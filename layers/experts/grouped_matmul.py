@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...parallel_state.engine import accelerator
-from ..cost import Tokens
 
 #: Torch's kernel needs rows of both matrices that are a multiple of so many bytes.
 _ALIGNED_BYTES = 16
@@ -61,52 +60,13 @@ def grouped_mm(x_MD: Tensor, w_EFD: Tensor, counts: Sequence[int]) -> Tensor:
     return torch.cat([F.linear(rows, weight) for rows, weight in groups])
 
 
-def grouped_making(tokens: Tokens, width: int, made: int, *, keeps: bool) -> float:
-    """Return the bytes that ``grouped_mm`` itself holds: what it makes, twice without the kernel, and the
-    rows that it is given, unless they are kept.
-    """
-    times = 1 if tokens.fused and kernel_takes(tokens.compute, width, made) else 2
-    return tokens.bytes(times * made + width * (not keeps))
-
-
-def stack_gradient(tokens: Tokens, stack: Tensor, *, trained: bool) -> float:
-    """Return the bytes of the gradient of a ``stack`` of matrices, 0 if it is frozen."""
-    return float(stack.numel() * tokens.compute * trained)
-
-
-def grouped_gradient(
-    tokens: Tokens,
-    stack: Tensor,
-    width: int,
-    made: int,
-    *,
-    trained: bool,
-    beside: float = 0.0,
-    given_back: float = 0.0,
-) -> float:
-    """Return the bytes at the worst moment of ``grouped_mm``'s backward: the gradients of what it made and of
-    its rows, of the ``stack`` of matrices, and those ``beside`` them, in numbers of a row. Without the kernel
-    the gradients of the matrices are joined when all are there, and the rows that were kept for them, of
-    ``given_back`` numbers, no more.
-    """
-    rows, gradient = tokens.bytes(width + beside), stack_gradient(tokens, stack, trained=trained)
-    if tokens.fused and kernel_takes(tokens.compute, width, made):
-        return rows + tokens.bytes(made) + gradient
-    return rows + max(tokens.bytes(made) + gradient, 2 * gradient - tokens.bytes(given_back))
-
-
 def has_kernel(x: Tensor, w: Tensor) -> bool:
     """Return whether ``grouped_mm`` is one kernel for these matrices."""
     return (
         x.dtype == w.dtype == torch.bfloat16
         and accelerator.has_grouped_products(x.device)
-        and kernel_takes(x.element_size(), x.shape[-1], w.shape[1])
+        and not any(width * x.element_size() % _ALIGNED_BYTES for width in (x.shape[-1], w.shape[1]))
     )
-
-
-def kernel_takes(size: int, *widths: int) -> bool:
-    """Return whether torch's kernel takes rows of these widths, in numbers of ``size`` bytes."""
-    return size == 2 and not any(width * size % _ALIGNED_BYTES for width in widths)
 
 
 def by_kernel(x_MD: Tensor, w_EFD: Tensor, counts: Sequence[int]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...parallel_state import ParallelState, alone_or
-from .router import TopKRouter
+from .router import Tally, TopKRouter
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,19 @@ class Balance:
     balance: float
     z_loss: float
     load: float
+
+
+@contextmanager
+def uncounted(model: nn.Module) -> Iterator[None]:
+    """Let routers of ``model`` not count what goes through them inside this context, as in a trace."""
+    tallies = {router: router.tally for _, router in routers(model)}
+    for router in tallies:
+        router.tally = Tally(router.num_experts)
+    try:
+        yield
+    finally:
+        for router, tally in tallies.items():
+            router.tally = tally
 
 
 class Balancing:

@@ -24,7 +24,6 @@ from typing import cast
 from torch import Tensor
 
 from ...parallel_state import BadInput, Constant, Cut, Uniform, declarations, declare_parameter, local
-from ..cost import Cost, Tokens, matrix
 from ..lora import lora_scale
 from .experts import Experts
 from .grouped_matmul import grouped_mm
@@ -85,17 +84,6 @@ class _StackedLowRank:
         """Return what is added to each output, from the rows that the stack multiplies."""
         h_MR = grouped_mm(x_MD, self._factor(self.a_name), counts) * self.scale
         return {output: grouped_mm(h_MR, self._factor(f"lora_B_{output}"), counts) for output in self.outputs}
-
-    def cost(self, tokens: Tokens) -> Cost:
-        """Return the cost without the input. ``tokens``: a token counts for each expert that it goes to."""
-        stated = declarations(self.experts)
-        _, rank, width = stated[self.a_name].shape
-        numbers = rank * (width + sum(stated[output].shape[1] for output in self.outputs))
-        between, here = tokens.bytes(rank), self._factor(self.a_name).shape[2]
-        found = matrix(tokens, numbers, trained=self._factor(self.a_name).requires_grad)
-        return found + Cost(
-            kept=between, selective=between if here == tokens.hidden else 0.0, outputs=between
-        )
 
     def _factor(self, name: str) -> Tensor:
         return local(cast(Tensor, getattr(self.experts, name)))

@@ -28,7 +28,6 @@ from ...parallel_state import (
     local,
 )
 from ..autocast import without_autocast
-from ..cost import Cost, Send, Tokens, matrix
 
 
 class TopKRouter(DeclaredModule):
@@ -161,20 +160,6 @@ class TopKRouter(DeclaredModule):
         first = float(state.counts_here)
         loss = (losses[0] * self.balance + losses[1] * self.z_loss) * (each * first)
         return _inject(weights_BSK, loss, counts_BE.sum(0), losses, self.tally)
-
-    def cost(self, tokens: Tokens) -> Cost:
-        """Return the cost; the input of trained weights, the scores and their sums are in at
-        least fp32."""
-        width, trained = self.weight.shape[1], self.weight.requires_grad
-        numbers = width * trained + 2 * self.num_experts + self.top_k + 2
-        product = self.num_experts * tokens.count * tokens.inner if width == tokens.hidden else 0.0
-        counts = tokens.rows * self.num_experts * tokens.inner  # of the rows that context ranks share
-        sends = (Send("context", "all_reduce", counts, again="full", what="counts"),)
-        return matrix(tokens, self.num_experts * width, trained=trained) + Cost(
-            kept=numbers * tokens.count * tokens.inner,
-            selective=product,
-            sends=sends if self.state.context_size > 1 and tokens.after(self).reached else (),
-        )
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} experts, top_k={self.top_k}, score={self.score}"

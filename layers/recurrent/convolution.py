@@ -25,7 +25,6 @@ from ...parallel_state import (
     local,
     shared_units,
 )
-from ..cost import Cost, Send, Tokens
 from ..mlp import activation
 from .recompute import recomputed
 from .runs import Runs
@@ -94,29 +93,6 @@ class CausalConvolution(DeclaredModule):
             runs.remember(self, F.pad(whole, (0, 0, count, 0))[:, whole.shape[1] :])
         y_BSC = self.act(runs.join(y_RLC))
         return torch.split(y_BSC, self.here, dim=-1)
-
-    def cost(self, tokens: Tokens) -> Cost:
-        """Return the cost where no document starts within a row: the inputs and the filters side by side, and
-        the sums, those of the padding included.
-        """
-        width, ranks = sum(self.here), self.state.context_size
-        more = (self.kernel_size - 1) * width * tokens.compute  # of the tokens before a run
-        kept = 2 * tokens.bytes(width) + tokens.rows * more + self.kernel_size * width * tokens.compute
-        ends = 2 * tokens.rows * more
-        sends = [Send("context", "all_gather", ends, again="always", what="tokens before a run")]
-        if tokens.reached:
-            back = Send("context", "reduce_scatter", ranks * ends, forward=False, what="their gradients")
-            sends.append(back)
-        return Cost(
-            kept=kept,
-            working=2 * tokens.bytes(width),  # the gradients of the activation's output and input
-            sends=tuple(sends) if ranks > 1 else (),
-            other=2.0 * tokens.count * self.kernel_size * sum(self.channels.values()),
-        )
-
-    def cache_bytes(self, tokens: Tokens) -> float:
-        """Return the bytes that a ``KeyValueCache`` keeps: the last inputs of each row."""
-        return tokens.rows * (self.kernel_size - 1) * sum(self.here) * tokens.compute
 
     def _every(self, leaf: str) -> Tensor | None:
         found = []

@@ -25,16 +25,14 @@ from ...parallel_state import (
     local,
 )
 from ..attention.inputs import AttentionInputs
-from ..collectives import enter_sends, enter_tensor
+from ..collectives import enter_tensor
 from ..column_parallel_linear import ColumnParallelLinear
-from ..cost import Cost, Send, Tokens, cost_of
 from ..norm import RMSNorm
 from ..row_parallel_linear import RowParallelLinear
 from .convolution import CausalConvolution
-from .decay import CHUNK
 from .delta_rule import gated_delta_rule
 from .recompute import recomputed
-from .runs import Runs, states_sends
+from .runs import Runs
 
 
 class GatedDeltaNet(DeclaredModule):
@@ -117,70 +115,6 @@ class GatedDeltaNet(DeclaredModule):
         y_BSHV = self.norm(y_BSHV.to(x_BSD.dtype)) * F.silu(z.unflatten(-1, (-1, self.value_dim)))
         out: Tensor = self.out(y_BSHV.flatten(-2))
         return out
-
-    def cost(self, tokens: Tokens) -> Cost:
-        """Add up products, convolution, norm, and the rule, of which backward needs the inputs alone.
-
-        The rule's FLOPs are ``other``: the conventions of MFU know matrices and scores.
-        """
-        (query, _, value, _), heads = (part.here for part in self.qkvz.parts), self.ba.parts[0].here
-        hidden = self.qkvz.in_features
-        twice = self.qkvz.keeps_input and self.ba.keeps_input  # the same input
-        found = Cost(sends=enter_sends(tokens, hidden, self.state))
-        found += cost_of(self.qkvz, tokens).beside(tokens.bytes(hidden))  # its gradient by ``ba``
-        found += Cost(kept=-tokens.bytes(hidden) * twice)
-        found += cost_of(self.ba, tokens).beside(tokens.bytes(2 * query + 2 * value))
-        # Queries, keys and values as the rule takes them.
-        kept = tokens.bytes(2 * query + value + heads)
-        kept += 3 * heads * tokens.count * tokens.inner  # the decay, and both sides of its softplus
-        products = tokens.bytes(2 * query + 2 * value + 2 * heads) if hidden == tokens.hidden else 0.0
-        mixed = tokens.after(self.qkvz)
-        states = mixed.after(self.conv, self.ba).after(self.A_log, self.dt_bias)
-        inside = cost_of(self.conv, mixed) + Cost(
-            kept=kept + 2 * heads * tokens.inner,
-            selective=products,
-            sends=self._sends(states, heads),
-            working=self._working(tokens, query, heads) + value * tokens.count * tokens.inner,
-            other=self._flops(tokens),
-        )
-        inside += cost_of(self.norm, states.times(heads))
-        # The gate's gradient waits for that of the other products.
-        found += inside.beside(tokens.bytes(value))
-        gate = tokens.bytes(3 * value)  # the norm's output, and both sides of its gate
-        return found + Cost(kept=gate, working=gate) + cost_of(self.out, states.after(self.norm))
-
-    def cache_bytes(self, tokens: Tokens) -> float:
-        """Return the bytes that a ``KeyValueCache`` keeps: each row's state, however many tokens it has."""
-        return tokens.rows * self.ba.parts[0].here * self.key_dim * self.value_dim * tokens.inner
-
-    def _working(self, tokens: Tokens, query: int, heads: int) -> float:
-        """Return the bytes that the rule's own backward holds, its output among them: at the product of
-        queries, keys and decays (``own``), or at the triangular system.
-
-        Both hold three matrices of a chunk's pairs for each head, and the gradients of three; what else they
-        hold is as in ``gated_delta_rule``.
-        """
-        length, key, value = min(CHUNK, tokens.length), self.key_dim, self.value_dim
-        pairs = query // key * length  # products of keys, or of queries and keys
-        states = key * (key + 2 * value) / length
-        own = 6 * query + 3 * pairs + heads * (2 * (key + value) + 2 * value + 3 * key + states)
-        system = 5 * query + pairs + heads * (4 * (key + value) + value)
-        numbers = 6 * heads * length + max(own, system) + 4 * heads + 2 * query // key
-        numbers += 2 * query * (tokens.compute < tokens.inner)  # queries and keys in fp32
-        return tokens.count * tokens.inner * numbers
-
-    def _flops(self, tokens: Tokens) -> float:
-        """Return the products of the rule: of all pairs in a chunk, with the state, and between chunks."""
-        length, key, value = min(CHUNK, tokens.length), self.key_dim, self.value_dim
-        size = self.state.tensor_size
-        shared = 4 * self.qkvz.parts[0].here * length
-        each = length * (key + 3 * value) + key * (2 * key + 6 * value) + 2 * key * key * value / length
-        return tokens.count * size * (shared + self.ba.parts[0].here * each)
-
-    def _sends(self, tokens: Tokens, heads: int) -> tuple[Send, ...]:
-        """Return what context ranks tell each other of what their runs make of a state, see ``Runs``."""
-        maps = tokens.rows * 2 * heads * self.key_dim * (self.key_dim + self.value_dim) * tokens.inner
-        return states_sends(maps, tokens, self.state)
 
     def _rule(self, runs: Runs, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """Return the outputs of the rule, (B, S, H, V)."""

@@ -25,14 +25,12 @@ from ...parallel_state import (
 )
 from ..attention.inputs import AttentionInputs
 from ..column_parallel_linear import ColumnParallelLinear
-from ..cost import Cost, Send, Tokens, cost_of
 from ..head_groups import HeadGroups
 from ..norm import HeadsRMSNorm
 from ..row_parallel_linear import RowParallelLinear
 from .convolution import CausalConvolution
-from .decay import CHUNK
 from .recompute import recomputed
-from .runs import Runs, states_sends
+from .runs import Runs
 from .state_space import state_space
 
 
@@ -127,66 +125,6 @@ class Mamba2(DeclaredModule):
         y_BSHP = self.norm(y_BSHP.transpose(1, 2)).transpose(1, 2)
         out: Tensor = self.out(y_BSHP.flatten(-2))
         return out
-
-    def cost(self, tokens: Tokens) -> Cost:
-        """Add up products, convolution, norm, and the state space, of which backward needs the inputs alone.
-
-        The FLOPs of the state space are ``other``: the conventions of MFU know matrices and scores.
-        """
-        (value, _, heads), made = (self.inner.parts[n].here for n in (0, 1, 4)), self.inner
-        # B, C and x as the convolution made them.
-        kept = tokens.bytes(value + 2 * len(self.groups.held) * self.state_dim)
-        # x times its step; the step, the sum in its softplus, the decay.
-        kept += tokens.count * tokens.inner * (value + 3 * heads) + 3 * heads * tokens.inner
-        products = tokens.bytes(sum(part.here for part in made.parts))
-        products = products if made.in_features == tokens.hidden else 0.0
-        mixed = tokens.after(self.inner)
-        states = mixed.after(self.conv).after(self.A_log, self.dt_bias)
-        inside = cost_of(self.conv, mixed) + Cost(
-            kept=kept,
-            selective=products,
-            sends=self._sends(states, heads),
-            # Beside it the gradients of the states' output, and of x that passes them by.
-            working=self._working(tokens, heads) + value * tokens.count * tokens.inner + tokens.bytes(value),
-            other=self._flops(tokens),
-        )
-        summed = states.after(self.D)
-        # The gate's gradient; the gate, both sides of its silu and what it multiplies.
-        inside = inside.beside(tokens.bytes(value)) + Cost(
-            kept=tokens.bytes(3 * value), working=tokens.bytes(3 * value)
-        )
-        found = cost_of(made, tokens) + inside.under(summed)
-        found += cost_of(self.norm, summed.times(heads))
-        return found + cost_of(self.out, summed.after(self.norm))
-
-    def cache_bytes(self, tokens: Tokens) -> float:
-        """Return the bytes that a ``KeyValueCache`` keeps: each row's state, however many tokens it has."""
-        return tokens.rows * self.inner.parts[0].here * self.state_dim * tokens.inner
-
-    def _working(self, tokens: Tokens, heads: int) -> float:
-        """Return the bytes that the backward of ``state_space`` itself holds: when it has made the output
-        again, or at the product of the pairs with their decays.
-        """
-        length, width, states = min(CHUNK, tokens.length), self.head_dim, self.state_dim
-        groups, carried = len(self.groups.held), states * width / length
-        made = heads * (7 * width + 2 * length + 2 * states + 3 * carried) + groups * (4 * states + length)
-        pairs = heads * (4 * width + 4 * length + states + 2 * carried) + groups * (3 * states + 2 * length)
-        if groups > 1:  # the products of all pairs are spread to the heads before the decays multiply them
-            made += (heads - groups) * length
-            pairs += (heads - 2 * groups) * length
-        return tokens.count * tokens.inner * (max(made, pairs) + 3 * heads)
-
-    def _flops(self, tokens: Tokens) -> float:
-        """Return the products: of all pairs in a chunk, into the state and out of it."""
-        length, states = min(CHUNK, tokens.length), self.state_dim
-        value = self.inner.parts[0].here * self.state.tensor_size
-        pairs = 2 * self.groups.groups * states * length
-        return tokens.count * (pairs + value * (2 * length + 4 * states))
-
-    def _sends(self, tokens: Tokens, heads: int) -> tuple[Send, ...]:
-        """Return what context ranks tell each other of what their runs make of a state, see ``Runs``."""
-        maps = tokens.rows * 2 * heads * (self.state_dim + 1) * self.head_dim * tokens.inner
-        return states_sends(maps, tokens, self.state)
 
     def _states(self, runs: Runs, x: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
         """Return the outputs of the state space, (B, S, H, P)."""

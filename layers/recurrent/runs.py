@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from ...parallel_state import ParallelState, engine
 from ..attention.inputs import AttentionInputs
 from ..context_chunks import own_chunks
-from ..cost import Send, Tokens
 
 
 class Runs:
@@ -79,19 +78,6 @@ class Runs:
         """Store the state that ``module`` needs for the tokens that follow; without a cache do nothing."""
         if self.cache is not None:
             self.cache.remember(module, x)
-
-
-def states_sends(maps: float, tokens: Tokens, state: ParallelState) -> tuple[Send, ...]:
-    """Return the collectives of ``states_before`` inside ``recomputed``, for ``maps`` bytes of maps: in
-    forward, and again in a backward, which also returns the gradients of the maps.
-    """
-    ranks = state.context_size
-    found = (
-        Send("context", "all_gather", maps, again="always", what="states"),
-        Send("context", "all_gather", maps, forward=False, what="states"),
-        Send("context", "reduce_scatter", ranks * maps, forward=False, what="their gradients"),
-    )
-    return () if ranks == 1 else found if tokens.reached else found[:1]
 
 
 class _GatherContext(torch.autograd.Function):

@@ -10,10 +10,11 @@ from statistics import median
 
 import torch
 
-from ...layers import Checkpointing, checkpoint_blocks, cost_of
+from ...layers import Checkpointing, checkpoint_blocks
 from ...models import CausalLM
 from ...parallel_state import ParallelState, initialize
-from ...planner import Work, block_traffic
+from ...planner.pieces import ModelPieces
+from ...planner.step_shape import MicroBatch
 from ...planner.time.kernels import leaves
 from ..llama import built, llama
 from .timing import seconds_of
@@ -49,10 +50,9 @@ def collective_seconds(state: ParallelState, rounds: int, mode: Checkpointing = 
 def _collectives(state: ParallelState, mode: Checkpointing) -> int:
     """Count the collectives of a block, with those that a checkpointed block repeats."""
     model = _model(_FEW, state)
-    work = Work(state, model.config.hidden_size, _TOKENS, 1, 1, checkpointing=mode, fused=False)
-    cost = cost_of(model.layers["0"], work.tokens)
-    passes = (False,) if mode == "none" else (False, True)
-    return sum(one.count for again in passes for one in block_traffic(work, cost, again=again))
+    pieces = ModelPieces(model, state)
+    block = pieces.block(model.layers["0"], MicroBatch(1, _TOKENS, gpu=False), reached=True)
+    return len(block.under(mode).collectives)
 
 
 def _seconds(

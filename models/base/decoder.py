@@ -6,7 +6,6 @@ B batch  S sequence  D hidden
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,17 +13,12 @@ from torch import Tensor, nn
 
 from ...layers import (
     AttentionInputs,
-    Cost,
     KeyValueCache,
     RotaryEmbedding,
     Stage,
-    Tokens,
     VocabParallelEmbedding,
     VocabParallelHead,
     attention_kinds,
-    cost_of,
-    masks_cost,
-    sum_costs,
 )
 from ...parallel_state import Normal, ParallelState, alone_or
 from .blocks import Block
@@ -119,24 +113,6 @@ class Decoder(CausalLM):
         """Return the modules before the first block: the embedding and those that ``add_entry`` made."""
         others = ("rotary", "layers", "norm", "head", "mtp")
         return [module for name, module in self.named_children() if name not in others]
-
-    def cost_beside_blocks(self, tokens: Tokens, stage: Stage, *, head_in_loss: bool = False) -> Cost:
-        found = sum_costs(self.rotary.values(), tokens) + masks_cost(self.layers, tokens)
-        if stage.first:
-            found += sum_costs(self.entry, replace(tokens, reached=False))
-        if stage.last:
-            tied = self.config.tie_word_embeddings
-            further = [*self.predictions(tokens)]
-            found += cost_of(self.norm, tokens)
-            normed, count = tokens.after(self.norm, *(one for one, _ in further)), 1 + len(further)
-            # Each block's hidden states come after the others, or by themselves to a loss in chunks, which
-            # always computes their gradient.
-            each = [replace(tokens, reached=True)] * count if head_in_loss else [normed.times(count)]
-            for every in each:
-                found += self.embed.project_cost(every) if tied else cost_of(self.head, every)
-            for one, given in further:
-                found += cost_of(self.embed, tokens) + cost_of(one, given)
-        return found
 
     def forward(
         self,

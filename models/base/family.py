@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ...layers import (
-    Cost,
     KeyValueCache,
     Stage,
-    Tokens,
     VocabParallelEmbedding,
     VocabParallelHead,
     bounded,
@@ -34,7 +32,7 @@ from ...parallel_state import (
 )
 from .config import ModelConfig
 from .hugging_face_names import Link, Rule, expand
-from .multi_token import MultiTokenPrediction, multi_token_rules
+from .multi_token import multi_token_rules
 
 
 class CausalLM(nn.Module):
@@ -82,23 +80,6 @@ class CausalLM(nn.Module):
     def entry(self) -> list[nn.Module]:
         """Return the modules before the first block."""
         raise AssertionError("each family has its own")
-
-    def cost_beside_blocks(self, tokens: Tokens, stage: Stage, *, head_in_loss: bool = False) -> Cost:
-        """Return the cost of a stage without its blocks: rotations, and the ends where it has them.
-
-        ``head_in_loss``: the loss computes the logits, of each token that is predicted by itself.
-        """
-        raise AssertionError("each family has its own")
-
-    def predictions(self, tokens: Tokens) -> Iterator[tuple[MultiTokenPrediction, Tokens]]:
-        """Yield the blocks of multi-token prediction with the tokens that each is given; ``tokens``: those
-        after the last block.
-        """
-        tokens = tokens.after(self.norm, self.embed) if self.mtp else tokens
-        for one in self.mtp.values():
-            assert isinstance(one, MultiTokenPrediction)
-            yield one, tokens
-            tokens = tokens.after(one)
 
     @property
     def logit_cap(self) -> float | None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ...layers import AttentionInputs, Cost, ReplicatedLinear, Tokens, cost_of, sum_costs
+from ...layers import AttentionInputs, ReplicatedLinear
 from ...parallel_state import Initial, ParallelState
 from .hugging_face_names import Copy, Rename, Rule
 
@@ -43,15 +43,6 @@ class MultiTokenPrediction(nn.Module):
         joined = torch.cat([self.enorm(next_BSD), self.hnorm(x_BSD)], dim=-1)
         x_BSD = self.block(self.eh_proj(joined), inputs)
         return x_BSD, self.norm(x_BSD)
-
-    def cost(self, tokens: Tokens) -> Cost:
-        return sum_costs((self.enorm, self.hnorm, self.eh_proj, self.norm), tokens) + cost_of(
-            self.block, self.joined(tokens)
-        )
-
-    def joined(self, tokens: Tokens) -> Tokens:
-        """Return the tokens that the block in it is given."""
-        return tokens.after(self.enorm, self.hnorm, self.eh_proj)
 
 
 def multi_token_rules(rules: Iterable[Rule], *, tied: bool) -> list[Rule]:

@@ -16,14 +16,14 @@ from torch import Tensor
 
 Device = torch.device | str
 
-#: Whether the host's tensors, which then have no numbers, stand for those of a GPU (``imagined``).
+#: Whether tensors without numbers, on torch's "meta" device, stand for those of a GPU (``imagined``).
 _IMAGINED = [False]  # which torch.compile can trace, as it cannot a context variable
 
 
 @contextmanager
 def imagined() -> Iterator[None]:
-    """Let code choose as on a recent GPU inside this context, while a plan is traced on the host without
-    numbers. No module of torch is asked for a device that is not there.
+    """Let code take torch's "meta" device for a recent GPU inside this context, while a plan is traced
+    without numbers. No module of torch is asked for a device that is not there.
     """
     before, _IMAGINED[0] = _IMAGINED[0], True
     try:
@@ -32,24 +32,24 @@ def imagined() -> Iterator[None]:
         _IMAGINED[0] = before
 
 
-def is_imagined() -> bool:
-    """Return whether the code runs inside ``imagined``."""
-    return _IMAGINED[0]
+def is_imagined(device: Device = "meta") -> bool:
+    """Return whether a device stands for a GPU, see ``imagined``."""
+    return _IMAGINED[0] and _type(device) == "meta"
 
 
 def is_accelerator(device: Device) -> bool:
     """Return whether a device computes while the host goes on, so that reading a number waits for it."""
-    return _IMAGINED[0] or _type(device) not in ("cpu", "meta")
+    return _type(device) not in ("cpu", "meta") or is_imagined(device)
 
 
 def is_host(device: Device) -> bool:
     """Return whether a device is the host's CPU, whose numbers are there when an operator returns."""
-    return not _IMAGINED[0] and _type(device) == "cpu"
+    return _type(device) == "cpu"
 
 
 def module_of(device: Device) -> Any:
     """Return torch's module of accelerators whose current one a process chooses; else ``None``."""
-    if _IMAGINED[0] or not is_accelerator(device):
+    if is_imagined(device) or not is_accelerator(device):
         return None
     module = torch.get_device_module(_type(device))
     return module if hasattr(module, "set_device") else None
@@ -64,7 +64,7 @@ def identity(device: Device) -> str | None:
 
 def capability(device: Device) -> tuple[int, int]:
     """Return the version of a GPU's instructions, such as (9, 0); (0, 0) if the device states none."""
-    if _IMAGINED[0]:
+    if is_imagined(device):
         return 9, 0
     ask = getattr(module_of(device), "get_device_capability", None)
     return (0, 0) if ask is None else ask(device)
@@ -92,7 +92,7 @@ def has_wide_sums(device: Device) -> bool:
 
 def has_compiled_losses(device: Device) -> bool:
     """Return whether compiling the loss's arithmetic is worth its time there."""
-    return is_accelerator(device) and not _IMAGINED[0]
+    return is_accelerator(device) and not is_imagined(device)
 
 
 def copies_from_pinned(device: Device) -> bool:

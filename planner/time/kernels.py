@@ -13,7 +13,9 @@ from typing import Literal
 
 from torch import nn
 
-from ...layers import Checkpointing, Cost, GatedDeltaNet, Mamba2, MoE
+from ...layers import Checkpointing, GatedDeltaNet, Mamba2, MoE
+from ..piece import Piece
+from ..stage_costs import Pieces
 from .machines import Machine
 
 #: How the operators of blocks run: one at a time on a CPU or a GPU, or fused by a compiler on a GPU.
@@ -60,18 +62,24 @@ class Kernels:
         """Return the seconds in which this many bytes are read or written."""
         return size / self._memory
 
-    def compute(self, cost: Cost, modules: int, heavier: tuple[float, float] = (1.0, 1.0)) -> Seconds:
-        """Time a forward and a backward of what costs this; causal attention computes half of the scores.
+    def compute(
+        self,
+        piece: Piece | Pieces,
+        modules: int,
+        heavier: tuple[float, float] = (1.0, 1.0),
+        *,
+        attention: float = 0.0,
+    ) -> Seconds:
+        """Time a forward and a backward of a piece; causal attention computes half of the scores.
 
-        ``heavier``: factors of the passes over memory. Attention's backward has five products where forward
-        has two (Dao 2023).
+        ``heavier``: factors of the passes over memory. ``attention``: its FLOPs over all tensor ranks. Its
+        backward has five products where forward has two (Dao 2023).
         """
-        product, attention = cost.matrices / self.tensor / self._products, cost.attention / 2 / self.tensor
-        attention /= self._attention
+        product, attention = self.products(piece.matrices), self.scores(attention)
         passes = (one * more for one, more in zip(PASSES[self.mode], heavier, strict=True))
-        there, back = (self.moved(one * max(cost.kept + cost.moved, 0.0)) for one in passes)
+        there, back = (self.moved(one * piece.kept) for one in passes)
         launched = modules * OPERATORS[self.mode] * self.machine.efficiency.launch
-        weights = cost.trained / self.tensor / self._products
+        weights = self.products(piece.trained)
         return Seconds(
             forward=self._with(product + attention + there, launched),
             inputs=self._with(product + 2.5 * attention + back, launched),
@@ -79,7 +87,13 @@ class Kernels:
         )
 
     def again(
-        self, cost: Cost, modules: int, mode: Checkpointing, heavier: tuple[float, float] = (1.0, 1.0)
+        self,
+        piece: Piece,
+        modules: int,
+        mode: Checkpointing,
+        heavier: tuple[float, float] = (1.0, 1.0),
+        *,
+        attention: float = 0.0,
     ) -> float:
         """Time what a block computes again in its backward: under selective checkpointing neither products
         nor scores.
@@ -88,17 +102,21 @@ class Kernels:
         if mode == "selective":
             launched /= 2
             passes = PASSES[self.mode][0] * heavier[0]
-            moved = max(cost.kept + cost.moved - cost.selective, 0.0)
+            moved = max(piece.kept - piece.under(mode).kept, 0)
             found = self._with(self.moved(passes * moved), launched)
         else:
-            found = self.compute(cost, modules, heavier).forward
+            found = self.compute(piece, modules, heavier, attention=attention).forward
         # A CPU's host has more to do than to start operators; a GPU has other work meanwhile.
         host = 0.0 if self.machine.asynchronous else modules * self.machine.efficiency.again.get(mode, 0.0)
         return found + max(0.0, host - launched)
 
-    def scores(self, cost: Cost) -> float:
-        """Time attention's scores in a forward."""
-        return cost.attention / 2 / self.tensor / self._attention
+    def products(self, flops: float) -> float:
+        """Time products with weights; ``flops``: over all tensor ranks."""
+        return flops / self.tensor / self._products
+
+    def scores(self, attention: float) -> float:
+        """Time attention in a forward; ``attention``: its FLOPs over all tensor ranks, without a mask."""
+        return attention / 2 / self.tensor / self._attention
 
     def loss(self, logits: float, modules: int = 2) -> Seconds:
         """Time a loss over this many bytes of logits."""

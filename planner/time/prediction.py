@@ -26,7 +26,7 @@ PARTS = (
 
 #: How many times as long as predicted the steps of published runs took: the least, the median and the most.
 #: It is told beside predictions on the table's machines, and changes none. A test compares it with all rows.
-TIMES_SLOWER = (1.01, 1.27, 3.52)
+TIMES_SLOWER = (1.01, 1.27, 3.55)
 
 
 @dataclass(frozen=True)

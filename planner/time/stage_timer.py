@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ...layers import Checkpointing, Cost, Send, cross_entropy_cost
+from ...layers import Checkpointing, padded_vocabulary
 from ...pipeline import schedule_kind
+from ...simulation.record import Collective
+from ..flops import attention_flops
 from ..gathers_and_sums import root_stays, sums, sums_of_replicas
 from ..kinds_of_blocks import SampledModel
+from ..piece import Piece
 from ..rank_parameters import Group, RankParameters
-from ..stage_costs import Alike, StageCost
+from ..stage_costs import Alike, Pieces, StageCost
 from ..step_shape import Work
 from .collectives import Links
 from .kernels import Kernels, Seconds, exchanged, heavier, leaves
@@ -89,12 +93,10 @@ class StageTimer:
         self._stages: dict[object, StageSeconds] = {}
 
     def stage(self, stage: StageCost, held: Callable[[], RankParameters]) -> StageSeconds:
-        """Return the seconds of a stage, without what the data ranks exchange meanwhile. Stages that are
-        alike share one object.
-        """
+        """Return the seconds of a stage without what data ranks exchange; stages alike share one object."""
         blocks = stage.alike(self.work.checkpointing, self.work.checkpoint_every)
-        # The sampled model holds each cost as long as it lives, so that no other object takes its id.
-        kinds = tuple((id(one.cost), one.forgets, one.reached, one.count) for one in blocks)
+        # The sampled model holds each piece as long as it lives, so that no other object takes its id.
+        kinds = tuple((id(one.piece), one.forgets, one.reached, one.count) for one in blocks)
         key = kinds, id(stage.beside), stage.first, stage.loss is not None
         if key not in self._stages:
             self._stages[key] = self._of_stage(stage, blocks, held)
@@ -152,28 +154,32 @@ class StageTimer:
 
     def _block(self, one: Alike) -> _Block:
         mode = self.work.checkpointing if one.forgets else "none"
-        key = id(one.cost), one.forgets, one.reached, mode, self.kernels.mode
+        key = id(one.piece), one.forgets, one.reached, mode, self.kernels.mode
         if key not in self._blocks:
             self._blocks[key] = self._of_block(one)
         return self._blocks[key]
 
     def _of_block(self, one: Alike) -> _Block:
-        work, layout, cost = self.work, self.layout, one.cost
+        work, layout, piece = self.work, self.layout, one.piece
         found, block = StageSeconds(), self.model.block(one.number)
         factors = heavier(block)
         mode = work.checkpointing if one.forgets else "none"
-        computed = self._module(found, cost, leaves(block), reached=one.reached, factors=factors, mode=mode)
+        attention = attention_flops(block, work.sequence_length) * work.batch.count
+        computed = self._module(
+            found, piece, leaves(block), reached=one.reached, factors=factors, mode=mode, attention=attention
+        )
         back = computed.inputs + computed.weights if one.reached else 0.0
         if one.forgets and one.reached:
-            again = self.kernels.again(cost, leaves(block), mode, factors)
+            again = self.kernels.again(piece, leaves(block), mode, factors, attention=attention)
             if mode == "selective" and layout.context > 1:  # which keeps no attention over several ranks
-                again += self.kernels.scores(cost)
+                again += self.kernels.scores(attention)
             found.add("inputs", "recompute", again)
             back += again
-            for send in cost.sent_again(mode):
-                found.add("inputs", send.axis, self._send(send, mode))
+            for send in piece.sends(mode, again=True):
+                if send.axis != "expert":
+                    found.add("inputs", send.axis, self._send(send, mode))
         if layout.expert > 1:
-            size = exchanged(block, work.tokens.bytes(work.hidden))
+            size = exchanged(block, work.whole)
             seconds = 2 * self.links.seconds("expert", "all_to_all", size, 1)
             found.add("forward", "expert", seconds)
             if one.reached:
@@ -184,51 +190,55 @@ class StageTimer:
     def _module(
         self,
         found: StageSeconds,
-        cost: Cost,
+        piece: Piece | Pieces,
         modules: int,
         *,
         reached: bool,
         factors: tuple[float, float] = (1.0, 1.0),
         mode: Checkpointing = "none",
+        attention: float = 0.0,
     ) -> Seconds:
-        """Add what modules of this cost compute and send; return the seconds computed."""
-        computed = self.kernels.compute(cost, modules, factors)
+        """Add what a piece computes and sends; return the seconds computed."""
+        computed = self.kernels.compute(piece, modules, factors, attention=attention)
         found.add("forward", "compute", computed.forward)
         if reached:
             found.add("inputs", "compute", computed.inputs)
             found.add("weights", "compute", computed.weights)
-        beside = {"tensor": computed.weights / 2, "context": self.kernels.scores(cost)}
-        for send in cost.sends:
-            seconds = self._send(send, mode)
+        beside = {"tensor": computed.weights / 2, "context": self.kernels.scores(attention)}
+        for send, count in Counter(piece.sends()).items():
+            if send.axis == "expert" or (not reached and send.phase == "backward"):
+                continue
+            forward, seconds = send.phase == "forward", self._send(send, mode, count)
             hides = send.kind == "exchange" or (
-                send.axis == "tensor" and not send.forward and send.kind != "all_gather"
+                send.axis == "tensor" and not forward and send.kind != "all_gather"
             )
             if hides:
                 free = (
                     beside[send.axis]
                     if send.axis == "tensor"
-                    else beside["context"] * (1 if send.forward else 2.5)
+                    else beside["context"] * (1 if forward else 2.5)
                 )
                 left = self.links.exposed(seconds, free)
                 if send.axis == "tensor":
                     beside["tensor"] -= seconds - left
                 seconds = left
-            found.add("forward" if send.forward else "inputs", send.axis, seconds)
+            found.add("forward" if forward else "inputs", send.axis, seconds)
         return computed
 
-    def _send(self, send: Send, mode: Checkpointing = "none") -> float:
-        return self.links.seconds(send.axis, send.kind, send.bytes, send.count, mode)
+    def _send(self, send: Collective, mode: Checkpointing = "none", count: int = 1) -> float:
+        return self.links.seconds(send.axis, send.kind, count * send.bytes, count, mode)
 
-    def _loss(self, found: StageSeconds, cost: Cost) -> None:
-        tokens, state = self.work.tokens, self.work.state
-        logits = cross_entropy_cost(tokens, self.model.config.vocab_size, state=state).kept
-        computed = self.kernels.loss(logits)
-        found.add("forward", "compute", computed.forward)
+    def _loss(self, found: StageSeconds, loss: Piece) -> None:
+        batch, size = self.work.batch, self.model.config.vocab_size
+        columns = padded_vocabulary(size, self.layout.tensor) // self.layout.tensor
+        computed = self.kernels.loss(batch.count * columns * batch.compute)
+        # A loss in chunks computes the logits, and their backward with them.
+        found.add("forward", "compute", computed.forward + self.kernels.products(loss.matrices))
         found.add("inputs", "compute", computed.inputs)
         if self.work.loss_chunk:  # each chunk adds to the sum of the weight's gradient
-            chunks = tokens.count / min(self.work.loss_chunk, tokens.count)
-            found.add("weights", "compute", self.kernels.moved(2 * chunks * cost.kept))
-        for send in cost.sends:
+            chunks = batch.count / min(self.work.loss_chunk, batch.count)
+            found.add("weights", "compute", self.kernels.moved(2 * chunks * loss.kept))
+        for send in loss.sends():
             found.add("forward", send.axis, self._send(send))
 
     def _accumulate(self, found: StageSeconds, group: Group, times: int) -> None:

@@ -42,7 +42,7 @@ from .prediction import PARTS, StepTime
 from .stage_seconds import StageSeconds
 from .stage_timer import Computed, Exchange, StageTimer
 
-#: By how much a bound is lowered whose sums are not added up in the order of the seconds that it bounds.
+#: By how much a sum is lowered that is compared with one of the same seconds in another order.
 _ROUNDED = 1 - 1e-12
 
 
@@ -131,7 +131,7 @@ class StepTimer:
         ranks; steps that share this have equal numbers.
         """
         work, known = self.work, self._known
-        made = id(self.model), work.tokens, work.checkpointing, work.loss_chunk, self.kernels.mode
+        made = id(self.model), work.batch, work.checkpointing, work.loss_chunk, self.kernels.mode
         found: int = known.setdefault((*made, work.micro_batches > 1), len(known))
         return found
 
@@ -155,7 +155,7 @@ class StepTimer:
         """Return the seconds in which a stage's results reach the next one."""
         if self.layout.pipeline == 1:
             return 0.0
-        return self.links.seconds("pipeline", "send", self.work.between_stages, 1)
+        return self.links.seconds("pipeline", "send", self.work.between_blocks, 1)
 
     @cached_property
     def _with_messages(self) -> tuple[list[Mapping[Kind, float]], float]:
@@ -185,7 +185,7 @@ class StepTimer:
         costs_of = [one.costs for one in self._stages]
         if layout.pipeline > 1:
             alone = self._length(costs_of, 0.0)
-            parts["bubble"] = max(0.0, alone - busy[slowest])
+            parts["bubble"] = max(0.0, alone * _ROUNDED - busy[slowest])
             parts["pipeline"] = self._length(*self._with_messages) - alone
         parts["data"] += self._exchange
         parts["optimizer"] = self._updates

@@ -308,7 +308,7 @@ test_jobs_that_cannot_be_are_refused = refusals(
     launch("ranks-of-4", "expected 32 ranks for 4 nodes x 8", "--nodes", "4", "--ranks-per-node", "8"),
     launch("limit", "--warning: expected fewer minutes than the limit of 5, found 5", "--minutes", "5"),
     launch("name", "--name: expected letters, digits, - _ and ., found 'a b'", "--name", "a b"),
-    launch("layout", "tensor", "layout.tensor=3"),
+    launch("layout", "tensor", "layout.tensor=3", "layout.sequence=true"),
     launch("host", "--exclude: expected one node's name.*'n.1-", "--exclude", "n[1-3]", system="jobset"),
     launch("no-name", "--name: expected letters, digits, - _ and ., found ''", "--name="),
     launch("claims", "--claim: expected one claim's name.*'a b'", "--claim", "a b", system="jobset"),

@@ -6,7 +6,6 @@ from support.configs import TINY_GPT2
 from support.families import model_of
 from torch.nn import functional as F
 from trilith.layers import (
-    Tokens,
     automatic_chunk,
     bounded,
     chunked_cross_entropy,
@@ -156,32 +155,34 @@ VOCABULARY = 128_256  # is padded by no row on 1 and 4 ranks
 
 
 @pytest.mark.parametrize(
-    ("tokens", "step", "more"),
+    ("tokens", "width", "compute", "gpu", "more"),
     [
-        (Tokens(1, 2048, 512, 4, False), 32, {}),
-        (Tokens(1, 8192, 4096, 2, False), 32, {"sums": 2}),
-        (Tokens(1, 8192, 4096, 2, False), 32, {"trained": False}),
-        (Tokens(1, 16384, 2048, 2, False), 32, {}),
-        (Tokens(1, 16384, 2048, 2, True), 128, {}),
-        (Tokens(1, 16384, 2048, 2, False), 32, {"state": ParallelState.stand_in(Layout.of(tensor=4))}),
+        (2048, 512, 4, False, {}),
+        (8192, 4096, 2, False, {"sums": 2}),
+        (8192, 4096, 2, False, {"trained": False}),
+        (16384, 2048, 2, False, {}),
+        (16384, 2048, 2, True, {}),
+        (16384, 2048, 2, False, {"state": ParallelState.stand_in(Layout.of(tensor=4))}),
     ],
     ids=["fp32", "sum in bf16", "frozen", "bf16", "on a GPU", "on four ranks"],
 )
-def test_a_chunk_is_the_largest_whose_logits_take_the_allowed_part_of_the_sum(tokens, step, more):
+def test_a_chunk_is_the_largest_whose_logits_take_the_allowed_part_of_the_sum(
+    tokens, width, compute, gpu, more
+):
     """A third of it, or on a GPU all; the steps are of rows that kernels take at once."""
-    columns = VOCABULARY // (4 if "state" in more else 1)
-    total = columns * tokens.hidden * max(more.get("sums", 4), tokens.compute)
-    most = max(chunked_loss.LOGITS, total if tokens.fused else total // 3)
-    chunk = automatic_chunk(tokens, VOCABULARY, **more)
-    of_token = columns * tokens.compute
+    columns, step = VOCABULARY // (4 if "state" in more else 1), 128 if gpu else 32
+    total = columns * width * max(more.get("sums", 4), compute)
+    most = max(chunked_loss.LOGITS, total if gpu else total // 3)
+    chunk = automatic_chunk(tokens, width, VOCABULARY, compute=compute, gpu=gpu, **more)
+    of_token = columns * compute
     assert chunk % step == 0 and chunk * of_token <= most < (chunk + step) * of_token
 
 
-def test_logits_are_not_cut_where_that_saves_nothing():
-    assert automatic_chunk(Tokens(1, 256, 4096, 2, False), VOCABULARY) == 0, "62 MiB: the plain loss"
-    assert automatic_chunk(Tokens(1, 8192, 4096, 2, False), VOCABULARY) == 8192, (
-        "a sum takes as much as all logits"
-    )
+@pytest.mark.parametrize(
+    ("tokens", "chunk"), [(256, 0), (8192, 8192)], ids=["62 MiB", "a sum as large as all logits"]
+)
+def test_logits_are_not_cut_where_that_saves_nothing(tokens, chunk):
+    assert automatic_chunk(tokens, 4096, VOCABULARY, compute=2, gpu=False) == chunk
 
 
 def test_with_the_head_in_the_loss_a_model_gives_hidden_states():

@@ -63,6 +63,7 @@ ONE_BIAS = {"pipeline": 2, "schedule": "gpipe", "checkpointing": "every"}
 OF_ARRAY = [
     of_array("interleaved and selective with tied weights", INTERLEAVED),
     of_array("a part in ranks of both kinds", Choice("mistral", trains="all but the first blocks", **MIXED)),
+    of_array("a recurrence over context ranks", Choice("qwen3_next", context=2, zero=3, micro_batch=2)),
     of_array(
         "a ring in both directions of a V",
         Choice("gemma2", context=2, zero=1, ring=True, schedule="dualpipev", split=True, **STAGES),
@@ -74,17 +75,12 @@ WRONG = [
     of_array(
         "wrong: a first stage without a backward under gpipe",
         Choice("gemma2", schedule="gpipe", split=True, trains="all but the first block", **STAGES),
-        *(1.845, 0.941),
+        *(0.966, 0.999),
     ),
     of_array(
         "wrong: a first stage that trains one bias under gpipe",
         Choice("llama-tied-kv1", trains="the bias of one product", **ONE_BIAS),
-        *(0.57, 1.004),
-    ),
-    of_array(
-        "wrong: a recurrence over context ranks",
-        Choice("qwen3_next", context=2, zero=3, micro_batch=2),
-        0.827,
+        *(0.929, 1.014),
     ),
     of_array(
         "wrong: zero bubbles of shards with replicas", Choice("gpt2", **BUBBLES), 0.881, 0.881, 0.922, 0.922
@@ -92,7 +88,7 @@ WRONG = [
     of_array(
         "wrong: the last norm alone under an interleaved schedule",
         Choice("mixtral", trains="the last norm", **ONE_NORM),
-        *(1.145, 1.145, 1.136, 1.136),
+        *(1.016, 1.016, 1.021, 1.021),
     ),
 ]
 

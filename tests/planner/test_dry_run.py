@@ -273,11 +273,10 @@ def test_a_chunked_loss_is_refused_with_gpipe(small, capsys):
 
 @pytest.mark.parametrize("recipe", ["llama-3.1-8b-8gpus", "llama-3.1-405b-16384gpus"])
 def test_a_dry_run_imports_nothing_that_only_a_run_needs(recipe):
-    """Torch's FSDP, DTensors, pipelines and compiler take a second, a third of the whole command."""
+    """Transformers takes seconds; what traces a block imports torch's compiler, and its pipelines."""
     code = (
         "import sys\nfrom trilith.cli.app import run\n"
         f"assert run(['train', '{recipe}', '--dry-run']) == 0\n"
-        "unneeded = ('distributed.fsdp', 'distributed.tensor', 'distributed.pipelining', '_dynamo')\n"
-        "assert not {'sympy', *(f'torch.{one}' for one in unneeded)} & {*sys.modules}"
+        "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from support.configs import config
-from trilith.layers import cost_of
 from trilith.models import family_of, published_size
 from trilith.parallel_state import Layout, ParallelState
 from trilith.pipeline import bubble_share, micro_batches_for
-from trilith.planner import Traffic, Work, block_traffic, plan_memory, rank_parameters, step_traffic
+from trilith.planner import Traffic, Work, plan_memory, rank_parameters, step_traffic
+from trilith.planner.communication import traffic_of_piece
 from trilith.planner.flops import flops_per_token
 from trilith.planner.formulas.axis_bytes import (
     context_block_bytes,
@@ -21,6 +21,7 @@ from trilith.planner.formulas.axis_bytes import (
 from trilith.planner.formulas.bytes_per_parameter import state_bytes
 from trilith.planner.formulas.ring_and_tree import ring_messages, ring_seconds, ring_wire_bytes
 from trilith.planner.formulas.training_time import flops_of_token
+from trilith.planner.pieces import ModelPieces
 from trilith.planner.time.kernels import exchanged
 
 LLAMA = config("held/llama", intermediate_size=128, num_key_value_heads=4)
@@ -33,18 +34,23 @@ def planned(layout):
     return Work(state, 64, LENGTH, ROWS, ROUNDS, compute=2), family.build(family.from_hf(LLAMA), state=state)
 
 
+def sent_by(block, work, model):
+    """Return what a block sends for a micro-batch."""
+    return traffic_of_piece(work, ModelPieces(model, work.state).block(block, work.batch, reached=True))
+
+
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_tensor_bytes_of_a_block_are_the_plan_s(tensor, sequence):
     work, model = planned(Layout.of(tensor=tensor, sequence=sequence))
-    sent = block_traffic(work, cost_of(model.layers["0"], work.tokens))
+    sent = sent_by(model.layers["0"], work, model)
     assert sum(one.wire for one in sent) == tensor_block_bytes(ROWS * LENGTH, 64, tensor)
 
 
 @pytest.mark.parametrize("ring", [False, True])
 def test_context_bytes_of_a_block_are_the_plan_s(ring):
     work, model = planned(Layout.of(context=4, ring=ring))
-    sent = block_traffic(work, cost_of(model.layers["0"], work.tokens))
+    sent = sent_by(model.layers["0"], work, model)
     assert sum(one.wire for one in sent) == context_block_bytes(ROWS * LENGTH // 4, 2 * 32, 4, ring=ring)
 
 
@@ -55,7 +61,7 @@ def test_bytes_of_a_block_with_experts_are_those_that_a_plan_times():
     state, family = ParallelState.stand_in(Layout.of(data=4, expert=4)), family_of(raw)
     model = family.build(family.from_hf(raw), state=state)
     work = Work(state, 64, LENGTH, ROWS, ROUNDS, compute=2)
-    given = exchanged(model.layers["0"], work.tokens.bytes(64))
+    given = exchanged(model.layers["0"], work.whole)
     assert 4 * ring_wire_bytes("all_to_all", given, 4) == expert_block_bytes(ROWS * LENGTH, 64, 2, 4) > 0
 
 
@@ -137,8 +143,8 @@ def test_a_block_s_table_is_the_formula():
     for (name, *cells), sequence in zip(rows, (False, True), strict=True):
         state = ParallelState.stand_in(Layout.of(tensor=4, sequence=sequence))
         work = Work(state, 24, 12, 2, 1, compute=2)
-        block = family_of(NARROW).build(family_of(NARROW).from_hf(NARROW), state=state).layers["0"]
-        sent = block_traffic(work, cost_of(block, work.tokens))
+        model = family_of(NARROW).build(family_of(NARROW).from_hf(NARROW), state=state)
+        sent = sent_by(model.layers["0"], work, model)
         numbers = {"N D": 2 * 12 * 24, "N D / t": 2 * 12 * 24 // 4}
         for cell, forward in zip(cells, (True, False), strict=True):
             parts = re.findall(r"(\d) (all-reduce|all-gather|reduce-scatter)s of ([^,]+)", cell)

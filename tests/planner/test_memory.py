@@ -9,7 +9,6 @@ from support.configs import config
 from torch import nn
 from torch.nn import functional as F
 from trilith.data import Batch
-from trilith.layers import cross_entropy_cost, sum_costs
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.planner import Work, plan_memory
@@ -73,8 +72,8 @@ def test_a_stage_holds_as_many_micro_batches_as_follow_it():
 
 def test_context_ranks_share_activations_and_a_ring_holds_few_keys_at_once():
     alone, *cut = (planned(layout=Layout.of(context=context)) for context in (1, 2, 4, 8))
-    assert [alone.activations / one.activations for one in cut] == pytest.approx([2, 4, 8], rel=1e-6)
-    assert [alone.logits / one.logits for one in cut] == [2, 4, 8]
+    assert [alone.activations / one.activations for one in cut] == pytest.approx([2, 4, 8], rel=1e-5)
+    assert [alone.logits / one.logits for one in cut] == pytest.approx([2, 4, 8], rel=1e-4)
     more = []
     for ranks in (16, 32):
         gathered, ring = (
@@ -164,9 +163,6 @@ class Block(nn.Module):
     def forward(self, x):
         return self.down(self.up(x))
 
-    def cost(self, tokens):
-        return sum_costs(self.children(), tokens)
-
 
 class Model(nn.Module):
     """Have weights that are much more than activations."""
@@ -183,8 +179,10 @@ class Model(nn.Module):
             x = block(x)
         return self.head(x)
 
-    def cost(self, tokens):
-        return sum_costs(self.children(), tokens)
+
+def next_ids(logits, samples):
+    ids = samples["ids"]
+    return F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum"), ids.numel()
 
 
 def peak_over_plan(zero):
@@ -192,7 +190,8 @@ def peak_over_plan(zero):
     with torch.device("meta"):
         model = Model()
     work = Work(state, HIDDEN, LENGTH, 1, 1, fused=False)
-    plan = plan_memory(work, model, loss=cross_entropy_cost(work.tokens, VOCABULARY, state=state))
+    ids = torch.randint(VOCABULARY, (1, LENGTH))
+    plan = plan_memory(work, model, samples={"ids": ids}, loss=next_ids)
     shard_over_data(model, state, Precision(torch.float32, torch.float32, torch.float32))
     gc.collect()
     with LiveBytes() as memory:
@@ -200,7 +199,6 @@ def peak_over_plan(zero):
         for one in model.parameters():
             nn.init.normal_(one, std=0.02)
         optimizer, peaks = make_adamw(model, lr=1e-3), []
-        ids = torch.randint(VOCABULARY, (1, LENGTH))
         for _ in range(3):
             memory.peak = memory.now
             F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()

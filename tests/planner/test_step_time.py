@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 from support.configs import MODELS
-from trilith.layers import Cost
 from trilith.models import family_of, published_size
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.pipeline import bubble, timetable
 from trilith.pipeline.timetable import UNIT_COSTS, layout_of, step_length
 from trilith.planner import Work, sampled
+from trilith.planner.piece import Piece
 from trilith.planner.time import MACHINES, PARTS, machine_from_bench, machine_named, spending, step_time
 from trilith.planner.time.collectives import Links, group_of, placement
 from trilith.planner.time.kernels import OPERATORS, Kernels, heavier
+from trilith.simulation.trace import Trace
 
 H100 = machine_named("h100-80gb")
 
@@ -177,9 +178,13 @@ def test_experts_and_recurrences_pass_over_memory_more_often():
     assert dense == (1, 1) < experts < recurrent
 
 
+#: A piece that holds and computes nothing.
+NOTHING = Piece(lambda mode, in_two: Trace(kept=0, made=0, forward=0, weights=0))
+
+
 def test_a_cpu_waits_for_what_the_host_does_in_recomputation_and_a_gpu_does_not():
     def again(machine, mode):
-        return Kernels(machine, "eager", "bfloat16", 1).again(Cost(), 10, mode)
+        return Kernels(machine, "eager", "bfloat16", 1).again(NOTHING, 10, mode)
 
     gpu = replace(H100, efficiency=replace(H100.efficiency, again={"full": 1e-3, "selective": 3e-3}))
     cpu, one = replace(gpu, asynchronous=False), 10 * OPERATORS["eager"] * H100.efficiency.launch

@@ -12,6 +12,7 @@ from trilith.planner.time import machine_named
 from trilith.recipes import load_recipe
 from trilith.search import Choice, find_layouts, read_request
 from trilith.search.evaluate import Evaluator
+from trilith.search.order import ties
 from trilith.search.report import recipe_head
 from trilith.training.dry_run import dry_run
 
@@ -29,9 +30,9 @@ def test_a_plan_says_what_it_assumed(capsys):
     assert run(["plan", "gpt2", "--gpus", "2"]) == 0
     shown = capsys.readouterr().out
     assert "gpt2: steps of 4,096 rows x 1,024 tokens on 2 x h100-80gb, 8 a node, NVLink 450 GB/s in" in shown
-    assert "published took 1.01 to 3.52 times as long as predicted, in the median 1.27 times" in shown
+    assert "published took 1.01 to 3.55 times as long as predicted, in the median 1.27 times" in shown
     one = told(capsys, "--gpus", "2", "--gpus-per-node", "1")
-    assert one["times_slower"] == {"least": 1.01, "median": 1.27, "most": 3.52}
+    assert one["times_slower"] == {"least": 1.01, "median": 1.27, "most": 3.55}
     asked = {"gpus": 2, "gpus_per_node": 1, "machine": "h100-80gb", "sequence_length": 1024}
     assert (asked | {"global_batch": 8}).items() <= one.items()
 
@@ -184,8 +185,9 @@ def test_the_header_of_405b_states_this_layout_and_the_runner_up():
         f"Predicted: {best.time.seconds:.2f} s a step, MFU {best.time.mfu.causal:.0%}, waits {waits:.0%}, "
         f"{best.bytes / 1e9:.1f} GB of a GPU." in text
     )
-    second = evaluator.answer(
-        replace(first, layout=replace(recipe.layout, context=8, data_shard=8), micro_batch=2)
+    layout = replace(
+        recipe.layout, context=4, ring=True, pipeline=32, virtual_stages=2, data_shard=16, data_replicate=1
     )
-    assert f"micro_batch 2: {second.time.seconds:.2f} s, {second.bytes / 1e9:.1f} GB" in text
-    assert second.time.seconds > best.time.seconds and waits == pytest.approx(0.03, abs=0.01)
+    second = evaluator.answer(Choice(layout, "interleaved-zero-bubble"))
+    assert f"micro_batch 1: {second.time.seconds:.2f} s, {second.bytes / 1e9:.1f} GB" in text
+    assert ties(best, second) and waits == pytest.approx(0.07, abs=0.01)

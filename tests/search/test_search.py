@@ -16,8 +16,9 @@ from trilith.search import Choice, find_layouts, read_request
 from trilith.search.bound import Bound
 from trilith.search.candidates import candidates
 from trilith.search.critical_batch import critical_batch
-from trilith.search.evaluate import Evaluator
+from trilith.search.evaluate import Answer, Evaluator
 from trilith.search.find import LONGEST, SHOWN
+from trilith.search.order import simplest_first, ties
 from trilith.search.page import make_page
 from trilith.search.report import recipe_toml
 from trilith.search.tally import Tally
@@ -32,8 +33,7 @@ def result():
 
 
 def test_the_ten_best_are_in_order_fit_and_are_accepted_as_recipes(result, tmp_path):
-    seconds = [one.time.seconds for one in result.best]
-    assert seconds == sorted(seconds) and 1 < len(seconds) <= 10
+    assert simplest_first(result.best) == result.best and 1 < len(result.best) <= 10
     assert len({one.choice.cut for one in result.best}) == len(result.best)
     assert all(one.bytes <= result.request.room for one in result.best)
     (tmp_path / "recipe.toml").write_text(recipe_toml(result))
@@ -63,7 +63,7 @@ def test_few_layouts_are_timed_and_stages_alike_are_priced_once(monkeypatch):
     monkeypatch.setattr(
         Bound, "of_choice", lambda self, choice: (exact.append(choice), of_choice(self, choice))[1]
     )
-    result = find_layouts(read_request("llama-3.2-1b", MACHINE, 4, sequence_length=4096, global_batch=8))
+    result = find_layouts(read_request("llama-3.2-1b", MACHINE, 4, sequence_length=8192, global_batch=8))
     assert 20 * len(result.timed) < result.legal and 2 * len(priced) < result.legal
     assert 2 * len(exact) < result.legal and len(set(exact)) == len(exact)
 
@@ -167,16 +167,17 @@ CASES = [
 @pytest.mark.parametrize(("name", "headroom", "gpus"), CASES)
 def test_the_ten_best_are_those_of_all_layouts(name, headroom, gpus):
     request = request_of(name, headroom, gpus)
-    bound, fastest = Bound(Evaluator(request)), dict[object, float]()
+    bound, fastest = Bound(Evaluator(request)), dict[object, Answer]()
     for cut, flow, answer in every_layout(request):
         choice, seconds = answer.choice, answer.time.seconds
         least = bound.of_cut(cut), bound.of_flow(cut, flow), bound.of_mode(cut, flow, choice.checkpointing)
         assert max(*least, bound.of_choice(choice)) <= seconds * (1 + 1e-12), choice
         if answer.bytes <= request.room:
-            fastest[choice.cut] = min(seconds, fastest.get(choice.cut, seconds))
-    result, best = find_layouts(request), sorted(fastest.values())
+            known = fastest.setdefault(choice.cut, answer)
+            fastest[choice.cut] = min(known, answer, key=lambda answer: answer.time.seconds)
+    result, best = find_layouts(request), sorted(fastest.values(), key=lambda answer: answer.time.seconds)
     assert result.tally.count("memory") > 0 and len(best) > 1
-    assert [one.time.seconds for one in result.best] == [
-        seconds for seconds in best[:SHOWN] if seconds <= LONGEST * best[0]
-    ]
-    assert all(one.time.seconds == fastest[one.choice.cut] for one in result.best)
+    tied = sum(ties(answer, best[0]) for answer in best)
+    near = [answer for answer in best if answer.time.seconds <= LONGEST * best[0].time.seconds]
+    shown = simplest_first(near[: max(SHOWN, tied)])[:SHOWN]
+    assert [answer.time.seconds for answer in result.best] == [answer.time.seconds for answer in shown]

@@ -82,6 +82,15 @@ def test_a_fault_changes_what_is_traced(fault, monkeypatch):
         assert changed.kept > right.kept
 
 
+def test_what_a_checkpointed_block_keeps_is_cut_over_the_tensor_ranks_under_sequence_parallelism():
+    family, batch = family_of(MODELS["llama"]), MicroBatch(ROWS, LENGTH)
+    config, kept = family.from_hf(MODELS["llama"]), []
+    for layout in (Layout(), Layout(tensor=2), Layout(tensor=2, sequence=True)):
+        model = sampled(family, config, layout)
+        kept.append(model.pieces.block(model.block(0), batch, reached=True).under("full").kept)
+    assert kept == [ROWS * LENGTH * config.hidden_size * batch.compute // ranks for ranks in (1, 1, 2)]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_more_rows_of_a_micro_batch_follow_from_two_and_three(family, monkeypatch):
     """Bytes, collectives and FLOPs are affine in the rows: equal to a trace of all rows, in a drawn mode."""

@@ -15,9 +15,9 @@ from trilith.models import CausalLM
 from trilith.parallel_state import ParallelState, clip_gradients
 from trilith.recipes.optimizer_sections import LossScaleSection
 from trilith.search.simulated_step import Kernels, ledger_of_rank, simulated_steps
-from trilith.simulation.device import Kind, Per
 from trilith.simulation.rank import simulated_rank
 from trilith.simulation.record import StepRecord
+from trilith.simulation.wait import Kind, Per
 from trilith.simulation.waits import WAITS
 from trilith.training.loss_scale import LossScale
 from trilith.training.update import Update

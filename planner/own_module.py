@@ -1,0 +1,108 @@
+"""Trace a module that is not the zoo's: its forward, its loss and their backward, as one piece."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import Checkpointing
+from ..models import CausalLM
+from ..parallel_state import BadInput
+from ..simulation.trace import Trace
+from ..simulation.traced import trace
+from .piece import Piece
+from .stage_costs import Pieces, StageCost, stage_costs
+from .step_shape import Work
+from .without_numbers import device_of, empty, shapes_only
+
+#: ``loss(output, samples)`` returns the sum of the losses and how many they are, as ``ModuleStep`` asks.
+Loss = Callable[..., Any]
+
+
+def stages_of(
+    work: Work, model: nn.Module, samples: Mapping[str, Tensor] | None = None, loss: Loss | None = None
+) -> list[StageCost]:
+    """Return the pieces of the stages of a rank that holds ``model``, the zoo's or another module."""
+    if isinstance(model, CausalLM):
+        return stage_costs(work, model)
+    return [module_stage(work, model, samples, loss)]
+
+
+def module_stage(
+    work: Work, model: nn.Module, samples: Mapping[str, Tensor] | None, loss: Loss | None
+) -> StageCost:
+    """Return the one stage of the rank of ``work``, whose module is ``model``.
+
+    ``samples``: the tensors that ``forward`` and ``loss`` are given, of at least one micro-batch; only their
+    shapes and dtypes count. A later stage of a pipeline is given the hidden states of the one before, too.
+    Raises ``BadInput`` for a rank with several stages, for samples or a loss that are missing, and for a
+    module that cannot be traced.
+    """
+    layout = work.layout
+    if layout.virtual_stages > 1:
+        expected = "1 for a module of your own, whose stages cannot be told apart"
+        raise BadInput("plan", "virtual_stages", expected=expected, found=layout.virtual_stages)
+    (number,) = layout.stages_of(work.at.pipeline)
+    first, last = number == 0, number == layout.stages - 1
+    if samples is None or (last and loss is None):
+        raise BadInput(
+            "plan", "samples" if samples is None else "loss",
+            expected="the samples and the loss of a step, which a plan traces", found="none",
+            todo="plan_memory(work, model, samples=batch, loss=loss) takes what ModuleStep takes",
+        )  # fmt: skip
+    whole = Piece(partial(_take, work, model, samples, loss if last else None, first))
+    nothing = Piece(lambda mode, in_two: Trace(kept=0, made=0, forward=0, weights=0), what="loss")
+    behind = Pieces((whole,))
+    return StageCost(first, {}, behind, frozenset(), None, nothing if last else None, behind)
+
+
+def _take(
+    work: Work,
+    model: nn.Module,
+    samples: Mapping[str, Tensor],
+    loss: Loss | None,
+    first: bool,
+    mode: Checkpointing,
+    in_two: bool,
+) -> Trace:
+    names = inspect.signature(model.forward).parameters
+    with shapes_only([model], work.batch):
+        part = {name: _like(x, work) for name, x in samples.items()}
+        keywords = {name: x for name, x in part.items() if name in names}
+
+        def run(x: Tensor) -> Any:
+            output = model(**keywords) if first else model(x, **keywords)
+            return output if loss is None else _wanted(loss, work)(output, part)[0]
+
+        def make() -> Tensor:
+            return empty(shape, work.batch)
+
+        tensor = work.layout.tensor if work.state.sequence else 1
+        shape = (0,) if first else (work.micro_batch, work.batch.length // tensor, work.hidden)
+        try:
+            return trace(
+                run, make, [*model.parameters()], reached=not first, in_two=in_two, scalar=loss is not None
+            )
+        except BadInput:
+            raise
+        except Exception as error:  # whatever a user's code raises where numbers are missing
+            raise BadInput(
+                "plan", type(model).__name__, expected="a forward and a backward that run on shapes alone",
+                found=f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else repr(error),
+                todo="Let no shape depend on numbers that a device computes, or plan with the model's sizes",
+            ) from error  # fmt: skip
+
+
+def _wanted(loss: Loss, work: Work) -> Loss:
+    """Return the loss, which may ask for the state, as in ``ModuleStep``."""
+    takes = "state" in inspect.signature(loss).parameters
+    return partial(loss, state=work.state) if takes else loss
+
+
+def _like(x: Tensor, work: Work) -> Tensor:
+    return torch.empty((work.micro_batch, *x.shape[1:]), dtype=x.dtype, device=device_of(work.batch))
