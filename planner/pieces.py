@@ -162,17 +162,18 @@ class ModelPieces:
         """Return the piece of the loss over the logits, or, in chunks, over the hidden states.
 
         A loss computes some rows at a time, in many operators. Its bytes grow by the same number for each
-        token, so of more tokens than twice a few, or than two chunks, so many are traced.
+        token, so of more tokens than three times a few, or than three chunks, so many are traced.
         """
 
         def take(mode: Checkpointing, in_two: bool) -> Trace:
             few = chunk or _FEW_TOKENS
-            if batch.count <= 2 * few:
+            uneven = self.state.sequence and few % self.state.tensor_size
+            if batch.count <= 3 * few or uneven:
                 return self._loss(replace(batch, rows=1, length=batch.count), chunk, sums)
-            one, two = (
-                self._loss(replace(batch, rows=1, length=times * few), chunk, sums) for times in (1, 2)
+            two, three = (
+                self._loss(replace(batch, rows=1, length=times * few), chunk, sums) for times in (2, 3)
             )
-            return of_more_tokens(one, two, batch.count / few, chunks=bool(chunk))
+            return of_more_tokens(two, three, batch.count / few)
 
         return self._remember(("loss", batch, chunk, sums), lambda: self._piece(take, what="loss"))
 

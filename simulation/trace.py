@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -72,26 +73,30 @@ def of_more_rows(two: Trace, three: Trace, rows: int) -> Trace | None:
     return Trace(**sizes, collectives=collectives, operators=operators, instants=instants)
 
 
-def of_more_tokens(one: Trace, two: Trace, times: float, *, chunks: bool) -> Trace:
-    """Return the trace of ``times`` the tokens of ``one``; ``two`` is that of twice as many.
+def of_more_tokens(two: Trace, three: Trace, times: float) -> Trace:
+    """Return the trace of ``times`` as many tokens as a part has, from those of two and three parts.
 
-    Bytes are affine in the tokens. ``chunks``: whether ``one`` is computed again for each so many tokens, so
-    that there are more collectives; otherwise the same ones are given more bytes.
+    Bytes are affine in the tokens. A part that is computed by itself adds operators and collectives;
+    otherwise the same ones are given more bytes.
     """
     sizes: dict[str, Any] = {
-        name: int(size + (times - 1) * (getattr(two, name) - size))
-        for name, size in vars(one).items()
+        name: int(size + (times - 2) * (getattr(three, name) - size))
+        for name, size in vars(two).items()
         if isinstance(size, int)
     }
-    collectives: list[Collective] = []
-    for collective in one.collectives:
-        whole = int(times) if chunks else 0
-        rest = times - whole
-        collectives += [collective] * whole
-        if rest:
-            collectives.append(replace(collective, bytes=int(collective.bytes * rest)))
     operators = tuple(
-        replace(operator, flops=int(operator.flops * times), moved=int(operator.moved * times))
-        for operator in one.operators
+        replace(operator, flops=int(operator.flops * times / 2), moved=int(operator.moved * times / 2))
+        for operator in two.operators
     )
-    return Trace(**sizes, collectives=tuple(collectives), operators=operators)
+    return Trace(**sizes, collectives=_of_parts(two, three, times), operators=operators)
+
+
+def _of_parts(two: Trace, three: Trace, times: float) -> tuple[Collective, ...]:
+    grown = Counter(two.collectives) - Counter(three.collectives)
+    of_all = [replace(collective, bytes=int(collective.bytes * times / 2)) for collective in grown.elements()]
+    at_once = Counter(replace(collective, bytes=collective.bytes * 3 // 2) for collective in grown.elements())
+    of_part = [*(Counter(three.collectives) - Counter(two.collectives) - at_once).elements()]
+    rest = times % 1
+    last = [replace(collective, bytes=int(collective.bytes * rest)) for collective in of_part if rest]
+    before = Counter(two.collectives) - grown
+    return *before.elements(), *of_part * (int(times) - 2), *last, *of_all

@@ -1,6 +1,7 @@
 """Compare a traced block with what the same block keeps on a CPU; a seeded fault changes the trace."""
 
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -106,3 +107,18 @@ def test_more_rows_of_a_micro_batch_follow_from_two_and_three(family, monkeypatc
     monkeypatch.setattr(pieces, "_FEW_ROWS", 8)
     whole = model.pieces.block(block, batch, reached=True, kind="whole").under(mode)
     assert extended == whole and extended.instants
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(tensor=2, sequence=True)], ids=str)
+@pytest.mark.parametrize("chunk", [0, 8])
+def test_more_tokens_of_a_loss_follow_from_two_and_three_parts(chunk, layout, monkeypatch):
+    monkeypatch.setattr(pieces, "_FEW_TOKENS", 8)
+    model = sampled(family_of(MODELS["llama"]), family_of(MODELS["llama"]).from_hf(MODELS["llama"]), layout)
+    batch = MicroBatch(2, 42, 2, gpu=True)
+    extended = model.pieces.loss(batch, chunk=chunk, sums=4).plain
+    whole = model.pieces._loss(MicroBatch(1, 84, 2, gpu=True), chunk, 4)
+    for bytes_of in ("kept", "forward", "backward", "gradients"):
+        assert getattr(extended, bytes_of) == pytest.approx(getattr(whole, bytes_of), rel=1e-3), bytes_of
+    assert Counter(extended.collectives) == Counter(whole.collectives)
+    flops = [sum(operator.flops for operator in each.operators) for each in (extended, whole)]
+    assert flops[0] == pytest.approx(flops[1], rel=1e-3)
