@@ -17,10 +17,11 @@ from ..parallel_state.engine import accelerator, local_data
 from ..recipes.recipe import Recipe
 from ..simulation.backend import NAME, register
 from ..simulation.collectives import axes_of_groups
+from ..simulation.kernels import fused_functions
 from ..simulation.ledger import PHASES, Ledger, kinds_of
 from ..simulation.rank import simulated_rank
 from ..simulation.record import Collective, StepRecord
-from ..simulation.replaced_operators import CPU, GPU, replaced
+from ..simulation.replaced_operators import CPU, replaced
 from ..simulation.waits import WAITS
 from ..training.build import Parts, build
 from ..training.compute_weights import ComputeWeights
@@ -128,7 +129,7 @@ def _computing_as(kernels: Kernels) -> Iterator[None]:
         return "cpu" if (kind := place(device)) == NAME else kind
 
     as_cpu = mock.patch.object(accelerator, "_type", as_host) if kernels == "cpu" else nullcontext()
-    with as_cpu, replaced(CPU if kernels == "cpu" else GPU):
+    with as_cpu, replaced(CPU) if kernels == "cpu" else fused_functions():
         yield
 
 

@@ -1,4 +1,4 @@
-"""Let a trace on the host call the operators of a GPU where a GPU has one kernel and a CPU several.
+"""Call the operators of a GPU without one, where a GPU has one kernel and other devices several.
 
 What an operator keeps for its backward follows from its derivative, whatever the device. Only where torch
 itself asks for the device, and takes a fused kernel on a GPU and a composite on a CPU, a trace must be told.
@@ -35,14 +35,18 @@ _plain_attention = F.scaled_dot_product_attention
 
 
 @contextmanager
-def gpu_kernels() -> Iterator[None]:
-    """Let torch's functions call a GPU's fused kernels inside this context, and layers choose as on a GPU
-    for tensors on the "meta" device.
-    """
+def fused_functions() -> Iterator[None]:
+    """Let torch's functions call a GPU's fused kernels inside this context, in all threads."""
     with ExitStack() as stack:
-        stack.enter_context(accelerator.imagined())
         for function, kernel in _KERNELS.items():
             stack.enter_context(mock.patch.object(*function, kernel))
+        yield
+
+
+@contextmanager
+def gpu_kernels() -> Iterator[None]:
+    """Let tensors on the "meta" device be computed as a GPU's inside this context, and layers choose so."""
+    with accelerator.imagined(), fused_functions():
         yield
 
 

@@ -1,7 +1,7 @@
-"""Let operators of the simulated device be those that a GPU, or a CPU, runs for its tensors.
+"""Let operators of the simulated device be those that a CPU runs; for a GPU's see ``kernels.py``.
 
 Torch composes some operators of others on a device that registers no kernel of its own, and asks in some for
-a GPU or a CPU by name. Here a kernel is registered for these, which C++ and the threads of autograd call too.
+a CPU by name. Here a kernel is registered for these, which C++ and the threads of autograd call too.
 """
 
 from __future__ import annotations
@@ -61,9 +61,6 @@ def _unreached(*given: Any) -> Tensor:
     raise NotImplementedError("a tensor of the simulated device outside SimulatedDevice")
 
 
-# A CPU's ----------------------------------------------------------------------------------------------------
-
-
 def _dropout(x: Tensor, p: float, train: bool) -> Any:
     """Multiply by a mask in the dtype of ``x``: only GPUs have a fused kernel, whose mask are bytes."""
     if p in (0, 1) or not train or not x.numel():
@@ -92,31 +89,3 @@ def _attention_of_cpu(
 
 
 CPU: Replacements = {"dropout": _dropout, "scaled_dot_product_attention": _attention_of_cpu}
-
-# A GPU's ----------------------------------------------------------------------------------------------------
-
-
-def _attention_of_gpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """Call flash attention, or without it, for a mask or fp32, the memory-efficient kernel."""
-    if q.dtype in (torch.bfloat16, torch.float16) and attn_mask is None:
-        kernel = _aten._scaled_dot_product_flash_attention
-        return kernel(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
-    if enable_gqa and q.shape[1] != k.shape[1]:
-        return NotImplemented
-    if attn_mask is not None:
-        attn_mask = attn_mask.expand(*q.shape[:3], k.shape[2])
-    kernel = _aten._scaled_dot_product_efficient_attention
-    return kernel(q, k, v, attn_mask, q.requires_grad, dropout_p, is_causal, scale=scale)[0]
-
-
-GPU: Replacements = {"scaled_dot_product_attention": _attention_of_gpu}
