@@ -12,20 +12,42 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..planner import Traffic
+    from ..recipes.recipe import Recipe
+    from ..simulation.record import StepRecord
 
 
 @no_garbage_search(hide=True)
 def show_dry_run(
-    recipe: Path, overrides: Sequence[str], *, rank: int | None, device_memory: str | None
+    recipe: Path,
+    overrides: Sequence[str],
+    *,
+    rank: int | None,
+    device_memory: str | None,
+    exact: bool,
+    html: Path | None,
 ) -> None:
-    """Print a rank's memory and the step's numbers; ``BadInput`` afterwards if the rank does not fit."""
+    """Print a rank's memory and the step's numbers; ``BadInput`` afterwards if the rank does not fit.
+
+    ``exact``: simulate the rank's step, too, and say who holds the bytes; ``html``: write that as a page.
+    """
     from rich.table import Table
 
     from ..recipes.recipe import load_recipe
     from ..runs.console import plain_console
+    from ..search.exact_memory import (
+        HOLDERS_HEAD,
+        KINDS_HEAD,
+        exact_line,
+        kinds_of_bytes,
+        largest_holders,
+        make_step_page,
+    )
+    from ..storage.output_file import check_output_file, output_file
     from ..training.dry_run import dry_run
     from .shared.sizes import parse_size
 
+    if html is not None:
+        check_output_file(html, ours=_is_page)
     room = parse_size(device_memory, "--device-memory") if device_memory is not None else None
     found = dry_run(load_recipe(recipe, overrides), rank=rank, room=room)
     console = plain_console(soft_wrap=True)
@@ -69,6 +91,15 @@ def show_dry_run(
     console.print(table)
     if one.traffic:
         console.print(_sent(one.traffic, one.rank))
+    if exact or html is not None:
+        record = _simulated(found.recipe, one.rank)
+        console.print(f"exact          {exact_line(record, memory.total)}")
+        console.print(_table(f"who holds the memory of rank {one.rank}", KINDS_HEAD, kinds_of_bytes(record)))
+        console.print(_table("the largest holders", HOLDERS_HEAD, largest_holders(record)))
+        if html is not None:
+            with output_file(html, ours=_is_page) as page:
+                page.write_text(make_step_page(recipe.stem, record, memory.total), encoding="utf-8")
+            console.print(f"page           {html}")
     for note in found.notes:
         console.print(f"not here       {note}")
     found.check(str(recipe))
@@ -76,6 +107,35 @@ def show_dry_run(
         console.print("fits?          the device's memory is not known: say --device-memory 80GB")
     else:
         console.print(f"fits           {one.total / 1e9:,.1f} of {found.room / 1e9:,.1f} GB")
+
+
+def _simulated(recipe: Recipe, rank: int) -> StepRecord:
+    from ..runs.console import plain_console
+    from ..search import Worker
+
+    worker = Worker()
+    try:
+        with plain_console(stderr=True).status(f"simulating a step of rank {rank}"):
+            return worker.simulate(recipe, rank)
+    finally:
+        worker.close()
+
+
+def _is_page(seen: bytes) -> bool:
+    from ..search.exact_memory import MARK
+
+    return seen.startswith(b"<!DOCTYPE html>") and MARK.encode() in seen
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for name in head:
+        table.add_column(name, justify="right" if name in ("GB", "share") else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _sent(traffic: Sequence[Traffic], rank: int) -> Table:

@@ -52,6 +52,20 @@ def train(
     device_memory: Annotated[
         str | None, typer.Option("--device-memory", help="memory of each device for --dry-run, such as 80GB")
     ] = None,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="with --dry-run: also run a step of the rank on a simulated device, and say who holds its "
+            "memory at the worst moment (seconds for a few blocks and micro-batches, minutes for many)",
+        ),
+    ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            help="page to write with --dry-run, with a picture of --exact's step", metavar="PAGE.html"
+        ),
+    ] = None,
     strict: Strict = False,
 ) -> None:
     """Train a model as a recipe says, or resume its training.
@@ -73,6 +87,7 @@ def train(
         trilith train recipe.toml
         trilith train recipe.toml layout.tensor=2 layout.data=4 steps=500
         trilith train llama-3.1-8b-8gpus --dry-run --device-memory 80GB
+        trilith train recipe.toml --dry-run --exact --html memory.html
         trilith train recipe.toml --fit --nproc 3
         torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
             --rdzv-id NAME --no-python trilith train recipe.toml
@@ -80,7 +95,7 @@ def train(
     if dry:
         from .dry_run import show_dry_run
 
-        show_dry_run(recipe, overrides or [], rank=rank, device_memory=device_memory)
+        show_dry_run(recipe, overrides or [], rank=rank, device_memory=device_memory, exact=exact, html=html)
         return
     if "RANK" in os.environ:
         from ..system.process_info import end_with_parent
@@ -88,7 +103,13 @@ def train(
         end_with_parent()  # before the imports that take seconds: torchrun may be killed meanwhile
     from ..parallel_state import BadInput
 
-    for option, value in (("--rank", rank), ("--device-memory", device_memory)):
+    only_dry = (
+        ("--rank", rank),
+        ("--device-memory", device_memory),
+        ("--exact", exact or None),
+        ("--html", html),
+    )
+    for option, value in only_dry:
         if value is not None:
             raise BadInput("train", option, expected="--dry-run with it", found=value)
 

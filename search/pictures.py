@@ -9,6 +9,7 @@ from itertools import cycle
 from typing import Any
 
 from ..pipeline.timetable import few_micro_batches, timetable
+from ..simulation.record import StepRecord
 from .find import Found
 from .shortage import parts_of
 
@@ -113,6 +114,21 @@ def timetable_of(found: Found) -> str:
     axes.set_ylabel("pipeline rank")
     patches = legend_of([table])
     figure.legend(handles=patches, loc="outside upper left", ncols=len(patches), frameon=False, fontsize=10)
+    return _svg(figure)
+
+
+def memory_of_step(record: StepRecord) -> str:
+    """Return SVG: the most bytes in each piece of a rank's step, operator by operator, by what runs."""
+    figure, axes = _figure(1, 3.6, width=12)
+    pieces = range(len(record.timeline))
+    for colour, phase in zip(_COLOURS, dict.fromkeys(phase for phase, _ in record.timeline), strict=False):
+        sizes = [size / 1e9 if here == phase else 0.0 for here, size in record.timeline]
+        axes.bar(pieces, sizes, width=1.0, color=colour, label=phase)
+    axes.axhline(record.peak / 1e9, color=_INK, linewidth=1, linestyle="--")
+    axes.set_xticks([])
+    axes.set_xlabel("operators of the step, in order")
+    axes.set_ylabel("GB")
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return _svg(figure)
 
 

@@ -22,7 +22,7 @@ class Worker:
     """Hold a process that simulates steps; ``close`` ends it. It also ends with the process that made it."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", __spec__.name]
+        command = [sys.executable, "-c", f"from {__name__} import answer_pipe; answer_pipe()"]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
@@ -78,7 +78,8 @@ def answer_all(questions: TextIO, answers: TextIO) -> None:
         answers.flush()
 
 
-if __name__ == "__main__":
+def answer_pipe() -> None:
+    """Answer on standard output what comes through standard input."""
     pipe = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what anything prints is no answer
     answer_all(sys.stdin, pipe)

@@ -3,6 +3,7 @@
 That the peak is the measured one to 0.1% is tested with the layouts themselves, in ``tests/layouts``.
 """
 
+import re
 from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
@@ -10,9 +11,10 @@ from unittest import mock
 import pytest
 import torch
 from support.configs import TINIEST_LLAMA
-from support.short_runs import tiny_recipe
+from support.short_runs import tiny_recipe, write_recipe
 from support.short_training import Case
 from support.simulated_steps import ledger_of
+from trilith.cli.app import run
 from trilith.layers import GatedMLP, RMSNorm
 from trilith.parallel_state import BadInput, Layout, engine
 from trilith.recipes.recipe import parse_recipe
@@ -160,3 +162,22 @@ def kernels():
 
 def test_each_device_has_its_kernels(alone):
     alone(kernels)
+
+
+def test_a_dry_run_says_who_holds_the_bytes_and_draws_the_step(tmp_path, capsys):
+    """As the plan of the same rank, in the kinds that the ledger knows; no file of others is replaced."""
+    recipe, page = tmp_path / "recipe.toml", tmp_path / "memory.html"
+    raw = tiny_recipe(
+        tmp_path / "run", tmp_path / "tokens", layout={"data": 2}, model={"config": TINIEST_LLAMA}
+    )
+    write_recipe(recipe, raw)
+    for _ in range(2):
+        assert run(["train", str(recipe), "--dry-run", "--html", str(page)]) == 0
+    said = capsys.readouterr().out
+    assert abs(float(re.search(r"the plan says .*\((.*)%\)", said)[1])) < 1
+    assert "activations" in said and "layers.*" in said
+    drawn = page.read_text()
+    assert "<svg" in drawn and "backward" in drawn and "layers.*" in drawn
+    page.write_text("mine")
+    assert run(["train", str(recipe), "--dry-run", "--html", str(page)]) == 2 and page.read_text() == "mine"
+    assert run(["train", str(recipe), "--exact"]) == 2
