@@ -79,8 +79,8 @@ def _features(model: CausalLM) -> _Features:
             for key, part in zip(outputs, module.parts, strict=True):
                 full = f"{name}.{key}" if key else name
                 box = stated[f"{full}.weight"].box(state.layout, state.at)
-                if part.slice is not None:
-                    box = box.narrow(0, part.slice.start, part.slice.stop)
+                if part.rows is not None:
+                    box = box.narrow(0, part.rows.start, part.rows.stop)
                 features[name].append((full, box.slices[0]))
         elif isinstance(module, _WHOLE) or module in model.layers.values():
             features[name] = [(name, None)]

@@ -96,10 +96,6 @@ CALLS = {
         lambda: ColumnParallelLinear(8, 10, unit=4, state=FOUR),
         "multiple of unit=4",
     ),
-    "shared columns that are gathered": (
-        lambda: ColumnParallelLinear(8, {"k": 12}, unit=4, shared=("k",), gather_output=True, state=FOUR),
-        "gather_output",
-    ),
     "a column's state by position": (lambda: ColumnParallelLinear(4, 4, TWO), NO_STATE),
     "a row's state by position": (lambda: RowParallelLinear(4, 4, TWO), NO_STATE),
     "a layer norm's state by position": (lambda: LayerNorm(4, TWO), NO_STATE),
