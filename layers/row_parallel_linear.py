@@ -28,9 +28,10 @@ class RowParallelLinear(DeclaredModule):
     """Compute ``y = x W^T + b`` with the columns of ``W`` (the features of ``x``) cut over the tensor axis.
 
     Input: (..., in / tensor), as a column-parallel layer or ``split_to_tensor`` leaves it. Output: (..., out)
-    whole, or (B, S / tensor, out) with sequence parallelism. The bias is added once, after the sum. On one
-    device it is ``nn.Linear``. Raises ``BadInput`` for a cut that is not even. Source: Shoeybi et al. 2019,
-    section 3.
+    whole, or (B, S / tensor, out) with sequence parallelism. The bias is added once, after the sum. With
+    ``partial`` the output is this rank's term of the sum, for ``leave_tensor`` after other terms are added;
+    the first rank's has the bias. On one device it is ``nn.Linear``. Raises ``BadInput`` for a cut that is
+    not even. Source: Shoeybi et al. 2019, section 3.
     """
 
     weight: nn.Parameter
@@ -43,12 +44,13 @@ class RowParallelLinear(DeclaredModule):
         bias: bool = True,
         *,
         unit: int = 1,
+        partial: bool = False,
         initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
         check_no_state(bias, "RowParallelLinear", "bias")
-        self.state = alone_or(state)
+        self.state, self.partial = alone_or(state), partial
         self.in_features, self.out_features = in_features, out_features
         self.adapters: list[Adapter] = []
         self.float8: Products | None = None
@@ -57,9 +59,10 @@ class RowParallelLinear(DeclaredModule):
         weight = Declaration((out_features, in_features), Cut(1, unit=unit), initial=initial)
         declare_parameter(self, "weight", weight, self.state)
         if bias:
-            # Under sequence parallelism each rank adds it to its own tokens, so its gradient is a part.
-            partial, start = ("tensor",) if self.state.sequence else (), initial_of_bias(initial)
-            added = Declaration((out_features,), partial=partial, initial=start)
+            # Under sequence parallelism each rank adds it to its own tokens, so its gradient is a part; with
+            # ``partial`` it is zero on all ranks but the first.
+            parts = ("tensor",) if self.state.sequence or (partial and self.state.tensor_size > 1) else ()
+            added = Declaration((out_features,), partial=parts, initial=initial_of_bias(initial))
             declare_parameter(self, "bias", added, self.state)
         else:
             self.register_parameter("bias", None)
@@ -77,7 +80,10 @@ class RowParallelLinear(DeclaredModule):
                 y = y + change
         if self._alone:
             return y
-        y = leave_tensor(y, self.state)
+        if not self.partial:
+            y = leave_tensor(y, self.state)
+        elif bias is not None:
+            bias = bias * float(self.state.tensor_index == 0)
         return y if bias is None else y + bias
 
     def extra_repr(self) -> str:

@@ -5,7 +5,9 @@ from support.refusals import Refused, refusals
 from trilith.layers import (
     ColumnParallelLinear,
     Experts,
+    GatedMLP,
     LayerNorm,
+    MoE,
     MultiHeadLatentAttention,
     ReplicatedLinear,
     RMSNorm,
@@ -117,6 +119,10 @@ CALLS = {
     "a replicated linear's input of another width": (
         lambda: ReplicatedLinear(6, 5)(torch.randn(2, 3, 5)),
         "ReplicatedLinear",
+    ),
+    "shared experts with collectives of their own": (
+        lambda: MoE(TopKRouter(8, 4, 2), Experts(4, 8, 8), shared=GatedMLP(8, 8)),
+        r"MoE: shared: expected a GatedMLP with entered=True",
     ),
     "gathered logits": (loss_of_gathered_logits, r"expected 64 columns: a part of 50, found 128\. Do not"),
     "E9 a sequence that the ranks do not divide": (
