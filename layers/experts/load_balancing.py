@@ -21,7 +21,8 @@ class Balance:
 
     ``balance`` and ``z_loss`` are means of the losses over rows and routers, before their factors; experts
     that are used evenly have a balance loss of ``top_k``. ``balance`` is ``None`` if a router computes no
-    such loss. ``load``: number of tokens of the busiest expert of any router, divided by the mean.
+    such loss, see ``TopKRouter``. ``load``: number of tokens of the busiest expert of any router, divided by
+    the mean.
     """
 
     balance: float | None

@@ -40,11 +40,11 @@ class TopKRouter(DeclaredModule):
     moves towards even loads. The bias is fp32 whatever the model's dtype, starts at zero, and is saved with
     the weights. ``biased``: the logits have a trained bias (GPT-OSS).
 
-    Two losses act through their gradients only, once in a backward pass. The balance loss is computed if
-    ``balance`` is not 0, or to be watched with ``bias_corrected``. ``balance`` multiplies, for each row
+    Two losses act through their gradients only, once in a backward pass. ``balance`` multiplies, for each row
     by itself, E / S^2 times the sum over the experts of (number of tokens) times (sum of scores, divided by
-    the sum over the experts). ``z_loss`` multiplies the mean square of the logits' logsumexp. All rows count
-    equally; see ``set_auxiliary_scale``.
+    the sum over the experts). Over context ranks, which add up their numbers of tokens, it is computed only
+    where somebody asks for it: with a factor that is not 0, or with ``bias_corrected``. ``z_loss`` multiplies
+    the mean square of the logits' logsumexp. All rows count equally; see ``set_auxiliary_scale``.
 
     Input: (B, S, D), whole along the sequence and equal on the tensor ranks. The router's weights multiply
     partial sums, so the gradient of its weight is partial on each tensor rank. Output: weights (B, S, K) in
@@ -151,7 +151,7 @@ class TopKRouter(DeclaredModule):
             )
         z = logits_BSE.logsumexp(-1).square().sum() / length
         loss, balance = z * self.z_loss, torch.full_like(z, nan)
-        if self.balance or self.bias is not None:
+        if state.layout.context == 1 or self.balance or self.bias is not None:
             balance = self._balance(counts_BE, scores_BSE, length)
             loss = balance * self.balance + loss
         losses = torch.stack([balance, z, torch.full_like(z, rows / state.layout.context)])
