@@ -64,6 +64,8 @@ class ColumnParallelLinear(DeclaredModule):
         self.in_features, self.out_features = in_features, out_features
         self.adapters: list[Adapter] = []
         self.float8: Products | None = None
+        #: Whether selective checkpointing computes the products again.
+        self.recomputed = False
         outputs = {"": out_features} if isinstance(out_features, int) else out_features
         units = dict.fromkeys(outputs, unit) if isinstance(unit, int) else unit
         initial = initial or Uniform(1 / sqrt(in_features))

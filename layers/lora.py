@@ -19,10 +19,12 @@ Key and value heads that W shares among ranks are shared by B alike. Source: Hu 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from math import sqrt
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,6 +38,7 @@ from ..parallel_state import (
     declare_parameter,
     local,
 )
+from .activation_checkpointing import products_recomputed
 from .column_parallel_linear import ColumnParallelLinear
 from .dropout import own_random
 from .linear_extensions import OutputPart
@@ -125,7 +128,9 @@ class _LowRank:
             with own_random(self.state, split=self.split):
                 x = F.dropout(x, self.dropout)
         h = F.linear(x, local(cast(Tensor, self.inner.lora_A))) * self.scale
-        return [(number, F.linear(h, part.weight("lora_B"))) for number, part in self.parts.items()]
+        # As wide as the output to which it is added, and cheap.
+        with nullcontext() if torch.compiler.is_compiling() else products_recomputed():
+            return [(number, F.linear(h, part.weight("lora_B"))) for number, part in self.parts.items()]
 
 
 def _numbers(layer: ParallelLinear, outputs: Sequence[str] | None) -> Sequence[int]:

@@ -67,6 +67,7 @@ class GatedMLP(nn.Module):
             initial=out_initial or initial,
             state=state,
         )
+        self.down.recomputed = True  # it joins the residual stream, where nothing needs it again
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Return the feed-forward of ``x``, of the same shape."""
@@ -98,6 +99,7 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(
             intermediate_size, hidden_size, bias, initial=out_initial or initial, state=state
         )
+        self.down.recomputed = True  # it joins the residual stream, where nothing needs it again
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Return the feed-forward of ``x``, of the same shape."""

@@ -66,6 +66,8 @@ class RowParallelLinear(DeclaredModule):
             declare_parameter(self, "bias", added, self.state)
         else:
             self.register_parameter("bias", None)
+        #: Selective checkpointing keeps the sum over the ranks, not its terms.
+        self.recomputed = partial or self.state.tensor_size > 1
         self._alone, self._width = self.state.tensor_size == 1, in_features // self.state.tensor_size
 
     def forward(self, x: Tensor) -> Tensor:
