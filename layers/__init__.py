@@ -14,9 +14,14 @@ from .activation_checkpointing import (
 )
 from .attention.alibi import Alibi, alibi_slopes
 from .attention.attention import Attention, SharedHeads
-from .attention.backends import PinnedBackend
+from .attention.backends import AttentionCall, PinnedBackend
 from .attention.causal import causal_attention, merge_heads, split_heads
-from .attention.chosen_backend import attention_backends, attention_kinds, set_attention_backend
+from .attention.chosen_backend import (
+    attention_backends,
+    attention_calls,
+    attention_kinds,
+    set_attention_backend,
+)
 from .attention.inputs import AttentionInputs
 from .attention.key_value_cache import KeyValueCache
 from .attention.latent import MultiHeadLatentAttention
@@ -78,6 +83,7 @@ __all__ = [
     "ACTIVATIONS",
     "Alibi",
     "Attention",
+    "AttentionCall",
     "AttentionInputs",
     "AttentionScope",
     "Balance",
@@ -123,6 +129,7 @@ __all__ = [
     "automatic_chunk",
     "bounded",
     "attention_backends",
+    "attention_calls",
     "attention_kinds",
     "causal_attention",
     "checkpoint_blocks",

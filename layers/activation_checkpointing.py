@@ -5,8 +5,8 @@ mode       kept for backward
 =========  ==========================================================================================
 none       every intermediate result
 selective  a block's input, its matrix products and attention, and sums over the tensor axis; norms,
-           rotation, activation functions and gathers are computed again (over several context ranks
-           attention, too: it is in many pieces there)
+           rotation, activation functions, gathers and routed experts are computed again (over several
+           context ranks attention, too: it is in many pieces there), and products of modules that say so
 every      the input alone of every n-th block; the others keep everything
 full       the input alone of every block
 =========  ==========================================================================================
@@ -19,11 +19,12 @@ same order on all ranks of a group, because these ranks hold parts of the same b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ Checkpointing = Literal["none", "selective", "every", "full"]
 
 _Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
-_PRODUCTS = {"aten::mm": "product", "aten::_scaled_mm": "product", "aten::addmm": "sum and product"}
+_PRODUCTS = ("aten::mm", "aten::_scaled_mm", "aten::addmm")
 #: Attention without a dropout of its own.
 _NEVER_DROP = ("torch_attn::_varlen_attn", "flex_attention")
 _SUMS = ("_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tensor")
@@ -65,8 +66,9 @@ def checkpoint_blocks(
 
     No module is added, so no parameter changes its name. FSDP's hooks stay outside, on the block itself: a
     block is gathered once for its recomputation and its backward. Without gradients (evaluation, generation)
-    nothing changes. ``keep_attention=False``: the selective mode also computes attention again. Raises
-    ``BadInput`` for an unknown mode or ``every`` below 1.
+    nothing changes. ``keep_attention=False``: the selective mode also computes attention again, and so it
+    does with the products of a module whose attribute ``recomputed`` is true. Raises ``BadInput`` for an
+    unknown mode or ``every`` below 1.
     """
     if mode not in ("none", "selective", "every", "full"):
         expected = "none, selective, every or full"
@@ -75,6 +77,8 @@ def checkpoint_blocks(
         raise BadInput("memory", "checkpoint_every", expected="at least 1", found=every)
     for number, block in blocks:
         if checkpointed(number, mode, every):
+            if mode == "selective":
+                _mark_recomputed(block)
             block.forward = _forgetful(
                 block.forward, selective=mode == "selective", keep_attention=keep_attention
             )
@@ -88,7 +92,7 @@ def _forgetful(forward: Callable[..., Any], *, selective: bool, keep_attention: 
             return forward(x, *more, **named)
         if not selective:
             return checkpoint(forward, x, *more, use_reentrant=False, **named)
-        policy = partial(_policy, hidden_size=x.shape[-1], keep_attention=keep_attention)
+        policy = partial(_policy, keep_attention=keep_attention)
         contexts = partial(_contexts, policy, x.device)
         return checkpoint(forward, x, *more, use_reentrant=False, context_fn=contexts, **named)
 
@@ -137,8 +141,38 @@ def keep_aside(module: nn.Module) -> None:
     module.register_forward_hook(_back)
 
 
+def _mark_recomputed(block: nn.Module) -> None:
+    """Let the modules of a block that say so have their products computed again."""
+    for module in block.modules():
+        if getattr(module, "recomputed", False) and module not in _MARKED:
+            module.register_forward_pre_hook(_recompute_more)
+            module.register_forward_hook(_recompute_less)
+            _MARKED.add(module)
+
+
+def _recompute_more(*given: Any) -> None:
+    _RECOMPUTED.set(_RECOMPUTED.get() + 1)
+
+
+def _recompute_less(*given: Any) -> None:
+    _RECOMPUTED.set(_RECOMPUTED.get() - 1)
+
+
+@contextmanager
+def products_recomputed() -> Iterator[None]:
+    """Let selective checkpointing compute the products in this context again."""
+    _recompute_more()
+    try:
+        yield
+    finally:
+        _recompute_less()
+
+
 #: True while excluded hooks run; a block's recomputation runs in the same thread as they do.
 _ASIDE = ContextVar("aside", default=False)
+#: How many modules are computing, one in another, whose products are not kept.
+_RECOMPUTED = ContextVar("recomputed", default=0)
+_MARKED: WeakSet[nn.Module] = WeakSet()
 
 
 def _aside(*given: Any) -> None:
@@ -161,7 +195,9 @@ class _Counted(TorchDispatchMode):
         self._mode, self._after_attention = mode, after_attention
 
     def __enter__(self) -> Any:
-        _ASIDE.set(False)  # a repetition ends as soon as all is there, perhaps amid such a hook
+        # A repetition ends as soon as all is there, perhaps amid such a hook, or a module that is recomputed.
+        _ASIDE.set(False)
+        _RECOMPUTED.set(0)
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -177,21 +213,18 @@ def _policy(
     ctx: SelectiveCheckpointContext,
     op: Any,
     *arguments: Any,
-    hidden_size: int,
     keep_attention: bool,
     **named: Any,
 ) -> CheckpointPolicy:
     """Decide whether an operator's output is kept or recomputed: what is expensive to compute is kept.
 
-    Of the matrix products, those that read the hidden width are kept; the others end a branch. Over a cut
-    tensor axis such a last product is only a partial sum, and the sum is kept (a piece of it under sequence
-    parallelism). On one device the feed-forward's last product joins the residual stream, and nothing needs
-    it again.
+    Of the matrix products, a layer says which are not (``recomputed``): partial sums over the tensor axis,
+    whose sum is kept (a piece of it under sequence parallelism); a feed-forward's last product, which joins
+    the residual stream, where nothing needs it again; and what is wide but cheap.
     """
     kind = _kind(op)
-    if kind in ("product", "sum and product"):
-        inner: int = arguments[1 if kind == "sum and product" else 0].shape[-1]
-        return _KEEP if inner == hidden_size else _AGAIN
+    if kind == "product":
+        return _AGAIN if _RECOMPUTED.get() else _KEEP
     return _KEEP if kind == "sum of ranks" or (keep_attention and kind == "attention") else _AGAIN
 
 
@@ -215,7 +248,9 @@ def _kind(op: Any) -> str:
     name = str(op.name()) if hasattr(op, "name") and callable(op.name) else str(op)
     if name in _SUMS:
         return "sum of ranks"
-    return _PRODUCTS.get(name) or ("attention" if "attention" in name or "attn" in name else "")
+    if name in _PRODUCTS:
+        return "product"
+    return "attention" if "attention" in name or "attn" in name else ""
 
 
 _KEEP, _AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE

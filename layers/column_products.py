@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ..parallel_state import ParallelState, engine
 from .collectives import check_sequence, enter_tensor
+from .linear_extensions import products
 
 
 class _Products(torch.autograd.Function):
@@ -48,7 +49,7 @@ _products: Callable[..., tuple[Tensor, ...]] = _Products.apply
 
 
 def column_products(
-    x: Tensor, held: Sequence[tuple[Tensor, Tensor | None]], state: ParallelState
+    x: Tensor, weights_and_biases: Sequence[tuple[Tensor, Tensor | None]], state: ParallelState
 ) -> list[Tensor]:
     """Return ``x W^T + b`` for each weight and bias, after ``enter_tensor``.
 
@@ -59,8 +60,7 @@ def column_products(
     kind = x.device.type
     cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     if state.tensor_size == 1 or cast:
-        entered = enter_tensor(x, state)
-        return [F.linear(entered, *one) for one in held]
+        return products(enter_tensor(x, state), weights_and_biases)
     if state.sequence:
         check_sequence(x, 1)
-    return [*_products(x, state, *(part for one in held for part in one))]
+    return [*_products(x, state, *(part for pair in weights_and_biases for part in pair))]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..parallel_state import ParallelState, engine, local
+from ..parallel_state import ParallelState, engine
 from .column_parallel_linear import ColumnParallelLinear
 from .row_parallel_linear import RowParallelLinear
 
@@ -49,17 +49,15 @@ def use_float8(model: nn.Module, scaling: Scaling) -> list[str]:
     """
     left = []
     for name, module in model.named_modules():
-        if isinstance(module, ColumnParallelLinear):
-            module.float8 = Float8(scaling, "rows", module.state)
-            names = [""] if isinstance(module.out_features, int) else module.out_features
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            column = isinstance(module, ColumnParallelLinear)
+            module.float8 = Float8(scaling, "rows" if column else "columns", module.state)
+            outputs = [""] if isinstance(module.out_features, int) else module.out_features
             left += [
                 f"{name}.{output}".rstrip(".")
-                for output, part in zip(names, module.parts, strict=True)
-                if not fits(part.here, module.in_features)
+                for output, part in zip(outputs, module.parts, strict=True)
+                if not fits(*part.weight().shape)
             ]
-        elif isinstance(module, RowParallelLinear):
-            module.float8 = Float8(scaling, "columns", module.state)
-            left += [name] if not fits(*local(module.weight).shape) else []
     return left
 
 
@@ -73,15 +71,15 @@ class Float8:
     cut: Literal["rows", "columns"]
     state: ParallelState
 
-    def __call__(self, x: Tensor, held: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+    def __call__(self, x: Tensor, weights_and_biases: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
         """Return ``x W^T + b`` for each weight and bias, in the dtype of ``x`` (..., in).
 
         A weight with a side that is no multiple of 16 is multiplied as it is.
         """
-        fitting = [weight for weight, _ in held if fits(*weight.shape)]
+        fitting = [weight for weight, _ in weights_and_biases if fits(*weight.shape)]
         made = iter(_products(x, self, *fitting) if fitting else ())
         found = []
-        for weight, bias in held:
+        for weight, bias in weights_and_biases:
             y = next(made) if fits(*weight.shape) else F.linear(x, weight)
             found.append(y if bias is None else y + bias)
         return found

@@ -18,11 +18,13 @@ Key and value heads that W shares among ranks are shared by B alike. Source: Hu 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from math import sqrt
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,8 +38,10 @@ from ..parallel_state import (
     declare_parameter,
     local,
 )
+from .activation_checkpointing import products_recomputed
 from .column_parallel_linear import ColumnParallelLinear
 from .dropout import own_random
+from .linear_extensions import OutputPart
 from .replicated_linear import ReplicatedLinear
 from .row_parallel_linear import RowParallelLinear
 
@@ -78,9 +82,8 @@ def attach_lora(
     """
     if r < 1:
         raise BadInput("lora", "r", expected="at least 1", found=r)
-    numbers = _numbers(layer, outputs)
-    parts = [layer.parts[number] if isinstance(layer, ColumnParallelLinear) else None for number in numbers]
-    outer = [layer if part is None else part.holder for part in parts]
+    parts = {number: layer.parts[number] for number in _numbers(layer, outputs)}
+    outer = [part.holder for part in parts.values()]
     inner = outer[0] if len(outer) == 1 else layer
     if "lora_A" in dict(inner.named_parameters(recurse=False)):
         raise BadInput("lora", "outputs", expected="one adapter at each place", found="a second")
@@ -95,13 +98,10 @@ def attach_lora(
         cut = base.cut if base.cut is not None and base.cut.dim == 0 else None
         b = replace(a, shape=(base.shape[0], r), cut=cut, partial=() if cut else whole)
         declare_parameter(module, "lora_B", replace(b, initial=Constant(0.0)), layer.state)
-    rows = [None if part is None else part.slice for part in parts]
-    scale = lora_scale(r, alpha, rslora=rslora)
     # Each tensor rank has features, or tokens, of its own.
     split = isinstance(layer, RowParallelLinear) or bool(isinstance(layer, ReplicatedLinear) and whole)
-    layer.adapters.append(
-        _LowRank(inner, list(zip(numbers, outer, rows, strict=True)), scale, dropout, split, layer.state)
-    )
+    scale = lora_scale(r, alpha, rslora=rslora)
+    layer.adapters.append(_LowRank(inner, parts, scale, dropout, split, layer.state))
 
 
 class _LowRank:
@@ -110,13 +110,13 @@ class _LowRank:
     def __init__(
         self,
         inner: nn.Module,
-        outer: Sequence[tuple[int, nn.Module, slice | None]],
+        parts: Mapping[int, OutputPart],
         scale: float,
         dropout: float,
         split: bool,
         state: ParallelState,
     ) -> None:
-        self.inner, self.outer, self.scale = inner, outer, scale
+        self.inner, self.parts, self.scale = inner, parts, scale
         self.dropout, self.split, self.state = dropout, split, state
 
     def __call__(self, x: Tensor) -> list[tuple[int, Tensor]]:
@@ -128,11 +128,9 @@ class _LowRank:
             with own_random(self.state, split=self.split):
                 x = F.dropout(x, self.dropout)
         h = F.linear(x, local(cast(Tensor, self.inner.lora_A))) * self.scale
-        return [(number, F.linear(h, self._b(module, rows))) for number, module, rows in self.outer]
-
-    def _b(self, module: nn.Module, rows: slice | None) -> Tensor:
-        b = local(cast(Tensor, module.lora_B))
-        return b if rows is None else b[rows]
+        # As wide as the output to which it is added, and cheap.
+        with nullcontext() if torch.compiler.is_compiling() else products_recomputed():
+            return [(number, F.linear(h, part.weight("lora_B"))) for number, part in self.parts.items()]
 
 
 def _numbers(layer: ParallelLinear, outputs: Sequence[str] | None) -> Sequence[int]:

@@ -37,7 +37,8 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
 class GatedMLP(nn.Module):
     """Compute ``down(act(gate(x)) * up(x))`` with one collective before and one after. Source: Shazeer 2020.
 
-    Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism.
+    Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism. With ``entered`` it has no
+    collective: the input is what ``enter_tensor`` returned, and the output a term for ``leave_tensor``.
     """
 
     def __init__(
@@ -47,17 +48,26 @@ class GatedMLP(nn.Module):
         *,
         act: str = "silu",
         bias: bool = False,
+        entered: bool = False,
         initial: Initial | None = None,
         out_initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
-        self.act = activation(act)
+        self.act, self.entered = activation(act), entered
         outputs = {"gate": intermediate_size, "up": intermediate_size}
-        self.gate_up = ColumnParallelLinear(hidden_size, outputs, bias, initial=initial, state=state)
-        self.down = RowParallelLinear(
-            intermediate_size, hidden_size, bias, initial=out_initial or initial, state=state
+        self.gate_up = ColumnParallelLinear(
+            hidden_size, outputs, bias, entered=entered, initial=initial, state=state
         )
+        self.down = RowParallelLinear(
+            intermediate_size,
+            hidden_size,
+            bias,
+            partial=entered,
+            initial=out_initial or initial,
+            state=state,
+        )
+        self.down.recomputed = True  # it joins the residual stream, where nothing needs it again
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Return the feed-forward of ``x``, of the same shape."""
@@ -89,6 +99,7 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(
             intermediate_size, hidden_size, bias, initial=out_initial or initial, state=state
         )
+        self.down.recomputed = True  # it joins the residual stream, where nothing needs it again
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Return the feed-forward of ``x``, of the same shape."""

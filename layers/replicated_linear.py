@@ -15,10 +15,9 @@ from ..parallel_state import (
     Uniform,
     alone_or,
     declare_parameter,
-    local,
 )
 from .argument_checks import check_no_state, check_width
-from .linear_extensions import Adapter, initial_of_bias
+from .linear_extensions import Adapter, OutputPart, initial_of_bias
 
 
 class ReplicatedLinear(DeclaredModule):
@@ -46,6 +45,7 @@ class ReplicatedLinear(DeclaredModule):
         self.state = alone_or(state)
         self.in_features, self.out_features = in_features, out_features
         self.adapters: list[Adapter] = []
+        self.parts = [OutputPart(self, None, out_features)]
         initial = initial or Uniform(1 / sqrt(in_features))
         partial = ("tensor",) if self.state.sequence else ()
         weight = Declaration((out_features, in_features), partial=partial, initial=initial)
@@ -60,7 +60,7 @@ class ReplicatedLinear(DeclaredModule):
     def forward(self, x: Tensor) -> Tensor:
         """Return the product for the tokens that are given."""
         check_width(x, self.in_features, "ReplicatedLinear", "It takes all of them on every rank")
-        y = F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+        y = F.linear(x, *self.parts[0].weight_and_bias())
         for adapter in self.adapters:
             for _, change in adapter(x):
                 y = y + change

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import Field
-from torch import nn
 
-from ..layers import Experts, MoE, TopKRouter
+from ..layers import Experts, GatedMLP, GatedShared, MoE, TopKRouter
 from ..parallel_state import BadInput, Normal, ParallelState
 from .base.config import MOST_EXPERTS
 from .base.hugging_face_names import Rename, Rule, Stack
@@ -89,7 +88,7 @@ def mixture(
     width: int,
     state: ParallelState,
     *,
-    shared: nn.Module | None = None,
+    shared: GatedMLP | GatedShared | None = None,
 ) -> MoE:
     """Make the experts of a block, each ``width`` wide inside, behind their router."""
     experts = Experts(

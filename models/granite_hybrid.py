@@ -149,8 +149,14 @@ class GraniteHybrid(Granite):
 
     def feed_forward(self, number: int) -> nn.Module:
         cfg, state = self.config, self.state
-        wide = cfg.shared_intermediate_size
-        shared = GatedMLP(cfg.hidden_size, wide, act=cfg.hidden_act, initial=self.initial, state=state)
+        shared = GatedMLP(
+            cfg.hidden_size,
+            cfg.shared_intermediate_size,
+            act=cfg.hidden_act,
+            entered=bool(cfg.num_local_experts),
+            initial=self.initial,
+            state=state,
+        )
         if not cfg.num_local_experts:
             return shared
         router = softmax_router(cfg, state, normalize=True)

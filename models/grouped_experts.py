@@ -82,6 +82,7 @@ def grouped_experts(cfg: GroupedExpertsConfig, router: TopKRouter, state: Parall
         cfg.hidden_size,
         cfg.n_shared_experts * cfg.moe_intermediate_size,
         act=cfg.hidden_act,
+        entered=True,
         initial=Normal(cfg.initializer_range),
         state=state,
     )

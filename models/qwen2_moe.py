@@ -68,7 +68,7 @@ class Qwen2Moe(Llama):
 def shared_mixture(cfg: SharedExpertConfig, state: ParallelState) -> MoE:
     """Make the experts of a block and, beside them, the net for all tokens behind its gate."""
     initial, wide = Normal(cfg.initializer_range), cfg.shared_expert_intermediate_size
-    net = GatedMLP(cfg.hidden_size, wide, act=cfg.hidden_act, initial=initial, state=state)
+    net = GatedMLP(cfg.hidden_size, wide, act=cfg.hidden_act, entered=True, initial=initial, state=state)
     shared = GatedShared(cfg.hidden_size, net, initial=initial, state=state)
     router = softmax_router(cfg, state, normalize=cfg.norm_topk_prob)
     return mixture(cfg, router, cfg.moe_intermediate_size, state, shared=shared)

@@ -16,10 +16,10 @@ Over c context ranks with N tokens each, a block's attention also fetches keys a
 such numbers. Forward is an all-gather of K; backward is another one and a reduce-scatter of c K gradients.
 Around a ring, forward is c - 1 exchanges of K, and backward is 2 (c - 1).
 
-Shared experts send as much as a feed-forward, in addition to the routed experts. The embedding sends as much
-as a block's exit, and the output layer, tied or not, as much as a block's entrance. The loss has two
-all-reduces of 4 N numbers together, in at least fp32. Norms, rotation, attention, activation functions and
-dropout send nothing.
+Experts, routed and shared together, send as much over the tensor ranks as a feed-forward. The embedding
+sends as much as a block's exit, and the output layer, tied or not, as much as a block's entrance. The loss
+has two all-reduces of 4 N numbers together, in at least fp32. Norms, rotation, attention, activation
+functions and dropout send nothing.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def step_traffic(
     """Return the collectives in a step of the rank of ``work``, whose stages ``model`` holds, up to clipped
     gradients.
 
-    What a backward sends depends on the parameters that are trained: it ends at the first of them. The
-    traffic of routers and experts depends on the tokens and is not counted. ``samples``, ``loss``: as for
+    What a backward sends depends on the parameters that are trained: it ends at the first of them. What
+    the ranks of experts exchange depends on the tokens and is not counted. ``samples``, ``loss``: as for
     ``plan_memory``. Raises ``BadInput`` for a module that cannot be traced.
     """
     work = replace(work, trains_all=isinstance(model, CausalLM))

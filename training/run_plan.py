@@ -10,7 +10,7 @@ from typing import Any
 from ..checkpoints import Source, StoredAdapter, check_plain, read_source
 from ..data.batches import GlobalBatches
 from ..data.vocabulary import check_vocabulary
-from ..layers import attention_backends, automatic_chunk
+from ..layers import AttentionCall, attention_calls, automatic_chunk
 from ..models import Family, ModelConfig, family_of
 from ..parallel_state import BadInput, ParallelState, dtype_named
 from ..pipeline import schedule_kind
@@ -136,8 +136,8 @@ class RunPlan(Plan):
     batches: GlobalBatches = field(kw_only=True)
     #: The data of evaluation, if the recipe has one.
     held_out: HeldOut | None = field(kw_only=True)
-    #: What computes each kind of attention, in words.
-    attention: dict[str, str] = field(kw_only=True)
+    #: Each kind of attention, by its name in words; none over context ranks.
+    attention: dict[str, AttentionCall] = field(kw_only=True)
 
 
 def check_run(recipe: Recipe) -> RunPlan:
@@ -150,7 +150,7 @@ def check_run(recipe: Recipe) -> RunPlan:
     batches = open_data(recipe)
     check_vocabulary(batches.vocab_size, planned.config.vocab_size, "recipe: data.tokens")
     held_out = open_held_out(recipe, planned.config.vocab_size)
-    attention = attention_backends(
+    attention = attention_calls(
         planned.family.on_meta(planned.config),
         recipe.device,
         dtype_named(recipe.compute_dtype),

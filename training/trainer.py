@@ -25,6 +25,7 @@ from ..checkpoints import (
 )
 from ..data.batch import Batch
 from ..data.prefetch import Prefetch
+from ..layers import attention_backends
 from ..parallel_state import CollectiveOrder, NotTrained, ParallelState, fault, initialize, seed_of
 from ..parallel_state.engine import accelerator
 from ..recipes.recipe import Recipe
@@ -200,8 +201,9 @@ class Trainer:
         if self.plan.split is not None:
             self.terminal.say(f"stages: {self.plan.cut}")
         if self.plan.attention:
-            chosen = "; ".join(f"{kind}: {backend}" for kind, backend in self.plan.attention.items())
-            self.terminal.say(f"attention over {chosen}")
+            chosen = attention_backends(self.plan.attention, self.recipe.attention_backend, self.state)
+            words = "; ".join(f"{kind}: {backend}" for kind, backend in chosen.items())
+            self.terminal.say(f"attention over {words}")
         if self.recipe.compile == "auto" and accelerator.has_compiled_losses(self.state.device):
             reason = self.recipe.not_compiled
             self.terminal.say(

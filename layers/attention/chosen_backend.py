@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from ...parallel_state import ParallelState
 from .attention import Attention
-from .backends import PinnedBackend, choose_backend
+from .backends import AttentionCall, Backend, PinnedBackend, choose_backend
+from .kernel_checks import checked_backend
 from .latent import MultiHeadLatentAttention
 from .mask import AttentionScope
 from .visible import exceeds
@@ -33,7 +36,7 @@ def set_attention_backend(model: nn.Module, backend: PinnedBackend) -> None:
             one.backend = backend
 
 
-def attention_backends(
+def attention_calls(
     model: nn.Module,
     device: torch.device | str,
     dtype: torch.dtype,
@@ -41,19 +44,30 @@ def attention_backends(
     length: int,
     packed: bool,
     backend: PinnedBackend = "auto",
-) -> dict[str, str]:
-    """Return, in words, the backend of each kind of attention in rows of ``length`` tokens.
+) -> dict[str, AttentionCall]:
+    """Return the call of each kind of attention, by its name in words, in rows of ``length`` tokens.
 
-    ``packed``: rows hold several documents. Raises ``BadInput`` if the pinned ``backend`` cannot compute one
-    of them.
+    ``packed``: rows hold several documents. Needs no device. Raises ``BadInput`` if the pinned ``backend``
+    cannot compute one of them.
     """
     stand_in, scope = torch.empty((1, 1, 1, 0), device="meta"), AttentionScope()
-    found: dict[str, str] = {}
+    calls: dict[str, AttentionCall] = {}
     for one in attention_kinds(model):
         narrow = exceeds(one.window, length)
         call = replace(
             one.call(stand_in, scope), device=torch.device(device).type, dtype=dtype, masked=packed or narrow
         )
         said = [f"window {one.window}"] * narrow + ["several documents a row"] * packed + [call.score]
-        found[", ".join(filter(None, said)) or "one document a row"] = choose_backend(call, backend)
-    return found
+        choose_backend(call, backend)
+        calls[", ".join(filter(None, said)) or "one document a row"] = call
+    return calls
+
+
+def attention_backends(
+    calls: Mapping[str, AttentionCall], backend: PinnedBackend, state: ParallelState
+) -> dict[str, Backend]:
+    """Return the backend that computes each of these calls on the device of ``state``, where a kernel that
+    needs it is checked before. Collective over the tensor and context ranks. Raises ``BadInput`` as
+    ``attention_calls`` does.
+    """
+    return {kind: checked_backend(call, backend, state.device, state) for kind, call in calls.items()}

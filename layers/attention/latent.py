@@ -95,6 +95,8 @@ class MultiHeadLatentAttention(nn.Module):
         self.kv_up = ColumnParallelLinear(
             kv_lora_rank, heads * each, False, unit=each, initial=initial, state=state
         )
+        for up in (self.kv_up,) if self.direct else (self.q_up, self.kv_up):
+            up.recomputed = True  # many times wider than the latents from which it follows
         self.out = RowParallelLinear(
             heads * v_head_dim, hidden_size, bias, unit=v_head_dim, initial=initial, state=state
         )

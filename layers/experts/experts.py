@@ -45,6 +45,9 @@ class Experts(DeclaredModule):
     #: The numbers of rows change at every step: nothing for ``torch.compile``.
     one_graph = False
 
+    #: Selective checkpointing keeps none of its products, as few or as many as their rows may be.
+    recomputed = True
+
     #: Whether the stacks are (E, in, out).
     transposed = False
     gate: nn.Parameter

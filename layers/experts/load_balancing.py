@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isnan
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,13 @@ from .router import Tally, TopKRouter
 class Balance:
     """Report the balance of all routers in one step.
 
-    ``balance_loss`` and ``z_loss`` are means over rows and routers, before their factors; experts that are
-    used evenly have a balance loss of ``top_k``. ``load``: number of tokens of the busiest expert of any
-    router, divided by the mean.
+    ``balance`` and ``z_loss`` are means of the losses over rows and routers, before their factors; experts
+    that are used evenly have a balance loss of ``top_k``. ``balance`` is ``None`` if a router computes no
+    such loss, see ``TopKRouter``. ``load``: number of tokens of the busiest expert of any router, divided by
+    the mean.
     """
 
-    balance: float
+    balance: float | None
     z_loss: float
     load: float
 
@@ -82,24 +84,28 @@ class Balancing:
                 loads.append(float(counts.max() / counts.mean()))
                 if updated and self.rate and name in self._here:
                     _move(self._here[name], self.rate * (counts.mean() - counts).sign())
-        return Balance(balance / rows, z_loss / rows, max(loads)) if loads else None
+        if not loads:
+            return None
+        return Balance(None if isnan(balance) else balance / rows, z_loss / rows, max(loads))
 
     def summed(self) -> Tensor:
         """Return every router's tally of the step summed over all ranks, one after the other, E + 3 numbers
-        each, in float64. Collective over all ranks; does not wait for the device.
+        each, in float64, on the model's device. Collective over all ranks; does not wait for the device.
         """
         if not self._experts:
             return torch.zeros(0, dtype=torch.float64)
-        sizes = [size + 3 for size in self._experts.values()]
-        parts = []
-        for name, size in zip(self._experts, sizes, strict=True):
-            tally = self._here[name].tally if name in self._here else None
-            # The ranks of a tensor group saw the same tokens.
-            counted = tally is not None and tally.sums is not None and self.state.counts_here
-            part = torch.zeros(size, dtype=torch.float64, device=self.state.device)
-            parts.append(part if not counted or tally is None or tally.sums is None else tally.sums)
-        flat = torch.cat([part.to(self.state.device) for part in parts])
-        if self.state.layout.world > 1:
+        # The ranks of a tensor group saw the same tokens.
+        here = self._here.items() if self.state.counts_here else ()
+        tallies = {name: router.tally.sums for name, router in here if router.tally.sums is not None}
+        alone, device = self.state.layout.world == 1, self.state.device
+        if alone and tallies:  # made without a state, it is not told where the model is
+            device = next(iter(tallies.values())).device
+        zeros = {
+            name: torch.zeros(size + 3, dtype=torch.float64, device=device)
+            for name, size in self._experts.items()
+        }
+        flat = torch.cat([sums.to(device) for sums in (zeros | tallies).values()])
+        if not alone:
             dist.all_reduce(flat)
         return flat
 

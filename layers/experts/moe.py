@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...parallel_state import (
+    BadInput,
     Declaration,
     DeclaredModule,
     Initial,
@@ -19,6 +20,7 @@ from ...parallel_state import (
     local,
 )
 from ..collectives import enter_tensor, leave_tensor
+from ..mlp import GatedMLP
 from .dispatch import Dispatch
 from .experts import Experts
 from .router import TopKRouter
@@ -30,8 +32,9 @@ class MoE(nn.Module):
     Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism. On one device it needs no
     process group. With ``layout.expert`` > 1 the experts are shared out over that many ranks, which exchange
     their tokens: forward and backward are collective over the expert group. No token is dropped, whatever the
-    load. Every token also passes ``shared``, if given, which must return whole sums (a ``GatedMLP``, alone or
-    in a ``GatedShared``).
+    load. Every token also passes ``shared``, if there is one: a ``GatedMLP`` with ``entered``, alone or in a
+    ``GatedShared``. It shares the two collectives of the tensor axis with the routed experts. Raises
+    ``BadInput`` for a shared net with collectives of its own.
     """
 
     def __init__(
@@ -39,10 +42,14 @@ class MoE(nn.Module):
         router: TopKRouter,
         experts: Experts,
         *,
-        shared: nn.Module | None = None,
+        shared: GatedMLP | GatedShared | None = None,
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
+        net = shared.net if isinstance(shared, GatedShared) else shared
+        if net is not None and not getattr(net, "entered", False):
+            expected, found = "a GatedMLP with entered=True", "one with collectives of its own"
+            raise BadInput("MoE", "shared", expected=expected, found=found)
         self.state = alone_or(state)
         self.router, self.experts, self.shared = router, experts, shared
 
@@ -54,27 +61,33 @@ class MoE(nn.Module):
         rows_MD = way.to_experts(whole_BSD.flatten(0, 1))
         made_NKD = way.back(self.experts(rows_MD, way.counts))
         y_ND = (made_NKD * weights_BSK.flatten(0, 1).unsqueeze(-1)).sum(1)
-        y_BSD = leave_tensor(y_ND.to(x_BSD.dtype).view_as(whole_BSD), self.state)
-        return y_BSD if self.shared is None else y_BSD + self.shared(x_BSD)
+        y_BSD = y_ND.to(x_BSD.dtype).view_as(whole_BSD)
+        if self.shared is not None:
+            y_BSD = y_BSD + self.shared(whole_BSD)
+        return leave_tensor(y_BSD, self.state)
 
 
 class GatedShared(DeclaredModule):
-    """Compute ``sigmoid(gate(x)) * net(x)``: shared experts with one gate for all of them (Qwen2-MoE)."""
+    """Compute ``sigmoid(gate(x)) * net(x)``: shared experts with one gate for all of them (Qwen2-MoE).
+
+    Input: (B, S, D), whole on every tensor rank, as for ``net``, a ``GatedMLP`` with ``entered``. Output: (B,
+    S, D), partial over the tensor ranks.
+    """
 
     gate: nn.Parameter
 
     def __init__(
         self,
         hidden_size: int,
-        net: nn.Module,
+        net: GatedMLP,
         *,
         initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
         self.net, self.state = net, alone_or(state)
-        # Between the blocks, where each rank has its own tokens under sequence parallelism.
-        partial = ("tensor",) if self.state.sequence else ()
+        # It multiplies a term of a sum, so its gradient is one, too.
+        partial = ("tensor",) if self.state.tensor_size > 1 else ()
         initial = initial or Uniform(1 / sqrt(hidden_size))
         declare_parameter(
             self, "gate", Declaration((1, hidden_size), partial=partial, initial=initial), self.state

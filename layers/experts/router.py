@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import sqrt
+from math import nan, sqrt
 from typing import Any, Literal
 
 import torch
@@ -42,8 +42,9 @@ class TopKRouter(DeclaredModule):
 
     Two losses act through their gradients only, once in a backward pass. ``balance`` multiplies, for each row
     by itself, E / S^2 times the sum over the experts of (number of tokens) times (sum of scores, divided by
-    the sum over the experts). ``z_loss`` multiplies the mean square of the logits' logsumexp. All rows count
-    equally; see ``set_auxiliary_scale``.
+    the sum over the experts). Over context ranks, which add up their numbers of tokens, it is computed only
+    where somebody asks for it: with a factor that is not 0, or with ``bias_corrected``. ``z_loss`` multiplies
+    the mean square of the logits' logsumexp. All rows count equally; see ``set_auxiliary_scale``.
 
     Input: (B, S, D), whole along the sequence and equal on the tensor ranks. The router's weights multiply
     partial sums, so the gradient of its weight is partial on each tensor rank. Output: weights (B, S, K) in
@@ -143,23 +144,28 @@ class TopKRouter(DeclaredModule):
     ) -> Tensor:
         """Return the same weights; their backward also runs the losses' backward and counts the choices."""
         rows, state = len(weights_BSK), self.state
+        length = weights_BSK.shape[1] * state.layout.context
         with torch.no_grad():
             counts_BE = torch.zeros_like(scores_BSE[:, 0]).scatter_add_(
                 1, experts_BSK.flatten(1), torch.ones_like(weights_BSK).flatten(1)
             )
-            in_row_BE, length = counts_BE, weights_BSK.shape[1] * state.layout.context
-            if state.layout.context > 1:
-                in_row_BE = engine.all_reduce(counts_BE, state.context_group)
-        shares_BSE = scores_BSE if self.score == "softmax" else scores_BSE / scores_BSE.sum(-1, keepdim=True)
-        balance_B = (in_row_BE * shares_BSE.sum(1)).sum(-1) * (self.num_experts / length**2)
-        z_B = logits_BSE.logsumexp(-1).square().sum(1) / length
-        here = torch.full_like(balance_B.sum(), rows / state.layout.context)
-        losses = torch.stack([balance_B.sum(), z_B.sum(), here])
+        z = logits_BSE.logsumexp(-1).square().sum() / length
+        loss, balance = z * self.z_loss, torch.full_like(z, nan)
+        if state.layout.context == 1 or self.balance or self.bias is not None:
+            balance = self._balance(counts_BE, scores_BSE, length)
+            loss = balance * self.balance + loss
+        losses = torch.stack([balance, z, torch.full_like(z, rows / state.layout.context)])
         each = 1 / max(rows, 1) if self.row_scale is None else self.row_scale
         # The tensor ranks see the same tokens and their gradients are summed: one of them has the losses.
-        first = float(state.counts_here)
-        loss = (losses[0] * self.balance + losses[1] * self.z_loss) * (each * first)
+        loss = loss * (each * float(state.counts_here))
         return _inject(weights_BSK, loss, counts_BE.sum(0), losses, self.tally)
+
+    def _balance(self, counts_BE: Tensor, scores_BSE: Tensor, length: int) -> Tensor:
+        """Return the balance loss, summed over the rows; over context ranks they add up their counts."""
+        if self.state.layout.context > 1:
+            counts_BE = engine.all_reduce(counts_BE, self.state.context_group)
+        shares_BSE = scores_BSE if self.score == "softmax" else scores_BSE / scores_BSE.sum(-1, keepdim=True)
+        return (counts_BE * shares_BSE.sum(1)).sum() * (self.num_experts / length**2)
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} experts, top_k={self.top_k}, score={self.score}"
@@ -174,7 +180,8 @@ class Tally:
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
-        #: (E + 3,) float64: tokens of each expert; sums over rows of the balance loss and the z-loss; rows.
+        #: (E + 3,) float64: tokens of each expert; sums over rows of the balance loss, which is not a number
+        #: where nobody asks for it, and the z-loss; rows.
         self.sums: Tensor | None = None
 
     def add(self, counts_E: Tensor, losses: Tensor) -> None:

@@ -15,6 +15,7 @@ from ...layers import (
     RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
+    reduce_from_tensor,
     set_auxiliary_losses,
     token_places,
 )
@@ -79,8 +80,8 @@ def _features(model: CausalLM) -> _Features:
             for key, part in zip(outputs, module.parts, strict=True):
                 full = f"{name}.{key}" if key else name
                 box = stated[f"{full}.weight"].box(state.layout, state.at)
-                if part.slice is not None:
-                    box = box.narrow(0, part.slice.start, part.slice.stop)
+                if part.rows is not None:
+                    box = box.narrow(0, part.rows.start, part.rows.stop)
                 features[name].append((full, box.slices[0]))
         elif isinstance(module, _WHOLE) or module in model.layers.values():
             features[name] = [(name, None)]
@@ -96,11 +97,14 @@ def _outputs(seen: Seen, features: _Features, model: CausalLM, length: int) -> O
     Over context ranks the tokens are two runs of the whole sequence, or a part of these.
     """
     outputs: Outputs = {}
+    modules = dict(model.named_modules())
     for event, output in seen.forward.items():
         name, own = features[event.module][event.leaf]
         of_another_stage = name == "logits" and event.call < len(model.stage.parts)
         if of_another_stage or output.ndim != 3:  # of single heads
             continue
+        if getattr(modules[event.module], "partial", False):
+            output = reduce_from_tensor(output, model.state)
         first, stop = (0, output.shape[2]) if own is None else (own.start, own.stop)
         for run, start in _runs(output.shape[1], length, model.state):
             piece = output[:, run, : stop - first]

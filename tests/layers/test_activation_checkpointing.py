@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.configs import config
+from support.configs import MODELS, config
 from torch import nn
 from torch.nn import functional as F
-from trilith.layers import checkpoint_blocks
+from trilith.layers import attach_lora, checkpoint_blocks
 from trilith.models import family_of
+from trilith.parallel_state import Layout, ParallelState
 from trilith.parallel_state.engine import accelerator
 from trilith.testing import LiveBytes, Operators
 
@@ -22,11 +23,13 @@ LLAMA = config(
 )
 
 
-def model_with(mode, every=1):
+def model_with(mode, every=1, r=0, **changes):
     family = family_of(LLAMA)
     torch.manual_seed(0)
-    model = family.build(family.from_hf(LLAMA), device="cpu")
+    model = family.build(family.from_hf(LLAMA | changes), device="cpu")
     blocks = [(int(number), block) for number, block in model.layers.items()]
+    for _, block in blocks[: 4 * bool(r)]:
+        attach_lora(block.mlp.gate_up, r=r, alpha=1)
     checkpoint_blocks(blocks, mode, every=every)
     ran = []
     for number, block in blocks:
@@ -34,9 +37,9 @@ def model_with(mode, every=1):
     return model, ran
 
 
-def step(mode, every=1):
+def step(mode, every=1, **changes):
     """Return the blocks in the order they ran, products, bytes alive between the passes, a gradient."""
-    model, ran = model_with(mode, every)
+    model, ran = model_with(mode, every, **changes)
     x = torch.randint(128, (2, 32), generator=torch.Generator().manual_seed(1))
     with Operators() as operators, LiveBytes() as memory:
         loss = model(x).square().mean()
@@ -72,6 +75,14 @@ def test_selective_computes_no_product_again_and_full_all_but_the_last():
     assert full == none + 4 * 6
 
 
+@pytest.mark.parametrize("key", ["intermediate_size", "head_dim"])
+def test_what_selective_keeps_grows_evenly_with_a_width_that_may_equal_the_hidden_one(key):
+    widths = {"intermediate_size": (16, 32, 48), "head_dim": (4, 8, 12)}[key]
+    one, equal, more = (step("selective", **{key: width}) for width in widths)
+    assert more[2] - equal[2] == equal[2] - one[2] > 0
+    assert one[1] == equal[1] == more[1] == step("none")[1]
+
+
 def test_each_keeps_fewer_bytes_alive_than_the_one_before():
     none, every, selective, full = (step(mode, 2)[2] for mode in ("none", "every", "selective", "full"))
     assert full < selective < none
@@ -81,6 +92,22 @@ def test_each_keeps_fewer_bytes_alive_than_the_one_before():
     per_block = (none - full - 32 * 8) / 4
     assert none - every == 2 * per_block
     assert (none - selective) / 4 > 0.4 * per_block
+    # Gate and up; queries, keys and values together, attention and its log-sums, and its projection.
+    assert (selective - full) / 4 == 64 * 4 * (2 * 112 + 2 * 32 + 32 + 4 + 32)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_layers_say_whose_products_are_computed_again(tensor):
+    family, state = family_of(MODELS["deepseek_v3"]), ParallelState.stand_in(Layout.of(tensor=tensor), 0)
+    model = family.build(family.from_hf(MODELS["deepseek_v3"]), state=state, device="meta")
+    *_, block = model.layers.values()
+    marked = {name for name, module in block.named_modules() if getattr(module, "recomputed", False)}
+    again = {"attention.q_up", "attention.kv_up", "mlp.experts", "mlp.shared.down"}
+    assert marked - {"attention.out"} == again and ("attention.out" in marked) == (tensor > 1)
+
+
+def test_of_an_adapter_selective_keeps_the_narrow_product_alone():
+    assert step("selective", r=3)[2] - step("selective")[2] == 4 * 64 * 4 * 3
 
 
 @torch.library.custom_op("trilith_tests::drawing_attention", mutates_args=())

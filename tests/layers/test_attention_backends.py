@@ -17,10 +17,11 @@ from trilith.layers import (
     AttentionInputs,
     AttentionScope,
     alibi_slopes,
+    attention_backends,
     causal_attention,
     compile_blocks,
 )
-from trilith.layers.attention import attention, backends, causal, flex, kernel_checks, mask, varlen
+from trilith.layers.attention import backends, causal, flex, kernel_checks, mask, varlen
 from trilith.layers.attention.backends import BACKENDS, AttentionCall, choose_backend
 from trilith.layers.attention.visible import restarts, visible_tokens
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
@@ -142,9 +143,30 @@ def test_a_kernel_that_is_wrong_on_this_machine_is_not_taken(monkeypatch):
         monkeypatch.setattr(kernel_checks, "_tried", kernel_checks._tried.__wrapped__)
         state = ParallelState(Layout(), 0)  # which has no answers yet
         with nullcontext() if taken else pytest.warns(UserWarning, match="attention over documents on cpu"):
-            chosen = kernel_checks.checked_backend(call, "auto", torch.device("cpu"), state)
+            chosen = attention_backends({"": call}, "auto", state)[""]
         assert chosen == choose_backend(call) == ("varlen" if taken else "sdpa")
         assert choose_backend(replace(call, width=32)) == "varlen"  # heads that were not tried
+
+
+@pytest.mark.parametrize(
+    ("changes", "pinned", "tried"),
+    [
+        ({}, "auto", True),
+        ({}, "varlen", True),
+        ({}, "sdpa", False),
+        ({"masked": False}, "auto", False),
+        ({"dtype": SINGLE}, "auto", False),
+        ({"cached": True}, "auto", False),
+        ({"score": "sinks"}, "auto", False),
+    ],
+    ids=str,
+)
+def test_a_kernel_is_tried_only_where_it_would_be_chosen(changes, pinned, tried, monkeypatch):
+    asked = []
+    monkeypatch.setattr(kernel_checks, "is_right", lambda *call: asked.append(call) or True)
+    call = replace(AttentionCall("cuda", HALF, 64, 64, masked=True), **changes)
+    kernel_checks.checked_backend(call, pinned, torch.device("cpu"), ParallelState.alone())
+    assert bool(asked) == tried
 
 
 @pytest.mark.parametrize(
@@ -230,8 +252,9 @@ def test_documents_of_other_lengths_make_no_new_graph(backend, monkeypatch):
 
     graphs = []
     monkeypatch.setattr(varlen, "_kernel", in_one_graph)
-    for one in (causal, attention):
-        monkeypatch.setattr(one, "choose_backend", lambda call, pinned="auto": backend)
+    monkeypatch.setattr(kernel_checks, "is_right", lambda *call: True)
+    for module in (causal, kernel_checks):
+        monkeypatch.setattr(module, "choose_backend", lambda call, pinned="auto": backend)
     torch.compiler.reset()
     layer = Attention(32, heads=4, head_dim=16, kv_heads=2, rotary=None)
     initialize(layer, 0, state=ParallelState.alone())

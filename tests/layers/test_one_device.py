@@ -67,8 +67,6 @@ COUNTERPARTS = {
         lambda s: RowParallelLinear(6, 10, False, state=s),
         lambda: nn.Linear(6, 10, False),
     ),
-    "gathered": (lambda s: ColumnParallelLinear(6, 8, gather_output=True, state=s), lambda: nn.Linear(6, 8)),
-    "split": (lambda s: RowParallelLinear(6, 8, scatter_input=True, state=s), lambda: nn.Linear(6, 8)),
     "replicated": (lambda s: ReplicatedLinear(6, 8, state=s), lambda: nn.Linear(6, 8)),
     "embedding": (lambda s: VocabParallelEmbedding(128, 6, state=s), lambda: nn.Embedding(128, 6)),
     "positions": (lambda s: Positions(True, s), lambda: Positions(False)),

@@ -5,7 +5,9 @@ from support.refusals import Refused, refusals
 from trilith.layers import (
     ColumnParallelLinear,
     Experts,
+    GatedMLP,
     LayerNorm,
+    MoE,
     MultiHeadLatentAttention,
     ReplicatedLinear,
     RMSNorm,
@@ -96,10 +98,6 @@ CALLS = {
         lambda: ColumnParallelLinear(8, 10, unit=4, state=FOUR),
         "multiple of unit=4",
     ),
-    "shared columns that are gathered": (
-        lambda: ColumnParallelLinear(8, {"k": 12}, unit=4, shared=("k",), gather_output=True, state=FOUR),
-        "gather_output",
-    ),
     "a column's state by position": (lambda: ColumnParallelLinear(4, 4, TWO), NO_STATE),
     "a row's state by position": (lambda: RowParallelLinear(4, 4, TWO), NO_STATE),
     "a layer norm's state by position": (lambda: LayerNorm(4, TWO), NO_STATE),
@@ -121,6 +119,10 @@ CALLS = {
     "a replicated linear's input of another width": (
         lambda: ReplicatedLinear(6, 5)(torch.randn(2, 3, 5)),
         "ReplicatedLinear",
+    ),
+    "shared experts with collectives of their own": (
+        lambda: MoE(TopKRouter(8, 4, 2), Experts(4, 8, 8), shared=GatedMLP(8, 8)),
+        r"MoE: shared: expected a GatedMLP with entered=True",
     ),
     "gathered logits": (loss_of_gathered_logits, r"expected 64 columns: a part of 50, found 128\. Do not"),
     "E9 a sequence that the ranks do not divide": (

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.mixtral import modeling_mixtral
 from trilith.layers import Balancing, TopKRouter, set_auxiliary_losses, set_auxiliary_scale
-from trilith.parallel_state import initialize
+from trilith.parallel_state import Layout, ParallelState, engine, initialize
 
 E, K, D = 12, 3, 10
 
@@ -103,6 +103,27 @@ def test_losses_are_means_over_rows_whatever_the_micro_batches():
     assert later.load == once.load and later.balance == pytest.approx(once.balance, rel=1e-12)
     wanted = torch.nn.functional.linear(x, made().weight).logsumexp(-1).square().mean()
     assert once.z_loss == pytest.approx(float(wanted.detach()), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sums"),
+    [({}, 0), ({"z_loss": 0.1}, 0), ({"balance": 0.1}, 1), ({"bias_corrected": True}, 1)],
+    ids=str,
+)
+def test_context_ranks_add_up_counts_for_a_balance_loss_that_somebody_asks_for(asked, sums, monkeypatch):
+    sent = []
+    monkeypatch.setattr(engine, "all_reduce", lambda counts, group: sent.append(counts) or counts)
+    ours = made(state=ParallelState.stand_in(Layout.of(context=2), 0), **asked)
+    ours(inputs())[0].sum().backward()
+    assert len(sent) == sums and ours.weight.grad.isfinite().all()
+    found = Balancing(ours).after_step()
+    assert found.load > 1 and found.z_loss > 0 and (found.balance is not None) == bool(sums)
+
+
+def test_without_a_state_tallies_stay_on_the_model_s_device():
+    ours = made()
+    ours.tally.sums = torch.zeros(E + 3, dtype=torch.float64, device="meta")
+    assert Balancing(ours).summed().is_meta
 
 
 def test_z_loss_alone_has_the_gradient_of_its_formula():

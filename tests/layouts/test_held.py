@@ -71,7 +71,7 @@ OF_ARRAY = [
 ]
 #: Where the plan is wrong, by its cause, and by how much: what a rank holds over what is planned.
 WRONG = [
-    of_array("wrong: masks of documents", replace(INTERLEAVED, documents=True), 1.21, 1.11),
+    of_array("wrong: masks of documents", replace(INTERLEAVED, documents=True), 1.20, 1.08),
     of_array(
         "wrong: a first stage without a backward under gpipe",
         Choice("gemma2", schedule="gpipe", split=True, trains="all but the first block", **STAGES),

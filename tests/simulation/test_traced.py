@@ -58,6 +58,20 @@ def test_a_traced_block_holds_what_a_block_holds(name, number):
     assert 0.99 < peak / (traced.kept + traced.with_gradient) < 1.01
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_a_block_with_shared_experts_sends_what_one_with_a_feed_forward_does(name, sequence):
+    state = ParallelState.stand_in(Layout.of(tensor=2, sequence=sequence), 0)
+    model = model_of(name, state, "meta")
+    first, *_, last = model.layers.values()
+    assert last.mlp.shared is not None and not hasattr(first.mlp, "shared")
+    batch = MicroBatch(ROWS, LENGTH, 4, gpu=False)
+    sent = [ModelPieces(model, state).block(block, batch, reached=True) for block in (first, last)]
+    assert sorted(map(str, sent[0].plain.collectives)) == sorted(map(str, sent[1].plain.collectives))
+    if name == "glm4_moe":  # latents are gathered, too
+        assert len(sent[0].plain.collectives) == (8 if sequence else 4)
+
+
 def sums_twice(self, x):
     return leave_tensor(leave_tensor(x @ self.weight.to(x.dtype).mT, self.state), self.state)
 

@@ -185,10 +185,6 @@ TWO, FOUR = _tensor(2), _tensor(2, 4)
 CONTEXT = (Layout.of(context=2), Layout.of(context=2, ring=True))
 
 
-def _gathered(in_features: int, outputs: dict[str, int], bias: bool, s: State) -> ColumnParallelLinear:
-    return ColumnParallelLinear(in_features, outputs, bias, gather_output=True, state=s)
-
-
 def _linear_rows(bias: bool) -> Iterable[Row]:
     end = "with biases" if bias else "without biases"
     named = {"gate": 20, "up": 8}
@@ -199,14 +195,7 @@ def _linear_rows(bias: bool) -> Iterable[Row]:
         FOUR,
         leaves="features",
     )
-    yield Row(f"gathered columns {end}", lambda s: _gathered(12, named, bias, s), FOUR, leaves="whole")
     yield Row(f"row {end}", lambda s: RowParallelLinear(12, 20, bias, state=s), FOUR, enters="features")
-    yield Row(
-        f"row that cuts its input {end}",
-        lambda s: RowParallelLinear(12, 20, bias, scatter_input=True, state=s),
-        FOUR,
-        enters="whole",
-    )
     yield Row(f"replicated {end}", lambda s: ReplicatedLinear(12, 20, bias, state=s), TWO)
 
 
@@ -408,7 +397,7 @@ def mixture(s: State, *, gated: bool = True, shared: bool = False, clamped: bool
     router = TopKRouter(12, 8, 2, score="sigmoid", bias_corrected=True, balance=0.1, z_loss=0.01, state=s)
     assert router.bias is not None
     router.bias[3] = -100.0
-    net = GatedShared(12, GatedMLP(12, 16, state=s), state=s) if shared else None
+    net = GatedShared(12, GatedMLP(12, 16, bias=True, entered=True, state=s), state=s) if shared else None
     experts: Experts = Experts(8, 12, 16, gated=gated, state=s)
     if clamped:
         experts = ClampedExperts(8, 12, 16, limit=0.4, initial=Normal(0.3), state=s)
