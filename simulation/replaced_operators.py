@@ -58,7 +58,7 @@ def _choice(name: str) -> Callable[..., Any]:
 
 
 def _unreached(*given: Any) -> Tensor:
-    # The mode of the device answers before torch looks for this kernel, which only stands for there being one.
+    # The device answers before torch looks for this kernel, which stands for there being one.
     raise NotImplementedError("a tensor of the simulated device outside SimulatedDevice")
 
 
