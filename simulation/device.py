@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ..parallel_state.engine import TorchDispatchMode, accelerator
-from .backend import NAME, WAITING, FakeTensor, FakeTensorMode, copy_from_host_in_sight
-from .forms import Form, Forms, empty_on_meta
+from .backend import NAME, WAITING, FakeTensorMode, copy_from_host_in_sight
 from .tensors import tensors_in, with_tensors
 from .wait import Kind, Locals, Wait, Waits
 
@@ -49,7 +48,6 @@ class SimulatedDevice(TorchDispatchMode):
         super().__init__()
         self._strict = strict
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._forms = Forms(NAME, self._made)
         self._waits = {(one.place, one.kind): one for one in waits}
         self.clear()
 
@@ -91,7 +89,7 @@ class SimulatedDevice(TorchDispatchMode):
             args, call.kwargs = with_tensors((args, call.kwargs), self._here)
         else:
             call.check_places()
-        made = self._forms.call(func, args, call.kwargs, self._on_device)
+        made = self._on_device(func, *args, **call.kwargs)
         if not func.is_view and not call.name.startswith(_ALLOCATE):
             self.kernels[call.name] += 1
             self.moved += sum(one.nbytes for one in (*call.given, *tensors_in(made)))
@@ -100,9 +98,6 @@ class SimulatedDevice(TorchDispatchMode):
     def _on_device(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._fake:
             return func(*args, **kwargs)
-
-    def _made(self, form: Form) -> Tensor:
-        return FakeTensor(self._fake, empty_on_meta(form), form.device)
 
     def _here(self, tensor: Tensor) -> Tensor:
         on_host = tensor.device.type == "cpu" and tensor.ndim > 0

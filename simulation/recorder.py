@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from ..parallel_state.engine import TorchDispatchMode
 from ..parallel_state.process_groups import STAND_IN
 from .flops import flops_of_call
-from .forms import Forms, empty_on_meta
 from .record import Collective
 
 #: When something runs: in the forward, when a backward computes the forward again, or in the backward.
@@ -92,7 +91,7 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE:
             return func(*args, **kwargs)
         given = tensors_of((*args, *kwargs.values()))
-        out = _FORMS.call(func, args, kwargs, _run)
+        out = _call(func, args, kwargs)
         self.at += 1
         made = tensors_of((out,))
         here = {id(tensor.untyped_storage()) for tensor in given}
@@ -153,13 +152,6 @@ class Recorder(TorchDispatchMode):
         return [*accumulate(change)][start : end + 1]
 
 
-_FORMS = Forms("meta", empty_on_meta)
-
-
-def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
-    return func(*args, **kwargs)
-
-
 _PLACES = torch.ops.aten.nonzero.default
 _NUMBER = torch.ops.aten._local_scalar_dense.default
 _WAIT, _DEVICE = torch.ops._c10d_functional.wait_tensor.default, torch.ops.prim.device.default
@@ -178,6 +170,64 @@ _KINDS = {
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "exchange",
 }
+
+
+#: The forms of what an operator gives on the "meta" device, by the operator and the forms of its arguments.
+_FORMS: dict[object, Any] = {}
+
+
+class _Form(NamedTuple):
+    """Hold what a tensor is but its numbers."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what an operator gives. Torch finds some forms on the "meta" device in Python, which takes long,
+    so that they are remembered.
+    """
+    if not _makes_new(func):
+        return func(*args, **kwargs)
+    try:
+        key = func, *map(_form, args), *((name, _form(value)) for name, value in kwargs.items())
+        known = _FORMS.get(key)
+    except TypeError:  # an argument that has no hash
+        return func(*args, **kwargs)
+    if known is not None:
+        several, forms = known
+        made = tuple(form.empty() if isinstance(form, _Form) else form for form in forms)
+        return made if several else made[0]
+    out = func(*args, **kwargs)
+    made = out if (several := isinstance(out, tuple)) else (out,)
+    here = {tensor.untyped_storage()._cdata for tensor in tensors_of(args)}
+    if all(
+        type(x) is Tensor and x.is_meta and x.untyped_storage()._cdata not in here
+        for x in made
+        if isinstance(x, Tensor)
+    ):
+        _FORMS[key] = several, tuple(_form(x) if isinstance(x, Tensor) else x for x in made)
+    return out
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _Form(value.shape, value.stride(), value.dtype, value.device)
+    return tuple(map(_form, value)) if isinstance(value, list) else (type(value), value)
+
+
+@lru_cache(maxsize=4096)
+def _makes_new(func: Any) -> bool:
+    """Return whether an operator changes none of its arguments, and gives no view of one."""
+    schema = func._schema
+    return not schema.is_mutable and all(
+        one.alias_info is None and "[]" not in str(one.type) for one in schema.returns
+    )
 
 
 @lru_cache(maxsize=4096)
