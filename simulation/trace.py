@@ -65,10 +65,15 @@ def of_more_rows(two: Trace, three: Trace, rows: int) -> Trace | None:
         replace(here, bytes=more(here.bytes, there.bytes))
         for here, there in zip(two.collectives, three.collectives, strict=True)
     )
-    operators = tuple(
-        replace(here, flops=more(here.flops, there.flops), moved=more(here.moved, there.moved))
-        for here, there in zip(two.operators, three.operators, strict=True)
-    )
+
+    def longer(here: Operator, there: Operator) -> Operator:
+        if here == there:
+            return here
+        fused = None if here.fused is None or there.fused is None else more(here.fused, there.fused)
+        flops, moved = more(here.flops, there.flops), more(here.moved, there.moved)
+        return replace(here, flops=flops, moved=moved, fused=fused)
+
+    operators = tuple(map(longer, two.operators, three.operators))
     return Trace(**sizes, collectives=collectives, operators=operators, instants=instants)
 
 
@@ -90,8 +95,12 @@ def of_more_tokens(one: Trace, two: Trace, times: float, *, chunks: bool) -> Tra
         collectives += [collective] * whole
         if rest:
             collectives.append(replace(collective, bytes=int(collective.bytes * rest)))
-    operators = tuple(
-        replace(operator, flops=int(operator.flops * times), moved=int(operator.moved * times))
-        for operator in one.operators
-    )
+
+    def part(operator: Operator) -> Operator:
+        fused = None if operator.fused is None else int(operator.fused * rest)
+        flops, moved = int(operator.flops * rest), int(operator.moved * rest)
+        return replace(operator, flops=flops, moved=moved, fused=fused)
+
+    rest = times - int(times)
+    operators = one.operators * int(times) + (tuple(map(part, one.operators)) if rest else ())
     return Trace(**sizes, collectives=tuple(collectives), operators=operators)
