@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layers import Stage, all_stages
+from ..layers import Scaling, Stage, all_stages, use_float8
 from ..models import AdaptedFamily, CausalLM, Family, ModelConfig
 from ..models.base.decoder import Decoder
 from ..parallel_state import Layout, ParallelState, declarations
@@ -37,7 +37,14 @@ class SampledModel:
     returns the same object for the same arguments.
     """
 
-    def __init__(self, family: Family, config: ModelConfig, cut: Layout, frozen: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        family: Family,
+        config: ModelConfig,
+        cut: Layout,
+        frozen: torch.dtype | None,
+        float8: Scaling | None = None,
+    ) -> None:
         self.family, self.config = family, config
         self.kinds = block_kinds(family, config)
         shared, state = _with_shared_blocks(family, self.kinds), ParallelState.stand_in(cut)
@@ -45,6 +52,8 @@ class SampledModel:
             self._model = shared.build(config, state=state, base_dtype=frozen)
         else:
             self._model = shared.build(config, state=state)
+        if float8 is not None:
+            use_float8(self._model, float8)
         self._blocks: dict[int, nn.Module] = {}
         for number, kind in enumerate(self.kinds):
             self._blocks.setdefault(kind, self._model.layers[str(number)])
@@ -171,11 +180,17 @@ def _count_module(module: nn.Module, state: ParallelState, *, ends: bool | None)
 
 
 def sampled(
-    family: Family, config: ModelConfig, layout: Layout, *, frozen: torch.dtype | None = None
+    family: Family,
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    frozen: torch.dtype | None = None,
+    float8: Scaling | None = None,
 ) -> SampledModel:
     """Return the sampled model for this layout; raises ``BadInput`` for one that cannot cut the model.
 
-    ``frozen``: the dtype of the weights that adapters leave as they are.
+    ``frozen``: the dtype of the weights that adapters leave as they are. ``float8``: the scaling of linears
+    that multiply in float8.
     """
     family.check_layout(config, layout)
     cut = Layout(
@@ -186,12 +201,14 @@ def sampled(
         sequence=layout.sequence,
         ring=layout.ring,
     )
-    return _sampled(family, config, cut, frozen)
+    return _sampled(family, config, cut, frozen, float8)
 
 
 @lru_cache(maxsize=64)
-def _sampled(family: Family, config: ModelConfig, cut: Layout, frozen: torch.dtype | None) -> SampledModel:
-    return SampledModel(family, config, cut, frozen)
+def _sampled(
+    family: Family, config: ModelConfig, cut: Layout, frozen: torch.dtype | None, float8: Scaling | None
+) -> SampledModel:
+    return SampledModel(family, config, cut, frozen, float8)
 
 
 @lru_cache(maxsize=64)

@@ -7,7 +7,7 @@ computed comes from them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -29,7 +29,8 @@ class PublishedRun:
     ``title`` names the source. The speed is ``tokens`` a second or ``tflops`` of a GPU, or ``mfu``;
     ``convention`` says whether the latter two count the causal half of attention or all of it.
     ``split_ends``: blocks of the first and the last stage, if they have fewer than the others.
-    ``gibibytes``: reported memory. ``assumed``: what the source does not say.
+    ``bandwidth``: of the GPU's memory, if the source says that it is not the table's. ``gibibytes``: reported
+    memory. ``assumed``: what the source does not say.
     """
 
     source: str
@@ -51,6 +52,7 @@ class PublishedRun:
     tflops: float = 0.0
     mfu: float = 0.0
     convention: Literal["causal", "full"] = "causal"
+    bandwidth: float = 0.0
     gibibytes: float = 0.0
     config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -85,9 +87,9 @@ def published_runs() -> list[PublishedRun]:
     configs = {name: size.fields for name, size in published_sizes().items()} | raw["models"]
     return [
         PublishedRun(
-            **row
+            **{key: value for key, value in row.items() if key != "fields"}
             | {"source": raw["sources"][row["source"]], "title": raw["titles"][row["source"]]}
-            | {"config": configs[row["model"]]}
+            | {"config": configs[row["model"]] | row.get("fields", {})}
         )
         for row in raw["run"]
     ]
@@ -113,8 +115,9 @@ def compare(run: PublishedRun) -> Comparison:
         compute=2,
         checkpointing=run.checkpointing,
     )
-    model = sampled(family, config, layout)
+    model = sampled(family, config, layout, float8="tensorwise" if run.dtype == "float8" else None)
     machine = machine_named(run.gpu)
+    machine = replace(machine, bandwidth=run.bandwidth or machine.bandwidth)
     timer = StepTimer(model, work, machine, split=split, compiled=run.compiled, dtype=run.dtype)
     time = timer.time()
     memory = max(plan.total for plan in timer.memory()) / 2**30
@@ -156,20 +159,22 @@ _HEAD = """# Published runs, predicted
 This page compares the planner's step time with speeds that were published. `make docs` writes it from
 `planner/published_runs.toml`, which holds the numbers and the address of each row. No constant with which a
 prediction is computed is fitted to any of these rows: the shares of a device's peak are those of a single
-product and a single copy on one H100, and assumed for the rest (`planner/time/machines.py`).
+product and a single copy on one H100 and of a published attention kernel, and assumed for the rest
+(`planner/time/machines.py`). What is predicted is trilith's own program in the layout of the row.
 
 Of {rows} rows, {within} are within 15 %. The median error is {middle:.0f} %, the largest {largest:.0f} %;
-{fast} predictions are too fast. So take a predicted speed as what a layout allows, and compare layouts by it;
-measure before you promise a date. The steps took {least:.2f} to {most:.2f} times as long as predicted, in the
+{fast} predictions are too fast. So compare layouts by a predicted speed; measure before you promise a date.
+The steps took {least:.2f} to {most:.2f} times as long as predicted, in the
 median {usual:.2f} times, which `trilith plan` tells beside its predictions. The column "corrected" shows what
 such a factor is worth: it divides a row's predicted speed by the median factor of the rows of all other
 sources. So corrected, {again} rows are within 15 %, and the median error is {error:.0f} %.
 
 Possible reasons, none of which a measurement here has shown:
 
-- Large products are assumed to reach what a single one reaches. Products of experts are small, and eight busy
-  GPUs may lower their clocks.
-- In float8, casts and scales are passes over memory that a higher peak does not make faster.
+- All products are assumed to reach what a single large one reaches: no rate by size is measured. Products of
+  experts are small, and eight busy GPUs may lower their clocks.
+- Where experts are on other nodes, trilith sends a token to each of its experts; DeepEP sends it to each node
+  once. Attention with sinks (gpt-oss) is several operators in trilith, and one kernel in theirs.
 - The sources do not say everything, above all what is recomputed. Where the predicted memory is more than the
   GPU has, the run recomputed something, kept gradients in 16 bits, or freed tensors sooner than trilith does.
 

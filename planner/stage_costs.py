@@ -10,7 +10,6 @@ from torch import nn
 
 from ..layers import Checkpointing, Stage, checkpointed
 from ..models import CausalLM
-from ..simulation.record import Collective
 from .piece import Piece
 from .pieces import ModelPieces
 from .signatures import signature
@@ -69,17 +68,6 @@ class Pieces:
     @cached_property
     def between(self) -> int:
         return sum(part.between for part in self.parts)
-
-    @cached_property
-    def matrices(self) -> float:
-        return sum(part.matrices for part in self.parts)
-
-    @cached_property
-    def trained(self) -> float:
-        return sum(part.trained for part in self.parts)
-
-    def sends(self) -> tuple[Collective, ...]:
-        return tuple(collective for part in self.parts for collective in part.sends())
 
 
 @dataclass(frozen=True)

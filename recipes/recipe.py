@@ -143,6 +143,11 @@ class Recipe(Section):
         return "bfloat16" if self.compute == "float8" else self.compute or self.dtype
 
     @property
+    def scaling(self) -> Scaling | None:
+        """Return the scaling of linears that multiply in float8, if they do."""
+        return (self.float8_scaling or "tensorwise") if self.compute == "float8" else None
+
+    @property
     def pipeline_schedule(self) -> ScheduleName:
         """Return the name of the pipeline schedule."""
         return self.layout_section.schedule

@@ -196,7 +196,8 @@ class Evaluator:
         return min(self._timer_of(choice, one, compiled).least_of_stages() / (2 - once) for one in works)
 
     def _sampled(self, bare: Layout) -> SampledModel:
-        return sampled(self.request.family, self.request.config, bare, frozen=self._frozen)
+        request, recipe = self.request, self.request.recipe
+        return sampled(request.family, request.config, bare, frozen=self._frozen, float8=recipe.scaling)
 
     def _cut(self, pipeline: int, virtual: int, v_shape: bool) -> StageCut:
         layout = Layout.of(pipeline=pipeline, virtual_stages=virtual, v_shape=v_shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..planner.explanations.explanation import plain
-from ..planner.time import MACHINES, TIMES_SLOWER, Spending, spending
+from ..planner.time import MACHINES, TIMES_SLOWER, Spending, StepTime, spending
 from .choice import raw_recipe, recipe_text
 from .evaluate import Answer
 from .find import Found
@@ -93,8 +93,18 @@ def facts(found: Found) -> list[tuple[str, str]]:
         least, usual, most = TIMES_SLOWER
         took = f"took {least:g} to {most:g} times as long as predicted, in the median {usual:g} times"
         lines.append(("published", f"steps of runs that others published {took} (docs/published_runs.md)"))
+        lines.append(("range", _range(best.time)))
     lines += [("training", run_facts(found))] if request.tokens is not None else []
     return lines + [("warning", line) for line in warnings(request, best)]
+
+
+def _range(time: StepTime) -> str:
+    """Return between which figures a step lies if it is as far from its prediction as published runs are."""
+    least, _, most = TIMES_SLOWER
+    seconds = " to ".join(seconds_of(time.seconds * factor) for factor in (least, most))
+    rates = " to ".join(f"{time.rate / factor:,.0f}" for factor in (most, least))
+    mfus = " to ".join(f"{time.mfu.causal / factor:.1%}" for factor in (most, least))
+    return f"as far off as these: {seconds} s, {rates} tokens/s, MFU {mfus}"
 
 
 def parts(answer: Answer) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -13,6 +14,23 @@ def flops_of_call(name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[s
     """Return the FLOPs of a call, 0 for an operator that multiplies no matrices."""
     formula = flop_registry.get(func.overloadpacket) or _MORE.get(name)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def multiplies(name: str, func: Any) -> bool:
+    """Return whether an operator multiplies matrices."""
+    return name in _MORE or func.overloadpacket in flop_registry
+
+
+def is_causal(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call is that of an attention that skips the scores that a causal mask hides."""
+    place = _place_of_causal(func)
+    return place is not None and bool(args[place] if place < len(args) else kwargs.get("is_causal"))
+
+
+@lru_cache(maxsize=4096)
+def _place_of_causal(func: Any) -> int | None:
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("is_causal") if "is_causal" in names else None
 
 
 def _attention(q: Any, k: Any, v: Any, *others: Any, **named: Any) -> int:
@@ -28,8 +46,13 @@ def _grouped(a: Any, b: Any, *others: Any, out_val: Any, **named: Any) -> int:
     return int(2 * prod(a.shape) * b.shape[-1])
 
 
+def _product(total: Any, a: Any, b: Any, *others: Any, **named: Any) -> int:
+    return int(2 * prod(a.shape) * b.shape[-1])
+
+
 _MORE: dict[str, Callable[..., int]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "aten::_grouped_mm": _grouped,
+    "aten::addmm_": _product,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -14,8 +14,11 @@ from torch import Tensor
 
 from ..parallel_state.engine import TorchDispatchMode
 from ..parallel_state.process_groups import STAND_IN
-from .flops import flops_of_call
+from .flops import flops_of_call, is_causal, multiplies
+from .forms import remembered
+from .memory_traffic import Chain, fuses, moved_by, read_by
 from .record import Collective
+from .tensors import tensors_of
 
 #: When something runs: in the forward, when a backward computes the forward again, or in the backward.
 Phase = Literal["forward", "again", "backward"]
@@ -26,7 +29,11 @@ class Operator:
     """State an operator that starts a kernel: its FLOPs (a multiplication and an addition are two) and the
     bytes that it reads and writes.
 
-    ``weight``: whether it is a product with a matrix of weights; ``trained``: whether these are trained.
+    ``weight``: whether it is a product with a matrix of weights; ``trained``: whether these are trained;
+    ``gradient``: whether a backward gets the gradient of a matrix of weights from it. ``causal``: whether it
+    is attention that leaves out the half of the scores that a causal mask hides; the FLOPs count both halves.
+    ``fused``: the bytes of the kernel that a compiler starts with it: what a chain of pointwise operators is
+    given from outside, and what is there after it; ``None`` if it is part of the kernel before.
     """
 
     name: str
@@ -35,6 +42,9 @@ class Operator:
     moved: int
     weight: bool = False
     trained: bool = False
+    gradient: bool = False
+    causal: bool = False
+    fused: int | None = 0
 
 
 #: The forwards that run now of modules that a backward may compute again.
@@ -71,7 +81,11 @@ class Recorder(TorchDispatchMode):
         self.phase: Phase = "forward"
         self.at = self.now = 0
         self.collectives: list[Collective] = []
-        self.operators: list[Operator] = []
+        #: Whether a weight is trained, by the numbers of casts of it.
+        self._casts: dict[int, bool] = {}
+        #: Fields of operators in order; the bytes of the last chain are added to its first one when it ends.
+        self._operators: list[list[Any]] = []
+        self._chain = Chain()
         self._weights, self._axes = weights or {}, axes or {}
         #: After which operator a storage of this number came (+) or went (-), and its bytes.
         self._events: list[tuple[int, int, int]] = []
@@ -91,7 +105,7 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE:
             return func(*args, **kwargs)
         given = tensors_of((*args, *kwargs.values()))
-        out = _call(func, args, kwargs)
+        out = remembered(func, args, kwargs)
         self.at += 1
         made = tensors_of((out,))
         here = {id(tensor.untyped_storage()) for tensor in given}
@@ -113,26 +127,71 @@ class Recorder(TorchDispatchMode):
     def _count(
         self, func: Any, args: Any, kwargs: Any, out: Any, given: list[Tensor], made: list[Tensor]
     ) -> None:
-        name, kind = _named(func)
-        phase: Phase = "again" if self.phase == "backward" and _FORWARDS else self.phase
-        if kind is not None:
+        known = _known(func)
+        name, phase = known.name, self.phase
+        if _FORWARDS and phase == "backward":
+            phase = "again"
+        if known.kind is not None:
+            self.end_chain()
             group = next(word for word in reversed(args) if isinstance(word, str))
             axis = self._axes.get(group, group.removeprefix(STAND_IN))
-            self.collectives.append(Collective(axis, kind, args[0].nbytes, phase))
-        elif not func.is_view and name not in _NO_KERNEL:
-            flops = flops_of_call(name, func, args, kwargs, out)
-            trained = [self._weights.get(id(tensor.untyped_storage())) for tensor in given]
-            weight = name in _PRODUCTS
-            self.operators.append(
-                Operator(
-                    name,
-                    phase,
-                    flops,
-                    sum(tensor.nbytes for tensor in (*given, *made)),
-                    weight,
-                    weight and False not in trained,
-                )
-            )
+            self.collectives.append(Collective(axis, known.kind, args[0].nbytes, phase))
+        elif known.starts:
+            flops = flops_of_call(name, func, args, kwargs, out) if known.multiplies else 0
+            trained = gradient = causal = False
+            if known.multiplies:
+                causal = is_causal(func, args, kwargs)
+            if known.product:
+                weights = [self._trained(tensor) for tensor in given]
+                trained = False not in weights
+                gradient = phase == "backward" and weights.count(None) == len(weights)
+            elif name in _CASTING and (cast := self._trained(given[0])) is not None:
+                self._casts[self._name(made[0])] = cast
+            if not known.fuses or phase != self._chain.phase:
+                self.end_chain()
+            moved, chain = moved_by(name, given, made), self._chain
+            if known.fuses:
+                if not chain.made:
+                    chain.first, chain.phase, chain.at = len(self._operators), phase, self.at
+                self._read(chain, read_by(name, given, made))
+                for tensor in made:
+                    chain.made.add(self._name(tensor), tensor)
+            fused = None if known.fuses and chain.first < len(self._operators) else moved
+            fields = [name, phase, flops, moved, known.product, trained, gradient, causal, fused]
+            self._operators.append(fields)
+
+    def _trained(self, tensor: Tensor) -> bool | None:
+        """Return whether a weight, or a cast of it, is trained; ``None`` for another tensor."""
+        trained = self._weights.get(id(tensor.untyped_storage()))
+        return self._casts.get(self._name(tensor)) if trained is None else trained
+
+    def _name(self, tensor: Tensor) -> int:
+        """Return what tells a storage from others: its number, or its id if it was there before."""
+        known = self._alive.get(key := id(tensor.untyped_storage()))
+        return key if known is None else known[0]
+
+    def _read(self, chain: Chain, tensors: Iterable[Tensor]) -> None:
+        """Note which of these come from outside a chain."""
+        for tensor in tensors:
+            name = self._name(tensor)
+            inside = name < len(self._events) and self._events[name][0] >= chain.at
+            if not (inside or chain.made.holds(name, tensor)):
+                chain.given.add(name, tensor)
+
+    def end_chain(self) -> None:
+        """Note what the last chain of pointwise operators moves, if a compiler makes one kernel of it."""
+        chain = self._chain
+        if chain.made:
+            alive, numbers = {number for number, _ in self._alive.values()}, range(len(self._events))
+            written = chain.made.total(lambda name: name in alive or name not in numbers)
+            self._operators[chain.first][-1] = chain.given.total() + written
+            self._chain = Chain()
+
+    @property
+    def operators(self) -> tuple[Operator, ...]:
+        """Return the operators that started a kernel, in order."""
+        self.end_chain()
+        return tuple(Operator(*fields) for fields in self._operators)
 
     def number(self, tensor: Tensor) -> int | None:
         """Return the number of a tensor's storage, if it was made here."""
@@ -159,10 +218,14 @@ _NO_KERNEL = frozenset(
     f"aten::{name}"
     for name in (
         *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
-        *("detach", "lift_fresh", "alias"),
+        *("detach", "lift_fresh", "alias", "_unsafe_view", "promote_types"),
     )
 )
-_PRODUCTS = frozenset(("aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm"))
+_PRODUCTS = frozenset(
+    f"aten::{name}" for name in ("mm", "addmm", "addmm_", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
+)
+#: What keeps a weight's numbers, but for their precision and a scale.
+_CASTING = frozenset(("aten::_to_copy", "aten::mul", "aten::clone"))
 _KINDS = {
     "all_reduce": "all_reduce",
     "all_reduce_": "all_reduce",
@@ -172,78 +235,25 @@ _KINDS = {
 }
 
 
-#: The forms of what an operator gives on the "meta" device, by the operator and the forms of its arguments.
-_FORMS: dict[object, Any] = {}
+class _Known(NamedTuple):
+    """Hold what is known of an operator before it is called.
 
-
-class _Form(NamedTuple):
-    """Hold what a tensor is but its numbers."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def empty(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-
-
-def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what an operator gives. Torch finds some forms on the "meta" device in Python, which takes long,
-    so that they are remembered.
+    ``kind``: if it is a collective. ``starts``: whether it starts a kernel; ``fuses``: whether a compiler
+    makes it part of another. ``product``: whether one of its matrices may be weights.
     """
-    if not _makes_new(func):
-        return func(*args, **kwargs)
-    try:
-        key = func, *map(_form, args), *((name, _form(value)) for name, value in kwargs.items())
-        known = _FORMS.get(key)
-    except TypeError:  # an argument that has no hash
-        return func(*args, **kwargs)
-    if known is not None:
-        several, forms = known
-        made = tuple(form.empty() if isinstance(form, _Form) else form for form in forms)
-        return made if several else made[0]
-    out = func(*args, **kwargs)
-    made = out if (several := isinstance(out, tuple)) else (out,)
-    here = {tensor.untyped_storage()._cdata for tensor in tensors_of(args)}
-    if all(
-        type(x) is Tensor and x.is_meta and x.untyped_storage()._cdata not in here
-        for x in made
-        if isinstance(x, Tensor)
-    ):
-        _FORMS[key] = several, tuple(_form(x) if isinstance(x, Tensor) else x for x in made)
-    return out
 
-
-def _form(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _Form(value.shape, value.stride(), value.dtype, value.device)
-    return tuple(map(_form, value)) if isinstance(value, list) else (type(value), value)
+    name: str
+    kind: str | None
+    starts: bool
+    fuses: bool
+    multiplies: bool
+    product: bool
 
 
 @lru_cache(maxsize=4096)
-def _makes_new(func: Any) -> bool:
-    """Return whether an operator changes none of its arguments, and gives no view of one."""
-    schema = func._schema
-    return not schema.is_mutable and all(
-        one.alias_info is None and "[]" not in str(one.type) for one in schema.returns
-    )
-
-
-@lru_cache(maxsize=4096)
-def _named(func: Any) -> tuple[str, str | None]:
-    """Return an operator's name, and its kind if it is a collective."""
+def _known(func: Any) -> _Known:
     name = func.name().split(".")[0]
     space, _, short = name.partition("::")
-    return name, _KINDS.get(short) if space == "_c10d_functional" else None
-
-
-def tensors_of(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among values, and in lists and tuples among these."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += [inner for inner in value if isinstance(inner, Tensor)]
-    return found
+    kind = _KINDS.get(short) if space == "_c10d_functional" else None
+    starts = not func.is_view and name not in _NO_KERNEL
+    return _Known(name, kind, starts, fuses(name, func), multiplies(name, func), name in _PRODUCTS)

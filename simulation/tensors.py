@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -24,3 +24,14 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: with_tensors(one, change) for key, one in value.items()}
     return type(value)(with_tensors(one, change) for one in value) if type(value) in (list, tuple) else value
+
+
+def tensors_of(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among values, and in lists and tuples among these."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [inner for inner in value if isinstance(inner, Tensor)]
+    return found

@@ -66,10 +66,15 @@ def of_more_rows(two: Trace, three: Trace, rows: int) -> Trace | None:
         replace(here, bytes=more(here.bytes, there.bytes))
         for here, there in zip(two.collectives, three.collectives, strict=True)
     )
-    operators = tuple(
-        replace(here, flops=more(here.flops, there.flops), moved=more(here.moved, there.moved))
-        for here, there in zip(two.operators, three.operators, strict=True)
-    )
+
+    def longer(here: Operator, there: Operator) -> Operator:
+        if here == there:
+            return here
+        fused = None if here.fused is None or there.fused is None else more(here.fused, there.fused)
+        flops, moved = more(here.flops, there.flops), more(here.moved, there.moved)
+        return replace(here, flops=flops, moved=moved, fused=fused)
+
+    operators = tuple(map(longer, two.operators, three.operators))
     return Trace(**sizes, collectives=collectives, operators=operators, instants=instants)
 
 
@@ -84,10 +89,14 @@ def of_more_tokens(two: Trace, three: Trace, times: float) -> Trace:
         for name, size in vars(two).items()
         if isinstance(size, int)
     }
-    operators = tuple(
-        replace(operator, flops=int(operator.flops * times / 2), moved=int(operator.moved * times / 2))
-        for operator in two.operators
-    )
+    rest = times / 2 % 1
+
+    def part(operator: Operator) -> Operator:
+        fused = None if operator.fused is None else int(operator.fused * rest)
+        flops, moved = int(operator.flops * rest), int(operator.moved * rest)
+        return replace(operator, flops=flops, moved=moved, fused=fused)
+
+    operators = two.operators * int(times / 2) + (tuple(map(part, two.operators)) if rest else ())
     return Trace(**sizes, collectives=_of_parts(two, three, times), operators=operators)
 
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from ..parallel_state import local
 from ..parallel_state.engine.weight_gradients import compute_input_gradients
 from .kernels import gpu_kernels
-from .recorder import Recorder, tensors_of
+from .recorder import Recorder
+from .tensors import tensors_of
 from .trace import Trace
 from .wait import Locals
 from .waits import WAITS
@@ -70,12 +71,14 @@ class _Given(torch.autograd.Function):
     """Make what a piece is given: nobody else holds it, and its gradient goes nowhere."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, make: Callable[[], Tensor], end: Callable[[], None]) -> Tensor:
+        ctx.end = end
         return make()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        return None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        ctx.end()  # while the gradient is there, which another piece uses
+        return None, None, None
 
 
 class _Taken(torch.autograd.Function):
@@ -127,11 +130,12 @@ def trace(
         if in_two:
             given = [make().requires_grad_(reached)]
         else:
-            given = [_Given.apply(anchor, make) if reached else make()]
+            given = [_Given.apply(anchor, make, recorder.end_chain) if reached else make()]
         made = tensors_of(out if isinstance(out := run(given[0]), tuple) else (out,))
         del out
         if not in_two:
             given.clear()
+        recorder.end_chain()
         size = sum(x.nbytes for x in made if recorder.number(x) is not None)
         kept = recorder.now - size
         instants = {"forward": [after - kept for after in recorder.bytes(0, recorder.at)]}
@@ -155,7 +159,7 @@ def trace(
         **results,
         **{name: max(values, default=0) for name, values in instants.items()},
         collectives=tuple(recorder.collectives),
-        operators=tuple(recorder.operators),
+        operators=recorder.operators,
         instants=instants,
     )
 

@@ -188,7 +188,7 @@ def work_of(recipe: Recipe, planned: Plan, rank: int = 0) -> Work:
 def predicted_step(recipe: Recipe, planned: Plan, machine: Machine) -> StepTime:
     """Return the time of a step of the recipe on a machine, without what saving adds."""
     frozen = dtype_named(recipe.compute_dtype)
-    sample = sampled(planned.family, planned.config, recipe.layout, frozen=frozen)
+    sample = sampled(planned.family, planned.config, recipe.layout, frozen=frozen, float8=recipe.scaling)
     work = work_of(recipe, planned)
     return step_time(
         sample, work, machine, split=planned.split, compiled=recipe.compiles, dtype=_peak(recipe)

@@ -15,7 +15,7 @@ from ...models import CausalLM
 from ...parallel_state import ParallelState, initialize
 from ...planner.pieces import ModelPieces
 from ...planner.step_shape import MicroBatch
-from ...planner.time.kernels import leaves
+from ...simulation.trace import Trace
 from ..llama import built, llama
 from .timing import seconds_of
 
@@ -25,13 +25,18 @@ _TOKENS = 8
 AGAIN: tuple[Checkpointing, ...] = ("full", "selective")
 
 
-def module_seconds(device: torch.device, rounds: int, mode: Checkpointing = "none") -> float:
-    """Return the seconds of a module of a block, forward and backward, in this mode of checkpointing.
-
-    A module starts some operators, with Python and autograd between them; in a checkpointed block it also
-    computes its forward again.
+def operator_seconds(device: torch.device, rounds: int) -> float:
+    """Return the seconds of an operator of a block, forward and backward, with Python and autograd between
+    operators.
     """
-    return _seconds(device, rounds, mode) / leaves(_model(_FEW).layers["0"])
+    return _seconds(device, rounds, "none") / len(_traced("none", device.type == "cuda").operators)
+
+
+def added_by(device: torch.device, rounds: int, mode: Checkpointing) -> float:
+    """Return the seconds that this mode of checkpointing adds for each operator of a block's forward."""
+    forward = [one for one in _traced(mode, device.type == "cuda").operators if one.phase == "forward"]
+    more = _seconds(device, rounds, mode) - _seconds(device, rounds, "none")
+    return max(0.0, more) / len(forward)
 
 
 def collective_seconds(state: ParallelState, rounds: int, mode: Checkpointing = "none") -> float:
@@ -44,15 +49,14 @@ def collective_seconds(state: ParallelState, rounds: int, mode: Checkpointing = 
     """
     device = state.device
     more = _seconds(device, rounds, mode, state) - _seconds(device, rounds, mode)
-    return max(0.0, more) / _collectives(state, mode)
+    return max(0.0, more) / len(_traced(mode, False, state).collectives)
 
 
-def _collectives(state: ParallelState, mode: Checkpointing) -> int:
-    """Count the collectives of a block, with those that a checkpointed block repeats."""
+def _traced(mode: Checkpointing, gpu: bool, state: ParallelState | None = None) -> Trace:
+    """Return the trace of a block, with what a checkpointed block repeats."""
     model = _model(_FEW, state)
-    pieces = ModelPieces(model, state)
-    block = pieces.block(model.layers["0"], MicroBatch(1, _TOKENS, gpu=False), reached=True)
-    return len(block.under(mode).collectives)
+    pieces = ModelPieces(model, model.state)
+    return pieces.block(model.layers["0"], MicroBatch(1, _TOKENS, gpu=gpu), reached=True).under(mode)
 
 
 def _seconds(

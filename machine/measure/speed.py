@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ...parallel_state import Layout
 from ...runs.launch import process_group
 from .row import Figures
-from .small_blocks import AGAIN, module_seconds
+from .small_blocks import AGAIN, added_by, operator_seconds
 from .timing import median_seconds
 
 
@@ -31,13 +31,13 @@ def device_speed(device: str, side: int, megabytes: int, rounds: int) -> dict[st
         "attention, bf16: TFLOP/s": lambda: attention_flops(here, side // 2, torch.bfloat16) / 1e12,
         "attention, fp32: TFLOP/s": lambda: attention_flops(here, side // 2, torch.float32) / 1e12,
         "operator of one number: us": lambda: launch_seconds(here) * 1e6,
-        "module, forward and backward: us": lambda: module_seconds(here, rounds) * 1e6,
+        "operator in a block: us": lambda: operator_seconds(here, rounds) * 1e6,
         "copy: GB/s read and written": lambda: copy_rate(here, megabytes) / 1e9,
     }
     if here.type == "cpu":  # a GPU works while the host goes on
         for mode in AGAIN:
-            name = f"module, checkpointing {mode}: us"
-            work[name] = partial(lambda mode: module_seconds(here, rounds, mode) * 1e6, mode)
+            name = f"checkpointing {mode}, for an operator: us"
+            work[name] = partial(lambda mode: added_by(here, rounds, mode) * 1e6, mode)
     if here.type == "cuda":
         work["host to device, pinned: GB/s"] = lambda: transfer_rate(here, megabytes) / 1e9
     if ranks == 1:

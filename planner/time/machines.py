@@ -37,10 +37,10 @@ class Efficiency:
     operator.
 
     A CPU has four more. Three are in seconds, by the mode of activation checkpointing: ``again``, what the
-    host does for each module that is computed again; ``collectives``, what each collective takes more inside
-    a block than alone, because threads wake up and ranks come late; ``exchanges``, the same for those around
-    a ring, with the operators that each adds to attention. ``groups`` are by the kind of collective with
-    which data ranks gather or sum a group of parameters.
+    host does to compute a block again, for each operator of its forward; ``collectives``, what each
+    collective takes more inside a block than alone, because threads wake up and ranks come late;
+    ``exchanges``, the same for those around a ring, with the operators that each adds to attention.
+    ``groups`` are by the kind of collective with which data ranks gather or sum a group of parameters.
     """
 
     products: float
@@ -68,13 +68,20 @@ ASSUMED = Efficiency(
     launch=5e-6,
     source="assumed: not measured on this device",
 )
-#: One product of 8192 x 8192 x 8192 and one copy, alone on the device (docs/performance.md). The rest is
-#: assumed.
-H100_ALONE = replace(
+#: FlashAttention-2, which torch calls, "achieves only 35% utilization on the H100" (Shah et al. 2024).
+HOPPER = replace(
     ASSUMED,
+    attention=0.35,
+    source="attention as published for its kernel (Shah et al. 2024); products, copies, links and launches "
+    "assumed: not measured on this device",
+)
+#: One product of 8192 x 8192 x 8192 and one copy, alone on the device (docs/performance.md).
+H100_ALONE = replace(
+    HOPPER,
     products=789 / 989,
     memory=2.98 / 3.35,
-    source="product and copy measured alone on one H100; attention, links and launches assumed",
+    source="product and copy measured alone on one H100; attention as published for its kernel (Shah et al. "
+    "2024); links and launches assumed",
 )
 
 
@@ -147,7 +154,7 @@ MACHINES: dict[str, Machine] = {
         ),
         _row(
             "h200", "H200", memory=141e9, peaks={"float32": 67e12, "float8": 1979e12}, bandwidth=4.8e12,
-            inside=_nvlink(450), between=_infiniband(400), gpus=8, watts=700, host=64e9,
+            inside=_nvlink(450), between=_infiniband(400), gpus=8, watts=700, host=64e9, efficiency=HOPPER,
             source="NVIDIA H200 Tensor Core GPU data sheet, SXM; network of DGX H200",
         ),
         _row(

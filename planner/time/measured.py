@@ -10,7 +10,6 @@ from ...layers import Checkpointing
 from ...parallel_state import BadInput
 from ...storage.small_files import read_json
 from ..flops import peak_named
-from .kernels import OPERATORS
 from .machines import Efficiency, Link, Machine
 
 #: What bench calls a dtype.
@@ -50,15 +49,16 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
     }
     best = max(rates.values(), default=0.0)
     small = _figure(links, "all-reduce of 4 KiB: us", path, zero=True) / 1e6 if links else 0.0
-    module = _figure(speed, "module, forward and backward: us", path) / 1e6
+    launch = _figure(speed, "operator in a block: us", path) / 1e6
     again: dict[Checkpointing, float] = {}
     collectives: dict[Checkpointing, float] = {}
     exchanges: dict[Checkpointing, float] = {}
     for mode in () if cuda else get_args(Checkpointing):
         measured = "full" if mode == "every" else mode
         if mode != "none":
-            whole = _figure(speed, f"module, checkpointing {measured}: us", path) / 1e6
-            again[mode] = max(0.0, whole - module)
+            again[mode] = (
+                _figure(speed, f"checkpointing {measured}, for an operator: us", path, zero=True) / 1e6
+            )
         if links:
             # Alone an all-reduce of next to nothing is two messages, and an exchange is one.
             for name, waits, alone in (
@@ -80,7 +80,7 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
         products=1.0,
         attention=attention[main] / products[main],
         memory=1.0,
-        launch=module / (3 * OPERATORS["eager"]),
+        launch=launch,
         source=f"measured: {path}",
         links={"": min(share.values(), default=1.0), **share},
         again=again,

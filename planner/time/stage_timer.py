@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ...layers import Checkpointing, padded_vocabulary
+from ...layers import Checkpointing
 from ...pipeline import schedule_kind
 from ...simulation.record import Collective
-from ..flops import attention_flops
 from ..gathers_and_sums import root_stays, sums, sums_of_replicas
 from ..kinds_of_blocks import SampledModel
 from ..piece import Piece
 from ..rank_parameters import Group, RankParameters
-from ..stage_costs import Alike, Pieces, StageCost
+from ..stage_costs import Alike, StageCost
 from ..step_shape import Work
 from .collectives import Links
-from .kernels import Kernels, Seconds, exchanged, heavier, leaves
+from .exchange import Exchange
+from .kernels import Kernels, Seconds, exchanged
 from .stage_seconds import StageSeconds
 
 
@@ -44,38 +44,6 @@ class Computed(NamedTuple):
     reached: bool
 
 
-class Exchange(NamedTuple):
-    """Hold the seconds in which the data ranks gather a group's weights, and sum its gradients: into pieces
-    (``scatter``), and each piece over the replicas.
-    """
-
-    gather: float
-    scatter: float
-    replicas: float
-
-    def around(
-        self,
-        forward: float,
-        backward: float,
-        links: Links,
-        *,
-        zero: int,
-        apart: bool,
-        replicas: float,
-        gathers: int = 1,
-    ) -> tuple[float, float, float]:
-        """Return the seconds of what FSDP exchanges at every micro-batch, as far as they are longer than what
-        runs beside: in forward, and in the two parts of a backward.
-
-        ``apart``: whether a backward has two parts; ``replicas``: the share of the sums that the replicas sum
-        too; ``gathers``: those in a backward with ZeRO 3.
-        """
-        gather = self.gather if zero == 3 else 0.0
-        summed = self.scatter + self.replicas * replicas
-        back = links.exposed(gather * gathers + (0.0 if apart else summed), backward)
-        return links.exposed(gather, forward), back, summed if apart else 0.0
-
-
 class StageTimer:
     """Time the stages of one model in one layout; ``work`` is that of any of its ranks.
 
@@ -90,6 +58,7 @@ class StageTimer:
         self.kernels, self.links = kernels, links
         self._blocks: dict[object, _Block] = known
         self._exchanges: dict[object, Exchange] = known
+        self._seconds: dict[object, Seconds] = known
         self._stages: dict[object, StageSeconds] = {}
 
     def stage(self, stage: StageCost, held: Callable[[], RankParameters]) -> StageSeconds:
@@ -109,8 +78,8 @@ class StageTimer:
         for one in blocks:
             found.include(self._block(one).seconds, one.count)
             self._accumulate(found, self.model.group(one.number, self.work.state), one.count)
-        ends = 3 * stage.first + 3 * (stage.loss is not None)
-        self._module(found, stage.beside, ends, reached=True)
+        for piece in stage.beside.parts:
+            self._module(found, piece)
         if stage.loss is not None:
             self._loss(found, stage.loss)
         if self._has_root(stage):
@@ -162,17 +131,11 @@ class StageTimer:
     def _of_block(self, one: Alike) -> _Block:
         work, layout, piece = self.work, self.layout, one.piece
         found, block = StageSeconds(), self.model.block(one.number)
-        factors = heavier(block)
         mode = work.checkpointing if one.forgets else "none"
-        attention = attention_flops(block, work.sequence_length) * work.batch.count
-        computed = self._module(
-            found, piece, leaves(block), reached=one.reached, factors=factors, mode=mode, attention=attention
-        )
-        back = computed.inputs + computed.weights if one.reached else 0.0
+        computed = self._module(found, piece, reached=one.reached, mode=mode, block=True)
+        back = computed.inputs + computed.weights
         if one.forgets and one.reached:
-            again = self.kernels.again(piece, leaves(block), mode, factors, attention=attention)
-            if mode == "selective" and layout.context > 1:  # which keeps no attention over several ranks
-                again += self.kernels.scores(attention)
+            again = self.kernels.compute(piece.under(mode), mode, compiled=True).again
             found.add("inputs", "recompute", again)
             back += again
             for send in piece.sends(mode, again=True):
@@ -190,21 +153,21 @@ class StageTimer:
     def _module(
         self,
         found: StageSeconds,
-        piece: Piece | Pieces,
-        modules: int,
+        piece: Piece,
         *,
-        reached: bool,
-        factors: tuple[float, float] = (1.0, 1.0),
+        reached: bool = True,
         mode: Checkpointing = "none",
-        attention: float = 0.0,
+        block: bool = False,
     ) -> Seconds:
-        """Add what a piece computes and sends; return the seconds computed."""
-        computed = self.kernels.compute(piece, modules, factors, attention=attention)
+        """Add what a piece computes and sends; return the seconds computed. ``block``: whether it is a block,
+        which may be compiled.
+        """
+        computed = self._computed(piece, compiled=block)
         found.add("forward", "compute", computed.forward)
-        if reached:
-            found.add("inputs", "compute", computed.inputs)
-            found.add("weights", "compute", computed.weights)
-        beside = {"tensor": computed.weights / 2, "context": self.kernels.scores(attention)}
+        found.add("inputs", "compute", computed.inputs)
+        found.add("weights", "compute", computed.weights)
+        scores, scores_back = computed.attention
+        beside = computed.weights / 2
         for send, count in Counter(piece.sends()).items():
             if send.axis == "expert" or (not reached and send.phase == "backward"):
                 continue
@@ -212,32 +175,29 @@ class StageTimer:
             hides = send.kind == "exchange" or (
                 send.axis == "tensor" and not forward and send.kind != "all_gather"
             )
-            if hides:
-                free = (
-                    beside[send.axis]
-                    if send.axis == "tensor"
-                    else beside["context"] * (1 if forward else 2.5)
-                )
-                left = self.links.exposed(seconds, free)
-                if send.axis == "tensor":
-                    beside["tensor"] -= seconds - left
-                seconds = left
+            if hides and send.axis == "tensor":
+                left = self.links.exposed(seconds, beside)
+                beside, seconds = beside - (seconds - left), left
+            elif hides:
+                seconds = self.links.exposed(seconds, scores if forward else scores_back)
             found.add("forward" if forward else "inputs", send.axis, seconds)
         return computed
+
+    def _computed(self, piece: Piece, *, compiled: bool) -> Seconds:
+        """Return the seconds in which a piece computes; many stages ask for the same one."""
+        key = "computed", id(piece), compiled, self.kernels.mode
+        if key not in self._seconds:
+            self._seconds[key] = self.kernels.compute(piece.plain, compiled=compiled)
+        return self._seconds[key]
 
     def _send(self, send: Collective, mode: Checkpointing = "none", count: int = 1) -> float:
         return self.links.seconds(send.axis, send.kind, count * send.bytes, count, mode)
 
     def _loss(self, found: StageSeconds, loss: Piece) -> None:
-        batch, size = self.work.batch, self.model.config.vocab_size
-        columns = padded_vocabulary(size, self.layout.tensor) // self.layout.tensor
-        computed = self.kernels.loss(batch.count * columns * batch.compute)
-        # A loss in chunks computes the logits, and their backward with them.
-        found.add("forward", "compute", computed.forward + self.kernels.products(loss.matrices))
+        computed = self._computed(loss, compiled=True)
+        found.add("forward", "compute", computed.forward)
         found.add("inputs", "compute", computed.inputs)
-        if self.work.loss_chunk:  # each chunk adds to the sum of the weight's gradient
-            chunks = batch.count / min(self.work.loss_chunk, batch.count)
-            found.add("weights", "compute", self.kernels.moved(2 * chunks * loss.kept))
+        found.add("weights", "compute", computed.weights)
         for send in loss.sends():
             found.add("forward", send.axis, self._send(send))
 
@@ -287,11 +247,16 @@ class StageTimer:
         """Return the seconds of pieces of these sizes over two axes: ranks with shards, and replicas."""
         work, seconds, piece = self.work, self.links.seconds, trained * self.work.reduce
         shards = self.links.place(data).ranks
-        return Exchange(
+        found = Exchange(
             seconds(data, "all_gather", padded * work.compute),
             seconds(data, "reduce_scatter", shards * piece),
             seconds(replicas, "all_reduce", piece),
         )
+        if shards == 1 or self.links.machine.efficiency.groups:  # which are measured with these copies
+            return found
+        unpacking = self.kernels.moved(2 * shards * padded * work.compute)
+        packing = self.kernels.moved(shards * trained * (work.compute + work.reduce))
+        return found._replace(unpacking=unpacking, packing=packing)
 
     @cached_property
     def _place(self) -> tuple[object, ...]:

@@ -35,12 +35,13 @@ from ..rank_parameters import RankParameters
 from ..stage_costs import StageCost
 from ..step_shape import Work
 from .collectives import Links
+from .exchange import Exchange
 from .kernels import Kernels, Mode
 from .machines import Machine
 from .once_a_step import OnceAStep
 from .prediction import PARTS, StepTime
 from .stage_seconds import StageSeconds
-from .stage_timer import Computed, Exchange, StageTimer
+from .stage_timer import Computed, StageTimer
 
 #: By how much a sum is lowered that is compared with one of the same seconds in another order.
 _ROUNDED = 1 - 1e-12
@@ -73,7 +74,7 @@ class StepTimer:
         dtype = dtype or {2: "bfloat16", 4: "float32", 8: "float64"}[work.compute]
         self.dtype = dtype
         mode: Mode = "compiled" if compiled else "eager" if work.fused else "cpu"
-        self.kernels = Kernels(machine, mode, dtype, layout.tensor)
+        self.kernels = Kernels(machine, mode, dtype)
         self.links = Links(layout, machine)
         self._known: dict[Any, Any] = {} if known is None else known
         self.timer = StageTimer(model, work, self.kernels, self.links, self._known)

@@ -12,10 +12,10 @@ from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.pipeline import bubble, timetable
 from trilith.pipeline.timetable import UNIT_COSTS, layout_of, step_length
 from trilith.planner import Work, sampled
-from trilith.planner.piece import Piece
 from trilith.planner.time import MACHINES, PARTS, machine_from_bench, machine_named, spending, step_time
 from trilith.planner.time.collectives import Links, group_of, placement
-from trilith.planner.time.kernels import OPERATORS, Kernels, heavier
+from trilith.planner.time.kernels import Kernels
+from trilith.simulation.recorder import Operator
 from trilith.simulation.trace import Trace
 
 H100 = machine_named("h100-80gb")
@@ -171,25 +171,55 @@ def test_experts_that_leave_a_node_are_waited_for_longer():
     assert again == pytest.approx(1.5 * inside.parts["expert"])  # there and back, three times for two
 
 
-def test_experts_and_recurrences_pass_over_memory_more_often():
-    whole = {name: family_of(MODELS[name]).on_meta(family_of(MODELS[name]).from_hf(MODELS[name])) for name in
-             ("llama", "mixtral", "qwen3_next")}  # fmt: skip
-    dense, experts, recurrent = (heavier(model.layers["0"]) for model in whole.values())
-    assert dense == (1, 1) < experts < recurrent
+def operator(name, phase, **given):
+    return Operator(
+        f"aten::{name}", phase, **{"flops": 0, "moved": 0, "fused": given.get("moved", 0)} | given
+    )
 
 
-#: A piece that holds and computes nothing.
-NOTHING = Piece(lambda mode, in_two: Trace(kept=0, made=0, forward=0, weights=0))
+def computed(operators, machine=H100, mode="none", **given):
+    trace = Trace(kept=0, made=0, forward=0, weights=0, operators=tuple(operators))
+    return Kernels(machine, given.get("kernels", "eager"), given.get("dtype", "bfloat16")).compute(
+        trace, mode, compiled=True
+    )
+
+
+def test_an_operator_takes_its_flops_at_its_rate_or_its_bytes_whichever_is_longer():
+    free = replace(H100, efficiency=replace(H100.efficiency, launch=0.0))
+    reached, memory = free.efficiency, free.bandwidth * free.efficiency.memory
+    product, small = (operator("mm", "forward", flops=flops, moved=10**9) for flops in (10**15, 1))
+    assert computed([product], free).forward == pytest.approx(1e15 / (989e12 * reached.products))
+    assert computed([small], free).forward == pytest.approx(1e9 / memory)
+    scaled = operator("_scaled_mm", "forward", flops=10**15)
+    both = computed([product, scaled], free, dtype="float8").forward
+    assert both == pytest.approx(1e15 / (989e12 * reached.products) * (1 + 989 / 1979))
+    scores = operator("_scaled_dot_product_flash_attention", "forward", flops=10**15)
+    found = computed([scores, replace(scores, phase="backward", causal=True)], free)
+    whole = 1e15 / (989e12 * reached.attention)
+    assert found.attention == (found.forward, found.inputs) == pytest.approx((whole, whole / 2))
+    of_weight = replace(product, phase="backward", gradient=True)
+    parts = computed([product, of_weight, replace(product, phase="backward")], free)
+    assert parts.forward == parts.weights == parts.inputs
+
+
+def test_a_compiler_makes_one_kernel_of_a_chain():
+    chain = [operator("add", "forward", moved=3 * 10**9, fused=2 * 10**9)]
+    chain += [operator("mul", "forward", moved=3 * 10**9, fused=None)] * 3
+    memory = H100.bandwidth * H100.efficiency.memory
+    for kernels, size in (("eager", 12e9), ("compiled", 2e9)):
+        assert computed(chain, kernels=kernels).forward == pytest.approx(size / memory)
+    none = [operator("add", "forward"), operator("mul", "forward", fused=None)]
+    for kernels, launches in (("eager", 2), ("compiled", 1)):
+        assert computed(none, kernels=kernels).forward == launches * H100.efficiency.launch
 
 
 def test_a_cpu_waits_for_what_the_host_does_in_recomputation_and_a_gpu_does_not():
-    def again(machine, mode):
-        return Kernels(machine, "eager", "bfloat16", 1).again(NOTHING, 10, mode)
-
+    block = [operator("add", "forward")] * 10 + [operator("add", "again")] * 5
     gpu = replace(H100, efficiency=replace(H100.efficiency, again={"full": 1e-3, "selective": 3e-3}))
-    cpu, one = replace(gpu, asynchronous=False), 10 * OPERATORS["eager"] * H100.efficiency.launch
-    assert [again(cpu, mode) for mode in ("full", "selective")] == pytest.approx([1e-2, 3e-2])
-    assert [again(gpu, mode) / one for mode in ("full", "selective")] == pytest.approx([1, 0.5])
+    cpu, launched = replace(gpu, asynchronous=False), 5 * H100.efficiency.launch
+    modes = ("full", "selective")
+    assert [computed(block, cpu, mode).again for mode in modes] == pytest.approx([1e-2, 3e-2])
+    assert [computed(block, gpu, mode).again for mode in modes] == pytest.approx([launched, launched])
 
 
 def test_a_collective_in_a_block_of_a_cpu_takes_longer_and_nothing_hides_it():
@@ -316,7 +346,7 @@ def test_a_measured_machine_takes_the_place_of_the_table(tmp_path):
 
 def test_a_file_that_lacks_a_figure_is_refused_with_the_command_that_measures_it(tmp_path):
     path = tmp_path / "bench.json"
-    keys = ("module, forward and backward: us", "module, checkpointing full: us", "matmul, fp32: TFLOP/s")
+    keys = ("operator in a block: us", "checkpointing full, for an operator: us", "matmul, fp32: TFLOP/s")
     waits = (
         "collective in a block, checkpointing none: us",
         "exchange around a ring, checkpointing full: us",

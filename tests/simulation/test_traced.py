@@ -12,6 +12,7 @@ from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.planner import pieces, sampled
 from trilith.planner.pieces import ModelPieces
 from trilith.planner.step_shape import MicroBatch
+from trilith.simulation.traced import trace, without_numbers
 from trilith.testing import LiveBytes
 
 FAMILIES = sorted(name for name in MODELS if "-" not in name)
@@ -136,3 +137,27 @@ def test_more_tokens_of_a_loss_follow_from_two_and_three_parts(chunk, layout, mo
     assert Counter(extended.collectives) == Counter(whole.collectives)
     flops = [sum(operator.flops for operator in each.operators) for each in (extended, whole)]
     assert flops[0] == pytest.approx(flops[1], rel=1e-3)
+
+
+def test_a_compiler_reads_once_what_a_chain_is_given_and_writes_what_is_used_after_it():
+    """The product before a chain and the one behind it are kernels of their own."""
+    weight = torch.nn.Linear(8, 8, bias=False)
+    with without_numbers([weight], gpu=True):
+
+        def run(x):
+            y = weight(x) + 1
+            return weight(y * x) + x
+
+        found = trace(run, lambda: torch.empty(4, 8, device="meta"), [*weight.parameters()]).operators
+    size = 4 * 8 * 4
+    forward = [(one.name[6:], one.moved, one.fused) for one in found if one.phase == "forward"]
+    product = 2 * size + 8 * 8 * 4
+    assert forward == [
+        ("mm", product, product),
+        ("add", 2 * size, 4 * size),  # read: the product and x; written: y, which backward needs, and y x
+        ("mul", 3 * size, None),
+        ("mm", product, product),
+        ("add", 3 * size, 3 * size),
+    ]
+    products = [one.gradient for one in found if one.name == "aten::mm" and one.phase == "backward"]
+    assert sorted(products) == [False, False, True, True]

@@ -1,0 +1,69 @@
+"""Call operators without numbers, and remember the forms of what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .tensors import tensors_of
+
+#: The forms of what an operator gives on the "meta" device, by the operator and the forms of its arguments.
+_FORMS: dict[object, Any] = {}
+
+
+class _Form(NamedTuple):
+    """Hold what a tensor is but its numbers."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+def remembered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what an operator gives. Torch finds some forms on the "meta" device in Python, which takes long,
+    so that they are remembered.
+    """
+    if not _makes_new(func):
+        return func(*args, **kwargs)
+    try:
+        key = func, *map(_form, args), *((name, _form(value)) for name, value in kwargs.items())
+        known = _FORMS.get(key)
+    except TypeError:  # an argument that has no hash
+        return func(*args, **kwargs)
+    if known is not None:
+        several, forms = known
+        made = tuple(form.empty() if isinstance(form, _Form) else form for form in forms)
+        return made if several else made[0]
+    out = func(*args, **kwargs)
+    made = out if (several := isinstance(out, tuple)) else (out,)
+    here = {tensor.untyped_storage()._cdata for tensor in tensors_of(args)}
+    if all(
+        type(x) is Tensor and x.is_meta and x.untyped_storage()._cdata not in here
+        for x in made
+        if isinstance(x, Tensor)
+    ):
+        _FORMS[key] = several, tuple(_form(x) if isinstance(x, Tensor) else x for x in made)
+    return out
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _Form(value.shape, value.stride(), value.dtype, value.device)
+    return tuple(map(_form, value)) if isinstance(value, list) else (type(value), value)
+
+
+@lru_cache(maxsize=4096)
+def _makes_new(func: Any) -> bool:
+    """Return whether an operator changes none of its arguments, and gives no view of one."""
+    schema = func._schema
+    return not schema.is_mutable and all(
+        one.alias_info is None and "[]" not in str(one.type) for one in schema.returns
+    )
