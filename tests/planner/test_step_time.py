@@ -159,6 +159,12 @@ def test_what_a_layout_or_a_machine_lacks_costs_time():
     assert eager.parts["compute"] > first.parts["compute"]
     sharded = predicted("llama-3.1-8b", Layout.of(tensor=8, sequence=True, data=2, zero=3), slow)
     assert sharded.parts["data"] > predicted("llama-3.1-8b", layout, slow).parts["data"]
+    # FSDP copies what it gathered, and gradients before their sum, in the device's memory: with ZeRO 3 at
+    # every micro-batch, nothing of which is hidden.
+    zero, memory = Layout.of(data=8, zero=3), replace(H100, bandwidth=H100.bandwidth / 2)
+    once, twice = (predicted("llama-3.1-8b", zero, one).parts["data"] for one in (H100, memory))
+    group = 8.03e9 * (2 * 2 * 2 + 2 + 4) * 8 / (H100.bandwidth * H100.efficiency.memory)
+    assert twice - once == pytest.approx(group, rel=0.05)
 
 
 def test_experts_that_leave_a_node_are_waited_for_longer():

@@ -161,3 +161,6 @@ def test_a_compiler_reads_once_what_a_chain_is_given_and_writes_what_is_used_aft
     ]
     products = [one.gradient for one in found if one.name == "aten::mm" and one.phase == "backward"]
     assert sorted(products) == [False, False, True, True]
+    model = sampled(family_of(MODELS["llama"]), family_of(MODELS["llama"]).from_hf(MODELS["llama"]), Layout())
+    block = model.pieces.block(model.block(0), MicroBatch(1, LENGTH), reached=True).plain.operators
+    assert [one.causal for one in block if "attention" in one.name] == [True, True]
