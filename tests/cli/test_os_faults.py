@@ -150,7 +150,9 @@ def test_a_fault_is_one_line_and_leaves_nothing(inputs, folder, place, faults):
             left = (name for name in tree(path.parent) if name not in empty)
             print(*left, end="", file=sys.stderr, flush=True)
 
-    check(trials, limit, look_into_the_mount)
+    # A dry run's page is written when the step has been simulated.
+    drawn = str(place) == "train-html" and "full" in faults[0]
+    check(trials, limit, look_into_the_mount, **{"within": 60.0} if drawn else {})
     assert tree(inputs) == before[0], faults
     assert stays or [tree(trial.where) for trial in trials] == before[1], faults
 

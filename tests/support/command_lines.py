@@ -156,6 +156,10 @@ def words(
     values = values_of(command, inputs, out)
     if command == "train":
         values["+"] = [f"out={out / 'out'}"]
+        if place is not None and place.name == "html":
+            values["+"].append("--dry-run")
+        else:
+            del values["html"]  # of a dry run alone
     if place is not None and place.key:
         if place.key in NO_CONFIG:
             values["recipe"] = [f"{inputs}/without_model.toml"]
