@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from ..planner import Traffic
     from ..recipes.recipe import Recipe
     from ..simulation.record import StepRecord
+    from ..training.dry_run import DryRun
 
 
 @no_garbage_search(hide=True)
@@ -30,6 +32,33 @@ def show_dry_run(
 
     ``exact``: simulate the rank's step, too, and say who holds the bytes; ``html``: write that as a page.
     """
+    from ..runs.console import plain_console
+    from ..storage.output_file import output_file
+
+    # The page's file is made first: where it cannot be written, nothing is simulated for it.
+    with output_file(html, ours=_is_page) if html is not None else nullcontext() as page:
+        planned = _show(recipe, overrides, rank, device_memory, exact=exact, page=page)
+    console = plain_console(soft_wrap=True)
+    if html is not None:
+        console.print(f"page           {html}")
+    for note in planned.notes:
+        console.print(f"not here       {note}")
+    planned.check(str(recipe))
+    if planned.room is None:
+        console.print("fits?          the device's memory is not known: say --device-memory 80GB")
+    else:
+        console.print(f"fits           {planned.rank.total / 1e9:,.1f} of {planned.room / 1e9:,.1f} GB")
+
+
+def _show(
+    recipe: Path,
+    overrides: Sequence[str],
+    rank: int | None,
+    device_memory: str | None,
+    *,
+    exact: bool,
+    page: Path | None,
+) -> DryRun:
     from rich.table import Table
 
     from ..recipes.recipe import load_recipe
@@ -42,12 +71,9 @@ def show_dry_run(
         largest_holders,
         make_step_page,
     )
-    from ..storage.output_file import check_output_file, output_file
     from ..training.dry_run import dry_run
     from .shared.sizes import parse_size
 
-    if html is not None:
-        check_output_file(html, ours=_is_page)
     room = parse_size(device_memory, "--device-memory") if device_memory is not None else None
     found = dry_run(load_recipe(recipe, overrides), rank=rank, room=room)
     console = plain_console(soft_wrap=True)
@@ -91,22 +117,14 @@ def show_dry_run(
     console.print(table)
     if one.traffic:
         console.print(_sent(one.traffic, one.rank))
-    if exact or html is not None:
+    if exact or page is not None:
         record = _simulated(found.recipe, one.rank)
         console.print(f"exact          {exact_line(record, memory.total)}")
         console.print(_table(f"who holds the memory of rank {one.rank}", KINDS_HEAD, kinds_of_bytes(record)))
         console.print(_table("the largest holders", HOLDERS_HEAD, largest_holders(record)))
-        if html is not None:
-            with output_file(html, ours=_is_page) as page:
-                page.write_text(make_step_page(recipe.stem, record, memory.total), encoding="utf-8")
-            console.print(f"page           {html}")
-    for note in found.notes:
-        console.print(f"not here       {note}")
-    found.check(str(recipe))
-    if found.room is None:
-        console.print("fits?          the device's memory is not known: say --device-memory 80GB")
-    else:
-        console.print(f"fits           {one.total / 1e9:,.1f} of {found.room / 1e9:,.1f} GB")
+        if page is not None:
+            page.write_text(make_step_page(recipe.stem, record, memory.total), encoding="utf-8")
+    return found
 
 
 def _simulated(recipe: Recipe, rank: int) -> StepRecord:

@@ -109,6 +109,8 @@ CASES = [
     pytest.param(place, faults, id=f"{place}-{'-'.join(faults)}", marks=[] if first else pytest.mark.slow)
     for place in places()
     for faults, first in groups(OUTPUT_FAULTS if place.output else INPUT_FAULTS)
+    # A dry run's page is written after seconds of work; the page of `plan` shows what a full disk gives.
+    if not (str(place) == "train-html" and "full" in faults[0])
 ]
 
 
@@ -150,9 +152,7 @@ def test_a_fault_is_one_line_and_leaves_nothing(inputs, folder, place, faults):
             left = (name for name in tree(path.parent) if name not in empty)
             print(*left, end="", file=sys.stderr, flush=True)
 
-    # A dry run's page is written when the step has been simulated.
-    drawn = str(place) == "train-html" and "full" in faults[0]
-    check(trials, limit, look_into_the_mount, **{"within": 60.0} if drawn else {})
+    check(trials, limit, look_into_the_mount)
     assert tree(inputs) == before[0], faults
     assert stays or [tree(trial.where) for trial in trials] == before[1], faults
 
