@@ -56,8 +56,8 @@ def train(
         bool,
         typer.Option(
             "--exact",
-            help="with --dry-run: also run a step of the rank on a simulated device, and say who holds its "
-            "memory at the worst moment (seconds for a few blocks and micro-batches, minutes for many)",
+            help="run a step of the rank on a simulated device, with --dry-run, and say who holds its memory "
+            "at the worst moment (seconds for a few blocks and micro-batches, minutes for many)",
         ),
     ] = False,
     html: Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..planner.explanations.explanation import plain
-from ..planner.time import MACHINES, TIMES_SLOWER, Spending, StepTime, spending
+from ..planner.time import MACHINES, MIDDLE_HALF, TIMES_SLOWER, Spending, StepTime, spending
 from .choice import raw_recipe, recipe_text
 from .evaluate import Answer
 from .find import Found
@@ -99,12 +99,12 @@ def facts(found: Found) -> list[tuple[str, str]]:
 
 
 def _range(time: StepTime) -> str:
-    """Return between which figures a step lies if it is as far from its prediction as published runs are."""
-    least, _, most = TIMES_SLOWER
+    """Return between which figures a step lies if it is as far off as the middle half of published runs."""
+    least, most = MIDDLE_HALF
     seconds = " to ".join(seconds_of(time.seconds * factor) for factor in (least, most))
     rates = " to ".join(f"{time.rate / factor:,.0f}" for factor in (most, least))
     mfus = " to ".join(f"{time.mfu.causal / factor:.1%}" for factor in (most, least))
-    return f"as far off as these: {seconds} s, {rates} tokens/s, MFU {mfus}"
+    return f"as far off as the middle half of these: {seconds} s, {rates} tokens/s, MFU {mfus}"
 
 
 def parts(answer: Answer) -> str:

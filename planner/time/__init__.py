@@ -6,11 +6,12 @@ Offers ``Machine``, by its name (``machine_named``) or from measurements (``mach
 
 from .machines import MACHINES, Efficiency, Link, Machine, machine_named
 from .measured import machine_from_bench
-from .prediction import PARTS, TIMES_SLOWER, Spending, StepTime, spending
+from .prediction import MIDDLE_HALF, PARTS, TIMES_SLOWER, Spending, StepTime, spending
 from .step_time import StepTimer, step_time
 
 __all__ = [
     "MACHINES",
+    "MIDDLE_HALF",
     "PARTS",
     "TIMES_SLOWER",
     "Efficiency",

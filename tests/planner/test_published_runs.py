@@ -2,12 +2,12 @@
 
 import re
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 import pytest
 import trilith
 from trilith.planner.published_runs import compare, corrected, page, published_runs
-from trilith.planner.time import TIMES_SLOWER
+from trilith.planner.time import MIDDLE_HALF, TIMES_SLOWER
 
 ROOT = Path(trilith.__path__[0])
 PAGE = (ROOT / "docs" / "published_runs.md").read_text(encoding="utf-8")
@@ -91,6 +91,8 @@ def test_what_a_plan_tells_of_published_runs_is_what_the_rows_say(found):
     rest, plain = (100 * median(map(abs, some)) for some in (corrected(found), (one.error for one in found)))
     assert f"miss by {rest:.0f}% in the median, uncorrected by {plain:.0f}%" in guide
     assert tuple(round(of(slower), 2) for of in (min, median, max)) == TIMES_SLOWER
+    least, _, most = quantiles(slower, n=4)
+    assert (round(least, 2), round(most, 2)) == MIDDLE_HALF
 
 
 def test_nothing_that_computes_a_plan_reads_the_published_rows():
