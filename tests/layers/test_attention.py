@@ -153,7 +153,7 @@ def test_every_query_head_meets_its_own_key_head(data):
     for rank in range(tensor):
         state = ParallelState.stand_in(Layout.of(tensor=tensor), rank)
         key = ColumnParallelLinear(1, {"q": queries, "k": kv}, False, shared=("k",), state=state).parts[1]
-        held = list(range(kv))[key.slice or slice(rank * kv // tensor, (rank + 1) * kv // tensor)]
+        held = list(range(kv))[key.rows or slice(rank * kv // tensor, (rank + 1) * kv // tensor)]
         assert key.here == len(held)
         share = SharedHeads(queries, kv, state=state)
         lined_up = share(torch.tensor(held).reshape(1, -1, 1, 1)).flatten().tolist()
