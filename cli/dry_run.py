@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from ..training.dry_run import DryRun
 
 
+#: About as many bytes as a page has.
+_ROOM_FOR_PAGE = 2**17
+#: Columns of numbers.
+_NUMBERS = ("GB", "share", "ranks", "number", "GB on the wire")
+
+
 @no_garbage_search(hide=True)
 def show_dry_run(
     recipe: Path,
@@ -35,8 +41,10 @@ def show_dry_run(
     from ..runs.console import plain_console
     from ..storage.output_file import output_file
 
-    # The page's file is made first: where it cannot be written, nothing is simulated for it.
+    # The page's file takes its room first: where it cannot be written, nothing is simulated for it.
     with output_file(html, ours=_is_page) if html is not None else nullcontext() as page:
+        if page is not None:
+            page.write_bytes(bytes(_ROOM_FOR_PAGE))
         planned = _show(recipe, overrides, rank, device_memory, exact=exact, page=page)
     console = plain_console(soft_wrap=True)
     if html is not None:
@@ -59,8 +67,6 @@ def _show(
     exact: bool,
     page: Path | None,
 ) -> DryRun:
-    from rich.table import Table
-
     from ..recipes.recipe import load_recipe
     from ..runs.console import plain_console
     from ..search.exact_memory import (
@@ -95,21 +101,19 @@ def _show(
         f"model FLOPs    {found.flops.full / 1e9:,.2f} G a token counting all of attention, "
         f"{found.flops.causal / 1e9:,.2f} G counting the causal half"
     )
-    table = Table(title=f"memory of rank {one.rank}", title_justify="left")
-    table.add_column("kind")
-    table.add_column("GB", justify="right")
-    for kind, size in (
-        ("weights, stored", memory.weights),
-        ("weights, gathered to compute", memory.gathered),
-        ("gradients", memory.gradients),
-        ("moments of the optimizer", memory.moments),
-        ("activations", memory.activations),
-        ("exchanged between stages", memory.pipeline),
-        ("in the loss", memory.logits),
-        ("or in a block's backward", memory.block),
-        ("runtime (assumed)", one.runtime),
-    ):
-        table.add_row(kind, f"{size / 1e9:,.2f}")
+    kinds = {
+        "weights, stored": memory.weights,
+        "weights, gathered to compute": memory.gathered,
+        "gradients": memory.gradients,
+        "moments of the optimizer": memory.moments,
+        "activations": memory.activations,
+        "exchanged between stages": memory.pipeline,
+        "in the loss": memory.logits,
+        "or in a block's backward": memory.block,
+        "runtime (assumed)": one.runtime,
+    }
+    rows = [(kind, f"{size / 1e9:,.2f}") for kind, size in kinds.items()]
+    table = _table(f"memory of rank {one.rank}", ("kind", "GB"), rows)
     table.add_section()
     table.add_row("at the worst moment", f"{one.total / 1e9:,.2f}")
     if memory.host:
@@ -140,9 +144,10 @@ def _simulated(recipe: Recipe, rank: int) -> StepRecord:
 
 
 def _is_page(seen: bytes) -> bool:
+    from ..runs.report.html import is_page_with
     from ..search.exact_memory import MARK
 
-    return seen.startswith(b"<!DOCTYPE html>") and MARK.encode() in seen
+    return is_page_with(MARK, seen)
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -150,20 +155,23 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Ta
 
     table = Table(title=title, title_justify="left")
     for name in head:
-        table.add_column(name, justify="right" if name in ("GB", "share") else "left")
+        table.add_column(name, justify="right" if name in _NUMBERS else "left")
     for row in rows:
         table.add_row(*row)
     return table
 
 
 def _sent(traffic: Sequence[Traffic], rank: int) -> Table:
-    from rich.table import Table
-
-    table = Table(title=f"collectives of rank {rank}, a step", title_justify="left")
-    for name in ("over", "ranks", "kind", "of", "number", "GB on the wire"):
-        table.add_column(name, justify="right" if name in ("ranks", "number", "GB on the wire") else "left")
-    for one in traffic:
-        kind = one.kind.replace("_", "-")
-        row = (one.axis, f"{one.ranks:,}", kind, one.what, f"{one.count:,}", f"{one.wire / 1e9:,.2f}")
-        table.add_row(*row)
-    return table
+    head = ("over", "ranks", "kind", "of", "number", "GB on the wire")
+    rows = [
+        (
+            sent.axis,
+            f"{sent.ranks:,}",
+            sent.kind.replace("_", "-"),
+            sent.what,
+            f"{sent.count:,}",
+            f"{sent.wire / 1e9:,.2f}",
+        )
+        for sent in traffic
+    ]
+    return _table(f"collectives of rank {rank}, a step", head, rows)

@@ -150,13 +150,13 @@ def attention_flops(block: nn.Module, length: int) -> float:
     """Return the FLOPs of attention of one token in a forward, over all tensor ranks: its scores with all
     tokens of its row, and their sum over the values.
     """
-    found = 0.0
+    for_each = 0.0
     for layer in block.modules():
         if isinstance(layer, Attention):
-            found += 4.0 * layer.whole_width
+            for_each += 4.0 * layer.whole_width
         elif isinstance(layer, MultiHeadLatentAttention):
-            found += 2.0 * layer.heads * (layer.key_dim + layer.value_parts[1])
-    return found * length
+            for_each += 2.0 * layer.heads * (layer.key_dim + layer.value_parts[1])
+    return for_each * length
 
 
 def active_parameters(model: nn.Module) -> int:

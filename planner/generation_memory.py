@@ -52,13 +52,15 @@ def generation_memory(
     """Return the memory of the first rank of each pipeline rank while ``rows`` rows are generated at once.
 
     ``length``: the most tokens of a row, those of its prompt included; a prompt may be nearly as long.
-    ``fused``: whether a GPU's fused kernels run, see
-    ``MicroBatch``. Raises ``BadInput`` for a layout that cannot cut the model.
+    ``fused``: whether a GPU's fused kernels run, see ``MicroBatch``. Raises ``BadInput`` for a layout that
+    cannot cut the model.
     """
     sample = sampled(family, config, layout)
     one_of = {kind: sample.block(number) for number, kind in enumerate(sample.kinds)}
     traced = sample.pieces.generation(one_of, MicroBatch(rows, length, dtype.itemsize, fused))
-    found = []
+    # A sum over tensor ranks may be held a little longer by whoever sends it.
+    sent = rows * length * config.hidden_size * dtype.itemsize if layout.tensor > 1 else 0
+    plans = []
     for rank in range(layout.pipeline):
         state = ParallelState.stand_in(layout, layout.first_rank(rank))
         stage = Stage.of(config.num_hidden_layers, state=state)
@@ -66,14 +68,14 @@ def generation_memory(
         held = sample.parameters(state).every
         # The last token's logits: this rank's, all ranks' together, and in fp32 for the choice.
         logits = rows * config.vocab_size * (2 * dtype.itemsize + 4) if stage.last else 0
-        found.append(
+        plans.append(
             GenerationMemory(
                 weights=held.here * dtype.itemsize + held.fixed_bytes,
                 cache=sum(traced.caches[kind] for kind in kinds) + rows * length * _PLACES,
-                reading=int(_BESIDE * traced.reading) + rows * length * _PLACES + logits,
+                reading=int(_BESIDE * traced.reading) + rows * length * _PLACES + logits + sent,
             )
         )
-    return found
+    return plans
 
 
 def rows_that_fit(

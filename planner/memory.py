@@ -184,7 +184,7 @@ def needs_of_rank(
     message = work.between_blocks if layout.pipeline > 1 else 0
     here, known, parts = layout.stages_of(number), {} if known is None else known, list[StageInstants]()
     in_two = layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards
-    largest = max((piece.weights for one in stages for piece in one.blocks.values()), default=0.0)
+    largest = max((piece.weights for stage in stages for piece in stage.blocks.values()), default=0.0)
     for stage, one in zip(here, stages, strict=True):
         given = stage - 1 in here
         key = id(one), work.checkpointing, work.checkpoint_every, layout.pipeline > 1, in_two, given, largest

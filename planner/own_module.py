@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..layers import Checkpointing
 from ..models import CausalLM
 from ..parallel_state import BadInput
+from ..simulation.asked_numbers import line_of_user, numbers_refused
 from ..simulation.trace import Trace
 from ..simulation.traced import trace
 from .piece import Piece
@@ -76,7 +77,8 @@ def _take(
         keywords = {name: x for name, x in part.items() if name in names}
 
         def run(x: Tensor) -> Any:
-            output = model(**keywords) if first else model(x, **keywords)
+            with numbers_refused():
+                output = model(**keywords) if first else model(x, **keywords)
             return output if loss is None else _wanted(loss, work)(output, part)[0]
 
         def make() -> Tensor:
@@ -91,10 +93,12 @@ def _take(
         except BadInput:
             raise
         except Exception as error:  # whatever a user's code raises where numbers are missing
+            said = str(error).splitlines()[0] if str(error) else type(error).__name__
+            place = line_of_user(error.__traceback__)
             raise BadInput(
                 "plan", type(model).__name__, expected="a forward and a backward that run on shapes alone",
-                found=f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else repr(error),
-                todo="Let no shape depend on numbers that a device computes, or plan with the model's sizes",
+                found=f"{said} ({place})" if place else said,
+                todo="Let nothing depend on numbers that a device computes, or state the size",
             ) from error  # fmt: skip
 
 

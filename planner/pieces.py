@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -213,7 +214,7 @@ class ModelPieces:
                 make = self._hidden(batch, rows=batch.rows * count, width=model.config.embedding_width)
             else:
                 shape = (batch.rows * count, batch.length, len(model.head_weight))
-                make = lambda: empty(shape, batch)  # noqa: E731
+                make = partial(empty, shape, batch)
             return trace(run, make, [], others=_parameters(modules), scalar=True)
 
     def generation(self, blocks: Mapping[int, nn.Module], batch: MicroBatch) -> Generation:

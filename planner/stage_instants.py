@@ -77,8 +77,8 @@ class StageInstants:
         self.exit = stage.behind.kept - dropped
         self.kept = stage.beside.kept - dropped + sum(one.count * saved.kept for one, saved in self.every)
         # Torch keeps a stage's output until the end of its backward: on a pipeline's last one the logits.
-        self.given = int(self.cut * (self.logits or work.between_blocks))
-        self.kept += self.given
+        self.output = int(self.cut * (self.logits or work.between_blocks))
+        self.kept += self.output
         if given:
             self.kept -= work.between_blocks  # its input is the output of the stage before
         self.halfway = 0.0
@@ -188,13 +188,13 @@ class StageInstants:
         freed, absent = self._behind(number, first=first)
         ahead = self._weights(number - 1)
         # In a pipeline the gradient of a stage's output is a message.
-        given = self.work.between_blocks if self.cut and self.stage.loss is None else 0.0
+        message = self.work.between_blocks if self.cut and self.stage.loss is None else 0.0
         # Behind it may be a block of multi-token prediction, whose gradients have been summed.
         place: Place = "block" if self.further else "last block"
-        yield in_block(place, saved, freed + given, absent, gathered=weights + ahead)
+        yield in_block(place, saved, freed + message, absent, gathered=weights + ahead)
         yield without_gradients("sum", -freed - saved.kept, absent, gathered=ahead)
         # In the last block's forward what the stage gives is not there yet; then it is.
-        made = max(one.piece.plain.forward, self.work.between_blocks) - freed - self.given
+        made = max(one.piece.plain.forward, self.work.between_blocks) - freed - self.output
         made = max(made, 0.0 if self.cut else self.logits)
         # FSDP keeps what it received for a block until it has gathered the next one.
         yield without_gradients("forward", made, self.gradients * first, gathered=2 * weights)

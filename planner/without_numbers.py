@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import uncounted
+from ..parallel_state import BadInput, engine
 from ..simulation.traced import without_numbers
 from .step_shape import MicroBatch
 
@@ -17,9 +18,18 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 @contextmanager
 def shapes_only(modules: Sequence[nn.Module], batch: MicroBatch) -> Iterator[None]:
-    """Let modules compute without numbers inside this context, in the micro-batch's dtype."""
+    """Let modules compute without numbers inside this context, in the micro-batch's dtype.
+
+    Raises ``BadInput`` for one whose parameters FSDP has cut: it would gather them.
+    """
     with ExitStack() as stack:
         for module in modules:
+            if engine.fsdp_modules(module):
+                raise BadInput(
+                    "plan", type(module).__name__, expected="a module before shard_over_data",
+                    found="one that FSDP has cut",
+                    todo="Plan one built under torch.device('meta') with ParallelState.stand_in(layout)",
+                )  # fmt: skip
             stack.enter_context(uncounted(module))
         stack.enter_context(without_numbers(modules, DTYPES[batch.compute], gpu=batch.gpu))
         yield

@@ -120,11 +120,13 @@ def timetable_of(found: Found) -> str:
 def memory_of_step(record: StepRecord) -> str:
     """Return SVG: the most bytes in each piece of a rank's step, operator by operator, by what runs."""
     figure, axes = _figure(1, 3.6, width=12)
-    pieces = range(len(record.timeline))
-    for colour, phase in zip(_COLOURS, dict.fromkeys(phase for phase, _ in record.timeline), strict=False):
-        sizes = [size / 1e9 if here == phase else 0.0 for here, size in record.timeline]
-        axes.bar(pieces, sizes, width=1.0, color=colour, label=phase)
+    phases, sizes = zip(*record.timeline, strict=True)
+    for colour, phase in zip(_COLOURS, dict.fromkeys(phases), strict=False):
+        here = [each == phase for each in phases]
+        height = [size / 1e9 for size in sizes]
+        axes.fill_between(range(len(sizes)), height, step="post", where=here, color=colour, label=phase, lw=0)
     axes.axhline(record.peak / 1e9, color=_INK, linewidth=1, linestyle="--")
+    axes.set_ylim(0)
     axes.set_xticks([])
     axes.set_xlabel("operators of the step, in order")
     axes.set_ylabel("GB")

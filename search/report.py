@@ -76,8 +76,8 @@ def _tied(found: Found) -> list[tuple[str, str]]:
     alike = sum(ties(answer, fastest) for answer in found.best)
     if alike == 1:
         return []
-    said = "which is less than the planner's error: of these the simplest one comes first"
-    return [("tied", f"1 to {alike} differ by less than {TIED:.0%}, {said}")]
+    why = "which is less than the planner's error: of these the simplest one comes first"
+    return [("tied", f"1 to {alike} differ by less than {TIED:.0%}, {why}")]
 
 
 def facts(found: Found) -> list[tuple[str, str]]:

@@ -65,5 +65,5 @@ def _makes_new(func: Any) -> bool:
     """Return whether an operator changes none of its arguments, and gives no view of one."""
     schema = func._schema
     return not schema.is_mutable and all(
-        one.alias_info is None and "[]" not in str(one.type) for one in schema.returns
+        result.alias_info is None and "[]" not in str(result.type) for result in schema.returns
     )

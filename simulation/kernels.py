@@ -65,14 +65,16 @@ def _attention(
             q_BHSE, k_BKTE, v_BKTE, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if attn_mask is None and q_BHSE.dtype in (torch.bfloat16, torch.float16):
-        flash = _aten._scaled_dot_product_flash_attention
-        return flash(q_BHSE, k_BKTE, v_BKTE, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
-    if attn_mask is not None:
-        attn_mask = attn_mask.expand(*q_BHSE.shape[:-1], k_BKTE.shape[-2])
-    efficient = _aten._scaled_dot_product_efficient_attention
-    return efficient(  # type: ignore[no-any-return]
-        q_BHSE, k_BKTE, v_BKTE, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
-    )[0]
+        out, *_ = _aten._scaled_dot_product_flash_attention(
+            q_BHSE, k_BKTE, v_BKTE, dropout_p, is_causal, False, scale=scale
+        )
+    else:
+        if attn_mask is not None:
+            attn_mask = attn_mask.expand(*q_BHSE.shape[:-1], k_BKTE.shape[-2])
+        out, *_ = _aten._scaled_dot_product_efficient_attention(
+            q_BHSE, k_BKTE, v_BKTE, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+        )
+    return cast(Tensor, out)
 
 
 class _FusedRmsNorm(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..parallel_state.engine import TorchDispatchMode
 from ..parallel_state.process_groups import STAND_IN
+from .asked_numbers import refuse_numbers
 from .flops import flops_of_call, is_causal, multiplies
 from .forms import remembered
 from .memory_traffic import Chain, fuses, moved_by, read_by
@@ -95,6 +96,8 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _NUMBER or func is _PLACES:
+            refuse_numbers(func.name())
         if func is _NUMBER:
             return 0.0 if args[0].is_floating_point() else 0
         if func is _WAIT:  # the collective's own result; torch's form without numbers makes another
@@ -104,11 +107,11 @@ class Recorder(TorchDispatchMode):
             return args[0].new_empty((shape[0] if len(shape) > 1 else 1, len(shape)), dtype=torch.int64)
         if func is _DEVICE:
             return func(*args, **kwargs)
-        given = tensors_of((*args, *kwargs.values()))
+        read = tensors_of((*args, *kwargs.values()))
         out = remembered(func, args, kwargs)
         self.at += 1
         made = tensors_of((out,))
-        here = {id(tensor.untyped_storage()) for tensor in given}
+        here = {id(tensor.untyped_storage()) for tensor in read}
         for tensor in made:
             storage = tensor.untyped_storage()
             if (key := id(storage)) not in here and key not in self._alive:
@@ -116,7 +119,7 @@ class Recorder(TorchDispatchMode):
                 self.now += size
                 self._events.append((self.at, number, size))
                 self._alive[key] = number, weakref.ref(storage, partial(self._gone, key, number, size))
-        self._count(func, args, kwargs, out, given, made)
+        self._count(func, args, kwargs, out, read, made)
         return out
 
     def _gone(self, key: int, number: int, size: int, gone: object) -> None:
@@ -125,7 +128,7 @@ class Recorder(TorchDispatchMode):
         self._events.append((self.at, number, -size))
 
     def _count(
-        self, func: Any, args: Any, kwargs: Any, out: Any, given: list[Tensor], made: list[Tensor]
+        self, func: Any, args: Any, kwargs: Any, out: Any, read: list[Tensor], made: list[Tensor]
     ) -> None:
         known = _known(func)
         name, phase = known.name, self.phase
@@ -142,18 +145,18 @@ class Recorder(TorchDispatchMode):
             if known.multiplies:
                 causal = is_causal(func, args, kwargs)
             if known.product:
-                weights = [self._trained(tensor) for tensor in given]
+                weights = [self._trained(tensor) for tensor in read]
                 trained = False not in weights
                 gradient = phase == "backward" and weights.count(None) == len(weights)
-            elif name in _CASTING and (cast := self._trained(given[0])) is not None:
+            elif name in _CASTING and (cast := self._trained(read[0])) is not None:
                 self._casts[self._name(made[0])] = cast
             if not known.fuses or phase != self._chain.phase:
                 self.end_chain()
-            moved, chain = moved_by(name, given, made), self._chain
+            moved, chain = moved_by(name, read, made), self._chain
             if known.fuses:
                 if not chain.made:
                     chain.first, chain.phase, chain.at = len(self._operators), phase, self.at
-                self._read(chain, read_by(name, given, made))
+                self._read(chain, read_by(name, read, made))
                 for tensor in made:
                     chain.made.add(self._name(tensor), tensor)
             fused = None if known.fuses and chain.first < len(self._operators) else moved

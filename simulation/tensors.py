@@ -28,10 +28,10 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def tensors_of(values: Iterable[Any]) -> list[Tensor]:
     """Return the tensors among values, and in lists and tuples among these."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += [inner for inner in value if isinstance(inner, Tensor)]
-    return found
+            tensors += [inner for inner in value if isinstance(inner, Tensor)]
+    return tensors

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..parallel_state import local
 from ..parallel_state.engine.weight_gradients import compute_input_gradients
+from .asked_numbers import refuse_numbers
 from .kernels import gpu_kernels
 from .recorder import Recorder
 from .tensors import tensors_of
@@ -128,13 +129,13 @@ def trace(
     anchor = torch.empty((), requires_grad=reached)
     with recorder:
         if in_two:
-            given = [make().requires_grad_(reached)]
+            inputs = [make().requires_grad_(reached)]
         else:
-            given = [_Given.apply(anchor, make, recorder.end_chain) if reached else make()]
-        made = tensors_of(out if isinstance(out := run(given[0]), tuple) else (out,))
+            inputs = [_Given.apply(anchor, make, recorder.end_chain) if reached else make()]
+        made = tensors_of(out if isinstance(out := run(inputs[0]), tuple) else (out,))
         del out
         if not in_two:
-            given.clear()
+            inputs.clear()
         recorder.end_chain()
         size = sum(x.nbytes for x in made if recorder.number(x) is not None)
         kept = recorder.now - size
@@ -143,7 +144,7 @@ def trace(
         goes_back = backward and any(x.requires_grad for x in made)
         recorder.phase, start = "backward", recorder.at + 1
         if goes_back and in_two:
-            results["between"], instants["first_part"] = _in_two(recorder, made, given, every, kept)
+            results["between"], instants["first_part"] = _in_two(recorder, made, inputs, every, kept)
         elif goes_back:
             total = made.pop() if scalar else _Taken.apply(*made)
             made.clear()
@@ -187,9 +188,9 @@ def _in_backward(
     with_gradient = [*bare]
     for weight in parameters:
         number = numbers.get(id(weight))
-        if number is not None:
-            window = bare[max(recorder.born(number) - start, 0) : summed[id(weight)] + 1 - start]
-            with_gradient += [after + own[number] for after in window]
+        if number is not None:  # one operator may make the gradients of several weights
+            for instant in range(max(recorder.born(number) - start, 0), summed[id(weight)] + 1 - start):
+                with_gradient[instant] += own[number]
     staying = [after - kept for after in recorder.bytes(start, end, apart)]
     instants = {"backward": bare, "with_gradient": with_gradient, "with_gradients": staying}
     return sum(own.values()), instants
@@ -198,20 +199,20 @@ def _in_backward(
 def _in_two(
     recorder: Recorder,
     made: list[Tensor],
-    given: list[Tensor],
+    inputs: list[Tensor],
     parameters: Sequence[nn.Parameter],
     kept: int,
 ) -> tuple[int, list[int]]:
     """Run the first part of a backward in two; return what it leaves, and what it holds at each instant."""
     start = recorder.at + 1
     grads = [torch.empty_like(x) for x in made]
-    inputs = [x for x in given if x.requires_grad]
-    trained = iter([one for one in parameters if one.requires_grad])
-    left = compute_input_gradients(made, grads, inputs, trained)
+    reached = [x for x in inputs if x.requires_grad]
+    trained = iter([weight for weight in parameters if weight.requires_grad])
+    left = compute_input_gradients(made, grads, reached, trained)
     size = sum(x.nbytes for x in made)
     grads.clear()
     made.clear()
-    for x in inputs:
+    for x in reached:
         x.grad = None
     instants = [after - size - kept for after in recorder.bytes(start, recorder.at)]
     between = recorder.now - kept
@@ -238,6 +239,7 @@ def _numbers(tensor: Tensor) -> Any:
         ):
             return wait.gives(tensor, Locals(frame))
         frame = frame.f_back
+    refuse_numbers("tolist")
     return _zeros(tensor.shape)
 
 

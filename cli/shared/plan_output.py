@@ -8,6 +8,7 @@ from textwrap import wrap
 
 from ...parallel_state import BadInput, dtype_named
 from ...runs.console import plain_console
+from ...runs.report.html import is_page_with
 from ...search.find import Found
 from ...search.generation_layouts import GenerationChoice, generation_layouts
 from ...search.page import MARK, make_page, make_sweep_page
@@ -23,7 +24,7 @@ _LAYOUT, _NAME, _WIDEST = 26, 8, 1000
 
 def is_page(seen: bytes) -> bool:
     """Tell whether a file begins as a page that ``page_of`` made."""
-    return seen.startswith(b"<!DOCTYPE html>") and MARK.encode() in seen
+    return is_page_with(MARK, seen)
 
 
 def page_of(results: Sequence[Found | Unmet]) -> str:

@@ -34,7 +34,8 @@ def operator_seconds(device: torch.device, rounds: int) -> float:
 
 def added_by(device: torch.device, rounds: int, mode: Checkpointing) -> float:
     """Return the seconds that this mode of checkpointing adds for each operator of a block's forward."""
-    forward = [one for one in _traced(mode, device.type == "cuda").operators if one.phase == "forward"]
+    operators = _traced(mode, device.type == "cuda").operators
+    forward = [operator for operator in operators if operator.phase == "forward"]
     more = _seconds(device, rounds, mode) - _seconds(device, rounds, "none")
     return max(0.0, more) / len(forward)
 

@@ -65,7 +65,7 @@ class StageTimer:
         """Return the seconds of a stage without what data ranks exchange; stages alike share one object."""
         blocks = stage.alike(self.work.checkpointing, self.work.checkpoint_every)
         # The sampled model holds each piece as long as it lives, so that no other object takes its id.
-        kinds = tuple((id(one.piece), one.forgets, one.reached, one.count) for one in blocks)
+        kinds = tuple((id(alike.piece), alike.forgets, alike.reached, alike.count) for alike in blocks)
         key = kinds, id(stage.beside), stage.first, stage.loss is not None
         if key not in self._stages:
             self._stages[key] = self._of_stage(stage, blocks, held)
@@ -247,16 +247,16 @@ class StageTimer:
         """Return the seconds of pieces of these sizes over two axes: ranks with shards, and replicas."""
         work, seconds, piece = self.work, self.links.seconds, trained * self.work.reduce
         shards = self.links.place(data).ranks
-        found = Exchange(
+        exchange = Exchange(
             seconds(data, "all_gather", padded * work.compute),
             seconds(data, "reduce_scatter", shards * piece),
             seconds(replicas, "all_reduce", piece),
         )
         if shards == 1 or self.links.machine.efficiency.groups:  # which are measured with these copies
-            return found
+            return exchange
         unpacking = self.kernels.moved(2 * shards * padded * work.compute)
         packing = self.kernels.moved(shards * trained * (work.compute + work.reduce))
-        return found._replace(unpacking=unpacking, packing=packing)
+        return exchange._replace(unpacking=unpacking, packing=packing)
 
     @cached_property
     def _place(self) -> tuple[object, ...]:

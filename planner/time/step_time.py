@@ -34,6 +34,7 @@ from ..memory import MemoryPlan, memory_of
 from ..rank_parameters import RankParameters
 from ..stage_costs import StageCost
 from ..step_shape import Work
+from ..without_numbers import DTYPES
 from .collectives import Links
 from .exchange import Exchange
 from .kernels import Kernels, Mode
@@ -71,7 +72,7 @@ class StepTimer:
         self.model, self.machine, self.split = model, machine, split
         layout = work.layout
         self.layout, self.work = layout, work
-        dtype = dtype or {2: "bfloat16", 4: "float32", 8: "float64"}[work.compute]
+        dtype = dtype or str(DTYPES[work.compute]).removeprefix("torch.")
         self.dtype = dtype
         mode: Mode = "compiled" if compiled else "eager" if work.fused else "cpu"
         self.kernels = Kernels(machine, mode, dtype)

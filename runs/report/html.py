@@ -19,6 +19,11 @@ _FRAME = """<!DOCTYPE html>
 """
 
 
+def is_page_with(mark: str, seen: bytes) -> bool:
+    """Tell whether a file begins as a page with this mark, see ``whole_page``."""
+    return seen.startswith(b"<!DOCTYPE html>") and mark.encode() in seen
+
+
 def whole_page(title: str, body: str, *, mark: str) -> str:
     """Return the page around ``body`` (HTML). ``mark``: a line of its head by which such a page is known."""
     return _FRAME.format(mark=mark, title=escape(title), style=STYLE, body=body)

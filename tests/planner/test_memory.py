@@ -72,8 +72,10 @@ def test_a_stage_holds_as_many_micro_batches_as_follow_it():
 
 def test_context_ranks_share_activations_and_a_ring_holds_few_keys_at_once():
     alone, *cut = (planned(layout=Layout.of(context=context)) for context in (1, 2, 4, 8))
-    assert [alone.activations / one.activations for one in cut] == pytest.approx([2, 4, 8], rel=1e-5)
-    assert [alone.logits / one.logits for one in cut] == pytest.approx([2, 4, 8], rel=1e-4)
+    # Flash attention over whole rows keeps the state of a random generator in each of the 8 blocks, 24 bytes;
+    # the loss is one number.
+    assert [(alone.activations - 8 * 24) / plan.activations for plan in cut] == [2, 4, 8]
+    assert [(alone.logits - 8) / (plan.logits - 8) for plan in cut] == [2, 4, 8]
     more = []
     for ranks in (16, 32):
         gathered, ring = (

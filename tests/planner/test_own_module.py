@@ -1,0 +1,152 @@
+"""A module that is not the zoo's is planned from a trace of it: its bytes, sends and refusals."""
+
+import importlib.util
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from trilith.layers import ColumnParallelLinear
+from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
+from trilith.planner import Work, plan_memory, rank_parameters, step_traffic
+from trilith.testing import collectives_of, run_parallel
+from trilith.training import ModuleStep, Precision, own_samples, shard_over_data
+
+
+def example():
+    path = Path(__file__).parents[2] / "examples" / "custom_model.py"
+    spec = importlib.util.spec_from_file_location("custom_model_to_plan", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), Layout(tensor=2, sequence=True), Layout(pipeline=2), Layout.of(tensor=2, data=4, zero=3)],
+    ids=str,
+)
+def test_the_example_has_a_dry_run_in_any_layout(layout):
+    custom = example()
+    plan, alone = custom.dry_run(layout), custom.dry_run(Layout())
+    state = ParallelState.stand_in(layout)
+    with torch.device("meta"):
+        held = rank_parameters(custom.Transcriber(state=state), state).every
+    assert plan.moments == 2 * 4 * held.trained_stored
+    assert plan.total > 0 and (layout.world == 1 or plan.total < alone.total)
+
+
+def test_the_example_sends_what_its_layers_send():
+    """Recurrence and feed-forward: two products in, two out, in each of four blocks; two cross attentions."""
+    custom = example()
+    state = ParallelState.stand_in(Layout(tensor=2))
+    with torch.device("meta"):
+        model = custom.Transcriber(state=state)
+    sent = step_traffic(Work(state, 32, 8, 1, 1), model, samples=custom.batch(0), loss=custom.loss)
+    count = {one.what: one.count for one in sent if one.axis == "tensor"}
+    assert count["forward"] == 4 * 2 + 2 + 1 + 2  # sums of row-parallel products; the embedding; the loss
+    assert count["backward"] == 4 * 2 + 2 * 2 + 1  # q and k, v apart; the output layer
+
+
+class Words(nn.Module):
+    """Look tokens up, and multiply them; both layers are used in the other order of their declaration."""
+
+    def __init__(self, state, between=lambda x: x):
+        super().__init__()
+        self.head = ColumnParallelLinear(16, 8, state=state)
+        self.embed = nn.Embedding(8, 16)
+        self.between = between
+
+    def forward(self, ids):
+        return self.head(self.between(self.embed(ids)))
+
+
+def total(logits, samples):
+    return logits.float().sum(), samples["ids"].numel()
+
+
+def words(state, **more):
+    with torch.device("meta"):
+        return Words(state, **more)
+
+
+IDS = {"ids": torch.zeros(1, 8, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_backward_is_counted_to_the_first_layer_that_is_trained(trained):
+    state = ParallelState.stand_in(Layout(tensor=2))
+    model = words(state)
+    model.head.requires_grad_(False)
+    model.embed.requires_grad_(trained)
+    sent = step_traffic(Work(state, 16, 8, 1, 1), model, samples=IDS, loss=total)
+    assert sum(one.count for one in sent if one.what == "backward") == trained
+
+
+def first_words(x):
+    return x[x.sum(-1) > 0]
+
+
+def scaled(x):
+    return x if x.amax() < 1 else x / 2
+
+
+def as_list(x):
+    return x * len(x[0, :, 0].tolist())
+
+
+@pytest.mark.parametrize(
+    ("between", "operator"),
+    [(first_words, "nonzero"), (scaled, "aten::_local_scalar_dense"), (as_list, "tolist"),
+     (torch.linalg.eigvals, "eig"), (lambda x: x.view(3, -1), "shape '[3, -1]'")],
+)  # fmt: skip
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_module_that_no_shapes_can_run_is_refused_by_operator_and_line(between, operator, fused):
+    """Also where a branch would be taken, and where shapes do not fit."""
+    state = ParallelState.alone()
+    work = Work(state, 16, 8, 1, 1, fused=fused)
+    with pytest.raises(BadInput) as refused:
+        plan_memory(work, words(state, between=between), samples=IDS, loss=total)
+    said = str(refused.value)
+    assert said.startswith("plan: Words: expected") and operator in said and "\n" not in said
+    assert f"{Path(__file__).name}:" in said
+
+
+def test_samples_and_loss_are_asked_for():
+    state = ParallelState.alone()
+    for given, key in (({"loss": total}, "samples"), ({"samples": IDS}, "loss")):
+        with pytest.raises(BadInput, match=f"plan: {key}: expected"):
+            plan_memory(Work(state, 16, 8, 1, 1), words(state), **given)
+
+
+def sums_of_a_step(layout):
+    """Return the all-reduces of steps of two and of four micro-batches: launched, planned over replicas."""
+    custom, counts = example(), []
+    state = ParallelState.start(layout)
+    model, plain = (custom.Transcriber(state=state) for _ in range(2))
+    shard_over_data(model, state, Precision())
+    initialize(model, 0, state=state)
+    step = ModuleStep(model, custom.loss, micro_batch=1, state=state)
+    for count in (2, 4):
+        samples = own_samples(custom.batch(0, samples=count * layout.data), state)
+        step(samples)  # which makes the pipeline ready
+        model.zero_grad()
+        launched = collectives_of(partial(step, samples))["all_reduce"]
+        model.zero_grad()
+        work = Work(state, 32, 8, 1, count, fused=False)
+        with pytest.raises(BadInput, match="before shard_over_data"):  # FSDP would gather the weights
+            step_traffic(work, model, samples=custom.batch(0), loss=custom.loss)
+        sent = step_traffic(work, plain, samples=custom.batch(0), loss=custom.loss)
+        counts.append((launched, sum(one.count for one in sent if one.axis == "replicas")))
+    return counts
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_replicas_of_a_module_of_ones_own_sum_at_each_micro_batch(pipeline):
+    """The other all-reduces of a step are as many for four micro-batches as for two."""
+    layout = Layout.of(pipeline=pipeline, data=2, zero=2, data_replicate=2)
+    for (two, planned_two), (four, planned_four) in run_parallel(sums_of_a_step, layout.world, layout):
+        assert four - two == planned_four - planned_two > 0
