@@ -185,11 +185,12 @@ TABLE = [
 #: Which take longer to simulate, with thousands of operators in a step; so the nightly tests do.
 LONG = (
     *("a part in ranks of both kinds", "a ring in both directions of a V", "recurrence and experts"),
-    *("wrong: a recurrence over context ranks", "wrong: the last norm alone under an interleaved schedule"),
+    *("a recurrence over context ranks", "wrong: the last norm alone under an interleaved schedule"),
     *("latent attention", "gated delta rule", "one loss over the logits of all blocks", "scores of a window"),
     *("adapters on a sharded base", "ring and selective", "scores written out"),
     "worst in the mixer beside the gradients of experts behind it",
 )
+assert {row.why for row in TABLE} >= {*LONG}
 LAYOUTS = Layouts(
     [replace(one, simulates=one.why not in LONG) for one in TABLE],
     [replace(one, why=f"{one.why}, simulated", slow=True) for one in TABLE if one.why in LONG],
