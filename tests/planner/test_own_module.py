@@ -46,7 +46,7 @@ def test_the_example_sends_what_its_layers_send():
     with torch.device("meta"):
         model = custom.Transcriber(state=state)
     sent = step_traffic(Work(state, 32, 8, 1, 1), model, samples=custom.batch(0), loss=custom.loss)
-    count = {one.what: one.count for one in sent if one.axis == "tensor"}
+    count = {traffic.what: traffic.count for traffic in sent if traffic.axis == "tensor"}
     assert count["forward"] == 4 * 2 + 2 + 1 + 2  # sums of row-parallel products; the embedding; the loss
     assert count["backward"] == 4 * 2 + 2 * 2 + 1  # q and k, v apart; the output layer
 
@@ -83,7 +83,7 @@ def test_a_backward_is_counted_to_the_first_layer_that_is_trained(trained):
     model.head.requires_grad_(False)
     model.embed.requires_grad_(trained)
     sent = step_traffic(Work(state, 16, 8, 1, 1), model, samples=IDS, loss=total)
-    assert sum(one.count for one in sent if one.what == "backward") == trained
+    assert sum(traffic.count for traffic in sent if traffic.what == "backward") == trained
 
 
 def first_words(x):
@@ -110,9 +110,9 @@ def test_a_module_that_no_shapes_can_run_is_refused_by_operator_and_line(between
     work = Work(state, 16, 8, 1, 1, fused=fused)
     with pytest.raises(BadInput) as refused:
         plan_memory(work, words(state, between=between), samples=IDS, loss=total)
-    said = str(refused.value)
-    assert said.startswith("plan: Words: expected") and operator in said and "\n" not in said
-    assert f"{Path(__file__).name}:" in said
+    line = str(refused.value)
+    assert line.startswith("plan: Words: expected") and operator in line and "\n" not in line
+    assert f"{Path(__file__).name}:" in line
 
 
 def test_samples_and_loss_are_asked_for():
@@ -140,7 +140,7 @@ def sums_of_a_step(layout):
         with pytest.raises(BadInput, match="before shard_over_data"):  # FSDP would gather the weights
             step_traffic(work, model, samples=custom.batch(0), loss=custom.loss)
         sent = step_traffic(work, plain, samples=custom.batch(0), loss=custom.loss)
-        counts.append((launched, sum(one.count for one in sent if one.axis == "replicas")))
+        counts.append((launched, sum(traffic.count for traffic in sent if traffic.axis == "replicas")))
     return counts
 
 

@@ -170,9 +170,9 @@ def test_a_dry_run_says_who_holds_the_bytes_and_draws_the_step(tmp_path, capsys)
     raw = tiny_recipe(tmp_path / "run", tmp_path / "tokens", layout={"data": 2, "zero": 1})
     write_recipe(recipe, raw | {"model": {"config": TINIEST_LLAMA}})
     assert run(["train", str(recipe), "--dry-run", "--html", str(page)]) == 0
-    said = capsys.readouterr().out
-    assert abs(float(re.search(r"the plan says .*\((.*)%\)", said)[1])) < 1
-    assert "activations" in said and "layers.*" in said
+    printed = capsys.readouterr().out
+    assert abs(float(re.search(r"the plan says .*\((.*)%\)", printed)[1])) < 1
+    assert "activations" in printed and "layers.*" in printed
     drawn = page.read_text()
     assert "<svg" in drawn and "backward" in drawn and "layers.*" in drawn
     page.write_text("mine")

@@ -112,9 +112,9 @@ def test_a_compiler_reads_once_what_a_chain_is_given_and_writes_what_is_used_aft
             y = weight(x) + 1
             return weight(y * x) + x
 
-        found = trace(run, lambda: torch.empty(4, 8, device="meta"), [*weight.parameters()]).operators
+        operators = trace(run, lambda: torch.empty(4, 8, device="meta"), [*weight.parameters()]).operators
     size = 4 * 8 * 4
-    forward = [(one.name[6:], one.moved, one.fused) for one in found if one.phase == "forward"]
+    forward = [(each.name[6:], each.moved, each.fused) for each in operators if each.phase == "forward"]
     product = 2 * size + 8 * 8 * 4
     assert forward == [
         ("mm", product, product),
@@ -123,8 +123,8 @@ def test_a_compiler_reads_once_what_a_chain_is_given_and_writes_what_is_used_aft
         ("mm", product, product),
         ("add", 3 * size, 3 * size),
     ]
-    products = [one.gradient for one in found if one.name == "aten::mm" and one.phase == "backward"]
+    products = [each.gradient for each in operators if each.name == "aten::mm" and each.phase == "backward"]
     assert sorted(products) == [False, False, True, True]
     model = sampled(family_of(MODELS["llama"]), family_of(MODELS["llama"]).from_hf(MODELS["llama"]), Layout())
     block = model.pieces.block(model.block(0), MicroBatch(1, LENGTH), reached=True).plain.operators
-    assert [one.causal for one in block if "attention" in one.name] == [True, True]
+    assert [operator.causal for operator in block if "attention" in operator.name] == [True, True]

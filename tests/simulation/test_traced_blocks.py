@@ -118,7 +118,10 @@ def settled(memory, layout):
 
 
 def held(row, block, inputs, source):
-    factor, trained = torch.randn_like(source), [one for one in block.parameters() if one.requires_grad]
+    factor, trained = (
+        torch.randn_like(source),
+        [weight for weight in block.parameters() if weight.requires_grad],
+    )
     source.grad = None
     for weight in block.parameters():
         weight.grad = torch.zeros_like(weight) if weight.requires_grad and not row.staying else None
