@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..parallel_state import check_local_ranks
-from .failures import RankError, name_ranks
+from .failures import RankError, RankFailure, describe_exit, name_ranks
 from .messages import Call
 from .pickling import FunctionName, pack
 from .processes import Rendezvous, silent_ranks, templates
@@ -51,7 +51,14 @@ def run_fresh(
         running = {rank: process for rank, process in enumerate(ranks) if codes[rank] is None}
         if running:
             headline = f"{name_ranks(list(running))} did not end within {timeout:g} s"
-            raise RankError(silent_ranks(running, "still ran; it was here:"), headline)
+            failures = silent_ranks(running, "still ran; it was here:")
+            for rank, code in enumerate(codes):
+                if code:  # why the others still wait
+                    died = RankFailure(
+                        rank, "died", deadline, describe_exit(code), output=ranks[rank].output()
+                    )
+                    failures.append(died)
+            raise RankError(failures, headline)
         return [ExitCode(process.end(), process.output()) for process in ranks]
     finally:
         for process in ranks:

@@ -26,6 +26,9 @@ from .pickling import pack, unpack
 #: Seconds for a process to start and import torch, on a laptop with all cores busy.
 START = 180.0
 
+#: Seconds for a process that was asked where it is to begin its answer.
+TRACE = 3.0
+
 
 def _printout() -> IO[bytes]:
     """Open a file without a name for a process's output; it exists as long as somebody has it open."""
@@ -70,10 +73,14 @@ class Process:
         except ConnectionResetError:
             raise EOFError from None
 
+    def printed_bytes(self) -> int:
+        """Return how many bytes the process printed since the last ``output()``."""
+        return os.fstat(self._printed.fileno()).st_size
+
     def output(self) -> str:
         """Return the text that the process printed since the last call."""
         fd = self._printed.fileno()
-        text = os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
+        text = os.pread(fd, self.printed_bytes(), 0).decode(errors="replace")
         # The process writes at the offset that it shares with us.
         os.lseek(fd, 0, os.SEEK_SET)
         os.ftruncate(fd, 0)
@@ -147,10 +154,14 @@ class Template:
         except BrokenPipeError:
             raise RuntimeError(f"the template of a rank died:\n{self.output()}") from None
 
+    def printed_bytes(self) -> int:
+        """Return how many bytes the process printed since the last ``output()``."""
+        return os.fstat(self._printed.fileno()).st_size
+
     def output(self) -> str:
         """Return the text that the template printed while it started."""
         fd = self._printed.fileno()
-        return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
+        return os.pread(fd, self.printed_bytes(), 0).decode(errors="replace")
 
     def end(self) -> None:
         """End the template; ranks that still run go on."""
@@ -223,11 +234,17 @@ def _environment() -> dict[str, str]:
 def silent_ranks(processes: dict[int, Process], summary: str) -> list[RankFailure]:
     """Return failures of processes that still run: each with what it printed, ended by its stack traces."""
     now = time.monotonic()
+    waited_for = {process: process.printed_bytes() for process in processes.values()}
     for process in processes.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGUSR1)
+    while waited_for and time.monotonic() < now + TRACE:  # a busy machine runs the handler late
+        waited_for = {
+            process: size for process, size in waited_for.items() if process.printed_bytes() == size
+        }
+        time.sleep(0.1)
     if processes:
-        time.sleep(0.3)
+        time.sleep(0.3)  # for the rest of the threads
     return [
         RankFailure(rank, "silent", now, summary, output=process.output())
         for rank, process in processes.items()

@@ -136,8 +136,10 @@ def test_survivors_of_a_killed_rank_end_by_themselves():
 def test_ranks_that_do_not_end_are_named_shown_and_killed():
     with pytest.raises(RankError, match="rank 0 did not end within 4 s") as caught:
         run_fresh(wait_in_vain, 2, timeout=4, process_group=False)
-    assert [failure.rank for failure in caught.value.failures] == [0]
-    output = caught.value.failures[0].output
+    died, waited = caught.value.failures
+    assert (died.rank, died.summary, waited.rank) == (1, "died with exit code 3", 0)
+    assert "gave up" in died.output
+    output = waited.output
     assert "wait_in_vain" in output
     wait_for(lambda: not running([int(output.split("started ")[1].split()[0])]), seconds=10)
 

@@ -71,7 +71,7 @@ def started_by_ray(recipe, port):
 )
 def test_ranks_of_each_launcher_train_together(make, start):
     run = make(2)
-    codes = run_fresh(start, 2, str(run.recipe), free_port(), process_group=False)
+    codes = run_fresh(start, 2, str(run.recipe), free_port(), timeout=180, process_group=False)
     assert codes == [0, 0], [code.output for code in codes]
     assert run.steps_saved == [2]
 
