@@ -61,8 +61,8 @@ def heaviest(
     added by the first part of its backward. ``message``: the bytes of a message.
     """
     pipeline = layout.pipeline
-    # Rounds in the middle of a step are all alike; the third of four is in its second half.
-    few = min(micro_batches, 4 * pipeline + micro_batches % pipeline)
+    # Rounds in the middle of a step are all alike; of three, one begins in its second half.
+    few = min(micro_batches, 3 * pipeline + micro_batches % pipeline)
     if pipeline == 1 or name in _ONE_STAGE:
         few = micro_batches
     rows = _rows(name, pipeline, layout.virtual_stages, layout.v_shape, few, rank)

@@ -112,7 +112,7 @@ def forward_flops(model: CausalLM, sequence_length: int) -> ModelFlops:
     """
     pieces = ModelPieces(model, model.state)
     # Products with weights have as many for each token of a short row; a recurrence has from a chunk on.
-    batch = MicroBatch(1, min(sequence_length, _TRACED), gpu=False)
+    batch = MicroBatch(1, min(sequence_length, _TRACED), gpu=True)
 
     def count(piece: Piece, block: nn.Module | None = None, other: float = 0.0) -> PartFlops:
         attention = 0.0 if block is None else attention_flops(block, sequence_length)

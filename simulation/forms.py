@@ -29,9 +29,10 @@ class _Form(NamedTuple):
 
 def remembered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return what an operator gives. Torch finds some forms on the "meta" device in Python, which takes long,
-    so that they are remembered.
+    so that they are remembered; of an operator that changes its first argument, that it may.
     """
-    if not _makes_new(func):
+    changes = _changes_first(func)
+    if not changes and not _makes_new(func):
         return func(*args, **kwargs)
     try:
         key = func, *map(_form, args), *((name, _form(value)) for name, value in kwargs.items())
@@ -39,10 +40,16 @@ def remembered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     except TypeError:  # an argument that has no hash
         return func(*args, **kwargs)
     if known is not None:
+        if changes:
+            return args[0]
         several, forms = known
         made = tuple(form.empty() if isinstance(form, _Form) else form for form in forms)
         return made if several else made[0]
     out = func(*args, **kwargs)
+    if changes:
+        if type(args[0]) is Tensor and args[0].is_meta:
+            _FORMS[key] = True, ()
+        return out
     made = out if (several := isinstance(out, tuple)) else (out,)
     here = {tensor.untyped_storage()._cdata for tensor in tensors_of(args)}
     if all(
@@ -58,6 +65,12 @@ def _form(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _Form(value.shape, value.stride(), value.dtype, value.device)
     return tuple(map(_form, value)) if isinstance(value, list) else (type(value), value)
+
+
+@lru_cache(maxsize=4096)
+def _changes_first(func: Any) -> bool:
+    """Return whether an operator writes over its first argument, number by number, and gives it back."""
+    return torch.Tag.pointwise in func.tags and func._schema.name.endswith("_")
 
 
 @lru_cache(maxsize=4096)

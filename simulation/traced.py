@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from ..parallel_state import local
+from ..parallel_state import engine, local
 from ..parallel_state.engine.weight_gradients import compute_input_gradients
 from .asked_numbers import refuse_numbers
 from .kernels import gpu_kernels
@@ -39,6 +39,7 @@ def without_numbers(
     """
     with ExitStack() as stack:
         if gpu:
+            stack.enter_context(engine.without_compiler())
             stack.enter_context(gpu_kernels())
             stack.enter_context(mock.patch.object(Tensor, "tolist", _meta_numbers))
         else:

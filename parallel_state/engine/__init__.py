@@ -14,6 +14,7 @@ from .autograd_and_compiler import (
     in_backward,
     outside_modes,
     wanted_gradients,
+    without_compiler,
 )
 from .collectives import (
     abort_groups,
@@ -122,6 +123,7 @@ __all__ = [
     "tensors_in",
     "waiting_time",
     "wanted_gradients",
+    "without_compiler",
     "watched",
     "work_of",
 ]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +15,42 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 #: A context in which operators compute with numbers, although code outside of it is traced or counted.
 outside_modes = _disable_current_modes
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Keep torch from importing its compiler inside this context, where nothing may be compiled.
+
+    Torch has operators written in Python, each of which at its first call imports the compiler, which takes
+    about a second, to tell it to leave the operator alone. Once the compiler is there, nothing is done.
+    """
+    name = "torch._dynamo"
+    if name in sys.modules:
+        yield
+        return
+    left_alone = list[Any]()
+
+    def disable(function: Callable[..., Any], *args: object, **kwargs: object) -> Callable[..., Any]:
+        left_alone.append(function)
+        return function
+
+    def __getattr__(attribute: str) -> Any:  # another use of the compiler: it is imported
+        if attribute.startswith("__"):  # asked of every module by ``inspect``
+            raise AttributeError(attribute)
+        sys.modules.pop(name, None)
+        return getattr(importlib.import_module(name), attribute)
+
+    stand_in: Any = ModuleType(name)
+    stand_in.disable, stand_in.__getattr__ = disable, __getattr__
+    stand_in.config = SimpleNamespace(error_on_nested_fx_trace=True)  # read by activation checkpointing
+    sys.modules[name] = stand_in
+    try:
+        yield
+    finally:
+        if sys.modules.get(name) is stand_in:
+            del sys.modules[name]
+        for function in left_alone:  # they ask again, for the compiler may come
+            vars(function).pop("__dynamo_disable", None)
 
 
 def after_backward(call: Callable[[], None]) -> None:

@@ -1,0 +1,81 @@
+"""The plan of large models is the peak of their whole step, with all blocks and micro-batches."""
+
+import pytest
+from trilith.recipes.recipe import parse_recipe
+from trilith.search.simulation_worker import Worker
+from trilith.training.dry_run import dry_run
+
+#: Model, layout, global batch, micro-batch, length of a row, checkpointing.
+STEPS = {
+    "70B, ZeRO 3": ("llama-3.1-70b", {"data": 64, "zero": 3}, 256, 2, 8192, "full"),
+    "70B, pipeline": (
+        "llama-3.1-70b",
+        {"tensor": 8, "sequence": True, "pipeline": 8, "data": 2, "zero": 1},
+        32, 1, 8192, "selective",
+    ),
+    "405B, interleaved": (
+        "llama-3.1-405b",
+        {"tensor": 8, "sequence": True, "pipeline": 8, "virtual_stages": 8, "schedule": "interleaved",
+         "data": 256, "data_replicate": 2, "zero": 1},
+        2048, 1, 8192, "selective",
+    ),
+    "405B, ring": (
+        "llama-3.1-405b",
+        {"tensor": 8, "sequence": True, "context": 2, "ring": True, "pipeline": 16, "data": 64, "zero": 1},
+        1024, 1, 8192, "full",
+    ),
+    "DeepSeek-V3, experts": (
+        "deepseek-v3",
+        {"pipeline": 16, "expert": 8, "data": 16, "zero": 1},
+        256, 1, 4096, "full",
+    ),
+    "DeepSeek-V3, ZeRO 3": (
+        "deepseek-v3",
+        {"tensor": 4, "sequence": True, "expert": 32, "data": 128, "zero": 3},
+        128, 1, 4096, "full",
+    ),
+    "Qwen3-Next, experts": (
+        "qwen3-next-80b-a3b",
+        {"expert": 8, "data": 32, "zero": 3},
+        64, 1, 4096, "full",
+    ),
+    "Qwen3-Next, zero bubble": (
+        "qwen3-next-80b-a3b",
+        {"pipeline": 8, "schedule": "zbv", "expert": 4, "data": 8, "zero": 1},
+        128, 1, 4096, "none",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def worker():
+    worker = Worker()
+    yield worker
+    worker.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPS)
+def test_the_plan_is_the_peak_of_the_whole_step(worker, name):
+    size, layout, rows, micro_batch, length, checkpointing = STEPS[name]
+    recipe = parse_recipe(
+        {
+            "out": "run",
+            "steps": 1,
+            "device": "cuda",
+            "compute": "bfloat16",
+            "layout": layout,
+            "data": {
+                "tokens": "tokens",
+                "sequence_length": length,
+                "global_batch": rows,
+                "micro_batch": micro_batch,
+            },
+            "optimizer": {"lr": 1e-4},
+            "memory": {"checkpointing": checkpointing},
+            "model": {"size": size},
+        }
+    )
+    heaviest = dry_run(recipe).rank
+    record = worker.simulate(recipe, heaviest.rank)
+    assert heaviest.memory.total == pytest.approx(record.peak, rel=0.005)
