@@ -20,6 +20,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from ..parallel_state.engine import accelerator
 from . import replaced_operators
 
 #: The device's name, as in ``torch.device("simulated:0")``.
@@ -161,6 +162,7 @@ def register() -> None:
     for owner, name, replacement in instead:
         setattr(owner, name, replacement)
     replaced_operators.register()
+    accelerator.WITHOUT_NUMBERS.add(NAME)
     dist.Backend.register_backend(GROUP, _create_fake_pg, extended_api=True, devices=["cpu", NAME])
 
 

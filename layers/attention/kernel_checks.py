@@ -53,8 +53,8 @@ def is_right(
     documents. A warning says if it does not. On an accelerator the first question is collective over the
     tensor and context ranks, whose devices may differ; hosts have the same torch.
     """
-    if device.type == "meta":
-        return accelerator.is_imagined(device)
+    if not accelerator.has_numbers(device):
+        return device.type != "meta" or accelerator.is_imagined(device)
     answers, key = _AGREED.setdefault(state, {}), (kernel, device, dtype, width)
     if key not in answers:
         with outside_modes():  # a trace has no numbers to compare

@@ -32,6 +32,15 @@ def imagined() -> Iterator[None]:
         _IMAGINED[0] = before
 
 
+#: Types of devices whose tensors have no numbers; one that is made of Python adds itself.
+WITHOUT_NUMBERS = {"meta"}
+
+
+def has_numbers(device: torch.device) -> bool:
+    """Return whether tensors on a device have numbers, which code may compare."""
+    return device.type not in WITHOUT_NUMBERS
+
+
 def is_imagined(device: Device = "meta") -> bool:
     """Return whether a device stands for a GPU, see ``imagined``."""
     return _IMAGINED[0] and _type(device) == "meta"
