@@ -1,7 +1,6 @@
 """Checkpoints of thousands of ranks: what a rank computes, gathers, writes and opens, without processes."""
 
 import json
-import os
 import pickle
 import threading
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.configs import TINIEST_LLAMA
+from support.folders import bytes_read
 from support.inputs import change_manifest, saver_of
 from support.refusals import Refused, refusals
 from support.short_runs import run_recipe, tiny_recipe
@@ -28,9 +28,9 @@ from trilith.checkpoints import (
     restore_model,
     retention,
     save,
+    source,
     verify,
 )
-from trilith.checkpoints.hugging_face import expected
 from trilith.checkpoints.manifest import WITH_GRIDS
 from trilith.checkpoints.moments import MOMENTS, moment_name
 from trilith.checkpoints.part_table import PartTable
@@ -282,7 +282,7 @@ def test_one_rank_looks_at_all_files_of_a_checkpoint_for_the_others(stand_in, tm
 
 def hashed(raw):
     """Run the recipe; how many whole tensors of its folder were hashed to be compared."""
-    with mock.patch.object(expected, "_sha256", wraps=expected._sha256) as hashing:
+    with mock.patch.object(source, "sha256_of", wraps=source.sha256_of) as hashing:
         run_recipe(raw)
     return hashing.call_count
 
@@ -307,34 +307,20 @@ def test_a_save_looks_at_no_file_of_weights_of_the_checkpoints_that_stay(tmp_pat
 
 
 def test_verifying_keeps_no_header_and_reads_each_byte_once(stand_in, capsys):
-    folder, read, calls = stand_in[0], os.preadv, []
-
-    def count(fd, buffers, at):
-        calls.append(done := read(fd, buffers, at))
-        return done
-
-    hashing = mock.patch("hashlib.file_digest", side_effect=AssertionError("reads it once more"))
-    with Looks().counted() as looks, mock.patch("os.preadv", count), hashing:
+    folder, hashing = stand_in[0], mock.patch("hashlib.file_digest", side_effect=AssertionError("once more"))
+    with Looks().counted() as looks, bytes_read(folder) as read, hashing:
         assert run(["verify", str(folder)]) == 0
     sizes = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
     assert sorted(looks.opened) == sorted(sizes)
-    assert sum(calls) == sum(sizes.values())
+    assert read == sizes
     printed = dict(line.split()[::-1] for line in capsys.readouterr().out.splitlines() if ".safe" in line)
     assert printed == {name: sha256((folder / name).read_bytes()).hexdigest() for name in sizes}
 
 
 def test_a_way_out_to_dcp_reads_each_byte_once(stand_in, tmp_path):
-    reads, read = [], os.preadv
-
-    def count(fd, buffers, at):
-        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(stand_in[0])):
-            reads.append(count := read(fd, buffers, at))
-            return count
-        return read(fd, buffers, at)
-
-    with mock.patch("os.preadv", count):
+    with bytes_read(stand_in[0]) as read:
         convert_to_dcp(stand_in[0], tmp_path / "dcp")
-    assert sum(reads) == sum(path.stat().st_size for path in stand_in[0].glob("*.safetensors"))
+    assert read == {path.name: path.stat().st_size for path in stand_in[0].glob("*.safetensors")}
 
 
 @pytest.mark.parametrize("damage", [b"\xff\xff\xff\x7f", b"\0\0\0\0"], ids=["not finite", "finite"])
