@@ -33,10 +33,17 @@ def load_weights(
     parameters unfilled (see ``load_model``).
     """
     source = read_source(path, mtp=config.mtp_blocks > 0, whole=whole and model.state.rank == 0)
+    load_model_source(source, model, family, config, finite=finite)
+    return source
+
+
+def load_model_source(
+    source: Source, model: CausalLM, family: Family, config: ModelConfig, *, finite: bool = True
+) -> None:
+    """Fill the model's parameters as ``load_weights`` does, from a source that is open."""
     check_whole(source)
     check_same_model(source, family, config)
     load_source(source, model, finite=finite)
-    return source
 
 
 def load_source(source: Source, model: CausalLM, *, finite: bool = True) -> None:

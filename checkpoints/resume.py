@@ -125,7 +125,7 @@ def load_training(
             check_same_base(source.adapter, adapter, path)
         check_same_dtype(source, model)
         # Every byte is read against its checksum before a run goes on: each rank sees to some of the files.
-        verify_share(source.path, manifest, state)
+        verify_share(source, manifest, state)
         fill_from(source, model)
         return restore_progress(source, manifest, model, optimizer, state)
 

@@ -30,20 +30,23 @@ def verify(
     directory: Path | str,
     manifest: Manifest,
     *,
+    files: Sequence[TensorFile] | None = None,
     threads: int = 2,
     progress: Callable[[int], None] = lambda read: None,
 ) -> list[str]:
     """Refuse the checkpoint unless every file is, byte for byte, the one that was written; return the SHA-256
     (hex) of each, in the manifest's order.
 
-    Every byte is read once. ``progress`` is called with the number of bytes read since its last call, from
+    Every byte is read once. ``files``: a source's, of whoever reads on: no header is read again; without them
+    none is kept. ``progress`` is called with the number of bytes read since its last call, from
     any of ``threads``. An error names an older checkpoint of the run (see ``damage``).
     """
     directory = Path(directory)
-    files, digests = CheckpointFiles(directory, manifest), [hashlib.sha256() for _ in manifest.files]
+    open_file = CheckpointFiles(directory, manifest).open if files is None else files.__getitem__
+    digests = [hashlib.sha256() for _ in manifest.files]
 
     def check(number: int) -> dict[str, int]:
-        file = files.open(number)
+        file = open_file(number)
         return verify_file(file, manifest.files[number], checksum_of(file), progress, digests[number].update)
 
     _verify_all(directory, manifest, check, threads)
@@ -158,11 +161,18 @@ class _Tensors:
             digest.update(numbers.view(torch.uint8).numpy().data)
 
 
-def verify_files(directory: Path | str, manifest: Manifest, numbers: Iterable[int]) -> None:
-    """Refuse the checkpoint if a byte of these files is not the byte that was written."""
-    files = CheckpointFiles(Path(directory), manifest)
+def verify_files(
+    directory: Path | str,
+    manifest: Manifest,
+    numbers: Iterable[int],
+    files: Sequence[TensorFile] | None = None,
+) -> None:
+    """Refuse the checkpoint if a byte of these files is not the byte that was written. ``files``: as for
+    ``verify``.
+    """
+    open_file = CheckpointFiles(Path(directory), manifest).open if files is None else files.__getitem__
     for number in numbers:
-        file = files.open(number)
+        file = open_file(number)
         verify_file(file, manifest.files[number], checksum_of(file))
 
 

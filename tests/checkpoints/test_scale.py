@@ -3,10 +3,12 @@
 import json
 import pickle
 import threading
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -253,31 +255,48 @@ class Looks:
 
 
 def start_from(folder, out, tokens):
-    """Start in every way that there is from checkpoints of a run; how often this rank looked at all files."""
+    """Start in every way that there is from checkpoints of a run: how often this rank looked at all files,
+    how often it opened one of them, and what it read beside its share of the sums, as a part of the weights
+    and, if it resumes, of the moments.
+    """
     layout = {"tensor": 2}
     model = load_model(folder, state=ParallelState.start(Layout(**layout)))
-    given = {"config": TINIEST_LLAMA | {"num_hidden_layers": 2}, "init_from": str(folder)}
-    raw = tiny_recipe(out, tokens, layout=layout, steps=1, model=given)
-    run_recipe(raw)
+
+    def begun(name, place, **more):
+        given = {"config": TINIEST_LLAMA | {"num_hidden_layers": 2}, "init_from": str(place)}
+        return tiny_recipe(out / name, tokens, layout=layout, steps=1, model=given, **more)
+
+    run_recipe(begun("again", folder))
     found = {}
     for name, start in {
         "load_model": lambda: load_model(folder, state=model.state),
         "restore_model": lambda: restore_model(folder, model, torch.optim.AdamW(model.parameters())),
         "weights alone": lambda: restore_model(folder, model),
         "load_module": lambda: load_module(folder, model, state=model.state),
-        "resume": lambda: run_recipe(raw | {"steps": 2}),
+        "resume": lambda: run_recipe(begun("again", folder) | {"steps": 2}),
     }.items():
-        with Looks().counted() as looks:
+        place = folder if name != "resume" else out / "again/checkpoints/step-00000001"
+        with Looks().counted() as looks, bytes_read(place) as read:
             start()
-        found[name] = looks.whole
+        opened, whole = max(Counter(looks.opened).values()), Manifest.load(place)
+        share = sum(file.size for file in whole.files[model.state.rank :: 2])
+        loaded = sum(file.size for file in whole.files) / (
+            1 if "re" in name.split("_")[0] else 3
+        )  # or weights
+        part = (sum(read.values()) - share) / loaded
+        found[name] = SimpleNamespace(whole=looks.whole, opened=opened, part=part)
     return found
 
 
 def test_one_rank_looks_at_all_files_of_a_checkpoint_for_the_others(stand_in, tmp_path):
+    """Each rank opens the files that it needs, once, and reads its part of them and its share of the sums."""
     tokens = write_tokens(tmp_path / "tokens")
-    first, second = run_parallel(start_from, 2, stand_in[0], tmp_path / "run", tokens)
-    assert set(second.values()) == {0}, second
-    assert min(first.values()) >= 1 and max(first.values()) <= 3, first
+    first, second = run_parallel(start_from, 2, stand_in[0], tmp_path, tokens)
+    assert {start.whole for start in second.values()} == {0}, second
+    assert {1, 2, 3} >= {start.whole for start in first.values()}, first
+    for name in first:
+        for start in (first[name], second[name]):
+            assert start.opened == 1 and 0.2 < start.part < 0.65, (name, start)
 
 
 def hashed(raw):
