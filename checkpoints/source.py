@@ -197,7 +197,7 @@ def read_source(
         case FolderKind.CHECKPOINT:
             return _sharded(open_checkpoint(path, whole=whole))
         case FolderKind.CHECKPOINTS | FolderKind.RUN:
-            newest = latest_checkpoint(path / CHECKPOINTS if kind is FolderKind.RUN else path)
+            newest = latest_checkpoint(path / CHECKPOINTS if kind is FolderKind.RUN else path, whole=whole)
             warn_of(newest.passed_over)
             return _sharded(newest)
         case FolderKind.ADAPTER:

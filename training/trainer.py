@@ -17,10 +17,9 @@ from ..checkpoints import (
     Progress,
     Saver,
     begin_moments,
+    load_model_source,
     load_training,
-    load_weights,
     newest_checkpoint,
-    newest_in,
     restore_if_none,
 )
 from ..data.batch import BatchParts
@@ -42,7 +41,7 @@ from .lora import first_adapters
 from .micro_batches import MicroBatches
 from .not_finite import name_the_culprit
 from .progress_checks import check_progress, sample_order
-from .run_plan import RunPlan, check_run
+from .run_plan import RunPlan, agree_on_weights, check_run
 from .watchers import Watchers
 
 #: Steps between two searches for garbage among all objects. After each step only new objects are looked at.
@@ -69,7 +68,8 @@ class Trainer:
         trackers: Sequence[Tracker] = (),
         fitted: str = "",
     ) -> None:
-        self.recipe, self.state, self.plan = recipe, state, plan or check_run(recipe)
+        self.recipe, self.state = recipe, state
+        self.plan = agree_on_weights(plan or check_run(recipe), recipe, state)
         self.out, self._made = Path(recipe.out), time.monotonic()
         self.beat, self.signals = beat, signals or StopSignals()
         self.first = state.rank == 0
@@ -218,11 +218,14 @@ class Trainer:
             restore_if_none(saving.mirror, self.checkpoints, self.state, say=self.terminal.say)
         newest = newest_checkpoint(self.checkpoints, self.state, say=self.terminal.say)
         plan, lora = self.plan, self.recipe.lora
-        if lora is not None and plan.base is not None:
-            resuming, say = newest is not None, self.terminal.say
-            seed, state, family = self.recipe.seed, self.state, plan.family
-            first_adapters(lora, plan.base, family, self.model, seed, state=state, resuming=resuming, say=say)
+        source, say = plan.source, self.terminal.say
+        if lora is not None and source is not None:
+            seed, state, resuming = self.recipe.seed, self.state, newest is not None
+            first_adapters(
+                lora, source, plan.family, self.model, seed, state=state, resuming=resuming, say=say
+            )
         if newest is not None:
+            plan.let_go()
             progress = load_training(
                 newest, self.model, self.optimizer, plan.family, plan.config, adapter=plan.adapter
             )
@@ -231,12 +234,12 @@ class Trainer:
             self.terminal.say(f"resumed from {newest} (written by {progress.layout})")
             self.watchers.began(progress.step, checkpoint=newest, progress=progress)
             return progress.step
-        if lora is None and self.recipe.model.init_from is not None:
-            with newest_in(self.recipe.model.init_from, self.state) as first:  # the plan looked at it whole
-                load_weights(first, self.model, self.plan.family, self.plan.config, whole=False)
-            self.terminal.say(f"weights from {self.recipe.model.init_from}")
+        if lora is None and source is not None:
+            load_model_source(source, self.model, plan.family, plan.config)
+            say(f"weights from {self.recipe.model.init_from}")
         elif lora is None:
             initialize(self.model, self.recipe.seed, state=self.state)
+        plan.let_go()
         begin_moments(self.model, self.optimizer)
         self.watchers.began(0)
         return 0

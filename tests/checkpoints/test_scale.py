@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 import threading
 from collections import Counter
 from contextlib import contextmanager
@@ -266,6 +267,7 @@ def start_from(folder, out, tokens):
         given = {"config": TINIEST_LLAMA | {"num_hidden_layers": 2}, "init_from": str(place)}
         return tiny_recipe(out / name, tokens, layout=layout, steps=1, model=given, **more)
 
+    adapted = begun("adapted", folder.parent, lora={"r": 2}, dtype="float32")
     run_recipe(begun("again", folder))
     found = {}
     for name, start in {
@@ -274,6 +276,10 @@ def start_from(folder, out, tokens):
         "weights alone": lambda: restore_model(folder, model),
         "load_module": lambda: load_module(folder, model, state=model.state),
         "resume": lambda: run_recipe(begun("again", folder) | {"steps": 2}),
+        "init_from": lambda: run_recipe(begun("checkpoint", folder)),
+        "init_from of a run": lambda: run_recipe(begun("run", folder.parent)),
+        "adapters": lambda: run_recipe(adapted),
+        "adapters again": lambda: run_recipe(adapted | {"steps": 2}),
     }.items():
         place = folder if name != "resume" else out / "again/checkpoints/step-00000001"
         with Looks().counted() as looks, bytes_read(place) as read:
@@ -297,6 +303,21 @@ def test_one_rank_looks_at_all_files_of_a_checkpoint_for_the_others(stand_in, tm
     for name in first:
         for start in (first[name], second[name]):
             assert start.opened == 1 and 0.2 < start.part < 0.65, (name, start)
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora": {"r": 2}}], ids=["weights", "adapters"])
+def test_ranks_begin_with_the_checkpoint_that_rank_0_found_whole(stand_in, tmp_path, lora):
+    for step in (1, 2):
+        shutil.copytree(stand_in[0], newest := tmp_path / "from" / f"step-{step:08d}")
+        change_manifest(newest, lambda m, step=step: m.update(step=step))
+    max(newest.glob("*.safetensors")).unlink()
+    given = {"config": TINIEST_LLAMA | {"num_hidden_layers": 2}, "init_from": str(tmp_path / "from")}
+    tokens, layout = write_tokens(tmp_path / "tokens"), {"tensor": 2}
+    raw = tiny_recipe(tmp_path / "out", tokens, layout=layout, steps=1, model=given, dtype="float32")
+    metrics, begun = run_parallel(run_recipe, 2, raw | lora)[0], Path(tmp_path / "from" / "step-00000001")
+    alone = tiny_recipe(tmp_path / "alone", tokens, layout=layout, steps=1, dtype="float32")
+    alone["model"] = given | {"init_from": str(begun)}
+    assert metrics[0].loss == run_parallel(run_recipe, 2, alone | lora)[0][0].loss
 
 
 def hashed(raw):
