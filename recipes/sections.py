@@ -184,6 +184,12 @@ class MemorySection(Section):
         gt=0,
         description="memory of a device in 10^9 bytes, for a dry run; default: that of the GPU here",
     )
+    headroom: float = Field(
+        default=0.08,
+        ge=0,
+        le=0.9,
+        description="share of a device's memory that `trilith plan` and a dry run leave free",
+    )
 
     @property
     def stated_chunk(self) -> int:
