@@ -11,7 +11,14 @@ from .convert.to_dcp import convert_to_dcp
 from .diff import Difference, differences
 from .find import complete_checkpoints, latest_checkpoint, step_directory
 from .hugging_face.folder import HFFolder
-from .load import check_whole, load_model, load_source, load_weights, read_with_adapter
+from .load import (
+    check_whole,
+    load_model,
+    load_model_source,
+    load_source,
+    load_weights,
+    read_with_adapter,
+)
 from .lora import check_base, fingerprint, read_adapter, read_converted, read_lora, stored_adapter
 from .manifest import Manifest, StoredAdapter
 from .manifest_checks import check_model
@@ -49,6 +56,7 @@ __all__ = [
     "foreign_format",
     "latest_checkpoint",
     "load_model",
+    "load_model_source",
     "load_module",
     "load_source",
     "load_training",

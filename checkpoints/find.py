@@ -75,12 +75,13 @@ def open_checkpoint(directory: Path | str, *, whole: bool = True) -> Found:
     return Found(directory, Manifest.load(directory, whole=whole), (), held)
 
 
-def latest_checkpoint(root: Path | str) -> Found:
+def latest_checkpoint(root: Path | str, *, whole: bool = True) -> Found:
     """Return the complete checkpoint of the highest step, held against deletion.
 
     ``root``: a run's folder, or that of its checkpoints. A newer one that is not complete is passed over, and
-    ``Found.passed_over`` says why; it is refused with ``STRICT``. Raises ``BadCheckpoint`` if there is none;
-    the error says what the folder has instead.
+    ``Found.passed_over`` says why; it is refused with ``STRICT``. Without ``whole`` a manifest is enough, for
+    ranks that rank 0 tells which one is taken. Raises ``BadCheckpoint`` if there is none; the error says what
+    the folder has instead.
     """
     root = folder_of_steps(Path(root))
     if not root.is_dir():
@@ -89,11 +90,11 @@ def latest_checkpoint(root: Path | str) -> Found:
     for _ in range(_TRIES):
         seen = sorted(path.name for path in root.iterdir())
         try:
-            return _latest(root)
+            return _latest(root, whole)
         except BadCheckpoint:
             if seen == sorted(path.name for path in root.iterdir()):
                 raise
-    return _latest(root)
+    return _latest(root, whole)
 
 
 def folder_of_steps(folder: Path) -> Path:
@@ -144,7 +145,7 @@ def _passed_over(error: BadCheckpoint) -> str:
     return f"passed over: {error}"
 
 
-def _latest(root: Path) -> Found:
+def _latest(root: Path, whole: bool) -> Found:
     names = [path.name for path in root.iterdir() if path.is_dir()]
     steps = sorted((int(match[1]), name) for name in names if (match := STEP_NAME.fullmatch(name)))
     for (step, name), (next_step, other) in pairwise(steps):
@@ -159,7 +160,7 @@ def _latest(root: Path) -> Found:
     passed_over: list[str] = []
     for _, name in reversed(steps):
         try:
-            found = open_checkpoint(root / name)
+            found = open_checkpoint(root / name, whole=whole)
         except BadCheckpoint as error:
             if (root / name).is_dir():  # else a run deleted it meanwhile
                 passed_over.append(_passed_over(error))

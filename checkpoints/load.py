@@ -22,21 +22,27 @@ def load_weights(
     config: ModelConfig,
     *,
     finite: bool = True,
-    whole: bool = True,
 ) -> Source:
     """Fill the model's parameters, in place, from a Hugging Face folder or a checkpoint of any layout, and
     return what they are from.
 
     The model may be cut, sharded by FSDP, or a pipeline stage. Weights are cast to the parameters' dtype;
-    padding becomes zero. ``whole``: rank 0 looks at all files, as ``read_source`` does. Raises ``BadInput``
-    or ``BadCheckpoint`` for a source of another model, or of LoRA adapters, which would leave the other
+    padding becomes zero. Rank 0 looks at all files, as ``read_source`` does. Raises ``BadInput`` or
+    ``BadCheckpoint`` for a source of another model, or of LoRA adapters, which would leave the other
     parameters unfilled (see ``load_model``).
     """
-    source = read_source(path, mtp=config.mtp_blocks > 0, whole=whole and model.state.rank == 0)
+    source = read_source(path, mtp=config.mtp_blocks > 0, whole=model.state.rank == 0)
+    load_model_source(source, model, family, config, finite=finite)
+    return source
+
+
+def load_model_source(
+    source: Source, model: CausalLM, family: Family, config: ModelConfig, *, finite: bool = True
+) -> None:
+    """Fill the model's parameters as ``load_weights`` does, from a source that is open."""
     check_whole(source)
     check_same_model(source, family, config)
     load_source(source, model, finite=finite)
-    return source
 
 
 def load_source(source: Source, model: CausalLM, *, finite: bool = True) -> None:

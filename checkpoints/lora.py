@@ -46,18 +46,21 @@ def fingerprint(base: Source) -> str:
     return digest.hexdigest()[:16]
 
 
-def stored_adapter(family: AdaptedFamily, base: Source) -> StoredAdapter:
-    """Return what a checkpoint of these adapters states about them and their base."""
-    lora = family.lora.model_dump(mode="json")
-    return StoredAdapter(lora=lora, base=os.path.abspath(base.path), fingerprint=fingerprint(base))
+def stored_adapter(family: AdaptedFamily, base: Source, *, whole: bool = True) -> StoredAdapter:
+    """Return what a checkpoint of these adapters states about them and their base; without ``whole`` no
+    fingerprint, which one of many ranks takes for all.
+    """
+    lora, taken = family.lora.model_dump(mode="json"), fingerprint(base) if whole else None
+    return StoredAdapter(lora=lora, base=os.path.abspath(base.path), fingerprint=taken)
 
 
 def read_adapter(path: str | Path, base: Source, *, whole: bool = True) -> Source:
     """Open the adapters in a PEFT folder or in a checkpoint of a LoRA run, to go with ``base``.
 
-    The base must be a model's weights, not adapters. ``whole``: as for ``read_source``. Raises ``BadInput``
-    or ``BadCheckpoint`` for a source that is not an adapter, is not supported, or does not fit the base:
-    tensors missing, left over or of another shape, or another model's weights.
+    The base must be a model's weights, not adapters. ``whole``: as for ``read_source``, and look whether they
+    were trained on these weights. Raises ``BadInput`` or ``BadCheckpoint`` for a source that is not an
+    adapter, is not supported, or does not fit the base: tensors missing, left over or of another shape, or
+    another model's weights.
     """
     if base.adapter is not None:
         raise BadInput(base.path, expected="the weights of a whole model", found="LoRA adapters")
@@ -67,7 +70,8 @@ def read_adapter(path: str | Path, base: Source, *, whole: bool = True) -> Sourc
     source = read_source(path, whole=whole)
     if source.adapter is None:
         raise BadInput(source.path, expected="LoRA adapters", found="the weights of a whole model")
-    check_base(source.adapter, base, source.path)
+    if whole:
+        check_base(source.adapter, base, source.path)
     return source
 
 

@@ -68,13 +68,14 @@ def newest_checkpoint(
 
 
 @contextmanager
-def newest_in(path: str | Path, state: ParallelState) -> Iterator[str]:
+def newest_in(path: str | Path, state: ParallelState, opened: Source | None = None) -> Iterator[str]:
     """Yield the newest complete checkpoint of a run's folder or a folder of checkpoints, here or at an
     address, or else ``path``; the same on every rank.
 
     Collective. Only rank 0 looks, because a run may save meanwhile, and then ranks could find different
-    checkpoints; it warns of each newer one that it passes over. Rank 0 holds the checkpoint during the block,
-    so that the run does not delete it; the block must end with a collective.
+    checkpoints; it warns of each newer one that it passes over. If it has ``opened`` the newest before, that
+    is the one. Rank 0 holds the checkpoint during the block, so that the run does not delete it; the block
+    must end with a collective.
     """
     held: list[Found] = []
 
@@ -83,7 +84,9 @@ def newest_in(path: str | Path, state: ParallelState) -> Iterator[str]:
             return ""
         if (url := as_url(path)) is not None:
             chosen, passed_over = newest_at(url)
-        elif holds_steps(folder := folder_of_steps(Path(path))):
+        elif holds_steps(folder := folder_of_steps(Path(path))) and opened is not None:
+            chosen, passed_over = str(opened.path), []  # warned of when it was opened
+        elif holds_steps(folder):
             held.append(latest_checkpoint(folder))
             chosen, passed_over = str(held[0].directory), [*held[0].passed_over]
         else:
@@ -125,7 +128,7 @@ def load_training(
             check_same_base(source.adapter, adapter, path)
         check_same_dtype(source, model)
         # Every byte is read against its checksum before a run goes on: each rank sees to some of the files.
-        verify_share(source.path, manifest, state)
+        verify_share(source, manifest, state)
         fill_from(source, model)
         return restore_progress(source, manifest, model, optimizer, state)
 

@@ -27,7 +27,7 @@ from .foreign.catalog import assemble, choose_table, hf_shapes
 from .foreign.check_stated import check_stated
 from .foreign.checkpoint import ForeignCheckpoint, ForeignTensor
 from .foreign.formats import Format, format_of
-from .hugging_face.expected import expected_tensors
+from .hugging_face.expected import Repeated, expected_tensors, sha256_of
 from .hugging_face.folder import HFFolder
 from .manifest import Manifest, StoredAdapter
 from .moments import MOMENTS, moment_name
@@ -63,6 +63,8 @@ class Source:
     #: Declarations and names of a user's own module (from a checkpoint, or given by the caller); ``None`` for
     #: a model of the zoo.
     module: ModuleFamily | None = None
+    #: Tensors that a Hugging Face folder holds twice.
+    repeated: Sequence[Repeated] = ()
 
     @cached_property
     def family(self) -> Family:
@@ -165,6 +167,7 @@ def read_source(
     names: str | None = None,
     mtp: bool = False,
     whole: bool = True,
+    compare: bool = True,
 ) -> Source:
     """Open a Hugging Face folder, a checkpoint, or a run's newest checkpoint; reads headers alone, except for
     ``whole``.
@@ -176,9 +179,9 @@ def read_source(
     whatever its config says. A checkpoint of another project needs ``config``, a Hugging Face folder of the
     same model (its weights are not read), and may need ``names``, a table (see ``foreign/rules.py``).
     ``whole``: look whether each file of a checkpoint is there, and read both of two tensors of a Hugging Face
-    folder that must be one; where many ranks open a source, one of them does it. Raises
-    ``BadInput`` or ``BadCheckpoint`` for a source that is none of these, is
-    incomplete, or does not hold what its config says.
+    folder that must be one; where many ranks open a source, one of them does it. Without ``compare`` these
+    two are left to the caller, who reads them anyway (``Source.repeated``). Raises ``BadInput`` or
+    ``BadCheckpoint`` for a source that is none of these, lacks something, or is not what its config says.
     """
     path = local_folder(path)
     if not path.exists():
@@ -194,7 +197,7 @@ def read_source(
         case FolderKind.CHECKPOINT:
             return _sharded(open_checkpoint(path, whole=whole))
         case FolderKind.CHECKPOINTS | FolderKind.RUN:
-            newest = latest_checkpoint(path / CHECKPOINTS if kind is FolderKind.RUN else path)
+            newest = latest_checkpoint(path / CHECKPOINTS if kind is FolderKind.RUN else path, whole=whole)
             warn_of(newest.passed_over)
             return _sharded(newest)
         case FolderKind.ADAPTER:
@@ -205,7 +208,7 @@ def read_source(
             todo = "Run the command that makes it again" if kind is FolderKind.UNFINISHED else ""
             expected = "a Hugging Face folder or a checkpoint"
             raise BadInput(path, expected=expected, found=kind.value, todo=todo)
-    return _hugging_face(path, allow_symlinks, module, mtp, whole)
+    return _hugging_face(path, allow_symlinks, module, mtp, whole and compare)
 
 
 def foreign_format(path: str | Path) -> str | None:
@@ -248,25 +251,26 @@ def _sharded(found: Found) -> Source:
 
 
 def _hugging_face(
-    path: Path, allow_symlinks: bool, module: ModuleFamily | None, mtp: bool, whole: bool
+    path: Path, allow_symlinks: bool, module: ModuleFamily | None, mtp: bool, compare: bool
 ) -> Source:
     folder = HFFolder(path, allow_symlinks=allow_symlinks)
     if mtp:
         folder.config["mtp"] = True
     family = module or family_of(folder.config, str(path / CONFIG))
     config = family.from_hf(folder.config, str(path / CONFIG))
-    found = expected_tensors(folder, family, config, whole=whole)
+    found, repeated = expected_tensors(folder, family, config)
+    for pair in repeated if compare else ():
+        pair.check(path, sha256_of)
     files = list({id(file): file for file, _ in found.values()}.values())
     numbers = {id(file): number for number, file in enumerate(files)}
     catalog = {}
     for name, (file, key) in found.items():
         entry = file.tensors[key]
-        catalog[name] = Whole(
-            entry.shape, entry.dtype, (Stored(numbers[id(file)], key, Box.whole(entry.shape)),)
-        )
-    return Source(
-        path, folder.config, folder.companions, files, catalog, None, folder.warnings, module=module
-    )
+        parts = (Stored(numbers[id(file)], key, Box.whole(entry.shape)),)
+        catalog[name] = Whole(entry.shape, entry.dtype, parts)
+    source = Source(path, folder.config, folder.companions, files, catalog, None, folder.warnings)
+    source.module, source.repeated = module, repeated
+    return source
 
 
 def _foreign(path: Path, theirs: Format, config_folder: str | Path | None, names: str | None) -> Source:
@@ -292,5 +296,5 @@ def _foreign(path: Path, theirs: Format, config_folder: str | Path | None, names
     for moment, made in tables.moments.items():
         catalog |= {moment_name(moment, name): whole(one) for name, one in made.items()}
     companions = companions_in(where) if where.is_dir() else []
-    warnings = [f"{path}: {line}" for line in found.skipped]
-    return Source(path, raw, companions, [*files], catalog, None, warnings, foreign=found)
+    skipped = [f"{path}: {line}" for line in found.skipped]
+    return Source(path, raw, companions, [*files], catalog, None, skipped, foreign=found)

@@ -158,7 +158,7 @@ def load_module(
         if optimizer is not None:
             check_same_dtype(source, model)
         if manifest is not None:
-            verify_share(source.path, manifest, state)
+            verify_share(source, manifest, state)
         for name, tensor, box in stored_parts(model, state):
             fill(tensor, source.read(name, box, links))
         if manifest is None:

@@ -1,5 +1,5 @@
-"""Read every byte of a checkpoint once: compare checksums with the manifest, and replicas with their
-owners.
+"""Read every byte of a checkpoint once: compare checksums with the manifest, and replicas with their owners;
+and of other weights: are the numbers finite?
 """
 
 from __future__ import annotations
@@ -9,35 +9,44 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ..parallel_state import BadCheckpoint, Box
+import torch
+from torch import Tensor
+
+from ..parallel_state import BadCheckpoint, BadInput, Box
 from ..storage.crc import Checksum, combine
+from ..storage.finite import look_at
 from ..storage.records import StoredFile
 from ..storage.safe_open import contained, open_regular
 from ..storage.safetensors_reader import TensorFile
 from ..storage.strict_json import shown
+from ..storage.whole_file import read_whole
 from .damage import damaged
 from .manifest import Manifest
 from .part_table import CheckpointFiles
+from .source import Source
 
 
 def verify(
     directory: Path | str,
     manifest: Manifest,
     *,
+    files: Sequence[TensorFile] | None = None,
     threads: int = 2,
     progress: Callable[[int], None] = lambda read: None,
 ) -> list[str]:
     """Refuse the checkpoint unless every file is, byte for byte, the one that was written; return the SHA-256
     (hex) of each, in the manifest's order.
 
-    Every byte is read once. ``progress`` is called with the number of bytes read since its last call, from
+    Every byte is read once. ``files``: a source's, of whoever reads on: no header is read again; without them
+    none is kept. ``progress`` is called with the number of bytes read since its last call, from
     any of ``threads``. An error names an older checkpoint of the run (see ``damage``).
     """
     directory = Path(directory)
-    files, digests = CheckpointFiles(directory, manifest), [hashlib.sha256() for _ in manifest.files]
+    open_file = CheckpointFiles(directory, manifest).open if files is None else files.__getitem__
+    digests = [hashlib.sha256() for _ in manifest.files]
 
     def check(number: int) -> dict[str, int]:
-        file = files.open(number)
+        file = open_file(number)
         return verify_file(file, manifest.files[number], checksum_of(file), progress, digests[number].update)
 
     _verify_all(directory, manifest, check, threads)
@@ -83,11 +92,87 @@ def _verify_all(
                 )
 
 
-def verify_files(directory: Path | str, manifest: Manifest, numbers: Iterable[int]) -> None:
-    """Refuse the checkpoint if a byte of these files is not the byte that was written."""
-    files = CheckpointFiles(Path(directory), manifest)
+def verify_weights(source: Source, *, progress: Callable[[int], None] = lambda read: None) -> dict[Path, str]:
+    """Refuse a Hugging Face folder, or a checkpoint of another project, unless its numbers are finite, what
+    it holds twice is equal, and its files have the sums that they state; return the SHA-256 (hex) of each.
+
+    Every byte is read once. Of packed weights a tensor at a time is in memory.
+    """
+    tensors = _Tensors(source)
+    digests: dict[Path, str] = {}
+    for number, file in tensors.files.items():
+        seen, keys = checksum_of(file), {key for where, key in tensors.wanted if where == number}
+        packed = {key for key in keys if tensors.packed(number, key)}
+
+        def each(key: str, numbers: Tensor, number: int = number) -> None:
+            tensors.take(number, key, numbers)
+
+        digests[file.path] = read_whole(file, each, keys=keys, at_once=packed, seen=seen, progress=progress)
+        verify_sums(file, seen)
+    for pair in source.repeated:
+        pair.check(source.path, lambda file, key: tensors.digests[id(file), key].hexdigest())
+    return digests
+
+
+class _Tensors:
+    """Look at the tensors of a source while the files are read that they are stored in."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.digests = {
+            (id(file), key): hashlib.sha256() for pair in source.repeated for file, key in pair.places
+        }
+        names = {
+            (id(file), key): (file, key, name)
+            for pair in source.repeated
+            for name, (file, key) in zip(pair.names, pair.places, strict=True)
+        }
+        for name, whole in source.catalog.items():
+            for part in whole.parts:
+                file = source.files[part.file]
+                names[id(file), part.key] = file, part.key, name
+        #: By file, and the name of a tensor in it: what is made of it, and its name for the user.
+        self.wanted = {
+            (id(stored), stored_key): (file, key, name)
+            for file, key, name in names.values()
+            for stored, stored_key in file.made_of(key)
+        }
+        self.files = {id(stored): stored for file in source.files for stored in file.stored_in}
+        self._held: dict[tuple[int, str], Tensor] = {}
+
+    def packed(self, number: int, key: str) -> bool:
+        """Return whether a stored tensor is part of another."""
+        file, name, _ = self.wanted[number, key]
+        return id(file) != number or len(file.made_of(name)) > 1
+
+    def take(self, number: int, key: str, numbers: Tensor) -> None:
+        """Look at numbers of a stored tensor, as they come."""
+        file, made, name = self.wanted[number, key]
+        if self.packed(number, key):
+            self._held[number, key] = numbers
+            places = [(id(stored), stored_key) for stored, stored_key in file.made_of(made)]
+            if not all(place in self._held for place in places):
+                return
+            numbers = file.made_from(made, [self._held.pop(place) for place in places])
+        numbers = numbers.contiguous()
+        if not look_at(numbers).finite:
+            raise BadInput(self._source.path, name, expected="finite numbers", found="a NaN or an infinity")
+        if (digest := self.digests.get((id(file), made))) is not None:
+            digest.update(numbers.view(torch.uint8).numpy().data)
+
+
+def verify_files(
+    directory: Path | str,
+    manifest: Manifest,
+    numbers: Iterable[int],
+    files: Sequence[TensorFile] | None = None,
+) -> None:
+    """Refuse the checkpoint if a byte of these files is not the byte that was written. ``files``: as for
+    ``verify``.
+    """
+    open_file = CheckpointFiles(Path(directory), manifest).open if files is None else files.__getitem__
     for number in numbers:
-        file = files.open(number)
+        file = open_file(number)
         verify_file(file, manifest.files[number], checksum_of(file))
 
 

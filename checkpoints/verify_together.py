@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -25,7 +24,7 @@ def check_bytes(source: Source, state: ParallelState) -> None:
         return
 
     def check() -> tuple[str, str]:
-        verify_share(source.path, manifest, state)
+        verify_share(source, manifest, state)
         stated = repr((manifest.step, manifest.files))  # grows with the ranks, so not sent as it is
         return source.path.name, hashlib.sha256(stated.encode()).hexdigest()
 
@@ -40,12 +39,12 @@ def check_bytes(source: Source, state: ParallelState) -> None:
         )
 
 
-def verify_share(path: Path, manifest: Manifest, state: ParallelState) -> None:
+def verify_share(source: Source, manifest: Manifest, state: ParallelState) -> None:
     """Compare this rank's share of the files with their checksums; rank 0 also checks the companions."""
     rank, world, _ = _ranks(state)
     if rank == 0:
-        verify_companions(path, manifest)
-    verify_files(path, manifest, range(rank, len(manifest.files), world))
+        verify_companions(source.path, manifest)
+    verify_files(source.path, manifest, range(rank, len(manifest.files), world), source.files)
 
 
 def _ranks(state: ParallelState) -> tuple[int, int, dist.ProcessGroup | None]:

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 def main() -> NoReturn:
     """Run the command line; ``trilith`` in a shell calls this."""
+    from ..system.process_end import end
     from ..system.standard_streams import open_closed_streams
 
     open_closed_streams()
@@ -17,4 +18,4 @@ def main() -> NoReturn:
     from .shared.say import format_warning
 
     warnings.formatwarning = format_warning
-    sys.exit(run(sys.argv[1:]))
+    end(run(sys.argv[1:]))

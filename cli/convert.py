@@ -146,7 +146,7 @@ def _compare(source: Source, dst: Path, dtype: str | None) -> None:
 
     written = read_converted(dst, source)
     if written.manifest is not None:
-        verify(written.path, written.manifest)
+        verify(written.path, written.manifest, files=written.files)
     for one in differences(source, written):
         if dtype is None or math.isnan(one.absolute):  # a cast changes numbers, never names and shapes
             raise BadCheckpoint(dst, one.name, expected="the source's numbers", found=one.what)

@@ -50,7 +50,7 @@ def diff(
     second = read_source(b, module=first.module, config=given[b][0], names=given[b][1])
     for source in (first, second):
         if source.manifest is not None:
-            verify(source.path, source.manifest)
+            verify(source.path, source.manifest, files=source.files)
             continue
         for file in source.files:
             verify_sums(file, checksum_of(file))

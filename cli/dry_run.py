@@ -55,7 +55,9 @@ def show_dry_run(
     if planned.room is None:
         console.print("fits?          the device's memory is not known: say --device-memory 80GB")
     else:
-        console.print(f"fits           {planned.rank.total / 1e9:,.1f} of {planned.room / 1e9:,.1f} GB")
+        used, room, share = planned.rank.total, planned.room, 1 - planned.recipe.memory.headroom
+        told = f"{used / 1e9:,.1f} of {room / 1e9:,.1f} GB, {share:.0%} of the device's"
+        console.print(f"fits           {told}")
 
 
 def _show(
@@ -67,6 +69,7 @@ def _show(
     exact: bool,
     page: Path | None,
 ) -> DryRun:
+    from ..planner.device_memory import reserved_words
     from ..recipes.recipe import load_recipe
     from ..runs.console import plain_console
     from ..search.exact_memory import (
@@ -80,8 +83,8 @@ def _show(
     from ..training.dry_run import dry_run
     from .shared.sizes import parse_size
 
-    room = parse_size(device_memory, "--device-memory") if device_memory is not None else None
-    found = dry_run(load_recipe(recipe, overrides), rank=rank, room=room)
+    device = parse_size(device_memory, "--device-memory") if device_memory is not None else None
+    found = dry_run(load_recipe(recipe, overrides), rank=rank, device=device)
     console = plain_console(soft_wrap=True)
     layout, one, memory = found.recipe.layout, found.rank, found.rank.memory
     active = f", of which a token meets {found.active:,}" if found.active < found.parameters else ""
@@ -119,6 +122,8 @@ def _show(
     if memory.host:
         table.add_row("beside, on the host", f"{memory.host / 1e9:,.2f}")
     console.print(table)
+    if one.runtime:
+        console.print(f"reserved       {reserved_words(one.reserved, found.device)}")
     if one.traffic:
         console.print(_sent(one.traffic, one.rank))
     if exact or page is not None:

@@ -78,7 +78,7 @@ def inspect(
 
         whole = found.catalog[tensor]
         if manifest is not None:
-            verify_files(found.path, manifest, sorted({part.file for part in whole.parts}))
+            verify_files(found.path, manifest, sorted({part.file for part in whole.parts}), found.files)
         values = found.read(
             tensor, Box.whole(whole.shape), found.links(to_hf=manifest is None), finite=False
         ).double()

@@ -84,8 +84,11 @@ def plan(
         ),
     ] = None,
     headroom: Annotated[
-        float, typer.Option(min=0, max=0.9, help="share of a GPU's memory to leave free")
-    ] = 0.08,
+        float | None,
+        typer.Option(
+            min=0, max=0.9, help="share of a GPU's memory to leave free; default: the recipe's, or 0.08"
+        ),
+    ] = None,
     write: Annotated[
         Path | None, typer.Option(help="recipe of the fastest layout to write", metavar="RECIPE.toml")
     ] = None,

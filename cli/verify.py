@@ -42,7 +42,7 @@ def verify(
         trilith verify s3://bucket/run
     """
     from ..data.token_file import names_tokens
-    from ..parallel_state import BadInput, Box
+    from ..parallel_state import BadInput
 
     if names_tokens(source):
         for option, value in (("--config", config), ("--names", names)):
@@ -51,36 +51,29 @@ def verify(
                 raise BadInput("verify", option, expected="none with a token file", found=value, todo=todo)
         verify_tokens(source)
         return
-    import hashlib
-
     from ..checkpoints import check_model, read_source
     from ..checkpoints import verify as check
-    from ..checkpoints.verify import checksum_of, verify_sums
+    from ..checkpoints.verify import verify_weights
     from ..runs.report.record import check_step
     from ..system.addresses import as_url
     from .shared.progress import byte_progress
 
-    found = read_source(source, config=config, names=names)
+    found = read_source(source, config=config, names=names, compare=False)
     for warning in found.warnings:
         say(f"warning: {warning}", err=True)
     manifest = found.manifest
-    total = sum(file.size for file in (found.files if manifest is None else manifest.files))
+    total = sum(file.size for file in (found.stored_files if manifest is None else manifest.files))
     with byte_progress(f"{found.path}", total) as advance:
         if manifest is not None:
             check_model(found)
             check_step(found.path, manifest.step)
             digests = check(found.path, manifest, progress=advance)
-            for digest, stored in zip(digests, manifest.files, strict=True):
-                say(f"{digest}  {stored.name}")
+            hashes = zip(digests, [file.name for file in manifest.files], strict=True)
         else:
-            for name, whole in found.catalog.items():
-                box = Box.whole(whole.shape)
-                advance(found.read(name, box, found.links(to_hf=True)).nbytes)
-            for file in found.files:
-                verify_sums(file, checksum_of(file))
-    for file in found.stored_files if manifest is None else ():
-        with file.path.open("rb") as opened:
-            say(f"{hashlib.file_digest(opened, 'sha256').hexdigest()}  {file.path.name}")
+            read = verify_weights(found, progress=advance)
+            hashes = zip(read.values(), [path.name for path in read], strict=True)
+    for digest, name in hashes:
+        say(f"{digest}  {name}")
     if manifest is not None and not manifest.sealed:
         say("manifest.json has no seal (it is of an earlier release): damage to it would not be noticed")
     url = as_url(source)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from ..ranks import RankError, run_fresh
-from ..ranks.fresh_worker import leave
 from ..ranks.pickling import FunctionName
 from ..storage.small_files import read_json
 from ..system import quiet_libraries, whole_number
 from ..system.machine import usable_cores
+from ..system.process_end import leave
 
 
 @dataclass(frozen=True)

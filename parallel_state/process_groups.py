@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..system.process_end import abandon_threads
 from .engine import abort_groups, accelerator
 from .errors import BadInput
 from .launchers import launched, local_rank
@@ -105,11 +106,14 @@ def abandon_process_group(device: torch.device) -> None:
     """End the group after a failure. One rank may start another; among several, peers may be dead.
 
     Destroying an accelerator's group waits for them, and if it stays, its watchdog kills this process while
-    the error is reported. gloo's collectives end with an error by themselves.
+    the error is reported. gloo's collectives end with an error by themselves, in threads of its own: they may
+    do so until the process ends (``system.process_end``).
     """
     if dist.get_world_size() == 1:
         dist.destroy_process_group()
-    elif accelerator.is_accelerator(device):
+        return
+    abandon_threads()
+    if accelerator.is_accelerator(device):
         abort_groups()
 
 

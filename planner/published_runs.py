@@ -15,6 +15,7 @@ from typing import Any, Literal
 from ..models import family_of, published_sizes
 from ..parallel_state import Layout, ParallelState
 from ..storage.small_files import read_toml
+from .device_memory import FRAGMENTATION, reserved_bytes
 from .kinds_of_blocks import sampled
 from .step_shape import Work
 from .time import StepTime, StepTimer, machine_named
@@ -30,7 +31,8 @@ class PublishedRun:
     ``convention`` says whether the latter two count the causal half of attention or all of it.
     ``split_ends``: blocks of the first and the last stage, if they have fewer than the others.
     ``bandwidth``: of the GPU's memory, if the source says that it is not the table's. ``gibibytes``: reported
-    memory. ``assumed``: what the source does not say.
+    memory, which ``counts`` what is allocated or reserved; ``differs``: what their program keeps and the plan
+    has not, ``named`` GiB more in all. ``assumed``: what the source does not say.
     """
 
     source: str
@@ -54,6 +56,9 @@ class PublishedRun:
     convention: Literal["causal", "full"] = "causal"
     bandwidth: float = 0.0
     gibibytes: float = 0.0
+    counts: Literal["allocated", "reserved", ""] = ""
+    differs: str = ""
+    named: float = 0.0
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -74,6 +79,15 @@ class Comparison:
     def error(self) -> float:
         """Return the error of the prediction in relation to what was reported."""
         return self.times_slower - 1
+
+    @property
+    def explained(self) -> float:
+        """Return the GiB that the row should report: the plan's, what differs by name, and for a row that
+        counts what is reserved the allocator's unused share.
+        """
+        allocated = self.memory + self.run.named
+        reserved = reserved_bytes(round(allocated * 2**30)) / 2**30
+        return reserved if self.run.counts == "reserved" else allocated
 
     @property
     def times_slower(self) -> float:
@@ -151,7 +165,7 @@ _MEANINGS = {
     "causal half of attention, unless `assumed` says that they count all of it",
     "error": "of the prediction: above 0 the run was slower than predicted",
     "corrected": "the error after the correction above",
-    "memory": "GiB of the fullest rank: predicted, and in brackets reported, where the source has it",
+    "memory": "GiB of the fullest rank: predicted for its tensors, and in brackets reported, if it is",
     "assumed": "what the source does not state, or what the planner has no key for",
 }
 _HEAD = """# Published runs, predicted
@@ -185,6 +199,16 @@ The columns:
 {meanings}
 
 The first two rows are this project's own measurement.
+
+## Memory of real GPUs
+
+{reporting} rows report memory, and the plan is {lowest:.2f} to {highest:.2f} of it: it has the tensors of
+trilith's own program. The table adds what differs by name, read from their code, with sizes by arithmetic.
+Where a source reports what torch's allocator reserved, {unused:.0%} of that counts as unused, for the reason
+that `planner/device_memory.py` states. Nothing is fitted to a row. The sums are {under:.2f} to {over:.2f} of
+what was reported.
+
+{memory}
 """
 
 
@@ -202,6 +226,7 @@ def page(found: Sequence[Comparison]) -> str:
         again=sum(abs(error) <= 0.15 for error in corrected(found)),
         error=100 * median(map(abs, corrected(found))),
         fast=sum(error > 0 for error in errors),
+        **_memory(found),
         meanings="\n".join(f"| {name} | {meaning} |" for name, meaning in _MEANINGS.items()),
     )
     parts, rest = [head], corrected(found)
@@ -211,6 +236,29 @@ def page(found: Sequence[Comparison]) -> str:
         title = of[0][0].run.title
         parts.append(f"## {title}\n\nSource: {place}\n\n" + "\n".join(_table(of)) + "\n")
     return "\n".join(parts)
+
+
+def _memory(found: Sequence[Comparison]) -> dict[str, Any]:
+    """Return what the page says of the rows that report memory."""
+    rows = [one for one in found if one.run.gibibytes]
+    plain = [one.memory / one.run.gibibytes for one in rows]
+    explained = [one.explained / one.run.gibibytes for one in rows]
+    lines = [
+        f"| {one.run.gpus:,} x {one.run.model} | {one.run.dtype}{'' if one.run.compiled else ', eager'} | "
+        f"{one.memory:.1f} | {one.run.named:+.1f} | {one.explained:.1f} | {one.run.gibibytes:.1f} | "
+        f"{one.run.differs} |"
+        for one in rows
+    ]
+    head = ("GPUs x model", "products", "planned", "by name", "so expected", "reported", "what differs")
+    return {
+        "reporting": len(rows),
+        "lowest": min(plain),
+        "highest": max(plain),
+        "under": min(explained),
+        "over": max(explained),
+        "unused": FRAGMENTATION,
+        "memory": "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *lines]),
+    }
 
 
 #: The head of each table.

@@ -15,6 +15,7 @@ import sys
 from multiprocessing.connection import Connection
 
 from ..system import search_garbage_rarely
+from ..system.process_end import end
 from . import fresh_worker, worker
 from .messages import LIFE, Setting
 from .pickling import unpack
@@ -86,4 +87,4 @@ if __name__ == "__main__":
     # What is imported here no rank need import: pipelining and FSDP import torch's compiler, 1.5 s a rank.
     for name in sys.argv[2:]:
         importlib.import_module(name)
-    sys.exit(main(int(sys.argv[1])))
+    end(main(int(sys.argv[1])))

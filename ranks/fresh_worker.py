@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import os
-import sys
-import threading
 import traceback
 from multiprocessing.connection import Connection
-from typing import NoReturn
 
 import numpy as np
 import torch.distributed as dist
@@ -36,17 +31,3 @@ def main(parent: Connection) -> int:
         code = getattr(error, "exit_code", 1)
         return code if isinstance(code, int) else 1
     return 0
-
-
-def leave(code: int) -> NoReturn:
-    """End this process after its threads and exit functions, but take the interpreter apart no further.
-
-    The rest of an end copies most of the memory that a fork shares: 0.3 s of processor time.
-    """
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.main_thread():
-            thread.join()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -152,7 +152,10 @@ class DataSection(Section):
         description="chat data: what to do with a sample that is longer than sequence_length",
     )
     prefetch: int = Field(
-        default=2, ge=0, le=MOST_AHEAD, description="number of batches to prepare ahead in a thread; 0: none"
+        default=2,
+        ge=0,
+        le=MOST_AHEAD,
+        description="number of micro-batches to prepare ahead in a thread; 0: none",
     )
 
 
@@ -180,6 +183,12 @@ class MemorySection(Section):
         default=None,
         gt=0,
         description="memory of a device in 10^9 bytes, for a dry run; default: that of the GPU here",
+    )
+    headroom: float = Field(
+        default=0.08,
+        ge=0,
+        le=0.9,
+        description="share of a device's memory that `trilith plan` and a dry run leave free",
     )
 
     @property

@@ -12,13 +12,13 @@ from ..models import AdaptedFamily
 from ..parallel_state import Layout, ParallelState, dtype_named
 from ..pipeline import ScheduleName
 from ..planner import MemoryPlan, StageCost, Work
+from ..planner.device_memory import reserved_bytes
 from ..planner.kinds_of_blocks import SampledModel, sampled
 from ..planner.memory import Need, memory_of, needs_of_rank
 from ..planner.rank_parameters import RankParameters
 from ..planner.stage_cut import StageCut, cut_stages
 from ..planner.time import StepTime, StepTimer
 from ..recipes.recipe import Recipe
-from ..training.dry_run import RUNTIME
 from ..training.run_plan import loss_chunk_of
 from .choice import Choice
 from .request import Request
@@ -33,6 +33,7 @@ class Answer:
     memory: tuple[MemoryPlan, ...]
     cut: StageCut
     loss_chunk: int
+    runtime: int
 
     @property
     def heaviest(self) -> int:
@@ -42,7 +43,17 @@ class Answer:
     @cached_property
     def bytes(self) -> int:
         """Return the bytes that the heaviest rank needs, including those of the runtime."""
-        return self.memory[self.heaviest].total + RUNTIME
+        return self.allocated + self.runtime
+
+    @property
+    def allocated(self) -> int:
+        """Return the bytes of tensors on the heaviest rank."""
+        return self.memory[self.heaviest].total
+
+    @property
+    def reserved(self) -> int:
+        """Return what torch's allocator reserves on the heaviest rank, with the bytes of the runtime."""
+        return reserved_bytes(self.allocated) + self.runtime
 
 
 class Evaluator:
@@ -61,6 +72,7 @@ class Evaluator:
             "compute": dtype_named(recipe.compute_dtype).itemsize,
             "reduce": dtype_named(recipe.reduce or recipe.dtype).itemsize,
             "loss_sums": dtype_named(recipe.reduce).itemsize if recipe.reduce else 4,
+            "fused": recipe.device == "cuda",
         }
         # One object holds a cache for its own lifetime, not for that of the process.
         self.cut = cache(self._cut)
@@ -118,7 +130,9 @@ class Evaluator:
         layout = choice.layout
         memory = tuple(self.memory_of_ranks(choice) if memory is None else memory)
         cut = self.cut(layout.pipeline, layout.virtual_stages, layout.v_shape)
-        return Answer(choice, self._timer(choice).time(), memory, cut, self.loss_chunk(choice))
+        return Answer(
+            choice, self._timer(choice).time(), memory, cut, self.loss_chunk(choice), self.request.runtime
+        )
 
     def least(self, choice: Choice) -> float:
         """Return a lower bound of the seconds of a choice, without its timetable."""

@@ -21,7 +21,6 @@ from itertools import count
 from ..layers import Checkpointing
 from ..parallel_state import BadInput
 from ..planner import MemoryPlan
-from ..training.dry_run import RUNTIME
 from .bound import Bound
 from .candidates import Cut, Flow, Store, candidates
 from .choice import Choice, recipe_of
@@ -195,7 +194,7 @@ class _Search:
             if short is None:
                 for store in alike:
                     self._push(_Group(cut, flow, mode, store))
-            elif short[1].activations + short[1].pipeline + RUNTIME > self.request.room:
+            elif short[1].activations + short[1].pipeline + self.request.runtime > self.request.room:
                 self._count_memory(choice, *short, len(left))  # no store changes it
                 break
             else:
@@ -207,7 +206,7 @@ class _Search:
         memory = []
         for rank in range(group.choice.layout.pipeline):
             memory.append(self.evaluator.memory(group.choice, rank))
-            if memory[rank].total + RUNTIME > self.request.room:
+            if memory[rank].total + self.request.runtime > self.request.room:
                 self._count_memory(group.choice, rank, memory[rank], 1)
                 return
         answer = self.evaluator.answer(group.choice, memory)
@@ -226,11 +225,13 @@ class _Search:
         """
         for rank in dict.fromkeys((0, choice.layout.pipeline - 1)):
             plan = self.evaluator.memory(choice, rank)
-            if plan.total + RUNTIME > self.request.room:
+            if plan.total + self.request.runtime > self.request.room:
                 return rank, plan
         return None
 
     def _count_memory(self, choice: Choice, rank: int, plan: MemoryPlan, layouts: int) -> None:
-        room = self.request.room
-        largest, text = shortage(plan, choice, rank, room)
-        self.found.tally.add("memory", largest, layouts, text, excess=plan.total + RUNTIME - room)
+        request = self.request
+        largest, text = shortage(plan, choice, rank, request)
+        self.found.tally.add(
+            "memory", largest, layouts, text, excess=plan.total + request.runtime - request.room
+        )

@@ -9,7 +9,6 @@ import torch
 
 from ..parallel_state import BadInput, Layout
 from ..planner.generation_memory import GenerationMemory, generation_memory, rows_that_fit
-from ..training.dry_run import RUNTIME
 from .candidates import divisors
 from .request import Request
 from .shortage import none_legal
@@ -28,7 +27,7 @@ class GenerationChoice:
     @property
     def bytes(self) -> int:
         """Return the bytes that the heaviest rank needs, the runtime's included."""
-        return self.memory.total + RUNTIME
+        return self.memory.total + self.request.runtime
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as plain data."""
@@ -57,7 +56,7 @@ def generation_layouts(request: Request, dtype: torch.dtype) -> list[GenerationC
     even one row fits in any.
     """
     family, config, data, tally = request.family, request.config, request.recipe.data, Tally()
-    room, length, found = request.room - RUNTIME, request.recipe.data.sequence_length, []
+    room, length, found = request.room - request.runtime, request.recipe.data.sequence_length, []
     for tensor in divisors(request.gpus):
         layout = Layout.of(tensor=tensor, pipeline=request.gpus // tensor)
         try:

@@ -10,10 +10,10 @@ import torch
 from ..parallel_state import BadInput
 from ..planner.time import MACHINES, Machine
 from ..recipes.recipe import Recipe
-from ..training.dry_run import RUNTIME, device_room
+from ..training.dry_run import device_room
 from .choice import recipe_of
 from .find import Found, find_layouts
-from .request import HEADROOM, left_as_it_is, request_of
+from .request import left_as_it_is, request_of
 
 #: Layouts to find: the one to take, and the next, for comparison.
 _SHOWN = 2
@@ -79,7 +79,5 @@ def _machine(recipe: Recipe) -> Machine:
     machine = next((one for one in (first, *others) if one.words in name), first)
     room = device_room(recipe)
     memory = _UNKNOWN if room is None else float(room)
-    if recipe.device == "cpu":
-        memory += RUNTIME / (1 - HEADROOM)  # which a search counts, and a CPU does not need
     peaks = {"float64": machine.peaks["float32"] / 2, **machine.peaks}
     return replace(machine, memory=memory, peaks=peaks)

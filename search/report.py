@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..planner.device_memory import reserved_words
 from ..planner.explanations.explanation import plain
 from ..planner.time import MACHINES, MIDDLE_HALF, TIMES_SLOWER, Spending, StepTime, spending
 from .choice import raw_recipe, recipe_text
@@ -88,7 +89,13 @@ def facts(found: Found) -> list[tuple[str, str]]:
         f"{mfu.causal:.1%} of {peak:,.4g} TFLOP/s a GPU if the causal half of attention counts, as in the "
         f"table; {mfu.full:.1%} if all of it counts"
     )
-    lines = [*_tied(found), ("seconds", parts(best)), ("MFU", conventions), ("efficiency", best.time.source)]
+    lines = [
+        *_tied(found),
+        ("seconds", parts(best)),
+        ("memory", _memory(found)),
+        ("MFU", conventions),
+        ("efficiency", best.time.source),
+    ]
     if request.machine.name in MACHINES:
         least, usual, most = TIMES_SLOWER
         took = f"took {least:g} to {most:g} times as long as predicted, in the median {usual:g} times"
@@ -96,6 +103,16 @@ def facts(found: Found) -> list[tuple[str, str]]:
         lines.append(("range", _range(best.time)))
     lines += [("training", run_facts(found))] if request.tokens is not None else []
     return lines + [("warning", line) for line in warnings(request, best)]
+
+
+def _memory(found: Found) -> str:
+    """Return what the tensors of the heaviest rank have, and what torch's allocator reserves for them."""
+    best, machine = found.best[0], found.request.machine
+    line = f"{best.allocated / 1e9:.1f} GB of tensors"
+    if not best.runtime:
+        return line
+    reserved = reserved_words(best.reserved, machine.memory)
+    return f"{line} and {best.runtime / 1e9:.1f} GB for the runtime; reserved {reserved}"
 
 
 def _range(time: StepTime) -> str:
@@ -181,8 +198,9 @@ def _layout_json(one: Answer) -> dict[str, Any]:
         "tokens_per_second": one.time.rate,
         "mfu": {"causal": one.time.mfu.causal, "full": one.time.mfu.full},
         "bytes": one.bytes,
+        "reserved_bytes": one.reserved,
         "host_bytes": max(plan.host for plan in one.memory),
-        "bytes_of_pipeline_ranks": [parts_of(plan) for plan in one.memory],
+        "bytes_of_pipeline_ranks": [parts_of(plan, one.runtime) for plan in one.memory],
     }
 
 

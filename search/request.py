@@ -10,6 +10,7 @@ from typing import Any
 
 from ..models import Family, ModelConfig, family_of, published_size, published_sizes
 from ..parallel_state import BadInput
+from ..planner.device_memory import runtime_of, usable
 from ..planner.time import Machine
 from ..recipes.recipe import Recipe, load_recipe, parse_recipe
 from ..recipes.shipped import shipped_recipes
@@ -22,8 +23,6 @@ BATCH_TOKENS = 4 * 2**20
 #: Rows of a step of LoRA if nobody says how many.
 LORA_ROWS = 64
 _LONGEST = 8192
-#: Share of a device's memory to leave free, unless told otherwise.
-HEADROOM = 0.08
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,11 @@ class Request:
     price: float | None = None
 
     @property
+    def runtime(self) -> int:
+        """Return the bytes of a device that no tensor has."""
+        return runtime_of(self.recipe.device)
+
+    @property
     def step_tokens(self) -> int:
         """Return the number of tokens of a step."""
         return self.recipe.data.global_batch * self.recipe.data.sequence_length
@@ -61,7 +65,7 @@ def read_request(
     sequence_length: int | None = None,
     global_batch: int | None = None,
     lora: int | None = None,
-    headroom: float = HEADROOM,
+    headroom: float | None = None,
     tokens: float | None = None,
     price: float | None = None,
 ) -> Request:
@@ -69,8 +73,8 @@ def read_request(
     recipe.
 
     ``lora``: the rank of adapters, which are trained in place of the model. ``headroom``: share of a device's
-    memory to leave free. ``price``: of a GPU-hour. A recipe's own batch, sequence length and number of ranks
-    are the defaults. Raises ``BadInput`` for a model that cannot be read or trained so.
+    memory to leave free. ``price``: of a GPU-hour. A recipe's own batch, sequence length, headroom and number
+    of ranks are the defaults. Raises ``BadInput`` for a model that cannot be read or trained so.
     """
     name, raw, ranks = _template(model)
     if gpus is None and ranks is None:
@@ -93,7 +97,9 @@ def read_request(
     if tokens is not None:
         raw["steps"] = max(1, round(tokens / (data["global_batch"] * data["sequence_length"])))
     raw.setdefault("memory", {})["device_gb"] = machine.memory / 1e9
-    found = request_of(name, raw, machine, gpus, headroom=headroom, tokens=tokens)
+    if headroom is not None:
+        raw["memory"]["headroom"] = headroom
+    found = request_of(name, raw, machine, gpus, tokens=tokens)
     return replace(found, price=price)
 
 
@@ -103,7 +109,6 @@ def request_of(
     machine: Machine,
     gpus: int,
     *,
-    headroom: float = HEADROOM,
     tokens: float | None = None,
 ) -> Request:
     """Return the request for a recipe as plain data, without what a search chooses."""
@@ -115,7 +120,7 @@ def request_of(
     planned, _ = plan_without_weights(recipe)
     return Request(
         name, recipe, raw, planned.family, planned.config, machine, gpus,
-        room=int(machine.memory * (1 - headroom)), tokens=tokens,
+        room=usable(machine.memory, recipe.memory.headroom), tokens=tokens,
     )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from ..parallel_state import BadInput
 from ..planner import MemoryPlan
 from ..planner.time import MACHINES
-from ..training.dry_run import RUNTIME
 from .candidates import Cut, candidates
 from .choice import Choice
 from .evaluate import Evaluator
@@ -29,21 +28,21 @@ KINDS = {
 _DOUBLINGS = 10
 
 
-def parts_of(plan: MemoryPlan) -> dict[str, int]:
+def parts_of(plan: MemoryPlan, runtime: int) -> dict[str, int]:
     """Return the bytes of a rank at its worst moment, by the name of each kind.
 
     The loss and a block's backward happen at different times, so only the larger of the two is included.
     """
     idle = "block" if plan.logits > plan.block else "logits"
     found = {words: getattr(plan, name) for name, words in KINDS.items() if name != idle}
-    return found | {"runtime": RUNTIME}
+    return found | {"runtime": runtime}
 
 
-def shortage(plan: MemoryPlan, choice: Choice, rank: int, room: int) -> tuple[str, str]:
+def shortage(plan: MemoryPlan, choice: Choice, rank: int, request: Request) -> tuple[str, str]:
     """Return the kind that needs the most bytes on a rank that does not fit, and a line with the figures."""
-    parts = sorted(parts_of(plan).items(), key=lambda one: -one[1])
+    parts = sorted(parts_of(plan, request.runtime).items(), key=lambda one: -one[1])
     told = ", ".join(f"{words} {size / 1e9:.1f}" for words, size in parts[:3])
-    needs, has = needed_of(plan.total + RUNTIME, room)
+    needs, has = needed_of(plan.total + request.runtime, request.room)
     line = f"pipeline rank {rank} needs {needs} of {has} GB: {told} ({choice})"
     return parts[0][0], line
 
@@ -122,7 +121,7 @@ def _least_of(cut: Cut, evaluator: Evaluator, best: int | None) -> int:
         choice = Choice(layout, flow.schedule, 1, flow.modes[-1], cut.stores[0].offload)
         total = 0
         for rank in range(layout.pipeline):
-            total = max(total, evaluator.memory(choice, rank).total + RUNTIME)
+            total = max(total, evaluator.memory(choice, rank).total + evaluator.request.runtime)
             if best is not None and total >= best:
                 break
         least = total if least is None else min(least, total)

@@ -9,7 +9,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, TextIO
 
 from ..parallel_state import BadInput
@@ -24,8 +27,9 @@ class Worker:
     def __init__(self) -> None:
         command = [sys.executable, "-c", f"from {__name__} import answer_pipe; answer_pipe()"]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        # In a group of its own: Ctrl-C is for the process that asks, which then ends this one.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, process_group=0
         )
 
     def simulate(self, recipe: Recipe, rank: int = 0, *, kernels: str | None = None) -> StepRecord:
@@ -48,7 +52,8 @@ class Worker:
         return StepRecord.of_plain(answer)
 
     def close(self) -> None:
-        """End the process: it ends when nobody can ask any more."""
+        """End the process at once, whatever it is doing: nobody waits for its answer."""
+        self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with suppress(BrokenPipeError):
@@ -56,7 +61,7 @@ class Worker:
         self._process.wait()
 
 
-def answer_all(questions: TextIO, answers: TextIO) -> None:
+def answer_all(questions: Iterable[str], answers: TextIO) -> None:
     """Answer until there are no more questions."""
     from ..simulation.backend import register
     from ..training.dry_run import plan_without_weights
@@ -79,7 +84,17 @@ def answer_all(questions: TextIO, answers: TextIO) -> None:
 
 
 def answer_pipe() -> None:
-    """Answer on standard output what comes through standard input."""
+    """Answer on standard output what comes through standard input; end at once where nobody can ask more."""
     pipe = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what anything prints is no answer
-    answer_all(sys.stdin, pipe)
+    questions: SimpleQueue[str] = SimpleQueue()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            questions.put(line)
+        os._exit(0)  # who asked has died, or wants no answer
+
+    Thread(target=listen, daemon=True).start()
+    with suppress(BrokenPipeError):
+        answer_all(iter(questions.get, None), pipe)
+    os._exit(0)  # nobody reads what is left in the pipe

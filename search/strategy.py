@@ -8,7 +8,6 @@ from dataclasses import replace
 from ..parallel_state import BadInput, Layout
 from ..planner.explanations.explanation import readable
 from ..planner.time.collectives import worst_placement
-from ..training.dry_run import RUNTIME
 from .evaluate import Answer, Evaluator
 from .find import LONGEST, SHOWN, Found
 from .request import Request
@@ -111,7 +110,7 @@ def _one_stage_less(request: Request, best: Answer) -> str:
         memory = evaluator.memory_of_ranks(less)
     except BadInput:  # experts may need shards
         return ""
-    needed = max(one.total for one in memory) + RUNTIME
+    needed = max(one.total for one in memory) + request.runtime
     if needed > request.room:
         return f" (with ZeRO {layout.zero - 1} a GPU needs {needed / 1e9:.1f} GB)"
     longer = _longer(evaluator.answer(less, memory), best)

@@ -21,7 +21,7 @@ from .crc import Checksum
 from .dtypes import BITS, TORCH
 from .safe_open import open_regular
 from .safetensors_header import Entry, header_length, parse_header
-from .strides import Runs, runs_of
+from .strides import Runs, contiguous, runs_of
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -83,6 +83,23 @@ class TensorFile:
         """Return the number of bytes of the whole file."""
         return max((entry.end for entry in self.tensors.values()), default=self.data_begin)
 
+    def made_of(self, name: str) -> Sequence[tuple[TensorFile, str]]:
+        """Return the tensors on the disk, each as its file and its name there, that ``name`` is made of."""
+        return ((self, name),)
+
+    def made_from(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return tensor ``name``, made of the whole tensors ``made_of(name)``."""
+        (whole,) = parts
+        return whole
+
+    def extent(self, name: str) -> tuple[int, int]:
+        """Return the first byte of the tensor, and the one after its last."""
+        return self.tensors[name].begin, self.tensors[name].end
+
+    def strides(self, name: str) -> tuple[int, ...]:
+        """Return how many elements further the next one lies, along each dim."""
+        return contiguous(self.tensors[name].shape)
+
     def read(self, name: str, box: Box | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the elements of tensor ``name`` in ``box`` (default: all), of the box's shape.
 
@@ -121,7 +138,7 @@ class TensorFile:
         The samples are for file systems whose change times say nothing. There, a change of a few bytes
         between two samples is not noticed.
         """
-        with self._opened() as fd:
+        with self.opened() as fd:
             digest = hashlib.sha256(os.pread(fd, self.data_begin, 0))
             for sample in range(_SAMPLES):
                 begin = self.data_begin + (self.size - self.data_begin) * sample // _SAMPLES
@@ -142,11 +159,11 @@ class TensorFile:
         return runs_of(entry.shape, box, _itemsize(entry))
 
     def _read_box(self, name: str, entry: Entry, box: Box, into: Bytes) -> None:
-        with self._opened() as fd:
+        with self.opened() as fd:
             fill(fd, self.path, name, entry.begin, self._runs(name, box), into)
 
     @contextmanager
-    def _opened(self) -> Iterator[int]:
+    def opened(self) -> Iterator[int]:
         """Yield a descriptor of the file; refuse a file that changed since its header was read."""
         with open_regular(self.path, kind=BadCheckpoint) as (fd, status):
             if identity_of(status) != self.identity:

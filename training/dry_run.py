@@ -32,6 +32,7 @@ from ..planner import (
     stage_costs,
     traffic_of,
 )
+from ..planner.device_memory import reserved_bytes, runtime_of, usable
 from ..planner.flops import TokenFlops, active_parameters
 from ..planner.stage_cut import StageCut
 from ..planner.time import Machine, StepTime, step_time
@@ -41,9 +42,6 @@ from .build import model_on_meta, multiply_in_float8
 from .lora import recipe_shape
 from .run_data import out_of_reach
 from .run_plan import Plan, flops_of, loss_chunk_of, plan
-
-#: Bytes of a GPU for its context, its libraries' workspaces, NCCL and torch's cache. Assumed, not measured.
-RUNTIME = 3_000_000_000
 
 
 @dataclass(frozen=True)
@@ -63,11 +61,16 @@ class RankPlan:
     def total(self) -> int:
         return self.memory.total + self.runtime
 
+    @property
+    def reserved(self) -> int:
+        """Return the bytes that torch's allocator reserves on a GPU, with those of the runtime."""
+        return reserved_bytes(self.memory.total) + self.runtime
+
 
 @dataclass(frozen=True)
 class DryRun:
-    """Hold the results of ``dry_run``. ``notes``: what would stop a real run. ``room``: ``None`` if
-    unknown.
+    """Hold the results of ``dry_run``. ``notes``: what would stop a real run. ``device``: its bytes, of which
+    a rank may use ``room``; ``None`` if unknown.
     """
 
     recipe: Recipe
@@ -80,6 +83,7 @@ class DryRun:
     bubble: float
     cut: StageCut
     flops: TokenFlops
+    device: int | None
     room: int | None
     remedies: list[Remedy]
     notes: list[str]
@@ -103,29 +107,31 @@ class DryRun:
         """
         if self.room is None or self.rank.total <= self.room:
             return
+        share = 1 - self.recipe.memory.headroom
         ways = "; or ".join(f"{fit.overrides} ({fit.total / 1e9:.1f} GB)" for fit in self.remedies)
         raise BadInput(
             where,
             f"memory of rank {self.rank.rank}",
-            expected=f"at most {self.room / 1e9:.1f} GB, the device's",
+            expected=f"at most {self.room / 1e9:.1f} GB, {share:.0%} of the device's",
             found=f"{self.rank.total / 1e9:.1f} GB, {(self.rank.total - self.room) / 1e9:.1f} GB too much",
             todo=f"Cheapest first: {ways}" if ways else f"Take more ranks: {self._tried}",
         )
 
 
-def dry_run(recipe: Recipe, *, rank: int | None = None, room: int | None = None) -> DryRun:
+def dry_run(recipe: Recipe, *, rank: int | None = None, device: int | None = None) -> DryRun:
     """Compute the dry run of a checked recipe for ``rank``; default: the rank that needs most memory.
 
-    ``room``: bytes of a device. The default is the recipe's ``memory.device_gb``, or else the memory of this
-    machine's GPU if the recipe runs on one. Raises ``BadInput`` if the run could not be built from the
-    recipe, and for a rank that the layout does not have.
+    ``device``: its bytes. The default is the recipe's ``memory.device_gb``, or else the memory of this
+    machine's GPU if the recipe runs on one; ``memory.headroom`` of it stays free. Raises ``BadInput`` if the
+    run could not be built from the recipe, and for a rank that the layout does not have.
     """
     planned, missing = plan_without_weights(recipe)
     base = planned.family.base if isinstance(planned.family, AdaptedFamily) else planned.family
     layout = recipe.layout
     found = rank_plan(recipe, planned, rank) if rank is not None else heaviest(recipe, planned)
     model = base.on_meta(planned.config)
-    room = room if room is not None else device_room(recipe)
+    device = device if device is not None else device_room(recipe)
+    room = None if device is None else usable(device, recipe.memory.headroom)
     micro_batches = _micro_batches(recipe)
     too_much = room is not None and found.total > room
     return DryRun(
@@ -138,6 +144,7 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, room: int | None = None)
         bubble(recipe.pipeline_schedule, layout, micro_batches) if layout.pipeline > 1 else 0.0,
         planned.cut,
         flops_of(recipe, planned),
+        device,
         room,
         _remedies(recipe, room) if too_much and room is not None else [],
         missing + out_of_reach(recipe, planned.config.vocab_size),
@@ -158,7 +165,7 @@ def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
     """Plan the memory of one rank of the recipe's layout."""
     work = work_of(recipe, planned, rank)
     held, costs, group = _asked(recipe, planned, work)
-    runtime = RUNTIME if recipe.device == "cuda" else 0
+    runtime = runtime_of(recipe.device)
     every, memory, traffic = held.every, memory_of(work, held, costs), traffic_of(work, held, costs, group)
     return RankPlan(rank, memory, runtime, every.here, every.stored, every.trained_stored, traffic)
 

@@ -14,7 +14,8 @@ from ..runs.launch import own_rank
 def plan_adapters(lora: LoraSection, base: Source) -> tuple[AdaptedFamily, StoredAdapter]:
     """Return the family with the recipe's adapters, and what checkpoints will record of their base.
 
-    Raises ``BadInput`` for targets that the model does not have.
+    Its fingerprint is taken on the first rank, and ``agree_on_weights`` tells the others. Raises ``BadInput``
+    for targets that the model does not have.
     """
     if lora.init_from is None:
         family = adapted(base.family, recipe_shape(lora))
@@ -24,7 +25,7 @@ def plan_adapters(lora: LoraSection, base: Source) -> tuple[AdaptedFamily, Store
         begun = read_adapter(lora.init_from, base, whole=own_rank() == 0).family
         assert isinstance(begun, AdaptedFamily)
         family = adapted(base.family, _with_dropout(lora, begun.lora))
-    return family, stored_adapter(family, base)
+    return family, stored_adapter(family, base, whole=own_rank() == 0)
 
 
 def recipe_shape(lora: LoraSection) -> LoraConfig:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints import Source, StoredAdapter, check_plain, read_source
+from ..checkpoints import Source, StoredAdapter, check_plain, newest_in, read_source
 from ..data.batches import GlobalBatches
 from ..data.vocabulary import check_vocabulary
 from ..layers import AttentionCall, attention_calls, automatic_chunk
 from ..models import Family, ModelConfig, family_of
 from ..parallel_state import BadInput, ParallelState, dtype_named
+from ..parallel_state.collective_errors import together
 from ..pipeline import schedule_kind
 from ..planner import sampled
 from ..planner.flops import TokenFlops, flops_per_token
@@ -40,8 +41,8 @@ class Plan:
     config: ModelConfig
     hf_config: Mapping[str, Any]
     companions: list[Path]
-    #: For LoRA: the model's weights, which are frozen; ``family`` then has the adapters.
-    base: Source | None = None
+    #: What ``model.init_from`` names. For LoRA these weights are frozen; ``family`` then has the adapters.
+    source: Source | None = None
     adapter: StoredAdapter | None = None
     #: The group of each parameter, by our name, that a group of the recipe treats differently.
     groups: Mapping[str, ParameterGroup] = field(default_factory=dict)
@@ -54,6 +55,11 @@ class Plan:
     def split(self) -> tuple[int, ...] | None:
         """Return the number of blocks of each stage; ``None`` without a pipeline."""
         return self.cut.counts if len(self.cut.counts) > 1 else None
+
+    def let_go(self) -> None:
+        """Let the run whose checkpoint ``model.init_from`` names delete it: nothing more is read."""
+        if self.source is not None and self.source.held is not None:
+            self.source.held.release()
 
 
 def plan(recipe: Recipe) -> Plan:
@@ -103,9 +109,8 @@ def plan(recipe: Recipe) -> Plan:
     sampled(family, config, layout)  # a block of each kind, and the ends, refuse each cut that is not even
     hf_config = raw if recipe.model.init_from is not None else family.to_hf(config) | dict(raw)
     groups = assign(recipe.optimizer.groups, names_of(family, config))
-    base = source if adapter else None
     return Plan(
-        family, config, hf_config, companions, base, adapter, groups,
+        family, config, hf_config, companions, source, adapter, groups,
         cut=cut, loss_chunk=loss_chunk_of(recipe, config),
     )  # fmt: skip
 
@@ -161,6 +166,20 @@ def check_run(recipe: Recipe) -> RunPlan:
     if recipe.layout.context > 1:  # blocks of attention, which nothing chooses
         attention = {}
     return RunPlan(**vars(planned), batches=batches, held_out=held_out, attention=attention)
+
+
+def agree_on_weights(plan: RunPlan, recipe: Recipe, state: ParallelState) -> RunPlan:
+    """Return the plan with the weights that rank 0 chose for ``model.init_from``: every rank planned by
+    itself, and a run may have saved meanwhile. Collective.
+    """
+    source, place = plan.source, recipe.model.init_from
+    if source is None or place is None:
+        return plan
+    with newest_in(place, state, opened=source) as chosen:
+        if chosen not in (place, str(source.path)):
+            source = read_source(chosen, mtp=recipe.model.mtp is not None, whole=False)
+        adapters = together(lambda: plan.adapter, world=state.layout.world, group=state.file_group)
+    return replace(plan, source=source, adapter=adapters[0])
 
 
 def check_run_folder(recipe: Recipe) -> None:

@@ -96,6 +96,7 @@ def run(
             "run", "recipe", expected=f"a file, which the {layout.world} ranks can read", found="a Recipe",
             todo="Give the file's name, or start the ranks with torchrun",
         )  # fmt: skip
+    plan.let_go()  # the ranks make plans of their own
     options = {"--quiet": quiet, "--fit": fit, "--strict": STRICT.get()}
     arguments = ["train", file, *overrides, *(option for option, is_set in options.items() if is_set)]
     with lock_folder(out) as lock:

@@ -17,14 +17,12 @@ from ..checkpoints import (
     Progress,
     Saver,
     begin_moments,
+    load_model_source,
     load_training,
-    load_weights,
     newest_checkpoint,
-    newest_in,
     restore_if_none,
 )
-from ..data.batch import Batch
-from ..data.prefetch import Prefetch
+from ..data.batch import BatchParts
 from ..layers import attention_backends
 from ..parallel_state import CollectiveOrder, NotTrained, ParallelState, fault, initialize, seed_of
 from ..parallel_state.engine import accelerator
@@ -40,9 +38,10 @@ from ..system import search_garbage_when_told
 from .adamw import set_learning_rate
 from .build import build, schedule_of
 from .lora import first_adapters
+from .micro_batches import MicroBatches
 from .not_finite import name_the_culprit
 from .progress_checks import check_progress, sample_order
-from .run_plan import RunPlan, check_run
+from .run_plan import RunPlan, agree_on_weights, check_run
 from .watchers import Watchers
 
 #: Steps between two searches for garbage among all objects. After each step only new objects are looked at.
@@ -69,7 +68,8 @@ class Trainer:
         trackers: Sequence[Tracker] = (),
         fitted: str = "",
     ) -> None:
-        self.recipe, self.state, self.plan = recipe, state, plan or check_run(recipe)
+        self.recipe, self.state = recipe, state
+        self.plan = agree_on_weights(plan or check_run(recipe), recipe, state)
         self.out, self._made = Path(recipe.out), time.monotonic()
         self.beat, self.signals = beat, signals or StopSignals()
         self.first = state.rank == 0
@@ -77,7 +77,12 @@ class Trainer:
         self.terminal = Terminal(
             steps=recipe.steps, every=recipe.log_every, stop=recipe.stop_after, quiet=quiet or not self.first
         )
-        self.batches = self.plan.batches
+        self.micro_batches = MicroBatches(
+            self.plan.batches,
+            state,
+            micro_batch=recipe.data.micro_batch,
+            vocab_size=self.plan.config.vocab_size,
+        )
         parts = build(recipe, self.plan, state)
         self.model, self.optimizer, self.step = parts.model, parts.optimizer, parts.step
         self.update, self.schedule = parts.update, parts.schedule
@@ -105,12 +110,11 @@ class Trainer:
             done_so_far = f"step {start} of {self.recipe.steps} is done"
             until = "" if stop == self.recipe.steps else f", and stop_after is {stop}"
             self.terminal.say(f"nothing left to do: {done_so_far}{until}")
-        ahead, device = self.recipe.data.prefetch, self.state.device
         with (
             search_garbage_when_told() as search_garbage,
             self._comparing(),
             self.watchers.running(start),
-            Prefetch(self._batch, start, stop, ahead=ahead, device=device) as batch_of,
+            self.micro_batches.running(start, stop, ahead=self.recipe.data.prefetch) as batch_of,
             self._saver() as saver,
             self._said_at_once(),
         ):
@@ -214,11 +218,14 @@ class Trainer:
             restore_if_none(saving.mirror, self.checkpoints, self.state, say=self.terminal.say)
         newest = newest_checkpoint(self.checkpoints, self.state, say=self.terminal.say)
         plan, lora = self.plan, self.recipe.lora
-        if lora is not None and plan.base is not None:
-            resuming, say = newest is not None, self.terminal.say
-            seed, state, family = self.recipe.seed, self.state, plan.family
-            first_adapters(lora, plan.base, family, self.model, seed, state=state, resuming=resuming, say=say)
+        source, say = plan.source, self.terminal.say
+        if lora is not None and source is not None:
+            seed, state, resuming = self.recipe.seed, self.state, newest is not None
+            first_adapters(
+                lora, source, plan.family, self.model, seed, state=state, resuming=resuming, say=say
+            )
         if newest is not None:
+            plan.let_go()
             progress = load_training(
                 newest, self.model, self.optimizer, plan.family, plan.config, adapter=plan.adapter
             )
@@ -227,22 +234,17 @@ class Trainer:
             self.terminal.say(f"resumed from {newest} (written by {progress.layout})")
             self.watchers.began(progress.step, checkpoint=newest, progress=progress)
             return progress.step
-        if lora is None and self.recipe.model.init_from is not None:
-            with newest_in(self.recipe.model.init_from, self.state) as first:  # the plan looked at it whole
-                load_weights(first, self.model, self.plan.family, self.plan.config, whole=False)
-            self.terminal.say(f"weights from {self.recipe.model.init_from}")
+        if lora is None and source is not None:
+            load_model_source(source, self.model, plan.family, plan.config)
+            say(f"weights from {self.recipe.model.init_from}")
         elif lora is None:
             initialize(self.model, self.recipe.seed, state=self.state)
+        plan.let_go()
         begin_moments(self.model, self.optimizer)
         self.watchers.began(0)
         return 0
 
-    def _batch(self, number: int) -> Batch:
-        """Check the batch here, on the host, before it is copied to a device that could only stop with it."""
-        batch = self.batches.batch(number, self.state.data_index, self.state.layout.data)
-        return batch.check_ids(self.plan.config.vocab_size)
-
-    def _one_step(self, number: int, batch_of: Callable[[int], Batch]) -> StepMetrics:
+    def _one_step(self, number: int, batch_of: Callable[[int], BatchParts]) -> StepMetrics:
         recipe, state = self.recipe, self.state
         began = time.perf_counter()
         self._at("step", number + 1)
@@ -260,7 +262,7 @@ class Trainer:
             raise NotTrained(f"step {number + 1}: {error}") from error
         if updated.fatal:
             torch.manual_seed(random_seed(recipe.seed, number, state))
-            name_the_culprit(self.model, number + 1, self.watchers.forward, batch.to(state.device))
+            name_the_culprit(self.model, number + 1, self.watchers.forward, self.micro_batches.batch(number))
         seconds = time.perf_counter() - began
         tokens, even = recipe.data.global_batch * recipe.data.sequence_length, updated.balance
         return StepMetrics(

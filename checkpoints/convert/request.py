@@ -70,7 +70,7 @@ def plan_merge(base: str | Path, adapter: str | Path) -> Plan:
     source = read_source(base)
     added = read_adapter(adapter, source)
     if added.manifest is not None:
-        verify(added.path, added.manifest)
+        verify(added.path, added.manifest, files=added.files)
     return replace(plan_to_hf(source), merge=Merge(source, added))
 
 

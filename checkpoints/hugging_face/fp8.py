@@ -16,6 +16,7 @@ from torch import Tensor
 from ...parallel_state import BadInput, Box
 from ...storage.safetensors_header import Entry
 from ...storage.safetensors_reader import TensorFile
+from ...storage.whole_file import held_tensors
 
 Place = tuple[TensorFile, Entry]
 SCALES = "_scale_inv"
@@ -60,6 +61,16 @@ class ScaledFile(TensorFile):
             piece = numbers.read(name, Box((begin, column), (end, last_column))).float()
             out[begin - row : end - row] = piece * factors[rows][:, columns]
         return out
+
+    def made_of(self, name: str) -> Sequence[tuple[TensorFile, str]]:
+        """Return where the matrix in FP8 and its factors lie."""
+        numbers, scales = self._scaled[name]
+        return (numbers, name), (scales, name + SCALES)
+
+    def made_from(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """Return matrix ``name`` as bf16, made of the matrix in FP8 and its factors."""
+        numbers, scales = held_tensors(self.made_of(name), parts)
+        return ScaledFile(self.path, {name: (numbers, scales)}, self._block).read(name)
 
     @property
     def stored_in(self) -> Sequence[TensorFile]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...parallel_state import BadInput, Box
 from ...storage.safetensors_header import Entry
 from ...storage.safetensors_reader import TensorFile
+from ...storage.whole_file import held_tensors
 
 Place = tuple[TensorFile, Entry]
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -61,6 +62,16 @@ class UnpackedFile(TensorFile):
             numbers = unpack(packed, scales.read(name + SCALES, held))
             out[..., begin - row : end - row] = numbers[..., columns].transpose(-1, -2)
         return out
+
+    def made_of(self, name: str) -> Sequence[tuple[TensorFile, str]]:
+        """Return where the packed numbers and their scales lie."""
+        blocks, scales = self._packed[name]
+        return (blocks, name + BLOCKS), (scales, name + SCALES)
+
+    def made_from(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """Return tensor ``name`` as bf16, made of the packed numbers and their scales."""
+        blocks, scales = held_tensors(self.made_of(name), parts)
+        return UnpackedFile(self.path, {name: (blocks, scales)}).read(name)
 
     @property
     def stored_in(self) -> Sequence[TensorFile]:

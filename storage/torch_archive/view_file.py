@@ -92,6 +92,14 @@ class ViewFile(TensorFile):
         path, identity, digest = super().state()
         return path, identity, hashlib.sha256(f"{digest}{self.sums}".encode()).hexdigest()
 
+    def extent(self, name: str) -> tuple[int, int]:
+        """Return the first byte of the view, and the one after its last; views may share some."""
+        return self.views[name].begin, self.views[name].stop
+
+    def strides(self, name: str) -> tuple[int, ...]:
+        """Return the view's own strides."""
+        return self.views[name].strides
+
     def _runs(self, name: str, box: Box) -> Iterator[Runs]:
         view = self.views[name]
         return runs_of(view.shape, box, view.itemsize, view.strides)
@@ -109,7 +117,7 @@ class ViewFile(TensorFile):
             tuple(each[dim] for dim in order) for each in (view.shape, view.strides, box.start, box.stop)
         )
         turned, target = Box(start, stop), out.permute(order)
-        with self._opened() as fd:
+        with self.opened() as fd:
             for part in blocks(turned, _AT_ONCE):
                 piece = torch.empty(part.shape, dtype=out.dtype)
                 runs = runs_of(shape, part, view.itemsize, strides)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.configs import PUBLISHED
 from support.families import on_disk, transformers_model
+from support.folders import bytes_read
 from support.refusals import Refused, refusals
 from support.round_trips import RoundTrip, Source, round_trips
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -151,11 +152,24 @@ def test_a_model_is_loaded_from_packed_weights(packed, tmp_path):
 
 
 def test_verify_and_inspect_name_the_files_of_a_packed_folder(packed, capsys):
-    files = [path.name for path in sorted(packed.folder.glob("*.safetensors"))]
+    files = {path.name: path.stat().st_size for path in packed.folder.glob("*.safetensors")}
     for command in ("verify", "inspect"):
-        assert run([command, str(packed.folder)]) == 0
+        with bytes_read(packed.folder) as read:
+            assert run([command, str(packed.folder)]) == 0
+        assert command == "inspect" or read == files
         told = capsys.readouterr().out
         assert all(told.count(file) == 1 for file in files), told
+
+
+def test_verify_looks_at_the_numbers_that_packed_weights_stand_for(packed, tmp_path, capsys):
+    """A factor of infinity, and an exponent of numbers that bf16 does not hold."""
+    shards = [{key: one.clone() for key, one in shard.items()} for shard in packed.shards]
+    shard, key = next((shard, key) for shard in shards for key in shard if key.endswith((FACTORS, SCALES)))
+    shard[key].view(-1)[-1] = float("inf") if key.endswith(FACTORS) else 254
+    write(tmp_path, shards, packed.raw | {"quantization_config": packed.packing})
+    assert run(["verify", str(tmp_path)]) == 2
+    name = key.removesuffix(FACTORS).removesuffix(SCALES)
+    assert f"{name}: expected finite numbers" in capsys.readouterr().err
 
 
 BOXES = {

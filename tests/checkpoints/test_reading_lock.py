@@ -209,11 +209,11 @@ def test_a_checkpoint_that_is_deleted_while_it_is_looked_for_is_no_end_of_the_se
     saved(tmp_path, 1)
     listed = find._latest
 
-    def late(root):
+    def late(root, whole):
         if steps_in(root) == [1]:
             saved(root, 2, keep=1)
             raise BadCheckpoint(root, expected="a complete checkpoint", found="none")
-        return listed(root)
+        return listed(root, whole)
 
     with mock.patch("trilith.checkpoints.find._latest", late):
         assert find.latest_checkpoint(tmp_path).directory.name == "step-00000002"

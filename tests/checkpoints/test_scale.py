@@ -1,19 +1,22 @@
 """Checkpoints of thousands of ranks: what a rank computes, gathers, writes and opens, without processes."""
 
 import json
-import os
 import pickle
+import shutil
 import threading
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.configs import TINIEST_LLAMA
+from support.folders import bytes_read
 from support.inputs import change_manifest, saver_of
 from support.refusals import Refused, refusals
 from support.short_runs import run_recipe, tiny_recipe
@@ -28,9 +31,9 @@ from trilith.checkpoints import (
     restore_model,
     retention,
     save,
+    source,
     verify,
 )
-from trilith.checkpoints.hugging_face import expected
 from trilith.checkpoints.manifest import WITH_GRIDS
 from trilith.checkpoints.moments import MOMENTS, moment_name
 from trilith.checkpoints.part_table import PartTable
@@ -253,36 +256,73 @@ class Looks:
 
 
 def start_from(folder, out, tokens):
-    """Start in every way that there is from checkpoints of a run; how often this rank looked at all files."""
+    """Start in every way that there is from checkpoints of a run: how often this rank looked at all files,
+    how often it opened one of them, and what it read beside its share of the sums, as a part of the weights
+    and, if it resumes, of the moments.
+    """
     layout = {"tensor": 2}
     model = load_model(folder, state=ParallelState.start(Layout(**layout)))
-    given = {"config": TINIEST_LLAMA | {"num_hidden_layers": 2}, "init_from": str(folder)}
-    raw = tiny_recipe(out, tokens, layout=layout, steps=1, model=given)
-    run_recipe(raw)
+
+    def begun(name, place, **more):
+        given = {"config": TINIEST_LLAMA | {"num_hidden_layers": 2}, "init_from": str(place)}
+        return tiny_recipe(out / name, tokens, layout=layout, steps=1, model=given, **more)
+
+    adapted = begun("adapted", folder.parent, lora={"r": 2}, dtype="float32")
+    run_recipe(begun("again", folder))
     found = {}
     for name, start in {
         "load_model": lambda: load_model(folder, state=model.state),
         "restore_model": lambda: restore_model(folder, model, torch.optim.AdamW(model.parameters())),
         "weights alone": lambda: restore_model(folder, model),
         "load_module": lambda: load_module(folder, model, state=model.state),
-        "resume": lambda: run_recipe(raw | {"steps": 2}),
+        "resume": lambda: run_recipe(begun("again", folder) | {"steps": 2}),
+        "init_from": lambda: run_recipe(begun("checkpoint", folder)),
+        "init_from of a run": lambda: run_recipe(begun("run", folder.parent)),
+        "adapters": lambda: run_recipe(adapted),
+        "adapters again": lambda: run_recipe(adapted | {"steps": 2}),
     }.items():
-        with Looks().counted() as looks:
+        place = folder if name != "resume" else out / "again/checkpoints/step-00000001"
+        with Looks().counted() as looks, bytes_read(place) as read:
             start()
-        found[name] = looks.whole
+        opened, whole = max(Counter(looks.opened).values()), Manifest.load(place)
+        share = sum(file.size for file in whole.files[model.state.rank :: 2])
+        loaded = sum(file.size for file in whole.files) / (
+            1 if "re" in name.split("_")[0] else 3
+        )  # or weights
+        part = (sum(read.values()) - share) / loaded
+        found[name] = SimpleNamespace(whole=looks.whole, opened=opened, part=part)
     return found
 
 
 def test_one_rank_looks_at_all_files_of_a_checkpoint_for_the_others(stand_in, tmp_path):
+    """Each rank opens the files that it needs, once, and reads its part of them and its share of the sums."""
     tokens = write_tokens(tmp_path / "tokens")
-    first, second = run_parallel(start_from, 2, stand_in[0], tmp_path / "run", tokens)
-    assert set(second.values()) == {0}, second
-    assert min(first.values()) >= 1 and max(first.values()) <= 3, first
+    first, second = run_parallel(start_from, 2, stand_in[0], tmp_path, tokens)
+    assert {start.whole for start in second.values()} == {0}, second
+    assert {1, 2, 3} >= {start.whole for start in first.values()}, first
+    for name in first:
+        for start in (first[name], second[name]):
+            assert start.opened == 1 and 0.2 < start.part < 0.65, (name, start)
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora": {"r": 2}}], ids=["weights", "adapters"])
+def test_ranks_begin_with_the_checkpoint_that_rank_0_found_whole(stand_in, tmp_path, lora):
+    for step in (1, 2):
+        shutil.copytree(stand_in[0], newest := tmp_path / "from" / f"step-{step:08d}")
+        change_manifest(newest, lambda m, step=step: m.update(step=step))
+    max(newest.glob("*.safetensors")).unlink()
+    given = {"config": TINIEST_LLAMA | {"num_hidden_layers": 2}, "init_from": str(tmp_path / "from")}
+    tokens, layout = write_tokens(tmp_path / "tokens"), {"tensor": 2}
+    raw = tiny_recipe(tmp_path / "out", tokens, layout=layout, steps=1, model=given, dtype="float32")
+    metrics, begun = run_parallel(run_recipe, 2, raw | lora)[0], Path(tmp_path / "from" / "step-00000001")
+    alone = tiny_recipe(tmp_path / "alone", tokens, layout=layout, steps=1, dtype="float32")
+    alone["model"] = given | {"init_from": str(begun)}
+    assert metrics[0].loss == run_parallel(run_recipe, 2, alone | lora)[0][0].loss
 
 
 def hashed(raw):
     """Run the recipe; how many whole tensors of its folder were hashed to be compared."""
-    with mock.patch.object(expected, "_sha256", wraps=expected._sha256) as hashing:
+    with mock.patch.object(source, "sha256_of", wraps=source.sha256_of) as hashing:
         run_recipe(raw)
     return hashing.call_count
 
@@ -307,34 +347,20 @@ def test_a_save_looks_at_no_file_of_weights_of_the_checkpoints_that_stay(tmp_pat
 
 
 def test_verifying_keeps_no_header_and_reads_each_byte_once(stand_in, capsys):
-    folder, read, calls = stand_in[0], os.preadv, []
-
-    def count(fd, buffers, at):
-        calls.append(done := read(fd, buffers, at))
-        return done
-
-    hashing = mock.patch("hashlib.file_digest", side_effect=AssertionError("reads it once more"))
-    with Looks().counted() as looks, mock.patch("os.preadv", count), hashing:
+    folder, hashing = stand_in[0], mock.patch("hashlib.file_digest", side_effect=AssertionError("once more"))
+    with Looks().counted() as looks, bytes_read(folder) as read, hashing:
         assert run(["verify", str(folder)]) == 0
     sizes = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
     assert sorted(looks.opened) == sorted(sizes)
-    assert sum(calls) == sum(sizes.values())
+    assert read == sizes
     printed = dict(line.split()[::-1] for line in capsys.readouterr().out.splitlines() if ".safe" in line)
     assert printed == {name: sha256((folder / name).read_bytes()).hexdigest() for name in sizes}
 
 
 def test_a_way_out_to_dcp_reads_each_byte_once(stand_in, tmp_path):
-    reads, read = [], os.preadv
-
-    def count(fd, buffers, at):
-        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(stand_in[0])):
-            reads.append(count := read(fd, buffers, at))
-            return count
-        return read(fd, buffers, at)
-
-    with mock.patch("os.preadv", count):
+    with bytes_read(stand_in[0]) as read:
         convert_to_dcp(stand_in[0], tmp_path / "dcp")
-    assert sum(reads) == sum(path.stat().st_size for path in stand_in[0].glob("*.safetensors"))
+    assert read == {path.name: path.stat().st_size for path in stand_in[0].glob("*.safetensors")}
 
 
 @pytest.mark.parametrize("damage", [b"\xff\xff\xff\x7f", b"\0\0\0\0"], ids=["not finite", "finite"])

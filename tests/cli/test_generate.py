@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trilith.cli.app import run
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.generation import ranks as generate_run
-from trilith.ranks.fresh_worker import leave
+from trilith.system.process_end import leave
 from trilith.testing import run_fresh
 
 CORPUS = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs.\n" * 20

@@ -16,7 +16,7 @@ from trilith.machine.doctor.disk import Folder, measure_folder
 from trilith.machine.nodes import links, preflight
 from trilith.machine.nodes.judge import judge
 from trilith.machine.nodes.links import Link, rounds
-from trilith.ranks.fresh_worker import leave
+from trilith.system.process_end import leave
 from trilith.testing import run_fresh
 
 GOOD = {"free": 10**11, "written": 2e9, "read": 3e9, "error": ""}

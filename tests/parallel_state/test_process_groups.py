@@ -1,11 +1,16 @@
 """Each rank has a device of its own, and a group that carries tensors of the host and of the device."""
 
+import atexit
+import os
+import signal
+import sys
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.refusals import Refused, refusals
+from trilith.cli import main
 from trilith.parallel_state import (
     BadInput,
     Layout,
@@ -106,6 +111,32 @@ def fail_alone(kind):
         dist.all_reduce(torch.ones(1), async_op=True)  # the peer never joins
         abandon_process_group(torch.device(kind))
         assert dist.is_initialized() == (kind == "cpu")
+
+
+class Witness:
+    """Say that the interpreter is taken apart: modules are let go after the exit functions."""
+
+    def __del__(self):
+        os.write(1, b"taken apart\n")
+
+
+def end_as_a_command():
+    """Lose the peer while collectives are under way whose ends Python waits for, and end with code 3."""
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(64):
+        dist.all_reduce(torch.ones(2**16), async_op=True).get_future().then(lambda future: future.value())
+    abandon_process_group(torch.device("cpu"))
+    sys.modules["witness"] = Witness()
+    atexit.register(print, "an exit function")
+    with mock.patch("trilith.cli.app.run", lambda words: 3):
+        main()
+
+
+def test_a_failed_rank_ends_with_its_code_while_threads_of_its_group_go_on():
+    codes = run_fresh(end_as_a_command)
+    assert codes == [3, -signal.SIGKILL], codes
+    assert codes[0].output == "an exit function\n"
 
 
 def test_a_failed_rank_gives_up_an_accelerators_group_without_waiting():

@@ -49,7 +49,7 @@ def test_a_real_recipe_fits_its_devices(name):
     found = dry_run(load_recipe(RECIPES / f"{name}.toml"))
     assert found.ranks == ranks
     assert found.parameters / 1e9 == pytest.approx(billions, rel=0.005)
-    assert found.room == 80_000_000_000
+    assert (found.device, found.room) == (80_000_000_000, 73_600_000_000)
     assert 0.2 * found.room < found.rank.total < found.room
     found.check(name)
 
@@ -72,7 +72,9 @@ def test_the_command_in_a_recipes_comment_is_one(name):
 def test_a_shipped_recipe_goes_by_its_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run(["train", "llama-3.2-1b-1gpu", "--dry-run"]) == 0
-    assert "fits" in capsys.readouterr().out
+    said, rank = capsys.readouterr().out, dry_run(load_recipe("llama-3.2-1b-1gpu")).rank
+    assert "fits" in said and f"reserved       about {rank.reserved / 1e9:.1f} GB, if 15% of" in said
+    assert rank.reserved - rank.runtime == pytest.approx(rank.memory.total / 0.85)
     assert run(["train", "llama-3.2-2b", "--dry-run"]) == 2
     error = capsys.readouterr().err
     assert all(f"{name}" in error for name in REAL) and error.count("\n") == 1
@@ -154,7 +156,7 @@ def test_it_says_what_a_rank_needs_and_starts_nothing(small, capsys):
     said = capsys.readouterr().out
     assert "16 ranks" in said and "4 micro-batches of 2 a rank" in said and "bubble 20.0%" in said
     assert "not here" in said and "tokenize" in said
-    assert "fits" in said and "of 10.0 GB" in said
+    assert "fits" in said and "of 9.2 GB, 92% of the device's" in said and "reserved" not in said
     assert not (small.parent / "run").exists()
     assert run(["train", str(small), "--dry-run", "layout.pipeline=1", "layout.data=1"]) == 0
     first = capsys.readouterr().out.splitlines()[0]
@@ -191,7 +193,7 @@ def test_what_does_not_fit_is_refused_and_each_change_named_makes_it_fit(small, 
 def test_where_no_single_change_suffices_several_do_together(small):
     recipe = load_recipe(small)
     room = int(0.3 * heaviest(recipe, plan(recipe)).total)
-    (fit,) = dry_run(recipe, room=room).remedies
+    (fit,) = dry_run(recipe, device=room).remedies
     assert len(fit.changes) > 1 and fit.total <= room
     changed = with_overrides(recipe, fit.overrides.split())
     assert heaviest(changed, plan(changed)).total == fit.total
@@ -201,12 +203,12 @@ def test_where_nothing_suffices_it_says_what_was_tried(small):
     with pytest.raises(
         BadInput, match=r"Take more ranks: memory.loss_chunk, .*memory.offload do not suffice"
     ):
-        dry_run(load_recipe(small), room=1_000_000).check("here")
+        dry_run(load_recipe(small), device=1_000_000).check("here")
     least = ["memory.loss_chunk=64", "memory.checkpointing=full", "memory.offload=true", "layout.tensor=8"]
     least += ["layout.data=1", "layout.pipeline=1", "layout.zero=0", "data.micro_batch=1"]
     config = "model.config.num_attention_heads=8"
     with pytest.raises(BadInput, match="Take more ranks: nothing in the recipe is left to change"):
-        dry_run(load_recipe(small, [*least, config]), room=1_000_000).check("here")
+        dry_run(load_recipe(small, [*least, config]), device=1_000_000).check("here")
 
 
 def test_what_is_frozen_costs_no_gradients_in_the_flops(small):
@@ -256,7 +258,7 @@ def test_adapters_to_go_on_with_say_what_they_are_without_the_weights(small, tmp
     )
     recipe = load_recipe(small, [*absent, f"lora.init_from={tmp_path}"])
     room = int(0.9 * stated.rank.total)
-    found = dry_run(recipe, room=room)
+    found = dry_run(recipe, device=room)
     assert found.rank.trained == stated.rank.trained > 0 and found.rank.total == stated.rank.total
     assert found.remedies and all(fit.total <= room for fit in found.remedies)
 

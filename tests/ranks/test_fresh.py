@@ -17,8 +17,8 @@ import torch.distributed as dist
 from support.kills import wait_for
 from trilith.parallel_state import BadCheckpoint
 from trilith.ranks import processes
-from trilith.ranks.fresh_worker import leave
 from trilith.ranks.worker import wait_for_all
+from trilith.system.process_end import leave
 from trilith.system.process_info import process_info
 from trilith.testing import RankError, run_fresh, run_parallel
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from trilith.recipes import load_recipe
 from trilith.search import Choice, find_layouts, read_request
 from trilith.search.bound import Bound
 from trilith.search.candidates import candidates
+from trilith.search.choice import recipe_of
 from trilith.search.critical_batch import critical_batch
 from trilith.search.evaluate import Answer, Evaluator
 from trilith.search.find import LONGEST, SHOWN
@@ -40,6 +43,33 @@ def test_the_ten_best_are_in_order_fit_and_are_accepted_as_recipes(result, tmp_p
     planned = dry_run(load_recipe(tmp_path / "recipe.toml"))
     planned.check("recipe.toml")
     assert planned.ranks == 4 and planned.rank.total == result.best[0].bytes
+    assert (planned.room, planned.rank.reserved) == (result.request.room, result.best[0].reserved)
+
+
+@pytest.mark.parametrize("device", ["a GPU", "a CPU"])
+def test_a_search_and_a_dry_run_call_the_same_layouts_fitting(tmp_path, device):
+    """The fastest layout fits to the byte, and with a byte less of the device in neither."""
+    machine = MACHINE if device == "a GPU" else replace(MACHINE, asynchronous=False)
+    sizes = {"sequence_length": 2048, "global_batch": 8, "headroom": 0.25}
+    best = find_layouts(read_request("smollm2-135m", machine, 2, **sizes)).best[0]
+    for spare, fits in ((0, True), (-1, False)):
+        memory = next(
+            size for size in count(4 * (best.bytes + spare) // 3) if int(size * 0.75) == best.bytes + spare
+        )
+        request = read_request("smollm2-135m", replace(machine, memory=float(memory)), 2, **sizes)
+        recipe = recipe_of(request, best.choice)
+        planned = dry_run(recipe)
+        assert (
+            (planned.rank.total, planned.room)
+            == (best.bytes, request.room)
+            == (best.bytes, best.bytes + spare)
+        )
+        assert (best.choice in {one.choice for one in find_layouts(request).timed}) is fits
+        if fits:
+            planned.check("recipe")
+        else:
+            with pytest.raises(BadInput, match="75% of the device's"):
+                planned.check("recipe")
 
 
 def test_every_layout_is_accounted_for(result):

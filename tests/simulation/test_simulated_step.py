@@ -3,7 +3,9 @@
 That the peak is the measured one to 0.1% is tested with the layouts themselves, in ``tests/layouts``.
 """
 
+import os
 import re
+import signal
 from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
@@ -178,3 +180,22 @@ def test_a_dry_run_says_who_holds_the_bytes_and_draws_the_step(tmp_path, capsys)
     page.write_text("mine")
     assert run(["train", str(recipe), "--dry-run", "--html", str(page)]) == 2 and page.read_text() == "mine"
     assert run(["train", str(recipe), "--exact"]) == 2
+
+
+@pytest.mark.parametrize("dies", ["the one who asks stops", "the one who asks dies"])
+def test_a_worker_that_nobody_listens_to_ends_in_silence(dies, capfd):
+    """Stopped, as by Ctrl-C, it ends at once; and it may just have an answer when its parent is gone."""
+    made = Worker()
+    process = made._process
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(b'{"recipe": {}, "rank": 0, "kernels": null}\n')
+    process.stdin.flush()
+    assert os.getpgid(process.pid) == process.pid, "Ctrl-C is for the one who asks"
+    if dies.endswith("dies"):
+        process.stdout.close()
+        process.stdin.close()
+        assert process.wait() == 0
+    else:
+        made.close()
+        assert process.returncode == -signal.SIGKILL
+    assert capfd.readouterr() == ("", "")

@@ -14,7 +14,7 @@ from support.short_runs import write_recipe
 from trilith.checkpoints import complete_checkpoints, read_source, verify
 from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
-from trilith.ranks.fresh_worker import leave
+from trilith.system.process_end import leave
 from trilith.testing import ExitCode, run_fresh
 
 SECTIONS = {

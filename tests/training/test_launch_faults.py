@@ -16,8 +16,8 @@ from support.kills import free_port, wait_for
 from trilith.cli.app import run
 from trilith.models.base.blocks import PreNormBlock
 from trilith.parallel_state import launched
-from trilith.ranks.fresh_worker import leave
 from trilith.runs.rendezvous import join
+from trilith.system.process_end import leave
 from trilith.testing import run_fresh
 
 

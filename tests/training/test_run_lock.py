@@ -9,9 +9,9 @@ import pytest
 from support.kills import wait_for
 from trilith.cli.app import run
 from trilith.parallel_state import BadInput, Layout, ParallelState
-from trilith.ranks.fresh_worker import leave
 from trilith.runs.lock import inherits_lock, lock_folder, only_run_in
 from trilith.runs.metrics import read_metrics
+from trilith.system.process_end import leave
 from trilith.testing import run_fresh, run_parallel
 
 ONE_RANK = ["layout.data=1", "layout.zero=0"]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import torch.distributed.checkpoint as dcp
 from forms import CONFIG, WEIGHTS, made_once, save
 from make_fixtures import titan_name
 from megatron_by_hand import unpacked
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.configs import MODELS, TINY_LLAMA
+from support.folders import bytes_read
 from support.kills import Work, killed_work
 from support.round_trips import RoundTrip, Source, assert_same, round_trips, weights
 from support.short_runs import losses, tiny_recipe, train, whole_tensors
@@ -203,11 +205,37 @@ def test_the_commands_read_every_form(made, capsys):
     assert run(["inspect", str(made / "titan")]) == 0
     assert "tok_embeddings.weight" in capsys.readouterr().out
     assert run(["inspect", str(made / "llama2"), *config, "--tensor", "model.norm.weight"]) == 0
-    assert run(["verify", str(made / "titan"), *config]) == 0
-    assert run(["verify", str(made / "model.pt"), *config]) == 0
     assert run(["diff", str(made / "hf"), str(made / "llama3"), *config]) == 0
     assert run(["inspect", str(made / "llama3")]) == 0
     assert "hidden_size = 16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["hf", "twice", *FORMS])
+def test_verify_reads_each_byte_of_any_form_once(made, form, capsys, tmp_path):
+    """It looks at numbers, compares sums and what is there twice, and hashes the files as it reads them."""
+    config = [] if form in ("hf", "twice", "bin", "bins") else ["--config", str(made / "hf")]
+    place = made / form
+    if form == "twice":
+        write_hf_folder(place := tmp_path / form, CONFIG | {"tie_word_embeddings": True})
+        hf = weights(place)
+        save_file(hf | {"lm_head.weight": hf["model.embed_tokens.weight"].clone()}, place / WEIGHTS)
+    with bytes_read(Path("/")) as headers:
+        source = read_source(place, config=config[1] if config else None, compare=False)
+    sizes = {str(file.path): file.path.stat().st_size for file in source.stored_files}
+    with bytes_read(Path("/")) as read:
+        assert run(["verify", str(place), *config]) == 0
+    assert {path: (read - headers)[path.removeprefix("/")] for path in sizes} == sizes
+    printed = capsys.readouterr().out.splitlines()
+    hashes = {f"{sha256(Path(path).read_bytes()).hexdigest()}  {Path(path).name}" for path in sizes}
+    assert len(hashes) == len(sizes) and hashes <= {*printed}
+    if form in ("hf", "twice"):
+        name = "lm_head.weight" if form == "twice" else "model.norm.weight"
+        hf, damaged = weights(place), shutil.copytree(place, tmp_path / "damaged")
+        hf[name].view(-1)[-1] = 7.0 if form == "twice" else float("inf")
+        save_file(hf, damaged / WEIGHTS)
+        assert run(["verify", str(damaged)]) == 2
+        says = "the bytes of model.embed_tokens" if form == "twice" else f"{name}: expected finite numbers"
+        assert says in capsys.readouterr().err
 
 
 def convert_foreign(src, dst, note_every):
