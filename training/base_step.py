@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -73,15 +73,13 @@ class Step:
             raise BadInput("step", "micro_batch", expected=expected, found=self.micro_batch)
 
     def accumulate(
-        self, parts: Iterable[MicroBatch], count: int, loss_of: Callable[[MicroBatch], Tensor]
+        self, parts: Sequence[MicroBatch], loss_of: Callable[[MicroBatch], Tensor]
     ) -> list[Tensor]:
-        """Run forward and backward of the ``count`` micro-batches, and return their losses; for one pipeline
-        stage.
-        """
+        """Run forward and backward of the micro-batches, and return their losses; for one pipeline stage."""
         losses, sharded = [], is_sharded(self._whole)
         for number, part in enumerate(parts):
             if sharded:
-                last = number == count - 1
+                last = number == len(parts) - 1
                 before_backward(self._whole, self.state, last=last, sum_replicas=last or not self.trains_all)
             loss = loss_of(part)
             loss.backward()

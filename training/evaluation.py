@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..data.batch import Batch
-from ..data.shuffle import piece_of
 from ..layers import IGNORE, valid_tokens
 from .forward import ForwardOnly
 from .run_data import HeldOut
@@ -48,17 +47,14 @@ class Evaluator:
         total, count = found.tolist()
         return float(total / max(count, 1))
 
-    def _share(self) -> Iterator[Batch]:
-        """Yield this data rank's micro-batches: the first held-out rows in order, then rows that do not
-        count.
-        """
-        held_out, size = self.held_out, self.forward.micro_batch
-        share = piece_of(held_out.batches.global_batch, self.state.data_index, self.state.layout.data)
-        for begin in range(share.start, share.stop, size):
-            rows = range(begin, min(begin + size, share.stop))
-            batch = held_out.batches.rows(0, rows)
-            beyond = (torch.tensor(rows) >= held_out.samples).unsqueeze(1)
-            yield batch._replace(labels=batch.labels.masked_fill(beyond, IGNORE))
+    def _share(self) -> Batch:
+        """Return this data rank's rows: the first held-out rows in order, then rows that do not count."""
+        state, ranks = self.state, self.state.layout.data
+        batch = self.held_out.batches.batch(0, state.data_index, ranks)
+        each = len(batch.input_ids)
+        rows = torch.arange(each) + state.data_index * each
+        beyond = (rows >= self.held_out.samples).unsqueeze(1)
+        return batch._replace(labels=batch.labels.masked_fill(beyond, IGNORE)).to(state.device)
 
 
 def perplexity(loss: float) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -29,18 +29,16 @@ class ForwardOnly:
 
     @torch.no_grad()
     def __call__(
-        self, parts: Iterable[Batch], *, each: Callable[[Tensor, Tensor], None] = lambda given, labels: None
+        self, batch: Batch, *, each: Callable[[Tensor, Tensor], None] = lambda given, labels: None
     ) -> None:
-        """Run the samples of this data rank, in parts of whole rows, each asked for when it is needed.
+        """Run the samples of this data rank, whole rows.
 
         On the last stage ``each(given, labels)`` is called for each micro-batch, with the output of
         ``CausalLM``.
         """
         with computing(self.model):
-            state = self.model.state
-            for part in parts:
-                for piece in part.to(state.device).of_context(state).split(self.micro_batch):
-                    self._micro_batch(piece, each)
+            for part in batch.of_context(self.model.state).split(self.micro_batch):
+                self._micro_batch(part, each)
         for module in self.model.modules():
             if is_sharded(module):  # no backward comes that would drop the gathered weights
                 module.reshard()

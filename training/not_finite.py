@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..data.batch import BatchParts
+from ..data.batch import Batch
 from ..models import CausalLM
 from ..parallel_state import ParallelState, PeerFailed, declarations
 from ..parallel_state.engine import local_data
@@ -37,7 +37,7 @@ class Origin:
     module: str
 
 
-def name_the_culprit(model: CausalLM, step: int, forward: ForwardOnly, batch: BatchParts) -> NoReturn:
+def name_the_culprit(model: CausalLM, step: int, forward: ForwardOnly, batch: Batch) -> NoReturn:
     """Raise ``PeerFailed`` that names the first module whose output is not finite; call it before the update.
 
     All ranks must call it, which they do because loss and norm are the same on every rank. It runs the
@@ -48,7 +48,7 @@ def name_the_culprit(model: CausalLM, step: int, forward: ForwardOnly, batch: Ba
     state = model.state
     # A compiled block would hide its modules.
     with looking(model) as seen, torch.compiler.set_stance("force_eager"):
-        forward(batch.parts)
+        forward(batch)
     mine = None
     if seen:
         weights = model.get_submodule(seen[0].module).parameters()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..data.batch import Batch, BatchParts
+from ..data.batch import Batch
 from ..data.multi_token_labels import all_labels, tokens_ahead
 from ..layers import (
     chunked_cross_entropy,
@@ -63,39 +62,41 @@ class TrainStep(Step):
         self._schedule: Pipeline | None = None
         self._shape: torch.Size | None = None
         self._tokens = torch.ones(())
+        #: What blocks of multi-token prediction are given, of this rank's batch.
+        self._ahead: Tensor | None = None
 
-    def __call__(self, batch: Batch | BatchParts, *, scale: float = 1.0) -> Tensor:
+    def __call__(self, batch: Batch, *, scale: float = 1.0) -> Tensor:
         """Run forward and backward of ``batch``; return the loss, the same scalar on every rank.
 
         ``batch``: the samples of this data rank, whole rows; each context rank is given the same rows and
         takes its chunks. Leave it on the host, where it is checked before it is copied: checking a batch on
-        the device waits for it. Of ``BatchParts`` each part, of whole micro-batches, is asked for when the
-        one before it is launched; a pipeline takes one part. ``scale``, a power of two, multiplies the loss
-        before the backward. A step with no valid label has loss 0 and zero gradients. Raises ``NotTrained``,
-        on every rank, if a trained parameter has no gradient, or if all gradients are zero and the loss is
-        not; and ``BadInput``, on every rank, for a batch that one rank cannot use, for data ranks with
-        different numbers of rows, and if an earlier step left gradients that are not zero.
+        the device waits for it. ``scale``, a power of two, multiplies the loss before the backward. A step
+        with no valid label has loss 0 and zero gradients. Raises ``NotTrained``, on every rank, if a trained
+        parameter has no gradient, or if all gradients are zero and the loss is not; and ``BadInput``, on
+        every rank, for a batch that one rank cannot use, for data ranks with different numbers of rows, and
+        if an earlier step left gradients that are not zero.
         """
         loss, counts = self.launch(batch, scale=scale)
         self.refuse(loss, counts)
         return loss
 
-    def launch(self, batch: Batch | BatchParts, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    def launch(self, batch: Batch, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         """Do what a call does, without waiting for the device and without raising ``NotTrained``.
 
         Returns the loss and the counts with which ``Update`` finds out afterwards that a parameter was not
         trained; it then updates none.
         """
-        agreed, self._scale = self._agree(batch), scale
-        set_auxiliary_scale(self.model, scale / (agreed.rows * self.state.layout.data))
+        batch, self._scale = self._agree(batch), scale
+        set_auxiliary_scale(self.model, scale / (len(batch.input_ids) * self.state.layout.data))
         with computing(self.model):
             if self.state.layout.pipeline > 1:
-                (whole,) = agreed.parts
-                losses = self._pipelined(*self._sent(whole))
+                losses = self._pipelined(batch)
             else:
-                losses = self.accumulate(
-                    self._micro_batches(agreed.parts), agreed.rows // self.micro_batch, self._loss_of
-                )
+                parts = batch.split(self.micro_batch)
+                ahead: Sequence[Tensor | None] = [None] * len(parts)
+                if self._ahead is not None:
+                    ahead = self._ahead.split(self.micro_batch)
+                losses = self.accumulate([*zip(parts, ahead, strict=True)], self._loss_of)
         inner = torch.promote_types(self.dtype, torch.float32)
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.state.device)
         sums, counts = self.sum_over_ranks(total.to(inner).view(1))
@@ -183,21 +184,7 @@ class TrainStep(Step):
         output = self.model(batch.input_ids, batch.positions, ahead=ids)
         return self.loss(output, all_labels(batch.labels, ahead))
 
-    def _sent(self, part: Batch) -> tuple[Batch, Tensor | None]:
-        """Return this context rank's chunks of rows on the device, and what lies ahead of their tokens."""
-        state, ahead = self.state, None
-        if blocks := self.model.config.mtp_blocks:
-            ahead = tokens_ahead(part, blocks).to(state.device, non_blocking=True)
-            ahead = cut_sequence(ahead, state, dim=3)
-        return part.to(state.device).of_context(state), ahead
-
-    def _micro_batches(self, parts: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor | None]]:
-        for part in parts:
-            batch, ahead = self._sent(part)
-            pieces = repeat(None) if ahead is None else ahead.split(self.micro_batch)
-            yield from zip(batch.split(self.micro_batch), pieces, strict=False)
-
-    def _pipelined(self, batch: Batch, ahead: Tensor | None) -> list[Tensor]:
+    def _pipelined(self, batch: Batch) -> list[Tensor]:
         ids = batch.input_ids
         if self._schedule is None or ids.shape != self._shape:
             from ..pipeline.runner import schedule_of_model  # imports torch's compiler: half a second
@@ -214,25 +201,28 @@ class TrainStep(Step):
         stage = self.model.stage
         # Every stage attends and rotates by position; the schedule cuts keywords too.
         keywords: dict[str, Any] = {} if batch.positions is None else {"positions": batch.positions}
-        if ahead is not None:
-            keywords["ahead"] = ahead[:, 0]
-        target = all_labels(batch.labels, ahead) if stage.last else None
+        if self._ahead is not None:
+            keywords["ahead"] = self._ahead[:, 0]
+        target = all_labels(batch.labels, self._ahead) if stage.last else None
         return self._schedule.step(*((ids,) if stage.first else ()), target=target, **keywords)[0]
 
-    def _agree(self, batch: Batch | BatchParts) -> BatchParts:
-        """Return the batch as parts, and count the labels of the whole step, at least 1; of the ranks that
-        share a data piece one counts. Raise ``BadInput`` as ``__call__`` says. The ranks agree on the host.
+    def _agree(self, batch: Batch) -> Batch:
+        """Return this context rank's chunks of the batch on the device, and count the labels of the whole
+        step, at least 1; of the ranks that share a data piece one counts. Raise ``BadInput`` as ``__call__``
+        says. The ranks agree on the host.
         """
         state, world, vocabulary = self.state, self.state.layout.world, self.model.config.vocab_size
         said, refusal = torch.zeros(5, dtype=torch.int64), None
         try:
-            parts = batch if isinstance(batch, BatchParts) else _one_part(batch)
-            rows = parts.rows
-            state.layout.check_length(parts.length, "recipe", "sequence_length")
+            if not isinstance(batch, Batch):
+                raise BadInput("batch", expected="a Batch", found=type(batch).__name__)
+            rows, length = batch.check_form().input_ids.shape
+            state.layout.check_length(length, "recipe", "sequence_length")
             self.check_samples(rows)
-            counts = state.counts_here and state.at.pipeline == state.context_index == 0
-            outside = isinstance(batch, Batch) and bool(batch.any_outside(vocabulary))
-            said = torch.tensor([parts.labels * counts, outside, has_gradients(self.model), rows, rows**2])
+            count = int(valid_tokens(batch.of_context(state).labels))
+            counted = count * (state.counts_here and state.at.pipeline == 0)
+            outside, stale = bool(batch.any_outside(vocabulary)), has_gradients(self.model)
+            said = torch.tensor([counted, outside, stale, rows, rows**2])
         except BadInput as error:
             refusal, said[1] = error, 1
         if world > 1:
@@ -241,8 +231,7 @@ class TrainStep(Step):
         if refusal is not None:
             raise refusal
         if unfit:
-            if isinstance(batch, Batch):
-                batch.check_ids(vocabulary)
+            batch.check_ids(vocabulary)
             raise BadInput(
                 "batch", expected="one that each rank can use", found="one that another rank refused"
             )
@@ -251,15 +240,10 @@ class TrainStep(Step):
         if stale:
             refuse_stale()
         self._tokens = said[0].clamp(min=1).to(state.device, non_blocking=True)
-        return parts
-
-
-def _one_part(batch: Batch) -> BatchParts:
-    """Return a batch that is there as its only part; ``BadInput`` for what is none."""
-    if not isinstance(batch, Batch):
-        raise BadInput("batch", expected="a Batch", found=type(batch).__name__)
-    rows, length = batch.check_form().input_ids.shape
-    return BatchParts(rows, length, int(valid_tokens(batch.labels)), iter([batch]))
+        if blocks := self.model.config.mtp_blocks:
+            ahead = tokens_ahead(batch, blocks).to(state.device, non_blocking=True)
+            self._ahead = cut_sequence(ahead, state, dim=3)
+        return batch.to(state.device).of_context(state)
 
 
 def _parts(x: Tensor, count: int) -> Sequence[Tensor]:

@@ -22,7 +22,8 @@ from ..checkpoints import (
     newest_checkpoint,
     restore_if_none,
 )
-from ..data.batch import BatchParts
+from ..data.batch import Batch
+from ..data.prefetch import Prefetch
 from ..layers import attention_backends
 from ..parallel_state import CollectiveOrder, NotTrained, ParallelState, fault, initialize, seed_of
 from ..parallel_state.engine import accelerator
@@ -38,7 +39,6 @@ from ..system import search_garbage_when_told
 from .adamw import set_learning_rate
 from .build import build, schedule_of
 from .lora import first_adapters
-from .micro_batches import MicroBatches
 from .not_finite import name_the_culprit
 from .progress_checks import check_progress, sample_order
 from .run_plan import RunPlan, agree_on_weights, check_run
@@ -77,12 +77,7 @@ class Trainer:
         self.terminal = Terminal(
             steps=recipe.steps, every=recipe.log_every, stop=recipe.stop_after, quiet=quiet or not self.first
         )
-        self.micro_batches = MicroBatches(
-            self.plan.batches,
-            state,
-            micro_batch=recipe.data.micro_batch,
-            vocab_size=self.plan.config.vocab_size,
-        )
+        self.batches = self.plan.batches
         parts = build(recipe, self.plan, state)
         self.model, self.optimizer, self.step = parts.model, parts.optimizer, parts.step
         self.update, self.schedule = parts.update, parts.schedule
@@ -110,11 +105,12 @@ class Trainer:
             done_so_far = f"step {start} of {self.recipe.steps} is done"
             until = "" if stop == self.recipe.steps else f", and stop_after is {stop}"
             self.terminal.say(f"nothing left to do: {done_so_far}{until}")
+        ahead, device = self.recipe.data.prefetch, self.state.device
         with (
             search_garbage_when_told() as search_garbage,
             self._comparing(),
             self.watchers.running(start),
-            self.micro_batches.running(start, stop, ahead=self.recipe.data.prefetch) as batch_of,
+            Prefetch(self._batch, start, stop, ahead=ahead, device=device) as batch_of,
             self._saver() as saver,
             self._said_at_once(),
         ):
@@ -244,7 +240,12 @@ class Trainer:
         self.watchers.began(0)
         return 0
 
-    def _one_step(self, number: int, batch_of: Callable[[int], BatchParts]) -> StepMetrics:
+    def _batch(self, number: int) -> Batch:
+        """Check the batch here, on the host, before it is copied to a device that could only stop with it."""
+        batch = self.batches.batch(number, self.state.data_index, self.state.layout.data)
+        return batch.check_ids(self.plan.config.vocab_size)
+
+    def _one_step(self, number: int, batch_of: Callable[[int], Batch]) -> StepMetrics:
         recipe, state = self.recipe, self.state
         began = time.perf_counter()
         self._at("step", number + 1)
@@ -262,7 +263,7 @@ class Trainer:
             raise NotTrained(f"step {number + 1}: {error}") from error
         if updated.fatal:
             torch.manual_seed(random_seed(recipe.seed, number, state))
-            name_the_culprit(self.model, number + 1, self.watchers.forward, self.micro_batches.batch(number))
+            name_the_culprit(self.model, number + 1, self.watchers.forward, batch.to(state.device))
         seconds = time.perf_counter() - began
         tokens, even = recipe.data.global_batch * recipe.data.sequence_length, updated.balance
         return StepMetrics(

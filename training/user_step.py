@@ -111,7 +111,7 @@ class ModuleStep(Step):
             if self.state.layout.pipeline > 1:
                 self._pipelined(samples, parts)
             else:
-                self.accumulate(parts, len(parts), self._loss_of)
+                self.accumulate(parts, self._loss_of)
         total, count, counts = self._totals()
         self.refuse(total / count, counts)
         self.gradients.finalize(reduce=self.reduce)
