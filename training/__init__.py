@@ -10,10 +10,11 @@ from .evaluation import Evaluator
 from .learning_rate import Schedule
 from .precision import Precision
 from .run_plan import RunPlan, check_run
+from .samples import shard_batch
 from .step import TrainStep
 from .supervised import run
 from .trainer import Trainer
-from .user_step import ModuleStep, own_samples
+from .user_step import ModuleStep
 from .zero_on_fsdp import shard_over_data
 
 __all__ = [
@@ -26,7 +27,7 @@ __all__ = [
     "Trainer",
     "check_run",
     "make_adamw",
-    "own_samples",
     "run",
+    "shard_batch",
     "shard_over_data",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +27,12 @@ from .base_step import Step, refuse_stale
 from .compute_weights import computing
 from .evaluation import evaluating
 from .loss_contract import is_mean, refuse_mean, sum_and_count
+from .samples import Samples, count_samples, some_samples
 
 if TYPE_CHECKING:
     from ..pipeline.runner import Pipeline
     from ..pipeline.user_stages import ModuleStages
 
-#: Tensors by name, each with the samples on dim 0.
-Samples = Mapping[str, Tensor]
 #: From what the model gives, and the samples, to the *sum* of the losses and how many they are. What names
 #: ``state`` is given it as a keyword too.
 SumAndCount = Callable[..., tuple[Tensor, Tensor | int]]
@@ -101,7 +100,7 @@ class ModuleStep(Step):
         parts_of(model, self.state)
 
     def __call__(self, samples: Samples) -> Tensor:
-        """Run forward and backward of this data rank's ``samples`` (``own_samples``).
+        """Run forward and backward of this data rank's ``samples`` (``shard_batch``).
 
         Returns the mean, alike on every rank. Gradients that an earlier step left are refused; zeros are not.
         """
@@ -136,7 +135,7 @@ class ModuleStep(Step):
                 raise BadInput(
                     "batch", "samples", expected="the same number on each data rank",
                     found=f"from {least} to {most}",
-                    todo="own_samples cuts a whole batch into equal pieces",
+                    todo="shard_batch cuts a whole batch into equal pieces",
                 )  # fmt: skip
         if stale:
             refuse_stale()
@@ -168,10 +167,7 @@ class ModuleStep(Step):
         """Return the micro-batches, in order."""
         count = count_samples(samples)
         self.check_samples(count)
-        return [
-            {name: one[start : start + self.micro_batch] for name, one in samples.items()}
-            for start in range(0, count, self.micro_batch)
-        ]
+        return [some_samples(samples, start, self.micro_batch) for start in range(0, count, self.micro_batch)]
 
     def _keywords(self, samples: Samples) -> dict[str, Any]:
         """Return the samples' tensors that ``forward`` takes by name."""
@@ -231,37 +227,6 @@ class ModuleStep(Step):
             found = f"{counted:g} in all"
             raise BadInput("step", "loss", expected="counts that are finite and not below 0", found=found)
         return total, torch.where(count == 0, 1.0, count), counts
-
-
-def own_samples(samples: Samples, state: ParallelState | None = None) -> Samples:
-    """Return this data rank's equal piece of a whole batch; raise ``BadInput`` if it cannot be cut evenly."""
-    state = alone_or(state)
-    found, data = count_samples(samples), state.layout.data
-    if found % data:
-        raise BadInput("batch", "samples", expected=f"a multiple of data={data}", found=found)
-    each = found // data
-    return {
-        name: one[state.data_index * each : (state.data_index + 1) * each] for name, one in samples.items()
-    }
-
-
-def count_samples(samples: Samples) -> int:
-    """Return the number of samples; ``BadInput`` if there are none, or if tensors differ in this number."""
-    for name, one in samples.items():
-        if not isinstance(one, Tensor) or not one.ndim:
-            found = f"{type(one).__name__}" if not isinstance(one, Tensor) else "a tensor without dims"
-            raise BadInput(
-                "batch", name, expected="a tensor with the samples on dim 0", found=found,
-                todo="Give it a row for each sample; one value for all belongs to the model or the loss",
-            )  # fmt: skip
-    counts = {name: len(one) for name, one in samples.items()}
-    if len(set(counts.values())) != 1:
-        raise BadInput(
-            "batch", expected="tensors with the same number of samples on dim 0", found=counts or "none"
-        )
-    if not (count := next(iter(counts.values()))):
-        raise BadInput("batch", "samples", expected="at least one", found=count)
-    return count
 
 
 def named_by(model: nn.Module) -> Callable[[str], bool]:

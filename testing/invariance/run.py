@@ -25,7 +25,8 @@ from ...parallel_state import (
 from ...parallel_state.engine import local_data
 from ...ranks.pickling import FunctionName, unpack
 from ...training.precision import Precision
-from ...training.user_step import ModuleStep, Samples, own_samples
+from ...training.samples import Samples, shard_batch
+from ...training.user_step import ModuleStep
 from ...training.zero_on_fsdp import shard_over_data, stacks_of_experts
 from ..layouts import Observation, observe, roughen
 from ..recorder import Recorder, Seen
@@ -124,7 +125,7 @@ def run_trial(
         if write is not None:
             save_module(write, model, optimizer, step=trial.steps, state=here)
 
-    batches = [batch if layout is None else own_samples(batch, state)] * trial.steps
+    batches = [batch if layout is None else shard_batch(batch, state)] * trial.steps
     witnessed.run = observe(
         lambda: (model, once), batches, state, lr=trial.lr, clip=clip, strict=False, then=keep
     )

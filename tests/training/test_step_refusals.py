@@ -9,7 +9,7 @@ from torch import nn
 from trilith.layers import ColumnParallelLinear, VocabParallelEmbedding
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.testing import run_parallel
-from trilith.training import ModuleStep, Precision, own_samples, shard_over_data
+from trilith.training import ModuleStep, Precision, shard_batch, shard_over_data
 
 
 class Given(nn.Module):
@@ -102,7 +102,7 @@ def stepped(why, says, loss=squares, samples=None, micro_batch=2, **options):
 def stacked(why, says, **changes):
     """A batch of which not every value has a sample in each row, however it is used."""
     step, samples = ModuleStep(Given(), squares, micro_batch=2), {**X, **changes}
-    uses = {"step": step, "evaluate": step.evaluate, "own_samples": own_samples}
+    uses = {"step": step, "evaluate": step.evaluate, "shard_batch": shard_batch}
     return [Refused(f"{why}-{use}", lambda _, c=call: c(samples), says) for use, call in uses.items()]
 
 
@@ -153,7 +153,7 @@ test_what_a_step_cannot_train_is_refused = refusals(
     *stacked("fewer", "batch: expected tensors with the same number of samples", y=torch.zeros(3, 3)),
     under(
         Layout(data_replicate=3),
-        lambda state: own_samples(X, state),
+        lambda state: shard_batch(X, state),
         "samples-for-3-ranks",
         "a multiple of data=3, found 4",
     ),

@@ -5,7 +5,7 @@ from torch import nn
 from trilith.layers import MLP, LayerNorm
 from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize
 from trilith.testing import run_parallel
-from trilith.training import ModuleStep, Precision, make_adamw, own_samples, shard_over_data
+from trilith.training import ModuleStep, Precision, make_adamw, shard_batch, shard_over_data
 from trilith.training.zero_on_fsdp import find_blocks
 
 LAYOUTS = (
@@ -56,7 +56,7 @@ def train(layouts):
         step, optimizer = ModuleStep(model, loss, micro_batch=1, state=state), make_adamw(model, lr=1e-2)
         curve = []
         for _ in range(3):
-            mean = step(own_samples(batch(), state))
+            mean = step(shard_batch(batch(), state))
             norm = clip_gradients(model, 0.1, state=state)
             optimizer.step()
             optimizer.zero_grad()
