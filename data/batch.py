@@ -39,6 +39,10 @@ class Batch(NamedTuple):
         positions = None if self.positions is None else change(self.positions)
         return Batch(change(self.input_ids), change(self.labels), positions)
 
+    def samples(self) -> dict[str, Tensor]:
+        """Return the tensors by name, as a step takes them; ``positions`` if there are some."""
+        return {name: tensor for name, tensor in self._asdict().items() if tensor is not None}
+
     def check_form(self) -> Batch:
         """Return the batch; raise ``BadInput`` unless it holds whole rows of integers, all of one shape."""
         shape = self.input_ids.shape if isinstance(self.input_ids, Tensor) else ()

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ..data.batch import Batch
-from ..layers import Stage
 from ..models import CausalLM
 from ..parallel_state.engine import is_sharded
-from ..pipeline import through_stages
+from ..pipeline import Stages
 from .compute_weights import computing
 
 
@@ -36,27 +35,14 @@ class ForwardOnly:
         On the last stage ``each(given, labels)`` is called for each micro-batch, with the output of
         ``CausalLM``.
         """
+        stages = Stages(self.model, self.model.state, dtype=self.dtype)
         with computing(self.model):
             for part in batch.of_context(self.model.state).split(self.micro_batch):
-                self._micro_batch(part, each)
+                samples = part.samples()
+                stages.fit(samples)
+                output = stages.forward(samples)
+                if output is not None:
+                    each(output, part.labels)
         for module in self.model.modules():
             if is_sharded(module):  # no backward comes that would drop the gathered weights
                 module.reshard()
-
-    def _micro_batch(self, part: Batch, each: Callable[[Tensor, Tensor], None]) -> None:
-        state, (samples, length) = self.model.state, part.input_ids.shape
-        here = length // state.tensor_size if state.sequence else length
-
-        def run(stage: Stage, x: Tensor) -> Tensor:
-            out: Tensor = self.model(x, part.positions, stage=stage)
-            return out
-
-        out = through_stages(
-            self.model,
-            part.input_ids,
-            run,
-            shape=(samples, here, self.model.config.hidden_size),
-            dtype=self.dtype,
-        )
-        if out is not None:
-            each(out, part.labels)

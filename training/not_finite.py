@@ -80,7 +80,7 @@ def looking(model: CausalLM) -> Iterator[list[Origin]]:
     first = model.stage.parts[0].number
 
     def begin(module: nn.Module, inputs: Any, told: dict[str, Any]) -> None:
-        count["stage"] = told["stage"].number
+        count["stage"] = (told.get("stage") or model.stage).number
         count["micro_batches"] += count["stage"] == first
         count["outputs"] = 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +19,9 @@ from ..layers import (
 )
 from ..models import CausalLM
 from ..parallel_state import BadInput, has_gradients
+from ..pipeline import Stages
 from .base_step import Step, refuse_stale
 from .compute_weights import computing
-
-if TYPE_CHECKING:
-    from ..pipeline.runner import Pipeline
 
 
 class TrainStep(Step):
@@ -59,7 +56,7 @@ class TrainStep(Step):
         self.label_smoothing, self.z_loss, self.dtype = label_smoothing, z_loss, dtype
         self.loss_chunk, self.loss_sums, self._scale = loss_chunk, loss_sums, 1.0
         self.compiled_loss, self.mtp = compiled_loss, mtp
-        self._schedule: Pipeline | None = None
+        self._stages: Stages | None = None
         self._shape: torch.Size | None = None
         self._tokens = torch.ones(())
         #: What blocks of multi-token prediction are given, of this rank's batch.
@@ -185,26 +182,20 @@ class TrainStep(Step):
         return self.loss(output, all_labels(batch.labels, ahead))
 
     def _pipelined(self, batch: Batch) -> list[Tensor]:
-        ids = batch.input_ids
-        if self._schedule is None or ids.shape != self._shape:
-            from ..pipeline.runner import schedule_of_model  # imports torch's compiler: half a second
-
-            self._schedule = schedule_of_model(
-                self.model,
-                self.loss,
-                name=self.schedule_name,
-                microbatches=len(ids) // self.micro_batch,
-                shape=(self.micro_batch, ids.shape[1]),
-                dtype=self.dtype,
-            )
-            self._shape = ids.shape
-        stage = self.model.stage
-        # Every stage attends and rotates by position; the schedule cuts keywords too.
-        keywords: dict[str, Any] = {} if batch.positions is None else {"positions": batch.positions}
+        ids, samples, losses = batch.input_ids, batch.samples(), []
         if self._ahead is not None:
-            keywords["ahead"] = self._ahead[:, 0]
-        target = all_labels(batch.labels, self._ahead) if stage.last else None
-        return self._schedule.step(*((ids,) if stage.first else ()), target=target, **keywords)[0]
+            samples["ahead"] = self._ahead[:, 0]
+        if self._stages is None or ids.shape != self._shape:
+            self._stages, self._shape = Stages(self.model, self.state, dtype=self.dtype), ids.shape
+            self._stages.fit({name: x[: self.micro_batch] for name, x in samples.items()})
+        targets = all_labels(batch.labels, self._ahead)
+
+        def loss_of(output: Tensor, start: int) -> Tensor:
+            losses.append(self.loss(output, targets[start : start + self.micro_batch]))
+            return losses[-1]
+
+        self._stages.train(samples, loss_of, schedule=self.schedule_name, micro_batch=self.micro_batch)
+        return [loss.detach() for loss in losses]
 
     def _agree(self, batch: Batch) -> Batch:
         """Return this context rank's chunks of the batch on the device, and count the labels of the whole

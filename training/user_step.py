@@ -6,14 +6,13 @@ import inspect
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..layers import routers
-from ..layers.host_copies import on_host, send
 from ..parallel_state import (
     BadInput,
     ParallelState,
@@ -22,16 +21,12 @@ from ..parallel_state import (
     has_gradients,
 )
 from ..parallel_state.engine import fsdp_modules
-from ..pipeline import check_schedule, schedule_kind
+from ..pipeline import Stages, check_schedule, schedule_kind
 from .base_step import Step, refuse_stale
 from .compute_weights import computing
 from .evaluation import evaluating
 from .loss_contract import is_mean, refuse_mean, sum_and_count
 from .samples import Samples, count_samples, some_samples
-
-if TYPE_CHECKING:
-    from ..pipeline.runner import Pipeline
-    from ..pipeline.user_stages import ModuleStages
 
 #: From what the model gives, and the samples, to the *sum* of the losses and how many they are. What names
 #: ``state`` is given it as a keyword too.
@@ -73,10 +68,7 @@ class ModuleStep(Step):
         self.model = model
         wants = "state" in inspect.signature(loss).parameters
         self.loss: SumAndCount = partial(loss, state=state) if wants else loss
-        self._names, self._schedule_name = named_by(model), schedule
-        self._schedule: Pipeline | None = None
-        self._shapes: dict[str, torch.Size] = {}
-        self._samples: Samples = {}
+        self._schedule_name, self._shapes = schedule, dict[str, torch.Size]()
         self._sums: list[tuple[Tensor, Tensor | int]] = []
         #: True if the loss was found to be a mean; ``None`` while no step could tell.
         self._mean: bool | None = None
@@ -95,9 +87,7 @@ class ModuleStep(Step):
                     todo="Use bias_corrected routers and Balancing, or a step of your own",
                 )  # fmt: skip
         check_schedule(schedule, layout, schedule_kind(schedule).least_micro_batches(layout.pipeline))
-        from ..pipeline.user_stages import parts_of  # imports torch's compiler: half a second
-
-        parts_of(model, self.state)
+        self.stages = Stages(model, self.state)
 
     def __call__(self, samples: Samples) -> Tensor:
         """Run forward and backward of this data rank's ``samples`` (``shard_batch``).
@@ -108,7 +98,7 @@ class ModuleStep(Step):
         parts, self._sums = self._cut(samples), []
         with computing(self.model):
             if self.state.layout.pipeline > 1:
-                self._pipelined(samples, parts)
+                self._pipelined(samples)
             else:
                 self.accumulate(parts, self._loss_of)
         total, count, counts = self._totals()
@@ -140,7 +130,7 @@ class ModuleStep(Step):
         if stale:
             refuse_stale()
         if changed:
-            self._schedule = None
+            self.stages.fit(some_samples(samples, 0, self.micro_batch))
 
     @torch.no_grad()
     def evaluate(self, samples: Samples) -> Tensor:
@@ -151,12 +141,11 @@ class ModuleStep(Step):
         """
         parts, self._sums = self._cut(samples), []
         with evaluating(self.model), computing(self.model):
-            # The stages are tried anew: what travelled in training may have had another shape.
-            stages = self._stages(parts[0]) if self.state.layout.pipeline > 1 else None
+            stages = Stages(self.model, self.state)  # other shapes may travel than in training
+            stages.fit(parts[0])
             for part in parts:
-                keywords = self._keywords(part)
-                output = self.model(**keywords) if stages is None else stages.forward_only(keywords)
-                if stages is None or self._has_last_stage:
+                output = stages.forward(part)
+                if stages.has_last:
                     self._loss(output, part)
         for module in fsdp_modules(self.model):  # no backward comes that would drop the gathered weights
             module.reshard()
@@ -169,40 +158,14 @@ class ModuleStep(Step):
         self.check_samples(count)
         return [some_samples(samples, start, self.micro_batch) for start in range(0, count, self.micro_batch)]
 
-    def _keywords(self, samples: Samples) -> dict[str, Any]:
-        """Return the samples' tensors that ``forward`` takes by name."""
-        return {name: one for name, one in samples.items() if self._names(name)}
-
-    def _stages(self, part: Samples) -> ModuleStages:
-        from ..pipeline.user_stages import ModuleStages
-
-        return ModuleStages(self.model, self.state, self._keywords(part), samples=self.micro_batch)
-
-    @property
-    def _has_last_stage(self) -> bool:
-        return self.state.layout.stages - 1 in self.state.layout.stages_of(self.state.at.pipeline)
-
-    def _pipelined(self, samples: Samples, parts: list[Samples]) -> None:
-        """Run the schedule. It cuts numbers of samples, by which the loss finds the samples."""
-        if self._schedule is None:
-            stages = self._stages(parts[0])
-            name, count = self._schedule_name, len(parts)
-            self._schedule = stages.schedule(self._loss_of_numbers, name=name, microbatches=count)
-        state = self.state
-        numbers = send(torch.arange(count_samples(samples)), state.device)
-        first_stage = 0 in state.layout.stages_of(state.at.pipeline)
-        target = numbers if self._has_last_stage else None
-        self._samples = samples
-        self._schedule.step(*(numbers,) * first_stage, target=target, **self._keywords(samples))
-
     def _loss_of(self, part: Samples) -> Tensor:
-        return self._loss(self.model(**self._keywords(part)), part)
+        return self._loss(self.stages.forward(part), part)
 
-    def _loss_of_numbers(self, output: Any, numbers: Tensor) -> Tensor:
-        here = on_host(numbers)
-        start = int((numbers if here is None else here)[0])  # a schedule cuts them in order
-        rows = slice(start, start + len(numbers))
-        return self._loss(output, {name: one[rows] for name, one in self._samples.items()})
+    def _pipelined(self, samples: Samples) -> None:
+        def loss_of(output: Any, start: int) -> Tensor:
+            return self._loss(output, some_samples(samples, start, self.micro_batch))
+
+        self.stages.train(samples, loss_of, schedule=self._schedule_name, micro_batch=self.micro_batch)
 
     def _loss(self, output: Any, part: Samples) -> Tensor:
         """Return the sum of a micro-batch's losses, and note it, with its count, for the end of the step."""
@@ -227,12 +190,3 @@ class ModuleStep(Step):
             found = f"{counted:g} in all"
             raise BadInput("step", "loss", expected="counts that are finite and not below 0", found=found)
         return total, torch.where(count == 0, 1.0, count), counts
-
-
-def named_by(model: nn.Module) -> Callable[[str], bool]:
-    """Tell whether ``forward`` takes a keyword of this name."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        return lambda name: True
-    names = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
-    return names.__contains__

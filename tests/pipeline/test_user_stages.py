@@ -19,7 +19,8 @@ from trilith.layers import (
 )
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.pipeline.driver import StageModule
-from trilith.pipeline.runner import Travels, make_schedule
+from trilith.pipeline.relay import Travels
+from trilith.pipeline.runner import make_schedule
 from trilith.testing import LayoutVariance, RankError, assert_layout_invariant, run_parallel
 from trilith.training import ModuleStep, Precision, shard_over_data
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from trilith.parallel_state import Layout
 from trilith.pipeline import SCHEDULE_NAMES, runner
-from trilith.pipeline.runner import Travels
+from trilith.pipeline.relay import Travels
 from trilith.recipes.sections import MemorySection
 from trilith.simulation import WAITS, Wait, simulated_rank
 from trilith.simulation.backend import FakeTensor, Module, register
