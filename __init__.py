@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from .recipes import Recipe, load_recipe
     from .testing import assert_layout_invariant, run_parallel
     from .training import (
-        ModuleStep,
+        FunctionLoss,
         Precision,
+        Step,
+        TokenLoss,
         Trainer,
-        TrainStep,
+        Update,
         make_adamw,
         run,
         shard_batch,
@@ -30,14 +32,16 @@ if TYPE_CHECKING:
 __all__ = [
     "CausalLM",
     "ColumnParallelLinear",
+    "FunctionLoss",
     "Layout",
-    "ModuleStep",
     "ParallelState",
     "Precision",
     "Recipe",
     "RowParallelLinear",
-    "TrainStep",
+    "Step",
+    "TokenLoss",
     "Trainer",
+    "Update",
     "assert_layout_invariant",
     "clip_gradients",
     "convert",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..layers import Stage
-from ..parallel_state import BadInput, ParallelState, PeerFailed
+from ..parallel_state import BadInput, ParallelState, PeerFailed, seed_of
 from ..parallel_state.engine import accelerator, is_sharded
 from .relay import Travels, through_stages
 
@@ -53,6 +53,9 @@ class Stages:
         self._outputs: list[StageOutput] = []
         #: From the tensors of the last stage to the model's output.
         self._joined: Callable[[tuple[Tensor, ...]], Any] = tuple
+        #: What the random numbers of the next runs follow from, if anything; the runs of each stage since.
+        self._seed: int | None = None
+        self._runs: dict[int, int] = {}
         #: The schedule for such micro-batches; the loss of the step that runs.
         self._pipeline: Pipeline | None = None
         self._loss: Callable[[Any, int], Tensor] | None = None
@@ -61,6 +64,13 @@ class Stages:
     def states_shapes(self) -> bool:
         """Tell whether ``fit`` is told all shapes, without a trial run."""
         return self.state.layout.pipeline == 1 or hasattr(self.model, "hidden_shape")
+
+    def seed_runs(self, seed: int) -> None:
+        """Let the random numbers of each later run of a stage follow from ``seed`` and the run's number.
+
+        Runs through a stage's micro-batches then draw the same masks again, in whatever order stages run.
+        """
+        self._seed, self._runs = seed, dict.fromkeys(self.parts, 0)
 
     def fit(self, micro_batch: Samples) -> None:
         """Prepare for micro-batches of these shapes. Collective over all ranks, for a trial run."""
@@ -172,6 +182,9 @@ class Stages:
         samples: Samples,
         more: Mapping[str, Any] | None = None,
     ) -> Any:
+        if self._seed is not None:
+            torch.manual_seed(seed_of(self._seed, "stage", number, self._runs[number]))
+            self._runs[number] += 1
         keywords: dict[str, Any] = {name: sample for name, sample in samples.items() if self._takes(name)}
         if (part := self.parts[number]) is not None:
             keywords["stage"] = part
@@ -187,6 +200,7 @@ class Stages:
                 torch.zeros(sent.shape, dtype=sent.dtype, device=device)
                 for sent in (self._outputs[number - 1] if number else ())
             ]
+            self._seed = None
             output = self._run(number, tuple(zeros), samples)
         last = number == self.state.layout.stages - 1
         if isinstance(output, dict) and not last:

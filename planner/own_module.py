@@ -21,7 +21,7 @@ from .stage_costs import Pieces, StageCost, stage_costs
 from .step_shape import Work
 from .without_numbers import device_of, empty, shapes_only
 
-#: ``loss(output, samples)`` returns the sum of the losses and how many they are, as ``ModuleStep`` asks.
+#: ``loss(output, samples)`` returns the sum of the losses and how many they are, as ``Step`` asks.
 Loss = Callable[..., Any]
 
 
@@ -54,7 +54,7 @@ def module_stage(
         raise BadInput(
             "plan", "samples" if samples is None else "loss",
             expected="the samples and the loss of a step, which a plan traces", found="none",
-            todo="plan_memory(work, model, samples=batch, loss=loss) takes what ModuleStep takes",
+            todo="plan_memory(work, model, samples=batch, loss=loss) takes what Step takes",
         )  # fmt: skip
     whole = Piece(partial(_take, work, model, samples, loss if last else None, first))
     nothing = Piece(lambda mode, in_two: Trace(kept=0, made=0, forward=0, weights=0), what="loss")
@@ -103,7 +103,7 @@ def _take(
 
 
 def _wanted(loss: Loss, work: Work) -> Loss:
-    """Return the loss, which may ask for the state, as in ``ModuleStep``."""
+    """Return the loss, which may ask for the state, as in ``Step``."""
     takes = "state" in inspect.signature(loss).parameters
     return partial(loss, state=work.state) if takes else loss
 

@@ -118,6 +118,8 @@ class RankParameters:
     ends: tuple[Group, ...] = ()
     exit: int = 0
     tied: int = 0
+    #: Terms of the loss of the model: of the next token, and of multi-token prediction if there is some.
+    terms: int = 1
     #: The groups of blocks by their numbers, where every block was counted.
     numbered: Mapping[int, Group] = field(default_factory=dict, compare=False, repr=False)
     #: Answers of ``shared_bytes``, which a search asks for often.
@@ -193,7 +195,8 @@ def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
         found[places.get(number, -1)].append(group)
     stages = tuple(tuple(Counter(one).items()) for one in found)
     ends = (first, last) if model.stage.first and model.stage.last else ()
-    return RankParameters(root, stages, ends, last.trained, numbered=numbered)
+    terms = 1 + (model.config.mtp_blocks > 0)
+    return RankParameters(root, stages, ends, last.trained, terms=terms, numbered=numbered)
 
 
 def _ends(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch.distributed as dist
 from torch import Tensor
 
+from ..layers import cut_sequence
+from ..layers.host_copies import change_alike
 from ..parallel_state import BadInput, ParallelState, alone_or
 
 #: Tensors by name, each with the samples on dim 0.
@@ -43,3 +46,28 @@ def shard_batch(samples: Samples, state: ParallelState | None = None) -> dict[st
     if count % data:
         raise BadInput("batch", "samples", expected=f"a multiple of data={data}", found=count)
     return some_samples(samples, state.data_index * (count // data), count // data)
+
+
+def cut_over_context(samples: Samples, dims: Mapping[str, int], state: ParallelState) -> dict[str, Tensor]:
+    """Return this context rank's chunks of the samples that have a dim of the sequence, and others whole."""
+
+    def cut(name: str, sample: Tensor) -> Tensor:
+        if state.context_size == 1 or name not in dims:
+            return sample
+        return change_alike(lambda x: cut_sequence(x, state, dim=dims[name]), sample)
+
+    return {name: cut(name, sample) for name, sample in samples.items()}
+
+
+def rows_of_step(rows: Tensor, state: ParallelState) -> tuple[Tensor, slice]:
+    """Return the rows of all data ranks, in their order, and which of them are this rank's.
+
+    Collective over the data ranks.
+    """
+    first, rows = state.data_index * len(rows), rows.contiguous()
+    mine = slice(first, first + len(rows))
+    if state.layout.data == 1:
+        return rows, mine
+    everyone = rows.new_empty(state.layout.data * len(rows), *rows.shape[1:])
+    dist.all_gather_into_tensor(everyone, rows, group=state.data_group)
+    return everyone, mine

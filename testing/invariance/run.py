@@ -26,7 +26,7 @@ from ...parallel_state.engine import local_data
 from ...ranks.pickling import FunctionName, unpack
 from ...training.precision import Precision
 from ...training.samples import Samples, shard_batch
-from ...training.user_step import ModuleStep
+from ...training.step import Step
 from ...training.zero_on_fsdp import shard_over_data, stacks_of_experts
 from ..layouts import Observation, observe, roughen
 from ..recorder import Recorder, Seen
@@ -107,7 +107,7 @@ def run_trial(
     stages = state.layout
     schedule = "zbv" if stages.v_shape else "interleaved" if stages.virtual_stages > 1 else "1f1b"
     schedule = trial.schedule or schedule
-    step = ModuleStep(model, loss, micro_batch=trial.micro_batch, schedule=schedule, state=here)
+    step = Step(model, loss, micro_batch=trial.micro_batch, schedule=schedule, state=here)
 
     def once(samples: Samples) -> Tensor:
         loss = step(samples)

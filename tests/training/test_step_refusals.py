@@ -1,4 +1,4 @@
-"""Check what ``ModuleStep`` refuses, on every rank alike, because it would silently train other numbers."""
+"""Check what ``Step`` refuses, on every rank alike, because it would silently train other numbers."""
 
 import math
 
@@ -9,7 +9,7 @@ from torch import nn
 from trilith.layers import ColumnParallelLinear, VocabParallelEmbedding
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.testing import run_parallel
-from trilith.training import ModuleStep, Precision, shard_batch, shard_over_data
+from trilith.training import Precision, Step, shard_batch, shard_over_data
 
 
 class Given(nn.Module):
@@ -32,7 +32,7 @@ X = {"x": torch.arange(16.0).view(4, 4)}
 
 def test_gradients_of_an_earlier_step_are_refused_and_zeros_are_not():
     model = Given()
-    step = ModuleStep(model, squares, micro_batch=2)
+    step = Step(model, squares, micro_batch=2)
     first = step(X)
     expected = model.linear.weight.grad
     assert expected is not None
@@ -52,7 +52,7 @@ def stale_on_the_last_rank(layout):
     state = ParallelState.start(layout)
     model = shard_over_data(Given(), state, Precision())
     initialize(model, 1, state=state)
-    step = ModuleStep(model, squares, micro_batch=2, state=state)
+    step = Step(model, squares, micro_batch=2, state=state)
     step(X)
     if state.rank == 0:
         model.zero_grad()
@@ -83,7 +83,7 @@ def test_a_mean_is_refused_however_the_model_s_output_is_packed(how, call):
         return of(given).square().sum(), len(of(given))
 
     for loss in (total, mean):
-        step = ModuleStep(Given(pack), loss, micro_batch=2)
+        step = Step(Given(pack), loss, micro_batch=2)
         run = step if call == "step" else step.evaluate
         if loss is total:
             run(X)
@@ -94,14 +94,12 @@ def test_a_mean_is_refused_however_the_model_s_output_is_packed(how, call):
 
 def stepped(why, says, loss=squares, samples=None, micro_batch=2, **options):
     """A step that is made and called."""
-    return Refused(
-        why, lambda _: ModuleStep(Given(), loss, micro_batch=micro_batch, **options)(samples or X), says
-    )
+    return Refused(why, lambda _: Step(Given(), loss, micro_batch=micro_batch, **options)(samples or X), says)
 
 
 def stacked(why, says, **changes):
     """A batch of which not every value has a sample in each row, however it is used."""
-    step, samples = ModuleStep(Given(), squares, micro_batch=2), {**X, **changes}
+    step, samples = Step(Given(), squares, micro_batch=2), {**X, **changes}
     uses = {"step": step, "evaluate": step.evaluate, "shard_batch": shard_batch}
     return [Refused(f"{why}-{use}", lambda _, c=call: c(samples), says) for use, call in uses.items()]
 
@@ -112,7 +110,7 @@ def under(layout, call, why, says):
 
 
 def at_once(state):
-    return ModuleStep(Given(), squares, micro_batch=1, state=state)
+    return Step(Given(), squares, micro_batch=1, state=state)
 
 
 ROWS, SEQUENCE = "a tensor with the samples on dim 0, found", Layout.of(tensor=2, sequence=True)
