@@ -84,6 +84,8 @@ class Step:
         least = schedule_kind(schedule).least_micro_batches(self.state.layout.pipeline)
         check_schedule(schedule, self.state.layout, least)
         self.stages = Stages(model, self.state, dtype=self.dtype)
+        if self.loss.collect is not None and self.state.layout.data > 1:
+            _ = self.state.data_group  # every rank makes it; those of the last stage use it
         #: Of earlier steps: the shapes of samples, and what was found out about the loss.
         self._shapes: dict[str, torch.Size] = {}
         self._faulty: Sequence[bool] | None = None
