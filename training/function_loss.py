@@ -49,6 +49,12 @@ class FunctionLoss(Loss):
         self.function, self.stated_count, self.sequence = function, count, sequence or {}
         self.counts_first = count is not None
 
+    def for_state(self, state: ParallelState) -> FunctionLoss:
+        if "state" not in inspect.signature(self.function).parameters:
+            return self
+        function = partial(self.function, state=state)
+        return FunctionLoss(function, count=self.stated_count, sequence=self.sequence)
+
     def count(self, samples: Samples) -> Mapping[str, Tensor | float]:
         assert self.stated_count is not None, "this loss counts afterwards"
         return {"loss": self.stated_count(samples)}
@@ -74,15 +80,10 @@ class FunctionLoss(Loss):
 
 
 def as_loss(loss: Any, state: ParallelState) -> Loss:
-    """Return a ``Loss``: the object itself, or a function's, which is given ``state`` if it names it."""
+    """Return the loss of a rank, from a ``Loss`` or from a function."""
     if not callable(loss):
         raise BadInput("step", "loss", expected="a Loss, or a function", found=type(loss).__name__)
-    loss = loss if isinstance(loss, Loss) else FunctionLoss(loss)
-    if isinstance(loss, FunctionLoss) and "state" in inspect.signature(loss.function).parameters:
-        function = partial(loss.function, state=state)
-        loss = FunctionLoss(function, count=loss.stated_count, sequence=loss.sequence)
-    assert isinstance(loss, Loss)
-    return loss
+    return (loss if isinstance(loss, Loss) else FunctionLoss(loss)).for_state(state)
 
 
 def sum_and_count(returned: Any) -> tuple[Tensor, Tensor | float]:

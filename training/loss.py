@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from ..parallel_state import BadInput
+from ..parallel_state import BadInput, ParallelState
 from .samples import Samples
 
 #: A scalar tensor for each term, by its name.
@@ -69,6 +69,10 @@ class Loss:
     #: For a loss that compares all rows of the step: a function of a micro-batch's output and samples, which
     #: returns a row for each sample. It is called in a forward without gradients that runs first.
     collect: Callable[[Any, Samples], Tensor] | None = None
+
+    def for_state(self, state: ParallelState) -> Loss:
+        """Return the loss for a rank; a function that names ``state`` is given it."""
+        return self
 
     def prepare(self, batch: Any) -> Samples:
         """Check a data rank's whole rows on the host, and return them with what else the step needs.

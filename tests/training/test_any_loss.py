@@ -21,7 +21,7 @@ from trilith.layers import IGNORE
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.testing import run_parallel
 from trilith.testing.layouts import assemble, differences
-from trilith.training import FunctionLoss, Step
+from trilith.training import FunctionLoss, Step, Update, make_adamw
 
 #: What sums of rows differ by: margins are small differences of large sums.
 BOUNDS = {"preference": 1e-9, "contrast": 1e-10, "routers": 1e-10}
@@ -126,6 +126,15 @@ def test_a_loss_scale_changes_no_bit_of_a_loss_or_of_a_gradient_in_fp64(count):
         found.append((loss, model.linear.weight.grad / scale))
         model.zero_grad()
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_an_update_refuses_a_mean_before_anything_moves():
+    model = Sine()
+    step = Step(model, lambda y, samples: (y.square().mean(), y.numel()), micro_batch=2)
+    update, before = Update(model, make_adamw(model, lr=0.1), clip=1.0), model.linear.weight.detach().clone()
+    with pytest.raises(BadInput, match="found a mean"):
+        update(step.launch({"x": torch.arange(16.0, dtype=torch.float64).view(4, 4)}))
+    assert torch.equal(model.linear.weight, before) and update.made == 0
 
 
 def test_a_stated_count_that_is_another_than_the_function_s_is_refused():
