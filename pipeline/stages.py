@@ -65,8 +65,9 @@ class Stages:
         """Tell whether ``fit`` is told all shapes, without a trial run."""
         return self.state.layout.pipeline == 1 or hasattr(self.model, "hidden_shape")
 
-    def seed_runs(self, seed: int) -> None:
-        """Let the random numbers of each later run of a stage follow from ``seed`` and the run's number.
+    def seed_runs(self, seed: int | None) -> None:
+        """Let the random numbers of each later run of a stage follow from ``seed`` and the run's number; or,
+        without one, from torch's generators.
 
         Runs through a stage's micro-batches then draw the same masks again, in whatever order stages run.
         """

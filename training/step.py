@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -32,7 +32,7 @@ from .evaluation import evaluating
 from .function_loss import as_loss
 from .loss import Loss
 from .precision import compute_dtype, reduce_dtype
-from .samples import count_samples, cut_over_context, rows_of_step, some_samples
+from .samples import Samples, count_samples, cut_over_context, rows_of_step, some_samples
 from .step_report import StepInputs, StepReport, finite_counts
 from .step_sums import StepResult, StepSums
 from .zero_on_fsdp import before_backward
@@ -112,9 +112,10 @@ class Step:
         set_auxiliary_scale(self.model, scale / inputs.rows)
         with computing(self.model):
             if inputs.reshaped:
+                shapes, self._shapes = self._shapes, {}
                 self.stages.fit(some_samples(inputs.samples, 0, self.micro_batch))
-            if self.loss.collect is not None:
-                inputs = self._after_whole_step(inputs)
+                self._shapes = shapes
+            inputs = self._with_whole_step(inputs, self.loss, self.stages)
             self._backward(inputs, sums)
         self._faulty = sums.faulty
         parameters = self.gradients.count(unused=re.compile(self.unused or "(?!)").search)
@@ -156,14 +157,11 @@ class Step:
         sums = StepSums(loss or self.loss, inputs.scales, self._faulty)
         stages = Stages(self.model, self.state, dtype=self.dtype)  # other shapes may travel than in training
         with computing(self.model):
-            for number, part in enumerate(inputs.micro_batches(self.micro_batch)):
-                if not number or stages.states_shapes:  # the last one may be smaller
-                    stages.fit(part)
-                output = stages.forward(part)
+            if loss is not None:
+                inputs = self._with_whole_step(inputs, loss, stages)
+            for part, output in self._outputs(inputs, stages):
                 if loss is not None and stages.has_last:
                     sums.add(output, part)
-        for module in fsdp_modules(self.model):  # no backward comes that would drop the gathered weights
-            module.reshard()
         return sums
 
     @cached_property
@@ -253,26 +251,31 @@ class Step:
                 before_backward(self.model, self.state, last=last, sum_replicas=last or not trains_all)
             sums.add(self.stages.forward(part), part).backward()
 
-    @torch.no_grad()
-    def _after_whole_step(self, inputs: StepInputs) -> StepInputs:
-        """Run a forward without gradients first, for a loss that compares all rows of the step.
-
-        The backward then goes through one micro-batch at a time (GradCache, Gao et al. 2021). Each run of a
-        stage draws random numbers from a seed of its own, so that the second forward has the first one's
-        dropout.
-        """
-        seed, rows = int(torch.randint(2**31, ())), []
-        self.stages.seed_runs(seed)
-        for part in inputs.micro_batches(self.micro_batch):
-            output = self.stages.forward(part)
-            if self.stages.has_last:
-                assert self.loss.collect is not None
-                rows.append(self.loss.collect(output, part))
-        for module in fsdp_modules(self.model):
+    def _outputs(self, inputs: StepInputs, stages: Stages) -> Iterator[tuple[Samples, Any]]:
+        """Run the forward of each micro-batch alone, and yield its samples and its output."""
+        for number, part in enumerate(inputs.micro_batches(self.micro_batch)):
+            if stages is not self.stages and (not number or stages.states_shapes):
+                stages.fit(part)  # the last one may be smaller
+            yield part, stages.forward(part)
+        for module in fsdp_modules(self.model):  # no backward comes that would drop the gathered weights
             module.reshard()
-        self.stages.seed_runs(seed)
+
+    @torch.no_grad()
+    def _with_whole_step(self, inputs: StepInputs, loss: Loss, stages: Stages) -> StepInputs:
+        """Let a loss that compares all rows of the step see them first, and add the samples that it returns.
+
+        The backward then goes through one micro-batch at a time (GradCache, Gao et al. 2021). In training
+        each run of a stage has a seed of its own, so that the second forward has the first one's dropout.
+        """
+        if loss.collect is None:
+            return inputs
+        seed = int(torch.randint(2**31, ())) if stages is self.stages else None
+        stages.seed_runs(seed)
+        outputs = self._outputs(inputs, stages)
+        rows = [loss.collect(output, part) for part, output in outputs if stages.has_last]
+        stages.seed_runs(seed)
         if not rows:
             return inputs
         everyone, mine = rows_of_step(torch.cat(rows), self.state)
-        more = self.loss.whole_step(everyone, mine, inputs.samples)
+        more = loss.whole_step(everyone, mine, inputs.samples)
         return replace(inputs, samples={**inputs.samples, **more})

@@ -234,8 +234,13 @@ def _train(trial: Trial) -> tuple[Observation, list[dict[str, float]]]:
         step = Step(model, loss_of(trial, state), **how)
 
         def once(samples: Samples) -> Tensor:
+            held_out = None if terms else step.evaluate(samples).loss
             result = step.launch(samples)
             step.refuse(result)
+            if not terms and not trial.dropout:  # and this also is one number in every layout
+                assert held_out is not None and abs(float(held_out - result.loss)) <= 1e-12 * float(
+                    result.loss
+                )
             terms.append({name: float(term) for name, term in result.terms.items()})
             return result.loss
 
