@@ -205,7 +205,7 @@ def batch(number: int) -> dict[str, Tensor]:
 
 
 def loss_of(trial: Trial, state: ParallelState) -> Loss:
-    if trial.loss == "routers":
+    if trial.loss in ("routers", "next"):
         return FunctionLoss(next_token, count=labels_that_count, sequence=BOTH)
     return Preference(state) if trial.loss == "preference" else Contrast()
 

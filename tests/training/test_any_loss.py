@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 import torch
 from support.any_loss import (
+    FP64,
     SAMPLES,
     Contrast,
     Ladder,
@@ -13,15 +14,26 @@ from support.any_loss import (
     batch,
     contrast,
     drawn,
+    loss_of,
     train,
 )
 from torch import nn
 from torch.nn import functional as F
 from trilith.layers import IGNORE
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
+from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
 from trilith.testing.layouts import assemble, differences
-from trilith.training import FunctionLoss, Step, Update, make_adamw
+from trilith.training import (
+    FunctionLoss,
+    LossScale,
+    Precision,
+    Step,
+    Update,
+    make_adamw,
+    shard_batch,
+    shard_over_data,
+)
 
 #: What sums of rows differ by: margins are small differences of large sums.
 BOUNDS = {"preference": 1e-9, "contrast": 1e-10, "routers": 1e-10}
@@ -126,6 +138,40 @@ def test_a_loss_scale_changes_no_bit_of_a_loss_or_of_a_gradient_in_fp64(count):
         found.append((loss, model.linear.weight.grad / scale))
         model.zero_grad()
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def in_half(layout):
+    """Return the worst relative error of fp16's gradients at scale 2^10, and what follows an overflow on one
+    rank: why the step was skipped, the factor of the new scale, and whether a weight moved.
+    """
+    state, gradients = ParallelState.start(layout), []
+    samples = shard_batch(batch(0), state)
+    for precision in (FP64, Precision(torch.float32, torch.float16, torch.float32)):
+        torch.set_default_dtype(precision.master)
+        model = shard_over_data(Ladder(state=state), state, precision)
+        initialize(model, 3, state=state)
+        step = Step(model, loss_of(Trial("next"), state), micro_batch=4, state=state)
+        step(samples, scale=2.0**10)
+        gradients.append([local_data(one.grad) / 2**10 for one in model.parameters() if one.grad is not None])
+        model.zero_grad()
+    pairs = zip(*gradients, strict=True)
+    worst = max(float((half - exact).norm() / exact.norm()) for exact, half in pairs if exact.any())
+    update = Update(model, make_adamw(model, lr=0.1), clip=1.0, loss_scale=LossScale(), state=state)
+    before, scale = [local_data(one).clone() for one in model.parameters()], update.scale
+    result = step.launch(samples, scale=update.scale)
+    if state.rank == layout.world - 1:
+        last = next(one.grad for one in model.parameters() if one.grad is not None)
+        local_data(last).fill_(torch.inf)
+    updated = update(result)
+    after = [local_data(one) for one in model.parameters()]
+    moved = not all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+    return worst, updated.skipped, update.scale / scale, moved
+
+
+@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout.of(data=2), Layout(pipeline=2)], ids=str)
+def test_a_model_of_ones_own_trains_in_fp16_and_an_overflow_on_one_rank_skips_the_step_on_all(layout):
+    for worst, *then in run_parallel(in_half, layout.world, layout):
+        assert worst < 0.01 and then == ["overflow", 0.5, False]
 
 
 def test_an_update_refuses_a_mean_before_anything_moves():
