@@ -33,7 +33,7 @@ from .function_loss import as_loss
 from .loss import Loss
 from .precision import compute_dtype, reduce_dtype
 from .samples import Samples, count_samples, cut_over_context, rows_of_step, some_samples
-from .step_report import StepInputs, StepReport, finite_counts
+from .step_report import StepInputs, StepReport, counts_of
 from .step_sums import StepResult, StepSums
 from .zero_on_fsdp import before_backward
 
@@ -210,7 +210,7 @@ class Step:
                 raise BadInput("step", "micro_batch", expected=expected, found=self.micro_batch)
             counts = nothing
             if loss.counts_first and state.counts_here and state.at.pipeline == 0:
-                counts = finite_counts(loss.count(cut_over_context(samples, loss.sequence, state)))
+                counts = counts_of(loss, cut_over_context(samples, loss.sequence, state))
             shapes = {name: sample.shape for name, sample in samples.items()}
             stale, reshaped = training and has_gradients(self.model), training and shapes != self._shapes
             report = StepReport(counts, rows, rows**2, stale=stale, reshaped=reshaped)

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..parallel_state import BadInput, ParallelState
-from .loss import Scales
+from .loss import Loss, Scales
 from .samples import Samples, count_samples, some_samples
 
 
@@ -84,9 +83,13 @@ class StepInputs:
             yield some_samples(self.samples, start, size)
 
 
-def finite_counts(counts: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """Return the counts as numbers of the host; ``BadInput`` for one that divides nothing."""
-    numbers = {name: float(count) for name, count in counts.items()}
+def counts_of(loss: Loss, samples: Samples) -> dict[str, float]:
+    """Return the counts of the loss's terms, in their order, on the host; ``BadInput`` for what is none."""
+    counts, names = loss.count(samples), [*loss.terms]
+    if counts.keys() != loss.terms.keys():
+        expected, found = f"a count of each term, {', '.join(names)}", ", ".join(counts) or "none"
+        raise BadInput("step", "loss.count", expected=expected, found=found)
+    numbers = {name: float(counts[name]) for name in names}
     for name, number in numbers.items():
         if not math.isfinite(number) or number < 0:
             expected = "a count that is finite and not below 0"

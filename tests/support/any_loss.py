@@ -115,7 +115,7 @@ class Preference(Loss):
 
     def count(self, samples: Samples) -> dict[str, Tensor | float]:
         pairs = len(samples["labels"]) // 2
-        return {"preference": pairs, "next_token": valid_tokens(samples["labels"][::2]), "wins": pairs}
+        return {"wins": pairs, "next_token": valid_tokens(samples["labels"][::2]), "preference": pairs}
 
     def __call__(self, output: Tensor, samples: Samples, scales: Scales) -> Sums:
         losses = vocab_parallel_cross_entropy(output, samples["labels"], VOCAB, state=self.state)
