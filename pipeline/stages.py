@@ -47,6 +47,9 @@ class Stages:
         self.state, self.dtype = state, dtype
         self.parts = dict(zip(state.layout.stages_of(state.at.pipeline), parts_of(model, state), strict=True))
         self.first_input: str | None = getattr(model, "first_input", None)
+        if self.first_input is None and hasattr(model, "hidden_shape"):
+            expected = "the name of the sample that hidden_shape is given"
+            raise BadInput("step", "model.first_input", expected=expected, found="none")
         self.has_last = state.layout.stages - 1 in self.parts
         self._takes = keyword_test(model)
         #: What each stage of the whole model gives, in order, for micro-batches of the present shape.

@@ -204,7 +204,9 @@ class Step:
         report, shapes = StepReport(nothing, refused=True), self._shapes
         try:
             samples = dict(loss.prepare(batch))
-            rows = count_samples(samples)
+            rows, first = count_samples(samples), self.stages.first_input
+            if first is not None and first not in samples:
+                raise BadInput("batch", first, expected="the model's first input", found=", ".join(samples))
             if rows % self.micro_batch and (training or not self.stages.states_shapes):
                 expected = f"a divisor of the {rows} samples of a data rank"
                 raise BadInput("step", "micro_batch", expected=expected, found=self.micro_batch)

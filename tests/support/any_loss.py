@@ -176,12 +176,15 @@ class Trial:
 
 
 def drawn(loss: str, count: int, seed: int = 0) -> list[Trial]:
-    """Draw different layouts of two and four ranks, each with a schedule that it can run."""
+    """Draw different layouts of two and four ranks, each with a schedule that it can run; the first ones each
+    have an axis that none had before.
+    """
     random, trials = Random(f"{loss} {seed}"), dict[Trial, None]()
+    unseen = {"tensor", "context", "data", "pipeline"}
+    names = sorted(unseen)
     while len(trials) < count:
-        axes: dict[str, Any] = {
-            axis: random.choice([1, 1, 2]) for axis in ("tensor", "context", "data", "pipeline")
-        }
+        axes: dict[str, Any] = {name: random.choice([1, 1, 2]) for name in names}
+        new = {name for name in unseen if axes[name] > 1}
         axes |= {"sequence": random.random() < 0.5, "ring": random.random() < 0.5}
         zero, schedule = random.choice([0, 1, 2, 3]), random.choice(["gpipe", "1f1b"])
         if axes["pipeline"] > 1 and random.random() < 0.6:
@@ -190,7 +193,8 @@ def drawn(loss: str, count: int, seed: int = 0) -> list[Trial]:
         axes["sequence"] &= axes["tensor"] > 1
         axes["ring"] &= axes["context"] > 1
         layout = Layout.of(**axes, zero=zero if axes["data"] > 1 else 0)
-        if layout.world in (2, 4):
+        if layout.world in (2, 4) and (new or not unseen):
+            unseen -= new
             micro_batch = random.choice([2, 4]) if layout.pipeline == 1 else 2
             trials[Trial(loss, layout, schedule, micro_batch)] = None
     return [*trials]

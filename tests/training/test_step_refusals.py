@@ -92,9 +92,15 @@ def test_a_mean_is_refused_however_the_model_s_output_is_packed(how, call):
             run(X)
 
 
-def stepped(why, says, loss=squares, samples=None, micro_batch=2, **options):
-    """A step that is made and called."""
-    return Refused(why, lambda _: Step(Given(), loss, micro_batch=micro_batch, **options)(samples or X), says)
+def stepped(why, says, loss=squares, samples=None, micro_batch=2, states=None, **options):
+    """A step that is made and called; ``states``: what the model says of itself."""
+
+    def call(_):
+        model = Given()
+        model.__dict__ |= states or {}
+        Step(model, loss, micro_batch=micro_batch, **options)(samples or X)
+
+    return Refused(why, call, says)
 
 
 def stacked(why, says, **changes):
@@ -145,6 +151,10 @@ test_what_a_step_cannot_train_is_refused = refusals(
             r"a tensor of shape \(\) and str": lambda y, samples: (y.sum(), "8"),
         }.items()
     ),
+    stepped(
+        "first-input", "batch: ids: expected the model's first input, found x", states={"first_input": "ids"}
+    ),
+    stepped("a-shape", "step: model.first_input: expected the name", states={"hidden_shape": len}),
     *stacked("a-number", f"batch: scale: expected {ROWS} a te", scale=torch.tensor(2.0)),
     *stacked("a-list", f"batch: names: expected {ROWS} list", names=["a"] * 4),
     *stacked("a-seed", f"batch: seed: expected {ROWS} int", seed=3),
