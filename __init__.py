@@ -16,19 +16,32 @@ if TYPE_CHECKING:
     from .parallel_state import Layout, ParallelState, clip_gradients, finalize_gradients, initialize
     from .recipes import Recipe, load_recipe
     from .testing import assert_layout_invariant, run_parallel
-    from .training import ModuleStep, Precision, Trainer, TrainStep, make_adamw, run, shard_over_data
+    from .training import (
+        FunctionLoss,
+        Precision,
+        Step,
+        TokenLoss,
+        Trainer,
+        Update,
+        make_adamw,
+        run,
+        shard_batch,
+        shard_over_data,
+    )
 
 __all__ = [
     "CausalLM",
     "ColumnParallelLinear",
+    "FunctionLoss",
     "Layout",
-    "ModuleStep",
     "ParallelState",
     "Precision",
     "Recipe",
     "RowParallelLinear",
-    "TrainStep",
+    "Step",
+    "TokenLoss",
     "Trainer",
+    "Update",
     "assert_layout_invariant",
     "clip_gradients",
     "convert",
@@ -44,6 +57,7 @@ __all__ = [
     "run_parallel",
     "save_model",
     "save_module",
+    "shard_batch",
     "shard_over_data",
     "verify",
 ]

@@ -139,8 +139,8 @@ def ours(folder: str, dtype: torch.dtype, layout: dict[str, Any], rows: int, com
 
     def step(tokens: Tensor) -> float:
         mine = tokens.chunk(recipe.layout.data)[state.data_index]
-        loss, counts = parts.step.launch(Batch(mine[:, :-1].contiguous(), mine[:, 1:].contiguous()))
-        return parts.update(loss, counts).loss
+        result = parts.step.launch(Batch(mine[:, :-1].contiguous(), mine[:, 1:].contiguous()))
+        return parts.update(result).loss
 
     return step
 

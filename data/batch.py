@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layers import IGNORE, cut_sequence
-from ..layers.host_copies import change_alike, send
-from ..parallel_state import BadInput, ParallelState
+from ..layers import IGNORE
+from ..layers.host_copies import send
+from ..parallel_state import BadInput
 
 
 class Batch(NamedTuple):
@@ -38,6 +38,10 @@ class Batch(NamedTuple):
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         positions = None if self.positions is None else change(self.positions)
         return Batch(change(self.input_ids), change(self.labels), positions)
+
+    def samples(self) -> dict[str, Tensor]:
+        """Return the tensors by name, as a step takes them; ``positions`` if there are some."""
+        return {name: tensor for name, tensor in self._asdict().items() if tensor is not None}
 
     def check_form(self) -> Batch:
         """Return the batch; raise ``BadInput`` unless it holds whole rows of integers, all of one shape."""
@@ -67,10 +71,6 @@ class Batch(NamedTuple):
                 )  # fmt: skip
         return self
 
-    def any_outside(self, vocab_size: int) -> Tensor:
-        """Return whether ``check_ids`` would refuse the batch, on its device and without waiting for it."""
-        return torch.stack([wrong.any() for _, _, wrong in self._wrong(vocab_size)]).any()
-
     def _wrong(self, vocab_size: int) -> list[tuple[str, Tensor, Tensor]]:
         ids, labels = self.input_ids, self.labels
         beyond = (labels < 0) | (labels >= vocab_size)
@@ -78,12 +78,6 @@ class Batch(NamedTuple):
             ("token id", ids, (ids < 0) | (ids >= vocab_size)),
             ("label", labels, beyond & (labels != IGNORE)),
         ]
-
-    def of_context(self, state: ParallelState) -> Batch:
-        """Return this context rank's chunks of each row."""
-        if state.context_size == 1:
-            return self
-        return self._each(lambda one: change_alike(lambda numbers: cut_sequence(numbers, state), one))
 
     def split(self, size: int) -> list[Batch]:
         """Return micro-batches of ``size`` rows, in order."""

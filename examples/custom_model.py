@@ -36,7 +36,7 @@ from trilith.layers import (
 from trilith.models import Rename
 from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize
 from trilith.planner import MemoryPlan, Work, plan_memory, step_traffic
-from trilith.training import ModuleStep, Precision, make_adamw, own_samples, shard_over_data
+from trilith.training import Precision, Step, make_adamw, shard_batch, shard_over_data
 
 VOCAB, FEATURES = 61, 6
 
@@ -213,11 +213,11 @@ def train(layout: Layout, out: Path | None, steps: int, *, seed: int = 0) -> lis
     model = shard_over_data(Transcriber(state=state), state, Precision())
     initialize(model, seed, state=state)
     optimizer = make_adamw(model, lr=1e-2)
-    step, losses, first = ModuleStep(model, loss, micro_batch=1, state=state), [], 0
+    step, losses, first = Step(model, loss, micro_batch=1, state=state), [], 0
     if out is not None and any(out.glob("step-*")):
         first = load_module(out, model, optimizer, state=state).step
     for number in range(first, steps):
-        mean = step(own_samples(batch(number), state))
+        mean = step(shard_batch(batch(number), state))
         clip_gradients(model, 1.0, state=state)
         optimizer.step()
         optimizer.zero_grad()

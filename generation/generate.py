@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..layers import KeyValueCache, Stage, gather_logits
+from ..layers import KeyValueCache, gather_logits
 from ..layers.host_copies import send
 from ..models.base.family import CausalLM
 from ..parallel_state import BadInput, seed_of
-from ..pipeline.relay import through_stages
+from ..pipeline import Stages
 from .sampling import Sampling, choose
 
 Tokens = Sequence[int]
@@ -59,14 +59,14 @@ def generate(
             stage.number: KeyValueCache(len(prompts), room) if cached else None for stage in model.stage.parts
         }
 
-    caches = new_caches()
+    stages, caches = Stages(model, model.state, dtype=next(model.parameters()).dtype), new_caches()
     generators = [torch.Generator().manual_seed(seed_of(seed, "row", first + i)) for i in range(len(prompts))]
     texts: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
     with _generating(model):
         read = 0
         for number in range(max_new_tokens):
-            logits_BV = _next_logits(model, tokens_BT[:, read:], positions_BT[:, read:], caches)
+            logits_BV = _next_logits(stages, tokens_BT[:, read:], positions_BT[:, read:], caches)
             new_B = torch.empty(len(prompts), dtype=torch.int64, device=device)
             if logits_BV is not None:
                 uniform_B = torch.cat([torch.rand(1, generator=g, dtype=torch.float64) for g in generators])
@@ -107,18 +107,13 @@ def left_padded(prompts: Sequence[Tokens], device: torch.device) -> tuple[Tensor
 
 
 def _next_logits(
-    model: CausalLM, tokens_BS: Tensor, positions_BS: Tensor, caches: Mapping[int, KeyValueCache | None]
+    stages: Stages, tokens_BS: Tensor, positions_BS: Tensor, caches: Mapping[int, KeyValueCache | None]
 ) -> Tensor | None:
-    """Return the last token's logits (B, V) on the last stage; stages send hidden states to the next."""
-
-    def run(stage: Stage, x: Tensor) -> Tensor:
-        y: Tensor = model(x, positions=positions_BS, cache=caches[stage.number], stage=stage)
-        return y
-
-    config, dtype = model.config, next(model.parameters()).dtype
-    shape = (*tokens_BS.shape, config.hidden_size)
-    y = through_stages(model, tokens_BS, run, shape=shape, dtype=dtype)
-    return None if y is None else gather_logits(y[:, -1:], config.vocab_size, state=model.state)[:, -1]
+    """Return the last token's logits (B, V) on the last stage."""
+    samples, model = {"input_ids": tokens_BS, "positions": positions_BS}, stages.model
+    stages.fit(samples)
+    y = stages.forward(samples, lambda number: {"cache": caches[number]})
+    return None if y is None else gather_logits(y[:, -1:], model.config.vocab_size, state=model.state)[:, -1]
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from .collectives import (
 )
 from .column_parallel_linear import ColumnParallelLinear
 from .compile import compile_blocks
-from .context_chunks import cut_sequence, default_positions, token_places
+from .context_chunks import cut_sequence, default_positions, sum_over_context, token_places
 from .dropout import Dropout, own_random
 from .embedding import (
     VOCABULARY_MULTIPLE,
@@ -164,6 +164,7 @@ __all__ = [
     "split_blocks",
     "split_heads",
     "split_to_tensor",
+    "sum_over_context",
     "token_places",
     "uncounted",
     "use_float8",

@@ -8,10 +8,12 @@ al. 2023 (striped attention, on the imbalance); Llama 3, section 3.3.2; Megatron
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..parallel_state import ParallelState
+from ..parallel_state import ParallelState, engine
 
 
 def own_chunks(rank: int, size: int) -> tuple[int, int]:
@@ -37,6 +39,29 @@ def cut_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
 def token_places(length: int, state: ParallelState, device: torch.device | None = None) -> Tensor:
     """Return the places of this context rank's ``length`` tokens in the whole sequence: (length,) int64."""
     return cut_sequence(torch.arange(length * state.context_size, device=device), state, dim=0)
+
+
+class _SumOverContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, state: ParallelState) -> Tensor:
+        ctx.state = state
+        return engine.all_reduce(x, state.context_group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return engine.all_reduce(grads[0], ctx.state.context_group), None
+
+
+def sum_over_context(x: Tensor, state: ParallelState) -> Tensor:
+    """Return the sum of ``x`` over the context ranks, such as what a row's tokens are together.
+
+    Each rank then computes with the sum, and its loss counts: the gradients are summed as well. So a loss of
+    rows is added up, and counted, on each of the ranks.
+    """
+    if state.context_size == 1:
+        return x
+    total: Tensor = _SumOverContext.apply(x, state)
+    return total
 
 
 def default_positions(x: Tensor, state: ParallelState, *, embedded: bool) -> Tensor:

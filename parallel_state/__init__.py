@@ -40,7 +40,7 @@ from .process_groups import (
     init_process_group,
     own_device,
 )
-from .state import ParallelState, alone_or
+from .state import ParallelState, alone_or, state_of
 from .user_parameters import declare
 
 __all__ = [
@@ -107,6 +107,7 @@ __all__ = [
     "refuse_untrained",
     "seed_of",
     "shared_units",
+    "state_of",
     "stored_box",
     "together",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache, cached_property
 from typing import cast
@@ -176,6 +177,18 @@ class ParallelState:
         assert self._context is not None, "a stand-in has no process groups, and one context rank no others"
         return self._context
 
+    @cached_property
+    def data_group(self) -> dist.ProcessGroup:
+        """Return the group of the ranks that hold the same weights and the other pieces of the batch, in
+        order. It is made at its first use, which is collective over all ranks.
+        """
+        ranks = [
+            self.layout.rank(replace(self.at, data_replicate=copy, data_shard=shard))
+            for copy in range(self.layout.data_replicate)
+            for shard in range(self.layout.data_shard)
+        ]
+        return new_group(ranks, TIMEOUT)
+
     @property
     def tensor_group(self) -> dist.ProcessGroup:
         assert self._tensor is not None, "a stand-in has no process groups"
@@ -256,6 +269,12 @@ def alone_or(state: object) -> ParallelState:
             todo="ParallelState.start(layout) makes one on each rank",
         )  # fmt: skip
     return state
+
+
+def state_of(model: object, state: ParallelState | None = None) -> ParallelState:
+    """Return ``state``, else the one that the model keeps as ``model.state``, else one device."""
+    own = getattr(model, "state", None)
+    return alone_or(own if state is None and isinstance(own, ParallelState) else state)
 
 
 def fsdp_mesh(state: ParallelState, *, experts: bool = False) -> DeviceMesh:

@@ -2,11 +2,10 @@
 
 Offers the schedules (GPipe, 1F1B, interleaved 1F1B, zero-bubble) by name with ``schedule_kind`` and
 ``check_schedule``; ``bubble``, the idle share of a schedule; ``timetable``, the actions of every rank in
-order; and ``through_stages``, a forward pass without a backward.
+order; and ``Stages``, a model that runs over its stages, with or without a backward.
 """
 
 from .bubble import bubble, bubble_share, micro_batches_for
-from .relay import through_stages
 from .schedule_actions import Action
 from .schedule_kinds import (
     SCHEDULE_NAMES,
@@ -16,6 +15,7 @@ from .schedule_kinds import (
     check_schedule,
     schedule_kind,
 )
+from .stages import Stages
 from .timetable import Held, Timed, Timetable, layout_of, timetable
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "SCHEDULE_NAMES",
     "ScheduleKind",
     "ScheduleName",
+    "Stages",
     "Timed",
     "Timetable",
     "bubble",
@@ -33,6 +34,5 @@ __all__ = [
     "layout_of",
     "micro_batches_for",
     "schedule_kind",
-    "through_stages",
     "timetable",
 ]

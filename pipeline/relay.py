@@ -1,49 +1,51 @@
-"""Run one forward through the stages of a pipeline, one after the other, sending hidden states between
-ranks.
-"""
+"""Run one forward through the stages of a pipeline, one after the other; ranks send on what stages give."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..layers import Stage
-from ..models.base.family import CausalLM
+from ..parallel_state import ParallelState
+
+
+@dataclass(frozen=True, slots=True)
+class Travels:
+    """Describe the tensor that one stage sends to the next for one micro-batch on one rank."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def meta(self) -> Tensor:
+        """Return such a tensor without memory."""
+        floating = self.dtype.is_floating_point
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=floating)
 
 
 def through_stages(
-    model: CausalLM,
-    tokens: Tensor,
-    run: Callable[[Stage, Tensor], Tensor],
-    *,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-) -> Tensor | None:
-    """Return what the last stage computes, on the rank that holds it; ``None`` on the others.
+    stages: Sequence[int],
+    run: Callable[[int, Tensor | None], Tensor | None],
+    input_of: Callable[[int], Travels],
+    state: ParallelState,
+) -> None:
+    """Run this rank's ``stages``, by their numbers in the whole model; collective over the pipeline.
 
-    ``run(stage, x)`` computes one of this rank's stages. ``tokens``: the input of the first stage. ``shape``
-    and ``dtype``: those of the hidden states between stages. Collective over the pipeline.
+    ``run(stage, x)`` computes one and returns what is sent on; of the last stage nothing is. ``x`` is what
+    the stage before gave, ``None`` for the first. ``input_of(stage)`` describes it where it is received.
     """
-    state = model.state
-    here, holder = state.at.pipeline, state.layout.rank_of_stage
-    out = None
-    for stage in model.stage.parts:
-        x = tokens
-        if not stage.first:
-            before = holder(stage.number - 1)
-            if before != here:
-                x = torch.empty(shape, dtype=dtype, device=tokens.device)
-                exchange(dist.irecv, x, before, state.pipeline_group)
-            else:
-                assert out is not None
-                x = out
-        out = run(stage, x)
-        if not stage.last and (after := holder(stage.number + 1)) != here:
-            exchange(dist.isend, out.to(dtype).contiguous(), after, state.pipeline_group)
-    return out if model.stage.parts[-1].last else None
+    rank_of, here, x = state.layout.rank_of_stage, state.at.pipeline, None
+    for stage in stages:
+        if stage and (before := rank_of(stage - 1)) != here:
+            expected = input_of(stage)
+            x = torch.empty(expected.shape, dtype=expected.dtype, device=state.device)
+            exchange(dist.irecv, x, before, state.pipeline_group)
+        x = run(stage, x if stage else None)
+        if stage < state.layout.stages - 1 and (after := rank_of(stage + 1)) != here:
+            assert x is not None, "each stage but the last gives something"
+            exchange(dist.isend, x.contiguous(), after, state.pipeline_group)
 
 
 def greet(peers: Iterable[int], group: dist.ProcessGroup, device: torch.device) -> None:

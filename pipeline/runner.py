@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule
 
-from ..layers import Stage, recomputes_operators
-from ..models import CausalLM
+from ..layers import recomputes_operators
 from ..parallel_state import ParallelState, engine
 from .driver import DrivenStage, StageModule, after_schedule, before_schedule
-from .relay import greet
+from .relay import Travels, greet
 from .schedule_kinds import check_recomputation, check_schedule, schedule_kind
-
-
-@dataclass(frozen=True, slots=True)
-class Travels:
-    """Describe the tensor that one stage sends to the next for one micro-batch on one rank."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def meta(self) -> Tensor:
-        floating = self.dtype.is_floating_point
-        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=floating)
 
 
 @cache
@@ -135,48 +120,6 @@ def neighbours(state: ParallelState) -> list[int]:
     beside = {number + step for number in layout.stages_of(here) for step in (-1, 1)}
     ranks = {layout.rank_of_stage(number) for number in beside if 0 <= number < layout.stages}
     return sorted(ranks - {here})
-
-
-def schedule_of_model(
-    model: CausalLM,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    *,
-    name: str,
-    microbatches: int,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-) -> Pipeline:
-    """Make the schedule of a zoo model. ``shape``: (B, S) of a micro-batch; ``dtype``: of the activations.
-
-    Raises ``BadInput`` as ``make_schedule`` does.
-    """
-    config, state, (batch, length) = model.config, model.state, shape
-    here = length // state.tensor_size if state.sequence else length
-    return make_schedule(
-        [stage_view(model, stage) for stage in model.stage.parts],
-        loss,
-        name=name,
-        microbatches=microbatches,
-        entry=Travels(shape, torch.int64),
-        travels=Travels((batch, here, config.hidden_size), dtype),
-        state=state,
-        trains_all=True,
-    )
-
-
-def stage_view(model: CausalLM, stage: Stage) -> StageModule:
-    """Return one of the stages of a rank's model as a module of its own; it shares the model's parameters."""
-
-    def forward(x: Tensor, positions: Tensor | None = None, ahead: Tensor | None = None) -> Tensor:
-        out: Tensor = model(x, positions, stage=stage, ahead=ahead)
-        return out
-
-    # A V's first rank also holds the last stage, which alone predicts further tokens.
-    others = {"layers"} if stage.last else {"layers", "mtp"}
-    ends = [module for name, module in model.named_children() if name not in others]
-    uses = [*model.blocks_of(stage), *(ends if stage.first or stage.last else ())]
-    root = model if isinstance(model, FSDPModule) else None
-    return StageModule(forward, uses, root, uses_root=stage.first or stage.last)
 
 
 def _seat(module: nn.Module) -> StageModule:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..parallel_state import Layout, ParallelState
 from ..ranks.pool import run_parallel
-from .runner import Travels, make_schedule
+from .relay import Travels
+from .runner import make_schedule
 from .schedule_actions import Action, Kind, actions
 from .timetable import UNIT_COSTS, Timed, Timetable
 

@@ -31,7 +31,6 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from ..layers import checkpointed
-from ..models import CausalLM
 from .formulas.ring_and_tree import ring_wire_bytes
 from .gathers_and_sums import (
     gathered_in_vain,
@@ -103,7 +102,7 @@ def step_traffic(
     the ranks of experts exchange depends on the tokens and is not counted. ``samples``, ``loss``: as for
     ``plan_memory``. Raises ``BadInput`` for a module that cannot be traced.
     """
-    work = replace(work, trains_all=isinstance(model, CausalLM))
+    work = replace(work, trains_all=getattr(model, "trains_all", False))
     held = rank_parameters(model, work.state)
     return traffic_of(work, held, stages_of(work, model, samples, loss), held.numbered.__getitem__)
 
@@ -135,7 +134,7 @@ def traffic_of(
         found += _gathers_of_blocks(work, place, stage, blocks, group)
         for one, number in blocks:
             found += [_times(sent, number) for sent in _sums(work, one, root=False)]
-    found += _once(work, held.every)
+    found += _once(work, held)
     return _added(one for one in found if one.count and one.ranks > 1)
 
 
@@ -206,17 +205,18 @@ def _sums(work: Work, group: Group, *, root: bool) -> list[Traffic]:
     return found
 
 
-def _once(work: Work, held: Group) -> list[Traffic]:
-    """Count the traffic that a step has once: the sums of partial gradients, and three single numbers."""
-    layout, size = work.layout, max(work.master, work.reduce)
-    partial, ends = bool(held.partial_tensors), bool(held.end_tensors)
+def _once(work: Work, held: RankParameters) -> list[Traffic]:
+    """Count the traffic that a step has once: the sums of partial gradients, and single numbers."""
+    layout, size, terms = work.layout, max(work.master, work.reduce), held.terms
+    every = held.every
+    partial, ends = bool(every.partial_tensors), bool(every.end_tensors)
     return [
-        Traffic("tensor", "all_reduce", "partial gradients", partial, held.partial * size, layout.tensor),
-        Traffic("ends", "all_reduce", "tied embedding", ends, held.ends * size, 2),
-        # With the tokens go four numbers that tell whether every rank can use its batch.
-        Traffic("all", "all_reduce", "tokens", 1, 5 * 8, layout.world),
-        # With the loss go three numbers that tell whether every parameter has a gradient.
-        Traffic("all", "all_reduce", "loss", 1, 3 * work.batch.inner, layout.world),
+        Traffic("tensor", "all_reduce", "partial gradients", partial, every.partial * size, layout.tensor),
+        Traffic("ends", "all_reduce", "tied embedding", ends, every.ends * size, 2),
+        # With the counts of the loss's terms go five numbers that tell whether every rank can use its batch.
+        Traffic("all", "all_reduce", "tokens", 1, (5 + terms) * 8, layout.world),
+        # With its sums go two numbers that tell whether every parameter has a gradient.
+        Traffic("all", "all_reduce", "loss", 1, (2 + terms) * 8, layout.world),
         Traffic("all", "all_reduce", "gradient norm", 1, max(work.master, 4), layout.world),
     ]
 

@@ -108,7 +108,9 @@ class SampledModel:
             first, last, root = self._at_ends(stage, state)
             ends = (first, last) if stage.first and stage.last and stage.pieces else ()
             tied = 0 if stage.pieces else first.trained + last.trained - root.trained
-            self._held[key] = RankParameters(root, tuple(map(tuple, parts)), ends, last.trained, tied)
+            self._held[key] = RankParameters(
+                root, tuple(map(tuple, parts)), ends, last.trained, tied, 1 + (self.config.mtp_blocks > 0)
+            )
         return self._held[key]
 
     def group(self, number: int, state: ParallelState) -> Group:

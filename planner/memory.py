@@ -67,7 +67,7 @@ def plan_memory(
     """Return the memory of the rank of ``work``, whose stages ``model`` holds; it may be on the meta device.
 
     Parameters that require no gradient have no moments, and nothing is kept for them. ``samples``, ``loss``:
-    what ``ModuleStep`` takes, for a module that is not the zoo's. Raises ``BadInput`` for one that cannot be
+    what ``Step`` takes, for a module that is not the zoo's. Raises ``BadInput`` for one that cannot be
     traced.
     """
     return memory_of(work, rank_parameters(model, work.state), stages_of(work, model, samples, loss))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from .stage_costs import Pieces, StageCost, stage_costs
 from .step_shape import Work
 from .without_numbers import device_of, empty, shapes_only
 
-#: ``loss(output, samples)`` returns the sum of the losses and how many they are, as ``ModuleStep`` asks.
+#: What ``Step`` takes: a function that returns the sum of the losses and how many they are, or a ``Loss``.
 Loss = Callable[..., Any]
 
 
@@ -54,9 +54,11 @@ def module_stage(
         raise BadInput(
             "plan", "samples" if samples is None else "loss",
             expected="the samples and the loss of a step, which a plan traces", found="none",
-            todo="plan_memory(work, model, samples=batch, loss=loss) takes what ModuleStep takes",
+            todo="plan_memory(work, model, samples=batch, loss=loss) takes what Step takes",
         )  # fmt: skip
-    whole = Piece(partial(_take, work, model, samples, loss if last else None, first))
+    dims = getattr(loss, "sequence", {})
+    part = {name: _like(x, work, dims.get(name)) for name, x in samples.items()}
+    whole = Piece(partial(_take, work, model, part, loss if last else None, first))
     nothing = Piece(lambda mode, in_two: Trace(kept=0, made=0, forward=0, weights=0), what="loss")
     behind = Pieces((whole,))
     return StageCost(first, {}, behind, frozenset(), None, nothing if last else None, behind)
@@ -73,13 +75,13 @@ def _take(
 ) -> Trace:
     names = inspect.signature(model.forward).parameters
     with shapes_only([model], work.batch):
-        part = {name: _like(x, work) for name, x in samples.items()}
+        part = {name: torch.empty_like(x, device=device_of(work.batch)) for name, x in samples.items()}
         keywords = {name: x for name, x in part.items() if name in names}
 
         def run(x: Tensor) -> Any:
             with numbers_refused():
                 output = model(**keywords) if first else model(x, **keywords)
-            return output if loss is None else _wanted(loss, work)(output, part)[0]
+            return output if loss is None else _summed(loss, work)(output, part)
 
         def make() -> Tensor:
             return empty(shape, work.batch)
@@ -102,11 +104,20 @@ def _take(
             ) from error  # fmt: skip
 
 
-def _wanted(loss: Loss, work: Work) -> Loss:
-    """Return the loss, which may ask for the state, as in ``ModuleStep``."""
+def _summed(loss: Loss, work: Work) -> Callable[..., Tensor]:
+    """Return the function of output and samples that gives the sum of a micro-batch's losses."""
+    if terms := getattr(loss, "terms", None):
+        scales = dict.fromkeys(terms, torch.ones((), dtype=torch.float64, device=device_of(work.batch)))
+        bound = cast(Any, loss).for_state(work.state)
+        return lambda output, samples: sum(bound(output, samples, scales).terms.values())
     takes = "state" in inspect.signature(loss).parameters
-    return partial(loss, state=work.state) if takes else loss
+    function = partial(loss, state=work.state) if takes else loss
+    return lambda output, samples: function(output, samples)[0]
 
 
-def _like(x: Tensor, work: Work) -> Tensor:
-    return torch.empty((work.micro_batch, *x.shape[1:]), dtype=x.dtype, device=device_of(work.batch))
+def _like(x: Tensor, work: Work, dim: int | None) -> Tensor:
+    """Return a micro-batch of such samples without numbers; context ranks cut ``dim``."""
+    shape = [work.micro_batch, *x.shape[1:]]
+    if dim is not None:
+        shape[dim] //= work.layout.context
+    return torch.empty(shape, dtype=x.dtype, device="meta")

@@ -118,6 +118,8 @@ class RankParameters:
     ends: tuple[Group, ...] = ()
     exit: int = 0
     tied: int = 0
+    #: Terms of the loss of the model: of the next token, and of multi-token prediction if there is some.
+    terms: int = 1
     #: The groups of blocks by their numbers, where every block was counted.
     numbered: Mapping[int, Group] = field(default_factory=dict, compare=False, repr=False)
     #: Answers of ``shared_bytes``, which a search asks for often.
@@ -180,12 +182,13 @@ def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
     if not isinstance(model, CausalLM):
         return RankParameters(root, (tuple(Counter(groups.values()).items()),), exit=root.trained)
     first, last = _ends(model, members.get("", []), state)
+    terms = 1 + (model.config.mtp_blocks > 0)
     # A block's name ends with its number in the whole model.
     numbered = {int(name.rpartition(".")[2]): group for name, group in groups.items()}
     if len(model.stage.parts) == 1:
         blocks_of = tuple(Counter(groups.values()).items())
         tied = first.trained + last.trained - root.trained
-        return RankParameters(root, (blocks_of,), exit=last.trained, tied=tied, numbered=numbered)
+        return RankParameters(root, (blocks_of,), (), last.trained, tied, terms, numbered)
     # Multi-token prediction is the last stage's.
     found: list[list[Group]] = [[] for _ in model.stage.parts]
     places = {number: place for place, part in enumerate(model.stage.parts) for number in part.blocks}
@@ -193,7 +196,7 @@ def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
         found[places.get(number, -1)].append(group)
     stages = tuple(tuple(Counter(one).items()) for one in found)
     ends = (first, last) if model.stage.first and model.stage.last else ()
-    return RankParameters(root, stages, ends, last.trained, numbered=numbered)
+    return RankParameters(root, stages, ends, last.trained, terms=terms, numbered=numbered)
 
 
 def _ends(

@@ -26,6 +26,7 @@ from ..simulation.waits import WAITS
 from ..training.build import Parts, build
 from ..training.compute_weights import ComputeWeights
 from ..training.run_plan import Plan, plan
+from ..training.step_sums import StepResult
 
 Kernels = Literal["gpu", "cpu"]
 #: Pieces of the timeline: as many as a picture has columns.
@@ -66,7 +67,7 @@ def simulated_steps(
     ledger: Ledger,
     parts: Parts | Any,
     batches: Sequence[Batch],
-    update: Callable[[Tensor, Tensor], object],
+    update: Callable[[StepResult], object],
     kernels: Kernels,
 ) -> StepRecord:
     """Run a step for each batch, and return the record of the last one.
@@ -82,10 +83,10 @@ def simulated_steps(
         for batch in batches:
             ledger.clear()
             scale = getattr(update, "scale", 1.0)
-            loss, counts = parts.step.launch(batch, scale=scale)
+            result = parts.step.launch(batch, scale=scale)
             ledger.mark("gradients", [one.grad for one in model.parameters() if one.grad is not None])
             ledger.updating = True
-            update(loss, counts)
+            update(result)
             ledger.updating = False
     holders = ledger.holders()
     axes = axes_of_groups(state)

@@ -31,7 +31,7 @@ sys.dont_write_bytecode = False
 processes.templates.preload = [
     "pytest",
     "trilith.cli.app",
-    "trilith.pipeline.user_stages",
+    "trilith.pipeline.runner",
     "support.short_runs",
 ]
 BEGIN = time.monotonic()

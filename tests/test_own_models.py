@@ -15,7 +15,7 @@ from trilith.cli.app import run
 from trilith.models.base.hugging_face_names import expand
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.testing import assert_layout_invariant, run_parallel
-from trilith.training import ModuleStep
+from trilith.training import Step, make_adamw
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -173,16 +173,29 @@ def test_the_refusals_are_worded_as_shown(page):
 
     state = ParallelState.stand_in(Layout(pipeline=2, virtual_stages=2))
     with pytest.raises(BadInput) as caught:
-        ModuleStep(Deaf(state=state), page.loss, micro_batch=1, schedule="interleaved", state=state)
+        Step(Deaf(state=state), page.loss, micro_batch=1, schedule="interleaved", state=state)
     assert str(caught.value) == " ".join(shown[1].split())
+
+
+def test_two_losses_in_turn_train_as_the_page_says(page):
+    model = page.Model()
+    initialize(model, 0)
+    norms = page.alternating(
+        model, make_adamw(model, lr=1e-2), [page.loss, page.stated_loss()], map(page.batch, [0] * 12)
+    )
+    with torch.no_grad():
+        total, count = page.loss(model(tokens=page.batch(0)["tokens"]), page.batch(0))
+    assert len(norms) == 12 and float(total / count) < 3.5
 
 
 def test_the_rules_names_exist(page):
     import trilith.layers
     import trilith.models
     import trilith.parallel_state
+    import trilith.training
 
-    known = {name for room in (trilith.layers, trilith.models, trilith.parallel_state) for name in vars(room)}
+    rooms = (trilith.layers, trilith.models, trilith.parallel_state, trilith.training)
+    known = {name for room in rooms for name in vars(room)}
     shown = set(re.findall(r"`([A-Za-z_]+)\(", PAGE.text)) | set(
         re.findall(r"`([a-z]+_tensor|[a-z]+_sequence)`", PAGE.text)
     )

@@ -7,26 +7,40 @@ evaluation.
 
 from .adamw import make_adamw
 from .evaluation import Evaluator
+from .function_loss import FunctionLoss
 from .learning_rate import Schedule
+from .loss import Fault, Loss, Sums, Term
+from .loss_scale import LossScale
 from .precision import Precision
 from .run_plan import RunPlan, check_run
-from .step import TrainStep
+from .samples import shard_batch
+from .step import Step
+from .step_sums import StepResult
 from .supervised import run
+from .token_loss import TokenLoss
 from .trainer import Trainer
-from .user_step import ModuleStep, own_samples
+from .update import Update
 from .zero_on_fsdp import shard_over_data
 
 __all__ = [
     "Evaluator",
-    "ModuleStep",
+    "Fault",
+    "FunctionLoss",
+    "Loss",
+    "LossScale",
     "Precision",
     "RunPlan",
     "Schedule",
-    "TrainStep",
+    "Step",
+    "StepResult",
+    "Sums",
+    "Term",
+    "TokenLoss",
     "Trainer",
+    "Update",
     "check_run",
     "make_adamw",
-    "own_samples",
     "run",
+    "shard_batch",
     "shard_over_data",
 ]

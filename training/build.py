@@ -29,7 +29,8 @@ from .parameter_groups import freeze
 from .precision import Precision
 from .run_plan import Plan
 from .spikes import Spikes
-from .step import TrainStep
+from .step import Step
+from .token_loss import TokenLoss
 from .update import Update
 from .zero_on_fsdp import resting_device, shard_over_data
 
@@ -43,7 +44,7 @@ class Parts:
 
     model: CausalLM
     optimizer: torch.optim.Optimizer
-    step: TrainStep
+    step: Step
     update: Update
     schedule: Schedule
     #: With float8, names of the weights that stay in bfloat16.
@@ -73,19 +74,16 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
         weight_decay=wanted.weight_decay,
         groups=plan.groups,
     )
-    step = TrainStep(
+    loss = TokenLoss(
         model,
-        micro_batch=recipe.data.micro_batch,
-        schedule=recipe.pipeline_schedule,
         label_smoothing=wanted.label_smoothing,
         z_loss=wanted.z_loss,
-        dtype=precision.compute,
-        loss_chunk=plan.loss_chunk,
-        loss_sums=dtype_named(recipe.reduce) if recipe.reduce else None,
-        compiled_loss=recipe.compiles and accelerator.has_compiled_losses(state.device),
         mtp=recipe.model.mtp or 0.0,
-        reduce=torch.promote_types(master, precision.reduce),
+        chunk=plan.loss_chunk,
+        sums=dtype_named(recipe.reduce) if recipe.reduce else None,
+        compiled=recipe.compiles and accelerator.has_compiled_losses(state.device),
     )
+    step = Step(model, loss, micro_batch=recipe.data.micro_batch, schedule=recipe.pipeline_schedule)
     bias_rate = recipe.experts.bias_rate if recipe.experts is not None else 0.0
     update = Update(
         model,

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ..data.batch import Batch
-from ..layers import IGNORE, valid_tokens
-from .forward import ForwardOnly
+from ..layers import IGNORE
 from .run_data import HeldOut
-from .step import TrainStep
+
+if TYPE_CHECKING:
+    from .step import Step
 
 
 class Evaluator:
@@ -25,27 +26,11 @@ class Evaluator:
     get additional rows that do not count.
     """
 
-    def __init__(self, forward: ForwardOnly, step: TrainStep, held_out: HeldOut) -> None:
-        self.forward, self.step, self.held_out = forward, step, held_out
-        self.model, self.state = step.model, step.state
+    def __init__(self, step: Step, held_out: HeldOut) -> None:
+        self.step, self.held_out, self.state = step, held_out, step.state
 
     def __call__(self) -> float:
-        state = self.state
-        # Summed in fp64 wherever there is one: held-out sets are large.
-        found = torch.zeros(2, dtype=torch.float64, device=state.device)
-
-        def add(given: Tensor, labels: Tensor) -> None:
-            (total,) = self.step.total_losses(given, labels)
-            if state.counts_here:
-                found[0] += total
-                found[1] += valid_tokens(labels)
-
-        with evaluating(self.model):
-            self.forward(self._share(), each=add)
-        if state.layout.world > 1:
-            dist.all_reduce(found)
-        total, count = found.tolist()
-        return float(total / max(count, 1))
+        return float(self.step.evaluate(self._share()).loss)
 
     def _share(self) -> Batch:
         """Return this data rank's rows: the first held-out rows in order, then rows that do not count."""
@@ -54,7 +39,7 @@ class Evaluator:
         each = len(batch.input_ids)
         rows = torch.arange(each) + state.data_index * each
         beyond = (rows >= self.held_out.samples).unsqueeze(1)
-        return batch._replace(labels=batch.labels.masked_fill(beyond, IGNORE)).to(state.device)
+        return batch._replace(labels=batch.labels.masked_fill(beyond, IGNORE))
 
 
 def perplexity(loss: float) -> float | None:

@@ -18,12 +18,12 @@ class LossScale:
     """Hold a power of two that halves when a gradient overflows and doubles after a number of good steps.
 
     It depends only on numbers that are equal on every rank, so ranks need not agree on it. A power of two
-    changes no bit of a gradient that neither overflows nor underflows.
+    changes no bit of a gradient that neither overflows nor underflows. ``section``: the recipe's numbers.
     """
 
-    def __init__(self, section: LossScaleSection) -> None:
-        self.section = section
-        self.value, self.good, self.overflows = section.initial, 0, 0
+    def __init__(self, section: LossScaleSection | None = None) -> None:
+        self.section = section or LossScaleSection()
+        self.value, self.good, self.overflows = self.section.initial, 0, 0
 
     def overflowed(self) -> bool:
         """Halve the scale; return ``False`` if it is at its minimum, so that scaling is not to blame.

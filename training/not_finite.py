@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from ..data.batch import Batch
 from ..models import CausalLM
 from ..parallel_state import ParallelState, PeerFailed, declarations
 from ..parallel_state.engine import local_data
-from .forward import ForwardOnly
+from .step import Step
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -37,18 +37,18 @@ class Origin:
     module: str
 
 
-def name_the_culprit(model: CausalLM, step: int, forward: ForwardOnly, batch: Batch) -> NoReturn:
+def name_the_culprit(step: Step, number: int, batch: Batch) -> NoReturn:
     """Raise ``PeerFailed`` that names the first module whose output is not finite; call it before the update.
 
     All ranks must call it, which they do because loss and norm are the same on every rank. It runs the
     forward pass again and checks the output of each module on every rank. If all outputs are finite, the
     fault is in the backward pass; then the error names the last parameter whose gradient is not finite.
-    ``step`` counts from 1.
+    ``number``, of the step, counts from 1.
     """
-    state = model.state
+    model, state = cast(CausalLM, step.model), step.state
     # A compiled block would hide its modules.
     with looking(model) as seen, torch.compiler.set_stance("force_eager"):
-        forward(batch)
+        step.forward(batch)
     mine = None
     if seen:
         weights = model.get_submodule(seen[0].module).parameters()
@@ -65,7 +65,7 @@ def name_the_culprit(model: CausalLM, step: int, forward: ForwardOnly, batch: Ba
         # The last in the model; of its ranks the first, since the data axes are summed by now.
         named = [(-one[0], rank, one[1]) for rank, one in enumerate(gradients) if one is not None]
         what = f"rank {min(named)[1]}: the gradient of {min(named)[2]}" if named else "the loss"
-    raise PeerFailed(f"step {step}: {what} is not finite; nothing was updated")
+    raise PeerFailed(f"step {number}: {what} is not finite; nothing was updated")
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def looking(model: CausalLM) -> Iterator[list[Origin]]:
     first = model.stage.parts[0].number
 
     def begin(module: nn.Module, inputs: Any, told: dict[str, Any]) -> None:
-        count["stage"] = told["stage"].number
+        count["stage"] = (told.get("stage") or model.stage).number
         count["micro_batches"] += count["stage"] == first
         count["outputs"] = 0
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -36,3 +37,22 @@ class Precision:
             reduce_dtype=self.reduce if self.reduce != self.compute else None,
             cast_forward_inputs=False,
         )
+
+
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype of a model's activations: what ``shard_over_data`` was told, or its parameters'."""
+    if (precision := _told(model)) is not None:
+        return precision.compute
+    floating = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    return next(floating, torch.float32)
+
+
+def reduce_dtype(model: nn.Module) -> torch.dtype | None:
+    """Return the dtype in which partial gradients are summed; ``None``: that of the gradients."""
+    precision = _told(model)
+    return None if precision is None else torch.promote_types(precision.master, precision.reduce)
+
+
+def _told(model: nn.Module) -> Precision | None:
+    precision = model.__dict__.get("precision")
+    return precision if isinstance(precision, Precision) else None

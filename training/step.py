@@ -1,251 +1,283 @@
-"""Run one step's forward and backward: micro-batches, with or without a pipeline; gradients ready to clip."""
+"""Run one step's forward and backward of any model under any loss, in any layout; gradients ready to clip."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..data.batch import Batch
-from ..data.multi_token_labels import all_labels, tokens_ahead
-from ..layers import (
-    chunked_cross_entropy,
-    cut_sequence,
-    set_auxiliary_scale,
-    valid_tokens,
-    vocab_parallel_cross_entropy,
+from ..layers import routers, set_auxiliary_scale
+from ..layers.host_copies import send
+from ..parallel_state import (
+    BadInput,
+    GradientSums,
+    ParallelState,
+    check_state,
+    divide_gradients,
+    has_gradients,
+    refuse_foreign,
+    refuse_untrained,
+    state_of,
 )
-from ..models import CausalLM
-from ..parallel_state import BadInput, has_gradients
-from .base_step import Step, refuse_stale
+from ..parallel_state.engine import fsdp_modules, is_sharded
+from ..pipeline import Stages, check_schedule, schedule_kind
 from .compute_weights import computing
+from .evaluation import evaluating
+from .function_loss import as_loss
+from .loss import Loss
+from .precision import compute_dtype, reduce_dtype
+from .samples import Samples, count_samples, cut_over_context, rows_of_step, some_samples
+from .step_report import StepInputs, StepReport, counts_of
+from .step_sums import StepResult, StepSums
+from .zero_on_fsdp import before_backward
 
-if TYPE_CHECKING:
-    from ..pipeline.runner import Pipeline
 
+class Step:
+    """Compute the gradients of a step's mean loss for any model: ``step(batch)`` leaves them in ``.grad``.
 
-class TrainStep(Step):
-    """Compute the gradients of a step's mean loss: ``step(batch)`` leaves them in ``.grad``.
+    ``batch``: this data rank's samples, tensors by name with the samples on dim 0 (``shard_batch``), or what
+    ``loss.prepare`` takes (of ``TokenLoss`` a ``Batch``). Leave them on the host: they are checked there
+    before they are copied. Context ranks are given whole rows. The model is called with the samples that its
+    ``forward`` names (``pipeline.Stages``). With more than one data rank it must have been through
+    ``shard_over_data``, which also says in what is computed and summed.
 
-    The mean is over the valid labels of the *global* batch, whatever the micro-batches and data ranks, so it
-    is the same number in every layout. ``micro_batch``: number of samples. With more than one data rank the
-    model must have been through ``shard_over_data``. ``dtype``: dtype of the activations. ``reduce``: dtype
-    in which gradients are summed outside FSDP; the default is that of the gradients. ``mtp``: factor of the
-    mean loss of the model's blocks of multi-token prediction; the loss that is returned does not contain it.
+    ``loss``: a ``Loss``, or a function that returns a sum and a count for a micro-batch (``FunctionLoss``).
+    Each term is divided by its count over all micro-batches and data ranks, so that the mean is the same
+    number in every layout. ``micro_batch``: number of samples. ``schedule``: one of ``SCHEDULE_NAMES``, of a
+    pipeline. ``unused``: a pattern over names of parameters that a step may leave without a gradient.
     """
-
-    trains_all = True
 
     def __init__(
         self,
-        model: CausalLM,
+        model: nn.Module,
+        loss: Any,
         *,
         micro_batch: int,
         schedule: str = "1f1b",
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        dtype: torch.dtype = torch.float32,
-        loss_chunk: int = 0,
-        loss_sums: torch.dtype | None = None,
-        compiled_loss: bool = False,
-        mtp: float = 0.0,
-        reduce: torch.dtype | None = None,
+        unused: str | None = None,
+        state: ParallelState | None = None,
     ) -> None:
-        super().__init__(model, model.state, micro_batch=micro_batch, reduce=reduce)
-        self.model, self.schedule_name = model, schedule
-        self.label_smoothing, self.z_loss, self.dtype = label_smoothing, z_loss, dtype
-        self.loss_chunk, self.loss_sums, self._scale = loss_chunk, loss_sums, 1.0
-        self.compiled_loss, self.mtp = compiled_loss, mtp
-        self._schedule: Pipeline | None = None
-        self._shape: torch.Size | None = None
-        self._tokens = torch.ones(())
-        #: What blocks of multi-token prediction are given, of this rank's batch.
-        self._ahead: Tensor | None = None
+        if type(micro_batch) is not int or micro_batch < 1:
+            expected = "a whole number of 1 or more"
+            raise BadInput("step", "micro_batch", expected=expected, found=repr(micro_batch))
+        try:
+            re.compile(unused or "")
+        except re.error as error:
+            expected, found = "a pattern over names of parameters", f"{unused!r}: {error}"
+            raise BadInput("step", "unused", expected=expected, found=found) from None
+        self.model, self.state = model, state_of(model, state)
+        self.loss, self.micro_batch = as_loss(loss, self.state), micro_batch
+        self.schedule, self.unused, self.dtype = schedule, unused, compute_dtype(model)
+        self.device = self.state.device
+        if self.state.mesh is None:  # one device, which may be another than the host
+            self.device = next((parameter.device for parameter in model.parameters()), self.device)
+        if micro_batch % self.loss.group:
+            expected = f"a multiple of {self.loss.group}, the rows that the loss takes together"
+            raise BadInput("step", "micro_batch", expected=expected, found=micro_batch)
+        self._check_model()
+        least = schedule_kind(schedule).least_micro_batches(self.state.layout.pipeline)
+        check_schedule(schedule, self.state.layout, least)
+        self.stages = Stages(model, self.state, dtype=self.dtype)
+        if self.loss.collect is not None and self.state.layout.data > 1:
+            _ = self.state.data_group  # every rank makes it; those of the last stage use it
+        #: Of earlier steps: the shapes of samples, and what was found out about the loss.
+        self._shapes: dict[str, torch.Size] = {}
+        self._faulty: Sequence[bool] | None = None
 
-    def __call__(self, batch: Batch, *, scale: float = 1.0) -> Tensor:
+    def __call__(self, batch: Any, *, scale: float = 1.0) -> Tensor:
         """Run forward and backward of ``batch``; return the loss, the same scalar on every rank.
 
-        ``batch``: the samples of this data rank, whole rows; each context rank is given the same rows and
-        takes its chunks. Leave it on the host, where it is checked before it is copied: checking a batch on
-        the device waits for it. ``scale``, a power of two, multiplies the loss before the backward. A step
-        with no valid label has loss 0 and zero gradients. Raises ``NotTrained``, on every rank, if a trained
-        parameter has no gradient, or if all gradients are zero and the loss is not; and ``BadInput``, on
-        every rank, for a batch that one rank cannot use, for data ranks with different numbers of rows, and
-        if an earlier step left gradients that are not zero.
+        ``scale``, a power of two, multiplies the loss before the backward. A step in which nothing counts has
+        loss 0 and zero gradients. Raises ``NotTrained``, on every rank, if a trained parameter has no
+        gradient, or if all gradients are zero and the loss is not; and ``BadInput``, on every rank, for
+        samples that one rank cannot use, data ranks with different numbers of them, gradients of an earlier
+        step that are not zero, and a loss that returns a mean.
         """
-        loss, counts = self.launch(batch, scale=scale)
-        self.refuse(loss, counts)
-        return loss
+        result = self.launch(batch, scale=scale)
+        self.refuse(result)
+        return result.loss
 
-    def launch(self, batch: Batch, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Do what a call does, without waiting for the device and without raising ``NotTrained``.
-
-        Returns the loss and the counts with which ``Update`` finds out afterwards that a parameter was not
-        trained; it then updates none.
+    def launch(self, batch: Any, *, scale: float = 1.0) -> StepResult:
+        """Do what a call does, without waiting for the device, and without refusing what only shows there:
+        ``Update`` waits once, and refuses it before it changes anything. So does ``refuse``.
         """
-        batch, self._scale = self._agree(batch), scale
-        set_auxiliary_scale(self.model, scale / (len(batch.input_ids) * self.state.layout.data))
+        inputs = self._agree(batch, self.loss, scale)
+        sums = StepSums(self.loss, inputs.scales, self._faulty)
+        set_auxiliary_scale(self.model, scale / inputs.rows)
         with computing(self.model):
-            if self.state.layout.pipeline > 1:
-                losses = self._pipelined(batch)
-            else:
-                parts = batch.split(self.micro_batch)
-                ahead: Sequence[Tensor | None] = [None] * len(parts)
-                if self._ahead is not None:
-                    ahead = self._ahead.split(self.micro_batch)
-                losses = self.accumulate([*zip(parts, ahead, strict=True)], self._loss_of)
-        inner = torch.promote_types(self.dtype, torch.float32)
-        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.state.device)
-        sums, counts = self.sum_over_ranks(total.to(inner).view(1))
-        self.gradients.finalize(reduce=self.reduce)
-        return sums[0] / scale, counts
-
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return a micro-batch's share of the step's mean loss, times the loss scale, from the model's
-        output.
-
-        ``targets``: what ``all_labels`` returns. The losses of multi-token prediction, each a mean
-        over the tokens of the step, have gradients only: their value is not added.
-        """
-        scale = self._scale / self._tokens.double()
-        labels, scales = targets, [scale]
-        if targets.ndim == 3:  # one block's come after the other's along the batch, as in the output
-            blocks = targets.shape[1] - 1
-            labels, scales = (
-                targets.transpose(0, 1).flatten(0, 1),
-                [scale] + [scale * (self.mtp / blocks)] * blocks,
-            )
-        found, *further = self.total_losses(
-            output, labels, label_smoothing=self.label_smoothing, z_loss=self.z_loss, scales=scales
+            if inputs.reshaped:
+                shapes, self._shapes = self._shapes, {}
+                self.stages.fit(some_samples(inputs.samples, 0, self.micro_batch))
+                self._shapes = shapes
+            inputs = self._with_whole_step(inputs, self.loss, self.stages)
+            self._backward(inputs, sums)
+        self._faulty = sums.faulty
+        parameters = self.gradients.count(unused=re.compile(self.unused or "(?!)").search)
+        result, divisor = sums.total(
+            self.state, self.device, scale=scale, parameters=parameters, unused=self.unused
         )
-        for more in further:
-            found = found + (more - more.detach())
-        return found
+        self.gradients.finalize(reduce=reduce_dtype(self.model))
+        if divisor is not None:
+            divide_gradients(self.model, divisor)
+        return result
 
-    def total_losses(
-        self,
-        output: Tensor,
-        labels: Tensor,
-        *,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        scales: Sequence[Tensor | None] = (None,),
-    ) -> list[Tensor]:
-        """Return sums of the loss over a micro-batch's valid tokens, equal on the ranks of a tensor group:
-        one for each equal part of the rows, times its own number of ``scales``.
+    def refuse(self, result: StepResult) -> None:
+        """Refuse a step that no update may follow, on every rank alike. Waits for the device."""
+        checks = result.checks.tolist()
+        result.refuse_faults(checks)
+        refuse_untrained(self.model, float(result.loss), checks[:2], unused=self.unused, state=self.state)
 
-        ``output``: logits, which a backward overwrites, or with ``head_in_loss`` the hidden states of the
-        last stage. A scale ``None`` is 1.
+    @torch.no_grad()
+    def evaluate(self, batch: Any) -> StepResult:
+        """Return loss and terms of ``loss.for_evaluation()`` over the samples of all data ranks.
+
+        They are equal on every rank, and nothing is changed: the model is in evaluation mode meanwhile.
+        Collective over all ranks, which must have the same number of samples of the same shapes.
         """
-        size, state, parts = self.model.config.vocab_size, self.state, len(scales)
-        if self.model.head_in_loss:
-            return [
-                chunked_cross_entropy(
-                    hidden,
-                    self.model.head_weight,
-                    wanted,
-                    size,
-                    chunk=self.loss_chunk,
-                    bias=self.model.head_bias,
-                    label_smoothing=label_smoothing,
-                    z_loss=z_loss,
-                    logit_cap=self.model.logit_cap,
-                    scale=scale,
-                    sums=self.loss_sums,
-                    compiled=self.compiled_loss,
-                    state=state,
-                )
-                for hidden, wanted, scale in zip(
-                    _parts(output, parts), _parts(labels, parts), scales, strict=True
-                )
-            ]
-        # All parts at once: autograd would take each part of the logits as overwritten by the others.
-        losses = vocab_parallel_cross_entropy(
-            output,
-            labels,
-            size,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            compiled=self.compiled_loss,
-            overwrite=True,
-            state=state,
-        )
-        return [
-            one.sum() if scale is None else one.sum() * scale.to(one.dtype)
-            for one, scale in zip(_parts(losses, parts), scales, strict=True)
-        ]
+        loss = self.loss.for_evaluation()
+        with evaluating(self.model):
+            result, _ = self.forward(batch, loss).total(self.state, self.device)
+        if result.faults:
+            result.refuse_faults(result.checks.tolist())
+        return result
 
-    def _loss_of(self, part: tuple[Batch, Tensor | None]) -> Tensor:
-        batch, ahead = part
-        ids = None if ahead is None else ahead[:, 0]
-        output = self.model(batch.input_ids, batch.positions, ahead=ids)
-        return self.loss(output, all_labels(batch.labels, ahead))
+    @torch.no_grad()
+    def forward(self, batch: Any, loss: Loss | None = None) -> StepSums:
+        """Run the forward of a step alone, in the mode that the model is in; with ``loss`` compute that.
 
-    def _pipelined(self, batch: Batch) -> list[Tensor]:
-        ids = batch.input_ids
-        if self._schedule is None or ids.shape != self._shape:
-            from ..pipeline.runner import schedule_of_model  # imports torch's compiler: half a second
-
-            self._schedule = schedule_of_model(
-                self.model,
-                self.loss,
-                name=self.schedule_name,
-                microbatches=len(ids) // self.micro_batch,
-                shape=(self.micro_batch, ids.shape[1]),
-                dtype=self.dtype,
-            )
-            self._shape = ids.shape
-        stage = self.model.stage
-        # Every stage attends and rotates by position; the schedule cuts keywords too.
-        keywords: dict[str, Any] = {} if batch.positions is None else {"positions": batch.positions}
-        if self._ahead is not None:
-            keywords["ahead"] = self._ahead[:, 0]
-        target = all_labels(batch.labels, self._ahead) if stage.last else None
-        return self._schedule.step(*((ids,) if stage.first else ()), target=target, **keywords)[0]
-
-    def _agree(self, batch: Batch) -> Batch:
-        """Return this context rank's chunks of the batch on the device, and count the labels of the whole
-        step, at least 1; of the ranks that share a data piece one counts. Raise ``BadInput`` as ``__call__``
-        says. The ranks agree on the host.
+        Collective over all ranks.
         """
-        state, world, vocabulary = self.state, self.state.layout.world, self.model.config.vocab_size
-        said, refusal = torch.zeros(5, dtype=torch.int64), None
-        try:
-            if not isinstance(batch, Batch):
-                raise BadInput("batch", expected="a Batch", found=type(batch).__name__)
-            rows, length = batch.check_form().input_ids.shape
-            state.layout.check_length(length, "recipe", "sequence_length")
-            self.check_samples(rows)
-            count = int(valid_tokens(batch.of_context(state).labels))
-            counted = count * (state.counts_here and state.at.pipeline == 0)
-            outside, stale = bool(batch.any_outside(vocabulary)), has_gradients(self.model)
-            said = torch.tensor([counted, outside, stale, rows, rows**2])
-        except BadInput as error:
-            refusal, said[1] = error, 1
-        if world > 1:
-            dist.all_reduce(said)
-        _, unfit, stale, total, squares = said.tolist()
-        if refusal is not None:
-            raise refusal
-        if unfit:
-            batch.check_ids(vocabulary)
+        inputs = self._agree(batch, loss or self.loss)
+        sums = StepSums(loss or self.loss, inputs.scales, self._faulty)
+        stages = Stages(self.model, self.state, dtype=self.dtype)  # other shapes may travel than in training
+        with computing(self.model):
+            if loss is not None:
+                inputs = self._with_whole_step(inputs, loss, stages)
+            for part, output in self._outputs(inputs, stages):
+                if loss is not None and stages.has_last:
+                    sums.add(output, part)
+        return sums
+
+    @cached_property
+    def gradients(self) -> GradientSums:
+        """Return the gradients of the model, looked up at the first step."""
+        return GradientSums(self.model, self.state, where="step")
+
+    def _check_model(self) -> None:
+        model, layout, data = self.model, self.state.layout, self.state.layout.data
+        check_state(model, self.state, "step")
+        if dist.is_initialized() and dist.get_world_size() > layout.world:
+            refuse_foreign(model, "step")  # a state of one rank, and a wrapper that averages over several
+        if data > 1 and not is_sharded(model):
+            todo = "Call shard_over_data(model, state, Precision(...)) before"
+            expected = f"one shared over data={data} ranks"
+            raise BadInput("step", "model", expected=expected, found="none", todo=todo)
+        if layout.context > 1 and not self.loss.sequence:
             raise BadInput(
-                "batch", expected="one that each rank can use", found="one that another rank refused"
-            )
-        if total**2 != world * squares:  # the square of the mean is the mean of the squares of equal numbers
-            raise BadInput("batch", "rows", expected="as many on each data rank", found=f"{rows} here")
-        if stale:
-            refuse_stale()
-        self._tokens = said[0].clamp(min=1).to(state.device, non_blocking=True)
-        if blocks := self.model.config.mtp_blocks:
-            ahead = tokens_ahead(batch, blocks).to(state.device, non_blocking=True)
-            self._ahead = cut_sequence(ahead, state, dim=3)
-        return batch.to(state.device).of_context(state)
+                "layout", "context", expected="1 for a loss that names no sequence", found=layout.context,
+                todo='FunctionLoss(loss, sequence={"tokens": 1, "labels": 1}) names what ranks cut, and the '
+                "model's attention must look at other ranks' keys",
+            )  # fmt: skip
+        for name, router in () if self.loss.counts_first else routers(model):
+            if router.balance or router.z_loss:
+                raise BadInput(
+                    "step", f"{name}.balance",
+                    expected="0: the number of a step's losses is known only at its end",
+                    found=router.balance or router.z_loss,
+                    todo="State it before: FunctionLoss(loss, count=...)",
+                )  # fmt: skip
 
+    def _agree(self, batch: Any, loss: Loss, scale: float | None = None) -> StepInputs:
+        """Check and count samples on the host, agree over all ranks, cut the samples and copy them.
 
-def _parts(x: Tensor, count: int) -> Sequence[Tensor]:
-    """Return equal parts of the rows; of one part no piece is cut, whose backward would copy its gradient."""
-    return x.chunk(count) if count > 1 else (x,)
+        Each rank must gather weights and sum gradients as often as its neighbours. If shapes changed on one
+        rank, all set up their pipeline anew: a trial run gathers weights too. ``scale``: only to train.
+        """
+        state, refusal, samples, training = self.state, None, dict[str, Tensor](), scale is not None
+        nothing = dict.fromkeys(loss.terms, 0.0)
+        report, shapes = StepReport(nothing, refused=True), self._shapes
+        try:
+            samples = dict(loss.prepare(batch))
+            rows, first = count_samples(samples), self.stages.first_input
+            if first is not None and first not in samples:
+                raise BadInput("batch", first, expected="the model's first input", found=", ".join(samples))
+            if rows % self.micro_batch and (training or not self.stages.states_shapes):
+                expected = f"a divisor of the {rows} samples of a data rank"
+                raise BadInput("step", "micro_batch", expected=expected, found=self.micro_batch)
+            counts = nothing
+            if loss.counts_first and state.counts_here and state.at.pipeline == 0:
+                counts = counts_of(loss, cut_over_context(samples, loss.sequence, state))
+            shapes = {name: sample.shape for name, sample in samples.items()}
+            stale, reshaped = training and has_gradients(self.model), training and shapes != self._shapes
+            report = StepReport(counts, rows, rows**2, stale=stale, reshaped=reshaped)
+        except BadInput as error:
+            refusal = error
+        total = report.agreed(state, refusal)
+        if training:
+            self._shapes = shapes
+        factors = [
+            (scale or 1.0) * term.weight / (total.counts[name] or 1.0) for name, term in loss.terms.items()
+        ]
+        scales = torch.tensor(factors, dtype=torch.float64).to(self.device, non_blocking=True)
+        copies = {name: send(sample, self.device) for name, sample in samples.items()}
+        return StepInputs(
+            cut_over_context(copies, loss.sequence, state),
+            int(total.rows) * state.layout.data,
+            dict(zip(loss.terms, scales.unbind(), strict=True)),
+            bool(total.reshaped),
+        )
+
+    def _backward(self, inputs: StepInputs, sums: StepSums) -> None:
+        """Run forward and backward of all micro-batches, under a schedule or one after the other."""
+        size = self.micro_batch
+        if self.state.layout.pipeline > 1:
+
+            def loss_of(output: Any, start: int) -> Tensor:
+                return sums.add(output, some_samples(inputs.samples, start, size))
+
+            self.stages.train(inputs.samples, loss_of, schedule=self.schedule, micro_batch=size)
+            return
+        sharded, trains_all = is_sharded(self.model), getattr(self.model, "trains_all", False)
+        parts = [*inputs.micro_batches(size)]
+        for number, part in enumerate(parts):
+            if sharded:
+                # If each micro-batch gives each trained parameter a gradient, replicas sum theirs at the last
+                # one alone: FSDP sums nothing there for a group that got no gradient.
+                last = number == len(parts) - 1
+                before_backward(self.model, self.state, last=last, sum_replicas=last or not trains_all)
+            sums.add(self.stages.forward(part), part).backward()
+
+    def _outputs(self, inputs: StepInputs, stages: Stages) -> Iterator[tuple[Samples, Any]]:
+        """Run the forward of each micro-batch alone, and yield its samples and its output."""
+        for number, part in enumerate(inputs.micro_batches(self.micro_batch)):
+            if stages is not self.stages and (not number or stages.states_shapes):
+                stages.fit(part)  # the last one may be smaller
+            yield part, stages.forward(part)
+        for module in fsdp_modules(self.model):  # no backward comes that would drop the gathered weights
+            module.reshard()
+
+    @torch.no_grad()
+    def _with_whole_step(self, inputs: StepInputs, loss: Loss, stages: Stages) -> StepInputs:
+        """Let a loss that compares all rows of the step see them first, and add the samples that it returns.
+
+        The backward then goes through one micro-batch at a time (GradCache, Gao et al. 2021). In training
+        each run of a stage has a seed of its own, so that the second forward has the first one's dropout.
+        """
+        if loss.collect is None:
+            return inputs
+        seed = int(torch.randint(2**31, ())) if stages is self.stages else None
+        stages.seed_runs(seed)
+        outputs = self._outputs(inputs, stages)
+        rows = [loss.collect(output, part) for part, output in outputs if stages.has_last]
+        stages.seed_runs(seed)
+        if not rows:
+            return inputs
+        everyone, mine = rows_of_step(torch.cat(rows), self.state)
+        more = loss.whole_step(everyone, mine, inputs.samples)
+        return replace(inputs, samples={**inputs.samples, **more})

@@ -256,14 +256,14 @@ class Trainer:
         fault("step.forward", rank=state.rank, step=number + 1)
         scale = self.update.scale
         try:
-            loss, counts = self.step.launch(batch, scale=scale)
+            result = self.step.launch(batch, scale=scale)
             self.watchers.gradients(number, scale)
-            updated = self.update(loss, counts)
+            updated = self.update(result)
         except NotTrained as error:
             raise NotTrained(f"step {number + 1}: {error}") from error
         if updated.fatal:
             torch.manual_seed(random_seed(recipe.seed, number, state))
-            name_the_culprit(self.model, number + 1, self.watchers.forward, batch.to(state.device))
+            name_the_culprit(self.step, number + 1, batch)
         seconds = time.perf_counter() - began
         tokens, even = recipe.data.global_batch * recipe.data.sequence_length, updated.balance
         return StepMetrics(

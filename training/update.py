@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..layers import Balance, Balancing
-from ..models import CausalLM
-from ..parallel_state import GradientClipping, refuse_untrained
+from ..parallel_state import GradientClipping, ParallelState, refuse_untrained, state_of
 from .loss_scale import LossScale
 from .spikes import Spikes
+from .step_sums import StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,16 @@ class Update:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
         clip: float,
         loss_scale: LossScale | None = None,
         spikes: Spikes | None = None,
         balancing: Balancing | None = None,
+        state: ParallelState | None = None,
     ) -> None:
+        self.state = state_of(model, state)
         self.model, self.optimizer, self.clip = model, optimizer, clip
         self.loss_scale, self.spikes, self.balancing = loss_scale, spikes, balancing
         self._clipping: GradientClipping | None = None
@@ -69,26 +71,30 @@ class Update:
     def skipped(self) -> int:
         return sum(self.skips.values())
 
-    def __call__(self, loss: Tensor, counts: Tensor | None = None) -> Updated:
-        """Clip, decide and update. ``loss``: unscaled; ``.grad``: gradients of ``scale`` times the loss.
+    def __call__(self, result: StepResult) -> Updated:
+        """Clip, decide and update. ``result``: of ``Step.launch`` with ``scale``, whose gradients are there.
 
-        ``counts``, with ``loss``: from ``TrainStep.launch``. Raises ``NotTrained`` where they say so.
+        Raises, on every rank and before anything changes, what ``Step.refuse`` raises.
         """
         if self._clipping is None:
-            self._clipping = GradientClipping(self.model, self.model.state, where="update")
+            self._clipping = GradientClipping(self.model, self.state, where="update")
         norm = self._clipping.clip(self.clip, loss_scale=self.scale)
-        counts = norm.new_zeros(2) if counts is None else counts
-        measured = [one.to(norm.device).double() for one in (loss.view(1), norm.view(1), counts)]
+        numbers = (result.loss.view(1), norm.view(1), result.checks)
+        measured = [number.to(norm.device).double() for number in numbers]
         unfit = _unfit(*torch.cat(measured).unbind())
         waits = self.spikes is not None or not all(one.get("fused") for one in self.optimizer.param_groups)
         if not waits:
             self._step(unless=unfit)
         tallies = norm.new_zeros(0) if self.balancing is None else self.balancing.summed().to(norm.device)
         read = torch.cat([*measured, unfit.double().view(1), tallies.double()])
-        mean, size, trained, missing, held, *tallied = read.tolist()
+        mean, size, *rest = read.tolist()
+        end = len(result.checks)
+        checks, held, tallied = rest[:end], rest[end], rest[end + 1 :]
+        result.refuse_faults(checks)
+        trained, missing = checks[:2]
         finite = math.isfinite(mean) and math.isfinite(size)
         if missing or (held and finite):
-            refuse_untrained(self.model, mean, (trained, missing), state=self.model.state)
+            refuse_untrained(self.model, mean, (trained, missing), unused=result.unused, state=self.state)
             waits = True  # some gradient is not zero, but all are too small to be squared
         reason = None
         if not finite:
@@ -127,7 +133,7 @@ class Update:
             return False
         found = torch.tensor(self.spikes.is_one(loss, norm), dtype=torch.int32)
         self.spikes.note(loss, norm)
-        if self.model.state.layout.world > 1:
+        if self.state.layout.world > 1:
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return bool(found)
 
@@ -150,9 +156,9 @@ class Update:
             self.spikes.restore(memory["spikes"])
 
 
-def _unfit(loss: Tensor, norm: Tensor, trained: Tensor, missing: Tensor) -> Tensor:
-    """Tell, on the device, whether the step may not update: a number is not finite, or a parameter is not
-    trained. Gradients may be zero only if the loss is.
+def _unfit(loss: Tensor, norm: Tensor, trained: Tensor, *wrong: Tensor) -> Tensor:
+    """Tell, on the device, whether the step may not update: a number is not finite, a parameter is not
+    trained, or the loss is ``wrong``. Gradients may be zero only if the loss is.
     """
     vanished = (norm == 0) & (loss != 0) & (trained > 0)
-    return ~(loss.isfinite() & norm.isfinite()) | (missing > 0) | vanished
+    return ~(loss.isfinite() & norm.isfinite()) | (torch.stack(wrong) > 0).any() | vanished

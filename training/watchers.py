@@ -21,7 +21,6 @@ from ..runs.terminal import Terminal
 from ..runs.trackers import Tracker, Trackers
 from .build import Parts
 from .evaluation import Evaluator, perplexity
-from .forward import ForwardOnly
 from .parameter_norms import Activations, Norms
 from .run_plan import RunPlan, flops_of
 from .stragglers import Stragglers
@@ -53,10 +52,9 @@ class Watchers:
         self.events = Events(self.out / "events.jsonl" if self.first else None)
         peak = watch.peak_flops or peak_flops(state.device, dtype)
         self.mfu = Mfu(flops_of(recipe, plan), state.layout.world, peak)
-        self.forward = ForwardOnly(model, micro_batch=recipe.data.micro_batch, dtype=dtype)
         self.evaluate = None
         if plan.held_out is not None:
-            self.evaluate = Evaluator(self.forward, parts.step, plan.held_out)
+            self.evaluate = Evaluator(parts.step, plan.held_out)
         links = plan.family.links_of_all(plan.config)
         self.norms = Norms(model, links) if watch.norms else None
         self.activations = Activations(model, links) if watch.norms and watch.activation_norms else None

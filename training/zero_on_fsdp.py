@@ -63,6 +63,7 @@ def shard_over_data(
     ``find_blocks``.
     """
     refuse_foreign(model, "shard_over_data")
+    model.__dict__["precision"] = precision
     fixed = buffer_names(declarations(model))
     if state.layout.holds_alone and not offload:
         if precision.casts or any(engine.is_dtensor(one) for one in model.parameters()):

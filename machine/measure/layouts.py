@@ -14,7 +14,7 @@ from ...models import CausalLM, family_of, tiny_config
 from ...parallel_state import Layout, ParallelState, initialize
 from ...runs.launch import process_group
 from ...testing.layouts import Observation, Pieces, assemble, differences, observe, random_rows, roughen
-from ...training import Precision, TrainStep, shard_over_data
+from ...training import Precision, Step, TokenLoss, shard_over_data
 
 #: Largest differences that rounding explains: of the loss, and in fp64 of any gradient, in bf16, where small
 #: gradients are mostly rounding, of the norm of all.
@@ -53,7 +53,7 @@ def _run(state: ParallelState, name: str, *, sharded: bool = False, compiled: bo
     family = family_of(raw := tiny_config("llama"))
     config = family.from_hf(raw)
 
-    def build() -> tuple[CausalLM, TrainStep]:
+    def build() -> tuple[CausalLM, Step]:
         model = family.build(config, state=state, dtype=master)
         if compiled:
             compile_blocks(model.layers.values())
@@ -62,7 +62,7 @@ def _run(state: ParallelState, name: str, *, sharded: bool = False, compiled: bo
         model.to_empty(device=state.device)
         initialize(model, _SEED, state=state)
         roughen(model, _SEED, state)
-        return model, TrainStep(model, micro_batch=1, dtype=compute)
+        return model, Step(model, TokenLoss(model), micro_batch=1)
 
     generator = torch.Generator().manual_seed(_SEED)
     whole = Batch(*random_rows(_SAMPLES, _LENGTH, config.vocab_size, generator))

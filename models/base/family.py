@@ -63,6 +63,10 @@ class CausalLM(nn.Module):
     #: Blocks of multi-token prediction by their numbers, on the last stage, if the model has them.
     mtp: nn.ModuleDict
     head_in_loss = False
+    #: What ``pipeline.Stages`` is told: the sample that is ``x`` on the first stage, and that each forward
+    #: uses all parameters of its stage.
+    first_input = "input_ids"
+    trains_all = True
 
     def forward(
         self,
@@ -102,6 +106,19 @@ class CausalLM(nn.Module):
         """Yield the blocks of one stage, in order."""
         assert not stage.pieces, "of several stages one runs at a time: say which"
         return (self.layers[str(number)] for number in stage.blocks)
+
+    def uses(self, stage: Stage) -> list[nn.Module]:
+        """Return the modules that one stage of this rank computes with, but for those without parameters."""
+        # A V's first rank also holds the last stage, which alone predicts further tokens.
+        others = {"layers"} if stage.last else {"layers", "mtp"}
+        ends = [module for name, module in self.named_children() if name not in others]
+        return [*self.blocks_of(stage), *(ends if stage.first or stage.last else ())]
+
+    def hidden_shape(self, tokens_BS: Tensor) -> tuple[int, int, int]:
+        """Return the shape of the hidden states that a stage sends for these ids, on one rank."""
+        rows, length = tokens_BS.shape
+        pieces = self.state.tensor_size if self.state.sequence else 1
+        return rows, length // pieces, self.config.hidden_size
 
     def numbered_blocks(self) -> dict[int, nn.Module]:
         """Return all blocks on this rank by their numbers, those of multi-token prediction among them."""

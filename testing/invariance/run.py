@@ -25,7 +25,8 @@ from ...parallel_state import (
 from ...parallel_state.engine import local_data
 from ...ranks.pickling import FunctionName, unpack
 from ...training.precision import Precision
-from ...training.user_step import ModuleStep, Samples, own_samples
+from ...training.samples import Samples, shard_batch
+from ...training.step import Step
 from ...training.zero_on_fsdp import shard_over_data, stacks_of_experts
 from ..layouts import Observation, observe, roughen
 from ..recorder import Recorder, Seen
@@ -106,7 +107,7 @@ def run_trial(
     stages = state.layout
     schedule = "zbv" if stages.v_shape else "interleaved" if stages.virtual_stages > 1 else "1f1b"
     schedule = trial.schedule or schedule
-    step = ModuleStep(model, loss, micro_batch=trial.micro_batch, schedule=schedule, state=here)
+    step = Step(model, loss, micro_batch=trial.micro_batch, schedule=schedule, state=here)
 
     def once(samples: Samples) -> Tensor:
         loss = step(samples)
@@ -124,7 +125,7 @@ def run_trial(
         if write is not None:
             save_module(write, model, optimizer, step=trial.steps, state=here)
 
-    batches = [batch if layout is None else own_samples(batch, state)] * trial.steps
+    batches = [batch if layout is None else shard_batch(batch, state)] * trial.steps
     witnessed.run = observe(
         lambda: (model, once), batches, state, lr=trial.lr, clip=clip, strict=False, then=keep
     )

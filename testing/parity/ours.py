@@ -22,7 +22,8 @@ from ...layers import (
 from ...models import CausalLM
 from ...parallel_state import Box, ParallelState, declarations
 from ...training.precision import Precision
-from ...training.step import TrainStep
+from ...training.step import Step
+from ...training.token_loss import TokenLoss
 from ...training.zero_on_fsdp import shard_over_data
 from ..layouts import Observation, Outputs, as_pieces, assemble, observe, on_ranks
 from ..recorder import Recorder, Seen
@@ -57,13 +58,13 @@ def observe_rank(question: Question) -> Observation:
     model = family.build(config, split=question.split, state=state, dtype=question.dtype)
     features = _features(model)
 
-    def build() -> tuple[CausalLM, TrainStep]:
+    def build() -> tuple[CausalLM, Step]:
         shard_over_data(model, state, Precision(question.dtype, question.dtype, question.dtype))
         model.to_empty(device=state.device)
         load_model_source(source, model, family, config)
         model.eval()  # no dropout: its masks are not those of transformers
         set_auxiliary_losses(model, balance=0.0, z_loss=0.0)  # the loss is that of the tokens alone
-        return model, TrainStep(model, micro_batch=1, schedule=question.schedule, dtype=question.dtype)
+        return model, Step(model, TokenLoss(model), micro_batch=1, schedule=question.schedule)
 
     recorder = Recorder(model, features, first=rows.start, outputs_only=True)
     seen = observe(build, [Batch(input_ids[rows], labels[rows])], state)

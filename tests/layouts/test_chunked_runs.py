@@ -11,7 +11,6 @@ from trilith.recipes.recipe import parse_recipe
 from trilith.testing import LiveBytes, run_parallel
 from trilith.training import Evaluator
 from trilith.training.build import build
-from trilith.training.forward import ForwardOnly
 from trilith.training.run_data import open_held_out
 from trilith.training.run_plan import plan
 
@@ -61,11 +60,10 @@ def evaluated(raw):
     with torch.no_grad():
         for parameter in parts.model.parameters():
             parameter.normal_(0.0, 0.1)
-    forward = ForwardOnly(parts.model, micro_batch=recipe.data.micro_batch, dtype=torch.float64)
     held_out = open_held_out(recipe, WIDE["vocab_size"])
     assert held_out is not None
     with LiveBytes() as memory:
-        loss = Evaluator(forward, parts.step, held_out)()
+        loss = Evaluator(parts.step, held_out)()
     return loss, memory.peak
 
 

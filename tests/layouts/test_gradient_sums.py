@@ -11,7 +11,7 @@ from trilith.parallel_state import Layout
 from trilith.parallel_state.engine import computed_with, fsdp_modules
 from trilith.pipeline.driver import DrivenStage
 from trilith.testing import run_parallel
-from trilith.training import Precision, TrainStep
+from trilith.training import Precision, Step, TokenLoss
 
 LOOP, SHAPED = {"virtual_stages": 2}, {"virtual_stages": 2, "v_shape": True}
 SCHEDULES = {"1f1b": {}, "interleaved-zero-bubble": LOOP, "zbv": SHAPED, "dualpipev": SHAPED}
@@ -27,7 +27,7 @@ def whole_gradients(name):
 def waiting_gradients(name, zero):
     layout = Layout.of(pipeline=2, data=2, zero=zero, **SCHEDULES[name])
     model = built(layout, Precision(*[torch.float32] * 3), config("llama", layers=4))
-    step, waiting = TrainStep(model, micro_batch=1, schedule=name), []
+    step, waiting = Step(model, TokenLoss(model), micro_batch=1, schedule=name), []
 
     def look(stage, *given, **named):
         held = computed_with(one for one in fsdp_modules(model) if zero >= 2 or one is not model)

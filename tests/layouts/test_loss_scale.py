@@ -9,7 +9,7 @@ from trilith.layers import IGNORE
 from trilith.parallel_state import Layout
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
-from trilith.training import Precision, TrainStep
+from trilith.training import Precision, Step, TokenLoss
 
 SAMPLES, LENGTH = 4, 8
 
@@ -23,7 +23,7 @@ def gradients(model, precision, scale, only=None, schedule="1f1b"):
     if only not in (None, model.state.data_index):
         labels[:] = IGNORE
     micro = 1 if model.state.layout.pipeline > 1 else each
-    step = TrainStep(model, micro_batch=micro, dtype=precision.compute, schedule=schedule)
+    step = Step(model, TokenLoss(model), micro_batch=micro, schedule=schedule)
     loss = float(step(Batch(ids, labels), scale=scale))
     found = {name: local_data(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()

@@ -15,7 +15,7 @@ from trilith.data.token_writer import TokenWriter
 from trilith.parallel_state import Layout
 from trilith.testing import run_parallel
 from trilith.testing.layouts import assemble, pieces, roughen
-from trilith.training import Precision, TrainStep
+from trilith.training import Precision, Step, TokenLoss
 
 LENGTH, SAMPLES, ROWS = 24, 16, 8
 
@@ -40,7 +40,7 @@ def one_epoch(config, layout, name, samples):
     count = SAMPLES if samples == "single" else ROWS
     data = GlobalBatches(TokenFile.open(name), LENGTH, count, 0, samples=samples)
     assert data.samples == count
-    step = TrainStep(model, micro_batch=2, dtype=torch.float64)
+    step = Step(model, TokenLoss(model), micro_batch=2)
     loss = step(data.batch(0, state.data_index, layout.data))
     return float(loss), pieces(model, state, gradients=True)
 

@@ -13,7 +13,7 @@ from trilith.layers import IGNORE
 from trilith.parallel_state import BadInput, Layout, ParallelState, gradient_norm, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.testing import RankError, run_parallel
-from trilith.training import Precision, TrainStep
+from trilith.training import Precision, Step, TokenLoss
 
 FP64 = Precision(torch.float64, torch.float64, torch.float64)
 SAMPLES, LENGTH = 4, 8
@@ -32,7 +32,7 @@ def step_with(layout, counting):
         labels[sample] = IGNORE
     each = SAMPLES // layout.data
     mine = slice(model.state.data_index * each, (model.state.data_index + 1) * each)
-    step = TrainStep(model, micro_batch=1, label_smoothing=0.1, dtype=torch.float64)
+    step = Step(model, TokenLoss(model, label_smoothing=0.1), micro_batch=1)
     loss = float(step(Batch(ids[mine], labels[mine])))
     norm = float(gradient_norm(model, state=model.state))
     grads = [p.grad for p in model.parameters()]
@@ -71,7 +71,7 @@ def test_on_one_device_a_step_needs_no_process_group_and_no_fsdp():
     model, (ids, labels) = model_alone(), whole_batch()
     for sample in (0, 2, 3):
         labels[sample] = IGNORE
-    step = TrainStep(model, micro_batch=1, label_smoothing=0.1, dtype=torch.float64)
+    step = Step(model, TokenLoss(model, label_smoothing=0.1), micro_batch=1)
     assert float(step(Batch(ids, labels))) == expected
     assert float(gradient_norm(model)) == pytest.approx(norm, rel=1e-12)
 
@@ -79,7 +79,7 @@ def test_on_one_device_a_step_needs_no_process_group_and_no_fsdp():
 def test_over_data_ranks_a_model_that_is_not_shared_is_refused():
     state = ParallelState.stand_in(Layout(data_replicate=2))
     with pytest.raises(BadInput, match=r"shared over data=2 ranks, found none. Call shard_over_data"):
-        TrainStep(model_alone(state), micro_batch=1)
+        Step(model := model_alone(state), TokenLoss(model), micro_batch=1)
 
 
 def stale_on_the_last_rank(layout):
@@ -87,7 +87,7 @@ def stale_on_the_last_rank(layout):
     step, after gradients of zeros, is the same as the first.
     """
     model, batch = built(layout, FP64), Batch(*whole_batch())
-    step = TrainStep(model, micro_batch=1, dtype=torch.float64)
+    step = Step(model, TokenLoss(model), micro_batch=1)
     first = step(batch)
     if model.state.rank != layout.world - 1:
         model.zero_grad()
@@ -125,13 +125,13 @@ BAD_BATCHES = {
 def test_a_batch_that_no_step_can_use_is_refused_in_one_line(what):
     batch, says = BAD_BATCHES[what]
     with pytest.raises(BadInput, match=says):
-        TrainStep(model_alone(), micro_batch=1)(batch)
+        Step(model := model_alone(), TokenLoss(model), micro_batch=1)(batch)
 
 
 def bad_on_one_rank(layout, what):
     """Return what a step says on this rank if the last data rank's batch is a bad one."""
     model = built(layout, FP64)
-    step, rows = TrainStep(model, micro_batch=1, dtype=torch.float64), Batch(IDS, IDS)
+    step, rows = Step(model, TokenLoss(model), micro_batch=1), Batch(IDS, IDS)
     bad = Batch(IDS[:1], IDS[:1]) if what == "fewer rows" else BAD_BATCHES[what][0]
     with pytest.raises(BadInput) as caught:
         step(bad if model.state.data_index == layout.data - 1 else rows)
@@ -143,7 +143,7 @@ def test_a_bad_batch_of_one_data_rank_is_refused_by_all(what):
     """Also by a pipeline's other stages, which would wait for its activations."""
     first, second = run_parallel(bad_on_one_rank, 2, Layout.of(data=2, zero=3), what)
     if what == "fewer rows":
-        assert "rows: expected as many on each data rank" in first and "found 1 here" in second
+        assert "expected the same number on each data rank, found from 1 to 2" in first and first == second
     else:
         assert "found one that another rank refused" in first and re.search(BAD_BATCHES[what][1], second)
 
@@ -158,7 +158,7 @@ def two_sizes(layout):
     """Return the loss of a step over all samples, and of one over half of them."""
     model = built(layout, FP64)
     ids, labels = whole_batch()
-    step = TrainStep(model, micro_batch=1, dtype=torch.float64)
+    step = Step(model, TokenLoss(model), micro_batch=1)
     losses = []
     for count in (SAMPLES, SAMPLES // 2):
         losses.append(float(step(Batch(ids[:count], labels[:count]))))
@@ -173,7 +173,8 @@ def test_a_step_may_be_smaller_than_the_one_before():
 
 
 def refusal(layout, micro_batch, schedule, length):
-    step = TrainStep(built(layout, FP64), micro_batch=micro_batch, schedule=schedule, dtype=torch.float64)
+    model = built(layout, FP64)
+    step = Step(model, TokenLoss(model), micro_batch=micro_batch, schedule=schedule)
     ids, labels = whole_batch()
     step(Batch(ids[:, :length], labels[:, :length]))
 

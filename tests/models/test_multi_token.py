@@ -15,7 +15,7 @@ from trilith.data.batch import Batch
 from trilith.data.multi_token_labels import tokens_ahead
 from trilith.layers import IGNORE
 from trilith.parallel_state import BadInput
-from trilith.training.step import TrainStep
+from trilith.training import Step, TokenLoss
 
 ROWS = ["deepseek_v3", "glm4_moe"]
 EPS, FACTOR = 1e-3, 0.3
@@ -68,7 +68,7 @@ def test_its_gradients_are_those_of_the_paper_s_formulas(row):
     family, config, model = ours_of(raw, tensors)
     ids, labels = torch.randint(503, (2, 20)), torch.randint(503, (2, 20))
     labels[0, :4], labels[1, 9] = IGNORE, IGNORE
-    reported = TrainStep(model, micro_batch=1, mtp=FACTOR, dtype=torch.float64)(Batch(ids, labels))
+    reported = Step(model, TokenLoss(model, mtp=FACTOR), micro_batch=1)(Batch(ids, labels))
 
     theirs.set_experts_implementation("eager")  # which alone computes in fp64
     theirs, count = theirs.double(), int((labels != IGNORE).sum())

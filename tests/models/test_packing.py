@@ -10,9 +10,10 @@ from support.configs import TINY_GLM, TINY_MIXTRAL, config
 from support.families import model_of
 from support.layout_cases import axes
 from torch.nn import functional as F
+from trilith.data import Batch
 from trilith.layers import KeyValueCache, gather_logits, vocab_parallel_cross_entropy
 from trilith.parallel_state import BadInput, Layout, ParallelState, finalize_gradients, initialize
-from trilith.pipeline.runner import schedule_of_model
+from trilith.pipeline import Stages
 from trilith.testing import Operators, run_parallel
 from trilith.testing.layouts import assemble, pieces, roughen
 
@@ -106,12 +107,16 @@ def packed_rows(model, layout, state):
         losses.append(loss(logits, labels))
         losses[0].backward()
     else:
-        schedule = schedule_of_model(
-            made, loss, name="1f1b", microbatches=2, shape=(1, ids.shape[1]), dtype=torch.float64
-        )
-        arguments = (ids,) if made.stage.first else ()
-        target = labels if made.stage.last else None
-        losses, logits = schedule.step(*arguments, positions=positions, target=target, return_outputs=True)
+        stages, rows, outputs = Stages(made, state, dtype=torch.float64), Batch(ids, labels, positions), []
+
+        def noted(logits, start):
+            outputs.append(logits)
+            losses.append(loss(logits, labels[start : start + 1]))
+            return losses[-1]
+
+        stages.fit(rows.split(1)[0].samples())
+        stages.train(rows.samples(), noted, schedule="1f1b", micro_batch=1)
+        logits = torch.cat(outputs) if made.stage.last else None
     finalize_gradients(made, state=state)
     last = whole_logits(made, logits) if made.stage.last else None
     return last, sum(float(one.detach()) for one in losses), pieces(made, state, gradients=True)

@@ -19,9 +19,10 @@ from trilith.layers import (
 )
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.pipeline.driver import StageModule
-from trilith.pipeline.runner import Travels, make_schedule
+from trilith.pipeline.relay import Travels
+from trilith.pipeline.runner import make_schedule
 from trilith.testing import LayoutVariance, RankError, assert_layout_invariant, run_parallel
-from trilith.training import ModuleStep, Precision, shard_over_data
+from trilith.training import Precision, Step, shard_over_data
 
 LOOP = {"virtual_stages": 2}
 SHAPED = {"virtual_stages": 2, "v_shape": True}
@@ -112,7 +113,7 @@ def test_what_cannot_run_several_stages_is_refused_with_both_numbers():
     state = ParallelState.stand_in(Layout(pipeline=2, virtual_stages=2))
 
     def step(model, schedule="interleaved"):
-        ModuleStep(model, loss, micro_batch=1, schedule=schedule, state=state)
+        Step(model, loss, micro_batch=1, schedule=schedule, state=state)
 
     step(Net(state=state))
     for schedule, says in {
@@ -148,7 +149,7 @@ def steps_of_shapes(lengths, samples):
     torch.manual_seed(0)
     model = shard_over_data(Net(state=state).double(), state, Precision(*[torch.float64] * 3))
     initialize(model, 0, state=state)
-    step = ModuleStep(model, loss, micro_batch=1, state=state)
+    step = Step(model, loss, micro_batch=1, state=state)
     found = []
     for both in lengths:
         length, count = both[state.data_index], samples[state.data_index]

@@ -13,8 +13,8 @@ from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.planner import Work, plan_memory
 from trilith.testing import LiveBytes, run_parallel
-from trilith.training import Precision, TrainStep, make_adamw, shard_over_data
-from trilith.training import base_step as steps
+from trilith.training import Precision, Step, TokenLoss, make_adamw, shard_over_data
+from trilith.training import step as steps
 
 
 def planned(**changes):
@@ -129,7 +129,7 @@ def held_between_micro_batches(case):
         model.to_empty(device="cpu")
         initialize(model, 0, state=state)
         optimizer = make_adamw(model, lr=1e-3)
-        step = TrainStep(model, micro_batch=1, dtype=torch.bfloat16)
+        step = Step(model, TokenLoss(model), micro_batch=1)
         for _ in range(2):
             optimizer.zero_grad()
             step(Batch(ids, ids))

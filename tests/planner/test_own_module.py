@@ -12,7 +12,7 @@ from trilith.layers import ColumnParallelLinear
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.planner import Work, plan_memory, rank_parameters, step_traffic
 from trilith.testing import collectives_of, run_parallel
-from trilith.training import ModuleStep, Precision, own_samples, shard_over_data
+from trilith.training import Precision, Step, shard_batch, shard_over_data
 
 
 def example():
@@ -129,9 +129,9 @@ def sums_of_a_step(layout):
     model, plain = (custom.Transcriber(state=state) for _ in range(2))
     shard_over_data(model, state, Precision())
     initialize(model, 0, state=state)
-    step = ModuleStep(model, custom.loss, micro_batch=1, state=state)
+    step = Step(model, custom.loss, micro_batch=1, state=state)
     for count in (2, 4):
-        samples = own_samples(custom.batch(0, samples=count * layout.data), state)
+        samples = shard_batch(custom.batch(0, samples=count * layout.data), state)
         step(samples)  # which makes the pipeline ready
         model.zero_grad()
         launched = collectives_of(partial(step, samples))["all_reduce"]

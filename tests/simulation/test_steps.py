@@ -18,13 +18,14 @@ from support.short_training import Case
 from support.simulated_steps import step_counts
 from torch import nn
 from torch.nn import functional as F
+from trilith.layers.host_copies import on_host
 from trilith.parallel_state import Layout
 from trilith.pipeline import SCHEDULE_NAMES, runner
-from trilith.pipeline.runner import Travels
+from trilith.pipeline.relay import Travels
 from trilith.recipes.sections import MemorySection
 from trilith.simulation import WAITS, Wait, simulated_rank
 from trilith.simulation.backend import FakeTensor, Module, register
-from trilith.training import ModuleStep
+from trilith.training import Step
 
 BF16 = {"dtype": torch.float32, "compute": torch.bfloat16}
 
@@ -170,17 +171,17 @@ class TwoStages(nn.Module):
 
 
 def stages_of_a_user():
-    """The samples that a loss takes may stay on the host; there they are found without waiting."""
+    """What the host knows of the samples that a loss takes is found without waiting."""
 
     def loss(y, samples):
         wanted = samples["wanted"]
-        assert wanted.device.type == "cpu"
-        return (y - wanted.to(y.device, non_blocking=True)).square().sum(), len(wanted)
+        assert on_host(wanted) is not None
+        return (y - wanted).square().sum(), len(wanted)
 
     def told(stated, **named):
         stated[0] = stated[0] or (Travels((1, 6), torch.float32),)
 
-    places = "user_step.py: ModuleStep._totals", "loss_contract.py: is_mean", "base_step.py: Step.refuse"
+    places = "function_loss.py: is_mean", "step.py: Step.refuse"
     reads = [
         Wait(f"training/{place}", kind, 9, "step", "a step of one's own reads each loss")
         for place in places
@@ -191,7 +192,7 @@ def stages_of_a_user():
         with state.device:
             model = TwoStages(state)
         samples = {"x": torch.empty(2, 6, device=state.device), "wanted": torch.zeros(2, 6)}
-        ModuleStep(model, loss, micro_batch=1, state=state)(samples)
+        Step(model, loss, micro_batch=1, state=state)(samples)
 
 
 def each(folder):

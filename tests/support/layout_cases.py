@@ -217,10 +217,10 @@ class _Run:
         operators = Operators()
         with operators if row.sends else nullcontext(), self._holding():
             self.live.peak = self.live.now
-            loss, _ = self.parts.step.launch(batches[1])
+            result = self.parts.step.launch(batches[1])
             if row.holds:
                 self._count()
-            self._update(loss)
+            self._update(result.loss)
         self.record.sent = sent_in(operators, self.state)
         self.record.parameters = self._shares()
         if row.holds:
@@ -230,12 +230,12 @@ class _Run:
 
     def _first_step(self, batch: Batch) -> None:
         with self._holding():
-            loss, counts = self.parts.step.launch(batch)
+            result = self.parts.step.launch(batch)
         if self.trains:
-            self.parts.step.refuse(loss, counts)  # sends for itself; a run leaves it to its next step
+            self.parts.step.refuse(result)  # sends for itself; a run leaves it to its next step
         self.record.gradients = self._shares(gradients=True)
         with self._holding():
-            self._update(loss)
+            self._update(result.loss)
 
     def _plan(self) -> None:
         case, row = self.case, self.row
@@ -294,7 +294,7 @@ class _Run:
         for batch in batches if missed else ():
             self.live.peak = self.live.now
             with self._holding():
-                self._update(self.parts.step.launch(batch)[0])
+                self._update(self.parts.step.launch(batch).loss)
             peaks.append(self.live.peak)
         self.record.peak = min(peaks)
         self.record.ratio = min(peaks) / self.planned

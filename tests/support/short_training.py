@@ -29,7 +29,8 @@ from trilith.training.adamw import make_adamw
 from trilith.training.build import spare_memory
 from trilith.training.parameter_groups import assign, freeze, names_of
 from trilith.training.precision import Precision
-from trilith.training.step import TrainStep
+from trilith.training.step import Step
+from trilith.training.token_loss import TokenLoss
 from trilith.training.zero_on_fsdp import resting_device, shard_over_data
 
 from support.shared_gpu import share_gpu
@@ -80,7 +81,7 @@ class Parts:
     """Hold what a rank trains with; the weights are not filled yet."""
 
     model: CausalLM
-    step: TrainStep
+    step: Step
     optimizer: torch.optim.AdamW
     family: Family
     config: ModelConfig
@@ -110,16 +111,14 @@ def build_rank(case: Case, state: ParallelState) -> Parts:
     spare_memory(model, case.memory, case.memory.stated_chunk)
     shard_over_data(model, state, precision, offload=case.memory.offload)
     model.to_empty(device=resting_device(state, offload=case.memory.offload))
-    step = TrainStep(
+    loss = TokenLoss(
         model,
-        micro_batch=case.micro_batch,
-        schedule=case.schedule,
         label_smoothing=case.label_smoothing,
         z_loss=case.z_loss,
         mtp=case.mtp,
-        dtype=case.compute or case.dtype,
-        loss_chunk=case.memory.stated_chunk,
+        chunk=case.memory.stated_chunk,
     )
+    step = Step(model, loss, micro_batch=case.micro_batch, schedule=case.schedule)
     return Parts(model, step, make_adamw(model, lr=case.lr), family, config)
 
 
@@ -129,7 +128,7 @@ def train_rank(case: Case) -> Observation:
         share_gpu()
     state = ParallelState.start(case.layout, device="cuda:0" if case.device == "cuda" else case.device)
 
-    def build() -> tuple[CausalLM, TrainStep]:
+    def build() -> tuple[CausalLM, Step]:
         parts = build_rank(case, state)
         initialize(parts.model, case.seed, state=state)
         roughen(parts.model, case.seed, state)

@@ -20,6 +20,7 @@ from trilith.simulation.record import StepRecord
 from trilith.simulation.wait import Kind, Per
 from trilith.simulation.waits import WAITS
 from trilith.training.loss_scale import LossScale
+from trilith.training.step_sums import StepResult
 from trilith.training.update import Update
 
 from support.short_training import Case, build_rank, rank_batch
@@ -57,7 +58,7 @@ def step_counts(case: Case, rank: int = 0) -> StepCounts:
         for number in range(2):
             rows = rank_batch(case, number, state)
             device.clear()
-            done = update(*parts.step.launch(rows, scale=update.scale))
+            done = update(parts.step.launch(rows, scale=update.scale))
             assert done.skipped is None and not done.fatal
         counts = StepCounts(device.waited, device.kernels, device.moved)
         often = times(case, model)
@@ -86,9 +87,9 @@ def ledger_of(case: Case, rank: int = 0, kernels: Kernels = "cpu", steps: int = 
     with ledger_of_rank(case.layout, rank, kernels) as (state, ledger):
         parts = build_rank(case, state)
 
-        def update(loss: torch.Tensor, counts: object) -> None:
+        def update(result: StepResult) -> None:
             norm = clip_gradients(parts.model, case.clip, state=state)
-            _ = float(loss), float(norm)
+            _ = float(result.loss), float(norm)
             parts.optimizer.step()
             parts.optimizer.zero_grad()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from trilith.data import Batch
 from trilith.parallel_state import NotTrained, clip_gradients, initialize
 from trilith.testing.operators import Operators
-from trilith.training import TrainStep, make_adamw
+from trilith.training import Step, TokenLoss, make_adamw
 from trilith.training.update import Update
 
 BATCH = Batch(torch.arange(32).view(4, 8), torch.arange(1, 33).view(4, 8))
@@ -20,7 +20,7 @@ def parts(blocks=1, *, fused=True):
     config = TINIEST_LLAMA | {"num_hidden_layers": blocks}
     model = model_of(config, device="cpu")
     initialize(model, 0)
-    step = TrainStep(model, micro_batch=2)
+    step = Step(model, TokenLoss(model), micro_batch=2)
     return model, step, Update(model, make_adamw(model, lr=1e-2, fused=fused), clip=0.5)
 
 
@@ -29,9 +29,9 @@ def test_the_end_of_a_step_takes_as_many_operators_whatever_the_number_of_parame
     for blocks in (1, 5):
         _, step, update = parts(blocks)
         for _ in range(2):  # the first makes the moments
-            loss, counts = step.launch(BATCH)
+            result = step.launch(BATCH)
             with Operators() as end:
-                update(loss, counts)
+                update(result)
         found.append(Counter(end.names))
     assert found[0] == found[1]
     assert found[0]["aten::_fused_adamw_"] == 2  # with decay and without
@@ -51,8 +51,8 @@ def test_the_host_reads_once_and_after_the_update(monkeypatch):
     for name in ("backward", "tolist", "item", "__bool__", "__float__", "__int__"):
         noted(name)
     update.optimizer.register_step_post_hook(lambda *_: seen.append("update"))
-    loss, counts = step.launch(BATCH)
-    done = update(loss, counts)
+    result = step.launch(BATCH)
+    done = update(result)
     assert done.skipped is None
     after = seen[len(seen) - seen[::-1].index("backward") :]
     assert after == ["update", "tolist"]
@@ -79,23 +79,24 @@ def stored(model, update):
 @pytest.mark.parametrize("fault", ["nan", "infinite loss", "untrained", "zeros"])
 def test_an_unfit_step_moves_no_bit_of_weights_or_moments_and_keeps_the_gradients(fault, fused):
     model, step, update = parts(fused=fused)
-    update(*step.launch(BATCH))
+    update(step.launch(BATCH))
     before = stored(model, update)
-    loss, counts = step.launch(BATCH)
+    result = step.launch(BATCH)
     grads = [one.grad for one in model.parameters() if one.grad is not None]
     if fault == "nan":
         grads[0].view(-1)[0] = float("nan")
     if fault == "infinite loss":
-        loss = loss + float("inf")
+        result = result._replace(loss=result.loss + float("inf"))
     if fault == "zeros":
         model.zero_grad(set_to_none=False)
     if fault == "untrained":
-        model.norm.weight.grad, counts = None, counts + torch.tensor([0.0, 1.0])
+        model.norm.weight.grad = None
+        result = result._replace(checks=result.checks + torch.tensor([0.0, 1.0]))
     if fault in ("nan", "infinite loss"):
-        assert update(loss, counts).fatal
+        assert update(result).fatal
     else:
         with pytest.raises(NotTrained, match="norm.weight" if fault == "untrained" else "exactly zero"):
-            update(loss, counts)
+            update(result)
     assert all(torch.equal(one, two) for one, two in zip(before, stored(model, update), strict=True))
     assert sum(one.grad is not None for one in model.parameters()) == len(grads) - (fault == "untrained")
     assert update.made == 1
@@ -104,12 +105,12 @@ def test_an_unfit_step_moves_no_bit_of_weights_or_moments_and_keeps_the_gradient
 def test_gradients_too_small_to_be_squared_still_train():
     model, step, update = parts()
     update.clip = 0.0
-    loss, counts = step.launch(BATCH)
+    result = step.launch(BATCH)
     for one in model.parameters():
         assert one.grad is not None
         one.grad.fill_(1e-30)
     before = stored(model, update)
-    done = update(loss, counts)
+    done = update(result)
     assert done.grad_norm == 0 and done.skipped is None and update.made == 1
     assert not all(torch.equal(one, two) for one, two in zip(before, stored(model, update), strict=False))
 
@@ -125,6 +126,6 @@ def test_the_update_has_the_bits_of_a_loop_of_ones_own():
                 update.optimizer.step()
                 model.zero_grad()
             else:
-                update(*step.launch(BATCH))
+                update(step.launch(BATCH))
         made.append(stored(model, update))
     assert all(torch.equal(one, two) for one, two in zip(*made, strict=True))

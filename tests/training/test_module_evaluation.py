@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from trilith.layers import Stage
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.testing import run_parallel
-from trilith.training import ModuleStep, Precision, make_adamw, own_samples, shard_over_data
+from trilith.training import Precision, Step, make_adamw, shard_batch, shard_over_data
 
 D, BLOCKS = 8, 4
 LAYOUTS = [
@@ -57,16 +57,16 @@ def curve(layouts):
         model = shard_over_data(Net(state=state), state, Precision(*[torch.float64] * 3))
         initialize(model, 3, state=state)
         optimizer = make_adamw(model, lr=0.1)
-        step = ModuleStep(model, loss, micro_batch=2, schedule=schedule, state=state)
-        numbers = [float(step.evaluate(own_samples(batch(1, length=5), state)))]
+        step = Step(model, loss, micro_batch=2, schedule=schedule, state=state)
+        numbers = [float(step.evaluate(shard_batch(batch(1, length=5), state)).loss)]
         for number in range(2):
             model.dropout.p = 0.0  # its masks depend on the layout
-            numbers.append(float(step(own_samples(batch(number + 2), state))))
+            numbers.append(float(step(shard_batch(batch(number + 2), state))))
             optimizer.step()
             optimizer.zero_grad()
             model.dropout.p = 0.5
             before = torch.random.get_rng_state()
-            numbers.append(float(step.evaluate(own_samples(batch(1, length=5), state))))
+            numbers.append(float(step.evaluate(shard_batch(batch(1, length=5), state)).loss))
             assert torch.equal(before, torch.random.get_rng_state()) and model.training
             assert all(p.grad is None for p in model.parameters())
         found.append(numbers)
@@ -93,7 +93,7 @@ class Plain(nn.Module):
 
 def plain_step(loss, samples=None, micro_batch=2):
     model = Plain().double()
-    return float(ModuleStep(model, loss, micro_batch=micro_batch)(samples or batch(0)))
+    return float(Step(model, loss, micro_batch=micro_batch)(samples or batch(0)))
 
 
 def a_mean(given, samples):
@@ -161,8 +161,8 @@ def refused(model, loss, layout):
     state = ParallelState.start(layout)
     made = shard_over_data(model(state=state), state, Precision(*[torch.float64] * 3))
     initialize(made, 3, state=state)
-    step = ModuleStep(made, loss, micro_batch=2, schedule="gpipe", state=state)
-    return refusal_of(lambda: step(own_samples(batch(0), state)))
+    step = Step(made, loss, micro_batch=2, schedule="gpipe", state=state)
+    return refusal_of(lambda: step(shard_batch(batch(0), state)))
 
 
 @pytest.mark.parametrize("layout", [Layout(pipeline=2), Layout(data_replicate=2)], ids=str)

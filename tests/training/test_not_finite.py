@@ -18,7 +18,7 @@ from trilith.recipes.recipe import parse_recipe
 from trilith.runs.events import read_events
 from trilith.runs.metrics import read_metrics
 from trilith.testing import RankError, run_parallel
-from trilith.training import ModuleStep, Precision, TrainStep, shard_over_data
+from trilith.training import Precision, Step, TokenLoss, shard_over_data
 from trilith.training.not_finite import last_not_finite
 
 LAYOUTS = {"one": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}, "dp2": {"data": 2}}
@@ -156,7 +156,7 @@ def step_without(layout, fault):
     tokens = torch.randint(131, (4, 9), generator=torch.Generator().manual_seed(0))
     mine = slice(model.state.data_index * 4 // layout.data, (model.state.data_index + 1) * 4 // layout.data)
     labels = torch.full_like(tokens[:, 1:], IGNORE) if fault == "no label" else tokens[:, 1:]
-    step = TrainStep(model, micro_batch=1, dtype=torch.float64)
+    step = Step(model, TokenLoss(model), micro_batch=1)
     return float(step(Batch(tokens[mine, :-1].contiguous(), labels[mine].contiguous())))
 
 
@@ -199,7 +199,7 @@ def module_step(layout, use, unused):
     if layout.data > 1:
         shard_over_data(model, state, FP64)
     samples = {"x": torch.randn(4, 3, dtype=torch.float64)}
-    ModuleStep(model, loss, micro_batch=2, unused=unused, state=state)(samples)
+    Step(model, loss, micro_batch=2, unused=unused, state=state)(samples)
     return [one.grad is not None for one in model.parameters()]
 
 

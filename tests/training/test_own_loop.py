@@ -38,7 +38,7 @@ from trilith.parallel_state import (
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
 from trilith.testing.layouts import assemble, pieces
-from trilith.training import ModuleStep, Precision, make_adamw, shard_over_data
+from trilith.training import Precision, Step, make_adamw, shard_over_data
 
 
 def made(layout):
@@ -174,7 +174,7 @@ def wrapped(how):
     uses = (
         lambda: finalize_gradients(model, state=state),
         lambda: clip_gradients(model, 1.0, state=state),
-        lambda: ModuleStep(model, lambda y, samples: (y.sum(), len(y)), micro_batch=1, state=state),
+        lambda: Step(model, lambda y, samples: (y.sum(), len(y)), micro_batch=1, state=state),
         lambda: shard_over_data(model, state, Precision()),
     )
     return [*map(refusal_of, uses)]
@@ -267,7 +267,7 @@ def test_what_torchs_wrappers_would_leave_out_is_refused(how):
 def averaged(_):
     """Return a step's refusal of a model with a state of one rank, in a wrapper that averages over two."""
     model = DistributedDataParallel(nn.Linear(4, 6))
-    return refusal_of(lambda: ModuleStep(model, lambda y, samples: (y.sum(), len(y)), micro_batch=1))
+    return refusal_of(lambda: Step(model, lambda y, samples: (y.sum(), len(y)), micro_batch=1))
 
 
 def test_a_wrapper_over_ranks_that_the_step_does_not_know_is_refused():
@@ -283,7 +283,7 @@ def without_state(root, layout):
     uses = (
         lambda: finalize_gradients(model),
         lambda: clip_gradients(model, 1.0),
-        lambda: ModuleStep(model, lambda y, samples: (y.sum(), len(y)), micro_batch=1),
+        lambda: Step(model, lambda y, samples: (y.sum(), len(y)), micro_batch=1),
         lambda: save_module(root, model),
         lambda: load_module(root, model),
     )

@@ -1,4 +1,4 @@
-"""Check what ``ModuleStep`` refuses, on every rank alike, because it would silently train other numbers."""
+"""Check what ``Step`` refuses, on every rank alike, because it would silently train other numbers."""
 
 import math
 
@@ -9,7 +9,7 @@ from torch import nn
 from trilith.layers import ColumnParallelLinear, VocabParallelEmbedding
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.testing import run_parallel
-from trilith.training import ModuleStep, Precision, own_samples, shard_over_data
+from trilith.training import Precision, Step, shard_batch, shard_over_data
 
 
 class Given(nn.Module):
@@ -32,7 +32,7 @@ X = {"x": torch.arange(16.0).view(4, 4)}
 
 def test_gradients_of_an_earlier_step_are_refused_and_zeros_are_not():
     model = Given()
-    step = ModuleStep(model, squares, micro_batch=2)
+    step = Step(model, squares, micro_batch=2)
     first = step(X)
     expected = model.linear.weight.grad
     assert expected is not None
@@ -52,7 +52,7 @@ def stale_on_the_last_rank(layout):
     state = ParallelState.start(layout)
     model = shard_over_data(Given(), state, Precision())
     initialize(model, 1, state=state)
-    step = ModuleStep(model, squares, micro_batch=2, state=state)
+    step = Step(model, squares, micro_batch=2, state=state)
     step(X)
     if state.rank == 0:
         model.zero_grad()
@@ -83,7 +83,7 @@ def test_a_mean_is_refused_however_the_model_s_output_is_packed(how, call):
         return of(given).square().sum(), len(of(given))
 
     for loss in (total, mean):
-        step = ModuleStep(Given(pack), loss, micro_batch=2)
+        step = Step(Given(pack), loss, micro_batch=2)
         run = step if call == "step" else step.evaluate
         if loss is total:
             run(X)
@@ -92,17 +92,21 @@ def test_a_mean_is_refused_however_the_model_s_output_is_packed(how, call):
             run(X)
 
 
-def stepped(why, says, loss=squares, samples=None, micro_batch=2, **options):
-    """A step that is made and called."""
-    return Refused(
-        why, lambda _: ModuleStep(Given(), loss, micro_batch=micro_batch, **options)(samples or X), says
-    )
+def stepped(why, says, loss=squares, samples=None, micro_batch=2, states=None, **options):
+    """A step that is made and called; ``states``: what the model says of itself."""
+
+    def call(_):
+        model = Given()
+        model.__dict__ |= states or {}
+        Step(model, loss, micro_batch=micro_batch, **options)(samples or X)
+
+    return Refused(why, call, says)
 
 
 def stacked(why, says, **changes):
     """A batch of which not every value has a sample in each row, however it is used."""
-    step, samples = ModuleStep(Given(), squares, micro_batch=2), {**X, **changes}
-    uses = {"step": step, "evaluate": step.evaluate, "own_samples": own_samples}
+    step, samples = Step(Given(), squares, micro_batch=2), {**X, **changes}
+    uses = {"step": step, "evaluate": step.evaluate, "shard_batch": shard_batch}
     return [Refused(f"{why}-{use}", lambda _, c=call: c(samples), says) for use, call in uses.items()]
 
 
@@ -112,7 +116,7 @@ def under(layout, call, why, says):
 
 
 def at_once(state):
-    return ModuleStep(Given(), squares, micro_batch=1, state=state)
+    return Step(Given(), squares, micro_batch=1, state=state)
 
 
 ROWS, SEQUENCE = "a tensor with the samples on dim 0, found", Layout.of(tensor=2, sequence=True)
@@ -147,13 +151,17 @@ test_what_a_step_cannot_train_is_refused = refusals(
             r"a tensor of shape \(\) and str": lambda y, samples: (y.sum(), "8"),
         }.items()
     ),
+    stepped(
+        "first-input", "batch: ids: expected the model's first input, found x", states={"first_input": "ids"}
+    ),
+    stepped("a-shape", "step: model.first_input: expected the name", states={"hidden_shape": len}),
     *stacked("a-number", f"batch: scale: expected {ROWS} a te", scale=torch.tensor(2.0)),
     *stacked("a-list", f"batch: names: expected {ROWS} list", names=["a"] * 4),
     *stacked("a-seed", f"batch: seed: expected {ROWS} int", seed=3),
     *stacked("fewer", "batch: expected tensors with the same number of samples", y=torch.zeros(3, 3)),
     under(
         Layout(data_replicate=3),
-        lambda state: own_samples(X, state),
+        lambda state: shard_batch(X, state),
         "samples-for-3-ranks",
         "a multiple of data=3, found 4",
     ),

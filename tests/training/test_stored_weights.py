@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from trilith.data import Batch
+from trilith.layers import cut_sequence
 from trilith.parallel_state import Layout, clip_gradients, engine, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.testing import Operators, run_parallel
-from trilith.training import Precision, TrainStep, make_adamw
+from trilith.training import Precision, Step, TokenLoss, make_adamw
 
 FP32 = Precision()
 BF16 = Precision(torch.float32, torch.bfloat16, torch.float32)
@@ -56,7 +57,7 @@ def places(layout, precision, copies):
     and after the weights have moved to other memory.
     """
     model, found = made(layout, precision, copies=copies), []
-    step = TrainStep(model, micro_batch=2, dtype=precision.compute)
+    step = Step(model, TokenLoss(model), micro_batch=2)
     for _ in range(2):
         used = computed_in(model, lambda: step(batch(0, model.state)))
         stored = {name: local_data(one).data_ptr() for name, one in model.named_parameters()}
@@ -91,7 +92,11 @@ def trained(layout, copies, changes):
     model = made(layout, copies=copies, **changes)
     for one in list(model.layers.values())[:1]:
         one.requires_grad_(False)
-    optimizer, step, found = make_adamw(model, lr=1e-2), TrainStep(model, micro_batch=2), list[Tensor]()
+    optimizer, step, found = (
+        make_adamw(model, lr=1e-2),
+        Step(model, TokenLoss(model), micro_batch=2),
+        list[Tensor](),
+    )
     for number in range(3):
         found.append(step(batch(number, model.state)))
         found += [local_data(one.grad).clone() for one in model.parameters() if one.grad is not None]
@@ -99,7 +104,7 @@ def trained(layout, copies, changes):
         optimizer.zero_grad()
         if layout.pipeline == 1:
             with torch.no_grad():  # after an evaluation the weights are there, and change with the next step
-                model(batch(number, model.state).of_context(model.state).input_ids)
+                model(cut_sequence(batch(number, model.state).input_ids, model.state))
         if number == 1:
             model.double().float()
             optimizer = make_adamw(model, lr=1e-2)
@@ -138,7 +143,7 @@ def in_one_storage():
 
         if together:
             model._apply(moved)
-        step = TrainStep(model, micro_batch=2)
+        step = Step(model, TokenLoss(model), micro_batch=2)
         for number in range(2):
             found.append(step(batch(number, model.state)))
             model.zero_grad()
@@ -174,14 +179,14 @@ def trained_alone(layout, precision, fsdp, own_loop=False):
         model = built(layout, precision, TIED)
     assert isinstance(model, FSDPModule) == fsdp
     optimizer = make_adamw(model, lr=1e-2)
-    step = TrainStep(model, micro_batch=2, dtype=precision.compute, reduce=precision.reduce)
+    step = Step(model, TokenLoss(model), micro_batch=2)
     found = []
     for _ in range(2):
         if own_loop:
-            step._tokens = torch.tensor(64)  # the mean's divisor, which a step counts
+            scales = {"next_token": torch.tensor(1 / 64)}  # the mean's divisor, which a step counts
             for part in rows().split(2):
-                loss = step.loss(model(part.input_ids), part.labels)
-                loss.backward()
+                sums = step.loss(model(part.input_ids), part.samples(), scales)
+                sums.terms["next_token"].backward()
                 assert {one.dtype for one in model.parameters()} == {precision.master}
         else:
             found.append(step(rows()))
@@ -215,7 +220,7 @@ def test_a_loop_of_ones_own_casts_at_each_forward_and_finds_its_parameters_after
 
 def test_each_weight_is_copied_once_a_step_and_no_gradient_is_sent():
     model = built(None, CASES["bf16, sums in fp32"], TIED)
-    step = TrainStep(model, micro_batch=2, dtype=torch.bfloat16, reduce=torch.float32)
+    step = Step(model, TokenLoss(model), micro_batch=2)
     for _ in range(2):
         model.zero_grad()
         with Operators() as seen:
@@ -224,7 +229,7 @@ def test_each_weight_is_copied_once_a_step_and_no_gradient_is_sent():
     assert not [name for name in seen.names if "c10d" in name or "fsdp" in name]
     plain = built(None, CASES["fp32"], TIED)
     with Operators() as seen:
-        TrainStep(plain, micro_batch=2).launch(rows())
+        Step(plain, TokenLoss(plain), micro_batch=2).launch(rows())
     assert not [name for name in seen.names if "_foreach_copy" in name or "c10d" in name or "fsdp" in name]
 
 
@@ -234,7 +239,7 @@ def test_an_error_in_a_forward_leaves_the_model_with_its_parameters():
     model.norm.register_forward_hook(lambda *_: 1 / 0)
     for run in (
         lambda: model(rows().input_ids),
-        lambda: TrainStep(model, micro_batch=2, dtype=torch.bfloat16).launch(rows()),
+        lambda: Step(model, TokenLoss(model), micro_batch=2).launch(rows()),
     ):
         with pytest.raises(ZeroDivisionError):
             run()
@@ -250,7 +255,7 @@ def through_dtensors(layout, parameters):
     model, inner = built(layout, CASES["fp32"], TIED), DTensor.to_local
     if parameters:
         del model.__dict__["compute_weights"]
-    step = TrainStep(model, micro_batch=2)
+    step = Step(model, TokenLoss(model), micro_batch=2)
 
     def counted(self):
         asked[0] += 1

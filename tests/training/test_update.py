@@ -61,9 +61,9 @@ def run_with_a_leap(raw, step, factor):
             local_data(last.grad).mul_(factor)
         gradients(self, number, scale)
 
-    def noting(self, loss, counts):
+    def noting(self, result):
         before = stored()
-        done = update(self, loss, counts)
+        done = update(self, result)
         moved.append(any(not torch.equal(a, b) for a, b in zip(before, stored(), strict=True)))
         return done
 

@@ -5,7 +5,7 @@ from torch import nn
 from trilith.layers import MLP, LayerNorm
 from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize
 from trilith.testing import run_parallel
-from trilith.training import ModuleStep, Precision, make_adamw, own_samples, shard_over_data
+from trilith.training import Precision, Step, make_adamw, shard_batch, shard_over_data
 from trilith.training.zero_on_fsdp import find_blocks
 
 LAYOUTS = (
@@ -53,10 +53,10 @@ def train(layouts):
         state = ParallelState.start(layout)
         model = shard_over_data(Net(state), state, Precision(*[torch.float64] * 3))
         initialize(model, 3, state=state)
-        step, optimizer = ModuleStep(model, loss, micro_batch=1, state=state), make_adamw(model, lr=1e-2)
+        step, optimizer = Step(model, loss, micro_batch=1, state=state), make_adamw(model, lr=1e-2)
         curve = []
         for _ in range(3):
-            mean = step(own_samples(batch(), state))
+            mean = step(shard_batch(batch(), state))
             norm = clip_gradients(model, 0.1, state=state)
             optimizer.step()
             optimizer.zero_grad()
@@ -105,5 +105,5 @@ def test_blocks_are_found_in_lists_but_not_in_lists_within_lists():
 def test_the_model_is_given_what_its_forward_names():
     model = Net()
     initialize(model, 0)
-    float(ModuleStep(model, loss, micro_batch=2)({k: v.float() for k, v in batch().items()}))
+    float(Step(model, loss, micro_batch=2)({k: v.float() for k, v in batch().items()}))
     assert all(p.grad is not None for p in model.parameters())

@@ -1,0 +1,289 @@
+"""Hold a rank's stages of a model, the zoo's or a user's: call them, send what they give, run a schedule.
+
+What goes between stages follows from ``hidden_shape`` of the model, or from a trial run if it has none.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..layers import Stage
+from ..parallel_state import BadInput, ParallelState, PeerFailed, seed_of
+from ..parallel_state.engine import accelerator, is_sharded
+from .relay import Travels, through_stages
+
+if TYPE_CHECKING:
+    from .driver import StageModule
+    from .runner import Pipeline
+
+#: Tensors by name, each with the samples on dim 0.
+Samples = Mapping[str, Tensor]
+#: Each tensor that a stage gives for one micro-batch.
+StageOutput = tuple[Travels, ...]
+
+
+class Stages:
+    """Run a model over micro-batches, with ``forward`` alone or under a schedule with ``train``.
+
+    ``forward`` of the model is called with the samples that it names. In a pipeline a later stage is given
+    what the stage before gave first; that is one tensor, or several of one dtype with the samples on dim 0,
+    which are sent as one. A model may have, and else this is derived:
+
+    - ``first_input``: the name of the sample that its first stage is given first, without a name;
+    - ``hidden_shape(first input)``: the shape of what each stage sends, in ``dtype``; else a trial run;
+    - ``uses(stage)``: the modules whose parameters a stage computes with; else all;
+    - ``trains_all``: whether each forward uses all parameters of its stage; else not.
+    """
+
+    def __init__(self, model: nn.Module, state: ParallelState, *, dtype: torch.dtype | None = None) -> None:
+        self.model: Any = model
+        self.state, self.dtype = state, dtype
+        self.parts = dict(zip(state.layout.stages_of(state.at.pipeline), parts_of(model, state), strict=True))
+        self.first_input: str | None = getattr(model, "first_input", None)
+        if self.first_input is None and hasattr(model, "hidden_shape"):
+            expected = "the name of the sample that hidden_shape is given"
+            raise BadInput("step", "model.first_input", expected=expected, found="none")
+        self.has_last = state.layout.stages - 1 in self.parts
+        self._takes = keyword_test(model)
+        #: What each stage of the whole model gives, in order, for micro-batches of the present shape.
+        self._outputs: list[StageOutput] = []
+        #: From the tensors of the last stage to the model's output.
+        self._joined: Callable[[tuple[Tensor, ...]], Any] = tuple
+        #: What the random numbers of the next runs follow from, if anything; the runs of each stage since.
+        self._seed: int | None = None
+        self._runs: dict[int, int] = {}
+        #: The schedule for such micro-batches; the loss of the step that runs.
+        self._pipeline: Pipeline | None = None
+        self._loss: Callable[[Any, int], Tensor] | None = None
+
+    @property
+    def states_shapes(self) -> bool:
+        """Tell whether ``fit`` is told all shapes, without a trial run."""
+        return self.state.layout.pipeline == 1 or hasattr(self.model, "hidden_shape")
+
+    def seed_runs(self, seed: int | None) -> None:
+        """Let the random numbers of each later run of a stage follow from ``seed`` and the run's number; or,
+        without one, from torch's generators.
+
+        Runs through a stage's micro-batches then draw the same masks again, in whatever order stages run.
+        """
+        self._seed, self._runs = seed, dict.fromkeys(self.parts, 0)
+
+    def fit(self, micro_batch: Samples) -> None:
+        """Prepare for micro-batches of these shapes. Collective over all ranks, for a trial run."""
+        layout, group, self._pipeline = self.state.layout, None, None
+        if layout.pipeline == 1:
+            return
+        if hasattr(self.model, "hidden_shape"):
+            assert self.first_input is not None and self.dtype is not None
+            sent = Travels(tuple(self.model.hidden_shape(micro_batch[self.first_input])), self.dtype)
+            self._outputs, self._joined = [(sent,)] * layout.stages, lambda tensors: tensors[0]
+            return
+        self._outputs, group = [], self.state.pipeline_group
+        for number in range(layout.stages):
+            holder, error = layout.rank_of_stage(number), None
+            answer: list[Any] = [None]
+            if holder == self.state.at.pipeline:
+                try:
+                    answer = [self._try(number, micro_batch)]
+                except Exception as failure:
+                    error, failed = failure, f"{type(failure).__name__}: {failure}"
+                    failed = f"stage {number} failed in its trial run: {failed}"
+                    answer = [failure if isinstance(failure, BadInput) else PeerFailed(failed)]
+            dist.broadcast_object_list(answer, src=dist.get_global_rank(group, holder), group=group)
+            if isinstance(answer[0], Exception):  # on every rank: none waits for a stage that failed
+                raise error or answer[0]
+            self._outputs += answer
+
+    def forward(
+        self, micro_batch: Samples, of_stage: Callable[[int], Mapping[str, Any]] = lambda number: {}
+    ) -> Any:
+        """Return the model's output for one micro-batch on the rank of the last stage, elsewhere ``None``.
+
+        ``of_stage(number)``: further keywords of one stage. Collective over the pipeline. In a pipeline
+        ``fit`` comes first.
+        """
+        output: Any = None
+        if self.state.layout.pipeline == 1:
+            return self._run(0, (), {**micro_batch}, of_stage(0))
+
+        def run(number: int, x: Tensor | None) -> Tensor | None:
+            nonlocal output
+            received = () if x is None else _split(x, self._outputs[number - 1])
+            given = self._run(number, received, micro_batch, of_stage(number))
+            if number == self.state.layout.stages - 1:
+                output = given
+                return None
+            return _as_one(_tensors(given)).to(self._outputs[number][0].dtype)
+
+        through_stages([*self.parts], run, lambda number: _sent(self._outputs[number - 1]), self.state)
+        return output
+
+    def train(
+        self, samples: Samples, loss: Callable[[Any, int], Tensor], *, schedule: str, micro_batch: int
+    ) -> None:
+        """Run forward and backward of all samples in a pipeline, under a schedule. Collective.
+
+        ``loss(output, start)`` returns the loss of the micro-batch that begins with sample ``start``.
+        """
+        count = len(next(iter(samples.values())))
+        if self._pipeline is None:
+            from .runner import make_schedule  # imports torch's compiler: half a second
+
+            self._pipeline = make_schedule(
+                [self._module(number) for number in self.parts],
+                self._loss_of,
+                name=schedule,
+                microbatches=count // micro_batch,
+                entry=Travels((micro_batch,), torch.int64),
+                travels=[_sent(output) for output in self._outputs],
+                state=self.state,
+                trains_all=getattr(self.model, "trains_all", False),
+            )
+        first = self.first_input if 0 in self.parts else None
+        named = {name: sample for name, sample in samples.items() if self._takes(name) or name == first}
+        # The first stage is given numbers of samples. The loss finds its samples by them, which for it stay
+        # on the host: it does not wait for the device.
+        numbers = (torch.arange(count, device=self.state.device),) if 0 in self.parts else ()
+        self._loss = loss
+        try:
+            keywords: dict[str, Any] = named
+            self._pipeline.step(*numbers, target=torch.arange(count) if self.has_last else None, **keywords)
+        finally:
+            self._loss = None
+
+    def _loss_of(self, given: Tensor, numbers: Tensor) -> Tensor:
+        assert self._loss is not None, "only train runs the schedule"
+        return self._loss(self._joined(_split(given, self._outputs[-1])), int(numbers[0]))
+
+    def _module(self, number: int) -> StageModule:
+        """Return a stage as a module of its own, which shares the model's parameters."""
+        from .driver import StageModule
+
+        model, received = self.model, self._outputs[number - 1] if number else ()
+
+        # A sample may be called x too.
+        def forward(x: Tensor, /, **samples: Tensor) -> Tensor:
+            return _as_one(_tensors(self._run(number, _split(x, received) if number else (), samples)))
+
+        part = self.parts[number] or getattr(model, "stage", None)
+        modules = model.uses(part) if hasattr(model, "uses") else [model]
+        root = model if is_sharded(model) else None
+        own = all(is_sharded(module) and module is not root for module in modules)
+        return StageModule(forward, modules, root, uses_root=not own)
+
+    def _run(
+        self,
+        number: int,
+        received: tuple[Tensor, ...],
+        samples: Samples,
+        more: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if self._seed is not None:
+            torch.manual_seed(seed_of(self._seed, "stage", number, self._runs[number]))
+            self._runs[number] += 1
+        keywords: dict[str, Any] = {name: sample for name, sample in samples.items() if self._takes(name)}
+        if (part := self.parts[number]) is not None:
+            keywords["stage"] = part
+        if not number and self.first_input is not None:
+            received = (samples[self.first_input],)
+        return self.model(*received, **keywords, **(more or {}))
+
+    def _try(self, number: int, samples: Samples) -> StageOutput:
+        """Run a stage on zeros and describe what it gives; random state and model stay as they are."""
+        device, rows = self.state.device, len(next(iter(samples.values())))
+        with torch.no_grad(), accelerator.fork_random(device):
+            zeros = [
+                torch.zeros(sent.shape, dtype=sent.dtype, device=device)
+                for sent in (self._outputs[number - 1] if number else ())
+            ]
+            self._seed = None
+            output = self._run(number, tuple(zeros), samples)
+        last = number == self.state.layout.stages - 1
+        if isinstance(output, dict) and not last:
+            raise BadInput(
+                "stage", "output", expected="a tensor or a tuple of them between stages", found="a dict",
+                todo="Give its values as a tuple: the next stage gets them by position, in order",
+            )  # fmt: skip
+        if isinstance(output, dict):
+            names = tuple(output)
+            self._joined = lambda tensors: dict(zip(names, tensors, strict=True))
+        elif last:
+            self._joined = tuple if isinstance(output, tuple) else lambda tensors: tensors[0]
+        tensors = _tensors(output)
+        for tensor in tensors if len(tensors) > 1 or not last else ():
+            if len(tensor) != rows or tensor.dtype != tensors[0].dtype:
+                raise BadInput(
+                    "stage", "output", expected=f"tensors of one dtype, {rows} samples on dim 0",
+                    found=f"{tensor.dtype} {tuple(tensor.shape)}",
+                )  # fmt: skip
+        return tuple(Travels(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+
+
+def parts_of(model: nn.Module, state: ParallelState) -> tuple[Stage | None, ...]:
+    """Return this rank's stages, which ``forward`` gets as ``stage=``; a single one is ``None``, not passed.
+
+    ``BadInput`` if the layout has several stages a rank and the model has no matching ``stage``, or its
+    forward takes none.
+    """
+    count = state.layout.virtual_stages
+    if count == 1:
+        return (None,)
+    todo = "Keep self.stage = Stage.of(blocks, state=state), or take virtual_stages=1 with 1f1b or gpipe"
+    stage = getattr(model, "stage", None)
+    if not isinstance(stage, Stage):
+        raise BadInput(
+            "step", "model.stage", expected=f"a Stage of virtual_stages={count} parts",
+            found="none" if stage is None else type(stage).__name__, todo=todo,
+        )  # fmt: skip
+    numbers, parts = state.layout.stages_of(state.at.pipeline), tuple(part.number for part in stage.parts)
+    if parts != numbers:
+        raise BadInput("step", "model.stage", expected=f"parts {numbers}", found=parts, todo=todo)
+    if "stage" not in inspect.signature(model.forward).parameters:
+        todo = "Take stage=None; if it is given, run only that one of self.stage.parts"
+        expected = f"a keyword stage, with virtual_stages={count}"
+        raise BadInput("step", "model.forward", expected=expected, found="none", todo=todo)
+    return stage.parts
+
+
+def keyword_test(model: nn.Module) -> Callable[[str], bool]:
+    """Return a function that tells whether ``forward`` takes a keyword of a name."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return lambda name: True
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {parameter.name for parameter in parameters if parameter.kind in kinds}.__contains__
+
+
+def _tensors(output: Any) -> tuple[Tensor, ...]:
+    tensors = tuple(output.values()) if isinstance(output, dict) else output
+    tensors = tensors if isinstance(tensors, tuple) else (tensors,)
+    if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
+        raise BadInput("stage", "output", expected="a tensor or a tuple of them", found=type(output).__name__)
+    return tensors
+
+
+def _sent(output: StageOutput) -> Travels:
+    """Describe the one tensor that is sent for several, with a row for each sample."""
+    if len(output) == 1:
+        return output[0]
+    width = sum(prod(tensor.shape[1:]) for tensor in output)
+    return Travels((output[0].shape[0], width), output[0].dtype)
+
+
+def _as_one(tensors: tuple[Tensor, ...]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat([tensor.flatten(1) for tensor in tensors], dim=1)
+
+
+def _split(x: Tensor, output: StageOutput) -> tuple[Tensor, ...]:
+    if len(output) == 1:
+        return (x,)
+    pieces = x.split([prod(tensor.shape[1:]) for tensor in output], dim=1)
+    return tuple(piece.view(len(x), *like.shape[1:]) for piece, like in zip(pieces, output, strict=True))

@@ -1,0 +1,198 @@
+"""Losses and a model that no recipe has, under the one step: in drawn layouts they train as one process."""
+
+from functools import cache
+
+import pytest
+import torch
+from support.any_loss import (
+    FP64,
+    SAMPLES,
+    Contrast,
+    Ladder,
+    Preference,
+    Trial,
+    batch,
+    contrast,
+    drawn,
+    loss_of,
+    train,
+)
+from torch import nn
+from torch.nn import functional as F
+from trilith.layers import IGNORE
+from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
+from trilith.parallel_state.engine import local_data
+from trilith.testing import run_parallel
+from trilith.testing.layouts import assemble, differences
+from trilith.training import (
+    FunctionLoss,
+    LossScale,
+    Precision,
+    Step,
+    Update,
+    make_adamw,
+    shard_batch,
+    shard_over_data,
+)
+
+#: What sums of rows differ by: margins are small differences of large sums.
+BOUNDS = {"preference": 1e-9, "contrast": 1e-10, "routers": 1e-10}
+
+
+@cache
+def on_one_process(loss):
+    ((seen, terms),) = run_parallel(train, 1, [Trial(loss, micro_batch=SAMPLES)])[0]
+    tensors = [assemble([pieces]) for pieces in (seen.initial, seen.gradients, seen.parameters)]
+    return seen, terms, tensors
+
+
+@pytest.mark.parametrize("loss", BOUNDS)
+@pytest.mark.parametrize("count", [6, pytest.param(20, marks=pytest.mark.slow)])
+def test_in_drawn_layouts_a_loss_trains_as_on_one_process(loss, count):
+    expected, expected_terms, tensors = on_one_process(loss)
+    assert all(0.01 < abs(value) < 10 for terms in expected_terms for value in terms.values())
+    trials, close = drawn(loss, count), BOUNDS[loss]
+    for world in (2, 4):
+        some = [trial for trial in trials if trial.layout.world == world]
+        for trial, *ranks in zip(some, *run_parallel(train, world, some, timeout=300), strict=True):
+            for seen, terms in ranks:
+                assert seen.losses == pytest.approx(expected.losses, rel=close), trial
+                assert seen.norms == pytest.approx(expected.norms, rel=close), trial
+                for found, one in zip(terms, expected_terms, strict=True):
+                    assert found == pytest.approx(one, rel=close), trial
+            for what, whole in zip(("initial", "gradients", "parameters"), tensors, strict=True):
+                for name, difference in differences(whole, [getattr(seen, what) for seen, _ in ranks]):
+                    assert difference <= close, (str(trial), what, name)
+
+
+def test_the_second_forward_of_a_loss_over_the_whole_step_has_the_first_one_s_dropout():
+    """``Contrast`` itself compares what both give, under a schedule whose forwards come in another order."""
+    layouts = (Layout(), "1f1b"), (Layout.of(pipeline=2, virtual_stages=2, v_shape=True), "zbv")
+    for layout, schedule in layouts:
+        trials = [Trial("contrast", layout, schedule, dropout=dropout) for dropout in (0.0, 0.4)]
+        for (plain, _), (dropped, _) in run_parallel(train, layout.world, trials):
+            assert plain.losses[0] != dropped.losses[0]
+
+
+def alone(**kind):
+    model = Ladder(**kind).double()
+    initialize(model, 3)
+    return model
+
+
+def by_step(model, loss):
+    found = Step(model, loss, micro_batch=2)(batch(0))
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    return float(found), gradients
+
+
+def preference(model):
+    samples = batch(0)
+    labels = samples["labels"]
+    gains = -F.cross_entropy(model(tokens=samples["tokens"])[..., :37].mT, labels, reduction="none")
+    chosen, rejected = (gains.sum(1) - samples["reference"]).view(-1, 2).unbind(1)
+    tokens = gains[::2].sum() / (labels[::2] != IGNORE).sum()
+    return -F.logsigmoid(0.5 * (chosen - rejected)).mean() - 0.3 * tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss", "plain"),
+    [
+        ({}, Preference(ParallelState.alone()), preference),
+        ({"pooled": True}, Contrast(), lambda model: contrast(model(tokens=batch(0)["tokens"])).mean()),
+    ],
+    ids=["preference", "contrast"],
+)
+def test_on_one_device_a_loss_is_plain_torch_s(kind, loss, plain):
+    model = alone(**kind)
+    found, gradients = by_step(model, loss)
+    expected = plain(model)
+    expected.backward()
+    assert found == pytest.approx(float(expected.detach()), rel=1e-11)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert parameter.grad is not None and gradient is not None
+        assert torch.allclose(gradient, parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+class Sine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.linear(x).sin()
+
+
+def squares(y, samples):
+    return y.square().sum(), len(y)
+
+
+@pytest.mark.parametrize("count", [None, lambda samples: len(samples["x"])])
+def test_a_loss_scale_changes_no_bit_of_a_loss_or_of_a_gradient_in_fp64(count):
+    model, x = Sine(), torch.arange(24.0, dtype=torch.float64).view(6, 4)
+    found = []
+    for scale in (1.0, 2.0**16):
+        loss = Step(model, FunctionLoss(squares, count=count), micro_batch=2)({"x": x}, scale=scale)
+        assert model.linear.weight.grad is not None
+        found.append((loss, model.linear.weight.grad / scale))
+        model.zero_grad()
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def in_half(layout):
+    """Return the worst relative error of fp16's gradients at scale 2^10, and what follows an overflow on one
+    rank: why the step was skipped, the factor of the new scale, and whether a weight moved.
+    """
+    state, gradients = ParallelState.start(layout), []
+    samples = shard_batch(batch(0), state)
+    for precision in (FP64, Precision(torch.float32, torch.float16, torch.float32)):
+        torch.set_default_dtype(precision.master)
+        model = shard_over_data(Ladder(state=state), state, precision)
+        initialize(model, 3, state=state)
+        step = Step(model, loss_of(Trial("next"), state), micro_batch=4, state=state)
+        step(samples, scale=2.0**10)
+        gradients.append([local_data(one.grad) / 2**10 for one in model.parameters() if one.grad is not None])
+        model.zero_grad()
+    pairs = zip(*gradients, strict=True)
+    worst = max(float((half - exact).norm() / exact.norm()) for exact, half in pairs if exact.any())
+    update = Update(model, make_adamw(model, lr=0.1), clip=1.0, loss_scale=LossScale(), state=state)
+    before, scale = [local_data(one).clone() for one in model.parameters()], update.scale
+    result = step.launch(samples, scale=update.scale)
+    if state.rank == layout.world - 1:
+        last = next(one.grad for one in model.parameters() if one.grad is not None)
+        local_data(last).fill_(torch.inf)
+    updated = update(result)
+    after = [local_data(one) for one in model.parameters()]
+    moved = not all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+    return worst, updated.skipped, update.scale / scale, moved
+
+
+@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout.of(data=2), Layout(pipeline=2)], ids=str)
+def test_a_model_of_ones_own_trains_in_fp16_and_an_overflow_on_one_rank_skips_the_step_on_all(layout):
+    for worst, *then in run_parallel(in_half, layout.world, layout):
+        assert worst < 0.01 and then == ["overflow", 0.5, False]
+
+
+def test_an_update_refuses_a_mean_before_anything_moves():
+    model = Sine()
+    step = Step(model, lambda y, samples: (y.square().mean(), y.numel()), micro_batch=2)
+    update, before = Update(model, make_adamw(model, lr=0.1), clip=1.0), model.linear.weight.detach().clone()
+    with pytest.raises(BadInput, match="found a mean"):
+        update(step.launch({"x": torch.arange(16.0, dtype=torch.float64).view(4, 4)}))
+    assert torch.equal(model.linear.weight, before) and update.made == 0
+
+
+def test_a_stated_count_that_is_another_than_the_function_s_is_refused():
+    def step(count):
+        return Step(Sine(), FunctionLoss(squares, count=count), micro_batch=2)
+
+    x = {"x": torch.ones(4, 4, dtype=torch.float64)}
+    with pytest.raises(BadInput, match="expected the function to count as count= does"):
+        step(lambda samples: 2 * len(samples["x"]))(x)
+    with pytest.raises(BadInput, match=r"step: loss\.loss: expected a count that is finite"):
+        step(lambda samples: -1)(x)
+    with pytest.raises(BadInput, match="micro_batch: expected a multiple of 2"):
+        Step(alone(), Preference(ParallelState.alone()), micro_batch=3)
+    with pytest.raises(BadInput, match=r"balance: expected 0: .*FunctionLoss\(loss, count"):
+        Step(alone(routed=True), squares, micro_batch=2)

@@ -1,0 +1,73 @@
+"""Count samples, cut them into pieces, and hand each rank its own: tensors by name, a sample in each row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..layers import cut_sequence
+from ..layers.host_copies import change_alike
+from ..parallel_state import BadInput, ParallelState, alone_or
+
+#: Tensors by name, each with the samples on dim 0.
+Samples = Mapping[str, Tensor]
+
+
+def count_samples(samples: Samples) -> int:
+    """Return the number of samples; ``BadInput`` if there are none, or if tensors differ in this number."""
+    for name, sample in samples.items():
+        if not isinstance(sample, Tensor) or not sample.ndim:
+            found = "a tensor without dims" if isinstance(sample, Tensor) else type(sample).__name__
+            raise BadInput(
+                "batch", name, expected="a tensor with the samples on dim 0", found=found,
+                todo="Give it a row for each sample; one value for all belongs to the model or the loss",
+            )  # fmt: skip
+    counts = {name: len(sample) for name, sample in samples.items()}
+    if len(set(counts.values())) != 1:
+        raise BadInput(
+            "batch", expected="tensors with the same number of samples on dim 0", found=counts or "none"
+        )
+    if not (count := next(iter(counts.values()))):
+        raise BadInput("batch", "samples", expected="at least one", found=count)
+    return count
+
+
+def some_samples(samples: Samples, start: int, count: int) -> dict[str, Tensor]:
+    """Return ``count`` samples from number ``start`` on, or as many as are left."""
+    return {name: sample[start : start + count] for name, sample in samples.items()}
+
+
+def shard_batch(samples: Samples, state: ParallelState | None = None) -> dict[str, Tensor]:
+    """Return this data rank's equal piece of a whole batch; raise ``BadInput`` if it cannot be cut evenly."""
+    state = alone_or(state)
+    count, data = count_samples(samples), state.layout.data
+    if count % data:
+        raise BadInput("batch", "samples", expected=f"a multiple of data={data}", found=count)
+    return some_samples(samples, state.data_index * (count // data), count // data)
+
+
+def cut_over_context(samples: Samples, dims: Mapping[str, int], state: ParallelState) -> dict[str, Tensor]:
+    """Return this context rank's chunks of the samples that have a dim of the sequence, and others whole."""
+
+    def cut(name: str, sample: Tensor) -> Tensor:
+        if state.context_size == 1 or name not in dims:
+            return sample
+        return change_alike(lambda x: cut_sequence(x, state, dim=dims[name]), sample)
+
+    return {name: cut(name, sample) for name, sample in samples.items()}
+
+
+def rows_of_step(rows: Tensor, state: ParallelState) -> tuple[Tensor, slice]:
+    """Return the rows of all data ranks, in their order, and which of them are this rank's.
+
+    Collective over the data ranks.
+    """
+    first, rows = state.data_index * len(rows), rows.contiguous()
+    mine = slice(first, first + len(rows))
+    if state.layout.data == 1:
+        return rows, mine
+    everyone = rows.new_empty(state.layout.data * len(rows), *rows.shape[1:])
+    dist.all_gather_into_tensor(everyone, rows, group=state.data_group)
+    return everyone, mine
