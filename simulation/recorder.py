@@ -95,10 +95,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs, known = kwargs or {}, _known(func)
-        if known.view:  # no other storage, and no kernel
-            self.at += 1
-            return func(*args, **kwargs)
+        kwargs = kwargs or {}
         if func is _NUMBER or func is _PLACES:
             refuse_numbers(func.name())
         if func is _NUMBER:
@@ -122,7 +119,7 @@ class Recorder(TorchDispatchMode):
                 self.now += size
                 self._events.append((self.at, number, size))
                 self._alive[key] = number, weakref.ref(storage, partial(self._gone, key, number, size))
-        self._count(known, func, args, kwargs, out, read, made)
+        self._count(func, args, kwargs, out, read, made)
         return out
 
     def _gone(self, key: int, number: int, size: int, gone: object) -> None:
@@ -131,9 +128,9 @@ class Recorder(TorchDispatchMode):
         self._events.append((self.at, number, -size))
 
     def _count(
-        self, known: _Known, func: Any, args: Any, kwargs: Any, out: Any, read: list[Tensor],
-        made: list[Tensor],
-    ) -> None:  # fmt: skip
+        self, func: Any, args: Any, kwargs: Any, out: Any, read: list[Tensor], made: list[Tensor]
+    ) -> None:
+        known = _known(func)
         name, phase = known.name, self.phase
         if _FORWARDS and phase == "backward":
             phase = "again"
@@ -244,13 +241,11 @@ _KINDS = {
 class _Known(NamedTuple):
     """Hold what is known of an operator before it is called.
 
-    ``view``: whether it gives a view. ``kind``: if it is a collective. ``starts``: whether it starts a
-    kernel; ``fuses``: whether a compiler makes it part of another. ``product``: whether one of its matrices
-    may be weights.
+    ``kind``: if it is a collective. ``starts``: whether it starts a kernel; ``fuses``: whether a compiler
+    makes it part of another. ``product``: whether one of its matrices may be weights.
     """
 
     name: str
-    view: bool
     kind: str | None
     starts: bool
     fuses: bool
@@ -264,5 +259,4 @@ def _known(func: Any) -> _Known:
     space, _, short = name.partition("::")
     kind = _KINDS.get(short) if space == "_c10d_functional" else None
     starts = not func.is_view and name not in _NO_KERNEL
-    alone = fuses(name, func), multiplies(name, func), name in _PRODUCTS
-    return _Known(name, func.is_view, kind, starts, *alone)
+    return _Known(name, kind, starts, fuses(name, func), multiplies(name, func), name in _PRODUCTS)
