@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -86,3 +86,15 @@ class Batch(NamedTuple):
             return [Batch(ids, labels) for ids, labels in pairs]
         places = self.positions.split(size)
         return [Batch(ids, labels, at) for (ids, labels), at in zip(pairs, places, strict=True)]
+
+
+class BatchParts(NamedTuple):
+    """Hold a batch of ``rows`` rows whose parts, whole rows in order, are made as they are asked for, once.
+
+    ``labels``: how many labels of the whole batch count. The ids are known to be within the vocabulary.
+    """
+
+    rows: int
+    length: int
+    labels: int
+    parts: Iterator[Batch]

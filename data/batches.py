@@ -17,9 +17,12 @@ from ..parallel_state import BadInput
 from .batch import Batch as Batch
 from .mixture import Interleave
 from .rows import Documents, Overlong, Samples, rows_of
-from .shuffle import ids_at, permute, positions_of
+from .shuffle import ids_at, permute, piece_of, positions_in, positions_of
 from .token_file import TokenFile
 from .token_index import TokenPaths
+
+#: Rows whose labels are counted at once: a bound of memory.
+_COUNTED_AT_ONCE = 2**16
 
 
 class Mixture:
@@ -110,8 +113,10 @@ class GlobalBatches:
         self, step: int, data_index: int = 0, data_size: int = 1
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return, for each row of the batch, the number of its file and the row's number in that file."""
-        positions = positions_of(step, self.global_batch, data_index, data_size)
-        sources, draws = self._interleave.locate(positions)
+        return self._numbers(step, piece_of(self.global_batch, data_index, data_size))
+
+    def _numbers(self, step: int, rows: range) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        sources, draws = self._interleave.locate(positions_in(step, self.global_batch, rows))
         ids = np.empty_like(draws)
         for source in np.unique(sources):
             here = sources == source
@@ -127,7 +132,11 @@ class GlobalBatches:
         ``BadInput`` where ``data_size`` does not divide ``global_batch``, or a token is not below the file's
         ``vocab_size``.
         """
-        sources, numbers = self.sample_ids(step, data_index, data_size)
+        return self.rows(step, piece_of(self.global_batch, data_index, data_size))
+
+    def rows(self, step: int, rows: range) -> Batch:
+        """Return these rows, which follow one another, of the global batch of ``step``; it reads no other."""
+        sources, numbers = self._numbers(step, rows)
         shape = (len(numbers), self.sequence_length)
         ids, labels = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
         positions = np.broadcast_to(np.arange(self.sequence_length), shape).copy()
@@ -136,3 +145,18 @@ class GlobalBatches:
         # By the files and not by what this batch drew: all ranks and steps compute alike.
         told = torch.from_numpy(positions) if self.packed else None
         return Batch(torch.from_numpy(ids), torch.from_numpy(labels), told)
+
+    def count_labels(self, step: int, rows: range) -> int:
+        """Return how many labels count in ``rows(step, rows)``, without reading a token.
+
+        Of a chat set the targets are read, which are a byte a token, once for each sample.
+        """
+        if not self.packed:
+            return len(rows) * self.sequence_length
+        count = 0
+        for begin in range(rows.start, rows.stop, _COUNTED_AT_ONCE):
+            some = range(begin, min(begin + _COUNTED_AT_ONCE, rows.stop))
+            sources, numbers = self._numbers(step, some)
+            for source in np.unique(sources).tolist():
+                count += self._rows[source].count_labels(numbers[sources == source])
+        return count

@@ -35,6 +35,10 @@ class Rows(Protocol):
         """Write a row, which comes filled with 0, ``IGNORE`` and 0, 1, 2 and so on."""
         ...
 
+    def count_labels(self, rows: Ids) -> int:
+        """Return how many labels count in these rows, a row as often as it is named; reads no token."""
+        ...
+
 
 def rows_of(file: TokenFile, length: int, documents: str, samples: str, overlong: str) -> Rows:
     """Make windows of running text, or samples of a chat set; ``BadInput`` if the file gives no row."""
@@ -84,6 +88,12 @@ class WindowRows:
             labels[starts - 1] = IGNORE
             restart(positions, starts[starts < self.length])
 
+    def count_labels(self, rows: Ids) -> int:
+        if not self.separate:
+            return len(rows) * self.length
+        ends = np.searchsorted(self.file.documents, rows * self.length + np.array([[1], [self.length + 1]]))
+        return len(rows) * self.length - int((ends[1] - ends[0]).sum())
+
 
 class SampleRows:
     """Whole samples, each seeing itself alone, as many a row as fit or one; what is left is padding.
@@ -126,6 +136,8 @@ class SampleRows:
             self.rows = type(rows)(keep[rows.samples], rows.starts)
         else:
             self.rows = one_a_row(keep)
+        #: How many tokens of each sample are labels that count; below 0 where nobody has asked.
+        self._learnt = np.full(len(places), -1, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -143,6 +155,17 @@ class SampleRows:
         # The rest is padding without labels. Its positions continue the last sample, which does not see it:
         # so a row of one sample needs no mask because of its padding.
         restart(positions, np.array(starts, dtype=np.int64))
+
+    def count_labels(self, rows: Ids) -> int:
+        found, times = np.unique(rows, return_counts=True)
+        first, counts = self.rows.starts[found], np.diff(self.rows.starts)[found]
+        # The samples of row after row: the first of each row, and 0, 1, 2 and so on from there.
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        samples = self.rows.samples[np.repeat(first, counts) + within]
+        for sample in samples[self._learnt[samples] < 0].tolist():
+            begin, places = int(self._starts[sample]), int(self._places[sample])
+            self._learnt[sample] = self.file.learnt(begin + 1, begin + places + 1).sum()
+        return int((self._learnt[samples] * np.repeat(times, counts)).sum())
 
 
 def restart(positions: Ids, starts: Ids) -> None:

@@ -58,8 +58,21 @@ def positions_of(step: int, global_batch: int, data_index: int = 0, data_size: i
     than the data spans several epochs. int64 of shape ``[global_batch / data_size]``; the ranks' pieces, in
     the order of ``data_index``, are the global batch.
     """
+    return positions_in(step, global_batch, piece_of(global_batch, data_index, data_size))
+
+
+def positions_in(step: int, global_batch: int, rows: range) -> Ids:
+    """Return the positions of these rows, which follow one another, of the global batch of ``step``."""
     if step < 0:
         raise BadInput("order", "step", expected="a whole number from 0 up", found=step)
+    start = step * global_batch
+    if start + rows.stop > np.iinfo(np.int64).max:
+        raise BadInput("order", "step", expected="a position below 2**63", found=step)
+    return np.arange(start + rows.start, start + rows.stop, dtype=np.int64)
+
+
+def piece_of(global_batch: int, data_index: int, data_size: int) -> range:
+    """Return the rows of the global batch that a data rank takes."""
     if global_batch < 1:
         raise BadInput("order", "global_batch", expected="at least 1", found=global_batch)
     if data_size < 1 or global_batch % data_size:
@@ -72,10 +85,7 @@ def positions_of(step: int, global_batch: int, data_index: int = 0, data_size: i
         )
     assert 0 <= data_index < data_size, (data_index, data_size)
     piece = global_batch // data_size
-    start = step * global_batch + data_index * piece
-    if start + piece > np.iinfo(np.int64).max:
-        raise BadInput("order", "step", expected="a position below 2**63", found=step)
-    return np.arange(start, start + piece, dtype=np.int64)
+    return range(data_index * piece, (data_index + 1) * piece)
 
 
 def _round_keys(seed: int, epochs: list[int], stream: int) -> NDArray[np.uint64]:

@@ -152,7 +152,10 @@ class DataSection(Section):
         description="chat data: what to do with a sample that is longer than sequence_length",
     )
     prefetch: int = Field(
-        default=2, ge=0, le=MOST_AHEAD, description="number of batches to prepare ahead in a thread; 0: none"
+        default=2,
+        ge=0,
+        le=MOST_AHEAD,
+        description="number of micro-batches to prepare ahead in a thread; 0: none",
     )
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..data.batch import Batch
+from ..data.batch import Batch, BatchParts
+from ..data.shuffle import piece_of
 from ..layers import IGNORE
 from .run_data import HeldOut
 
@@ -30,15 +31,21 @@ class Evaluator:
         self.step, self.held_out, self.state = step, held_out, step.state
 
     def __call__(self) -> float:
-        return float(self.step.evaluate(self._share()).loss)
+        held_out, size = self.held_out, self.step.micro_batch
+        share = piece_of(held_out.batches.global_batch, self.state.data_index, self.state.layout.data)
+        counted = range(share.start, max(share.start, min(share.stop, held_out.samples)))
+        labels = held_out.batches.count_labels(0, counted)
+        parts = (
+            self._rows(range(begin, min(begin + size, share.stop)))
+            for begin in range(share.start, share.stop, size)
+        )
+        batch = BatchParts(len(share), held_out.batches.sequence_length, labels, parts)
+        return float(self.step.evaluate(batch).loss)
 
-    def _share(self) -> Batch:
-        """Return this data rank's rows: the first held-out rows in order, then rows that do not count."""
-        state, ranks = self.state, self.state.layout.data
-        batch = self.held_out.batches.batch(0, state.data_index, ranks)
-        each = len(batch.input_ids)
-        rows = torch.arange(each) + state.data_index * each
-        beyond = (rows >= self.held_out.samples).unsqueeze(1)
+    def _rows(self, rows: range) -> Batch:
+        """Return held-out rows; those behind the samples do not count."""
+        batch = self.held_out.batches.rows(0, rows)
+        beyond = (torch.tensor(rows) >= self.held_out.samples).unsqueeze(1)
         return batch._replace(labels=batch.labels.masked_fill(beyond, IGNORE))
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..data.batch import Batch
+from ..data.batch import Batch, BatchParts
 from ..models import CausalLM
 from ..parallel_state import ParallelState, PeerFailed, declarations
 from ..parallel_state.engine import local_data
@@ -37,7 +37,7 @@ class Origin:
     module: str
 
 
-def name_the_culprit(step: Step, number: int, batch: Batch) -> NoReturn:
+def name_the_culprit(step: Step, number: int, batch: Batch | BatchParts) -> NoReturn:
     """Raise ``PeerFailed`` that names the first module whose output is not finite; call it before the update.
 
     All ranks must call it, which they do because loss and norm are the same on every rank. It runs the

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..data.batch import BatchParts
 from ..layers import routers, set_auxiliary_scale
 from ..layers.host_copies import send
 from ..parallel_state import (
@@ -45,7 +46,8 @@ class Step:
     ``loss.prepare`` takes (of ``TokenLoss`` a ``Batch``). Leave them on the host: they are checked there
     before they are copied. Context ranks are given whole rows. The model is called with the samples that its
     ``forward`` names (``pipeline.Stages``). With more than one data rank it must have been through
-    ``shard_over_data``, which also says in what is computed and summed.
+    ``shard_over_data``, which also says in what is computed and summed. Of ``BatchParts``, for a loss of
+    tokens without a pipeline or without a backward, a micro-batch is asked for after the one before it.
 
     ``loss``: a ``Loss``, or a function that returns a sum and a count for a micro-batch (``FunctionLoss``).
     Each term is divided by its count over all micro-batches and data ranks, so that the mean is the same
@@ -201,17 +203,20 @@ class Step:
         """
         state, refusal, samples, training = self.state, None, dict[str, Tensor](), scale is not None
         nothing = dict.fromkeys(loss.terms, 0.0)
-        report, shapes = StepReport(nothing, refused=True), self._shapes
+        report, shapes, parts = StepReport(nothing, refused=True), self._shapes, None
         try:
-            samples = dict(loss.prepare(batch))
-            rows, first = count_samples(samples), self.stages.first_input
-            if first is not None and first not in samples:
+            parts = batch if isinstance(batch, BatchParts) else None
+            samples = {} if parts else dict(loss.prepare(batch))
+            rows, first = parts.rows if parts else count_samples(samples), self.stages.first_input
+            if first is not None and not parts and first not in samples:
                 raise BadInput("batch", first, expected="the model's first input", found=", ".join(samples))
             if rows % self.micro_batch and (training or not self.stages.states_shapes):
                 expected = f"a divisor of the {rows} samples of a data rank"
                 raise BadInput("step", "micro_batch", expected=expected, found=self.micro_batch)
             counts = nothing
-            if loss.counts_first and state.counts_here and state.at.pipeline == 0:
+            if parts and state.counts_here and state.at.pipeline == state.context_index == 0:
+                counts = dict.fromkeys(loss.terms, float(parts.labels))  # of whole rows
+            if not parts and loss.counts_first and state.counts_here and state.at.pipeline == 0:
                 counts = counts_of(loss, cut_over_context(samples, loss.sequence, state))
             shapes = {name: sample.shape for name, sample in samples.items()}
             stale, reshaped = training and has_gradients(self.model), training and shapes != self._shapes
@@ -225,13 +230,18 @@ class Step:
             (scale or 1.0) * term.weight / (total.counts[name] or 1.0) for name, term in loss.terms.items()
         ]
         scales = torch.tensor(factors, dtype=torch.float64).to(self.device, non_blocking=True)
-        copies = {name: send(sample, self.device) for name, sample in samples.items()}
         return StepInputs(
-            cut_over_context(copies, loss.sequence, state),
+            self._sent(samples, loss),
             int(total.rows) * state.layout.data,
             dict(zip(loss.terms, scales.unbind(), strict=True)),
             bool(total.reshaped),
+            (self._sent(loss.prepare(part), loss) for part in parts.parts) if parts else None,
         )
+
+    def _sent(self, samples: Samples, loss: Loss) -> Samples:
+        """Return this context rank's chunks of samples on the device."""
+        copies = {name: send(sample, self.device) for name, sample in samples.items()}
+        return cut_over_context(copies, loss.sequence, self.state)
 
     def _backward(self, inputs: StepInputs, sums: StepSums) -> None:
         """Run forward and backward of all micro-batches, under a schedule or one after the other."""
@@ -244,12 +254,12 @@ class Step:
             self.stages.train(inputs.samples, loss_of, schedule=self.schedule, micro_batch=size)
             return
         sharded, trains_all = is_sharded(self.model), getattr(self.model, "trains_all", False)
-        parts = [*inputs.micro_batches(size)]
-        for number, part in enumerate(parts):
+        count = inputs.rows // self.state.layout.data // size
+        for number, part in enumerate(inputs.micro_batches(size)):
             if sharded:
                 # If each micro-batch gives each trained parameter a gradient, replicas sum theirs at the last
                 # one alone: FSDP sums nothing there for a group that got no gradient.
-                last = number == len(parts) - 1
+                last = number == count - 1
                 before_backward(self.model, self.state, last=last, sum_replicas=last or not trains_all)
             sums.add(self.stages.forward(part), part).backward()
 

@@ -77,8 +77,13 @@ class StepInputs:
     scales: Scales
     #: Whether samples of any rank have other shapes than in the step before.
     reshaped: bool
+    #: In place of samples: micro-batches that are made as they are asked for, once.
+    parts: Iterator[Samples] | None = None
 
     def micro_batches(self, size: int) -> Iterator[Samples]:
+        if self.parts is not None:
+            yield from self.parts
+            return
         for start in range(0, count_samples(self.samples), size):
             yield some_samples(self.samples, start, size)
 

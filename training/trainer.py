@@ -22,8 +22,8 @@ from ..checkpoints import (
     newest_checkpoint,
     restore_if_none,
 )
-from ..data.batch import Batch
-from ..data.prefetch import Prefetch
+from ..data.batch import Batch, BatchParts
+from ..data.micro_batches import MicroBatches
 from ..layers import attention_backends
 from ..parallel_state import CollectiveOrder, NotTrained, ParallelState, fault, initialize, seed_of
 from ..parallel_state.engine import accelerator
@@ -77,7 +77,12 @@ class Trainer:
         self.terminal = Terminal(
             steps=recipe.steps, every=recipe.log_every, stop=recipe.stop_after, quiet=quiet or not self.first
         )
-        self.batches = self.plan.batches
+        self.micro_batches = MicroBatches(
+            self.plan.batches,
+            state,
+            micro_batch=recipe.data.micro_batch,
+            vocab_size=self.plan.config.vocab_size,
+        )
         parts = build(recipe, self.plan, state)
         self.model, self.optimizer, self.step = parts.model, parts.optimizer, parts.step
         self.update, self.schedule = parts.update, parts.schedule
@@ -105,12 +110,11 @@ class Trainer:
             done_so_far = f"step {start} of {self.recipe.steps} is done"
             until = "" if stop == self.recipe.steps else f", and stop_after is {stop}"
             self.terminal.say(f"nothing left to do: {done_so_far}{until}")
-        ahead, device = self.recipe.data.prefetch, self.state.device
         with (
             search_garbage_when_told() as search_garbage,
             self._comparing(),
             self.watchers.running(start),
-            Prefetch(self._batch, start, stop, ahead=ahead, device=device) as batch_of,
+            self.micro_batches.running(start, stop, ahead=self.recipe.data.prefetch) as batch_of,
             self._saver() as saver,
             self._said_at_once(),
         ):
@@ -240,12 +244,7 @@ class Trainer:
         self.watchers.began(0)
         return 0
 
-    def _batch(self, number: int) -> Batch:
-        """Check the batch here, on the host, before it is copied to a device that could only stop with it."""
-        batch = self.batches.batch(number, self.state.data_index, self.state.layout.data)
-        return batch.check_ids(self.plan.config.vocab_size)
-
-    def _one_step(self, number: int, batch_of: Callable[[int], Batch]) -> StepMetrics:
+    def _one_step(self, number: int, batch_of: Callable[[int], Batch | BatchParts]) -> StepMetrics:
         recipe, state = self.recipe, self.state
         began = time.perf_counter()
         self._at("step", number + 1)
@@ -263,7 +262,7 @@ class Trainer:
             raise NotTrained(f"step {number + 1}: {error}") from error
         if updated.fatal:
             torch.manual_seed(random_seed(recipe.seed, number, state))
-            name_the_culprit(self.step, number + 1, batch)
+            name_the_culprit(self.step, number + 1, self.micro_batches.batch(number))
         seconds = time.perf_counter() - began
         tokens, even = recipe.data.global_batch * recipe.data.sequence_length, updated.balance
         return StepMetrics(

@@ -3,6 +3,8 @@
 import threading
 import time
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,14 +14,20 @@ from hypothesis import strategies as st
 from support.short_runs import run_recipe, tiny_recipe
 from support.token_files import write_token_file
 from trilith.data import Batch, TokenFile
+from trilith.data.batch import BatchParts
 from trilith.data.batches import GlobalBatches, Mixture
+from trilith.data.micro_batches import MicroBatches
 from trilith.data.prefetch import Prefetch
 from trilith.data.shuffle import ids_at, positions_of
 from trilith.data.token_writer import TokenWriter
+from trilith.layers import IGNORE
 from trilith.machine.random_files import write_tokens
-from trilith.parallel_state import BadInput
+from trilith.parallel_state import BadInput, Layout
+from trilith.recipes.section import MOST_ROWS
 from trilith.runs.metrics import read_metrics
 from trilith.testing import RankError, run_parallel
+
+CPU = torch.device("cpu")
 
 
 def numbers(name, count, first=0, fingerprint="t"):
@@ -73,6 +81,55 @@ def test_ranks_pieces_in_order_are_the_global_batch_D5(kinds, step, seed):
             pieces = [data.batch(step, rank, size) for rank in range(size)]
             for of_ranks, tensor in zip(zip(*pieces, strict=True), whole, strict=True):
                 assert tensor is None or torch.equal(torch.cat(of_ranks), tensor)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.integers(0, 3), step=st.integers(0, 10**9), start=st.integers(0, 3), data_size=st.integers(1, 3),
+    micro_batch=st.sampled_from([1, 2, 4]), pipeline=st.integers(1, 2), ahead=st.sampled_from([0, 1, 3]),
+)  # fmt: skip
+def test_a_step_reads_the_rows_of_its_first_micro_batch_and_then_of_the_next(
+    kinds, kind, step, start, data_size, micro_batch, pipeline, ahead
+):
+    tokens, documents = (*kinds, kinds[0])[kind], "separate" if kind == 3 else "joined"
+    data, read = GlobalBatches(tokens, 7, 12, 5, documents=documents), []
+    for rows in data._rows:
+        rows.fill = lambda *place, fill=rows.fill: (read.append(1), fill(*place))[1]
+    for index in range(data_size):
+        layout = Layout.of(data=data_size, pipeline=pipeline)
+        state = SimpleNamespace(layout=layout, data_index=index, device=CPU)
+        micro = MicroBatches(data, cast(Any, state), micro_batch=micro_batch, vocab_size=70_000)
+        each = 12 // data_size if pipeline > 1 else micro_batch
+        with micro.running(step + start, step + 5, ahead=ahead) as batch_of:
+            for number in range(step + start, step + 5):
+                before = len(read)
+                batch = batch_of(number)
+                made = [batch if isinstance(batch, Batch) else next(batch.parts)]
+                if not ahead:
+                    assert len(read) - before == each
+                elif number == step + start:
+                    assert len(read) - before <= each * (1 + ahead)
+                whole = data.batch(number, index, data_size)
+                if isinstance(batch, BatchParts):
+                    made += batch.parts
+                    assert batch.labels == (whole.labels != IGNORE).sum()
+                    assert (batch.rows, batch.length) == whole.input_ids.shape
+                assert isinstance(batch, BatchParts) == (pipeline == 1)
+                assert len(made) == len(whole.input_ids) // each
+                for parts, tensor in zip(zip(*made, strict=True), whole, strict=True):
+                    assert tensor is None or torch.equal(torch.cat(parts), tensor)
+                del read[:]
+
+
+def test_the_largest_batch_begins_as_fast_as_any(make):
+    data, state = (
+        GlobalBatches(make("a", 100), 8, MOST_ROWS, seed=0),
+        SimpleNamespace(layout=Layout(), data_index=0),
+    )
+    batch = MicroBatches(data, cast(Any, state), micro_batch=2, vocab_size=70_000).batch(3)
+    assert isinstance(batch, BatchParts) and batch.rows == MOST_ROWS and batch.labels == 8 * MOST_ROWS
+    first = next(batch.parts)
+    assert torch.equal(first.input_ids, data.rows(3, range(2)).input_ids) and len(first.labels) == 2
 
 
 def test_there_is_no_state_but_the_step(make):
@@ -145,9 +202,6 @@ def test_f4_tokens_changed_after_the_file_was_opened_are_found_when_they_are_met
     content[37] = 70_000
     with pytest.raises(BadInput, match="bytes 0 to 399: expected the CRC-32"):
         data.batch(0)
-
-
-CPU = torch.device("cpu")
 
 
 def numbered(step):

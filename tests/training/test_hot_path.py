@@ -8,6 +8,7 @@ from support.configs import TINIEST_LLAMA
 from support.families import model_of
 from torch import Tensor
 from trilith.data import Batch
+from trilith.data.batch import BatchParts
 from trilith.parallel_state import NotTrained, clip_gradients, initialize
 from trilith.testing.operators import Operators
 from trilith.training import Step, TokenLoss, make_adamw
@@ -56,6 +57,24 @@ def test_the_host_reads_once_and_after_the_update(monkeypatch):
     assert done.skipped is None
     after = seen[len(seen) - seen[::-1].index("backward") :]
     assert after == ["update", "tolist"]
+
+
+def test_a_part_of_a_batch_is_asked_for_after_the_backward_of_the_one_before():
+    seen, losses, grads = [], [], []
+
+    def coming():
+        for part in BATCH.split(2):
+            seen.append("part")
+            yield part
+
+    for batch in (BATCH, BatchParts(4, 8, 32, coming())):
+        model, step, _ = parts()
+        model.register_forward_hook(lambda *_: seen.append("forward"))
+        model.norm.weight.register_hook(lambda grad: seen.append("backward"))
+        losses.append(step(batch))
+        grads.append([one.grad for one in model.parameters()])
+    assert seen[4:] == ["part", "forward", "backward"] * 2
+    assert torch.equal(*losses) and all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
 
 
 def test_the_gradient_of_the_logits_takes_their_place():
