@@ -160,12 +160,12 @@ def _latest(root: Path, whole: bool) -> Found:
     passed_over: list[str] = []
     for _, name in reversed(steps):
         try:
-            found = open_checkpoint(root / name, whole=whole)
+            checkpoint = open_checkpoint(root / name, whole=whole)
         except BadCheckpoint as error:
             if (root / name).is_dir():  # else a run deleted it meanwhile
                 passed_over.append(_passed_over(error))
             continue
-        return replace(found, passed_over=tuple(f"{line}; using {name}" for line in passed_over))
+        return replace(checkpoint, passed_over=tuple(f"{line}; using {name}" for line in passed_over))
     unfinished = sorted(name for name in names if finished_name(name) is not None)
     seen = [*passed_over, *(f"unfinished: {name}" for name in unfinished)]
     raise BadCheckpoint(root, expected="a complete checkpoint", found="; ".join(seen) or "none")

@@ -258,13 +258,13 @@ def _hugging_face(
         folder.config["mtp"] = True
     family = module or family_of(folder.config, str(path / CONFIG))
     config = family.from_hf(folder.config, str(path / CONFIG))
-    found, repeated = expected_tensors(folder, family, config)
+    tensors, repeated = expected_tensors(folder, family, config)
     for pair in repeated if compare else ():
         pair.check(path, sha256_of)
-    files = list({id(file): file for file, _ in found.values()}.values())
+    files = list({id(file): file for file, _ in tensors.values()}.values())
     numbers = {id(file): number for number, file in enumerate(files)}
     catalog = {}
-    for name, (file, key) in found.items():
+    for name, (file, key) in tensors.items():
         entry = file.tensors[key]
         parts = (Stored(numbers[id(file)], key, Box.whole(entry.shape)),)
         catalog[name] = Whole(entry.shape, entry.dtype, parts)

@@ -56,8 +56,8 @@ def show_dry_run(
         console.print("fits?          the device's memory is not known: say --device-memory 80GB")
     else:
         used, room, share = planned.rank.total, planned.room, 1 - planned.recipe.memory.headroom
-        told = f"{used / 1e9:,.1f} of {room / 1e9:,.1f} GB, {share:.0%} of the device's"
-        console.print(f"fits           {told}")
+        space = f"{used / 1e9:,.1f} of {room / 1e9:,.1f} GB, {share:.0%} of the device's"
+        console.print(f"fits           {space}")
 
 
 def _show(
@@ -84,25 +84,25 @@ def _show(
     from .shared.sizes import parse_size
 
     device = parse_size(device_memory, "--device-memory") if device_memory is not None else None
-    found = dry_run(load_recipe(recipe, overrides), rank=rank, device=device)
+    planned = dry_run(load_recipe(recipe, overrides), rank=rank, device=device)
     console = plain_console(soft_wrap=True)
-    layout, one, memory = found.recipe.layout, found.rank, found.rank.memory
-    active = f", of which a token meets {found.active:,}" if found.active < found.parameters else ""
-    console.print(f"layout         {layout}{f': {found.ranks:,} ranks' if found.ranks > 1 else ''}")
+    layout, shown, memory = planned.recipe.layout, planned.rank, planned.rank.memory
+    active = f", of which a token meets {planned.active:,}" if planned.active < planned.parameters else ""
+    console.print(f"layout         {layout}{f': {planned.ranks:,} ranks' if planned.ranks > 1 else ''}")
     console.print(
-        f"parameters     {found.parameters:,}{active}; rank {one.rank} computes with {one.parameters:,}, "
-        f"stores {one.stored:,}, trains {one.trained:,} of these"
+        f"parameters     {planned.parameters:,}{active}; rank {shown.rank} computes with "
+        f"{shown.parameters:,}, stores {shown.stored:,}, trains {shown.trained:,} of these"
     )
     console.print(
-        f"global batch   {found.recipe.data.global_batch:,} samples, {found.tokens:,} tokens; "
-        f"{found.micro_batches:,} micro-batches of {found.recipe.data.micro_batch} a rank; "
-        f"pipeline bubble {found.bubble:.1%}"
+        f"global batch   {planned.recipe.data.global_batch:,} samples, {planned.tokens:,} tokens; "
+        f"{planned.micro_batches:,} micro-batches of {planned.recipe.data.micro_batch} a rank; "
+        f"pipeline bubble {planned.bubble:.1%}"
     )
     if layout.pipeline > 1:
-        console.print(f"stages         {found.cut}")
+        console.print(f"stages         {planned.cut}")
     console.print(
-        f"model FLOPs    {found.flops.full / 1e9:,.2f} G a token counting all of attention, "
-        f"{found.flops.causal / 1e9:,.2f} G counting the causal half"
+        f"model FLOPs    {planned.flops.full / 1e9:,.2f} G a token counting all of attention, "
+        f"{planned.flops.causal / 1e9:,.2f} G counting the causal half"
     )
     kinds = {
         "weights, stored": memory.weights,
@@ -113,27 +113,29 @@ def _show(
         "exchanged between stages": memory.pipeline,
         "in the loss": memory.logits,
         "or in a block's backward": memory.block,
-        "runtime (assumed)": one.runtime,
+        "runtime (assumed)": shown.runtime,
     }
     rows = [(kind, f"{size / 1e9:,.2f}") for kind, size in kinds.items()]
-    table = _table(f"memory of rank {one.rank}", ("kind", "GB"), rows)
+    table = _table(f"memory of rank {shown.rank}", ("kind", "GB"), rows)
     table.add_section()
-    table.add_row("at the worst moment", f"{one.total / 1e9:,.2f}")
+    table.add_row("at the worst moment", f"{shown.total / 1e9:,.2f}")
     if memory.host:
         table.add_row("beside, on the host", f"{memory.host / 1e9:,.2f}")
     console.print(table)
-    if one.runtime:
-        console.print(f"reserved       {reserved_words(one.reserved, found.device)}")
-    if one.traffic:
-        console.print(_sent(one.traffic, one.rank))
+    if shown.runtime:
+        console.print(f"reserved       {reserved_words(shown.reserved, planned.device)}")
+    if shown.traffic:
+        console.print(_sent(shown.traffic, shown.rank))
     if exact or page is not None:
-        record = _simulated(found.recipe, one.rank)
+        record = _simulated(planned.recipe, shown.rank)
         console.print(f"exact          {exact_line(record, memory.total)}")
-        console.print(_table(f"who holds the memory of rank {one.rank}", KINDS_HEAD, kinds_of_bytes(record)))
+        console.print(
+            _table(f"who holds the memory of rank {shown.rank}", KINDS_HEAD, kinds_of_bytes(record))
+        )
         console.print(_table("the largest holders", HOLDERS_HEAD, largest_holders(record)))
         if page is not None:
             page.write_text(make_step_page(recipe.stem, record, memory.total), encoding="utf-8")
-    return found
+    return planned
 
 
 def _simulated(recipe: Recipe, rank: int) -> StepRecord:

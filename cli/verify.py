@@ -58,26 +58,26 @@ def verify(
     from ..system.addresses import as_url
     from .shared.progress import byte_progress
 
-    found = read_source(source, config=config, names=names, compare=False)
-    for warning in found.warnings:
+    weights = read_source(source, config=config, names=names, compare=False)
+    for warning in weights.warnings:
         say(f"warning: {warning}", err=True)
-    manifest = found.manifest
-    total = sum(file.size for file in (found.stored_files if manifest is None else manifest.files))
-    with byte_progress(f"{found.path}", total) as advance:
+    manifest = weights.manifest
+    total = sum(file.size for file in (weights.stored_files if manifest is None else manifest.files))
+    with byte_progress(f"{weights.path}", total) as advance:
         if manifest is not None:
-            check_model(found)
-            check_step(found.path, manifest.step)
-            digests = check(found.path, manifest, progress=advance)
+            check_model(weights)
+            check_step(weights.path, manifest.step)
+            digests = check(weights.path, manifest, progress=advance)
             hashes = zip(digests, [file.name for file in manifest.files], strict=True)
         else:
-            read = verify_weights(found, progress=advance)
+            read = verify_weights(weights, progress=advance)
             hashes = zip(read.values(), [path.name for path in read], strict=True)
     for digest, name in hashes:
         say(f"{digest}  {name}")
     if manifest is not None and not manifest.sealed:
         say("manifest.json has no seal (it is of an earlier release): damage to it would not be noticed")
     url = as_url(source)
-    where = f"{found.path}" if url is None else f"{url}, copied to {found.path}"
+    where = f"{weights.path}" if url is None else f"{url}, copied to {weights.path}"
     say(f"{where}: complete and unaltered" if manifest else f"{where}: complete and finite")
 
 

@@ -157,8 +157,8 @@ class SampleRows:
         restart(positions, np.array(starts, dtype=np.int64))
 
     def count_labels(self, rows: Ids) -> int:
-        found, times = np.unique(rows, return_counts=True)
-        first, counts = self.rows.starts[found], np.diff(self.rows.starts)[found]
+        different, times = np.unique(rows, return_counts=True)
+        first, counts = self.rows.starts[different], np.diff(self.rows.starts)[different]
         # The samples of row after row: the first of each row, and 0, 1, 2 and so on from there.
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         samples = self.rows.samples[np.repeat(first, counts) + within]

@@ -117,11 +117,11 @@ class Stages:
         def run(number: int, x: Tensor | None) -> Tensor | None:
             nonlocal output
             received = () if x is None else _split(x, self._outputs[number - 1])
-            given = self._run(number, received, micro_batch, of_stage(number))
+            made = self._run(number, received, micro_batch, of_stage(number))
             if number == self.state.layout.stages - 1:
-                output = given
+                output = made
                 return None
-            return _as_one(_tensors(given)).to(self._outputs[number][0].dtype)
+            return _as_one(_tensors(made)).to(self._outputs[number][0].dtype)
 
         through_stages([*self.parts], run, lambda number: _sent(self._outputs[number - 1]), self.state)
         return output

@@ -238,16 +238,16 @@ def page(found: Sequence[Comparison]) -> str:
     return "\n".join(parts)
 
 
-def _memory(found: Sequence[Comparison]) -> dict[str, Any]:
+def _memory(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     """Return what the page says of the rows that report memory."""
-    rows = [one for one in found if one.run.gibibytes]
-    plain = [one.memory / one.run.gibibytes for one in rows]
-    explained = [one.explained / one.run.gibibytes for one in rows]
+    rows = [row for row in comparisons if row.run.gibibytes]
+    plain = [row.memory / row.run.gibibytes for row in rows]
+    explained = [row.explained / row.run.gibibytes for row in rows]
     lines = [
-        f"| {one.run.gpus:,} x {one.run.model} | {one.run.dtype}{'' if one.run.compiled else ', eager'} | "
-        f"{one.memory:.1f} | {one.run.named:+.1f} | {one.explained:.1f} | {one.run.gibibytes:.1f} | "
-        f"{one.run.differs} |"
-        for one in rows
+        f"| {row.run.gpus:,} x {row.run.model} | {row.run.dtype}{'' if row.run.compiled else ', eager'} | "
+        f"{row.memory:.1f} | {row.run.named:+.1f} | {row.explained:.1f} | {row.run.gibibytes:.1f} | "
+        f"{row.run.differs} |"
+        for row in rows
     ]
     head = ("GPUs x model", "products", "planned", "by name", "so expected", "reported", "what differs")
     return {

@@ -56,7 +56,7 @@ def generation_layouts(request: Request, dtype: torch.dtype) -> list[GenerationC
     even one row fits in any.
     """
     family, config, data, tally = request.family, request.config, request.recipe.data, Tally()
-    room, length, found = request.room - request.runtime, request.recipe.data.sequence_length, []
+    room, length, choices = request.room - request.runtime, request.recipe.data.sequence_length, []
     for tensor in divisors(request.gpus):
         layout = Layout.of(tensor=tensor, pipeline=request.gpus // tensor)
         try:
@@ -65,12 +65,12 @@ def generation_layouts(request: Request, dtype: torch.dtype) -> list[GenerationC
         except BadInput as error:
             tally.illegal(error, 1)
             continue
-        found.append(GenerationChoice(request, layout, max(planned, key=lambda one: one.total), most))
-    if not found:
+        choices.append(GenerationChoice(request, layout, max(planned, key=lambda one: one.total), most))
+    if not choices:
         raise none_legal(request, tally)
-    found.sort(key=lambda one: -one.most)
-    if not found[0].most:
-        least = min(found, key=lambda one: one.memory.weights)
+    choices.sort(key=lambda one: -one.most)
+    if not choices[0].most:
+        least = min(choices, key=lambda one: one.memory.weights)
         raise BadInput(
             f"plan {request.name}",
             "memory",
@@ -79,4 +79,4 @@ def generation_layouts(request: Request, dtype: torch.dtype) -> list[GenerationC
             todo="Take more --gpus, a --gpu with more memory, or a shorter --seq"
             + (", or --dtype bfloat16" if dtype.itemsize > 2 else ""),
         )
-    return found
+    return choices

@@ -75,7 +75,7 @@ def memory_of_stages(found: Found) -> str:
     best = found.best[0]
     figure, axes = _figure(1, max(2.6, 0.9 + 0.24 * len(best.memory)))
     ranks, left = range(len(best.memory)), [0.0] * len(best.memory)
-    parts = [parts_of(one, best.runtime) for one in best.memory]
+    parts = [parts_of(plan, best.runtime) for plan in best.memory]
     kinds = list(dict.fromkeys(kind for one in parts for kind in one))
     for colour, kind in zip((*_COLOURS, _INK), kinds, strict=False):
         sizes = [one.get(kind, 0) / 1e9 for one in parts]

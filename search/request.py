@@ -99,8 +99,8 @@ def read_request(
     raw.setdefault("memory", {})["device_gb"] = machine.memory / 1e9
     if headroom is not None:
         raw["memory"]["headroom"] = headroom
-    found = request_of(name, raw, machine, gpus, tokens=tokens)
-    return replace(found, price=price)
+    request = request_of(name, raw, machine, gpus, tokens=tokens)
+    return replace(request, price=price)
 
 
 def request_of(

@@ -110,7 +110,7 @@ def _one_stage_less(request: Request, best: Answer) -> str:
         memory = evaluator.memory_of_ranks(less)
     except BadInput:  # experts may need shards
         return ""
-    needed = max(one.total for one in memory) + request.runtime
+    needed = max(plan.total for plan in memory) + request.runtime
     if needed > request.room:
         return f" (with ZeRO {layout.zero - 1} a GPU needs {needed / 1e9:.1f} GB)"
     longer = _longer(evaluator.answer(less, memory), best)

@@ -47,7 +47,7 @@ class FunctionLoss(Loss):
         sequence: Mapping[str, int] | None = None,
     ) -> None:
         self.function, self.stated_count, self.sequence = function, count, sequence or {}
-        self.counts_first = count is not None
+        self.count = None if count is None else self._count
 
     def for_state(self, state: ParallelState) -> FunctionLoss:
         if "state" not in inspect.signature(self.function).parameters:
@@ -55,8 +55,8 @@ class FunctionLoss(Loss):
         function = partial(self.function, state=state)
         return FunctionLoss(function, count=self.stated_count, sequence=self.sequence)
 
-    def count(self, samples: Samples) -> Mapping[str, Tensor | float]:
-        assert self.stated_count is not None, "this loss counts afterwards"
+    def _count(self, samples: Samples) -> Mapping[str, Tensor | float]:
+        assert self.stated_count is not None
         return {"loss": self.stated_count(samples)}
 
     def __call__(self, output: Any, samples: Samples, scales: Scales) -> Sums:
@@ -80,10 +80,17 @@ class FunctionLoss(Loss):
 
 
 def as_loss(loss: Any, state: ParallelState) -> Loss:
-    """Return the loss of a rank, from a ``Loss`` or from a function."""
+    """Return the loss of a rank, from a ``Loss`` or from a function; ``BadInput`` if it lacks a part."""
     if not callable(loss):
         raise BadInput("step", "loss", expected="a Loss, or a function", found=type(loss).__name__)
-    return (loss if isinstance(loss, Loss) else FunctionLoss(loss)).for_state(state)
+    own = (loss if isinstance(loss, Loss) else FunctionLoss(loss)).for_state(state)
+    name = type(own).__name__
+    if own.count is None and [*own.terms] != ["loss"]:
+        todo = "A loss that counts with its sums has one term, loss"
+        raise BadInput("step", f"{name}.count", expected="a method", found="none", todo=todo)
+    if own.collect is not None and own.whole_step is None:
+        raise BadInput("step", f"{name}.whole_step", expected="a method, beside collect", found="none")
+    return own
 
 
 def sum_and_count(returned: Any) -> tuple[Tensor, Tensor | float]:

@@ -6,6 +6,7 @@ A ``Step`` asks its loss, in this order: ``prepare`` and ``count``, on the host,
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -48,27 +49,41 @@ class Fault(NamedTuple):
     todo: str = ""
 
 
-class Loss:
-    """Define a loss. A subclass has its ``terms``, and defines ``count`` and ``__call__``.
+_ONE_TERM: Mapping[str, Term] = MappingProxyType({"loss": Term()})
+
+
+class Loss(ABC):
+    """Define a loss. A subclass has its ``terms``, and defines ``__call__`` and nearly always ``count``.
 
     Sums and counts are equal on the ranks of a tensor group. Each context rank sums and counts what it holds:
     its own tokens; and of a row that they hold together, each of them the row (``layers.sum_over_context``).
     """
 
-    #: The terms by name.
-    terms: Mapping[str, Term] = MappingProxyType({"loss": Term()})
     #: The samples that context ranks cut, each with its dim. Others are given whole.
     sequence: Mapping[str, int] = MappingProxyType({})
     #: Rows that stand together, such as the two of a pair: a micro-batch holds whole groups.
     group = 1
-    #: Whether ``count`` tells the counts before the forward. If not, there is one term, whose count comes
-    #: with its sum; gradients are divided at the end, so routers, whose losses are not, may have no losses.
-    counts_first = True
     #: What ``find_faults`` looks for.
     faults: ClassVar[tuple[Fault, ...]] = ()
     #: For a loss that compares all rows of the step: a function of a micro-batch's output and samples, which
     #: returns a row for each sample. It is called in a forward without gradients that runs first.
     collect: Callable[[Any, Samples], Tensor] | None = None
+    #: Beside ``collect``, on the last stage: a function of the rows that it returned, of all samples of the
+    #: step in their order; of which of them are this data rank's; and of this rank's samples. It returns
+    #: samples, a row for each of this rank's, that the calls then find beside the others.
+    whole_step: Callable[[Tensor, slice, Samples], Samples] | None = None
+    #: A function that tells before the forward what each term's sum is divided by, of this rank's samples,
+    #: which context ranks have cut. Without it there is one term, whose count comes with its sum; gradients
+    #: are divided at the end, so routers, whose losses are not, may have no losses.
+    count: Callable[[Samples], Mapping[str, Tensor | float]] | None = None
+    #: A function that tells the same from the number of labels that count. With it, a batch may be one whose
+    #: rows are read later (``data.batch.BatchParts``).
+    count_labels: Callable[[float], Mapping[str, Tensor | float]] | None = None
+
+    @property
+    def terms(self) -> Mapping[str, Term]:
+        """Return the terms by name; a subclass may have a mapping in place of this."""
+        return _ONE_TERM
 
     def for_state(self, state: ParallelState) -> Loss:
         """Return the loss for a rank; a function that names ``state`` is given it."""
@@ -83,21 +98,9 @@ class Loss:
             raise BadInput("batch", expected="tensors by name", found=type(batch).__name__)
         return batch
 
-    def count(self, samples: Samples) -> Mapping[str, Tensor | float]:
-        """Return what each term's sum is divided by, of this rank's samples, which context ranks have cut."""
-        raise NotImplementedError
-
+    @abstractmethod
     def __call__(self, output: Any, samples: Samples, scales: Scales) -> Sums:
         """Return the sums of a micro-batch, each times its scale. ``output``: what the last stage gives."""
-        raise NotImplementedError
-
-    def whole_step(self, rows: Tensor, mine: slice, samples: Samples) -> Samples:
-        """Return samples, a row for each of this data rank's, that the calls then find beside the others.
-
-        ``rows``: what ``collect`` returned, of all samples of the step in their order; ``mine``: which of
-        them are this data rank's ``samples``. Runs on the last stage.
-        """
-        raise NotImplementedError
 
     def find_faults(self, output: Any, samples: Samples) -> Sequence[bool] | None:
         """Tell for each of ``faults`` whether this loss has it; ``None`` if these samples do not show it."""

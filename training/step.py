@@ -34,7 +34,7 @@ from .function_loss import as_loss
 from .loss import Loss
 from .precision import compute_dtype, reduce_dtype
 from .samples import Samples, count_samples, cut_over_context, rows_of_step, some_samples
-from .step_report import StepInputs, StepReport, counts_of
+from .step_report import StepInputs, StepReport, checked_counts
 from .step_sums import StepResult, StepSums
 from .zero_on_fsdp import before_backward
 
@@ -186,7 +186,7 @@ class Step:
                 todo='FunctionLoss(loss, sequence={"tokens": 1, "labels": 1}) names what ranks cut, and the '
                 "model's attention must look at other ranks' keys",
             )  # fmt: skip
-        for name, router in () if self.loss.counts_first else routers(model):
+        for name, router in () if self.loss.count is not None else routers(model):
             if router.balance or router.z_loss:
                 raise BadInput(
                     "step", f"{name}.balance",
@@ -213,11 +213,14 @@ class Step:
             if rows % self.micro_batch and (training or not self.stages.states_shapes):
                 expected = f"a divisor of the {rows} samples of a data rank"
                 raise BadInput("step", "micro_batch", expected=expected, found=self.micro_batch)
-            counts = nothing
-            if parts and state.counts_here and state.at.pipeline == state.context_index == 0:
-                counts = dict.fromkeys(loss.terms, float(parts.labels))  # of whole rows
-            if not parts and loss.counts_first and state.counts_here and state.at.pipeline == 0:
-                counts = counts_of(loss, cut_over_context(samples, loss.sequence, state))
+            counts, counts_here = nothing, state.counts_here and state.at.pipeline == 0
+            if parts:
+                if loss.count_labels is None:
+                    raise BadInput("batch", expected="tensors by name", found=type(batch).__name__)
+                if counts_here and state.context_index == 0:  # of whole rows
+                    counts = checked_counts(loss, loss.count_labels(parts.labels))
+            elif loss.count is not None and counts_here:
+                counts = checked_counts(loss, loss.count(cut_over_context(samples, loss.sequence, state)))
             shapes = {name: sample.shape for name, sample in samples.items()}
             stale, reshaped = training and has_gradients(self.model), training and shapes != self._shapes
             report = StepReport(counts, rows, rows**2, stale=stale, reshaped=reshaped)
@@ -279,7 +282,7 @@ class Step:
         The backward then goes through one micro-batch at a time (GradCache, Gao et al. 2021). In training
         each run of a stage has a seed of its own, so that the second forward has the first one's dropout.
         """
-        if loss.collect is None:
+        if loss.collect is None or loss.whole_step is None:
             return inputs
         seed = int(torch.randint(2**31, ())) if stages is self.stages else None
         stages.seed_runs(seed)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..parallel_state import BadInput, ParallelState
 from .loss import Loss, Scales
@@ -88,9 +89,9 @@ class StepInputs:
             yield some_samples(self.samples, start, size)
 
 
-def counts_of(loss: Loss, samples: Samples) -> dict[str, float]:
+def checked_counts(loss: Loss, counts: Mapping[str, Tensor | float]) -> dict[str, float]:
     """Return the counts of the loss's terms, in their order, on the host; ``BadInput`` for what is none."""
-    counts, names = loss.count(samples), [*loss.terms]
+    names = [*loss.terms]
     if counts.keys() != loss.terms.keys():
         expected, found = f"a count of each term, {', '.join(names)}", ", ".join(counts) or "none"
         raise BadInput("step", "loss.count", expected=expected, found=found)

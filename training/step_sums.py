@@ -69,7 +69,7 @@ class StepSums:
         """
         loss, names = self.loss, [*self.loss.terms]
         columns: list[list[Tensor | float]] = [[sums.terms[name] for sums in self._sums] for name in names]
-        if not loss.counts_first:
+        if loss.count is None:
             columns.append([sums.count for sums in self._sums])
         columns += [[fault] for fault in self.faulty or [False] * len(loss.faults)]
         columns = columns if state.counts_here else [[]] * len(columns)
@@ -82,7 +82,7 @@ class StepSums:
             dist.all_reduce(numbers)
         sums, faults, trained = numbers.tensor_split([len(columns) - len(loss.faults), len(columns)])
         checks, known, divisor = torch.cat([trained, faults]), loss.faults, None
-        if not loss.counts_first:
+        if loss.count is None:
             count = sums[-1]
             bad = ~count.isfinite() | (count < 0)
             divisor = torch.where(count == 0, 1.0, torch.where(bad, torch.nan, count))

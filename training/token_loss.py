@@ -45,7 +45,7 @@ class TokenLoss(Loss):
         return self.model.config.mtp_blocks if self.runs_mtp else 0
 
     @property
-    def terms(self) -> Mapping[str, Term]:  # type: ignore[override]
+    def terms(self) -> Mapping[str, Term]:
         terms = {"next_token": Term()}
         return terms | {"mtp": Term(self.mtp / self.blocks, in_total=False)} if self.blocks else terms
 
@@ -60,8 +60,11 @@ class TokenLoss(Loss):
             samples |= {"ahead": ahead.contiguous(), "ahead_labels": labels.contiguous()}
         return samples
 
-    def count(self, samples: Samples) -> Mapping[str, Tensor]:
-        return dict.fromkeys(self.terms, valid_tokens(samples["labels"]))
+    def count(self, samples: Samples) -> Mapping[str, Tensor | float]:
+        return self.count_labels(valid_tokens(samples["labels"]))
+
+    def count_labels(self, labels: Tensor | float) -> Mapping[str, Tensor | float]:
+        return dict.fromkeys(self.terms, labels)
 
     def __call__(self, output: Tensor, samples: Samples, scales: Scales) -> Sums:
         labels, scale_of_each = [samples["labels"]], [scales["next_token"]]

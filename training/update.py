@@ -89,11 +89,11 @@ class Update:
         read = torch.cat([*measured, unfit.double().view(1), tallies.double()])
         mean, size, *rest = read.tolist()
         end = len(result.checks)
-        checks, held, tallied = rest[:end], rest[end], rest[end + 1 :]
+        checks, was_unfit, tallied = rest[:end], rest[end], rest[end + 1 :]
         result.refuse_faults(checks)
         trained, missing = checks[:2]
         finite = math.isfinite(mean) and math.isfinite(size)
-        if missing or (held and finite):
+        if missing or (was_unfit and finite):
             refuse_untrained(self.model, mean, (trained, missing), unused=result.unused, state=self.state)
             waits = True  # some gradient is not zero, but all are too small to be squared
         reason = None

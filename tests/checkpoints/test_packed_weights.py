@@ -163,7 +163,7 @@ def test_verify_and_inspect_name_the_files_of_a_packed_folder(packed, capsys):
 
 def test_verify_looks_at_the_numbers_that_packed_weights_stand_for(packed, tmp_path, capsys):
     """A factor of infinity, and an exponent of numbers that bf16 does not hold."""
-    shards = [{key: one.clone() for key, one in shard.items()} for shard in packed.shards]
+    shards = [{key: tensor.clone() for key, tensor in shard.items()} for shard in packed.shards]
     shard, key = next((shard, key) for shard in shards for key in shard if key.endswith((FACTORS, SCALES)))
     shard[key].view(-1)[-1] = float("inf") if key.endswith(FACTORS) else 254
     write(tmp_path, shards, packed.raw | {"quantization_config": packed.packing})

@@ -264,8 +264,8 @@ def start_from(folder, out, tokens):
     model = load_model(folder, state=ParallelState.start(Layout(**layout)))
 
     def begun(name, place, **more):
-        given = {"config": TINIEST_LLAMA | {"num_hidden_layers": 2}, "init_from": str(place)}
-        return tiny_recipe(out / name, tokens, layout=layout, steps=1, model=given, **more)
+        model_keys = {"config": TINIEST_LLAMA | {"num_hidden_layers": 2}, "init_from": str(place)}
+        return tiny_recipe(out / name, tokens, layout=layout, steps=1, model=model_keys, **more)
 
     adapted = begun("adapted", folder.parent, lora={"r": 2}, dtype="float32")
     run_recipe(begun("again", folder))
@@ -311,12 +311,12 @@ def test_ranks_begin_with_the_checkpoint_that_rank_0_found_whole(stand_in, tmp_p
         shutil.copytree(stand_in[0], newest := tmp_path / "from" / f"step-{step:08d}")
         change_manifest(newest, lambda m, step=step: m.update(step=step))
     max(newest.glob("*.safetensors")).unlink()
-    given = {"config": TINIEST_LLAMA | {"num_hidden_layers": 2}, "init_from": str(tmp_path / "from")}
+    model_keys = {"config": TINIEST_LLAMA | {"num_hidden_layers": 2}, "init_from": str(tmp_path / "from")}
     tokens, layout = write_tokens(tmp_path / "tokens"), {"tensor": 2}
-    raw = tiny_recipe(tmp_path / "out", tokens, layout=layout, steps=1, model=given, dtype="float32")
+    raw = tiny_recipe(tmp_path / "out", tokens, layout=layout, steps=1, model=model_keys, dtype="float32")
     metrics, begun = run_parallel(run_recipe, 2, raw | lora)[0], Path(tmp_path / "from" / "step-00000001")
     alone = tiny_recipe(tmp_path / "alone", tokens, layout=layout, steps=1, dtype="float32")
-    alone["model"] = given | {"init_from": str(begun)}
+    alone["model"] = model_keys | {"init_from": str(begun)}
     assert metrics[0].loss == run_parallel(run_recipe, 2, alone | lora)[0][0].loss
 
 

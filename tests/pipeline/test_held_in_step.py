@@ -20,19 +20,19 @@ def test_few_micro_batches_and_what_further_ones_send_are_the_whole_step(name, s
     own = draw.choice([2, 3, 4]) if name.startswith("interleaved") else 2
     layout = Layout.of(pipeline=pipeline, virtual_stages=own, v_shape=layout_of(name, 4).v_shape)
     odd = 0 if name.startswith("interleaved") else draw.randrange(pipeline)
-    one = name, pipeline, own, layout.v_shape, rounds * pipeline + odd
+    shape = name, pipeline, own, layout.v_shape, rounds * pipeline + odd
     for rank in range(pipeline):
         whole = [draw.uniform(0, 100) for _ in range(own)]
         halfway = [draw.uniform(-20, 60) for _ in range(own)]
         message = draw.choice([0.0, 1.0, 5.0])
         weights = [*whole, *halfway, message, 0.0]
-        every = _followed(_with_messages(*one)[rank], layout, rank)
+        every = _followed(_with_messages(*shape)[rank], layout, rank)
         expected = {
             key: max(sum(a * b for a, b in zip(row, weights, strict=True)) for row in rows)
             for key, rows in every.items()
         }
-        found = heaviest(name, layout, one[-1], rank, whole, halfway, message)
-        assert {(at.kind, at.stage, at.absent): at.bytes for at in found} == pytest.approx(
+        instants = heaviest(name, layout, shape[-1], rank, whole, halfway, message)
+        assert {(at.kind, at.stage, at.absent): at.bytes for at in instants} == pytest.approx(
             {
                 (kind, stage, absent): held
                 for (kind, stage, absent), held in expected.items()

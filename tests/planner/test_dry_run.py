@@ -72,8 +72,8 @@ def test_the_command_in_a_recipes_comment_is_one(name):
 def test_a_shipped_recipe_goes_by_its_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run(["train", "llama-3.2-1b-1gpu", "--dry-run"]) == 0
-    said, rank = capsys.readouterr().out, dry_run(load_recipe("llama-3.2-1b-1gpu")).rank
-    assert "fits" in said and f"reserved       about {rank.reserved / 1e9:.1f} GB, if 15% of" in said
+    printed, rank = capsys.readouterr().out, dry_run(load_recipe("llama-3.2-1b-1gpu")).rank
+    assert "fits" in printed and f"reserved       about {rank.reserved / 1e9:.1f} GB, if 15% of" in printed
     assert rank.reserved - rank.runtime == pytest.approx(rank.memory.total / 0.85)
     assert run(["train", "llama-3.2-2b", "--dry-run"]) == 2
     error = capsys.readouterr().err
@@ -258,9 +258,9 @@ def test_adapters_to_go_on_with_say_what_they_are_without_the_weights(small, tmp
     )
     recipe = load_recipe(small, [*absent, f"lora.init_from={tmp_path}"])
     room = int(0.9 * stated.rank.total)
-    found = dry_run(recipe, device=room)
-    assert found.rank.trained == stated.rank.trained > 0 and found.rank.total == stated.rank.total
-    assert found.remedies and all(fit.total <= room for fit in found.remedies)
+    short = dry_run(recipe, device=room)
+    assert short.rank.trained == stated.rank.trained > 0 and short.rank.total == stated.rank.total
+    assert short.remedies and all(fit.total <= room for fit in short.remedies)
 
     unknown = dry_run(load_recipe(small, [*absent, f"lora.init_from={tmp_path / 'absent'}"]))
     assert unknown.rank.trained == dry_run(load_recipe(small, [*absent, "lora.r=8"])).rank.trained

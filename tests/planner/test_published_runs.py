@@ -96,16 +96,16 @@ def test_what_a_plan_tells_of_published_runs_is_what_the_rows_say(found):
 
 
 def test_what_the_sources_report_of_memory_is_the_plan_with_what_differs_by_name(found):
-    rows = [one for one in found if one.run.gibibytes]
+    rows = [row for row in found if row.run.gibibytes]
     assert len(rows) == 9
-    for one in rows:
-        run = one.run
+    for row in rows:
+        run = row.run
         assert run.differs.startswith(run.counts) and run.counts in ("allocated", "reserved")
-        assert f"{one.explained:.1f} | {run.gibibytes:.1f} | {run.differs} |" in PAGE
-        assert 0.9 < one.explained / run.gibibytes < 1.1, run
-    plain = [one.memory / one.run.gibibytes for one in rows]
+        assert f"{row.explained:.1f} | {run.gibibytes:.1f} | {run.differs} |" in PAGE
+        assert 0.9 < row.explained / run.gibibytes < 1.1, run
+    plain = [row.memory / row.run.gibibytes for row in rows]
     assert f"the plan is {min(plain):.2f} to {max(plain):.2f} of it" in PAGE
-    assert not any(one.run.differs or one.run.counts for one in found if not one.run.gibibytes)
+    assert not any(row.run.differs or row.run.counts for row in found if not row.run.gibibytes)
 
 
 def test_nothing_that_computes_a_plan_reads_the_published_rows():

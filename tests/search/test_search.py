@@ -64,7 +64,7 @@ def test_a_search_and_a_dry_run_call_the_same_layouts_fitting(tmp_path, device):
             == (best.bytes, request.room)
             == (best.bytes, best.bytes + spare)
         )
-        assert (best.choice in {one.choice for one in find_layouts(request).timed}) is fits
+        assert (best.choice in {answer.choice for answer in find_layouts(request).timed}) is fits
         if fits:
             planned.check("recipe")
         else:

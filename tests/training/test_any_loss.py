@@ -19,6 +19,7 @@ from support.any_loss import (
 )
 from torch import nn
 from torch.nn import functional as F
+from trilith.data.batch import BatchParts
 from trilith.layers import IGNORE
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.parallel_state.engine import local_data
@@ -58,8 +59,8 @@ def test_in_drawn_layouts_a_loss_trains_as_on_one_process(loss, count):
             for seen, terms in ranks:
                 assert seen.losses == pytest.approx(expected.losses, rel=close), trial
                 assert seen.norms == pytest.approx(expected.norms, rel=close), trial
-                for found, one in zip(terms, expected_terms, strict=True):
-                    assert found == pytest.approx(one, rel=close), trial
+                for seen_terms, of_one in zip(terms, expected_terms, strict=True):
+                    assert seen_terms == pytest.approx(of_one, rel=close), trial
             for what, whole in zip(("initial", "gradients", "parameters"), tensors, strict=True):
                 for name, difference in differences(whole, [getattr(seen, what) for seen, _ in ranks]):
                     assert difference <= close, (str(trial), what, name)
@@ -81,10 +82,10 @@ def alone(**kind):
 
 
 def by_step(model, loss):
-    found = Step(model, loss, micro_batch=2)(batch(0))
+    mean = Step(model, loss, micro_batch=2)(batch(0))
     gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
-    return float(found), gradients
+    return float(mean), gradients
 
 
 def preference(model):
@@ -106,10 +107,10 @@ def preference(model):
 )
 def test_on_one_device_a_loss_is_plain_torch_s(kind, loss, plain):
     model = alone(**kind)
-    found, gradients = by_step(model, loss)
+    mean, gradients = by_step(model, loss)
     expected = plain(model)
     expected.backward()
-    assert found == pytest.approx(float(expected.detach()), rel=1e-11)
+    assert mean == pytest.approx(float(expected.detach()), rel=1e-11)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         assert parameter.grad is not None and gradient is not None
         assert torch.allclose(gradient, parameter.grad, rtol=1e-9, atol=1e-12)
@@ -131,13 +132,13 @@ def squares(y, samples):
 @pytest.mark.parametrize("count", [None, lambda samples: len(samples["x"])])
 def test_a_loss_scale_changes_no_bit_of_a_loss_or_of_a_gradient_in_fp64(count):
     model, x = Sine(), torch.arange(24.0, dtype=torch.float64).view(6, 4)
-    found = []
+    results = []
     for scale in (1.0, 2.0**16):
         loss = Step(model, FunctionLoss(squares, count=count), micro_batch=2)({"x": x}, scale=scale)
         assert model.linear.weight.grad is not None
-        found.append((loss, model.linear.weight.grad / scale))
+        results.append((loss, model.linear.weight.grad / scale))
         model.zero_grad()
-    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+    assert all(torch.equal(plain, scaled) for plain, scaled in zip(*results, strict=True))
 
 
 def in_half(layout):
@@ -152,19 +153,25 @@ def in_half(layout):
         initialize(model, 3, state=state)
         step = Step(model, loss_of(Trial("next"), state), micro_batch=4, state=state)
         step(samples, scale=2.0**10)
-        gradients.append([local_data(one.grad) / 2**10 for one in model.parameters() if one.grad is not None])
+        gradients.append(
+            [
+                local_data(parameter.grad) / 2**10
+                for parameter in model.parameters()
+                if parameter.grad is not None
+            ]
+        )
         model.zero_grad()
     pairs = zip(*gradients, strict=True)
     worst = max(float((half - exact).norm() / exact.norm()) for exact, half in pairs if exact.any())
     update = Update(model, make_adamw(model, lr=0.1), clip=1.0, loss_scale=LossScale(), state=state)
-    before, scale = [local_data(one).clone() for one in model.parameters()], update.scale
+    before, scale = [local_data(parameter).clone() for parameter in model.parameters()], update.scale
     result = step.launch(samples, scale=update.scale)
     if state.rank == layout.world - 1:
-        last = next(one.grad for one in model.parameters() if one.grad is not None)
+        last = next(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
         local_data(last).fill_(torch.inf)
     updated = update(result)
-    after = [local_data(one) for one in model.parameters()]
-    moved = not all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+    after = [local_data(parameter) for parameter in model.parameters()]
+    moved = not all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
     return worst, updated.skipped, update.scale / scale, moved
 
 
@@ -183,6 +190,17 @@ def test_an_update_refuses_a_mean_before_anything_moves():
     assert torch.equal(model.linear.weight, before) and update.made == 0
 
 
+class Uncounted(Preference):
+    count = None
+
+    def __init__(self):
+        super().__init__(ParallelState.alone())
+
+
+class Collecting(Contrast):
+    whole_step = None
+
+
 def test_a_stated_count_that_is_another_than_the_function_s_is_refused():
     def step(count):
         return Step(Sine(), FunctionLoss(squares, count=count), micro_batch=2)
@@ -192,6 +210,11 @@ def test_a_stated_count_that_is_another_than_the_function_s_is_refused():
         step(lambda samples: 2 * len(samples["x"]))(x)
     with pytest.raises(BadInput, match=r"step: loss\.loss: expected a count that is finite"):
         step(lambda samples: -1)(x)
+    for lacks, loss in (("count", Uncounted), ("whole_step", Collecting)):
+        with pytest.raises(BadInput, match=rf"step: {loss.__name__}\.{lacks}: expected a method"):
+            Step(Sine(), loss(), micro_batch=2)
+    with pytest.raises(BadInput, match="batch: expected tensors by name, found BatchParts"):
+        Step(Sine(), squares, micro_batch=2)(BatchParts(4, 4, 4, iter(())))
     with pytest.raises(BadInput, match="micro_batch: expected a multiple of 2"):
         Step(alone(), Preference(ParallelState.alone()), micro_batch=3)
     with pytest.raises(BadInput, match=r"balance: expected 0: .*FunctionLoss\(loss, count"):

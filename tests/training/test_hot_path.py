@@ -72,9 +72,9 @@ def test_a_part_of_a_batch_is_asked_for_after_the_backward_of_the_one_before():
         model.register_forward_hook(lambda *_: seen.append("forward"))
         model.norm.weight.register_hook(lambda grad: seen.append("backward"))
         losses.append(step(batch))
-        grads.append([one.grad for one in model.parameters()])
+        grads.append([parameter.grad for parameter in model.parameters()])
     assert seen[4:] == ["part", "forward", "backward"] * 2
-    assert torch.equal(*losses) and all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
+    assert torch.equal(*losses) and all(torch.equal(whole, lazy) for whole, lazy in zip(*grads, strict=True))
 
 
 def test_the_gradient_of_the_logits_takes_their_place():

@@ -92,14 +92,18 @@ def trained(layout, copies, changes):
     model = made(layout, copies=copies, **changes)
     for one in list(model.layers.values())[:1]:
         one.requires_grad_(False)
-    optimizer, step, found = (
+    optimizer, step, results = (
         make_adamw(model, lr=1e-2),
         Step(model, TokenLoss(model), micro_batch=2),
         list[Tensor](),
     )
     for number in range(3):
-        found.append(step(batch(number, model.state)))
-        found += [local_data(one.grad).clone() for one in model.parameters() if one.grad is not None]
+        results.append(step(batch(number, model.state)))
+        results += [
+            local_data(parameter.grad).clone()
+            for parameter in model.parameters()
+            if parameter.grad is not None
+        ]
         optimizer.step()
         optimizer.zero_grad()
         if layout.pipeline == 1:
@@ -108,7 +112,7 @@ def trained(layout, copies, changes):
         if number == 1:
             model.double().float()
             optimizer = make_adamw(model, lr=1e-2)
-    return found + [local_data(one).clone() for one in model.parameters()]
+    return results + [local_data(one).clone() for one in model.parameters()]
 
 
 @pytest.mark.parametrize(
