@@ -130,7 +130,7 @@ class GPT2(Decoder):
     def block(self, number: int) -> Block:
         cfg = self.config
         # Layers that add to the residual stream start smaller, by their number (Radford et al. 2019, 2.3).
-        joining = Normal(cfg.initializer_range / sqrt(2 * cfg.num_hidden_layers))
+        residual_init = Normal(cfg.initializer_range / sqrt(2 * cfg.num_hidden_layers))
         return PreNormBlock(
             Attention(
                 cfg.hidden_size,
@@ -141,7 +141,7 @@ class GPT2(Decoder):
                 rotary=None,
                 dropout=cfg.attn_pdrop,
                 initial=self.initial,
-                out_initial=joining,
+                out_initial=residual_init,
                 state=self.state,
             ),
             MLP(
@@ -149,7 +149,7 @@ class GPT2(Decoder):
                 cfg.intermediate_size,
                 act=cfg.hidden_act,
                 initial=self.initial,
-                out_initial=joining,
+                out_initial=residual_init,
                 state=self.state,
             ),
             norm=self.make_norm,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,27 +46,20 @@ class Events:
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(("\n" if torn else "") + line + "\n")
 
-    @contextmanager
-    def until_the_end(self, goal: int) -> Iterator[list[int]]:
-        """Note how the steps in the block ended. Yields a list of one number; keep it at the steps done."""
-        done = [0]
-        try:
-            yield done
-        except BaseException as error:
-            with suppress(OSError, DiskFailed):  # a full disk must not hide what went wrong
-                self.note("stopped" if isinstance(error, Preempted) else "failed", done[0], why=_said(error))
-            raise
-        self.note("finished", done[0], goal=goal)
+    def note_end(self, error: BaseException | None, step: int, *, goal: int) -> None:
+        """Note how a run ended that had ``goal`` steps to do. Raises nothing if it ended by an error."""
+        if error is None:
+            self.note("finished", step, goal=goal)
+            return
+        with suppress(OSError, DiskFailed):  # a full disk must not hide what went wrong
+            why = " ".join(f"{error}".split()) or type(error).__name__
+            self.note("stopped" if isinstance(error, Preempted) else "failed", step, why=why)
 
 
 def _last_byte(path: Path) -> bytes:
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
         return file.read(1)
-
-
-def _said(error: BaseException) -> str:
-    return " ".join(f"{error}".split()) or type(error).__name__
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -38,12 +38,12 @@ def watched(folder: Path, rank: int, world: int, *, run: str | None) -> Iterator
     with Heartbeat(folder, rank, world) as beat:
         if run is not None:
             beat.publish(run)
-        with last_word(beat):
+        with report_error_before_cleanup(beat):
             yield beat
 
 
 @contextmanager
-def last_word(beat: Heartbeat) -> Iterator[None]:
+def report_error_before_cleanup(beat: Heartbeat) -> Iterator[None]:
     """Write an error that leaves the block to the status at once, before anything around the block cleans up.
 
     Only the first one counts.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..parallel_state import BadInput
 from ..storage.disk import writing
 from ..storage.file_names import BROKEN, set_aside_name
 from ..storage.small_files import log_line, read_good_lines, read_log
@@ -22,7 +23,7 @@ class StepMetrics:
     ``skipped``: why nothing was updated (``overflow``, ``spike``), if so; ``skips``: how many steps were
     skipped so far. ``loss_scale``: of float16 alone. If no evaluation follows the step, its numbers are
     absent. ``slow_rank``, on ``slow_host``: a rank that the others waited for, whose own work took
-    ``slow_times`` the median.
+    ``slow_times`` the median. ``own``: figures of a user's callbacks, by their names.
     """
 
     step: int
@@ -46,6 +47,32 @@ class StepMetrics:
     slow_rank: int | None = None
     slow_host: str | None = None
     slow_times: float | None = None
+    own: Mapping[str, Any] | None = None
+
+    def joined(self, figures: Mapping[str, Any], by: str) -> StepMetrics:
+        """Return these figures and more: fields that are not set yet, and numbers by names of their own.
+
+        Raises ``BadInput`` for a name that is taken, and for what is no number; ``by`` says whose it is.
+        """
+        line, own = self.line(), dict(self.own or {})
+        for name, figure in figures.items():
+            if name in line or name == "own":
+                expected = "a name that no figure of the step has yet"
+                raise BadInput(by, name, expected=expected, found="one that has", todo="Choose another name")
+            if name not in self.__slots__:
+                if not isinstance(figure, int | float):
+                    found, hint = type(figure).__name__, "Return a Python number, such as float(tensor)"
+                    raise BadInput(by, name, expected="a number", found=found, todo=hint)
+                own[name] = figure
+        known = {name: figure for name, figure in figures.items() if name not in own}
+        return replace(self, **known, own=own or None)
+
+    def line(self) -> dict[str, Any]:
+        """Return the figures that are known, by name, as a line of ``metrics.jsonl`` has them."""
+        figures = {name: getattr(self, name) for name in self.__slots__ if name != "own"}
+        return {
+            name: figure for name, figure in (figures | dict(self.own or {})).items() if figure is not None
+        }
 
 
 class StepLog:
@@ -54,11 +81,11 @@ class StepLog:
     A resume first drops the lines of steps that it will repeat, and moves broken lines (a kill or a full disk
     cut them short) to a new file beside it whose name ends in ``.broken`` or ``.broken-2`` and so on; every
     good line stays. ``None`` is left out; a number that is not finite, which JSON cannot express, is
-    ``null``.
+    ``null``. ``logged``: the number of steps, up to the last, that the file had.
     """
 
     def __init__(self, path: Path, *, start: int) -> None:
-        self.path = path
+        self.path, self.logged = path, steps_in(path) if start else 0
         path.parent.mkdir(parents=True, exist_ok=True)
         kept, broken = _sorted_out(path, start) if start and path.exists() else ([], [])
         if broken:

@@ -23,7 +23,7 @@ from ..simulation.rank import simulated_rank
 from ..simulation.record import Collective, StepRecord
 from ..simulation.replaced_operators import CPU, replaced
 from ..simulation.waits import WAITS
-from ..training.build import Parts, build
+from ..training.build import Built, build
 from ..training.compute_weights import ComputeWeights
 from ..training.run_plan import Plan, plan
 from ..training.step_sums import StepResult
@@ -48,9 +48,9 @@ def simulate_step(
     kernels = kernels or ("gpu" if recipe.device == "cuda" else "cpu")
     rows, length = recipe.data.global_batch // recipe.layout.data, recipe.data.sequence_length
     with ledger_of_rank(recipe.layout, rank, kernels) as (state, ledger):
-        parts = build(recipe, planned, state)
+        built = build(recipe, planned, state)
         batch = _batch(rows, length, planned.config.vocab_size)
-        return simulated_steps(ledger, parts, [batch] * 2, parts.update, kernels)
+        return simulated_steps(ledger, built, [batch] * 2, built.update, kernels)
 
 
 @contextmanager
@@ -65,16 +65,16 @@ def ledger_of_rank(layout: Any, rank: int, kernels: Kernels) -> Iterator[tuple[P
 
 def simulated_steps(
     ledger: Ledger,
-    parts: Parts | Any,
+    built: Built | Any,
     batches: Sequence[Batch],
     update: Callable[[StepResult], object],
     kernels: Kernels,
 ) -> StepRecord:
     """Run a step for each batch, and return the record of the last one.
 
-    ``parts``: the rank's model, step and optimizer. ``update``: what follows the launch of a step.
+    ``built``: the rank's model, step and optimizer. ``update``: what follows the launch of a step.
     """
-    model, optimizer, state = parts.model, parts.optimizer, parts.model.state
+    model, optimizer, state = built.model, built.optimizer, built.model.state
     ledger.name(model)
     begin_moments(model, optimizer)
     moments = [one for each in optimizer.state.values() for one in each.values() if isinstance(one, Tensor)]
@@ -83,7 +83,7 @@ def simulated_steps(
         for batch in batches:
             ledger.clear()
             scale = getattr(update, "scale", 1.0)
-            result = parts.step.launch(batch, scale=scale)
+            result = built.step.launch(batch, scale=scale)
             ledger.mark("gradients", [one.grad for one in model.parameters() if one.grad is not None])
             ledger.updating = True
             update(result)

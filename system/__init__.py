@@ -3,10 +3,10 @@
 Offers ``refusal_of``, which says in plain words what the system refused, ``bounded`` work within a limit of
 memory and time, ``visible``, which makes text fit for a terminal, ``whole_number``, which reads a number that
 somebody else wrote, ``quiet_libraries``, and three ways to
-search less for garbage: in starts, in training (``search_garbage_when_told``) and in tests.
+search less for garbage: in starts, in training (``manual_gc``) and in tests.
 """
 
-from .garbage import no_garbage_search, search_garbage_rarely, search_garbage_when_told
+from .garbage import manual_gc, no_garbage_search, search_garbage_rarely
 from .limits import OverLimit, bounded, most_at_once
 from .quiet import quiet_libraries
 from .refusals import Refusal, refusal_of
@@ -24,7 +24,7 @@ __all__ = [
     "quiet_libraries",
     "refusal_of",
     "search_garbage_rarely",
-    "search_garbage_when_told",
+    "manual_gc",
     "visible",
     "whole_number",
 ]

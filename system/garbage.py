@@ -27,7 +27,7 @@ def no_garbage_search(*, hide: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def search_garbage_when_told() -> Iterator[Callable[[bool], None]]:
+def manual_gc() -> Iterator[Callable[[bool], None]]:
     """Yield a function that searches for garbage; meanwhile Python does so at no other time.
 
     Python searches when it has made many objects, which is at another moment on each rank, and all ranks then

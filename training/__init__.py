@@ -6,6 +6,7 @@ evaluation.
 """
 
 from .adamw import make_adamw
+from .callbacks import Callback
 from .evaluation import Evaluator
 from .function_loss import FunctionLoss
 from .learning_rate import Schedule
@@ -23,6 +24,7 @@ from .update import Update
 from .zero_on_fsdp import shard_over_data
 
 __all__ = [
+    "Callback",
     "Evaluator",
     "Fault",
     "FunctionLoss",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..layers import (
     Balancing,
+    attention_backends,
     checkpoint_blocks,
     compile_blocks,
     routers,
@@ -19,24 +20,29 @@ from ..layers import (
 from ..models import AdaptedFamily, CausalLM
 from ..parallel_state import BadInput, ParallelState, dtype_named
 from ..parallel_state.engine import accelerator
+from ..planner.flops import Mfu, peak_flops
 from ..recipes.checks import decay_steps
 from ..recipes.recipe import Recipe
 from ..recipes.sections import ExpertsSection, MemorySection
 from .adamw import make_adamw
+from .callbacks import Callback, ModelFlops, StepLines, Traces
+from .evaluation import Evaluation, Evaluator
 from .learning_rate import Schedule, scaled_rate
 from .loss_scale import LossScale
 from .parameter_groups import freeze
+from .parameter_norms import NormLog
 from .precision import Precision
-from .run_plan import Plan
+from .run_plan import Plan, RunPlan, flops_of
 from .spikes import Spikes
 from .step import Step
+from .stragglers import Stragglers
 from .token_loss import TokenLoss
 from .update import Update
 from .zero_on_fsdp import resting_device, shard_over_data
 
 
 @dataclass(frozen=True)
-class Parts:
+class Built:
     """Hold one rank's model (weights not yet filled), optimizer, step, update and learning rates.
 
     The step makes the gradients, and the update uses them.
@@ -48,15 +54,15 @@ class Parts:
     update: Update
     schedule: Schedule
     #: With float8, names of the weights that stay in bfloat16.
-    as_before: Sequence[str] = ()
+    unquantized: Sequence[str] = ()
 
 
-def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
+def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Built:
     """Build this rank's parts; collective. A load or ``initialize`` fills the weights afterwards."""
     master, compute = dtype_named(recipe.dtype), dtype_named(recipe.compute_dtype)
     precision = Precision(master, compute, dtype_named(recipe.reduce or recipe.dtype))
     model = model_on_meta(recipe, plan, state)
-    as_before = multiply_in_float8(model, recipe) if recipe.compute == "float8" else []
+    unquantized = multiply_in_float8(model, recipe) if recipe.compute == "float8" else []
     count = len([*routers(plan.family.on_meta(plan.config))])  # of all stages
     if recipe.experts is not None:
         _keep_even(model, recipe.experts, count)
@@ -93,7 +99,42 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
         spikes=Spikes(wanted.skip_spikes) if wanted.skip_spikes else None,
         balancing=Balancing(model, rate=bias_rate, state=state) if count else None,
     )
-    return Parts(model, optimizer, step, update, schedule_of(recipe)[0], as_before)
+    return Built(model, optimizer, step, update, schedule_of(recipe)[0], unquantized)
+
+
+def measurements(
+    recipe: Recipe, plan: RunPlan, step: Step, *, track: Callable[[int, Mapping[str, float]], None]
+) -> list[Callback]:
+    """Return what the recipe asks to be measured beside the steps, in the order of the calls."""
+    watch, state = recipe.watch, step.state
+    peak = watch.peak_flops or peak_flops(state.device, step.dtype)
+    callbacks = [
+        ModelFlops(Mfu(flops_of(recipe, plan), state.layout.world, peak)),
+        Stragglers(state, every=recipe.log_every, times=watch.slow_rank, compiled=recipe.compiles),
+        StepLines(),
+    ]
+    if watch.norms:
+        callbacks.append(NormLog(every=watch.norms, activations=watch.activation_norms, track=track))
+    callbacks.append(Traces(watch.trace_steps, watch.trace_ranks))
+    if recipe.evaluation is not None and plan.held_out is not None:
+        callbacks.append(Evaluation(Evaluator(step, plan.held_out), every=recipe.evaluation.every))
+    return callbacks
+
+
+def choices(recipe: Recipe, plan: RunPlan, state: ParallelState) -> list[str]:
+    """Return a line on each choice that the recipe has left open: learning rate, stages, kernels."""
+    line = schedule_of(recipe)[1]
+    lines = [line] if line else []
+    if plan.split is not None:
+        lines.append(f"stages: {plan.cut}")
+    if plan.attention:
+        backends = attention_backends(plan.attention, recipe.attention_backend, state)
+        words = "; ".join(f"{kind}: {backend}" for kind, backend in backends.items())
+        lines.append(f"attention over {words}")
+    if recipe.compile == "auto" and accelerator.has_compiled_losses(state.device):
+        reason = recipe.not_compiled
+        lines.append("blocks are compiled" if reason is None else f"blocks are not compiled: {reason}")
+    return lines
 
 
 def _keep_even(model: CausalLM, wanted: ExpertsSection, count: int) -> None:

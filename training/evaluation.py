@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,10 +13,13 @@ from torch import nn
 from ..data.batch import Batch, BatchParts
 from ..data.shuffle import piece_of
 from ..layers import IGNORE
+from ..runs.metrics import StepMetrics
+from .callbacks import Callback
 from .run_data import HeldOut
 
 if TYPE_CHECKING:
     from .step import Step
+    from .trainer import Trainer
 
 
 class Evaluator:
@@ -47,6 +50,26 @@ class Evaluator:
         batch = self.held_out.batches.rows(0, rows)
         beyond = (torch.tensor(rows) >= self.held_out.samples).unsqueeze(1)
         return batch._replace(labels=batch.labels.masked_fill(beyond, IGNORE))
+
+
+class Evaluation(Callback):
+    """Evaluate after every ``every``-th step, and after the last one."""
+
+    def __init__(self, evaluate: Evaluator, *, every: int) -> None:
+        self.evaluate, self.every = evaluate, every
+
+    def begin(self, trainer: Trainer, start: int) -> None:
+        self.terminal, self.at, self._steps = trainer.terminal, trainer.at, trainer.recipe.steps
+
+    def after(self, metrics: StepMetrics) -> Mapping[str, Any] | None:
+        done = metrics.step + 1
+        if done % self.every and done != self._steps:
+            return None
+        self.at("evaluation", done)
+        loss = self.evaluate()
+        figures = {"evaluation_loss": loss, "evaluation_perplexity": perplexity(loss)}
+        self.terminal.evaluation(metrics.joined(figures, "evaluation"))
+        return figures
 
 
 def perplexity(loss: float) -> float | None:

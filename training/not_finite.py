@@ -37,7 +37,7 @@ class Origin:
     module: str
 
 
-def name_the_culprit(step: Step, number: int, batch: Batch | BatchParts) -> NoReturn:
+def find_first_non_finite(step: Step, number: int, batch: Batch | BatchParts) -> NoReturn:
     """Raise ``PeerFailed`` that names the first module whose output is not finite; call it before the update.
 
     All ranks must call it, which they do because loss and norm are the same on every rank. It runs the

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,62 @@ from ..models import CausalLM
 from ..models.base.hugging_face_names import Link
 from ..parallel_state import declarations
 from ..parallel_state.engine import local_data
+from ..runs.metrics import StepLog, StepMetrics
+from .callbacks import Callback
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+class NormLog(Callback):
+    """Write ``norms.jsonl`` after every ``every``-th step, and hand the same numbers to ``track``.
+
+    ``activations``: those of the blocks' outputs too.
+    """
+
+    def __init__(
+        self, *, every: int, activations: bool, track: Callable[[int, Mapping[str, float]], None]
+    ) -> None:
+        self.every, self.with_activations, self.track = every, activations, track
+        self.activations: Activations | None = None
+        self._log: StepLog | None = None
+        self._measured: dict[str, dict[str, float]] = {}
+
+    def begin(self, trainer: Trainer, start: int) -> None:
+        links = trainer.plan.family.links_of_all(trainer.plan.config)
+        self.norms = Norms(trainer.model, links)
+        if self.with_activations:
+            self.activations = Activations(trainer.model, links)
+        if trainer.first:
+            self._log = StepLog(trainer.out / "norms.jsonl", start=start)
+
+    def around(self, number: int) -> AbstractContextManager[object]:
+        if self._is_due(number) and self.activations is not None:
+            self.activations.begin()
+        return nullcontext()
+
+    def gradients(self, number: int, scale: float) -> None:
+        if self._is_due(number):
+            norms = self.norms.gradients()
+            self._measured["gradients"] = {name: norm / scale for name, norm in norms.items()}
+
+    def after(self, metrics: StepMetrics) -> None:
+        if not self._is_due(metrics.step):
+            return
+        measured, self._measured = self._measured | {"weights": self.norms.weights()}, {}
+        if self.activations is not None:
+            measured["activations"] = self.activations.end()
+        if self._log is not None:
+            self._log.write({"step": metrics.step, **measured})
+        for kind, norms in measured.items():
+            self.track(metrics.step + 1, {f"norms/{kind}/{name}": norm for name, norm in norms.items()})
+
+    def close(self, error: BaseException | None) -> None:
+        if self._log is not None:
+            self._log.close()
+
+    def _is_due(self, number: int) -> bool:
+        return (number + 1) % self.every == 0
 
 
 class Norms:
@@ -33,12 +90,12 @@ class Norms:
 
     def weights(self) -> dict[str, float]:
         """Return the norm of each parameter, frozen ones too."""
-        return self._measure({name: parameter for name, parameter in self.model.named_parameters()})
+        return self._measure(dict(self.model.named_parameters()))
 
     def gradients(self) -> dict[str, float]:
         """Return the norm of the gradient of each parameter that has one."""
-        found = self.model.named_parameters()
-        return self._measure({name: one.grad for name, one in found if one.grad is not None})
+        named = self.model.named_parameters()
+        return self._measure({name: weight.grad for name, weight in named if weight.grad is not None})
 
     def _measure(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the norms: owners sum each square once, and one reduction serves all names."""

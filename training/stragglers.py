@@ -7,31 +7,24 @@ step without the time that it waited in collectives.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from statistics import median_low
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..parallel_state import ParallelState
 from ..parallel_state.engine import Waited, waiting_time
+from ..runs.metrics import StepMetrics
+from .callbacks import Callback
 
 #: Seconds by which a rank may be slower whatever the ratio: steps of tiny models vary by as much.
 _NOISE = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Slowest:
-    """Name a slow rank and its host; ``times`` is the time of its own work over the median."""
-
-    rank: int
-    host: str
-    times: float
-
-
-class Stragglers:
+class Stragglers(Callback):
     """Measure every ``every``-th step of a run, on every rank.
 
     A rank is slow if its own work takes more than ``times`` the median of the ranks of its pipeline stage,
@@ -53,24 +46,23 @@ class Stragglers:
         with waiting_time(self._state.device, compiled=self._compiled) as self._waited:
             yield
 
-    def slowest(self, seconds: float) -> Slowest | None:
-        """Return the slowest rank after a step of ``seconds`` that was measured, if it is slow; collective in
-        such a step.
-        """
+    def after(self, metrics: StepMetrics) -> Mapping[str, Any] | None:
+        """Name the slowest rank of a step that was measured, if it is slow; collective in such a step."""
         if self._waited is None:
             return None
         layout = self._state.layout
-        own = torch.tensor([max(0.0, seconds - self._waited.seconds)], dtype=torch.float64)
+        own = torch.tensor([max(0.0, metrics.seconds - self._waited.seconds)], dtype=torch.float64)
         gathered = [torch.empty_like(own) for _ in range(layout.world)]
         dist.all_gather(gathered, own)
-        everyone = [float(one) for one in gathered]
+        seconds = [float(time) for time in gathered]
         if not self._hosts:
             self._hosts = [""] * layout.world
             dist.all_gather_object(self._hosts, socket.gethostname())
         stages = [layout.coordinates(rank).pipeline for rank in range(layout.world)]
-        rank, times = slowest_of(everyone, stages)
-        matters = everyone[rank] - everyone[rank] / times >= _NOISE
-        return Slowest(rank, self._hosts[rank], times) if times > self._times and matters else None
+        rank, times = slowest_of(seconds, stages)
+        if times <= self._times or seconds[rank] - seconds[rank] / times < _NOISE:
+            return None
+        return {"slow_rank": rank, "slow_host": self._hosts[rank], "slow_times": times}
 
 
 def slowest_of(seconds: Sequence[float], stages: Sequence[int]) -> tuple[int, float]:
@@ -82,10 +74,10 @@ def slowest_of(seconds: Sequence[float], stages: Sequence[int]) -> tuple[int, fl
     if len(set(stages)) == len(stages):
         stages = [0] * len(stages)
     median = {
-        stage: median_low([one for one, its in zip(seconds, stages, strict=True) if its == stage])
+        stage: median_low([time for time, its in zip(seconds, stages, strict=True) if its == stage])
         for stage in set(stages)
     }
     medians = [median[stage] for stage in stages]
-    times = [one / its if its else 1.0 for one, its in zip(seconds, medians, strict=True)]
+    times = [time / middle if middle else 1.0 for time, middle in zip(seconds, medians, strict=True)]
     rank = max(range(len(times)), key=times.__getitem__)
     return rank, times[rank]

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from ..runs.lock import inherits_lock, lock_folder, only_run_in
 from ..runs.rendezvous import wait_as_spare
 from ..runs.stop_signals import StopSignals
 from ..runs.trackers import Tracker
+from .callbacks import Callback
 from .run_plan import RunPlan, check_run
 from .trainer import Trainer
 
@@ -37,6 +39,7 @@ def run(
     ranks: int | None = None,
     quiet: bool = False,
     trackers: Sequence[Tracker] = (),
+    callbacks: Sequence[Callback] = (),
     fit: Fit | None = None,
 ) -> int:
     """Train a model as a recipe says, or resume its training; ``trilith train`` calls this function.
@@ -47,7 +50,7 @@ def run(
     reads the file by itself. ``ranks``, if given, must be the layout's number of ranks. ``quiet``: no
     progress lines. ``trackers``: objects that get the figures of each step beside those of the recipe's key
     ``watch.trackers``, such as an ``accelerate.tracking.GeneralTracker`` of your own; the first rank calls
-    them.
+    them. ``callbacks``: measurements of your own (``Callback``), beside those of the recipe.
 
     With ``fit`` the recipe's layout gives way to one for the ranks that are left: those that a launcher
     started, otherwise ``ranks``, otherwise one for each GPU of this machine. Ranks that this layout does not
@@ -65,29 +68,33 @@ def run(
         loaded, file = with_overrides(recipe, overrides), None
     else:
         loaded, file = load_recipe(recipe, overrides), str(recipe)
-    here, fitted = launched(), ""
+    here, reason = launched(), ""
     if fit is not None:
-        loaded, fitted = fit(loaded, here.world if here else ranks or _devices(loaded))
+        loaded, reason = fit(loaded, here.world if here else ranks or _devices(loaded))
         ranks = None
     layout, out = loaded.layout, Path(loaded.out)
+    train = partial(
+        _train, loaded, quiet=quiet, trackers=trackers, callbacks=callbacks, layout_change_reason=reason
+    )
     if here:
         if fit is not None and here.rank >= layout.world:
             wait_as_spare(here, timedelta(seconds=loaded.timeout))
             return 0
         if fit is not None:
             os.environ.update(replace(here, world=layout.world).variables)
-        _train(loaded, None, quiet=quiet, fitted=fitted, trackers=trackers)
+        train(None)
         return 0
     if ranks is not None:
         layout.check_world(ranks)
     check_local(layout, device=loaded.device)
     plan = check_run(loaded)  # bad input is said once and at once, before any rank starts
     if layout.world == 1:
-        _train(loaded, plan, quiet=quiet, fitted=fitted, trackers=trackers)
+        train(plan)
         return 0
-    if trackers:
+    if trackers or callbacks:
         raise BadInput(
-            "run", "trackers", expected="ranks that torchrun has started, or one rank",
+            "run", "trackers" if trackers else "callbacks",
+            expected="ranks that torchrun has started, or one rank",
             found=f"{layout.world} ranks to start, which cannot be handed an object",
             todo="Start your script with torchrun",
         )  # fmt: skip
@@ -109,13 +116,15 @@ def _devices(recipe: Recipe) -> int:
 
 
 def _train(
-    recipe: Recipe, plan: RunPlan | None, *, quiet: bool, trackers: Sequence[Tracker], fitted: str
+    recipe: Recipe,
+    plan: RunPlan | None,
+    *,
+    quiet: bool,
+    trackers: Sequence[Tracker],
+    callbacks: Sequence[Callback],
+    layout_change_reason: str,
 ) -> None:
-    """Train this process's rank of the run.
-
-    ``plan``: the plan, if this process has already made it. ``fitted``: a line about the layout that was
-    chosen, for the run's record.
-    """
+    """Train this process's rank of the run. ``plan``: the plan, if this process has already made it."""
     layout, out = recipe.layout, Path(recipe.out)
     check_launch(layout, device=recipe.device)
     handed_on = ranks_are_started() and inherits_lock(out)
@@ -137,5 +146,6 @@ def _train(
     ):
         beat.publish(start)
         Trainer(
-            recipe, state, plan, beat=beat, signals=signals, quiet=quiet, trackers=trackers, fitted=fitted
-        ).run()
+            recipe, state, plan, beat=beat, signals=signals, quiet=quiet, trackers=trackers,
+            callbacks=callbacks, layout_change_reason=layout_change_reason,
+        ).run()  # fmt: skip

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..checkpoints import (
     Contents,
@@ -24,25 +23,27 @@ from ..checkpoints import (
 )
 from ..data.batch import Batch, BatchParts
 from ..data.micro_batches import MicroBatches
-from ..layers import attention_backends
 from ..parallel_state import CollectiveOrder, NotTrained, ParallelState, fault, initialize, seed_of
-from ..parallel_state.engine import accelerator
 from ..recipes.recipe import Recipe
-from ..runs.guard import last_word
+from ..runs.guard import report_error_before_cleanup
 from ..runs.heartbeat import Heartbeat
+from ..runs.memory_use import memory_used
 from ..runs.metrics import StepMetrics
+from ..runs.requests import Requests, agree_on_requests
 from ..runs.stop_signals import Preempted, StopSignals, why_stopped
 from ..runs.switches import KILL, SAVE, STOP, Killed, Switches
 from ..runs.terminal import Terminal
 from ..runs.trackers import Tracker
-from ..system import search_garbage_when_told
+from ..system import manual_gc
 from .adamw import set_learning_rate
-from .build import build, schedule_of
+from .build import build, choices, measurements
+from .callbacks import Callback, Callbacks, EventLog, MetricsLog, TrackerLog
 from .lora import first_adapters
-from .not_finite import name_the_culprit
+from .not_finite import find_first_non_finite
 from .progress_checks import check_progress, sample_order
 from .run_plan import RunPlan, agree_on_weights, check_run
-from .watchers import Watchers
+from .step_sums import StepResult
+from .update import Updated
 
 #: Steps between two searches for garbage among all objects. After each step only new objects are looked at.
 GARBAGE_EVERY = 100
@@ -52,8 +53,8 @@ class Trainer:
     """Train one rank's part of a run. Collective: every rank makes one and calls ``run``.
 
     ``plan``: the result of ``check_run(recipe)`` in this process, if there is one already. ``beat`` and
-    ``signals`` belong to a supervised run, which ``training.run`` sets up. ``trackers``: as there.
-    ``fitted``: why the layout is not the recipe's, for the run's record.
+    ``signals`` belong to a supervised run, which ``training.run`` sets up. ``trackers`` and ``callbacks``: as
+    there. ``layout_change_reason``: why the layout is not the recipe's, for the run's record.
     """
 
     def __init__(
@@ -66,11 +67,12 @@ class Trainer:
         signals: StopSignals | None = None,
         quiet: bool = False,
         trackers: Sequence[Tracker] = (),
-        fitted: str = "",
+        callbacks: Sequence[Callback] = (),
+        layout_change_reason: str = "",
     ) -> None:
         self.recipe, self.state = recipe, state
         self.plan = agree_on_weights(plan or check_run(recipe), recipe, state)
-        self.out, self._made = Path(recipe.out), time.monotonic()
+        self.out, self.made = Path(recipe.out), time.monotonic()
         self.beat, self.signals = beat, signals or StopSignals()
         self.first = state.rank == 0
         self.switches = Switches(self.out, here=self.first)
@@ -83,15 +85,21 @@ class Trainer:
             micro_batch=recipe.data.micro_batch,
             vocab_size=self.plan.config.vocab_size,
         )
-        parts = build(recipe, self.plan, state)
-        self.model, self.optimizer, self.step = parts.model, parts.optimizer, parts.step
-        self.update, self.schedule = parts.update, parts.schedule
-        if as_before := parts.as_before:
-            some = ", ".join(as_before[:3]) + (", ..." if len(as_before) > 3 else "")
+        built = build(recipe, self.plan, state)
+        self.model, self.optimizer, self.step = built.model, built.optimizer, built.step
+        self.update, self.schedule = built.update, built.schedule
+        if names := built.unquantized:
+            some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             self.terminal.say(
-                f"float8: {len(as_before)} weights stay in bfloat16 (a side is no multiple of 16): {some}"
+                f"float8: {len(names)} weights stay in bfloat16 (a side is no multiple of 16): {some}"
             )
-        self.watchers = Watchers(recipe, self.plan, parts, state, self.terminal, self._at, trackers, fitted)
+        #: The checkpoint from which the run goes on, and what it states of its run.
+        self.resumed: tuple[Path, Progress] | None = None
+        self.events = EventLog(layout_change_reason)
+        log = MetricsLog()
+        tracking = TrackerLog(recipe.watch, trackers, log)
+        measured = measurements(recipe, self.plan, self.step, track=tracking.track)
+        self.callbacks = Callbacks([*measured, *callbacks, log, tracking, self.events])
 
     def run(self, after_step: Callable[[StepMetrics], None] = lambda metrics: None) -> None:
         """Train from the newest complete checkpoint, or from the start, to the last step.
@@ -106,58 +114,106 @@ class Trainer:
             self.switches.off(name)  # meant for an earlier start
         start = self._start()
         stop = min(self.recipe.steps, self.recipe.stop_after or self.recipe.steps)
-        if start >= stop:
-            done_so_far = f"step {start} of {self.recipe.steps} is done"
-            until = "" if stop == self.recipe.steps else f", and stop_after is {stop}"
-            self.terminal.say(f"nothing left to do: {done_so_far}{until}")
         with (
-            search_garbage_when_told() as search_garbage,
+            manual_gc() as collect_garbage,
             self._comparing(),
-            self.watchers.running(start),
+            self.callbacks.running(self, start),
             self.micro_batches.running(start, stop, ahead=self.recipe.data.prefetch) as batch_of,
             self._saver() as saver,
-            self._said_at_once(),
+            nullcontext() if self.beat is None else report_error_before_cleanup(self.beat),
         ):
+            if start >= stop:
+                until = "" if stop == self.recipe.steps else f", and stop_after is {stop}"
+                self.terminal.say(f"nothing left to do: step {start} of {self.recipe.steps} is done{until}")
             for number in range(start, stop):
-                with self.watchers.around(number):
-                    metrics = self._one_step(number, batch_of)
-                if number == start:
-                    self.terminal.say(
-                        f"first step done {time.monotonic() - self._made:.1f} s after the start"
-                    )
-                stop_requested, failed, memory, save, kill = self._most_of_any_rank(
-                    self.signals.asked(self.state.rank) or self.switches.on(STOP),
-                    saver.failed,
-                    self.watchers.memory,
-                    self.switches.on(SAVE),
-                    self.switches.on(KILL),
-                )
-                search_garbage(number == start or (number + 1) % GARBAGE_EVERY == 0)
-                after_step(self.watchers.after(metrics, memory))
-                if failed:
-                    saver.wait()
-                saver.poll()
-                if kill:
-                    self.switches.off(KILL)
-                    raise Killed(f"ended after step {number + 1} by the file {self.out / KILL}")
-                every = self.recipe.checkpoint.every
-                due = bool(every) and (number + 1) % every == 0
-                if number + 1 == stop or stop_requested or save or due:
-                    self._at("save", number + 1)
-                    order = sample_order(self.recipe, self.plan)
-                    saver.save(Progress(number + 1, self.state.layout, order, self.update.remember()))
-                    self.switches.off(SAVE)
-                if stop_requested and number + 1 < stop:
-                    saver.wait()
-                    self.switches.off(STOP)
-                    why = why_stopped(stop_requested)
-                    raise Preempted(
-                        f"{why}: saved after step {number + 1}; the same command goes on from there"
-                    )
+                with self.callbacks.around(number), self._timing(number):
+                    batch = self._batch(number, batch_of)
+                    result = self._gradients(number, batch)
+                    updated = self._update(number, result)
+                requests, memory = agree_on_requests(
+                    self.signals, self.switches, self.state,
+                    failed=saver.failed, memory=memory_used(self.state.device),
+                )  # fmt: skip
+                collect_garbage(number == start or (number + 1) % GARBAGE_EVERY == 0)
+                after_step(self._note(number, updated, memory))
+                self._act_on(requests, number + 1, stop, saver)
 
-    def _said_at_once(self) -> AbstractContextManager[None]:
-        """Write an error to this rank's status before the saver waits for a save in the background."""
-        return nullcontext() if self.beat is None else last_word(self.beat)
+    @contextmanager
+    def _timing(self, number: int) -> Iterator[None]:
+        """Note the seconds of a step, and tell its number with an error."""
+        began = time.perf_counter()
+        try:
+            yield
+        except NotTrained as error:
+            raise NotTrained(f"step {number + 1}: {error}") from error
+        self._seconds = time.perf_counter() - began
+
+    def _batch(self, number: int, batch_of: Callable[[int], Batch | BatchParts]) -> Batch | BatchParts:
+        """Return a step's batch, with the random numbers and the learning rate of this step set."""
+        self.at("step", number + 1)
+        torch.manual_seed(random_seed(self.recipe.seed, number, self.state))
+        batch = batch_of(number)
+        set_learning_rate(self.optimizer, self.schedule.rate(number))
+        return batch
+
+    def _gradients(self, number: int, batch: Batch | BatchParts) -> StepResult:
+        """Run forward and backward; the gradients are then whole, and not yet clipped."""
+        fault("step.forward", rank=self.state.rank, step=number + 1)
+        scale = self.update.scale
+        result = self.step.launch(batch, scale=scale)
+        self.callbacks.gradients(number, scale)
+        return result
+
+    def _update(self, number: int, result: StepResult) -> Updated:
+        """Update the weights; name the module at fault if loss or gradients are not finite."""
+        updated = self.update(result)
+        if updated.fatal:
+            torch.manual_seed(random_seed(self.recipe.seed, number, self.state))
+            find_first_non_finite(self.step, number + 1, self.micro_batches.batch(number))
+        return updated
+
+    def _note(self, number: int, updated: Updated, memory: int) -> StepMetrics:
+        """Return the step's metrics after the callbacks have joined theirs, and logged them."""
+        tokens = self.recipe.data.global_batch * self.recipe.data.sequence_length
+        balance = updated.balance
+        metrics = StepMetrics(
+            number,
+            updated.loss,
+            updated.grad_norm,
+            self.schedule.rate(number),
+            tokens,
+            tokens / self._seconds,
+            self._seconds,
+            memory=memory,
+            skipped=updated.skipped,
+            skips=self.update.skipped,
+            loss_scale=updated.loss_scale,
+            balance_loss=balance.balance if balance else None,
+            router_z_loss=balance.z_loss if balance else None,
+            expert_load=balance.load if balance else None,
+        )
+        return self.callbacks.after(metrics)
+
+    def _act_on(self, requests: Requests, done: int, stop: int, saver: Saver) -> None:
+        """Save, stop or end after ``done`` steps if that was asked for, or its turn has come."""
+        if requests.failed:
+            saver.wait()
+        saver.poll()
+        if requests.kill:
+            self.switches.off(KILL)
+            raise Killed(f"ended after step {done} by the file {self.out / KILL}")
+        every = self.recipe.checkpoint.every
+        due = bool(every) and done % every == 0
+        if done == stop or requests.stop or requests.save or due:
+            self.at("save", done)
+            order = sample_order(self.recipe, self.plan)
+            saver.save(Progress(done, self.state.layout, order, self.update.remember()))
+            self.switches.off(SAVE)
+        if requests.stop and done < stop:
+            saver.wait()
+            self.switches.off(STOP)
+            why = why_stopped(requests.stop)
+            raise Preempted(f"{why}: saved after step {done}; the same command goes on from there")
 
     def _comparing(self) -> AbstractContextManager[Any]:
         """Return the context that compares the order of collectives, if the recipe asks for it."""
@@ -183,36 +239,13 @@ class Trainer:
             keep=self.recipe.checkpoint.keep,
             background=self.recipe.checkpoint.background,
             mirror=self.recipe.checkpoint.mirror,
-            said=self.watchers.of_saving,
+            said=self.events.note_save,
         )
-
-    def _most_of_any_rank(self, *numbers: int) -> list[int]:
-        """Return the largest of each number over all ranks, so that all act after the same step.
-
-        Signals and errors reach ranks at different moments. The group of the files is not used: a save in the
-        background may be using it.
-        """
-        if self.state.layout.world == 1:
-            return [*numbers]
-        seen = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(seen, op=dist.ReduceOp.MAX)
-        return [int(number) for number in seen]
 
     def _start(self) -> int:
         """Resume if there is a checkpoint, else load or draw the first weights; return the first step."""
-        if said := schedule_of(self.recipe)[1]:
-            self.terminal.say(said)
-        if self.plan.split is not None:
-            self.terminal.say(f"stages: {self.plan.cut}")
-        if self.plan.attention:
-            chosen = attention_backends(self.plan.attention, self.recipe.attention_backend, self.state)
-            words = "; ".join(f"{kind}: {backend}" for kind, backend in chosen.items())
-            self.terminal.say(f"attention over {words}")
-        if self.recipe.compile == "auto" and accelerator.has_compiled_losses(self.state.device):
-            reason = self.recipe.not_compiled
-            self.terminal.say(
-                "blocks are compiled" if reason is None else f"blocks are not compiled: {reason}"
-            )
+        for line in choices(self.recipe, self.plan, self.state):
+            self.terminal.say(line)
         saving = self.recipe.checkpoint
         if saving.restore and saving.mirror is not None:
             restore_if_none(saving.mirror, self.checkpoints, self.state, say=self.terminal.say)
@@ -232,7 +265,7 @@ class Trainer:
             check_progress(self.recipe, plan, newest, progress, say=self.terminal.say)
             self.update.restore(progress.memory)
             self.terminal.say(f"resumed from {newest} (written by {progress.layout})")
-            self.watchers.began(progress.step, checkpoint=newest, progress=progress)
+            self.resumed = (newest, progress)
             return progress.step
         if lora is None and source is not None:
             load_model_source(source, self.model, plan.family, plan.config)
@@ -241,47 +274,10 @@ class Trainer:
             initialize(self.model, self.recipe.seed, state=self.state)
         plan.let_go()
         begin_moments(self.model, self.optimizer)
-        self.watchers.began(0)
         return 0
 
-    def _one_step(self, number: int, batch_of: Callable[[int], Batch | BatchParts]) -> StepMetrics:
-        recipe, state = self.recipe, self.state
-        began = time.perf_counter()
-        self._at("step", number + 1)
-        torch.manual_seed(random_seed(recipe.seed, number, state))
-        batch = batch_of(number)
-        lr = self.schedule.rate(number)
-        set_learning_rate(self.optimizer, lr)
-        fault("step.forward", rank=state.rank, step=number + 1)
-        scale = self.update.scale
-        try:
-            result = self.step.launch(batch, scale=scale)
-            self.watchers.gradients(number, scale)
-            updated = self.update(result)
-        except NotTrained as error:
-            raise NotTrained(f"step {number + 1}: {error}") from error
-        if updated.fatal:
-            torch.manual_seed(random_seed(recipe.seed, number, state))
-            name_the_culprit(self.step, number + 1, self.micro_batches.batch(number))
-        seconds = time.perf_counter() - began
-        tokens, even = recipe.data.global_batch * recipe.data.sequence_length, updated.balance
-        return StepMetrics(
-            number,
-            updated.loss,
-            updated.grad_norm,
-            lr,
-            tokens,
-            tokens / seconds,
-            seconds,
-            skipped=updated.skipped,
-            skips=self.update.skipped,
-            loss_scale=scale if self.update.loss_scale else None,
-            balance_loss=even.balance if even else None,
-            router_z_loss=even.z_loss if even else None,
-            expert_load=even.load if even else None,
-        )
-
-    def _at(self, phase: str, step: int) -> None:
+    def at(self, phase: str, step: int) -> None:
+        """Note in the heartbeat that a phase begins: it may be silent for long."""
         if self.beat is not None:
             self.beat.at(phase, step)
 

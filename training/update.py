@@ -23,7 +23,8 @@ class Updated:
     """Report on a step: loss, gradient norm before clipping and, if nothing was updated, the reason.
 
     ``fatal``: nothing was updated, and another step would not help; gradients are kept, to find the cause.
-    ``balance``: the balance of the experts, if the model has some.
+    ``balance``: the balance of the experts, if the model has some. ``loss_scale``: of this step's loss, with
+    float16.
     """
 
     loss: float
@@ -31,6 +32,7 @@ class Updated:
     skipped: str | None = None
     fatal: bool = False
     balance: Balance | None = None
+    loss_scale: float | None = None
 
 
 class Update:
@@ -78,7 +80,8 @@ class Update:
         """
         if self._clipping is None:
             self._clipping = GradientClipping(self.model, self.state, where="update")
-        norm = self._clipping.clip(self.clip, loss_scale=self.scale)
+        scale = self.scale
+        norm = self._clipping.clip(self.clip, loss_scale=scale)
         numbers = (result.loss.view(1), norm.view(1), result.checks)
         measured = [number.to(norm.device).double() for number in numbers]
         unfit = _unfit(*torch.cat(measured).unbind())
@@ -116,7 +119,8 @@ class Update:
         if self.balancing is not None:
             sums = torch.tensor(tallied, dtype=torch.float64)
             balance = self.balancing.after_step(updated=reason is None, sums=sums)
-        return Updated(mean, size, reason, balance=balance)
+        loss_scale = scale if self.loss_scale else None
+        return Updated(mean, size, reason, balance=balance, loss_scale=loss_scale)
 
     def _step(self, *, unless: Tensor | None = None) -> None:
         """Step the optimizer; where ``unless`` is true the device leaves everything as it is."""

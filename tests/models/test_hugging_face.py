@@ -116,7 +116,7 @@ def test_new_weights_have_the_spread_that_the_papers_state():
     family, config, _ = ours_from(transformers_model(MODELS["gpt2"]))
     parameters = dict(family.build(config, device="cpu").named_parameters())
     inner = parameters["layers.1.mlp.up.weight"].detach()
-    joining = parameters["layers.1.mlp.down.weight"].detach()
+    residual = parameters["layers.1.mlp.down.weight"].detach()
     assert float(inner.std()) == pytest.approx(0.02, rel=0.05)
-    assert float(joining.std()) == pytest.approx(0.02 / 10**0.5, rel=0.05)
+    assert float(residual.std()) == pytest.approx(0.02 / 10**0.5, rel=0.05)
     assert float(parameters["layers.1.mlp.up.bias"].detach().abs().max()) == 0.0

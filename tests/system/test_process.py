@@ -11,10 +11,10 @@ from trilith.system import (
     OverLimit,
     bounded,
     machine,
+    manual_gc,
     no_garbage_search,
     process_info,
     quiet_libraries,
-    search_garbage_when_told,
     whole_number,
 )
 from trilith.system.process_info import own_memory, start_of
@@ -65,7 +65,7 @@ def seen_by_a_search(objects):
 def test_nothing_else_searches_until_the_end(searches):
     make_objects()
     assert len(searches) > 5
-    with search_garbage_when_told() as search:
+    with manual_gc() as search:
         searches.clear()
         make_objects()
         assert searches == []
@@ -83,7 +83,7 @@ def test_the_first_search_hides_what_is_there_until_the_end_whatever_ends_it(sea
     here = make_objects()
     for error in (None, ValueError()):
         try:
-            with search_garbage_when_told() as search:
+            with manual_gc() as search:
                 search(False)
                 assert gc.get_freeze_count() == 0 and seen_by_a_search(here) == 1000
                 search(True)
@@ -112,7 +112,7 @@ def test_garbage_is_freed(searches):
         def __del__(self):
             Node.freed += 1
 
-    with search_garbage_when_told() as search:
+    with manual_gc() as search:
         for count, everywhere in enumerate((True, False, True)):
             Node()
             assert Node.freed == count
@@ -124,7 +124,7 @@ def test_garbage_is_freed(searches):
 def test_what_the_caller_has_hidden_stays_hidden(searches):
     gc.freeze()
     hidden = gc.get_freeze_count()
-    with search_garbage_when_told() as search:
+    with manual_gc() as search:
         search(True)
         assert gc.get_freeze_count() <= hidden
     assert hidden - 100 < gc.get_freeze_count() <= hidden
@@ -134,7 +134,7 @@ def test_what_the_caller_has_hidden_stays_hidden(searches):
 def test_a_caller_that_never_searches_has_it_so_afterwards(searches):
     gc.disable()
     try:
-        with search_garbage_when_told() as search:
+        with manual_gc() as search:
             search(True)
         assert not gc.isenabled()
     finally:

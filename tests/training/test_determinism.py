@@ -9,7 +9,7 @@ from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import Layout, ParallelState
 from trilith.recipes import parse_recipe
 from trilith.runs.determinism import deterministic
-from trilith.training import Trainer, run
+from trilith.training import Step, Trainer, run
 from trilith.training.trainer import random_seed
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -32,18 +32,18 @@ def test_deterministic_mode_covers_build_to_end(choice, theirs, during, tmp_path
     monkeypatch.delenv(WORKSPACE, raising=False)
     if theirs is not None:
         monkeypatch.setenv(WORKSPACE, theirs)
-    seen, begin, step = [], Trainer.__init__, Trainer._one_step
+    seen, begin, step = [], Trainer.__init__, Step.launch
 
     def watched_begin(self, *given, **named):
         seen.append(now())
         begin(self, *given, **named)
 
-    def watched_step(self, *given):
+    def watched_step(self, *given, **named):
         seen.append(now())
-        return step(self, *given)
+        return step(self, *given, **named)
 
     monkeypatch.setattr(Trainer, "__init__", watched_begin)
-    monkeypatch.setattr(Trainer, "_one_step", watched_step)
+    monkeypatch.setattr(Step, "launch", watched_step)
     raw = tiny_recipe(tmp_path / "run", write_tokens(tmp_path / "tokens"), steps=1)
     assert run(parse_recipe(raw), choice, quiet=True) == 0
     assert seen == [during, during]

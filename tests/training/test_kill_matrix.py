@@ -74,9 +74,9 @@ class TrainerWithPoints(Trainer):
             if re.fullmatch(r"(.*\.)?layers\.\d+", name):
                 block.register_forward_hook(self._after_block)
 
-    def _one_step(self, number, *rest):
-        self._step = number + 1
-        return super()._one_step(number, *rest)
+    def at(self, phase, step):
+        self._step = step
+        super().at(phase, step)
 
     def _after_block(self, block, given, output):
         if torch.is_grad_enabled():

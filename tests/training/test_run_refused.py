@@ -15,7 +15,7 @@ from trilith.models import LoraConfig, adapted, family_of
 from trilith.parallel_state import ParallelState
 from trilith.recipes.recipe import parse_recipe
 from trilith.search import fit
-from trilith.training import Trainer, check_run, run
+from trilith.training import Callback, Trainer, check_run, run
 from trilith.training.run_plan import plan
 
 #: A Llama has no such field.
@@ -257,6 +257,12 @@ test_a_run_is_refused_before_any_rank_starts = refusals(
         "trackers-that-are-objects-need-a-launcher",
         r"run: trackers: .*2 ranks to start.*torchrun",
         partial(run, trackers=[object()]),
+        layout={"data": 2},
+    ),
+    refused(
+        "callbacks-need-a-launcher",
+        r"run: callbacks: .*2 ranks to start.*torchrun",
+        partial(run, callbacks=[Callback()]),
         layout={"data": 2},
     ),
     refused("fit-float8", NOT_PLANNED, fit_in_2, **FLOAT8),

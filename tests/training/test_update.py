@@ -17,7 +17,6 @@ from trilith.testing import RankError, run_parallel
 from trilith.training.loss_scale import MOST_OVERFLOWS, LossScale
 from trilith.training.spikes import Spikes
 from trilith.training.update import Update
-from trilith.training.watchers import Watchers
 
 HALF = {"dtype": "float32", "compute": "float16", "steps": 5}
 HALF["loss_scale"] = {"initial": 256.0, "growth_interval": 2}
@@ -48,18 +47,17 @@ def run_with_a_leap(raw, step, factor):
     """
     trainer = trainer_of(raw)
     state = trainer.state
-    update, gradients, moved = Update.__call__, Watchers.gradients, []
+    update, moved = Update.__call__, []
 
     def stored():
         return [local_data(parameter).clone() for parameter in trainer.model.parameters()]
 
-    def leaping(self, number, scale):
+    def leap(number, scale):
         if number == step and state.rank == state.layout.world - 1:
             norms = [name for name, one in declarations(trainer.model).items() if len(one.shape) == 1]
             last = trainer.model.get_parameter([name for name in norms if "norm" in name][-1])
             assert last.grad is not None
             local_data(last.grad).mul_(factor)
-        gradients(self, number, scale)
 
     def noting(self, result):
         before = stored()
@@ -69,7 +67,7 @@ def run_with_a_leap(raw, step, factor):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Update, "__call__", noting)
-        patch.setattr(Watchers, "gradients", leaping)
+        patch.setattr(trainer.callbacks, "gradients", leap)
         return run_to_end(trainer), moved
 
 

@@ -2,21 +2,26 @@
 
 import json
 import math
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.configs import TINY_GPT2
-from support.short_runs import run_recipe, tiny_recipe
+from support.pages import Page
+from support.short_runs import run_recipe, tiny_recipe, write_recipe
 from support.stop_and_go import differences
 from transformers import AutoModelForCausalLM
 from trilith.checkpoints import convert
 from trilith.machine.random_files import write_tokens
-from trilith.parallel_state import BadInput
+from trilith.parallel_state import BadInput, ParallelState
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.events import read_events
 from trilith.runs.metrics import read_lines, read_metrics
-from trilith.testing import run_parallel
+from trilith.testing import RankError, run_parallel
+from trilith.training import Callback, Trainer
 from trilith.training.run_data import open_held_out
 from trilith.training.run_plan import plan
 
@@ -39,7 +44,7 @@ SPARING = {"memory": {"loss_chunk": 7, "checkpointing": "full"}}
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("watchers")
+    folder = tmp_path_factory.mktemp("callbacks")
     write_tokens(folder / "tokens")
     write_tokens(folder / "held-out", seed=5)
     return folder
@@ -53,7 +58,7 @@ def run(raw):
 
 
 def watched(place, name, *, model=None):
-    """Run with all watchers, in one of ``LAYOUTS``; made once."""
+    """Run with all measurements, in one of ``LAYOUTS``; made once."""
     raw = tiny_recipe(place / f"{name}-watched{'-gpt2' if model else ''}", place / "tokens", steps=3)
     raw |= {"layout": LAYOUTS[name], "watch": WATCH}
     raw["evaluation"] = EVALUATION | {"tokens": str(place / "held-out")}
@@ -174,3 +179,110 @@ def test_traces_are_written_for_the_steps_and_ranks_asked_for(place):
     assert trace.name == "step-00000002.rank-00001.json"
     names = " ".join({str(one.get("name")) for one in json.loads(trace.read_text())["traceEvents"]})
     assert ("aten::mm" in names or "aten::addmm" in names) and "AdamW" in names
+
+
+def test_the_callback_of_the_page_logs_its_figure(place, tmp_path, monkeypatch):
+    (code,) = [code for code in Page.read("docs/watching.md").blocks("python") if "Callback" in code]
+    monkeypatch.chdir(tmp_path)
+    raw = tiny_recipe("run", place / "tokens", steps=3)
+    write_recipe(Path("recipe.toml"), raw | {"watch": {"trackers": ["tensorboard"]}})
+    exec(compile(code, "docs/watching.md", "exec"), {})
+    lines = read_metrics(Path("run") / "metrics.jsonl")
+    average, averages = lines[0]["loss"], []
+    for line in lines:
+        average = 0.9 * average + 0.1 * line["loss"]
+        averages.append(average)
+    assert [line["loss_average"] for line in lines] == pytest.approx(averages, rel=1e-12)
+
+
+class Calls(Callback):
+    """List its calls, and how often ranks talk to each other between the step's end and ``after``."""
+
+    def __init__(self, name, calls, reductions, *, fails_at=None, figures=None):
+        self.name, self.calls, self.reductions = name, calls, reductions
+        self.fails_at, self.figures = fails_at, figures
+
+    def begin(self, trainer, start):
+        self.calls.append(f"{self.name} begins at {start}")
+        assert all(torch.isfinite(weight).all() for weight in trainer.model.parameters())
+
+    @contextmanager
+    def around(self, number):
+        self.calls.append(f"{self.name} enters {number}")
+        yield
+        self.calls.append(f"{self.name} leaves {number}")
+        self.reductions.clear()
+
+    def gradients(self, number, scale):
+        self.calls.append(f"{self.name} sees {number} times {scale}")
+
+    def after(self, metrics):
+        self.calls.append(f"{self.name} after {metrics.step}, {len(self.reductions)} reductions")
+        if metrics.step == self.fails_at:
+            raise KeyError("of the user's")
+        return self.figures
+
+    def close(self, error):
+        self.calls.append(f"{self.name} closes: {error!r}")
+
+
+def run_with_calls(raw, fails_at=None, figures=None):
+    """Return the calls of two callbacks on this rank; the second fails, or returns the figures."""
+    recipe, calls, reductions, reduce = parse_recipe(raw), [], [], dist.all_reduce
+
+    def all_reduce(*tensors, **options):
+        reductions.append(tensors)
+        return reduce(*tensors, **options)
+
+    first = Calls("A", calls, reductions)
+    second = Calls("B", calls, reductions, fails_at=fails_at, figures=figures)
+    state = ParallelState.start(recipe.layout)
+    trainer = Trainer(recipe, state, quiet=True, callbacks=[first, second])
+    with mock.patch.object(dist, "all_reduce", all_reduce):
+        try:
+            trainer.run()
+        except KeyError as error:
+            calls.append(f"raised {error!r}")
+    return calls
+
+
+def calls_of_step(number):
+    return [
+        *[f"{name} enters {number}" for name in "AB"],
+        *[f"{name} sees {number} times 1.0" for name in "AB"],
+        *[f"{name} leaves {number}" for name in "BA"],
+        *[f"{name} after {number}, 1 reductions" for name in "AB"],
+    ]
+
+
+def test_ranks_call_callbacks_in_order_and_a_step_ends_with_one_reduction(place, tmp_path):
+    raw = tiny_recipe(tmp_path / "run", place / "tokens", steps=4, layout={"data": 2})
+    raw["checkpoint"] = {"every": 2}
+    error = KeyError("of the user's")
+
+    def expected(start, stop, error):
+        begins = [f"{name} begins at {start}" for name in "AB"]
+        steps = [call for number in range(start, stop) for call in calls_of_step(number)]
+        return [*begins, *steps, *(f"{name} closes: {error!r}" for name in "BA")]
+
+    assert run_parallel(run_with_calls, 2, raw, 2) == [[*expected(0, 3, error), f"raised {error!r}"]] * 2
+    (event,) = [line for line in read_events(tmp_path / "run" / "events.jsonl") if line["event"] == "failed"]
+    assert event["step"] == 2 and event["why"] == str(error)
+    assert run_parallel(run_with_calls, 2, raw) == [expected(2, 4, None)] * 2
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("figures", "says"),
+    [
+        ({"loss": 1.0}, "Calls: loss: expected a name that no figure of the step has yet"),
+        ({"own": 1.0}, "Calls: own: expected a name that no figure"),
+        ({"norm": torch.ones(())}, r"Calls: norm: expected a number, found Tensor. .*float\(tensor\)"),
+    ],
+    ids=["taken", "reserved", "no number"],
+)
+def test_a_figure_that_cannot_be_logged_is_refused(place, tmp_path, figures, says):
+    raw = tiny_recipe(tmp_path / "run", place / "tokens", steps=2)
+    with pytest.raises(RankError, match=says):
+        run_parallel(run_with_calls, 1, raw, None, figures)
+    assert [line["event"] for line in read_events(tmp_path / "run" / "events.jsonl")] == ["started", "failed"]
