@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
+from ..parallel_state.engine import accelerator
 from ..planner.flops import Mfu
 from ..recipes.watch_section import WatchSection
 from ..runs.events import Events
@@ -126,6 +126,7 @@ class Traces(Callback):
 
     def begin(self, trainer: Trainer, start: int) -> None:
         self.folder, self.rank = trainer.out / "traces", trainer.state.rank
+        self.on_accelerator = accelerator.is_accelerator(trainer.state.device)
 
     @contextmanager
     def around(self, number: int) -> Iterator[None]:
@@ -134,7 +135,7 @@ class Traces(Callback):
             yield
             return
         activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
+        if self.on_accelerator:
             activities.append(ProfilerActivity.CUDA)
         with profile(activities=activities) as recorded:
             yield
