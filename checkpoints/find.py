@@ -112,7 +112,7 @@ def latest_at(folder: RemoteFolder) -> tuple[str | None, list[str]]:
         try:
             whole_copy(folder, name)
         except BadCheckpoint as error:
-            passed_over.append(_passed_over(error))
+            passed_over.append(passing_over(error))
             continue
         return name, [f"{line}; using {name}" for line in passed_over]
     return None, passed_over
@@ -139,7 +139,8 @@ def whole_copy(folder: RemoteFolder, name: str) -> Manifest:
     return manifest
 
 
-def _passed_over(error: BadCheckpoint) -> str:
+def passing_over(error: BadCheckpoint) -> str:
+    """Return a line about a checkpoint that is not whole; ``STRICT`` refuses it."""
     if STRICT.get():
         raise error
     return f"passed over: {error}"
@@ -163,7 +164,7 @@ def _latest(root: Path, whole: bool) -> Found:
             checkpoint = open_checkpoint(root / name, whole=whole)
         except BadCheckpoint as error:
             if (root / name).is_dir():  # else a run deleted it meanwhile
-                passed_over.append(_passed_over(error))
+                passed_over.append(passing_over(error))
             continue
         return replace(checkpoint, passed_over=tuple(f"{line}; using {name}" for line in passed_over))
     unfinished = sorted(name for name in names if finished_name(name) is not None)

@@ -21,7 +21,7 @@ from ..storage.remote_folder import RemoteFolder
 from ..storage.safe_open import read_small
 from ..storage.staging import staged
 from .damage import damaged
-from .find import complete_checkpoints, step_of, steps_at, whole_copy
+from .find import complete_checkpoints, passing_over, step_of, steps_at, whole_copy
 from .manifest import MAX_BYTES, Damaged, Manifest
 from .retention import check_same_model
 
@@ -87,11 +87,11 @@ class Mirror:
         """Copy the newest whole copy into ``root``, a run's folder of checkpoints that has none.
 
         Returns the new checkpoint (``None`` if the mirror has no whole copy), and a line about each newer
-        copy that is damaged. Every byte is compared with its checksum. If the process is killed, at any
+        copy that is damaged, which ``STRICT`` refuses. Every byte is compared with its checksum. If the process is killed, at any
         point, ``root`` has the whole checkpoint or none. Raises ``RemoteFailed``, and ``BadInput`` if the
         disk is too small.
         """
-        said: list[str] = []
+        passed_over: list[str] = []
         for name in steps_at(self.folder)[::-1]:
             raw = self.folder.read(f"{name}/{MANIFEST}")
             try:
@@ -103,10 +103,10 @@ class Mirror:
                         self._bring(f"{name}/{file.name}", staging.directory / file.name, file)
                     staging.publish(raw)
             except BadCheckpoint as error:
-                said.append(str(error))
+                passed_over.append(passing_over(error))
                 continue
-            return root / name, said
-        return None, said
+            return root / name, [f"{line}; using {name}" for line in passed_over]
+        return None, passed_over
 
     def _bring(self, name: str, target: Path, file: StoredFile) -> None:
         found = self.folder.fetch(name, target)

@@ -125,7 +125,7 @@ class TokenPaths:
     def of(path: str | Path) -> TokenPaths:
         """Make it from the name, or from the path of any of the files."""
         path = Path(path)
-        if not path.name:
+        if path.name in ("", ".."):
             raise BadInput(path, expected="the name of a token file", found="a folder")
         for suffix in (".docs.npy", ".targets", ".sums", ".bin", ".json", ".idx"):
             if path.name.endswith(suffix):

@@ -85,12 +85,13 @@ def _sum_together(
     """All-reduce the gradients of many small parameters as one tensor, for each dtype.
 
     A trained parameter without a gradient counts as zeros, so that all ranks send the same number of bytes;
-    it gets the sum if that is not zero.
+    it gets the sum if another rank has a gradient, be it zero. These zeros are negative ones: a sum is
+    negative zero in all its elements only if no rank has a gradient.
     """
     taking = [one for one in parameters if one.requires_grad or one.grad is not None]
     for dtype in sorted({one.dtype for one in taking}, key=str):
         same = [one for one in taking if one.dtype == dtype]
-        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in same]
+        gradients = [torch.full_like(one, -0.0) if one.grad is None else one.grad for one in same]
         grads = [local_data(gradient) for gradient in gradients]
         flat = torch.cat([grad.reshape(-1) for grad in grads]).to(reduce or dtype)
         dist.all_reduce(flat, group=group)
@@ -99,5 +100,5 @@ def _sum_together(
         engine.foreach_copy_(grads, summed)
         for parameter, gradient, part in zip(same, gradients, parts, strict=True):
             # What other ranks computed is the gradient of this rank's copy too. Only then does the host wait.
-            if parameter.grad is None and bool(part.any()):
+            if parameter.grad is None and bool((part.any() | ~part.signbit().all())):
                 parameter.grad = gradient

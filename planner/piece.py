@@ -53,6 +53,16 @@ class Piece:
         """Return the bytes that the first part of a backward in two leaves to the second one."""
         return self.under("none", in_two=True).between
 
+    @property
+    def first_part(self) -> int:
+        """Return the most bytes beside the kept ones in the first part of a backward in two."""
+        return self.under("none", in_two=True).first_part
+
+    @property
+    def waiting(self) -> int:
+        """Return the bytes of the gradients among these."""
+        return self.under("none", in_two=True).waiting
+
     @cached_property
     def matrices(self) -> float:
         """Return the FLOPs of products with weights."""

@@ -69,6 +69,10 @@ class Pieces:
     def between(self) -> int:
         return sum(part.between for part in self.parts)
 
+    @cached_property
+    def waiting(self) -> int:
+        return sum(part.waiting for part in self.parts)
+
 
 @dataclass(frozen=True)
 class StageCost:

@@ -211,18 +211,20 @@ class StageInstants:
     def _in_first_part(self) -> float:
         """Return the most bytes beside the kept activations in a backward's first part, which frees none.
 
-        They are needed in a block, with what the blocks behind it leave, or in the norm at the end.
+        They are needed in a block, with the gradients that wait in the blocks behind it, or in the norm at
+        the end.
         """
-        most, behind = 0.0, self.halfway - sum(one.count * one.piece.between for one, _ in self.every)
-        for one, saved in self.every:
+        # The gradient of logits is written over them.
+        most, behind = 0.0, self.stage.beside.waiting - self.logits
+        for one, _ in self.every:
             first = one.numbers[0]
             after = (
-                other.piece.between * (other.count - bisect(other.numbers, first)) for other, _ in self.every
+                other.piece.waiting * (other.count - bisect(other.numbers, first)) for other, _ in self.every
             )
-            most = max(most, behind + sum(after) + saved.backward)
+            most = max(most, behind + sum(after) + one.piece.first_part)
         # An RMSNorm of several operators has the gradients of its mean and of its square, in three steps.
         norm = 0.0 if self.work.batch.gpu else 4 * self.work.between_blocks
-        return max(most, self.halfway + norm)
+        return max(most, behind + sum(one.count * one.piece.waiting for one, _ in self.every) + norm)
 
     def _behind(self, number: int, *, first: bool) -> tuple[float, float]:
         """Return the bytes that a micro-batch has given back when its backward comes to the block ``number``:

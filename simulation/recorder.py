@@ -201,6 +201,11 @@ class Recorder(TorchDispatchMode):
         known = self._alive.get(id(tensor.untyped_storage()))
         return None if known is None else known[0]
 
+    def alive_since(self, start: int) -> int:
+        """Return the bytes alive that the operators from ``start`` on made."""
+        numbers = (number for number, _ in self._alive.values())
+        return sum(self._events[number][2] for number in numbers if self.born(number) >= start)
+
     def born(self, number: int) -> int:
         """Return after which operator the storage of this number came."""
         return self._events[number][0]

@@ -22,8 +22,9 @@ class Trace:
     micro-batches; ``with_gradients``: with those of all weights that are made by then. ``gradients``: the
     bytes of these at the end; ``weights``: those of all weights.
 
-    Of a backward in two parts: ``first_part``: the most beside ``kept`` in the first one, ``between``: what
-    it leaves to the second one.
+    Of a backward in two parts: ``first_part``: the most beside ``kept`` in the first one; ``waiting``: the
+    gradients that it leaves to the second one, for which weights were waiting; ``between``: these without
+    what of ``kept`` only the first part needed, which goes at the end of the whole stage's.
     """
 
     kept: int
@@ -35,6 +36,7 @@ class Trace:
     with_gradients: int = 0
     gradients: int = 0
     first_part: int = 0
+    waiting: int = 0
     between: int = 0
     collectives: tuple[Collective, ...] = ()
     operators: tuple[Operator, ...] = ()

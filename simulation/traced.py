@@ -145,7 +145,8 @@ def trace(
         goes_back = backward and any(x.requires_grad for x in made)
         recorder.phase, start = "backward", recorder.at + 1
         if goes_back and in_two:
-            results["between"], instants["first_part"] = _in_two(recorder, made, inputs, every, kept)
+            sizes, instants["first_part"] = _in_two(recorder, made, inputs, every, kept)
+            results |= sizes
         elif goes_back:
             total = made.pop() if scalar else _Taken.apply(*made)
             made.clear()
@@ -203,7 +204,7 @@ def _in_two(
     inputs: list[Tensor],
     parameters: Sequence[nn.Parameter],
     kept: int,
-) -> tuple[int, list[int]]:
+) -> tuple[dict[str, int], list[int]]:
     """Run the first part of a backward in two; return what it leaves, and what it holds at each instant."""
     start = recorder.at + 1
     grads = [torch.empty_like(x) for x in made]
@@ -216,9 +217,10 @@ def _in_two(
     for x in reached:
         x.grad = None
     instants = [after - size - kept for after in recorder.bytes(start, recorder.at)]
+    waiting = recorder.alive_since(start)
     between = recorder.now - kept
     del left
-    return between, instants
+    return {"waiting": waiting, "between": between}, instants
 
 
 _tolist = Tensor.tolist

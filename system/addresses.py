@@ -10,9 +10,12 @@ _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/.*)?")
 
 
 def address_of(name: str | Path) -> str | None:
-    """Return the address that a name is, with both slashes; ``None`` for a path of this machine."""
+    """Return the address that a name is, with both slashes; ``None`` for a path of this machine.
+
+    Whatever lies here does not matter: a folder ``s3:`` is reached by its absolute path only.
+    """
     match = _ADDRESS.fullmatch(str(name))
-    if match is None or Path(name).exists():
+    if match is None:
         return None
     rest = match[2] or ""
     if rest.startswith("//"):

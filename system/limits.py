@@ -8,6 +8,7 @@ limited.
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -39,6 +40,8 @@ def bounded(*, seconds: float | None = None, memory: int | None = None) -> Itera
     handler, around, began = None, (0.0, 0.0), 0.0
 
     def late(number: int, frame: FrameType | None) -> None:
+        if around[0] and around[0] < (seconds or 0) and callable(handler):
+            handler(number, frame)  # the block around this one has used its time
         raise OverLimit(f"{seconds:g} s of processor time")
 
     held = own_memory() if memory is not None else None
@@ -49,7 +52,9 @@ def bounded(*, seconds: float | None = None, memory: int | None = None) -> Itera
         if timed:
             handler = signal.signal(signal.SIGVTALRM, late)
             # Again and again: what runs may catch the first exception and try another way.
-            around, began = signal.setitimer(signal.ITIMER_VIRTUAL, seconds or 0, 0.25), os.times().user
+            around, began = signal.getitimer(signal.ITIMER_VIRTUAL), os.times().user
+            first = min(seconds or 0, around[0] or math.inf)
+            signal.setitimer(signal.ITIMER_VIRTUAL, first, 0.25)
         yield
     except MemoryError:
         if memory is None:

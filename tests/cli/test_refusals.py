@@ -189,13 +189,16 @@ test_places_and_options_that_cannot_be_are_refused_before_the_work = refusals(
     command("plan gpt2 --gpus 1 --machine null.json", "null.json: expected a JSON object", write_files),
     command("plan gpt2 --gpus 1 --machine digits.json", "found a number of 5,000 digits", write_files),
     command("generate hf -p a --device tpu", "device: expected cpu or cuda, found 'tpu'", write_model),
-    Refused(
-        "tokenize into a folder",
-        lambda folder: call_command(
-            folder, "tokenize", "file", "--tokenizer", str(model() / "tokenizer"), "--out", "."
-        ),
-        "expected the name of a token file, found a folder",
-        given=write_files,
+    *(
+        Refused(
+            f"tokenize into {out}",
+            lambda folder, out=out: call_command(
+                folder, "tokenize", "file", "--tokenizer", str(model() / "tokenizer"), "--out", out
+            ),
+            "expected the name of a token file, found a folder",
+            given=write_files,
+        )
+        for out in (".", "..", "hf/..")
     ),
     command("schedule --name zigzag", "one of gpipe, 1f1b"),
     command("schedule --name 1f1b --microbatches 3", "at least 4 with 1f1b over pipeline=4, found 3"),

@@ -94,17 +94,19 @@ def test_the_norm_of_many_bf16_gradients_is_that_of_fp64_to_fp32_s_rounding():
 
 
 def gradients_where_one_rank_has_none():
-    """Use a norm on tensor rank 1 alone, and another one nowhere; return both gradients."""
+    """Use norms on tensor rank 1 alone, one for nothing, and another one nowhere; return all gradients."""
     state = ParallelState.start(Layout.of(tensor=2, sequence=True))
-    model = nn.ModuleDict({"some": RMSNorm(4, state=state), "unused": RMSNorm(4, state=state)})
+    model = nn.ModuleDict({name: RMSNorm(4, state=state) for name in ("some", "zero", "unused")})
     if state.at.tensor == 1:
-        model["some"](torch.arange(8.0).view(1, 2, 4)).square().sum().backward()
+        x = torch.arange(8.0).view(1, 2, 4)
+        (model["some"](x).square().sum() + 0 * model["zero"](x).sum()).backward()
     finalize_gradients(model, state=state)
     gradients = [parameter.grad for parameter in model.parameters()]
     return [None if gradient is None else local_data(gradient) for gradient in gradients]
 
 
 def test_a_rank_without_a_partial_gradient_gets_the_sum_of_the_others():
-    (first, unused), (second, _) = run_parallel(gradients_where_one_rank_has_none, 2)
+    (first, zero, unused), (second, _, _) = run_parallel(gradients_where_one_rank_has_none, 2)
     assert first is not None and torch.equal(first, second) and bool(first.any())
+    assert zero is not None and not zero.any()  # an optimizer moves its copies alike
     assert unused is None

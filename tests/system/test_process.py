@@ -163,6 +163,8 @@ def test_a_limit_inside_a_limit_leaves_the_outer_one():
         with bounded(seconds=5):
             work(0.05)
         work(1)
+    with pytest.raises(OverLimit, match=r"^0\.2 s"), bounded(seconds=0.2), bounded(seconds=5):
+        work(1)
 
 
 def test_only_what_is_written_past_python_is_dropped(capfd):
