@@ -1,0 +1,50 @@
+"""Stored checkpoints are loaded bit for bit, in the layout that wrote them and in others."""
+
+import pytest
+from support.written_before import CONFIG, FOLDER, LORA, STEPS, WRITTEN, Embedder, differing
+from trilith.checkpoints import load_module, load_training, restore_model
+from trilith.models import LoraConfig, adapted, family_of
+from trilith.parallel_state import Layout, ParallelState, initialize
+from trilith.testing import run_parallel
+from trilith.training import Precision, make_adamw, shard_over_data
+
+LAYOUTS = [Layout(), Layout(tensor=2), Layout(pipeline=2), Layout.of(data=2, zero=3)]
+
+
+def loaded(kind, layout):
+    """Load it into a model of other numbers; return what is not as it was stored."""
+    state, written = ParallelState.start(layout), WRITTEN[kind]
+    family = family_of(CONFIG)
+    config = family.from_hf(CONFIG)
+    if kind == "adapters":
+        family = adapted(family, LoraConfig.model_validate(LORA))
+    own = kind == "module_of_two"
+    model = Embedder(state=state) if own else family.build(config, state=state, device="cpu")
+    for name, parameter in model.named_parameters():
+        if written.frozen in name:
+            parameter.requires_grad_(False)
+    shard_over_data(model, state, Precision())
+    initialize(model, 1, state=state)
+    optimizer = make_adamw(model, lr=0.1) if written.moments else None
+    folder = FOLDER / kind
+    if own:
+        progress = load_module(folder, model, optimizer, state=state)
+        assert progress.data == {"at": 5}
+    elif kind == "adapters":
+        progress = load_training(folder / f"step-{STEPS:08d}", model, optimizer, family, config)
+    else:
+        progress = restore_model(folder, model, optimizer)
+    assert (progress.step, progress.layout) == (STEPS, written.layout)
+    if optimizer is not None:
+        updates = {float(optimizer.state[each]["step"]) for each in optimizer.state}
+        assert updates == {STEPS} and progress.memory["updates"] == STEPS
+    wrong = differing(kind, model, optimizer, state)
+    return [name for name in wrong if kind != "adapters" or "lora_" in name]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_every_bit_is_there_in_any_layout(kind, layout):
+    if kind == "module_of_two" and layout.pipeline > 1:
+        pytest.skip("this module has no stages")
+    assert run_parallel(loaded, layout.world, kind, layout) == [[]] * layout.world
