@@ -87,9 +87,9 @@ class Mirror:
         """Copy the newest whole copy into ``root``, a run's folder of checkpoints that has none.
 
         Returns the new checkpoint (``None`` if the mirror has no whole copy), and a line about each newer
-        copy that is damaged, which ``STRICT`` refuses. Every byte is compared with its checksum. If the process is killed, at any
-        point, ``root`` has the whole checkpoint or none. Raises ``RemoteFailed``, and ``BadInput`` if the
-        disk is too small.
+        copy that is damaged, which ``STRICT`` refuses. Every byte is compared with its checksum. If the
+        process is killed, at any point, ``root`` has the whole checkpoint or none. Raises ``RemoteFailed``,
+        and ``BadInput`` if the disk is too small.
         """
         passed_over: list[str] = []
         for name in steps_at(self.folder)[::-1]:

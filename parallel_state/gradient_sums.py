@@ -100,5 +100,5 @@ def _sum_together(
         engine.foreach_copy_(grads, summed)
         for parameter, gradient, part in zip(same, gradients, parts, strict=True):
             # What other ranks computed is the gradient of this rank's copy too. Only then does the host wait.
-            if parameter.grad is None and bool((part.any() | ~part.signbit().all())):
+            if parameter.grad is None and bool(part.any() | ~part.signbit().all()):
                 parameter.grad = gradient

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from .process_info import own_memory
 
@@ -37,7 +38,8 @@ def bounded(*, seconds: float | None = None, memory: int | None = None) -> Itera
     """
     timed = seconds is not None and threading.current_thread() is threading.main_thread()
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    handler, around, began = None, (0.0, 0.0), 0.0
+    handler: Any = None
+    around, began = (0.0, 0.0), 0.0
 
     def late(number: int, frame: FrameType | None) -> None:
         if around[0] and around[0] < (seconds or 0) and callable(handler):

@@ -225,7 +225,7 @@ def test_the_newest_whole_copy_comes_back_byte_for_byte(place, tmp_path):
 
 def strictly(mirror, root):
     STRICT.set(True)
-    with pytest.raises(BadCheckpoint, match="step-00000003: expected manifest.json"):
+    with pytest.raises(BadCheckpoint, match=r"step-00000003: expected manifest\.json"):
         mirror.restore(root)
 
 
