@@ -200,6 +200,14 @@ test_places_and_options_that_cannot_be_are_refused_before_the_work = refusals(
         )
         for out in (".", "..", "hf/..")
     ),
+    Refused(
+        "tokenize chats as text",
+        lambda folder: call_command(
+            folder, "tokenize", "chat.jsonl", "--tokenizer", str(model() / "tokenizer"), "--out", "t"
+        ),
+        "These are chats: give --chat",
+        given=write_files,
+    ),
     command("schedule --name zigzag", "one of gpipe, 1f1b"),
     command("schedule --name 1f1b --microbatches 3", "at least 4 with 1f1b over pipeline=4, found 3"),
     command("schedule --name 1f1b --virtual 2", "1 with 1f1b, found 2"),

@@ -121,6 +121,14 @@ test_a_bad_recipe_is_refused = refusals(
         ["layout.context=4", "data.sequence_length=30"],
         r"a multiple of 2 x context=4, found 30.* Nearest legal data\.sequence_length: 24 or 32$",
     ),
+    *(
+        refused(f"an address in {key}", f"{key}=s3://b/x", rf"{key}: .*a path of this machine, not an address")
+        for key in ("out", "model.config", "model.tokenizer")
+    ),
+    *(
+        refused(f"half an address in {key}", f"{key}=s3://", rf"{key}: .*a whole address, such as s3://")
+        for key in ("model.init_from", "data.tokens", "checkpoint.mirror")
+    ),
     refused("ring", "layout.ring=circle", r"layout\.ring: expected a valid boolean, found 'circle'"),
     refused(
         "a last phase that begins in the warm-up",
