@@ -107,6 +107,7 @@ def test_two_ranks_on_one_gpu_are_refused_on_every_rank():
 
 def fail_alone(kind):
     dist.init_process_group("gloo")
+    dist.barrier()  # a peer that ends before all are connected is another fault
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1), async_op=True)  # the peer never joins
         abandon_process_group(torch.device(kind))

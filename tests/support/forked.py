@@ -232,7 +232,7 @@ def _end_left(before: set[int]) -> bool:
 
 def _end_group(pid: int) -> bool:
     """End the child's remaining processes; return whether there were any."""
-    for _ in range(200):  # its own children may need a moment after it
+    for _ in range(1000):  # its own children may need a moment after it, and a core of a busy machine
         try:
             os.killpg(pid, 0)
         except ProcessLookupError:
