@@ -122,7 +122,9 @@ test_a_bad_recipe_is_refused = refusals(
         r"a multiple of 2 x context=4, found 30.* Nearest legal data\.sequence_length: 24 or 32$",
     ),
     *(
-        refused(f"an address in {key}", f"{key}=s3://b/x", rf"{key}: .*a path of this machine, not an address")
+        refused(
+            f"an address in {key}", f"{key}=s3://b/x", rf"{key}: .*a path of this machine, not an address"
+        )
         for key in ("out", "model.config", "model.tokenizer")
     ),
     *(
