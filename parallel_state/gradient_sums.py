@@ -88,10 +88,10 @@ def _sum_together(
     it gets the sum if another rank has a gradient, be it zero. These zeros are negative ones: a sum is
     negative zero in all its elements only if no rank has a gradient.
     """
-    taking = [one for one in parameters if one.requires_grad or one.grad is not None]
-    for dtype in sorted({one.dtype for one in taking}, key=str):
-        same = [one for one in taking if one.dtype == dtype]
-        gradients = [torch.full_like(one, -0.0) if one.grad is None else one.grad for one in same]
+    trained = [weight for weight in parameters if weight.requires_grad or weight.grad is not None]
+    for dtype in sorted({weight.dtype for weight in trained}, key=str):
+        same = [weight for weight in trained if weight.dtype == dtype]
+        gradients = [torch.full_like(weight, -0.0) if weight.grad is None else weight.grad for weight in same]
         grads = [local_data(gradient) for gradient in gradients]
         flat = torch.cat([grad.reshape(-1) for grad in grads]).to(reduce or dtype)
         dist.all_reduce(flat, group=group)

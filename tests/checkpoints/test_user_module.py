@@ -7,40 +7,21 @@ import torch
 from safetensors.torch import load_file
 from support.refusals import Refused, refusals
 from support.round_trips import assert_same
+from support.written_before import Embedder
 from torch import nn
 from trilith.checkpoints import convert, load_module, read_source, save_module
 from trilith.checkpoints.user_module_family import StoredDeclaration, StoredModule
 from trilith.cli.app import run
-from trilith.layers import Balancing, Experts, GatedMLP, MoE, TopKRouter, VocabParallelEmbedding
-from trilith.models import Rename, Split, Stack, Transpose
+from trilith.layers import Balancing, Experts, MoE, TopKRouter
+from trilith.models import Rename, Stack
 from trilith.parallel_state import Cut, Declaration, Layout, ParallelState, finalize_gradients, initialize
 from trilith.testing import run_parallel
 from trilith.testing.layouts import assemble, pieces
 from trilith.training import Precision, make_adamw, shard_over_data
 
-NAMES = (
-    Rename("embed.weight", "wte"),
-    Split(("blocks.{i}.gate_up.gate.weight", "blocks.{i}.gate_up.up.weight"), "h.{i}.fused"),
-    Transpose("blocks.{i}.down.weight", "h.{i}.down"),
-    Rename("gain.weight", "gain.weight"),
-    Rename("gain.bias", "gain.bias"),
-)
+NAMES = Embedder.names
 CONFIG = {"model_type": "embedder", "architectures": ["Embedder"], "width": 8}
 SAVED = {"step": 2, "data": {"at": 5}, "config": CONFIG, "names": NAMES}
-
-
-class Embedder(nn.Module):
-    def __init__(self, width=8, *, state=None):
-        super().__init__()
-        self.embed = VocabParallelEmbedding(37, width, state=state)
-        self.blocks = nn.ModuleList([GatedMLP(width, 16, state=state) for _ in range(2)])
-        self.gain = nn.LayerNorm(width)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.gain(x)
 
 
 def trained(state, seed):

@@ -76,11 +76,18 @@ class Embedder(nn.Module):
         Rename("gain.bias", "gain.bias"),
     )
 
-    def __init__(self, *, state: ParallelState | None = None) -> None:
+    def __init__(self, width: int = 8, *, state: ParallelState | None = None) -> None:
         super().__init__()
-        self.embed = VocabParallelEmbedding(37, 8, state=state)
-        self.blocks = nn.ModuleList([GatedMLP(8, 16, state=state) for _ in range(2)])
-        self.gain = nn.LayerNorm(8)
+        self.embed = VocabParallelEmbedding(37, width, state=state)
+        self.blocks = nn.ModuleList([GatedMLP(width, 16, state=state) for _ in range(2)])
+        self.gain = nn.LayerNorm(width)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        normed: Tensor = self.gain(x)
+        return normed
 
 
 def numbers(name: str, shape: tuple[int, ...], *, bits: int = 24) -> Tensor:
