@@ -22,6 +22,7 @@ from trilith.parallel_state import BadInput, Layout, engine
 from trilith.recipes.recipe import parse_recipe
 from trilith.search.simulation_worker import Worker
 from trilith.simulation import StepRecord
+from trilith.training.dry_run import dry_run
 
 CASE = Case(
     TINIEST_LLAMA,
@@ -62,6 +63,19 @@ def test_a_worker_answers_for_each_rank_of_a_recipe(worker, tmp_path):
         assert {("data", "all_gather"), ("data", "reduce_scatter"), ("pipeline", "send")} <= axes
     assert not any("head" in one.module for one in first.holders)
     assert any(one.kind == "logits and loss" for one in last.holders)
+
+
+def test_the_plan_counts_what_waits_for_the_second_part_of_a_backward(worker, tmp_path):
+    """Products of experts and a recurrence make more than they free: 7% of this step."""
+    zbv = recipe(
+        tmp_path,
+        layout={"pipeline": 2, "schedule": "zbv", "expert": 2, "data": 2, "zero": 1},
+        model={"size": "qwen3-next-80b-a3b", "config": {"num_hidden_layers": 8, "num_experts": 32}},
+        data={"tokens": "tokens", "sequence_length": 4096, "global_batch": 8, "micro_batch": 1},
+        device="cuda",
+    )
+    planned = dry_run(zbv, rank=2).rank.memory.total
+    assert planned / worker.simulate(zbv, 2).peak == pytest.approx(1, abs=0.01)
 
 
 def test_a_worker_that_has_ended_is_an_error(tmp_path):
