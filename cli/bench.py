@@ -60,8 +60,12 @@ def bench(
 
     parts = PARTS if only is None else tuple(word.strip() for word in only.split(","))
     check_parts(parts)
-    if out.is_dir() and (kinds := kinds_of(out)):
-        raise BadInput(out, expected="a folder of bench's own", found=kinds[0].value)
+    if out.is_dir() and any(out.iterdir()):
+        raise BadInput(out, expected="a new folder, or an empty one", found="files in it")
+    for folder in out.absolute().parents:
+        if folder.is_dir() and (kinds := kinds_of(folder)):
+            found = f"{folder}, {kinds[0].value}"
+            raise BadInput(out, expected="a place outside other folders of trilith's", found=found)
     files = out / "bench.json", out / "bench.html"
     for file in files:
         check_output_file(file, parents=True)

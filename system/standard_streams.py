@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import select
@@ -41,6 +42,20 @@ def reader_is_gone() -> bool:
         return any(event & select.POLLERR for _, event in poll.poll(0))
     except (OSError, ValueError):  # no file behind it
         return False
+
+
+def output_refuses(number: int | None) -> bool:
+    """Return whether standard output lies on a full disk: a line's end ends in ``number``, the error that some
+    file without a name gave.
+    """
+    if number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return False
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError as refused:
+        return refused.errno == number
+    return False
 
 
 def drop_output() -> None:

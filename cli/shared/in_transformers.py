@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,10 +12,14 @@ from torch.nn import functional as F
 from ...checkpoints import read_source
 from ...layers import IGNORE, routers
 from ...models import Link
-from ...parallel_state import Box
+from ...parallel_state import BadInput, Box
+from ...system.refusals import refusal_of
 from ...testing.layouts import Observation, Outputs, as_pieces, on_ranks
 from ...testing.parity.case import Question
 from ...testing.recorder import Recorder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def observe_hf(question: Question, *, timeout: float = 600) -> Observation:
@@ -24,7 +29,6 @@ def observe_hf(question: Question, *, timeout: float = 600) -> Observation:
 
 
 def observe_alone(question: Question) -> Observation:
-    from transformers import AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.utils.logging import disable_progress_bar
 
@@ -32,7 +36,7 @@ def observe_alone(question: Question) -> Observation:
 
     source = read_source(question.folder)
     links, _ = source.family.links(source.model_config)
-    model = AutoModelForCausalLM.from_pretrained(question.folder, dtype=question.dtype)
+    model = _load(question)
     if any(routers(source.family.on_meta(source.model_config))):
         model.set_experts_implementation("eager")  # the other one has no fp64
     model.eval()
@@ -60,6 +64,20 @@ def observe_alone(question: Question) -> Observation:
     gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
     whole = as_pieces(_gradients(moved, revert_weight_conversion(model, gradients)))
     return Observation([float(loss.detach())], gradients=whole, outputs=outputs)
+
+
+def _load(question: Question) -> PreTrainedModel:
+    """Load the folder with transformers, which refuses some that we read with whatever exception it meets."""
+    from transformers import AutoModelForCausalLM, __version__
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(question.folder, dtype=question.dtype)
+    except Exception as error:
+        if refusal_of(error) is not None:
+            raise
+        expected = f"a folder that transformers {__version__} loads as well, to compare with"
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise BadInput(question.folder, expected=expected, found=reason) from error
 
 
 def _counterparts(links: list[Link]) -> dict[str, dict[str, list[slice]]]:

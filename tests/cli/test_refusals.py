@@ -1,5 +1,6 @@
 """Bad recipes and arguments end in one line that names the key, with code 2, before any rank starts."""
 
+import json
 import shlex
 from functools import cache
 from pathlib import Path
@@ -12,10 +13,14 @@ from support.forked_launch import launch_forked
 from support.refusals import Refused, refusals
 from support.short_runs import write_short_recipe
 from trilith.cli.app import run
+from trilith.cli.shared.in_transformers import observe_alone
 from trilith.cli.shared.quickstart import Check, Quickstart
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.machine.random_files import write_hf_folder, write_tokens
+from trilith.parallel_state import BadInput
+from trilith.storage.file_names import INDEX
 from trilith.testing import run_fresh
+from trilith.testing.parity.case import Question
 
 
 def nothing(folder):
@@ -144,7 +149,10 @@ test_a_bad_option_is_refused_by_name = refusals(
         f"plan hf --seq 32 --gpus {'9' * 5000}", "--gpus: expected numbers", write_model, why="long number"
     ),
     command("generate hf --prompt a --stop ''", "--stop: expected text", write_model),
-    command("bench --quick --out hf", "hf: expected a folder of bench's own", write_model),
+    command("bench --quick --out hf", "hf: expected a new folder, or an empty one, found files", write_model),
+    command(
+        "bench --quick --out hf/x", "hf/x: expected a place outside .*hf, a Hugging Face folder", write_model
+    ),
 )
 
 
@@ -219,6 +227,17 @@ test_places_and_options_that_cannot_be_are_refused_before_the_work = refusals(
 @pytest.fixture
 def recipe(tmp_path):
     return write_short_recipe(tmp_path / "recipe.toml", tmp_path / "run")
+
+
+def test_parity_names_a_folder_that_transformers_alone_refuses(tmp_path):
+    folder = tmp_path / "hf"
+    write_hf_folder(folder, TINY_LLAMA, max_shard_size=20_000)
+    index = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).write_text(json.dumps({"weight_map": index["weight_map"]}))
+    with pytest.raises(
+        BadInput, match=r"a folder that transformers .* loads as well, .* KeyError: 'metadata'"
+    ):
+        observe_alone(Question(str(folder)))
 
 
 def test_cuda_is_refused_before_ranks_start_E20(recipe, capfd, monkeypatch):

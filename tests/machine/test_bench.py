@@ -116,7 +116,7 @@ def test_what_would_begin_after_the_time_is_left_out(monkeypatch):
         (["--device", "tpu"], "bench: --device: expected cpu or cuda, found tpu"),
         (["--minutes", "0"], "'--minutes': Input should be greater than or equal to 0.1"),
         (["--out", "file"], "expected a file in a folder, found .*file, which is a file"),
-        (["--out", "earlier"], "earlier/bench.json: expected a new file"),
+        (["--out", "earlier"], "earlier: expected a new folder"),
         pytest.param(
             ["--device", "cuda"],
             "expected cpu: this machine has no CUDA device, found cuda",

@@ -94,9 +94,13 @@ def test_a_reader_that_stops_is_no_error():
         assert (child.stderr.read(), child.wait(60)) == ("", 0)
 
 
-def test_a_full_disk_behind_standard_output_is_one_line():
-    words = [sys.executable, "-c", LINES.replace("100_000", "1")]
+@pytest.mark.parametrize("lines", ["1", "100_000"], ids=["at the end", "in the command"])
+def test_a_full_disk_behind_standard_output_is_one_line(lines):
+    words = [sys.executable, "-c", LINES.replace("100_000", lines)]
     with open("/dev/full", "w") as full:
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 3
-    assert "No space left on device" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert (
+        done.stderr.startswith("error: standard output: No space left on device")
+        and done.stderr.count("\n") == 1
+    ), done.stderr
