@@ -133,7 +133,7 @@ class ChatTemplate:
                 learnt[_ends(found) <= len(prompt)] = 0
             return ids, learnt
         spans = self._spans(text, conversation, where)
-        with refuse_panics(where):
+        with refuse_panics(where, self._tokenizer):
             found = self._tokenizer(text, add_special_tokens=False, verbose=False, **options)
         ends = _ends(found)
         starts = np.array([start for start, _ in found["offset_mapping"]], dtype=np.int64)
@@ -205,7 +205,8 @@ class ChatTemplate:
         # Limit the text first: as ids the same text needs at least as much memory.
         memory = TEMPLATE_MEMORY if options.get("tokenize") is False else None
         try:
-            with refuse_panics(where), bounded(seconds=TEMPLATE_SECONDS if memory else None, memory=memory):
+            seconds = TEMPLATE_SECONDS if memory else None
+            with refuse_panics(where, self._tokenizer), bounded(seconds=seconds, memory=memory):
                 return self._tokenizer.apply_chat_template(
                     messages, tools=conversation.tools, chat_template=self.text, **options, **self.variables
                 )

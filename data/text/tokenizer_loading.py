@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +14,7 @@ from ...parallel_state import BadInput
 from ...storage import DECIDE_IDS, VOCABULARIES
 from ...storage.safe_open import read_small, stat_regular
 from ...storage.small_files import refuse_pointer
-from ...system import OverLimit, bounded
+from ...system import OverLimit, bounded, quiet_libraries
 
 #: A text is tokenized whole, and takes some 130 bytes of memory a character, 1 GiB for the largest.
 LARGEST_TEXT = 2**23
@@ -170,12 +172,12 @@ class FolderTokenizer:
     def encode(self, text: str) -> list[int]:
         check_length(text)
         text.encode()  # tokenizers would raise a TypeError that does not say what is wrong
-        with refuse_panics(self.path):
+        with refuse_panics(self.path, self.backend):
             ids: list[int] = self.backend.encode(text, add_special_tokens=False, verbose=False)
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        with refuse_panics(self.path):
+        with refuse_panics(self.path, self.backend):
             text: str = self.backend.decode(
                 ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
@@ -184,7 +186,7 @@ class FolderTokenizer:
     def prompt(self, text: str) -> list[int]:
         check_length(text)
         text.encode()
-        with refuse_panics(self.path):
+        with refuse_panics(self.path, self.backend):
             ids: list[int] = self.backend.encode(text, add_special_tokens=True, verbose=False)
         return ids[:-1] if len(ids) > 1 and ids[-1] == self.eos_id else ids  # some end every text
 
@@ -205,12 +207,16 @@ class FolderTokenizer:
 
 
 @contextmanager
-def refuse_panics(where: object) -> Iterator[None]:
+def refuse_panics(where: object, tokenizer: Any = None) -> Iterator[None]:
     """Raise ``BadInput`` where the tokenizers library panics: a pattern such as ``(a+)+b`` goes back over
     some texts too often, and the library stops it with an exception that is no ``Exception``.
+
+    Rust prints its own report of a panic first, which is dropped where ``tokenizer`` has such a pattern, and
+    where it is only being loaded.
     """
     try:
-        yield
+        with quiet_libraries() if tokenizer is None or _repeats_groups(tokenizer) else nullcontext():
+            yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
@@ -220,6 +226,15 @@ def refuse_panics(where: object) -> Iterator[None]:
             expected="patterns that any text can be matched with",
             found=" ".join(str(error).split())[:200],
         ) from error
+
+
+@lru_cache(maxsize=8)
+def _repeats_groups(tokenizer: Any) -> bool:
+    """Return whether a pattern repeats a group, so that a text may be matched in exponentially many ways."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    parts = (getattr(backend, "normalizer", None), getattr(backend, "pre_tokenizer", None))
+    patterns = b"".join(part.__getstate__() for part in parts if part is not None)
+    return re.search(rb"\)[+*{]", patterns) is not None
 
 
 def endless_template(where: object, error: OverLimit) -> BadInput:
