@@ -7,6 +7,7 @@ from math import isqrt
 from typing import TYPE_CHECKING
 
 from ..system import refusal_of
+from ..system.addresses import with_addresses
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -57,7 +58,7 @@ class BadInput(ValueError):
         facts += [f"found {found}"] if found is not None else []
         self.where, self.key, self.expected, self.found, self.todo = where, key, expected, found, todo
         message = f"{place}: {', '.join(facts)}" if facts else place
-        super().__init__(f"{message}. {todo}" if todo else message)
+        super().__init__(with_addresses(f"{message}. {todo}" if todo else message))
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.where, self.key, self.expected, self.found, self.todo))

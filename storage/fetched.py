@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..parallel_state import BadInput
+from ..system.addresses import note_copy
 from .disk import Disk
 from .leftovers import remove_checkpoint
 from .lock import FileLock, try_lock
@@ -55,6 +56,7 @@ def fetched(url: str, wanted: Callable[[str], bool]) -> Path:
                 _copy(folder, {name: one.size for name, one in files.items()}, target)
         finally:
             lock.release()
+    note_copy(target, folder.url)
     return target
 
 

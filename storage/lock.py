@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 from pathlib import Path
 
 
@@ -27,12 +29,17 @@ class FileLock:
 
     @classmethod
     def take(cls, path: Path) -> FileLock | None:
-        """Make the file if there is none, and lock it; ``None`` where another process has it."""
+        """Make the file if there is none, and lock it; ``None`` where another process has it.
+
+        ``OSError`` for a pipe or a device of that name.
+        """
         while True:
             # O_NONBLOCK: a pipe of that name cannot make us wait.
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             lock = cls(path, os.open(path, flags, 0o666))
             try:
+                if not stat.S_ISREG(os.fstat(lock.fd).st_mode):
+                    raise OSError(errno.ENXIO, "a pipe or a device", str(path))
                 had = try_lock(lock.fd)
                 if had and os.path.samestat(os.stat(path), os.fstat(lock.fd)):
                     return lock

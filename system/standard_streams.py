@@ -45,8 +45,8 @@ def reader_is_gone() -> bool:
 
 
 def output_refuses(number: int | None) -> bool:
-    """Return whether standard output lies on a full disk: a line's end ends in ``number``, the error that some
-    file without a name gave.
+    """Return whether standard output lies on a full disk: writing to it ends in ``number`` too, the system's
+    number of an error that some file without a name gave.
     """
     if number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return False

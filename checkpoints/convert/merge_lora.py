@@ -11,6 +11,7 @@ from torch import Tensor
 from ...layers import lora_scale
 from ...models import PEFT_PREFIX, AdaptedFamily, ModelConfig
 from ...parallel_state import BadInput, Box
+from ...storage.finite import look_at
 from ..source import Source
 from .transfer import Change
 
@@ -117,7 +118,7 @@ class Merge:
         """Return the base's numbers and what the adapter adds."""
         rank, alpha = self._lora.rank_of(product.adapted), self._lora.alpha_of(product.adapted)
         merged = delta.mul_(lora_scale(rank, alpha, rslora=self._lora.use_rslora)).add_(numbers)
-        if not bool(torch.isfinite(merged).all()):
+        if not look_at(merged.contiguous()).finite:
             raise BadInput(self.adapter.path, name, expected="finite sums", found="a NaN or an infinity")
         return merged
 

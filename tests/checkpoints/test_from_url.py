@@ -52,6 +52,16 @@ def test_a_model_at_a_url_is_converted_as_the_local_one_and_is_copied_once(tmp_p
         assert local_folder(Path("memory://models/tiny")) == copy
 
 
+def test_a_folder_at_an_address_without_its_whole_index_is_refused_by_its_address(tmp_path, capfd):
+    write_hf_folder(tmp_path / "hf", TINIEST_LLAMA, max_shard_size=20_000)
+    put("memory://part/tiny", tmp_path / "hf")
+    shard = sorted((tmp_path / "hf").glob("*.safetensors"))[1].name
+    RemoteFolder("memory://part/tiny").remove(shard)
+    assert run(["convert", "memory://part/tiny", str(tmp_path / "out"), "--tensor", "2"]) == 2
+    assert capfd.readouterr().err.startswith(f"error: memory://part/tiny/{shard}: expected the shard that ")
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_newest_checkpoint_of_a_mirror_is_read_from_its_url(tmp_path):
     write_hf_folder(tmp_path / "hf", TINIEST_LLAMA)
     for step in (2, 10):

@@ -1,5 +1,6 @@
 """Check the numbers measured beside the steps: alike in every layout, with no bit of the run changed."""
 
+import gc
 import json
 import math
 from contextlib import contextmanager
@@ -18,10 +19,11 @@ from trilith.checkpoints import convert
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadInput, ParallelState
 from trilith.recipes.recipe import parse_recipe
-from trilith.runs.events import read_events
-from trilith.runs.metrics import read_lines, read_metrics
+from trilith.runs.events import Events, read_events
+from trilith.runs.metrics import StepMetrics, read_lines, read_metrics
 from trilith.testing import RankError, run_parallel
 from trilith.training import Callback, Trainer
+from trilith.training import run as train
 from trilith.training.run_data import open_held_out
 from trilith.training.run_plan import plan
 
@@ -286,3 +288,33 @@ def test_a_figure_that_cannot_be_logged_is_refused(place, tmp_path, figures, say
     with pytest.raises(RankError, match=says):
         run_parallel(run_with_calls, 1, raw, None, figures)
     assert [line["event"] for line in read_events(tmp_path / "run" / "events.jsonl")] == ["started", "failed"]
+
+
+class CountsMetrics(Callback):
+    """Count the metrics of steps that are in memory after each step."""
+
+    def __init__(self):
+        self.counts = []
+
+    def after(self, metrics):
+        self.counts.append(sum(type(kept) is StepMetrics for kept in gc.get_objects()))
+
+
+def test_a_run_keeps_no_step_s_metrics(place, tmp_path):
+    counting = CountsMetrics()
+    train(parse_recipe(tiny_recipe(tmp_path / "run", place / "tokens")), callbacks=[counting])
+    assert len(counting.counts) == 6 and counting.counts[-1] <= counting.counts[1], counting.counts
+
+
+def test_an_event_is_noted_without_reading_the_log(tmp_path):
+    events = Events(tmp_path / "events.jsonl")
+    events.note("saved", 1, checkpoint="a")
+    with events.path.open("a") as log:
+        log.write("x" * (8 << 20) + "\n")
+
+    def read():
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    before = read()
+    events.note("saved", 2, checkpoint="b")
+    assert read() - before < 1 << 16

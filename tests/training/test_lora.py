@@ -211,3 +211,14 @@ def test_adapters_are_not_loaded_as_a_whole_model(trained, capsys):
             load_weights(trained, model, family, source.model_config)
     assert trilith(["parity", str(trained)]) == 2
     assert "expected a whole model, found LoRA adapters" in capsys.readouterr().err
+
+
+def test_a_strict_merge_takes_the_newest_adapters_or_none(tmp_path, base, tokens, capfd):
+    train(recipe(tmp_path / "run", base, tokens, steps=2, checkpoint={"every": 1}))
+    newest = tmp_path / "run" / "checkpoints" / "step-00000002"
+    next(newest.glob("*.safetensors")).unlink()
+    words = ["merge-lora", str(base), str(tmp_path / "run"), str(tmp_path / "merged")]
+    assert trilith([*words, "--strict"]) == 4 and newest.name in capfd.readouterr().err
+    assert not (tmp_path / "merged").exists()
+    with pytest.warns(UserWarning, match=f"{newest.name}.*; using step-00000001"):
+        assert trilith(words) == 0

@@ -93,6 +93,16 @@ def test_of_two_starts_on_a_fresh_folder_exactly_one_trains(make, monkeypatch):
     assert run.status(0)["code"] == 0
 
 
+def test_a_pipe_in_place_of_the_lock_is_refused_and_not_waited_for(make):
+    run = make(1)
+    run.out.mkdir()
+    os.mkfifo(run.out / "run.lock")
+    arguments = [str(run.recipe), "--quiet", *ONE_RANK]
+    (code,) = run_fresh(start_impatiently, 1, arguments, False, process_group=False, timeout=60)
+    assert code == 2 and f"{run.out}/run.lock" in code.output, code.output
+    assert [path.name for path in run.out.iterdir()] == ["run.lock"]
+
+
 def test_the_lock_that_a_launcher_hands_on_is_told_from_another_s(tmp_path):
     before = os.dup(0)
     try:
