@@ -22,7 +22,7 @@ from typer.main import get_command_name
 from ..system import check_enough, refusal_of, visible
 from ..system.addresses import address_of
 from ..system.refusals import UNEXPECTED
-from ..system.standard_streams import drop_output, output_refuses, print_any_character, reader_is_gone
+from ..system.standard_streams import drop_output, name_standard_output, print_any_character, reader_is_gone
 from .bench import bench
 from .cluster.launch import launch
 from .cluster.status import status
@@ -234,8 +234,7 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
         if gone and (words[:1] not in _WORK_ON or "--dry-run" in words):
             drop_output()
             return 0
-        if isinstance(error, OSError) and error.filename is None and output_refuses(error.errno):
-            error.filename = "standard output"
+        name_standard_output(error)
         code, message = explain(error)
         try:
             sys.stdout.flush()

@@ -44,18 +44,16 @@ def reader_is_gone() -> bool:
         return False
 
 
-def output_refuses(number: int | None) -> bool:
-    """Return whether standard output lies on a full disk: writing to it ends in ``number`` too, the system's
-    number of an error that some file without a name gave.
-    """
-    if number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return False
+def name_standard_output(error: Exception) -> None:
+    """Name standard output in an error about a full disk that names no file, if writing there fails too."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if not isinstance(error, OSError) or error.errno not in full or error.filename is not None:
+        return
     try:
         sys.stdout.write("\n")
         sys.stdout.flush()
     except OSError as refused:
-        return refused.errno == number
-    return False
+        error.filename = "standard output" if refused.errno == error.errno else None
 
 
 def drop_output() -> None:
