@@ -121,6 +121,13 @@ class DrivenStage(PipelineStage):
         with self._sparing(), self._summing(last_backward) if full_backward else nullcontext():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         _free(self.grad_recv_info.get(bwd_chunk_id, ()))
+        if not full_backward and not self.is_first:
+            # The second part needs neither what came into the stage and out of it, nor their gradients.
+            inputs, groups, *_ = self.backward_state[bwd_chunk_id]
+            self.backward_state[bwd_chunk_id] = ((), groups, (), ())
+            for x in inputs:
+                if isinstance(x, Tensor):
+                    x.grad = None  # what is sent has it
         if loss is not None and full_backward:
             # Torch keeps the losses until the step ends, and their graphs keep each micro-batch's input.
             loss.detach_()

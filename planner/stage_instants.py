@@ -79,13 +79,20 @@ class StageInstants:
         # Torch keeps a stage's output until the end of its backward: on a pipeline's last one the logits.
         self.output = int(self.cut * (self.logits or work.between_blocks))
         self.kept += self.output
-        if given:
-            self.kept -= work.between_blocks  # its input is the output of the stage before
+        if self.cut and not stage.first and self.every:
+            # Autograd keeps what a stage is given, which may be the output of the stage before, also if the
+            # first block does not.
+            first = min(self.every, key=lambda each: each[0].numbers[0])[1]
+            self.kept += work.between_blocks * (not given) - first.kept_input
         self.halfway = 0.0
         if in_two:
-            self.halfway = stage.beside.between + sum(one.count * one.piece.between for one, _ in self.every)
+            self.halfway = stage.beside.between + sum(one.count * one.piece.waiting for one, _ in self.every)
             # The gradient of logits is written over them.
             self.halfway -= self.logits
+            if stage.loss is None and self.every:
+                # Behind the last block nothing waits for the second part, so its last operators are done.
+                last = max((one for one, _ in self.every), key=lambda one: one.numbers[-1]).piece
+                self.halfway -= last.waiting - last.between
 
         self._needs: dict[tuple[Kind, bool], list[Instant]] = {}
 

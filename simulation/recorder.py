@@ -201,6 +201,11 @@ class Recorder(TorchDispatchMode):
         known = self._alive.get(id(tensor.untyped_storage()))
         return None if known is None else known[0]
 
+    def alive(self, number: int | None) -> int:
+        """Return the bytes of the storage of this number, while it is alive."""
+        numbers = {number for number, _ in self._alive.values()}
+        return self._events[number][2] if number is not None and number in numbers else 0
+
     def alive_since(self, start: int) -> int:
         """Return the bytes alive that the operators from ``start`` on made."""
         numbers = (number for number, _ in self._alive.values())

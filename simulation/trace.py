@@ -15,12 +15,12 @@ from .recorder import Operator
 class Trace:
     """Hold what a piece does for one micro-batch on one rank. Bytes do not count the piece's weights.
 
-    ``kept``: alive from its forward to its backward, what it is given included, what it gives (``made``)
-    excluded. The next four are the most bytes beside ``kept``: ``forward``: in its forward, what it gives
-    included; ``backward``: in its backward, with the gradient of what it gives, without gradients of weights;
-    ``with_gradient``: the same with the gradient of a weight until it is added to that of earlier
-    micro-batches; ``with_gradients``: with those of all weights that are made by then. ``gradients``: the
-    bytes of these at the end; ``weights``: those of all weights.
+    ``kept``: alive from its forward to its backward, what it is given included (``kept_input``), what it
+    gives (``made``) excluded. The next four are the most bytes beside ``kept``: ``forward``: in its forward,
+    what it gives included; ``backward``: in its backward, with the gradient of what it gives, without
+    gradients of weights; ``with_gradient``: the same with the gradient of a weight until it is added to that
+    of earlier micro-batches; ``with_gradients``: with those of all weights that are made by then.
+    ``gradients``: the bytes of these at the end; ``weights``: those of all weights.
 
     Of a backward in two parts: ``first_part``: the most beside ``kept`` in the first one; ``waiting``: the
     gradients that it leaves to the second one, for which weights were waiting; ``between``: these without
@@ -31,6 +31,7 @@ class Trace:
     made: int
     forward: int
     weights: int
+    kept_input: int = 0
     backward: int = 0
     with_gradient: int = 0
     with_gradients: int = 0

@@ -133,15 +133,18 @@ def trace(
             inputs = [make().requires_grad_(reached)]
         else:
             inputs = [_Given.apply(anchor, make, recorder.end_chain) if reached else make()]
+        first = recorder.number(inputs[0])
         made = tensors_of(out if isinstance(out := run(inputs[0]), tuple) else (out,))
         del out
         if not in_two:
             inputs.clear()
         recorder.end_chain()
         size = sum(x.nbytes for x in made if recorder.number(x) is not None)
-        kept = recorder.now - size
+        kept, kept_input = recorder.now - size, recorder.alive(first)
         instants = {"forward": [after - kept for after in recorder.bytes(0, recorder.at)]}
-        results = dict(kept=kept, made=size, weights=sum(weight.nbytes for weight in parameters))
+        results = dict(
+            kept=kept, kept_input=kept_input, made=size, weights=sum(weight.nbytes for weight in parameters)
+        )
         goes_back = backward and any(x.requires_grad for x in made)
         recorder.phase, start = "backward", recorder.at + 1
         if goes_back and in_two:

@@ -4,6 +4,7 @@ So are weights that enter a stage at two places.
 """
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from trilith.layers import (
     vocab_parallel_cross_entropy,
 )
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
-from trilith.pipeline.driver import StageModule
+from trilith.pipeline.driver import DrivenStage, StageModule
 from trilith.pipeline.relay import Travels
 from trilith.pipeline.runner import make_schedule
 from trilith.testing import LayoutVariance, RankError, assert_layout_invariant, run_parallel
@@ -157,6 +158,30 @@ def steps_of_shapes(lengths, samples):
         model.zero_grad()
         found.append(float(step({"tokens": tokens, "labels": (tokens + 1) % VOCAB})))
     return found
+
+
+def left_by_first_parts():
+    """Return the tensors at a stage's ends that the first parts of backwards leave to the second ones."""
+    state = ParallelState.start(Layout.of(pipeline=2, **SHAPED))
+    model = shard_over_data(Net(state=state), state, Precision(*[torch.float64] * 3))
+    initialize(model, 0, state=state)
+    whole, left = DrivenStage.backward_one_chunk, list[torch.Tensor | None]()
+
+    def first_part(stage, number, loss=None, full_backward=True, last_backward=False):
+        inputs = stage.fwd_cache[number][1]
+        whole(stage, number, loss, full_backward, last_backward)
+        if not full_backward and not stage.is_first:
+            left.extend(x.grad for x in inputs)
+            left.extend(x for ends in (*stage.backward_state[number][2:],) for x in ends)
+
+    with mock.patch.object(DrivenStage, "backward_one_chunk", first_part):
+        Step(model, loss, micro_batch=2, schedule="zbv", state=state)(BATCH)
+    return len(left), sum(x is not None for x in left)
+
+
+def test_the_first_part_of_a_backward_leaves_no_gradient_of_a_stage_s_ends_to_the_second():
+    for count, alive in run_parallel(left_by_first_parts, 2, timeout=60):
+        assert count and not alive
 
 
 def test_shapes_may_change_on_one_data_rank_alone():
