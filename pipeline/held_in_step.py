@@ -14,7 +14,7 @@ next one of the same rank is one message, and no copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -61,10 +61,8 @@ def heaviest(
     added by the first part of its backward. ``message``: the bytes of a message.
     """
     pipeline = layout.pipeline
-    # Rounds in the middle of a step are all alike; of three, one begins in its second half.
-    few = min(micro_batches, 3 * pipeline + micro_batches % pipeline)
-    if pipeline == 1 or name in _ONE_STAGE:
-        few = micro_batches
+    alone = pipeline == 1 or name in _ONE_STAGE
+    few = micro_batches if alone else _few(pipeline, micro_batches)
     rows = _rows(name, pipeline, layout.virtual_stages, layout.v_shape, few, rank)
     # What is sent for the others has been kept by the second half.
     further = (micro_batches - few) * rows.sends
@@ -80,15 +78,45 @@ def heaviest(
     return [one for one in found if not one.absent or one.bytes > with_all.get((one.kind, one.stage), -1.0)]
 
 
+def last_backwards(
+    name: str, layout: Layout, micro_batches: int, rank: int,
+    whole: Sequence[float], halfway: Sequence[float], message: float,
+) -> list[Instant]:  # fmt: skip
+    """Return what a pipeline rank holds in the last backward of each of its stages, with the arguments of
+    ``heaviest``. Gradients that are summed over data ranks once a step are summed then.
+    """
+    if layout.pipeline == 1 or name in _ONE_STAGE:
+        sent = (micro_batches - 1 if name == "gpipe" else 1) * (rank > 0)
+        messages = sent + (rank < layout.pipeline - 1)
+        return [Instant("B", rank, whole[0] + messages * message, messages)]
+    few = _few(layout.pipeline, micro_batches)
+    rows = _rows(name, layout.pipeline, layout.virtual_stages, layout.v_shape, few, rank)
+    further = (micro_batches - few) * rows.sends
+    held = rows.last @ np.array([*whole, *halfway, message, further * message])
+    return [
+        Instant(kind, stage, float(held[number]), int(rows.last[number, -2]) + further, absent)
+        for number, (kind, stage, absent) in enumerate(rows.last_of)
+    ]
+
+
+def _few(pipeline: int, micro_batches: int) -> int:
+    """Return how many micro-batches show what a step of several stages a rank holds: rounds in the middle of
+    a step are all alike; of three, one begins in its second half.
+    """
+    return min(micro_batches, 3 * pipeline + micro_batches % pipeline)
+
+
 class _Rows(NamedTuple):
-    """Hold the rows of a rank, also as an array; where those of each kind and stage start and stop; and how
-    many messages the rank sends for a micro-batch.
+    """Hold the rows of a rank, also as an array; where those of each kind and stage start and stop; how many
+    messages the rank sends for a micro-batch; and the rows of the ``last`` backward of each stage.
     """
 
     each: list[_Row]
     counts: NDArray[np.float64]
     groups: list[tuple[_Key, int, int]]
     sends: int
+    last: NDArray[np.float64]
+    last_of: list[_Key]
 
 
 @lru_cache(maxsize=1024)
@@ -96,6 +124,7 @@ def _rows(
     name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int, rank: int
 ) -> _Rows:
     layout = Layout.of(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
+    last: dict[int, tuple[_Key, _Row]] = {}
     if pipeline == 1 or name in _ONE_STAGE:
         found: _Found = {}
         instants = _ONE_STAGE[name if pipeline > 1 else "1f1b"](pipeline, micro_batches, rank)
@@ -107,6 +136,7 @@ def _rows(
     else:
         events = _with_messages(name, pipeline, virtual_stages, v_shape, micro_batches)[rank]
         found = _followed(events, layout, rank)
+        last = {key[1]: (key, row) for key, row in _states(events, layout, rank) if key[0] in "BW"}
     each, groups = list[_Row](), list[tuple[_Key, int, int]]()
     for key, alike in found.items():
         groups.append((key, len(each), len(each) + len(alike)))
@@ -114,7 +144,8 @@ def _rows(
     here = layout.stages_of(rank)
     borders = [other for one in here for other in (one - 1, one + 1)]
     sends = sum(0 <= one < layout.stages and one not in here for one in borders)
-    return _Rows(each, np.array(each, dtype=float), groups, sends)
+    at_last = np.array([row for _, row in last.values()], dtype=float)
+    return _Rows(each, np.array(each, dtype=float), groups, sends, at_last, [key for key, _ in last.values()])
 
 
 #: The micro-batches that a rank holds at an instant, the sent messages that it keeps then, and ``absent``.
@@ -189,11 +220,18 @@ def _with_messages(
 
 def _followed(events: Sequence[_Event], layout: Layout, rank: int) -> _Found:
     """Return what a rank holds at each of its actions that computes a loss or gradients."""
+    found: _Found = {}
+    for key, row in _states(events, layout, rank):
+        found.setdefault(key, {})[row] = None
+    return found
+
+
+def _states(events: Sequence[_Event], layout: Layout, rank: int) -> Iterator[tuple[_Key, _Row]]:
+    """Yield each of a rank's actions that computes a loss or gradients, and what it holds then."""
     here, last = layout.stages_of(rank), layout.stages - 1
     place, size = {stage: number for number, stage in enumerate(here)}, len(here)
     now = [0] * (2 * size + 1)
     absent = tuple(range(size))
-    found: _Found = {}
     for number, (kind, stage, arrives) in enumerate(events):
         if arrives:
             now[-1] += 1
@@ -203,12 +241,12 @@ def _followed(events: Sequence[_Event], layout: Layout, rank: int) -> _Found:
             now[of] += 1
             now[-1] -= stage > 0 and stage - 1 not in place  # it is an input, which is kept
             if stage == last:
-                found.setdefault((kind, stage, absent), {})[*now, late] = None
+                yield (kind, stage, absent), (*now, late)
             continue
         if kind == "I" and stage == 0:
             continue  # torch leaves all of it to the second part
         # Where a backward has two parts, all gradients count.
-        found.setdefault((kind, stage, absent if kind == "B" else ()), {})[*now, late] = None
+        yield (kind, stage, absent if kind == "B" else ()), (*now, late)
         if kind == "I":
             now[size + of] += 1
             # Of the gradient that came a product's weight gradient is made; another one is sent.
@@ -221,4 +259,3 @@ def _followed(events: Sequence[_Event], layout: Layout, rank: int) -> _Found:
         now[-1] += stage < last and stage + 1 not in place  # the output that was sent is still kept
         if not split:
             now[-1] += (stage > 0) - (stage < last)
-    return found

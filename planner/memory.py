@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ..pipeline.held_in_step import heaviest
+from ..pipeline.held_in_step import heaviest, last_backwards
 from ..pipeline.schedule_kinds import schedule_kind
 from .first_backward import first_backward
 from .own_module import Loss, stages_of
 from .rank_parameters import RankParameters, rank_parameters
 from .shared_in_step import (
+    IN_LAST,
     Place,
     adds_at_once,
     gathered_bytes,
@@ -194,9 +195,11 @@ def needs_of_rank(
     places = {stage: place for place, stage in enumerate(here)}
     kept, halfway = [part.kept for part in parts], [part.halfway for part in parts]
     found: dict[tuple[Place, int, tuple[float, ...]], list[Need]] = {}
-    for kind, stage, held, count, early in heaviest(
-        work.schedule, layout, work.micro_batches, number, kept, halfway, message
-    ):
+    asked = work.schedule, layout, work.micro_batches, number, kept, halfway, message
+    worst = [(instant, False) for instant in heaviest(*asked)]
+    if layout.pipeline > 1 and work.micro_batches > 1:  # else the first backward is a stage's last one
+        worst += [(instant, True) for instant in last_backwards(*asked)]
+    for (kind, stage, held, count, early), in_last in worst:
         at, messages = places[stage], count * message
         # Of a module that is not the zoo's it is not known when its gradients appear.
         early = early if stages[at].blocks else ()
@@ -206,7 +209,11 @@ def needs_of_rank(
         )
         for instant in parts[at].needs(kind, at in early):
             absent: tuple[float, ...] = ()
-            if instant.place == "first forward":  # only a part of one micro-batch is there
+            if in_last:
+                if instant.place not in IN_LAST:
+                    continue
+                instant = instant._replace(place=IN_LAST[instant.place])
+            elif instant.place == "first forward":  # only a part of one micro-batch is there
                 absent = tuple(part.gradients for part in parts)
                 found[instant.place, at, absent] = [Need.at(instant, at, kept[at], 0, absent, True)]
                 continue

@@ -20,12 +20,22 @@ from .step_shape import Work
 #: stage's last block, of another block (or before that, when its weights are copied); after that of a block;
 #: in that of the embedding. Then those of a backward in two parts: in the first part, and at the start and
 #: the end of the second one. The model's first stage computes all of a backward in the second part, and sums
-#: no gradient before its end: its last block, others, its end.
+#: no gradient before its end: its last block, others, its end. The rest are in the last backward of a stage
+#: in a step (``IN_LAST``).
 Place = Literal[
     "forward", "first forward", "loss", "head", "last block", "block", "sum", "entry",
     "inputs", "weights", "weights made",
     "unsummed last block", "unsummed block", "unsummed end",
+    "last sum", "last entry", "last weights made", "last unsummed end",
 ]  # fmt: skip
+
+#: Instants at which gradients are summed over the data ranks: in each backward, or in the last one alone.
+IN_LAST: dict[Place, Place] = {
+    "sum": "last sum",
+    "entry": "last entry",
+    "weights made": "last weights made",
+    "unsummed end": "last unsummed end",
+}
 
 
 def holds_alone(work: Work) -> bool:
@@ -154,15 +164,23 @@ def places_shared(
         found["block", place] = before + (block * reduce - last if sums_each else 0)
         found["sum", place] = of_block + exit * made + tied - last - dropped
         found["entry", place] = max(of_entry + entry * compute * (alone and added), joined) - last
-        if not in_two:
-            continue
-        whole, grads = here * compute * (zero == 3), trained * made
-        found["inputs", place] = 0
-        found["weights", place] = whole + max(held.root.here * compute * (zero == 3), gathered)
-        found["weights made", place] = whole + max(
-            largest, grads + exit * made + of_block - block * made - last
-        )
-        found["unsummed last block", place] = whole
-        found["unsummed block", place] = whole + grads
-        found["unsummed end", place] = grads + of_entry - last
+        if in_two:
+            whole, grads = here * compute * (zero == 3), trained * made
+            found["inputs", place] = 0
+            found["weights", place] = whole + max(held.root.here * compute * (zero == 3), gathered)
+            found["weights made", place] = whole + max(
+                largest, grads + exit * made + of_block - block * made - last
+            )
+            found["unsummed last block", place] = whole
+            found["unsummed block", place] = whole + grads
+            found["unsummed end", place] = grads + of_entry - last
+        for usual, in_last in IN_LAST.items():
+            if (usual, place) in found:
+                found[in_last, place] = found[usual, place]
+        if added and cut:
+            found["sum", place] = exit * made + tied
+            found["entry", place] = max(entry * compute * alone, joined)
+            if in_two:
+                found["weights made", place] = whole + max(largest, grads + exit * made)
+                found["unsummed end", place] = grads
     return found
