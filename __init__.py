@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checkpoints import convert, load_model, load_module, save_model, save_module, verify
+    from .checkpoints import convert, describe_module, load, save, verify
     from .generation import generate
     from .layers import ColumnParallelLinear, RowParallelLinear
     from .models import CausalLM, family_of
@@ -45,18 +45,17 @@ __all__ = [
     "assert_layout_invariant",
     "clip_gradients",
     "convert",
+    "describe_module",
     "family_of",
     "finalize_gradients",
     "generate",
     "initialize",
-    "load_model",
-    "load_module",
+    "load",
     "load_recipe",
     "make_adamw",
     "run",
     "run_parallel",
-    "save_model",
-    "save_module",
+    "save",
     "shard_batch",
     "shard_over_data",
     "verify",

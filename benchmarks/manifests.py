@@ -15,9 +15,9 @@ from pathlib import Path
 from measure import Row, at_most, seconds_of
 from trilith.checkpoints import Manifest
 from trilith.checkpoints.manifest import WITH_GRIDS
-from trilith.checkpoints.moments import MOMENTS
+from trilith.checkpoints.optimizer_state import MOMENTS
 from trilith.checkpoints.part_table import PartTable
-from trilith.checkpoints.rank_files import files_to_come, own_boxes, stored_tensors
+from trilith.checkpoints.rank_files import files_to_come, stored_tensors
 from trilith.checkpoints.stored_tensor import StoredTensor
 from trilith.parallel_state import Declaration, Layout
 from trilith.recipes import load_recipe
@@ -49,7 +49,9 @@ class StandIn:
         return tuple(one.model_copy(update={"size": SIZE, "crc32": 2**32 - 1}) for one in files)
 
     def tensors(self) -> dict[str, StoredTensor]:
-        return stored_tensors(self.stages, self.layout, "F32", frozen=frozenset(), moments=MOMENTS)
+        return stored_tensors(
+            self.stages, self.layout, "F32", frozen=frozenset(), moments=dict.fromkeys(MOMENTS, ())
+        )
 
     def write(self, files: tuple[StoredFile, ...], folder: Path) -> bytes:
         """Return the manifest of a save, as rank 0 makes it: described, written, read back and checked."""
@@ -61,7 +63,7 @@ class StandIn:
     def own_share(self) -> int:
         """Return how many tensors the last rank writes; its own declarations are all it looks at."""
         at = self.layout.coordinates(self.layout.world - 1)
-        return len(own_boxes(self.stages[at.pipeline], self.layout, at))
+        return sum(one.owner(self.layout, at) for one in self.stages[at.pipeline].values())
 
 
 def stand_in(name: str, times: int) -> StandIn:

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from conversion import wide
 from measure import Row, afresh, in_turn, ratio, seconds_of
 from safetensors.torch import save_file
-from trilith.checkpoints import Contents, Progress, Saver
+from trilith.checkpoints import Contents, Described, Progress, Saver
 from trilith.models import CausalLM, family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.runs.launch import process_group
@@ -40,7 +40,7 @@ def trained(raw: dict[str, Any], state: ParallelState) -> tuple[CausalLM, torch.
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    return model, optimizer, Contents(family, config, raw)
+    return model, optimizer, Contents(Described(family, config), raw)
 
 
 def measured(folder: Path, rounds: int, state: ParallelState) -> list[Row]:

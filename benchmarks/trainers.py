@@ -126,7 +126,7 @@ def planned(dtype: torch.dtype, layout: dict[str, Any], rows: int, compiled: boo
 
 def ours(folder: str, dtype: torch.dtype, layout: dict[str, Any], rows: int, compiled: bool) -> Step:
     """Return a step of this library, from a recipe as ``trilith train`` has it."""
-    from trilith.checkpoints import begin_moments, load_weights
+    from trilith.checkpoints import begin_moments, load
     from trilith.data.batch import Batch
     from trilith.parallel_state import ParallelState
     from trilith.training.build import build
@@ -134,7 +134,7 @@ def ours(folder: str, dtype: torch.dtype, layout: dict[str, Any], rows: int, com
     recipe, made = planned(dtype, layout, rows, compiled)
     state = ParallelState.start(recipe.layout)
     parts = build(recipe, made, state)
-    load_weights(folder, parts.model, made.family, made.config)
+    load(folder, parts.model)
     begin_moments(parts.model, parts.optimizer)
 
     def step(tokens: Tensor) -> float:

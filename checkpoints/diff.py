@@ -9,7 +9,7 @@ import torch
 
 from ..parallel_state import BadInput, Box
 from .copies import Links
-from .moments import MOMENTS, moment_name
+from .optimizer_state import moment_name
 from .source import Source
 
 _ELEMENTS = 1 << 22
@@ -37,12 +37,12 @@ def differences(a: Source, b: Source) -> Iterator[Difference]:
 
     Names are trilith's, unless both sources are Hugging Face folders. Moments are compared if both have them.
     """
-    if a.family.model_type != b.family.model_type:
-        raise BadInput(b.path, "model_type", expected=a.family.model_type, found=b.family.model_type)
+    if a.described.model_type != b.described.model_type:
+        raise BadInput(b.path, "model_type", expected=a.described.model_type, found=b.described.model_type)
     as_hf = a.manifest is None and b.manifest is None
     links = [source.links(to_hf=as_hf) for source in (a, b)]
     names_a, names_b = (_names(source, as_hf) for source in (a, b))
-    both_train = a.trains and b.trains
+    both_train = a.moments and b.moments
     for name, shape in names_a.items():
         if name.startswith("optimizer.") and not both_train:
             continue
@@ -60,10 +60,11 @@ def differences(a: Source, b: Source) -> Iterator[Difference]:
 def _names(source: Source, as_hf: bool) -> dict[str, tuple[int, ...]]:
     if source.manifest is not None or as_hf:
         return {name: whole.shape for name, whole in source.catalog.items()}
-    (stated,) = source.family.declarations(source.model_config)
+    (stated,) = source.described.declarations()
     shapes = {name: declaration.shape for name, declaration in stated.items()}
-    moments = MOMENTS if source.trains else ()
-    return shapes | {moment_name(one, name): shape for one in moments for name, shape in shapes.items()}
+    return shapes | {
+        moment_name(one, name): shape for one in source.moments for name, shape in shapes.items()
+    }
 
 
 def _compare(

@@ -6,14 +6,16 @@ There is no pointer file: the folders are looked at.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
 
-from ..parallel_state import BadCheckpoint
+from ..parallel_state import BadCheckpoint, ParallelState
+from ..parallel_state.collective_errors import together
 from ..storage.fetched import fetched
 from ..storage.file_names import MANIFEST, STEP_NAME, finished_name
 from ..storage.folder_kind import CHECKPOINTS, holds_steps
@@ -75,7 +77,7 @@ def open_checkpoint(directory: Path | str, *, whole: bool = True) -> Found:
     return Found(directory, Manifest.load(directory, whole=whole), (), held)
 
 
-def latest_checkpoint(root: Path | str, *, whole: bool = True) -> Found:
+def newest_checkpoint(root: Path | str, *, whole: bool = True) -> Found:
     """Return the complete checkpoint of the highest step, held against deletion.
 
     ``root``: a run's folder, or that of its checkpoints. A newer one that is not complete is passed over, and
@@ -90,32 +92,17 @@ def latest_checkpoint(root: Path | str, *, whole: bool = True) -> Found:
     for _ in range(_TRIES):
         seen = sorted(path.name for path in root.iterdir())
         try:
-            return _latest(root, whole)
+            return _newest(root, whole)
         except BadCheckpoint:
             if seen == sorted(path.name for path in root.iterdir()):
                 raise
-    return _latest(root, whole)
+    return _newest(root, whole)
 
 
 def folder_of_steps(folder: Path) -> Path:
     """Return where the checkpoints of a run's folder are, or else the folder itself."""
     inside = folder / CHECKPOINTS
     return inside if holds_steps(inside) and not holds_steps(folder) else folder
-
-
-def latest_at(folder: RemoteFolder) -> tuple[str | None, list[str]]:
-    """Return the name of the newest whole checkpoint in a folder at an address, and a line about each newer
-    one that is not whole, which ``STRICT`` refuses; ``None`` if there is no whole one.
-    """
-    passed_over: list[str] = []
-    for name in steps_at(folder)[::-1]:
-        try:
-            whole_copy(folder, name)
-        except BadCheckpoint as error:
-            passed_over.append(passing_over(error))
-            continue
-        return name, [f"{line}; using {name}" for line in passed_over]
-    return None, passed_over
 
 
 def steps_at(folder: RemoteFolder) -> list[str]:
@@ -146,7 +133,7 @@ def passing_over(error: BadCheckpoint) -> str:
     return f"passed over: {error}"
 
 
-def _latest(root: Path, whole: bool) -> Found:
+def _newest(root: Path, whole: bool) -> Found:
     names = [path.name for path in root.iterdir() if path.is_dir()]
     steps = sorted((int(match[1]), name) for name in names if (match := STEP_NAME.fullmatch(name)))
     for (step, name), (next_step, other) in pairwise(steps):
@@ -188,14 +175,72 @@ def local_folder(name: str | Path) -> Path:
 
 
 def newest_at(url: str) -> tuple[str, list[str]]:
-    """Return the URL of the newest whole checkpoint of a run at a URL, and a line about each newer one;
-    other URLs as they are.
+    """Return the URL of the newest whole checkpoint of a run at a URL, and a line about each newer one, which
+    ``STRICT`` refuses; other URLs as they are.
     """
     for place in (url, f"{url.rstrip('/')}/{CHECKPOINTS}"):
-        folder = RemoteFolder(place)
-        if steps_at(folder):
-            newest, warnings = latest_at(folder)
-            if newest is None:
-                raise BadCheckpoint(url, expected="a complete checkpoint", found="; ".join(warnings))
-            return f"{folder.url}/{newest}", warnings
+        folder, passed_over = RemoteFolder(place), list[str]()
+        for name in steps_at(folder)[::-1]:
+            try:
+                whole_copy(folder, name)
+            except BadCheckpoint as error:
+                passed_over.append(passing_over(error))
+                continue
+            return f"{folder.url}/{name}", [f"{line}; using {name}" for line in passed_over]
+        if passed_over:
+            raise BadCheckpoint(url, expected="a complete checkpoint", found="; ".join(passed_over))
     return url, []
+
+
+def newest_of_run(
+    root: Path, state: ParallelState, *, say: Callable[[str], None] = lambda text: None
+) -> Path | None:
+    """Return the newest complete checkpoint in a run's folder, or ``None``; the same on every rank.
+
+    Collective: rank 0 looks and tells the others. For each incomplete checkpoint that it skips, ``say`` gets
+    the reason.
+    """
+
+    def look() -> tuple[str | None, tuple[str, ...]]:
+        names = [] if state.rank or not root.is_dir() else sorted(path.name for path in root.iterdir())
+        if not any(map(STEP_NAME.fullmatch, names)):
+            left = f"no checkpoint was ever completed ({', '.join(names)}): from the beginning"
+            return None, (left,) if names else ()
+        found = newest_checkpoint(root)
+        return str(found.directory), found.passed_over
+
+    path, passed_over = together(look, state)[0]
+    for line in passed_over:
+        say(line)
+    return None if path is None else Path(path)
+
+
+@contextmanager
+def newest_in(path: str | Path, state: ParallelState, opened: Path | None = None) -> Iterator[str]:
+    """Yield the newest complete checkpoint of a run's folder or a folder of checkpoints, here or at an
+    address, or else ``path``; the same on every rank.
+
+    Collective. Only rank 0 looks, because a run may save meanwhile, and then ranks could find different
+    checkpoints; it warns of each newer one that it passes over. If it has ``opened`` the newest before, that
+    is the one. Rank 0 holds the checkpoint during the block, so that the run does not delete it; the block
+    must end with a collective.
+    """
+    held: list[Found] = []
+
+    def look() -> str:
+        if state.rank:
+            return str(path)
+        if (url := as_url(path)) is not None:
+            chosen, passed_over = newest_at(url)
+        elif holds_steps(folder := folder_of_steps(Path(path))) and opened is not None:
+            chosen, passed_over = str(opened), []  # warned of when it was opened
+        elif holds_steps(folder):
+            held.append(newest_checkpoint(folder))
+            chosen, passed_over = str(held[0].directory), [*held[0].passed_over]
+        else:
+            chosen, passed_over = str(path), []
+        warn_of(passed_over)
+        return chosen
+
+    yield together(look, state)[0]
+    held.clear()

@@ -1,95 +1,138 @@
-"""Load weights into a model; each rank reads only the parts that it stores."""
+"""Load a model, whole or as a rank's part of it, and an optimizer's state; each rank reads what it stores."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from pydantic import BaseModel
+from torch import Tensor, nn
 
-from ..models import AdaptedFamily, CausalLM, Family, LoraConfig, ModelConfig
-from ..parallel_state import BadCheckpoint, BadInput, ParallelState
-from .lora import read_adapter
+from ..models import AdaptedFamily
+from ..parallel_state import BadCheckpoint, BadInput, Layout, ParallelState, check_state, state_of
+from ..parallel_state.collective_errors import all_succeed, together
+from ..storage.dtypes import TORCH
+from ..storage.file_names import MANIFEST
+from .described import describe
+from .find import newest_in
+from .lora import check_same_base, read_adapter, stored_adapter
+from .manifest import StoredAdapter
+from .optimizer_state import adamw, check_optimizer, moment_name, moment_of, restore_state
 from .rank_storage import stored_parts
 from .source import Source, read_source
-from .verify_together import check_bytes
+from .stated_progress import Progress, check_progress
+from .stored_tensor import check_same_shapes
+from .user_module_family import Described
+from .verify import check_bytes
 
 
-def load_weights(
-    path: str | Path,
-    model: CausalLM,
-    family: Family,
-    config: ModelConfig,
-    *,
-    finite: bool = True,
-) -> Source:
-    """Fill the model's parameters, in place, from a Hugging Face folder or a checkpoint of any layout, and
-    return what they are from.
+@dataclass(frozen=True)
+class Loaded(Progress):
+    """Hold what ``load`` returns: the ``model``, and how far its run was when it was saved (``Progress``).
 
-    The model may be cut, sharded by FSDP, or a pipeline stage. Weights are cast to the parameters' dtype;
-    padding becomes zero. Rank 0 looks at all files, as ``read_source`` does. Raises ``BadInput`` or
-    ``BadCheckpoint`` for a source of another model, or of LoRA adapters, which would leave the other
-    parameters unfilled (see ``load_model``).
+    ``step`` is 0 for a Hugging Face folder. ``extra`` is what ``save`` was given, or what a run noted of its
+    data.
     """
-    source = read_source(path, mtp=config.mtp_blocks > 0, whole=model.state.rank == 0)
-    load_model_source(source, model, family, config, finite=finite)
-    return source
+
+    #: A ``CausalLM``, or the module that was given.
+    model: Any = field(kw_only=True)
 
 
-def load_model_source(
-    source: Source, model: CausalLM, family: Family, config: ModelConfig, *, finite: bool = True
-) -> None:
-    """Fill the model's parameters as ``load_weights`` does, from a source that is open."""
-    check_whole(source)
-    check_same_model(source, family, config)
-    load_source(source, model, finite=finite)
-
-
-def load_source(source: Source, model: CausalLM, *, finite: bool = True) -> None:
-    """Fill, in place, the parameters that the source's family has: adapters, or all others.
-
-    Collective: every byte of a checkpoint is compared with its checksum, each rank reading some of the files.
-    """
-    check_bytes(source, model.state)
-    fill_from(source, model, finite=finite)
-
-
-def fill_from(source: Source, model: CausalLM, *, finite: bool = True) -> None:
-    """Fill the model as ``load_source`` does, from a source whose bytes were checked."""
-    links, (stated,) = source.links(), source.family.declarations(source.model_config)
-    for name, tensor, box in stored_parts(model, model.state):
-        if name in stated:
-            fill(tensor, source.read(name, box, links, finite=finite))
-
-
-def load_model(
-    path: str | Path,
+def load(
+    path: str | Path | Source,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     *,
     adapter: str | Path | None = None,
     dtype: torch.dtype = torch.float32,
     state: ParallelState | None = None,
-) -> CausalLM:
-    """Return the model of a Hugging Face folder or a checkpoint, whole or as this rank's part of a layout.
+) -> Loaded:
+    """Fill a model from a checkpoint of any layout or a Hugging Face folder, or build the model of it.
 
-    ``adapter``: a PEFT folder or a checkpoint with LoRA adapters to add. A ``path`` that is such a checkpoint
-    gives its adapters on the base that it names. Raises ``BadInput`` or ``BadCheckpoint``.
+    Collective. ``path``: a checkpoint, the folder of several or of a run (the newest complete one is taken),
+    a Hugging Face folder, an id of the hub, a URL. Without a ``model`` the family that the folder names makes
+    it in ``dtype``, as this rank's part of the layout of ``state``. A model that is given may be cut, sharded
+    by FSDP, a stage; weights are cast to its dtype and padding becomes zero. With an ``optimizer`` its state
+    is restored, bit for bit, so its dtype must be that of the checkpoint. ``adapter``: a PEFT folder or a
+    checkpoint of LoRA adapters to add to the base in ``path``; a ``path`` of adapters fills the base that it
+    names as well, unless the model has it from an earlier call.
+
+    Every byte of a checkpoint is compared with its checksum. Raises ``BadInput`` or ``BadCheckpoint``, the
+    same on every rank, for a source of another model, and for an optimizer whose state is not there.
     """
-    source, added = read_with_adapter(path, adapter, whole=state is None or state.rank == 0)
-    family = source.family if added is None else added.family
-    model = family.build(source.model_config, state=state, device="cpu", dtype=dtype)
-    for one in (source, added):
-        if one is not None:
-            load_source(one, model)
-    return model
+    here = state_of(model, state)
+    if model is not None:
+        check_state(model, here, "load")
+    with nullcontext(path) if isinstance(path, Source) else newest_in(path, here) as place:
+        described = None if model is None else describe(model, here)
+        known: StoredAdapter | None = getattr(model, "adapter", None)
+
+        def chosen() -> list[Source]:
+            sources = _sources(place, adapter, described, known, whole=not here.rank)
+            if described is not None:
+                for source in sources:
+                    _check_same(source, described)
+            if optimizer is not None:
+                _check_resumable(sources[-1], model, optimizer)
+            return sources
+
+        sources = all_succeed(chosen, here)
+        first, last = sources[0], sources[-1]
+        if model is None:
+            model = last.family.build(first.model_config, state=state, device="cpu", dtype=dtype)
+        for source in sources:
+            load_source(source, model, here)
+        if isinstance(family := getattr(model, "family", None), AdaptedFamily) and first.adapter is None:
+            base = together(lambda: stored_adapter(family, first, whole=not here.rank), here)[0]
+            model.__dict__["adapter"] = base
+
+        def resumed() -> Progress:
+            progress = _progress_of(last)
+            if optimizer is not None:
+                _restore_optimizer(last, model, optimizer, here, progress.memory)
+            return progress
+
+        return Loaded(**vars(all_succeed(resumed, here)), model=model)
 
 
-def read_with_adapter(
-    path: str | Path, adapter: str | Path | None = None, *, whole: bool = True
+def _sources(
+    place: str | Source,
+    adapter: str | Path | None,
+    described: Described | None,
+    known: StoredAdapter | None,
+    *,
+    whole: bool,
+) -> list[Source]:
+    """Open what fills the model, in this order: its weights or the base of its adapters, and the adapters."""
+    if isinstance(place, Source):
+        source = place
+    else:
+        module = None if described is None or described.module is None else described
+        mtp = described is not None and module is None and described.config.mtp_blocks > 0
+        source = read_source(place, module=module, mtp=mtp, whole=whole)
+    if described is not None and not isinstance(described.family, AdaptedFamily):
+        check_whole(source, BadCheckpoint)
+        if adapter is not None:
+            todo = "Build it with adapted(family, lora), or let load build it"
+            raise BadInput("load", "model", expected="one with adapters", found="one without", todo=todo)
+        return [source]
+    if source.adapter is not None and adapter is None and known is not None:
+        check_same_base(source.adapter, known, source.path)
+        return [source]
+    base, adapters = with_adapter(source, adapter, whole=whole)
+    return [base] if adapters is None else [base, adapters]
+
+
+def with_adapter(
+    source: Source, adapter: str | Path | None = None, *, whole: bool = True
 ) -> tuple[Source, Source | None]:
-    """Open a model's weights and, if there are any, the LoRA adapters for it; see ``load_model``. ``whole``:
-    as for ``read_source``.
+    """Return a model's weights and, if there are any, the LoRA adapters for it; see ``load``. ``whole``: as
+    for ``read_source``.
     """
-    source = read_source(path, whole=whole)
     if source.adapter is not None and adapter is None:
         if source.adapter.base is None:
             raise BadInput(source.path, "base", expected="the path of a model", found="none")
@@ -97,41 +140,21 @@ def read_with_adapter(
     return source, None if adapter is None else read_adapter(adapter, source, whole=whole)
 
 
-def check_whole(source: Source) -> None:
-    """Refuse LoRA adapters if the weights of a whole model are needed."""
-    if source.adapter is not None:
-        todo = f"`trilith merge-lora BASE {source.path} OUT` makes one; `load_model` loads both"
-        raise BadInput(source.path, expected="a whole model", found="LoRA adapters", todo=todo)
+def load_source(source: Source, model: nn.Module, state: ParallelState | None = None) -> None:
+    """Fill, in place, the parameters that the source's family has: adapters, or all others.
+
+    Collective: every byte of a checkpoint is compared with its checksum, each rank reading some of the files.
+    """
+    state = state_of(model, state)
+    check_bytes(source, state)
+    all_succeed(lambda: _fill_from(source, model, state), state)
 
 
-def check_same_model(source: Source, family: Family, config: ModelConfig) -> None:
-    """Refuse weights of another model, naming the first field in which it differs."""
-    if source.family.model_type != family.model_type:
-        raise BadCheckpoint(
-            source.path, "model_type", expected=family.model_type, found=source.family.model_type
-        )
-    if isinstance(source.family, AdaptedFamily) != isinstance(family, AdaptedFamily):
-        kinds = "a whole model", "LoRA adapters"
-        expected, found = (kinds[isinstance(one, AdaptedFamily)] for one in (family, source.family))
-        raise BadCheckpoint(source.path, expected=expected, found=found)
-    if isinstance(source.family, AdaptedFamily) and isinstance(family, AdaptedFamily):
-        _check_same_adapters(source, source.family.lora, family.lora)
-    theirs = source.model_config
-    for key in type(config).model_fields:
-        mine, other = getattr(config, key), getattr(theirs, key)
-        if mine != other and key not in ("initializer_range",):
-            raise BadCheckpoint(
-                source.path, key, expected=mine, found=other, todo="This is a checkpoint of another model"
-            )
-
-
-def _check_same_adapters(source: Source, theirs: LoraConfig, mine: LoraConfig) -> None:
-    for key in LoraConfig.model_fields:
-        if getattr(mine, key) != getattr(theirs, key) and key != "lora_dropout":
-            todo = "A resumed run cannot change its adapters; start a new run with lora.init_from"
-            raise BadCheckpoint(
-                source.path, f"lora.{key}", expected=getattr(mine, key), found=getattr(theirs, key), todo=todo
-            )
+def _fill_from(source: Source, model: nn.Module, state: ParallelState) -> None:
+    links, (stated,) = source.links(), source.described.declarations()
+    for name, tensor, box in stored_parts(model, state):
+        if name in stated:
+            fill(tensor, source.read(name, box, links))
 
 
 @torch.no_grad()
@@ -139,3 +162,113 @@ def fill(tensor: Tensor, values: Tensor) -> None:
     """Copy, casting, into what this rank stores."""
     assert tensor.shape == values.shape, (tensor.shape, values.shape)
     tensor.copy_(values)
+
+
+def check_whole(source: Source, kind: type[BadInput] = BadInput) -> None:
+    """Refuse LoRA adapters if the weights of a whole model are needed."""
+    if source.adapter is not None:
+        todo = f"`trilith merge-lora BASE {source.path} OUT` makes one; `load` without a model loads both"
+        raise kind(source.path, expected="a whole model", found="LoRA adapters", todo=todo)
+
+
+def _check_same(source: Source, described: Described) -> None:
+    """Refuse weights of another model, naming the first field or parameter in which it differs."""
+    if described.module is not None:
+        if source.manifest is not None:  # else the folder was read against them
+            wanted = {name: one.shape for name, one in described.declarations()[0].items()}
+            found = {n: whole.shape for n, whole in source.catalog.items() if not n.startswith("optimizer.")}
+            todo = "It is a checkpoint of another module"
+            check_same_shapes(source.path, wanted, found, what="parameter", todo=todo)
+        return
+    family, theirs = described.family, source.described
+    if theirs.model_type != family.model_type:
+        raise BadCheckpoint(source.path, "model_type", expected=family.model_type, found=theirs.model_type)
+    if isinstance(theirs.family, AdaptedFamily) and isinstance(family, AdaptedFamily):
+        _check_same_fields(
+            source, "lora.", family.lora, theirs.family.lora, "lora_dropout",
+            todo="A resumed run cannot change its adapters; start a new run with lora.init_from",
+        )  # fmt: skip
+    todo = "This is a checkpoint of another model"
+    _check_same_fields(source, "", described.config, theirs.config, "initializer_range", todo=todo)
+
+
+def _check_same_fields(
+    source: Source, prefix: str, mine: BaseModel, theirs: BaseModel, free: str, *, todo: str
+) -> None:
+    """Refuse a config in which a field other than ``free`` differs."""
+    for key in type(mine).model_fields:
+        expected, found = getattr(mine, key), getattr(theirs, key)
+        if expected != found and key != free:
+            raise BadCheckpoint(source.path, prefix + key, expected=expected, found=found, todo=todo)
+
+
+def _check_resumable(source: Source, model: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a source that has no state for this optimizer of the model.
+
+    Another dtype than that of the trained parameters is refused, too: a cast would change weights and
+    moments, and the run would continue with other numbers.
+    """
+    if model is None:
+        raise BadInput("load", "model", expected="the one whose parameters the optimizer has", found="none")
+    manifest = source.manifest
+    if manifest is None or manifest.kind != "training":
+        found = "weights alone" if manifest is not None else source.form
+        expected = "a checkpoint of a training run"
+        todo = "Start from it with model.init_from, or in a loop of your own without the optimizer"
+        raise BadCheckpoint(source.path, expected=expected, found=found, todo=todo)
+    if isinstance(getattr(model, "family", None), AdaptedFamily) and source.adapter is None:
+        raise BadInput(source.path, expected="LoRA adapters, which the model trains", found="a whole model")
+    check_optimizer("load", model, optimizer, manifest.optimizer or adamw({}))
+    stored = {TORCH[one.dtype] for name, one in source.catalog.items() if name.startswith("optimizer.")}
+    here = {one.dtype for one in model.parameters() if one.requires_grad}
+    if stored and here and stored != here:
+        expected, found = (
+            ", ".join(sorted(f"{one}".removeprefix("torch.") for one in dtypes)) for dtypes in (stored, here)
+        )
+        raise BadInput(
+            source.path,
+            "dtype",
+            expected=f"{expected}, as the run's weights and moments are",
+            found=found,
+            todo="Resume with that dtype, or start a new run from these weights",
+        )
+
+
+def _progress_of(source: Source) -> Progress:
+    manifest = source.manifest
+    if manifest is None:
+        return Progress(0, Layout())
+    check_progress(manifest, source.path / MANIFEST)
+    memory, data = manifest.state.get("memory"), manifest.data_position
+    return Progress(
+        manifest.step or 0,
+        manifest.layout,
+        dict(data) if isinstance(data, dict) else {},
+        {"updates": manifest.updates} | (dict(memory) if isinstance(memory, dict) else {}),
+        data if manifest.extra is None else manifest.extra,
+    )
+
+
+def _restore_optimizer(
+    source: Source,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: ParallelState,
+    memory: Mapping[str, Any],
+) -> None:
+    """Fill what the optimizer keeps; ``BadCheckpoint`` for a parameter that was frozen and is trained now."""
+    manifest, links = source.manifest, source.links()
+    assert manifest is not None, source.path
+    restore_state(model, optimizer, manifest.optimizer or adamw(memory))
+    for moment in manifest.moments:
+        for name, tensor, box in stored_parts(model, state, moment_of(optimizer, moment)):
+            if name in manifest.frozen:
+                raise BadCheckpoint(
+                    source.path,
+                    moment_name(moment, name),
+                    expected="the moment of a parameter that is trained",
+                    found="none: it was frozen",
+                    todo="Freeze the parameters that the run began with frozen, or start a new run "
+                    "from these weights",
+                )
+            fill(tensor, source.read(moment_name(moment, name), box, links))

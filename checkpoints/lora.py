@@ -110,7 +110,7 @@ def check_base(adapter: StoredAdapter, base: Source, where: object) -> None:
 
 def check_same_base(trained: StoredAdapter, here: StoredAdapter, where: object) -> None:
     """Refuse adapters whose base is not the base ``here``."""
-    if trained.fingerprint != here.fingerprint:
+    if trained.fingerprint not in (None, here.fingerprint):
         raise BadCheckpoint(
             where,
             "base",
@@ -134,30 +134,19 @@ def _peft_folder(path: Path, base: Source) -> Source:
         for name, shape in shapes.items()
     }
     return replace(
-        base,
-        path=path,
-        companions=companions_in(path),
-        files=[file],
-        catalog=catalog,
-        manifest=None,
-        warnings=[],
-        adapter=stored,
-    )
+        base, path=path, companions=companions_in(path), files=[file], catalog=catalog, manifest=None,
+        warnings=[], adapter=stored,
+    )  # fmt: skip
 
 
 def _check_tensors(file: TensorFile, shapes: dict[str, tuple[int, ...]]) -> None:
-    for name in [
-        *(n for n in shapes if n not in file.tensors),
-        *(n for n in file.tensors if n not in shapes),
-    ]:
-        missing = name in shapes
-        raise BadInput(
-            file.path,
-            name,
-            expected="a tensor, as target_modules says" if missing else "no such tensor",
-            found="none of that name" if missing else "one",
-            todo="The adapter is for another model, or for modules that are not supported here",
-        )
+    for name in [*shapes, *file.tensors]:
+        if name not in shapes or name not in file.tensors:
+            todo = "The adapter is for another model, or for modules that are not supported here"
+            expected, found = "no such tensor", "one"
+            if name in shapes:
+                expected, found = "a tensor, as target_modules says", "none of that name"
+            raise BadInput(file.path, name, expected=expected, found=found, todo=todo)
     for name, shape in shapes.items():
         entry = file.tensors[name]
         if entry.dtype not in WEIGHTS:

@@ -17,6 +17,7 @@ from ..storage.file_names import MANIFEST, STEP_NAME, rank_and_world
 from ..storage.records import Count, StoredFile, StrictRecord
 from ..storage.safe_open import check_plain_name, contained, open_regular, read_small
 from ..storage.strict_json import parse_object, shown
+from .optimizer_state import MOMENTS, StoredOptimizer
 from .seal import open_seal, seal, text_of
 from .stored_tensor import StoredTensor
 from .user_module_family import StoredModule
@@ -58,7 +59,8 @@ class Manifest(StrictRecord):
 
     ``config``: Hugging Face's configuration, unchanged. ``layout``: the layout that wrote the checkpoint; any
     other can read it. ``step``, ``data_position``, ``seeds`` and ``state`` (scheduler and the like) belong to
-    a training run. ``module``: for a model that no family describes, how its tensors are cut.
+    a training run. ``extra``: the user's own. ``optimizer``: what ``save`` found of it; without, it is AdamW
+    with both moments. ``module``: for a model that no family describes, how its tensors are cut.
     """
 
     version: Literal[1, 2, 3] = VERSION
@@ -68,10 +70,12 @@ class Manifest(StrictRecord):
     layout: Layout
     step: Count | None = None
     data_position: JsonValue = None
+    extra: JsonValue = None
     seeds: dict[str, int] = Field(default_factory=dict)
     state: dict[str, JsonValue] = Field(default_factory=dict)
     adapter: StoredAdapter | None = None
     module: StoredModule | None = None
+    optimizer: StoredOptimizer | None = None
     companions: tuple[StoredFile, ...] = ()
     files: tuple[StoredFile, ...]
     tensors: dict[str, StoredTensor]
@@ -210,6 +214,24 @@ class Manifest(StrictRecord):
         """Return the numbers of the files that ranks of a run wrote, by the rank in the file's name."""
         named = (rank_and_world(file.name) for file in self.files)
         return {one[0]: number for number, one in enumerate(named) if one is not None}
+
+    @property
+    def moments(self) -> dict[str, frozenset[str]]:
+        """Return the optimizer's moments, each with the parameters that have none."""
+        if self.kind != "training":
+            return {}
+        if self.optimizer is None:
+            return dict.fromkeys(MOMENTS, self.frozen)
+        return {moment: self.frozen.union(names) for moment, names in self.optimizer.moments.items()}
+
+    @property
+    def updates(self) -> int:
+        """Return how many updates the optimizer has made."""
+        if self.optimizer is not None and "step" in self.optimizer.numbers:
+            return int(self.optimizer.numbers["step"].value)
+        memory = self.state.get("memory")
+        updates = memory.get("updates") if isinstance(memory, dict) else None
+        return updates if isinstance(updates, int) else self.step or 0
 
     @property
     def frozen(self) -> frozenset[str]:

@@ -156,5 +156,5 @@ def restore_if_none(
         path, said = Mirror(RemoteFolder(url), keep=1).restore(root)
         return [*said, f"no checkpoint in {url}" if path is None else f"restored {path} from {url}"]
 
-    for line in together(work, world=state.layout.world, group=state.file_group)[0]:
+    for line in together(work, state)[0]:
         say(line)

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
-from ..parallel_state import Box, Coordinates, Declaration, Layout, buffer_names, fault
+from ..parallel_state import Box, Declaration, Layout, buffer_names, fault
 from ..storage.dtypes import BUFFER, name_of
 from ..storage.file_names import rank_file_name
 from ..storage.records import StoredFile
 from ..storage.safetensors_writer import TensorWriter
 from .grid import Grid
-from .moments import moment_name
+from .optimizer_state import moment_name
 from .stored_tensor import StoredTensor
-
-
-def own_boxes(stated: Mapping[str, Declaration], layout: Layout, at: Coordinates) -> dict[str, Box]:
-    """Return the box of each parameter that this rank writes; parameters without such a box are left out.
-
-    ``stated``: the declarations of the rank's own stages.
-    """
-    found = {}
-    for name, one in stated.items():
-        if not (one.ends and at.pipeline):
-            box = Grid.of(one, layout, at.pipeline).box_of(layout.rank(at), one.shape)
-            if box is not None:
-                found[name] = box
-    return found
 
 
 def stored_tensors(
@@ -37,12 +23,12 @@ def stored_tensors(
     dtype: str,
     *,
     frozen: frozenset[str],
-    moments: Sequence[str],
+    moments: Mapping[str, Collection[str]],
 ) -> dict[str, StoredTensor]:
     """Return the manifest's entry of every tensor, computed from declarations and layout alone.
 
     All tensors have one ``dtype``, except buffers, which have their own. Moments lie where their parameters
-    lie; ``frozen`` parameters and buffers have none.
+    lie; ``frozen`` parameters and buffers have none, nor has what ``moments`` names beside a moment.
     """
     found = {
         name: StoredTensor(
@@ -56,7 +42,12 @@ def stored_tensors(
     }
     still = frozen.union(*map(buffer_names, stages))
     trained = [name for name in found if name not in still]
-    return found | {moment_name(moment, name): found[name] for moment in moments for name in trained}
+    return found | {
+        moment_name(moment, name): found[name]
+        for moment, without in moments.items()
+        for name in trained
+        if name not in without
+    }
 
 
 def files_to_come(tensors: Mapping[str, StoredTensor], world: int) -> list[StoredFile]:

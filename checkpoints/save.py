@@ -1,292 +1,101 @@
-"""Write a run's checkpoints: weights, moments, step, data position; at once, or while the run goes on."""
+"""Write a checkpoint of any model, in any layout, from a loop of one's own."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..models import CausalLM, Family, ModelConfig
-from ..parallel_state import BadInput, Declaration, ParallelState, buffer_names, declarations, fault
+from ..layers import Stage
+from ..models import AdaptedFamily
+from ..parallel_state import BadInput, ParallelState, buffer_names, check_state, declarations, state_of
 from ..parallel_state.collective_errors import together
-from ..storage.disk import writing
-from ..storage.dtypes import BUFFER
-from ..storage.files_beside_weights import Companion, read_companions
-from ..storage.leftovers import clear_unfinished
-from ..storage.records import StoredFile
-from ..storage.remote_folder import RemoteFolder
-from ..storage.staging import Staging, check_home
-from ..storage.strict_json import shown
-from .after_commit import AfterCommit
+from .described import describe
 from .find import step_directory
-from .manifest import WITH_GRIDS, Manifest, StoredAdapter
-from .manifest_rereading import check_plain, read_back
-from .mirror import Mirror
-from .moments import MOMENTS, moment_name, moment_of
-from .rank_files import files_to_come, own_boxes, stored_tensors, write_file
-from .rank_storage import places
-from .resume import Progress
-from .retention import check_same_tensors, set_aside
-from .stored_tensor import StoredTensor
-from .user_module_family import ModuleFamily
-
-T = TypeVar("T")
-
-#: Seconds that a save in the background still has when its rank has failed.
-_LAST_CHANCE = 2.0
+from .manifest import StoredAdapter
+from .optimizer_state import gather_optimizer
+from .saver import Contents, Saver
+from .stated_progress import Progress
 
 
-@dataclass(frozen=True)
-class Contents:
-    """Hold what the checkpoints of a run have in common."""
+def save(
+    root: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int = 0,
+    extra: Any = None,
+    keep: int = 2,
+    state: ParallelState | None = None,
+) -> Path:
+    """Write ``root/step-N`` from what the ranks hold, and delete checkpoints older than the newest ``keep``.
 
-    family: Family
-    config: ModelConfig
-    hf_config: Mapping[str, Any]
-    split: Sequence[int] | None = None
-    companions: Sequence[Path] = ()
-    #: For LoRA (``family`` is then that of the adapters): the adapters and their base.
-    adapter: StoredAdapter | None = None
-    #: Parameters that are not trained, so have no moments.
-    frozen: frozenset[str] = frozenset()
-
-
-class Saver:
-    """Write and commit ``root/step-N``, then delete checkpoints older than the newest ``keep``.
-
-    Making a saver is collective. Data that a checkpoint cannot hold is refused then, before the first step.
-    Declarations and layout alone determine which rank writes which box; only the files' sizes and checksums
-    are gathered. If one rank fails, every rank raises the same error, nothing is committed, and older
-    checkpoints stay.
-
-    With ``background``, ``save`` returns when the rank's own tensors are copied; one thread writes the copy
-    and commits it. A second ``save`` waits for the first. ``failed`` tells whether the thread met an error;
-    ask it on all ranks, and ``wait`` then raises it on all of them. Leaving the context waits for the thread,
-    so destroy a process group only after it; after an error it waits only some seconds, because the other
-    ranks wait to hear of it.
-
-    ``mirror``: path or URL of a second place, to which a thread of rank 0 copies each committed checkpoint.
-    ``said`` is called with a line on each committed checkpoint, from the thread that calls ``save``, ``wait``
-    or ``poll``. ``state``: needed for a module that does not have it. Without an ``optimizer`` the
-    checkpoints hold weights only.
+    Collective; returns the checkpoint's folder, which ``load`` and every command read. The model: one of the
+    zoo (if it has LoRA adapters, they are written alone, and the base is named), or any module, whose
+    parameters are stored as they are declared (see ``describe_module``). With an ``optimizer`` its state is
+    in it, too, and ``load`` goes on bit for bit: any that keeps tensors of a parameter's shape, and numbers.
+    ``extra``: plain data of your own, which ``load`` gives back, such as where the data stood. ``state``: for
+    a module that does not have its own. Nothing is committed unless every rank succeeds.
     """
+    state = state_of(model, state)
+    check_state(model, state, "save")
+    contents = contents_of(model, optimizer, state)
+    with Saver(Path(root), model, optimizer, contents, keep=keep, state=state) as saver:
+        saver.save(Progress(step, state.layout, extra=extra))
+    return step_directory(Path(root), step)
 
-    def __init__(
-        self,
-        root: Path,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        contents: Contents,
-        *,
-        state: ParallelState | None = None,
-        keep: int = 2,
-        background: bool = False,
-        mirror: str | None = None,
-        said: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        if type(keep) is not int or keep < 1:
-            raise BadInput("checkpoints", "keep", expected="a whole number of 1 or more", found=shown(keep))
-        self.root, self.keep, self.background, self._said = root, keep, background, said
-        self._model, self._optimizer, self._contents = model, optimizer, contents
-        if state is None:
-            assert isinstance(model, CausalLM), "a module of a user's comes with its state"
-            state = model.state
-        self._state, self._layout = state, state.layout
-        # A rank computes its own share from its own declarations; only rank 0 looks at those of all stages.
-        named = contents.frozen.union(contents.family.declared(cast(CausalLM, model)))
-        mine = {name: one for name, one in declarations(model).items() if name in named}
-        self._fixed = buffer_names(mine)
-        boxes = own_boxes(mine, self._layout, state.at)
-        self._mine = [place for place in places(model, state) if place.name in boxes]
-        assert all(place.box == boxes[place.name] for place in self._mine), boxes
-        self._lines: list[str] = []
-        self._after = AfterCommit(root, keep, self._lines.append)
-        self._mirror = mirror
-        self._stages: list[dict[str, Declaration]] = []
-        self._companions: list[Companion] = []
-        self._together(self._prepare)
-        self._copies: dict[str, Tensor] = {}
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
 
-    def __enter__(self) -> Self:
-        if not self._state.rank:
-            clear_unfinished(self.root)
-            self._after.resume()
-        return self
+def contents_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: ParallelState) -> Contents:
+    """Return what the checkpoints of a model have in common, for your own ``Saver``. Collective.
 
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if error is None:
-            self.wait()
-            self._after.wait()
-            self.poll()
-            return
-        if self._thread is not None:
-            self._thread.join(_LAST_CHANCE)
-        self._after.wait(_LAST_CHANCE)
-
-    @property
-    def failed(self) -> bool:
-        """Tell whether a background save ended in an error that ``wait`` has not raised yet."""
-        return self._error is not None
-
-    def save(self, progress: Progress) -> None:
-        """Write the checkpoint of ``progress.step``, or start to write it. Collective."""
-        if type(progress.step) is not int or progress.step < 0:
-            raise BadInput(
-                "checkpoints", "step", expected="a whole number of 0 or more", found=shown(progress.step)
-            )
-        self.wait()
-        tensors = self._own_tensors()
-        if not self.background:
-            self._write(progress, tensors)
-            self.poll()
-            return
-        for name, tensor in tensors.items():
-            if name not in self._copies:
-                # The same memory each time: fresh pages cost as much as the copy.
-                self._copies[name] = torch.empty_like(tensor, device="cpu")
-            self._copies[name].copy_(tensor)
-        # Not a daemon: a program that just ends waits for it, so a checkpoint begun is completed.
-        thread = threading.Thread(target=self._write_behind, args=(progress,), name="checkpoint")
-        thread.start()  # which Ctrl-C may interrupt: there is nothing to wait for then
-        self._thread = thread
-
-    def wait(self) -> None:
-        """Wait until the current save is committed; raise its error, the same on every rank. Collective."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self.poll()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def poll(self) -> None:
-        """Report checkpoints that were committed since the last call."""
-        while self._lines:
-            self._said(self._lines.pop(0))
-
-    def _write_behind(self, progress: Progress) -> None:
-        try:
-            self._write(progress, self._copies)
-        except Exception as error:
-            self._error = error
-
-    def _together(self, work: Callable[[], T]) -> list[T]:
-        return together(work, world=self._layout.world, group=self._state.file_group)
-
-    def _write(self, progress: Progress, tensors: Mapping[str, Tensor]) -> None:
-        rank, step = self._state.rank, progress.step
-        target = step_directory(self.root, step)
-        staging: list[Staging] = []
-
-        def begin() -> str | None:
-            if rank:
-                return None
-            self._check_progress(progress)
-            set_aside(target)
-            staging.append(Staging.begin(target))
-            return str(staging[0].directory)
-
-        def write(directory: Path) -> tuple[StoredFile, str] | None:
-            with writing(target):
-                fault("checkpoint.before_data", rank=rank, step=step)
-            written = write_file(directory, rank, self._layout.world, step, tensors, self._fixed)
-            fault("checkpoint.after_data", rank=rank, step=step)
-            return written
-
-        def finish(results: Sequence[tuple[StoredFile, str] | None]) -> None:
-            fault("checkpoint.before_manifest", rank=rank, step=step)
-            if rank:
-                return
-            for companion in self._companions:
-                companion.write(staging[0].directory)
-            written = [result for result in results if result is not None]
-            dtype = next((dtype for _, dtype in written if dtype), BUFFER)
-            manifest = self._manifest(progress, [file for file, _ in written], self._tensors(dtype))
-            staging[0].publish(manifest.accepted_bytes(staging[0].output))
-            self._lines.append(f"COMMITTED {target}")
-
-        try:
-            directory = Path(str(self._together(begin)[0]))
-            results = self._together(lambda: write(directory))
-            self._together(lambda: finish(results))
-        finally:
-            for one in staging:
-                one.abandon()
-        if not rank:
-            fault("checkpoint.before_retention", rank=0, step=step)
-            self._after.begin(step)  # now, when all ranks know of the commit
-
-    def _prepare(self) -> None:
-        """Read what travels along, once, and refuse now what a checkpoint of this run could not hold."""
-        if not self._state.rank:
-            contents = self._contents
-            self._companions = read_companions(contents.companions)
-            target, first = step_directory(self.root, 0), Progress(0, self._layout)
-            check_plain(dict(contents.hf_config), target, "config")
-            self._stages = contents.family.declarations(contents.config, self._layout, split=contents.split)
-            tensors = self._tensors("F32")
-            files = files_to_come(tensors, self._layout.world)
-            check_home(target)
-            manifest = read_back(lambda: self._manifest(first, files, tensors), target)
-            check_same_tensors(self.root, manifest)
-            if self._mirror is not None:
-                self._after.mirror = Mirror(RemoteFolder(self._mirror), self.keep)
-                self._after.mirror.check(self.root, manifest)
-
-    def _check_progress(self, progress: Progress) -> None:
-        """Refuse what is new in this checkpoint and could not be read back, before a byte is written."""
-        target = step_directory(self.root, progress.step)
-        check_plain(progress.data, target, "data")
-        check_plain(progress.memory, target, "memory")
-
-    def _tensors(self, dtype: str) -> dict[str, StoredTensor]:
-        moments = () if self._optimizer is None else MOMENTS
-        return stored_tensors(
-            self._stages, self._layout, dtype, frozen=self._contents.frozen, moments=moments
+    Raises ``BadInput`` for what a checkpoint cannot hold: persistent buffers, two dtypes, some optimizers.
+    """
+    described = describe(model, state)
+    family, adapts = described.family, isinstance(described.family, AdaptedFamily)
+    adapter: StoredAdapter | None = getattr(model, "adapter", None) if adapts else None
+    if adapts and adapter is None:
+        todo = "load(base, model) fills its base and keeps with the model which one it is"
+        raise BadInput(
+            "save", "model", expected="adapters of a base that load filled", found="none", todo=todo
         )
 
-    def _manifest(
-        self, progress: Progress, files: Sequence[StoredFile], tensors: dict[str, StoredTensor]
-    ) -> Manifest:
-        """Return the manifest, on rank 0."""
-        fixed = (name for stage in self._stages for name in buffer_names(stage))
-        contents = self._contents
-        return Manifest(
-            version=WITH_GRIDS,
-            kind="training" if self._optimizer is not None else "weights",
-            model_type=contents.family.model_type,
-            config=dict(contents.hf_config),
-            layout=self._layout,
-            step=progress.step,
-            data_position=progress.data,
-            state={
-                "split": list(contents.split) if contents.split else None,
-                "memory": progress.memory,
-                "frozen": [*sorted(contents.frozen.union(fixed))],  # what has no moments
-            },
-            adapter=contents.adapter,
-            module=contents.family.module if isinstance(contents.family, ModuleFamily) else None,
-            companions=tuple(companion.stored for companion in self._companions),
-            files=tuple(files),
-            tensors=tensors,
-        )
+    (stated,) = described.declarations()
 
-    def _own_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that this rank writes: the parts that it stores and owns."""
-        found = {place.name: place.part(place.parameter) for place in self._mine}
-        if self._optimizer is None:
-            return found
-        for moment in MOMENTS:
-            choose = moment_of(self._optimizer, moment)
-            for place in self._mine:
-                if (tensor := choose(place.parameter)) is not None:
-                    found[moment_name(moment, place.name)] = place.part(tensor)
-        return found
+    def here() -> tuple[list[str], dict[int, int]]:
+        mine = {name: one for name, one in model.named_parameters() if name in stated}
+        _check_storable(model, mine)
+        parts: Sequence[Stage] = cast(Stage, model.stage).parts if described.module is None else ()
+        frozen = [name for name, one in mine.items() if not one.requires_grad]
+        return frozen, {part.number: len(part.blocks) for part in parts}
+
+    everywhere = together(here, state)
+    counts = {number: count for _, stages in everywhere for number, count in stages.items()}
+    return Contents(
+        described,
+        family.to_hf(described.config),
+        [counts[number] for number in sorted(counts)] or None,
+        adapter=adapter,
+        frozen=frozenset(name for names, _ in everywhere for name in names),
+        optimizer=None if optimizer is None else gather_optimizer("save", model, optimizer, state),
+    )
+
+
+def _check_storable(model: nn.Module, stored: Mapping[str, nn.Parameter]) -> None:
+    """Refuse what a checkpoint could not hold: persistent buffers, several dtypes."""
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name in model.state_dict():
+        if name not in known:
+            todo = "register_buffer(..., persistent=False), or a declared parameter without gradient"
+            raise BadInput("save", name, expected="parameters alone", found="a persistent buffer", todo=todo)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name not in stored:
+            todo = "Freeze the base: only adapters are saved"
+            raise BadInput("save", name, expected="adapters alone trained", found="a weight", todo=todo)
+    fixed = buffer_names(declarations(model))
+    dtypes = {str(one.dtype) for name, one in stored.items() if name not in fixed}
+    if len(dtypes) > 1:
+        found = " and ".join(sorted(dtypes))
+        raise BadInput("save", "dtype", expected="one for all parameters", found=found)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from ..storage.leftovers import why_absent
 from ..storage.safetensors_reader import TensorFile
 from ..storage.small_files import read_json
 from .copies import Links, Stored, Whole, copies, join, turned
-from .find import Found, latest_checkpoint, local_folder, open_checkpoint, warn_of
+from .find import Found, local_folder, newest_checkpoint, open_checkpoint, warn_of
 from .foreign.catalog import assemble, choose_table, hf_shapes
 from .foreign.check_stated import check_stated
 from .foreign.checkpoint import ForeignCheckpoint, ForeignTensor
@@ -30,10 +30,10 @@ from .foreign.formats import Format, format_of
 from .hugging_face.expected import Repeated, expected_tensors, sha256_of
 from .hugging_face.folder import HFFolder
 from .manifest import Manifest, StoredAdapter
-from .moments import MOMENTS, moment_name
+from .optimizer_state import MOMENTS, moment_name
 from .part_table import CheckpointFiles, PartTable
 from .reading_lock import Hold
-from .user_module_family import ModuleFamily, module_family
+from .user_module_family import Described, described_module
 
 
 @dataclass
@@ -62,26 +62,33 @@ class Source:
     foreign: ForeignCheckpoint | None = None
     #: Declarations and names of a user's own module (from a checkpoint, or given by the caller); ``None`` for
     #: a model of the zoo.
-    module: ModuleFamily | None = None
+    module: Described | None = None
     #: Tensors that a Hugging Face folder holds twice.
     repeated: Sequence[Repeated] = ()
 
     @cached_property
-    def family(self) -> Family:
-        """Return the family of the model; for LoRA adapters, the family whose tensors are the adapters
-        only.
-        """
+    def described(self) -> Described:
+        """Return what the model is; for LoRA adapters, a family whose tensors are the adapters only."""
         if self.module is not None:
             return self.module
         family = family_of(self.config, self._config_file)
-        if self.adapter is None:
-            return family
-        return adapted(family, LoraConfig.model_validate(self.adapter.lora))
+        config = family.from_hf(self.config, self._config_file)
+        if self.adapter is not None:
+            family = adapted(family, LoraConfig.model_validate(self.adapter.lora))
+        return Described(family, config)
 
-    @cached_property
+    @property
+    def family(self) -> Family:
+        """Return the family of a model of the zoo; ``BadInput`` for the checkpoint of a user's module."""
+        if not isinstance(self.described.family, Family):
+            todo = "Build the module yourself, and fill it with load(path, module)"
+            raise BadInput(self.path, expected="a model of the zoo", found="a module's checkpoint", todo=todo)
+        return self.described.family
+
+    @property
     def model_config(self) -> ModelConfig:
-        """Return the config of the model."""
-        return self.family.from_hf(self.config, self._config_file)
+        """Return the config of a model of the zoo."""
+        return cast(ModelConfig, self.described.config)
 
     @property
     def _config_file(self) -> str:
@@ -95,11 +102,17 @@ class Source:
         return "Hugging Face folder" if self.foreign is None else self.foreign.form
 
     @property
-    def trains(self) -> bool:
-        """Return whether the source has an optimizer's moments."""
+    def moments(self) -> dict[str, frozenset[str]]:
+        """Return the optimizer's moments that the source has, each with the parameters that have none."""
         if self.manifest is not None:
-            return self.manifest.kind == "training"
-        return self.foreign is not None and bool(self.foreign.moments)
+            return self.manifest.moments
+        return dict.fromkeys(MOMENTS if self.foreign and self.foreign.moments else (), frozenset())
+
+    @property
+    def updates(self) -> int:
+        """Return how many updates the optimizer of the source has made."""
+        counted = self.manifest or self.foreign
+        return 0 if counted is None else counted.updates or 0
 
     def links(self, *, to_hf: bool = False) -> Links:
         """Return the links from wanted names (trilith's, or Hugging Face's with ``to_hf``) to the names in
@@ -108,9 +121,8 @@ class Source:
         stored_as_hf = self.manifest is None
         if stored_as_hf == to_hf:
             return Links(None)
-        links = self.family.links(self.model_config)[0]
-        if self.trains:
-            links = [*links, *(_of_moment(moment, link) for moment in MOMENTS for link in links)]
+        links = self.described.links()[0]
+        links = [*links, *(_of_moment(moment, link) for moment in self.moments for link in links)]
         return Links(links, to_hf=to_hf)
 
     def dtype_of(self, name: str, links: Links) -> str:
@@ -162,7 +174,7 @@ def read_source(
     path: str | Path,
     *,
     allow_symlinks: bool = False,
-    module: ModuleFamily | None = None,
+    module: Described | None = None,
     config: str | Path | None = None,
     names: str | None = None,
     mtp: bool = False,
@@ -197,7 +209,7 @@ def read_source(
         case FolderKind.CHECKPOINT:
             return _sharded(open_checkpoint(path, whole=whole))
         case FolderKind.CHECKPOINTS | FolderKind.RUN:
-            newest = latest_checkpoint(path / CHECKPOINTS if kind is FolderKind.RUN else path, whole=whole)
+            newest = newest_checkpoint(path / CHECKPOINTS if kind is FolderKind.RUN else path, whole=whole)
             warn_of(newest.passed_over)
             return _sharded(newest)
         case FolderKind.ADAPTER:
@@ -211,54 +223,42 @@ def read_source(
     return _hugging_face(path, allow_symlinks, module, mtp, whole and compare)
 
 
-def foreign_format(path: str | Path) -> str | None:
-    """Return the name of another project's format, if ``path`` is a checkpoint of one that is known."""
-    theirs = _theirs(Path(path))
-    return None if theirs is None else theirs.name
+def foreign_format(path: str | Path) -> Format | None:
+    """Return another project's format, if ``path`` is a checkpoint of one that is known."""
+    known = Path(path).exists() and kind_of_folder(Path(path), SOURCES)[1] is FolderKind.OTHER
+    return format_of(Path(path)) if known else None
 
 
 def read_foreign(path: str | Path) -> ForeignCheckpoint | None:
     """Read the headers of another project's checkpoint, under the names that are in it; ``None`` if
     ``path`` is none.
     """
-    theirs = _theirs(Path(path))
+    theirs = foreign_format(path)
     return None if theirs is None else theirs.read(Path(path))
-
-
-def _theirs(path: Path) -> Format | None:
-    known = path.exists() and kind_of_folder(path, SOURCES)[1] is FolderKind.OTHER
-    return format_of(path) if known else None
 
 
 def _sharded(found: Found) -> Source:
     path, manifest = found.directory, found.manifest
     # Earlier releases took along whatever a tokenizer's folder held.
     companions = [path / one.name for one in manifest.companions if one.name in COMPANIONS]
-    config = dict(manifest.config)
-    module = None if manifest.module is None else module_family(manifest.module, config)
+    config, files = dict(manifest.config), CheckpointFiles(path, manifest)
+    module = None if manifest.module is None else described_module(manifest.module, config)
     return Source(
-        path,
-        config,
-        companions,
-        CheckpointFiles(path, manifest),
-        PartTable(manifest).catalog(),
-        manifest,
-        [],
-        adapter=manifest.adapter,
-        module=module,
-        held=found.held,
-    )
+        path, config, companions, files, PartTable(manifest).catalog(), manifest,
+        adapter=manifest.adapter, module=module, held=found.held,
+    )  # fmt: skip
 
 
 def _hugging_face(
-    path: Path, allow_symlinks: bool, module: ModuleFamily | None, mtp: bool, compare: bool
+    path: Path, allow_symlinks: bool, module: Described | None, mtp: bool, compare: bool
 ) -> Source:
     folder = HFFolder(path, allow_symlinks=allow_symlinks)
     if mtp:
         folder.config["mtp"] = True
-    family = module or family_of(folder.config, str(path / CONFIG))
-    config = family.from_hf(folder.config, str(path / CONFIG))
-    tensors, repeated = expected_tensors(folder, family, config)
+    if (described := module) is None:
+        family = family_of(folder.config, str(path / CONFIG))
+        described = Described(family, family.from_hf(folder.config, str(path / CONFIG)))
+    tensors, repeated = expected_tensors(folder, cast(Family, described.family), described.config)
     for pair in repeated if compare else ():
         pair.check(path, sha256_of)
     files = list({id(file): file for file, _ in tensors.values()}.values())
@@ -285,8 +285,7 @@ def _foreign(path: Path, theirs: Format, config_folder: str | Path | None, names
     check_stated(found, config, where)
     table = choose_table(found, names, hf_shapes(family, config))
     tables = assemble(found, table, family, config)
-    files = found.files
-    numbers = {id(file): number for number, file in enumerate(files)}
+    numbers = {id(file): number for number, file in enumerate(found.files)}
 
     def whole(one: ForeignTensor) -> Whole:
         parts = (Stored(numbers[id(part.file)], part.file.add(part.view), part.box) for part in one.chunks)
@@ -297,4 +296,4 @@ def _foreign(path: Path, theirs: Format, config_folder: str | Path | None, names
         catalog |= {moment_name(moment, name): whole(one) for name, one in made.items()}
     companions = companions_in(where) if where.is_dir() else []
     skipped = [f"{path}: {line}" for line in found.skipped]
-    return Source(path, raw, companions, [*files], catalog, None, skipped, foreign=found)
+    return Source(path, raw, companions, [*found.files], catalog, None, skipped, foreign=found)

@@ -1,22 +1,40 @@
-"""Check what a manifest states about a run's progress: its step, its updates, and which moments it has."""
+"""State how far a run is, and check what a manifest says of it: its step, its updates, and its moments."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..parallel_state import BadCheckpoint, from_validation
+from ..parallel_state import BadCheckpoint, Layout, from_validation
 from ..storage.records import Count, StrictRecord
 from ..storage.strict_json import shown
 from .manifest import Manifest
-from .moments import MOMENTS, moment_name
+from .optimizer_state import moment_name
+from .stored_tensor import check_same_shapes
 
 #: More updates than any run makes.
 _MOST_UPDATES = 1 << 53
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """State how far a run is: ``step``, the number of steps done, and the ``layout`` that did the last of
+    them.
+
+    ``data``: plain data that fixes the order of the samples. ``memory``: plain data of the training loop
+    (``Update.remember``). ``extra``: the user's own plain data.
+    """
+
+    step: int
+    layout: Layout
+    data: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+    extra: Any = None
 
 
 class _LossScale(StrictRecord):
@@ -30,7 +48,7 @@ class _Spikes(StrictRecord):
 
 
 class _Memory(BaseModel):
-    """Define what ``training.Update`` and ``together_updates`` remember."""
+    """Define what ``training.Update`` remembers."""
 
     model_config = ConfigDict(strict=True)
 
@@ -74,14 +92,9 @@ def check_moments(manifest: Manifest, trained: Collection[str], where: object) -
     """
     wanted = {
         moment_name(moment, name): manifest.tensors[name].shape
-        for moment in MOMENTS
-        for name in (trained if manifest.kind == "training" else ())
+        for moment, without in manifest.moments.items()
+        for name in trained
+        if name not in without
     }
     found = {name: one.shape for name, one in manifest.tensors.items() if name.startswith("optimizer.")}
-    for name in [*wanted, *found]:
-        if wanted.get(name) != found.get(name):
-            expected, there = (
-                "no such tensor" if one is None else list(one) for one in (wanted.get(name), found.get(name))
-            )
-            todo = f"The checkpoint is one of kind {manifest.kind!r}"
-            raise BadCheckpoint(where, shown(name), expected=expected, found=there, todo=todo)
+    check_same_shapes(where, wanted, found, todo=f"The checkpoint is one of kind {manifest.kind!r}")

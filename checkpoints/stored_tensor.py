@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from ..parallel_state import BadCheckpoint, Box
@@ -13,6 +13,25 @@ from ..storage.strict_json import shown
 from .grid import Grid
 
 Bounds = tuple[Count, ...]
+Role = Literal["owner", "replica"]
+
+
+def check_same_shapes(
+    where: object,
+    wanted: Mapping[str, Sequence[int]],
+    found: Mapping[str, Sequence[int]],
+    *,
+    what: str = "tensor",
+    todo: str = "",
+) -> None:
+    """Refuse a checkpoint that has not the wanted tensors, naming the first that differs."""
+    for name in [*wanted, *found]:
+        if wanted.get(name) != found.get(name):
+            expected, there = (
+                f"no such {what}" if shape is None else [*shape]
+                for shape in (wanted.get(name), found.get(name))
+            )
+            raise BadCheckpoint(where, shown(name), expected=expected, found=there, todo=todo)
 
 
 class Part(StrictRecord):
@@ -25,7 +44,7 @@ class Part(StrictRecord):
     file: Count
     start: Bounds
     stop: Bounds
-    role: Literal["owner", "replica"] = "owner"
+    role: Role = "owner"
 
     @property
     def box(self) -> Box:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NoReturn
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue
+from torch import nn
 
 from ..layers import VOCABULARY_MULTIPLE, padded_vocabulary
-from ..models import CausalLM, Family, ModelConfig, Rename, Rule, Split, Stack, Transpose
+from ..models import Family, Rename, Rule, Split, Stack, Transpose
 from ..models.base.hugging_face_names import Link, expand
-from ..parallel_state import BadInput, Cut, Declaration, Layout
+from ..parallel_state import BadInput, Cut, Declaration, Layout, declarations
 from ..storage.records import StrictRecord
 
 #: The model type in a checkpoint if the module's config has no ``model_type``.
@@ -108,33 +109,21 @@ class StoredModule(StrictRecord):
         return cls(pipeline=len(stages), declarations=stored, names=rules)
 
 
-class ModuleConfig(ModelConfig):
-    """Stand for the configuration of a user's module; trilith reads no field of it."""
-
-    vocab_size: int = 0
-    hidden_size: int = 0
-    intermediate_size: int = 0
-    num_hidden_layers: int = 0
-    num_attention_heads: int = 0
-    max_position_embeddings: int = 0
-    tie_word_embeddings: bool = False
-    initializer_range: float = 0.0
-
-
 @dataclass(frozen=True)
-class ModuleFamily(Family):
-    """Act as the ``Family`` of a stored module: declarations and links, no model. See ``module_family``."""
+class ModuleFamily:
+    """Act as the ``Family`` of a user's module: declarations and links, of no config, and no model."""
 
-    module: StoredModule = field(kw_only=True)
-
-    def build(self, config: ModelConfig, **_: Any) -> NoReturn:
-        raise BadInput(
-            "model", expected="a model of the zoo", found="a module's checkpoint",
-            todo="Build the module yourself, and fill it with load_module",
-        )  # fmt: skip
+    model_type: str
+    rules: Sequence[Rule]
+    module: StoredModule
+    # What a family may say of Hugging Face's folders; a table of names says all.
+    ignorable: ClassVar[tuple[str, ...]] = ()
+    further: ClassVar[str] = ""
+    tied_head: ClassVar[str] = ""
+    optional_prefix: ClassVar[str] = ""
 
     def declarations(
-        self, config: ModelConfig, layout: Layout | None = None, *, split: Sequence[int] | None = None
+        self, config: object, layout: Layout | None = None, *, split: Sequence[int] | None = None
     ) -> list[dict[str, Declaration]]:
         """Return each stage's declarations, for one stage or for as many as the run that wrote the
         checkpoint.
@@ -147,7 +136,7 @@ class ModuleFamily(Family):
                 "layout", "pipeline" if split is None else "split",
                 expected="1" + (f" or {stored.pipeline}, as it was written" if stored.pipeline > 1 else ""),
                 found=layout.pipeline if split is None else list(split),
-                todo="The module's own code says what its stages hold: load_module cuts it in any layout",
+                todo="The module's own code says what its stages hold: load cuts it in any layout",
             )  # fmt: skip
         stages: list[dict[str, Declaration]] = [{} for _ in range(layout.pipeline)]
         for name, one in stored.declarations.items():
@@ -157,12 +146,12 @@ class ModuleFamily(Family):
                 stages[stage][name] = declaration
         return stages
 
-    def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
+    def links(self, config: object) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
         shapes = {name: one.restored().shape for name, one in self.module.declarations.items()}
         if not self.rules:
             raise BadInput(
                 self.model_type, "names", expected="a table of Hugging Face's names", found="none",
-                todo="Give names=[Rename(ours, theirs), ...] to save_module",
+                todo="Give names=[Rename(ours, theirs), ...] to describe_module",
             )  # fmt: skip
         blocks = 1 + max(
             (int(n) for name in shapes for n in re.findall(r"(?<=\.)\d+(?=\.)", name)), default=-1
@@ -170,17 +159,50 @@ class ModuleFamily(Family):
         check_names(self.rules, shapes, blocks)
         return expand(self.rules, shapes, blocks)
 
-    def from_hf(self, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-        return ModuleConfig()
+    def declared(self, model: nn.Module) -> dict[str, Declaration]:
+        """Return all declarations of the module, or of a stage of it."""
+        return declarations(model)
+
+    links_of_all = links
+
+    def to_hf(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the module's config.json, or whatever its owner gave for one."""
+        return dict(config)
 
 
-def module_family(module: StoredModule, config: Mapping[str, JsonValue]) -> ModuleFamily:
-    """Return the family of a checkpoint that itself says how its tensors are cut."""
-    names = config.get("architectures")
-    first = names[0] if isinstance(names, list) and names else MODULE
+@dataclass(frozen=True)
+class Described:
+    """Bind what a checkpoint says of a model: its family and its config, for a user's module that of its
+    config.json.
+    """
+
+    family: Family | ModuleFamily
+    config: Any
+
+    @property
+    def model_type(self) -> str:
+        return self.family.model_type
+
+    @property
+    def module(self) -> StoredModule | None:
+        """Return what is stored of a module that no family describes."""
+        return self.family.module if isinstance(self.family, ModuleFamily) else None
+
+    def declarations(
+        self, layout: Layout | None = None, *, split: Sequence[int] | None = None
+    ) -> list[dict[str, Declaration]]:
+        """Return the declarations of each pipeline stage; ``BadInput`` for a layout that cannot cut it."""
+        return self.family.declarations(self.config, layout, split=split)
+
+    def links(self) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
+        """Return the links to Hugging Face's tensors, and the shapes of these."""
+        return self.family.links(self.config)
+
+
+def described_module(module: StoredModule, config: Mapping[str, JsonValue]) -> Described:
+    """Return what describes a checkpoint that itself says how its tensors are cut."""
     rules = [rule.restored() for rule in module.names]
-    kind = str(config.get("model_type", MODULE))
-    return ModuleFamily(kind, str(first), ModuleConfig, CausalLM, rules, tied_head="", module=module)
+    return Described(ModuleFamily(str(config.get("model_type", MODULE)), rules, module), config)
 
 
 def check_names(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]], blocks: int) -> None:

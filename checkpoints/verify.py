@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..parallel_state import BadCheckpoint, BadInput, Box
+from ..parallel_state import BadCheckpoint, BadInput, Box, ParallelState
+from ..parallel_state.collective_errors import together
 from ..storage.crc import Checksum, combine
 from ..storage.finite import look_at
 from ..storage.records import StoredFile
@@ -241,3 +242,37 @@ def _check(path: Path, stored: StoredFile, crc: int) -> None:
     if crc != stored.crc32:
         todo = "The file was altered or damaged since it was written"
         raise damaged(path, "CRC-32", expected=f"{stored.crc32:08x}", found=f"{crc:08x}", todo=todo)
+
+
+def check_bytes(source: Source, state: ParallelState) -> None:
+    """Refuse a checkpoint if one of its bytes has changed; a Hugging Face folder has no checksums to compare.
+
+    Collective. The error is the same on every rank and names the newest older checkpoint that is good. It is
+    also an error if the ranks opened different checkpoints, because a run saved a new one meanwhile.
+    """
+    manifest = source.manifest
+    if manifest is None:
+        return
+
+    def check() -> tuple[str, str]:
+        verify_share(source, manifest, state)
+        stated = repr((manifest.step, manifest.files))  # grows with the ranks, so not sent as it is
+        return source.path.name, hashlib.sha256(stated.encode()).hexdigest()
+
+    opened = together(check, state)
+    if len(set(opened)) > 1:
+        raise BadCheckpoint(
+            source.path.parent,
+            expected="the same checkpoint on every rank",
+            found=" and ".join(sorted({name for name, _ in opened})),
+            todo="A run saved meanwhile: name one of its checkpoints, or try again",
+        )
+
+
+def verify_share(source: Source, manifest: Manifest, state: ParallelState) -> None:
+    """Compare this rank's share of the files with their checksums; rank 0 also checks the companions."""
+    # A stand-in without groups works by itself.
+    rank, world = (0, 1) if state.file_group is None else (state.rank, state.layout.world)
+    if rank == 0:
+        verify_companions(source.path, manifest)
+    verify_files(source.path, manifest, range(rank, len(manifest.files), world), source.files)

@@ -135,7 +135,7 @@ def _to_dcp(src: str, dst: Path, given: list[str], names: str | None, config: st
         todo = "A checkpoint of torch's is whole, in the dtype of its source: convert the source first"
         raise BadInput("convert", "--to dcp", expected=f"no {given[0]}", found="one", todo=todo)
     source = convert_to_dcp(src, dst, names=names, config=config)
-    moments = "weights and moments" if source.trains else "weights"
+    moments = "weights and moments" if source.moments else "weights"
     say(f"{dst}: {moments}, for torch.distributed.checkpoint.load")
 
 

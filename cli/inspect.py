@@ -53,18 +53,16 @@ def inspect(
         return
     found = read_source(source, config=config, names=names)
     manifest = found.manifest
-    (stated,) = found.family.declarations(found.model_config)
+    (stated,) = found.described.declarations()
     fixed = buffer_names(stated)  # a router's bias is no parameter
     if manifest is None:
-        fixed = frozenset(
-            link.hf for link in found.family.links_of_all(found.model_config) if link.ours in fixed
-        )
+        fixed = frozenset(link.hf for link in found.described.links()[0] if link.ours in fixed)
     parameters = sum(
         prod(one.shape)
         for name, one in found.catalog.items()
         if not name.startswith("optimizer.") and name not in fixed
     )
-    console.print(f"{found.path}: {found.form} of {found.family.model_type}, {parameters:,} parameters")
+    console.print(f"{found.path}: {found.form} of {found.described.model_type}, {parameters:,} parameters")
     if manifest is not None:
         console.print(
             f"layout: {manifest.layout}" + (f"; step {manifest.step}" if manifest.step is not None else "")

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from trilith.checkpoints import load_module, save_module
+from trilith.checkpoints import describe_module, load, save
 from trilith.layers import (
     ColumnParallelLinear,
     LayerNorm,
@@ -111,6 +111,7 @@ class Transcriber(nn.Module):
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
+        describe_module(self, config=CONFIG, names=NAMES)  # for exports
         self.state = state or ParallelState.alone()
         self.stage, self.encoder_blocks = Stage.of(encoder + decoder, state=state), encoder
         here = self.stage.blocks
@@ -215,7 +216,7 @@ def train(layout: Layout, out: Path | None, steps: int, *, seed: int = 0) -> lis
     optimizer = make_adamw(model, lr=1e-2)
     step, losses, first = Step(model, loss, micro_batch=1, state=state), [], 0
     if out is not None and any(out.glob("step-*")):
-        first = load_module(out, model, optimizer, state=state).step
+        first = load(out, model, optimizer, state=state).step
     for number in range(first, steps):
         mean = step(shard_batch(batch(number), state))
         clip_gradients(model, 1.0, state=state)
@@ -223,7 +224,7 @@ def train(layout: Layout, out: Path | None, steps: int, *, seed: int = 0) -> lis
         optimizer.zero_grad()
         losses.append(float(mean))
     if out is not None and first < steps:
-        save_module(out, model, optimizer, step=steps, config=CONFIG, names=NAMES, state=state)
+        save(out, model, optimizer, step=steps, state=state)
     return losses
 
 

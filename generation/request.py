@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from ..checkpoints import Source, load_source, read_with_adapter
+from ..checkpoints import Source, load_source, read_source, with_adapter
 from ..data.text.tokenizer_loading import Tokenizer, load_tokenizer
 from ..data.vocabulary import check_vocabulary
 from ..parallel_state import BadInput, Layout, ParallelState, dtype_named
@@ -57,7 +57,8 @@ def prepare(request: Request, layout: Layout) -> Prepared:
     """Read everything but the weights. Raises ``BadInput`` for what cannot be generated from."""
     if "" in request.stop:
         raise BadInput("generate", "--stop", expected="text that ends a continuation", found="none")
-    source, adapter = read_with_adapter(request.source, request.adapter, whole=own_rank() == 0)
+    first = own_rank() == 0
+    source, adapter = with_adapter(read_source(request.source, whole=first), request.adapter, whole=first)
     tokenizer = load_tokenizer(request.tokenizer or source.path)
     config = source.model_config
     check_vocabulary(tokenizer.vocab_size, config.vocab_size, request.tokenizer or source.path)

@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..checkpoints.hugging_face.writer import MAX_SHARD_SIZE, HFFolderWriter
+from ..checkpoints.hugging_face.writer import (
+    MAX_SHARD_SIZE,
+    open_file,
+    plan_shards,
+    write_config_and_index,
+)
 from ..data.token_writer import TokenWriter
 from ..models import family_of
 from ..parallel_state import Box
@@ -33,13 +38,17 @@ def write_hf_folder(
     )
     folder.mkdir(parents=True)
     spec = {name: (dtype, shape) for name, shape in shapes.items()}
-    writer = HFFolderWriter(folder, family.to_hf(family.from_hf(config)), spec, max_shard_size=max_shard_size)
+    shards = plan_shards(spec, max_shard_size)
+    files = [open_file(folder / file, {n: spec[n] for n in names}) for file, names in shards.items()]
+    file_of = {name: file for file in files for name in file.entries}
     for number, (name, shape) in enumerate(shapes.items()):
         flat = torch.empty(torch.Size(shape).numel(), dtype=pool.dtype)
         for at in range(0, flat.numel(), _DRAWN):
             flat[at : at + _DRAWN] = pool.roll(number)[: flat.numel() - at]
-        writer.writers[writer.place[name]].write(name, Box.whole(shape), flat.view(shape))
-    return sum(one.size for one in writer.finish())
+        file_of[name].write(name, Box.whole(shape), flat.view(shape))
+    size = sum(file.close().size for file in files)
+    write_config_and_index(folder, family.to_hf(family.from_hf(config)), files)
+    return size
 
 
 def write_tokens(name: Path, *, count: int = 4000, vocab_size: int = 131, seed: int = 0) -> Path:

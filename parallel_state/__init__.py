@@ -26,7 +26,6 @@ from .foreign import check_state, mark_shared, refuse_foreign
 from .gradient_checks import NotTrained, has_gradients, refuse_untrained
 from .gradient_clipping import GradientClipping, clip_gradients, gradient_norm
 from .gradient_sums import GradientSums, divide_gradients, finalize_gradients
-from .holdings import Holding, holdings, parts
 from .initial_weights import Constant, Initial, LogUniform, Normal, Own, Uniform, seed_of
 from .launchers import Launched, launched
 from .layout import AXES, Coordinates, Layout
@@ -59,7 +58,6 @@ __all__ = [
     "FILES_TIMEOUT",
     "GradientClipping",
     "GradientSums",
-    "Holding",
     "Initial",
     "Launched",
     "Layout",
@@ -90,7 +88,6 @@ __all__ = [
     "from_validation",
     "gradient_norm",
     "has_gradients",
-    "holdings",
     "init_process_group",
     "initialize",
     "launched",
@@ -101,7 +98,6 @@ __all__ = [
     "nearest_multiples",
     "own_device",
     "padded_rows",
-    "parts",
     "rank_at_fault",
     "refuse_foreign",
     "refuse_untrained",

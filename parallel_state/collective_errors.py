@@ -8,29 +8,30 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from .state import ParallelState
+
 T = TypeVar("T")
 
 _FAILED_RANK = "failed_rank"
 
 
-def together(work: Callable[[], T], *, world: int, group: dist.ProcessGroup | None) -> list[T]:
+def together(work: Callable[[], T], state: ParallelState) -> list[T]:
     """Run ``work`` on this rank and return every rank's result, in rank order.
 
     A rank whose work raised still takes part, so that nobody waits for it; then every rank raises the error
-    of the lowest rank that failed. Collective over ``group`` with all ``world`` ranks; in a world of one it
-    only runs the work. ``world`` is an argument and is not read from torch, because a rank whose process
-    group is gone must fail instead of taking its part for the whole.
+    of the lowest rank that failed. Collective over all ranks of ``state``; one device, or a stand-in without
+    groups, only runs the work. The number of ranks is not read from torch, because a rank whose process group
+    is gone must fail instead of taking its part for the whole.
     """
+    world, group = state.layout.world, state.file_group
+    if world == 1 or group is None:
+        return [work()]
     error: Exception | None = None
     results: list[T] = []
     try:
         results.append(work())
     except Exception as raised:
         error = raised
-    if world == 1:
-        if error is not None:
-            raise error
-        return results
     outcomes: list[tuple[list[T], Exception | None]] = [([], None)] * world
     dist.all_gather_object(outcomes, (results, _plain(error)), group=group)
     for rank, (_, raised_there) in enumerate(outcomes):
@@ -38,6 +39,24 @@ def together(work: Callable[[], T], *, world: int, group: dist.ProcessGroup | No
             vars(raised_there)[_FAILED_RANK] = rank
             raise raised_there from error
     return [result for there, _ in outcomes for result in there]
+
+
+def all_succeed(work: Callable[[], T], state: ParallelState) -> T:
+    """Run ``work`` and return this rank's result, which is not sent; all ranks raise an error of one.
+
+    Collective, as ``together`` is.
+    """
+    results: list[T] = []
+    together(lambda: results.append(work()), state)
+    return results[0]
+
+
+def on_rank_0(work: Callable[[], T], state: ParallelState) -> T | None:
+    """Run ``work`` on rank 0 and return its result there, ``None`` elsewhere; all ranks raise its error.
+
+    Collective, as ``together`` is.
+    """
+    return all_succeed(lambda: None if state.rank else work(), state)
 
 
 def rank_at_fault(error: Exception, *, here: int) -> int:

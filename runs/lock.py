@@ -63,7 +63,7 @@ def only_run_in(
         return new_start()
 
     try:
-        yield together(take, world=state.layout.world, group=state.file_group)[0]
+        yield together(take, state)[0]
     finally:
         for lock in held:
             lock.release()

@@ -57,7 +57,13 @@ WAITS = (
     Wait(f"{_FSDP}_collectives.py: foreach_reduce", "read", 1, "parameter", "the same"),
     Wait(f"{_OURS}: sum_gradients", "read", 1, "parameter", "the same"),
     # At the start of a run, where it saves and evaluates, and in generation.
-    Wait("checkpoints/moments.py: begin_moments", "upload", 0, "outside", "each moment's number of steps"),
+    Wait(
+        "checkpoints/optimizer_state.py: _restored",
+        "upload",
+        0,
+        "outside",
+        "each moment's number of steps",
+    ),
     Wait("layers/rotary.py: RotaryEmbedding._inverses", "upload", 0, "outside", "the table of frequencies"),
     Wait(
         "layers/device_constants.py: HostNumbers.on", "upload", 0, "outside", "slopes of ALiBi, shared heads"

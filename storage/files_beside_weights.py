@@ -6,14 +6,13 @@ system that somebody linked to comes into a checkpoint.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..parallel_state import BadInput
 from .crc import Checksum
-from .disk import Disk, writing
+from .disk import Disk
 from .records import StoredFile
 from .safe_open import contained, open_regular, read_small
 from .strict_json import shown
@@ -38,7 +37,6 @@ COMPANIONS = tuple(
 )
 
 _MOST_BYTES = 512 << 20
-_COPY = 1 << 20
 
 
 def companions_in(folder: Path, *, allow_symlinks: bool = False) -> list[Path]:
@@ -85,27 +83,3 @@ def check_companion(name: str, where: object) -> None:
     if name not in COMPANIONS:
         expected, todo = f"one of {', '.join(COMPANIONS)}", "No other file goes into a checkpoint"
         raise BadInput(where, "companions", expected=expected, found=shown(name), todo=todo)
-
-
-def store_companion(source: Path, directory: Path, disk: Disk | None = None) -> StoredFile:
-    """Copy one into a checkpoint that is being written; what its manifest says of it."""
-    target = directory / source.name
-    copy_file(source, target, disk or Disk())
-    checksum, size = Checksum(), target.stat().st_size
-    with open_regular(target) as (fd, _):
-        checksum.fill_gaps(fd, [(0, size)])
-    return StoredFile(name=source.name, size=size, crc32=checksum.value(size))
-
-
-def copy_file(source: Path, target: Path, disk: Disk) -> None:
-    """Copy the bytes of a small regular file, in pieces; they are on the disk when this returns."""
-    with open_regular(source) as (file, _), writing(target):
-        fd = disk.create(target)
-        try:
-            at = 0
-            while piece := os.pread(file, _COPY, at):
-                disk.write(fd, memoryview(piece), at)
-                at += len(piece)
-            disk.sync(fd)
-        finally:
-            disk.close(fd)

@@ -22,7 +22,7 @@ from support.damage import flip_bit
 from support.folders import contents
 from support.short_runs import tiny_recipe, write_recipe
 from support.token_files import write_token_file
-from trilith.checkpoints import ConversionOptions, convert, load_model, read_source, verify
+from trilith.checkpoints import ConversionOptions, convert, load, read_source, verify
 from trilith.cli.app import run
 from trilith.data import TokenFile
 from trilith.machine.random_files import write_tokens
@@ -169,7 +169,7 @@ def exported(folder):
 
 
 def weights(folder):
-    return {name: value.detach().numpy().tobytes() for name, value in load_model(folder).named_parameters()}
+    return {name: value.detach().numpy().tobytes() for name, value in load(folder).model.named_parameters()}
 
 
 def finish(root):

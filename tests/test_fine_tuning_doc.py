@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.pages import Page
 from torch.nn import functional as F
-from trilith.checkpoints import convert, load_model
+from trilith.checkpoints import convert, load
 from trilith.cli.app import run
 from trilith.data import TokenFile
 from trilith.data.text.stdlib_corpus import standard_library
@@ -90,9 +90,9 @@ def loss_of(model, place):
 
 
 def test_the_new_text_is_learnt(place):
-    before = loss_of(load_model(place / "quickstart" / "hf"), place)
+    before = loss_of(load(place / "quickstart" / "hf").model, place)
     for name in ("merged", "full"):
-        after = loss_of(load_model(place / name), place)
+        after = loss_of(load(place / name).model, place)
         assert after < before - 0.05
         steps = read_metrics(place / f"{name.replace('merged', 'lora')}-run" / "metrics.jsonl")
         assert len(steps) == 60
@@ -105,7 +105,7 @@ def test_peft_and_transformers_load_the_results(place, monkeypatch):
     ids = space["ids"]
     pairs = (("lora-run", space["adapted"]), ("full-run", space["full"]))
     for name, theirs in pairs:
-        ours = load_model(name)
+        ours = load(name).model
         with torch.no_grad():
             torch.testing.assert_close(
                 gather_logits(ours(ids), 400), theirs(ids).logits, rtol=1e-4, atol=1e-4

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.pages import Page
-from trilith.checkpoints import load_module
+from trilith.checkpoints import describe_module, load
 from trilith.cli.app import run
 from trilith.models.base.hugging_face_names import expand
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
@@ -20,7 +20,7 @@ from trilith.training import Step, make_adamw
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def load(file, name):
+def imported(file, name):
     """Import a file under a name of its own, as other processes find it."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
@@ -29,7 +29,7 @@ def load(file, name):
     return sys.modules[name]
 
 
-custom, plain = (load(EXAMPLES / f"{name}.py", name) for name in ("custom_model", "plain_model"))
+custom, plain = (imported(EXAMPLES / f"{name}.py", name) for name in ("custom_model", "plain_model"))
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_the_example_is_trained_resumed_in_another_layout_cut_anew_exported_and_
     theirs = plain.Transcriber()
     theirs.load_state_dict(load_file(tmp_path / "exported" / "model.safetensors"))
     ours, again = custom.Transcriber(), custom.Transcriber()
-    load_module(tmp_path / "run", ours)
-    load_module(tmp_path / "exported", again, names=custom.NAMES)
+    load(tmp_path / "run", ours)
+    load(tmp_path / "exported", again)
     given = {name: one for name, one in custom.batch(99).items() if name != "labels"}
     assert torch.allclose(theirs(**given), ours(**given), atol=1e-5)
     assert torch.equal(again(**given), ours(**given))
@@ -121,12 +121,12 @@ def page(tmp_path_factory):
     """Return all of its Python, as a reader would have it in one file."""
     file = tmp_path_factory.mktemp("page") / "my_model_of_the_page.py"
     file.write_text("\n\n".join(PAGE.blocks("python")), encoding="utf-8")
-    return load(file, file.stem)
+    return imported(file, file.stem)
 
 
 def call(file, function, *arguments):
     """Call a function of the page, in a process that knows the page by its file."""
-    return getattr(load(file, "page_in_a_rank"), function)(*arguments)
+    return getattr(imported(file, "page_in_a_rank"), function)(*arguments)
 
 
 def test_the_proof_holds(page):
@@ -143,8 +143,9 @@ def test_the_model_trains_and_the_commands_for_it_work(page, tmp_path, monkeypat
     for words in PAGE.commands():
         assert run(words) == 0, words
     ours, again = page.Model(), page.Model()
-    load_module("run", ours)
-    load_module("exported", again, names=page.NAMES)
+    describe_module(again, names=page.NAMES)
+    load("run", ours)
+    load("exported", again)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
 
 
@@ -199,7 +200,14 @@ def test_the_rules_names_exist(page):
     shown = set(re.findall(r"`([A-Za-z_]+)\(", PAGE.text)) | set(
         re.findall(r"`([a-z]+_tensor|[a-z]+_sequence)`", PAGE.text)
     )
-    assert shown - known <= {"assert_layout_invariant", "load_module", "Model", "Precision"}
+    assert shown - known <= {
+        "assert_layout_invariant",
+        "describe_module",
+        "load",
+        "save",
+        "Model",
+        "Precision",
+    }
     initialize(page.Model(), 0)
 
 

@@ -175,10 +175,10 @@ def agree_on_weights(plan: RunPlan, recipe: Recipe, state: ParallelState) -> Run
     source, place = plan.source, recipe.model.init_from
     if source is None or place is None:
         return plan
-    with newest_in(place, state, opened=source) as chosen:
+    with newest_in(place, state, opened=source.path) as chosen:
         if chosen not in (place, str(source.path)):
             source = read_source(chosen, mtp=recipe.model.mtp is not None, whole=False)
-        adapters = together(lambda: plan.adapter, world=state.layout.world, group=state.file_group)
+        adapters = together(lambda: plan.adapter, state)
     return replace(plan, source=source, adapter=adapters[0])
 
 

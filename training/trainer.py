@@ -13,12 +13,12 @@ import torch
 
 from ..checkpoints import (
     Contents,
+    Described,
     Progress,
     Saver,
     begin_moments,
-    load_model_source,
-    load_training,
-    newest_checkpoint,
+    load,
+    newest_of_run,
     restore_if_none,
 )
 from ..data.batch import Batch, BatchParts
@@ -228,8 +228,7 @@ class Trainer:
             self.model,
             self.optimizer,
             Contents(
-                self.plan.family,
-                self.plan.config,
+                Described(self.plan.family, self.plan.config),
                 self.plan.hf_config,
                 self.plan.split,
                 self.plan.companions,
@@ -249,7 +248,7 @@ class Trainer:
         saving = self.recipe.checkpoint
         if saving.restore and saving.mirror is not None:
             restore_if_none(saving.mirror, self.checkpoints, self.state, say=self.terminal.say)
-        newest = newest_checkpoint(self.checkpoints, self.state, say=self.terminal.say)
+        newest = newest_of_run(self.checkpoints, self.state, say=self.terminal.say)
         plan, lora = self.plan, self.recipe.lora
         source, say = plan.source, self.terminal.say
         if lora is not None and source is not None:
@@ -257,18 +256,19 @@ class Trainer:
             first_adapters(
                 lora, source, plan.family, self.model, seed, state=state, resuming=resuming, say=say
             )
+            self.model.__dict__["adapter"] = (
+                plan.adapter
+            )  # so a checkpoint of adapters for another base is refused
         if newest is not None:
             plan.let_go()
-            progress = load_training(
-                newest, self.model, self.optimizer, plan.family, plan.config, adapter=plan.adapter
-            )
+            progress = load(newest, self.model, self.optimizer)
             check_progress(self.recipe, plan, newest, progress, say=self.terminal.say)
             self.update.restore(progress.memory)
             self.terminal.say(f"resumed from {newest} (written by {progress.layout})")
             self.resumed = (newest, progress)
             return progress.step
         if lora is None and source is not None:
-            load_model_source(source, self.model, plan.family, plan.config)
+            load(source, self.model)
             say(f"weights from {self.recipe.model.init_from}")
         elif lora is None:
             initialize(self.model, self.recipe.seed, state=self.state)

@@ -14,21 +14,20 @@ from ...models import AdaptedFamily
 from ...parallel_state import BadInput, Layout, check_workers, fault
 from ...storage.disk import Disk
 from ...storage.dtypes import TORCH
-from ...storage.files_beside_weights import store_companion
+from ...storage.files_beside_weights import read_companions
 from ...storage.output_file import check_place
 from ...storage.records import StoredFile
 from ...storage.safetensors_writer import TensorWriter
 from ...storage.staging import Staging, check_output, staged
 from ...system import no_garbage_search
-from ..hugging_face.writer import HFFolderWriter
+from ..hugging_face.writer import open_file, write_config_and_index
 from ..manifest import Manifest
-from ..manifest_rereading import check_plain, read_back
+from ..manifest_checks import check_plain, read_back
 from ..verify import checksum_of, verify_file, verify_rest, verify_sums
 from .execute import execute
 from .finished_work import EVERY, JOURNAL, FinishedWork
 from .memory_budget import block_within
-from .plan import Plan
-from .request import Form, identify, plan_conversion
+from .plan import Form, Plan, identify, plan_conversion
 from .transfer import Group
 
 
@@ -113,40 +112,17 @@ def _write(plan: Plan, dst: Path, identity: str, allow_nonfinite: bool, options:
                 path.unlink()
         if not all((staging.directory / name).exists() for name in plan.files):
             (staging.directory / JOURNAL).unlink(missing_ok=True)  # it speaks of files that are gone
-        if plan.layout is None:
-            _write_hf(plan, staging, allow_nonfinite, options)
-        else:
-            _write_sharded(plan, plan.layout, staging, allow_nonfinite, options)
+        _write_files(plan, staging, allow_nonfinite, options)
 
 
-def _write_hf(plan: Plan, staging: Staging, allow_nonfinite: bool, options: ConversionOptions) -> None:
-    writer = HFFolderWriter(
-        staging.directory,
-        _config(plan),
-        {one.name: (one.dtype, one.box.shape) for one in plan.transfers},
-        companions=plan.source.companions,
-        again=True,
-        adapters=plan.source.adapter is not None,
-    )
-    try:
-        transfers: Group = [(one, writer.writers[writer.place[one.name]]) for one in plan.transfers]
-        _move(plan, transfers, writer.writers, staging, allow_nonfinite, options)
-        writer.finish()
-    finally:
-        writer.abandon()
-    (staging.directory / JOURNAL).unlink(missing_ok=True)
-    staging.publish()
-
-
-def _write_sharded(
-    plan: Plan, layout: Layout, staging: Staging, allow_nonfinite: bool, options: ConversionOptions
-) -> None:
+def _write_files(plan: Plan, staging: Staging, allow_nonfinite: bool, options: ConversionOptions) -> None:
     writers: list[TensorWriter] = []
+    transfers: Group = []
     try:
-        transfers: Group = []
         for name, made in plan.files.items():
-            spec = {one.name: (one.dtype, one.box.shape) for one in made}
-            writers.append(TensorWriter(staging.directory / name, spec, again=True))
+            spec, path = {one.name: (one.dtype, one.box.shape) for one in made}, staging.directory / name
+            opened = open_file if plan.layout is None else TensorWriter
+            writers.append(opened(path, spec, again=True))
             transfers += [(one, writers[-1]) for one in made]
         _move(plan, transfers, writers, staging, allow_nonfinite, options)
         written = [writer.close() for writer in writers]
@@ -154,12 +130,20 @@ def _write_sharded(
         for writer in writers:
             writer.abandon()
     (staging.directory / JOURNAL).unlink(missing_ok=True)
+    companions = read_companions(plan.source.companions)
+    for companion in companions:
+        companion.write(staging.directory)
+    if plan.layout is None:
+        adapters = plan.source.adapter is not None
+        write_config_and_index(staging.directory, _config(plan), writers, adapters=adapters)
+        staging.publish()
+        return
     files = [
         StoredFile(name=name, size=one.size, crc32=one.crc)
         for name, one in zip(plan.files, written, strict=True)
     ]
-    companions = [store_companion(path, staging.directory) for path in plan.source.companions]
-    staging.publish(_manifest(plan, layout, files, companions).accepted_bytes(staging.output))
+    manifest = _manifest(plan, plan.layout, files, [companion.stored for companion in companions])
+    staging.publish(manifest.accepted_bytes(staging.output))
 
 
 def _rehearse(plan: Plan, layout: Layout, dst: Path) -> None:
@@ -181,17 +165,20 @@ def _manifest(
     if foreign is not None and plan.keeps_moments:
         updates = foreign.updates or foreign.step or 0
         state, step = {"memory": {"updates": updates}}, foreign.step or updates
+    trains = plan.keeps_moments or (old is not None and old.kind == "training")
     return Manifest(
-        kind="training" if plan.keeps_moments else "weights",
-        model_type=plan.source.family.model_type,
+        kind="training" if trains else "weights",
+        model_type=plan.source.described.model_type,
         config=_config(plan),
         layout=layout,
         step=step,
         data_position=old.data_position if old else None,
+        extra=old.extra if old else None,
+        optimizer=old.optimizer if old else None,
         seeds=old.seeds if old else {},
         state=state | {"split": list(plan.split) if plan.split else None},
         adapter=plan.source.adapter,
-        module=None if plan.source.module is None else plan.source.module.module,
+        module=plan.source.described.module,
         companions=tuple(companions),
         files=tuple(files),
         tensors=plan.tensors,

@@ -6,19 +6,31 @@ the memory of this machine.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 from ...models import AdaptedFamily
-from ...parallel_state import Box, Layout, buffer_names, holdings
+from ...parallel_state import BadInput, Box, Layout, buffer_names
+from ...storage.dtypes import TORCH, WEIGHTS
 from ...storage.file_names import ADAPTER_MODEL
+from ...system import no_garbage_search
 from ..copies import Links, copies
 from ..hugging_face.writer import MAX_SHARD_SIZE, plan_shards
-from ..moments import MOMENTS, moment_name
-from ..source import Source
-from ..stored_tensor import Part, StoredTensor
+from ..lora import read_adapter
+from ..optimizer_state import moment_name
+from ..source import Source, read_source
+from ..stored_tensor import Part, Role, StoredTensor
+from ..verify import verify
 from .merge_lora import Merge
 from .transfer import Transfer
+
+#: Part of a conversion's identity: another version may number or lay out its work otherwise.
+_PLAN = 3
+
+Form = Literal["hf", "peft", "sharded"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,7 @@ def plan_to_hf(source: Source, *, dtype: str | None = None, max_shard_size: int 
 
     LoRA adapters become PEFT's folder, one file.
     """
-    links, shapes = source.family.links(source.model_config)
+    links, shapes = source.described.links()
     to_hf, fixed = source.links(to_hf=True), _fixed(source)
     fixed |= {link.hf for link in links if link.ours in fixed}
     tensors = {
@@ -83,13 +95,16 @@ def plan_to_sharded(
     Raises ``BadInput`` for a layout that the model cannot be cut into.
     """
     layout = Layout(tensor=tensor, pipeline=pipeline)
-    stages = source.family.declarations(source.model_config, layout, split=split)
-    weights = holdings(stages, layout, sharded=False, replicas=True)
+    stages = source.described.declarations(layout, split=split)
+    weights: dict[str, list[Part]] = {name: [] for stage in stages for name in stage}
+    for rank, at in enumerate(layout.places()):
+        for name, declaration in stages[at.pipeline].items():
+            box = declaration.true_part(declaration.box(layout, at))
+            role: Role = "owner" if declaration.owner(layout, at, sharded=False) else "replica"
+            weights[name].append(Part(file=rank, start=box.start, stop=box.stop, role=role))
     table = dict(weights)
-    if source.trains:
-        frozen = frozenset() if source.manifest is None else source.manifest.frozen
-        trained = {name: held for name, held in weights.items() if name not in frozen}
-        table |= {moment_name(moment, name): held for moment in MOMENTS for name, held in trained.items()}
+    for moment, without in source.moments.items():
+        table |= {moment_name(moment, n): held for n, held in weights.items() if n not in without}
     links, fixed = source.links(), _fixed(source)
     outputs: list[list[Transfer]] = [[] for _ in range(layout.world)]
     stored = {}
@@ -97,19 +112,11 @@ def plan_to_sharded(
         cast = dtype if name in weights else None
         made = {one.box: _transfer(source, name, one.box, links, cast, fixed) for one in held}
         for one in held:
-            outputs[one.rank].append(made[one.box])
+            outputs[one.file].append(made[one.box])
         stored[name] = StoredTensor(
             dtype=made[held[0].box].dtype,
-            shape=tuple(max(stops) for stops in zip(*(one.box.stop for one in held), strict=True)),
-            parts=tuple(
-                Part(
-                    file=one.rank,
-                    start=one.box.start,
-                    stop=one.box.stop,
-                    role="owner" if one.owner else "replica",
-                )
-                for one in held
-            ),
+            shape=tuple(max(stops) for stops in zip(*(one.stop for one in held), strict=True)),
+            parts=tuple(held),
         )
     files = {file_name(rank, layout): tuple(made) for rank, made in enumerate(outputs)}
     return Plan(source, files, layout, None if split is None else tuple(split), stored)
@@ -126,7 +133,7 @@ def file_name(rank: int, layout: Layout) -> str:
 
 def _fixed(source: Source) -> frozenset[str]:
     """Return the names of buffers: no gradient moves them; casts leave them in fp32, as transformers does."""
-    (stated,) = source.family.declarations(source.model_config)
+    (stated,) = source.described.declarations()
     return buffer_names(stated)
 
 
@@ -136,3 +143,80 @@ def _transfer(
     made, stays = copies(name, box, source.catalog, links), name in fixed
     stored = source.dtype_of(name, links)
     return Transfer(name, box, tuple(made), stored if stays or dtype is None else dtype, stays)
+
+
+@no_garbage_search()
+def plan_conversion(
+    src: str | Path,
+    *,
+    to: Form | None = None,
+    tensor: int = 1,
+    pipeline: int = 1,
+    split: Sequence[int] | None = None,
+    dtype: str | None = None,
+    allow_symlinks: bool = False,
+    config: str | Path | None = None,
+    names: str | None = None,
+) -> Plan:
+    """Return the plan of ``convert``, made from headers only; raises what ``convert`` would raise."""
+    source = read_source(src, allow_symlinks=allow_symlinks, config=config, names=names)
+    name = _dtype_name(dtype)
+    whole: Form = "hf" if source.adapter is None else "peft"
+    form = to or ("sharded" if source.manifest is None or tensor * pipeline > 1 else whole)
+    if form == "sharded":
+        return plan_to_sharded(source, tensor=tensor, pipeline=pipeline, split=split, dtype=name)
+    if form != whole:
+        found = "the weights of a whole model" if whole == "hf" else "LoRA adapters"
+        expected, todo = "a checkpoint of LoRA adapters", ""
+        if whole == "peft":
+            expected = "a whole model"
+            todo = f"--to peft writes the adapters; `trilith merge-lora BASE {src} OUT` a whole model"
+        raise BadInput(source.path, f"--to {form}", expected=expected, found=found, todo=todo)
+    if tensor * pipeline > 1 or split is not None:
+        found = f"tensor {tensor}, pipeline {pipeline}" + ("" if split is None else f", split {[*split]}")
+        raise BadInput(
+            "convert", f"--to {form}", expected="no layout", found=found,
+            todo="A Hugging Face folder is whole: leave out --tensor, --pipeline and --split",
+        )  # fmt: skip
+    return plan_to_hf(source, dtype=name)
+
+
+def plan_merge(base: str | Path, adapter: str | Path) -> Plan:
+    """Return the plan of adding LoRA adapters to their base, as a Hugging Face folder; ``carry_out`` writes
+    it.
+
+    ``base``: a Hugging Face folder or a checkpoint. ``adapter``: a PEFT folder, a LoRA run or a checkpoint of
+    one. Dtypes stay, and tensors without adapters stay byte for byte. Raises ``BadInput`` or
+    ``BadCheckpoint`` if they do not fit together (see ``read_adapter``).
+    """
+    source = read_source(base)
+    added = read_adapter(adapter, source)
+    if added.manifest is not None:
+        verify(added.path, added.manifest, files=added.files)
+    return replace(plan_to_hf(source), merge=Merge(source, added))
+
+
+def identify(plan: Plan, *, allow_nonfinite: bool) -> str:
+    """Return 16 hexadecimal digits that differ if other bytes would be written, by plan or source files.
+
+    The content of the source's files counts, not only their names and times: they may have changed since a
+    conversion was killed.
+    """
+    source, merged = plan.source, None if plan.merge is None else plan.merge.identity
+    stated = (_PLAN, plan.layout, plan.split, allow_nonfinite, source.config, source.adapter, merged)
+    digest = hashlib.sha256(repr(stated).encode())
+    digest.update(repr([file.state() for file in source.files]).encode())
+    if source.manifest is not None:
+        digest.update(source.manifest.to_bytes())
+    for output in plan.files.items():
+        digest.update(repr(output).encode())
+    return digest.hexdigest()[:16]
+
+
+def _dtype_name(dtype: str | None) -> str | None:
+    if dtype is None:
+        return None
+    names = {str(TORCH[name]).removeprefix("torch."): name for name in WEIGHTS}
+    if dtype not in names:
+        raise BadInput("convert", "--dtype", expected=f"one of {', '.join(names)}", found=repr(dtype))
+    return names[dtype]

@@ -21,7 +21,7 @@ from ...storage.dtypes import TORCH
 from ...storage.output_file import check_place
 from ...storage.staging import check_output, staged
 from ..foreign.rules import Piece, foreign_shapes, pieces, table_named
-from ..moments import MOMENTS, moment_name
+from ..optimizer_state import moment_name
 from ..source import Source, read_source
 from ..verify import checksum_of, verify_rest, verify_sums
 
@@ -54,6 +54,10 @@ def convert_to_dcp(
         todo = f"`trilith merge-lora BASE {source.path} OUT` makes a whole model of them and their base"
         raise BadInput(source.path, "--to dcp", expected="a whole model", found="LoRA adapters", todo=todo)
     manifest = source.manifest
+    stored = None if manifest is None else manifest.optimizer
+    if stored is not None and stored.numbers.keys() - {"step"}:
+        todo = "DCP has no place for its other numbers: save the weights without the optimizer"
+        raise BadInput(source.path, "--to dcp", expected="moments and steps", found=stored.kind, todo=todo)
     seen = None if manifest is None else [checksum_of(file) for file in source.files]
     nested, made = _planned(source, names, seen)
     need = sum(one.nbytes + _BESIDE_A_TENSOR for one in _flat(nested))
@@ -105,7 +109,7 @@ def _planned(
     state: dict[str, dict[str, Tensor]] = {}
     made: dict[str, Fill] = {}
     for name, shape in shapes.items():
-        for moment in ("", *(MOMENTS if source.trains else ())):
+        for moment in ("", *source.moments):
             stored = [(moment_name(moment, hf) if moment else hf, piece) for hf, piece in parts[name]]
             if not all(links.stored_name(one) in source.catalog for one, _ in stored):
                 continue  # the moment of a frozen weight
@@ -119,7 +123,7 @@ def _planned(
             else:
                 weights[name] = empty
                 made[prefix + name] = partial(_read, source, stored, empty, seen)
-    updates = torch.tensor(float(_updates(source)))
+    updates = torch.tensor(float(source.updates))
     nested: dict[str, Any] = {"model": weights} if prefix else weights
     if state:
         nested[optimizer] = {"state": {name: moments | {"step": updates} for name, moments in state.items()}}
@@ -174,15 +178,6 @@ def _read(
         others = [at for at, dim in enumerate(piece.dims) if dim is None]
         region.copy_(numbers.permute(*others, *order).reshape(region.shape))
     return made
-
-
-def _updates(source: Source) -> int:
-    """Return how many updates the optimizer of a source has made."""
-    if source.manifest is None:
-        return (source.foreign.updates if source.foreign is not None else None) or 0
-    memory = source.manifest.state.get("memory")
-    updates = memory.get("updates") if isinstance(memory, dict) else None
-    return updates if isinstance(updates, int) else source.manifest.step or 0
 
 
 def _flat(nested: Mapping[str, Any]) -> Iterator[Tensor]:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from ...storage.disk import Disk
 from ...storage.dtypes import BITS
-from ...storage.file_names import ADAPTER_CONFIG, ADAPTER_MODEL, CONFIG, INDEX, SINGLE
-from ...storage.files_beside_weights import copy_file
-from ...storage.safetensors_writer import TensorWriter, Written
+from ...storage.file_names import ADAPTER_CONFIG, CONFIG, INDEX, SINGLE
+from ...storage.safetensors_writer import TensorWriter
 
 Spec = tuple[str, tuple[int, ...]]  # dtype by the format's name, and shape
 
@@ -46,71 +45,28 @@ def plan_shards(tensors: Mapping[str, Spec], max_shard_size: int = MAX_SHARD_SIZ
     return {f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(shards, 1)}
 
 
-class HFFolderWriter:
-    """Write a Hugging Face folder in ``directory``, an existing empty directory (see ``commit``).
+def open_file(path: Path, tensors: Mapping[str, Spec], *, again: bool = False) -> TensorWriter:
+    """Return what writes a file of weights as transformers does; ``again``: as for ``TensorWriter``."""
+    spec = {name: tensors[name] for name in sorted(tensors, key=lambda n: (-BITS[tensors[n][0]], n))}
+    # Without a checksum: a Hugging Face folder has no place for one.
+    return TensorWriter(path, spec, metadata={"format": "pt"}, again=again, checksum=False)
 
-    With ``again`` the directory may hold weight files of a run that was killed. With ``adapters`` the names
-    are PEFT's. ``writers`` take the tensors; ``place[name]`` is the index of the writer that holds ``name``.
-    ``finish`` closes them and writes the index, the config and the companions.
-    """
 
-    def __init__(
-        self,
-        directory: Path,
-        config: Mapping[str, object],
-        tensors: Mapping[str, Spec],
-        *,
-        max_shard_size: int = MAX_SHARD_SIZE,
-        companions: Sequence[Path] = (),
-        disk: Disk | None = None,
-        again: bool = False,
-        adapters: bool = False,
-    ):
-        self.directory, self._config, self._companions = directory, config, companions
-        self._disk, self._config_name = disk or Disk(), ADAPTER_CONFIG if adapters else CONFIG
-        self._shards = {ADAPTER_MODEL: [*tensors]} if adapters else plan_shards(tensors, max_shard_size)
-        self.place = {name: i for i, names in enumerate(self._shards.values()) for name in names}
-        self.writers: list[TensorWriter] = []
-        try:
-            for file, names in self._shards.items():
-                spec = {
-                    name: tensors[name] for name in sorted(names, key=lambda n: (-BITS[tensors[n][0]], n))
-                }
-                metadata = {"format": "pt"}
-                writer = TensorWriter(
-                    directory / file,
-                    spec,
-                    metadata=metadata,
-                    disk=self._disk,
-                    again=again,
-                    checksum=False,  # a Hugging Face folder has no place for one
-                )
-                self.writers.append(writer)
-        except BaseException:
-            self.abandon()
-            raise
+def write_config_and_index(
+    directory: Path, config: Mapping[str, object], files: Sequence[TensorWriter], *, adapters: bool = False
+) -> None:
+    """Write what belongs to closed files of weights, the index last; with ``adapters``, PEFT's."""
+    _write_json(directory / (ADAPTER_CONFIG if adapters else CONFIG), config)
+    if len(files) > 1:
+        entries = [entry for file in files for entry in file.entries.values()]
+        total = {
+            "total_parameters": sum(prod(entry.shape) for entry in entries),
+            "total_size": sum(entry.nbytes for entry in entries),
+        }
+        weight_map = {name: file.path.name for file in files for name in file.entries}
+        _write_json(directory / INDEX, {"metadata": total, "weight_map": dict(sorted(weight_map.items()))})
 
-    def finish(self) -> list[Written]:
-        """Put everything on the disk, the index last; return the size of each file of weights."""
-        written = [writer.close() for writer in self.writers]
-        self._write_json(self._config_name, self._config)
-        for companion in self._companions:
-            copy_file(companion, self.directory / companion.name, self._disk)
-        if len(self._shards) > 1:
-            entries = [entry for writer in self.writers for entry in writer.entries.values()]
-            total = {
-                "total_parameters": sum(prod(entry.shape) for entry in entries),
-                "total_size": sum(entry.nbytes for entry in entries),
-            }
-            weight_map = {name: file for file, names in self._shards.items() for name in names}
-            self._write_json(INDEX, {"metadata": total, "weight_map": dict(sorted(weight_map.items()))})
-        return written
 
-    def abandon(self) -> None:
-        """Give the descriptors back; the files stay for whoever owns the directory to remove."""
-        for writer in self.writers:
-            writer.abandon()
-
-    def _write_json(self, name: str, value: object) -> None:
-        text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        self._disk.write_file(self.directory / name, text.encode())
+def _write_json(path: Path, value: object) -> None:
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    Disk().write_file(path, text.encode())

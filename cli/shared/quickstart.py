@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...checkpoints import complete_checkpoints, convert, load_model
+from ...checkpoints import complete_checkpoints, convert, load
 from ...data.text.stdlib_corpus import paragraphs, standard_library
 from ...data.text.tokenizer_loading import load_tokenizer
 from ...data.text.tokenizer_training import train_tokenizer
@@ -171,7 +171,7 @@ class Quickstart:
 
         self.say("Loading the export in transformers")
         theirs: Any = AutoModelForCausalLM.from_pretrained(self.out / "hf", dtype=torch.float32)
-        ours = load_model(self.out / "hf")
+        ours = load(self.out / "hf").model
         tokenizer = load_tokenizer(self.out / "hf")
         ids = torch.tensor([tokenizer.encode(self.texts[0])[:LENGTH]])
         with torch.no_grad():

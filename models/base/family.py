@@ -53,6 +53,8 @@ class CausalLM(nn.Module):
     stage then returns what predicts the next token, and after it along the batch what each block predicts.
     """
 
+    #: What built the model; its checkpoints are this family's.
+    family: Family
     config: ModelConfig
     stage: Stage
     state: ParallelState
@@ -191,7 +193,9 @@ class Family:
         layout = alone_or(state).layout
         self.check_layout(config, layout)
         with making(dtype, device):
-            return self.model(config, split=split, state=state)
+            model = self.model(config, split=split, state=state)
+        model.family = self
+        return model
 
     def check_layout(self, config: ModelConfig, layout: Layout) -> None:
         """Refuse axes that do not divide what they cut; building a layer may refuse more."""
@@ -215,7 +219,7 @@ class Family:
         """Return the declarations of each pipeline stage."""
         return _declarations(self, config, layout or Layout(), None if split is None else tuple(split))
 
-    def declared(self, model: CausalLM) -> dict[str, Declaration]:
+    def declared(self, model: nn.Module) -> dict[str, Declaration]:
         """Return the declarations of a model or stage that are this family's to load, save and exchange."""
         return declarations(model)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
 import torch
+from torch import nn
 
 from ...layers import Experts, ParallelLinear, attach_expert_lora, attach_lora, linears
 from ...parallel_state import BadInput, Declaration, ParallelState, declarations
@@ -42,6 +43,7 @@ class AdaptedFamily(Family):
         (default: ``dtype``).
         """
         model = self.base.build(config, split=split, state=state, device=device, dtype=base_dtype or dtype)
+        model.family = self
         model.requires_grad_(False)
         here, modules = dict(linears(model)), dict(model.named_modules())
         with making(dtype, device):
@@ -72,7 +74,7 @@ class AdaptedFamily(Family):
             outputs=site.outputs or None,
         )
 
-    def declared(self, model: CausalLM) -> dict[str, Declaration]:
+    def declared(self, model: nn.Module) -> dict[str, Declaration]:
         """Return the declarations of the adapters."""
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         return {name: one for name, one in declarations(model).items() if name in trained}

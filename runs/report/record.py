@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints import latest_checkpoint, verify
+from ...checkpoints import newest_checkpoint, verify
 from ...checkpoints.find import STRICT, warn_of
 from ...parallel_state import BadCheckpoint, BadInput
 from ...storage.folder_kind import CHECKPOINTS, holds_steps
@@ -129,7 +129,7 @@ def _newest(folder: Path) -> str | None:
     if not holds_steps(folder / CHECKPOINTS):
         return None
     try:
-        newest = latest_checkpoint(folder)
+        newest = newest_checkpoint(folder)
     except BadCheckpoint as error:
         if STRICT.get():
             raise

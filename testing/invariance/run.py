@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...checkpoints import load_module, save_module
+from ...checkpoints import load, save
 from ...parallel_state import (
     BadInput,
     Declaration,
@@ -121,9 +121,9 @@ def run_trial(
 
     def keep(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if read is not None:
-            load_module(read, model, optimizer, state=here)
+            load(read, model, optimizer, state=here)
         if write is not None:
-            save_module(write, model, optimizer, step=trial.steps, state=here)
+            save(write, model, optimizer, step=trial.steps, state=here)
 
     batches = [batch if layout is None else shard_batch(batch, state)] * trial.steps
     witnessed.run = observe(

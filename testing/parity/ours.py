@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from ...checkpoints import load_model_source, read_source
+from ...checkpoints import load, read_source
 from ...data.batch import Batch
 from ...layers import (
     ColumnParallelLinear,
@@ -61,7 +61,7 @@ def observe_rank(question: Question) -> Observation:
     def build() -> tuple[CausalLM, Step]:
         shard_over_data(model, state, Precision(question.dtype, question.dtype, question.dtype))
         model.to_empty(device=state.device)
-        load_model_source(source, model, family, config)
+        load(source, model)
         model.eval()  # no dropout: its masks are not those of transformers
         set_auxiliary_losses(model, balance=0.0, z_loss=0.0)  # the loss is that of the tokens alone
         return model, Step(model, TokenLoss(model), micro_batch=1, schedule=question.schedule)

@@ -16,7 +16,7 @@ from support.folders import contents
 from support.refusals import Refused, refusals
 from support.round_trips import RoundTrip, Source, assert_same, round_trips, weights
 from support.short_runs import tiny_recipe, train
-from trilith.checkpoints import Manifest, convert, differences, load_weights, plan_conversion, read_source
+from trilith.checkpoints import Manifest, convert, differences, load, plan_conversion, read_source
 from trilith.checkpoints.hugging_face.writer import plan_shards
 from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder, write_tokens
@@ -210,7 +210,7 @@ def damaged_checkpoint(folder):
 def load_another_model(folder):
     raw = config("tiny_llama", hidden_size=64)
     family = family_of(raw)
-    load_weights(folder / "out", family.build(family.from_hf(raw), device="cpu"), family, family.from_hf(raw))
+    load(folder / "out", family.build(family.from_hf(raw), device="cpu"))
 
 
 NEW = r"expected a new (or empty )?directory"

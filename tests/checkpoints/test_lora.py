@@ -14,7 +14,7 @@ from support.short_runs import tiny_recipe, train, whole_tensors
 from torch.nn import functional as F
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
-from trilith.checkpoints import convert, load_model, load_source, read_adapter, read_source
+from trilith.checkpoints import convert, load, load_source, read_adapter, read_source
 from trilith.cli.app import run
 from trilith.layers import gather_logits, vocab_parallel_cross_entropy
 from trilith.machine.random_files import write_tokens
@@ -57,7 +57,7 @@ def test_pefts_adapter_has_the_same_modules_logits_and_gradients_here(name, tmp_
     base.save_pretrained(tmp_path / "base")
     theirs = with_adapters(base, **lora)
     theirs.save_pretrained(tmp_path / "adapter")
-    ours = load_model(tmp_path / "base", adapter=tmp_path / "adapter")
+    ours = load(tmp_path / "base", adapter=tmp_path / "adapter").model
     torch.manual_seed(1)
     ids, labels = torch.randint(131, (2, 20)), torch.randint(131, (2, 20))
     expected = theirs(ids).logits
@@ -109,7 +109,7 @@ def test_all_linear_of_some_blocks_is_exported_so_that_peft_takes_the_same(tmp_p
     peft_model = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
     names = {name.replace(".default", "") for name, _ in peft_model.named_parameters() if "lora_" in name}
     assert names == {*factors}
-    expected = gather_logits(load_model(tmp_path / "base", adapter=tmp_path / "adapter")(ids), 131)
+    expected = gather_logits(load(tmp_path / "base", adapter=tmp_path / "adapter").model(ids), 131)
     assert_close(peft_model(ids).logits, expected, rtol=1e-5, atol=1e-5)
     assert float((plain - expected).abs().max()) > 1e-2
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from support.damage import flip_bit, truncate
 from support.inputs import change_manifest
 from support.refusals import Refused, refusals
-from trilith.checkpoints import Manifest, latest_checkpoint, step_directory, verify
+from trilith.checkpoints import Manifest, newest_checkpoint, step_directory, verify
 from trilith.checkpoints.stored_tensor import Part, StoredTensor
 from trilith.parallel_state import BadCheckpoint, Box, Layout
 from trilith.storage import TensorWriter
@@ -152,19 +152,19 @@ def replica_differs(directory):
     (directory / MANIFEST).write_bytes(manifest.to_bytes())
 
 
-def load(folder):
+def first(folder):
     return Manifest.load(folder / "step-00000003")
 
 
 def verified(folder):
-    verify(folder / "step-00000003", load(folder))
+    verify(folder / "step-00000003", first(folder))
 
 
 def newest(folder):
-    return latest_checkpoint(folder / "run")
+    return newest_checkpoint(folder / "run")
 
 
-def damaged(why, spoil, says, read=load):
+def damaged(why, spoil, says, read=first):
     def given(folder):
         write_checkpoint(folder / "step-00000003")
         spoil(folder / "step-00000003")
@@ -260,10 +260,10 @@ def test_verify_reads_every_byte_once(checkpoint):
 def test_G4_an_older_complete_checkpoint_is_used_and_both_are_named(tmp_path):
     for step in (3, 10, 20):
         write_checkpoint(step_directory(tmp_path, step))
-    assert latest_checkpoint(tmp_path).directory == step_directory(tmp_path, 20)
+    assert newest_checkpoint(tmp_path).directory == step_directory(tmp_path, 20)
     no_shard(step_directory(tmp_path, 20))
     (step_directory(tmp_path, 10) / MANIFEST).unlink()
-    newest_whole = latest_checkpoint(tmp_path)
+    newest_whole = newest_checkpoint(tmp_path)
     assert newest_whole.directory == step_directory(tmp_path, 3)
     assert "step-00000020" in newest_whole.passed_over[0] and "step-00000003" in newest_whole.passed_over[0]
     assert "step-00000010" in newest_whole.passed_over[1]
@@ -273,4 +273,4 @@ def test_G26_the_newest_is_the_highest_step_whatever_the_clock_said(tmp_path):
     for step in (9, 10, 100):
         write_checkpoint(step_directory(tmp_path, step))
         os.utime(step_directory(tmp_path, step), (1e9 - step, 1e9 - step))
-    assert latest_checkpoint(tmp_path).directory.name == "step-00000100"
+    assert newest_checkpoint(tmp_path).directory.name == "step-00000100"

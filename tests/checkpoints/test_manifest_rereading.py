@@ -17,7 +17,17 @@ from support.inputs import saver_of
 from support.refusals import Refused, refusals
 from support.short_runs import run_recipe, tiny_recipe
 from torch import nn
-from trilith.checkpoints import Manifest, Progress, Saver, convert, module_contents, read_source, save_module
+from trilith.checkpoints import (
+    Manifest,
+    Progress,
+    Saver,
+    contents_of,
+    convert,
+    describe_module,
+    load,
+    read_source,
+    save,
+)
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.recipes.recipe import parse_recipe
@@ -93,10 +103,11 @@ test_configs_that_no_checkpoint_can_hold_are_refused_before_the_first_step = ref
 
 @settings(max_examples=40)
 @given(value=values)
-def test_what_save_module_takes_it_gives_back_and_else_it_writes_nothing(tmp_path_factory, value):
+def test_what_save_takes_it_gives_back_and_else_it_writes_nothing(tmp_path_factory, value):
     root, model = tmp_path_factory.mktemp("saved") / "m", nn.Linear(2, 2)
     try:
-        written = save_module(root, model, data={"mine": value}, config={"mine": [value]})
+        describe_module(model, config={"mine": [value]})
+        written = save(root, model, extra={"mine": value})
     except BadInput:
         assert not root.exists() or not any(root.iterdir())
         with pytest.raises((BadInput, ValueError, TypeError, AssertionError, RecursionError)):
@@ -107,14 +118,14 @@ def test_what_save_module_takes_it_gives_back_and_else_it_writes_nothing(tmp_pat
     else:
         manifest = Manifest.load(written)
         assert manifest.config == {"mine": [value]}
-        assert manifest.data_position == {"mine": value}
+        assert manifest.extra == {"mine": value} == load(root, model).extra
 
 
 def test_a_saver_reads_its_manifest_back_before_the_first_step(tmp_path):
     """A manifest that names a file which may not be copied along is refused."""
     (tmp_path / "note.txt").touch()
     note = mock.Mock(stored=StoredFile(name="note.txt", size=0, crc32=0))
-    unfit = mock.patch("trilith.checkpoints.save.read_companions", return_value=[note])
+    unfit = mock.patch("trilith.checkpoints.saver.read_companions", return_value=[note])
     with unfit, pytest.raises(BadInput, match=r"companions: expected one of .* found 'note\.txt'"):
         saver_of(tmp_path / "new", nn.Linear(2, 2))
 
@@ -126,7 +137,7 @@ def test_what_the_disk_does_not_give_back_is_not_committed(tmp_path):
         write(disk, path, data[:-1] if MANIFEST in path.name else data)
 
     with mock.patch.object(Disk, "write_file", forgetful), pytest.raises(DiskFailed, match="read back"):
-        save_module(tmp_path, nn.Linear(2, 2), step=1)
+        save(tmp_path, nn.Linear(2, 2), step=1)
     assert [*tmp_path.iterdir()] == []
 
 
@@ -152,7 +163,8 @@ def test_convert_refuses_a_config_that_it_could_not_write_readably(tmp_path, wha
 
 
 def test_convert_refuses_a_name_of_another_step_for_its_output(tmp_path):
-    save_module(tmp_path / "m", nn.Linear(2, 2), torch.optim.AdamW(nn.Linear(2, 2).parameters()), step=3)
+    model = nn.Linear(2, 2)
+    save(tmp_path / "m", model, torch.optim.AdamW(model.parameters()), step=3)
     with pytest.raises(BadInput, match="step: expected 9, as the directory is named"):
         convert(tmp_path / "m", tmp_path / "step-00000009", to="sharded")
     assert not (tmp_path / "step-00000009").exists()
@@ -230,7 +242,7 @@ def test_the_docs_name_every_companion():
 def test_a_tokenizer_that_changes_during_the_run_is_saved_as_it_was_at_the_start(tmp_path, tokens):
     """It may even be gone by then: the run keeps the files that it began with, and its last save succeeds."""
     folder, model = tokenizer_folder(tmp_path / "tokenizer"), nn.Linear(2, 2)
-    contents = module_contents(model, None, state=ParallelState.alone())
+    contents = contents_of(model, None, state=ParallelState.alone())
     contents = replace(contents, companions=companions_in(folder))
     with Saver(tmp_path / "m", model, None, contents, state=ParallelState.alone()) as saver:
         for path in folder.iterdir():

@@ -15,7 +15,7 @@ from support.refusals import Refused, refusals
 from support.round_trips import assert_same, weights
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
-from trilith.checkpoints import carry_out, convert, load_model, plan_merge, read_source
+from trilith.checkpoints import carry_out, convert, load, plan_merge, read_source
 from trilith.cli.app import run
 
 IDS = torch.randint(131, (2, 20), generator=torch.Generator().manual_seed(3))
@@ -176,4 +176,4 @@ def test_finite_numbers_are_told_without_a_mask(made, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "isfinite", lambda numbers: pytest.fail("it makes a mask"))
     assert merge(folder, tmp_path / "out") == 0
     convert(folder / "base", tmp_path / "cut", tensor=2)
-    load_model(tmp_path / "cut")
+    load(tmp_path / "cut")

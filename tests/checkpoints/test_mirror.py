@@ -16,7 +16,7 @@ from support.inputs import saver_of
 from support.refusals import Refused, refusals
 from support.short_runs import run_recipe, tiny_recipe
 from torch import nn
-from trilith.checkpoints import Manifest, Progress, complete_checkpoints, save_module, verify
+from trilith.checkpoints import Manifest, Progress, complete_checkpoints, save, verify
 from trilith.checkpoints.find import STRICT
 from trilith.checkpoints.mirror import Mirror
 from trilith.machine.random_files import write_tokens
@@ -34,7 +34,7 @@ def written(root, step, width=8):
     model = nn.Linear(width, width)
     with torch.no_grad():
         model.weight.copy_(torch.arange(float(width * width)).view(width, width) + step)
-    return save_module(root, model, step=step, keep=9)
+    return save(root, model, step=step, keep=9)
 
 
 def fetched(place, to):

@@ -8,7 +8,7 @@ import torch
 from support.configs import TINY_LLAMA
 from support.damage import flip_bit
 from support.short_runs import tiny_recipe, train, write_recipe
-from trilith.checkpoints import load_module, read_source, restore_model, save_module
+from trilith.checkpoints import load, read_source, save
 from trilith.cli.app import run
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.machine.random_files import write_tokens
@@ -125,9 +125,9 @@ def restored(places):
     seen = []
     for place in places:
         model, optimizer = zoo(state)
-        chooses = mock.patch("trilith.checkpoints.source.latest_checkpoint", side_effect=AssertionError)
+        chooses = mock.patch("trilith.checkpoints.source.newest_checkpoint", side_effect=AssertionError)
         with chooses, pytest.warns(UserWarning, match="passed over") if state.rank == 0 else mock.MagicMock():
-            progress = restore_model(place, model, optimizer)
+            progress = load(place, model, optimizer)
         updates = {float(optimizer.state[each]["step"]) for each in model.parameters()}
         seen.append((progress.step, updates, float(next(model.parameters()).sum())))
     return seen
@@ -144,8 +144,8 @@ def test_one_rank_chooses_for_all_and_moments_come_back(damaged):
 
 def test_a_module_of_one_s_own_is_chosen_as_a_run_is(tmp_path):
     for step in (1, 2):
-        save_module(tmp_path / "run" / "checkpoints", torch.nn.Linear(4, 4), step=step, keep=2)
-    assert load_module(f"local://{tmp_path}/run", torch.nn.Linear(4, 4)).step == 2
+        save(tmp_path / "run" / "checkpoints", torch.nn.Linear(4, 4), step=step, keep=2)
+    assert load(f"local://{tmp_path}/run", torch.nn.Linear(4, 4)).step == 2
     without_manifest(tmp_path / "run" / "checkpoints" / NEWEST)
     with pytest.warns(UserWarning, match="passed over.*using step-00000001"):
-        assert load_module(tmp_path / "run", torch.nn.Linear(4, 4)).step == 1
+        assert load(tmp_path / "run", torch.nn.Linear(4, 4)).step == 1

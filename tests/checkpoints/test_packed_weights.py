@@ -14,7 +14,7 @@ from support.refusals import Refused, refusals
 from support.round_trips import RoundTrip, Source, round_trips
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-from trilith.checkpoints import convert, load_model, read_source
+from trilith.checkpoints import convert, load, read_source
 from trilith.checkpoints.convert import memory_budget
 from trilith.checkpoints.hugging_face import fp8, mxfp4
 from trilith.checkpoints.hugging_face.fp8 import SCALES as FACTORS
@@ -146,8 +146,8 @@ test_packed_weights_come_back_as_bf16 = round_trips([
 
 def test_a_model_is_loaded_from_packed_weights(packed, tmp_path):
     """It has the numbers of one that is loaded from the same weights in bf16."""
-    plain = load_model(write(tmp_path / "plain", [packed.plain], packed.raw))
-    loaded = load_model(packed.folder).state_dict()
+    plain = load(write(tmp_path / "plain", [packed.plain], packed.raw)).model
+    loaded = load(packed.folder).model.state_dict()
     assert [name for name, one in plain.state_dict().items() if not torch.equal(loaded[name], one)] == []
 
 

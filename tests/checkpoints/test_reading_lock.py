@@ -15,7 +15,7 @@ from support.configs import TINIEST_LLAMA
 from support.damage import flip_bit
 from support.short_runs import run_recipe, tiny_recipe, train
 from torch import nn
-from trilith.checkpoints import convert, find, load_model, load_module, read_source, save_module, verify
+from trilith.checkpoints import convert, find, load, read_source, save, verify
 from trilith.checkpoints.reading_lock import hold, nobody_reads
 from trilith.checkpoints.retention import delete_old
 from trilith.cli.app import run
@@ -31,7 +31,7 @@ def saved(root, *steps, keep=9):
     for step in steps:
         with torch.no_grad():
             model.weight.fill_(step)
-        save_module(root, model, step=step, keep=keep)
+        save(root, model, step=step, keep=keep)
     return model
 
 
@@ -86,7 +86,7 @@ def reading_commands(run_folder, scratch):
 
 def reading_module(run_folder, scratch):
     model = nn.Linear(3, 2)
-    at = load_module(run_folder, model)
+    at = load(run_folder, model)
     assert torch.equal(model.weight, torch.full((2, 3), float(at.step)))
 
 
@@ -138,7 +138,7 @@ def test_a_damaged_newest_step_names_the_one_before_it_and_the_command(tmp_path,
             error = capsys.readouterr().err.splitlines()[-1]
             assert named in error
         with pytest.raises(BadCheckpoint, match=re.escape(named)):
-            load_module(root, nn.Linear(3, 2))
+            load(root, nn.Linear(3, 2))
         move = re.search(r"`mv -- (\S+) (\S+)`", error)
         assert move is not None and not Path(move[2]).exists()
         shutil.move(move[1], move[2])
@@ -156,7 +156,7 @@ def test_no_byte_of_an_older_checkpoint_is_read_before_a_damaged_one_is_told(tmp
         return open_file(path, *flags, **named)
 
     with mock.patch("os.open", note), pytest.raises(BadCheckpoint, match=r"before it is \S+step-00000001"):
-        load_module(tmp_path, nn.Linear(3, 2))
+        load(tmp_path, nn.Linear(3, 2))
     older = [path for path in map(str, opened) if "step-00000001" in path]
     assert older and all(path.endswith("manifest.json") for path in older)
 
@@ -166,7 +166,7 @@ def test_without_a_complete_checkpoint_none_is_named(tmp_path):
     flip_bit(tmp_path / "step-00000001" / "manifest.json", 40)
     flip(tmp_path / "step-00000002")
     with pytest.raises(BadCheckpoint) as caught:
-        load_module(tmp_path, nn.Linear(3, 2))
+        load(tmp_path, nn.Linear(3, 2))
     assert "newest complete" not in str(caught.value)
 
 
@@ -191,7 +191,7 @@ def test_a_run_on_two_ranks_names_the_good_one_and_goes_on_from_it(tmp_path):
     assert read_source(out).path.name == "step-00000004"
 
 
-@pytest.mark.parametrize("use", ["load_model", "init_from", "lora"])
+@pytest.mark.parametrize("use", ["load", "init_from", "lora"])
 def test_weights_are_taken_from_no_damaged_checkpoint(tmp_path, use):
     tokens = write_tokens(tmp_path / "tokens")
     run_recipe(tiny_recipe(tmp_path / "a", tokens, steps=1, model={"config": TINIEST_LLAMA}))
@@ -201,13 +201,13 @@ def test_weights_are_taken_from_no_damaged_checkpoint(tmp_path, use):
     if use == "lora":
         raw["lora"] = {"r": 2, "target_modules": ["q_proj"]}
     with pytest.raises(BadCheckpoint, match="CRC-32"):
-        load_model(tmp_path / "a") if use == "load_model" else run_recipe(raw)
+        load(tmp_path / "a") if use == "load" else run_recipe(raw)
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_looked_for_is_no_end_of_the_search(tmp_path):
     """After the names are listed and before they are opened, a run saves a step and deletes the last one."""
     saved(tmp_path, 1)
-    listed = find._latest
+    listed = find._newest
 
     def late(root, whole):
         if steps_in(root) == [1]:
@@ -215,5 +215,5 @@ def test_a_checkpoint_that_is_deleted_while_it_is_looked_for_is_no_end_of_the_se
             raise BadCheckpoint(root, expected="a complete checkpoint", found="none")
         return listed(root, whole)
 
-    with mock.patch("trilith.checkpoints.find._latest", late):
-        assert find.latest_checkpoint(tmp_path).directory.name == "step-00000002"
+    with mock.patch("trilith.checkpoints.find._newest", late):
+        assert find.newest_checkpoint(tmp_path).directory.name == "step-00000002"

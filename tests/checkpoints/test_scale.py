@@ -25,19 +25,18 @@ from trilith.checkpoints import (
     Manifest,
     Progress,
     convert_to_dcp,
-    load_model,
-    load_module,
+    load,
     read_source,
-    restore_model,
     retention,
-    save,
+    saver,
     source,
     verify,
 )
+from trilith.checkpoints.grid import Grid
 from trilith.checkpoints.manifest import WITH_GRIDS
-from trilith.checkpoints.moments import MOMENTS, moment_name
+from trilith.checkpoints.optimizer_state import MOMENTS, moment_name
 from trilith.checkpoints.part_table import PartTable
-from trilith.checkpoints.rank_files import files_to_come, own_boxes, stored_tensors, write_file
+from trilith.checkpoints.rank_files import files_to_come, stored_tensors, write_file
 from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.models import family_of
@@ -51,12 +50,22 @@ from trilith.training.run_plan import plan
 LAYOUT = Layout(tensor=2, data_shard=3, data_replicate=2, pipeline=2, zero=1)
 
 
+def own_boxes(stated, layout, at):
+    """Return the box of each parameter that a rank writes."""
+    boxes = {
+        name: Grid.of(one, layout, at.pipeline).box_of(layout.rank(at), one.shape)
+        for name, one in stated.items()
+        if not (one.ends and at.pipeline)
+    }
+    return {name: box for name, box in boxes.items() if box is not None}
+
+
 def write_stand_in(folder, layout=LAYOUT):
     """Write a run's checkpoint as its ranks would, one after the other; return the whole tensors."""
     config = TINIEST_LLAMA | {"num_hidden_layers": 2}
     family = family_of(config)
     stages = family.declarations(family.from_hf(config), layout)
-    tensors = stored_tensors(stages, layout, "F32", frozen=frozenset(), moments=MOMENTS)
+    tensors = stored_tensors(stages, layout, "F32", frozen=frozenset(), moments=dict.fromkeys(MOMENTS, ()))
     generator = torch.Generator().manual_seed(0)
     whole = {name: torch.randn(one.shape, generator=generator) for name, one in tensors.items()}
     folder.mkdir(parents=True)
@@ -97,7 +106,7 @@ def test_what_grids_say_is_read_verified_and_cut_anew_bit_for_bit(stand_in, tmp_
     assert run(["reshard", str(folder), str(tmp_path / "cut"), "--tensor", "2"]) == 0
     assert run(["diff", str(folder), str(tmp_path / "cut")]) == 0
     assert json.loads((tmp_path / "cut" / MANIFEST).read_text())["version"] == 2
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in load_model(folder).named_parameters())
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in load(folder).model.named_parameters())
 
 
 def test_a_reader_opens_only_the_files_that_it_needs(stand_in):
@@ -130,11 +139,11 @@ def first_cut(manifest):
 UP = "'layers.0.mlp.gate_up.up.weight'"
 
 
-def load(folder):
+def first(folder):
     return Manifest.load(folder / "step-00000001")
 
 
-def damaged(why, change, says, read=load):
+def damaged(why, change, says, read=first):
     """Return a row: a manifest is changed and sealed anew; the files stay."""
 
     def given(folder):
@@ -149,7 +158,7 @@ def uncut(manifest):  # each tensor rank's first file would hold all rows
 
 
 def verified(folder):
-    verify(folder / "step-00000001", load(folder))
+    verify(folder / "step-00000001", first(folder))
 
 
 def two_ways(manifest):
@@ -178,7 +187,7 @@ def test_the_manifest_of_405b_on_16384_ranks_is_small_and_says_a_million_parts()
     recipe = load_recipe("llama-3.1-405b-16384gpus")
     made, layout = plan(recipe), replace(recipe.layout, data_shard=256, data_replicate=1)
     stages = made.family.declarations(made.config, layout, split=made.split)
-    tensors = stored_tensors(stages, layout, "F32", frozen=frozenset(), moments=MOMENTS)
+    tensors = stored_tensors(stages, layout, "F32", frozen=frozenset(), moments=dict.fromkeys(MOMENTS, ()))
     ranks = files_to_come(tensors, layout.world)
     files = tuple(file.model_copy(update={"size": 10**10, "crc32": 2**32 - 1}) for file in ranks)
     manifest = Manifest(
@@ -206,14 +215,14 @@ def test_the_manifest_of_405b_on_16384_ranks_is_small_and_says_a_million_parts()
 def test_what_ranks_tell_each_other_of_a_save_does_not_grow_with_the_tensors(layers, tmp_path):
     told = []
 
-    def noting(work, **rest):
+    def noting(work, state):
         results = [work()]
         told.append(pickle.dumps(results))
         return results
 
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
-    with mock.patch.object(save, "together", noting), saver_of(tmp_path / "m", model) as saver:
-        saver.save(Progress(1, Layout()))
+    with mock.patch.object(saver, "together", noting), saver_of(tmp_path / "m", model) as ours:
+        ours.save(Progress(1, Layout()))
     assert len(told) == 4 and max(map(len, told)) < 400
 
 
@@ -261,7 +270,7 @@ def start_from(folder, out, tokens):
     and, if it resumes, of the moments.
     """
     layout = {"tensor": 2}
-    model = load_model(folder, state=ParallelState.start(Layout(**layout)))
+    model = load(folder, state=ParallelState.start(Layout(**layout))).model
 
     def begun(name, place, **more):
         model_keys = {"config": TINIEST_LLAMA | {"num_hidden_layers": 2}, "init_from": str(place)}
@@ -271,10 +280,10 @@ def start_from(folder, out, tokens):
     run_recipe(begun("again", folder))
     found = {}
     for name, start in {
-        "load_model": lambda: load_model(folder, state=model.state),
-        "restore_model": lambda: restore_model(folder, model, torch.optim.AdamW(model.parameters())),
-        "weights alone": lambda: restore_model(folder, model),
-        "load_module": lambda: load_module(folder, model, state=model.state),
+        "load": lambda: load(folder, state=model.state),
+        "restored": lambda: load(folder, model, torch.optim.AdamW(model.parameters())),
+        "weights alone": lambda: load(folder, model),
+        "load again": lambda: load(folder, model, state=model.state),
         "resume": lambda: run_recipe(begun("again", folder) | {"steps": 2}),
         "init_from": lambda: run_recipe(begun("checkpoint", folder)),
         "init_from of a run": lambda: run_recipe(begun("run", folder.parent)),

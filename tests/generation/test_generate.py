@@ -8,7 +8,7 @@ import transformers
 from support.configs import TINY_GLM, TINY_GPT2, TINY_LLAMA, config
 from support.refusals import Refused, refusals
 from torch import nn
-from trilith.checkpoints import load_model
+from trilith.checkpoints import load
 from trilith.generation import Sampling, generate
 from trilith.generation.sampling import choose
 from trilith.machine.random_files import write_hf_folder
@@ -66,7 +66,7 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_is_transformers_with_and_without_the_cache(name, folders):
-    theirs, ours = made(name), load_model(folders[name])
+    theirs, ours = made(name), load(folders[name]).model
     expected = [
         theirs.generate(
             torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
@@ -87,7 +87,7 @@ HOW = {
 
 
 def on_a_rank(folder, layout):
-    model = load_model(folder, state=ParallelState.start(layout))
+    model = load(folder, state=ParallelState.start(layout)).model
     return [generate(model, PROMPTS, max_new_tokens=NEW, **how) for how in HOW.values()]
 
 
@@ -97,7 +97,7 @@ def alone(folders):
 
     @cache
     def written(name):
-        model = load_model(folders[name])
+        model = load(folders[name]).model
         texts = [generate(model, PROMPTS, max_new_tokens=NEW, **how) for how in HOW.values()]
         assert len({*map(str, texts)}) == len(HOW)
         return texts
@@ -128,7 +128,7 @@ def test_several_stages_a_rank_write_the_same(v_shape, folders, alone):
 
 
 def test_a_draw_follows_from_seed_and_number_and_not_from_the_batch(folders):
-    model, sampling = load_model(folders["llama"]), Sampling(1.0)
+    model, sampling = load(folders["llama"]).model, Sampling(1.0)
 
     def texts(prompts, **how):
         return generate(model, prompts, max_new_tokens=NEW, sampling=sampling, **how)
@@ -141,7 +141,7 @@ def test_a_draw_follows_from_seed_and_number_and_not_from_the_batch(folders):
 
 
 def test_a_row_ends_with_the_first_of_the_stop_tokens(folders):
-    model = load_model(folders["llama"])
+    model = load(folders["llama"]).model
     free = generate(model, PROMPTS, max_new_tokens=NEW)
     stop = {free[0][5], free[2][3]}
     seen = []
@@ -155,14 +155,14 @@ def test_a_row_ends_with_the_first_of_the_stop_tokens(folders):
 
 
 def test_the_last_row_to_end_ends_the_work(folders):
-    model, steps = load_model(folders["llama"]), []
+    model, steps = load(folders["llama"]).model, []
     free = generate(model, PROMPTS[:1], max_new_tokens=NEW)[0]
     stopped = generate(model, PROMPTS[:1], max_new_tokens=NEW, stop=(free[4],), on_tokens=steps.append)[0]
     assert len(steps) == len(stopped) == free.index(free[4]) + 1
 
 
 def test_no_stop_token_comes_before_the_least_number(folders):
-    model = load_model(folders["llama"])
+    model = load(folders["llama"]).model
     free = generate(model, PROMPTS, max_new_tokens=NEW)
     stop = {row[0] for row in free} | {row[2] for row in free}
     for row in generate(model, PROMPTS, max_new_tokens=NEW, stop=stop, min_new_tokens=6):
@@ -171,7 +171,7 @@ def test_no_stop_token_comes_before_the_least_number(folders):
 
 
 def test_a_row_ends_where_the_caller_says_so(folders):
-    model = load_model(folders["llama"])
+    model = load(folders["llama"]).model
     free = generate(model, PROMPTS, max_new_tokens=NEW)
     found = generate(model, PROMPTS, max_new_tokens=NEW, ends=lambda row: len(row) % 5 == 0)
     assert found == [row[:5] for row in free]
@@ -180,14 +180,14 @@ def test_a_row_ends_where_the_caller_says_so(folders):
 
 
 def test_with_the_cache_each_token_is_computed_once(folders):
-    model, lengths = load_model(folders["llama"]), []
+    model, lengths = load(folders["llama"]).model, []
     model.embed.register_forward_pre_hook(lambda module, given: lengths.append(given[0].shape[1]))
     generate(model, PROMPTS, max_new_tokens=4)
     assert lengths == [8, 1, 1, 1]
 
 
 def test_the_model_is_left_as_it_was(folders):
-    model = load_model(folders["gpt2"])
+    model = load(folders["gpt2"]).model
     assert model.training
     one = generate(model, PROMPTS, max_new_tokens=4)  # with dropout it would not be the same twice
     assert model.training and one == generate(model, PROMPTS, max_new_tokens=4)
@@ -195,7 +195,7 @@ def test_the_model_is_left_as_it_was(folders):
 
 def refused(why, says, prompts, **how):
     def call(folder):
-        generate(load_model(folder / "hf"), prompts, **{"max_new_tokens": 5, **how})
+        generate(load(folder / "hf").model, prompts, **{"max_new_tokens": 5, **how})
 
     return Refused(why, call, says, given=lambda folder: write_hf_folder(folder / "hf", TINY_LLAMA))
 
@@ -239,14 +239,14 @@ def test_sequence_and_context_parallelism_are_refused_on_every_rank(layout, says
 def sharded(folder):
     """A model in training under ZeRO-3, whose loss makes the logits."""
     state = ParallelState.start(Layout.of(data=2, zero=3))
-    model = load_model(folder, state=state)
+    model = load(folder, state=state).model
     shard_over_data(model, state, Precision(torch.float32, torch.float32, torch.float32))
     model.head_in_loss = True
     return generate(model, PROMPTS, max_new_tokens=NEW)
 
 
 def test_a_model_that_is_sharded_over_data_generates_too(folders):
-    expected = generate(load_model(folders["llama"]), PROMPTS, max_new_tokens=NEW)
+    expected = generate(load(folders["llama"]).model, PROMPTS, max_new_tokens=NEW)
     for found in run_parallel(sharded, 2, folders["llama"]):
         assert found == expected
 

@@ -10,7 +10,7 @@ from support.configs import EXPERTS, MODELS, PUBLISHED
 from support.families import transformers_model, with_adapters
 from support.models_page import MEASURED
 from support.round_trips import assert_same, weights
-from trilith.checkpoints import load_model, read_adapter, read_source
+from trilith.checkpoints import load, read_adapter, read_source
 from trilith.cli.app import run
 from trilith.cli.shared.in_transformers import observe_hf
 from trilith.generation import generate
@@ -133,7 +133,7 @@ def test_greedy_generation_is_transformers(row, tmp_path, record_property):
     for seed in range(5):  # until a model writes more than a few tokens over and over
         model = transformers_model(untied, spread=spread, seed=seed)
         model.save_pretrained(tmp_path / str(seed))
-        texts = generate(load_model(tmp_path / str(seed)), PROMPTS, max_new_tokens=new)
+        texts = generate(load(tmp_path / str(seed)).model, PROMPTS, max_new_tokens=new)
         if len({token for text in texts for token in text}) > 8:
             break
     else:
@@ -156,7 +156,7 @@ def test_adapters_go_to_peft_and_back(row, theirs, tmp_path, record_property):
     adapted = with_adapters(transformers_model(MODELS[row]), **lora)
     adapted.save_pretrained(tmp_path / "adapter")
     ids = torch.randint(503, (2, 20))
-    ours = load_model(folder, adapter=tmp_path / "adapter")
+    ours = load(folder, adapter=tmp_path / "adapter").model
     with torch.no_grad():
         expected, found = adapted(ids).logits, gather_logits(ours(ids), 503)
     worst = float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))

@@ -168,7 +168,8 @@ class Stubborn(Exception):
 
 
 def outcome_of(failing):
-    rank = dist.get_rank()
+    state = ParallelState.start(Layout.of(data=3))
+    rank = state.rank
 
     def work():
         error = failing.get(rank)
@@ -179,7 +180,7 @@ def outcome_of(failing):
         return rank
 
     try:
-        return str(together(work, world=3, group=None)), "", -1
+        return str(together(work, state)), "", -1
     except Exception as error:
         return type(error).__name__, str(error), rank_at_fault(error, here=rank)
 

@@ -4,9 +4,9 @@ import torch
 from support.configs import TINIEST_LLAMA
 from support.short_runs import tiny_recipe
 from support.short_training import Case, build_rank
-from trilith.checkpoints import begin_moments, load_training
+from trilith.checkpoints import Described, begin_moments, load
 from trilith.checkpoints.rank_files import write_file
-from trilith.checkpoints.save import Contents, Saver
+from trilith.checkpoints.saver import Contents, Saver
 from trilith.generation import Sampling, generate
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import Layout
@@ -48,9 +48,9 @@ def load_and_save(checkpoint, layout, folder):
     with simulated_rank(layout, layout.world - 1, WAITS) as (state, _):
         parts = build_rank(Case(TINIEST_LLAMA, layout, dtype=torch.float32), state)
         begin_moments(parts.model, parts.optimizer)
-        progress = load_training(checkpoint, parts.model, parts.optimizer, parts.family, parts.config)
+        progress = load(checkpoint, parts.model, parts.optimizer)
         assert progress.step == 4
-        contents = Contents(parts.family, parts.config, TINIEST_LLAMA)
+        contents = Contents(Described(parts.family, parts.config), TINIEST_LLAMA)
         saver = Saver(folder / str(layout), parts.model, parts.optimizer, contents)
         written = write_file(folder, state.rank, layout.world, 4, saver._own_tensors(), frozenset())
         assert written is not None and written[0].size > 1000

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trilith.checkpoints import Manifest, latest_checkpoint, verify
+from trilith.checkpoints import Manifest, newest_checkpoint, verify
 from trilith.checkpoints.part_table import CheckpointFiles
 from trilith.checkpoints.stored_tensor import Part, StoredTensor
 from trilith.parallel_state import BadInput, Box, Layout
@@ -125,7 +125,7 @@ def test_a_failure_leaves_the_older_one_and_nothing_else(tmp_path, method, after
         save(tmp_path / "step-00000002", 2.0, Failing(method, code, after))
     except DiskFailed as error:
         assert error.exit_code == 3 and str(tmp_path) in str(error) and "\n" not in str(error)
-    found = latest_checkpoint(tmp_path)
+    found = newest_checkpoint(tmp_path)
     left = {path.name for path in tmp_path.iterdir()}
     if found.directory.name == "step-00000002":  # only the last sync failed: the name is there, and whole
         assert read(found.directory) == 2.0
@@ -257,7 +257,7 @@ def test_K8_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path):
             (path / "0.safetensors").unlink()
 
     remove_checkpoint(tmp_path / "step-00000002", Lazy())
-    assert latest_checkpoint(tmp_path).directory.name == "step-00000001"
+    assert newest_checkpoint(tmp_path).directory.name == "step-00000001"
     assert len([*tmp_path.iterdir()]) == 2
     clear_unfinished(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
@@ -368,7 +368,7 @@ def check_crashes(root, log, scratch, old_calls):
         if new.exists():
             assert read(new) == 2.0, f"after call {length}"
         if length >= old_calls:
-            value = read(latest_checkpoint(target).directory)
+            value = read(newest_checkpoint(target).directory)
             assert value == 2.0 or (value == 1.0 and length < len(log)), f"after call {length}: {value}"
             seen.add(value)
     return seen

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from trilith.checkpoints import Saver, module_contents
+from trilith.checkpoints import Saver, contents_of
 from trilith.checkpoints.seal import seal
 from trilith.parallel_state import ParallelState
 from trilith.runs.metrics import StepMetrics
@@ -41,7 +41,7 @@ def write_line_of_metrics(run: Path) -> None:
 def saver_of(root: Path, model: nn.Module, **options: Any) -> Saver:
     """Return what saves a module of one rank, without an optimizer, into the folder of a run."""
     state = ParallelState.alone()
-    return Saver(root, model, None, module_contents(model, None, state=state), state=state, **options)
+    return Saver(root, model, None, contents_of(model, None, state=state), state=state, **options)
 
 
 def change_manifest(folder: Path, change: Callable[[Any], object], *, sealed: bool = True) -> None:

@@ -28,7 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from trilith.checkpoints import restore_model, save_model
+from trilith.checkpoints import load, save
 from trilith.data import Batch
 from trilith.layers import use_float8
 from trilith.parallel_state import Box, Layout, ParallelState, clip_gradients, initialize
@@ -213,7 +213,7 @@ class _Run:
         if self.trains or self.case.layout.pipeline * self.case.layout.data > 1:
             self._first_step(batches[0])
         if row.resumes is not None:
-            save_model(folder, self.parts.model, self.parts.optimizer, step=1)
+            save(folder, self.parts.model, self.parts.optimizer, step=1)
         operators = Operators()
         with operators if row.sends else nullcontext(), self._holding():
             self.live.peak = self.live.now
@@ -321,7 +321,7 @@ def _started(case: Case, state: ParallelState, *, filled: bool = True) -> Parts:
 def _second_step(case: Case, folder: Path) -> Pieces:
     state = ParallelState.start(case.layout, device=case.device)
     parts = _started(case, state, filled=False)
-    restore_model(folder, parts.model, parts.optimizer)
+    load(folder, parts.model, parts.optimizer)
     parts.step.launch(rank_batch(case, 1, state))
     clip_gradients(parts.model, case.clip, state=state)
     parts.optimizer.step()

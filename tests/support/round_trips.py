@@ -28,7 +28,7 @@ from support.short_runs import whole_tensors
 CONFIG = "config.json"
 #: Files that go along as they are, and what a checkpoint says beside its tensors.
 BESIDE = {"generation_config.json", "tokenizer.json", "tokenizer_config.json"}
-STATED = ("kind", "step", "seeds", "data_position", "state")
+STATED = ("kind", "step", "seeds", "data_position", "extra", "optimizer", "state")
 
 
 def weights(folder: Path) -> dict[str, Tensor]:

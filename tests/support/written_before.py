@@ -19,8 +19,8 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from trilith.checkpoints import Saver, convert, save_model, save_module
-from trilith.checkpoints.moments import begin_moments
+from trilith.checkpoints import Saver, convert, describe_module, save
+from trilith.checkpoints.optimizer_state import adamw, restore_state
 from trilith.checkpoints.rank_storage import stored_parts
 from trilith.layers import GatedMLP, VocabParallelEmbedding
 from trilith.machine.random_files import write_hf_folder, write_tokens
@@ -81,6 +81,7 @@ class Embedder(nn.Module):
         self.embed = VocabParallelEmbedding(37, width, state=state)
         self.blocks = nn.ModuleList([GatedMLP(width, 16, state=state) for _ in range(2)])
         self.gain = nn.LayerNorm(width)
+        describe_module(self, config={"model_type": "embedder"}, names=self.names)
 
     def forward(self, ids: Tensor) -> Tensor:
         x: Tensor = self.embed(ids)
@@ -125,7 +126,7 @@ def fill(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer | None, s
     """Give every weight and moment that this rank stores its numbers."""
     shapes = {name: declaration.shape for name, declaration in declarations(model).items()}
     if optimizer is not None:
-        begin_moments(model, optimizer, {"updates": STEPS})
+        restore_state(model, optimizer, adamw({"updates": STEPS}))
     for before, choose in state_tensors(model, optimizer).items():
         for name, tensor, box in stored_parts(model, state, choose):
             whole = numbers(before + name, shapes[name], bits=digits(kind, before + name))
@@ -162,16 +163,13 @@ def _write(kind: str, folder: Path, place: Path) -> None:
         family = family_of(CONFIG)
         model = family.build(family.from_hf(CONFIG), device="cpu")
         fill(kind, model, None, model.state)
-        save_model(folder, model, step=STEPS)
+        save(folder, model, step=STEPS)
     elif kind == "module_of_two":
         state = ParallelState.start(written.layout)
         module = Embedder(state=state)
         optimizer = make_adamw(module, lr=0.1)
         fill(kind, module, optimizer, state)
-        save_module(
-            *(folder, module, optimizer), step=STEPS, data={"at": 5}, config={"model_type": "embedder"},
-            names=Embedder.names, state=state,
-        )  # fmt: skip
+        save(folder, module, optimizer, step=STEPS, extra={"at": 5}, state=state)
     else:
         _train(kind, folder, place)
 

@@ -6,7 +6,7 @@ from support.configs import TINY_GLM, TINY_MIXTRAL
 from support.short_runs import tiny_recipe, train, whole_tensors
 from support.stop_and_go import StopAndGo, check_stop_and_go
 from transformers import AutoModelForCausalLM
-from trilith.checkpoints import load_weights, read_source
+from trilith.checkpoints import load, read_source
 from trilith.cli.app import run as command
 from trilith.parallel_state import Layout, ParallelState
 from trilith.runs.metrics import read_metrics
@@ -26,7 +26,7 @@ def load_rank(layouts, path):
         model = source.family.build(source.model_config, state=state, dtype=torch.float64)
         shard_over_data(model, state, Precision(*[torch.float64] * 3), offload=number % 2 == 1)
         model.to_empty(device="cpu")
-        load_weights(path, model, source.family, source.model_config)
+        load(path, model)
         found.append(pieces(model, state))
     return found
 

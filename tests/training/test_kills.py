@@ -250,7 +250,7 @@ def fail_while_saving(recipe, status):
         trainer = Trainer(loaded, state, beat=beat, quiet=True)
         with (
             mock.patch.object(Saver, "__exit__", look_and_leave),
-            mock.patch("trilith.checkpoints.save._LAST_CHANCE", 0.2),
+            mock.patch("trilith.checkpoints.saver._LAST_CHANCE", 0.2),
             suppress(KeyError),
         ):
             trainer.run(after_step=fail)

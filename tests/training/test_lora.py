@@ -9,7 +9,7 @@ from support.short_runs import losses, tiny_recipe, train, whole_tensors
 from support.stop_and_go import StopAndGo, stop_and_go
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from trilith.checkpoints import convert, differences, load_model, load_weights, read_adapter, read_source
+from trilith.checkpoints import convert, differences, load, read_adapter, read_source
 from trilith.cli.app import run as trilith
 from trilith.layers import gather_logits
 from trilith.machine.random_files import write_hf_folder
@@ -73,7 +73,7 @@ def test_what_a_run_trains_peft_loads_and_gives_back(tmp_path, base, tokens):
     ids = torch.randint(131, (2, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected, plain = theirs(ids).logits, theirs.get_base_model()
-        for ours in (load_model(tmp_path / "run"), load_model(base, adapter=tmp_path / "adapter")):
+        for ours in (load(tmp_path / "run").model, load(base, adapter=tmp_path / "adapter").model):
             logits = gather_logits(ours(ids), 131)
             torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
         with theirs.disable_adapter():
@@ -205,10 +205,9 @@ def test_adapters_are_not_loaded_as_a_whole_model(trained, capsys):
     """Otherwise the rest of the model would be uninitialised memory."""
     source = read_source(trained)
     assert isinstance(source.family, AdaptedFamily)
-    for family in (source.family, source.family.base):
-        model = family.build(source.model_config, device="cpu")
-        with pytest.raises(BadInput, match="expected a whole model, found LoRA adapters"):
-            load_weights(trained, model, family, source.model_config)
+    model = source.family.base.build(source.model_config, device="cpu")
+    with pytest.raises(BadInput, match="expected a whole model, found LoRA adapters"):
+        load(trained, model)
     assert trilith(["parity", str(trained)]) == 2
     assert "expected a whole model, found LoRA adapters" in capsys.readouterr().err
 

@@ -9,7 +9,7 @@ from support.configs import config
 from support.round_trips import assert_same, weights
 from support.short_runs import losses, tiny_recipe, train, whole_tensors
 from support.stop_and_go import ROUNDING, StopAndGo, differences, stopped_and_gone_on
-from trilith.checkpoints import load_model, load_module
+from trilith.checkpoints import load
 from trilith.cli.app import run
 from trilith.generation import generate
 from trilith.layers import GatedMLP, VocabParallelEmbedding
@@ -51,12 +51,12 @@ def test_to_hugging_face_and_back_over_three_ranks_changes_no_bit(between, tmp_p
 
 
 def written_by(folder, layout):
-    model = load_model(folder, dtype=torch.float64, state=ParallelState.start(layout))
+    model = load(folder, dtype=torch.float64, state=ParallelState.start(layout)).model
     return generate(model, [[5, 17, 90], [77]], max_new_tokens=8)
 
 
 def test_three_ranks_generate_what_one_does(between):
-    expected = generate(load_model(between[1], dtype=torch.float64), [[5, 17, 90], [77]], max_new_tokens=8)
+    expected = generate(load(between[1], dtype=torch.float64).model, [[5, 17, 90], [77]], max_new_tokens=8)
     assert run_parallel(written_by, 3, between[1], Layout.of(tensor=3)) == [expected] * 3
 
 
@@ -78,7 +78,7 @@ def goes_on(folder, layout):
     model.embed = VocabParallelEmbedding(37, 8, state=state)
     model.blocks = torch.nn.ModuleList([GatedMLP(8, 16, state=state) for _ in range(2)])
     model.gain = torch.nn.LayerNorm(8)
-    progress = load_module(folder, model, make_adamw(model, lr=0.1), state=state)
+    progress = load(folder, model, make_adamw(model, lr=0.1), state=state)
     assert (progress.step, progress.layout.tensor) == (2, 2)
     y = model.embed(torch.arange(37).view(1, 37))
     for block in model.blocks:

@@ -125,7 +125,7 @@ def test_moments_come_along_into_a_layout_and_not_into_a_folder_of_hugging_face(
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     assert any("param_groups" in line for line in plan.source.warnings)
     theirs = read_source(made / "accelerate", config=made / "hf")
-    assert theirs.trains and theirs.foreign is not None and theirs.foreign.updates == 2
+    assert theirs.moments and theirs.foreign is not None and theirs.foreign.updates == 2
 
 
 def test_moments_that_some_weights_lack_are_left_out_with_a_warning(made, tmp_path):
@@ -134,7 +134,7 @@ def test_moments_that_some_weights_lack_are_left_out_with_a_warning(made, tmp_pa
     del state["model.norm.weight"]["exp_avg"]
     save({"model": hf, "optim": {"state": state}}, tmp_path / "dcp")
     plan = convert(tmp_path / "dcp", tmp_path / "out", config=made / "hf", tensor=2)
-    assert not plan.source.trains and not plan.keeps_moments
+    assert not plan.source.moments and not plan.keeps_moments
     says = "moments are left out: there are none of model.model.norm"
     assert any(says in warning for warning in plan.source.warnings)
 

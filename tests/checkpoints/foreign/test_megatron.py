@@ -22,7 +22,7 @@ from megatron_by_hand import (
 )
 from megatron_models import MODELS
 from support.round_trips import RoundTrip, Source, round_trips
-from trilith.checkpoints import convert, load_model, read_source, restore_model, save_model
+from trilith.checkpoints import convert, load, read_source, save
 from trilith.cli.app import run
 from trilith.parallel_state import Box
 
@@ -144,7 +144,7 @@ def step(model, optimizer, number):
 
 
 def start(folder):
-    model = load_model(folder)
+    model = load(folder).model
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -156,7 +156,7 @@ def test_a_run_from_imported_moments_goes_on_as_the_run_that_wrote_them(tmp_path
     model, optimizer = start(begin)
     for number in range(3):
         step(model, optimizer, number)
-    source = read_source(save_model(tmp_path / "own", model, optimizer, step=3))
+    source = read_source(save(tmp_path / "own", model, optimizer, step=3))
     hf = {link.ours: link.hf for link in source.family.links(source.model_config)[0]}
     drawn = {
         (hf[name.partition("optimizer.")[2].partition(".")[2] or name], kind): source.read(
@@ -173,7 +173,7 @@ def test_a_run_from_imported_moments_goes_on_as_the_run_that_wrote_them(tmp_path
     convert(written, tmp_path / "imported", config=config_of(m, tmp_path), to="sharded")
 
     other, its_optimizer = start(begin)
-    progress = restore_model(tmp_path / "imported", other, its_optimizer)
+    progress = load(tmp_path / "imported", other, its_optimizer)
     assert progress.step == 7  # of which four were skipped: the optimizer made three updates
     for number in range(3, 5):
         step(model, optimizer, number)
@@ -190,7 +190,7 @@ def test_the_model_in_megatron_bridges_file_is_read(tmp_path):
 
 
 def test_fused_norms_come_with_their_moments(tmp_path):
-    assert read_source(fused("module.")(tmp_path), config=config_of(LLAMA, tmp_path)).trains
+    assert read_source(fused("module.")(tmp_path), config=config_of(LLAMA, tmp_path)).moments
 
 
 def test_moments_that_depend_on_the_ranks_are_left_and_the_flag_for_readable_ones_told(tmp_path):
@@ -212,7 +212,7 @@ def test_an_optimizer_of_shared_dicts_is_walked_once(tmp_path):
     states = {kind: whole(LLAMA, kind) for kind in MOMENTS}
     written = write_dist(tmp_path / STEP, whole(LLAMA), args=LLAMA.args, states=states)
     torch.save({"args": LLAMA.args, "iteration": 3, "optimizer": shared_dicts(100, 6)}, written / "common.pt")
-    assert read_source(written, config=config_of(LLAMA, tmp_path)).trains
+    assert read_source(written, config=config_of(LLAMA, tmp_path)).moments
 
 
 def test_the_commands_read_a_checkpoint_of_megatron(tmp_path, capsys):

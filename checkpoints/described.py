@@ -1,0 +1,71 @@
+"""Say what a model is for its checkpoints: a family of the zoo with its config, or a user's module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ..models import Family, Rule
+from ..parallel_state import BadInput, Declaration, ParallelState, declarations
+from ..parallel_state.collective_errors import together
+from .user_module_family import Described, StoredModule, described_module
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """Hold what a user's module is called elsewhere: its config.json and its table of names."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    names: Sequence[Rule] = ()
+
+
+def describe_module(
+    model: nn.Module, *, config: Mapping[str, Any] | None = None, names: Sequence[Rule] = ()
+) -> None:
+    """Leave with a user's module what its checkpoints say of it, for exports and for ``load`` of them.
+
+    ``config``: the model's config.json, or any plain data to rebuild the module from. ``names``: the table of
+    Hugging Face's names. A model that a family of the zoo built needs none.
+    """
+    model.__dict__["family"] = ModuleNames(dict(config or {}), tuple(names))
+
+
+def describe(model: nn.Module, state: ParallelState) -> Described:
+    """Return what a model is for its checkpoints, by what ``Family.build`` or ``describe_module`` left there.
+
+    Collective for a user's module. Raises ``BadInput`` for a table of names that does not fit.
+    """
+    family = getattr(model, "family", None)
+    if isinstance(family, Family):
+        return Described(family, model.config)
+    marked = family if isinstance(family, ModuleNames) else ModuleNames()
+    described = described_module(StoredModule.of(_gather_stages(model, state), marked.names), marked.config)
+    if marked.names:
+        described.links()
+    return described
+
+
+def _gather_stages(model: nn.Module, state: ParallelState) -> list[dict[str, Declaration]]:
+    """Return the declarations of every pipeline stage, gathered from one rank of each. Collective.
+
+    Raises ``BadInput`` for a parameter on two stages that is not declared so.
+    """
+    layout = state.layout
+
+    def here() -> dict[str, Declaration]:
+        return declarations(model) if state.rank == layout.first_rank(state.at.pipeline) else {}
+
+    everywhere = together(here, state)
+    stages = [everywhere[layout.first_rank(stage)] for stage in range(layout.pipeline)]
+    first: dict[str, int] = {}
+    for number, stage in enumerate(stages):
+        for name, declaration in stage.items():
+            if first.setdefault(name, number) != number and not declaration.ends:
+                raise BadInput(
+                    "model", name, expected="one stage", found=f"stages {first[name]} and {number}",
+                    todo="Declare it with ends=True if both ends of the pipeline hold it",
+                )  # fmt: skip
+    return stages

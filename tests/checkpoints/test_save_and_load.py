@@ -1,0 +1,270 @@
+"""One pair for every model and optimizer: ``load`` gives back bit for bit what ``save`` wrote, or refuses."""
+
+import math
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+import torch
+from support.configs import TINIEST_LLAMA
+from support.families import family_and_config
+from support.refusals import Refused, refusals
+from support.written_before import Embedder
+from torch import nn
+from trilith.checkpoints import Loaded, Manifest, describe_module, differences, load, read_source, save
+from trilith.cli.app import run
+from trilith.machine.random_files import write_hf_folder
+from trilith.models import LoraConfig, adapted
+from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
+from trilith.testing import run_parallel
+from trilith.testing.layouts import assemble, pieces
+from trilith.training import Precision, shard_over_data
+
+OPTIMIZERS = {
+    "SGD": {},
+    "SGD-momentum": {"momentum": 0.9, "dampening": 0.3},
+    "Adam": {"amsgrad": True},
+    "AdamW": {"weight_decay": 0.1},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Adagrad": {"initial_accumulator_value": 0.5},
+    "NAdam": {},
+    "RAdam": {},
+    "Adamax": {},
+    "ASGD": {"t0": 1.0},
+    "Adadelta": {},
+    "Rprop": {},
+}
+
+
+class Late(Embedder):
+    """Have a parameter without a gradient in the first steps."""
+
+    def __init__(self, *, state):
+        super().__init__(state=state)
+        describe_module(self)  # the names of an Embedder would not do
+        self.late = nn.Parameter(torch.ones(3))
+
+
+class Scaled(nn.Linear):
+    """Have a parameter that is a single number, as what optimizers keep of it may be."""
+
+    def __init__(self, *, state):
+        super().__init__(3, 2)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+
+def made(name, layout, module=Late):
+    state = ParallelState.alone() if layout.world == 1 else ParallelState.start(layout)
+    model = module(state=state)
+    shard_over_data(model, state, Precision())
+    optimizer = getattr(torch.optim, name.partition("-")[0])
+    return state, model, optimizer(model.parameters(), 0.01, **OPTIMIZERS[name])
+
+
+def moved(model, optimizer, number):
+    for name, parameter in model.named_parameters():
+        late = name == "late" and number < 2
+        parameter.grad = None if late else torch.sin(parameter.detach() * (number + 1))
+    optimizer.step()
+
+
+def saved_again(name, root, layouts):
+    """Load what one device saved, and save it again, in each of the layouts."""
+    for number, layout in enumerate(layouts):
+        state, model, optimizer = made(name, layout)
+        assert load(f"{root}/alone", model, optimizer, state=state).step == 2
+        save(f"{root}/{number}", model, optimizer, step=2, state=state)
+
+
+def begun(name, root, module=Late):
+    """Save after two steps; return the model after one more."""
+    _, model, optimizer = made(name, Layout(), module)
+    if module is Late:
+        initialize(model, 1, among=[n for n, _ in model.named_parameters() if n != "late"])
+    for number in range(2):
+        moved(model, optimizer, number)
+    save(root / "alone", model, optimizer, step=2)
+    moved(model, optimizer, 2)
+    return model
+
+
+def check_goes_on(name, place, expected, module=Late):
+    _, model, optimizer = made(name, Layout(), module)
+    moved(model, optimizer, 7)  # nothing that it keeps of this stays
+    load(place, model, optimizer)
+    moved(model, optimizer, 2)
+    for (key, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        rows = slice(0, 37) if parameter.dim() else ...  # without the padding
+        assert torch.equal(parameter[rows], other[rows]), key
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_goes_on_bit_for_bit_through_any_layout(name, tmp_path):
+    expected = begun(name, tmp_path)
+    run_parallel(saved_again, 2, name, str(tmp_path), [Layout(tensor=2), Layout.of(data=2, zero=3)])
+    stated = Manifest.load(tmp_path / "alone" / "step-00000002").optimizer
+    assert stated is not None and stated.kind == name.partition("-")[0]
+    for place in (tmp_path / "alone", tmp_path / "0", tmp_path / "1"):
+        assert Manifest.load(place / "step-00000002").optimizer == stated
+        assert [*differences(read_source(tmp_path / "alone"), read_source(place))] == []
+        check_goes_on(name, place, expected)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "ASGD", "NAdam"])
+def test_what_is_kept_of_a_single_number_comes_back_too(name, tmp_path):
+    check_goes_on(name, tmp_path / "alone", begun(name, tmp_path, Scaled), Scaled)
+
+
+def test_the_state_goes_along_into_a_converted_checkpoint(tmp_path, capsys):
+    whole, cut, expected = tmp_path / "alone", tmp_path / "cut", begun("NAdam", tmp_path)
+    assert run(["reshard", str(whole), str(cut), "--tensor", "2"]) == 0
+    assert run(["diff", str(whole), str(cut)]) == 0
+    check_goes_on("NAdam", cut, expected)
+    assert run(["convert", str(whole), str(tmp_path / "dcp"), "--to", "dcp"]) == 2
+    assert "expected moments and steps, found NAdam" in capsys.readouterr().err
+
+
+def test_an_optimizer_without_state_is_saved_without_moments(tmp_path):
+    model = nn.Linear(3, 2)
+    folder = save(tmp_path, model, torch.optim.AdamW(model.parameters()), step=4)
+    assert {*Manifest.load(folder).tensors} == {"weight", "bias"}
+    optimizer = torch.optim.AdamW(model.parameters())
+    moved(model, optimizer, 0)
+    assert load(tmp_path, model, optimizer).step == 4 and not optimizer.state
+
+
+@pytest.mark.parametrize("extra", [{"at": [1, 2.5, "a", None]}, [True], 7, "text", None])
+def test_what_a_user_adds_comes_back_with_the_step(extra, tmp_path):
+    model = nn.Linear(3, 2)
+    save(tmp_path, model, step=3, extra=extra)
+    loaded = load(tmp_path, nn.Linear(3, 2))
+    assert isinstance(loaded, Loaded) and (loaded.step, loaded.extra) == (3, extra)
+    assert torch.equal(loaded.model.weight, model.weight)
+    with pytest.raises(FrozenInstanceError):
+        loaded.step = 4
+
+
+LORA = LoraConfig(r=2, lora_alpha=4, target_modules=("q_proj", "down_proj"))
+
+
+def with_adapters(base, layout):
+    """Build a model with adapters in a layout; with a base, fill this and draw the adapters."""
+    state = ParallelState.alone() if layout.world == 1 else ParallelState.start(layout)
+    family, config = family_and_config(TINIEST_LLAMA)
+    family = adapted(family, LORA)
+    model = family.build(config, state=state, device="cpu")
+    shard_over_data(model, state, Precision())
+    initialize(model, 9, state=state)
+    if base is not None:
+        load(base, model)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    return model, torch.optim.AdamW(trained, lr=0.1)
+
+
+def adapters_go_on(root, base, layouts):
+    found = []
+    for number, layout in enumerate(layouts):
+        model, optimizer = with_adapters(None if number else base, layout)
+        if number:
+            loaded = load(root, model, optimizer)
+            assert (loaded.step, loaded.extra) == (number, number)
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = parameter.detach() + 0.5
+        optimizer.step()
+        save(root, model, optimizer, step=number + 1, extra=number + 1)
+        found.append(pieces(model, model.state))
+    return found
+
+
+def test_adapters_go_on_in_a_loop_of_one_s_own_in_any_layout(tmp_path):
+    base, root = tmp_path / "base", tmp_path / "run"
+    write_hf_folder(base, TINIEST_LLAMA)
+    layouts = [Layout(tensor=2), Layout.of(data=2, zero=3), Layout(pipeline=2)]
+    ranks = run_parallel(adapters_go_on, 2, str(root), str(base), layouts)
+    (alone,) = run_parallel(adapters_go_on, 1, str(tmp_path / "alone"), str(base), [Layout()] * 3)
+    last, expected = assemble([rank[2] for rank in ranks]), assemble([alone[2]])
+    for name, tensor in expected.items():
+        torch.testing.assert_close(last[name], tensor, rtol=1e-6, atol=1e-7, msg=name)
+    assert all("lora_" in name for name in Manifest.load(root / "step-00000003").tensors)
+    model = load(root).model
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter[: len(last[name])], last[name]), name
+    # Another base is refused: the model knows its own.
+    other, _ = zoo()
+    save(tmp_path / "other", other)
+    model, optimizer = with_adapters(tmp_path / "other", Layout())
+    with pytest.raises(BadInput, match="that the adapters were trained on"):
+        load(root, model, optimizer)
+
+
+def linear(kind="AdamW", **options):
+    model = nn.Linear(3, 2)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), **options)
+    if kind != "LBFGS":
+        moved(model, optimizer, 0)
+    return model, optimizer
+
+
+def saving(*arguments, **options):
+    return lambda folder: save(folder / "run", *arguments, **options)
+
+
+def loading(*arguments, path="run", **options):
+    return lambda folder: load(folder / path, *arguments, **options)
+
+
+def zoo():
+    family, config = family_and_config(TINIEST_LLAMA)
+    model = family.build(config, device="cpu")
+    initialize(model, 3)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def hugging_face(folder):
+    write_hf_folder(folder / "hf", TINIEST_LLAMA)
+
+
+def adapters_without_a_base(folder):
+    save(folder / "run", adapted(zoo()[0].family, LORA).build(zoo()[0].config, device="cpu"))
+
+
+class Pairs(torch.optim.SGD):
+    """Keep a tensor that has not the parameter's shape."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["pairs"] = torch.zeros(5)
+
+
+def odd(folder):
+    model = nn.Linear(3, 2)
+    optimizer = Pairs(model.parameters())
+    optimizer.step()
+    save(folder / "run", model, optimizer)
+
+
+KEEPS = "optimizer: expected one that keeps tensors of the parameter's shape and .* numbers, found "
+SAVED = saving(*linear())
+test_what_cannot_be_saved_or_given_back_is_refused = refusals(
+    Refused("LBFGS", saving(*linear("LBFGS")), KEEPS + "LBFGS"),
+    Refused("Adafactor", saving(*linear("Adafactor")), KEEPS + "Adafactor"),
+    Refused("a state of another shape", odd, KEEPS + r"Pairs, whose pairs of weight is \[5\]"),
+    Refused("parameters-of-another", saving(nn.Linear(3, 2), linear()[1]), "the model's parameters, found"),
+    Refused("extra-nan", saving(nn.Linear(3, 2), extra=[math.nan]), r"extra\[0\]: expected a finite number"),
+    Refused("extra-set", saving(nn.Linear(3, 2), extra={"at": {1}}), r"extra\.at: expected text, a number"),
+    Refused("another-class", loading(*linear("SGD")), "expected AdamW, which the checkpoint is of, found SGD",
+            given=SAVED),
+    Refused("amsgrad-begun-late", loading(*linear(amsgrad=True)),
+            r"optimizer\.amsgrad: expected off, as the checkpoint has no max_exp_avg_sq", given=SAVED),
+    Refused("a folder that has no state", loading(*zoo(), path="hf"), code=4, given=hugging_face,
+            says="expected a checkpoint of a training run, found Hugging Face folder"),
+    Refused("weights alone", loading(*linear()), code=4, given=saving(nn.Linear(3, 2)),
+            says="expected a checkpoint of a training run, found weights alone"),
+    Refused("an optimizer of no model", loading(optimizer=linear()[1]), "model: expected the one whose",
+            given=SAVED),
+    Refused("a module that load cannot build", loading(), "a model of the zoo, found a module's",
+            given=SAVED),
+    Refused("adapters of no base", adapters_without_a_base, "expected adapters of a base that load filled"),
+    Refused("adapters for a whole model", loading(zoo()[0], path="hf", adapter=Path("any")),
+            "expected one with adapters, found one without", given=hugging_face),
+)  # fmt: skip
