@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import Checkpointing
-from ..models import CausalLM
 from ..parallel_state import BadInput
 from ..simulation.asked_numbers import line_of_user, numbers_refused
 from ..simulation.trace import Trace
 from ..simulation.traced import trace
 from .piece import Piece
+from .rank_parameters import has_pieces
 from .stage_costs import Pieces, StageCost, stage_costs
 from .step_shape import Work
 from .without_numbers import device_of, empty, shapes_only
@@ -29,7 +29,7 @@ def stages_of(
     work: Work, model: nn.Module, samples: Mapping[str, Tensor] | None = None, loss: Loss | None = None
 ) -> list[StageCost]:
     """Return the pieces of the stages of a rank that holds ``model``, the zoo's or another module."""
-    if isinstance(model, CausalLM):
+    if has_pieces(model):
         return stage_costs(work, model)
     return [module_stage(work, model, samples, loss)]
 
