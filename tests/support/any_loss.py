@@ -36,7 +36,7 @@ from trilith.training import FunctionLoss, Loss, Precision, Step, Sums, Term, sh
 from trilith.training.loss import Scales
 from trilith.training.samples import Samples
 
-from support.strangers import SAMPLES, STRANGERS, Stranger
+from support.strangers import SAMPLES, STRANGERS, STUBS, Stranger
 
 VOCAB, D, RUNGS, LENGTH = 37, 8, 4, 8
 FP64 = Precision(torch.float64, torch.float64, torch.float64)
@@ -248,8 +248,8 @@ def train(trials: Sequence[Trial]) -> list[tuple[Observation, list[dict[str, flo
 
 
 def stranger_of(trial: Trial, state: ParallelState) -> Stranger:
-    if trial.loss in STRANGERS:
-        return STRANGERS[trial.loss]
+    if trial.loss in {**STRANGERS, **STUBS}:
+        return {**STRANGERS, **STUBS}[trial.loss]
     kind: dict[str, Any] = {
         "routed": trial.loss == "routers",
         "pooled": trial.loss == "contrast",

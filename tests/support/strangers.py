@@ -25,7 +25,10 @@ from trilith.layers import (
     RowParallelLinear,
     Stage,
     VocabParallelEmbedding,
+    VocabParallelHead,
+    attach_lora,
     gather_from_tensor,
+    linears,
     merge_heads,
     split_heads,
     split_to_tensor,
@@ -193,6 +196,47 @@ class Gallery(nn.Module):
         return cast(Tensor, self.classes(x[:, 0]))
 
 
+class Stub(nn.Module):
+    """Have each name that a step, LoRA or a plan may ask a module for, and nothing else of a model's."""
+
+    first_input, trains_all = "tokens", True
+
+    def __init__(self, *, state: ParallelState | None = None) -> None:
+        super().__init__()
+        self.pieces = alone_or(state).tensor_size if alone_or(state).sequence else 1
+        self.stage = Stage.of(4, state=state)
+        if self.stage.first:
+            self.into = VocabParallelEmbedding(WORDS, WIDTH, initial=Normal(0.5), state=state)
+        self.nets = nn.ModuleDict(
+            {str(number): MLP(WIDTH, 3 * WIDTH, state=state) for number in self.stage.blocks}
+        )
+        if self.stage.last:
+            self.out_of = VocabParallelHead(WIDTH, WORDS, state=state)
+
+    def hidden_shape(self, tokens: Tensor) -> tuple[int, ...]:
+        return len(tokens), tokens.shape[1] // self.pieces, WIDTH
+
+    def uses(self, stage: Stage) -> list[nn.Module]:
+        ends = [("into", stage.first), ("out_of", stage.last)]
+        here = [getattr(self, name) for name, is_here in ends if is_here]
+        return [*here, *(self.nets[str(number)] for number in stage.blocks)]
+
+    def forward(self, x: Any, *, stage: Stage | None = None) -> Tensor:
+        stage = stage or self.stage
+        x = self.into(x) if stage.first else x
+        for number in stage.blocks:
+            x = x + self.nets[str(number)](x)
+        return cast(Tensor, self.out_of(x) if stage.last else x)
+
+
+def adapted_stub(*, state: ParallelState | None = None) -> nn.Module:
+    """Return the stub with LoRA on each linear layer."""
+    model = Stub(state=state).requires_grad_(False)
+    for _, layer in linears(model):
+        attach_lora(layer, r=2, alpha=4)
+    return model
+
+
 def next_word(logits: Tensor, samples: Samples, *, state: ParallelState | None = None) -> Tensor:
     return vocab_parallel_cross_entropy(logits, samples["labels"], WORDS, state=state).sum()
 
@@ -250,8 +294,16 @@ class Stranger:
     batch: Callable[[int], dict[str, Tensor]]
 
 
+def of_words() -> FunctionLoss:
+    return FunctionLoss(next_word, count=words_that_count)
+
+
+STUBS: Mapping[str, Stranger] = {
+    "stub": Stranger(Stub, of_words, sentences),
+    "stub with LoRA": Stranger(adapted_stub, of_words, sentences),
+}
 STRANGERS: Mapping[str, Stranger] = {
-    "translator": Stranger(Translator, lambda: FunctionLoss(next_word, count=words_that_count), sentences),
+    "translator": Stranger(Translator, of_words, sentences),
     "gallery": Stranger(Gallery, lambda: kind_of_image, images),
     "transcriber": Stranger(transcriber, lambda: example().loss, speech),
 }

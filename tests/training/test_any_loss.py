@@ -17,7 +17,7 @@ from support.any_loss import (
     train,
     under_every_schedule,
 )
-from support.strangers import SAMPLES, STRANGERS
+from support.strangers import SAMPLES, STRANGERS, STUBS
 from torch import nn
 from torch.nn import functional as F
 from trilith.data.batch import BatchParts
@@ -59,6 +59,19 @@ def test_in_drawn_layouts_a_loss_trains_as_on_one_process(loss, count):
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_under_every_schedule_a_stranger_trains_as_on_one_process(name, whole):
     assert_trains_as_on_one_process(name, under_every_schedule(name, whole=whole))
+
+
+@pytest.mark.parametrize("name", STUBS)
+def test_a_module_with_the_asked_names_alone_trains_as_on_one_process(name):
+    """Also with adapters, whose base is frozen."""
+    shaped = {"pipeline": 2, "virtual_stages": 2, "v_shape": True}
+    layouts = [
+        (Layout.of(tensor=2, sequence=True), "1f1b"),
+        (Layout.of(data=2, zero=3), "1f1b"),
+        (Layout.of(**shaped), "zbv"),
+        (Layout.of(**shaped, data=2, zero=3), "dualpipev"),
+    ]
+    assert_trains_as_on_one_process(name, [Trial(name, *how) for how in layouts])
 
 
 @pytest.mark.parametrize("name", STRANGERS)
