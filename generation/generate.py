@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,10 +12,12 @@ from torch import Tensor
 
 from ..layers import KeyValueCache, gather_logits
 from ..layers.host_copies import send
-from ..models.base.family import CausalLM
 from ..parallel_state import BadInput, seed_of
 from ..pipeline import Stages
 from .sampling import Sampling, choose
+
+if TYPE_CHECKING:
+    from ..models.base.family import CausalLM
 
 Tokens = Sequence[int]
 

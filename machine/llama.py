@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..models import CausalLM, family_of
+from ..models import family_of
+
+if TYPE_CHECKING:
+    from ..models import CausalLM
 
 
 def llama(

@@ -25,7 +25,7 @@ from .fault_injection import fault
 from .foreign import check_state, mark_shared, refuse_foreign
 from .gradient_checks import NotTrained, has_gradients, refuse_untrained
 from .gradient_clipping import GradientClipping, clip_gradients, gradient_norm
-from .gradient_sums import GradientSums, divide_gradients, finalize_gradients
+from .gradient_sums import GradientSums, divide_gradients, finalize_gradients, refuse_held_twice
 from .initial_weights import Constant, Initial, LogUniform, Normal, Own, Uniform, seed_of
 from .launchers import Launched, launched
 from .layout import AXES, Coordinates, Layout
@@ -100,6 +100,7 @@ __all__ = [
     "padded_rows",
     "rank_at_fault",
     "refuse_foreign",
+    "refuse_held_twice",
     "refuse_untrained",
     "seed_of",
     "shared_units",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from . import engine
 from .declaration import declarations
 from .engine import local_data
+from .errors import BadInput
 from .foreign import check_state
 from .state import ParallelState, alone_or
 
@@ -69,6 +70,26 @@ def finalize_gradients(
     default is that of the gradients.
     """
     GradientSums(model, state, where="finalize_gradients", averaged=True).finalize(reduce=reduce)
+
+
+def refuse_held_twice(model: nn.Module, state: ParallelState) -> None:
+    """Refuse, on all ranks of a pipeline, a parameter of two of them whose gradients nothing would add up.
+
+    Collective over the pipeline.
+    """
+    ranks: list[dict[str, bool]] = [{}] * state.layout.pipeline
+    here = {name: stated.ends for name, stated in declarations(model).items()}
+    dist.all_gather_object(ranks, here, group=state.pipeline_group)
+    ends = {0} if state.layout.v_shape else {0, len(ranks) - 1}
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        holders = [number for number, rank in enumerate(ranks) if name in rank]
+        tied = all(ranks[number][name] for number in holders)
+        if len(holders) > 1 and not (tied and ends.issuperset(holders)):
+            raise BadInput(
+                "model", name, expected="one pipeline rank, or with ends=True the first and the last",
+                found=f"ranks {', '.join(map(str, holders))}",
+                todo="Compute with it on the first that needs it, and send on what it gives",
+            )  # fmt: skip
 
 
 def divide_gradients(model: nn.Module, by: Tensor) -> None:

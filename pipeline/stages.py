@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..layers import Stage
-from ..parallel_state import BadInput, ParallelState, PeerFailed, seed_of
+from ..parallel_state import BadInput, ParallelState, PeerFailed, refuse_held_twice, seed_of
 from ..parallel_state.engine import accelerator, is_sharded
 from .relay import Travels, through_stages
 
@@ -86,6 +86,7 @@ class Stages:
             sent = Travels(tuple(self.model.hidden_shape(micro_batch[self.first_input])), self.dtype)
             self._outputs, self._joined = [(sent,)] * layout.stages, lambda tensors: tensors[0]
             return
+        refuse_held_twice(self.model, self.state)
         self._outputs, group = [], self.state.pipeline_group
         for number in range(layout.stages):
             holder, error = layout.rank_of_stage(number), None

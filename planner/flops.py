@@ -5,19 +5,21 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 from ..layers import Attention, MoE, MultiHeadLatentAttention
-from ..models import CausalLM
 from ..parallel_state import declarations
 from .formulas.training_time import utilization
 from .piece import Piece
 from .pieces import ModelPieces
 from .signatures import signature
 from .step_shape import MicroBatch
+
+if TYPE_CHECKING:
+    from ..models import CausalLM
 
 #: Dense bf16 FLOP/s by words of the device's name, the first that fits. Source: the makers' data sheets.
 PEAKS: tuple[tuple[str, float], ...] = (

@@ -8,23 +8,25 @@ alike (tensor, context, expert) share even these.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..layers import Scaling, Stage, all_stages, use_float8
-from ..models import AdaptedFamily, CausalLM, Family, ModelConfig
-from ..models.base.decoder import Decoder
+from ..models import AdaptedFamily, Family, ModelConfig
 from ..parallel_state import Layout, ParallelState, declarations
 from .pieces import ModelPieces
 from .rank_parameters import Group, RankParameters, count_parameters
 from .signatures import signature
 from .stage_costs import StageCost, stage_cost
 from .step_shape import Work
+
+if TYPE_CHECKING:
+    from ..models import CausalLM
 
 #: Kinds of blocks, each with how many a stage holds.
 Numbers = tuple[tuple[int, int], ...]
@@ -226,14 +228,16 @@ def _with_shared_blocks(family: Family, kinds: Sequence[int]) -> Family:
     if isinstance(family, AdaptedFamily):
         return replace(family, base=_with_shared_blocks(family.base, kinds))
     whole = family.model
-    assert issubclass(whole, Decoder), whole
+    assert hasattr(whole, "block"), f"{whole}: makes no single block"
+
+    make_block: Callable[[Any, int], nn.Module] = whole.block
 
     def block(self: Any, number: int) -> nn.Module:
         if number >= len(kinds):  # a block of multi-token prediction
-            return whole.block(self, number)
+            return make_block(self, number)
         made: dict[int, nn.Module] = self.__dict__.setdefault("made", {})
         if kinds[number] not in made:
-            made[kinds[number]] = whole.block(self, number)
+            made[kinds[number]] = make_block(self, number)
         return made[kinds[number]]
 
     model: type[CausalLM] = type(whole.__name__, (whole,), {"block": block})

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import Checkpointing
-from ..models import CausalLM
 from ..parallel_state import BadInput
+from ..pipeline.stages import keyword_test
 from ..simulation.asked_numbers import line_of_user, numbers_refused
 from ..simulation.trace import Trace
 from ..simulation.traced import trace
 from .piece import Piece
+from .rank_parameters import has_pieces
 from .stage_costs import Pieces, StageCost, stage_costs
 from .step_shape import Work
 from .without_numbers import device_of, empty, shapes_only
@@ -29,7 +30,7 @@ def stages_of(
     work: Work, model: nn.Module, samples: Mapping[str, Tensor] | None = None, loss: Loss | None = None
 ) -> list[StageCost]:
     """Return the pieces of the stages of a rank that holds ``model``, the zoo's or another module."""
-    if isinstance(model, CausalLM):
+    if has_pieces(model):
         return stage_costs(work, model)
     return [module_stage(work, model, samples, loss)]
 
@@ -73,14 +74,15 @@ def _take(
     mode: Checkpointing,
     in_two: bool,
 ) -> Trace:
-    names = inspect.signature(model.forward).parameters
+    takes, of_first = keyword_test(model), getattr(model, "first_input", None)
     with shapes_only([model], work.batch):
         part = {name: torch.empty_like(x, device=device_of(work.batch)) for name, x in samples.items()}
-        keywords = {name: x for name, x in part.items() if name in names}
+        keywords = {name: x for name, x in part.items() if takes(name)}
+        inputs = () if of_first is None else (part[of_first],)
 
         def run(x: Tensor) -> Any:
             with numbers_refused():
-                output = model(**keywords) if first else model(x, **keywords)
+                output = model(*(inputs if first else (x,)), **keywords)
             return output if loss is None else _summed(loss, work)(output, part)
 
         def make() -> Tensor:
@@ -88,6 +90,8 @@ def _take(
 
         tensor = work.layout.tensor if work.state.sequence else 1
         shape = (0,) if first else (work.micro_batch, work.batch.length // tensor, work.hidden)
+        if inputs and not first:
+            shape = tuple(cast(Any, model).hidden_shape(*inputs))
         try:
             return trace(
                 run, make, [*model.parameters()], reached=not first, in_two=in_two, scalar=loss is not None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from ..layers import (
     chunked_cross_entropy,
     vocab_parallel_cross_entropy,
 )
-from ..models import CausalLM
 from ..parallel_state import ParallelState
 from ..simulation.recorder import Recorder, noted
 from ..simulation.trace import Trace, of_more_rows, of_more_tokens
@@ -32,6 +31,9 @@ from ..simulation.traced import trace
 from .piece import Piece
 from .step_shape import MicroBatch
 from .without_numbers import DTYPES, device_of, empty, ids_of, shapes_only
+
+if TYPE_CHECKING:
+    from ..models import CausalLM
 
 #: The most rows of a micro-batch for which a block is traced; tokens of a short loss over logits.
 _FEW_ROWS = 3

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import ceil
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
 
 from ..layers import find_blocks
-from ..models import CausalLM
 from ..parallel_state import BUFFER_DTYPE, Declaration, ParallelState, declarations
+
+if TYPE_CHECKING:
+    from ..models import CausalLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,13 @@ class RankParameters:
         )
 
 
+def has_pieces(model: nn.Module) -> TypeGuard[CausalLM]:
+    """Tell whether a model says which modules come before its blocks, so that blocks and ends are planned
+    apart; another module is one piece.
+    """
+    return isinstance(getattr(model, "entry", None), list)
+
+
 def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
     """Count the parameters of a rank's stages, which may be on the meta device. Buffers count beside them."""
     named, group_of = dict(model.named_parameters()), dict.fromkeys(dict(model.named_parameters()), "")
@@ -179,7 +188,7 @@ def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
         members.setdefault(group_of[name], []).append((named[name], declaration))
     groups = {name: count_parameters(one, state) for name, one in members.items()}
     root = groups.pop("", Group())
-    if not isinstance(model, CausalLM):
+    if not has_pieces(model):
         return RankParameters(root, (tuple(Counter(groups.values()).items()),), exit=root.trained)
     first, last = _ends(model, members.get("", []), state)
     terms = 1 + (model.config.mtp_blocks > 0)

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from ..layers import Checkpointing, Stage, checkpointed
-from ..models import CausalLM
 from .piece import Piece
 from .pieces import ModelPieces
 from .signatures import signature
 from .step_shape import Work
+
+if TYPE_CHECKING:
+    from ..models import CausalLM
 
 
 @dataclass(frozen=True, slots=True)

@@ -320,13 +320,39 @@ def endless_caches(files):
     return endless
 
 
+def classes_of_the_zoo(files):
+    """Imports of a model's class, but for annotations: other rooms ask a model for a fact, not what it is."""
+    names, found = {"CausalLM", "Decoder"}, []
+    for path, text in files.items():
+        if path.startswith("models/") or path == "__init__.py":
+            continue
+        if not any(name in text for name in names):
+            continue
+        tests = [node for node in nodes_of(text) if isinstance(node, ast.If)]
+        typed = {
+            id(node)
+            for test in tests
+            if "TYPE_CHECKING" in ast.unparse(test.test)
+            for statement in test.body
+            for node in ast.walk(statement)
+        }
+        for node in nodes_of(text):
+            imports = {alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) else set()
+            imports |= {node.attr} if isinstance(node, ast.Attribute) else set()
+            if id(node) not in typed and (known := imports & names):
+                found.append(
+                    f"{path}:{node.lineno}: {', '.join(known)} at run time: ask the model for a fact"
+                )
+    return found
+
+
 def long_files(files):
     lengths = {path: len(text.splitlines()) for path, text in files.items()}
     return [f"{path}: {n} lines" for path, n in lengths.items() if n > LIMIT]
 
 
 RULES = [upward_imports, users_of_testing, circles, flat_drawers, absolute_imports, private_torch]
-RULES += [own_readers, unpicklers, own_numbers, endless_caches, long_files]
+RULES += [classes_of_the_zoo, own_readers, unpicklers, own_numbers, endless_caches, long_files]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -367,6 +393,14 @@ def test_the_house_keeps_the_rule(rule):
         (unpicklers, "storage/a.py", "from torch import load as read"),
         (unpicklers, "checkpoints/a.py", "def find_class(self, module, name):\n    return None"),
         (unpicklers, "data/a.py", "import numpy as np\nnp.load(path, allow_pickle=True)"),
+        (classes_of_the_zoo, "planner/a.py", "from ..models import CausalLM, Family"),
+        (classes_of_the_zoo, "planner/a.py", "def f():\n    from ..models.base.decoder import Decoder"),
+        (classes_of_the_zoo, "planner/a.py", "from .. import models\nisinstance(x, models.CausalLM)"),
+        (
+            classes_of_the_zoo,
+            "planner/a.py",
+            "if TYPE_CHECKING:\n    x = 1\nelse:\n    from ..models import CausalLM",
+        ),
         (endless_caches, "models/a.py", "@cache\ndef f(config): ..."),
         (endless_caches, "models/a.py", "@functools.cache\ndef f(*, config): ..."),
         (endless_caches, "models/a.py", "@lru_cache(maxsize=None)\ndef f(config): ..."),
@@ -390,6 +424,8 @@ def test_the_rule_catches_what_it_forbids(rule, path, text):
         (flat_drawers, "layers/a.py", ""),
         (private_torch, "layers/a.py", "import torch\nfrom .b import _c\ntorch.nn.Linear.__init__\nself._x"),
         (unpicklers, "data/a.py", "import numpy\nnumpy.load(path, allow_pickle=False)\nimport pickletools"),
+        (classes_of_the_zoo, "models/llama.py", "from .base.decoder import Decoder"),
+        (classes_of_the_zoo, "planner/a.py", "if TYPE_CHECKING:\n    from ..models import CausalLM"),
         (endless_caches, "models/a.py", "@cache\ndef f(): ...\n@lru_cache(maxsize=4)\ndef g(x): ..."),
         (long_files, "models/a.py", "\n" * LIMIT),
     ],

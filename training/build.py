@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +18,7 @@ from ..layers import (
     set_auxiliary_losses,
     use_float8,
 )
-from ..models import AdaptedFamily, CausalLM
+from ..models import AdaptedFamily
 from ..parallel_state import BadInput, ParallelState, dtype_named
 from ..parallel_state.engine import accelerator
 from ..planner.flops import Mfu, peak_flops
@@ -39,6 +40,9 @@ from .stragglers import Stragglers
 from .token_loss import TokenLoss
 from .update import Update
 from .zero_on_fsdp import resting_device, shard_over_data
+
+if TYPE_CHECKING:
+    from ..models import CausalLM
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ..checkpoints import Source, StoredAdapter, load_source, read_adapter, read_lora, stored_adapter
-from ..models import AdaptedFamily, CausalLM, Family, LoraConfig, adapted
+from ..models import AdaptedFamily, Family, LoraConfig, adapted
 from ..parallel_state import BadInput, ParallelState, initialize
 from ..recipes.sections import LoraSection
 from ..runs.launch import own_rank
+
+if TYPE_CHECKING:
+    from ..models import CausalLM
 
 
 def plan_adapters(lora: LoraSection, base: Source) -> tuple[AdaptedFamily, StoredAdapter]:

@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..data.batch import Batch, BatchParts
-from ..models import CausalLM
+from ..layers import find_blocks
 from ..parallel_state import ParallelState, PeerFailed, declarations
 from ..parallel_state.engine import local_data
+from ..system import whole_number
 from .step import Step
 
 
@@ -45,9 +46,9 @@ def find_first_non_finite(step: Step, number: int, batch: Batch | BatchParts) ->
     fault is in the backward pass; then the error names the last parameter whose gradient is not finite.
     ``number``, of the step, counts from 1.
     """
-    model, state = cast(CausalLM, step.model), step.state
+    model, state = step.model, step.state
     # A compiled block would hide its modules.
-    with looking(model) as seen, torch.compiler.set_stance("force_eager"):
+    with looking(step) as seen, torch.compiler.set_stance("force_eager"):
         step.forward(batch)
     mine = None
     if seen:
@@ -69,18 +70,19 @@ def find_first_non_finite(step: Step, number: int, batch: Batch | BatchParts) ->
 
 
 @contextmanager
-def looking(model: CausalLM) -> Iterator[list[Origin]]:
+def looking(step: Step) -> Iterator[list[Origin]]:
     """Check every module's output in the ``with`` block; list the first on this rank that is not finite.
 
     A module is checked before the module that contains it, so the innermost is named.
     """
-    found: list[Origin] = []
+    model, found = step.model, list[Origin]()
     names = {module: name for name, module in model.named_modules()}
     count = {"outputs": 0, "micro_batches": -1, "stage": 0}
-    first = model.stage.parts[0].number
+    first = next(iter(step.stages.parts))
 
     def begin(module: nn.Module, inputs: Any, told: dict[str, Any]) -> None:
-        count["stage"] = (told.get("stage") or model.stage).number
+        part = told.get("stage")  # of several stages of a rank
+        count["stage"] = first if part is None else part.number
         count["micro_batches"] += count["stage"] == first
         count["outputs"] = 0
 
@@ -88,7 +90,7 @@ def looking(model: CausalLM) -> Iterator[list[Origin]]:
         count["outputs"] += 1
         if not found and not _all_finite(output):
             place = (count["micro_batches"], count["stage"], count["outputs"])
-            found.append(Origin(*place, True, model.state.rank, name))
+            found.append(Origin(*place, True, step.state.rank, name))
 
     hooks = [model.register_forward_pre_hook(begin, with_kwargs=True)]
     hooks += [module.register_forward_hook(partial(look, name)) for module, name in names.items()]
@@ -116,12 +118,16 @@ def last_not_finite(model: nn.Module, *, state: ParallelState | None = None) -> 
     return found[-1] if found else None
 
 
-def _depth(model: CausalLM, parameter: str) -> float:
-    """Return where in the model a parameter is used: its block's number, or before or behind all blocks."""
-    path = model.get_submodule(parameter.rpartition(".")[0])
-    inside = (int(number) for number, block in model.layers.items() if path in block.modules())
-    before = any(path in module.modules() for module in model.entry)
-    return next(inside, -1 if before else math.inf)
+def _depth(model: nn.Module, parameter: str) -> float:
+    """Return where in the model a parameter lies: its block's number, or before or behind all blocks."""
+    blocks, depth = find_blocks(model), -1.0
+    paths = [path for path, module in model.named_modules() if module in blocks]
+    for name, _ in model.named_parameters():
+        inside = next((path for path in paths if name.startswith(f"{path}.")), None)
+        depth = depth if inside is None else math.inf
+        if name == parameter:
+            return depth if inside is None else whole_number(inside.rpartition(".")[2]) or 0
+    raise AssertionError(f"{parameter}: not a parameter of the model")
 
 
 def _all_finite(output: Any) -> bool:

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..models import CausalLM
 from ..models.base.hugging_face_names import Link
 from ..parallel_state import declarations
 from ..parallel_state.engine import local_data
@@ -24,6 +23,7 @@ from ..runs.metrics import StepLog, StepMetrics
 from .callbacks import Callback
 
 if TYPE_CHECKING:
+    from ..models import CausalLM
     from .trainer import Trainer
 
 

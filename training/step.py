@@ -34,8 +34,7 @@ from .function_loss import as_loss
 from .loss import Loss
 from .precision import compute_dtype, reduce_dtype
 from .samples import Samples, count_samples, cut_over_context, rows_of_step, some_samples
-from .step_report import StepInputs, StepReport, checked_counts
-from .step_sums import StepResult, StepSums
+from .step_sums import StepInputs, StepReport, StepResult, StepSums, checked_counts
 from .zero_on_fsdp import before_backward
 
 
@@ -75,7 +74,8 @@ class Step:
             raise BadInput("step", "unused", expected=expected, found=found) from None
         self.model, self.state = model, state_of(model, state)
         self.loss, self.micro_batch = as_loss(loss, self.state), micro_batch
-        self.schedule, self.unused, self.dtype = schedule, unused, compute_dtype(model)
+        self.schedule, self.unused = schedule, unused
+        self.dtype, self.reduce = compute_dtype(model), reduce_dtype(model)
         self.device = self.state.device
         if self.state.mesh is None:  # one device, which may be another than the host
             self.device = next((parameter.device for parameter in model.parameters()), self.device)
@@ -124,7 +124,7 @@ class Step:
         result, divisor = sums.total(
             self.state, self.device, scale=scale, parameters=parameters, unused=self.unused
         )
-        self.gradients.finalize(reduce=reduce_dtype(self.model))
+        self.gradients.finalize(reduce=self.reduce)
         if divisor is not None:
             divide_gradients(self.model, divisor)
         return result

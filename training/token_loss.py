@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,10 +13,12 @@ from torch import Tensor
 from ..data.batch import Batch
 from ..data.multi_token_labels import tokens_ahead
 from ..layers import chunked_cross_entropy, valid_tokens, vocab_parallel_cross_entropy
-from ..models import CausalLM
 from ..parallel_state import BadInput
 from .loss import Loss, Scales, Sums, Term
 from .samples import Samples
+
+if TYPE_CHECKING:
+    from ..models import CausalLM
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ..checkpoints import (
     restore_if_none,
 )
 from ..data.batch import Batch, BatchParts
-from ..data.micro_batches import MicroBatches
+from ..data.batches import MicroBatches
 from ..parallel_state import CollectiveOrder, NotTrained, ParallelState, fault, initialize, seed_of
 from ..recipes.recipe import Recipe
 from ..runs.guard import report_error_before_cleanup

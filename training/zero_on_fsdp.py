@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from ..layers import find_blocks, keep_aside
-from ..models import CausalLM
 from ..parallel_state import (
     Layout,
     ParallelState,
@@ -93,7 +92,7 @@ def shard_over_data(
             fully_shard(block, mesh=mesh, reshard_after_forward=regather, **alike)
     # Backward begins with what forward ended with, the output layer; a loss may also use its weight itself.
     # Between the two, a pipeline's stage runs forwards of other micro-batches.
-    stays = state.layout.pipeline == 1 or (isinstance(model, CausalLM) and model.head_in_loss)
+    stays = state.layout.pipeline == 1 or getattr(model, "head_in_loss", False)
     fully_shard(model, mesh=mesh, reshard_after_forward=regather and not stays, **alike)
     _sum_gradients(model, stacks, state)
     mark_shared(model)

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ...models import CausalLM
 from ...parallel_state import Layout, ParallelState, engine, initialize
 from ...planner.time.measured import FIGURE_NAMES
 from ...training import Precision, shard_over_data
 from ..llama import built, llama
 from .row import Figures
 from .timing import seconds_of
+
+if TYPE_CHECKING:
+    from ...models import CausalLM
 
 #: Blocks of the model, and the tokens of a round.
 _BLOCKS, _TOKENS = 6, 256

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -10,11 +10,14 @@ from torch import Tensor
 
 from ...data.batch import Batch
 from ...layers import compile_blocks
-from ...models import CausalLM, family_of, tiny_config
+from ...models import family_of, tiny_config
 from ...parallel_state import Layout, ParallelState, initialize
 from ...runs.launch import process_group
 from ...testing.layouts import Observation, Pieces, assemble, differences, observe, random_rows, roughen
 from ...training import Precision, Step, TokenLoss, shard_over_data
+
+if TYPE_CHECKING:
+    from ...models import CausalLM
 
 #: Largest differences that rounding explains: of the loss, and in fp64 of any gradient, in bf16, where small
 #: gradients are mostly rounding, of the norm of all.

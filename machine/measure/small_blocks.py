@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
 
 from ...layers import Checkpointing, checkpoint_blocks
-from ...models import CausalLM
 from ...parallel_state import ParallelState, initialize
 from ...planner.pieces import ModelPieces
 from ...planner.step_shape import MicroBatch
 from ...simulation.trace import Trace
 from ..llama import built, llama
 from .timing import seconds_of
+
+if TYPE_CHECKING:
+    from ...models import CausalLM
 
 _FEW, _MANY = 2, 10
 _TOKENS = 8

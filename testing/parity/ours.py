@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from ...checkpoints import load, read_source
 from ...data.batch import Batch
@@ -19,7 +20,6 @@ from ...layers import (
     set_auxiliary_losses,
     token_places,
 )
-from ...models import CausalLM
 from ...parallel_state import Box, ParallelState, declarations
 from ...training.precision import Precision
 from ...training.step import Step
@@ -28,6 +28,9 @@ from ...training.zero_on_fsdp import shard_over_data
 from ..layouts import Observation, Outputs, as_pieces, assemble, observe, on_ranks
 from ..recorder import Recorder, Seen
 from .case import Question
+
+if TYPE_CHECKING:
+    from ...models import CausalLM
 
 #: Their outputs are whole along the features; those of a column-parallel linear are not.
 _WHOLE = (RowParallelLinear, ReplicatedLinear, RMSNorm, LayerNorm, VocabParallelEmbedding)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.strangers import STUBS
 from torch import nn
 from trilith.layers import ColumnParallelLinear
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
@@ -113,6 +114,23 @@ def test_a_module_that_no_shapes_can_run_is_refused_by_operator_and_line(between
     line = str(refused.value)
     assert line.startswith("plan: Words: expected") and operator in line and "\n" not in line
     assert f"{Path(__file__).name}:" in line
+
+
+@pytest.mark.parametrize("name", STUBS)
+@pytest.mark.parametrize(
+    "layout", [{}, {"tensor": 2, "sequence": True}, {"data": 2, "zero": 3}, {"pipeline": 2}]
+)
+def test_a_module_with_the_asked_names_alone_is_planned(name, layout):
+    """Hidden states are what ``hidden_shape`` says, and not what ``Work`` does."""
+    stub, layout = STUBS[name], Layout.of(**layout)
+    for rank in range(layout.world):
+        state = ParallelState.stand_in(layout, rank)
+        with torch.device("meta"):
+            model = stub.build(state=state)
+        work = Work(state, 3, 6, 2, 4 // layout.data, fused=False)
+        plan = plan_memory(work, model, samples=stub.batch(0), loss=stub.loss())
+        assert plan.moments == 2 * 4 * rank_parameters(model, state).every.trained_stored
+        assert (plan.moments < plan.weights) == (name != "stub") and plan.activations > 0
 
 
 def test_samples_and_loss_are_asked_for():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from types import MappingProxyType
 from typing import Any, cast
@@ -29,12 +30,15 @@ from trilith.layers import (
     vocab_parallel_cross_entropy,
 )
 from trilith.parallel_state import Layout, ParallelState, alone_or, clip_gradients, initialize
+from trilith.pipeline import SCHEDULE_NAMES, schedule_kind
 from trilith.testing.layouts import Observation, observe, random_rows, roughen
 from trilith.training import FunctionLoss, Loss, Precision, Step, Sums, Term, shard_batch, shard_over_data
 from trilith.training.loss import Scales
 from trilith.training.samples import Samples
 
-VOCAB, D, RUNGS, SAMPLES, LENGTH = 37, 8, 4, 16, 8
+from support.strangers import SAMPLES, STRANGERS, STUBS, Stranger
+
+VOCAB, D, RUNGS, LENGTH = 37, 8, 4, 8
 FP64 = Precision(torch.float64, torch.float64, torch.float64)
 BOTH = MappingProxyType({"tokens": 1, "labels": 1})
 
@@ -200,6 +204,29 @@ def drawn(loss: str, count: int, seed: int = 0) -> list[Trial]:
     return [*trials]
 
 
+def under_every_schedule(name: str, *, whole: bool = False) -> list[Trial]:
+    """Return layouts of four ranks: each schedule with one of ZeRO 0 to 3, tensor ranks, and context ranks if
+    the loss cuts sequences, in turn; or if ``whole`` with each of them. Last come replicas of shards.
+    """
+    beside: list[dict[str, Any]] = [{"data": 2, "zero": zero} for zero in range(4)]
+    beside += [{"tensor": 2, "sequence": True}]
+    if name not in STRANGERS:
+        beside += [{"context": 2}, {"context": 2, "ring": True}]
+    first, trials = sorted([*STRANGERS, name]).index(name), list[Trial]()
+    for number, schedule in enumerate(SCHEDULE_NAMES):
+        kind = schedule_kind(schedule)
+        stages: dict[str, Any] = {
+            "pipeline": 2,
+            "virtual_stages": kind.virtual_stages,
+            "v_shape": kind.v_shape,
+        }
+        for axes in beside if whole else [beside[(number + first) % len(beside)]]:
+            layout = Layout.of(**stages, **axes)
+            trials.append(Trial(name, layout, schedule, 4 // layout.data))
+    replicas = [Layout.of(data=4, zero=zero, data_replicate=2) for zero in ((1, 2, 3) if whole else (2,))]
+    return [*trials, *(Trial(name, layout) for layout in replicas)]
+
+
 def batch(number: int) -> dict[str, Tensor]:
     """Return rows of tokens of unequal numbers of labels, with a number of each row beside them."""
     generator = torch.Generator().manual_seed(number)
@@ -220,22 +247,28 @@ def train(trials: Sequence[Trial]) -> list[tuple[Observation, list[dict[str, flo
     return [_train(trial) for trial in trials]
 
 
-def _train(trial: Trial) -> tuple[Observation, list[dict[str, float]]]:
-    state = ParallelState.start(trial.layout)
-    terms = list[dict[str, float]]()
+def stranger_of(trial: Trial, state: ParallelState) -> Stranger:
+    if trial.loss in {**STRANGERS, **STUBS}:
+        return {**STRANGERS, **STUBS}[trial.loss]
     kind: dict[str, Any] = {
         "routed": trial.loss == "routers",
         "pooled": trial.loss == "contrast",
         "dropout": trial.dropout,
     }
+    return Stranger(partial(Ladder, **kind), partial(loss_of, trial, state), batch)
+
+
+def _train(trial: Trial) -> tuple[Observation, list[dict[str, float]]]:
+    state = ParallelState.start(trial.layout)
+    terms, stranger = list[dict[str, float]](), stranger_of(trial, state)
 
     def build() -> tuple[nn.Module, Callable[[Samples], Tensor]]:
-        model = shard_over_data(Ladder(state=state, **kind), state, FP64)
+        model = shard_over_data(stranger.build(state=state), state, FP64)
         initialize(model, 3, state=state)
         roughen(model, 3, state)
         torch.manual_seed(100 * state.data_index + 10 * state.context_index + state.at.pipeline)
         how: dict[str, Any] = {"micro_batch": trial.micro_batch, "schedule": trial.schedule, "state": state}
-        step = Step(model, loss_of(trial, state), **how)
+        step = Step(model, stranger.loss(), **how)
 
         def once(samples: Samples) -> Tensor:
             held_out = None if terms else step.evaluate(samples).loss
@@ -253,5 +286,5 @@ def _train(trial: Trial) -> tuple[Observation, list[dict[str, float]]]:
     def clip(model: nn.Module) -> Tensor:
         return clip_gradients(model, 0.5, state=state)
 
-    batches = [shard_batch(batch(number), state) for number in range(2)]
+    batches = [shard_batch(stranger.batch(number), state) for number in range(2)]
     return observe(build, batches, state, lr=1e-2, clip=clip), terms

@@ -6,7 +6,6 @@ import pytest
 import torch
 from support.any_loss import (
     FP64,
-    SAMPLES,
     Contrast,
     Ladder,
     Preference,
@@ -16,12 +15,14 @@ from support.any_loss import (
     drawn,
     loss_of,
     train,
+    under_every_schedule,
 )
+from support.strangers import SAMPLES, STRANGERS, STUBS
 from torch import nn
 from torch.nn import functional as F
 from trilith.data.batch import BatchParts
 from trilith.layers import IGNORE
-from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
+from trilith.parallel_state import BadInput, Constant, Layout, ParallelState, declare, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
 from trilith.testing.layouts import assemble, differences
@@ -36,6 +37,7 @@ from trilith.training import (
     shard_over_data,
 )
 
+HALF = Precision(torch.float32, torch.float16, torch.float32)
 #: What sums of rows differ by: margins are small differences of large sums.
 BOUNDS = {"preference": 1e-9, "contrast": 1e-10, "routers": 1e-10}
 
@@ -50,9 +52,80 @@ def on_one_process(loss):
 @pytest.mark.parametrize("loss", BOUNDS)
 @pytest.mark.parametrize("count", [6, pytest.param(20, marks=pytest.mark.slow)])
 def test_in_drawn_layouts_a_loss_trains_as_on_one_process(loss, count):
+    assert_trains_as_on_one_process(loss, drawn(loss, count))
+
+
+@pytest.mark.parametrize("name", [*STRANGERS, "routers"])
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_under_every_schedule_a_stranger_trains_as_on_one_process(name, whole):
+    assert_trains_as_on_one_process(name, under_every_schedule(name, whole=whole))
+
+
+@pytest.mark.parametrize("name", STUBS)
+def test_a_module_with_the_asked_names_alone_trains_as_on_one_process(name):
+    """Also with adapters, whose base is frozen."""
+    shaped = {"pipeline": 2, "virtual_stages": 2, "v_shape": True}
+    layouts = [
+        (Layout.of(tensor=2, sequence=True), "1f1b"),
+        (Layout.of(data=2, zero=3), "1f1b"),
+        (Layout.of(**shaped), "zbv"),
+        (Layout.of(**shaped, data=2, zero=3), "dualpipev"),
+    ]
+    assert_trains_as_on_one_process(name, [Trial(name, *how) for how in layouts])
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+@pytest.mark.parametrize("ring", [False, True])
+def test_context_ranks_are_refused_to_a_stranger_whose_loss_names_no_sequence(name, ring):
+    state = ParallelState.stand_in(Layout(context=2, ring=ring))
+    stranger = STRANGERS[name]
+    with pytest.raises(BadInput, match="context: expected 1 for a loss that names no sequence, found 2"):
+        Step(stranger.build(state=state), stranger.loss(), micro_batch=1, state=state)
+
+
+class OfAllStages(nn.Module):
+    """Hold a table on each stage, or on those of some pipeline ranks, as one parameter."""
+
+    def __init__(self, ranks, ends, state):
+        super().__init__()
+        self.net = nn.ModuleDict({str(state.at.pipeline): nn.Linear(4, 4)})
+        if state.at.pipeline in ranks:
+            self.table = nn.Parameter(torch.ones(4))
+            declare(self, "table", ends=ends, initial=Constant(1.0), state=state)
+
+    def forward(self, received=None, *, x):
+        (net,) = self.net.values()
+        return net(x if received is None else received) + getattr(self, "table", 0.0)
+
+
+def refusal_of_a_table(cases):
+    """Return what a first step says of a table on these pipeline ranks, or nothing."""
+    torch.set_default_dtype(torch.float64)
+    state, refusals = ParallelState.start(Layout(pipeline=3)), []
+    for ranks, ends in cases:
+        step = Step(OfAllStages(ranks, ends, state), squares, micro_batch=1, state=state)
+        try:
+            step({"x": torch.ones(4, 4, dtype=torch.float64)})
+            refusals.append("")
+        except BadInput as error:
+            refusals.append(str(error))
+    return refusals
+
+
+def test_a_parameter_of_two_stages_whose_gradients_nothing_adds_up_is_refused_on_all_ranks():
+    refused = [((0, 1), False), ((0, 2), False), ((0, 1), True), ((0, 1, 2), True)]
+    fine = [((0, 2), True), ((1,), False)]
+    for *refusals, of_ends, of_one in run_parallel(refusal_of_a_table, 3, [*refused, *fine]):
+        for (ranks, _), refusal in zip(refused, refusals, strict=True):
+            found = f"the first and the last, found ranks {', '.join(map(str, ranks))}. Compute with it"
+            assert refusal.startswith("model: table: expected one pipeline rank,") and found in refusal
+        assert (of_ends, of_one) == ("", "")
+
+
+def assert_trains_as_on_one_process(loss, trials):
     expected, expected_terms, tensors = on_one_process(loss)
     assert all(0.01 < abs(value) < 10 for terms in expected_terms for value in terms.values())
-    trials, close = drawn(loss, count), BOUNDS[loss]
+    close = BOUNDS.get(loss, 1e-10)
     for world in (2, 4):
         some = [trial for trial in trials if trial.layout.world == world]
         for trial, *ranks in zip(some, *run_parallel(train, world, some, timeout=300), strict=True):
@@ -141,28 +214,34 @@ def test_a_loss_scale_changes_no_bit_of_a_loss_or_of_a_gradient_in_fp64(count):
     assert all(torch.equal(plain, scaled) for plain, scaled in zip(*results, strict=True))
 
 
+def scaled_step(step, samples, scale):
+    """Return the loss of a step and its gradients, divided by the scale."""
+    loss = step(samples, scale=scale)
+    gradients = [
+        local_data(weight.grad) / scale for weight in step.model.parameters() if weight.grad is not None
+    ]
+    step.model.zero_grad()
+    return loss, *gradients
+
+
 def in_half(layout):
-    """Return the worst relative error of fp16's gradients at scale 2^10, and what follows an overflow on one
-    rank: why the step was skipped, the factor of the new scale, and whether a weight moved.
+    """Return whether a scale of 2^16 changes no bit of a loss or of a gradient in fp64; the worst relative
+    error of fp16's gradients at scale 2^10; and what follows an overflow on one rank: why the step was
+    skipped, the factor of the new scale, and whether a weight moved.
     """
-    state, gradients = ParallelState.start(layout), []
+    state, results = ParallelState.start(layout), []
     samples = shard_batch(batch(0), state)
-    for precision in (FP64, Precision(torch.float32, torch.float16, torch.float32)):
+    routed, plain = [(FP64, 1.0, True), (FP64, 2.0**16, True)], [(FP64, 1.0, False), (HALF, 2.0**10, False)]
+    for precision, scale, has_router in routed + plain:
         torch.set_default_dtype(precision.master)
-        model = shard_over_data(Ladder(state=state), state, precision)
+        model = shard_over_data(Ladder(state=state, routed=has_router), state, precision)
         initialize(model, 3, state=state)
         step = Step(model, loss_of(Trial("next"), state), micro_batch=4, state=state)
-        step(samples, scale=2.0**10)
-        gradients.append(
-            [
-                local_data(parameter.grad) / 2**10
-                for parameter in model.parameters()
-                if parameter.grad is not None
-            ]
-        )
-        model.zero_grad()
-    pairs = zip(*gradients, strict=True)
-    worst = max(float((half - exact).norm() / exact.norm()) for exact, half in pairs if exact.any())
+        results.append(scaled_step(step, samples, scale))
+    alike = all(torch.equal(*pair) for pair in zip(*results[:2], strict=True))
+    _, _, exact, half = results
+    pairs = zip(exact[1:], half[1:], strict=True)
+    worst = max(float((rough - fine).norm() / fine.norm()) for fine, rough in pairs if fine.any())
     update = Update(model, make_adamw(model, lr=0.1), clip=1.0, loss_scale=LossScale(), state=state)
     before, scale = [local_data(parameter).clone() for parameter in model.parameters()], update.scale
     result = step.launch(samples, scale=update.scale)
@@ -172,13 +251,13 @@ def in_half(layout):
     updated = update(result)
     after = [local_data(parameter) for parameter in model.parameters()]
     moved = not all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
-    return worst, updated.skipped, update.scale / scale, moved
+    return alike, worst, updated.skipped, update.scale / scale, moved
 
 
 @pytest.mark.parametrize("layout", [Layout(tensor=2), Layout.of(data=2), Layout(pipeline=2)], ids=str)
 def test_a_model_of_ones_own_trains_in_fp16_and_an_overflow_on_one_rank_skips_the_step_on_all(layout):
-    for worst, *then in run_parallel(in_half, layout.world, layout):
-        assert worst < 0.01 and then == ["overflow", 0.5, False]
+    for alike, worst, *then in run_parallel(in_half, layout.world, layout):
+        assert alike and worst < 0.01 and then == ["overflow", 0.5, False]
 
 
 def test_an_update_refuses_a_mean_before_anything_moves():
