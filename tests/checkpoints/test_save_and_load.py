@@ -9,6 +9,7 @@ import torch
 from support.configs import TINIEST_LLAMA
 from support.families import family_and_config
 from support.refusals import Refused, refusals
+from support.strangers import STUBS
 from support.written_before import Embedder
 from torch import nn
 from trilith.checkpoints import Loaded, Manifest, describe_module, differences, load, read_source, save
@@ -268,3 +269,26 @@ test_what_cannot_be_saved_or_given_back_is_refused = refusals(
     Refused("adapters for a whole model", loading(zoo()[0], path="hf", adapter=Path("any")),
             "expected one with adapters, found one without", given=hugging_face),
 )  # fmt: skip
+
+
+def stub_saved_again(name, root, layouts):
+    for number, layout in enumerate(layouts):
+        state = ParallelState.start(layout)
+        model = STUBS[name].build(state=state)
+        shard_over_data(model, state, Precision())
+        assert load(f"{root}/alone", model, state=state).step == 1
+        save(f"{root}/{number}", model, step=1, state=state)
+
+
+@pytest.mark.parametrize("name", STUBS)
+def test_a_module_with_the_asked_names_alone_is_saved_and_loaded_in_any_layout(name, tmp_path):
+    layouts = [
+        Layout(tensor=2),
+        Layout.of(data=2, zero=3),
+        Layout.of(pipeline=2, virtual_stages=2, v_shape=True),
+    ]
+    initialize(model := STUBS[name].build(), 3)
+    save(tmp_path / "alone", model, step=1)
+    run_parallel(stub_saved_again, 2, name, str(tmp_path), layouts)
+    for number in range(len(layouts)):
+        assert [*differences(read_source(tmp_path / "alone"), read_source(tmp_path / str(number)))] == []
