@@ -16,8 +16,8 @@ from .sections import (
     ExpertsSection,
     MemorySection,
     ModelSection,
+    WatchSection,
 )
-from .watch_section import WatchSection
 
 
 def check_model(section: ModelSection, where: str) -> None:
