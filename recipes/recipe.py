@@ -14,21 +14,11 @@ from ..layers import PinnedBackend, Scaling
 from ..models import family_of, published_size
 from ..models.base.config import DENIED, check_keys
 from ..parallel_state import TIMEOUT, BadInput, Layout, from_validation
-from ..pipeline import ScheduleName, check_schedule
+from ..pipeline import ScheduleName
 from ..runs.stop_signals import GRACE
 from ..storage.small_files import parse_toml, read_json, read_toml
 from ..storage.strict_json import DEEPEST
-from .checks import (
-    check_batch,
-    check_checkpoint,
-    check_compile,
-    check_float8,
-    check_idle,
-    check_memory_of_pipeline,
-    check_model,
-    check_optimizer,
-    check_precision,
-)
+from .checks import check_recipe, compile_rules
 from .optimizer_sections import LossScaleSection, OptimizerSection
 from .section import PathText, Wait, nearest_key
 from .sections import (
@@ -144,11 +134,8 @@ class Recipe(Section):
         """Return why ``compile = "auto"`` does not compile, or ``None`` if it does."""
         if self.device == "cpu":
             return 'device = "cpu"'
-        try:
-            check_compile(self.memory, self.layout, self.pipeline_schedule, self.debug, "recipe")
-        except BadInput as error:
-            return f"{error.key} = {error.found}"
-        return None
+        rules = compile_rules(self, self.memory, self.layout, self.pipeline_schedule)
+        return next((f"{rule.key} = {rule.found}" for rule in rules if rule.broken), None)
 
     @property
     def digest(self) -> str:
@@ -157,29 +144,7 @@ class Recipe(Section):
 
     def check(self, where: str) -> None:
         """Refuse numbers that do not fit each other, before anything is read or started."""
-        check_model(self.model, where)
-        check_optimizer(self.optimizer, self.steps, where)
-        check_checkpoint(self.checkpoint, where)
-        check_precision(self.dtype, self.compute, self.loss_scale, where)
-        check_float8(
-            self.compute, self.dtype, self.float8_scaling, self.layout, self.pipeline_schedule, where
-        )
-        check_idle(self.memory, self.watch, self.debug, where)
-        layout = self.layout
-        micro_batches = check_batch(self.data, layout, where)
-        check_schedule(self.pipeline_schedule, layout, micro_batches, where)
-        check_memory_of_pipeline(self.memory, layout, self.pipeline_schedule, where)
-        if self.attention_backend != "auto" and layout.context > 1:
-            expected = "auto with several context ranks, which compute blocks of attention"
-            raise BadInput(where, "attention_backend", expected=expected, found=self.attention_backend)
-        if self.compile is True:
-            check_compile(self.memory, layout, self.pipeline_schedule, self.debug, where)
-        absent = [rank for rank in self.watch.trace_ranks if not 0 <= rank < layout.world]
-        if absent:
-            raise BadInput(
-                where, "watch.trace_ranks", expected=f"ranks from 0 to {layout.world - 1}", found=absent[0]
-            )
-        layout.check_length(self.data.sequence_length, where, "data.sequence_length")
+        check_recipe(self, where)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
