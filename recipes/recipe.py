@@ -34,7 +34,9 @@ from .sections import (
     Section,
     WatchSection,
 )
-from .shipped import recipe_file
+
+#: The recipes that come with trilith lie beside this file.
+_SHIPPED = Path(__file__).parent
 
 
 class Recipe(Section):
@@ -233,3 +235,19 @@ def _check_written(fields: Mapping[str, Any]) -> None:
             todo = f"Nearest: {', '.join(near)}" if near else ""
             expected = f"a key that {family.model_type} reads"
             raise BadInput(where, key[:80], expected=expected, found="an unknown key", todo=todo)
+
+
+def shipped_recipes() -> list[str]:
+    """Return the names of the recipes that come with trilith, such as ``llama-3.1-8b-8gpus``."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.toml"))
+
+
+def recipe_file(name: str | Path) -> Path:
+    """Return the file at this path, or the shipped recipe of this name; else ``BadInput`` lists them."""
+    path = Path(name)
+    if path.exists() or path.suffix == ".toml" or len(path.parts) != 1:
+        return path
+    if path.name not in (names := shipped_recipes()):
+        todo = f"These come with trilith: {', '.join(names)}"
+        raise BadInput(path, expected="a recipe in TOML, or the name of one", found="neither", todo=todo)
+    return _SHIPPED / f"{path.name}.toml"

@@ -9,8 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ..data.batch import Batch
-from ..data.multi_token_labels import tokens_ahead
+from ..data.batch import Batch, tokens_ahead
 from ..layers import chunked_cross_entropy, valid_tokens, vocab_parallel_cross_entropy
 from ..models import CausalLM
 from ..parallel_state import BadInput
