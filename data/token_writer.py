@@ -21,7 +21,7 @@ from ..storage.journal import Journal
 from ..storage.staging import Staging
 from .megatron import check_for_megatron, write_megatron_index
 from .token_file import TokenFile
-from .token_index import VERSION, TargetIndex, TokenIndex, TokenPaths, dtype_for, little_endian, probe
+from .token_index import VERSION, TargetIndex, TokenIndex, TokenPaths, dtype_for, little_endian
 from .token_publish import new_file, publish_tokens, refuse_taken, sync
 from .token_sums import BlockSums
 
@@ -195,7 +195,6 @@ class TokenWriter:
             targets = TargetIndex(
                 tokens=self._learnt,
                 sha256=self._digests["targets"].hexdigest(),
-                probe=probe(made / "targets"),
                 template_sha256=self._template,
                 left_out=self.left_out,
                 unended=self.unended,
@@ -215,7 +214,6 @@ class TokenWriter:
             bos_id=self._bos_id,
             tokenizer_fingerprint=self._fingerprint,
             sha256=self._digests["tokens"].hexdigest(),
-            probe=probe(made / "tokens"),
             documents_sha256="",
             targets=targets,
         )
