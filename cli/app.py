@@ -26,7 +26,7 @@ from ..system.standard_streams import drop_output, name_standard_output, print_a
 from .bench import bench
 from .cluster.launch import launch
 from .cluster.status import status
-from .convert import convert
+from .convert import convert, reshard
 from .diff import diff
 from .doctor import doctor
 from .generate import generate
@@ -39,7 +39,6 @@ from .plan_explain import plan_explain, topics
 from .quickstart import quickstart
 from .recipe import recipe
 from .report import report
-from .reshard import reshard
 from .schedule import schedule
 from .tokenize import tokenize
 from .train import train

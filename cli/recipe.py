@@ -25,11 +25,15 @@ def recipe(
         Origin,
         typer.Argument(
             help="from-deepspeed (ds_config.json), from-trainer (Hugging Face's training_args.json) or "
-            "from-megatron (a script that starts Megatron-LM, its YAML, or stored arguments as JSON)",
+            "from-megatron (a log of Megatron-LM, its YAML, or stored arguments as JSON)",
             metavar="ORIGIN",
         ),
     ],
     file: Annotated[Path, typer.Argument(help="configuration of the other trainer", metavar="FILE")],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="from-megatron: words of torchrun, after --, in FILE's place", metavar="WORDS"),
+    ] = None,
     ranks: Annotated[
         int | None,
         typer.Option("--ranks", min=1, help="number of processes that train; the file rarely says it"),
@@ -45,25 +49,32 @@ def recipe(
     Settings that have no counterpart are listed with the reason, on stderr and at the end of the recipe.
     Settings that the file does not have, such as the model and the tokens, are marked FILL IN; give them in
     the recipe or on the command line of trilith train. training_args.json is the output of
-    TrainingArguments.to_json_string(); the DeepSpeed configuration that it names is read too. A script is not
-    run: its variables, arrays, defaults and simple conditions are followed.
+    TrainingArguments.to_json_string(); the DeepSpeed configuration that it names is read too. Megatron
+    prints its arguments at the start of its log. To read a script instead, put trilith recipe from-megatron
+    and -- in the place of its torchrun, and run it: the shell gives the words.
 
     Examples:
 
         trilith recipe from-deepspeed ds_config.json --ranks 8 --out recipe.toml
         trilith recipe from-trainer training_args.json --ranks 8 --out recipe.toml
-        trilith recipe from-megatron train_llama3_8b.sh --out recipe.toml
+        trilith recipe from-megatron train.log --out recipe.toml
+        trilith recipe from-megatron --out recipe.toml -- --nproc_per_node 8 pretrain_gpt.py --num-layers 32
     """
+    from ..parallel_state import BadInput
     from ..recipes.foreign.from_deepspeed import from_deepspeed
     from ..recipes.foreign.from_megatron import from_megatron
     from ..recipes.foreign.from_trainer import from_trainer
-    from ..recipes.foreign.megatron_arguments import read_arguments
+    from ..recipes.foreign.megatron_arguments import COMMAND, arguments_of, read_arguments
     from ..storage.output_file import check_output_file, output_file
     from ..storage.small_files import read_json
 
     if out is not None:
         check_output_file(out, force=force)
-    if origin is Origin.megatron:
+    if words and origin is not Origin.megatron:
+        raise BadInput("recipe", "WORDS", expected=f"none with {origin}", found=repr(" ".join(words))[:60])
+    if words:
+        found = from_megatron(arguments_of([str(file), *words]), COMMAND, ranks=ranks)
+    elif origin is Origin.megatron:
         found = from_megatron(read_arguments(file), str(file), ranks=ranks)
     else:
         translate = from_deepspeed if origin is Origin.deepspeed else from_trainer

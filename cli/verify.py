@@ -98,10 +98,9 @@ def verify_tokens(source: str) -> None:
     say(f"{index.documents_sha256}  {name.name}.docs.npy")
     if index.targets is not None:
         say(f"{index.targets.sha256}  {name.name}.targets")
-    sealed = "the index's seal" if index.seal else "no seal: the index was made before there were any"
     learnt = "" if index.targets is None else f", {index.targets.tokens:,} of them to learn"
     place = as_url(name) or name
     say(
         f"{place}: complete and unaltered: {index.tokens:,} ids below {index.vocab_size:,}{learnt}, "
-        f"{index.documents:,} documents, SHA-256 of every file, {sealed}"
+        f"{index.documents:,} documents, SHA-256 of every file, the index's seal"
     )

@@ -22,7 +22,7 @@ from ..storage.output_file import check_place
 from ..storage.safe_open import open_regular
 from ..storage.staging import Staging
 from .token_file import TokenFile
-from .token_index import VERSION, TokenIndex, TokenPaths, little_endian, probe
+from .token_index import VERSION, TokenIndex, TokenPaths, little_endian
 from .token_publish import publish_tokens, refuse_taken
 from .token_sums import BlockSums
 
@@ -110,7 +110,6 @@ def index_tokens(
             bos_id=bos_id if begun == len(found.offsets) - 1 else None,
             tokenizer_fingerprint=tokenizer_fingerprint,
             sha256=digest.hexdigest(),
-            probe=probe(found.path),
             documents_sha256="",
         )
         return publish_tokens(staging, paths, index, found.offsets, [sums.value()], places)

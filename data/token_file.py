@@ -56,13 +56,13 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: str | Path) -> TokenFile:
-        """Open a token file by its name, its URL, or any of its files, and read 4 MiB of tokens.
+        """Open a token file by its name, its URL, or any of its files.
 
         The files at a URL are copied to this host first (see ``storage.fetched``).
 
-        Checks the seal of the index, sizes, offsets, the hashes of offsets and checksums, and samples of the
-        tokens. Raises ``BadInput`` for files that are missing, empty, cut short, of another data set, or that
-        contradict the index.
+        Checks the seal of the index, sizes, offsets, the hashes of offsets and checksums, and the first and
+        last block of the tokens. Raises ``BadInput`` for files that are missing, empty, cut short, of another
+        data set, or that contradict the index.
         """
         paths = _local(path)
         index = read_index(paths.index)
@@ -75,6 +75,9 @@ class TokenFile:
         if index.targets:
             targets = np.memmap(paths.targets, dtype=np.uint8, mode="r")
             learnt = CheckedFile(paths.targets, targets, target_sums)
+        for file in filter(None, (checked, learnt)):
+            file.read(0, 1)
+            file.read(index.tokens - 1, index.tokens)
         return cls(paths.name, index, tokens, documents, targets, checked, learnt)
 
     def ids(self, begin: int, end: int) -> NDArray[Any]:

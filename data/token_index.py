@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,11 +19,10 @@ from ..storage.small_files import read_json
 from ..storage.strict_json import shown
 from .token_sums import Sums, block_count
 
-#: Since 2 an index is sealed and names the blocks' checksums; 1 is still read.
-VERSION = 2
+#: An index is sealed and names the blocks' checksums.
+VERSION: Literal[2] = 2
 
 _LARGEST_INDEX = 2**20
-_PROBE_BLOCKS, _PROBE_BYTES = 64, 2**16
 
 
 class TargetIndex(StrictRecord):
@@ -32,7 +30,7 @@ class TargetIndex(StrictRecord):
 
     tokens: int = Field(ge=1, description="how many of the tokens are to be learnt")
     sha256: str
-    probe: str
+    probe: str = ""
     template_sha256: str = Field(description="of the chat template that the samples went through")
     left_out: int = Field(ge=0, description="samples with nothing to learn, which are not in the file")
     unended: int = Field(
@@ -43,11 +41,11 @@ class TargetIndex(StrictRecord):
 class TokenIndex(StrictRecord):
     """Describe a token file: the content of ``<name>.json``.
 
-    ``probe`` hashes 64 blocks of the tokens, so that opening reads 4 MiB. ``seal`` is the SHA-256 of the
-    other keys, so that no other index can be taken for this one.
+    ``seal`` is the SHA-256 of the other keys, so that no other index can be taken for this one. ``probe``, a
+    hash of samples, is no longer written; the checksums of blocks say more.
     """
 
-    version: int = Field(ge=1, le=VERSION)
+    version: Literal[2]
     dtype: Literal["uint16", "uint32"]
     tokens: int = Field(ge=1)
     documents: int = Field(ge=1)
@@ -56,11 +54,11 @@ class TokenIndex(StrictRecord):
     bos_id: int | None = Field(default=None, ge=0, description="what each document of text begins with")
     tokenizer_fingerprint: str
     sha256: str
-    probe: str
+    probe: str = ""
     documents_sha256: str
     targets: TargetIndex | None = None
-    sums_sha256: str | None = None
-    seal: str | None = None
+    sums_sha256: str = ""
+    seal: str = ""
 
     def sealed(self) -> TokenIndex:
         """Return a copy with its seal."""
@@ -68,9 +66,7 @@ class TokenIndex(StrictRecord):
 
     def check_seal(self, path: Path) -> None:
         """Refuse an index that was changed after it was written."""
-        if self.version == 1 and (self.seal or self.sums_sha256):
-            raise BadInput(path, "version", expected=f"{VERSION} of an index with a seal", found=1)
-        if self.version > 1 and (self.sums_sha256 is None or self.seal != self._seal()):
+        if self.seal != self._seal():
             raise BadInput(
                 path,
                 "seal",
@@ -143,24 +139,14 @@ def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-def probe(path: Path) -> str:
-    """Return the SHA-256 of the size and of 64 evenly spaced blocks of 64 KiB: fast for any size of file."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(f"{size}:".encode())
-    last = max(size - _PROBE_BYTES, 0)
-    with path.open("rb") as file:
-        for start in sorted({last * i // (_PROBE_BLOCKS - 1) for i in range(_PROBE_BLOCKS)}):
-            digest.update(os.pread(file.fileno(), _PROBE_BYTES, start))
-    return digest.hexdigest()
-
-
 def read_index(path: Path) -> TokenIndex:
     """Read the index; each field has the right type and is within bounds."""
     _size_of(path, todo=f"Make it with: {_command(path)}")
     content = read_json(path, _LARGEST_INDEX)
     version = content.get("version", VERSION)
-    if type(version) is not int or not 1 <= version <= VERSION:
-        raise BadInput(path, "version", expected=f"1 to {VERSION}", found=shown(version))
+    if type(version) is not int or version != VERSION:
+        todo = "Tokenize again"
+        raise BadInput(path, "version", expected=VERSION, found=shown(version), todo=todo)
     try:
         index = TokenIndex.model_validate(content)
     except ValidationError as error:
@@ -181,42 +167,35 @@ def _command(path: Path) -> str:
 
 
 def check_tokens(path: Path, index: TokenIndex) -> None:
-    """Check that the tokens have the size and the probe that the index states."""
+    """Check that the tokens have the size that the index states."""
     itemsize = little_endian(index.dtype).itemsize
-    _check_content(path, index.tokens * itemsize, f"{index.tokens} tokens of {index.dtype}", index.probe)
+    _check_size(path, index.tokens * itemsize, f"{index.tokens} tokens of {index.dtype}")
 
 
 def check_targets(path: Path, index: TokenIndex) -> None:
     """Check the same of the file that tells which tokens are to be learnt, if the index has one."""
     if index.targets is not None:
-        _check_content(path, index.tokens, f"one for each of {index.tokens} tokens", index.targets.probe)
+        _check_size(path, index.tokens, f"one for each of {index.tokens} tokens")
 
 
-def read_sums(path: Path, index: TokenIndex) -> tuple[Sums | None, Sums | None]:
+def read_sums(path: Path, index: TokenIndex) -> tuple[Sums, Sums]:
     """Return the checksums of the blocks of tokens and of targets, after checking their hash in the index."""
-    if index.sums_sha256 is None:
-        return None, None
     tokens = block_count(index.tokens * little_endian(index.dtype).itemsize)
     targets = block_count(index.tokens) if index.targets is not None else 0
-    size, found = 4 * (tokens + targets), _size_of(path)
-    if found != size:
-        raise BadInput(path, "size", expected=f"{size} bytes: {tokens + targets} checksums", found=found)
+    size = 4 * (tokens + targets)
+    _check_size(path, size, f"{tokens + targets} checksums")
     content = read_small(path, size)
     digest = hashlib.sha256(content).hexdigest()
     if digest != index.sums_sha256:
         raise BadInput(path, "sha256", expected=f"{index.sums_sha256}, as the index says", found=digest)
     sums = np.frombuffer(content, dtype="<u4")
-    return sums[:tokens], sums[tokens:] if targets else None
+    return sums[:tokens], sums[tokens:]
 
 
-def _check_content(path: Path, size: int, meaning: str, expected_probe: str) -> None:
+def _check_size(path: Path, size: int, meaning: str) -> None:
     found = _size_of(path)
     if found != size:
         raise BadInput(path, "size", expected=f"{size} bytes: {meaning}", found=found)
-    if probe(path) != expected_probe:
-        raise BadInput(
-            path, "content", expected=f"the tokens that {path.stem}.json describes", found="others"
-        )
 
 
 def read_documents(path: Path, index: TokenIndex) -> NDArray[np.int64]:

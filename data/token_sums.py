@@ -47,19 +47,16 @@ class BlockSums:
 
 
 class CheckedFile:
-    """Read a mapped file, and compare each block with its checksum when it is first read.
+    """Read a mapped file, and compare each block with its checksum when it is first read."""
 
-    ``sums`` is ``None`` for a file written before there were checksums: it is read unchecked.
-    """
-
-    def __init__(self, path: Path, items: NDArray[Any], sums: Sums | None) -> None:
+    def __init__(self, path: Path, items: NDArray[Any], sums: Sums) -> None:
         self.path, self.items, self._sums = path, items, sums
         self._bytes = items.view(np.uint8)
         self._checked = np.zeros(block_count(items.nbytes), dtype=bool)
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
         """Return items ``begin`` to ``end``; ``BadInput`` if they are not what was written."""
-        if self._sums is not None and end > begin:
+        if end > begin:
             size = self.items.itemsize
             first, last = begin * size // BLOCK, -(-end * size // BLOCK)
             if not self._checked[first:last].all():
@@ -69,7 +66,6 @@ class CheckedFile:
         return items
 
     def _check(self, block: int) -> None:
-        assert self._sums is not None
         if self._checked[block]:
             return
         found = crc32(self._bytes[block * BLOCK : (block + 1) * BLOCK].data)

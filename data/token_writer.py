@@ -21,7 +21,7 @@ from ..storage.journal import Journal
 from ..storage.staging import Staging
 from .megatron import check_for_megatron, write_megatron_index
 from .token_file import TokenFile
-from .token_index import VERSION, TargetIndex, TokenIndex, TokenPaths, dtype_for, little_endian, probe
+from .token_index import VERSION, TargetIndex, TokenIndex, TokenPaths, dtype_for, little_endian
 from .token_publish import new_file, publish_tokens, refuse_taken, sync
 from .token_sums import BlockSums
 
@@ -35,14 +35,13 @@ class Mark:
 
     ``portions`` of the input were finished; ``left_out`` of their samples have nothing to learn, and
     ``unended`` learn no end mark. The files then had these ``sizes`` in bytes; bytes behind them are cut off.
-    ``read`` is the hash of these portions, and ``written`` has the hash of each file.
+    ``written`` has the hash of each file.
     """
 
     portions: int
     left_out: int
     unended: int
     sizes: Mapping[str, int]
-    read: str = ""
     written: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -57,8 +56,7 @@ class TokenWriter:
     is written too. With ``megatron`` there is also ``<name>.idx``, with which Megatron reads the same
     ``<name>.bin``. ``job`` is any text that two jobs share only if they write the same. With it, a killed or
     interrupted writer leaves the portions reported to ``finished``, and the next writer of that job continues
-    after them: ``portions`` is their number, and ``read`` the hash of the input read for them. If the input
-    has changed, call ``begin_anew``.
+    after them: ``portions`` is their number.
     """
 
     tokens: int
@@ -149,11 +147,10 @@ class TokenWriter:
             self._learnt += int(marks.sum())
         self.tokens += ids.size
 
-    def finished(self, left_out: int = 0, unended: int = 0, *, read: str = "") -> None:
+    def finished(self, left_out: int = 0, unended: int = 0) -> None:
         """Note that one more portion of the input is written, so that it need not be repeated after a kill.
 
         ``left_out``: how many of its samples have nothing to learn. ``unended``: how many learn no end mark.
-        ``read``: a hash of all portions up to here.
         """
         self.portions += 1
         self.left_out += left_out
@@ -163,10 +160,10 @@ class TokenWriter:
                 sync(file)
             sizes = {name: file.tell() for name, file in self._files.items()}
             written = {name: digest.hexdigest() for name, digest in self._digests.items()}
-            self._journal.add(Mark(self.portions, self.left_out, self.unended, sizes, read, written))
+            self._journal.add(Mark(self.portions, self.left_out, self.unended, sizes, written))
             self._last_mark = time.monotonic()
 
-    def begin_anew(self) -> None:
+    def _begin_anew(self) -> None:
         """Forget what an earlier writer of the same job finished."""
         for file in self._files.values():
             file.close()
@@ -198,7 +195,6 @@ class TokenWriter:
             targets = TargetIndex(
                 tokens=self._learnt,
                 sha256=self._digests["targets"].hexdigest(),
-                probe=probe(made / "targets"),
                 template_sha256=self._template,
                 left_out=self.left_out,
                 unended=self.unended,
@@ -218,7 +214,6 @@ class TokenWriter:
             bos_id=self._bos_id,
             tokenizer_fingerprint=self._fingerprint,
             sha256=self._digests["tokens"].hexdigest(),
-            probe=probe(made / "tokens"),
             documents_sha256="",
             targets=targets,
         )
@@ -230,7 +225,7 @@ class TokenWriter:
         self._last_mark = time.monotonic()
         mark = next((mark for mark in reversed(self._journal.records) if self._holds(mark)), None)
         if mark is None:
-            self.begin_anew()
+            self._begin_anew()
             return
         for name in self._names:
             path = self._staging.directory / name
@@ -241,10 +236,10 @@ class TokenWriter:
                 self._sums[name].update(part)
                 self._learnt += part.count(1) if name == "targets" else 0
         if mark.written != {name: digest.hexdigest() for name, digest in self._digests.items()}:
-            self.begin_anew()  # a file does not hold what was written
+            self._begin_anew()  # a file does not hold what was written
             return
         self.portions, self.left_out, self.unended = mark.portions, mark.left_out, mark.unended
-        self.read, self.tokens = mark.read, mark.sizes["tokens"] // self._dtype.itemsize
+        self.tokens = mark.sizes["tokens"] // self._dtype.itemsize
 
     def _holds(self, mark: Mark) -> bool:
         """Return whether the files are at least as long as the mark says."""
@@ -258,7 +253,6 @@ class TokenWriter:
         self._sums = {name: BlockSums() for name in self._names}
         self._learnt: int = 0
         self.tokens = self.portions = self.left_out = self.unended = 0
-        self.read = ""
 
     def _write(self, name: str, data: np.ndarray[Any, Any]) -> None:
         with writing(Path(self._files[name].name)):

@@ -1,72 +1,78 @@
-"""Check rules about several keys of a recipe together."""
+"""State the rules about several keys of a recipe: a row for each, in the order in which they are told."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..layers import routers
 from ..models import Family, ModelConfig, published_size
 from ..parallel_state import BadInput, Layout, nearest_multiples
-from ..pipeline import check_recomputation, schedule_kind
-from .optimizer_sections import LossScaleSection, OptimizerSection
-from .sections import (
-    CheckpointSection,
-    DataSection,
-    DebugSection,
-    ExpertsSection,
-    MemorySection,
-    ModelSection,
-)
-from .watch_section import WatchSection
+from ..pipeline import check_recomputation, check_schedule, schedule_kind
+from .optimizer_sections import OptimizerSection
+from .sections import DataSection, ExpertsSection, MemorySection
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
 
 
-def check_model(section: ModelSection, where: str) -> None:
-    """Refuse a recipe that does not say which model it trains, and one that says it twice."""
-    if section.size is None:
-        if section.init_from is None and section.config is None:
-            raise BadInput(where, "model", expected="init_from, config or size", found=section.model_dump())
-        return
-    published_size(section.size, f"{where}: model.size")
-    if section.init_from is not None:
+class Rule(NamedTuple):
+    """Refuse ``key`` if ``broken``."""
+
+    broken: bool
+    key: str
+    expected: str
+    found: object
+    todo: str = ""
+
+
+def check_rules(rules: Iterable[Rule], where: str) -> None:
+    """Raise ``BadInput`` for the first rule that is broken."""
+    for rule in rules:
+        if rule.broken:
+            raise BadInput(where, rule.key, expected=rule.expected, found=rule.found, todo=rule.todo)
+
+
+def check_recipe(recipe: Recipe, where: str) -> None:
+    """Refuse numbers that do not fit each other, before anything is read or started."""
+    check_rules(_model(recipe, where), where)
+    check_rules(_optimizer(recipe.optimizer, recipe.steps), where)
+    check_rules(_precision(recipe), where)
+    layout, name = recipe.layout, recipe.pipeline_schedule
+    check_rules(float8_rules(recipe, layout, name), where)
+    check_rules(_idle(recipe), where)
+    check_schedule(name, layout, check_batch(recipe.data, layout, where), where)
+    check_memory_of_pipeline(recipe.memory, layout, name, where)
+    check_rules(_ranks(recipe, layout), where)
+    layout.check_length(recipe.data.sequence_length, where, "data.sequence_length")
+
+
+def _model(recipe: Recipe, where: str) -> Iterator[Rule]:
+    """Yield the rules by which a recipe says which model it trains, once."""
+    model = recipe.model
+    size, config = model.size, model.config
+    unsaid = (size, model.init_from, config) == (None, None, None)
+    yield Rule(unsaid, "model", "init_from, config or size", model.model_dump())
+    if size is not None:
+        published_size(size, f"{where}: model.size")
         todo = "Leave size out: the weights have a config of their own"
-        raise BadInput(where, "model.size", expected="no init_from beside it", found=section.size, todo=todo)
-    if isinstance(section.config, str):
+        yield Rule(model.init_from is not None, "model.size", "no init_from beside it", size, todo)
         todo = "Fields in [model.config] replace those of the size"
-        expected = "no path in model.config beside it"
-        raise BadInput(where, "model.size", expected=expected, found=section.size, todo=todo)
+        yield Rule(isinstance(config, str), "model.size", "no path in model.config beside it", size, todo)
 
 
-def check_checkpoint(section: CheckpointSection, where: str) -> None:
-    """Refuse a recipe that restores from a mirror and names none."""
-    if section.restore and section.mirror is None:
-        raise BadInput(
-            where, "checkpoint.restore", expected="checkpoint.mirror, the place to restore from", found="none"
-        )
-
-
-def check_optimizer(section: OptimizerSection, steps: int, where: str) -> None:
-    """Refuse a schedule that does not fit the run, and half a statement of how lr scales."""
-    if section.decay is not None and section.schedule != "wsd":
-        raise BadInput(
-            where,
-            "optimizer.decay",
-            expected='schedule = "wsd", the only one with a last phase',
-            found=f'schedule = "{section.schedule}"',
-        )
-    if section.schedule == "wsd" and section.warmup + decay_steps(section, steps) > steps:
-        raise BadInput(
-            where,
-            "optimizer.decay",
-            expected=f"at most the {max(0, steps - section.warmup)} steps after the warm-up",
-            found=decay_steps(section, steps),
-        )
-    if (section.scale_lr is None) != (section.reference_batch is None):
-        raise BadInput(
-            where,
-            "optimizer.scale_lr",
-            expected="scale_lr and reference_batch together, or neither",
-            found=f"scale_lr = {section.scale_lr}, reference_batch = {section.reference_batch}",
-        )
+def _optimizer(section: OptimizerSection, steps: int) -> Iterator[Rule]:
+    """Yield the rules by which a schedule fits the run, and by which how lr scales is said whole."""
+    expected, found = 'schedule = "wsd", the only one with a last phase', f'schedule = "{section.schedule}"'
+    wsd = section.schedule == "wsd"
+    yield Rule(section.decay is not None and not wsd, "optimizer.decay", expected, found)
+    last, room = decay_steps(section, steps), steps - section.warmup
+    expected = f"at most the {max(0, room)} steps after the warm-up"
+    yield Rule(wsd and last > room, "optimizer.decay", expected, last)
+    half = (section.scale_lr is None) != (section.reference_batch is None)
+    found = f"scale_lr = {section.scale_lr}, reference_batch = {section.reference_batch}"
+    yield Rule(half, "optimizer.scale_lr", "scale_lr and reference_batch together, or neither", found)
 
 
 def decay_steps(section: OptimizerSection, steps: int) -> int:
@@ -74,133 +80,106 @@ def decay_steps(section: OptimizerSection, steps: int) -> int:
     return max(1, steps // 10) if section.decay is None else section.decay
 
 
-def check_experts(section: ExpertsSection, family: Family, config: ModelConfig, *, adapters: bool) -> None:
-    """Refuse what is said of experts, or of their routers' biases, for a model that has none."""
-    found = [router for _, router in routers(family.on_meta(config))]
-    if not found:
-        raise BadInput("recipe", "experts", expected="a model with experts", found=family.model_type)
-    if not section.bias_rate:
-        return
-    if not any(router.bias is not None for router in found):
-        raise BadInput(
-            "recipe",
-            "experts.bias_rate",
-            expected=f"0: the routers of {family.model_type} have no biases",
-            found=section.bias_rate,
-            todo="experts.balance keeps such experts evenly used",
-        )
-    if adapters:
-        raise BadInput(
-            "recipe",
-            "experts.bias_rate",
-            expected="0 with [lora]: the biases belong to the base, which is frozen",
-            found=section.bias_rate,
-        )
-
-
-def check_precision(dtype: str, compute: str | None, scale: LossScaleSection, where: str) -> None:
-    """Refuse masters that are too narrow for float16, and loss scales that would change bits."""
-    if compute == "float16" and dtype == "bfloat16":
-        raise BadInput(where, "dtype", expected="float32 with compute = float16", found=dtype)
+def _precision(recipe: Recipe) -> Iterator[Rule]:
+    """Yield a mirror without a name, masters too narrow for float16, and loss scales that change bits."""
+    saving, scale, dtype = recipe.checkpoint, recipe.loss_scale, recipe.dtype
+    nowhere = saving.restore and saving.mirror is None
+    yield Rule(nowhere, "checkpoint.restore", "checkpoint.mirror, the place to restore from", "none")
+    narrow = recipe.compute == "float16" and dtype == "bfloat16"
+    yield Rule(narrow, "dtype", "float32 with compute = float16", dtype)
     for key in ("initial", "minimum", "maximum"):
         value = getattr(scale, key)
-        if math.frexp(value)[0] != 0.5:
-            raise BadInput(where, f"loss_scale.{key}", expected="a power of two", found=value)
-    if not scale.minimum <= scale.initial <= scale.maximum:
-        raise BadInput(
-            where,
-            "loss_scale.initial",
-            expected=f"between minimum={scale.minimum:g} and maximum={scale.maximum:g}",
-            found=scale.initial,
-        )
+        yield Rule(math.frexp(value)[0] != 0.5, f"loss_scale.{key}", "a power of two", value)
+    outside = not scale.minimum <= scale.initial <= scale.maximum
+    expected = f"between minimum={scale.minimum:g} and maximum={scale.maximum:g}"
+    yield Rule(outside, "loss_scale.initial", expected, scale.initial)
 
 
 def check_batch(data: DataSection, layout: Layout, where: str) -> int:
     """Return the number of micro-batches of a rank in a step; refuse unequal ones."""
-    unit = layout.data * data.micro_batch
-    if data.global_batch % unit:
-        raise BadInput(
-            where,
-            "data.global_batch",
-            expected=f"a multiple of data={layout.data} x micro_batch={data.micro_batch}",
-            found=data.global_batch,
-            todo=nearest_multiples("data.global_batch", unit, data.global_batch),
-        )
-    return data.global_batch // unit
+    unit, rows = layout.data * data.micro_batch, data.global_batch
+    expected = f"a multiple of data={layout.data} x micro_batch={data.micro_batch}"
+    if rows % unit:
+        todo = nearest_multiples("data.global_batch", unit, rows)
+        raise BadInput(where, "data.global_batch", expected=expected, found=rows, todo=todo)
+    return rows // unit
 
 
-def check_float8(
-    compute: str | None, dtype: str, scaling: str | None, layout: Layout, schedule: str, where: str
-) -> None:
-    """Refuse what float8 cannot be combined with, and a scaling without float8."""
-    if compute != "float8":
-        if scaling is not None:
-            expected, found = 'compute = "float8" beside it', f"compute = {compute}"
-            raise BadInput(where, "float8_scaling", expected=expected, found=found)
-        return
-    if dtype == "float64":
-        raise BadInput(where, "dtype", expected="float32 or bfloat16 with compute = float8", found=dtype)
-    if layout.pipeline > 1 and schedule_kind(schedule).two_backwards:
-        raise BadInput(
-            where,
-            "layout.schedule",
-            expected="gpipe, 1f1b or interleaved with compute = float8",
-            found=schedule,
-            todo="Its backward comes in two parts, and each would compute all products of both",
-        )
+def float8_rules(recipe: Recipe, layout: Layout, schedule: str) -> Iterator[Rule]:
+    """Yield what float8 cannot be combined with, in this layout, and a scaling without float8."""
+    float8, expected = recipe.compute == "float8", 'compute = "float8" beside it'
+    idle = recipe.float8_scaling is not None and not float8
+    yield Rule(idle, "float8_scaling", expected, f"compute = {recipe.compute}")
+    wide = float8 and recipe.dtype == "float64"
+    yield Rule(wide, "dtype", "float32 or bfloat16 with compute = float8", recipe.dtype)
+    expected = "gpipe, 1f1b or interleaved with compute = float8"
+    todo = "Its backward comes in two parts, and each would compute all products of both"
+    yield Rule(float8 and _twice(layout, schedule), "layout.schedule", expected, schedule, todo)
 
 
-def check_idle(memory: MemorySection, watch: WatchSection, debug: DebugSection, where: str) -> None:
-    """Refuse a key that does nothing because another is not set."""
-    if memory.checkpoint_every is not None and memory.checkpointing != "every":
-        raise BadInput(
-            where,
-            "memory.checkpoint_every",
-            expected='checkpointing = "every" beside it',
-            found=f'checkpointing = "{memory.checkpointing}"',
-        )
-    if debug.every is not None and not debug.collectives:
-        raise BadInput(
-            where, "debug.every", expected="collectives = true beside it", found="collectives = false"
-        )
-    if watch.activation_norms and not watch.norms:
-        raise BadInput(
-            where,
-            "watch.activation_norms",
-            expected="watch.norms, the steps between norms, beside it",
-            found="watch.norms = 0",
-        )
+def _twice(layout: Layout, schedule: str) -> bool:
+    """Tell whether a backward comes in two parts."""
+    return layout.pipeline > 1 and schedule_kind(schedule).two_backwards
+
+
+def _idle(recipe: Recipe) -> Iterator[Rule]:
+    """Yield keys that do nothing because another is not set."""
+    memory, debug, watch = recipe.memory, recipe.debug, recipe.watch
+    expected, found = 'checkpointing = "every" beside it', f'checkpointing = "{memory.checkpointing}"'
+    idle = memory.checkpoint_every is not None and memory.checkpointing != "every"
+    yield Rule(idle, "memory.checkpoint_every", expected, found)
+    idle = debug.every is not None and not debug.collectives
+    yield Rule(idle, "debug.every", "collectives = true beside it", "collectives = false")
+    expected = "watch.norms, the steps between norms, beside it"
+    idle = watch.activation_norms and not watch.norms
+    yield Rule(idle, "watch.activation_norms", expected, "watch.norms = 0")
 
 
 def check_memory_of_pipeline(memory: MemorySection, layout: Layout, name: str, where: str) -> None:
-    """Refuse what saves memory elsewhere, but not under the pipeline schedule ``name``, or at twice the
-    cost.
-    """
-    if layout.pipeline == 1:
-        return
-    kind = schedule_kind(name)
-    if memory.stated_chunk and (name == "gpipe" or kind.two_backwards):
-        raise BadInput(
-            where,
-            "memory.loss_chunk",
-            expected=f"auto or 0 with layout.schedule={name}, or 1f1b or interleaved",
-            found=memory.loss_chunk,
-            todo="Several micro-batches wait for their backward after their losses, and each would hold a "
-            "gradient of the output layer",
+    """Refuse what saves memory elsewhere, but not under the schedule ``name``, or at twice the cost."""
+    waits = layout.pipeline > 1 and (name == "gpipe" or schedule_kind(name).two_backwards)
+    if memory.stated_chunk and waits:
+        expected = f"auto or 0 with layout.schedule={name}, or 1f1b or interleaved"
+        todo = (
+            "Several micro-batches wait for their backward after their losses, and each would hold a "
+            "gradient of the output layer"
         )
-    if memory.checkpointing != "none":
+        raise BadInput(where, "memory.loss_chunk", expected=expected, found=memory.loss_chunk, todo=todo)
+    if memory.checkpointing != "none" and layout.pipeline > 1:
         check_recomputation(name, memory.checkpointing, where)
 
 
-def check_compile(
-    memory: MemorySection, layout: Layout, schedule: str, debug: DebugSection, where: str
-) -> None:
-    """Refuse what needs a block's operators one by one, which a graph hides."""
-    twice = layout.pipeline > 1 and schedule_kind(schedule).two_backwards
-    for wrong, key, expected, found in (
-        (memory.checkpointing == "selective", "memory.checkpointing", "none, every or full", "selective"),
-        (twice, "layout.schedule", "gpipe, 1f1b or interleaved", schedule),
-        (debug.collectives, "debug.collectives", "false", "true"),
-    ):
-        if wrong:
-            raise BadInput(where, key, expected=f"{expected} with compile = true", found=found)
+def _ranks(recipe: Recipe, layout: Layout) -> Iterator[Rule]:
+    """Yield what the number of ranks, or a graph, makes impossible."""
+    backend = recipe.attention_backend
+    expected = "auto with several context ranks, which compute blocks of attention"
+    yield Rule(backend != "auto" and layout.context > 1, "attention_backend", expected, backend)
+    if recipe.compile is True:
+        yield from compile_rules(recipe, recipe.memory, layout, recipe.pipeline_schedule)
+    absent = [rank for rank in recipe.watch.trace_ranks if not 0 <= rank < layout.world]
+    expected = f"ranks from 0 to {layout.world - 1}"
+    yield from (Rule(True, "watch.trace_ranks", expected, rank) for rank in absent)
+
+
+def compile_rules(recipe: Recipe, memory: MemorySection, layout: Layout, schedule: str) -> Iterator[Rule]:
+    """Yield what needs a block's operators one by one, which a graph hides."""
+    expected = "none, every or full with compile = true"
+    yield Rule(memory.checkpointing == "selective", "memory.checkpointing", expected, "selective")
+    expected = "gpipe, 1f1b or interleaved with compile = true"
+    yield Rule(_twice(layout, schedule), "layout.schedule", expected, schedule)
+    yield Rule(recipe.debug.collectives, "debug.collectives", "false with compile = true", "true")
+
+
+def check_experts(section: ExpertsSection, family: Family, config: ModelConfig, *, adapters: bool) -> None:
+    """Refuse what is said of experts, or of their routers' biases, for a model that has none."""
+    models_routers = [router for _, router in routers(family.on_meta(config))]
+    rate, unbiased = section.bias_rate, all(router.bias is None for router in models_routers)
+    expected = f"0: the routers of {family.model_type} have no biases"
+    todo = "experts.balance keeps such experts evenly used"
+    frozen = "0 with [lora]: the biases belong to the base, which is frozen"
+    rules = (
+        Rule(not models_routers, "experts", "a model with experts", family.model_type),
+        Rule(rate > 0 and unbiased, "experts.bias_rate", expected, rate, todo),
+        Rule(rate > 0 and adapters, "experts.bias_rate", frozen, rate),
+    )
+    check_rules(rules, "recipe")

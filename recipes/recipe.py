@@ -14,21 +14,11 @@ from ..layers import PinnedBackend, Scaling
 from ..models import family_of, published_size
 from ..models.base.config import DENIED, check_keys
 from ..parallel_state import TIMEOUT, BadInput, Layout, from_validation
-from ..pipeline import ScheduleName, check_schedule
+from ..pipeline import ScheduleName
 from ..runs.stop_signals import GRACE
 from ..storage.small_files import parse_toml, read_json, read_toml
 from ..storage.strict_json import DEEPEST
-from .checks import (
-    check_batch,
-    check_checkpoint,
-    check_compile,
-    check_float8,
-    check_idle,
-    check_memory_of_pipeline,
-    check_model,
-    check_optimizer,
-    check_precision,
-)
+from .checks import check_recipe, compile_rules
 from .optimizer_sections import LossScaleSection, OptimizerSection
 from .section import PathText, Wait, nearest_key
 from .sections import (
@@ -42,95 +32,74 @@ from .sections import (
     MemorySection,
     ModelSection,
     Section,
+    WatchSection,
 )
-from .shipped import recipe_file
-from .watch_section import WatchSection
+
+#: The recipes that come with trilith lie beside this file.
+_SHIPPED = Path(__file__).parent
 
 
 class Recipe(Section):
     """Describe one run: everything that a training run needs to know."""
 
-    out: PathText = Field(description="the run's folder: checkpoints, metrics.jsonl, status")
-    steps: int = Field(ge=1, description="number of optimizer steps of the whole run")
-    stop_after: int | None = Field(
-        default=None, ge=1, description="stop after this step; the learning-rate schedule still spans `steps`"
-    )
-    seed: int = Field(
-        default=0, ge=0, description="seed of the initial weights, of dropout and of the data order"
-    )
-    device: Literal["cpu", "cuda"] = Field(default="cpu", description="device that each rank computes on")
-    deterministic: bool = Field(
-        default=False,
-        description="use only algorithms that give the same bits on every run, on CUDA too; slower",
-    )
-    compile: bool | Literal["auto"] = Field(
-        default="auto",
-        description="compile the blocks with torch.compile; auto: on a GPU, where nothing in the recipe "
-        "forbids it; a CPU needs a C++ compiler",
-    )
-    attention_backend: PinnedBackend = Field(
-        default="auto",
-        description="backend that computes attention; auto: for each layer the first one in the table of "
-        "docs/attention.md that can compute it; the run prints the choice",
-    )
-    grace: Wait = Field(
-        default=GRACE,
-        description="seconds within which the run saves and exits after SIGTERM or Ctrl-C",
-    )
-    timeout: Wait = Field(
-        default=TIMEOUT.total_seconds(),
-        description="seconds to wait for a silent rank before it counts as failed",
-    )
-    dtype: Literal["float32", "float64", "bfloat16"] = Field(
-        default="float32", description="data type of the weights and of the optimizer's moments"
-    )
-    compute: Literal["float32", "float64", "bfloat16", "float16", "float8"] | None = Field(
-        default=None,
-        description="data type of forward and backward; bfloat16 or float16 with float32 weights is mixed "
-        "precision; float8: bfloat16, and the blocks' linear layers multiply in float8; default: dtype",
-    )
-    float8_scaling: Scaling | None = Field(
-        default=None,
-        description="for compute = float8: numbers that share a scale: those of a whole tensor (faster), "
-        "or of one row or column of a factor (finer); default: tensorwise",
-    )
-    reduce: Literal["float32", "float64", "bfloat16", "float16"] | None = Field(
-        default=None,
-        description="data type in which gradients are summed over ranks and micro-batches; default: dtype",
-    )
-    loss_scale: LossScaleSection = Field(
-        default=LossScaleSection(), description="loss scaling, for compute = float16"
-    )
-    log_every: int = Field(default=10, ge=1, description="steps between progress lines on the terminal")
-    model: ModelSection = Field(
-        description="the model: pretrained weights, or a config to start from scratch"
-    )
-    lora: LoraSection | None = Field(
-        default=None, description="LoRA: train adapters and leave the model as it is"
-    )
-    layout_section: LayoutSection = Field(
-        default=LayoutSection(), alias="layout", description="number of ranks along each parallel axis"
-    )
-    data: DataSection = Field(description="the token files, and the size of rows and batches")
-    optimizer: OptimizerSection = Field(
-        default=OptimizerSection(), description="AdamW and its learning-rate schedule"
-    )
-    experts: ExpertsSection | None = Field(
-        default=None, description="load balancing of mixture-of-experts models"
-    )
-    memory: MemorySection = Field(default=MemorySection(), description="trade time for memory")
-    checkpoint: CheckpointSection = Field(
-        default=CheckpointSection(), description="when and how checkpoints are saved"
-    )
-    evaluation: EvaluationSection | None = Field(
-        default=None, description="evaluation of the loss on held-out tokens"
-    )
-    watch: WatchSection = Field(
-        default=WatchSection(), description="further measurements to write while training"
-    )
-    debug: DebugSection = Field(
-        default=DebugSection(), description="extra checks while training; they slow the run"
-    )
+    out: PathText
+    """the run's folder: checkpoints, metrics.jsonl, status"""
+    steps: int = Field(ge=1)
+    """number of optimizer steps of the whole run"""
+    stop_after: int | None = Field(default=None, ge=1)
+    """stop after this step; the learning-rate schedule still spans `steps`"""
+    seed: int = Field(default=0, ge=0)
+    """seed of the initial weights, of dropout and of the data order"""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """device that each rank computes on"""
+    deterministic: bool = False
+    """use only algorithms that give the same bits on every run, on CUDA too; slower"""
+    compile: bool | Literal["auto"] = "auto"
+    """compile the blocks with torch.compile; auto: on a GPU, where nothing in the recipe forbids it; a CPU
+    needs a C++ compiler"""
+    attention_backend: PinnedBackend = "auto"
+    """backend that computes attention; auto: for each layer the first one in the table of docs/attention.md
+    that can compute it; the run prints the choice"""
+    grace: Wait = GRACE
+    """seconds within which the run saves and exits after SIGTERM or Ctrl-C"""
+    timeout: Wait = TIMEOUT.total_seconds()
+    """seconds to wait for a silent rank before it counts as failed"""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """data type of the weights and of the optimizer's moments"""
+    compute: Literal["float32", "float64", "bfloat16", "float16", "float8"] | None = None
+    """data type of forward and backward; bfloat16 or float16 with float32 weights is mixed precision; float8:
+    bfloat16, and the blocks' linear layers multiply in float8; default: dtype"""
+    float8_scaling: Scaling | None = None
+    """for compute = float8: numbers that share a scale: those of a whole tensor (faster), or of one row or
+    column of a factor (finer); default: tensorwise"""
+    reduce: Literal["float32", "float64", "bfloat16", "float16"] | None = None
+    """data type in which gradients are summed over ranks and micro-batches; default: dtype"""
+    loss_scale: LossScaleSection = LossScaleSection()
+    """loss scaling, for compute = float16"""
+    log_every: int = Field(default=10, ge=1)
+    """steps between progress lines on the terminal"""
+    model: ModelSection
+    """the model: pretrained weights, or a config to start from scratch"""
+    lora: LoraSection | None = None
+    """LoRA: train adapters and leave the model as it is"""
+    layout_section: LayoutSection = Field(default=LayoutSection(), alias="layout")
+    """number of ranks along each parallel axis"""
+    data: DataSection
+    """the token files, and the size of rows and batches"""
+    optimizer: OptimizerSection = OptimizerSection()
+    """AdamW and its learning-rate schedule"""
+    experts: ExpertsSection | None = None
+    """load balancing of mixture-of-experts models"""
+    memory: MemorySection = MemorySection()
+    """trade time for memory"""
+    checkpoint: CheckpointSection = CheckpointSection()
+    """when and how checkpoints are saved"""
+    evaluation: EvaluationSection | None = None
+    """evaluation of the loss on held-out tokens"""
+    watch: WatchSection = WatchSection()
+    """further measurements to write while training"""
+    debug: DebugSection = DebugSection()
+    """extra checks while training; they slow the run"""
 
     @property
     def layout(self) -> Layout:
@@ -167,11 +136,8 @@ class Recipe(Section):
         """Return why ``compile = "auto"`` does not compile, or ``None`` if it does."""
         if self.device == "cpu":
             return 'device = "cpu"'
-        try:
-            check_compile(self.memory, self.layout, self.pipeline_schedule, self.debug, "recipe")
-        except BadInput as error:
-            return f"{error.key} = {error.found}"
-        return None
+        rules = compile_rules(self, self.memory, self.layout, self.pipeline_schedule)
+        return next((f"{rule.key} = {rule.found}" for rule in rules if rule.broken), None)
 
     @property
     def digest(self) -> str:
@@ -180,29 +146,7 @@ class Recipe(Section):
 
     def check(self, where: str) -> None:
         """Refuse numbers that do not fit each other, before anything is read or started."""
-        check_model(self.model, where)
-        check_optimizer(self.optimizer, self.steps, where)
-        check_checkpoint(self.checkpoint, where)
-        check_precision(self.dtype, self.compute, self.loss_scale, where)
-        check_float8(
-            self.compute, self.dtype, self.float8_scaling, self.layout, self.pipeline_schedule, where
-        )
-        check_idle(self.memory, self.watch, self.debug, where)
-        layout = self.layout
-        micro_batches = check_batch(self.data, layout, where)
-        check_schedule(self.pipeline_schedule, layout, micro_batches, where)
-        check_memory_of_pipeline(self.memory, layout, self.pipeline_schedule, where)
-        if self.attention_backend != "auto" and layout.context > 1:
-            expected = "auto with several context ranks, which compute blocks of attention"
-            raise BadInput(where, "attention_backend", expected=expected, found=self.attention_backend)
-        if self.compile is True:
-            check_compile(self.memory, layout, self.pipeline_schedule, self.debug, where)
-        absent = [rank for rank in self.watch.trace_ranks if not 0 <= rank < layout.world]
-        if absent:
-            raise BadInput(
-                where, "watch.trace_ranks", expected=f"ranks from 0 to {layout.world - 1}", found=absent[0]
-            )
-        layout.check_length(self.data.sequence_length, where, "data.sequence_length")
+        check_recipe(self, where)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -291,3 +235,19 @@ def _check_written(fields: Mapping[str, Any]) -> None:
             todo = f"Nearest: {', '.join(near)}" if near else ""
             expected = f"a key that {family.model_type} reads"
             raise BadInput(where, key[:80], expected=expected, found="an unknown key", todo=todo)
+
+
+def shipped_recipes() -> list[str]:
+    """Return the names of the recipes that come with trilith, such as ``llama-3.1-8b-8gpus``."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.toml"))
+
+
+def recipe_file(name: str | Path) -> Path:
+    """Return the file at this path, or the shipped recipe of this name; else ``BadInput`` lists them."""
+    path = Path(name)
+    if path.exists() or path.suffix == ".toml" or len(path.parts) != 1:
+        return path
+    if path.name not in (names := shipped_recipes()):
+        todo = f"These come with trilith: {', '.join(names)}"
+        raise BadInput(path, expected="a recipe in TOML, or the name of one", found="neither", todo=todo)
+    return _SHIPPED / f"{path.name}.toml"

@@ -11,7 +11,6 @@ from pydantic.fields import FieldInfo
 
 from . import optimizer_sections, sections
 from .recipe import Recipe
-from .watch_section import WatchSection
 
 #: A table in docs/training.md: the section's class, perhaps some of its keys, the table.
 TABLE = re.compile(r"<!-- (\w+)(?:: ([\w ]+))? -->\n(.*?)<!-- end -->", re.DOTALL)
@@ -57,8 +56,9 @@ def table(model: type[BaseModel], keys: list[str]) -> str:
         assert field.description, f"{model.__name__}.{name} has no description"
         words = ", ".join(choices_of(field.annotation))
         several = "some of" if get_origin(field.annotation) is list else "one of"
-        said = f"{field.description}{f'; {several} {words}' if words else ''}".replace("|", "\\|")
-        lines.append(f"| `{name}` | {default_of(field)} | {said} |")
+        meaning = " ".join(field.description.split()).replace("|", "\\|")
+        words = f"; {several} {words}" if words else ""
+        lines.append(f"| `{name}` | {default_of(field)} | {meaning}{words} |")
     return "\n".join(lines) + "\n"
 
 
@@ -76,7 +76,7 @@ SECTIONS: list[tuple[str, type[BaseModel]]] = [
     ("[memory]", sections.MemorySection),
     ("[checkpoint]", sections.CheckpointSection),
     ("[evaluation]", sections.EvaluationSection),
-    ("[watch]", WatchSection),
+    ("[watch]", sections.WatchSection),
     ("[debug]", sections.DebugSection),
 ]
 

@@ -18,7 +18,13 @@ from ..models import AdaptedFamily
 from ..parallel_state import BadInput, Layout
 from ..pipeline import SCHEDULE_NAMES, ScheduleName, schedule_kind
 from ..pipeline.schedule_kinds import check_schedule
-from ..recipes.checks import check_batch, check_compile, check_float8, check_memory_of_pipeline
+from ..recipes.checks import (
+    check_batch,
+    check_memory_of_pipeline,
+    check_rules,
+    compile_rules,
+    float8_rules,
+)
 from ..recipes.recipe import Recipe
 from ..recipes.sections import DataSection, MemorySection
 from .choice import Choice
@@ -262,9 +268,9 @@ class _Legal:
         recipe = self.recipe
         memory: MemorySection = recipe.memory.model_copy(update={"checkpointing": mode})
         check_memory_of_pipeline(memory, layout, name, "plan")
-        check_float8(recipe.compute, recipe.dtype, recipe.float8_scaling, layout, name, "plan")
+        check_rules(float8_rules(recipe, layout, name), "plan")
         if recipe.compile is True:
-            check_compile(memory, layout, name, recipe.debug, "plan")
+            check_rules(compile_rules(recipe, memory, layout, name), "plan")
         return True
 
     def _ask(self, check: Callable[[], Found]) -> Found | None:

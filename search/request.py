@@ -12,8 +12,7 @@ from ..models import Family, ModelConfig, family_of, published_size, published_s
 from ..parallel_state import BadInput
 from ..planner.device_memory import runtime_of, usable
 from ..planner.time import Machine
-from ..recipes.recipe import Recipe, load_recipe, parse_recipe
-from ..recipes.shipped import shipped_recipes
+from ..recipes.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
 from ..storage.file_names import CONFIG
 from ..storage.small_files import read_json
 from ..training.dry_run import plan_without_weights

@@ -33,7 +33,7 @@ from trilith.pipeline import bubble_share
 from trilith.planner.explanations.explanation import readable
 from trilith.planner.formulas.bytes_per_parameter import state_bytes
 from trilith.planner.formulas.training_time import DAY, device_hours, training_flops
-from trilith.recipes import Recipe, optimizer_sections, sections, watch_section
+from trilith.recipes import Recipe, optimizer_sections, sections
 from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.reference import SECTIONS, reference, with_tables
 from trilith.runs.metrics import read_metrics
@@ -121,7 +121,7 @@ def test_the_reference_has_every_section():
     """``make check`` compares the page with it, and those tables of docs/training.md that it writes."""
     models = {
         model
-        for file in (sections, optimizer_sections, watch_section)
+        for file in (sections, optimizer_sections)
         for model in (Recipe, *vars(file).values())
         if isinstance(model, type) and hasattr(model, "model_fields")
     }

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..parallel_state.engine import accelerator
 from ..planner.flops import Mfu
-from ..recipes.watch_section import WatchSection
+from ..recipes.sections import WatchSection
 from ..runs.events import Events
 from ..runs.metrics import StepLog, StepMetrics
 from ..runs.recipe_changes import plain_recipe, recipe_changes

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..data.batch import Batch
-from ..data.multi_token_labels import tokens_ahead
+from ..data.batch import Batch, tokens_ahead
 from ..layers import chunked_cross_entropy, valid_tokens, vocab_parallel_cross_entropy
 from ..parallel_state import BadInput
 from .loss import Loss, Scales, Sums, Term

@@ -27,10 +27,6 @@ LARGEST_DOCUMENT = 4 * LARGEST_TEXT
 #: Gzip reaches at most 1032 times.
 MOST_UNPACKED, UNPACKED_FREELY = 1100, 2**26
 
-#: The widest window of a .zst file, as the zstd program allows it unless asked; and how much of the file is
-#: unpacked at once, of which 4 bytes may become 128 KiB. Unit: bytes.
-_WIDEST_WINDOW, _PACKED = 2**27, 2**10
-
 #: The keys that a record of a chat set may have; a table's other columns are not read.
 CHAT_KEYS = (
     *("messages", "conversations", "prompt", "completion", "instruction", "input", "output"),
@@ -71,10 +67,8 @@ def check_inputs(paths: list[Path], *, chat: bool = False) -> int:
             need("pyarrow", path)
             continue
         total += stat_regular(path).st_size
-        if path.name.endswith(".parquet"):
+        if path.name.endswith((".parquet", ".zst")):
             need("pyarrow", path)
-        if path.name.endswith(".zst"):
-            need("zstandard", path)
         if _inner_name(path).endswith(".json"):
             raise BadInput(
                 path, expected=".jsonl, .txt or .parquet", found=".json", todo="Write one object a line"
@@ -116,6 +110,10 @@ def read_blocks(
                 first += data.count(b"\n")
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise BadInput(path, expected="a whole compressed file", found=str(error)) from error
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            raise BadInput(path, expected="a whole zstandard file", found=str(error)) from error  # pyarrow's
 
 
 def documents_of(block: Block, json_key: str) -> Iterator[tuple[str, str]]:
@@ -244,34 +242,6 @@ def _decompressed(path: Path, raw: BinaryIO) -> _Stream:
     if path.name.endswith(".gz"):
         return cast(_Stream, gzip.GzipFile(fileobj=raw))
     if path.name.endswith(".zst"):
-        return _Zstandard(path, raw)
+        pyarrow = need("pyarrow", path)
+        return cast(_Stream, pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd"))
     return raw
-
-
-class _Zstandard:
-    """Read a .zst file of one or more frames; the package's own reader accepts a file that is cut short."""
-
-    def __init__(self, path: Path, raw: BinaryIO) -> None:
-        self._package = need("zstandard", path)
-        self._path, self._raw = path, raw
-        self._frame, self._packed, self._begun = self._new_frame(), b"", False
-
-    def read(self, size: int, /) -> bytes:
-        """Return some bytes, about ``size`` or not; none at the end."""
-        while packed := self._packed or self._raw.read(_PACKED):
-            self._packed = b""
-            try:
-                data: bytes = self._frame.decompress(packed)
-            except self._package.ZstdError as error:
-                raise BadInput(self._path, expected="a zstandard file", found=str(error)) from error
-            self._begun = not self._frame.eof
-            if self._frame.eof:
-                self._packed, self._frame = self._frame.unused_data, self._new_frame()
-            if data:
-                return data
-        if self._begun:
-            raise BadInput(self._path, expected="a whole zstandard file", found="one that is cut short")
-        return b""
-
-    def _new_frame(self) -> Any:
-        return self._package.ZstdDecompressor(max_window_size=_WIDEST_WINDOW).decompressobj()

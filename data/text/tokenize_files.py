@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 
 from ...parallel_state import BadInput, check_workers
@@ -13,7 +14,6 @@ from ..token_file import TokenFile
 from ..token_writer import TokenWriter
 from .chat_template import Chat
 from .parquet_and_arrow import dataset_files
-from .resumable_reading import Reading
 from .text_and_jsonl import Block, check_inputs, input_size, read_blocks
 from .tokenize_workers import Job, encode_all, useful_workers
 from .tokenizer_loading import Tokenizer, load_tokenizer
@@ -79,13 +79,10 @@ def tokenize(
     )
     with writer:
         # Portions that an earlier call finished are read but not encoded, which takes little time.
-        read = Reading(_blocks(inputs, job, split_paragraphs))
-        if not read.past(writer.portions, writer.read):
-            writer.begin_anew()
-            read = Reading(_blocks(inputs, job, split_paragraphs))
-        for done, encoded in encode_all(read, job, loaded, workers):
+        blocks = islice(_blocks(inputs, job, split_paragraphs), writer.portions, None)
+        for done, encoded in encode_all(blocks, job, loaded, workers):
             writer.add_documents(encoded.ids, encoded.lengths, encoded.targets)
-            writer.finished(encoded.left_out, encoded.unended, read=read.hash_of_next())
+            writer.finished(encoded.left_out, encoded.unended)
             if on_progress is not None:
                 on_progress(done, writer.tokens)
         if not writer.tokens and not writer.left_out:
@@ -108,9 +105,12 @@ def _begin(loaded: Tokenizer, where: Path, bos: bool | None, chat: Chat | None) 
 
 
 def _name(inputs: list[Path], loaded: Tokenizer, *options: object) -> str:
-    """Return the name of a job: calls with the same name write the same bytes, with any number of workers."""
+    """Return the name of a job: calls with the same name write the same bytes, with any number of workers.
+
+    Nobody can put the time back at which a file's content or entry was changed, ``ctime``.
+    """
     files = [file for path in inputs for file in (dataset_files(path) if path.is_dir() else [path])]
-    stated = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    stated = [(str(file.resolve()), file.stat().st_size, file.stat().st_ctime_ns) for file in files]
     told = [stated, loaded.fingerprint, loaded.vocab_size, loaded.eos_id, *options]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 

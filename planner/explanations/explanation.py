@@ -1,10 +1,15 @@
-"""Hold a calculation as text that a reader can redo: each line is plain arithmetic over named numbers."""
+"""Compute formulas from their text, and show each line as plain arithmetic that a reader can redo."""
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
-from dataclasses import dataclass, field
-from math import isfinite, log10
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil, isfinite, log2, log10
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,15 +19,14 @@ class Given:
     symbol: str
     value: float
     meaning: str
-    option: str = ""
+    option: str
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """State one result. ``formula`` is Python arithmetic over symbols; ``numbers`` is the same with numbers.
+    """State one result. ``formula`` is arithmetic over symbols; ``numbers`` is the same with numbers.
 
-    ``value`` is what the function of ``planner.formulas`` returns. Its unit is bytes, s, FLOPs, share, or
-    another word.
+    Its unit is bytes, s, FLOPs, share, or another word.
     """
 
     symbol: str
@@ -33,67 +37,68 @@ class Step:
     unit: str
 
 
-#: Meaning and option of each symbol that stands for the same in every explanation that has it.
-_USUAL = {
-    "L": ("blocks", "--layers"),
-    "D": ("hidden size", "--hidden"),
-    "N": ("tokens of a micro-batch on a rank", "--tokens"),
-    "S": ("tokens of a row", "--sequence"),
-    "b": ("rows of a micro-batch", "--micro-batch"),
-    "t": ("tensor ranks", "--tensor"),
-    "p": ("pipeline ranks", "--pipeline"),
-    "G": ("GPUs", "--gpus"),
-    "F": ("FLOP/s of a GPU at its peak, dense bf16", "--peak"),
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Hold the given numbers and the steps; a step's symbol may stand in the formulas after it."""
+
+    title: str
+    given: Sequence[Given]
+    steps: Sequence[Step]
+    notes: Sequence[str]
+    sources: Sequence[str]
+
+
+#: What may stand in a formula, besides names, numbers and parentheses.
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {"ceil": ceil, "log2": log2, "max": max}
+_NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
+_OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv},
+    ast.Pow: operator.pow,
 }
 
 
-@dataclass(slots=True)
-class Explanation:
-    """Collect the given numbers and the steps; a step's symbol may stand in the formulas after it."""
-
-    title: str
-    given: list[Given] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)
-
-    def put_in(self, symbol: str, value: float, meaning: str, option: str = "") -> None:
-        """Add a given number."""
-        self.given.append(Given(symbol, value, meaning, option))
-
-    def put_in_usual(self, **values: float) -> None:
-        """Add given numbers that mean the same in many explanations, by their symbols."""
-        for symbol, value in values.items():
-            self.put_in(symbol, value, *_USUAL[symbol])
-
-    def put_in_link(self, number_bytes: float, bandwidth: float) -> None:
-        """Add the size of a number, ``w``, and the rate of the link, ``W``."""
-        self.put_in("w", number_bytes, "bytes of a number", "--number-bytes")
-        self.put_in("W", bandwidth, "bytes a second that a rank can send over the link", "--bandwidth")
-
-    def over_link(self, symbol: str, size: float, bandwidth: float) -> None:
-        """Add the seconds that the bytes of ``symbol`` take."""
-        meaning = "for them, if nothing else is computed meanwhile"
-        self.step("seconds", f"{symbol} / W", size / bandwidth, "s", meaning)
-
-    def step(self, symbol: str, formula: str, value: float, unit: str, meaning: str) -> None:
-        """Add a result, and write its formula again with the numbers in place of the symbols."""
-        known = {one.symbol: one.value for one in self.given}
-        known |= {one.symbol: one.value for one in self.steps}
-        numbers = re.sub(r"(?<![\w.])[A-Za-z_]\w*", lambda word: _number(known, word[0]), formula)
-        self.steps.append(Step(symbol, meaning, formula, numbers, value, unit))
-
-    def __getitem__(self, symbol: str) -> float:
-        """Return the value of a step."""
-        return next(one.value for one in self.steps if one.symbol == symbol)
+def evaluate(formula: str, known: Mapping[str, Any]) -> Any:
+    """Return the value of a formula, exact as far as it is rational: ``ceil`` would show a rounded digit."""
+    return _value(ast.parse(formula, mode="eval").body, known)
 
 
-#: Functions that may stand in a formula.
-FUNCTIONS = ("ceil", "log2", "max")
+def _value(node: ast.expr, known: Mapping[str, Any]) -> Any:
+    match node:
+        case ast.BinOp():
+            return _OPERATORS[type(node.op)](_value(node.left, known), _value(node.right, known))
+        case ast.Call(ast.Name(function), arguments):
+            return FUNCTIONS[function](*(_value(argument, known) for argument in arguments))
+        case ast.Name(name):
+            return known[name]
+        case ast.Constant(int() | float() as number):
+            return Fraction(str(number))
+    raise ValueError(f"no arithmetic: {ast.unparse(node)}")
 
 
-def _number(known: dict[str, float], word: str) -> str:
-    return word if word in FUNCTIONS else plain(known[word])
+def explain(
+    title: str,
+    given: Sequence[Given],
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str],
+    sources: Sequence[str],
+) -> Explanation:
+    """Compute each row (symbol, formula, unit, meaning).
+
+    A row with an empty formula is left out, and so is a given number that stands in no formula.
+    """
+    known: dict[str, Any] = {number.symbol: Fraction(str(number.value)) for number in given}
+    steps = []
+    for symbol, formula, unit, meaning in rows:
+        if formula:
+            numbers = _NAME.sub(lambda word: _number(known, word[0]), formula)
+            known[symbol] = evaluate(formula, known)
+            steps.append(Step(symbol, meaning, formula, numbers, float(known[symbol]), unit))
+    used = {name for _, formula, *_ in rows for name in _NAME.findall(formula)}
+    return Explanation(title, [number for number in given if number.symbol in used], steps, notes, sources)
+
+
+def _number(known: Mapping[str, float | Fraction], word: str) -> str:
+    return word if word in FUNCTIONS else plain(float(known[word]))
 
 
 def plain(value: float) -> str:

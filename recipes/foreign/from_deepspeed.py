@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...parallel_state import BadInput
-from .from_accelerate import ULYSSES
+from .fsdp_and_accelerate import ULYSSES
 from .translation import Given, Translation
 
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")

@@ -28,8 +28,7 @@ def from_megatron(arguments: Arguments, where: str, *, ranks: int | None = None)
         raise BadInput(where, expected="arguments of Megatron-LM", found=f"arguments {keys}")
     found = Translation(where)
     found.missed += arguments.unsure
-    save = given.text("save")
-    found.set("out", save if save and "$" not in save else "run")
+    found.set("out", given.text("save") or "run")
     found.set("device", "cuda")
     found.set("seed", given.whole("seed", 1234))
     layout(given, found, ranks or arguments.ranks)
@@ -162,13 +161,10 @@ def _data(given: Given, found: Translation) -> None:
         names, weights = parse_blend(_words(held), found.where)
         if weights is not None:
             found.miss("valid_data_path", held, "held-out files have no weights: each is read by its size")
-        if not any("$" in name for name in names):
-            found.set("evaluation.tokens", names)
-            found.set("evaluation.every", given.whole("eval_interval", 1000, least=1))
-            found.set(
-                "evaluation.samples",
-                (given.whole("eval_iters", 100) or 1) * found.values["data.global_batch"],
-            )
+        found.set("evaluation.tokens", names)
+        found.set("evaluation.every", given.whole("eval_interval", 1000, least=1))
+        rows_a_step = found.values["data.global_batch"]
+        found.set("evaluation.samples", (given.whole("eval_iters", 100) or 1) * rows_a_step)
     elif every or rows:
         why = "needs held-out tokens: set [evaluation] tokens, every and samples"
         found.miss("eval_interval, eval_iters", [every, rows], why)
@@ -180,7 +176,7 @@ def _data(given: Given, found: Translation) -> None:
             "data.documents", "separate", "" if all(separate) else "positions, attention and labels together"
         )
     kind, name = given.text("tokenizer_type"), given.text("tokenizer_model")
-    if kind == "HuggingFaceTokenizer" and name and "$" not in name:
+    if kind == "HuggingFaceTokenizer" and name:
         found.set("model.tokenizer", name)
     elif kind not in (None, "NullTokenizer"):
         found.miss("tokenizer_type", kind, "set model.tokenizer to a Hugging Face folder")
@@ -188,11 +184,6 @@ def _data(given: Given, found: Translation) -> None:
 
 def _blend(found: Translation, words: Any) -> None:
     names, weights = parse_blend(_words(words), found.where)
-    if any("$" in name for name in names):
-        found.blank(
-            "data.tokens", f"{' '.join(names)}, with an index: trilith tokenize PREFIX --from megatron"
-        )
-        return
     how = "with an index beside each: trilith tokenize PREFIX --from megatron --out PREFIX"
     found.set("data.tokens", names if len(names) > 1 else names[0], how)
     if weights is not None and len(names) > 1:

@@ -10,8 +10,7 @@ from typing import Any, get_args
 from ...parallel_state import BadInput
 from ...runs.named_trackers import TrackerName
 from .deepspeed_in_trainer import deepspeed_file, with_arguments
-from .from_accelerate import check_shards, into_deepspeed, parallelism, read_sizes
-from .from_fsdp import fsdp
+from .fsdp_and_accelerate import check_shards, fsdp, into_deepspeed, parallelism, read_sizes
 from .translation import Given, Translation
 
 _OTHER = "there is nothing of this kind here"

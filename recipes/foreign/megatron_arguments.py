@@ -1,10 +1,17 @@
-"""Read Megatron's arguments, by their names in ``arguments.py``, from a script, YAML or JSON."""
+"""Read Megatron's arguments, by their names in ``arguments.py``, from a log, a command, YAML or JSON.
+
+Megatron resolves its arguments and prints them at the start of a run; a shell gives the words of a script.
+So neither is done here.
+"""
 
 from __future__ import annotations
 
-import shlex
+import ast
+import os
+import re
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +19,9 @@ from typing import Any
 import yaml
 
 from ...parallel_state import BadInput
+from ...storage.safe_open import open_regular
 from ...storage.small_files import read_json, read_text
 from ...system import whole_number
-from .shell_script import ShellScript
 
 #: Other spellings of an argument: earlier names, and those of NeMo and Megatron-Bridge.
 _NAMES = {
@@ -62,14 +69,19 @@ _SAY: dict[tuple[str, Any], tuple[str, Any]] = {
     ("mixed_precision", "bf16_mixed"): ("bf16", True),
     ("mixed_precision", "fp16_mixed"): ("fp16", True),
 }
-#: Arguments that are paths or names: one that the script takes from its caller is left to be filled in.
+#: Arguments that are paths: a script's own argument that nobody gave is none, and left to be filled in.
 _PATHS = {
     *("data_path", "train_data_path", "valid_data_path", "tokenizer_model", "vocab_file", "merge_file"),
     *("save", "load", "pretrained_checkpoint", "tensorboard_dir"),
 }
 _TORCHRUN = ("nproc_per_node", "nnodes")
-#: Bytes of a script or of YAML, so that reading takes a moment whatever is in it.
-_LONGEST = 2**17
+#: What a user puts in the place of torchrun.
+COMMAND = "trilith recipe from-megatron --"
+#: Bytes of YAML, and those of a log in which Megatron's arguments stand, so that reading takes a moment.
+_LONGEST, _START = 2**17, 2**20
+#: A line of Megatron's, ``  lr ... 0.0003``, maybe behind a rank's name; a name of 48 letters has no dots.
+_PRINTED = re.compile(r"^(?:\S*:)? *(\w+) (?:\.+|(?<=\w{48} ))(?: (.*\S))?[ \r]*$", re.MULTILINE)
+_LITERALS: dict[str, Any] = {"None": None, "True": True, "False": False}
 
 
 @dataclass(frozen=True)
@@ -82,26 +94,46 @@ class Arguments:
 
 
 def read_arguments(file: Path) -> Arguments:
-    """Read a shell script that starts Megatron (``.sh``), YAML, or stored arguments (``.json``)."""
+    """Read what Megatron printed in a log, YAML (``.yaml``), or stored arguments (``.json``).
+
+    Raises ``BadInput`` for a file without arguments, and for two values of one argument.
+    """
     if file.suffix == ".json":
-        raw, unsure = read_json(file), list[str]()
-        raw = raw["args"] if isinstance(raw.get("args"), dict) else raw
-    elif file.suffix in (".yaml", ".yml"):
-        raw, unsure = _of_yaml(file)
-    elif file.suffix in (".sh", ".bash", ".slurm", ".sbatch", ""):
-        raw, unsure = _of_script(file)
-    else:
-        expected = "a script (.sh), .yaml or .json"
-        raise BadInput(file, expected=expected, found=file.suffix, todo="Give the file one of these endings")
+        raw = read_json(file)
+        return _named(raw["args"] if isinstance(raw.get("args"), dict) else raw, [], file)
+    if file.suffix in (".yaml", ".yml"):
+        return _named(*_of_yaml(file), file)
+    return _named(_of_log(file), [], file)
+
+
+def arguments_of(words: Sequence[str]) -> Arguments:
+    """Read the words of a command: those of ``torchrun``, a program's file, and Megatron's arguments.
+
+    Raises ``BadInput`` for words without a program or without arguments.
+    """
+    programs = [at for at, word in enumerate(words) if word.endswith(".py")]
+    if not programs or not any(word.startswith("--") for word in words[programs[0] :]):
+        expected = "a .py file and arguments after it"
+        raise BadInput(COMMAND, expected=expected, found=" ".join(words)[:60] or "nothing")
+    launcher = dict(_flags(words[: programs[0]]))
+    raw, unsure = {key: launcher[key] for key in _TORCHRUN if key in launcher}, list[str]()
+    for key, value in _flags(words[programs[0] + 1 :]):
+        if key in raw and raw[key] != value:
+            unsure.append(f"{key} = {raw[key]}: said again, and the last counts: {value}")
+        raw[key] = None if value is True and key in _PATHS else value
+    return _named(raw, unsure, COMMAND)
+
+
+def _named(raw: Mapping[str, Any], unsure: list[str], where: object) -> Arguments:
+    """Return the arguments by Megatron's names of today."""
     values: dict[str, Any] = {}
     for key, value in raw.items():
         name, value = _meaning(_NAMES.get(key, key), value)
         if name in values and values[name] != value and None not in (values[name], value):
-            raise BadInput(file, name, expected=f"one value, {values[name]!r}", found=repr(value))
+            raise BadInput(where, name, expected=f"one value, {values[name]!r}", found=repr(value))
         if values.get(name) is None:
             values[name] = value
-    ranks = _ranks(values)
-    return Arguments(values, ranks, unsure)
+    return Arguments(values, _ranks(values), unsure)
 
 
 def _meaning(key: str, value: Any) -> tuple[str, Any]:
@@ -118,46 +150,33 @@ def _meaning(key: str, value: Any) -> tuple[str, Any]:
 
 def _ranks(values: dict[str, Any]) -> int | None:
     """Return the number of processes, ``world_size`` or processes a node times nodes, if it is said."""
-    if isinstance(values.get("world_size"), int):
-        return int(values.pop("world_size"))
+    if (world := whole_number(str(values.get("world_size")))) is not None:
+        del values["world_size"]
+        return world
     texts = [str(values.pop(key, "" if key == "nproc_per_node" else "1")) for key in _TORCHRUN]
     processes, nodes = map(whole_number, texts)
     return processes * nodes if processes is not None and nodes is not None else None
 
 
-def _of_script(file: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments of the last command of a script that starts a Python program with some."""
-    script = ShellScript(read_text(file, _LONGEST), str(file))
-    for words in reversed(script.commands):
-        words = [one for word in words for one in (_inner(word) if ".py" in word and " " in word else [word])]
-        programs = [at for at, word in enumerate(words) if word.endswith(".py")]
-        if programs and any(word.startswith("--") for word in words[programs[0] :]):
-            break
-    else:
-        todo = "Give the script that holds the arguments, or their values as .yaml or .json"
-        expected = "a command with a .py file and arguments after it"
+def _of_log(file: Path) -> dict[str, Any]:
+    """Return the arguments that Megatron prints at the start of a run."""
+    with open_regular(file) as (log, _):
+        text = os.read(log, _START).decode(errors="replace").partition("end of arguments")[0]
+    if not (raw := {name: _literal(value) for name, value in _PRINTED.findall(text)}):
+        todo = f"In a script, put `{COMMAND}` in the place of torchrun, and run it"
+        expected = 'what Megatron prints, lines such as "  lr ........ 0.0003", or .yaml or .json'
         raise BadInput(file, expected=expected, found="none", todo=todo)
-    unsure, raw = list(script.unsure), dict[str, Any]()
-    launcher = dict(_flags(words[: programs[0]]))
-    for key, value in _flags(words[programs[0] + 1 :]):
-        said = " ".join(value) if isinstance(value, list) else str(value)
-        if ("$" in said or "`" in said) and key not in _PATHS:
-            unsure.append(f"{key} = {said}: the script does not say what this is")
-            continue
-        if key in raw and raw[key] != value:
-            unsure.append(f"{key} = {raw[key]}: said again, and the last counts: {value}")
-        raw[key] = value
-    return raw | {key: launcher[key] for key in _TORCHRUN if key in launcher}, unsure
+    return raw
 
 
-def _inner(word: str) -> list[str]:
-    try:
-        return shlex.split(word)
-    except ValueError:
-        return word.split()
+def _literal(text: str) -> Any:
+    if text.startswith("["):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return ast.literal_eval(text)
+    return _LITERALS.get(text, text)
 
 
-def _flags(words: list[str]) -> Iterator[tuple[str, Any]]:
+def _flags(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield ``--name value`` as its name and a text, several values as a list, and none as true."""
     name, values = "", list[str]()
     for word in [*words, "--"]:

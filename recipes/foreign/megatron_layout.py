@@ -24,7 +24,7 @@ def layout(given: Given, found: Translation, ranks: int | None) -> None:
             "ranks", None, "the file does not say how many there are: taken as few as fit; say --ranks"
         )
         ranks = each
-    if ranks % each:
+    if not ranks or ranks % each:
         axes = " x ".join(f"{key}={size}" for key, size in sizes.items())
         todo = "Say the real number with --ranks"
         raise BadInput(found.where, "ranks", expected=f"a multiple of {axes}", found=ranks, todo=todo)

@@ -14,6 +14,7 @@ _REASONS = {
     "attention_backend": "see attention_backend in docs/recipe.md: the first one that can is taken",
     "use_flash_attn": "see attention_backend in docs/recipe.md: the first one that can is taken",
     "transformer_impl": _ENGINE,
+    "params_dtype": "see compute; weights and moments stay in float32",
     "use_mcore_models": _ENGINE,
     "use_legacy_models": _ENGINE,
     "masked_softmax_fusion": _ENGINE,

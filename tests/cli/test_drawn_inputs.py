@@ -33,10 +33,12 @@ def more_inputs(inputs):
     """The inputs of all commands, a run with a checkpoint, and the settings of other trainers."""
     made = f"out={inputs / 'trained'}", f"model.tokenizer={inputs / 'tokenizer'}"
     assert run(["train", str(inputs / "recipe.toml"), *made, "--quiet"]) == 0
-    for name in ("deepspeed/zero3.json", "megatron/llama3.sh", "megatron/mixtral.sh", "megatron/small.json"):
+    for name in ("deepspeed/zero3.json", "megatron/small.json"):
         shutil.copy(ROWS / name, inputs)
     shutil.copy(ROWS / "trainer" / "arguments.json", inputs / "trainer.json")
-    (inputs / "small.yaml").write_text(yaml.safe_dump(json.loads((inputs / "small.json").read_text())))
+    small = json.loads((inputs / "small.json").read_text())
+    (inputs / "small.yaml").write_text(yaml.safe_dump(small))
+    (inputs / "small.log").write_text("".join(f"  {key} ....... {value}\n" for key, value in small.items()))
     return inputs
 
 

@@ -174,6 +174,7 @@ def write_files(folder):
 
 test_places_and_options_that_cannot_be_are_refused_before_the_work = refusals(
     command("recipe from-deepspeed ds.json --out no/x.toml", "no folder", write_files),
+    command("recipe from-deepspeed ds.json -- --lr 1", "WORDS: expected none", write_files),
     command("recipe from-deepspeed ds.json --out .", "found a folder", write_files),
     command("report run --out .", "found a folder", write_files),
     command("recipe from-deepspeed ds.json --out /", "found a folder", write_files),

@@ -195,11 +195,11 @@ def test_f12_fingerprints_name_files_and_shares(make):
 
 
 def test_f4_tokens_changed_after_the_file_was_opened_are_found_when_they_are_met(make):
-    file = make("a", 100)
+    file = make("a", 60_000)  # four blocks, of which the first and the last are read when it is opened
     content = np.memmap(file.path.with_name("a.bin"), dtype="<u4", mode="r+")
-    data = GlobalBatches(file, 9, 11, seed=0)
-    content[37] = 70_000
-    with pytest.raises(BadInput, match="bytes 0 to 399: expected the CRC-32"):
+    data = GlobalBatches(file, 60_000 - 1, 1, seed=0)
+    content[20_000] = 69_999
+    with pytest.raises(BadInput, match="bytes 65536 to 131071: expected the CRC-32"):
         data.batch(0)
 
 

@@ -9,8 +9,15 @@ from functools import partial
 import pyarrow
 import pyarrow.parquet
 import pytest
-import zstandard
-from support.token_files import CHATML, MARKED, bytes_of, stop_tokenizing, write_dataset, write_json_lines
+from support.token_files import (
+    CHATML,
+    MARKED,
+    bytes_of,
+    stop_tokenizing,
+    write_dataset,
+    write_json_lines,
+    zstd,
+)
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 from trilith.cli.app import run
@@ -58,7 +65,7 @@ def test_all_kinds_of_input_and_any_workers_give_the_same_bytes(folder, tmp_path
     plain = write_json_lines(tmp_path / "in.jsonl", records)
     packed, small = tmp_path / "in.jsonl.gz", tmp_path / "in.jsonl.zst"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
-    small.write_bytes(zstandard.compress(plain.read_bytes()))
+    small.write_bytes(zstd(plain.read_bytes()))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "in.parquet")
     kinds = [plain, packed, small, tmp_path / "in.parquet", write_dataset(tmp_path / "set", records)]
     monkeypatch.setitem(read_blocks.__kwdefaults__, "size", 3000)

@@ -11,8 +11,7 @@ from support.round_trips import assert_same, weights
 from torch.nn import functional as F
 from trilith.checkpoints import read_source
 from trilith.cli.app import run
-from trilith.data.batch import Batch
-from trilith.data.multi_token_labels import tokens_ahead
+from trilith.data.batch import Batch, tokens_ahead
 from trilith.layers import IGNORE
 from trilith.parallel_state import BadInput
 from trilith.training import Step, TokenLoss

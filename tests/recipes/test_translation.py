@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from support.bash_words import words_of_bash
 from support.refusals import Refused, refusals
 from trilith.cli.app import run
 from trilith.parallel_state import BadInput
@@ -13,7 +14,7 @@ from trilith.recipes import load_recipe
 from trilith.recipes.foreign.from_deepspeed import from_deepspeed
 from trilith.recipes.foreign.from_megatron import from_megatron
 from trilith.recipes.foreign.from_trainer import from_trainer
-from trilith.recipes.foreign.megatron_arguments import Arguments, read_arguments
+from trilith.recipes.foreign.megatron_arguments import Arguments, arguments_of, read_arguments
 from trilith.storage.small_files import read_json
 
 HERE = Path(__file__).parent
@@ -21,6 +22,14 @@ HERE = Path(__file__).parent
 
 def read(name):
     return json.loads((HERE / name).read_text())
+
+
+def arguments_in(file):
+    """Read stored arguments, or those of a script as bash gives them."""
+    if file.suffix != ".sh":
+        return read_arguments(file)
+    callers = ("out", "vocab.json", "tokens") if file.stem == "gpt3" else ()
+    return arguments_of(words_of_bash(file, *callers))
 
 
 #: As in DeepSpeed's tutorials: ZeRO-3 with everything on the CPU, fp16, WarmupDecayLR.
@@ -32,7 +41,7 @@ ORIGINS = {
     "trainer": (TRAINER, lambda file, ranks=4: from_trainer(read_json(file), str(file), ranks=ranks)),
     "megatron": (
         read("megatron/small.json"),
-        lambda file, ranks=None: from_megatron(read_arguments(file), str(file), ranks=ranks),
+        lambda file, ranks=None: from_megatron(arguments_in(file), str(file), ranks=ranks),
     ),
 }
 ROWS = {origin: read(f"{origin}/rows.json") for origin in ORIGINS}
@@ -144,7 +153,6 @@ def test_a_whole_configuration_becomes_a_recipe(row, tmp_path):
     assert {*row.get("lost", ())} <= {*lost(translation)}
     assert sorted(lost(translation)) == row.get("all lost", sorted(lost(translation)))
     assert all(f"# {line}" in translation.toml() and ": " in line for line in translation.missed)
-    assert row.get("says", "") in "".join(translation.missed)
 
 
 def test_what_transformers_itself_writes_maps_without_noise(tmp_path):
@@ -217,8 +225,8 @@ def at(raw, path):
 
 def of_script(name, ranks=None):
     """Return the arguments of a script of Megatron-LM by name, and what translates them."""
-    given = read_arguments(HERE / f"megatron/{name}.sh")
-    return dict(given.values), lambda raw: from_megatron(Arguments(raw, given.ranks, []), "x", ranks=ranks)
+    stated = arguments_in(HERE / f"megatron/{name}.sh")
+    return dict(stated.values), lambda raw: from_megatron(Arguments(raw, stated.ranks, []), "x", ranks=ranks)
 
 
 SCRIPTS = [of_script("gpt3", 1024), of_script("llama3"), of_script("mixtral")]

@@ -27,6 +27,11 @@ CHATML, MARKED = (
 )
 
 
+def zstd(data: bytes) -> bytes:
+    """Compress as the zstd program does, to one frame."""
+    return bytes(pyarrow.Codec("zstd").compress(data, asbytes=True))
+
+
 def write_token_file(
     name: Path, documents: Iterable[Any], targets: Iterable[Any] | None = None, **stated: Any
 ) -> TokenFile:
