@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..layers import KeyValueCache, gather_logits
 from ..layers.host_copies import send
-from ..models.base.family import CausalLM
+from ..models import CausalLM
 from ..parallel_state import BadInput, seed_of
 from ..pipeline import Stages
 from .sampling import Sampling, choose

@@ -5,8 +5,9 @@ layout. ``adapted`` adds LoRA to a family. ``published_size`` finds a published 
 ``Split``, ``Stack`` and ``Transpose`` are the rules in a family's table of Hugging Face names.
 """
 
+from .base.causal_lm import CausalLM
 from .base.config import ModelConfig
-from .base.family import CausalLM, Family
+from .base.family import Family
 from .base.hugging_face_names import Link, Rename, Rule, Split, Stack, Transpose
 from .gpt2 import GPT2, GPT2Config
 from .llama import LLAMA, Llama, LlamaConfig

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..layers import MLP, Alibi, Attention, LayerNorm, alibi_slopes
-from ..parallel_state import BadInput
-from .base.blocks import Block, PreNormBlock
+from ..layers import Alibi, AttentionInputs, Dropout, alibi_slopes
+from ..parallel_state import BadInput, ParallelState
+from .base.causal_lm import CausalLM
 from .base.config import ModelConfig, names
-from .base.decoder import Decoder
 from .base.family import Family
 from .base.hugging_face_names import BOTH, Rename, Rule, fused_qkv
+from .base.parts import attention, layer_norm, mlp
 
 NAMES: tuple[Rule, ...] = (
     Rename("embed.weight", "transformer.word_embeddings.weight"),
@@ -88,6 +88,10 @@ class BloomConfig(ModelConfig):
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
 
+    @property
+    def hidden_act(self) -> str:
+        return "gelu_new"
+
     def check(self, where: str) -> None:
         if self.hidden_size % self.num_attention_heads:
             expected = f"a multiple of n_head={self.num_attention_heads}"
@@ -97,35 +101,38 @@ class BloomConfig(ModelConfig):
         return {self.spelled(key): value for key, value in super().to_hf().items()}
 
 
-class Bloom(Decoder):
-    """Compute Bloom, or the stage that this pipeline rank holds. Source: Scao et al. 2022."""
+class BloomBlock(nn.Module):
+    """Compute a block of Bloom. Source: Scao et al. 2022.
+
+    x = x + dropout(attention(attention_norm(x)))    * scores biased by distance; biases, LayerNorm
+    x = x + dropout(mlp(mlp_norm(x)))                * no gate; GELU
+    """
+
+    def __init__(self, cfg: BloomConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        alibi = Alibi(alibi_slopes(cfg.num_attention_heads))
+        self.attention_norm = layer_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=True, out_bias=True, rotary=None, alibi=alibi)
+        self.mlp_norm, self.mlp = layer_norm(cfg, state), mlp(cfg, state)
+        self.dropout = Dropout(cfg.hidden_dropout, state=state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
+        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        return x_BSD
+
+
+class Bloom(CausalLM):
+    """Compute Bloom, or the stage that this pipeline rank holds: a norm after the embedding."""
 
     config: BloomConfig
+    Block = BloomBlock
+    make_norm = staticmethod(layer_norm)
 
-    def block(self, number: int) -> Block:
-        cfg, state = self.config, self.state
-        attention = Attention(
-            cfg.hidden_size,
-            heads=cfg.num_attention_heads,
-            head_dim=cfg.head_dim,
-            qkv_bias=True,
-            out_bias=True,
-            rotary=None,
-            alibi=Alibi(alibi_slopes(cfg.num_attention_heads)),
-            dropout=cfg.attention_dropout,
-            initial=self.initial,
-            state=state,
-        )
-        mlp = MLP(cfg.hidden_size, cfg.intermediate_size, act="gelu_new", initial=self.initial, state=state)
-        return PreNormBlock(attention, mlp, norm=self.make_norm, dropout=cfg.hidden_dropout, state=state)
+    def add_embedding_modules(self) -> None:
+        self.embed_norm = layer_norm(self.config, self.state)
 
-    def make_norm(self) -> nn.Module:
-        return LayerNorm(self.config.hidden_size, self.config.layer_norm_eps, state=self.state)
-
-    def add_entry(self) -> None:
-        self.embed_norm = self.make_norm()
-
-    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
+    def embed_hook(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
         normalised: Tensor = self.embed_norm(x_BSD)
         return normalised
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
-from ..layers import Attention, HeadsLayerNorm, LayerNorm, RotaryEmbedding
-from .base.blocks import Block, ParallelBlock
+from ..layers import AttentionInputs, RotaryEmbedding
+from ..parallel_state import ParallelState
 from .base.config import without
 from .base.family import Family
 from .base.hugging_face_names import in_blocks
-from .llama import ATTENTION, EMBEDDING, ENDS, GATED_MLP, Llama, LlamaConfig, grouped_attention
+from .base.parts import attention, gated_mlp, head_layer_norm, layer_norm, rotary
+from .llama import ATTENTION, EMBEDDING, ENDS, GATED_MLP, LlamaConfig, RotaryDecoder
 from .qwen import QK_NORM_NAMES
 
 NAMES = (
@@ -44,30 +46,38 @@ class CohereConfig(LlamaConfig):
     use_qk_norm: bool = False
 
 
-class Cohere(Llama):
-    """Compute Command R, or the stage that this pipeline rank holds."""
+unbiased_norm = partial(layer_norm, bias=False)
+
+
+class CohereBlock(nn.Module):
+    """Compute a block of Command R.
+
+    y = attention_norm(x)                 * one LayerNorm, without bias, for both branches
+    x = x + attention(y) + mlp(y)         * side by side
+    """
+
+    def __init__(self, cfg: CohereConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        bias, norm = cfg.attention_bias, head_layer_norm(cfg, state) if cfg.use_qk_norm else None
+        self.attention_norm = unbiased_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, qk_norm=norm)
+        self.mlp = gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        y_BSD = self.attention_norm(x_BSD)
+        x_BSD = x_BSD + self.attention(y_BSD, inputs) + self.mlp(y_BSD)
+        return x_BSD
+
+
+class Cohere(RotaryDecoder):
+    """Compute Command R, or the stage that this pipeline rank holds: rotated neighbours, scaled logits."""
 
     config: CohereConfig
-
-    def block(self, number: int) -> Block:
-        return ParallelBlock(self.attention(number), self.feed_forward(number), norm=self.make_norm)
-
-    def attention(self, number: int) -> Attention:
-        cfg = self.config
-        bias, norm = cfg.attention_bias, self.qk_norm if cfg.use_qk_norm else None
-        return grouped_attention(cfg, self.state, qkv_bias=bias, out_bias=bias, qk_norm=norm)
-
-    def qk_norm(self, heads: int) -> nn.Module:
-        return HeadsLayerNorm(heads, self.config.head_dim, self.config.layer_norm_eps, state=self.state)
-
-    def make_norm(self) -> nn.Module:
-        cfg = self.config
-        return LayerNorm(cfg.hidden_size, cfg.layer_norm_eps, bias=False, state=self.state)
+    Block: ClassVar[Any] = CohereBlock
+    make_norm = staticmethod(unbiased_norm)
 
     def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
-        cfg = self.config
-        scaling = cfg.rope_scaling.model_dump() if cfg.rope_scaling else None
-        return {"all": RotaryEmbedding(cfg.rotary_dim, cfg.rope_theta, scaling, interleaved=True)}
+        return rotary(self.config, interleaved=True)
 
     @property
     def logit_scale(self) -> float:

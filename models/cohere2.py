@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import Field
+from torch import Tensor, nn
 
-from ..layers import Attention
+from ..layers import AttentionInputs
+from ..parallel_state import ParallelState
 from .base.family import Family
-from .cohere import NAMES, Cohere, CohereConfig
+from .base.parts import attention, gated_mlp
+from .cohere import NAMES, Cohere, CohereConfig, unbiased_norm
 from .layer_types import LayerTypesConfig
-from .llama import grouped_attention
 
 
 class Cohere2Config(CohereConfig, LayerTypesConfig):
@@ -31,16 +33,32 @@ class Cohere2Config(CohereConfig, LayerTypesConfig):
     rope_theta: float = Field(default=10000.0, gt=0)
 
 
+class Cohere2Block(nn.Module):
+    """Compute a block of Command R7B.
+
+    y = attention_norm(x)                 * one LayerNorm, without bias, for both branches
+    x = x + attention(y) + mlp(y)         * side by side; a window and rotation in three of four blocks
+    """
+
+    def __init__(self, cfg: Cohere2Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        bias, window = cfg.attention_bias, cfg.window(number)
+        rotary = None if window is None else "all"
+        self.attention_norm = unbiased_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, rotary=rotary, window=window)
+        self.mlp = gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        y_BSD = self.attention_norm(x_BSD)
+        x_BSD = x_BSD + self.attention(y_BSD, inputs) + self.mlp(y_BSD)
+        return x_BSD
+
+
 class Cohere2(Cohere):
     """Compute Command R7B, or the stage that this pipeline rank holds."""
 
     config: Cohere2Config
-
-    def attention(self, number: int) -> Attention:
-        cfg = self.config
-        bias, window = cfg.attention_bias, cfg.window(number)
-        rotary = None if window is None else "all"
-        return grouped_attention(cfg, self.state, qkv_bias=bias, out_bias=bias, rotary=rotary, window=window)
+    Block = Cohere2Block
 
 
 COHERE2 = Family("cohere2", "Cohere2ForCausalLM", Cohere2Config, Cohere2, NAMES)

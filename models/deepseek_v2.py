@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
-from ..layers import MultiHeadLatentAttention, RotaryEmbedding, TopKRouter, yarn_scale
-from ..parallel_state import BadInput
-from .base.blocks import Block, PreNormBlock
+from ..layers import AttentionInputs, MultiHeadLatentAttention, RotaryEmbedding, TopKRouter, yarn_scale
+from ..parallel_state import BadInput, ParallelState
 from .base.config import names
 from .base.family import Family
 from .base.hugging_face_names import Rule, in_blocks
+from .base.parts import gated_mlp, initial, rms_norm, rotary, router
 from .grouped_experts import GROUPED_EXPERT_NAMES, GroupedExpertsConfig, grouped_experts
-from .llama import EMBEDDING, ENDS, GATED_MLP, PRE_NORMS, Llama
+from .llama import EMBEDDING, ENDS, GATED_MLP, PRE_NORMS, RotaryDecoder
 
 
 class LatentAttentionConfig(GroupedExpertsConfig):
@@ -113,62 +113,60 @@ class DeepseekV2Config(LatentAttentionConfig):
         return super().groups if self.topk_method == "group_limited_greedy" else (1, 1)
 
 
-class DeepseekV2(Llama):
-    """Compute DeepSeek-V2, or the stage that this pipeline rank holds."""
+def latent_attention(cfg: LatentAttentionConfig, state: ParallelState) -> MultiHeadLatentAttention:
+    """Make multi-head latent attention."""
+    return MultiHeadLatentAttention(
+        cfg.hidden_size,
+        heads=cfg.num_attention_heads,
+        q_lora_rank=cfg.q_lora_rank,
+        kv_lora_rank=cfg.kv_lora_rank,
+        qk_nope_head_dim=cfg.qk_nope_head_dim,
+        qk_rope_head_dim=cfg.head_dim,
+        v_head_dim=cfg.v_head_dim,
+        bias=cfg.attention_bias,
+        scale=cfg.attention_scale,
+        dropout=cfg.attention_dropout,
+        initial=initial(cfg),
+        state=state,
+    )
 
-    config: LatentAttentionConfig
 
-    def block(self, number: int) -> Block:
-        return PreNormBlock(self.latent_attention(), self.feed_forward(number), norm=self.make_norm)
+def grouped_router(cfg: DeepseekV2Config, state: ParallelState) -> TopKRouter:
+    """Make the router of DeepSeek-V2: softmax scores, and a token's experts in its best groups."""
+    (groups, kept), scale = cfg.groups, cfg.routed_scaling_factor
+    return router(cfg, state, normalize=False, scale=scale, groups=groups, groups_kept=kept)
 
-    def latent_attention(self) -> MultiHeadLatentAttention:
-        cfg = self.config
-        return MultiHeadLatentAttention(
-            cfg.hidden_size,
-            heads=cfg.num_attention_heads,
-            q_lora_rank=cfg.q_lora_rank,
-            kv_lora_rank=cfg.kv_lora_rank,
-            qk_nope_head_dim=cfg.qk_nope_head_dim,
-            qk_rope_head_dim=cfg.head_dim,
-            v_head_dim=cfg.v_head_dim,
-            bias=cfg.attention_bias,
-            scale=cfg.attention_scale,
-            dropout=cfg.attention_dropout,
-            initial=self.initial,
-            state=self.state,
-        )
 
-    def feed_forward(self, number: int) -> nn.Module:
-        """Make one feed-forward in the first blocks; in the others, experts and a shared feed-forward."""
-        if not self.config.has_experts(number):
-            return super().feed_forward(number)
-        return grouped_experts(self.config, self.router(), self.state)
+class DeepseekV2Block(nn.Module):
+    """Compute a block of DeepSeek-V2 (DeepSeek-AI 2024).
 
-    def router(self) -> TopKRouter:
-        cfg = self.config
-        assert isinstance(cfg, DeepseekV2Config)
-        groups, kept = cfg.groups
-        return TopKRouter(
-            cfg.hidden_size,
-            cfg.num_local_experts,
-            cfg.num_experts_per_tok,
-            normalize=False,
-            scale=cfg.routed_scaling_factor,
-            groups=groups,
-            groups_kept=kept,
-            initial=self.initial,
-            state=self.state,
-        )
+    x = x + attention(attention_norm(x))    * multi-head latent attention
+    x = x + mlp(mlp_norm(x))                * after the first blocks: experts and a net for all tokens
+    """
 
-    @property
-    def interleaved(self) -> bool:
-        """Return whether the numbers of a rotated pair are neighbours."""
-        return True
+    def __init__(self, cfg: DeepseekV2Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = rms_norm(cfg, state), latent_attention(cfg, state)
+        self.mlp_norm = rms_norm(cfg, state)
+        if cfg.has_experts(number):
+            self.mlp: nn.Module = grouped_experts(cfg, grouped_router(cfg, state), state)
+        else:
+            self.mlp = gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class DeepseekV2(RotaryDecoder):
+    """Compute DeepSeek-V2, or the stage that this pipeline rank holds: neighbours are rotated."""
+
+    config: DeepseekV2Config
+    Block = DeepseekV2Block
 
     def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
-        cfg = self.config
-        scaling = cfg.rope_scaling.model_dump() if cfg.rope_scaling else None
-        return {"all": RotaryEmbedding(cfg.rotary_dim, cfg.rope_theta, scaling, interleaved=self.interleaved)}
+        return rotary(self.config, interleaved=True)
 
 
 LATENT_ATTENTION = in_blocks(

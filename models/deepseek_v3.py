@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
+from torch import Tensor, nn
 
-from ..layers import TopKRouter
+from ..layers import AttentionInputs, RotaryEmbedding
+from ..parallel_state import ParallelState
 from .base.family import Family
-from .deepseek_v2 import NAMES, DeepseekV2, LatentAttentionConfig
-from .grouped_experts import corrected_router
+from .base.parts import gated_mlp, rms_norm, rotary
+from .deepseek_v2 import NAMES, LatentAttentionConfig, latent_attention
+from .grouped_experts import corrected_router, grouped_experts
+from .llama import RotaryDecoder
 from .multi_token import MultiTokenConfig
 
 
@@ -46,17 +50,36 @@ class DeepseekV3Config(LatentAttentionConfig, MultiTokenConfig):
         return super().read({"num_key_value_heads": 128, **raw}, where)
 
 
-class DeepseekV3(DeepseekV2):
+class DeepseekV3Block(nn.Module):
+    """Compute a block of DeepSeek-V3 (DeepSeek-AI 2024).
+
+    x = x + attention(attention_norm(x))    * multi-head latent attention
+    x = x + mlp(mlp_norm(x))                * after the first blocks: experts and a net for all tokens
+    """
+
+    def __init__(self, cfg: DeepseekV3Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = rms_norm(cfg, state), latent_attention(cfg, state)
+        self.mlp_norm = rms_norm(cfg, state)
+        if cfg.has_experts(number):
+            self.mlp: nn.Module = grouped_experts(cfg, corrected_router(cfg, state), state)
+        else:
+            self.mlp = gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class DeepseekV3(RotaryDecoder):
     """Compute DeepSeek-V3, or the stage that this pipeline rank holds."""
 
     config: DeepseekV3Config
+    Block = DeepseekV3Block
 
-    @property
-    def interleaved(self) -> bool:
-        return self.config.rope_interleave
-
-    def router(self) -> TopKRouter:
-        return corrected_router(self.config, self.state)
+    def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
+        return rotary(self.config, interleaved=self.config.rope_interleave)
 
 
 DEEPSEEK_V3 = Family(

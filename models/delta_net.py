@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import Field
-from torch import nn
 
-from ..layers import Attention, GatedDeltaNet, RMSNorm
-from ..parallel_state import BadInput
-from .base.blocks import Block, PreNormBlock, RecurrentBlock
+from ..layers import Attention, GatedDeltaNet
+from ..parallel_state import BadInput, ParallelState
 from .base.config import MOST_BLOCKS
 from .base.hugging_face_names import Rename, Rule, Split, in_blocks
-from .llama import EMBEDDING, ENDS, Llama, grouped_attention
+from .base.parts import attention, head_rms_norm, initial, rms_norm
+from .llama import EMBEDDING, ENDS
 from .partial_rotary import PartialRotaryConfig
 from .qwen import HEAD_NORMS, QK_NORM_NAMES, QWEN3, check_no_windows
 
@@ -84,42 +84,29 @@ class DeltaNetConfig(PartialRotaryConfig):
         return {**super().to_hf(), "layer_types": [*self.layer_types]}
 
 
-class DeltaNetHybrid(Llama):
-    """Build blocks with a gated delta net or with gated attention; a family adds its feed-forward."""
+hybrid_norm = partial(rms_norm, offset=1.0)
 
-    config: DeltaNetConfig
 
-    def block(self, number: int) -> Block:
-        mlp = self.feed_forward(number)
-        if self.config.layer_types[number] == FULL:
-            return PreNormBlock(self.attention(number), mlp, norm=self.make_norm)
-        return RecurrentBlock(self.delta_net(), mlp, norm=self.make_norm)
+def gated_attention(cfg: DeltaNetConfig, state: ParallelState) -> Attention:
+    """Make attention behind a gate, with a norm of each head."""
+    bias, norms = cfg.attention_bias, head_rms_norm(cfg, state, offset=1.0)
+    return attention(cfg, state, qkv_bias=bias, out_bias=bias, qk_norm=norms, gated=True)
 
-    def attention(self, number: int) -> Attention:
-        cfg, bias = self.config, self.config.attention_bias
 
-        def head_norm(heads: int) -> nn.Module:
-            return RMSNorm(cfg.head_dim, cfg.rms_norm_eps, offset=1.0, heads=True, state=self.state)
-
-        return grouped_attention(cfg, self.state, qkv_bias=bias, out_bias=bias, qk_norm=head_norm, gated=True)
-
-    def delta_net(self) -> GatedDeltaNet:
-        cfg = self.config
-        return GatedDeltaNet(
-            cfg.hidden_size,
-            key_heads=cfg.linear_num_key_heads,
-            value_heads=cfg.linear_num_value_heads,
-            key_dim=cfg.linear_key_head_dim,
-            value_dim=cfg.linear_value_head_dim,
-            kernel_size=cfg.linear_conv_kernel_dim,
-            act=cfg.hidden_act,
-            eps=cfg.rms_norm_eps,
-            initial=self.initial,
-            state=self.state,
-        )
-
-    def make_norm(self) -> nn.Module:
-        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, offset=1.0, state=self.state)
+def delta_net(cfg: DeltaNetConfig, state: ParallelState) -> GatedDeltaNet:
+    """Make the gated delta net of a block."""
+    return GatedDeltaNet(
+        cfg.hidden_size,
+        key_heads=cfg.linear_num_key_heads,
+        value_heads=cfg.linear_num_value_heads,
+        key_dim=cfg.linear_key_head_dim,
+        value_dim=cfg.linear_value_head_dim,
+        kernel_size=cfg.linear_conv_kernel_dim,
+        act=cfg.hidden_act,
+        eps=cfg.rms_norm_eps,
+        initial=initial(cfg),
+        state=state,
+    )
 
 
 def _in_attention(kind: str) -> Split:

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
+from torch import Tensor, nn
 
-from ..layers import Attention
-from ..parallel_state import BadInput
-from .base.blocks import Block, PostNormBlock
+from ..layers import AttentionInputs
+from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
+from .base.parts import AttentionOptions, attention, gated_mlp, head_rms_norm, rms_norm
 from .layer_types import FULL, LayerTypesConfig
-from .llama import Llama, LlamaConfig, grouped_attention
+from .llama import LlamaConfig, RotaryDecoder
 from .olmo2 import NAMES
 from .qwen import HEAD_NORMS
 
@@ -45,19 +46,33 @@ class Exaone4Config(LayerTypesConfig):
         return fields
 
 
-class Exaone4(Llama):
+class Exaone4Block(nn.Module):
+    """Compute a block of EXAONE 4.
+
+    x = x + after_attention(attention(x))    * norms behind branches and of heads; a window, or no rotation
+    x = x + after_mlp(mlp(x))
+    """
+
+    def __init__(self, cfg: Exaone4Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        window, norms = cfg.window(number), head_rms_norm(cfg, state)
+        rotary = "all" if window or cfg.sliding_window is None else None
+        options = AttentionOptions(qk_norm=norms, rotary=rotary, window=window)
+        self.attention = attention(cfg, state, **options)
+        self.after_attention = rms_norm(cfg, state)
+        self.mlp, self.after_mlp = gated_mlp(cfg, state), rms_norm(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.after_attention(self.attention(x_BSD, inputs))
+        x_BSD = x_BSD + self.after_mlp(self.mlp(x_BSD))
+        return x_BSD
+
+
+class Exaone4(RotaryDecoder):
     """Compute EXAONE 4, or the stage that this pipeline rank holds."""
 
     config: Exaone4Config
-
-    def block(self, number: int) -> Block:
-        return PostNormBlock(self.attention(number), self.feed_forward(number), norm=self.make_norm)
-
-    def attention(self, number: int) -> Attention:
-        cfg = self.config
-        window = cfg.window(number)
-        rotary = "all" if window or cfg.sliding_window is None else None
-        return grouped_attention(cfg, self.state, head_norms=True, rotary=rotary, window=window)
+    Block = Exaone4Block
 
 
 EXAONE4 = Family("exaone4", "Exaone4ForCausalLM", Exaone4Config, Exaone4, NAMES)

@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from ..layers import Experts, GatedMLP, GatedShared, MoE, TopKRouter
-from ..parallel_state import BadInput, Normal, ParallelState
+from ..parallel_state import BadInput
 from .base.config import MOST_EXPERTS
 from .base.hugging_face_names import Rename, Rule, Stack
 from .llama import LlamaConfig
@@ -80,36 +79,3 @@ EXPERT_NAMES: tuple[Rule, ...] = (
         for one in ("gate", "up", "down")
     ),
 )
-
-
-def mixture(
-    cfg: ExpertsConfig,
-    router: TopKRouter,
-    width: int,
-    state: ParallelState,
-    *,
-    shared: GatedMLP | GatedShared | None = None,
-) -> MoE:
-    """Make the experts of a block, each ``width`` wide inside, behind their router."""
-    experts = Experts(
-        cfg.num_local_experts,
-        cfg.hidden_size,
-        width,
-        act=cfg.hidden_act,
-        initial=Normal(cfg.initializer_range),
-        state=state,
-    )
-    return MoE(router, experts, shared=shared, state=state)
-
-
-def softmax_router(cfg: ExpertsConfig, state: ParallelState, *, normalize: bool) -> TopKRouter:
-    """Make the router of Mixtral and Qwen; ``normalize``: the weights of a token's experts add up to 1."""
-    return TopKRouter(
-        cfg.hidden_size,
-        cfg.num_local_experts,
-        cfg.num_experts_per_tok,
-        normalize=normalize,
-        balance=cfg.balance_factor,
-        initial=Normal(cfg.initializer_range),
-        state=state,
-    )

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
-from ..layers import MLP, Alibi, Attention, LayerNorm, RotaryEmbedding, alibi_slopes
-from ..parallel_state import BadInput
-from .base.blocks import Block, ParallelBlock, PreNormBlock
+from ..layers import Alibi, AttentionInputs, RotaryEmbedding, alibi_slopes
+from ..parallel_state import BadInput, ParallelState
 from .base.config import names
 from .base.family import Family
 from .base.hugging_face_names import BOTH, Rename, Rule, fused_qkv
-from .llama import Llama, LlamaConfig, grouped_attention
+from .base.parts import AttentionOptions, attention, layer_norm, mlp
+from .llama import LlamaConfig, RotaryDecoder
 
 NAMES: tuple[Rule, ...] = (
     Rename("embed.weight", "transformer.word_embeddings.weight"),
@@ -110,40 +110,42 @@ class FalconConfig(LlamaConfig):
         return {self.spelled(key): value for key, value in super().to_hf().items() if key != "head_dim"}
 
 
-class Falcon(Llama):
-    """Compute Falcon, or the stage that this pipeline rank holds. Source: Almazrouei et al. 2023."""
+class FalconBlock(nn.Module):
+    """Compute a block of Falcon. Source: Almazrouei et al. 2023.
+
+        x = x + attention(attention_norm(x)) + mlp(mlp_norm(x))    * side by side, in RW one after the other
+
+    LayerNorm; no gate, GELU. Where ``mlp_norm`` is missing (7B), ``attention_norm`` serves both branches.
+    """
+
+    def __init__(self, cfg: FalconConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        alibi, bias = None, cfg.bias
+        if cfg.alibi:  # its first models were trained with biases in bf16, scaled like the scores
+            alibi = Alibi(alibi_slopes(cfg.num_attention_heads), factor=cfg.head_dim**-0.5, rounded=True)
+        options = AttentionOptions(rotary=None if cfg.alibi else "all", alibi=alibi)
+        self.attention_norm = layer_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, **options)
+        two_norms = cfg.two_norms or not cfg.parallel_attn
+        self.mlp_norm = layer_norm(cfg, state) if two_norms else None
+        self.mlp = mlp(cfg, state, bias=bias)
+        self.parallel = cfg.parallel_attn
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        y_BSD = self.attention_norm(x_BSD)
+        before_BSD, x_BSD = x_BSD, x_BSD + self.attention(y_BSD, inputs)
+        if self.mlp_norm is not None:
+            y_BSD = self.mlp_norm(before_BSD if self.parallel else x_BSD)
+        x_BSD = x_BSD + self.mlp(y_BSD)
+        return x_BSD
+
+
+class Falcon(RotaryDecoder):
+    """Compute Falcon, or the stage that this pipeline rank holds."""
 
     config: FalconConfig
-
-    def block(self, number: int) -> Block:
-        parts = self.attention(number), self.feed_forward(number)
-        if self.config.parallel_attn:
-            return ParallelBlock(*parts, norm=self.make_norm, two_norms=self.config.two_norms)
-        return PreNormBlock(*parts, norm=self.make_norm)
-
-    def attention(self, number: int) -> Attention:
-        cfg, alibi = self.config, None
-        if cfg.alibi:  # its first models were trained with biases in bf16, scaled like the scores
-            slopes = alibi_slopes(cfg.num_attention_heads)
-            alibi = Alibi(slopes, factor=cfg.head_dim**-0.5, rounded=True)
-        rotary = None if cfg.alibi else "all"
-        return grouped_attention(
-            cfg, self.state, qkv_bias=cfg.bias, out_bias=cfg.bias, rotary=rotary, alibi=alibi
-        )
-
-    def feed_forward(self, number: int) -> nn.Module:
-        cfg = self.config
-        return MLP(
-            cfg.hidden_size,
-            cfg.intermediate_size,
-            act=cfg.hidden_act,
-            bias=cfg.bias,
-            initial=self.initial,
-            state=self.state,
-        )
-
-    def make_norm(self) -> nn.Module:
-        return LayerNorm(self.config.hidden_size, self.config.layer_norm_eps, state=self.state)
+    Block = FalconBlock
+    make_norm = staticmethod(layer_norm)
 
     def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
         return {} if self.config.alibi else super().make_rotary()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from math import sqrt
 from typing import Any, ClassVar
 
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..layers import RMSNorm
+from ..layers import AttentionInputs
+from ..parallel_state import ParallelState
 from .base.family import Family
-from .llama import NAMES, Llama, LlamaConfig
+from .base.parts import attention, gated_mlp, rms_norm
+from .llama import NAMES, LlamaConfig, RotaryDecoder
 
 
 class GemmaConfig(LlamaConfig):
@@ -36,16 +39,43 @@ class GemmaConfig(LlamaConfig):
         return super().read({"head_dim": 256, "num_key_value_heads": 16, **raw}, where)
 
 
-class Gemma(Llama):
+gemma_norm = partial(rms_norm, offset=1.0)
+
+
+class GemmaBlock(nn.Module):
+    """Compute a block of Gemma (Gemma Team 2024).
+
+    x = x + attention(attention_norm(x))    * norms scale by 1 + weight
+    x = x + mlp(mlp_norm(x))                * GELU
+    """
+
+    def __init__(self, cfg: GemmaConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        bias = cfg.attention_bias
+        self.attention_norm = gemma_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias)
+        self.mlp_norm, self.mlp = gemma_norm(cfg, state), gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class GemmaDecoder(RotaryDecoder):
+    """Scale embeddings by the root of their width, and norms by 1 + weight."""
+
+    config: Any
+    make_norm = staticmethod(gemma_norm)
+
+    def embed_hook(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
+        return x_BSD * x_BSD.new_full((), sqrt(self.config.hidden_size))  # rounded to its dtype
+
+
+class Gemma(GemmaDecoder):
     """Compute Gemma, or the stage that this pipeline rank holds."""
 
-    config: GemmaConfig
-
-    def make_norm(self) -> nn.Module:
-        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, offset=1.0, state=self.state)
-
-    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
-        return x_BSD * x_BSD.new_full((), sqrt(self.config.hidden_size))  # rounded to its dtype
+    Block = GemmaBlock
 
 
 GEMMA = Family("gemma", "GemmaForCausalLM", GemmaConfig, Gemma, NAMES)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import sqrt
 from typing import Any, ClassVar
 
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..layers import Attention, RMSNorm
-from .base.blocks import Block, SandwichBlock
+from ..layers import AttentionInputs
+from ..parallel_state import ParallelState
 from .base.config import names
 from .base.family import Family
 from .base.hugging_face_names import in_blocks
+from .base.parts import AttentionOptions, attention, gated_mlp
+from .gemma import GemmaDecoder, gemma_norm
 from .layer_types import LayerTypesConfig
-from .llama import ATTENTION, EMBEDDING, ENDS, GATED_MLP, Llama, LlamaConfig, grouped_attention
+from .llama import ATTENTION, EMBEDDING, ENDS, GATED_MLP, LlamaConfig
 
 NAMES = (
     *EMBEDDING,
@@ -62,31 +63,33 @@ class Gemma2Config(LayerTypesConfig):
         return {self.spelled(key): value for key, value in super().to_hf().items()}
 
 
-class Gemma2(Llama):
-    """Compute Gemma 2, or the stage that this pipeline rank holds."""
+class Gemma2Block(nn.Module):
+    """Compute a block of Gemma 2 (Gemma Team 2024).
+
+    x = x + after_attention(attention(attention_norm(x)))    * norms behind branches too; a window in 1 of 2
+    x = x + after_mlp(mlp(mlp_norm(x)))                      * GELU; norms scale by 1 + weight
+    """
+
+    def __init__(self, cfg: Gemma2Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        bias, scale, cap = cfg.attention_bias, cfg.query_pre_attn_scalar**-0.5, cfg.attn_logit_softcapping
+        options = AttentionOptions(window=cfg.window(number), scale=scale, soft_cap=cap)
+        self.attention_norm = gemma_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, **options)
+        self.after_attention, self.mlp_norm = gemma_norm(cfg, state), gemma_norm(cfg, state)
+        self.mlp, self.after_mlp = gated_mlp(cfg, state), gemma_norm(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.after_attention(self.attention(self.attention_norm(x_BSD), inputs))
+        x_BSD = x_BSD + self.after_mlp(self.mlp(self.mlp_norm(x_BSD)))
+        return x_BSD
+
+
+class Gemma2(GemmaDecoder):
+    """Compute Gemma 2, or the stage that this pipeline rank holds: logits are bounded."""
 
     config: Gemma2Config
-
-    def block(self, number: int) -> Block:
-        return SandwichBlock(self.attention(number), self.feed_forward(number), norm=self.make_norm)
-
-    def attention(self, number: int) -> Attention:
-        cfg = self.config
-        return grouped_attention(
-            cfg,
-            self.state,
-            qkv_bias=cfg.attention_bias,
-            out_bias=cfg.attention_bias,
-            window=cfg.window(number),
-            scale=cfg.query_pre_attn_scalar**-0.5,
-            soft_cap=cfg.attn_logit_softcapping,
-        )
-
-    def make_norm(self) -> nn.Module:
-        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, offset=1.0, state=self.state)
-
-    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
-        return x_BSD * x_BSD.new_full((), sqrt(self.config.hidden_size))  # rounded to its dtype
+    Block: ClassVar[Any] = Gemma2Block
 
     @property
     def logit_cap(self) -> float | None:

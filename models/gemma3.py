@@ -6,16 +6,17 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
-from ..layers import Attention, RMSNorm, RotaryEmbedding
-from ..parallel_state import BadInput
+from ..layers import AttentionInputs, RotaryEmbedding
+from ..parallel_state import BadInput, ParallelState
 from .base.config import without
 from .base.family import Family
+from .base.parts import AttentionOptions, attention, gated_mlp, head_rms_norm
+from .gemma import gemma_norm
 from .gemma2 import NAMES, Gemma2, Gemma2Config
 from .layer_ropes import LayerRopesConfig
 from .layer_types import FULL, SLIDING
-from .llama import grouped_attention
 from .qwen import HEAD_NORMS, QK_NORM_NAMES
 
 #: What the first configs called window and types of blocks.
@@ -68,27 +69,34 @@ class Gemma3Config(Gemma2Config, LayerRopesConfig):
             raise BadInput(where, _PATTERN, expected=expected, found=repr(stated)[:80])
 
 
+class Gemma3Block(nn.Module):
+    """Compute a block of Gemma 3 (Gemma Team 2025).
+
+    x = x + after_attention(attention(attention_norm(x)))    * norms behind and of heads; a window in 5 of 6
+    x = x + after_mlp(mlp(mlp_norm(x)))                      * GELU; norms scale by 1 + weight
+    """
+
+    def __init__(self, cfg: Gemma3Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        bias, norms = cfg.attention_bias, head_rms_norm(cfg, state, offset=1.0)
+        options = AttentionOptions(rotary=cfg.kind(number), window=cfg.window(number), qk_norm=norms)
+        options["scale"] = cfg.query_pre_attn_scalar**-0.5
+        self.attention_norm = gemma_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, **options)
+        self.after_attention, self.mlp_norm = gemma_norm(cfg, state), gemma_norm(cfg, state)
+        self.mlp, self.after_mlp = gated_mlp(cfg, state), gemma_norm(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.after_attention(self.attention(self.attention_norm(x_BSD), inputs))
+        x_BSD = x_BSD + self.after_mlp(self.mlp(self.mlp_norm(x_BSD)))
+        return x_BSD
+
+
 class Gemma3(Gemma2):
-    """Compute Gemma 3, or the stage that this pipeline rank holds."""
+    """Compute Gemma 3, or the stage that this pipeline rank holds: two rotations."""
 
     config: Gemma3Config
-
-    def attention(self, number: int) -> Attention:
-        cfg = self.config
-        return grouped_attention(
-            cfg,
-            self.state,
-            qkv_bias=cfg.attention_bias,
-            out_bias=cfg.attention_bias,
-            qk_norm=self.head_norm,
-            rotary=cfg.kind(number),
-            window=cfg.window(number),
-            scale=cfg.query_pre_attn_scalar**-0.5,
-        )
-
-    def head_norm(self, heads: int) -> nn.Module:
-        cfg = self.config
-        return RMSNorm(cfg.head_dim, cfg.rms_norm_eps, offset=1.0, heads=True, state=self.state)
+    Block = Gemma3Block
 
     def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
         return self.config.rotations()

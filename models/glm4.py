@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
+from torch import Tensor, nn
 
-from ..layers import Attention, RotaryEmbedding
-from .base.blocks import Block, SandwichBlock
+from ..layers import AttentionInputs, RotaryEmbedding
+from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.hugging_face_names import Rule, in_blocks
-from .llama import ATTENTION, EMBEDDING, ENDS, Llama, grouped_attention
+from .base.parts import attention, gated_mlp, rms_norm, rotary
+from .llama import ATTENTION, EMBEDDING, ENDS, RotaryDecoder
 from .partial_rotary import PartialRotaryConfig
 from .phi3 import FUSED_GATE_UP
 
@@ -56,21 +58,34 @@ class Glm4Config(PartialRotaryConfig):
         return {**super().to_hf(), "pad_token_id": None}
 
 
-class Glm4(Llama):
-    """Compute GLM-4, or the stage that this pipeline rank holds."""
+class Glm4Block(nn.Module):
+    """Compute a block of GLM-4.
+
+    x = x + after_attention(attention(attention_norm(x)))    * norms behind branches too; biases on q, k, v
+    x = x + after_mlp(mlp(mlp_norm(x)))
+    """
+
+    def __init__(self, cfg: Glm4Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.attention_norm = rms_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=cfg.attention_bias)
+        self.after_attention, self.mlp_norm = rms_norm(cfg, state), rms_norm(cfg, state)
+        self.mlp, self.after_mlp = gated_mlp(cfg, state), rms_norm(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.after_attention(self.attention(self.attention_norm(x_BSD), inputs))
+        x_BSD = x_BSD + self.after_mlp(self.mlp(self.mlp_norm(x_BSD)))
+        return x_BSD
+
+
+class Glm4(RotaryDecoder):
+    """Compute GLM-4, or the stage that this pipeline rank holds: neighbours are rotated."""
 
     config: Glm4Config
-
-    def block(self, number: int) -> Block:
-        return SandwichBlock(self.attention(number), self.feed_forward(number), norm=self.make_norm)
-
-    def attention(self, number: int) -> Attention:
-        return grouped_attention(self.config, self.state, qkv_bias=self.config.attention_bias)
+    Block = Glm4Block
 
     def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
-        cfg = self.config
-        scaling = cfg.rope_scaling.model_dump() if cfg.rope_scaling else None
-        return {"all": RotaryEmbedding(cfg.rotary_dim, cfg.rope_theta, scaling, interleaved=True)}
+        return rotary(self.config, interleaved=True)
 
 
 GLM4 = Family("glm4", "Glm4ForCausalLM", Glm4Config, Glm4, NAMES)

@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
-from ..layers import Attention
+from ..layers import AttentionInputs
+from ..parallel_state import ParallelState
 from .base.config import without
 from .base.family import Family
+from .base.parts import attention, gated_mlp, head_rms_norm, rms_norm
 from .expert_block import NarrowExpertsConfig
 from .grouped_experts import GROUPED_EXPERT_NAMES, corrected_router, grouped_experts
-from .llama import Llama, grouped_attention
+from .llama import RotaryDecoder
 from .multi_token import MultiTokenConfig
 from .partial_rotary import PartialRotaryConfig
 from .qwen import QWEN3
@@ -44,21 +46,35 @@ class Glm4MoeConfig(PartialRotaryConfig, MultiTokenConfig):
         return super().read({"num_key_value_heads": 8, **raw}, where)
 
 
-class Glm4Moe(Llama):
+class Glm4MoeBlock(nn.Module):
+    """Compute a block of GLM-4.5 (Zeng et al. 2025).
+
+    x = x + attention(attention_norm(x))    * biases on q, k, v; heads partly rotated, some normalised
+    x = x + mlp(mlp_norm(x))                * after the first blocks: experts and a net for all tokens
+    """
+
+    def __init__(self, cfg: Glm4MoeConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        norms = head_rms_norm(cfg, state) if cfg.use_qk_norm else None
+        self.attention_norm = rms_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=cfg.attention_bias, qk_norm=norms)
+        self.mlp_norm = rms_norm(cfg, state)
+        if cfg.has_experts(number):
+            self.mlp: nn.Module = grouped_experts(cfg, corrected_router(cfg, state), state)
+        else:
+            self.mlp = gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class Glm4Moe(RotaryDecoder):
     """Compute GLM-4.5, or the stage that this pipeline rank holds."""
 
     config: Glm4MoeConfig
-
-    def attention(self, number: int) -> Attention:
-        cfg = self.config
-        return grouped_attention(cfg, self.state, qkv_bias=cfg.attention_bias, head_norms=cfg.use_qk_norm)
-
-    def feed_forward(self, number: int) -> nn.Module:
-        """One net in the first blocks; then experts, and beside them one more net for all tokens."""
-        cfg = self.config
-        if not cfg.has_experts(number):
-            return super().feed_forward(number)
-        return grouped_experts(cfg, corrected_router(cfg, self.state), self.state)
+    Block = Glm4MoeBlock
 
 
 GLM4_MOE = Family(

@@ -11,19 +11,17 @@ from torch import Tensor, nn
 
 from ..layers import (
     ACTIVATIONS,
-    MLP,
-    Attention,
+    AttentionInputs,
     Dropout,
-    LayerNorm,
     PositionEmbedding,
     default_positions,
 )
-from ..parallel_state import BadInput, Normal
-from .base.blocks import Block, PreNormBlock
+from ..parallel_state import BadInput, Normal, ParallelState
+from .base.causal_lm import CausalLM
 from .base.config import ModelConfig, names
-from .base.decoder import Decoder
 from .base.family import Family
 from .base.hugging_face_names import Rename, Rule, Split, Transpose
+from .base.parts import AttentionOptions, attention, layer_norm, mlp
 
 
 class GPT2Config(ModelConfig):
@@ -122,56 +120,46 @@ NAMES: tuple[Rule, ...] = (
 )
 
 
-class GPT2(Decoder):
-    """Compute GPT-2, or the stage that this pipeline rank holds. Source: Radford et al. 2019."""
+class GPT2Block(nn.Module):
+    """Compute a block of GPT-2. Source: Radford et al. 2019.
+
+    x = x + dropout(attention(attention_norm(x)))    * biases, no rotation; LayerNorm
+    x = x + dropout(mlp(mlp_norm(x)))                * no gate; GELU
+    """
+
+    def __init__(self, cfg: GPT2Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        # Layers that add to the residual stream start smaller, by their number (Radford et al. 2019, 2.3).
+        small = Normal(cfg.initializer_range / sqrt(2 * cfg.num_hidden_layers))
+        options = AttentionOptions(rotary=None, dropout=cfg.attn_pdrop, out_initial=small)
+        self.attention_norm = layer_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=True, out_bias=True, **options)
+        self.mlp_norm, self.mlp = layer_norm(cfg, state), mlp(cfg, state, out_initial=small)
+        self.dropout = Dropout(cfg.resid_pdrop, state=state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
+        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        return x_BSD
+
+
+class GPT2(CausalLM):
+    """Compute GPT-2, or the stage that this pipeline rank holds: learned positions, then dropout."""
 
     config: GPT2Config
+    Block = GPT2Block
+    make_norm = staticmethod(layer_norm)
+    embedding_dropout = "embd_pdrop"
 
-    def block(self, number: int) -> Block:
-        cfg = self.config
-        # Layers that add to the residual stream start smaller, by their number (Radford et al. 2019, 2.3).
-        residual_init = Normal(cfg.initializer_range / sqrt(2 * cfg.num_hidden_layers))
-        return PreNormBlock(
-            Attention(
-                cfg.hidden_size,
-                heads=cfg.num_attention_heads,
-                head_dim=cfg.head_dim,
-                qkv_bias=True,
-                out_bias=True,
-                rotary=None,
-                dropout=cfg.attn_pdrop,
-                initial=self.initial,
-                out_initial=residual_init,
-                state=self.state,
-            ),
-            MLP(
-                cfg.hidden_size,
-                cfg.intermediate_size,
-                act=cfg.hidden_act,
-                initial=self.initial,
-                out_initial=residual_init,
-                state=self.state,
-            ),
-            norm=self.make_norm,
-            dropout=cfg.resid_pdrop,
-            state=self.state,
-        )
+    def add_embedding_modules(self) -> None:
+        rows, width = self.config.max_position_embeddings, self.config.hidden_size
+        self.position = PositionEmbedding(rows, width, initial=self.initial, state=self.state)
+        super().add_embedding_modules()
 
-    def make_norm(self) -> nn.Module:
-        return LayerNorm(self.config.hidden_size, self.config.layer_norm_eps, state=self.state)
-
-    def add_entry(self) -> None:
-        cfg = self.config
-        self.position = PositionEmbedding(
-            cfg.max_position_embeddings, cfg.hidden_size, initial=self.initial, state=self.state
-        )
-        self.dropout = Dropout(cfg.embd_pdrop, state=self.state)
-
-    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
+    def embed_hook(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
         if positions is None:
             positions = default_positions(x_BSD, self.state, embedded=True)
-        dropped: Tensor = self.dropout(self.position(x_BSD, positions))
-        return dropped
+        return super().embed_hook(self.position(x_BSD, positions), positions)
 
 
 GPT2_FAMILY = Family(

@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..layers import MLP, Attention, Dropout, LayerNorm
-from .base.blocks import Block, ParallelBlock, PreNormBlock
+from ..layers import AttentionInputs, Dropout
+from ..parallel_state import ParallelState
 from .base.config import names
 from .base.family import Family
 from .base.hugging_face_names import BOTH, Rename, Rule, fused_qkv
-from .llama import Llama, grouped_attention
+from .base.parts import attention, layer_norm, mlp
+from .llama import RotaryDecoder
 from .partial_rotary import PartialRotaryConfig
 
 NAMES: tuple[Rule, ...] = (
@@ -68,37 +69,34 @@ class GPTNeoXConfig(PartialRotaryConfig):
         return {self.spelled(key): value for key, value in super().to_hf().items()}
 
 
-class GPTNeoX(Llama):
-    """Compute GPT-NeoX, or the stage that this pipeline rank holds. Source: Black et al. 2022."""
+class GPTNeoXBlock(nn.Module):
+    """Compute a block of GPT-NeoX. Source: Black et al. 2022.
+
+    x = x + dropout(attention(attention_norm(x)))      * LayerNorm; biases
+          + dropout(mlp(mlp_norm(x)))                  * side by side, or of the sum; biases, no gate, GELU
+    """
+
+    def __init__(self, cfg: GPTNeoXConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.attention_norm = layer_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=cfg.attention_bias, out_bias=cfg.attention_bias)
+        self.mlp_norm, self.mlp = layer_norm(cfg, state), mlp(cfg, state)
+        self.dropout, self.parallel = Dropout(cfg.hidden_dropout, state=state), cfg.use_parallel_residual
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        before_BSD = x_BSD
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
+        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(before_BSD if self.parallel else x_BSD)))
+        return x_BSD
+
+
+class GPTNeoX(RotaryDecoder):
+    """Compute GPT-NeoX, or the stage that this pipeline rank holds."""
 
     config: GPTNeoXConfig
-
-    def block(self, number: int) -> Block:
-        cfg, parts = self.config, (self.attention(number), self.feed_forward(number))
-        dropout, norm = cfg.hidden_dropout, self.make_norm
-        if cfg.use_parallel_residual:
-            return ParallelBlock(*parts, norm=norm, two_norms=True, dropout=dropout, state=self.state)
-        return PreNormBlock(*parts, norm=norm, dropout=dropout, state=self.state)
-
-    def attention(self, number: int) -> Attention:
-        bias = self.config.attention_bias
-        return grouped_attention(self.config, self.state, qkv_bias=bias, out_bias=bias)
-
-    def feed_forward(self, number: int) -> nn.Module:
-        cfg = self.config
-        return MLP(
-            cfg.hidden_size, cfg.intermediate_size, act=cfg.hidden_act, initial=self.initial, state=self.state
-        )
-
-    def make_norm(self) -> nn.Module:
-        return LayerNorm(self.config.hidden_size, self.config.layer_norm_eps, state=self.state)
-
-    def add_entry(self) -> None:
-        self.dropout = Dropout(self.config.hidden_dropout, state=self.state)
-
-    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
-        dropped: Tensor = self.dropout(x_BSD)
-        return dropped
+    Block = GPTNeoXBlock
+    make_norm = staticmethod(layer_norm)
+    embedding_dropout = "hidden_dropout"
 
 
 GPT_NEOX = Family(

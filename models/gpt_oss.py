@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
-from ..layers import Attention, ClampedExperts, MoE, TopKRouter
-from ..parallel_state import BadInput
+from ..layers import AttentionInputs, ClampedExperts, MoE
+from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
 from .base.hugging_face_names import Rename
+from .base.parts import attention, initial, rms_norm, router
 from .expert_block import ExpertsConfig
 from .layer_types import LayerTypesConfig
-from .llama import ATTENTION, EMBEDDING, ENDS, PRE_NORMS, Llama, LlamaConfig, grouped_attention
+from .llama import ATTENTION, EMBEDDING, ENDS, PRE_NORMS, LlamaConfig, RotaryDecoder
 
 NAMES = (
     *EMBEDDING,
@@ -92,37 +93,39 @@ class GptOssConfig(LayerTypesConfig, ExpertsConfig):
         return {**said, "rope_scaling": said["rope_scaling"] or {"rope_type": "default"}}
 
 
-class GptOss(Llama):
+def clamped_mixture(cfg: GptOssConfig, state: ParallelState) -> MoE:
+    """Make the experts of a block behind their router."""
+    limits = {"alpha": cfg.swiglu_alpha, "limit": cfg.swiglu_limit}
+    experts, width, inner = cfg.num_local_experts, cfg.hidden_size, cfg.intermediate_size
+    stack = ClampedExperts(experts, width, inner, **limits, initial=initial(cfg), state=state)
+    return MoE(router(cfg, state, biased=True), stack, state=state)
+
+
+class GptOssBlock(nn.Module):
+    """Compute a block of GPT-OSS (OpenAI 2025).
+
+    x = x + attention(attention_norm(x))    * a sink for each head; every other block: a window
+    x = x + mlp(mlp_norm(x))                * experts with biases, clamped
+    """
+
+    def __init__(self, cfg: GptOssConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        bias, window = cfg.attention_bias, cfg.window(number)
+        self.attention_norm = rms_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, window=window, sinks=True)
+        self.mlp_norm, self.mlp = rms_norm(cfg, state), clamped_mixture(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class GptOss(RotaryDecoder):
     """Compute GPT-OSS, or the stage that this pipeline rank holds."""
 
     config: GptOssConfig
-
-    def attention(self, number: int) -> Attention:
-        cfg = self.config
-        bias, window = cfg.attention_bias, cfg.window(number)
-        return grouped_attention(cfg, self.state, qkv_bias=bias, out_bias=bias, window=window, sinks=True)
-
-    def feed_forward(self, number: int) -> nn.Module:
-        cfg = self.config
-        router = TopKRouter(
-            cfg.hidden_size,
-            cfg.num_local_experts,
-            cfg.num_experts_per_tok,
-            biased=True,
-            balance=cfg.balance_factor,
-            initial=self.initial,
-            state=self.state,
-        )
-        experts = ClampedExperts(
-            cfg.num_local_experts,
-            cfg.hidden_size,
-            cfg.intermediate_size,
-            alpha=cfg.swiglu_alpha,
-            limit=cfg.swiglu_limit,
-            initial=self.initial,
-            state=self.state,
-        )
-        return MoE(router, experts, state=self.state)
+    Block = GptOssBlock
 
 
 GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", GptOssConfig, GptOss, NAMES)

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..layers import MLP, Attention, Dropout, LayerNorm, RotaryEmbedding
-from ..parallel_state import BadInput
-from .base.blocks import Block, ParallelBlock
-from .base.decoder import Decoder
+from ..layers import AttentionInputs, Dropout, RotaryEmbedding
+from ..parallel_state import BadInput, ParallelState
+from .base.causal_lm import CausalLM
 from .base.family import Family
 from .base.hugging_face_names import BOTH, Rename, Rule
+from .base.parts import attention, layer_norm, mlp
 from .gpt2 import GPT2Config
 
 NAMES: tuple[Rule, ...] = (
@@ -66,39 +66,36 @@ class GPTJConfig(GPT2Config):
         return {key: value for key, value in super().to_hf().items() if key not in self.HARMLESS}
 
 
-class GPTJ(Decoder):
-    """Compute GPT-J, or the stage that this pipeline rank holds. Source: Wang and Komatsuzaki 2021."""
+class GPTJBlock(nn.Module):
+    """Compute a block of GPT-J. Source: Wang and Komatsuzaki 2021.
+
+    y = attention_norm(x)                                 * one LayerNorm for both branches
+    x = x + dropout(attention(y)) + dropout(mlp(y))       * side by side; mlp: biases, no gate, GELU
+    """
+
+    def __init__(self, cfg: GPTJConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.attention_norm = layer_norm(cfg, state)
+        self.attention = attention(cfg, state, dropout=cfg.attn_pdrop)
+        self.mlp, self.dropout = mlp(cfg, state), Dropout(cfg.resid_pdrop, state=state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        y_BSD = self.attention_norm(x_BSD)
+        x_BSD = x_BSD + self.dropout(self.attention(y_BSD, inputs)) + self.dropout(self.mlp(y_BSD))
+        return x_BSD
+
+
+class GPTJ(CausalLM):
+    """Compute GPT-J, or the stage that this pipeline rank holds."""
 
     config: GPTJConfig
+    Block = GPTJBlock
+    make_norm = staticmethod(layer_norm)
+    embedding_dropout = "embd_pdrop"
     biased_head = True
-
-    def block(self, number: int) -> Block:
-        cfg, state = self.config, self.state
-        attention = Attention(
-            cfg.hidden_size,
-            heads=cfg.num_attention_heads,
-            head_dim=cfg.head_dim,
-            dropout=cfg.attn_pdrop,
-            initial=self.initial,
-            state=state,
-        )
-        mlp = MLP(
-            cfg.hidden_size, cfg.intermediate_size, act=cfg.hidden_act, initial=self.initial, state=state
-        )
-        return ParallelBlock(attention, mlp, norm=self.make_norm, dropout=cfg.resid_pdrop, state=state)
-
-    def make_norm(self) -> nn.Module:
-        return LayerNorm(self.config.hidden_size, self.config.layer_norm_eps, state=self.state)
 
     def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
         return {"all": RotaryEmbedding(self.config.rotary_dim, 10000.0, interleaved=True)}
-
-    def add_entry(self) -> None:
-        self.dropout = Dropout(self.config.embd_pdrop, state=self.state)
-
-    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
-        dropped: Tensor = self.dropout(x_BSD)
-        return dropped
 
 
 GPTJ_FAMILY = Family(

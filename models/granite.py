@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..layers import Attention
-from .base.blocks import Block, PreNormBlock
+from ..layers import AttentionInputs
+from ..parallel_state import ParallelState
 from .base.config import without
 from .base.family import Family
-from .llama import NAMES, Llama, LlamaConfig, grouped_attention
+from .base.parts import attention, gated_mlp, rms_norm
+from .llama import NAMES, LlamaConfig, RotaryDecoder
 
 _FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
@@ -29,23 +30,34 @@ class GraniteConfig(LlamaConfig):
     logits_scaling: float = Field(default=1.0, gt=0)
 
 
-class Granite(Llama):
-    """Compute Granite 3, or the stage that this pipeline rank holds."""
+class GraniteBlock(nn.Module):
+    """Compute a block of Granite 3.
+
+    x = x + attention(attention_norm(x)) * scale    * scores and branches have factors
+    x = x + mlp(mlp_norm(x)) * scale
+    """
+
+    def __init__(self, cfg: GraniteConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        bias, factor = cfg.attention_bias, cfg.attention_multiplier
+        self.attention_norm = rms_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, scale=factor)
+        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state, bias=cfg.mlp_bias)
+        self.scale = cfg.residual_multiplier
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs) * self.scale
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD)) * self.scale
+        return x_BSD
+
+
+class Granite(RotaryDecoder):
+    """Compute Granite 3, or the stage that this pipeline rank holds: embeddings and logits are scaled."""
 
     config: GraniteConfig
+    Block: ClassVar[Any] = GraniteBlock
 
-    def block(self, number: int) -> Block:
-        scale = self.config.residual_multiplier
-        return PreNormBlock(
-            self.attention(number), self.feed_forward(number), norm=self.make_norm, scale=scale
-        )
-
-    def attention(self, number: int) -> Attention:
-        cfg = self.config
-        bias, scale = cfg.attention_bias, cfg.attention_multiplier
-        return grouped_attention(cfg, self.state, qkv_bias=bias, out_bias=bias, scale=scale)
-
-    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
+    def embed_hook(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
         return x_BSD * self.config.embedding_multiplier
 
     @property

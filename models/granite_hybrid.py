@@ -7,18 +7,18 @@ from math import inf
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
-from ..layers import Attention, GatedMLP, Mamba2
-from ..parallel_state import BadInput
-from .base.blocks import Block, PreNormBlock, RecurrentBlock
+from ..layers import AttentionInputs, Mamba2
+from ..parallel_state import BadInput, ParallelState
 from .base.config import MOST_BLOCKS, without
 from .base.family import Family
 from .base.hugging_face_names import Rename, Rule, Split, in_blocks
+from .base.parts import AttentionOptions, attention, gated_mlp, initial, mixture, rms_norm, router
 from .delta_net import FULL, LINEAR
-from .expert_block import ExpertsConfig, mixture, softmax_router
+from .expert_block import ExpertsConfig
 from .granite import Granite, GraniteConfig
-from .llama import ATTENTION, EMBEDDING, ENDS, LlamaConfig, grouped_attention
+from .llama import ATTENTION, EMBEDDING, ENDS, LlamaConfig
 
 #: What transformers 4 called the types of blocks.
 _OLDER = {"mamba": LINEAR, "attention": FULL}
@@ -113,54 +113,64 @@ class GraniteHybridConfig(GraniteConfig, ExpertsConfig):
         return {**super().to_hf(), "layer_types": [*self.layer_types]}
 
 
+def mamba(cfg: GraniteHybridConfig, state: ParallelState) -> Mamba2:
+    """Make the Mamba-2 mixer of a block."""
+    return Mamba2(
+        cfg.hidden_size,
+        heads=cfg.mamba_n_heads,
+        head_dim=cfg.mamba_d_head,
+        state_dim=cfg.mamba_d_state,
+        groups=cfg.mamba_n_groups,
+        kernel_size=cfg.mamba_d_conv,
+        act=cfg.hidden_act,
+        bias=cfg.mamba_proj_bias,
+        conv_bias=cfg.mamba_conv_bias,
+        eps=cfg.rms_norm_eps,
+        initial=initial(cfg),
+        state=state,
+    )
+
+
+class GraniteHybridBlock(nn.Module):
+    """Compute a block of Granite 4. Its mixer has other names than attention, since files tell the two apart.
+
+    x = x + mixer(mixer_norm(x)) * scale            * Mamba-2, or in some blocks:
+    x = x + attention(attention_norm(x)) * scale    * no rotation; scores and branches have factors
+    x = x + mlp(mlp_norm(x)) * scale                * in some sizes experts and a net for all tokens
+    """
+
+    def __init__(self, cfg: GraniteHybridConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.recurrent, self.scale = cfg.layer_types[number] == LINEAR, cfg.residual_multiplier
+        if self.recurrent:
+            self.mixer_norm, self.mixer = rms_norm(cfg, state), mamba(cfg, state)
+        else:
+            bias, rotary = cfg.attention_bias, "all" if cfg.position_embedding_type == "rope" else None
+            options = AttentionOptions(rotary=rotary, scale=cfg.attention_multiplier)
+            self.attention_norm = rms_norm(cfg, state)
+            self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, **options)
+        self.mlp_norm = rms_norm(cfg, state)
+        shared = gated_mlp(cfg, state, cfg.shared_intermediate_size, entered=cfg.has_experts(number))
+        if cfg.has_experts(number):
+            chosen_by = router(cfg, state)
+            self.mlp: nn.Module = mixture(cfg, chosen_by, cfg.intermediate_size, state, shared=shared)
+        else:
+            self.mlp = shared
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        if self.recurrent:
+            x_BSD = x_BSD + self.mixer(self.mixer_norm(x_BSD), inputs) * self.scale
+        else:
+            x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs) * self.scale
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD)) * self.scale
+        return x_BSD
+
+
 class GraniteHybrid(Granite):
     """Compute Granite 4, or the stage that this pipeline rank holds."""
 
     config: GraniteHybridConfig
-
-    def block(self, number: int) -> Block:
-        mlp, scale = self.feed_forward(number), self.config.residual_multiplier
-        if self.config.layer_types[number] == FULL:
-            return PreNormBlock(self.attention(number), mlp, norm=self.make_norm, scale=scale)
-        return RecurrentBlock(self.mamba(), mlp, norm=self.make_norm, scale=scale)
-
-    def attention(self, number: int) -> Attention:
-        cfg, bias = self.config, self.config.attention_bias
-        rotary = "all" if cfg.position_embedding_type == "rope" else None
-        scale = cfg.attention_multiplier
-        return grouped_attention(cfg, self.state, qkv_bias=bias, out_bias=bias, rotary=rotary, scale=scale)
-
-    def mamba(self) -> Mamba2:
-        cfg = self.config
-        return Mamba2(
-            cfg.hidden_size,
-            heads=cfg.mamba_n_heads,
-            head_dim=cfg.mamba_d_head,
-            state_dim=cfg.mamba_d_state,
-            groups=cfg.mamba_n_groups,
-            kernel_size=cfg.mamba_d_conv,
-            act=cfg.hidden_act,
-            bias=cfg.mamba_proj_bias,
-            conv_bias=cfg.mamba_conv_bias,
-            eps=cfg.rms_norm_eps,
-            initial=self.initial,
-            state=self.state,
-        )
-
-    def feed_forward(self, number: int) -> nn.Module:
-        cfg, state = self.config, self.state
-        shared = GatedMLP(
-            cfg.hidden_size,
-            cfg.shared_intermediate_size,
-            act=cfg.hidden_act,
-            entered=bool(cfg.num_local_experts),
-            initial=self.initial,
-            state=state,
-        )
-        if not cfg.num_local_experts:
-            return shared
-        router = softmax_router(cfg, state, normalize=True)
-        return mixture(cfg, router, cfg.intermediate_size, state, shared=shared)
+    Block = GraniteHybridBlock
 
 
 def _shared(ours: str) -> tuple[Rule, ...]:

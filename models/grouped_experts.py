@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from ..layers import GatedMLP, MoE, TopKRouter
-from ..parallel_state import BadInput, Normal, ParallelState
+from ..layers import MoE, TopKRouter
+from ..parallel_state import BadInput, ParallelState
 from .base.hugging_face_names import Rename, Rule, in_blocks
-from .expert_block import EXPERT_NAMES, NarrowExpertsConfig, mixture
+from .base.parts import RouterOptions, gated_mlp, mixture, router
+from .expert_block import EXPERT_NAMES, NarrowExpertsConfig
 
 
 class GroupedExpertsConfig(NarrowExpertsConfig):
@@ -78,29 +79,13 @@ GROUPED_EXPERT_NAMES: tuple[Rule, ...] = (
 
 def grouped_experts(cfg: GroupedExpertsConfig, router: TopKRouter, state: ParallelState) -> MoE:
     """Make the experts of a block behind ``router``, and beside them one net for all tokens."""
-    shared = GatedMLP(
-        cfg.hidden_size,
-        cfg.n_shared_experts * cfg.moe_intermediate_size,
-        act=cfg.hidden_act,
-        entered=True,
-        initial=Normal(cfg.initializer_range),
-        state=state,
-    )
+    shared = gated_mlp(cfg, state, cfg.n_shared_experts * cfg.moe_intermediate_size, entered=True)
     return mixture(cfg, router, cfg.moe_intermediate_size, state, shared=shared)
 
 
 def corrected_router(cfg: GroupedExpertsConfig, state: ParallelState) -> TopKRouter:
     """Make the router of DeepSeek-V3 and GLM-4.5: sigmoid scores, and biases for the choice (noaux_tc)."""
-    return TopKRouter(
-        cfg.hidden_size,
-        cfg.num_local_experts,
-        cfg.num_experts_per_tok,
-        score="sigmoid",
-        normalize=cfg.norm_topk_prob,
-        scale=cfg.routed_scaling_factor,
-        groups=cfg.groups[0],
-        groups_kept=cfg.groups[1],
-        bias_corrected=True,
-        initial=Normal(cfg.initializer_range),
-        state=state,
-    )
+    groups, kept = cfg.groups
+    options = RouterOptions(normalize=cfg.norm_topk_prob, groups=groups, groups_kept=kept)
+    options |= {"score": "sigmoid", "bias_corrected": True, "scale": cfg.routed_scaling_factor}
+    return router(cfg, state, **options)

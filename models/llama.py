@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
-from ..layers import ACTIVATIONS, Alibi, Attention, GatedMLP, RMSNorm, RotaryEmbedding
-from ..parallel_state import BadInput, Normal, ParallelState
-from .base.blocks import Block, PreNormBlock
+from ..layers import ACTIVATIONS, AttentionInputs, RotaryEmbedding
+from ..parallel_state import BadInput, ParallelState
+from .base.causal_lm import CausalLM
 from .base.config import ModelConfig
-from .base.decoder import Decoder
 from .base.family import Family
 from .base.hugging_face_names import Rename, Rule, in_blocks
+from .base.parts import attention, gated_mlp, rms_norm, rotary
 from .base.rope_config import ROPE_KEYS, RopeScaling, check_factors, read_rope, write_scaling
 
 
@@ -132,90 +132,41 @@ ENDS = (Rename("norm.weight", "model.norm.weight"), Rename("head.weight", "lm_he
 NAMES: tuple[Rule, ...] = (*EMBEDDING, *ATTENTION, *GATED_MLP, *PRE_NORMS, *ENDS)
 
 
-def grouped_attention(
-    cfg: LlamaConfig,
-    state: ParallelState,
-    *,
-    qkv_bias: bool = False,
-    out_bias: bool = False,
-    head_norms: bool = False,
-    qk_norm: Callable[[int], nn.Module] | None = None,
-    rotary: str | None = "all",
-    window: int | None = None,
-    scale: float | None = None,
-    soft_cap: float | None = None,
-    sinks: bool = False,
-    alibi: Alibi | None = None,
-    gated: bool = False,
-) -> Attention:
-    """Make the attention of Llama and its relatives from the fields that their configs share.
-
-    ``head_norms``: each head of queries and keys has an RMSNorm. ``Attention`` explains the other arguments.
-    """
-
-    def head_norm(heads: int) -> nn.Module:
-        return RMSNorm(cfg.head_dim, cfg.rms_norm_eps, heads=True, state=state)
-
-    return Attention(
-        cfg.hidden_size,
-        heads=cfg.num_attention_heads,
-        kv_heads=cfg.num_key_value_heads,
-        head_dim=cfg.head_dim,
-        qkv_bias=qkv_bias,
-        out_bias=out_bias,
-        qk_norm=head_norm if head_norms else qk_norm,
-        rotary=rotary,
-        window=window,
-        scale=scale,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        alibi=alibi,
-        gated=gated,
-        dropout=cfg.attention_dropout,
-        initial=Normal(cfg.initializer_range),
-        state=state,
-    )
-
-
-class Llama(Decoder):
-    """Compute Llama, or the stage that this pipeline rank holds. Source: Touvron et al. 2023.
-
-    Related families change the attention or the feed-forward.
-    """
+class RotaryDecoder(CausalLM):
+    """Rotate heads, and normalise hidden states by their root mean square, as Llama and most others do."""
 
     config: LlamaConfig
-
-    def block(self, number: int) -> Block:
-        parts = self.attention(number), self.feed_forward(number)
-        return PreNormBlock(*parts, norm=self.make_norm, dropout=self.branch_dropout, state=self.state)
-
-    @property
-    def branch_dropout(self) -> float:
-        """Return the dropout on each branch of a block, before it is added (StarCoder 2, Seed-OSS)."""
-        return 0.0
-
-    def attention(self, number: int) -> Attention:
-        bias = self.config.attention_bias
-        return grouped_attention(self.config, self.state, qkv_bias=bias, out_bias=bias)
-
-    def feed_forward(self, number: int) -> nn.Module:
-        cfg = self.config
-        return GatedMLP(
-            cfg.hidden_size,
-            cfg.intermediate_size,
-            act=cfg.hidden_act,
-            bias=cfg.mlp_bias,
-            initial=self.initial,
-            state=self.state,
-        )
-
-    def make_norm(self) -> nn.Module:
-        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, state=self.state)
+    make_norm: ClassVar[Callable[..., nn.Module]] = staticmethod(rms_norm)
 
     def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
-        cfg = self.config
-        scaling = cfg.rope_scaling.model_dump() if cfg.rope_scaling else None
-        return {"all": RotaryEmbedding(cfg.rotary_dim, cfg.rope_theta, scaling)}
+        return rotary(self.config)
+
+
+class LlamaBlock(nn.Module):
+    """Compute a block of Llama: a norm before each branch. Source: Touvron et al. 2023.
+
+    x = x + attention(attention_norm(x))
+    x = x + mlp(mlp_norm(x))
+    """
+
+    def __init__(self, cfg: LlamaConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        bias = cfg.attention_bias
+        self.attention_norm = rms_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias)
+        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state, bias=cfg.mlp_bias)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class Llama(RotaryDecoder):
+    """Compute Llama, or the stage that this pipeline rank holds."""
+
+    config: LlamaConfig
+    Block = LlamaBlock
 
 
 LLAMA = Family(

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
+from torch import Tensor, nn
 
-from ..layers import Attention
+from ..layers import AttentionInputs
+from ..parallel_state import ParallelState
 from .base.family import Family
-from .llama import NAMES, Llama, LlamaConfig, grouped_attention
+from .base.parts import attention, gated_mlp, rms_norm
+from .llama import NAMES, LlamaConfig, RotaryDecoder
 
 
 class MistralConfig(LlamaConfig):
@@ -35,13 +38,32 @@ class MistralConfig(LlamaConfig):
         return "full_attention" if self.sliding_window is None else "sliding_attention"
 
 
-class Mistral(Llama):
+class MistralBlock(nn.Module):
+    """Compute a block of Mistral. Source: Jiang et al. 2023.
+
+    x = x + attention(attention_norm(x))    * a window
+    x = x + mlp(mlp_norm(x))
+    """
+
+    def __init__(self, cfg: MistralConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = (
+            rms_norm(cfg, state),
+            attention(cfg, state, window=cfg.sliding_window),
+        )
+        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class Mistral(RotaryDecoder):
     """Compute Mistral, or the stage that this pipeline rank holds."""
 
     config: MistralConfig
-
-    def attention(self, number: int) -> Attention:
-        return grouped_attention(self.config, self.state, window=self.config.sliding_window)
+    Block = MistralBlock
 
 
 MISTRAL = Family("mistral", "MistralForCausalLM", MistralConfig, Mistral, NAMES)

@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
+from ..layers import AttentionInputs
+from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.hugging_face_names import Rename, Stack
-from .expert_block import ExpertsConfig, mixture, softmax_router
-from .llama import NAMES
-from .mistral import Mistral, MistralConfig
+from .base.parts import attention, mixture, rms_norm, router
+from .expert_block import ExpertsConfig
+from .llama import NAMES, RotaryDecoder
+from .mistral import MistralConfig
 
 
 class MixtralConfig(MistralConfig, ExpertsConfig):
@@ -37,14 +40,33 @@ class MixtralConfig(MistralConfig, ExpertsConfig):
         return super().read({"num_key_value_heads": 8, **raw}, where)
 
 
-class Mixtral(Mistral):
+class MixtralBlock(nn.Module):
+    """Compute a block of Mixtral. Source: Jiang et al. 2024.
+
+    x = x + attention(attention_norm(x))    * a window
+    x = x + mlp(mlp_norm(x))                * experts
+    """
+
+    def __init__(self, cfg: MixtralConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        experts = mixture(cfg, router(cfg, state), cfg.intermediate_size, state)
+        self.attention_norm, self.attention = (
+            rms_norm(cfg, state),
+            attention(cfg, state, window=cfg.sliding_window),
+        )
+        self.mlp_norm, self.mlp = rms_norm(cfg, state), experts
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class Mixtral(RotaryDecoder):
     """Compute Mixtral, or the stage that this pipeline rank holds."""
 
     config: MixtralConfig
-
-    def feed_forward(self, number: int) -> nn.Module:
-        router = softmax_router(self.config, self.state, normalize=True)
-        return mixture(self.config, router, self.config.intermediate_size, self.state)
+    Block = MixtralBlock
 
 
 MIXTRAL = Family(

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
-from ..layers import Attention, HeadsRMSNorm
-from .base.blocks import Block, PostNormBlock
+from ..layers import AttentionInputs, HeadsRMSNorm
+from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.hugging_face_names import in_blocks
-from .llama import ATTENTION, EMBEDDING, ENDS, GATED_MLP, Llama, LlamaConfig, grouped_attention
+from .base.parts import AttentionOptions, HeadNorm, attention, gated_mlp, rms_norm
+from .llama import ATTENTION, EMBEDDING, ENDS, GATED_MLP, LlamaConfig, RotaryDecoder
 from .qwen import HEAD_NORMS, QK_NORM_NAMES
 
 NAMES = (
@@ -38,20 +39,36 @@ class Olmo2Config(LlamaConfig):
     rms_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
 
 
-class Olmo2(Llama):
+def head_norm(cfg: Olmo2Config, state: ParallelState) -> HeadNorm:
+    """Return what makes the norm over all heads of queries, and that over all heads of keys."""
+    return lambda heads: HeadsRMSNorm(heads, cfg.head_dim, cfg.rms_norm_eps, state=state)
+
+
+class Olmo2Block(nn.Module):
+    """Compute a block of OLMo 2 (OLMo Team 2025).
+
+    x = x + after_attention(attention(x))    * norms behind branches; all queries, all keys normed
+    x = x + after_mlp(mlp(x))
+    """
+
+    def __init__(self, cfg: Olmo2Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        bias, options = cfg.attention_bias, AttentionOptions(qk_norm=head_norm(cfg, state))
+        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, **options)
+        self.after_attention = rms_norm(cfg, state)
+        self.mlp, self.after_mlp = gated_mlp(cfg, state), rms_norm(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.after_attention(self.attention(x_BSD, inputs))
+        x_BSD = x_BSD + self.after_mlp(self.mlp(x_BSD))
+        return x_BSD
+
+
+class Olmo2(RotaryDecoder):
     """Compute OLMo 2, or the stage that this pipeline rank holds."""
 
     config: Olmo2Config
-
-    def block(self, number: int) -> Block:
-        return PostNormBlock(self.attention(number), self.feed_forward(number), norm=self.make_norm)
-
-    def attention(self, number: int) -> Attention:
-        bias = self.config.attention_bias
-        return grouped_attention(self.config, self.state, qkv_bias=bias, out_bias=bias, qk_norm=self.qk_norm)
-
-    def qk_norm(self, heads: int) -> nn.Module:
-        return HeadsRMSNorm(heads, self.config.head_dim, self.config.rms_norm_eps, state=self.state)
+    Block = Olmo2Block
 
 
 OLMO2 = Family("olmo2", "Olmo2ForCausalLM", Olmo2Config, Olmo2, NAMES)

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import Field
+from torch import Tensor, nn
 
-from ..layers import Attention, RotaryEmbedding
+from ..layers import AttentionInputs, RotaryEmbedding
+from ..parallel_state import ParallelState
 from .base.family import Family
+from .base.parts import AttentionOptions, attention, gated_mlp, rms_norm
 from .layer_ropes import LayerRopesConfig
-from .llama import grouped_attention
-from .olmo2 import NAMES, Olmo2, Olmo2Config
+from .llama import RotaryDecoder
+from .olmo2 import NAMES, Olmo2Config, head_norm
 
 
 class Olmo3Config(Olmo2Config, LayerRopesConfig):
@@ -22,22 +25,32 @@ class Olmo3Config(Olmo2Config, LayerRopesConfig):
     rope_theta: float = Field(default=500000.0, gt=0)
 
 
-class Olmo3(Olmo2):
-    """Compute OLMo 3, or the stage that this pipeline rank holds."""
+class Olmo3Block(nn.Module):
+    """Compute a block of OLMo 3 (OLMo Team 2025).
+
+    x = x + after_attention(attention(x))    * as OLMo 2; three of four: a window, its own rotation
+    x = x + after_mlp(mlp(x))
+    """
+
+    def __init__(self, cfg: Olmo3Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        bias, norms = cfg.attention_bias, head_norm(cfg, state)
+        options = AttentionOptions(qk_norm=norms, rotary=cfg.kind(number), window=cfg.window(number))
+        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, **options)
+        self.after_attention = rms_norm(cfg, state)
+        self.mlp, self.after_mlp = gated_mlp(cfg, state), rms_norm(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.after_attention(self.attention(x_BSD, inputs))
+        x_BSD = x_BSD + self.after_mlp(self.mlp(x_BSD))
+        return x_BSD
+
+
+class Olmo3(RotaryDecoder):
+    """Compute OLMo 3, or the stage that this pipeline rank holds: two rotations."""
 
     config: Olmo3Config
-
-    def attention(self, number: int) -> Attention:
-        cfg = self.config
-        return grouped_attention(
-            cfg,
-            self.state,
-            qkv_bias=cfg.attention_bias,
-            out_bias=cfg.attention_bias,
-            qk_norm=self.qk_norm,
-            rotary=cfg.kind(number),
-            window=cfg.window(number),
-        )
+    Block = Olmo3Block
 
     def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
         return self.config.rotations()

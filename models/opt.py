@@ -12,19 +12,18 @@ from torch import Tensor, nn
 
 from ..layers import (
     ACTIVATIONS,
-    MLP,
-    Attention,
-    LayerNorm,
+    AttentionInputs,
+    Dropout,
     PositionEmbedding,
     ReplicatedLinear,
     default_positions,
 )
-from ..parallel_state import BadInput
-from .base.blocks import AddNormBlock, Block, PreNormBlock
+from ..parallel_state import BadInput, ParallelState
+from .base.causal_lm import CausalLM
 from .base.config import ModelConfig, names
-from .base.decoder import Decoder
 from .base.family import Family
 from .base.hugging_face_names import BOTH, Rename, Rule
+from .base.parts import attention, layer_norm, mlp
 
 #: The first position's row; those before it are no token's.
 OFFSET = 2
@@ -95,6 +94,10 @@ class OPTConfig(ModelConfig):
         return self.word_embed_proj_dim
 
     @property
+    def layer_norm_eps(self) -> float:
+        return 1e-5
+
+    @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
 
@@ -124,41 +127,54 @@ class ProjectedNorm(nn.Module):
         return projected
 
 
-class OPT(Decoder):
-    """Compute OPT, or the stage that this pipeline rank holds. Source: Zhang et al. 2022."""
+class OPTBlock(nn.Module):
+    """Compute a block of OPT. Source: Zhang et al. 2022.
+
+    x = x + dropout(attention(attention_norm(x)))    * biases, no rotation; LayerNorm
+    x = x + dropout(mlp(mlp_norm(x)))                * no gate; ReLU
+    """
+
+    def __init__(self, cfg: OPTConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        bias = cfg.enable_bias
+        self.attention_norm = layer_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, rotary=None)
+        self.mlp_norm, self.mlp = layer_norm(cfg, state), mlp(cfg, state, bias=bias)
+        self.dropout = Dropout(cfg.dropout, state=state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
+        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        return x_BSD
+
+
+class OPTNormsAfterBlock(OPTBlock):
+    """Compute a block of OPT 350M, as in Vaswani et al. 2017.
+
+    x = attention_norm(x + dropout(attention(x)))    * a norm on the sum; LayerNorm
+    x = mlp_norm(x + dropout(mlp(x)))                * no gate; ReLU
+    """
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = self.attention_norm(x_BSD + self.dropout(self.attention(x_BSD, inputs)))
+        x_BSD = self.mlp_norm(x_BSD + self.dropout(self.mlp(x_BSD)))
+        return x_BSD
+
+
+class OPT(CausalLM):
+    """Compute OPT, or the stage that this pipeline rank holds: learned positions."""
 
     config: OPTConfig
+    Block = OPTBlock
+    make_norm = staticmethod(layer_norm)
 
-    def block(self, number: int) -> Block:
-        cfg, state = self.config, self.state
-        attention = Attention(
-            cfg.hidden_size,
-            heads=cfg.num_attention_heads,
-            head_dim=cfg.head_dim,
-            qkv_bias=cfg.enable_bias,
-            out_bias=cfg.enable_bias,
-            rotary=None,
-            dropout=cfg.attention_dropout,
-            initial=self.initial,
-            state=state,
-        )
-        mlp = MLP(
-            cfg.hidden_size,
-            cfg.intermediate_size,
-            act=cfg.hidden_act,
-            bias=cfg.enable_bias,
-            initial=self.initial,
-            state=state,
-        )
-        block = PreNormBlock if cfg.do_layer_norm_before else AddNormBlock
-        return block(attention, mlp, norm=self.make_norm, dropout=cfg.dropout, state=state)
-
-    def make_norm(self) -> nn.Module:
-        return LayerNorm(self.config.hidden_size, state=self.state)
+    def block(self, number: int) -> nn.Module:
+        Block = OPTBlock if self.config.do_layer_norm_before else OPTNormsAfterBlock
+        return Block(self.config, number, self.state)
 
     def make_last_norm(self) -> nn.Module:
         """Make the last norm and the projection to the embeddings' width, where the model has them."""
-        norm = self.make_norm() if self.config.do_layer_norm_before else nn.Identity()
+        norm = super().make_last_norm() if self.config.do_layer_norm_before else nn.Identity()
         if not self.projects:
             return norm
         wide, narrow = self.config.hidden_size, self.config.word_embed_proj_dim
@@ -173,7 +189,7 @@ class OPT(Decoder):
         """Make a linear layer from one of the two widths to the other."""
         return ReplicatedLinear(width, made, False, initial=self.initial, state=self.state)
 
-    def add_entry(self) -> None:
+    def add_embedding_modules(self) -> None:
         cfg = self.config
         if self.projects:
             self.project_in = self.projection(cfg.word_embed_proj_dim, cfg.hidden_size)
@@ -181,7 +197,7 @@ class OPT(Decoder):
             cfg.max_position_embeddings + OFFSET, cfg.hidden_size, initial=self.initial, state=self.state
         )
 
-    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
+    def embed_hook(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
         if positions is None:
             positions = default_positions(x_BSD, self.state, embedded=True)
         if self.projects:

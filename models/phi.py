@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
-from ..layers import Attention, Dropout, LayerNorm
-from .base.blocks import Block, ParallelBlock
+from ..layers import AttentionInputs, Dropout, LayerNorm
+from ..parallel_state import ParallelState
 from .base.config import without
 from .base.family import Family
 from .base.hugging_face_names import BOTH, Rename, Rule, in_blocks
-from .gpt_neox import GPTNeoX, GPTNeoXConfig
-from .llama import EMBEDDING, grouped_attention
+from .base.parts import HeadNorm, attention, layer_norm, mlp
+from .gpt_neox import GPTNeoXConfig
+from .llama import EMBEDDING, RotaryDecoder
 
 NAMES: tuple[Rule, ...] = (
     *EMBEDDING,
@@ -53,25 +54,39 @@ class PhiConfig(GPTNeoXConfig):
     embd_pdrop: float = Field(default=0.0, ge=0, lt=1)
 
 
-class Phi(GPTNeoX):
-    """Compute Phi, or the stage that this pipeline rank holds. Source: Gunasekar et al. 2023."""
+class PhiBlock(nn.Module):
+    """Compute a block of Phi. Source: Gunasekar et al. 2023.
+
+    y = attention_norm(x)                                 * one LayerNorm for both branches
+    x = x + dropout(attention(y)) + dropout(mlp(y))       * side by side; biases; mlp: no gate, GELU
+    """
+
+    def __init__(self, cfg: PhiConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        norm = head_norm(cfg, state) if cfg.qk_layernorm else None
+        self.attention_norm = layer_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=True, out_bias=True, qk_norm=norm)
+        self.mlp, self.dropout = mlp(cfg, state), Dropout(cfg.resid_pdrop, state=state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        y_BSD = self.attention_norm(x_BSD)
+        x_BSD = x_BSD + self.dropout(self.attention(y_BSD, inputs)) + self.dropout(self.mlp(y_BSD))
+        return x_BSD
+
+
+def head_norm(cfg: PhiConfig, state: ParallelState) -> HeadNorm:
+    """Return what makes the LayerNorm of each head of queries and keys, with one weight for all."""
+    return lambda heads: LayerNorm(cfg.head_dim, cfg.layer_norm_eps, heads=True, state=state)
+
+
+class Phi(RotaryDecoder):
+    """Compute Phi, or the stage that this pipeline rank holds."""
 
     config: PhiConfig
+    Block = PhiBlock
+    make_norm = staticmethod(layer_norm)
+    embedding_dropout = "embd_pdrop"
     biased_head = True
-
-    def block(self, number: int) -> Block:
-        attention, mlp, dropout = self.attention(number), self.feed_forward(number), self.config.resid_pdrop
-        return ParallelBlock(attention, mlp, norm=self.make_norm, dropout=dropout, state=self.state)
-
-    def attention(self, number: int) -> Attention:
-        norm = self.qk_norm if self.config.qk_layernorm else None
-        return grouped_attention(self.config, self.state, qkv_bias=True, out_bias=True, qk_norm=norm)
-
-    def qk_norm(self, heads: int) -> nn.Module:
-        return LayerNorm(self.config.head_dim, self.config.layer_norm_eps, heads=True, state=self.state)
-
-    def add_entry(self) -> None:
-        self.dropout = Dropout(self.config.embd_pdrop, state=self.state)
 
 
 PHI = Family("phi", "PhiForCausalLM", PhiConfig, Phi, NAMES)

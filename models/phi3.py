@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..layers import Attention, Dropout
-from ..parallel_state import BadInput
-from .base.blocks import Block, PreNormBlock
+from ..layers import AttentionInputs, Dropout
+from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
 from .base.hugging_face_names import Rule, Split, in_blocks
-from .llama import EMBEDDING, ENDS, PRE_NORMS, Llama, grouped_attention
+from .base.parts import attention, gated_mlp, rms_norm
+from .llama import EMBEDDING, ENDS, PRE_NORMS, RotaryDecoder
 from .partial_rotary import PartialRotaryConfig
 
 FUSED_GATE_UP: tuple[Rule, ...] = (
@@ -72,29 +72,34 @@ class Phi3Config(PartialRotaryConfig):
         return "full_attention" if self.sliding_window is None else "sliding_attention"
 
 
-class Phi3(Llama):
+class Phi3Block(nn.Module):
+    """Compute a block of Phi 3, 3.5 or 4.
+
+    x = x + dropout(attention(attention_norm(x)))    * a window
+    x = x + dropout(mlp(mlp_norm(x)))
+    """
+
+    def __init__(self, cfg: Phi3Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = (
+            rms_norm(cfg, state),
+            attention(cfg, state, window=cfg.sliding_window),
+        )
+        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
+        self.dropout = Dropout(cfg.resid_pdrop, state=state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
+        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        return x_BSD
+
+
+class Phi3(RotaryDecoder):
     """Compute Phi 3, or the stage that this pipeline rank holds."""
 
     config: Phi3Config
-
-    def block(self, number: int) -> Block:
-        return PreNormBlock(
-            self.attention(number),
-            self.feed_forward(number),
-            norm=self.make_norm,
-            dropout=self.config.resid_pdrop,
-            state=self.state,
-        )
-
-    def attention(self, number: int) -> Attention:
-        return grouped_attention(self.config, self.state, window=self.config.sliding_window)
-
-    def add_entry(self) -> None:
-        self.dropout = Dropout(self.config.embd_pdrop, state=self.state)
-
-    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
-        dropped: Tensor = self.dropout(x_BSD)
-        return dropped
+    Block = Phi3Block
+    embedding_dropout = "embd_pdrop"
 
 
 PHI3 = Family("phi3", "Phi3ForCausalLM", Phi3Config, Phi3, NAMES)

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
+from torch import Tensor, nn
 
-from ..layers import Attention
-from ..parallel_state import BadInput
+from ..layers import AttentionInputs
+from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
 from .base.hugging_face_names import in_blocks
-from .llama import NAMES, Llama, LlamaConfig, grouped_attention
+from .base.parts import attention, gated_mlp, head_rms_norm, rms_norm
+from .llama import NAMES, LlamaConfig, RotaryDecoder
 
 #: Other families' switches for the norms of queries and keys, which Qwen 3 always has.
 HEAD_NORMS = ("use_qk_norm", "qk_norm", "qk_layernorm")
@@ -41,11 +43,29 @@ class Qwen2Config(LlamaConfig):
         return {*super().read_keys(), *WINDOWS}
 
 
-class Qwen2(Llama):
+class Qwen2Block(nn.Module):
+    """Compute a block of Qwen 2 or 2.5.
+
+    x = x + attention(attention_norm(x))    * biases on queries, keys and values
+    x = x + mlp(mlp_norm(x))
+    """
+
+    def __init__(self, cfg: Qwen2Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = rms_norm(cfg, state), attention(cfg, state, qkv_bias=True)
+        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class Qwen2(RotaryDecoder):
     """Compute Qwen 2 or 2.5, or the stage that this pipeline rank holds."""
 
-    def attention(self, number: int) -> Attention:
-        return grouped_attention(self.config, self.state, qkv_bias=True)
+    config: Qwen2Config
+    Block = Qwen2Block
 
 
 class Qwen3Config(LlamaConfig):
@@ -70,12 +90,31 @@ class Qwen3Config(LlamaConfig):
         return {*super().read_keys(), *WINDOWS}
 
 
-class Qwen3(Llama):
+class Qwen3Block(nn.Module):
+    """Compute a block of Qwen 3.
+
+    x = x + attention(attention_norm(x))    * heads of queries and keys normalised
+    x = x + mlp(mlp_norm(x))
+    """
+
+    def __init__(self, cfg: Qwen3Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        bias, norms = cfg.attention_bias, head_rms_norm(cfg, state)
+        self.attention_norm = rms_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, qk_norm=norms)
+        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class Qwen3(RotaryDecoder):
     """Compute Qwen 3, or the stage that this pipeline rank holds."""
 
-    def attention(self, number: int) -> Attention:
-        bias = self.config.attention_bias
-        return grouped_attention(self.config, self.state, qkv_bias=bias, out_bias=bias, head_norms=True)
+    config: Qwen3Config
+    Block = Qwen3Block
 
 
 def check_no_windows(raw: Mapping[str, Any], where: str) -> None:

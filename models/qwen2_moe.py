@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
-from ..layers import Attention, GatedMLP, GatedShared, MoE
-from ..parallel_state import Normal, ParallelState
+from ..layers import AttentionInputs, GatedShared, MoE
+from ..parallel_state import ParallelState
 from .base.config import names, without
 from .base.family import Family
 from .base.hugging_face_names import Rename, Rule, in_blocks
-from .expert_block import EXPERT_NAMES, mixture, softmax_router
-from .llama import NAMES, Llama, grouped_attention
+from .base.parts import attention, gated_mlp, initial, mixture, rms_norm, router
+from .expert_block import EXPERT_NAMES
+from .llama import NAMES, RotaryDecoder
 from .qwen import HEAD_NORMS
 from .qwen_moe import Qwen3MoeConfig
 
@@ -51,27 +52,41 @@ class Qwen2MoeConfig(SharedExpertConfig):
         return super().read({"num_key_value_heads": 16, **raw}, where)
 
 
-class Qwen2Moe(Llama):
+def shared_mixture(cfg: SharedExpertConfig, state: ParallelState) -> MoE:
+    """Make the experts of a block and, beside them, the net for all tokens behind its gate."""
+    net = gated_mlp(cfg, state, cfg.shared_expert_intermediate_size, entered=True)
+    shared = GatedShared(cfg.hidden_size, net, initial=initial(cfg), state=state)
+    chosen_by = router(cfg, state, normalize=cfg.norm_topk_prob)
+    return mixture(cfg, chosen_by, cfg.moe_intermediate_size, state, shared=shared)
+
+
+class Qwen2MoeBlock(nn.Module):
+    """Compute a block of Qwen 1.5 or 2 with experts.
+
+    x = x + attention(attention_norm(x))    * biases on queries, keys and values
+    x = x + mlp(mlp_norm(x))                * experts and a gated net, or one net
+    """
+
+    def __init__(self, cfg: Qwen2MoeConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = (
+            rms_norm(cfg, state),
+            attention(cfg, state, qkv_bias=cfg.qkv_bias),
+        )
+        self.mlp_norm = rms_norm(cfg, state)
+        self.mlp = shared_mixture(cfg, state) if cfg.has_experts(number) else gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class Qwen2Moe(RotaryDecoder):
     """Compute Qwen 2 with experts, or the stage that this pipeline rank holds."""
 
     config: Qwen2MoeConfig
-
-    def attention(self, number: int) -> Attention:
-        return grouped_attention(self.config, self.state, qkv_bias=self.config.qkv_bias)
-
-    def feed_forward(self, number: int) -> nn.Module:
-        if not self.config.has_experts(number):
-            return super().feed_forward(number)
-        return shared_mixture(self.config, self.state)
-
-
-def shared_mixture(cfg: SharedExpertConfig, state: ParallelState) -> MoE:
-    """Make the experts of a block and, beside them, the net for all tokens behind its gate."""
-    initial, wide = Normal(cfg.initializer_range), cfg.shared_expert_intermediate_size
-    net = GatedMLP(cfg.hidden_size, wide, act=cfg.hidden_act, entered=True, initial=initial, state=state)
-    shared = GatedShared(cfg.hidden_size, net, initial=initial, state=state)
-    router = softmax_router(cfg, state, normalize=cfg.norm_topk_prob)
-    return mixture(cfg, router, cfg.moe_intermediate_size, state, shared=shared)
+    Block = Qwen2MoeBlock
 
 
 #: Ours -> Hugging Face's, of the experts and the net beside them.

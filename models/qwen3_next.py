@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
+from ..layers import AttentionInputs
+from ..parallel_state import ParallelState
 from .base.config import without
 from .base.family import Family
 from .base.hugging_face_names import Split
-from .delta_net import DELTA_NAMES, DeltaNetConfig, DeltaNetHybrid
-from .llama import GATED_MLP
+from .base.parts import gated_mlp
+from .delta_net import DELTA_NAMES, LINEAR, DeltaNetConfig, delta_net, gated_attention, hybrid_norm
+from .llama import GATED_MLP, RotaryDecoder
 from .qwen2_moe import SHARED_MIXTURE_NAMES, SharedExpertConfig, shared_mixture
 
 
@@ -42,15 +45,39 @@ class Qwen3NextConfig(DeltaNetConfig, SharedExpertConfig):
         return 1
 
 
-class Qwen3Next(DeltaNetHybrid):
+class Qwen3NextBlock(nn.Module):
+    """Compute a block of Qwen3-Next. Its mixer has other names than attention, since files tell them apart.
+
+    x = x + mixer(mixer_norm(x))            * gated delta net; norms scale by 1 + weight
+    x = x + attention(attention_norm(x))    * in every fourth block: gated, heads normalised, partly rotated
+    x = x + mlp(mlp_norm(x))                * experts and a gated net for all tokens
+    """
+
+    def __init__(self, cfg: Qwen3NextConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.recurrent = cfg.layer_types[number] == LINEAR
+        if self.recurrent:
+            self.mixer_norm, self.mixer = hybrid_norm(cfg, state), delta_net(cfg, state)
+        else:
+            self.attention_norm, self.attention = hybrid_norm(cfg, state), gated_attention(cfg, state)
+        self.mlp_norm = hybrid_norm(cfg, state)
+        self.mlp = shared_mixture(cfg, state) if cfg.has_experts(number) else gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        if self.recurrent:
+            x_BSD = x_BSD + self.mixer(self.mixer_norm(x_BSD), inputs)
+        else:
+            x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class Qwen3Next(RotaryDecoder):
     """Compute Qwen3-Next, or the stage that this pipeline rank holds."""
 
     config: Qwen3NextConfig
-
-    def feed_forward(self, number: int) -> nn.Module:
-        if not self.config.has_experts(number):
-            return super().feed_forward(number)
-        return shared_mixture(self.config, self.state)
+    Block = Qwen3NextBlock
+    make_norm = staticmethod(hybrid_norm)
 
 
 QWEN3_NEXT = Family(

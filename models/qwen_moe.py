@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
-from ..parallel_state import BadInput
+from ..layers import AttentionInputs
+from ..parallel_state import BadInput, ParallelState
 from .base.config import MOST_BLOCKS
 from .base.family import Family
-from .expert_block import EXPERT_NAMES, NarrowExpertsConfig, mixture, softmax_router
-from .qwen import HEAD_NORMS, QWEN3, Qwen3, check_no_windows
+from .base.parts import attention, gated_mlp, head_rms_norm, mixture, rms_norm, router
+from .expert_block import EXPERT_NAMES, NarrowExpertsConfig
+from .llama import RotaryDecoder
+from .qwen import HEAD_NORMS, QWEN3, check_no_windows
 
 
 class Qwen3MoeConfig(NarrowExpertsConfig):
@@ -64,17 +67,36 @@ class Qwen3MoeConfig(NarrowExpertsConfig):
         return {**written, "num_experts": self.num_local_experts, "mlp_only_layers": layers}
 
 
-class Qwen3Moe(Qwen3):
+class Qwen3MoeBlock(nn.Module):
+    """Compute a block of Qwen 3 with experts.
+
+    x = x + attention(attention_norm(x))    * heads of queries and keys normalised
+    x = x + mlp(mlp_norm(x))                * experts, or in some blocks one net
+    """
+
+    def __init__(self, cfg: Qwen3MoeConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        bias, norms = cfg.attention_bias, head_rms_norm(cfg, state)
+        self.attention_norm = rms_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, qk_norm=norms)
+        self.mlp_norm = rms_norm(cfg, state)
+        if cfg.has_experts(number):
+            chosen_by = router(cfg, state, normalize=cfg.norm_topk_prob)
+            self.mlp: nn.Module = mixture(cfg, chosen_by, cfg.moe_intermediate_size, state)
+        else:
+            self.mlp = gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class Qwen3Moe(RotaryDecoder):
     """Compute Qwen 3 with experts, or the stage that this pipeline rank holds."""
 
     config: Qwen3MoeConfig
-
-    def feed_forward(self, number: int) -> nn.Module:
-        cfg = self.config
-        if not cfg.has_experts(number):
-            return super().feed_forward(number)
-        router = softmax_router(cfg, self.state, normalize=cfg.norm_topk_prob)
-        return mixture(cfg, router, cfg.moe_intermediate_size, self.state)
+    Block = Qwen3MoeBlock
 
 
 QWEN3_MOE = Family(

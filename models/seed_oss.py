@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field
+from torch import Tensor, nn
 
-from ..layers import Attention
+from ..layers import AttentionInputs, Dropout
+from ..parallel_state import ParallelState
 from .base.family import Family
-from .llama import NAMES, Llama, LlamaConfig, grouped_attention
+from .base.parts import attention, gated_mlp, rms_norm
+from .llama import NAMES, LlamaConfig, RotaryDecoder
 
 
 class SeedOssConfig(LlamaConfig):
@@ -34,20 +37,31 @@ class SeedOssConfig(LlamaConfig):
         return {**super().to_hf(), "pad_token_id": None}
 
 
-class SeedOss(Llama):
+class SeedOssBlock(nn.Module):
+    """Compute a block of Seed-OSS.
+
+    x = x + dropout(attention(attention_norm(x)))    * biases on queries, keys and values
+    x = x + dropout(mlp(mlp_norm(x)))
+    """
+
+    def __init__(self, cfg: SeedOssConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.attention_norm = rms_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=cfg.attention_bias, out_bias=cfg.attention_out_bias)
+        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state, bias=cfg.mlp_bias)
+        self.dropout = Dropout(cfg.residual_dropout, state=state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
+        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        return x_BSD
+
+
+class SeedOss(RotaryDecoder):
     """Compute Seed-OSS, or the stage that this pipeline rank holds."""
 
     config: SeedOssConfig
-
-    @property
-    def branch_dropout(self) -> float:
-        return self.config.residual_dropout
-
-    def attention(self, number: int) -> Attention:
-        cfg = self.config
-        return grouped_attention(
-            cfg, self.state, qkv_bias=cfg.attention_bias, out_bias=cfg.attention_out_bias
-        )
+    Block = SeedOssBlock
 
 
 SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", SeedOssConfig, SeedOss, NAMES)

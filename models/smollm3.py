@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
+from torch import Tensor, nn
 
-from ..layers import Attention
-from ..parallel_state import BadInput
+from ..layers import AttentionInputs
+from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
-from .llama import NAMES, Llama, LlamaConfig, grouped_attention
+from .base.parts import attention, gated_mlp, rms_norm
+from .llama import NAMES, LlamaConfig, RotaryDecoder
 from .qwen import WINDOWS, check_no_windows
 
 
@@ -56,17 +58,31 @@ class SmolLM3Config(LlamaConfig):
         return {**super().to_hf(), "no_rope_layers": layers, "pad_token_id": None}
 
 
-class SmolLM3(Llama):
+class SmolLM3Block(nn.Module):
+    """Compute a block of SmolLM 3.
+
+    x = x + attention(attention_norm(x))    * no rotation in every fourth block
+    x = x + mlp(mlp_norm(x))
+    """
+
+    def __init__(self, cfg: SmolLM3Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        bias, rotary = cfg.attention_bias, "all" if cfg.rotates(number) else None
+        self.attention_norm = rms_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, rotary=rotary)
+        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state, bias=cfg.mlp_bias)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class SmolLM3(RotaryDecoder):
     """Compute SmolLM 3, or the stage that this pipeline rank holds."""
 
     config: SmolLM3Config
-
-    def attention(self, number: int) -> Attention:
-        cfg = self.config
-        rotary = "all" if cfg.rotates(number) else None
-        return grouped_attention(
-            cfg, self.state, qkv_bias=cfg.attention_bias, out_bias=cfg.attention_bias, rotary=rotary
-        )
+    Block = SmolLM3Block
 
 
 SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", SmolLM3Config, SmolLM3, NAMES)

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
-from ..layers import Attention, HeadsLayerNorm, LayerNorm
-from .base.blocks import Block, ParallelBlock, PreNormBlock
+from ..layers import AttentionInputs
+from ..parallel_state import ParallelState
 from .base.config import without
 from .base.family import Family
 from .base.hugging_face_names import BOTH, Rename, Rule, Stack, in_blocks
-from .llama import ATTENTION, EMBEDDING, GATED_MLP, Llama, grouped_attention
+from .base.parts import attention, gated_mlp, head_layer_norm, layer_norm
+from .llama import ATTENTION, EMBEDDING, GATED_MLP, RotaryDecoder
 from .partial_rotary import PartialRotaryConfig
 
 NAMES: tuple[Rule, ...] = (
@@ -55,27 +56,39 @@ class StableLmConfig(PartialRotaryConfig):
         self.check_heads_fill(where)
 
 
-class StableLm(Llama):
+class StableLmBlock(nn.Module):
+    """Compute a block of StableLM.
+
+    x = x + attention(attention_norm(x))    * LayerNorm; heads partly rotated, some normalised
+    x = x + mlp(mlp_norm(x))                * or both branches side by side, after attention_norm
+    """
+
+    def __init__(self, cfg: StableLmConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        norm = head_layer_norm(cfg, state) if cfg.qk_layernorm else None
+        self.parallel = cfg.use_parallel_residual
+        self.attention_norm = layer_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=cfg.use_qkv_bias, qk_norm=norm)
+        if not self.parallel:
+            self.mlp_norm = layer_norm(cfg, state)
+        self.mlp = gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        y_BSD = self.attention_norm(x_BSD)
+        if self.parallel:
+            x_BSD = x_BSD + self.attention(y_BSD, inputs) + self.mlp(y_BSD)
+            return x_BSD
+        x_BSD = x_BSD + self.attention(y_BSD, inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class StableLm(RotaryDecoder):
     """Compute StableLM, or the stage that this pipeline rank holds."""
 
     config: StableLmConfig
-
-    def block(self, number: int) -> Block:
-        attention, mlp = self.attention(number), self.feed_forward(number)
-        if self.config.use_parallel_residual:
-            return ParallelBlock(attention, mlp, norm=self.make_norm)
-        return PreNormBlock(attention, mlp, norm=self.make_norm)
-
-    def attention(self, number: int) -> Attention:
-        cfg = self.config
-        norm = self.qk_norm if cfg.qk_layernorm else None
-        return grouped_attention(cfg, self.state, qkv_bias=cfg.use_qkv_bias, qk_norm=norm)
-
-    def qk_norm(self, heads: int) -> nn.Module:
-        return HeadsLayerNorm(heads, self.config.head_dim, self.config.layer_norm_eps, state=self.state)
-
-    def make_norm(self) -> nn.Module:
-        return LayerNorm(self.config.hidden_size, self.config.layer_norm_eps, state=self.state)
+    Block = StableLmBlock
+    make_norm = staticmethod(layer_norm)
 
 
 STABLELM = Family("stablelm", "StableLmForCausalLM", StableLmConfig, StableLm, NAMES)

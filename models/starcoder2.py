@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..layers import MLP, Attention, Dropout, LayerNorm
+from ..layers import AttentionInputs, Dropout
+from ..parallel_state import ParallelState
 from .base.config import names
 from .base.family import Family
 from .base.hugging_face_names import BOTH, Rename, in_blocks
-from .llama import ATTENTION, EMBEDDING, Llama, LlamaConfig, grouped_attention
+from .base.parts import attention, layer_norm, mlp
+from .llama import ATTENTION, EMBEDDING, LlamaConfig, RotaryDecoder
 
 NAMES = (
     *EMBEDDING,
@@ -65,39 +67,34 @@ class Starcoder2Config(LlamaConfig):
         return "full_attention" if self.sliding_window is None else "sliding_attention"
 
 
-class Starcoder2(Llama):
+class Starcoder2Block(nn.Module):
+    """Compute a block of StarCoder 2. Source: Lozhkov et al. 2024.
+
+    x = x + dropout(attention(attention_norm(x)))    * LayerNorm; biases, a window
+    x = x + dropout(mlp(mlp_norm(x)))                * biases, no gate, GELU
+    """
+
+    def __init__(self, cfg: Starcoder2Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        bias, window = cfg.use_bias, cfg.sliding_window
+        self.attention_norm = layer_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, window=window)
+        self.mlp_norm, self.mlp = layer_norm(cfg, state), mlp(cfg, state, bias=bias)
+        self.dropout = Dropout(cfg.residual_dropout, state=state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
+        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        return x_BSD
+
+
+class Starcoder2(RotaryDecoder):
     """Compute StarCoder 2, or the stage that this pipeline rank holds."""
 
     config: Starcoder2Config
-
-    @property
-    def branch_dropout(self) -> float:
-        return self.config.residual_dropout
-
-    def attention(self, number: int) -> Attention:
-        bias, window = self.config.use_bias, self.config.sliding_window
-        return grouped_attention(self.config, self.state, qkv_bias=bias, out_bias=bias, window=window)
-
-    def feed_forward(self, number: int) -> nn.Module:
-        cfg = self.config
-        return MLP(
-            cfg.hidden_size,
-            cfg.intermediate_size,
-            act=cfg.hidden_act,
-            bias=cfg.use_bias,
-            initial=self.initial,
-            state=self.state,
-        )
-
-    def make_norm(self) -> nn.Module:
-        return LayerNorm(self.config.hidden_size, self.config.layer_norm_eps, state=self.state)
-
-    def add_entry(self) -> None:
-        self.dropout = Dropout(self.config.embedding_dropout, state=self.state)
-
-    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
-        dropped: Tensor = self.dropout(x_BSD)
-        return dropped
+    Block = Starcoder2Block
+    make_norm = staticmethod(layer_norm)
+    embedding_dropout = "embedding_dropout"
 
 
 STARCODER2 = Family("starcoder2", "Starcoder2ForCausalLM", Starcoder2Config, Starcoder2, NAMES)

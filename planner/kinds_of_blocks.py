@@ -18,7 +18,6 @@ from torch import nn
 
 from ..layers import Scaling, Stage, all_stages, use_float8
 from ..models import AdaptedFamily, CausalLM, Family, ModelConfig
-from ..models.base.decoder import Decoder
 from ..parallel_state import Layout, ParallelState, declarations
 from .pieces import ModelPieces
 from .rank_parameters import Group, RankParameters, count_parameters
@@ -226,7 +225,6 @@ def _with_shared_blocks(family: Family, kinds: Sequence[int]) -> Family:
     if isinstance(family, AdaptedFamily):
         return replace(family, base=_with_shared_blocks(family.base, kinds))
     whole = family.model
-    assert issubclass(whole, Decoder), whole
 
     def block(self: Any, number: int) -> nn.Module:
         if number >= len(kinds):  # a block of multi-token prediction
