@@ -13,26 +13,21 @@ from ..parallel_state import BadInput, ParallelState
 from .base.causal_lm import CausalLM
 from .base.config import ModelConfig, names
 from .base.family import Family
-from .base.hugging_face_names import BOTH, Rename, Rule, fused_qkv
+from .base.names import Names, fused
 from .base.parts import attention, layer_norm, mlp
 
-NAMES: tuple[Rule, ...] = (
-    Rename("embed.weight", "transformer.word_embeddings.weight"),
-    *(Rename(f"embed_norm.{kind}", f"transformer.word_embeddings_layernorm.{kind}") for kind in BOTH),
-    *fused_qkv("transformer.h.{i}.self_attention.query_key_value", "num_attention_heads"),
-    *(
-        Rename(f"{ours}.{kind}", f"transformer.{hf}.{kind}")
-        for ours, hf in (
-            ("layers.{i}.attention.out", "h.{i}.self_attention.dense"),
-            ("layers.{i}.mlp.up", "h.{i}.mlp.dense_h_to_4h"),
-            ("layers.{i}.mlp.down", "h.{i}.mlp.dense_4h_to_h"),
-            ("layers.{i}.attention_norm", "h.{i}.input_layernorm"),
-            ("layers.{i}.mlp_norm", "h.{i}.post_attention_layernorm"),
-            ("norm", "ln_f"),
-        )
-        for kind in BOTH
-    ),
-    Rename("head.weight", "lm_head.weight"),
+NAMES = Names(
+    "transformer.h.{i}",
+    {"embed": "transformer.word_embeddings", "embed_norm": "transformer.word_embeddings_layernorm"},
+    {
+        "attention_norm": "input_layernorm",
+        "attention.qkv": fused("self_attention.query_key_value", "q k v", groups="num_attention_heads"),
+        "attention.out": "self_attention.dense",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.up": "mlp.dense_h_to_4h",
+        "mlp.down": "mlp.dense_4h_to_h",
+    },
+    {"norm": "transformer.ln_f", "head": "lm_head"},
 )
 
 

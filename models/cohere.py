@@ -13,19 +13,8 @@ from ..layers import AttentionInputs, RotaryEmbedding
 from ..parallel_state import ParallelState
 from .base.config import without
 from .base.family import Family
-from .base.hugging_face_names import in_blocks
 from .base.parts import attention, gated_mlp, head_layer_norm, layer_norm, rotary
-from .llama import ATTENTION, EMBEDDING, ENDS, GATED_MLP, LlamaConfig, RotaryDecoder
-from .qwen import QK_NORM_NAMES
-
-NAMES = (
-    *EMBEDDING,
-    *ATTENTION,
-    *QK_NORM_NAMES,
-    *GATED_MLP,
-    *in_blocks(("attention_norm", "input_layernorm")),
-    *ENDS,
-)
+from .llama import NAMES, LlamaConfig, RotaryDecoder
 
 
 class CohereConfig(LlamaConfig):

@@ -12,8 +12,9 @@ from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.parts import attention, gated_mlp
-from .cohere import NAMES, Cohere, CohereConfig, unbiased_norm
+from .cohere import Cohere, CohereConfig, unbiased_norm
 from .layer_types import LayerTypesConfig
+from .llama import NAMES
 
 
 class Cohere2Config(CohereConfig, LayerTypesConfig):

@@ -12,10 +12,10 @@ from ..layers import AttentionInputs, MultiHeadLatentAttention, RotaryEmbedding,
 from ..parallel_state import BadInput, ParallelState
 from .base.config import names
 from .base.family import Family
-from .base.hugging_face_names import Rule, in_blocks
 from .base.parts import gated_mlp, initial, rms_norm, rotary, router
-from .grouped_experts import GROUPED_EXPERT_NAMES, GroupedExpertsConfig, grouped_experts
-from .llama import EMBEDDING, ENDS, GATED_MLP, PRE_NORMS, RotaryDecoder
+from .grouped_experts import GROUPED_EXPERTS, GroupedExpertsConfig, grouped_experts
+from .llama import NAMES as LLAMA_NAMES
+from .llama import RotaryDecoder
 
 
 class LatentAttentionConfig(GroupedExpertsConfig):
@@ -169,19 +169,17 @@ class DeepseekV2(RotaryDecoder):
         return rotary(self.config, interleaved=True)
 
 
-LATENT_ATTENTION = in_blocks(
-    ("attention.q", "self_attn.q_proj"),
-    ("attention.q_down", "self_attn.q_a_proj"),
-    ("attention.q_norm", "self_attn.q_a_layernorm"),
-    ("attention.q_up", "self_attn.q_b_proj"),
-    ("attention.kv_down", "self_attn.kv_a_proj_with_mqa"),
-    ("attention.kv_norm", "self_attn.kv_a_layernorm"),
-    ("attention.kv_up", "self_attn.kv_b_proj"),
-    ("attention.out", "self_attn.o_proj"),
-    kinds=("weight", "bias"),
-)
-NAMES: tuple[Rule, ...] = (
-    *(*EMBEDDING, *LATENT_ATTENTION, *GATED_MLP, *GROUPED_EXPERT_NAMES, *PRE_NORMS, *ENDS),
+NAMES = LLAMA_NAMES.but(
+    {
+        "attention.q": "self_attn.q_proj",
+        "attention.q_down": "self_attn.q_a_proj",
+        "attention.q_norm": "self_attn.q_a_layernorm",
+        "attention.q_up": "self_attn.q_b_proj",
+        "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+        "attention.kv_norm": "self_attn.kv_a_layernorm",
+        "attention.kv_up": "self_attn.kv_b_proj",
+        **GROUPED_EXPERTS,
+    }
 )
 
 DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", DeepseekV2Config, DeepseekV2, NAMES)

@@ -11,11 +11,11 @@ from pydantic import Field
 from ..layers import Attention, GatedDeltaNet
 from ..parallel_state import BadInput, ParallelState
 from .base.config import MOST_BLOCKS
-from .base.hugging_face_names import Rename, Rule, Split, in_blocks
+from .base.names import fused
 from .base.parts import attention, head_rms_norm, initial, rms_norm
-from .llama import EMBEDDING, ENDS
+from .llama import NAMES as LLAMA_NAMES
 from .partial_rotary import PartialRotaryConfig
-from .qwen import HEAD_NORMS, QK_NORM_NAMES, QWEN3, check_no_windows
+from .qwen import HEAD_NORMS, QWEN3, check_no_windows
 
 LINEAR, FULL = "linear_attention", "full_attention"
 #: Where a config does not list the types of its blocks: every so many blocks one has attention.
@@ -109,31 +109,17 @@ def delta_net(cfg: DeltaNetConfig, state: ParallelState) -> GatedDeltaNet:
     )
 
 
-def _in_attention(kind: str) -> Split:
-    """Split a stored tensor into queries and their gate, which take turns head by head."""
-    ours = tuple(f"layers.{{i}}.attention.qkv.{one}.{kind}" for one in ("q", "gate"))
-    return Split(ours, f"model.layers.{{i}}.self_attn.q_proj.{kind}", groups="num_attention_heads")
-
-
-#: Ours -> Hugging Face's, but for what brings a delta net's input in, and the feed-forward.
-DELTA_NAMES: tuple[Rule, ...] = (
-    *EMBEDDING,
-    Rename("layers.{i}.mixer.dt_bias", "model.layers.{i}.linear_attn.dt_bias"),
-    Rename("layers.{i}.mixer.A_log", "model.layers.{i}.linear_attn.A_log"),
-    Split(
-        tuple(f"layers.{{i}}.mixer.conv.{one}.weight" for one in ("q", "k", "v")),
-        "model.layers.{i}.linear_attn.conv1d.weight",
-    ),
-    *in_blocks(("mixer.norm", "linear_attn.norm"), ("mixer.out", "linear_attn.out_proj")),
-    *map(_in_attention, ("weight", "bias")),
-    *in_blocks(
-        ("attention.qkv.k", "self_attn.k_proj"),
-        ("attention.qkv.v", "self_attn.v_proj"),
-        ("attention.out", "self_attn.o_proj"),
-        kinds=("weight", "bias"),
-    ),
-    *QK_NORM_NAMES,
-    *in_blocks(("mixer_norm", "input_layernorm"), ("attention_norm", "input_layernorm")),
-    *in_blocks(("mlp_norm", "post_attention_layernorm")),
-    *ENDS,
+#: Ours -> Hugging Face's, but for what brings a delta net's input in, and the experts.
+NAMES = LLAMA_NAMES.but(
+    {
+        "mixer_norm": "input_layernorm",
+        "mixer.dt_bias": "linear_attn.dt_bias",
+        "mixer.A_log": "linear_attn.A_log",
+        "mixer.conv": fused("linear_attn.conv1d", "q k v"),
+        "mixer.norm": "linear_attn.norm",
+        "mixer.out": "linear_attn.out_proj",
+        "attention.qkv.q": None,
+        # Queries and their gate take turns head by head.
+        "attention.qkv": fused("self_attn.q_proj", "q gate", groups="num_attention_heads"),
+    }
 )

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ..parallel_state import BadInput
 from .base.config import MOST_EXPERTS
-from .base.hugging_face_names import Rename, Rule, Stack
+from .base.names import Entry, per_expert
 from .llama import LlamaConfig
 
 
@@ -72,10 +72,9 @@ class NarrowExpertsConfig(ExpertsConfig):
 
 
 #: Ours -> Hugging Face's, of a router and experts by the names of most families.
-EXPERT_NAMES: tuple[Rule, ...] = (
-    Rename("layers.{i}.mlp.router.weight", "model.layers.{i}.mlp.gate.weight"),
-    *(
-        Stack(f"layers.{{i}}.mlp.experts.{one}", f"model.layers.{{i}}.mlp.experts.{{e}}.{one}_proj.weight")
-        for one in ("gate", "up", "down")
-    ),
-)
+EXPERTS: dict[str, Entry] = {
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.experts.gate": per_expert("mlp.experts.{e}.gate_proj.weight"),
+    "mlp.experts.up": per_expert("mlp.experts.{e}.up_proj.weight"),
+    "mlp.experts.down": per_expert("mlp.experts.{e}.down_proj.weight"),
+}

@@ -12,26 +12,22 @@ from ..layers import Alibi, AttentionInputs, RotaryEmbedding, alibi_slopes
 from ..parallel_state import BadInput, ParallelState
 from .base.config import names
 from .base.family import Family
-from .base.hugging_face_names import BOTH, Rename, Rule, fused_qkv
+from .base.names import Names, fused
 from .base.parts import AttentionOptions, attention, layer_norm, mlp
 from .llama import LlamaConfig, RotaryDecoder
 
-NAMES: tuple[Rule, ...] = (
-    Rename("embed.weight", "transformer.word_embeddings.weight"),
-    *fused_qkv("transformer.h.{i}.self_attention.query_key_value", "num_key_value_heads"),
-    *(
-        Rename(f"{ours}.{kind}", f"transformer.{hf}.{kind}")
-        for ours, hf in (
-            ("layers.{i}.attention.out", "h.{i}.self_attention.dense"),
-            ("layers.{i}.mlp.up", "h.{i}.mlp.dense_h_to_4h"),
-            ("layers.{i}.mlp.down", "h.{i}.mlp.dense_4h_to_h"),
-            ("layers.{i}.attention_norm", "h.{i}.{config.attention_norm}"),
-            ("layers.{i}.mlp_norm", "h.{i}.{config.mlp_norm}"),
-            ("norm", "ln_f"),
-        )
-        for kind in BOTH
-    ),
-    Rename("head.weight", "lm_head.weight"),
+NAMES = Names(
+    "transformer.h.{i}",
+    {"embed": "transformer.word_embeddings"},
+    {
+        "attention_norm": "{config.attention_norm}",
+        "attention.qkv": fused("self_attention.query_key_value", "q k v", groups="num_key_value_heads"),
+        "attention.out": "self_attention.dense",
+        "mlp_norm": "{config.mlp_norm}",
+        "mlp.up": "mlp.dense_h_to_4h",
+        "mlp.down": "mlp.dense_4h_to_h",
+    },
+    {"norm": "transformer.ln_f", "head": "lm_head"},
 )
 
 

@@ -12,23 +12,18 @@ from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
 from .base.config import names
 from .base.family import Family
-from .base.hugging_face_names import in_blocks
 from .base.parts import AttentionOptions, attention, gated_mlp
 from .gemma import GemmaDecoder, gemma_norm
 from .layer_types import LayerTypesConfig
-from .llama import ATTENTION, EMBEDDING, ENDS, GATED_MLP, LlamaConfig
+from .llama import NAMES as LLAMA_NAMES
+from .llama import LlamaConfig
 
-NAMES = (
-    *EMBEDDING,
-    *ATTENTION,
-    *GATED_MLP,
-    *in_blocks(
-        ("attention_norm", "input_layernorm"),
-        ("after_attention", "post_attention_layernorm"),
-        ("mlp_norm", "pre_feedforward_layernorm"),
-        ("after_mlp", "post_feedforward_layernorm"),
-    ),
-    *ENDS,
+NAMES = LLAMA_NAMES.but(
+    {
+        "after_attention": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "after_mlp": "post_feedforward_layernorm",
+    }
 )
 
 

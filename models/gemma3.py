@@ -17,7 +17,7 @@ from .gemma import gemma_norm
 from .gemma2 import NAMES, Gemma2, Gemma2Config
 from .layer_ropes import LayerRopesConfig
 from .layer_types import FULL, SLIDING
-from .qwen import HEAD_NORMS, QK_NORM_NAMES
+from .qwen import HEAD_NORMS
 
 #: What the first configs called window and types of blocks.
 _WINDOW, _PATTERN = "sliding_window_attention_size", "global_local_attention_pattern"
@@ -102,4 +102,4 @@ class Gemma3(Gemma2):
         return self.config.rotations()
 
 
-GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", Gemma3Config, Gemma3, (*NAMES, *QK_NORM_NAMES))
+GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", Gemma3Config, Gemma3, NAMES)

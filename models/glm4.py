@@ -11,24 +11,19 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs, RotaryEmbedding
 from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.hugging_face_names import Rule, in_blocks
 from .base.parts import attention, gated_mlp, rms_norm, rotary
-from .llama import ATTENTION, EMBEDDING, ENDS, RotaryDecoder
+from .llama import NAMES as LLAMA_NAMES
+from .llama import RotaryDecoder
 from .partial_rotary import PartialRotaryConfig
 from .phi3 import FUSED_GATE_UP
 
-NAMES: tuple[Rule, ...] = (
-    *EMBEDDING,
-    *ATTENTION,
-    *FUSED_GATE_UP,
-    *in_blocks(
-        ("mlp.down", "mlp.down_proj"),
-        ("attention_norm", "input_layernorm"),
-        ("after_attention", "post_self_attn_layernorm"),
-        ("mlp_norm", "post_attention_layernorm"),
-        ("after_mlp", "post_mlp_layernorm"),
-    ),
-    *ENDS,
+NAMES = LLAMA_NAMES.but(
+    {
+        "after_attention": "post_self_attn_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        **FUSED_GATE_UP,
+        "after_mlp": "post_mlp_layernorm",
+    }
 )
 
 

@@ -14,11 +14,10 @@ from .base.config import without
 from .base.family import Family
 from .base.parts import attention, gated_mlp, head_rms_norm, rms_norm
 from .expert_block import NarrowExpertsConfig
-from .grouped_experts import GROUPED_EXPERT_NAMES, corrected_router, grouped_experts
-from .llama import RotaryDecoder
+from .grouped_experts import GROUPED_EXPERTS, corrected_router, grouped_experts
+from .llama import NAMES, RotaryDecoder
 from .multi_token import MultiTokenConfig
 from .partial_rotary import PartialRotaryConfig
-from .qwen import QWEN3
 
 
 class Glm4MoeConfig(PartialRotaryConfig, MultiTokenConfig):
@@ -82,6 +81,6 @@ GLM4_MOE = Family(
     "Glm4MoeForCausalLM",
     Glm4MoeConfig,
     Glm4Moe,
-    (*QWEN3.rules, *GROUPED_EXPERT_NAMES),
+    NAMES.but(GROUPED_EXPERTS),
     further="model.layers.{i}.",
 )

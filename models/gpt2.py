@@ -20,7 +20,7 @@ from ..parallel_state import BadInput, Normal, ParallelState
 from .base.causal_lm import CausalLM
 from .base.config import ModelConfig, names
 from .base.family import Family
-from .base.hugging_face_names import Rename, Rule, Split, Transpose
+from .base.names import Names, fused, transposed
 from .base.parts import AttentionOptions, attention, layer_norm, mlp
 
 
@@ -90,33 +90,18 @@ class GPT2Config(ModelConfig):
         return {self.spelled(key): value for key, value in self.model_dump().items()}
 
 
-#: Ours -> Hugging Face's. Conv1D stores (in, out), and q, k, v in one.
-NAMES: tuple[Rule, ...] = (
-    Rename("embed.weight", "transformer.wte.weight"),
-    Rename("position.weight", "transformer.wpe.weight"),
-    *(
-        Split(
-            tuple(f"layers.{{i}}.attention.qkv.{one}.{kind}" for one in ("q", "k", "v")),
-            f"transformer.h.{{i}}.attn.c_attn.{kind}",
-            transpose=True,
-        )
-        for kind in ("weight", "bias")
-    ),
-    *(
-        Transpose(f"layers.{{i}}.{ours}.{kind}", f"transformer.h.{{i}}.{hf}.{kind}")
-        for ours, hf in (("attention.out", "attn.c_proj"), ("mlp.up", "mlp.c_fc"), ("mlp.down", "mlp.c_proj"))
-        for kind in ("weight", "bias")
-    ),
-    *(
-        Rename(f"{ours}.{kind}", f"transformer.{hf}.{kind}")
-        for ours, hf in (
-            ("layers.{i}.attention_norm", "h.{i}.ln_1"),
-            ("layers.{i}.mlp_norm", "h.{i}.ln_2"),
-            ("norm", "ln_f"),
-        )
-        for kind in ("weight", "bias")
-    ),
-    Rename("head.weight", "lm_head.weight"),
+NAMES = Names(
+    "transformer.h.{i}",
+    {"embed": "transformer.wte", "position": "transformer.wpe"},
+    {
+        "attention_norm": "ln_1",
+        "attention.qkv": fused("attn.c_attn", "q k v", transpose=True),
+        "attention.out": transposed("attn.c_proj"),
+        "mlp_norm": "ln_2",
+        "mlp.up": transposed("mlp.c_fc"),
+        "mlp.down": transposed("mlp.c_proj"),
+    },
+    {"norm": "transformer.ln_f", "head": "lm_head"},
 )
 
 

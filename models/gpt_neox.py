@@ -12,27 +12,23 @@ from ..layers import AttentionInputs, Dropout
 from ..parallel_state import ParallelState
 from .base.config import names
 from .base.family import Family
-from .base.hugging_face_names import BOTH, Rename, Rule, fused_qkv
+from .base.names import Names, fused
 from .base.parts import attention, layer_norm, mlp
 from .llama import RotaryDecoder
 from .partial_rotary import PartialRotaryConfig
 
-NAMES: tuple[Rule, ...] = (
-    Rename("embed.weight", "gpt_neox.embed_in.weight"),
-    *fused_qkv("gpt_neox.layers.{i}.attention.query_key_value", "num_attention_heads"),
-    *(
-        Rename(f"{ours}.{kind}", f"gpt_neox.{hf}.{kind}")
-        for ours, hf in (
-            ("layers.{i}.attention.out", "layers.{i}.attention.dense"),
-            ("layers.{i}.mlp.up", "layers.{i}.mlp.dense_h_to_4h"),
-            ("layers.{i}.mlp.down", "layers.{i}.mlp.dense_4h_to_h"),
-            ("layers.{i}.attention_norm", "layers.{i}.input_layernorm"),
-            ("layers.{i}.mlp_norm", "layers.{i}.post_attention_layernorm"),
-            ("norm", "final_layer_norm"),
-        )
-        for kind in BOTH
-    ),
-    Rename("head.weight", "embed_out.weight"),
+NAMES = Names(
+    "gpt_neox.layers.{i}",
+    {"embed": "gpt_neox.embed_in"},
+    {
+        "attention_norm": "input_layernorm",
+        "attention.qkv": fused("attention.query_key_value", "q k v", groups="num_attention_heads"),
+        "attention.out": "attention.dense",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.up": "mlp.dense_h_to_4h",
+        "mlp.down": "mlp.dense_4h_to_h",
+    },
+    {"norm": "gpt_neox.final_layer_norm", "head": "embed_out"},
 )
 
 

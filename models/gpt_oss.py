@@ -11,30 +11,23 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs, ClampedExperts, MoE
 from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
-from .base.hugging_face_names import Rename
 from .base.parts import attention, initial, rms_norm, router
 from .expert_block import ExpertsConfig
 from .layer_types import LayerTypesConfig
-from .llama import ATTENTION, EMBEDDING, ENDS, PRE_NORMS, LlamaConfig, RotaryDecoder
+from .llama import NAMES as LLAMA_NAMES
+from .llama import LlamaConfig, RotaryDecoder
 
-NAMES = (
-    *EMBEDDING,
-    *ATTENTION,
-    *PRE_NORMS,
-    *(
-        Rename(f"layers.{{i}}.{ours}", f"model.layers.{{i}}.{theirs}")
-        for ours, theirs in (
-            ("attention.sinks.weight", "self_attn.sinks"),
-            ("mlp.router.weight", "mlp.router.weight"),
-            ("mlp.router.logit_bias", "mlp.router.bias"),
-            # (experts, hidden, 2 x width) there and here: even columns are the gate's.
-            ("mlp.experts.gate_up", "mlp.experts.gate_up_proj"),
-            ("mlp.experts.gate_up_bias", "mlp.experts.gate_up_proj_bias"),
-            ("mlp.experts.down", "mlp.experts.down_proj"),
-            ("mlp.experts.down_bias", "mlp.experts.down_proj_bias"),
-        )
-    ),
-    *ENDS,
+NAMES = LLAMA_NAMES.but(
+    {
+        "attention.sinks.weight": "self_attn.sinks",
+        "mlp.router": "mlp.router",
+        "mlp.router.logit_bias": "mlp.router.bias",
+        # (experts, hidden, 2 x width) there and here: even columns are the gate's.
+        "mlp.experts.gate_up": "mlp.experts.gate_up_proj",
+        "mlp.experts.gate_up_bias": "mlp.experts.gate_up_proj_bias",
+        "mlp.experts.down": "mlp.experts.down_proj",
+        "mlp.experts.down_bias": "mlp.experts.down_proj_bias",
+    }
 )
 #: The rotation where a config states none; the numbers are transformers'.
 _YARN = {

@@ -12,27 +12,23 @@ from ..layers import AttentionInputs, Dropout, RotaryEmbedding
 from ..parallel_state import BadInput, ParallelState
 from .base.causal_lm import CausalLM
 from .base.family import Family
-from .base.hugging_face_names import BOTH, Rename, Rule
+from .base.names import Names
 from .base.parts import attention, layer_norm, mlp
 from .gpt2 import GPT2Config
 
-NAMES: tuple[Rule, ...] = (
-    Rename("embed.weight", "transformer.wte.weight"),
-    *(
-        Rename(f"layers.{{i}}.attention.{ours}.weight", f"transformer.h.{{i}}.attn.{hf}.weight")
-        for ours, hf in (("qkv.q", "q_proj"), ("qkv.k", "k_proj"), ("qkv.v", "v_proj"), ("out", "out_proj"))
-    ),
-    *(
-        Rename(f"{ours}.{kind}", f"transformer.{hf}.{kind}")
-        for ours, hf in (
-            ("layers.{i}.mlp.up", "h.{i}.mlp.fc_in"),
-            ("layers.{i}.mlp.down", "h.{i}.mlp.fc_out"),
-            ("layers.{i}.attention_norm", "h.{i}.ln_1"),
-            ("norm", "ln_f"),
-        )
-        for kind in BOTH
-    ),
-    *(Rename(f"head.{kind}", f"lm_head.{kind}") for kind in BOTH),
+NAMES = Names(
+    "transformer.h.{i}",
+    {"embed": "transformer.wte"},
+    {
+        "attention_norm": "ln_1",
+        "attention.qkv.q": "attn.q_proj",
+        "attention.qkv.k": "attn.k_proj",
+        "attention.qkv.v": "attn.v_proj",
+        "attention.out": "attn.out_proj",
+        "mlp.up": "mlp.fc_in",
+        "mlp.down": "mlp.fc_out",
+    },
+    {"norm": "transformer.ln_f", "head": "lm_head"},
 )
 
 

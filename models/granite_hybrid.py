@@ -13,12 +13,13 @@ from ..layers import AttentionInputs, Mamba2
 from ..parallel_state import BadInput, ParallelState
 from .base.config import MOST_BLOCKS, without
 from .base.family import Family
-from .base.hugging_face_names import Rename, Rule, Split, in_blocks
+from .base.names import fused
 from .base.parts import AttentionOptions, attention, gated_mlp, initial, mixture, rms_norm, router
 from .delta_net import FULL, LINEAR
 from .expert_block import ExpertsConfig
 from .granite import Granite, GraniteConfig
-from .llama import ATTENTION, EMBEDDING, ENDS, LlamaConfig
+from .llama import NAMES as LLAMA_NAMES
+from .llama import LlamaConfig
 
 #: What transformers 4 called the types of blocks.
 _OLDER = {"mamba": LINEAR, "attention": FULL}
@@ -173,45 +174,23 @@ class GraniteHybrid(Granite):
     Block = GraniteHybridBlock
 
 
-def _shared(ours: str) -> tuple[Rule, ...]:
-    """Return the names of the feed-forward that all tokens pass; ``ours`` is its name in our block."""
-    theirs = "model.layers.{i}.shared_mlp"
-    both = tuple(f"layers.{{i}}.{ours}.gate_up.{one}.weight" for one in ("gate", "up"))
-    down = Rename(f"layers.{{i}}.{ours}.down.weight", f"{theirs}.output_linear.weight")
-    return Split(both, f"{theirs}.input_linear.weight"), down
-
-
-def _mamba(kind: str) -> tuple[Rule, ...]:
-    """Return the names of a mixer's input projection and of its convolution; ``kind``: weight or bias."""
-    inner = tuple(f"layers.{{i}}.mixer.inner.{one}.{kind}" for one in ("z", "x", "B", "C", "dt"))
-    conv = tuple(f"layers.{{i}}.mixer.conv.{one}.{kind}" for one in ("x", "B", "C"))
-    theirs = "model.layers.{i}.mamba"
-    return Split(inner, f"{theirs}.in_proj.{kind}"), Split(conv, f"{theirs}.conv1d.{kind}")
-
-
-NAMES: tuple[Rule, ...] = (
-    *EMBEDDING,
-    *_mamba("weight"),
-    *_mamba("bias"),
-    *(
-        Rename(f"layers.{{i}}.mixer.{one}", f"model.layers.{{i}}.mamba.{one}")
-        for one in ("A_log", "D", "dt_bias")
-    ),
-    *in_blocks(("mixer.norm", "mamba.norm")),
-    *in_blocks(("mixer.out", "mamba.out_proj"), kinds=("weight", "bias")),
-    *ATTENTION,
-    *_shared("mlp"),
-    *_shared("mlp.shared"),
-    Rename("layers.{i}.mlp.router.weight", "model.layers.{i}.block_sparse_moe.router.layer.weight"),
-    Split(
-        tuple(f"layers.{{i}}.mlp.experts.{one}" for one in ("gate", "up")),
-        "model.layers.{i}.block_sparse_moe.input_linear.weight",
-        dim=1,
-    ),
-    Rename("layers.{i}.mlp.experts.down", "model.layers.{i}.block_sparse_moe.output_linear.weight"),
-    *in_blocks(("mixer_norm", "input_layernorm"), ("attention_norm", "input_layernorm")),
-    *in_blocks(("mlp_norm", "post_attention_layernorm")),
-    *ENDS,
+NAMES = LLAMA_NAMES.but(
+    {
+        "mixer_norm": "input_layernorm",
+        "mixer.inner": fused("mamba.in_proj", "z x B C dt"),
+        "mixer.conv": fused("mamba.conv1d", "x B C"),
+        **{f"mixer.{name}": f"mamba.{name}" for name in ("A_log", "D", "dt_bias", "norm")},
+        "mixer.out": "mamba.out_proj",
+        # All tokens pass a net that, without experts, is the only one.
+        "mlp.gate_up": fused("shared_mlp.input_linear", "gate up"),
+        "mlp.down": "shared_mlp.output_linear",
+        "mlp.shared.gate_up": fused("shared_mlp.input_linear", "gate up"),
+        "mlp.shared.down": "shared_mlp.output_linear",
+        **dict.fromkeys(("mlp.gate_up.gate", "mlp.gate_up.up")),
+        "mlp.router": "block_sparse_moe.router.layer",
+        "mlp.experts": fused("block_sparse_moe.input_linear.weight", "gate up", dim=1),
+        "mlp.experts.down": "block_sparse_moe.output_linear.weight",
+    }
 )
 
 GRANITE_HYBRID = Family(

@@ -9,9 +9,9 @@ from pydantic import Field
 
 from ..layers import MoE, TopKRouter
 from ..parallel_state import BadInput, ParallelState
-from .base.hugging_face_names import Rename, Rule, in_blocks
+from .base.names import Entry
 from .base.parts import RouterOptions, gated_mlp, mixture, router
-from .expert_block import EXPERT_NAMES, NarrowExpertsConfig
+from .expert_block import EXPERTS, NarrowExpertsConfig
 
 
 class GroupedExpertsConfig(NarrowExpertsConfig):
@@ -66,15 +66,13 @@ class GroupedExpertsConfig(NarrowExpertsConfig):
 
 
 #: Ours -> Hugging Face's; of the biases, families that have them.
-GROUPED_EXPERT_NAMES: tuple[Rule, ...] = (
-    *EXPERT_NAMES,
-    Rename("layers.{i}.mlp.router.bias", "model.layers.{i}.mlp.gate.e_score_correction_bias"),
-    *in_blocks(
-        ("mlp.shared.gate_up.gate", "mlp.shared_experts.gate_proj"),
-        ("mlp.shared.gate_up.up", "mlp.shared_experts.up_proj"),
-        ("mlp.shared.down", "mlp.shared_experts.down_proj"),
-    ),
-)
+GROUPED_EXPERTS: dict[str, Entry] = {
+    **EXPERTS,
+    "mlp.router.bias": "mlp.gate.e_score_correction_bias",
+    "mlp.shared.gate_up.gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared.gate_up.up": "mlp.shared_experts.up_proj",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+}
 
 
 def grouped_experts(cfg: GroupedExpertsConfig, router: TopKRouter, state: ParallelState) -> MoE:

@@ -13,7 +13,7 @@ from ..parallel_state import BadInput, ParallelState
 from .base.causal_lm import CausalLM
 from .base.config import ModelConfig
 from .base.family import Family
-from .base.hugging_face_names import Rename, Rule, in_blocks
+from .base.names import Names
 from .base.parts import attention, gated_mlp, rms_norm, rotary
 from .base.rope_config import ROPE_KEYS, RopeScaling, check_factors, read_rope, write_scaling
 
@@ -112,24 +112,25 @@ class LlamaConfig(ModelConfig):
         return {**said, "rope_scaling": write_scaling(self.rope_scaling)}
 
 
-# Ours -> Hugging Face's. A rule whose tensor the config leaves out (biases, an untied head) does nothing.
-EMBEDDING = (Rename("embed.weight", "model.embed_tokens.weight"),)
-ATTENTION = in_blocks(
-    ("attention.qkv.q", "self_attn.q_proj"),
-    ("attention.qkv.k", "self_attn.k_proj"),
-    ("attention.qkv.v", "self_attn.v_proj"),
-    ("attention.out", "self_attn.o_proj"),
-    kinds=("weight", "bias"),
+#: Ours -> Hugging Face's, of Llama and of what its relatives add.
+NAMES = Names(
+    "model.layers.{i}",
+    {"embed": "model.embed_tokens"},
+    {
+        "attention.qkv.q": "self_attn.q_proj",
+        "attention.qkv.k": "self_attn.k_proj",
+        "attention.qkv.v": "self_attn.v_proj",
+        "attention.out": "self_attn.o_proj",
+        "mlp.gate_up.gate": "mlp.gate_proj",
+        "mlp.gate_up.up": "mlp.up_proj",
+        "mlp.down": "mlp.down_proj",
+        "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "attention.q_norm": "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+    },
+    {"norm": "model.norm", "head": "lm_head"},
 )
-GATED_MLP = in_blocks(
-    ("mlp.gate_up.gate", "mlp.gate_proj"),
-    ("mlp.gate_up.up", "mlp.up_proj"),
-    ("mlp.down", "mlp.down_proj"),
-    kinds=("weight", "bias"),
-)
-PRE_NORMS = in_blocks(("attention_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm"))
-ENDS = (Rename("norm.weight", "model.norm.weight"), Rename("head.weight", "lm_head.weight"))
-NAMES: tuple[Rule, ...] = (*EMBEDDING, *ATTENTION, *GATED_MLP, *PRE_NORMS, *ENDS)
 
 
 class RotaryDecoder(CausalLM):

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.hugging_face_names import Rename, Stack
+from .base.names import per_expert
 from .base.parts import attention, mixture, rms_norm, router
 from .expert_block import ExpertsConfig
-from .llama import NAMES, RotaryDecoder
+from .llama import NAMES as LLAMA_NAMES
+from .llama import RotaryDecoder
 from .mistral import MistralConfig
 
 
@@ -69,20 +70,13 @@ class Mixtral(RotaryDecoder):
     Block = MixtralBlock
 
 
-MIXTRAL = Family(
-    "mixtral",
-    "MixtralForCausalLM",
-    MixtralConfig,
-    Mixtral,
-    (
-        *NAMES,
-        Rename("layers.{i}.mlp.router.weight", "model.layers.{i}.block_sparse_moe.gate.weight"),
-        *(
-            Stack(
-                f"layers.{{i}}.mlp.experts.{ours}",
-                f"model.layers.{{i}}.block_sparse_moe.experts.{{e}}.{hf}.weight",
-            )
-            for ours, hf in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-        ),
-    ),
+NAMES = LLAMA_NAMES.but(
+    {
+        "mlp.router": "block_sparse_moe.gate",
+        "mlp.experts.gate": per_expert("block_sparse_moe.experts.{e}.w1.weight"),
+        "mlp.experts.up": per_expert("block_sparse_moe.experts.{e}.w3.weight"),
+        "mlp.experts.down": per_expert("block_sparse_moe.experts.{e}.w2.weight"),
+    }
 )
+
+MIXTRAL = Family("mixtral", "MixtralForCausalLM", MixtralConfig, Mixtral, NAMES)

@@ -11,18 +11,17 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs, HeadsRMSNorm
 from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.hugging_face_names import in_blocks
 from .base.parts import AttentionOptions, HeadNorm, attention, gated_mlp, rms_norm
-from .llama import ATTENTION, EMBEDDING, ENDS, GATED_MLP, LlamaConfig, RotaryDecoder
-from .qwen import HEAD_NORMS, QK_NORM_NAMES
+from .llama import NAMES as LLAMA_NAMES
+from .llama import LlamaConfig, RotaryDecoder
+from .qwen import HEAD_NORMS
 
-NAMES = (
-    *EMBEDDING,
-    *ATTENTION,
-    *QK_NORM_NAMES,
-    *GATED_MLP,
-    *in_blocks(("after_attention", "post_attention_layernorm"), ("after_mlp", "post_feedforward_layernorm")),
-    *ENDS,
+NAMES = LLAMA_NAMES.but(
+    {
+        **dict.fromkeys(("attention_norm", "mlp_norm")),
+        "after_attention": "post_attention_layernorm",
+        "after_mlp": "post_feedforward_layernorm",
+    }
 )
 
 

@@ -22,33 +22,34 @@ from ..parallel_state import BadInput, ParallelState
 from .base.causal_lm import CausalLM
 from .base.config import ModelConfig, names
 from .base.family import Family
-from .base.hugging_face_names import BOTH, Rename, Rule
+from .base.names import Names
 from .base.parts import attention, layer_norm, mlp
 
 #: The first position's row; those before it are no token's.
 OFFSET = 2
-NAMES: tuple[Rule, ...] = (
-    Rename("embed.weight", "model.decoder.embed_tokens.weight"),
-    Rename("project_in.weight", "model.decoder.project_in.weight"),
-    Rename("position.weight", "model.decoder.embed_positions.weight"),
-    *(
-        Rename(f"{ours}.{kind}", f"model.decoder.{hf}.{kind}")
-        for ours, hf in (
-            ("layers.{i}.attention.qkv.q", "layers.{i}.self_attn.q_proj"),
-            ("layers.{i}.attention.qkv.k", "layers.{i}.self_attn.k_proj"),
-            ("layers.{i}.attention.qkv.v", "layers.{i}.self_attn.v_proj"),
-            ("layers.{i}.attention.out", "layers.{i}.self_attn.out_proj"),
-            ("layers.{i}.mlp.up", "layers.{i}.fc1"),
-            ("layers.{i}.mlp.down", "layers.{i}.fc2"),
-            ("layers.{i}.attention_norm", "layers.{i}.self_attn_layer_norm"),
-            ("layers.{i}.mlp_norm", "layers.{i}.final_layer_norm"),
-            ("norm", "final_layer_norm"),
-            ("norm.norm", "final_layer_norm"),
-        )
-        for kind in BOTH
-    ),
-    Rename("norm.project.weight", "model.decoder.project_out.weight"),
-    Rename("head.weight", "lm_head.weight"),
+NAMES = Names(
+    "model.decoder.layers.{i}",
+    {
+        "embed": "model.decoder.embed_tokens",
+        "project_in": "model.decoder.project_in",
+        "position": "model.decoder.embed_positions",
+    },
+    {
+        "attention_norm": "self_attn_layer_norm",
+        "attention.qkv.q": "self_attn.q_proj",
+        "attention.qkv.k": "self_attn.k_proj",
+        "attention.qkv.v": "self_attn.v_proj",
+        "attention.out": "self_attn.out_proj",
+        "mlp_norm": "final_layer_norm",
+        "mlp.up": "fc1",
+        "mlp.down": "fc2",
+    },
+    {
+        "norm": "model.decoder.final_layer_norm",
+        "norm.norm": "model.decoder.final_layer_norm",
+        "norm.project": "model.decoder.project_out",
+        "head": "lm_head",
+    },
 )
 
 

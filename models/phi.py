@@ -12,27 +12,20 @@ from ..layers import AttentionInputs, Dropout, LayerNorm
 from ..parallel_state import ParallelState
 from .base.config import without
 from .base.family import Family
-from .base.hugging_face_names import BOTH, Rename, Rule, in_blocks
 from .base.parts import HeadNorm, attention, layer_norm, mlp
 from .gpt_neox import GPTNeoXConfig
-from .llama import EMBEDDING, RotaryDecoder
+from .llama import NAMES as LLAMA_NAMES
+from .llama import RotaryDecoder
 
-NAMES: tuple[Rule, ...] = (
-    *EMBEDDING,
-    *in_blocks(
-        ("attention.qkv.q", "self_attn.q_proj"),
-        ("attention.qkv.k", "self_attn.k_proj"),
-        ("attention.qkv.v", "self_attn.v_proj"),
-        ("attention.out", "self_attn.dense"),
-        ("attention.q_norm", "self_attn.q_layernorm"),
-        ("attention.k_norm", "self_attn.k_layernorm"),
-        ("mlp.up", "mlp.fc1"),
-        ("mlp.down", "mlp.fc2"),
-        ("attention_norm", "input_layernorm"),
-        kinds=BOTH,
-    ),
-    *(Rename(f"norm.{kind}", f"model.final_layernorm.{kind}") for kind in BOTH),
-    *(Rename(f"head.{kind}", f"lm_head.{kind}") for kind in BOTH),
+NAMES = LLAMA_NAMES.but(
+    {
+        "attention.q_norm": "self_attn.q_layernorm",
+        "attention.k_norm": "self_attn.k_layernorm",
+        "attention.out": "self_attn.dense",
+        "mlp.up": "mlp.fc1",
+        "mlp.down": "mlp.fc2",
+    },
+    norm="model.final_layernorm",
 )
 
 

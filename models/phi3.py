@@ -11,27 +11,23 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs, Dropout
 from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
-from .base.hugging_face_names import Rule, Split, in_blocks
+from .base.names import Entry, fused
 from .base.parts import attention, gated_mlp, rms_norm
-from .llama import EMBEDDING, ENDS, PRE_NORMS, RotaryDecoder
+from .llama import NAMES as LLAMA_NAMES
+from .llama import RotaryDecoder
 from .partial_rotary import PartialRotaryConfig
 
-FUSED_GATE_UP: tuple[Rule, ...] = (
-    Split(
-        tuple(f"layers.{{i}}.mlp.gate_up.{one}.weight" for one in ("gate", "up")),
-        "model.layers.{i}.mlp.gate_up_proj.weight",
-    ),
-)
-NAMES: tuple[Rule, ...] = (
-    *EMBEDDING,
-    Split(
-        tuple(f"layers.{{i}}.attention.qkv.{one}.weight" for one in ("q", "k", "v")),
-        "model.layers.{i}.self_attn.qkv_proj.weight",
-    ),
-    *FUSED_GATE_UP,
-    *in_blocks(("attention.out", "self_attn.o_proj"), ("mlp.down", "mlp.down_proj")),
-    *PRE_NORMS,
-    *ENDS,
+#: Ours -> Hugging Face's, where a gate and what it multiplies are stored as one.
+FUSED_GATE_UP: dict[str, Entry | None] = {
+    "mlp.gate_up": fused("mlp.gate_up_proj", "gate up"),
+    **dict.fromkeys(("mlp.gate_up.gate", "mlp.gate_up.up")),
+}
+NAMES = LLAMA_NAMES.but(
+    {
+        "attention.qkv": fused("self_attn.qkv_proj", "q k v"),
+        **dict.fromkeys(("attention.qkv.q", "attention.qkv.k", "attention.qkv.v")),
+        **FUSED_GATE_UP,
+    }
 )
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs
 from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
-from .base.hugging_face_names import in_blocks
 from .base.parts import attention, gated_mlp, head_rms_norm, rms_norm
 from .llama import NAMES, LlamaConfig, RotaryDecoder
 
@@ -124,7 +123,5 @@ def check_no_windows(raw: Mapping[str, Any], where: str) -> None:
         raise BadInput(where, "use_sliding_window", expected=expected, found=raw["use_sliding_window"])
 
 
-QK_NORM_NAMES = in_blocks(("attention.q_norm", "self_attn.q_norm"), ("attention.k_norm", "self_attn.k_norm"))
-
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", Qwen2Config, Qwen2, NAMES)
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", Qwen3Config, Qwen3, (*NAMES, *QK_NORM_NAMES))
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", Qwen3Config, Qwen3, NAMES)

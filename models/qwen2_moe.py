@@ -12,9 +12,9 @@ from ..layers import AttentionInputs, GatedShared, MoE
 from ..parallel_state import ParallelState
 from .base.config import names, without
 from .base.family import Family
-from .base.hugging_face_names import Rename, Rule, in_blocks
+from .base.names import Entry
 from .base.parts import attention, gated_mlp, initial, mixture, rms_norm, router
-from .expert_block import EXPERT_NAMES
+from .expert_block import EXPERTS
 from .llama import NAMES, RotaryDecoder
 from .qwen import HEAD_NORMS
 from .qwen_moe import Qwen3MoeConfig
@@ -90,16 +90,12 @@ class Qwen2Moe(RotaryDecoder):
 
 
 #: Ours -> Hugging Face's, of the experts and the net beside them.
-SHARED_MIXTURE_NAMES: tuple[Rule, ...] = (
-    *EXPERT_NAMES,
-    Rename("layers.{i}.mlp.shared.gate", "model.layers.{i}.mlp.shared_expert_gate.weight"),
-    *in_blocks(
-        ("mlp.shared.net.gate_up.gate", "mlp.shared_expert.gate_proj"),
-        ("mlp.shared.net.gate_up.up", "mlp.shared_expert.up_proj"),
-        ("mlp.shared.net.down", "mlp.shared_expert.down_proj"),
-    ),
-)
+SHARED_MIXTURE: dict[str, Entry] = {
+    **EXPERTS,
+    "mlp.shared.gate": "mlp.shared_expert_gate.weight",
+    "mlp.shared.net.gate_up.gate": "mlp.shared_expert.gate_proj",
+    "mlp.shared.net.gate_up.up": "mlp.shared_expert.up_proj",
+    "mlp.shared.net.down": "mlp.shared_expert.down_proj",
+}
 
-QWEN2_MOE = Family(
-    "qwen2_moe", "Qwen2MoeForCausalLM", Qwen2MoeConfig, Qwen2Moe, (*NAMES, *SHARED_MIXTURE_NAMES)
-)
+QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", Qwen2MoeConfig, Qwen2Moe, NAMES.but(SHARED_MIXTURE))

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.hugging_face_names import Split, in_blocks
+from .base.names import fused
 from .base.parts import gated_mlp
 from .delta_net import (
-    DELTA_NAMES,
     LINEAR,
+    NAMES,
     DeltaNetConfig,
     delta_net,
     gated_attention,
     hybrid_norm,
 )
-from .llama import GATED_MLP, RotaryDecoder
+from .llama import RotaryDecoder
 
 #: How a rotation is shared out among the places of an image's pieces; a text has the same place in all three.
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
@@ -76,18 +76,13 @@ QWEN3_5 = Family(
     "Qwen3_5ForCausalLM",
     Qwen35Config,
     Qwen35,
-    (
-        *DELTA_NAMES,
-        Split(
-            tuple(f"layers.{{i}}.mixer.qkvz.{one}.weight" for one in ("q", "k", "v")),
-            "model.layers.{i}.linear_attn.in_proj_qkv.weight",
-        ),
-        *in_blocks(
-            ("mixer.qkvz.z", "linear_attn.in_proj_z"),
-            ("mixer.ba.b", "linear_attn.in_proj_b"),
-            ("mixer.ba.a", "linear_attn.in_proj_a"),
-        ),
-        *GATED_MLP,
+    NAMES.but(
+        {
+            "mixer.qkvz": fused("linear_attn.in_proj_qkv", "q k v"),
+            "mixer.qkvz.z": "linear_attn.in_proj_z",
+            "mixer.ba.b": "linear_attn.in_proj_b",
+            "mixer.ba.a": "linear_attn.in_proj_a",
+        }
     ),
     further="mtp.",
 )

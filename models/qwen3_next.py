@@ -12,11 +12,11 @@ from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
 from .base.config import without
 from .base.family import Family
-from .base.hugging_face_names import Split
+from .base.names import fused
 from .base.parts import gated_mlp
-from .delta_net import DELTA_NAMES, LINEAR, DeltaNetConfig, delta_net, gated_attention, hybrid_norm
-from .llama import GATED_MLP, RotaryDecoder
-from .qwen2_moe import SHARED_MIXTURE_NAMES, SharedExpertConfig, shared_mixture
+from .delta_net import LINEAR, NAMES, DeltaNetConfig, delta_net, gated_attention, hybrid_norm
+from .llama import RotaryDecoder
+from .qwen2_moe import SHARED_MIXTURE, SharedExpertConfig, shared_mixture
 
 
 class Qwen3NextConfig(DeltaNetConfig, SharedExpertConfig):
@@ -85,21 +85,13 @@ QWEN3_NEXT = Family(
     "Qwen3NextForCausalLM",
     Qwen3NextConfig,
     Qwen3Next,
-    (
-        *DELTA_NAMES,
-        # A key head's queries and keys come together with its values, and with their gates.
-        Split(
-            tuple(f"layers.{{i}}.mixer.qkvz.{one}.weight" for one in ("q", "k", "v", "z")),
-            "model.layers.{i}.linear_attn.in_proj_qkvz.weight",
-            groups="linear_num_key_heads",
-        ),
-        Split(
-            tuple(f"layers.{{i}}.mixer.ba.{one}.weight" for one in ("b", "a")),
-            "model.layers.{i}.linear_attn.in_proj_ba.weight",
-            groups="linear_num_key_heads",
-        ),
-        *GATED_MLP,
-        *SHARED_MIXTURE_NAMES,
+    NAMES.but(
+        {
+            # A key head's queries and keys come together with its values, and with their gates.
+            "mixer.qkvz": fused("linear_attn.in_proj_qkvz", "q k v z", groups="linear_num_key_heads"),
+            "mixer.ba": fused("linear_attn.in_proj_ba", "b a", groups="linear_num_key_heads"),
+            **SHARED_MIXTURE,
+        }
     ),
     further="mtp.",
 )

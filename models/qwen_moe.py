@@ -13,8 +13,8 @@ from ..parallel_state import BadInput, ParallelState
 from .base.config import MOST_BLOCKS
 from .base.family import Family
 from .base.parts import attention, gated_mlp, head_rms_norm, mixture, rms_norm, router
-from .expert_block import EXPERT_NAMES, NarrowExpertsConfig
-from .llama import RotaryDecoder
+from .expert_block import EXPERTS, NarrowExpertsConfig
+from .llama import NAMES, RotaryDecoder
 from .qwen import HEAD_NORMS, QWEN3, check_no_windows
 
 
@@ -104,5 +104,5 @@ QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     Qwen3MoeConfig,
     Qwen3Moe,
-    (*QWEN3.rules, *EXPERT_NAMES),
+    NAMES.but(EXPERTS),
 )

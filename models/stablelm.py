@@ -12,25 +12,17 @@ from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
 from .base.config import without
 from .base.family import Family
-from .base.hugging_face_names import BOTH, Rename, Rule, Stack, in_blocks
+from .base.names import per_expert
 from .base.parts import attention, gated_mlp, head_layer_norm, layer_norm
-from .llama import ATTENTION, EMBEDDING, GATED_MLP, RotaryDecoder
+from .llama import NAMES as LLAMA_NAMES
+from .llama import RotaryDecoder
 from .partial_rotary import PartialRotaryConfig
 
-NAMES: tuple[Rule, ...] = (
-    *EMBEDDING,
-    *ATTENTION,
-    *(
-        Stack(
-            f"layers.{{i}}.attention.{one}_norm.weight",
-            f"model.layers.{{i}}.self_attn.{one}_layernorm.norms.{{e}}.weight",
-        )
-        for one in ("q", "k")
-    ),
-    *GATED_MLP,
-    *in_blocks(("attention_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm"), kinds=BOTH),
-    *(Rename(f"norm.{kind}", f"model.norm.{kind}") for kind in BOTH),
-    Rename("head.weight", "lm_head.weight"),
+NAMES = LLAMA_NAMES.but(
+    {
+        f"attention.{part}_norm": per_expert(f"self_attn.{part}_layernorm.norms.{{e}}.weight")  # per head
+        for part in ("q", "k")
+    }
 )
 
 

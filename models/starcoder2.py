@@ -12,23 +12,11 @@ from ..layers import AttentionInputs, Dropout
 from ..parallel_state import ParallelState
 from .base.config import names
 from .base.family import Family
-from .base.hugging_face_names import BOTH, Rename, in_blocks
 from .base.parts import attention, layer_norm, mlp
-from .llama import ATTENTION, EMBEDDING, LlamaConfig, RotaryDecoder
+from .llama import NAMES as LLAMA_NAMES
+from .llama import LlamaConfig, RotaryDecoder
 
-NAMES = (
-    *EMBEDDING,
-    *ATTENTION,
-    *in_blocks(
-        ("mlp.up", "mlp.c_fc"),
-        ("mlp.down", "mlp.c_proj"),
-        ("attention_norm", "input_layernorm"),
-        ("mlp_norm", "post_attention_layernorm"),
-        kinds=BOTH,
-    ),
-    *(Rename(f"norm.{kind}", f"model.norm.{kind}") for kind in BOTH),
-    Rename("head.weight", "lm_head.weight"),
-)
+NAMES = LLAMA_NAMES.but({"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"})
 
 
 class Starcoder2Config(LlamaConfig):
