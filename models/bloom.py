@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import Alibi, AttentionInputs, Dropout, alibi_slopes
-from ..parallel_state import BadInput, ParallelState
+from ..parallel_state import ParallelState
 from .base.causal_lm import CausalLM
-from .base.config import ModelConfig, names
 from .base.family import Family
+from .base.fields import ABSENT, NO, DropoutRate, Epsilon, Fixed, Whole, key
+from .base.keys import names
 from .base.names import Names, fused
 from .base.parts import attention, layer_norm, mlp
+from .gpt2 import WholeHeadsConfig
 
 NAMES = Names(
     "transformer.h.{i}",
@@ -31,69 +31,40 @@ NAMES = Names(
 )
 
 
-class BloomConfig(ModelConfig):
-    """List the fields of a Bloom config.json that the model computes with, under transformers' common names.
+class BloomConfig(WholeHeadsConfig):
+    """List the fields of a Bloom config.json.
 
     ``max_position_embeddings``: the length of its training, which Bloom's files call ``seq_length``; the
     weights do not depend on it.
     """
 
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "layer_norm_epsilon": "layer_norm_eps",
-        "seq_length": "max_position_embeddings",
-    }
-    NOT_KEYS: ClassVar[frozenset[str]] = names("layer_norm_eps")
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "apply_residual_connection_post_layernorm": (False,),
+    FIXED: ClassVar[Fixed] = {
+        "apply_residual_connection_post_layernorm": NO,
         "slow_but_exact": (False, True),  # the same numbers, summed in another order
-        "intermediate_size": (),  # 4 * hidden_size
-        "n_inner": (),
+        **dict.fromkeys(("intermediate_size", "n_inner"), ABSENT),  # 4 * hidden_size
         **dict.fromkeys(("skip_bias_add", "skip_bias_add_qkv", "bias_dropout_fusion"), (False, True)),
         **dict.fromkeys(("masked_softmax_fusion", "attention_softmax_in_fp32"), (False, True)),
     }
+    READ: ClassVar[frozenset[str]] = names("offset_alibi")
 
-    vocab_size: int = Field(gt=0, le=2**24)
-    hidden_size: int = Field(gt=0, le=2**20)
-    intermediate_size: int = Field(gt=0, le=2**22)
-    num_hidden_layers: int = Field(gt=0, le=2**12)
-    num_attention_heads: int = Field(gt=0, le=2**16)
-    max_position_embeddings: int = Field(default=2048, gt=0)
-    initializer_range: float = Field(default=0.02, ge=0, le=10)
-    layer_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
+    hidden_size: int = key("hidden_size", "n_embed", gt=0, le=2**20)
+    num_hidden_layers: int = key("n_layer", "num_hidden_layers", gt=0, le=2**12)
+    num_attention_heads: int = key("n_head", "num_attention_heads", gt=0, le=2**16)
+    max_position_embeddings: Whole = key("seq_length", "max_position_embeddings", default=2048)
+    layer_norm_eps: Epsilon = key("layer_norm_epsilon", default=1e-5)
     tie_word_embeddings: bool = True
-    hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
-    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    hidden_dropout: DropoutRate = 0.0
+    attention_dropout: DropoutRate = 0.0
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        hidden, other = raw.get("hidden_size"), raw.get("n_embed")
-        if hidden is not None and other is not None and hidden != other:
-            raise BadInput(where, "n_embed", expected=f"{hidden!r}, as hidden_size", found=repr(other))
-        hidden = other if hidden is None else hidden
-        fields = super().read({**raw, "hidden_size": hidden}, where)
-        return {**fields, "intermediate_size": 4 * hidden} if isinstance(hidden, int) else fields
-
-    @classmethod
-    def read_keys(cls) -> set[str]:
-        return {"n_embed", "offset_alibi"}
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        hidden = fields.get("hidden_size")
+        inner = 4 * hidden if isinstance(hidden, int) else None
+        return super().prepare({**fields, "intermediate_size": inner}, where)
 
     @property
     def hidden_act(self) -> str:
         return "gelu_new"
-
-    def check(self, where: str) -> None:
-        if self.hidden_size % self.num_attention_heads:
-            expected = f"a multiple of n_head={self.num_attention_heads}"
-            raise BadInput(where, "hidden_size", expected=expected, found=self.hidden_size)
-
-    def to_hf(self) -> dict[str, Any]:
-        return {self.spelled(key): value for key, value in super().to_hf().items()}
 
 
 class BloomBlock(nn.Module):

@@ -6,32 +6,27 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs, RotaryEmbedding
 from ..parallel_state import ParallelState
-from .base.config import without
 from .base.family import Family
+from .base.fields import ABSENT, NO, Count, Epsilon, Factor, Fixed, Whole
 from .base.parts import attention, gated_mlp, head_layer_norm, layer_norm, rotary
 from .llama import NAMES, LlamaConfig, RotaryDecoder
 
 
 class CohereConfig(LlamaConfig):
-    """List the fields of a Command R config.json that the model computes with."""
+    """List the fields of a Command R config.json."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **without(LlamaConfig.HARMLESS, "logit_scale", "use_qk_norm"),
-        "rms_norm_eps": (),  # layer_norm_eps says it
-        "mlp_bias": (False,),
-    }
+    FIXED: ClassVar[Fixed] = {"rms_norm_eps": ABSENT, "mlp_bias": NO}  # layer_norm_eps says it
 
-    vocab_size: int = Field(default=256000, gt=0, le=2**24)
-    max_position_embeddings: int = Field(default=8192, gt=0)
-    layer_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
-    rope_theta: float = Field(default=500000.0, gt=0)
+    vocab_size: Count = 256000
+    max_position_embeddings: Whole = 8192
+    layer_norm_eps: Epsilon = 1e-5
+    rope_theta: Factor = 500000.0
     tie_word_embeddings: bool = True
-    logit_scale: float = Field(default=0.0625, gt=0)
+    logit_scale: Factor = 0.0625
     use_qk_norm: bool = False
 
 

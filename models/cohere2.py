@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
 from .base.family import Family
+from .base.fields import NO, YES, Factor, Fixed
 from .base.parts import attention, gated_mlp
 from .cohere import Cohere, CohereConfig, unbiased_norm
 from .layer_types import LayerTypesConfig
@@ -18,20 +17,17 @@ from .llama import NAMES
 
 
 class Cohere2Config(CohereConfig, LayerTypesConfig):
-    """List the fields of a Command R7B config.json that the model computes with."""
+    """List the fields of a Command R7B config.json."""
 
     PATTERN: ClassVar[int] = 4
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **CohereConfig.HARMLESS,
-        "use_qk_norm": (False,),
-        "rotary_pct": (1, 1.0),
-        "use_gated_activation": (True,),
-        "use_parallel_block": (True,),
-        "use_parallel_embedding": (False,),
+    FIXED: ClassVar[Fixed] = {
+        "use_qk_norm": NO,
+        **dict.fromkeys(("use_gated_activation", "use_parallel_block"), YES),
+        "use_parallel_embedding": NO,
         "order_of_interleaved_layers": ("local_attn_first",),
     }
 
-    rope_theta: float = Field(default=10000.0, gt=0)
+    rope_theta: Factor = 10000.0
 
 
 class Cohere2Block(nn.Module):

@@ -9,9 +9,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs, MultiHeadLatentAttention, RotaryEmbedding, TopKRouter, yarn_scale
-from ..parallel_state import BadInput, ParallelState
-from .base.config import names
+from ..parallel_state import ParallelState
 from .base.family import Family
+from .base.fields import NO, Experts, Fixed, HeadDim, Whole, Width, key
+from .base.keys import names
 from .base.parts import gated_mlp, initial, rms_norm, rotary, router
 from .grouped_experts import GROUPED_EXPERTS, GroupedExpertsConfig, grouped_experts
 from .llama import NAMES as LLAMA_NAMES
@@ -19,53 +20,30 @@ from .llama import RotaryDecoder
 
 
 class LatentAttentionConfig(GroupedExpertsConfig):
-    """List the fields of a DeepSeek config.json with multi-head latent attention, and transformers' defaults.
+    """List the fields of a DeepSeek config.json with multi-head latent attention.
 
     ``head_dim`` is what DeepSeek calls ``qk_rope_head_dim``: as many numbers of a head are rotated.
     """
 
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {
-        **GroupedExpertsConfig.OWN_NAMES,
-        "qk_rope_head_dim": "head_dim",
-    }
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **GroupedExpertsConfig.HARMLESS,
-        "moe_layer_freq": (1,),
-    }
+    FIXED: ClassVar[Fixed] = {"moe_layer_freq": (1,)}
+    READ: ClassVar[frozenset[str]] = names("qk_head_dim")
 
-    head_dim: int = Field(default=64, gt=0, le=2**16, multiple_of=2)
-    q_lora_rank: int | None = Field(default=1536, gt=0, le=2**20)
+    head_dim: HeadDim = key("qk_rope_head_dim", "head_dim", default=64)
+    q_lora_rank: int | None = Field(default=1536, gt=0, le=2**20)  # null: none
     kv_lora_rank: int = Field(default=512, gt=0, le=2**20)
     qk_nope_head_dim: int = Field(default=128, gt=0, le=2**16)
     v_head_dim: int = Field(default=128, gt=0, le=2**16)
 
-    @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        fields = super().read({"qk_rope_head_dim": 64, **raw}, where)
-        if "q_lora_rank" in raw:  # null says: none
-            fields["q_lora_rank"] = raw["q_lora_rank"]
-        return fields
-
-    @classmethod
-    def read_keys(cls) -> set[str]:
-        return {*super().read_keys(), "qk_head_dim"}
-
-    def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
-        super().check_stated(raw, where)
-        if raw.get("qk_head_dim", self.query_dim) != self.query_dim:
-            expected = f"{self.query_dim}, as qk_nope_head_dim and qk_rope_head_dim add up to"
-            raise BadInput(where, "qk_head_dim", expected=expected, found=repr(raw["qk_head_dim"]))
-
-    def check(self, where: str) -> None:
-        super().check(where)
-        if self.num_key_value_heads != self.num_attention_heads:
-            expected = (
-                f"num_attention_heads={self.num_attention_heads}: latent attention has keys for each head"
-            )
-            raise BadInput(where, "num_key_value_heads", expected=expected, found=self.num_key_value_heads)
-        if self.v_head_dim > self.query_dim:
-            expected = f"at most {self.query_dim}, the width of a query head"
-            raise BadInput(where, "v_head_dim", expected=expected, found=self.v_head_dim)
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        heads, width = self.num_attention_heads, self.query_dim
+        expected = f"num_attention_heads={heads}: latent attention has keys for each head"
+        self.require(self.num_key_value_heads == heads, where, "num_key_value_heads", expected)
+        expected = f"at most {width}, the width of a query head"
+        self.require(self.v_head_dim <= width, where, "v_head_dim", expected)
+        stated = raw.get("qk_head_dim", width)
+        expected = f"{width}, as qk_nope_head_dim and qk_rope_head_dim add up to"
+        self.require(stated == width, where, "qk_head_dim", expected, stated)
 
     @property
     def query_dim(self) -> int:
@@ -81,31 +59,21 @@ class LatentAttentionConfig(GroupedExpertsConfig):
             stretch = yarn_scale(scaling.factor, scaling.mscale_all_dim)
         return float(self.query_dim**-0.5 * stretch * stretch)
 
-    def to_hf(self) -> dict[str, Any]:
-        written = super().to_hf()
-        rotary = written.pop("head_dim")
-        return {**written, "qk_rope_head_dim": rotary}
-
 
 class DeepseekV2Config(LatentAttentionConfig):
-    """List the fields of a DeepSeek-V2 config.json that the model computes with.
+    """List the fields of a DeepSeek-V2 config.json.
 
     ``topk_method``: ``greedy``, or ``group_limited_greedy``, where a token's experts are in its best groups.
     """
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **LatentAttentionConfig.HARMLESS,
-        "norm_topk_prob": (False,),
-        "scoring_func": ("softmax",),
-    }
-    NOT_KEYS: ClassVar[frozenset[str]] = names("num_local_experts")
+    FIXED: ClassVar[Fixed] = {"norm_topk_prob": NO, "scoring_func": ("softmax",)}
 
-    num_local_experts: int = Field(default=64, gt=0, le=2**12)
-    moe_intermediate_size: int = Field(default=1407, gt=0, le=2**22)
+    num_local_experts: Experts = key("n_routed_experts", default=64)
+    moe_intermediate_size: Width = 1407
     n_shared_experts: int = Field(default=2, gt=0, le=2**10)
     first_k_dense_replace: int = Field(default=0, ge=0)
-    n_group: int | None = Field(default=None, gt=0)
-    topk_group: int | None = Field(default=None, gt=0)
+    n_group: Whole | None = None
+    topk_group: Whole | None = None
     topk_method: Literal["greedy", "group_limited_greedy"] = "greedy"
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs, RotaryEmbedding
 from ..parallel_state import ParallelState
 from .base.family import Family
+from .base.fields import Experts, Fixed, Whole, Width
 from .base.parts import gated_mlp, rms_norm, rotary
 from .deepseek_v2 import NAMES, LatentAttentionConfig, latent_attention
 from .grouped_experts import corrected_router, grouped_experts
@@ -19,35 +20,24 @@ from .multi_token import MultiTokenConfig
 
 
 class DeepseekV3Config(LatentAttentionConfig, MultiTokenConfig):
-    """List the fields of a DeepSeek-V3 config.json that the model computes with.
+    """List the fields of a DeepSeek-V3 config.json.
 
     ``rope_interleave``: the numbers of a rotated pair are neighbours.
     """
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **LatentAttentionConfig.HARMLESS,
-        "scoring_func": ("sigmoid",),
-        "topk_method": ("noaux_tc",),
-    }
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {
-        **MultiTokenConfig.OWN_NAMES,
-        **LatentAttentionConfig.OWN_NAMES,
-    }
+    FIXED: ClassVar[Fixed] = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 
-    num_local_experts: int = Field(default=256, gt=0, le=2**12)
-    num_experts_per_tok: int = Field(default=8, gt=0)
-    moe_intermediate_size: int = Field(default=2048, gt=0, le=2**22)
-    n_group: int | None = Field(default=8, gt=0)
-    topk_group: int | None = Field(default=4, gt=0)
+    num_key_value_heads: Whole = 128
+    num_local_experts: Experts = 256
+    num_experts_per_tok: Whole = 8
+    moe_intermediate_size: Width = 2048
+    n_group: Whole = 8
+    topk_group: Whole = 4
     norm_topk_prob: bool = True
     routed_scaling_factor: float = Field(default=2.5, gt=0, le=1e3)
     first_k_dense_replace: int = Field(default=3, ge=0)
     rope_interleave: bool = True
-    max_position_embeddings: int = Field(default=4096, gt=0)
-
-    @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        return super().read({"num_key_value_heads": 128, **raw}, where)
+    max_position_embeddings: Whole = 4096
 
 
 class DeepseekV3Block(nn.Module):

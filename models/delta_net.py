@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -10,30 +10,29 @@ from pydantic import Field
 
 from ..layers import Attention, GatedDeltaNet
 from ..parallel_state import BadInput, ParallelState
-from .base.config import MOST_BLOCKS
+from .base.fields import NO, Fixed, HeadDim, Share, Whole
+from .base.keys import MOST_BLOCKS
 from .base.names import fused
 from .base.parts import attention, head_rms_norm, initial, rms_norm
 from .llama import NAMES as LLAMA_NAMES
+from .llama import LlamaConfig
 from .partial_rotary import PartialRotaryConfig
-from .qwen import HEAD_NORMS, QWEN3, check_no_windows
+from .qwen import HEAD_NORMS, NoWindowsConfig
 
 LINEAR, FULL = "linear_attention", "full_attention"
 #: Where a config does not list the types of its blocks: every so many blocks one has attention.
 _INTERVAL = "full_attention_interval"
 
 
-class DeltaNetConfig(PartialRotaryConfig):
+class DeltaNetConfig(NoWindowsConfig, PartialRotaryConfig):
     """List the fields that tell which blocks have a delta net, and its shape; the others have attention."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **PartialRotaryConfig.HARMLESS,
-        **dict.fromkeys(HEAD_NORMS, (True,)),
-        "mlp_bias": (False,),
-    }
+    FIXED: ClassVar[Fixed] = {**HEAD_NORMS, "mlp_bias": NO}
+    READ: ClassVar[frozenset[str]] = frozenset({_INTERVAL})
 
-    head_dim: int = Field(default=256, gt=0, le=2**16, multiple_of=2)
-    partial_rotary_factor: float = Field(default=0.25, gt=0, le=1)
-    max_position_embeddings: int = Field(default=32768, gt=0)
+    head_dim: HeadDim = 256
+    partial_rotary_factor: Share = 0.25
+    max_position_embeddings: Whole = 32768
     layer_types: tuple[str, ...] = ()
     linear_conv_kernel_dim: int = Field(default=4, gt=0, le=2**8)
     linear_key_head_dim: int = Field(default=128, gt=0, le=2**12)
@@ -42,46 +41,37 @@ class DeltaNetConfig(PartialRotaryConfig):
     linear_num_value_heads: int = Field(default=32, gt=0, le=2**12)
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        check_no_windows(raw, where)
-        # Hugging Face's default is a number, not a share of the hidden size.
-        raw = raw if raw.get("head_dim") is not None else {**raw, "head_dim": 256}
-        fields = super().read(raw, where)
-        kinds, count, every = raw.get("layer_types"), raw.get("num_hidden_layers"), raw.get(_INTERVAL)
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        if fields.get("head_dim") is None:  # also where it is null: not a share of the hidden size
+            fields["head_dim"] = cls.default("head_dim")
+        count, every = fields.get("num_hidden_layers"), fields.get(_INTERVAL)
         every = 4 if every is None else every
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise BadInput(where, _INTERVAL, expected="a whole number from 1 up", found=repr(every)[:80])
-        if isinstance(kinds, list):
-            fields["layer_types"] = tuple(kinds)
-        elif kinds is None and isinstance(count, int):
-            made = (LINEAR if (number + 1) % every else FULL for number in range(min(count, MOST_BLOCKS)))
-            fields["layer_types"] = tuple(made)
-        return fields
+        if fields.get("layer_types") is None and isinstance(count, int):
+            numbers = range(1, min(count, MOST_BLOCKS) + 1)
+            fields["layer_types"] = tuple(LINEAR if number % every else FULL for number in numbers)
+        return super().prepare(fields, where)
 
-    @classmethod
-    def read_keys(cls) -> set[str]:
-        return {*super().read_keys(), *QWEN3.config.read_keys(), _INTERVAL}
+    def check_layer_types(self, stated: object, where: str) -> None:
+        check_mixers(self, self.layer_types, where)
 
-    def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
-        kinds, count = self.layer_types, self.num_hidden_layers
-        if len(kinds) != count or set(kinds) - {LINEAR, FULL}:
-            expected = f"{LINEAR} or {FULL} for each of {count} blocks"
-            raise BadInput(where, "layer_types", expected=expected, found=repr(list(kinds))[:80])
-
-    def check(self, where: str) -> None:
-        super().check(where)
-        if self.linear_num_value_heads % self.linear_num_key_heads:
-            expected = f"a multiple of linear_num_key_heads={self.linear_num_key_heads}"
-            raise BadInput(
-                where, "linear_num_value_heads", expected=expected, found=self.linear_num_value_heads
-            )
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        expected = f"a multiple of linear_num_key_heads={keys}"
+        self.require(values % keys == 0, where, "linear_num_value_heads", expected)
 
     @property
     def tensor_units(self) -> dict[str, int]:
         return {**super().tensor_units, "linear_num_key_heads": self.linear_num_key_heads}
 
-    def to_hf(self) -> dict[str, Any]:
-        return {**super().to_hf(), "layer_types": [*self.layer_types]}
+
+def check_mixers(config: LlamaConfig, kinds: Sequence[str], where: str) -> None:
+    """Refuse a list of types that is not one of the two for each block."""
+    blocks = config.num_hidden_layers
+    fits = len(kinds) == blocks and set(kinds) <= {LINEAR, FULL}
+    config.require(fits, where, "layer_types", f"{LINEAR} or {FULL} for each of {blocks} blocks", [*kinds])
 
 
 hybrid_norm = partial(rms_norm, offset=1.0)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from ..parallel_state import BadInput
-from .base.config import MOST_EXPERTS
+from .base.fields import NO, Experts, Fixed, Whole, Width
+from .base.keys import MOST_EXPERTS
 from .base.names import Entry, per_expert
 from .llama import LlamaConfig
 
@@ -21,20 +22,21 @@ class ExpertsConfig(LlamaConfig):
     the routers: the same number for one row and one router, and here the same in every layout.
     """
 
-    num_local_experts: int = Field(gt=0, le=2**12)
-    num_experts_per_tok: int = Field(gt=0)
+    num_local_experts: Experts
+    num_experts_per_tok: Whole
     output_router_logits: bool = False
     router_aux_loss_coef: float = Field(default=0.001, ge=0, le=1e3)
 
-    def check(self, where: str) -> None:
-        super().check(where)
-        if self.num_experts_per_tok > self.num_local_experts:
-            expected = f"at most {self.spelled('num_local_experts')}={self.num_local_experts}"
-            raise BadInput(where, "num_experts_per_tok", expected=expected, found=self.num_experts_per_tok)
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        experts = self.num_local_experts
+        fits = not experts or self.num_experts_per_tok <= experts
+        expected = f"at most {self.spelled('num_local_experts')}={experts}"
+        self.require(fits, where, "num_experts_per_tok", expected)
 
-    def _check_count(self, where: str) -> None:
+    def check_count(self, where: str) -> None:
         """Refuse more blocks, or more experts in them, than could be listed."""
-        super()._check_count(where)
+        super().check_count(where)
         blocks, experts = self.num_hidden_layers, self.num_local_experts
         if blocks * experts > MOST_EXPERTS:
             expected = f"at most {MOST_EXPERTS} in all blocks together"
@@ -58,9 +60,9 @@ class ExpertsConfig(LlamaConfig):
 class NarrowExpertsConfig(ExpertsConfig):
     """List the fields where experts have a width of their own, and some blocks may have one net instead."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {**LlamaConfig.HARMLESS, "mlp_bias": (False,)}
+    FIXED: ClassVar[Fixed] = {"mlp_bias": NO}
 
-    moe_intermediate_size: int = Field(gt=0, le=2**22)
+    moe_intermediate_size: Width
     norm_topk_prob: bool = False
 
     @property

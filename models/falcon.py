@@ -9,9 +9,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import Alibi, AttentionInputs, RotaryEmbedding, alibi_slopes
-from ..parallel_state import BadInput, ParallelState
-from .base.config import names
+from ..parallel_state import ParallelState
 from .base.family import Family
+from .base.fields import ABSENT, NO, ZERO, Epsilon, Fixed, Whole, Width, key
 from .base.names import Names, fused
 from .base.parts import AttentionOptions, attention, layer_norm, mlp
 from .llama import LlamaConfig, RotaryDecoder
@@ -32,30 +32,22 @@ NAMES = Names(
 
 
 class FalconConfig(LlamaConfig):
-    """List the fields of a Falcon config.json that the model computes with.
+    """List the fields of a Falcon config.json.
 
     ``num_key_value_heads``: the heads that there are, 1 with ``multi_query``, whatever a file says.
     """
 
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {
-        "num_kv_heads": "num_key_value_heads",
-        "ffn_hidden_size": "intermediate_size",
-        "activation": "hidden_act",
-        "layer_norm_epsilon": "layer_norm_eps",
-    }
-    NOT_KEYS: ClassVar[frozenset[str]] = names(
-        "num_key_value_heads intermediate_size hidden_act layer_norm_eps"
-    )
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **LlamaConfig.HARMLESS,
-        **dict.fromkeys(("attention_bias", "mlp_bias", "rms_norm_eps"), ()),  # bias, layer_norm_epsilon
-        **dict.fromkeys(("attention_dropout", "hidden_dropout"), (0, 0.0)),
-        "apply_residual_connection_post_layernorm": (False,),
-        "n_embed": (),  # hidden_size
+    FIXED: ClassVar[Fixed] = {
+        **dict.fromkeys(("attention_bias", "mlp_bias", "rms_norm_eps"), ABSENT),  # bias, layer_norm_epsilon
+        **dict.fromkeys(("attention_dropout", "hidden_dropout"), ZERO),
+        "apply_residual_connection_post_layernorm": NO,
+        "n_embed": ABSENT,  # hidden_size
     }
 
-    hidden_act: str = "gelu"
-    layer_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
+    num_key_value_heads: Whole = key("num_kv_heads")
+    intermediate_size: Width = key("ffn_hidden_size")
+    hidden_act: str = key("activation", default="gelu")
+    layer_norm_eps: Epsilon = key("layer_norm_epsilon", default=1e-5)
     tie_word_embeddings: bool = True
     bias: bool = False
     alibi: bool = False
@@ -65,26 +57,24 @@ class FalconConfig(LlamaConfig):
     num_ln_in_parallel_attn: int | None = Field(default=None, ge=1, le=2)
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        fields = super().read(raw, where)
-        if isinstance(fields.get("hidden_size"), int):
-            fields.setdefault("intermediate_size", 4 * fields["hidden_size"])
-        if not fields.get("new_decoder_architecture", False) and fields.get("multi_query", True):
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        if fields.get("intermediate_size") is None and isinstance(fields.get("hidden_size"), int):
+            fields["intermediate_size"] = 4 * fields["hidden_size"]
+        if not fields.get("new_decoder_architecture") and fields.get("multi_query") in (None, True):
             fields["num_key_value_heads"] = 1
-        return fields
+        return super().prepare(fields, where)
 
-    def check(self, where: str) -> None:
-        super().check(where)
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
         self.check_heads_fill(where)
-        heads, few = self.num_attention_heads, self.num_key_value_heads
-        if not self.new_decoder_architecture and not self.multi_query and few != heads:
-            raise BadInput(where, "num_kv_heads", expected=f"num_attention_heads={heads}", found=few)
-        if self.new_decoder_architecture and not self.parallel_attn:
-            expected = "true: the new architecture has parallel branches only"
-            raise BadInput(where, "parallel_attn", expected=expected, found=False)
-        if not self.new_decoder_architecture and self.num_ln_in_parallel_attn == 2:
-            expected = "1 or null: two norms come with new_decoder_architecture"
-            raise BadInput(where, "num_ln_in_parallel_attn", expected=expected, found=2)
+        heads, new = self.num_attention_heads, self.new_decoder_architecture
+        each = new or self.multi_query or self.num_key_value_heads == heads
+        self.require(each, where, "num_key_value_heads", f"num_attention_heads={heads}")
+        expected = "true: the new architecture has parallel branches only"
+        self.require(self.parallel_attn or not new, where, "parallel_attn", expected)
+        expected = "1 or null: two norms come with new_decoder_architecture"
+        fits = new or self.num_ln_in_parallel_attn != 2
+        self.require(fits, where, "num_ln_in_parallel_attn", expected)
 
     @property
     def two_norms(self) -> bool:
@@ -103,7 +93,7 @@ class FalconConfig(LlamaConfig):
 
     def to_hf(self) -> dict[str, Any]:
         # Transformers computes head_dim, and takes none.
-        return {self.spelled(key): value for key, value in super().to_hf().items() if key != "head_dim"}
+        return {key: value for key, value in super().to_hf().items() if key != "head_dim"}
 
 
 class FalconBlock(nn.Module):

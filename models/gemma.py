@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from math import sqrt
 from typing import Any, ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
 from .base.family import Family
+from .base.fields import NO, Count, Fixed, HeadDim, Whole
 from .base.parts import attention, gated_mlp, rms_norm
 from .llama import NAMES, LlamaConfig, RotaryDecoder
 
 
 class GemmaConfig(LlamaConfig):
-    """List the fields of a Gemma config.json that the model computes with, and transformers' defaults."""
+    """List the fields of a Gemma config.json."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **LlamaConfig.HARMLESS,
-        **dict.fromkeys(("mlp_bias", "use_bidirectional_attention"), (False,)),
+    FIXED: ClassVar[Fixed] = {
+        **dict.fromkeys(("mlp_bias", "use_bidirectional_attention"), NO),
         "hidden_activation": ("gelu_pytorch_tanh",),
     }
 
-    vocab_size: int = Field(default=256000, gt=0, le=2**24)
-    head_dim: int = Field(default=256, gt=0, le=2**16, multiple_of=2)
+    vocab_size: Count = 256000
+    num_key_value_heads: Whole = 16
+    head_dim: HeadDim = 256
     hidden_act: str = "gelu_pytorch_tanh"
-    max_position_embeddings: int = Field(default=8192, gt=0)
+    max_position_embeddings: Whole = 8192
     tie_word_embeddings: bool = True
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        if raw.get("hidden_act") == "gelu":  # so the first releases say, and mean the approximation
-            raw = {**raw, "hidden_act": "gelu_pytorch_tanh"}
-        return super().read({"head_dim": 256, "num_key_value_heads": 16, **raw}, where)
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        if fields.get("hidden_act") == "gelu":  # so the first releases say, and mean the approximation
+            fields["hidden_act"] = "gelu_pytorch_tanh"
+        return super().prepare(fields, where)
 
 
 gemma_norm = partial(rms_norm, offset=1.0)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
-from .base.config import names
 from .base.family import Family
+from .base.fields import NO, Count, Factor, Fixed, HeadDim, Whole, key
 from .base.parts import AttentionOptions, attention, gated_mlp
 from .gemma import GemmaDecoder, gemma_norm
 from .layer_types import LayerTypesConfig
 from .llama import NAMES as LLAMA_NAMES
-from .llama import LlamaConfig
 
 NAMES = LLAMA_NAMES.but(
     {
@@ -28,34 +25,19 @@ NAMES = LLAMA_NAMES.but(
 
 
 class Gemma2Config(LayerTypesConfig):
-    """List the fields of a Gemma 2 config.json that the model computes with, and transformers' defaults."""
+    """List the fields of a Gemma 2 config.json."""
 
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {"hidden_activation": "hidden_act"}
-    NOT_KEYS: ClassVar[frozenset[str]] = names("hidden_act")
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **LlamaConfig.HARMLESS,
-        **dict.fromkeys(("mlp_bias", "use_bidirectional_attention"), (False,)),
-    }
+    FIXED: ClassVar[Fixed] = dict.fromkeys(("mlp_bias", "use_bidirectional_attention"), NO)
 
-    vocab_size: int = Field(default=256000, gt=0, le=2**24)
-    head_dim: int = Field(default=256, gt=0, le=2**16, multiple_of=2)
-    hidden_act: str = "gelu_pytorch_tanh"
-    max_position_embeddings: int = Field(default=8192, gt=0)
+    vocab_size: Count = 256000
+    num_key_value_heads: Whole = 4
+    head_dim: HeadDim = 256
+    hidden_act: str = key("hidden_activation", default="gelu_pytorch_tanh")
+    max_position_embeddings: Whole = 8192
     tie_word_embeddings: bool = True
-    query_pre_attn_scalar: int = Field(default=256, gt=0)
-    attn_logit_softcapping: float | None = Field(default=50.0, gt=0)
-    final_logit_softcapping: float | None = Field(default=30.0, gt=0)
-
-    @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        fields = super().read({"head_dim": 256, "num_key_value_heads": 4, **raw}, where)
-        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-            if key in raw:  # null says: none
-                fields[key] = raw[key]
-        return fields
-
-    def to_hf(self) -> dict[str, Any]:
-        return {self.spelled(key): value for key, value in super().to_hf().items()}
+    query_pre_attn_scalar: Whole = 256
+    attn_logit_softcapping: Factor | None = 50.0
+    final_logit_softcapping: Factor | None = 30.0
 
 
 class Gemma2Block(nn.Module):

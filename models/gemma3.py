@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs, RotaryEmbedding
 from ..parallel_state import BadInput, ParallelState
-from .base.config import without
 from .base.family import Family
+from .base.fields import ABSENT, NO, Count, Factor, Fixed, Whole
 from .base.parts import AttentionOptions, attention, gated_mlp, head_rms_norm
 from .gemma import gemma_norm
 from .gemma2 import NAMES, Gemma2, Gemma2Config
@@ -24,49 +23,35 @@ _WINDOW, _PATTERN = "sliding_window_attention_size", "global_local_attention_pat
 
 
 class Gemma3Config(Gemma2Config, LayerRopesConfig):
-    """List the fields of a Gemma 3 config.json that the model computes with, and transformers' defaults."""
+    """List the fields of a Gemma 3 config.json."""
 
     PATTERN: ClassVar[int] = 6
     LOCAL_THETA: ClassVar[float | None] = 10000.0
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {**Gemma2Config.OWN_NAMES, **LayerRopesConfig.OWN_NAMES}
-    NOT_KEYS: ClassVar[frozenset[str]] = Gemma2Config.NOT_KEYS | LayerRopesConfig.NOT_KEYS
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **without(Gemma2Config.HARMLESS, *HEAD_NORMS),
-        **dict.fromkeys(HEAD_NORMS, (True,)),
-        "use_res_clamp": (False,),
-        "attn_logit_softcapping": (),
-    }
+    FIXED: ClassVar[Fixed] = {**HEAD_NORMS, "use_res_clamp": NO, "attn_logit_softcapping": ABSENT}
+    READ: ClassVar[frozenset[str]] = frozenset({_WINDOW, _PATTERN})
 
-    vocab_size: int = Field(default=262208, gt=0, le=2**24)
-    max_position_embeddings: int = Field(default=131072, gt=0)
-    rope_theta: float = Field(default=1e6, gt=0)
+    vocab_size: Count = 262208
+    max_position_embeddings: Whole = 131072
+    rope_theta: Factor = 1e6
     attn_logit_softcapping: float | None = None
-    final_logit_softcapping: float | None = Field(default=None, gt=0)
+    final_logit_softcapping: Factor | None = None
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        window, early = raw.get("sliding_window"), raw.get(_WINDOW)
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        window, early = fields.get("sliding_window"), fields.get(_WINDOW)
         if early is not None and window not in (None, early):
             raise BadInput(where, _WINDOW, expected=f"{window}, as sliding_window says", found=early)
-        return super().read(raw if early is None else {**raw, "sliding_window": early}, where)
+        return super().prepare(fields if early is None else {**fields, "sliding_window": early}, where)
 
-    @classmethod
-    def read_keys(cls) -> set[str]:
-        return {*super().read_keys(), _WINDOW, _PATTERN}
-
-    def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
-        super().check_stated(raw, where)
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
         kinds, stated = {"SLIDING_LOCAL": SLIDING, "GLOBAL": FULL}, raw.get(_PATTERN)
-        if stated is None:
-            return
-        blocks = range(self.num_hidden_layers)
-        if (
-            not isinstance(stated, list)
-            or not stated
-            or [kinds.get(str(stated[i % len(stated)])) for i in blocks] != [self.kind(i) for i in blocks]
-        ):
+        if stated is not None:
+            of_blocks = [self.kind(number) for number in range(self.num_hidden_layers)]
+            turns = [kinds.get(str(kind)) for kind in stated] if isinstance(stated, list) else []
+            fits = turns and [turns[number % len(turns)] for number in range(len(of_blocks))] == of_blocks
             expected = "the types of blocks that layer_types or sliding_window_pattern states"
-            raise BadInput(where, _PATTERN, expected=expected, found=repr(stated)[:80])
+            self.require(fits, where, _PATTERN, expected, stated)
 
 
 class Gemma3Block(nn.Module):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs, RotaryEmbedding
 from ..parallel_state import ParallelState
 from .base.family import Family
+from .base.fields import NO, Epsilon, Fixed, HeadDim, Share, Whole
 from .base.parts import attention, gated_mlp, rms_norm, rotary
 from .llama import NAMES as LLAMA_NAMES
 from .llama import RotaryDecoder
@@ -28,29 +28,18 @@ NAMES = LLAMA_NAMES.but(
 
 
 class Glm4Config(PartialRotaryConfig):
-    """List the fields of a GLM-4 config.json that the model computes with, and transformers' defaults.
+    """List the fields of a GLM-4 config.json. ``attention_bias``: on queries, keys and values."""
 
-    ``attention_bias``: on queries, keys and values.
-    """
+    FIXED: ClassVar[Fixed] = {"mlp_bias": NO}
+    # By default transformers pads with a token that other vocabularies do not have.
+    ADDED: ClassVar[Mapping[str, object]] = {"pad_token_id": None}
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **PartialRotaryConfig.HARMLESS,
-        "mlp_bias": (False,),
-    }
-
-    head_dim: int = Field(default=128, gt=0, le=2**16, multiple_of=2)
-    max_position_embeddings: int = Field(default=131072, gt=0)
-    rms_norm_eps: float = Field(default=1.5625e-7, gt=0, lt=0.1)
+    num_key_value_heads: Whole = 2
+    head_dim: HeadDim = 128
+    max_position_embeddings: Whole = 131072
+    rms_norm_eps: Epsilon = 1.5625e-7
     attention_bias: bool = True
-    partial_rotary_factor: float = Field(default=0.5, gt=0, le=1)
-
-    @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        return super().read({"num_key_value_heads": 2, "head_dim": 128, **raw}, where)
-
-    def to_hf(self) -> dict[str, Any]:
-        # By default transformers pads with a token that other vocabularies do not have.
-        return {**super().to_hf(), "pad_token_id": None}
+    partial_rotary_factor: Share = 0.5
 
 
 class Glm4Block(nn.Module):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
-from .base.config import without
 from .base.family import Family
+from .base.fields import Epsilon, Experts, Fixed, Share, Whole, Width
 from .base.parts import attention, gated_mlp, head_rms_norm, rms_norm
-from .expert_block import NarrowExpertsConfig
 from .grouped_experts import GROUPED_EXPERTS, corrected_router, grouped_experts
 from .llama import NAMES, RotaryDecoder
 from .multi_token import MultiTokenConfig
@@ -21,28 +18,19 @@ from .partial_rotary import PartialRotaryConfig
 
 
 class Glm4MoeConfig(PartialRotaryConfig, MultiTokenConfig):
-    """List the fields of a GLM-4.5 config.json that the model computes with."""
+    """List the fields of a GLM-4.5 config.json."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        # It has a choice in these two.
-        **without(NarrowExpertsConfig.HARMLESS, "use_qk_norm", "partial_rotary_factor"),
-        "scoring_func": ("sigmoid",),
-        "topk_method": ("noaux_tc",),
-    }
-    OWN_NAMES: ClassVar[Mapping[str, str]] = MultiTokenConfig.OWN_NAMES
+    FIXED: ClassVar[Fixed] = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 
-    num_local_experts: int = Field(default=128, gt=0, le=2**12)
-    num_experts_per_tok: int = Field(default=8, gt=0)
-    moe_intermediate_size: int = Field(default=1408, gt=0, le=2**22)
+    num_key_value_heads: Whole = 8
+    num_local_experts: Experts = 128
+    num_experts_per_tok: Whole = 8
+    moe_intermediate_size: Width = 1408
     norm_topk_prob: bool = True
     use_qk_norm: bool = False
-    partial_rotary_factor: float = Field(default=0.5, gt=0, le=1)
-    max_position_embeddings: int = Field(default=131072, gt=0)
-    rms_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
-
-    @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        return super().read({"num_key_value_heads": 8, **raw}, where)
+    partial_rotary_factor: Share = 0.5
+    max_position_embeddings: Whole = 131072
+    rms_norm_eps: Epsilon = 1e-5
 
 
 class Glm4MoeBlock(nn.Module):

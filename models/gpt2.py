@@ -6,88 +6,62 @@ from collections.abc import Mapping
 from math import sqrt
 from typing import Any, ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import (
-    ACTIVATIONS,
     AttentionInputs,
     Dropout,
     PositionEmbedding,
     default_positions,
 )
-from ..parallel_state import BadInput, Normal, ParallelState
+from ..parallel_state import Normal, ParallelState
 from .base.causal_lm import CausalLM
-from .base.config import ModelConfig, names
+from .base.config import ModelConfig
 from .base.family import Family
+from .base.fields import NO, YES, Count, DropoutRate, Epsilon, Fixed, Width, key
 from .base.names import Names, fused, transposed
 from .base.parts import AttentionOptions, attention, layer_norm, mlp
 
 
-class GPT2Config(ModelConfig):
-    """List the fields of a GPT-2 config.json that the model computes with, under transformers' common
-    names.
-    """
-
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {
-        "n_embd": "hidden_size",
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "n_positions": "max_position_embeddings",
-        "n_inner": "intermediate_size",
-        "activation_function": "hidden_act",
-        "layer_norm_epsilon": "layer_norm_eps",
-    }
-    NOT_KEYS: ClassVar[frozenset[str]] = names("intermediate_size hidden_act layer_norm_eps")
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "reorder_and_upcast_attn": (False, True),  # the same numbers, in fp32
-    }
-
-    vocab_size: int = Field(gt=0, le=2**24)
-    hidden_size: int = Field(gt=0, le=2**20)
-    intermediate_size: int = Field(gt=0, le=2**22)
-    num_hidden_layers: int = Field(gt=0, le=2**12)
-    num_attention_heads: int = Field(gt=0, le=2**16)
-    max_position_embeddings: int = Field(gt=0, le=2**24)
-    hidden_act: str = "gelu_new"
-    initializer_range: float = Field(default=0.02, ge=0, le=10)
-    layer_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
-    tie_word_embeddings: bool = True
-    resid_pdrop: float = Field(default=0.1, ge=0, lt=1)
-    embd_pdrop: float = Field(default=0.1, ge=0, lt=1)
-    attn_pdrop: float = Field(default=0.1, ge=0, lt=1)
-
-    @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        fields = super().read(raw, where)
-        if "hidden_size" in fields and isinstance(fields["hidden_size"], int):
-            fields.setdefault("intermediate_size", 4 * fields["hidden_size"])
-        return fields
+class WholeHeadsConfig(ModelConfig):
+    """State that heads together are as wide as the hidden states."""
 
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
 
-    def check(self, where: str) -> None:
-        if self.hidden_size % self.num_attention_heads:
-            raise BadInput(
-                where,
-                "n_embd",
-                expected=f"a multiple of n_head={self.num_attention_heads}",
-                found=self.hidden_size,
-            )
-        if self.hidden_act not in ACTIVATIONS:
-            raise BadInput(
-                where,
-                "activation_function",
-                expected=f"one of {', '.join(ACTIVATIONS)}",
-                found=repr(self.hidden_act),
-            )
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        heads, key = self.num_attention_heads, self.spelled("num_attention_heads")
+        self.require(self.hidden_size % heads == 0, where, "hidden_size", f"a multiple of {key}={heads}")
 
-    def to_hf(self) -> dict[str, Any]:
-        return {self.spelled(key): value for key, value in self.model_dump().items()}
+
+class GPT2Config(WholeHeadsConfig):
+    """List the fields of a GPT-2 config.json."""
+
+    FIXED: ClassVar[Fixed] = {
+        "scale_attn_weights": YES,
+        "scale_attn_by_inverse_layer_idx": NO,
+        "reorder_and_upcast_attn": (False, True),  # the same numbers, in fp32
+    }
+
+    hidden_size: int = key("n_embd", "hidden_size", gt=0, le=2**20)
+    intermediate_size: Width = key("n_inner")
+    num_hidden_layers: int = key("n_layer", "num_hidden_layers", gt=0, le=2**12)
+    num_attention_heads: int = key("n_head", "num_attention_heads", gt=0, le=2**16)
+    max_position_embeddings: Count = key("n_positions", "max_position_embeddings")
+    hidden_act: str = key("activation_function", default="gelu_new")
+    layer_norm_eps: Epsilon = key("layer_norm_epsilon", default=1e-5)
+    tie_word_embeddings: bool = True
+    resid_pdrop: DropoutRate = 0.1
+    embd_pdrop: DropoutRate = 0.1
+    attn_pdrop: DropoutRate = 0.1
+
+    @classmethod
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        if fields.get("intermediate_size") is None and isinstance(fields.get("hidden_size"), int):
+            fields["intermediate_size"] = 4 * fields["hidden_size"]
+        return super().prepare(fields, where)
 
 
 NAMES = Names(

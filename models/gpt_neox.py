@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs, Dropout
 from ..parallel_state import ParallelState
-from .base.config import names
 from .base.family import Family
+from .base.fields import ABSENT, YES, DropoutRate, Epsilon, Factor, Fixed, Share, key
 from .base.names import Names, fused
 from .base.parts import attention, layer_norm, mlp
 from .llama import RotaryDecoder
@@ -33,36 +32,24 @@ NAMES = Names(
 
 
 class GPTNeoXConfig(PartialRotaryConfig):
-    """List the fields of a GPT-NeoX config.json that the model computes with."""
+    """List the fields of a GPT-NeoX config.json."""
 
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {
-        "rotary_pct": "partial_rotary_factor",
-        "rotary_emb_base": "rope_theta",
-    }
-    NOT_KEYS: ClassVar[frozenset[str]] = names("partial_rotary_factor rope_theta")
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **{key: one for key, one in PartialRotaryConfig.HARMLESS.items() if key != "rotary_pct"},
-        **dict.fromkeys(("num_key_value_heads", "rms_norm_eps"), ()),  # each head has its own; layer_norm_eps
-        "mlp_bias": (True,),
+    FIXED: ClassVar[Fixed] = {
+        **dict.fromkeys(("num_key_value_heads", "rms_norm_eps"), ABSENT),  # one for each head; layer_norm_eps
+        "mlp_bias": YES,
     }
 
     hidden_act: str = "gelu"
-    layer_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
-    partial_rotary_factor: float = Field(default=0.25, gt=0, le=1)
+    layer_norm_eps: Epsilon = 1e-5
+    rope_theta: Factor = key("rotary_emb_base", default=10000.0)
+    partial_rotary_factor: Share = key("rotary_pct", default=0.25)
     attention_bias: bool = True
     use_parallel_residual: bool = True
-    hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
+    hidden_dropout: DropoutRate = 0.0
 
-    @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        return super().read({cls.OWN_NAMES.get(key, key): value for key, value in raw.items()}, where)
-
-    def check(self, where: str) -> None:
-        super().check(where)
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
         self.check_heads_fill(where)
-
-    def to_hf(self) -> dict[str, Any]:
-        return {self.spelled(key): value for key, value in super().to_hf().items()}
 
 
 class GPTNeoXBlock(nn.Module):

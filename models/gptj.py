@@ -9,9 +9,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs, Dropout, RotaryEmbedding
-from ..parallel_state import BadInput, ParallelState
+from ..parallel_state import ParallelState
 from .base.causal_lm import CausalLM
 from .base.family import Family
+from .base.fields import NO, YES, Count, DropoutRate, Fixed, key
 from .base.names import Names
 from .base.parts import attention, layer_norm, mlp
 from .gpt2 import GPT2Config
@@ -33,33 +34,23 @@ NAMES = Names(
 
 
 class GPTJConfig(GPT2Config):
-    """List the fields of a GPT-J config.json that the model computes with."""
+    """List the fields of a GPT-J config.json."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "scale_attn_weights": (True,),
-        "rotary": (True,),
-        "tie_word_embeddings": (False,),
-    }
+    FIXED: ClassVar[Fixed] = {"rotary": YES, "tie_word_embeddings": NO}
 
-    max_position_embeddings: int = Field(default=2048, gt=0, le=2**24)
+    max_position_embeddings: Count = key("n_positions", "max_position_embeddings", default=2048)
     rotary_dim: int = Field(default=64, gt=0, multiple_of=2)
     tie_word_embeddings: bool = False
-    resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    embd_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    attn_pdrop: float = Field(default=0.0, ge=0, lt=1)
+    resid_pdrop: DropoutRate = 0.0
+    embd_pdrop: DropoutRate = 0.0
+    attn_pdrop: DropoutRate = 0.0
 
-    def check(self, where: str) -> None:
-        super().check(where)
-        if self.rotary_dim > self.head_dim:
-            expected = f"at most the width of a head, {self.head_dim}"
-            raise BadInput(where, "rotary_dim", expected=expected, found=self.rotary_dim)
-
-    def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
-        if raw.get("rotary_dim", self.rotary_dim) is None:
-            raise BadInput(where, "rotary_dim", expected="how many numbers of a head are rotated", found=None)
-
-    def to_hf(self) -> dict[str, Any]:
-        return {key: value for key, value in super().to_hf().items() if key not in self.HARMLESS}
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        width, stated = self.head_dim, raw.get("rotary_dim", self.rotary_dim)
+        self.require(self.rotary_dim <= width, where, "rotary_dim", f"at most the width of a head, {width}")
+        expected = "how many numbers of a head are rotated"
+        self.require(stated is not None, where, "rotary_dim", expected, None)
 
 
 class GPTJBlock(nn.Module):

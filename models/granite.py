@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
-from .base.config import without
 from .base.family import Family
+from .base.fields import Count, Factor
 from .base.parts import attention, gated_mlp, rms_norm
 from .llama import NAMES, LlamaConfig, RotaryDecoder
 
-_FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-
 
 class GraniteConfig(LlamaConfig):
-    """List the fields of a Granite config.json that the model computes with."""
+    """List the fields of a Granite config.json."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = without(LlamaConfig.HARMLESS, *_FACTORS)
-
-    vocab_size: int = Field(default=32000, gt=0, le=2**24)
-    embedding_multiplier: float = Field(default=1.0, gt=0)
-    attention_multiplier: float = Field(default=1.0, gt=0)
-    residual_multiplier: float = Field(default=1.0, gt=0)
-    logits_scaling: float = Field(default=1.0, gt=0)
+    vocab_size: Count = 32000
+    embedding_multiplier: Factor = 1.0
+    attention_multiplier: Factor = 1.0
+    residual_multiplier: Factor = 1.0
+    logits_scaling: Factor = 1.0
 
 
 class GraniteBlock(nn.Module):

@@ -10,16 +10,16 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs, Mamba2
-from ..parallel_state import BadInput, ParallelState
-from .base.config import MOST_BLOCKS, without
+from ..parallel_state import ParallelState
 from .base.family import Family
+from .base.fields import NO, Fixed, Whole, Width, key
+from .base.keys import MOST_BLOCKS
 from .base.names import fused
 from .base.parts import AttentionOptions, attention, gated_mlp, initial, mixture, rms_norm, router
-from .delta_net import FULL, LINEAR
+from .delta_net import FULL, LINEAR, check_mixers
 from .expert_block import ExpertsConfig
 from .granite import Granite, GraniteConfig
 from .llama import NAMES as LLAMA_NAMES
-from .llama import LlamaConfig
 
 #: What transformers 4 called the types of blocks.
 _OLDER = {"mamba": LINEAR, "attention": FULL}
@@ -30,75 +30,60 @@ _WIDTH = "mamba_d_head"
 
 
 class GraniteHybridConfig(GraniteConfig, ExpertsConfig):
-    """List the fields of a Granite 4 config.json that the model computes with.
+    """List the fields of a Granite 4 config.json.
 
     With ``num_local_experts`` 0 a block has no experts: all tokens pass its shared feed-forward alone.
     """
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **without(GraniteConfig.HARMLESS, "num_local_experts"),
-        "mlp_bias": (False,),
+    FIXED: ClassVar[Fixed] = {
+        "mlp_bias": NO,
         "time_step_limit": ((0.0, inf), [0.0, inf], [0.0, {"__float__": "Infinity"}]),
     }
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {"layers_block_type": "layer_types"}
+    READ: ClassVar[frozenset[str]] = frozenset({_CHUNK, _WIDTH})
 
-    intermediate_size: int = Field(default=11008, gt=0, le=2**22)
+    intermediate_size: Width = 11008
     num_local_experts: int = Field(default=8, ge=0, le=2**12)
     num_experts_per_tok: int = Field(default=2, ge=0)
-    shared_intermediate_size: int = Field(default=1024, gt=0, le=2**22)
+    shared_intermediate_size: Width = 1024
     position_embedding_type: Literal["rope"] | None = None
-    layer_types: tuple[str, ...] = ()
+    layer_types: tuple[str, ...] = key("layer_types", "layers_block_type", default=())
     mamba_n_heads: int = Field(default=128, gt=0, le=2**16)
     mamba_d_state: int = Field(default=256, gt=0, le=2**16)
-    mamba_n_groups: int = Field(default=1, gt=0)
+    mamba_n_groups: Whole = 1
     mamba_d_conv: int = Field(default=4, gt=0, le=2**8)
     mamba_expand: int = Field(default=2, gt=0, le=2**10)
     mamba_conv_bias: bool = True
     mamba_proj_bias: bool = False
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        fields = super().read(raw, where)
-        kinds = fields.get("layer_types")
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        kinds, count = fields.get("layer_types"), fields.get("num_hidden_layers")
         if isinstance(kinds, list):
-            fields["layer_types"] = tuple(_OLDER.get(kind, kind) for kind in kinds)
-        elif kinds is None and isinstance(count := raw.get("num_hidden_layers"), int):
+            fields["layer_types"] = [_OLDER.get(kind, kind) for kind in kinds]
+        elif kinds is None and isinstance(count, int):
             fields["layer_types"] = (LINEAR,) * min(count, MOST_BLOCKS)
-        return fields
+        return super().prepare(fields, where)
 
-    @classmethod
-    def read_keys(cls) -> set[str]:
-        return {*super().read_keys(), _CHUNK, _WIDTH}
+    def check_layer_types(self, stated: object, where: str) -> None:
+        check_mixers(self, self.layer_types, where)
 
-    def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
-        kinds, count = self.layer_types, self.num_hidden_layers
-        if len(kinds) != count or set(kinds) - {LINEAR, FULL}:
-            expected = f"{LINEAR} or {FULL} for each of {count} blocks"
-            raise BadInput(where, "layer_types", expected=expected, found=repr(list(kinds))[:80])
-        length = raw.get(_CHUNK)
-        if length is not None and (type(length) is not int or length < 1):
-            raise BadInput(where, _CHUNK, expected="a whole number from 1 up", found=repr(length)[:80])
-        width = raw.get(_WIDTH, "auto")
-        if width not in (None, "auto", self.mamba_d_head):
-            expected = f"{self.mamba_d_head}, mamba_expand x hidden_size / mamba_n_heads"
-            raise BadInput(where, _WIDTH, expected=expected, found=repr(width)[:80])
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        inner, heads = self.mamba_expand * self.hidden_size, self.mamba_n_heads
+        expected = f"a divisor of mamba_expand x hidden_size = {inner}"
+        self.require(inner % heads == 0, where, "mamba_n_heads", expected)
+        fits = heads % self.mamba_n_groups == 0
+        self.require(fits, where, "mamba_n_groups", f"a divisor of mamba_n_heads={heads}")
+        length, width = raw.get(_CHUNK), raw.get(_WIDTH)
+        fits = length is None or (type(length) is int and length > 0)
+        self.require(fits, where, _CHUNK, "a whole number from 1 up", length)
+        expected = f"{self.mamba_d_head}, mamba_expand x hidden_size / mamba_n_heads"
+        self.require(width in (None, "auto", self.mamba_d_head), where, _WIDTH, expected, width)
 
     @property
     def mamba_d_head(self) -> int:
         """Return the width of a head of a Mamba-2 mixer."""
         return self.mamba_expand * self.hidden_size // self.mamba_n_heads
-
-    def check(self, where: str) -> None:
-        if self.num_local_experts:
-            super().check(where)
-        else:
-            LlamaConfig.check(self, where)
-        if self.mamba_expand * self.hidden_size % self.mamba_n_heads:
-            expected = f"a divisor of mamba_expand x hidden_size = {self.mamba_expand * self.hidden_size}"
-            raise BadInput(where, "mamba_n_heads", expected=expected, found=self.mamba_n_heads)
-        if self.mamba_n_heads % self.mamba_n_groups:
-            expected = f"a divisor of mamba_n_heads={self.mamba_n_heads}"
-            raise BadInput(where, "mamba_n_groups", expected=expected, found=self.mamba_n_groups)
 
     def has_experts(self, number: int) -> bool:
         return self.num_local_experts > 0
@@ -109,9 +94,6 @@ class GraniteHybridConfig(GraniteConfig, ExpertsConfig):
         if not self.num_local_experts:
             del units["intermediate_size"]
         return {**units, "mamba_n_heads": self.mamba_n_heads}
-
-    def to_hf(self) -> dict[str, Any]:
-        return {**super().to_hf(), "layer_types": [*self.layer_types]}
 
 
 def mamba(cfg: GraniteHybridConfig, state: ParallelState) -> Mamba2:

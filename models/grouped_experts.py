@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 
 from ..layers import MoE, TopKRouter
-from ..parallel_state import BadInput, ParallelState
+from ..parallel_state import ParallelState
+from .base.fields import Experts, Whole, key
 from .base.names import Entry
 from .base.parts import RouterOptions, gated_mlp, mixture, router
 from .expert_block import EXPERTS, NarrowExpertsConfig
@@ -20,31 +21,26 @@ class GroupedExpertsConfig(NarrowExpertsConfig):
     transformers has no balance loss for these families, so there is none by default.
     """
 
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {"n_routed_experts": "num_local_experts"}
-
+    num_local_experts: Experts = key("n_routed_experts", "num_local_experts")
     n_shared_experts: int = Field(default=1, gt=0, le=2**10)
-    n_group: int | None = Field(default=1, gt=0)
-    topk_group: int | None = Field(default=1, gt=0)
+    n_group: Whole | None = 1
+    topk_group: Whole | None = 1
     routed_scaling_factor: float = Field(default=1.0, gt=0, le=1e3)
     first_k_dense_replace: int = Field(default=1, ge=0)
 
-    def check(self, where: str) -> None:
-        super().check(where)
-        if self.first_k_dense_replace >= self.num_hidden_layers:
-            expected = f"less than num_hidden_layers={self.num_hidden_layers}: a block with experts"
-            raise BadInput(
-                where, "first_k_dense_replace", expected=expected, found=self.first_k_dense_replace
-            )
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        blocks, chosen = self.num_hidden_layers, self.num_experts_per_tok
+        fits = self.first_k_dense_replace < blocks
+        expected = f"less than num_hidden_layers={blocks}: a block with experts"
+        self.require(fits, where, "first_k_dense_replace", expected)
         experts, (groups, kept) = self.num_local_experts, self.groups
-        if experts % groups or experts < 2 * groups:
-            expected = f"a divisor of n_routed_experts={experts}, with at least 2 experts a group"
-            raise BadInput(where, "n_group", expected=expected, found=groups)
+        fits = experts % groups == 0 and experts >= 2 * groups
+        expected = f"a divisor of n_routed_experts={experts}, with at least 2 experts a group"
+        self.require(fits, where, "n_group", expected, groups)
         each = experts // groups
-        if kept > groups or self.num_experts_per_tok > each * kept:
-            expected = (
-                f"1 to {groups} groups of {each} that hold num_experts_per_tok={self.num_experts_per_tok}"
-            )
-            raise BadInput(where, "topk_group", expected=expected, found=kept)
+        expected = f"1 to {groups} groups of {each} that hold num_experts_per_tok={chosen}"
+        self.require(kept <= groups and chosen <= each * kept, where, "topk_group", expected, kept)
 
     @property
     def groups(self) -> tuple[int, int]:
@@ -59,10 +55,7 @@ class GroupedExpertsConfig(NarrowExpertsConfig):
         return number >= self.first_k_dense_replace
 
     def to_hf(self) -> dict[str, Any]:
-        written = super().to_hf()
-        del written["router_aux_loss_coef"]
-        experts = written.pop("num_local_experts")
-        return {**written, "n_routed_experts": experts}
+        return {key: value for key, value in super().to_hf().items() if key != "router_aux_loss_coef"}
 
 
 #: Ours -> Hugging Face's; of the biases, families that have them.

@@ -7,11 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field
-
 from ..layers import RotaryEmbedding
 from ..parallel_state import BadInput
-from .base.config import names, without
+from .base.fields import Factor, key
 from .base.rope_config import RopeScaling, read_scaling, write_scaling
 from .layer_types import FULL, SLIDING, LayerTypesConfig
 
@@ -26,44 +24,43 @@ class LayerRopesConfig(LayerTypesConfig):
 
     #: The theta of blocks with a window, if nothing is stated; ``None``: ``rope_theta``.
     LOCAL_THETA: ClassVar[float | None] = None
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {f"rope_parameters.{SLIDING}": "rope_local_scaling"}
-    NOT_KEYS: ClassVar[frozenset[str]] = names("rope_local_scaling")
 
-    rope_local_base_freq: float = Field(gt=0)
-    rope_local_scaling: RopeScaling | None = None
+    rope_local_base_freq: Factor
+    rope_local_scaling: RopeScaling | None = key(f"rope_parameters.{SLIDING}", default=None)
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        given = raw.get("rope_parameters")
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        ropes = fields.get("rope_parameters")
         local: Mapping[str, Any] = {}
-        if isinstance(given, dict):
-            whole, window = (given.get(kind) or {} for kind in (FULL, SLIDING))
-            others = set(given) - {FULL, SLIDING}
+        if isinstance(ropes, dict):
+            whole, window = (ropes.get(kind) or {} for kind in (FULL, SLIDING))
+            others = set(ropes) - {FULL, SLIDING}
             if others or not isinstance(window, dict) or not isinstance(whole, dict):
                 expected = f"an object each for {FULL} and {SLIDING}"
-                raise BadInput(where, "rope_parameters", expected=expected, found=repr(given)[:80])
-            raw = {**raw, "rope_parameters": whole or None}
+                raise BadInput(where, "rope_parameters", expected=expected, found=repr(ropes)[:80])
+            fields = {**fields, "rope_parameters": whole or None}
             local = window
-        fields = super().read(raw, where)
-        most = {"max_position_embeddings": raw.get("max_position_embeddings")}
+        most = {"max_position_embeddings": fields.get("max_position_embeddings")}
+        fields = super().prepare(fields, where)
         fields["rope_local_scaling"] = read_scaling(local, most, where, f"rope_parameters.{SLIDING}")
-        both = raw.get("rope_local_base_freq"), local.get("rope_theta")
-        stated = [one for one in both if one is not None]
+        both = fields.get("rope_local_base_freq"), local.get("rope_theta")
+        stated = [theta for theta in both if theta is not None]
         if len(stated) == 2 and stated[0] != stated[1]:
             name, expected = f"rope_parameters.{SLIDING}.rope_theta", f"rope_local_base_freq={stated[0]}"
             raise BadInput(where, name, expected=expected, found=stated[1])
-        default = cls.LOCAL_THETA or fields.get("rope_theta", cls.model_fields["rope_theta"].default)
-        fields["rope_local_base_freq"] = stated[0] if stated else default
+        theta = cls.LOCAL_THETA or fields.get("rope_theta") or cls.default("rope_theta")
+        fields["rope_local_base_freq"] = stated[0] if stated else theta
         return fields
 
     def to_hf(self) -> dict[str, Any]:
         """Return both forms: transformers 4 reads the keys, transformers 5 the object for each type."""
-        said = without(super().to_hf(), "rope_local_scaling")
+        written = super().to_hf()
+        del written[self.spelled("rope_local_scaling")]
         both = {
             kind: (write_scaling(scaling) or {"rope_type": "default"}) | {"rope_theta": theta}
             for kind, (theta, scaling) in self.by_type.items()
         }
-        return {**said, "rope_parameters": both}
+        return {**written, "rope_parameters": both}
 
     @property
     def scalings(self) -> dict[str, RopeScaling | None]:

@@ -4,12 +4,10 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field
-
-from ..parallel_state import BadInput
+from .base.fields import Whole
+from .base.keys import MOST_BLOCKS, names
 from .llama import LlamaConfig
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -20,31 +18,24 @@ class LayerTypesConfig(LlamaConfig):
 
     #: Unless ``layer_types`` says otherwise, every so many blocks one has no window.
     PATTERN: ClassVar[int] = 2
+    READ: ClassVar[frozenset[str]] = names("sliding_window_pattern")
 
-    sliding_window: int | None = Field(default=4096, gt=0)
+    sliding_window: Whole | None = 4096
     layer_types: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        fields = super().read(raw, where)
-        if "sliding_window" in raw:  # null says: none
-            fields["sliding_window"] = raw["sliding_window"]
-        if isinstance(fields.get("layer_types"), list):
-            fields["layer_types"] = tuple(fields["layer_types"])
-        every, blocks = raw.get("sliding_window_pattern"), fields.get("num_hidden_layers")
-        if "layer_types" not in fields and isinstance(every, int) and isinstance(blocks, int) and every > 0:
-            fields["layer_types"] = tuple(FULL if (i + 1) % every == 0 else SLIDING for i in range(blocks))
-        return fields
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        every, blocks = fields.get("sliding_window_pattern"), fields.get("num_hidden_layers")
+        stated = fields.get("layer_types") is not None
+        if not stated and isinstance(every, int) and isinstance(blocks, int) and every > 0:
+            numbers = range(1, min(blocks, MOST_BLOCKS) + 1)
+            fields["layer_types"] = tuple(SLIDING if number % every else FULL for number in numbers)
+        return super().prepare(fields, where)
 
-    @classmethod
-    def read_keys(cls) -> set[str]:
-        return {*super().read_keys(), "sliding_window_pattern"}
-
-    def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
-        kinds, count = self.layer_types, self.num_hidden_layers
-        if kinds and (len(kinds) != count or set(kinds) - {SLIDING, FULL}):
-            expected = f"{SLIDING} or {FULL} for each of {count} blocks"
-            raise BadInput(where, "layer_types", expected=expected, found=repr(list(kinds))[:80])
+    def check_layer_types(self, stated: object, where: str) -> None:
+        kinds, blocks = self.layer_types, self.num_hidden_layers
+        fits = not kinds or (len(kinds) == blocks and set(kinds) <= {SLIDING, FULL})
+        self.require(fits, where, "layer_types", f"{SLIDING} or {FULL} for each of {blocks} blocks", [*kinds])
 
     def kind(self, number: int) -> str:
         """Return transformers' name for the attention of block ``number``."""

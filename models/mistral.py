@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
 from .base.family import Family
+from .base.fields import NO, Fixed, Whole
 from .base.parts import attention, gated_mlp, rms_norm
 from .llama import NAMES, LlamaConfig, RotaryDecoder
 
@@ -18,24 +17,10 @@ from .llama import NAMES, LlamaConfig, RotaryDecoder
 class MistralConfig(LlamaConfig):
     """List the fields of a Mistral config.json; ``sliding_window`` null: no window (from version 0.2 on)."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **LlamaConfig.HARMLESS,
-        **dict.fromkeys(("attention_bias", "mlp_bias"), (False,)),
-    }
+    FIXED: ClassVar[Fixed] = dict.fromkeys(("attention_bias", "mlp_bias"), NO)
 
-    max_position_embeddings: int = Field(default=131072, gt=0)
-    sliding_window: int | None = Field(default=4096, gt=0)
-
-    @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        fields = super().read(raw, where)
-        if "sliding_window" in raw:  # null says something, which elsewhere is as if the key were absent
-            fields["sliding_window"] = raw["sliding_window"]
-        return fields
-
-    @property
-    def layer_type(self) -> str:
-        return "full_attention" if self.sliding_window is None else "sliding_attention"
+    max_position_embeddings: Whole = 131072
+    sliding_window: Whole | None = 4096
 
 
 class MistralBlock(nn.Module):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
 from .base.family import Family
+from .base.fields import YES, ZERO, Epsilon, Experts, Factor, Fixed, Whole
 from .base.names import per_expert
 from .base.parts import attention, mixture, rms_norm, router
 from .expert_block import ExpertsConfig
@@ -20,25 +19,20 @@ from .mistral import MistralConfig
 
 
 class MixtralConfig(MistralConfig, ExpertsConfig):
-    """List the fields of a Mixtral config.json that the model computes with."""
+    """List the fields of a Mixtral config.json."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **MistralConfig.HARMLESS,
-        "router_jitter_noise": (0, 0.0),
-        "norm_topk_prob": (True,),
+    FIXED: ClassVar[Fixed] = {
+        "router_jitter_noise": ZERO,
+        "norm_topk_prob": YES,
         "scoring_func": ("softmax",),
     }
 
-    num_local_experts: int = Field(default=8, gt=0, le=2**12)
-    num_experts_per_tok: int = Field(default=2, gt=0)
-    rms_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
-    rope_theta: float = Field(default=1e6, gt=0)
-    sliding_window: int | None = Field(default=None, gt=0)
-
-    @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        # Hugging Face's default is a number; null means as many as query heads.
-        return super().read({"num_key_value_heads": 8, **raw}, where)
+    num_key_value_heads: Whole = 8
+    num_local_experts: Experts = 8
+    num_experts_per_tok: Whole = 2
+    rms_norm_eps: Epsilon = 1e-5
+    rope_theta: Factor = 1e6
+    sliding_window: Whole | None = None
 
 
 class MixtralBlock(nn.Module):

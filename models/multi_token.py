@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
-from pydantic import Field
-
-from ..parallel_state import BadInput
+from .base.fields import key
 from .grouped_experts import GroupedExpertsConfig
 
 
@@ -18,19 +16,17 @@ class MultiTokenConfig(GroupedExpertsConfig):
     transformers, whose configs do not have this field.
     """
 
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {
-        **GroupedExpertsConfig.OWN_NAMES,
-        "num_mtp_layers": "num_nextn_predict_layers",  # transformers 5's name
-    }
-
-    num_nextn_predict_layers: int = Field(default=1, ge=0, le=2**10)
+    # The second one is transformers 5's.
+    num_nextn_predict_layers: int = key(
+        "num_nextn_predict_layers", "num_mtp_layers", default=1, ge=0, le=2**10
+    )
     mtp: bool = False
 
-    def check(self, where: str) -> None:
-        super().check(where)
-        if self.mtp and not self.num_nextn_predict_layers:
-            expected = "1 or more with mtp, which trains blocks that predict further tokens"
-            raise BadInput(where, "num_nextn_predict_layers", expected=expected, found=0)
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        expected = "1 or more with mtp, which trains blocks that predict further tokens"
+        fits = self.num_nextn_predict_layers or not self.mtp
+        self.require(fits, where, "num_nextn_predict_layers", expected)
 
     @property
     def further_blocks(self) -> int:
@@ -41,5 +37,4 @@ class MultiTokenConfig(GroupedExpertsConfig):
         return self.num_nextn_predict_layers if self.mtp else 0
 
     def to_hf(self) -> dict[str, Any]:
-        written = super().to_hf()
-        return written if self.mtp else {key: value for key, value in written.items() if key != "mtp"}
+        return {key: value for key, value in super().to_hf().items() if self.mtp or key != "mtp"}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs, HeadsRMSNorm
 from ..parallel_state import ParallelState
 from .base.family import Family
+from .base.fields import ABSENT, NO, Epsilon, Fixed
 from .base.parts import AttentionOptions, HeadNorm, attention, gated_mlp, rms_norm
 from .llama import NAMES as LLAMA_NAMES
 from .llama import LlamaConfig, RotaryDecoder
@@ -26,16 +25,11 @@ NAMES = LLAMA_NAMES.but(
 
 
 class Olmo2Config(LlamaConfig):
-    """List the fields of an OLMo 2 config.json that the model computes with."""
+    """List the fields of an OLMo 2 config.json."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **LlamaConfig.HARMLESS,
-        **dict.fromkeys(HEAD_NORMS, (True,)),
-        "mlp_bias": (False,),
-        "clip_qkv": (),
-    }
+    FIXED: ClassVar[Fixed] = {**HEAD_NORMS, "mlp_bias": NO, "clip_qkv": ABSENT}
 
-    rms_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
+    rms_norm_eps: Epsilon = 1e-5
 
 
 def head_norm(cfg: Olmo2Config, state: ParallelState) -> HeadNorm:

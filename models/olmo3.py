@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs, RotaryEmbedding
 from ..parallel_state import ParallelState
 from .base.family import Family
+from .base.fields import Factor
 from .base.parts import AttentionOptions, attention, gated_mlp, rms_norm
 from .layer_ropes import LayerRopesConfig
 from .llama import RotaryDecoder
@@ -18,11 +18,11 @@ from .olmo2 import NAMES, Olmo2Config, head_norm
 
 
 class Olmo3Config(Olmo2Config, LayerRopesConfig):
-    """List the fields of an OLMo 3 config.json that the model computes with."""
+    """List the fields of an OLMo 3 config.json."""
 
     PATTERN: ClassVar[int] = 4
 
-    rope_theta: float = Field(default=500000.0, gt=0)
+    rope_theta: Factor = 500000.0
 
 
 class Olmo3Block(nn.Module):

@@ -11,19 +11,19 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import (
-    ACTIVATIONS,
     AttentionInputs,
     Dropout,
     PositionEmbedding,
     ReplicatedLinear,
     default_positions,
 )
-from ..parallel_state import BadInput, ParallelState
+from ..parallel_state import ParallelState
 from .base.causal_lm import CausalLM
-from .base.config import ModelConfig, names
 from .base.family import Family
+from .base.fields import NO, YES, ZERO, Count, DropoutRate, Fixed, Width, key
 from .base.names import Names
 from .base.parts import attention, layer_norm, mlp
+from .gpt2 import WholeHeadsConfig
 
 #: The first position's row; those before it are no token's.
 OFFSET = 2
@@ -53,42 +53,33 @@ NAMES = Names(
 )
 
 
-class OPTConfig(ModelConfig):
-    """List the fields of an OPT config.json that the model computes with, under transformers' common
-    names.
-    """
+class OPTConfig(WholeHeadsConfig):
+    """List the fields of an OPT config.json."""
 
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {
-        "ffn_dim": "intermediate_size",
-        "activation_function": "hidden_act",
-        "init_std": "initializer_range",
+    FIXED: ClassVar[Fixed] = {
+        "_remove_final_layer_norm": NO,
+        "layer_norm_elementwise_affine": YES,
+        "layerdrop": ZERO,
     }
-    NOT_KEYS: ClassVar[frozenset[str]] = names("intermediate_size hidden_act initializer_range")
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "_remove_final_layer_norm": (False,),
-        "layer_norm_elementwise_affine": (True,),
-        "layerdrop": (0, 0.0),
-    }
+    # Transformers' default is a token whose embedding it does not train.
+    ADDED: ClassVar[Mapping[str, object]] = {"pad_token_id": None}
 
-    vocab_size: int = Field(gt=0, le=2**24)
-    hidden_size: int = Field(gt=0, le=2**20)
-    intermediate_size: int = Field(gt=0, le=2**22)
-    num_hidden_layers: int = Field(gt=0, le=2**12)
-    num_attention_heads: int = Field(gt=0, le=2**16)
-    max_position_embeddings: int = Field(default=2048, gt=0, le=2**24)
+    intermediate_size: Width = key("ffn_dim")
+    max_position_embeddings: Count = 2048
     word_embed_proj_dim: int = Field(gt=0, le=2**20)
-    hidden_act: str = "relu"
-    initializer_range: float = Field(default=0.02, ge=0, le=10)
+    hidden_act: str = key("activation_function", default="relu")
+    initializer_range: float = key("init_std", default=0.02, ge=0, le=10)
     tie_word_embeddings: bool = True
     do_layer_norm_before: bool = True
     enable_bias: bool = True
-    dropout: float = Field(default=0.1, ge=0, lt=1)
-    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    dropout: DropoutRate = 0.1
+    attention_dropout: DropoutRate = 0.0
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        fields = super().read(raw, where)
-        return {"word_embed_proj_dim": fields.get("hidden_size"), **fields}
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        if fields.get("word_embed_proj_dim") is None:
+            fields["word_embed_proj_dim"] = fields.get("hidden_size")
+        return super().prepare(fields, where)
 
     @property
     def embedding_width(self) -> int:
@@ -97,23 +88,6 @@ class OPTConfig(ModelConfig):
     @property
     def layer_norm_eps(self) -> float:
         return 1e-5
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-    def check(self, where: str) -> None:
-        if self.hidden_size % self.num_attention_heads:
-            expected = f"a multiple of num_attention_heads={self.num_attention_heads}"
-            raise BadInput(where, "hidden_size", expected=expected, found=self.hidden_size)
-        if self.hidden_act not in ACTIVATIONS:
-            expected, found = f"one of {', '.join(ACTIVATIONS)}", repr(self.hidden_act)
-            raise BadInput(where, "activation_function", expected=expected, found=found)
-
-    def to_hf(self) -> dict[str, Any]:
-        # Transformers' default is a token whose embedding it does not train.
-        fields = {self.spelled(key): value for key, value in super().to_hf().items()}
-        return {**fields, "pad_token_id": None}
 
 
 class ProjectedNorm(nn.Module):

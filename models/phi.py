@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs, Dropout, LayerNorm
 from ..parallel_state import ParallelState
-from .base.config import without
 from .base.family import Family
+from .base.fields import NO, YES, ZERO, DropoutRate, Factor, Fixed, Share, Whole, key
 from .base.parts import HeadNorm, attention, layer_norm, mlp
 from .gpt_neox import GPTNeoXConfig
 from .llama import NAMES as LLAMA_NAMES
@@ -30,21 +28,21 @@ NAMES = LLAMA_NAMES.but(
 
 
 class PhiConfig(GPTNeoXConfig):
-    """List the fields of a Phi config.json that the model computes with."""
+    """List the fields of a Phi config.json."""
 
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {}
-    NOT_KEYS: ClassVar[frozenset[str]] = frozenset()
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **without(GPTNeoXConfig.HARMLESS, "qk_layernorm", "num_key_value_heads"),
-        **dict.fromkeys(("attention_bias", "use_parallel_residual"), (True,)),
-        **{"hidden_dropout": (0, 0.0), "tie_word_embeddings": (False,)},
+    FIXED: ClassVar[Fixed] = {
+        **dict.fromkeys(("attention_bias", "use_parallel_residual"), YES),
+        "hidden_dropout": ZERO,
+        "tie_word_embeddings": NO,
     }
 
+    num_key_value_heads: Whole
     hidden_act: str = "gelu_new"
-    partial_rotary_factor: float = Field(default=0.5, gt=0, le=1)
+    rope_theta: Factor = key("rope_theta", default=10000.0)
+    partial_rotary_factor: Share = key("partial_rotary_factor", default=0.5)
     qk_layernorm: bool = False
-    resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    embd_pdrop: float = Field(default=0.0, ge=0, lt=1)
+    resid_pdrop: DropoutRate = 0.0
+    embd_pdrop: DropoutRate = 0.0
 
 
 class PhiBlock(nn.Module):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs, Dropout
-from ..parallel_state import BadInput, ParallelState
+from ..parallel_state import ParallelState
 from .base.family import Family
+from .base.fields import NO, DropoutRate, Epsilon, Fixed, Whole
 from .base.names import Entry, fused
 from .base.parts import attention, gated_mlp, rms_norm
 from .llama import NAMES as LLAMA_NAMES
@@ -32,40 +32,30 @@ NAMES = LLAMA_NAMES.but(
 
 
 class Phi3Config(PartialRotaryConfig):
-    """List the fields of a Phi 3 config.json that the model computes with.
+    """List the fields of a Phi 3 config.json.
 
     ``original_max_position_embeddings`` is where longrope changes its factors, wherever a config has it.
     """
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **PartialRotaryConfig.HARMLESS,
-        **dict.fromkeys(("attention_bias", "mlp_bias"), (False,)),
-    }
+    FIXED: ClassVar[Fixed] = dict.fromkeys(("attention_bias", "mlp_bias"), NO)
+    # Transformers' default is a token that a small vocabulary does not have.
+    ADDED: ClassVar[Mapping[str, object]] = {"pad_token_id": None}
 
-    max_position_embeddings: int = Field(default=4096, gt=0)
-    original_max_position_embeddings: int = Field(default=4096, gt=0)
-    rms_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
-    resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    embd_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    sliding_window: int | None = Field(default=None, gt=0)
+    max_position_embeddings: Whole = 4096
+    original_max_position_embeddings: Whole = 4096
+    rms_norm_eps: Epsilon = 1e-5
+    resid_pdrop: DropoutRate = 0.0
+    embd_pdrop: DropoutRate = 0.0
+    sliding_window: Whole | None = None
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        return super().read({"original_max_position_embeddings": 4096, **raw}, where)
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        return super().prepare({"original_max_position_embeddings": 4096, **fields}, where)
 
-    def check(self, where: str) -> None:
-        super().check(where)
-        if self.rope_scaling is not None and self.rope_scaling.rope_type != "longrope":
-            found = repr(self.rope_scaling.rope_type)
-            raise BadInput(where, "rope_scaling.rope_type", expected="'longrope' or null", found=found)
-
-    def to_hf(self) -> dict[str, Any]:
-        # Transformers' default is a token that a small vocabulary does not have.
-        return {**super().to_hf(), "pad_token_id": None}
-
-    @property
-    def layer_type(self) -> str:
-        return "full_attention" if self.sliding_window is None else "sliding_attention"
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        kind = getattr(self.rope_scaling, "rope_type", "longrope")
+        self.require(kind == "longrope", where, "rope_scaling.rope_type", "'longrope' or null", kind)
 
 
 class Phi3Block(nn.Module):

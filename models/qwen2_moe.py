@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs, GatedShared, MoE
 from ..parallel_state import ParallelState
-from .base.config import names, without
 from .base.family import Family
+from .base.fields import NO, YES, Experts, Fixed, Whole, Width, key
 from .base.names import Entry
 from .base.parts import attention, gated_mlp, initial, mixture, rms_norm, router
 from .expert_block import EXPERTS
@@ -23,9 +21,8 @@ from .qwen_moe import Qwen3MoeConfig
 class SharedExpertConfig(Qwen3MoeConfig):
     """List the fields of Qwen's experts, and the width of the net for all tokens beside them."""
 
-    NOT_KEYS: ClassVar[frozenset[str]] = names("num_local_experts")
-
-    shared_expert_intermediate_size: int = Field(default=5632, gt=0, le=2**22)
+    num_local_experts: Experts = key("num_experts")
+    shared_expert_intermediate_size: Width = 5632
 
     @property
     def tensor_units(self) -> dict[str, int]:
@@ -36,20 +33,16 @@ class SharedExpertConfig(Qwen3MoeConfig):
 class Qwen2MoeConfig(SharedExpertConfig):
     """List the fields of a Qwen 2 config.json with experts; blocks of ``mlp_only_layers`` have none."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **without(Qwen3MoeConfig.HARMLESS, *HEAD_NORMS),
-        **dict.fromkeys(HEAD_NORMS, (False,)),
-        "attention_bias": (True,),  # on queries, keys and values: qkv_bias says it
+    FIXED: ClassVar[Fixed] = {
+        **dict.fromkeys(HEAD_NORMS, NO),
+        "attention_bias": YES,  # on queries, keys and values: qkv_bias says it
     }
 
-    num_local_experts: int = Field(default=60, gt=0, le=2**12)
-    num_experts_per_tok: int = Field(default=4, gt=0)
-    moe_intermediate_size: int = Field(default=1408, gt=0, le=2**22)
+    num_key_value_heads: Whole = 16
+    num_local_experts: Experts = 60
+    num_experts_per_tok: Whole = 4
+    moe_intermediate_size: Width = 1408
     qkv_bias: bool = True
-
-    @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        return super().read({"num_key_value_heads": 16, **raw}, where)
 
 
 def shared_mixture(cfg: SharedExpertConfig, state: ParallelState) -> MoE:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
 from .base.family import Family
+from .base.fields import Whole
 from .base.names import fused
 from .base.parts import gated_mlp
 from .delta_net import (
@@ -29,12 +29,14 @@ _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 class Qwen35Config(DeltaNetConfig):
     """List the fields of a Qwen 3.5 text config.json."""
 
+    num_key_value_heads: Whole = 4
+
     @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        rope = raw.get("rope_parameters")
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        rope = fields.get("rope_parameters")
         if isinstance(rope, dict):
-            raw = {**raw, "rope_parameters": {key: rope[key] for key in rope if key not in _OF_IMAGES}}
-        return super().read({"num_key_value_heads": 4, **raw}, where)
+            fields["rope_parameters"] = {key: rope[key] for key in rope if key not in _OF_IMAGES}
+        return super().prepare(fields, where)
 
 
 class Qwen35Block(nn.Module):

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
-
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
-from .base.config import without
 from .base.family import Family
+from .base.fields import Experts, Whole, Width
 from .base.names import fused
 from .base.parts import gated_mlp
 from .delta_net import LINEAR, NAMES, DeltaNetConfig, delta_net, gated_attention, hybrid_norm
@@ -26,19 +22,12 @@ class Qwen3NextConfig(DeltaNetConfig, SharedExpertConfig):
     as transformers does.
     """
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = without(
-        SharedExpertConfig.HARMLESS, "partial_rotary_factor"
-    )
-
-    num_local_experts: int = Field(default=512, gt=0, le=2**12)
-    num_experts_per_tok: int = Field(default=10, gt=0)
-    moe_intermediate_size: int = Field(default=512, gt=0, le=2**22)
-    shared_expert_intermediate_size: int = Field(default=512, gt=0, le=2**22)
+    num_key_value_heads: Whole = 2
+    num_local_experts: Experts = 512
+    num_experts_per_tok: Whole = 10
+    moe_intermediate_size: Width = 512
+    shared_expert_intermediate_size: Width = 512
     norm_topk_prob: bool = True
-
-    @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        return super().read({"num_key_value_heads": 2, **raw}, where)
 
     @property
     def further_blocks(self) -> int:

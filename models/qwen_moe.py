@@ -10,61 +10,44 @@ from torch import Tensor, nn
 
 from ..layers import AttentionInputs
 from ..parallel_state import BadInput, ParallelState
-from .base.config import MOST_BLOCKS
 from .base.family import Family
+from .base.fields import Experts, Fixed, Whole, Width, key
+from .base.keys import MOST_BLOCKS
 from .base.parts import attention, gated_mlp, head_rms_norm, mixture, rms_norm, router
 from .expert_block import EXPERTS, NarrowExpertsConfig
 from .llama import NAMES, RotaryDecoder
-from .qwen import HEAD_NORMS, QWEN3, check_no_windows
+from .qwen import HEAD_NORMS, NoWindowsConfig
 
 
-class Qwen3MoeConfig(NarrowExpertsConfig):
+class Qwen3MoeConfig(NoWindowsConfig, NarrowExpertsConfig):
     """List the fields of a Qwen 3 config.json with experts; blocks of ``mlp_only_layers`` have none."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **NarrowExpertsConfig.HARMLESS,
-        **dict.fromkeys(HEAD_NORMS, (True,)),
-        "scoring_func": ("softmax",),
-    }
+    FIXED: ClassVar[Fixed] = {**HEAD_NORMS, "scoring_func": ("softmax",)}
+
+    num_key_value_heads: Whole = 4
     #: transformers 4 writes the one, transformers 5 the other.
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
-
-    num_local_experts: int = Field(default=128, gt=0, le=2**12)
-    num_experts_per_tok: int = Field(default=8, gt=0)
-    moe_intermediate_size: int = Field(default=768, gt=0, le=2**22)
-    decoder_sparse_step: int = Field(default=1, gt=0)
+    num_local_experts: Experts = key("num_experts", "num_local_experts", default=128)
+    num_experts_per_tok: Whole = 8
+    moe_intermediate_size: Width = 768
+    decoder_sparse_step: Whole = 1
     mlp_only_layers: tuple[Annotated[int, Field(ge=0, lt=MOST_BLOCKS)], ...] = ()
-    max_position_embeddings: int = Field(default=32768, gt=0)
+    max_position_embeddings: Whole = 32768
 
-    @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        check_no_windows(raw, where)
-        fields = super().read({"num_key_value_heads": 4, **raw}, where)
-        if isinstance(fields.get("mlp_only_layers"), list):
-            fields["mlp_only_layers"] = tuple(fields["mlp_only_layers"])
-        return fields
-
-    @classmethod
-    def read_keys(cls) -> set[str]:
-        return {*super().read_keys(), *QWEN3.config.read_keys()}
-
-    def check(self, where: str) -> None:
-        super().check(where)
-        absent = [number for number in self.mlp_only_layers if number >= self.num_hidden_layers]
-        if absent:
-            expected = f"numbers of the {self.num_hidden_layers} blocks, from 0"
-            raise BadInput(where, "mlp_only_layers", expected=expected, found=absent[0])
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        blocks, step = self.num_hidden_layers, self.decoder_sparse_step
+        last = max(self.mlp_only_layers, default=0)
+        self.require(last < blocks, where, "mlp_only_layers", f"numbers of the {blocks} blocks, from 0", last)
         if not self.blocks_with_experts:
-            found = f"decoder_sparse_step={self.decoder_sparse_step} of {self.num_hidden_layers} blocks"
+            found = f"decoder_sparse_step={step} of {blocks} blocks"
             raise BadInput(where, "mlp_only_layers", expected="a block with experts", found=found)
 
     def has_experts(self, number: int) -> bool:
         return number not in self.mlp_only_layers and (number + 1) % self.decoder_sparse_step == 0
 
     def to_hf(self) -> dict[str, Any]:
-        written = {key: value for key, value in super().to_hf().items() if key not in self.NOT_KEYS}
-        layers = [*self.mlp_only_layers]
-        return {**written, "num_experts": self.num_local_experts, "mlp_only_layers": layers}
+        experts = {key: self.num_local_experts for key in self.KEYS["num_local_experts"]}
+        return {**super().to_hf(), **experts}
 
 
 class Qwen3MoeBlock(nn.Module):

@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs, Dropout
 from ..parallel_state import ParallelState
 from .base.family import Family
+from .base.fields import DropoutRate, HeadDim, Whole
 from .base.parts import attention, gated_mlp, rms_norm
 from .llama import NAMES, LlamaConfig, RotaryDecoder
 
 
 class SeedOssConfig(LlamaConfig):
-    """List the fields of a Seed-OSS config.json that the model computes with, and transformers' defaults.
+    """List the fields of a Seed-OSS config.json.
 
     ``attention_bias``: on queries, keys and values; ``attention_out_bias``: on the product after attention.
     """
 
-    head_dim: int = Field(default=128, gt=0, le=2**16, multiple_of=2)
-    max_position_embeddings: int = Field(default=524288, gt=0)
+    # By default transformers ends at and pads with tokens that other vocabularies use.
+    ADDED: ClassVar[Mapping[str, object]] = {"pad_token_id": None}
+
+    num_key_value_heads: Whole = 8
+    head_dim: HeadDim = 128
+    max_position_embeddings: Whole = 524288
     attention_bias: bool = True
     attention_out_bias: bool = False
-    attention_dropout: float = Field(default=0.1, ge=0, lt=1)
-    residual_dropout: float = Field(default=0.1, ge=0, lt=1)
-
-    @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        return super().read({"num_key_value_heads": 8, "head_dim": 128, **raw}, where)
-
-    def to_hf(self) -> dict[str, Any]:
-        # By default transformers ends at and pads with tokens that other vocabularies use.
-        return {**super().to_hf(), "pad_token_id": None}
+    attention_dropout: DropoutRate = 0.1
+    residual_dropout: DropoutRate = 0.1
 
 
 class SeedOssBlock(nn.Module):

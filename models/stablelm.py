@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
-from .base.config import without
 from .base.family import Family
+from .base.fields import ABSENT, NO, DropoutRate, Epsilon, Fixed, Share, Whole
 from .base.names import per_expert
 from .base.parts import attention, gated_mlp, head_layer_norm, layer_norm
 from .llama import NAMES as LLAMA_NAMES
@@ -27,24 +26,23 @@ NAMES = LLAMA_NAMES.but(
 
 
 class StableLmConfig(PartialRotaryConfig):
-    """List the fields of a StableLM config.json that the model computes with."""
+    """List the fields of a StableLM config.json."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **without(PartialRotaryConfig.HARMLESS, "qk_layernorm"),
-        **dict.fromkeys(("attention_bias", "rms_norm_eps"), ()),  # use_qkv_bias and layer_norm_eps say it
-        "mlp_bias": (False,),
+    FIXED: ClassVar[Fixed] = {
+        **dict.fromkeys(("attention_bias", "rms_norm_eps"), ABSENT),  # use_qkv_bias and layer_norm_eps say it
+        "mlp_bias": NO,
     }
 
-    max_position_embeddings: int = Field(default=4096, gt=0)
-    layer_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
-    partial_rotary_factor: float = Field(default=0.25, gt=0, le=1)
+    max_position_embeddings: Whole = 4096
+    layer_norm_eps: Epsilon = 1e-5
+    partial_rotary_factor: Share = 0.25
     use_qkv_bias: bool = False
     qk_layernorm: bool = False
     use_parallel_residual: bool = False
-    hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
+    hidden_dropout: DropoutRate = 0.0
 
-    def check(self, where: str) -> None:
-        super().check(where)
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
         self.check_heads_fill(where)
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import AttentionInputs, Dropout
 from ..parallel_state import ParallelState
-from .base.config import names
 from .base.family import Family
+from .base.fields import ABSENT, DropoutRate, Epsilon, Fixed, Whole, key
 from .base.parts import attention, layer_norm, mlp
 from .llama import NAMES as LLAMA_NAMES
 from .llama import LlamaConfig, RotaryDecoder
@@ -20,39 +19,25 @@ NAMES = LLAMA_NAMES.but({"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"})
 
 
 class Starcoder2Config(LlamaConfig):
-    """List the fields of a StarCoder 2 config.json that the model computes with."""
+    """List the fields of a StarCoder 2 config.json."""
 
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {"norm_epsilon": "layer_norm_eps"}
-    NOT_KEYS: ClassVar[frozenset[str]] = names("layer_norm_eps")
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **LlamaConfig.HARMLESS,
-        **dict.fromkeys(
-            ("attention_bias", "mlp_bias", "rms_norm_eps"), ()
-        ),  # use_bias and norm_epsilon say it
+    FIXED: ClassVar[Fixed] = {
+        # use_bias and norm_epsilon say it
+        **dict.fromkeys(("attention_bias", "mlp_bias", "rms_norm_eps"), ABSENT),
         "mlp_type": ("default",),
         "norm_type": ("layer_norm",),
     }
 
+    num_key_value_heads: Whole = 2
     hidden_act: str = "gelu_pytorch_tanh"
-    max_position_embeddings: int = Field(default=4096, gt=0)
+    max_position_embeddings: Whole = 4096
     initializer_range: float = Field(default=0.018042, ge=0, le=10)
-    layer_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
+    layer_norm_eps: Epsilon = key("norm_epsilon", default=1e-5)
     tie_word_embeddings: bool = True
     use_bias: bool = True
-    sliding_window: int | None = Field(default=None, gt=0)
-    residual_dropout: float = Field(default=0.0, ge=0, lt=1)
-    embedding_dropout: float = Field(default=0.0, ge=0, lt=1)
-
-    @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        return super().read({"num_key_value_heads": 2, **raw}, where)
-
-    def to_hf(self) -> dict[str, Any]:
-        return {self.spelled(key): value for key, value in super().to_hf().items()}
-
-    @property
-    def layer_type(self) -> str:
-        return "full_attention" if self.sliding_window is None else "sliding_attention"
+    sliding_window: Whole | None = None
+    residual_dropout: DropoutRate = 0.0
+    embedding_dropout: DropoutRate = 0.0
 
 
 class Starcoder2Block(nn.Module):

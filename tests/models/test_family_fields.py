@@ -12,7 +12,7 @@ from support.families import close, config_of, on_disk, ours_from, transformers_
 from transformers import AutoConfig, PreTrainedConfig
 from trilith.layers import gather_logits
 from trilith.models import FAMILIES
-from trilith.models.base.config import DENIED, INERT
+from trilith.models.base.keys import DENIED, INERT
 from trilith.parallel_state import BadInput, declarations
 from trilith.planner.kinds_of_blocks import block_kinds
 
