@@ -1,4 +1,4 @@
-"""Floor 3: the zoo, one file per family: config, Hugging Face names, block.
+"""Floor 3: the zoo; a file has a family, or one and its successors: config, Hugging Face names, block.
 
 Offers ``family_of``, which returns the ``Family`` of a config.json; a family builds a ``CausalLM`` for any
 layout. ``adapted`` adds LoRA to a family. ``published_size`` finds a published model by name. ``Rename``,

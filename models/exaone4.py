@@ -14,7 +14,7 @@ from .base.keys import MOST_BLOCKS
 from .base.parts import AttentionOptions, attention, gated_mlp, head_rms_norm, rms_norm
 from .layer_types import FULL, LayerTypesConfig
 from .llama import RotaryDecoder
-from .olmo2 import NAMES
+from .olmo import NAMES
 from .qwen import HEAD_NORMS
 
 
@@ -64,7 +64,6 @@ class Exaone4Block(nn.Module):
 class Exaone4(RotaryDecoder):
     """Compute EXAONE 4, or the stage that this pipeline rank holds."""
 
-    config: Exaone4Config
     Block = Exaone4Block
 
 

@@ -1,4 +1,4 @@
-"""Define the config fields, names and layers that Llama's relatives with experts share."""
+"""Config fields, names and layers of experts: alone, in groups beside shared ones, and with MTP blocks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from ..parallel_state import BadInput
-from .base.fields import NO, Experts, Fixed, Whole, Width
+from ..layers import MoE, TopKRouter
+from ..parallel_state import BadInput, ParallelState
+from .base.fields import NO, Experts, Fixed, Whole, Width, key
 from .base.keys import MOST_EXPERTS
 from .base.names import Entry, per_expert
+from .base.parts import RouterOptions, gated_mlp, mixture, router
 from .llama import LlamaConfig
 
 
@@ -80,3 +82,101 @@ EXPERTS: dict[str, Entry] = {
     "mlp.experts.up": per_expert("mlp.experts.{e}.up_proj.weight"),
     "mlp.experts.down": per_expert("mlp.experts.{e}.down_proj.weight"),
 }
+
+
+class GroupedExpertsConfig(NarrowExpertsConfig):
+    """List the fields of such experts. The first ``first_k_dense_replace`` blocks have none.
+
+    transformers has no balance loss for these families, so there is none by default.
+    """
+
+    num_local_experts: Experts = key("n_routed_experts", "num_local_experts")
+    n_shared_experts: int = Field(default=1, gt=0, le=2**10)
+    n_group: Whole | None = 1
+    topk_group: Whole | None = 1
+    routed_scaling_factor: float = Field(default=1.0, gt=0, le=1e3)
+    first_k_dense_replace: int = Field(default=1, ge=0)
+
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        blocks, chosen = self.num_hidden_layers, self.num_experts_per_tok
+        fits = self.first_k_dense_replace < blocks
+        expected = f"less than num_hidden_layers={blocks}: a block with experts"
+        self.require(fits, where, "first_k_dense_replace", expected)
+        experts, (groups, kept) = self.num_local_experts, self.groups
+        fits = experts % groups == 0 and experts >= 2 * groups
+        expected = f"a divisor of n_routed_experts={experts}, with at least 2 experts a group"
+        self.require(fits, where, "n_group", expected, groups)
+        each = experts // groups
+        expected = f"1 to {groups} groups of {each} that hold num_experts_per_tok={chosen}"
+        self.require(kept <= groups and chosen <= each * kept, where, "topk_group", expected, kept)
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """Return the number of groups of experts, and the number of them that a token's experts are in."""
+        return self.n_group or 1, self.topk_group or 1
+
+    @property
+    def balance_factor(self) -> float:
+        return 0.0
+
+    def has_experts(self, number: int) -> bool:
+        return number >= self.first_k_dense_replace
+
+    def to_hf(self) -> dict[str, Any]:
+        return {key: value for key, value in super().to_hf().items() if key != "router_aux_loss_coef"}
+
+
+#: Ours -> Hugging Face's; of the biases, families that have them.
+GROUPED_EXPERTS: dict[str, Entry] = {
+    **EXPERTS,
+    "mlp.router.bias": "mlp.gate.e_score_correction_bias",
+    "mlp.shared.gate_up.gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared.gate_up.up": "mlp.shared_experts.up_proj",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+}
+
+
+def grouped_experts(cfg: GroupedExpertsConfig, router: TopKRouter, state: ParallelState) -> MoE:
+    """Make the experts of a block behind ``router``, and beside them one net for all tokens."""
+    shared = gated_mlp(cfg, state, cfg.n_shared_experts * cfg.moe_intermediate_size, entered=True)
+    return mixture(cfg, router, cfg.moe_intermediate_size, state, shared=shared)
+
+
+def corrected_router(cfg: GroupedExpertsConfig, state: ParallelState) -> TopKRouter:
+    """Make the router of DeepSeek-V3 and GLM-4.5: sigmoid scores, and biases for the choice (noaux_tc)."""
+    groups, kept = cfg.groups
+    options = RouterOptions(normalize=cfg.norm_topk_prob, groups=groups, groups_kept=kept)
+    options |= {"score": "sigmoid", "bias_corrected": True, "scale": cfg.routed_scaling_factor}
+    return router(cfg, state, **options)
+
+
+class MultiTokenConfig(GroupedExpertsConfig):
+    """List the fields of such blocks. ``num_nextn_predict_layers``: how many there are after the last block.
+
+    ``mtp``: the model has them, and they can be trained. Without it their tensors are not read, as by
+    transformers, whose configs do not have this field.
+    """
+
+    # The second one is transformers 5's.
+    num_nextn_predict_layers: int = key(
+        "num_nextn_predict_layers", "num_mtp_layers", default=1, ge=0, le=2**10
+    )
+    mtp: bool = False
+
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        expected = "1 or more with mtp, which trains blocks that predict further tokens"
+        fits = self.num_nextn_predict_layers or not self.mtp
+        self.require(fits, where, "num_nextn_predict_layers", expected)
+
+    @property
+    def further_blocks(self) -> int:
+        return 0 if self.mtp else self.num_nextn_predict_layers
+
+    @property
+    def mtp_blocks(self) -> int:
+        return self.num_nextn_predict_layers if self.mtp else 0
+
+    def to_hf(self) -> dict[str, Any]:
+        return {key: value for key, value in super().to_hf().items() if self.mtp or key != "mtp"}

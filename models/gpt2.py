@@ -8,12 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..layers import (
-    AttentionInputs,
-    Dropout,
-    PositionEmbedding,
-    default_positions,
-)
+from ..layers import AttentionInputs, Dropout, PositionEmbedding, default_positions
 from ..parallel_state import Normal, ParallelState
 from .base.causal_lm import CausalLM
 from .base.config import ModelConfig

@@ -76,7 +76,6 @@ class GPTNeoXBlock(nn.Module):
 class GPTNeoX(RotaryDecoder):
     """Compute GPT-NeoX, or the stage that this pipeline rank holds."""
 
-    config: GPTNeoXConfig
     Block = GPTNeoXBlock
     make_norm = staticmethod(layer_norm)
     embedding_dropout = "hidden_dropout"

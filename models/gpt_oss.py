@@ -15,8 +15,7 @@ from .base.keys import names
 from .base.parts import attention, initial, rms_norm, router
 from .expert_block import ExpertsConfig
 from .layer_types import LayerTypesConfig
-from .llama import NAMES as LLAMA_NAMES
-from .llama import RotaryDecoder
+from .llama import LLAMA_NAMES, RotaryDecoder
 
 NAMES = LLAMA_NAMES.but(
     {
@@ -115,7 +114,6 @@ class GptOssBlock(nn.Module):
 class GptOss(RotaryDecoder):
     """Compute GPT-OSS, or the stage that this pipeline rank holds."""
 
-    config: GptOssConfig
     Block = GptOssBlock
 
 

@@ -98,7 +98,7 @@ class LlamaConfig(ModelConfig):
 
 
 #: Ours -> Hugging Face's, of Llama and of what its relatives add.
-NAMES = Names(
+LLAMA_NAMES = Names(
     "model.layers.{i}",
     {"embed": "model.embed_tokens"},
     {
@@ -160,6 +160,6 @@ LLAMA = Family(
     "LlamaForCausalLM",
     LlamaConfig,
     Llama,
-    NAMES,
+    LLAMA_NAMES,
     ignorable=("model.layers.{i}.self_attn.rotary_emb.inv_freq",),
 )

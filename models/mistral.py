@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases, whose tokens see the last ``sliding_window`` tokens alone."""
+"""Mistral, whose tokens see the last ``sliding_window`` tokens alone, and Mixtral, with experts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from ..layers import AttentionInputs
 from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.fields import NO, Fixed, Whole
-from .base.parts import attention, gated_mlp, rms_norm
-from .llama import NAMES, LlamaConfig, RotaryDecoder
+from .base.fields import NO, YES, ZERO, Epsilon, Experts, Factor, Fixed, Whole
+from .base.names import per_expert
+from .base.parts import attention, gated_mlp, mixture, rms_norm, router
+from .expert_block import ExpertsConfig
+from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
 
 
 class MistralConfig(LlamaConfig):
@@ -47,8 +49,64 @@ class MistralBlock(nn.Module):
 class Mistral(RotaryDecoder):
     """Compute Mistral, or the stage that this pipeline rank holds."""
 
-    config: MistralConfig
     Block = MistralBlock
 
 
-MISTRAL = Family("mistral", "MistralForCausalLM", MistralConfig, Mistral, NAMES)
+MISTRAL = Family("mistral", "MistralForCausalLM", MistralConfig, Mistral, LLAMA_NAMES)
+
+
+class MixtralConfig(MistralConfig, ExpertsConfig):
+    """List the fields of a Mixtral config.json."""
+
+    FIXED: ClassVar[Fixed] = {
+        "router_jitter_noise": ZERO,
+        "norm_topk_prob": YES,
+        "scoring_func": ("softmax",),
+    }
+
+    num_key_value_heads: Whole = 8
+    num_local_experts: Experts = 8
+    num_experts_per_tok: Whole = 2
+    rms_norm_eps: Epsilon = 1e-5
+    rope_theta: Factor = 1e6
+    sliding_window: Whole | None = None
+
+
+class MixtralBlock(nn.Module):
+    """Compute a block of Mixtral. Source: Jiang et al. 2024.
+
+    x = x + attention(attention_norm(x))    * a window
+    x = x + mlp(mlp_norm(x))                * experts
+    """
+
+    def __init__(self, cfg: MixtralConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        experts = mixture(cfg, router(cfg, state), cfg.intermediate_size, state)
+        self.attention_norm, self.attention = (
+            rms_norm(cfg, state),
+            attention(cfg, state, window=cfg.sliding_window),
+        )
+        self.mlp_norm, self.mlp = rms_norm(cfg, state), experts
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class Mixtral(RotaryDecoder):
+    """Compute Mixtral, or the stage that this pipeline rank holds."""
+
+    Block = MixtralBlock
+
+
+MIXTRAL_NAMES = LLAMA_NAMES.but(
+    {
+        "mlp.router": "block_sparse_moe.gate",
+        "mlp.experts.gate": per_expert("block_sparse_moe.experts.{e}.w1.weight"),
+        "mlp.experts.up": per_expert("block_sparse_moe.experts.{e}.w3.weight"),
+        "mlp.experts.down": per_expert("block_sparse_moe.experts.{e}.w2.weight"),
+    }
+)
+
+MIXTRAL = Family("mixtral", "MixtralForCausalLM", MixtralConfig, Mixtral, MIXTRAL_NAMES)

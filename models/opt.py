@@ -10,13 +10,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..layers import (
-    AttentionInputs,
-    Dropout,
-    PositionEmbedding,
-    ReplicatedLinear,
-    default_positions,
-)
+from ..layers import AttentionInputs, Dropout, PositionEmbedding, ReplicatedLinear, default_positions
 from ..parallel_state import ParallelState
 from .base.causal_lm import CausalLM
 from .base.family import Family

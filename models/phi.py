@@ -12,8 +12,7 @@ from .base.family import Family
 from .base.fields import NO, YES, ZERO, DropoutRate, Factor, Fixed, Share, Whole, key
 from .base.parts import HeadNorm, attention, layer_norm, mlp
 from .gpt_neox import GPTNeoXConfig
-from .llama import NAMES as LLAMA_NAMES
-from .llama import RotaryDecoder
+from .llama import LLAMA_NAMES, RotaryDecoder
 
 NAMES = LLAMA_NAMES.but(
     {
@@ -73,7 +72,6 @@ def head_norm(cfg: PhiConfig, state: ParallelState) -> HeadNorm:
 class Phi(RotaryDecoder):
     """Compute Phi, or the stage that this pipeline rank holds."""
 
-    config: PhiConfig
     Block = PhiBlock
     make_norm = staticmethod(layer_norm)
     embedding_dropout = "embd_pdrop"

@@ -13,8 +13,7 @@ from .base.family import Family
 from .base.fields import NO, DropoutRate, Epsilon, Fixed, Whole
 from .base.names import Entry, fused
 from .base.parts import attention, gated_mlp, rms_norm
-from .llama import NAMES as LLAMA_NAMES
-from .llama import RotaryDecoder
+from .llama import LLAMA_NAMES, RotaryDecoder
 from .partial_rotary import PartialRotaryConfig
 
 #: Ours -> Hugging Face's, where a gate and what it multiplies are stored as one.
@@ -83,7 +82,6 @@ class Phi3Block(nn.Module):
 class Phi3(RotaryDecoder):
     """Compute Phi 3, or the stage that this pipeline rank holds."""
 
-    config: Phi3Config
     Block = Phi3Block
     embedding_dropout = "embd_pdrop"
 

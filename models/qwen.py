@@ -12,7 +12,7 @@ from .base.family import Family
 from .base.fields import NO, YES, Fixed, HeadDim, Whole
 from .base.keys import names
 from .base.parts import attention, gated_mlp, head_rms_norm, rms_norm
-from .llama import NAMES, LlamaConfig, RotaryDecoder
+from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
 
 #: Other families' switches for the norms of queries and keys, which Qwen 3 always has.
 HEAD_NORMS = dict.fromkeys(("use_qk_norm", "qk_norm", "qk_layernorm"), YES)
@@ -64,7 +64,6 @@ class Qwen2Block(nn.Module):
 class Qwen2(RotaryDecoder):
     """Compute Qwen 2 or 2.5, or the stage that this pipeline rank holds."""
 
-    config: Qwen2Config
     Block = Qwen2Block
 
 
@@ -106,9 +105,8 @@ class Qwen3Block(nn.Module):
 class Qwen3(RotaryDecoder):
     """Compute Qwen 3, or the stage that this pipeline rank holds."""
 
-    config: Qwen3Config
     Block = Qwen3Block
 
 
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", Qwen2Config, Qwen2, NAMES)
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", Qwen3Config, Qwen3, NAMES)
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", Qwen2Config, Qwen2, LLAMA_NAMES)
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", Qwen3Config, Qwen3, LLAMA_NAMES)

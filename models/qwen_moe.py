@@ -1,4 +1,4 @@
-"""Qwen 3 with experts, in all blocks or in some."""
+"""Qwen 3 with experts, and Qwen 1.5 and 2 with experts and one more net for all tokens, behind a gate."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..layers import AttentionInputs
+from ..layers import AttentionInputs, GatedShared, MoE
 from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
-from .base.fields import Experts, Fixed, Whole, Width, key
+from .base.fields import NO, YES, Experts, Fixed, Whole, Width, key
 from .base.keys import MOST_BLOCKS
-from .base.parts import attention, gated_mlp, head_rms_norm, mixture, rms_norm, router
+from .base.names import Entry
+from .base.parts import attention, gated_mlp, head_rms_norm, initial, mixture, rms_norm, router
 from .expert_block import EXPERTS, NarrowExpertsConfig
-from .llama import NAMES, RotaryDecoder
+from .llama import LLAMA_NAMES, RotaryDecoder
 from .qwen import HEAD_NORMS, NoWindowsConfig
 
 
@@ -78,14 +79,84 @@ class Qwen3MoeBlock(nn.Module):
 class Qwen3Moe(RotaryDecoder):
     """Compute Qwen 3 with experts, or the stage that this pipeline rank holds."""
 
-    config: Qwen3MoeConfig
     Block = Qwen3MoeBlock
 
 
-QWEN3_MOE = Family(
-    "qwen3_moe",
-    "Qwen3MoeForCausalLM",
-    Qwen3MoeConfig,
-    Qwen3Moe,
-    NAMES.but(EXPERTS),
+QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", Qwen3MoeConfig, Qwen3Moe, LLAMA_NAMES.but(EXPERTS))
+
+
+class SharedExpertConfig(Qwen3MoeConfig):
+    """List the fields of Qwen's experts, and the width of the net for all tokens beside them."""
+
+    num_local_experts: Experts = key("num_experts")
+    shared_expert_intermediate_size: Width = 5632
+
+    @property
+    def tensor_units(self) -> dict[str, int]:
+        shared = self.shared_expert_intermediate_size
+        return {**super().tensor_units, "shared_expert_intermediate_size": shared}
+
+
+class Qwen2MoeConfig(SharedExpertConfig):
+    """List the fields of a Qwen 2 config.json with experts; blocks of ``mlp_only_layers`` have none."""
+
+    FIXED: ClassVar[Fixed] = {
+        **dict.fromkeys(HEAD_NORMS, NO),
+        "attention_bias": YES,  # on queries, keys and values: qkv_bias says it
+    }
+
+    num_key_value_heads: Whole = 16
+    num_local_experts: Experts = 60
+    num_experts_per_tok: Whole = 4
+    moe_intermediate_size: Width = 1408
+    qkv_bias: bool = True
+
+
+def shared_mixture(cfg: SharedExpertConfig, state: ParallelState) -> MoE:
+    """Make the experts of a block and, beside them, the net for all tokens behind its gate."""
+    net = gated_mlp(cfg, state, cfg.shared_expert_intermediate_size, entered=True)
+    shared = GatedShared(cfg.hidden_size, net, initial=initial(cfg), state=state)
+    chosen_by = router(cfg, state, normalize=cfg.norm_topk_prob)
+    return mixture(cfg, chosen_by, cfg.moe_intermediate_size, state, shared=shared)
+
+
+class Qwen2MoeBlock(nn.Module):
+    """Compute a block of Qwen 1.5 or 2 with experts.
+
+    x = x + attention(attention_norm(x))    * biases on queries, keys and values
+    x = x + mlp(mlp_norm(x))                * experts and a gated net, or one net
+    """
+
+    def __init__(self, cfg: Qwen2MoeConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = (
+            rms_norm(cfg, state),
+            attention(cfg, state, qkv_bias=cfg.qkv_bias),
+        )
+        self.mlp_norm = rms_norm(cfg, state)
+        self.mlp = shared_mixture(cfg, state) if cfg.has_experts(number) else gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class Qwen2Moe(RotaryDecoder):
+    """Compute Qwen 2 with experts, or the stage that this pipeline rank holds."""
+
+    Block = Qwen2MoeBlock
+
+
+#: Ours -> Hugging Face's, of the experts and the net beside them.
+SHARED_MIXTURE: dict[str, Entry] = {
+    **EXPERTS,
+    "mlp.shared.gate": "mlp.shared_expert_gate.weight",
+    "mlp.shared.net.gate_up.gate": "mlp.shared_expert.gate_proj",
+    "mlp.shared.net.gate_up.up": "mlp.shared_expert.up_proj",
+    "mlp.shared.net.down": "mlp.shared_expert.down_proj",
+}
+
+QWEN2_MOE = Family(
+    "qwen2_moe", "Qwen2MoeForCausalLM", Qwen2MoeConfig, Qwen2Moe, LLAMA_NAMES.but(SHARED_MIXTURE)
 )

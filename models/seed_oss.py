@@ -12,7 +12,7 @@ from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.fields import DropoutRate, HeadDim, Whole
 from .base.parts import attention, gated_mlp, rms_norm
-from .llama import NAMES, LlamaConfig, RotaryDecoder
+from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
 
 
 class SeedOssConfig(LlamaConfig):
@@ -56,8 +56,7 @@ class SeedOssBlock(nn.Module):
 class SeedOss(RotaryDecoder):
     """Compute Seed-OSS, or the stage that this pipeline rank holds."""
 
-    config: SeedOssConfig
     Block = SeedOssBlock
 
 
-SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", SeedOssConfig, SeedOss, NAMES)
+SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", SeedOssConfig, SeedOss, LLAMA_NAMES)

@@ -13,7 +13,7 @@ from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.fields import Factor, Whole
 from .base.parts import attention, gated_mlp, rms_norm
-from .llama import NAMES, RotaryDecoder
+from .llama import LLAMA_NAMES, RotaryDecoder
 from .qwen import NoWindowsConfig
 
 
@@ -72,8 +72,7 @@ class SmolLM3Block(nn.Module):
 class SmolLM3(RotaryDecoder):
     """Compute SmolLM 3, or the stage that this pipeline rank holds."""
 
-    config: SmolLM3Config
     Block = SmolLM3Block
 
 
-SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", SmolLM3Config, SmolLM3, NAMES)
+SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", SmolLM3Config, SmolLM3, LLAMA_NAMES)

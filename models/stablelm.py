@@ -13,8 +13,7 @@ from .base.family import Family
 from .base.fields import ABSENT, NO, DropoutRate, Epsilon, Fixed, Share, Whole
 from .base.names import per_expert
 from .base.parts import attention, gated_mlp, head_layer_norm, layer_norm
-from .llama import NAMES as LLAMA_NAMES
-from .llama import RotaryDecoder
+from .llama import LLAMA_NAMES, RotaryDecoder
 from .partial_rotary import PartialRotaryConfig
 
 NAMES = LLAMA_NAMES.but(
@@ -76,7 +75,6 @@ class StableLmBlock(nn.Module):
 class StableLm(RotaryDecoder):
     """Compute StableLM, or the stage that this pipeline rank holds."""
 
-    config: StableLmConfig
     Block = StableLmBlock
     make_norm = staticmethod(layer_norm)
 

@@ -12,8 +12,7 @@ from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.fields import ABSENT, DropoutRate, Epsilon, Fixed, Whole, key
 from .base.parts import attention, layer_norm, mlp
-from .llama import NAMES as LLAMA_NAMES
-from .llama import LlamaConfig, RotaryDecoder
+from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
 
 NAMES = LLAMA_NAMES.but({"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"})
 
@@ -64,7 +63,6 @@ class Starcoder2Block(nn.Module):
 class Starcoder2(RotaryDecoder):
     """Compute StarCoder 2, or the stage that this pipeline rank holds."""
 
-    config: Starcoder2Config
     Block = Starcoder2Block
     make_norm = staticmethod(layer_norm)
     embedding_dropout = "embedding_dropout"
