@@ -43,9 +43,8 @@ class CohereBlock(nn.Module):
 
     def __init__(self, cfg: CohereConfig, number: int, state: ParallelState) -> None:
         super().__init__()
-        bias, norm = cfg.attention_bias, head_layer_norm(cfg, state) if cfg.use_qk_norm else None
-        self.attention_norm = unbiased_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, qk_norm=norm)
+        norm = head_layer_norm(cfg, state) if cfg.use_qk_norm else None
+        self.attention_norm, self.attention = unbiased_norm(cfg, state), attention(cfg, state, qk_norm=norm)
         self.mlp = gated_mlp(cfg, state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
@@ -95,10 +94,10 @@ class Cohere2Block(nn.Module):
 
     def __init__(self, cfg: Cohere2Config, number: int, state: ParallelState) -> None:
         super().__init__()
-        bias, window = cfg.attention_bias, cfg.window(number)
+        window = cfg.window(number)
         rotary = None if window is None else "all"
         self.attention_norm = unbiased_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, rotary=rotary, window=window)
+        self.attention = attention(cfg, state, rotary=rotary, window=window)
         self.mlp = gated_mlp(cfg, state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:

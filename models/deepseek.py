@@ -106,23 +106,24 @@ def latent_attention(cfg: LatentAttentionConfig, state: ParallelState) -> MultiH
 
 def grouped_router(cfg: DeepseekV2Config, state: ParallelState) -> TopKRouter:
     """Make the router of DeepSeek-V2: softmax scores, and a token's experts in its best groups."""
-    (groups, kept), scale = cfg.groups, cfg.routed_scaling_factor
-    return router(cfg, state, normalize=False, scale=scale, groups=groups, groups_kept=kept)
+    (groups, chosen), scale = cfg.groups, cfg.routed_scaling_factor
+    return router(cfg, state, normalize=False, scale=scale, groups=groups, groups_kept=chosen)
 
 
-class DeepseekV2Block(nn.Module):
-    """Compute a block of DeepSeek-V2 (DeepSeek-AI 2024).
+class DeepseekBlock(nn.Module):
+    """Compute a block of DeepSeek-V2 or V3 (DeepSeek-AI 2024).
 
     x = x + attention(attention_norm(x))    * multi-head latent attention
     x = x + mlp(mlp_norm(x))                * after the first blocks: experts and a net for all tokens
     """
 
-    def __init__(self, cfg: DeepseekV2Config, number: int, state: ParallelState) -> None:
+    def __init__(self, cfg: Any, number: int, state: ParallelState) -> None:
         super().__init__()
         self.attention_norm, self.attention = rms_norm(cfg, state), latent_attention(cfg, state)
         self.mlp_norm = rms_norm(cfg, state)
         if cfg.has_experts(number):
-            self.mlp: nn.Module = grouped_experts(cfg, grouped_router(cfg, state), state)
+            make_router = corrected_router if isinstance(cfg, DeepseekV3Config) else grouped_router
+            self.mlp: nn.Module = grouped_experts(cfg, make_router(cfg, state), state)
         else:
             self.mlp = gated_mlp(cfg, state)
 
@@ -136,7 +137,7 @@ class DeepseekV2(RotaryDecoder):
     """Compute DeepSeek-V2, or the stage that this pipeline rank holds: neighbours are rotated."""
 
     config: DeepseekV2Config
-    Block = DeepseekV2Block
+    Block = DeepseekBlock
 
     def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
         return rotary(self.config, interleaved=True)
@@ -179,33 +180,11 @@ class DeepseekV3Config(LatentAttentionConfig, MultiTokenConfig):
     max_position_embeddings: Whole = 4096
 
 
-class DeepseekV3Block(nn.Module):
-    """Compute a block of DeepSeek-V3 (DeepSeek-AI 2024).
-
-    x = x + attention(attention_norm(x))    * multi-head latent attention
-    x = x + mlp(mlp_norm(x))                * after the first blocks: experts and a net for all tokens
-    """
-
-    def __init__(self, cfg: DeepseekV3Config, number: int, state: ParallelState) -> None:
-        super().__init__()
-        self.attention_norm, self.attention = rms_norm(cfg, state), latent_attention(cfg, state)
-        self.mlp_norm = rms_norm(cfg, state)
-        if cfg.has_experts(number):
-            self.mlp: nn.Module = grouped_experts(cfg, corrected_router(cfg, state), state)
-        else:
-            self.mlp = gated_mlp(cfg, state)
-
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
-        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
-        return x_BSD
-
-
 class DeepseekV3(RotaryDecoder):
     """Compute DeepSeek-V3, or the stage that this pipeline rank holds."""
 
     config: DeepseekV3Config
-    Block = DeepseekV3Block
+    Block = DeepseekBlock
 
     def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
         return rotary(self.config, interleaved=self.config.rope_interleave)

@@ -99,17 +99,17 @@ class GroupedExpertsConfig(NarrowExpertsConfig):
 
     def check(self, raw: Mapping[str, Any], where: str) -> None:
         super().check(raw, where)
-        blocks, chosen = self.num_hidden_layers, self.num_experts_per_tok
+        blocks, top_k = self.num_hidden_layers, self.num_experts_per_tok
         fits = self.first_k_dense_replace < blocks
         expected = f"less than num_hidden_layers={blocks}: a block with experts"
         self.require(fits, where, "first_k_dense_replace", expected)
-        experts, (groups, kept) = self.num_local_experts, self.groups
+        experts, (groups, chosen) = self.num_local_experts, self.groups
         fits = experts % groups == 0 and experts >= 2 * groups
         expected = f"a divisor of n_routed_experts={experts}, with at least 2 experts a group"
         self.require(fits, where, "n_group", expected, groups)
         each = experts // groups
-        expected = f"1 to {groups} groups of {each} that hold num_experts_per_tok={chosen}"
-        self.require(kept <= groups and chosen <= each * kept, where, "topk_group", expected, kept)
+        expected = f"1 to {groups} groups of {each} that hold num_experts_per_tok={top_k}"
+        self.require(chosen <= groups and top_k <= each * chosen, where, "topk_group", expected, chosen)
 
     @property
     def groups(self) -> tuple[int, int]:
@@ -145,8 +145,8 @@ def grouped_experts(cfg: GroupedExpertsConfig, router: TopKRouter, state: Parall
 
 def corrected_router(cfg: GroupedExpertsConfig, state: ParallelState) -> TopKRouter:
     """Make the router of DeepSeek-V3 and GLM-4.5: sigmoid scores, and biases for the choice (noaux_tc)."""
-    groups, kept = cfg.groups
-    options = RouterOptions(normalize=cfg.norm_topk_prob, groups=groups, groups_kept=kept)
+    groups, chosen = cfg.groups
+    options = RouterOptions(normalize=cfg.norm_topk_prob, groups=groups, groups_kept=chosen)
     options |= {"score": "sigmoid", "bias_corrected": True, "scale": cfg.routed_scaling_factor}
     return router(cfg, state, **options)
 

@@ -53,9 +53,7 @@ class GemmaBlock(nn.Module):
 
     def __init__(self, cfg: GemmaConfig, number: int, state: ParallelState) -> None:
         super().__init__()
-        bias = cfg.attention_bias
-        self.attention_norm = gemma_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias)
+        self.attention_norm, self.attention = gemma_norm(cfg, state), attention(cfg, state)
         self.mlp_norm, self.mlp = gemma_norm(cfg, state), gated_mlp(cfg, state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
@@ -117,10 +115,10 @@ class Gemma2Block(nn.Module):
 
     def __init__(self, cfg: Gemma2Config, number: int, state: ParallelState) -> None:
         super().__init__()
-        bias, scale, cap = cfg.attention_bias, cfg.query_pre_attn_scalar**-0.5, cfg.attn_logit_softcapping
+        scale, cap = cfg.query_pre_attn_scalar**-0.5, cfg.attn_logit_softcapping
         options = AttentionOptions(window=cfg.window(number), scale=scale, soft_cap=cap)
         self.attention_norm = gemma_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, **options)
+        self.attention = attention(cfg, state, **options)
         self.after_attention, self.mlp_norm = gemma_norm(cfg, state), gemma_norm(cfg, state)
         self.mlp, self.after_mlp = gated_mlp(cfg, state), gemma_norm(cfg, state)
 
@@ -189,11 +187,11 @@ class Gemma3Block(nn.Module):
 
     def __init__(self, cfg: Gemma3Config, number: int, state: ParallelState) -> None:
         super().__init__()
-        bias, norms = cfg.attention_bias, head_rms_norm(cfg, state, offset=1.0)
+        norms = head_rms_norm(cfg, state, offset=1.0)
         options = AttentionOptions(rotary=cfg.kind(number), window=cfg.window(number), qk_norm=norms)
         options["scale"] = cfg.query_pre_attn_scalar**-0.5
         self.attention_norm = gemma_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, **options)
+        self.attention = attention(cfg, state, **options)
         self.after_attention, self.mlp_norm = gemma_norm(cfg, state), gemma_norm(cfg, state)
         self.mlp, self.after_mlp = gated_mlp(cfg, state), gemma_norm(cfg, state)
 

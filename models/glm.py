@@ -52,7 +52,7 @@ class Glm4Block(nn.Module):
     def __init__(self, cfg: Glm4Config, number: int, state: ParallelState) -> None:
         super().__init__()
         self.attention_norm = rms_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=cfg.attention_bias)
+        self.attention = attention(cfg, state, out_bias=False)
         self.after_attention, self.mlp_norm = rms_norm(cfg, state), rms_norm(cfg, state)
         self.mlp, self.after_mlp = gated_mlp(cfg, state), rms_norm(cfg, state)
 
@@ -102,7 +102,7 @@ class Glm4MoeBlock(nn.Module):
         super().__init__()
         norms = head_rms_norm(cfg, state) if cfg.use_qk_norm else None
         self.attention_norm = rms_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=cfg.attention_bias, qk_norm=norms)
+        self.attention = attention(cfg, state, out_bias=False, qk_norm=norms)
         self.mlp_norm = rms_norm(cfg, state)
         if cfg.has_experts(number):
             self.mlp: nn.Module = grouped_experts(cfg, corrected_router(cfg, state), state)

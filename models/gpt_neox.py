@@ -61,8 +61,7 @@ class GPTNeoXBlock(nn.Module):
 
     def __init__(self, cfg: GPTNeoXConfig, number: int, state: ParallelState) -> None:
         super().__init__()
-        self.attention_norm = layer_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=cfg.attention_bias, out_bias=cfg.attention_bias)
+        self.attention_norm, self.attention = layer_norm(cfg, state), attention(cfg, state)
         self.mlp_norm, self.mlp = layer_norm(cfg, state), mlp(cfg, state)
         self.dropout, self.parallel = Dropout(cfg.hidden_dropout, state=state), cfg.use_parallel_residual
 

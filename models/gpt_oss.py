@@ -100,9 +100,8 @@ class GptOssBlock(nn.Module):
 
     def __init__(self, cfg: GptOssConfig, number: int, state: ParallelState) -> None:
         super().__init__()
-        bias, window = cfg.attention_bias, cfg.window(number)
         self.attention_norm = rms_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, window=window, sinks=True)
+        self.attention = attention(cfg, state, window=cfg.window(number), sinks=True)
         self.mlp_norm, self.mlp = rms_norm(cfg, state), clamped_mixture(cfg, state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:

@@ -15,7 +15,7 @@ from .base.family import Family
 from .base.fields import NO, Count, Factor, Fixed, Whole, Width, key
 from .base.keys import MOST_BLOCKS
 from .base.names import fused
-from .base.parts import AttentionOptions, attention, gated_mlp, initial, mixture, rms_norm, router
+from .base.parts import attention, gated_mlp, initial, mixture, rms_norm, router
 from .expert_block import ExpertsConfig
 from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
 from .qwen_hybrid import FULL, LINEAR, check_mixers
@@ -40,10 +40,9 @@ class GraniteBlock(nn.Module):
 
     def __init__(self, cfg: GraniteConfig, number: int, state: ParallelState) -> None:
         super().__init__()
-        bias, factor = cfg.attention_bias, cfg.attention_multiplier
         self.attention_norm = rms_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, scale=factor)
-        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state, bias=cfg.mlp_bias)
+        self.attention = attention(cfg, state, scale=cfg.attention_multiplier)
+        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
         self.scale = cfg.residual_multiplier
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
@@ -176,10 +175,9 @@ class GraniteHybridBlock(nn.Module):
         if self.recurrent:
             self.mixer_norm, self.mixer = rms_norm(cfg, state), mamba(cfg, state)
         else:
-            bias, rotary = cfg.attention_bias, "all" if cfg.position_embedding_type == "rope" else None
-            options = AttentionOptions(rotary=rotary, scale=cfg.attention_multiplier)
+            rotary = "all" if cfg.position_embedding_type == "rope" else None
             self.attention_norm = rms_norm(cfg, state)
-            self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, **options)
+            self.attention = attention(cfg, state, rotary=rotary, scale=cfg.attention_multiplier)
         self.mlp_norm = rms_norm(cfg, state)
         shared = gated_mlp(cfg, state, cfg.shared_intermediate_size, entered=cfg.has_experts(number))
         if cfg.has_experts(number):

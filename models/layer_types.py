@@ -27,11 +27,11 @@ class LayerTypesConfig(LlamaConfig):
 
     @classmethod
     def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
-        every, blocks = fields.get("sliding_window_pattern"), fields.get("num_hidden_layers")
+        pattern, blocks = fields.get("sliding_window_pattern"), fields.get("num_hidden_layers")
         stated = fields.get("layer_types") is not None
-        if not stated and isinstance(every, int) and isinstance(blocks, int) and every > 0:
+        if not stated and isinstance(pattern, int) and isinstance(blocks, int) and pattern > 0:
             numbers = range(1, min(blocks, MOST_BLOCKS) + 1)
-            fields["layer_types"] = tuple(SLIDING if number % every else FULL for number in numbers)
+            fields["layer_types"] = tuple(SLIDING if number % pattern else FULL for number in numbers)
         return super().prepare(fields, where)
 
     def check_layer_types(self, stated: object, where: str) -> None:

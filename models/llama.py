@@ -71,6 +71,10 @@ class LlamaConfig(ModelConfig):
         same = stated is None or stated == [kind] * blocks
         self.require(same, where, "layer_types", f"{kind} for every one of {blocks} blocks", stated)
 
+    def has_experts(self, number: int) -> bool:
+        """Tell whether block ``number`` has experts, or one net."""
+        return False
+
     @property
     def layer_type(self) -> str:
         """Return transformers' name for the attention of every block."""
@@ -137,10 +141,8 @@ class LlamaBlock(nn.Module):
 
     def __init__(self, cfg: LlamaConfig, number: int, state: ParallelState) -> None:
         super().__init__()
-        bias = cfg.attention_bias
-        self.attention_norm = rms_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias)
-        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state, bias=cfg.mlp_bias)
+        self.attention_norm, self.attention = rms_norm(cfg, state), attention(cfg, state)
+        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..layers import AttentionInputs
+from ..layers import AttentionInputs, MoE
 from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.fields import NO, YES, ZERO, Epsilon, Experts, Factor, Fixed, Whole
@@ -25,20 +25,24 @@ class MistralConfig(LlamaConfig):
     sliding_window: Whole | None = 4096
 
 
+def mixtral_experts(cfg: MixtralConfig, state: ParallelState) -> MoE:
+    """Make the experts of a block."""
+    return mixture(cfg, router(cfg, state), cfg.intermediate_size, state)
+
+
 class MistralBlock(nn.Module):
-    """Compute a block of Mistral. Source: Jiang et al. 2023.
+    """Compute a block of Mistral or Mixtral. Source: Jiang et al. 2023, 2024.
 
     x = x + attention(attention_norm(x))    * a window
-    x = x + mlp(mlp_norm(x))
+    x = x + mlp(mlp_norm(x))                * Mixtral: experts
     """
 
-    def __init__(self, cfg: MistralConfig, number: int, state: ParallelState) -> None:
+    def __init__(self, cfg: Any, number: int, state: ParallelState) -> None:
         super().__init__()
-        self.attention_norm, self.attention = (
-            rms_norm(cfg, state),
-            attention(cfg, state, window=cfg.sliding_window),
-        )
-        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
+        self.attention_norm = rms_norm(cfg, state)
+        self.attention = attention(cfg, state, window=cfg.sliding_window)
+        self.mlp_norm = rms_norm(cfg, state)
+        self.mlp = mixtral_experts(cfg, state) if cfg.has_experts(number) else gated_mlp(cfg, state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
@@ -72,32 +76,10 @@ class MixtralConfig(MistralConfig, ExpertsConfig):
     sliding_window: Whole | None = None
 
 
-class MixtralBlock(nn.Module):
-    """Compute a block of Mixtral. Source: Jiang et al. 2024.
-
-    x = x + attention(attention_norm(x))    * a window
-    x = x + mlp(mlp_norm(x))                * experts
-    """
-
-    def __init__(self, cfg: MixtralConfig, number: int, state: ParallelState) -> None:
-        super().__init__()
-        experts = mixture(cfg, router(cfg, state), cfg.intermediate_size, state)
-        self.attention_norm, self.attention = (
-            rms_norm(cfg, state),
-            attention(cfg, state, window=cfg.sliding_window),
-        )
-        self.mlp_norm, self.mlp = rms_norm(cfg, state), experts
-
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
-        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
-        return x_BSD
-
-
 class Mixtral(RotaryDecoder):
     """Compute Mixtral, or the stage that this pipeline rank holds."""
 
-    Block = MixtralBlock
+    Block = MistralBlock
 
 
 MIXTRAL_NAMES = LLAMA_NAMES.but(

@@ -11,7 +11,7 @@ from ..layers import AttentionInputs, HeadsRMSNorm, RotaryEmbedding
 from ..parallel_state import ParallelState
 from .base.family import Family
 from .base.fields import ABSENT, NO, Epsilon, Factor, Fixed
-from .base.parts import AttentionOptions, HeadNorm, attention, gated_mlp, rms_norm
+from .base.parts import HeadNorm, attention, gated_mlp, rms_norm
 from .layer_types import LayerRopesConfig
 from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
 from .qwen import HEAD_NORMS
@@ -47,8 +47,7 @@ class Olmo2Block(nn.Module):
 
     def __init__(self, cfg: Olmo2Config, number: int, state: ParallelState) -> None:
         super().__init__()
-        bias, options = cfg.attention_bias, AttentionOptions(qk_norm=head_norm(cfg, state))
-        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, **options)
+        self.attention = attention(cfg, state, qk_norm=head_norm(cfg, state))
         self.after_attention = rms_norm(cfg, state)
         self.mlp, self.after_mlp = gated_mlp(cfg, state), rms_norm(cfg, state)
 
@@ -84,9 +83,8 @@ class Olmo3Block(nn.Module):
 
     def __init__(self, cfg: Olmo3Config, number: int, state: ParallelState) -> None:
         super().__init__()
-        bias, norms = cfg.attention_bias, head_norm(cfg, state)
-        options = AttentionOptions(qk_norm=norms, rotary=cfg.kind(number), window=cfg.window(number))
-        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, **options)
+        kind, window, norm = cfg.kind(number), cfg.window(number), head_norm(cfg, state)
+        self.attention = attention(cfg, state, qk_norm=norm, rotary=kind, window=window)
         self.after_attention = rms_norm(cfg, state)
         self.mlp, self.after_mlp = gated_mlp(cfg, state), rms_norm(cfg, state)
 

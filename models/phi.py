@@ -54,8 +54,7 @@ class PhiBlock(nn.Module):
     def __init__(self, cfg: PhiConfig, number: int, state: ParallelState) -> None:
         super().__init__()
         norm = head_norm(cfg, state) if cfg.qk_layernorm else None
-        self.attention_norm = layer_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=True, out_bias=True, qk_norm=norm)
+        self.attention_norm, self.attention = layer_norm(cfg, state), attention(cfg, state, qk_norm=norm)
         self.mlp, self.dropout = mlp(cfg, state), Dropout(cfg.resid_pdrop, state=state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:

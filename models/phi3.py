@@ -66,10 +66,8 @@ class Phi3Block(nn.Module):
 
     def __init__(self, cfg: Phi3Config, number: int, state: ParallelState) -> None:
         super().__init__()
-        self.attention_norm, self.attention = (
-            rms_norm(cfg, state),
-            attention(cfg, state, window=cfg.sliding_window),
-        )
+        self.attention_norm = rms_norm(cfg, state)
+        self.attention = attention(cfg, state, window=cfg.sliding_window)
         self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
         self.dropout = Dropout(cfg.resid_pdrop, state=state)
 

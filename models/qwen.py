@@ -91,9 +91,8 @@ class Qwen3Block(nn.Module):
 
     def __init__(self, cfg: Qwen3Config, number: int, state: ParallelState) -> None:
         super().__init__()
-        bias, norms = cfg.attention_bias, head_rms_norm(cfg, state)
-        self.attention_norm = rms_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, qk_norm=norms)
+        norms = head_rms_norm(cfg, state)
+        self.attention_norm, self.attention = rms_norm(cfg, state), attention(cfg, state, qk_norm=norms)
         self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:

@@ -46,13 +46,13 @@ class DeltaNetConfig(NoWindowsConfig, PartialRotaryConfig):
     def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
         if fields.get("head_dim") is None:  # also where it is null: not a share of the hidden size
             fields["head_dim"] = cls.default("head_dim")
-        count, every = fields.get("num_hidden_layers"), fields.get(_INTERVAL)
-        every = 4 if every is None else every
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise BadInput(where, _INTERVAL, expected="a whole number from 1 up", found=repr(every)[:80])
+        count, interval = fields.get("num_hidden_layers"), fields.get(_INTERVAL)
+        interval = 4 if interval is None else interval
+        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
+            raise BadInput(where, _INTERVAL, expected="a whole number from 1 up", found=repr(interval)[:80])
         if fields.get("layer_types") is None and isinstance(count, int):
             numbers = range(1, min(count, MOST_BLOCKS) + 1)
-            fields["layer_types"] = tuple(LINEAR if number % every else FULL for number in numbers)
+            fields["layer_types"] = tuple(LINEAR if number % interval else FULL for number in numbers)
         return super().prepare(fields, where)
 
     def check_layer_types(self, stated: object, where: str) -> None:
@@ -81,8 +81,7 @@ hybrid_norm = partial(rms_norm, offset=1.0)
 
 def gated_attention(cfg: DeltaNetConfig, state: ParallelState) -> Attention:
     """Make attention behind a gate, with a norm of each head."""
-    bias, norms = cfg.attention_bias, head_rms_norm(cfg, state, offset=1.0)
-    return attention(cfg, state, qkv_bias=bias, out_bias=bias, qk_norm=norms, gated=True)
+    return attention(cfg, state, qk_norm=head_rms_norm(cfg, state, offset=1.0), gated=True)
 
 
 def delta_net(cfg: DeltaNetConfig, state: ParallelState) -> GatedDeltaNet:
@@ -117,6 +116,33 @@ NAMES = LLAMA_NAMES.but(
 )
 
 
+class QwenHybridBlock(nn.Module):
+    """Compute a block of either. Its mixer has other names than attention, since files tell them apart.
+
+    x = x + mixer(mixer_norm(x))            * gated delta net; norms scale by 1 + weight
+    x = x + attention(attention_norm(x))    * in every fourth block: gated, heads normalised, partly rotated
+    x = x + mlp(mlp_norm(x))                * Qwen3-Next: experts, and a gated net for all tokens
+    """
+
+    def __init__(self, cfg: Any, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.recurrent = cfg.layer_types[number] == LINEAR
+        if self.recurrent:
+            self.mixer_norm, self.mixer = hybrid_norm(cfg, state), delta_net(cfg, state)
+        else:
+            self.attention_norm, self.attention = hybrid_norm(cfg, state), gated_attention(cfg, state)
+        self.mlp_norm = hybrid_norm(cfg, state)
+        self.mlp = shared_mixture(cfg, state) if cfg.has_experts(number) else gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        if self.recurrent:
+            x_BSD = x_BSD + self.mixer(self.mixer_norm(x_BSD), inputs)
+        else:
+            x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
 class Qwen3NextConfig(DeltaNetConfig, SharedExpertConfig):
     """List the fields of a Qwen3-Next config.json; blocks of ``mlp_only_layers`` have one net.
 
@@ -136,37 +162,10 @@ class Qwen3NextConfig(DeltaNetConfig, SharedExpertConfig):
         return 1
 
 
-class Qwen3NextBlock(nn.Module):
-    """Compute a block of Qwen3-Next. Its mixer has other names than attention, since files tell them apart.
-
-    x = x + mixer(mixer_norm(x))            * gated delta net; norms scale by 1 + weight
-    x = x + attention(attention_norm(x))    * in every fourth block: gated, heads normalised, partly rotated
-    x = x + mlp(mlp_norm(x))                * experts and a gated net for all tokens
-    """
-
-    def __init__(self, cfg: Qwen3NextConfig, number: int, state: ParallelState) -> None:
-        super().__init__()
-        self.recurrent = cfg.layer_types[number] == LINEAR
-        if self.recurrent:
-            self.mixer_norm, self.mixer = hybrid_norm(cfg, state), delta_net(cfg, state)
-        else:
-            self.attention_norm, self.attention = hybrid_norm(cfg, state), gated_attention(cfg, state)
-        self.mlp_norm = hybrid_norm(cfg, state)
-        self.mlp = shared_mixture(cfg, state) if cfg.has_experts(number) else gated_mlp(cfg, state)
-
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        if self.recurrent:
-            x_BSD = x_BSD + self.mixer(self.mixer_norm(x_BSD), inputs)
-        else:
-            x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
-        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
-        return x_BSD
-
-
 class Qwen3Next(RotaryDecoder):
     """Compute Qwen3-Next, or the stage that this pipeline rank holds."""
 
-    Block = Qwen3NextBlock
+    Block = QwenHybridBlock
     make_norm = staticmethod(hybrid_norm)
 
 
@@ -204,36 +203,10 @@ class Qwen35Config(DeltaNetConfig):
         return super().prepare(fields, where)
 
 
-class Qwen35Block(nn.Module):
-    """Compute a block of Qwen 3.5. Its mixer has other names than attention, since files tell them apart.
-
-    x = x + mixer(mixer_norm(x))            * gated delta net; norms scale by 1 + weight
-    x = x + attention(attention_norm(x))    * in every fourth block: gated, heads normalised, partly rotated
-    x = x + mlp(mlp_norm(x))
-    """
-
-    def __init__(self, cfg: Qwen35Config, number: int, state: ParallelState) -> None:
-        super().__init__()
-        self.recurrent = cfg.layer_types[number] == LINEAR
-        if self.recurrent:
-            self.mixer_norm, self.mixer = hybrid_norm(cfg, state), delta_net(cfg, state)
-        else:
-            self.attention_norm, self.attention = hybrid_norm(cfg, state), gated_attention(cfg, state)
-        self.mlp_norm, self.mlp = hybrid_norm(cfg, state), gated_mlp(cfg, state)
-
-    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        if self.recurrent:
-            x_BSD = x_BSD + self.mixer(self.mixer_norm(x_BSD), inputs)
-        else:
-            x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
-        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
-        return x_BSD
-
-
 class Qwen35(RotaryDecoder):
     """Compute Qwen 3.5, or the stage that this pipeline rank holds."""
 
-    Block = Qwen35Block
+    Block = QwenHybridBlock
     make_norm = staticmethod(hybrid_norm)
 
 

@@ -40,8 +40,8 @@ class Qwen3MoeConfig(NoWindowsConfig, NarrowExpertsConfig):
         last = max(self.mlp_only_layers, default=0)
         self.require(last < blocks, where, "mlp_only_layers", f"numbers of the {blocks} blocks, from 0", last)
         if not self.blocks_with_experts:
-            found = f"decoder_sparse_step={step} of {blocks} blocks"
-            raise BadInput(where, "mlp_only_layers", expected="a block with experts", found=found)
+            sparse = f"decoder_sparse_step={step} of {blocks} blocks"
+            raise BadInput(where, "mlp_only_layers", expected="a block with experts", found=sparse)
 
     def has_experts(self, number: int) -> bool:
         return number not in self.mlp_only_layers and (number + 1) % self.decoder_sparse_step == 0
@@ -60,9 +60,8 @@ class Qwen3MoeBlock(nn.Module):
 
     def __init__(self, cfg: Qwen3MoeConfig, number: int, state: ParallelState) -> None:
         super().__init__()
-        bias, norms = cfg.attention_bias, head_rms_norm(cfg, state)
-        self.attention_norm = rms_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, qk_norm=norms)
+        norms = head_rms_norm(cfg, state)
+        self.attention_norm, self.attention = rms_norm(cfg, state), attention(cfg, state, qk_norm=norms)
         self.mlp_norm = rms_norm(cfg, state)
         if cfg.has_experts(number):
             chosen_by = router(cfg, state, normalize=cfg.norm_topk_prob)

@@ -43,8 +43,8 @@ class SeedOssBlock(nn.Module):
     def __init__(self, cfg: SeedOssConfig, number: int, state: ParallelState) -> None:
         super().__init__()
         self.attention_norm = rms_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=cfg.attention_bias, out_bias=cfg.attention_out_bias)
-        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state, bias=cfg.mlp_bias)
+        self.attention = attention(cfg, state, out_bias=cfg.attention_out_bias)
+        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
         self.dropout = Dropout(cfg.residual_dropout, state=state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:

@@ -58,10 +58,9 @@ class SmolLM3Block(nn.Module):
 
     def __init__(self, cfg: SmolLM3Config, number: int, state: ParallelState) -> None:
         super().__init__()
-        bias, rotary = cfg.attention_bias, "all" if cfg.rotates(number) else None
-        self.attention_norm = rms_norm(cfg, state)
-        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, rotary=rotary)
-        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state, bias=cfg.mlp_bias)
+        rotary = "all" if cfg.rotates(number) else None
+        self.attention_norm, self.attention = rms_norm(cfg, state), attention(cfg, state, rotary=rotary)
+        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)

@@ -102,7 +102,7 @@ def _sent(family: Family, config: ModelConfig, number: int) -> Iterator[str]:
         return
     batch = MicroBatch(rows=1, length=64, compute=2)
     traced = sample.pieces.block(sample.block(number), batch, reached=True).plain
-    counts = Counter((one.phase, one.kind, one.axis) for one in traced.collectives)
+    counts = Counter((sent.phase, sent.kind, sent.axis) for sent in traced.collectives)
     words = [f"{count} {kind} over {axis} ({phase})" for (phase, kind, axis), count in counts.items()]
     yield f"sends, tensor = {_CUT.tensor} with sequence: {', '.join(words)}"
 

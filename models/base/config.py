@@ -187,8 +187,8 @@ class ModelConfig(BaseModel):
     def require(self, holds: object, where: str, key: str, expected: str, found: object = ...) -> None:
         """Refuse the value of a field, or what was ``found`` under another key, unless ``holds``."""
         if not holds:
-            found = getattr(self, key) if found is ... else found
-            shown = found if isinstance(found, int | float) else repr(found)[:80]
+            value = getattr(self, key) if found is ... else found
+            shown = value if isinstance(value, int | float) else repr(value)[:80]
             raise BadInput(where, self.spelled(key), expected=expected, found=shown)
 
     @property

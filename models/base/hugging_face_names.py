@@ -138,7 +138,7 @@ def _links(rule: Rule, shapes: Mapping[str, tuple[int, ...]], i: int | None, con
     ours = rule.ours if isinstance(rule, Split) else (rule.ours,)
     links: list[Link] = []
     for kind in _KINDS:
-        present = [tensor for one in ours if (tensor := f"{name(one)}{kind}") in shapes]
+        present = [tensor for module in ours if (tensor := f"{name(module)}{kind}") in shapes]
         assert len(present) in (0, len(ours)), f"{rule.hf} needs all of {ours}"
         if isinstance(rule, Stack):
             for tensor in present:

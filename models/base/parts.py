@@ -71,19 +71,22 @@ def attention(
     cfg: Any,
     state: ParallelState,
     *,
-    qkv_bias: bool = False,
-    out_bias: bool = False,
+    qkv_bias: bool | None = None,
+    out_bias: bool | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Attention:
-    """Make the attention of a block: heads, their width and their dropout are the config's."""
+    """Make the attention of a block: heads, their width and their dropout are the config's, and so are the
+    biases where nothing else is said.
+    """
     options.setdefault("dropout", getattr(cfg, "attention_dropout", 0.0))
+    biased = getattr(cfg, "attention_bias", False)
     return Attention(
         cfg.hidden_size,
         heads=cfg.num_attention_heads,
         kv_heads=getattr(cfg, "num_key_value_heads", None),
         head_dim=cfg.head_dim,
-        qkv_bias=qkv_bias,
-        out_bias=out_bias,
+        qkv_bias=biased if qkv_bias is None else qkv_bias,
+        out_bias=biased if out_bias is None else out_bias,
         initial=initial(cfg),
         state=state,
         **options,
@@ -92,25 +95,15 @@ def attention(
 
 def mlp(cfg: Any, state: ParallelState, *, bias: bool = True, out_initial: Initial | None = None) -> MLP:
     """Make a feed-forward without a gate (GPT-2)."""
-    act, begins = cfg.hidden_act, initial(cfg)
-    return MLP(
-        *(cfg.hidden_size, cfg.intermediate_size),
-        act=act,
-        bias=bias,
-        initial=begins,
-        out_initial=out_initial,
-        state=state,
-    )
+    sizes, act, starts = (cfg.hidden_size, cfg.intermediate_size), cfg.hidden_act, initial(cfg)
+    return MLP(*sizes, act=act, bias=bias, initial=starts, out_initial=out_initial, state=state)
 
 
-def gated_mlp(
-    cfg: Any, state: ParallelState, width: int | None = None, *, bias: bool = False, entered: bool = False
-) -> GatedMLP:
+def gated_mlp(cfg: Any, state: ParallelState, width: int | None = None, *, entered: bool = False) -> GatedMLP:
     """Make a feed-forward with a gate (Llama); ``width`` in place of the config's ``intermediate_size``."""
+    bias, starts = getattr(cfg, "mlp_bias", False), initial(cfg)
     width, act = width or cfg.intermediate_size, cfg.hidden_act
-    return GatedMLP(
-        cfg.hidden_size, width, act=act, bias=bias, entered=entered, initial=initial(cfg), state=state
-    )
+    return GatedMLP(cfg.hidden_size, width, act=act, bias=bias, entered=entered, initial=starts, state=state)
 
 
 class RouterOptions(TypedDict, total=False):
@@ -127,11 +120,8 @@ class RouterOptions(TypedDict, total=False):
 
 def router(cfg: Any, state: ParallelState, **options: Unpack[RouterOptions]) -> TopKRouter:
     """Make a router, with the config's number of experts and loss of balance."""
-    experts, chosen = cfg.num_local_experts, cfg.num_experts_per_tok
-    balance = cfg.balance_factor
-    return TopKRouter(
-        cfg.hidden_size, experts, chosen, balance=balance, initial=initial(cfg), state=state, **options
-    )
+    sizes, balance = (cfg.hidden_size, cfg.num_local_experts, cfg.num_experts_per_tok), cfg.balance_factor
+    return TopKRouter(*sizes, balance=balance, initial=initial(cfg), state=state, **options)
 
 
 def mixture(
