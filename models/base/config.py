@@ -60,7 +60,7 @@ class ModelConfig(BaseModel):
         for base in reversed(cls.__mro__):
             if not issubclass(base, ModelConfig):
                 continue
-            for name in get_annotations(base).keys() & base.model_fields.keys():
+            for name in (name for name in get_annotations(base) if name in base.model_fields):
                 extra = base.model_fields[name].json_schema_extra
                 own: Any = extra["keys"] if isinstance(extra, dict) else keys.get(name, [name])
                 keys[name] = own
