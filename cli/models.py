@@ -20,6 +20,9 @@ def models(
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object, for programs")] = False,
+    show: Annotated[
+        bool, typer.Option("--show", help="show the model: its blocks, parameters, cuts and names in files")
+    ] = False,
 ) -> None:
     """List the families of models and their published sizes.
 
@@ -30,22 +33,51 @@ def models(
     compute one token), the memory of the weights, the FLOPs of a token, and a dry run to start from. A recipe
     trains a size from scratch with `[model] size = "NAME"`.
 
+    With --show it draws the size, or the first published size of the family, or its tiny test model: what
+    each kind of block computes, and what it sends under tensor and sequence parallelism; of each parameter
+    the shape, how the axes of a layout cut it, and its name in Hugging Face's files.
+
     Examples:
 
         trilith models
         trilith models qwen3
         trilith models llama-3.1-405b
         trilith models mixtral-8x7b --json
+        trilith models gemma2 --show
     """
     from ..models import FAMILIES, published_size, published_sizes
 
-    if name is None:
+    if show:
+        _print_shown(name, json)
+    elif name is None:
         _print_families(list(FAMILIES.values()), json)
     elif name in FAMILIES and name not in published_sizes():
         _print_sizes(FAMILIES[name], json)
     else:
         published_size(name, "models", also=FAMILIES)
         _print_size(name, json)
+
+
+def _print_shown(name: str | None, as_json: bool) -> None:
+    from ..models import FAMILIES, family_of, published_size, published_sizes, tiny_config
+    from ..parallel_state import BadInput
+    from ..runs.console import plain_console
+    from .shared.shown_model import shown_model
+
+    if name is None or as_json:
+        expected = "the name of a family or size, and no --json"
+        raise BadInput("models", "--show", expected=expected, found="--json" if as_json else "no name")
+    sizes = published_sizes()
+    title, fields = name, tiny_config(name) if name in FAMILIES else None
+    if name in FAMILIES and name not in sizes:
+        title = next((size.name for size in sizes.values() if size.family.model_type == name), "")
+    if fields is None or title:
+        fields = {**published_size(title, "models", also=FAMILIES).fields}
+    family = family_of(fields, name)
+    console = plain_console(soft_wrap=True)
+    console.print(f"{title or 'tiny model'}: {family.model_type} ({family.architecture})\n")
+    for line in shown_model(family, family.from_hf(fields, name)):
+        console.print(line)
 
 
 def _print_families(families: list[Family], as_json: bool) -> None:

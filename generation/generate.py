@@ -17,7 +17,7 @@ from ..pipeline import Stages
 from .sampling import Sampling, choose
 
 if TYPE_CHECKING:
-    from ..models.base.family import CausalLM
+    from ..models import CausalLM
 
 Tokens = Sequence[int]
 

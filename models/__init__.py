@@ -1,12 +1,13 @@
-"""Floor 3: the zoo, one file per family: config, Hugging Face names, block.
+"""Floor 3: the zoo; a file has a family, or one and its successors: config, Hugging Face names, block.
 
 Offers ``family_of``, which returns the ``Family`` of a config.json; a family builds a ``CausalLM`` for any
 layout. ``adapted`` adds LoRA to a family. ``published_size`` finds a published model by name. ``Rename``,
 ``Split``, ``Stack`` and ``Transpose`` are the rules in a family's table of Hugging Face names.
 """
 
+from .base.causal_lm import CausalLM
 from .base.config import ModelConfig
-from .base.family import CausalLM, Family
+from .base.family import Family
 from .base.hugging_face_names import Link, Rename, Rule, Split, Stack, Transpose
 from .gpt2 import GPT2, GPT2Config
 from .llama import LLAMA, Llama, LlamaConfig

@@ -2,130 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
-from ..layers import MLP, Alibi, Attention, LayerNorm, alibi_slopes
-from ..parallel_state import BadInput
-from .base.blocks import Block, PreNormBlock
-from .base.config import ModelConfig, names
-from .base.decoder import Decoder
+from ..layers import Alibi, AttentionInputs, Dropout, alibi_slopes
+from ..parallel_state import ParallelState
+from .base.causal_lm import CausalLM
 from .base.family import Family
-from .base.hugging_face_names import BOTH, Rename, Rule, fused_qkv
+from .base.fields import ABSENT, NO, DropoutRate, Epsilon, Fixed, Whole, key
+from .base.keys import names
+from .base.names import Names, fused
+from .base.parts import attention, layer_norm, mlp
+from .gpt2 import WholeHeadsConfig
 
-NAMES: tuple[Rule, ...] = (
-    Rename("embed.weight", "transformer.word_embeddings.weight"),
-    *(Rename(f"embed_norm.{kind}", f"transformer.word_embeddings_layernorm.{kind}") for kind in BOTH),
-    *fused_qkv("transformer.h.{i}.self_attention.query_key_value", "num_attention_heads"),
-    *(
-        Rename(f"{ours}.{kind}", f"transformer.{hf}.{kind}")
-        for ours, hf in (
-            ("layers.{i}.attention.out", "h.{i}.self_attention.dense"),
-            ("layers.{i}.mlp.up", "h.{i}.mlp.dense_h_to_4h"),
-            ("layers.{i}.mlp.down", "h.{i}.mlp.dense_4h_to_h"),
-            ("layers.{i}.attention_norm", "h.{i}.input_layernorm"),
-            ("layers.{i}.mlp_norm", "h.{i}.post_attention_layernorm"),
-            ("norm", "ln_f"),
-        )
-        for kind in BOTH
-    ),
-    Rename("head.weight", "lm_head.weight"),
+NAMES = Names(
+    "transformer.h.{i}",
+    {"embed": "transformer.word_embeddings", "embed_norm": "transformer.word_embeddings_layernorm"},
+    {
+        "attention_norm": "input_layernorm",
+        "attention.qkv": fused("self_attention.query_key_value", "q k v", groups="num_attention_heads"),
+        "attention.out": "self_attention.dense",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.up": "mlp.dense_h_to_4h",
+        "mlp.down": "mlp.dense_4h_to_h",
+    },
+    {"norm": "transformer.ln_f", "head": "lm_head"},
 )
 
 
-class BloomConfig(ModelConfig):
-    """List the fields of a Bloom config.json that the model computes with, under transformers' common names.
+class BloomConfig(WholeHeadsConfig):
+    """List the fields of a Bloom config.json.
 
     ``max_position_embeddings``: the length of its training, which Bloom's files call ``seq_length``; the
     weights do not depend on it.
     """
 
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "layer_norm_epsilon": "layer_norm_eps",
-        "seq_length": "max_position_embeddings",
-    }
-    NOT_KEYS: ClassVar[frozenset[str]] = names("layer_norm_eps")
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "apply_residual_connection_post_layernorm": (False,),
+    FIXED: ClassVar[Fixed] = {
+        "apply_residual_connection_post_layernorm": NO,
         "slow_but_exact": (False, True),  # the same numbers, summed in another order
-        "intermediate_size": (),  # 4 * hidden_size
-        "n_inner": (),
+        **dict.fromkeys(("intermediate_size", "n_inner"), ABSENT),  # 4 * hidden_size
         **dict.fromkeys(("skip_bias_add", "skip_bias_add_qkv", "bias_dropout_fusion"), (False, True)),
         **dict.fromkeys(("masked_softmax_fusion", "attention_softmax_in_fp32"), (False, True)),
     }
+    READ: ClassVar[frozenset[str]] = names("offset_alibi")
 
-    vocab_size: int = Field(gt=0, le=2**24)
-    hidden_size: int = Field(gt=0, le=2**20)
-    intermediate_size: int = Field(gt=0, le=2**22)
-    num_hidden_layers: int = Field(gt=0, le=2**12)
-    num_attention_heads: int = Field(gt=0, le=2**16)
-    max_position_embeddings: int = Field(default=2048, gt=0)
-    initializer_range: float = Field(default=0.02, ge=0, le=10)
-    layer_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
+    hidden_size: int = key("hidden_size", "n_embed", gt=0, le=2**20)
+    num_hidden_layers: int = key("n_layer", "num_hidden_layers", gt=0, le=2**12)
+    num_attention_heads: int = key("n_head", "num_attention_heads", gt=0, le=2**16)
+    max_position_embeddings: Whole = key("seq_length", "max_position_embeddings", default=2048)
+    layer_norm_eps: Epsilon = key("layer_norm_epsilon", default=1e-5)
     tie_word_embeddings: bool = True
-    hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
-    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    hidden_dropout: DropoutRate = 0.0
+    attention_dropout: DropoutRate = 0.0
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        hidden, other = raw.get("hidden_size"), raw.get("n_embed")
-        if hidden is not None and other is not None and hidden != other:
-            raise BadInput(where, "n_embed", expected=f"{hidden!r}, as hidden_size", found=repr(other))
-        hidden = other if hidden is None else hidden
-        fields = super().read({**raw, "hidden_size": hidden}, where)
-        return {**fields, "intermediate_size": 4 * hidden} if isinstance(hidden, int) else fields
-
-    @classmethod
-    def read_keys(cls) -> set[str]:
-        return {"n_embed", "offset_alibi"}
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        hidden = fields.get("hidden_size")
+        inner = 4 * hidden if isinstance(hidden, int) else None
+        return super().prepare({**fields, "intermediate_size": inner}, where)
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-    def check(self, where: str) -> None:
-        if self.hidden_size % self.num_attention_heads:
-            expected = f"a multiple of n_head={self.num_attention_heads}"
-            raise BadInput(where, "hidden_size", expected=expected, found=self.hidden_size)
-
-    def to_hf(self) -> dict[str, Any]:
-        return {self.spelled(key): value for key, value in super().to_hf().items()}
+    def hidden_act(self) -> str:
+        return "gelu_new"
 
 
-class Bloom(Decoder):
-    """Compute Bloom, or the stage that this pipeline rank holds. Source: Scao et al. 2022."""
+class BloomBlock(nn.Module):
+    """Compute a block of Bloom. Source: Scao et al. 2022.
+
+    x = x + dropout(attention(attention_norm(x)))    * scores biased by distance; biases, LayerNorm
+    x = x + dropout(mlp(mlp_norm(x)))                * no gate; GELU
+    """
+
+    def __init__(self, cfg: BloomConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        alibi = Alibi(alibi_slopes(cfg.num_attention_heads))
+        self.attention_norm = layer_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=True, out_bias=True, rotary=None, alibi=alibi)
+        self.mlp_norm, self.mlp = layer_norm(cfg, state), mlp(cfg, state)
+        self.dropout = Dropout(cfg.hidden_dropout, state=state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
+        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        return x_BSD
+
+
+class Bloom(CausalLM):
+    """Compute Bloom, or the stage that this pipeline rank holds: a norm after the embedding."""
 
     config: BloomConfig
+    Block = BloomBlock
+    make_norm = staticmethod(layer_norm)
 
-    def block(self, number: int) -> Block:
-        cfg, state = self.config, self.state
-        attention = Attention(
-            cfg.hidden_size,
-            heads=cfg.num_attention_heads,
-            head_dim=cfg.head_dim,
-            qkv_bias=True,
-            out_bias=True,
-            rotary=None,
-            alibi=Alibi(alibi_slopes(cfg.num_attention_heads)),
-            dropout=cfg.attention_dropout,
-            initial=self.initial,
-            state=state,
-        )
-        mlp = MLP(cfg.hidden_size, cfg.intermediate_size, act="gelu_new", initial=self.initial, state=state)
-        return PreNormBlock(attention, mlp, norm=self.make_norm, dropout=cfg.hidden_dropout, state=state)
+    def add_embedding_modules(self) -> None:
+        self.embed_norm = layer_norm(self.config, self.state)
 
-    def make_norm(self) -> nn.Module:
-        return LayerNorm(self.config.hidden_size, self.config.layer_norm_eps, state=self.state)
-
-    def add_entry(self) -> None:
-        self.embed_norm = self.make_norm()
-
-    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
+    def embed_hook(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
         normalised: Tensor = self.embed_norm(x_BSD)
         return normalised
 

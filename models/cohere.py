@@ -1,77 +1,115 @@
-"""Cohere's Command R: parallel branches, norms without bias, rotated pairs of neighbours, scaled logits."""
+"""Cohere's Command R and R7B: parallel branches, norms without bias, rotated neighbours, scaled logits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
-from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
-from ..layers import Attention, HeadsLayerNorm, LayerNorm, RotaryEmbedding
-from .base.blocks import Block, ParallelBlock
-from .base.config import without
+from ..layers import AttentionInputs, RotaryEmbedding
+from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.hugging_face_names import in_blocks
-from .llama import ATTENTION, EMBEDDING, ENDS, GATED_MLP, Llama, LlamaConfig, grouped_attention
-from .qwen import QK_NORM_NAMES
-
-NAMES = (
-    *EMBEDDING,
-    *ATTENTION,
-    *QK_NORM_NAMES,
-    *GATED_MLP,
-    *in_blocks(("attention_norm", "input_layernorm")),
-    *ENDS,
-)
+from .base.fields import ABSENT, NO, YES, Count, Epsilon, Factor, Fixed, Whole
+from .base.parts import attention, gated_mlp, head_layer_norm, layer_norm, rotary
+from .layer_types import LayerTypesConfig
+from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
 
 
 class CohereConfig(LlamaConfig):
-    """List the fields of a Command R config.json that the model computes with."""
+    """List the fields of a Command R config.json."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **without(LlamaConfig.HARMLESS, "logit_scale", "use_qk_norm"),
-        "rms_norm_eps": (),  # layer_norm_eps says it
-        "mlp_bias": (False,),
-    }
+    FIXED: ClassVar[Fixed] = {"rms_norm_eps": ABSENT, "mlp_bias": NO}  # layer_norm_eps says it
 
-    vocab_size: int = Field(default=256000, gt=0, le=2**24)
-    max_position_embeddings: int = Field(default=8192, gt=0)
-    layer_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
-    rope_theta: float = Field(default=500000.0, gt=0)
+    vocab_size: Count = 256000
+    max_position_embeddings: Whole = 8192
+    layer_norm_eps: Epsilon = 1e-5
+    rope_theta: Factor = 500000.0
     tie_word_embeddings: bool = True
-    logit_scale: float = Field(default=0.0625, gt=0)
+    logit_scale: Factor = 0.0625
     use_qk_norm: bool = False
 
 
-class Cohere(Llama):
-    """Compute Command R, or the stage that this pipeline rank holds."""
+unbiased_norm = partial(layer_norm, bias=False)
+
+
+class CohereBlock(nn.Module):
+    """Compute a block of Command R.
+
+    y = attention_norm(x)                 * one LayerNorm, without bias, for both branches
+    x = x + attention(y) + mlp(y)         * side by side
+    """
+
+    def __init__(self, cfg: CohereConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        norm = head_layer_norm(cfg, state) if cfg.use_qk_norm else None
+        self.attention_norm, self.attention = unbiased_norm(cfg, state), attention(cfg, state, qk_norm=norm)
+        self.mlp = gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        y_BSD = self.attention_norm(x_BSD)
+        x_BSD = x_BSD + self.attention(y_BSD, inputs) + self.mlp(y_BSD)
+        return x_BSD
+
+
+class Cohere(RotaryDecoder):
+    """Compute Command R, or the stage that this pipeline rank holds: rotated neighbours, scaled logits."""
 
     config: CohereConfig
-
-    def block(self, number: int) -> Block:
-        return ParallelBlock(self.attention(number), self.feed_forward(number), norm=self.make_norm)
-
-    def attention(self, number: int) -> Attention:
-        cfg = self.config
-        bias, norm = cfg.attention_bias, self.qk_norm if cfg.use_qk_norm else None
-        return grouped_attention(cfg, self.state, qkv_bias=bias, out_bias=bias, qk_norm=norm)
-
-    def qk_norm(self, heads: int) -> nn.Module:
-        return HeadsLayerNorm(heads, self.config.head_dim, self.config.layer_norm_eps, state=self.state)
-
-    def make_norm(self) -> nn.Module:
-        cfg = self.config
-        return LayerNorm(cfg.hidden_size, cfg.layer_norm_eps, bias=False, state=self.state)
+    Block: ClassVar[Any] = CohereBlock
+    make_norm = staticmethod(unbiased_norm)
 
     def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
-        cfg = self.config
-        scaling = cfg.rope_scaling.model_dump() if cfg.rope_scaling else None
-        return {"all": RotaryEmbedding(cfg.rotary_dim, cfg.rope_theta, scaling, interleaved=True)}
+        return rotary(self.config, interleaved=True)
 
     @property
     def logit_scale(self) -> float:
         return self.config.logit_scale
 
 
-COHERE = Family("cohere", "CohereForCausalLM", CohereConfig, Cohere, NAMES)
+COHERE = Family("cohere", "CohereForCausalLM", CohereConfig, Cohere, LLAMA_NAMES)
+
+
+class Cohere2Config(CohereConfig, LayerTypesConfig):
+    """List the fields of a Command R7B config.json."""
+
+    PATTERN: ClassVar[int] = 4
+    FIXED: ClassVar[Fixed] = {
+        "use_qk_norm": NO,
+        **dict.fromkeys(("use_gated_activation", "use_parallel_block"), YES),
+        "use_parallel_embedding": NO,
+        "order_of_interleaved_layers": ("local_attn_first",),
+    }
+
+    rope_theta: Factor = 10000.0
+
+
+class Cohere2Block(nn.Module):
+    """Compute a block of Command R7B.
+
+    y = attention_norm(x)                 * one LayerNorm, without bias, for both branches
+    x = x + attention(y) + mlp(y)         * side by side; a window and rotation in three of four blocks
+    """
+
+    def __init__(self, cfg: Cohere2Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        window = cfg.window(number)
+        rotary = None if window is None else "all"
+        self.attention_norm = unbiased_norm(cfg, state)
+        self.attention = attention(cfg, state, rotary=rotary, window=window)
+        self.mlp = gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        y_BSD = self.attention_norm(x_BSD)
+        x_BSD = x_BSD + self.attention(y_BSD, inputs) + self.mlp(y_BSD)
+        return x_BSD
+
+
+class Cohere2(Cohere):
+    """Compute Command R7B, or the stage that this pipeline rank holds."""
+
+    Block = Cohere2Block
+
+
+COHERE2 = Family("cohere2", "Cohere2ForCausalLM", Cohere2Config, Cohere2, LLAMA_NAMES)

@@ -2,62 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field
+from torch import Tensor, nn
 
-from ..layers import Attention
-from ..parallel_state import BadInput
-from .base.blocks import Block, PostNormBlock
+from ..layers import AttentionInputs
+from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
+from .base.fields import NO, Epsilon, Fixed, Whole
+from .base.keys import MOST_BLOCKS
+from .base.parts import AttentionOptions, attention, gated_mlp, head_rms_norm, rms_norm
 from .layer_types import FULL, LayerTypesConfig
-from .llama import Llama, LlamaConfig, grouped_attention
-from .olmo2 import NAMES
+from .llama import RotaryDecoder
+from .olmo import NAMES
 from .qwen import HEAD_NORMS
 
 
 class Exaone4Config(LayerTypesConfig):
-    """List the fields of an EXAONE 4 config.json that the model computes with, and transformers' defaults."""
+    """List the fields of an EXAONE 4 config.json."""
 
     PATTERN: ClassVar[int] = 4
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **LlamaConfig.HARMLESS,
-        **dict.fromkeys(HEAD_NORMS, (True,)),
-        **dict.fromkeys(("attention_bias", "mlp_bias"), (False,)),
-    }
+    FIXED: ClassVar[Fixed] = {**HEAD_NORMS, **dict.fromkeys(("attention_bias", "mlp_bias"), NO)}
 
-    rms_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
+    num_key_value_heads: Whole = 32
+    rms_norm_eps: Epsilon = 1e-5
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        fields = super().read({"num_key_value_heads": 32, **raw}, where)
-        pattern, blocks = raw.get("sliding_window_pattern"), fields.get("num_hidden_layers")
-        if "layer_types" not in fields and isinstance(pattern, str):
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        fields = super().prepare(fields, where)
+        if fields.get("layer_types") is None and isinstance(fields.get("sliding_window_pattern"), str):
             expected = "a list of the blocks' types beside a sliding_window_pattern of letters"
             raise BadInput(where, "layer_types", expected=expected, found=None)
-        if (
-            "layer_types" not in fields
-            and fields.get("sliding_window", 1) is None
-            and isinstance(blocks, int)
-        ):
-            fields["layer_types"] = (FULL,) * blocks
+        blocks, window = fields.get("num_hidden_layers"), fields.get("sliding_window", 1)
+        if fields.get("layer_types") is None and window is None and isinstance(blocks, int):
+            fields["layer_types"] = (FULL,) * min(blocks, MOST_BLOCKS)
         return fields
 
 
-class Exaone4(Llama):
+class Exaone4Block(nn.Module):
+    """Compute a block of EXAONE 4.
+
+    x = x + after_attention(attention(x))    * norms behind branches and of heads; a window, or no rotation
+    x = x + after_mlp(mlp(x))
+    """
+
+    def __init__(self, cfg: Exaone4Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        window, norms = cfg.window(number), head_rms_norm(cfg, state)
+        rotary = "all" if window or cfg.sliding_window is None else None
+        options = AttentionOptions(qk_norm=norms, rotary=rotary, window=window)
+        self.attention = attention(cfg, state, **options)
+        self.after_attention = rms_norm(cfg, state)
+        self.mlp, self.after_mlp = gated_mlp(cfg, state), rms_norm(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.after_attention(self.attention(x_BSD, inputs))
+        x_BSD = x_BSD + self.after_mlp(self.mlp(x_BSD))
+        return x_BSD
+
+
+class Exaone4(RotaryDecoder):
     """Compute EXAONE 4, or the stage that this pipeline rank holds."""
 
-    config: Exaone4Config
-
-    def block(self, number: int) -> Block:
-        return PostNormBlock(self.attention(number), self.feed_forward(number), norm=self.make_norm)
-
-    def attention(self, number: int) -> Attention:
-        cfg = self.config
-        window = cfg.window(number)
-        rotary = "all" if window or cfg.sliding_window is None else None
-        return grouped_attention(cfg, self.state, head_norms=True, rotary=rotary, window=window)
+    Block = Exaone4Block
 
 
 EXAONE4 = Family("exaone4", "Exaone4ForCausalLM", Exaone4Config, Exaone4, NAMES)

@@ -1,16 +1,18 @@
-"""Define the config fields, names and layers that Llama's relatives with experts share."""
+"""Config fields, names and layers of experts: alone, in groups beside shared ones, and with MTP blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
-from ..layers import Experts, GatedMLP, GatedShared, MoE, TopKRouter
-from ..parallel_state import BadInput, Normal, ParallelState
-from .base.config import MOST_EXPERTS
-from .base.hugging_face_names import Rename, Rule, Stack
+from ..layers import MoE, TopKRouter
+from ..parallel_state import BadInput, ParallelState
+from .base.fields import NO, Experts, Fixed, Whole, Width, key
+from .base.keys import MOST_EXPERTS
+from .base.names import Entry, per_expert
+from .base.parts import RouterOptions, gated_mlp, mixture, router
 from .llama import LlamaConfig
 
 
@@ -22,20 +24,21 @@ class ExpertsConfig(LlamaConfig):
     the routers: the same number for one row and one router, and here the same in every layout.
     """
 
-    num_local_experts: int = Field(gt=0, le=2**12)
-    num_experts_per_tok: int = Field(gt=0)
+    num_local_experts: Experts
+    num_experts_per_tok: Whole
     output_router_logits: bool = False
     router_aux_loss_coef: float = Field(default=0.001, ge=0, le=1e3)
 
-    def check(self, where: str) -> None:
-        super().check(where)
-        if self.num_experts_per_tok > self.num_local_experts:
-            expected = f"at most {self.spelled('num_local_experts')}={self.num_local_experts}"
-            raise BadInput(where, "num_experts_per_tok", expected=expected, found=self.num_experts_per_tok)
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        experts = self.num_local_experts
+        fits = not experts or self.num_experts_per_tok <= experts
+        expected = f"at most {self.spelled('num_local_experts')}={experts}"
+        self.require(fits, where, "num_experts_per_tok", expected)
 
-    def _check_count(self, where: str) -> None:
+    def check_count(self, where: str) -> None:
         """Refuse more blocks, or more experts in them, than could be listed."""
-        super()._check_count(where)
+        super().check_count(where)
         blocks, experts = self.num_hidden_layers, self.num_local_experts
         if blocks * experts > MOST_EXPERTS:
             expected = f"at most {MOST_EXPERTS} in all blocks together"
@@ -59,9 +62,9 @@ class ExpertsConfig(LlamaConfig):
 class NarrowExpertsConfig(ExpertsConfig):
     """List the fields where experts have a width of their own, and some blocks may have one net instead."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {**LlamaConfig.HARMLESS, "mlp_bias": (False,)}
+    FIXED: ClassVar[Fixed] = {"mlp_bias": NO}
 
-    moe_intermediate_size: int = Field(gt=0, le=2**22)
+    moe_intermediate_size: Width
     norm_topk_prob: bool = False
 
     @property
@@ -73,43 +76,107 @@ class NarrowExpertsConfig(ExpertsConfig):
 
 
 #: Ours -> Hugging Face's, of a router and experts by the names of most families.
-EXPERT_NAMES: tuple[Rule, ...] = (
-    Rename("layers.{i}.mlp.router.weight", "model.layers.{i}.mlp.gate.weight"),
-    *(
-        Stack(f"layers.{{i}}.mlp.experts.{one}", f"model.layers.{{i}}.mlp.experts.{{e}}.{one}_proj.weight")
-        for one in ("gate", "up", "down")
-    ),
-)
+EXPERTS: dict[str, Entry] = {
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.experts.gate": per_expert("mlp.experts.{e}.gate_proj.weight"),
+    "mlp.experts.up": per_expert("mlp.experts.{e}.up_proj.weight"),
+    "mlp.experts.down": per_expert("mlp.experts.{e}.down_proj.weight"),
+}
 
 
-def mixture(
-    cfg: ExpertsConfig,
-    router: TopKRouter,
-    width: int,
-    state: ParallelState,
-    *,
-    shared: GatedMLP | GatedShared | None = None,
-) -> MoE:
-    """Make the experts of a block, each ``width`` wide inside, behind their router."""
-    experts = Experts(
-        cfg.num_local_experts,
-        cfg.hidden_size,
-        width,
-        act=cfg.hidden_act,
-        initial=Normal(cfg.initializer_range),
-        state=state,
+class GroupedExpertsConfig(NarrowExpertsConfig):
+    """List the fields of such experts. The first ``first_k_dense_replace`` blocks have none.
+
+    transformers has no balance loss for these families, so there is none by default.
+    """
+
+    num_local_experts: Experts = key("n_routed_experts", "num_local_experts")
+    n_shared_experts: int = Field(default=1, gt=0, le=2**10)
+    n_group: Whole | None = 1
+    topk_group: Whole | None = 1
+    routed_scaling_factor: float = Field(default=1.0, gt=0, le=1e3)
+    first_k_dense_replace: int = Field(default=1, ge=0)
+
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        blocks, top_k = self.num_hidden_layers, self.num_experts_per_tok
+        fits = self.first_k_dense_replace < blocks
+        expected = f"less than num_hidden_layers={blocks}: a block with experts"
+        self.require(fits, where, "first_k_dense_replace", expected)
+        experts, (groups, chosen) = self.num_local_experts, self.groups
+        fits = experts % groups == 0 and experts >= 2 * groups
+        expected = f"a divisor of n_routed_experts={experts}, with at least 2 experts a group"
+        self.require(fits, where, "n_group", expected, groups)
+        each = experts // groups
+        expected = f"1 to {groups} groups of {each} that hold num_experts_per_tok={top_k}"
+        self.require(chosen <= groups and top_k <= each * chosen, where, "topk_group", expected, chosen)
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """Return the number of groups of experts, and the number of them that a token's experts are in."""
+        return self.n_group or 1, self.topk_group or 1
+
+    @property
+    def balance_factor(self) -> float:
+        return 0.0
+
+    def has_experts(self, number: int) -> bool:
+        return number >= self.first_k_dense_replace
+
+    def to_hf(self) -> dict[str, Any]:
+        return {key: value for key, value in super().to_hf().items() if key != "router_aux_loss_coef"}
+
+
+#: Ours -> Hugging Face's; of the biases, families that have them.
+GROUPED_EXPERTS: dict[str, Entry] = {
+    **EXPERTS,
+    "mlp.router.bias": "mlp.gate.e_score_correction_bias",
+    "mlp.shared.gate_up.gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared.gate_up.up": "mlp.shared_experts.up_proj",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+}
+
+
+def grouped_experts(cfg: GroupedExpertsConfig, router: TopKRouter, state: ParallelState) -> MoE:
+    """Make the experts of a block behind ``router``, and beside them one net for all tokens."""
+    shared = gated_mlp(cfg, state, cfg.n_shared_experts * cfg.moe_intermediate_size, entered=True)
+    return mixture(cfg, router, cfg.moe_intermediate_size, state, shared=shared)
+
+
+def corrected_router(cfg: GroupedExpertsConfig, state: ParallelState) -> TopKRouter:
+    """Make the router of DeepSeek-V3 and GLM-4.5: sigmoid scores, and biases for the choice (noaux_tc)."""
+    groups, chosen = cfg.groups
+    options = RouterOptions(normalize=cfg.norm_topk_prob, groups=groups, groups_kept=chosen)
+    options |= {"score": "sigmoid", "bias_corrected": True, "scale": cfg.routed_scaling_factor}
+    return router(cfg, state, **options)
+
+
+class MultiTokenConfig(GroupedExpertsConfig):
+    """List the fields of such blocks. ``num_nextn_predict_layers``: how many there are after the last block.
+
+    ``mtp``: the model has them, and they can be trained. Without it their tensors are not read, as by
+    transformers, whose configs do not have this field.
+    """
+
+    # The second one is transformers 5's.
+    num_nextn_predict_layers: int = key(
+        "num_nextn_predict_layers", "num_mtp_layers", default=1, ge=0, le=2**10
     )
-    return MoE(router, experts, shared=shared, state=state)
+    mtp: bool = False
 
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        expected = "1 or more with mtp, which trains blocks that predict further tokens"
+        fits = self.num_nextn_predict_layers or not self.mtp
+        self.require(fits, where, "num_nextn_predict_layers", expected)
 
-def softmax_router(cfg: ExpertsConfig, state: ParallelState, *, normalize: bool) -> TopKRouter:
-    """Make the router of Mixtral and Qwen; ``normalize``: the weights of a token's experts add up to 1."""
-    return TopKRouter(
-        cfg.hidden_size,
-        cfg.num_local_experts,
-        cfg.num_experts_per_tok,
-        normalize=normalize,
-        balance=cfg.balance_factor,
-        initial=Normal(cfg.initializer_range),
-        state=state,
-    )
+    @property
+    def further_blocks(self) -> int:
+        return 0 if self.mtp else self.num_nextn_predict_layers
+
+    @property
+    def mtp_blocks(self) -> int:
+        return self.num_nextn_predict_layers if self.mtp else 0
+
+    def to_hf(self) -> dict[str, Any]:
+        return {key: value for key, value in super().to_hf().items() if self.mtp or key != "mtp"}

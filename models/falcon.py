@@ -6,60 +6,48 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
-from ..layers import MLP, Alibi, Attention, LayerNorm, RotaryEmbedding, alibi_slopes
-from ..parallel_state import BadInput
-from .base.blocks import Block, ParallelBlock, PreNormBlock
-from .base.config import names
+from ..layers import Alibi, AttentionInputs, RotaryEmbedding, alibi_slopes
+from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.hugging_face_names import BOTH, Rename, Rule, fused_qkv
-from .llama import Llama, LlamaConfig, grouped_attention
+from .base.fields import ABSENT, NO, ZERO, Epsilon, Fixed, Whole, Width, key
+from .base.names import Names, fused
+from .base.parts import AttentionOptions, attention, layer_norm, mlp
+from .llama import LlamaConfig, RotaryDecoder
 
-NAMES: tuple[Rule, ...] = (
-    Rename("embed.weight", "transformer.word_embeddings.weight"),
-    *fused_qkv("transformer.h.{i}.self_attention.query_key_value", "num_key_value_heads"),
-    *(
-        Rename(f"{ours}.{kind}", f"transformer.{hf}.{kind}")
-        for ours, hf in (
-            ("layers.{i}.attention.out", "h.{i}.self_attention.dense"),
-            ("layers.{i}.mlp.up", "h.{i}.mlp.dense_h_to_4h"),
-            ("layers.{i}.mlp.down", "h.{i}.mlp.dense_4h_to_h"),
-            ("layers.{i}.attention_norm", "h.{i}.{config.attention_norm}"),
-            ("layers.{i}.mlp_norm", "h.{i}.{config.mlp_norm}"),
-            ("norm", "ln_f"),
-        )
-        for kind in BOTH
-    ),
-    Rename("head.weight", "lm_head.weight"),
+NAMES = Names(
+    "transformer.h.{i}",
+    {"embed": "transformer.word_embeddings"},
+    {
+        "attention_norm": "{config.attention_norm}",
+        "attention.qkv": fused("self_attention.query_key_value", "q k v", groups="num_key_value_heads"),
+        "attention.out": "self_attention.dense",
+        "mlp_norm": "{config.mlp_norm}",
+        "mlp.up": "mlp.dense_h_to_4h",
+        "mlp.down": "mlp.dense_4h_to_h",
+    },
+    {"norm": "transformer.ln_f", "head": "lm_head"},
 )
 
 
 class FalconConfig(LlamaConfig):
-    """List the fields of a Falcon config.json that the model computes with.
+    """List the fields of a Falcon config.json.
 
     ``num_key_value_heads``: the heads that there are, 1 with ``multi_query``, whatever a file says.
     """
 
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {
-        "num_kv_heads": "num_key_value_heads",
-        "ffn_hidden_size": "intermediate_size",
-        "activation": "hidden_act",
-        "layer_norm_epsilon": "layer_norm_eps",
-    }
-    NOT_KEYS: ClassVar[frozenset[str]] = names(
-        "num_key_value_heads intermediate_size hidden_act layer_norm_eps"
-    )
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **LlamaConfig.HARMLESS,
-        **dict.fromkeys(("attention_bias", "mlp_bias", "rms_norm_eps"), ()),  # bias, layer_norm_epsilon
-        **dict.fromkeys(("attention_dropout", "hidden_dropout"), (0, 0.0)),
-        "apply_residual_connection_post_layernorm": (False,),
-        "n_embed": (),  # hidden_size
+    FIXED: ClassVar[Fixed] = {
+        **dict.fromkeys(("attention_bias", "mlp_bias", "rms_norm_eps"), ABSENT),  # bias, layer_norm_epsilon
+        **dict.fromkeys(("attention_dropout", "hidden_dropout"), ZERO),
+        "apply_residual_connection_post_layernorm": NO,
+        "n_embed": ABSENT,  # hidden_size
     }
 
-    hidden_act: str = "gelu"
-    layer_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
+    num_key_value_heads: Whole = key("num_kv_heads")
+    intermediate_size: Width = key("ffn_hidden_size")
+    hidden_act: str = key("activation", default="gelu")
+    layer_norm_eps: Epsilon = key("layer_norm_epsilon", default=1e-5)
     tie_word_embeddings: bool = True
     bias: bool = False
     alibi: bool = False
@@ -69,26 +57,24 @@ class FalconConfig(LlamaConfig):
     num_ln_in_parallel_attn: int | None = Field(default=None, ge=1, le=2)
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        fields = super().read(raw, where)
-        if isinstance(fields.get("hidden_size"), int):
-            fields.setdefault("intermediate_size", 4 * fields["hidden_size"])
-        if not fields.get("new_decoder_architecture", False) and fields.get("multi_query", True):
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        if fields.get("intermediate_size") is None and isinstance(fields.get("hidden_size"), int):
+            fields["intermediate_size"] = 4 * fields["hidden_size"]
+        if not fields.get("new_decoder_architecture") and fields.get("multi_query") in (None, True):
             fields["num_key_value_heads"] = 1
-        return fields
+        return super().prepare(fields, where)
 
-    def check(self, where: str) -> None:
-        super().check(where)
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
         self.check_heads_fill(where)
-        heads, few = self.num_attention_heads, self.num_key_value_heads
-        if not self.new_decoder_architecture and not self.multi_query and few != heads:
-            raise BadInput(where, "num_kv_heads", expected=f"num_attention_heads={heads}", found=few)
-        if self.new_decoder_architecture and not self.parallel_attn:
-            expected = "true: the new architecture has parallel branches only"
-            raise BadInput(where, "parallel_attn", expected=expected, found=False)
-        if not self.new_decoder_architecture and self.num_ln_in_parallel_attn == 2:
-            expected = "1 or null: two norms come with new_decoder_architecture"
-            raise BadInput(where, "num_ln_in_parallel_attn", expected=expected, found=2)
+        heads, new = self.num_attention_heads, self.new_decoder_architecture
+        each = new or self.multi_query or self.num_key_value_heads == heads
+        self.require(each, where, "num_key_value_heads", f"num_attention_heads={heads}")
+        expected = "true: the new architecture has parallel branches only"
+        self.require(self.parallel_attn or not new, where, "parallel_attn", expected)
+        expected = "1 or null: two norms come with new_decoder_architecture"
+        fits = new or self.num_ln_in_parallel_attn != 2
+        self.require(fits, where, "num_ln_in_parallel_attn", expected)
 
     @property
     def two_norms(self) -> bool:
@@ -107,43 +93,45 @@ class FalconConfig(LlamaConfig):
 
     def to_hf(self) -> dict[str, Any]:
         # Transformers computes head_dim, and takes none.
-        return {self.spelled(key): value for key, value in super().to_hf().items() if key != "head_dim"}
+        return {key: value for key, value in super().to_hf().items() if key != "head_dim"}
 
 
-class Falcon(Llama):
-    """Compute Falcon, or the stage that this pipeline rank holds. Source: Almazrouei et al. 2023."""
+class FalconBlock(nn.Module):
+    """Compute a block of Falcon. Source: Almazrouei et al. 2023.
+
+        x = x + attention(attention_norm(x)) + mlp(mlp_norm(x))    * side by side, in RW one after the other
+
+    LayerNorm; no gate, GELU. Where ``mlp_norm`` is missing (7B), ``attention_norm`` serves both branches.
+    """
+
+    def __init__(self, cfg: FalconConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        alibi, bias = None, cfg.bias
+        if cfg.alibi:  # its first models were trained with biases in bf16, scaled like the scores
+            alibi = Alibi(alibi_slopes(cfg.num_attention_heads), factor=cfg.head_dim**-0.5, rounded=True)
+        options = AttentionOptions(rotary=None if cfg.alibi else "all", alibi=alibi)
+        self.attention_norm = layer_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, **options)
+        two_norms = cfg.two_norms or not cfg.parallel_attn
+        self.mlp_norm = layer_norm(cfg, state) if two_norms else None
+        self.mlp = mlp(cfg, state, bias=bias)
+        self.parallel = cfg.parallel_attn
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        y_BSD = self.attention_norm(x_BSD)
+        before_BSD, x_BSD = x_BSD, x_BSD + self.attention(y_BSD, inputs)
+        if self.mlp_norm is not None:
+            y_BSD = self.mlp_norm(before_BSD if self.parallel else x_BSD)
+        x_BSD = x_BSD + self.mlp(y_BSD)
+        return x_BSD
+
+
+class Falcon(RotaryDecoder):
+    """Compute Falcon, or the stage that this pipeline rank holds."""
 
     config: FalconConfig
-
-    def block(self, number: int) -> Block:
-        parts = self.attention(number), self.feed_forward(number)
-        if self.config.parallel_attn:
-            return ParallelBlock(*parts, norm=self.make_norm, two_norms=self.config.two_norms)
-        return PreNormBlock(*parts, norm=self.make_norm)
-
-    def attention(self, number: int) -> Attention:
-        cfg, alibi = self.config, None
-        if cfg.alibi:  # its first models were trained with biases in bf16, scaled like the scores
-            slopes = alibi_slopes(cfg.num_attention_heads)
-            alibi = Alibi(slopes, factor=cfg.head_dim**-0.5, rounded=True)
-        rotary = None if cfg.alibi else "all"
-        return grouped_attention(
-            cfg, self.state, qkv_bias=cfg.bias, out_bias=cfg.bias, rotary=rotary, alibi=alibi
-        )
-
-    def feed_forward(self, number: int) -> nn.Module:
-        cfg = self.config
-        return MLP(
-            cfg.hidden_size,
-            cfg.intermediate_size,
-            act=cfg.hidden_act,
-            bias=cfg.bias,
-            initial=self.initial,
-            state=self.state,
-        )
-
-    def make_norm(self) -> nn.Module:
-        return LayerNorm(self.config.hidden_size, self.config.layer_norm_eps, state=self.state)
+    Block = FalconBlock
+    make_norm = staticmethod(layer_norm)
 
     def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
         return {} if self.config.alibi else super().make_rotary()

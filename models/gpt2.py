@@ -6,172 +6,114 @@ from collections.abc import Mapping
 from math import sqrt
 from typing import Any, ClassVar
 
-from pydantic import Field
 from torch import Tensor, nn
 
-from ..layers import (
-    ACTIVATIONS,
-    MLP,
-    Attention,
-    Dropout,
-    LayerNorm,
-    PositionEmbedding,
-    default_positions,
-)
-from ..parallel_state import BadInput, Normal
-from .base.blocks import Block, PreNormBlock
-from .base.config import ModelConfig, names
-from .base.decoder import Decoder
+from ..layers import AttentionInputs, Dropout, PositionEmbedding, default_positions
+from ..parallel_state import Normal, ParallelState
+from .base.causal_lm import CausalLM
+from .base.config import ModelConfig
 from .base.family import Family
-from .base.hugging_face_names import Rename, Rule, Split, Transpose
+from .base.fields import NO, YES, Count, DropoutRate, Epsilon, Fixed, Width, key
+from .base.names import Names, fused, transposed
+from .base.parts import AttentionOptions, attention, layer_norm, mlp
 
 
-class GPT2Config(ModelConfig):
-    """List the fields of a GPT-2 config.json that the model computes with, under transformers' common
-    names.
-    """
-
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {
-        "n_embd": "hidden_size",
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "n_positions": "max_position_embeddings",
-        "n_inner": "intermediate_size",
-        "activation_function": "hidden_act",
-        "layer_norm_epsilon": "layer_norm_eps",
-    }
-    NOT_KEYS: ClassVar[frozenset[str]] = names("intermediate_size hidden_act layer_norm_eps")
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "reorder_and_upcast_attn": (False, True),  # the same numbers, in fp32
-    }
-
-    vocab_size: int = Field(gt=0, le=2**24)
-    hidden_size: int = Field(gt=0, le=2**20)
-    intermediate_size: int = Field(gt=0, le=2**22)
-    num_hidden_layers: int = Field(gt=0, le=2**12)
-    num_attention_heads: int = Field(gt=0, le=2**16)
-    max_position_embeddings: int = Field(gt=0, le=2**24)
-    hidden_act: str = "gelu_new"
-    initializer_range: float = Field(default=0.02, ge=0, le=10)
-    layer_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
-    tie_word_embeddings: bool = True
-    resid_pdrop: float = Field(default=0.1, ge=0, lt=1)
-    embd_pdrop: float = Field(default=0.1, ge=0, lt=1)
-    attn_pdrop: float = Field(default=0.1, ge=0, lt=1)
-
-    @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        fields = super().read(raw, where)
-        if "hidden_size" in fields and isinstance(fields["hidden_size"], int):
-            fields.setdefault("intermediate_size", 4 * fields["hidden_size"])
-        return fields
+class WholeHeadsConfig(ModelConfig):
+    """State that heads together are as wide as the hidden states."""
 
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
 
-    def check(self, where: str) -> None:
-        if self.hidden_size % self.num_attention_heads:
-            raise BadInput(
-                where,
-                "n_embd",
-                expected=f"a multiple of n_head={self.num_attention_heads}",
-                found=self.hidden_size,
-            )
-        if self.hidden_act not in ACTIVATIONS:
-            raise BadInput(
-                where,
-                "activation_function",
-                expected=f"one of {', '.join(ACTIVATIONS)}",
-                found=repr(self.hidden_act),
-            )
-
-    def to_hf(self) -> dict[str, Any]:
-        return {self.spelled(key): value for key, value in self.model_dump().items()}
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        heads, key = self.num_attention_heads, self.spelled("num_attention_heads")
+        self.require(self.hidden_size % heads == 0, where, "hidden_size", f"a multiple of {key}={heads}")
 
 
-#: Ours -> Hugging Face's. Conv1D stores (in, out), and q, k, v in one.
-NAMES: tuple[Rule, ...] = (
-    Rename("embed.weight", "transformer.wte.weight"),
-    Rename("position.weight", "transformer.wpe.weight"),
-    *(
-        Split(
-            tuple(f"layers.{{i}}.attention.qkv.{one}.{kind}" for one in ("q", "k", "v")),
-            f"transformer.h.{{i}}.attn.c_attn.{kind}",
-            transpose=True,
-        )
-        for kind in ("weight", "bias")
-    ),
-    *(
-        Transpose(f"layers.{{i}}.{ours}.{kind}", f"transformer.h.{{i}}.{hf}.{kind}")
-        for ours, hf in (("attention.out", "attn.c_proj"), ("mlp.up", "mlp.c_fc"), ("mlp.down", "mlp.c_proj"))
-        for kind in ("weight", "bias")
-    ),
-    *(
-        Rename(f"{ours}.{kind}", f"transformer.{hf}.{kind}")
-        for ours, hf in (
-            ("layers.{i}.attention_norm", "h.{i}.ln_1"),
-            ("layers.{i}.mlp_norm", "h.{i}.ln_2"),
-            ("norm", "ln_f"),
-        )
-        for kind in ("weight", "bias")
-    ),
-    Rename("head.weight", "lm_head.weight"),
+class GPT2Config(WholeHeadsConfig):
+    """List the fields of a GPT-2 config.json."""
+
+    FIXED: ClassVar[Fixed] = {
+        "scale_attn_weights": YES,
+        "scale_attn_by_inverse_layer_idx": NO,
+        "reorder_and_upcast_attn": (False, True),  # the same numbers, in fp32
+    }
+
+    hidden_size: int = key("n_embd", "hidden_size", gt=0, le=2**20)
+    intermediate_size: Width = key("n_inner")
+    num_hidden_layers: int = key("n_layer", "num_hidden_layers", gt=0, le=2**12)
+    num_attention_heads: int = key("n_head", "num_attention_heads", gt=0, le=2**16)
+    max_position_embeddings: Count = key("n_positions", "max_position_embeddings")
+    hidden_act: str = key("activation_function", default="gelu_new")
+    layer_norm_eps: Epsilon = key("layer_norm_epsilon", default=1e-5)
+    tie_word_embeddings: bool = True
+    resid_pdrop: DropoutRate = 0.1
+    embd_pdrop: DropoutRate = 0.1
+    attn_pdrop: DropoutRate = 0.1
+
+    @classmethod
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        if fields.get("intermediate_size") is None and isinstance(fields.get("hidden_size"), int):
+            fields["intermediate_size"] = 4 * fields["hidden_size"]
+        return super().prepare(fields, where)
+
+
+NAMES = Names(
+    "transformer.h.{i}",
+    {"embed": "transformer.wte", "position": "transformer.wpe"},
+    {
+        "attention_norm": "ln_1",
+        "attention.qkv": fused("attn.c_attn", "q k v", transpose=True),
+        "attention.out": transposed("attn.c_proj"),
+        "mlp_norm": "ln_2",
+        "mlp.up": transposed("mlp.c_fc"),
+        "mlp.down": transposed("mlp.c_proj"),
+    },
+    {"norm": "transformer.ln_f", "head": "lm_head"},
 )
 
 
-class GPT2(Decoder):
-    """Compute GPT-2, or the stage that this pipeline rank holds. Source: Radford et al. 2019."""
+class GPT2Block(nn.Module):
+    """Compute a block of GPT-2. Source: Radford et al. 2019.
+
+    x = x + dropout(attention(attention_norm(x)))    * biases, no rotation; LayerNorm
+    x = x + dropout(mlp(mlp_norm(x)))                * no gate; GELU
+    """
+
+    def __init__(self, cfg: GPT2Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        # Layers that add to the residual stream start smaller, by their number (Radford et al. 2019, 2.3).
+        small = Normal(cfg.initializer_range / sqrt(2 * cfg.num_hidden_layers))
+        options = AttentionOptions(rotary=None, dropout=cfg.attn_pdrop, out_initial=small)
+        self.attention_norm = layer_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=True, out_bias=True, **options)
+        self.mlp_norm, self.mlp = layer_norm(cfg, state), mlp(cfg, state, out_initial=small)
+        self.dropout = Dropout(cfg.resid_pdrop, state=state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
+        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        return x_BSD
+
+
+class GPT2(CausalLM):
+    """Compute GPT-2, or the stage that this pipeline rank holds: learned positions, then dropout."""
 
     config: GPT2Config
+    Block = GPT2Block
+    make_norm = staticmethod(layer_norm)
+    embedding_dropout = "embd_pdrop"
 
-    def block(self, number: int) -> Block:
-        cfg = self.config
-        # Layers that add to the residual stream start smaller, by their number (Radford et al. 2019, 2.3).
-        residual_init = Normal(cfg.initializer_range / sqrt(2 * cfg.num_hidden_layers))
-        return PreNormBlock(
-            Attention(
-                cfg.hidden_size,
-                heads=cfg.num_attention_heads,
-                head_dim=cfg.head_dim,
-                qkv_bias=True,
-                out_bias=True,
-                rotary=None,
-                dropout=cfg.attn_pdrop,
-                initial=self.initial,
-                out_initial=residual_init,
-                state=self.state,
-            ),
-            MLP(
-                cfg.hidden_size,
-                cfg.intermediate_size,
-                act=cfg.hidden_act,
-                initial=self.initial,
-                out_initial=residual_init,
-                state=self.state,
-            ),
-            norm=self.make_norm,
-            dropout=cfg.resid_pdrop,
-            state=self.state,
-        )
+    def add_embedding_modules(self) -> None:
+        rows, width = self.config.max_position_embeddings, self.config.hidden_size
+        self.position = PositionEmbedding(rows, width, initial=self.initial, state=self.state)
+        super().add_embedding_modules()
 
-    def make_norm(self) -> nn.Module:
-        return LayerNorm(self.config.hidden_size, self.config.layer_norm_eps, state=self.state)
-
-    def add_entry(self) -> None:
-        cfg = self.config
-        self.position = PositionEmbedding(
-            cfg.max_position_embeddings, cfg.hidden_size, initial=self.initial, state=self.state
-        )
-        self.dropout = Dropout(cfg.embd_pdrop, state=self.state)
-
-    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
+    def embed_hook(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
         if positions is None:
             positions = default_positions(x_BSD, self.state, embedded=True)
-        dropped: Tensor = self.dropout(self.position(x_BSD, positions))
-        return dropped
+        return super().embed_hook(self.position(x_BSD, positions), positions)
 
 
 GPT2_FAMILY = Family(

@@ -5,35 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
-from ..layers import Attention, ClampedExperts, MoE, TopKRouter
-from ..parallel_state import BadInput
+from ..layers import AttentionInputs, ClampedExperts, MoE
+from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.hugging_face_names import Rename
+from .base.fields import YES, Count, Epsilon, Experts, Factor, Fixed, HeadDim, Whole
+from .base.keys import names
+from .base.parts import attention, initial, rms_norm, router
 from .expert_block import ExpertsConfig
 from .layer_types import LayerTypesConfig
-from .llama import ATTENTION, EMBEDDING, ENDS, PRE_NORMS, Llama, LlamaConfig, grouped_attention
+from .llama import LLAMA_NAMES, RotaryDecoder
 
-NAMES = (
-    *EMBEDDING,
-    *ATTENTION,
-    *PRE_NORMS,
-    *(
-        Rename(f"layers.{{i}}.{ours}", f"model.layers.{{i}}.{theirs}")
-        for ours, theirs in (
-            ("attention.sinks.weight", "self_attn.sinks"),
-            ("mlp.router.weight", "mlp.router.weight"),
-            ("mlp.router.logit_bias", "mlp.router.bias"),
-            # (experts, hidden, 2 x width) there and here: even columns are the gate's.
-            ("mlp.experts.gate_up", "mlp.experts.gate_up_proj"),
-            ("mlp.experts.gate_up_bias", "mlp.experts.gate_up_proj_bias"),
-            ("mlp.experts.down", "mlp.experts.down_proj"),
-            ("mlp.experts.down_bias", "mlp.experts.down_proj_bias"),
-        )
-    ),
-    *ENDS,
+NAMES = LLAMA_NAMES.but(
+    {
+        "attention.sinks.weight": "self_attn.sinks",
+        "mlp.router": "mlp.router",
+        "mlp.router.logit_bias": "mlp.router.bias",
+        # (experts, hidden, 2 x width) there and here: even columns are the gate's.
+        "mlp.experts.gate_up": "mlp.experts.gate_up_proj",
+        "mlp.experts.gate_up_bias": "mlp.experts.gate_up_proj_bias",
+        "mlp.experts.down": "mlp.experts.down_proj",
+        "mlp.experts.down_bias": "mlp.experts.down_proj_bias",
+    }
 )
 #: The rotation where a config states none; the numbers are transformers'.
 _YARN = {
@@ -47,82 +41,79 @@ _YARN = {
 
 
 class GptOssConfig(LayerTypesConfig, ExpertsConfig):
-    """List the fields of a GPT-OSS config.json that the model computes with, and transformers' defaults."""
+    """List the fields of a GPT-OSS config.json."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **LlamaConfig.HARMLESS,
+    FIXED: ClassVar[Fixed] = {
         "hidden_act": ("silu",),  # the gate's sigmoid has a factor of its own
-        "mlp_bias": (True,),
+        "mlp_bias": YES,
     }
+    READ: ClassVar[frozenset[str]] = names("experts_per_token initial_context_length")
 
-    vocab_size: int = Field(default=201088, gt=0, le=2**24)
-    head_dim: int = Field(default=64, gt=0, le=2**16, multiple_of=2)
-    max_position_embeddings: int = Field(default=131072, gt=0)
-    rms_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
-    rope_theta: float = Field(default=150000.0, gt=0)
+    vocab_size: Count = 201088
+    num_key_value_heads: Whole = 8
+    head_dim: HeadDim = 64
+    max_position_embeddings: Whole = 131072
+    rms_norm_eps: Epsilon = 1e-5
+    rope_theta: Factor = 150000.0
     attention_bias: bool = True
-    sliding_window: int | None = Field(default=128, gt=0)
-    num_local_experts: int = Field(default=128, gt=0, le=2**12)
-    num_experts_per_tok: int = Field(default=4, gt=0)
-    swiglu_alpha: float = Field(default=1.702, gt=0)
-    swiglu_limit: float = Field(default=7.0, gt=0)
+    sliding_window: Whole | None = 128
+    num_local_experts: Experts = 128
+    num_experts_per_tok: Whole = 4
+    swiglu_alpha: Factor = 1.702
+    swiglu_limit: Factor = 7.0
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        if raw.get("rope_scaling") is None and raw.get("rope_parameters") is None:
-            raw = {**raw, "rope_scaling": _YARN}
-        return super().read({"num_key_value_heads": 8, "head_dim": 64, **raw}, where)
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        if fields.get("rope_scaling") is None and fields.get("rope_parameters") is None:
+            fields["rope_scaling"] = _YARN
+        return super().prepare(fields, where)
 
-    @classmethod
-    def read_keys(cls) -> set[str]:
-        return {*super().read_keys(), "experts_per_token", "initial_context_length"}
-
-    def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
-        super().check_stated(raw, where)
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
         original = getattr(self.rope_scaling, "original_max_position_embeddings", None)
-        for key, meant in (
+        for name, meant in (
             ("experts_per_token", self.num_experts_per_tok),
             ("initial_context_length", original),
         ):
-            if meant is not None and raw.get(key, meant) != meant:
-                raise BadInput(where, key, expected=f"{meant}, as stated elsewhere", found=repr(raw[key]))
+            stated = raw.get(name, meant)
+            self.require(meant in (None, stated), where, name, f"{meant}, as stated elsewhere", stated)
 
     def to_hf(self) -> dict[str, Any]:
-        said = super().to_hf()  # without a rotation transformers would take its default
-        return {**said, "rope_scaling": said["rope_scaling"] or {"rope_type": "default"}}
+        written = super().to_hf()  # without a rotation transformers would take its default
+        return {**written, "rope_scaling": written["rope_scaling"] or {"rope_type": "default"}}
 
 
-class GptOss(Llama):
+def clamped_mixture(cfg: GptOssConfig, state: ParallelState) -> MoE:
+    """Make the experts of a block behind their router."""
+    limits = {"alpha": cfg.swiglu_alpha, "limit": cfg.swiglu_limit}
+    experts, width, inner = cfg.num_local_experts, cfg.hidden_size, cfg.intermediate_size
+    stack = ClampedExperts(experts, width, inner, **limits, initial=initial(cfg), state=state)
+    return MoE(router(cfg, state, biased=True), stack, state=state)
+
+
+class GptOssBlock(nn.Module):
+    """Compute a block of GPT-OSS (OpenAI 2025).
+
+    x = x + attention(attention_norm(x))    * a sink for each head; every other block: a window
+    x = x + mlp(mlp_norm(x))                * experts with biases, clamped
+    """
+
+    def __init__(self, cfg: GptOssConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.attention_norm = rms_norm(cfg, state)
+        self.attention = attention(cfg, state, window=cfg.window(number), sinks=True)
+        self.mlp_norm, self.mlp = rms_norm(cfg, state), clamped_mixture(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class GptOss(RotaryDecoder):
     """Compute GPT-OSS, or the stage that this pipeline rank holds."""
 
-    config: GptOssConfig
-
-    def attention(self, number: int) -> Attention:
-        cfg = self.config
-        bias, window = cfg.attention_bias, cfg.window(number)
-        return grouped_attention(cfg, self.state, qkv_bias=bias, out_bias=bias, window=window, sinks=True)
-
-    def feed_forward(self, number: int) -> nn.Module:
-        cfg = self.config
-        router = TopKRouter(
-            cfg.hidden_size,
-            cfg.num_local_experts,
-            cfg.num_experts_per_tok,
-            biased=True,
-            balance=cfg.balance_factor,
-            initial=self.initial,
-            state=self.state,
-        )
-        experts = ClampedExperts(
-            cfg.num_local_experts,
-            cfg.hidden_size,
-            cfg.intermediate_size,
-            alpha=cfg.swiglu_alpha,
-            limit=cfg.swiglu_limit,
-            initial=self.initial,
-            state=self.state,
-        )
-        return MoE(router, experts, state=self.state)
+    Block = GptOssBlock
 
 
 GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", GptOssConfig, GptOss, NAMES)

@@ -8,97 +8,81 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..layers import MLP, Attention, Dropout, LayerNorm, RotaryEmbedding
-from ..parallel_state import BadInput
-from .base.blocks import Block, ParallelBlock
-from .base.decoder import Decoder
+from ..layers import AttentionInputs, Dropout, RotaryEmbedding
+from ..parallel_state import ParallelState
+from .base.causal_lm import CausalLM
 from .base.family import Family
-from .base.hugging_face_names import BOTH, Rename, Rule
+from .base.fields import NO, YES, Count, DropoutRate, Fixed, key
+from .base.names import Names
+from .base.parts import attention, layer_norm, mlp
 from .gpt2 import GPT2Config
 
-NAMES: tuple[Rule, ...] = (
-    Rename("embed.weight", "transformer.wte.weight"),
-    *(
-        Rename(f"layers.{{i}}.attention.{ours}.weight", f"transformer.h.{{i}}.attn.{hf}.weight")
-        for ours, hf in (("qkv.q", "q_proj"), ("qkv.k", "k_proj"), ("qkv.v", "v_proj"), ("out", "out_proj"))
-    ),
-    *(
-        Rename(f"{ours}.{kind}", f"transformer.{hf}.{kind}")
-        for ours, hf in (
-            ("layers.{i}.mlp.up", "h.{i}.mlp.fc_in"),
-            ("layers.{i}.mlp.down", "h.{i}.mlp.fc_out"),
-            ("layers.{i}.attention_norm", "h.{i}.ln_1"),
-            ("norm", "ln_f"),
-        )
-        for kind in BOTH
-    ),
-    *(Rename(f"head.{kind}", f"lm_head.{kind}") for kind in BOTH),
+NAMES = Names(
+    "transformer.h.{i}",
+    {"embed": "transformer.wte"},
+    {
+        "attention_norm": "ln_1",
+        "attention.qkv.q": "attn.q_proj",
+        "attention.qkv.k": "attn.k_proj",
+        "attention.qkv.v": "attn.v_proj",
+        "attention.out": "attn.out_proj",
+        "mlp.up": "mlp.fc_in",
+        "mlp.down": "mlp.fc_out",
+    },
+    {"norm": "transformer.ln_f", "head": "lm_head"},
 )
 
 
 class GPTJConfig(GPT2Config):
-    """List the fields of a GPT-J config.json that the model computes with."""
+    """List the fields of a GPT-J config.json."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "scale_attn_weights": (True,),
-        "rotary": (True,),
-        "tie_word_embeddings": (False,),
-    }
+    FIXED: ClassVar[Fixed] = {"rotary": YES, "tie_word_embeddings": NO}
 
-    max_position_embeddings: int = Field(default=2048, gt=0, le=2**24)
+    max_position_embeddings: Count = key("n_positions", "max_position_embeddings", default=2048)
     rotary_dim: int = Field(default=64, gt=0, multiple_of=2)
     tie_word_embeddings: bool = False
-    resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    embd_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    attn_pdrop: float = Field(default=0.0, ge=0, lt=1)
+    resid_pdrop: DropoutRate = 0.0
+    embd_pdrop: DropoutRate = 0.0
+    attn_pdrop: DropoutRate = 0.0
 
-    def check(self, where: str) -> None:
-        super().check(where)
-        if self.rotary_dim > self.head_dim:
-            expected = f"at most the width of a head, {self.head_dim}"
-            raise BadInput(where, "rotary_dim", expected=expected, found=self.rotary_dim)
-
-    def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
-        if raw.get("rotary_dim", self.rotary_dim) is None:
-            raise BadInput(where, "rotary_dim", expected="how many numbers of a head are rotated", found=None)
-
-    def to_hf(self) -> dict[str, Any]:
-        return {key: value for key, value in super().to_hf().items() if key not in self.HARMLESS}
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        width, stated = self.head_dim, raw.get("rotary_dim", self.rotary_dim)
+        self.require(self.rotary_dim <= width, where, "rotary_dim", f"at most the width of a head, {width}")
+        expected = "how many numbers of a head are rotated"
+        self.require(stated is not None, where, "rotary_dim", expected, None)
 
 
-class GPTJ(Decoder):
-    """Compute GPT-J, or the stage that this pipeline rank holds. Source: Wang and Komatsuzaki 2021."""
+class GPTJBlock(nn.Module):
+    """Compute a block of GPT-J. Source: Wang and Komatsuzaki 2021.
+
+    y = attention_norm(x)                                 * one LayerNorm for both branches
+    x = x + dropout(attention(y)) + dropout(mlp(y))       * side by side; mlp: biases, no gate, GELU
+    """
+
+    def __init__(self, cfg: GPTJConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.attention_norm = layer_norm(cfg, state)
+        self.attention = attention(cfg, state, dropout=cfg.attn_pdrop)
+        self.mlp, self.dropout = mlp(cfg, state), Dropout(cfg.resid_pdrop, state=state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        y_BSD = self.attention_norm(x_BSD)
+        x_BSD = x_BSD + self.dropout(self.attention(y_BSD, inputs)) + self.dropout(self.mlp(y_BSD))
+        return x_BSD
+
+
+class GPTJ(CausalLM):
+    """Compute GPT-J, or the stage that this pipeline rank holds."""
 
     config: GPTJConfig
+    Block = GPTJBlock
+    make_norm = staticmethod(layer_norm)
+    embedding_dropout = "embd_pdrop"
     biased_head = True
-
-    def block(self, number: int) -> Block:
-        cfg, state = self.config, self.state
-        attention = Attention(
-            cfg.hidden_size,
-            heads=cfg.num_attention_heads,
-            head_dim=cfg.head_dim,
-            dropout=cfg.attn_pdrop,
-            initial=self.initial,
-            state=state,
-        )
-        mlp = MLP(
-            cfg.hidden_size, cfg.intermediate_size, act=cfg.hidden_act, initial=self.initial, state=state
-        )
-        return ParallelBlock(attention, mlp, norm=self.make_norm, dropout=cfg.resid_pdrop, state=state)
-
-    def make_norm(self) -> nn.Module:
-        return LayerNorm(self.config.hidden_size, self.config.layer_norm_eps, state=self.state)
 
     def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
         return {"all": RotaryEmbedding(self.config.rotary_dim, 10000.0, interleaved=True)}
-
-    def add_entry(self) -> None:
-        self.dropout = Dropout(self.config.embd_pdrop, state=self.state)
-
-    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
-        dropped: Tensor = self.dropout(x_BSD)
-        return dropped
 
 
 GPTJ_FAMILY = Family(

@@ -1,15 +1,15 @@
-"""Define config fields for families in which some blocks see a window of tokens and others all earlier
-tokens.
-"""
+"""Config fields of families in which some blocks see a window of tokens, which may have its own rotation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field
-
+from ..layers import RotaryEmbedding
 from ..parallel_state import BadInput
+from .base.fields import Factor, Whole, key
+from .base.keys import MOST_BLOCKS, names
+from .base.rope_config import RopeScaling, read_scaling, write_scaling
 from .llama import LlamaConfig
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -20,31 +20,24 @@ class LayerTypesConfig(LlamaConfig):
 
     #: Unless ``layer_types`` says otherwise, every so many blocks one has no window.
     PATTERN: ClassVar[int] = 2
+    READ: ClassVar[frozenset[str]] = names("sliding_window_pattern")
 
-    sliding_window: int | None = Field(default=4096, gt=0)
+    sliding_window: Whole | None = 4096
     layer_types: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        fields = super().read(raw, where)
-        if "sliding_window" in raw:  # null says: none
-            fields["sliding_window"] = raw["sliding_window"]
-        if isinstance(fields.get("layer_types"), list):
-            fields["layer_types"] = tuple(fields["layer_types"])
-        every, blocks = raw.get("sliding_window_pattern"), fields.get("num_hidden_layers")
-        if "layer_types" not in fields and isinstance(every, int) and isinstance(blocks, int) and every > 0:
-            fields["layer_types"] = tuple(FULL if (i + 1) % every == 0 else SLIDING for i in range(blocks))
-        return fields
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        pattern, blocks = fields.get("sliding_window_pattern"), fields.get("num_hidden_layers")
+        stated = fields.get("layer_types") is not None
+        if not stated and isinstance(pattern, int) and isinstance(blocks, int) and pattern > 0:
+            numbers = range(1, min(blocks, MOST_BLOCKS) + 1)
+            fields["layer_types"] = tuple(SLIDING if number % pattern else FULL for number in numbers)
+        return super().prepare(fields, where)
 
-    @classmethod
-    def read_keys(cls) -> set[str]:
-        return {*super().read_keys(), "sliding_window_pattern"}
-
-    def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
-        kinds, count = self.layer_types, self.num_hidden_layers
-        if kinds and (len(kinds) != count or set(kinds) - {SLIDING, FULL}):
-            expected = f"{SLIDING} or {FULL} for each of {count} blocks"
-            raise BadInput(where, "layer_types", expected=expected, found=repr(list(kinds))[:80])
+    def check_layer_types(self, stated: object, where: str) -> None:
+        kinds, blocks = self.layer_types, self.num_hidden_layers
+        fits = not kinds or (len(kinds) == blocks and set(kinds) <= {SLIDING, FULL})
+        self.require(fits, where, "layer_types", f"{SLIDING} or {FULL} for each of {blocks} blocks", [*kinds])
 
     def kind(self, number: int) -> str:
         """Return transformers' name for the attention of block ``number``."""
@@ -58,3 +51,69 @@ class LayerTypesConfig(LlamaConfig):
 
     def to_hf(self) -> dict[str, Any]:
         return {**super().to_hf(), "layer_types": [*self.layer_types] or None}
+
+
+class LayerRopesConfig(LayerTypesConfig):
+    """List the fields of windows and of rotations.
+
+    ``rope_theta`` and ``rope_scaling`` hold for blocks without a window, ``rope_local_base_freq`` and
+    ``rope_local_scaling`` for blocks with one. Transformers 5 writes ``rope_parameters``, an object for each
+    type of block. The older keys have no scaling under a window, so ``rope_local_scaling`` is no key.
+    """
+
+    #: The theta of blocks with a window, if nothing is stated; ``None``: ``rope_theta``.
+    LOCAL_THETA: ClassVar[float | None] = None
+
+    rope_local_base_freq: Factor
+    rope_local_scaling: RopeScaling | None = key(f"rope_parameters.{SLIDING}", default=None)
+
+    @classmethod
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        ropes = fields.get("rope_parameters")
+        local: Mapping[str, Any] = {}
+        if isinstance(ropes, dict):
+            whole, window = (ropes.get(kind) or {} for kind in (FULL, SLIDING))
+            others = set(ropes) - {FULL, SLIDING}
+            if others or not isinstance(window, dict) or not isinstance(whole, dict):
+                expected = f"an object each for {FULL} and {SLIDING}"
+                raise BadInput(where, "rope_parameters", expected=expected, found=repr(ropes)[:80])
+            fields = {**fields, "rope_parameters": whole or None}
+            local = window
+        most = {"max_position_embeddings": fields.get("max_position_embeddings")}
+        fields = super().prepare(fields, where)
+        fields["rope_local_scaling"] = read_scaling(local, most, where, f"rope_parameters.{SLIDING}")
+        both = fields.get("rope_local_base_freq"), local.get("rope_theta")
+        stated = [theta for theta in both if theta is not None]
+        if len(stated) == 2 and stated[0] != stated[1]:
+            name, expected = f"rope_parameters.{SLIDING}.rope_theta", f"rope_local_base_freq={stated[0]}"
+            raise BadInput(where, name, expected=expected, found=stated[1])
+        theta = cls.LOCAL_THETA or fields.get("rope_theta") or cls.default("rope_theta")
+        fields["rope_local_base_freq"] = stated[0] if stated else theta
+        return fields
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return both forms: transformers 4 reads the keys, transformers 5 the object for each type."""
+        written = super().to_hf()
+        del written[self.spelled("rope_local_scaling")]
+        both = {
+            kind: (write_scaling(scaling) or {"rope_type": "default"}) | {"rope_theta": theta}
+            for kind, (theta, scaling) in self.by_type.items()
+        }
+        return {**written, "rope_parameters": both}
+
+    @property
+    def scalings(self) -> dict[str, RopeScaling | None]:
+        return {f"rope_parameters.{kind}": scaling for kind, (_, scaling) in self.by_type.items()}
+
+    @property
+    def by_type(self) -> dict[str, tuple[float, RopeScaling | None]]:
+        """Return theta and scaling by the names of the types of blocks."""
+        window = self.rope_local_base_freq, self.rope_local_scaling
+        return {FULL: (self.rope_theta, self.rope_scaling), SLIDING: window}
+
+    def rotations(self) -> dict[str, RotaryEmbedding]:
+        """Make both rotations, by the names of the types of blocks."""
+        return {
+            kind: RotaryEmbedding(self.rotary_dim, theta, scaling.model_dump() if scaling else None)
+            for kind, (theta, scaling) in self.by_type.items()
+        }

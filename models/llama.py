@@ -5,96 +5,86 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
-from ..layers import ACTIVATIONS, Alibi, Attention, GatedMLP, RMSNorm, RotaryEmbedding
-from ..parallel_state import BadInput, Normal, ParallelState
-from .base.blocks import Block, PreNormBlock
+from ..layers import AttentionInputs, RotaryEmbedding
+from ..parallel_state import BadInput, ParallelState
+from .base.causal_lm import CausalLM
 from .base.config import ModelConfig
-from .base.decoder import Decoder
 from .base.family import Family
-from .base.hugging_face_names import Rename, Rule, in_blocks
-from .base.rope_config import ROPE_KEYS, RopeScaling, check_factors, read_rope, write_scaling
+from .base.fields import NO, ONE, DropoutRate, Epsilon, Factor, Fixed, HeadDim, Whole
+from .base.keys import names
+from .base.names import Names
+from .base.parts import attention, gated_mlp, rms_norm, rotary
+from .base.rope_config import RopeScaling, check_factors, read_rope, write_scaling
 
 
 class LlamaConfig(ModelConfig):
-    """List the fields of a Llama config.json that the model computes with."""
+    """List the fields of a Llama config.json."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **dict.fromkeys(("use_qk_norm", "qk_norm", "qk_layernorm", "use_mrope"), (False,)),
-        **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "logits_scaling", "logit_scale"), (1, 1.0)),
-        **dict.fromkeys(("embedding_multiplier", "residual_multiplier"), (1, 1.0)),
+    FIXED: ClassVar[Fixed] = {
+        **dict.fromkeys(("use_qk_norm", "qk_norm", "qk_layernorm", "use_mrope"), NO),
+        **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "logits_scaling", "logit_scale"), ONE),
+        **dict.fromkeys(("embedding_multiplier", "residual_multiplier"), ONE),
     }
+    READ: ClassVar[frozenset[str]] = names("rope_parameters layer_types")
 
-    vocab_size: int = Field(gt=0, le=2**24)
-    hidden_size: int = Field(gt=0, le=2**20)
-    intermediate_size: int = Field(gt=0, le=2**22)
-    num_hidden_layers: int = Field(gt=0, le=2**12)
-    num_attention_heads: int = Field(gt=0, le=2**16)
-    num_key_value_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0, le=2**16, multiple_of=2)
+    num_key_value_heads: Whole
+    head_dim: HeadDim
     hidden_act: str = "silu"
-    max_position_embeddings: int = Field(default=2048, gt=0)
-    initializer_range: float = Field(default=0.02, ge=0, le=10)
-    rms_norm_eps: float = Field(default=1e-6, gt=0, lt=0.1)
-    rope_theta: float = Field(default=10000.0, gt=0)
+    max_position_embeddings: Whole = 2048
+    rms_norm_eps: Epsilon = 1e-6
+    rope_theta: Factor = 10000.0
     rope_scaling: RopeScaling | None = None
-    tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
-    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    attention_dropout: DropoutRate = 0.0
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        fields = super().read(raw, where) | read_rope(raw, where)
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        fields = super().prepare({**fields, **read_rope(fields, where)}, where)
         heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
-        # Hugging Face's default; a checkpoint with fewer key/value heads is refused by its tensors' shapes.
-        fields.setdefault("num_key_value_heads", heads)
-        if "head_dim" not in fields and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        # Where null is stated, or nothing and the family has no default, other fields say it. Fewer key/value
+        # heads are refused by the shapes of a checkpoint's tensors.
+        if fields.get("num_key_value_heads", cls.default("num_key_value_heads")) is None:
+            fields["num_key_value_heads"] = heads
+        unstated = fields.get("head_dim", cls.default("head_dim")) is None
+        if unstated and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
             if hidden % heads:
-                raise BadInput(
-                    where, "hidden_size", expected=f"a multiple of {heads} heads, or head_dim", found=hidden
-                )
+                expected = f"a multiple of {heads} heads, or head_dim"
+                raise BadInput(where, "hidden_size", expected=expected, found=hidden)
             fields["head_dim"] = hidden // heads
         return fields
 
-    @classmethod
-    def read_keys(cls) -> set[str]:
-        return {*ROPE_KEYS, "layer_types"}
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        heads = self.num_attention_heads
+        fits = heads % self.num_key_value_heads == 0
+        self.require(fits, where, "num_key_value_heads", f"a divisor of num_attention_heads={heads}")
+        for name, scaling in self.scalings.items():
+            check_factors(scaling, self.rotary_dim // 2, where, name)
+        self.check_layer_types(raw.get("layer_types"), where)
 
-    def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
-        kind, stated = self.layer_type, raw.get("layer_types")
-        if stated is not None and stated != [kind] * self.num_hidden_layers:
-            expected = f"{kind} for every one of {self.num_hidden_layers} blocks"
-            raise BadInput(where, "layer_types", expected=expected, found=repr(stated)[:80])
+    def check_layer_types(self, stated: object, where: str) -> None:
+        """Refuse a list of the blocks' types that is not true of this model."""
+        kind, blocks = self.layer_type, self.num_hidden_layers
+        same = stated is None or stated == [kind] * blocks
+        self.require(same, where, "layer_types", f"{kind} for every one of {blocks} blocks", stated)
 
-    def check(self, where: str) -> None:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise BadInput(
-                where,
-                "num_key_value_heads",
-                expected=f"a divisor of num_attention_heads={self.num_attention_heads}",
-                found=self.num_key_value_heads,
-            )
-        if self.hidden_act not in ACTIVATIONS:
-            raise BadInput(
-                where, "hidden_act", expected=f"one of {', '.join(ACTIVATIONS)}", found=repr(self.hidden_act)
-            )
-        for key, scaling in self.scalings.items():
-            check_factors(scaling, self.rotary_dim // 2, where, key)
+    def has_experts(self, number: int) -> bool:
+        """Tell whether block ``number`` has experts, or one net."""
+        return False
 
     @property
     def layer_type(self) -> str:
         """Return transformers' name for the attention of every block."""
-        return "full_attention"
+        return "full_attention" if getattr(self, "sliding_window", None) is None else "sliding_attention"
 
     def check_heads_fill(self, where: str) -> None:
         """Refuse heads that together are not as wide as the hidden states, in families without a choice."""
         width = self.hidden_size // self.num_attention_heads
-        if self.head_dim * self.num_attention_heads != self.hidden_size:
-            expected = f"hidden_size / num_attention_heads = {width}"
-            raise BadInput(where, "head_dim", expected=expected, found=self.head_dim)
+        fills = self.head_dim * self.num_attention_heads == self.hidden_size
+        self.require(fills, where, "head_dim", f"hidden_size / num_attention_heads = {width}")
 
     @property
     def scalings(self) -> dict[str, RopeScaling | None]:
@@ -108,114 +98,63 @@ class LlamaConfig(ModelConfig):
 
     def to_hf(self) -> dict[str, Any]:
         # Beside ``rope_theta`` both transformers 4 and 5 read it.
-        said = self.model_dump(exclude={"rope_scaling", *self.HARMLESS})
-        return {**said, "rope_scaling": write_scaling(self.rope_scaling)}
+        return {**super().to_hf(), "rope_scaling": write_scaling(self.rope_scaling)}
 
 
-# Ours -> Hugging Face's. A rule whose tensor the config leaves out (biases, an untied head) does nothing.
-EMBEDDING = (Rename("embed.weight", "model.embed_tokens.weight"),)
-ATTENTION = in_blocks(
-    ("attention.qkv.q", "self_attn.q_proj"),
-    ("attention.qkv.k", "self_attn.k_proj"),
-    ("attention.qkv.v", "self_attn.v_proj"),
-    ("attention.out", "self_attn.o_proj"),
-    kinds=("weight", "bias"),
+#: Ours -> Hugging Face's, of Llama and of what its relatives add.
+LLAMA_NAMES = Names(
+    "model.layers.{i}",
+    {"embed": "model.embed_tokens"},
+    {
+        "attention.qkv.q": "self_attn.q_proj",
+        "attention.qkv.k": "self_attn.k_proj",
+        "attention.qkv.v": "self_attn.v_proj",
+        "attention.out": "self_attn.o_proj",
+        "mlp.gate_up.gate": "mlp.gate_proj",
+        "mlp.gate_up.up": "mlp.up_proj",
+        "mlp.down": "mlp.down_proj",
+        "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "attention.q_norm": "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+    },
+    {"norm": "model.norm", "head": "lm_head"},
 )
-GATED_MLP = in_blocks(
-    ("mlp.gate_up.gate", "mlp.gate_proj"),
-    ("mlp.gate_up.up", "mlp.up_proj"),
-    ("mlp.down", "mlp.down_proj"),
-    kinds=("weight", "bias"),
-)
-PRE_NORMS = in_blocks(("attention_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm"))
-ENDS = (Rename("norm.weight", "model.norm.weight"), Rename("head.weight", "lm_head.weight"))
-NAMES: tuple[Rule, ...] = (*EMBEDDING, *ATTENTION, *GATED_MLP, *PRE_NORMS, *ENDS)
 
 
-def grouped_attention(
-    cfg: LlamaConfig,
-    state: ParallelState,
-    *,
-    qkv_bias: bool = False,
-    out_bias: bool = False,
-    head_norms: bool = False,
-    qk_norm: Callable[[int], nn.Module] | None = None,
-    rotary: str | None = "all",
-    window: int | None = None,
-    scale: float | None = None,
-    soft_cap: float | None = None,
-    sinks: bool = False,
-    alibi: Alibi | None = None,
-    gated: bool = False,
-) -> Attention:
-    """Make the attention of Llama and its relatives from the fields that their configs share.
-
-    ``head_norms``: each head of queries and keys has an RMSNorm. ``Attention`` explains the other arguments.
-    """
-
-    def head_norm(heads: int) -> nn.Module:
-        return RMSNorm(cfg.head_dim, cfg.rms_norm_eps, heads=True, state=state)
-
-    return Attention(
-        cfg.hidden_size,
-        heads=cfg.num_attention_heads,
-        kv_heads=cfg.num_key_value_heads,
-        head_dim=cfg.head_dim,
-        qkv_bias=qkv_bias,
-        out_bias=out_bias,
-        qk_norm=head_norm if head_norms else qk_norm,
-        rotary=rotary,
-        window=window,
-        scale=scale,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        alibi=alibi,
-        gated=gated,
-        dropout=cfg.attention_dropout,
-        initial=Normal(cfg.initializer_range),
-        state=state,
-    )
-
-
-class Llama(Decoder):
-    """Compute Llama, or the stage that this pipeline rank holds. Source: Touvron et al. 2023.
-
-    Related families change the attention or the feed-forward.
-    """
+class RotaryDecoder(CausalLM):
+    """Rotate heads, and normalise hidden states by their root mean square, as Llama and most others do."""
 
     config: LlamaConfig
-
-    def block(self, number: int) -> Block:
-        parts = self.attention(number), self.feed_forward(number)
-        return PreNormBlock(*parts, norm=self.make_norm, dropout=self.branch_dropout, state=self.state)
-
-    @property
-    def branch_dropout(self) -> float:
-        """Return the dropout on each branch of a block, before it is added (StarCoder 2, Seed-OSS)."""
-        return 0.0
-
-    def attention(self, number: int) -> Attention:
-        bias = self.config.attention_bias
-        return grouped_attention(self.config, self.state, qkv_bias=bias, out_bias=bias)
-
-    def feed_forward(self, number: int) -> nn.Module:
-        cfg = self.config
-        return GatedMLP(
-            cfg.hidden_size,
-            cfg.intermediate_size,
-            act=cfg.hidden_act,
-            bias=cfg.mlp_bias,
-            initial=self.initial,
-            state=self.state,
-        )
-
-    def make_norm(self) -> nn.Module:
-        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, state=self.state)
+    make_norm: ClassVar[Callable[..., nn.Module]] = staticmethod(rms_norm)
 
     def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
-        cfg = self.config
-        scaling = cfg.rope_scaling.model_dump() if cfg.rope_scaling else None
-        return {"all": RotaryEmbedding(cfg.rotary_dim, cfg.rope_theta, scaling)}
+        return rotary(self.config)
+
+
+class LlamaBlock(nn.Module):
+    """Compute a block of Llama: a norm before each branch. Source: Touvron et al. 2023.
+
+    x = x + attention(attention_norm(x))
+    x = x + mlp(mlp_norm(x))
+    """
+
+    def __init__(self, cfg: LlamaConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = rms_norm(cfg, state), attention(cfg, state)
+        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class Llama(RotaryDecoder):
+    """Compute Llama, or the stage that this pipeline rank holds."""
+
+    config: LlamaConfig
+    Block = LlamaBlock
 
 
 LLAMA = Family(
@@ -223,6 +162,6 @@ LLAMA = Family(
     "LlamaForCausalLM",
     LlamaConfig,
     Llama,
-    NAMES,
+    LLAMA_NAMES,
     ignorable=("model.layers.{i}.self_attn.rotary_emb.inv_freq",),
 )

@@ -1,47 +1,94 @@
-"""Mistral: Llama without biases, whose tokens see the last ``sliding_window`` tokens alone."""
+"""Mistral, whose tokens see the last ``sliding_window`` tokens alone, and Mixtral, with experts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field
+from torch import Tensor, nn
 
-from ..layers import Attention
+from ..layers import AttentionInputs, MoE
+from ..parallel_state import ParallelState
 from .base.family import Family
-from .llama import NAMES, Llama, LlamaConfig, grouped_attention
+from .base.fields import NO, YES, ZERO, Epsilon, Experts, Factor, Fixed, Whole
+from .base.names import per_expert
+from .base.parts import attention, gated_mlp, mixture, rms_norm, router
+from .expert_block import ExpertsConfig
+from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
 
 
 class MistralConfig(LlamaConfig):
     """List the fields of a Mistral config.json; ``sliding_window`` null: no window (from version 0.2 on)."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **LlamaConfig.HARMLESS,
-        **dict.fromkeys(("attention_bias", "mlp_bias"), (False,)),
-    }
+    FIXED: ClassVar[Fixed] = dict.fromkeys(("attention_bias", "mlp_bias"), NO)
 
-    max_position_embeddings: int = Field(default=131072, gt=0)
-    sliding_window: int | None = Field(default=4096, gt=0)
-
-    @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        fields = super().read(raw, where)
-        if "sliding_window" in raw:  # null says something, which elsewhere is as if the key were absent
-            fields["sliding_window"] = raw["sliding_window"]
-        return fields
-
-    @property
-    def layer_type(self) -> str:
-        return "full_attention" if self.sliding_window is None else "sliding_attention"
+    max_position_embeddings: Whole = 131072
+    sliding_window: Whole | None = 4096
 
 
-class Mistral(Llama):
+def mixtral_experts(cfg: MixtralConfig, state: ParallelState) -> MoE:
+    """Make the experts of a block."""
+    return mixture(cfg, router(cfg, state), cfg.intermediate_size, state)
+
+
+class MistralBlock(nn.Module):
+    """Compute a block of Mistral or Mixtral. Source: Jiang et al. 2023, 2024.
+
+    x = x + attention(attention_norm(x))    * a window
+    x = x + mlp(mlp_norm(x))                * Mixtral: experts
+    """
+
+    def __init__(self, cfg: Any, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.attention_norm = rms_norm(cfg, state)
+        self.attention = attention(cfg, state, window=cfg.sliding_window)
+        self.mlp_norm = rms_norm(cfg, state)
+        self.mlp = mixtral_experts(cfg, state) if cfg.has_experts(number) else gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class Mistral(RotaryDecoder):
     """Compute Mistral, or the stage that this pipeline rank holds."""
 
-    config: MistralConfig
-
-    def attention(self, number: int) -> Attention:
-        return grouped_attention(self.config, self.state, window=self.config.sliding_window)
+    Block = MistralBlock
 
 
-MISTRAL = Family("mistral", "MistralForCausalLM", MistralConfig, Mistral, NAMES)
+MISTRAL = Family("mistral", "MistralForCausalLM", MistralConfig, Mistral, LLAMA_NAMES)
+
+
+class MixtralConfig(MistralConfig, ExpertsConfig):
+    """List the fields of a Mixtral config.json."""
+
+    FIXED: ClassVar[Fixed] = {
+        "router_jitter_noise": ZERO,
+        "norm_topk_prob": YES,
+        "scoring_func": ("softmax",),
+    }
+
+    num_key_value_heads: Whole = 8
+    num_local_experts: Experts = 8
+    num_experts_per_tok: Whole = 2
+    rms_norm_eps: Epsilon = 1e-5
+    rope_theta: Factor = 1e6
+    sliding_window: Whole | None = None
+
+
+class Mixtral(RotaryDecoder):
+    """Compute Mixtral, or the stage that this pipeline rank holds."""
+
+    Block = MistralBlock
+
+
+MIXTRAL_NAMES = LLAMA_NAMES.but(
+    {
+        "mlp.router": "block_sparse_moe.gate",
+        "mlp.experts.gate": per_expert("block_sparse_moe.experts.{e}.w1.weight"),
+        "mlp.experts.up": per_expert("block_sparse_moe.experts.{e}.w3.weight"),
+        "mlp.experts.down": per_expert("block_sparse_moe.experts.{e}.w2.weight"),
+    }
+)
+
+MIXTRAL = Family("mixtral", "MixtralForCausalLM", MixtralConfig, Mixtral, MIXTRAL_NAMES)

@@ -10,106 +10,78 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..layers import (
-    ACTIVATIONS,
-    MLP,
-    Attention,
-    LayerNorm,
-    PositionEmbedding,
-    ReplicatedLinear,
-    default_positions,
-)
-from ..parallel_state import BadInput
-from .base.blocks import AddNormBlock, Block, PreNormBlock
-from .base.config import ModelConfig, names
-from .base.decoder import Decoder
+from ..layers import AttentionInputs, Dropout, PositionEmbedding, ReplicatedLinear, default_positions
+from ..parallel_state import ParallelState
+from .base.causal_lm import CausalLM
 from .base.family import Family
-from .base.hugging_face_names import BOTH, Rename, Rule
+from .base.fields import NO, YES, ZERO, Count, DropoutRate, Fixed, Width, key
+from .base.names import Names
+from .base.parts import attention, layer_norm, mlp
+from .gpt2 import WholeHeadsConfig
 
 #: The first position's row; those before it are no token's.
 OFFSET = 2
-NAMES: tuple[Rule, ...] = (
-    Rename("embed.weight", "model.decoder.embed_tokens.weight"),
-    Rename("project_in.weight", "model.decoder.project_in.weight"),
-    Rename("position.weight", "model.decoder.embed_positions.weight"),
-    *(
-        Rename(f"{ours}.{kind}", f"model.decoder.{hf}.{kind}")
-        for ours, hf in (
-            ("layers.{i}.attention.qkv.q", "layers.{i}.self_attn.q_proj"),
-            ("layers.{i}.attention.qkv.k", "layers.{i}.self_attn.k_proj"),
-            ("layers.{i}.attention.qkv.v", "layers.{i}.self_attn.v_proj"),
-            ("layers.{i}.attention.out", "layers.{i}.self_attn.out_proj"),
-            ("layers.{i}.mlp.up", "layers.{i}.fc1"),
-            ("layers.{i}.mlp.down", "layers.{i}.fc2"),
-            ("layers.{i}.attention_norm", "layers.{i}.self_attn_layer_norm"),
-            ("layers.{i}.mlp_norm", "layers.{i}.final_layer_norm"),
-            ("norm", "final_layer_norm"),
-            ("norm.norm", "final_layer_norm"),
-        )
-        for kind in BOTH
-    ),
-    Rename("norm.project.weight", "model.decoder.project_out.weight"),
-    Rename("head.weight", "lm_head.weight"),
+NAMES = Names(
+    "model.decoder.layers.{i}",
+    {
+        "embed": "model.decoder.embed_tokens",
+        "project_in": "model.decoder.project_in",
+        "position": "model.decoder.embed_positions",
+    },
+    {
+        "attention_norm": "self_attn_layer_norm",
+        "attention.qkv.q": "self_attn.q_proj",
+        "attention.qkv.k": "self_attn.k_proj",
+        "attention.qkv.v": "self_attn.v_proj",
+        "attention.out": "self_attn.out_proj",
+        "mlp_norm": "final_layer_norm",
+        "mlp.up": "fc1",
+        "mlp.down": "fc2",
+    },
+    {
+        "norm": "model.decoder.final_layer_norm",
+        "norm.norm": "model.decoder.final_layer_norm",
+        "norm.project": "model.decoder.project_out",
+        "head": "lm_head",
+    },
 )
 
 
-class OPTConfig(ModelConfig):
-    """List the fields of an OPT config.json that the model computes with, under transformers' common
-    names.
-    """
+class OPTConfig(WholeHeadsConfig):
+    """List the fields of an OPT config.json."""
 
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {
-        "ffn_dim": "intermediate_size",
-        "activation_function": "hidden_act",
-        "init_std": "initializer_range",
+    FIXED: ClassVar[Fixed] = {
+        "_remove_final_layer_norm": NO,
+        "layer_norm_elementwise_affine": YES,
+        "layerdrop": ZERO,
     }
-    NOT_KEYS: ClassVar[frozenset[str]] = names("intermediate_size hidden_act initializer_range")
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "_remove_final_layer_norm": (False,),
-        "layer_norm_elementwise_affine": (True,),
-        "layerdrop": (0, 0.0),
-    }
+    # Transformers' default is a token whose embedding it does not train.
+    ADDED: ClassVar[Mapping[str, object]] = {"pad_token_id": None}
 
-    vocab_size: int = Field(gt=0, le=2**24)
-    hidden_size: int = Field(gt=0, le=2**20)
-    intermediate_size: int = Field(gt=0, le=2**22)
-    num_hidden_layers: int = Field(gt=0, le=2**12)
-    num_attention_heads: int = Field(gt=0, le=2**16)
-    max_position_embeddings: int = Field(default=2048, gt=0, le=2**24)
+    intermediate_size: Width = key("ffn_dim")
+    max_position_embeddings: Count = 2048
     word_embed_proj_dim: int = Field(gt=0, le=2**20)
-    hidden_act: str = "relu"
-    initializer_range: float = Field(default=0.02, ge=0, le=10)
+    hidden_act: str = key("activation_function", default="relu")
+    initializer_range: float = key("init_std", default=0.02, ge=0, le=10)
     tie_word_embeddings: bool = True
     do_layer_norm_before: bool = True
     enable_bias: bool = True
-    dropout: float = Field(default=0.1, ge=0, lt=1)
-    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    dropout: DropoutRate = 0.1
+    attention_dropout: DropoutRate = 0.0
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        fields = super().read(raw, where)
-        return {"word_embed_proj_dim": fields.get("hidden_size"), **fields}
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        if fields.get("word_embed_proj_dim") is None:
+            fields["word_embed_proj_dim"] = fields.get("hidden_size")
+        return super().prepare(fields, where)
 
     @property
     def embedding_width(self) -> int:
         return self.word_embed_proj_dim
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-    def check(self, where: str) -> None:
-        if self.hidden_size % self.num_attention_heads:
-            expected = f"a multiple of num_attention_heads={self.num_attention_heads}"
-            raise BadInput(where, "hidden_size", expected=expected, found=self.hidden_size)
-        if self.hidden_act not in ACTIVATIONS:
-            expected, found = f"one of {', '.join(ACTIVATIONS)}", repr(self.hidden_act)
-            raise BadInput(where, "activation_function", expected=expected, found=found)
-
-    def to_hf(self) -> dict[str, Any]:
-        # Transformers' default is a token whose embedding it does not train.
-        fields = {self.spelled(key): value for key, value in super().to_hf().items()}
-        return {**fields, "pad_token_id": None}
+    def layer_norm_eps(self) -> float:
+        return 1e-5
 
 
 class ProjectedNorm(nn.Module):
@@ -124,41 +96,54 @@ class ProjectedNorm(nn.Module):
         return projected
 
 
-class OPT(Decoder):
-    """Compute OPT, or the stage that this pipeline rank holds. Source: Zhang et al. 2022."""
+class OPTBlock(nn.Module):
+    """Compute a block of OPT. Source: Zhang et al. 2022.
+
+    x = x + dropout(attention(attention_norm(x)))    * biases, no rotation; LayerNorm
+    x = x + dropout(mlp(mlp_norm(x)))                * no gate; ReLU
+    """
+
+    def __init__(self, cfg: OPTConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        bias = cfg.enable_bias
+        self.attention_norm = layer_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, rotary=None)
+        self.mlp_norm, self.mlp = layer_norm(cfg, state), mlp(cfg, state, bias=bias)
+        self.dropout = Dropout(cfg.dropout, state=state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
+        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        return x_BSD
+
+
+class OPTNormsAfterBlock(OPTBlock):
+    """Compute a block of OPT 350M, as in Vaswani et al. 2017.
+
+    x = attention_norm(x + dropout(attention(x)))    * a norm on the sum; LayerNorm
+    x = mlp_norm(x + dropout(mlp(x)))                * no gate; ReLU
+    """
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = self.attention_norm(x_BSD + self.dropout(self.attention(x_BSD, inputs)))
+        x_BSD = self.mlp_norm(x_BSD + self.dropout(self.mlp(x_BSD)))
+        return x_BSD
+
+
+class OPT(CausalLM):
+    """Compute OPT, or the stage that this pipeline rank holds: learned positions."""
 
     config: OPTConfig
+    Block = OPTBlock
+    make_norm = staticmethod(layer_norm)
 
-    def block(self, number: int) -> Block:
-        cfg, state = self.config, self.state
-        attention = Attention(
-            cfg.hidden_size,
-            heads=cfg.num_attention_heads,
-            head_dim=cfg.head_dim,
-            qkv_bias=cfg.enable_bias,
-            out_bias=cfg.enable_bias,
-            rotary=None,
-            dropout=cfg.attention_dropout,
-            initial=self.initial,
-            state=state,
-        )
-        mlp = MLP(
-            cfg.hidden_size,
-            cfg.intermediate_size,
-            act=cfg.hidden_act,
-            bias=cfg.enable_bias,
-            initial=self.initial,
-            state=state,
-        )
-        block = PreNormBlock if cfg.do_layer_norm_before else AddNormBlock
-        return block(attention, mlp, norm=self.make_norm, dropout=cfg.dropout, state=state)
-
-    def make_norm(self) -> nn.Module:
-        return LayerNorm(self.config.hidden_size, state=self.state)
+    def block(self, number: int) -> nn.Module:
+        Block = OPTBlock if self.config.do_layer_norm_before else OPTNormsAfterBlock
+        return Block(self.config, number, self.state)
 
     def make_last_norm(self) -> nn.Module:
         """Make the last norm and the projection to the embeddings' width, where the model has them."""
-        norm = self.make_norm() if self.config.do_layer_norm_before else nn.Identity()
+        norm = super().make_last_norm() if self.config.do_layer_norm_before else nn.Identity()
         if not self.projects:
             return norm
         wide, narrow = self.config.hidden_size, self.config.word_embed_proj_dim
@@ -173,7 +158,7 @@ class OPT(Decoder):
         """Make a linear layer from one of the two widths to the other."""
         return ReplicatedLinear(width, made, False, initial=self.initial, state=self.state)
 
-    def add_entry(self) -> None:
+    def add_embedding_modules(self) -> None:
         cfg = self.config
         if self.projects:
             self.project_in = self.projection(cfg.word_embed_proj_dim, cfg.hidden_size)
@@ -181,7 +166,7 @@ class OPT(Decoder):
             cfg.max_position_embeddings + OFFSET, cfg.hidden_size, initial=self.initial, state=self.state
         )
 
-    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
+    def embed_hook(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
         if positions is None:
             positions = default_positions(x_BSD, self.state, embedded=True)
         if self.projects:

@@ -2,76 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
-from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
-from ..layers import Attention, Dropout, LayerNorm
-from .base.blocks import Block, ParallelBlock
-from .base.config import without
+from ..layers import AttentionInputs, Dropout, LayerNorm
+from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.hugging_face_names import BOTH, Rename, Rule, in_blocks
-from .gpt_neox import GPTNeoX, GPTNeoXConfig
-from .llama import EMBEDDING, grouped_attention
+from .base.fields import NO, YES, ZERO, DropoutRate, Factor, Fixed, Share, Whole, key
+from .base.parts import HeadNorm, attention, layer_norm, mlp
+from .gpt_neox import GPTNeoXConfig
+from .llama import LLAMA_NAMES, RotaryDecoder
 
-NAMES: tuple[Rule, ...] = (
-    *EMBEDDING,
-    *in_blocks(
-        ("attention.qkv.q", "self_attn.q_proj"),
-        ("attention.qkv.k", "self_attn.k_proj"),
-        ("attention.qkv.v", "self_attn.v_proj"),
-        ("attention.out", "self_attn.dense"),
-        ("attention.q_norm", "self_attn.q_layernorm"),
-        ("attention.k_norm", "self_attn.k_layernorm"),
-        ("mlp.up", "mlp.fc1"),
-        ("mlp.down", "mlp.fc2"),
-        ("attention_norm", "input_layernorm"),
-        kinds=BOTH,
-    ),
-    *(Rename(f"norm.{kind}", f"model.final_layernorm.{kind}") for kind in BOTH),
-    *(Rename(f"head.{kind}", f"lm_head.{kind}") for kind in BOTH),
+NAMES = LLAMA_NAMES.but(
+    {
+        "attention.q_norm": "self_attn.q_layernorm",
+        "attention.k_norm": "self_attn.k_layernorm",
+        "attention.out": "self_attn.dense",
+        "mlp.up": "mlp.fc1",
+        "mlp.down": "mlp.fc2",
+    },
+    norm="model.final_layernorm",
 )
 
 
 class PhiConfig(GPTNeoXConfig):
-    """List the fields of a Phi config.json that the model computes with."""
+    """List the fields of a Phi config.json."""
 
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {}
-    NOT_KEYS: ClassVar[frozenset[str]] = frozenset()
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **without(GPTNeoXConfig.HARMLESS, "qk_layernorm", "num_key_value_heads"),
-        **dict.fromkeys(("attention_bias", "use_parallel_residual"), (True,)),
-        **{"hidden_dropout": (0, 0.0), "tie_word_embeddings": (False,)},
+    FIXED: ClassVar[Fixed] = {
+        **dict.fromkeys(("attention_bias", "use_parallel_residual"), YES),
+        "hidden_dropout": ZERO,
+        "tie_word_embeddings": NO,
     }
 
+    num_key_value_heads: Whole
     hidden_act: str = "gelu_new"
-    partial_rotary_factor: float = Field(default=0.5, gt=0, le=1)
+    rope_theta: Factor = key("rope_theta", default=10000.0)
+    partial_rotary_factor: Share = key("partial_rotary_factor", default=0.5)
     qk_layernorm: bool = False
-    resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    embd_pdrop: float = Field(default=0.0, ge=0, lt=1)
+    resid_pdrop: DropoutRate = 0.0
+    embd_pdrop: DropoutRate = 0.0
 
 
-class Phi(GPTNeoX):
-    """Compute Phi, or the stage that this pipeline rank holds. Source: Gunasekar et al. 2023."""
+class PhiBlock(nn.Module):
+    """Compute a block of Phi. Source: Gunasekar et al. 2023.
 
-    config: PhiConfig
+    y = attention_norm(x)                                 * one LayerNorm for both branches
+    x = x + dropout(attention(y)) + dropout(mlp(y))       * side by side; biases; mlp: no gate, GELU
+    """
+
+    def __init__(self, cfg: PhiConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        norm = head_norm(cfg, state) if cfg.qk_layernorm else None
+        self.attention_norm, self.attention = layer_norm(cfg, state), attention(cfg, state, qk_norm=norm)
+        self.mlp, self.dropout = mlp(cfg, state), Dropout(cfg.resid_pdrop, state=state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        y_BSD = self.attention_norm(x_BSD)
+        x_BSD = x_BSD + self.dropout(self.attention(y_BSD, inputs)) + self.dropout(self.mlp(y_BSD))
+        return x_BSD
+
+
+def head_norm(cfg: PhiConfig, state: ParallelState) -> HeadNorm:
+    """Return what makes the LayerNorm of each head of queries and keys, with one weight for all."""
+    return lambda heads: LayerNorm(cfg.head_dim, cfg.layer_norm_eps, heads=True, state=state)
+
+
+class Phi(RotaryDecoder):
+    """Compute Phi, or the stage that this pipeline rank holds."""
+
+    Block = PhiBlock
+    make_norm = staticmethod(layer_norm)
+    embedding_dropout = "embd_pdrop"
     biased_head = True
-
-    def block(self, number: int) -> Block:
-        attention, mlp, dropout = self.attention(number), self.feed_forward(number), self.config.resid_pdrop
-        return ParallelBlock(attention, mlp, norm=self.make_norm, dropout=dropout, state=self.state)
-
-    def attention(self, number: int) -> Attention:
-        norm = self.qk_norm if self.config.qk_layernorm else None
-        return grouped_attention(self.config, self.state, qkv_bias=True, out_bias=True, qk_norm=norm)
-
-    def qk_norm(self, heads: int) -> nn.Module:
-        return LayerNorm(self.config.head_dim, self.config.layer_norm_eps, heads=True, state=self.state)
-
-    def add_entry(self) -> None:
-        self.dropout = Dropout(self.config.embd_pdrop, state=self.state)
 
 
 PHI = Family("phi", "PhiForCausalLM", PhiConfig, Phi, NAMES)

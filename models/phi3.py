@@ -5,96 +5,83 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..layers import Attention, Dropout
-from ..parallel_state import BadInput
-from .base.blocks import Block, PreNormBlock
+from ..layers import AttentionInputs, Dropout
+from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.hugging_face_names import Rule, Split, in_blocks
-from .llama import EMBEDDING, ENDS, PRE_NORMS, Llama, grouped_attention
+from .base.fields import NO, DropoutRate, Epsilon, Fixed, Whole
+from .base.names import Entry, fused
+from .base.parts import attention, gated_mlp, rms_norm
+from .llama import LLAMA_NAMES, RotaryDecoder
 from .partial_rotary import PartialRotaryConfig
 
-FUSED_GATE_UP: tuple[Rule, ...] = (
-    Split(
-        tuple(f"layers.{{i}}.mlp.gate_up.{one}.weight" for one in ("gate", "up")),
-        "model.layers.{i}.mlp.gate_up_proj.weight",
-    ),
-)
-NAMES: tuple[Rule, ...] = (
-    *EMBEDDING,
-    Split(
-        tuple(f"layers.{{i}}.attention.qkv.{one}.weight" for one in ("q", "k", "v")),
-        "model.layers.{i}.self_attn.qkv_proj.weight",
-    ),
-    *FUSED_GATE_UP,
-    *in_blocks(("attention.out", "self_attn.o_proj"), ("mlp.down", "mlp.down_proj")),
-    *PRE_NORMS,
-    *ENDS,
+#: Ours -> Hugging Face's, where a gate and what it multiplies are stored as one.
+FUSED_GATE_UP: dict[str, Entry | None] = {
+    "mlp.gate_up": fused("mlp.gate_up_proj", "gate up"),
+    **dict.fromkeys(("mlp.gate_up.gate", "mlp.gate_up.up")),
+}
+NAMES = LLAMA_NAMES.but(
+    {
+        "attention.qkv": fused("self_attn.qkv_proj", "q k v"),
+        **dict.fromkeys(("attention.qkv.q", "attention.qkv.k", "attention.qkv.v")),
+        **FUSED_GATE_UP,
+    }
 )
 
 
 class Phi3Config(PartialRotaryConfig):
-    """List the fields of a Phi 3 config.json that the model computes with.
+    """List the fields of a Phi 3 config.json.
 
     ``original_max_position_embeddings`` is where longrope changes its factors, wherever a config has it.
     """
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **PartialRotaryConfig.HARMLESS,
-        **dict.fromkeys(("attention_bias", "mlp_bias"), (False,)),
-    }
+    FIXED: ClassVar[Fixed] = dict.fromkeys(("attention_bias", "mlp_bias"), NO)
+    # Transformers' default is a token that a small vocabulary does not have.
+    ADDED: ClassVar[Mapping[str, object]] = {"pad_token_id": None}
 
-    max_position_embeddings: int = Field(default=4096, gt=0)
-    original_max_position_embeddings: int = Field(default=4096, gt=0)
-    rms_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
-    resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    embd_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    sliding_window: int | None = Field(default=None, gt=0)
+    max_position_embeddings: Whole = 4096
+    original_max_position_embeddings: Whole = 4096
+    rms_norm_eps: Epsilon = 1e-5
+    resid_pdrop: DropoutRate = 0.0
+    embd_pdrop: DropoutRate = 0.0
+    sliding_window: Whole | None = None
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        return super().read({"original_max_position_embeddings": 4096, **raw}, where)
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        return super().prepare({"original_max_position_embeddings": 4096, **fields}, where)
 
-    def check(self, where: str) -> None:
-        super().check(where)
-        if self.rope_scaling is not None and self.rope_scaling.rope_type != "longrope":
-            found = repr(self.rope_scaling.rope_type)
-            raise BadInput(where, "rope_scaling.rope_type", expected="'longrope' or null", found=found)
-
-    def to_hf(self) -> dict[str, Any]:
-        # Transformers' default is a token that a small vocabulary does not have.
-        return {**super().to_hf(), "pad_token_id": None}
-
-    @property
-    def layer_type(self) -> str:
-        return "full_attention" if self.sliding_window is None else "sliding_attention"
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        kind = getattr(self.rope_scaling, "rope_type", "longrope")
+        self.require(kind == "longrope", where, "rope_scaling.rope_type", "'longrope' or null", kind)
 
 
-class Phi3(Llama):
+class Phi3Block(nn.Module):
+    """Compute a block of Phi 3, 3.5 or 4.
+
+    x = x + dropout(attention(attention_norm(x)))    * a window
+    x = x + dropout(mlp(mlp_norm(x)))
+    """
+
+    def __init__(self, cfg: Phi3Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.attention_norm = rms_norm(cfg, state)
+        self.attention = attention(cfg, state, window=cfg.sliding_window)
+        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
+        self.dropout = Dropout(cfg.resid_pdrop, state=state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
+        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        return x_BSD
+
+
+class Phi3(RotaryDecoder):
     """Compute Phi 3, or the stage that this pipeline rank holds."""
 
-    config: Phi3Config
-
-    def block(self, number: int) -> Block:
-        return PreNormBlock(
-            self.attention(number),
-            self.feed_forward(number),
-            norm=self.make_norm,
-            dropout=self.config.resid_pdrop,
-            state=self.state,
-        )
-
-    def attention(self, number: int) -> Attention:
-        return grouped_attention(self.config, self.state, window=self.config.sliding_window)
-
-    def add_entry(self) -> None:
-        self.dropout = Dropout(self.config.embd_pdrop, state=self.state)
-
-    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
-        dropped: Tensor = self.dropout(x_BSD)
-        return dropped
+    Block = Phi3Block
+    embedding_dropout = "embd_pdrop"
 
 
 PHI3 = Family("phi3", "Phi3ForCausalLM", Phi3Config, Phi3, NAMES)

@@ -2,90 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field
+from torch import Tensor, nn
 
-from ..layers import Attention
-from ..parallel_state import BadInput
+from ..layers import AttentionInputs
+from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
-from .base.hugging_face_names import in_blocks
-from .llama import NAMES, Llama, LlamaConfig, grouped_attention
+from .base.fields import NO, YES, Fixed, HeadDim, Whole
+from .base.keys import names
+from .base.parts import attention, gated_mlp, head_rms_norm, rms_norm
+from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
 
 #: Other families' switches for the norms of queries and keys, which Qwen 3 always has.
-HEAD_NORMS = ("use_qk_norm", "qk_norm", "qk_layernorm")
-
-#: Keys of windows over some of the blocks, which are off in every released model and refused if on.
-WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers")
+HEAD_NORMS = dict.fromkeys(("use_qk_norm", "qk_norm", "qk_layernorm"), YES)
 
 
-class Qwen2Config(LlamaConfig):
-    """List the fields of a Qwen 2 or 2.5 config.json that the model computes with."""
+class NoWindowsConfig(LlamaConfig):
+    """Read the keys of windows over some of the blocks, which are off in every released model.
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **LlamaConfig.HARMLESS,
-        **dict.fromkeys(("attention_bias", "qkv_bias"), (True,)),  # on queries, keys and values
-        "mlp_bias": (False,),
-    }
+    ``sliding_window`` alone says nothing as long as it is not used.
+    """
 
-    max_position_embeddings: int = Field(default=32768, gt=0)
+    READ: ClassVar[frozenset[str]] = names("use_sliding_window sliding_window max_window_layers")
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        check_no_windows(raw, where)
-        return super().read(raw, where)
-
-    @classmethod
-    def read_keys(cls) -> set[str]:
-        return {*super().read_keys(), *WINDOWS}
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        if fields.get("use_sliding_window") not in (None, False):
+            expected = "false: windows over some of the blocks are not supported"
+            raise BadInput(where, "use_sliding_window", expected=expected, found=fields["use_sliding_window"])
+        return super().prepare(fields, where)
 
 
-class Qwen2(Llama):
+class Qwen2Config(NoWindowsConfig):
+    """List the fields of a Qwen 2 or 2.5 config.json."""
+
+    # Biases are on queries, keys and values.
+    FIXED: ClassVar[Fixed] = {"attention_bias": YES, "qkv_bias": YES, "mlp_bias": NO}
+
+    max_position_embeddings: Whole = 32768
+
+
+class Qwen2Block(nn.Module):
+    """Compute a block of Qwen 2 or 2.5.
+
+    x = x + attention(attention_norm(x))    * biases on queries, keys and values
+    x = x + mlp(mlp_norm(x))
+    """
+
+    def __init__(self, cfg: Qwen2Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = rms_norm(cfg, state), attention(cfg, state, qkv_bias=True)
+        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class Qwen2(RotaryDecoder):
     """Compute Qwen 2 or 2.5, or the stage that this pipeline rank holds."""
 
-    def attention(self, number: int) -> Attention:
-        return grouped_attention(self.config, self.state, qkv_bias=True)
+    Block = Qwen2Block
 
 
-class Qwen3Config(LlamaConfig):
-    """List the fields of a Qwen 3 config.json that the model computes with."""
+class Qwen3Config(NoWindowsConfig):
+    """List the fields of a Qwen 3 config.json."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **LlamaConfig.HARMLESS,
-        **dict.fromkeys(HEAD_NORMS, (True,)),
-        "mlp_bias": (False,),
-    }
+    FIXED: ClassVar[Fixed] = {**HEAD_NORMS, "mlp_bias": NO}
 
-    max_position_embeddings: int = Field(default=32768, gt=0)
+    head_dim: HeadDim = 128
+    max_position_embeddings: Whole = 32768
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        check_no_windows(raw, where)
-        # Hugging Face's default is a number, not a share of the hidden size.
-        return super().read(raw if raw.get("head_dim") is not None else {**raw, "head_dim": 128}, where)
-
-    @classmethod
-    def read_keys(cls) -> set[str]:
-        return {*super().read_keys(), *WINDOWS}
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        if fields.get("head_dim") is None:  # also where it is null: not a share of the hidden size
+            fields["head_dim"] = cls.default("head_dim")
+        return super().prepare(fields, where)
 
 
-class Qwen3(Llama):
+class Qwen3Block(nn.Module):
+    """Compute a block of Qwen 3.
+
+    x = x + attention(attention_norm(x))    * heads of queries and keys normalised
+    x = x + mlp(mlp_norm(x))
+    """
+
+    def __init__(self, cfg: Qwen3Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        norms = head_rms_norm(cfg, state)
+        self.attention_norm, self.attention = rms_norm(cfg, state), attention(cfg, state, qk_norm=norms)
+        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class Qwen3(RotaryDecoder):
     """Compute Qwen 3, or the stage that this pipeline rank holds."""
 
-    def attention(self, number: int) -> Attention:
-        bias = self.config.attention_bias
-        return grouped_attention(self.config, self.state, qkv_bias=bias, out_bias=bias, head_norms=True)
+    Block = Qwen3Block
 
 
-def check_no_windows(raw: Mapping[str, Any], where: str) -> None:
-    """Refuse a window over some blocks; ``sliding_window`` alone says nothing as long as it is not used."""
-    if raw.get("use_sliding_window") not in (None, False):
-        expected = "false: windows over some of the blocks are not supported"
-        raise BadInput(where, "use_sliding_window", expected=expected, found=raw["use_sliding_window"])
-
-
-QK_NORM_NAMES = in_blocks(("attention.q_norm", "self_attn.q_norm"), ("attention.k_norm", "self_attn.k_norm"))
-
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", Qwen2Config, Qwen2, NAMES)
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", Qwen3Config, Qwen3, (*NAMES, *QK_NORM_NAMES))
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", Qwen2Config, Qwen2, LLAMA_NAMES)
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", Qwen3Config, Qwen3, LLAMA_NAMES)

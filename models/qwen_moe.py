@@ -1,4 +1,4 @@
-"""Qwen 3 with experts, in all blocks or in some."""
+"""Qwen 3 with experts, and Qwen 1.5 and 2 with experts and one more net for all tokens, behind a gate."""
 
 from __future__ import annotations
 
@@ -6,81 +6,156 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
-from ..parallel_state import BadInput
-from .base.config import MOST_BLOCKS
+from ..layers import AttentionInputs, GatedShared, MoE
+from ..parallel_state import BadInput, ParallelState
 from .base.family import Family
-from .expert_block import EXPERT_NAMES, NarrowExpertsConfig, mixture, softmax_router
-from .qwen import HEAD_NORMS, QWEN3, Qwen3, check_no_windows
+from .base.fields import NO, YES, Experts, Fixed, Whole, Width, key
+from .base.keys import MOST_BLOCKS
+from .base.names import Entry
+from .base.parts import attention, gated_mlp, head_rms_norm, initial, mixture, rms_norm, router
+from .expert_block import EXPERTS, NarrowExpertsConfig
+from .llama import LLAMA_NAMES, RotaryDecoder
+from .qwen import HEAD_NORMS, NoWindowsConfig
 
 
-class Qwen3MoeConfig(NarrowExpertsConfig):
+class Qwen3MoeConfig(NoWindowsConfig, NarrowExpertsConfig):
     """List the fields of a Qwen 3 config.json with experts; blocks of ``mlp_only_layers`` have none."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **NarrowExpertsConfig.HARMLESS,
-        **dict.fromkeys(HEAD_NORMS, (True,)),
-        "scoring_func": ("softmax",),
-    }
+    FIXED: ClassVar[Fixed] = {**HEAD_NORMS, "scoring_func": ("softmax",)}
+
+    num_key_value_heads: Whole = 4
     #: transformers 4 writes the one, transformers 5 the other.
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
-
-    num_local_experts: int = Field(default=128, gt=0, le=2**12)
-    num_experts_per_tok: int = Field(default=8, gt=0)
-    moe_intermediate_size: int = Field(default=768, gt=0, le=2**22)
-    decoder_sparse_step: int = Field(default=1, gt=0)
+    num_local_experts: Experts = key("num_experts", "num_local_experts", default=128)
+    num_experts_per_tok: Whole = 8
+    moe_intermediate_size: Width = 768
+    decoder_sparse_step: Whole = 1
     mlp_only_layers: tuple[Annotated[int, Field(ge=0, lt=MOST_BLOCKS)], ...] = ()
-    max_position_embeddings: int = Field(default=32768, gt=0)
+    max_position_embeddings: Whole = 32768
 
-    @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        check_no_windows(raw, where)
-        fields = super().read({"num_key_value_heads": 4, **raw}, where)
-        if isinstance(fields.get("mlp_only_layers"), list):
-            fields["mlp_only_layers"] = tuple(fields["mlp_only_layers"])
-        return fields
-
-    @classmethod
-    def read_keys(cls) -> set[str]:
-        return {*super().read_keys(), *QWEN3.config.read_keys()}
-
-    def check(self, where: str) -> None:
-        super().check(where)
-        absent = [number for number in self.mlp_only_layers if number >= self.num_hidden_layers]
-        if absent:
-            expected = f"numbers of the {self.num_hidden_layers} blocks, from 0"
-            raise BadInput(where, "mlp_only_layers", expected=expected, found=absent[0])
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        blocks, step = self.num_hidden_layers, self.decoder_sparse_step
+        last = max(self.mlp_only_layers, default=0)
+        self.require(last < blocks, where, "mlp_only_layers", f"numbers of the {blocks} blocks, from 0", last)
         if not self.blocks_with_experts:
-            found = f"decoder_sparse_step={self.decoder_sparse_step} of {self.num_hidden_layers} blocks"
-            raise BadInput(where, "mlp_only_layers", expected="a block with experts", found=found)
+            sparse = f"decoder_sparse_step={step} of {blocks} blocks"
+            raise BadInput(where, "mlp_only_layers", expected="a block with experts", found=sparse)
 
     def has_experts(self, number: int) -> bool:
         return number not in self.mlp_only_layers and (number + 1) % self.decoder_sparse_step == 0
 
     def to_hf(self) -> dict[str, Any]:
-        written = {key: value for key, value in super().to_hf().items() if key not in self.NOT_KEYS}
-        layers = [*self.mlp_only_layers]
-        return {**written, "num_experts": self.num_local_experts, "mlp_only_layers": layers}
+        experts = {key: self.num_local_experts for key in self.KEYS["num_local_experts"]}
+        return {**super().to_hf(), **experts}
 
 
-class Qwen3Moe(Qwen3):
+class Qwen3MoeBlock(nn.Module):
+    """Compute a block of Qwen 3 with experts.
+
+    x = x + attention(attention_norm(x))    * heads of queries and keys normalised
+    x = x + mlp(mlp_norm(x))                * experts, or in some blocks one net
+    """
+
+    def __init__(self, cfg: Qwen3MoeConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        norms = head_rms_norm(cfg, state)
+        self.attention_norm, self.attention = rms_norm(cfg, state), attention(cfg, state, qk_norm=norms)
+        self.mlp_norm = rms_norm(cfg, state)
+        if cfg.has_experts(number):
+            chosen_by = router(cfg, state, normalize=cfg.norm_topk_prob)
+            self.mlp: nn.Module = mixture(cfg, chosen_by, cfg.moe_intermediate_size, state)
+        else:
+            self.mlp = gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class Qwen3Moe(RotaryDecoder):
     """Compute Qwen 3 with experts, or the stage that this pipeline rank holds."""
 
-    config: Qwen3MoeConfig
-
-    def feed_forward(self, number: int) -> nn.Module:
-        cfg = self.config
-        if not cfg.has_experts(number):
-            return super().feed_forward(number)
-        router = softmax_router(cfg, self.state, normalize=cfg.norm_topk_prob)
-        return mixture(cfg, router, cfg.moe_intermediate_size, self.state)
+    Block = Qwen3MoeBlock
 
 
-QWEN3_MOE = Family(
-    "qwen3_moe",
-    "Qwen3MoeForCausalLM",
-    Qwen3MoeConfig,
-    Qwen3Moe,
-    (*QWEN3.rules, *EXPERT_NAMES),
+QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", Qwen3MoeConfig, Qwen3Moe, LLAMA_NAMES.but(EXPERTS))
+
+
+class SharedExpertConfig(Qwen3MoeConfig):
+    """List the fields of Qwen's experts, and the width of the net for all tokens beside them."""
+
+    num_local_experts: Experts = key("num_experts")
+    shared_expert_intermediate_size: Width = 5632
+
+    @property
+    def tensor_units(self) -> dict[str, int]:
+        shared = self.shared_expert_intermediate_size
+        return {**super().tensor_units, "shared_expert_intermediate_size": shared}
+
+
+class Qwen2MoeConfig(SharedExpertConfig):
+    """List the fields of a Qwen 2 config.json with experts; blocks of ``mlp_only_layers`` have none."""
+
+    FIXED: ClassVar[Fixed] = {
+        **dict.fromkeys(HEAD_NORMS, NO),
+        "attention_bias": YES,  # on queries, keys and values: qkv_bias says it
+    }
+
+    num_key_value_heads: Whole = 16
+    num_local_experts: Experts = 60
+    num_experts_per_tok: Whole = 4
+    moe_intermediate_size: Width = 1408
+    qkv_bias: bool = True
+
+
+def shared_mixture(cfg: SharedExpertConfig, state: ParallelState) -> MoE:
+    """Make the experts of a block and, beside them, the net for all tokens behind its gate."""
+    net = gated_mlp(cfg, state, cfg.shared_expert_intermediate_size, entered=True)
+    shared = GatedShared(cfg.hidden_size, net, initial=initial(cfg), state=state)
+    chosen_by = router(cfg, state, normalize=cfg.norm_topk_prob)
+    return mixture(cfg, chosen_by, cfg.moe_intermediate_size, state, shared=shared)
+
+
+class Qwen2MoeBlock(nn.Module):
+    """Compute a block of Qwen 1.5 or 2 with experts.
+
+    x = x + attention(attention_norm(x))    * biases on queries, keys and values
+    x = x + mlp(mlp_norm(x))                * experts and a gated net, or one net
+    """
+
+    def __init__(self, cfg: Qwen2MoeConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = (
+            rms_norm(cfg, state),
+            attention(cfg, state, qkv_bias=cfg.qkv_bias),
+        )
+        self.mlp_norm = rms_norm(cfg, state)
+        self.mlp = shared_mixture(cfg, state) if cfg.has_experts(number) else gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class Qwen2Moe(RotaryDecoder):
+    """Compute Qwen 2 with experts, or the stage that this pipeline rank holds."""
+
+    Block = Qwen2MoeBlock
+
+
+#: Ours -> Hugging Face's, of the experts and the net beside them.
+SHARED_MIXTURE: dict[str, Entry] = {
+    **EXPERTS,
+    "mlp.shared.gate": "mlp.shared_expert_gate.weight",
+    "mlp.shared.net.gate_up.gate": "mlp.shared_expert.gate_proj",
+    "mlp.shared.net.gate_up.up": "mlp.shared_expert.up_proj",
+    "mlp.shared.net.down": "mlp.shared_expert.down_proj",
+}
+
+QWEN2_MOE = Family(
+    "qwen2_moe", "Qwen2MoeForCausalLM", Qwen2MoeConfig, Qwen2Moe, LLAMA_NAMES.but(SHARED_MIXTURE)
 )

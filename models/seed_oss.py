@@ -3,51 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import ClassVar
 
-from pydantic import Field
+from torch import Tensor, nn
 
-from ..layers import Attention
+from ..layers import AttentionInputs, Dropout
+from ..parallel_state import ParallelState
 from .base.family import Family
-from .llama import NAMES, Llama, LlamaConfig, grouped_attention
+from .base.fields import DropoutRate, HeadDim, Whole
+from .base.parts import attention, gated_mlp, rms_norm
+from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
 
 
 class SeedOssConfig(LlamaConfig):
-    """List the fields of a Seed-OSS config.json that the model computes with, and transformers' defaults.
+    """List the fields of a Seed-OSS config.json.
 
     ``attention_bias``: on queries, keys and values; ``attention_out_bias``: on the product after attention.
     """
 
-    head_dim: int = Field(default=128, gt=0, le=2**16, multiple_of=2)
-    max_position_embeddings: int = Field(default=524288, gt=0)
+    # By default transformers ends at and pads with tokens that other vocabularies use.
+    ADDED: ClassVar[Mapping[str, object]] = {"pad_token_id": None}
+
+    num_key_value_heads: Whole = 8
+    head_dim: HeadDim = 128
+    max_position_embeddings: Whole = 524288
     attention_bias: bool = True
     attention_out_bias: bool = False
-    attention_dropout: float = Field(default=0.1, ge=0, lt=1)
-    residual_dropout: float = Field(default=0.1, ge=0, lt=1)
-
-    @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        return super().read({"num_key_value_heads": 8, "head_dim": 128, **raw}, where)
-
-    def to_hf(self) -> dict[str, Any]:
-        # By default transformers ends at and pads with tokens that other vocabularies use.
-        return {**super().to_hf(), "pad_token_id": None}
+    attention_dropout: DropoutRate = 0.1
+    residual_dropout: DropoutRate = 0.1
 
 
-class SeedOss(Llama):
+class SeedOssBlock(nn.Module):
+    """Compute a block of Seed-OSS.
+
+    x = x + dropout(attention(attention_norm(x)))    * biases on queries, keys and values
+    x = x + dropout(mlp(mlp_norm(x)))
+    """
+
+    def __init__(self, cfg: SeedOssConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.attention_norm = rms_norm(cfg, state)
+        self.attention = attention(cfg, state, out_bias=cfg.attention_out_bias)
+        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
+        self.dropout = Dropout(cfg.residual_dropout, state=state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
+        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        return x_BSD
+
+
+class SeedOss(RotaryDecoder):
     """Compute Seed-OSS, or the stage that this pipeline rank holds."""
 
-    config: SeedOssConfig
-
-    @property
-    def branch_dropout(self) -> float:
-        return self.config.residual_dropout
-
-    def attention(self, number: int) -> Attention:
-        cfg = self.config
-        return grouped_attention(
-            cfg, self.state, qkv_bias=cfg.attention_bias, out_bias=cfg.attention_out_bias
-        )
+    Block = SeedOssBlock
 
 
-SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", SeedOssConfig, SeedOss, NAMES)
+SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", SeedOssConfig, SeedOss, LLAMA_NAMES)

@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
+from torch import Tensor, nn
 
-from ..layers import Attention
-from ..parallel_state import BadInput
+from ..layers import AttentionInputs
+from ..parallel_state import ParallelState
 from .base.family import Family
-from .llama import NAMES, Llama, LlamaConfig, grouped_attention
-from .qwen import WINDOWS, check_no_windows
+from .base.fields import Factor, Whole
+from .base.parts import attention, gated_mlp, rms_norm
+from .llama import LLAMA_NAMES, RotaryDecoder
+from .qwen import NoWindowsConfig
 
 
-class SmolLM3Config(LlamaConfig):
-    """List the fields of a SmolLM 3 config.json that the model computes with, and transformers' defaults.
+class SmolLM3Config(NoWindowsConfig):
+    """List the fields of a SmolLM 3 config.json.
 
     ``no_rope_layers``: 1 for each block that rotates its heads, 0 for one that does not.
     """
 
-    max_position_embeddings: int = Field(default=32768, gt=0)
-    rope_theta: float = Field(default=2e6, gt=0)
+    # By default transformers pads with a token that other vocabularies do not have.
+    ADDED: ClassVar[Mapping[str, object]] = {"pad_token_id": None}
+
+    num_key_value_heads: Whole = 4
+    max_position_embeddings: Whole = 32768
+    rope_theta: Factor = 2e6
     tie_word_embeddings: bool = True
     no_rope_layers: tuple[Annotated[int, Field(ge=0, le=1)], ...] = ()
-    no_rope_layer_interval: int = Field(default=4, gt=0)
+    no_rope_layer_interval: Whole = 4
 
-    @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        check_no_windows(raw, where)
-        fields = super().read({"num_key_value_heads": 4, **raw}, where)
-        if isinstance(fields.get("no_rope_layers"), list):
-            fields["no_rope_layers"] = tuple(fields["no_rope_layers"])
-        return fields
-
-    @classmethod
-    def read_keys(cls) -> set[str]:
-        return {*super().read_keys(), *WINDOWS}
-
-    def check(self, where: str) -> None:
-        super().check(where)
-        if self.no_rope_layers and len(self.no_rope_layers) < self.num_hidden_layers:
-            expected = f"a number for each of {self.num_hidden_layers} blocks"
-            raise BadInput(where, "no_rope_layers", expected=expected, found=len(self.no_rope_layers))
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
+        stated, blocks = len(self.no_rope_layers), self.num_hidden_layers
+        fits = not stated or stated >= blocks
+        self.require(fits, where, "no_rope_layers", f"a number for each of {blocks} blocks", stated)
 
     def rotates(self, number: int) -> bool:
         """Return whether block ``number`` rotates its heads."""
@@ -51,22 +46,32 @@ class SmolLM3Config(LlamaConfig):
         return (number + 1) % self.no_rope_layer_interval != 0
 
     def to_hf(self) -> dict[str, Any]:
-        layers = [*self.no_rope_layers] or None
-        # By default transformers pads with a token that other vocabularies do not have.
-        return {**super().to_hf(), "no_rope_layers": layers, "pad_token_id": None}
+        return {**super().to_hf(), "no_rope_layers": [*self.no_rope_layers] or None}
 
 
-class SmolLM3(Llama):
+class SmolLM3Block(nn.Module):
+    """Compute a block of SmolLM 3.
+
+    x = x + attention(attention_norm(x))    * no rotation in every fourth block
+    x = x + mlp(mlp_norm(x))
+    """
+
+    def __init__(self, cfg: SmolLM3Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        rotary = "all" if cfg.rotates(number) else None
+        self.attention_norm, self.attention = rms_norm(cfg, state), attention(cfg, state, rotary=rotary)
+        self.mlp_norm, self.mlp = rms_norm(cfg, state), gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class SmolLM3(RotaryDecoder):
     """Compute SmolLM 3, or the stage that this pipeline rank holds."""
 
-    config: SmolLM3Config
-
-    def attention(self, number: int) -> Attention:
-        cfg = self.config
-        rotary = "all" if cfg.rotates(number) else None
-        return grouped_attention(
-            cfg, self.state, qkv_bias=cfg.attention_bias, out_bias=cfg.attention_bias, rotary=rotary
-        )
+    Block = SmolLM3Block
 
 
-SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", SmolLM3Config, SmolLM3, NAMES)
+SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", SmolLM3Config, SmolLM3, LLAMA_NAMES)

@@ -3,79 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
-from ..layers import Attention, HeadsLayerNorm, LayerNorm
-from .base.blocks import Block, ParallelBlock, PreNormBlock
-from .base.config import without
+from ..layers import AttentionInputs
+from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.hugging_face_names import BOTH, Rename, Rule, Stack, in_blocks
-from .llama import ATTENTION, EMBEDDING, GATED_MLP, Llama, grouped_attention
+from .base.fields import ABSENT, NO, DropoutRate, Epsilon, Fixed, Share, Whole
+from .base.names import per_expert
+from .base.parts import attention, gated_mlp, head_layer_norm, layer_norm
+from .llama import LLAMA_NAMES, RotaryDecoder
 from .partial_rotary import PartialRotaryConfig
 
-NAMES: tuple[Rule, ...] = (
-    *EMBEDDING,
-    *ATTENTION,
-    *(
-        Stack(
-            f"layers.{{i}}.attention.{one}_norm.weight",
-            f"model.layers.{{i}}.self_attn.{one}_layernorm.norms.{{e}}.weight",
-        )
-        for one in ("q", "k")
-    ),
-    *GATED_MLP,
-    *in_blocks(("attention_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm"), kinds=BOTH),
-    *(Rename(f"norm.{kind}", f"model.norm.{kind}") for kind in BOTH),
-    Rename("head.weight", "lm_head.weight"),
+NAMES = LLAMA_NAMES.but(
+    {
+        f"attention.{part}_norm": per_expert(f"self_attn.{part}_layernorm.norms.{{e}}.weight")  # per head
+        for part in ("q", "k")
+    }
 )
 
 
 class StableLmConfig(PartialRotaryConfig):
-    """List the fields of a StableLM config.json that the model computes with."""
+    """List the fields of a StableLM config.json."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **without(PartialRotaryConfig.HARMLESS, "qk_layernorm"),
-        **dict.fromkeys(("attention_bias", "rms_norm_eps"), ()),  # use_qkv_bias and layer_norm_eps say it
-        "mlp_bias": (False,),
+    FIXED: ClassVar[Fixed] = {
+        **dict.fromkeys(("attention_bias", "rms_norm_eps"), ABSENT),  # use_qkv_bias and layer_norm_eps say it
+        "mlp_bias": NO,
     }
 
-    max_position_embeddings: int = Field(default=4096, gt=0)
-    layer_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
-    partial_rotary_factor: float = Field(default=0.25, gt=0, le=1)
+    max_position_embeddings: Whole = 4096
+    layer_norm_eps: Epsilon = 1e-5
+    partial_rotary_factor: Share = 0.25
     use_qkv_bias: bool = False
     qk_layernorm: bool = False
     use_parallel_residual: bool = False
-    hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
+    hidden_dropout: DropoutRate = 0.0
 
-    def check(self, where: str) -> None:
-        super().check(where)
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check(raw, where)
         self.check_heads_fill(where)
 
 
-class StableLm(Llama):
+class StableLmBlock(nn.Module):
+    """Compute a block of StableLM.
+
+    x = x + attention(attention_norm(x))    * LayerNorm; heads partly rotated, some normalised
+    x = x + mlp(mlp_norm(x))                * or both branches side by side, after attention_norm
+    """
+
+    def __init__(self, cfg: StableLmConfig, number: int, state: ParallelState) -> None:
+        super().__init__()
+        norm = head_layer_norm(cfg, state) if cfg.qk_layernorm else None
+        self.parallel = cfg.use_parallel_residual
+        self.attention_norm = layer_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=cfg.use_qkv_bias, qk_norm=norm)
+        if not self.parallel:
+            self.mlp_norm = layer_norm(cfg, state)
+        self.mlp = gated_mlp(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        y_BSD = self.attention_norm(x_BSD)
+        if self.parallel:
+            x_BSD = x_BSD + self.attention(y_BSD, inputs) + self.mlp(y_BSD)
+            return x_BSD
+        x_BSD = x_BSD + self.attention(y_BSD, inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class StableLm(RotaryDecoder):
     """Compute StableLM, or the stage that this pipeline rank holds."""
 
-    config: StableLmConfig
-
-    def block(self, number: int) -> Block:
-        attention, mlp = self.attention(number), self.feed_forward(number)
-        if self.config.use_parallel_residual:
-            return ParallelBlock(attention, mlp, norm=self.make_norm)
-        return PreNormBlock(attention, mlp, norm=self.make_norm)
-
-    def attention(self, number: int) -> Attention:
-        cfg = self.config
-        norm = self.qk_norm if cfg.qk_layernorm else None
-        return grouped_attention(cfg, self.state, qkv_bias=cfg.use_qkv_bias, qk_norm=norm)
-
-    def qk_norm(self, heads: int) -> nn.Module:
-        return HeadsLayerNorm(heads, self.config.head_dim, self.config.layer_norm_eps, state=self.state)
-
-    def make_norm(self) -> nn.Module:
-        return LayerNorm(self.config.hidden_size, self.config.layer_norm_eps, state=self.state)
+    Block = StableLmBlock
+    make_norm = staticmethod(layer_norm)
 
 
 STABLELM = Family("stablelm", "StableLmForCausalLM", StableLmConfig, StableLm, NAMES)

@@ -2,102 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..layers import MLP, Attention, Dropout, LayerNorm
-from .base.config import names
+from ..layers import AttentionInputs, Dropout
+from ..parallel_state import ParallelState
 from .base.family import Family
-from .base.hugging_face_names import BOTH, Rename, in_blocks
-from .llama import ATTENTION, EMBEDDING, Llama, LlamaConfig, grouped_attention
+from .base.fields import ABSENT, DropoutRate, Epsilon, Fixed, Whole, key
+from .base.parts import attention, layer_norm, mlp
+from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
 
-NAMES = (
-    *EMBEDDING,
-    *ATTENTION,
-    *in_blocks(
-        ("mlp.up", "mlp.c_fc"),
-        ("mlp.down", "mlp.c_proj"),
-        ("attention_norm", "input_layernorm"),
-        ("mlp_norm", "post_attention_layernorm"),
-        kinds=BOTH,
-    ),
-    *(Rename(f"norm.{kind}", f"model.norm.{kind}") for kind in BOTH),
-    Rename("head.weight", "lm_head.weight"),
-)
+NAMES = LLAMA_NAMES.but({"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"})
 
 
 class Starcoder2Config(LlamaConfig):
-    """List the fields of a StarCoder 2 config.json that the model computes with."""
+    """List the fields of a StarCoder 2 config.json."""
 
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {"norm_epsilon": "layer_norm_eps"}
-    NOT_KEYS: ClassVar[frozenset[str]] = names("layer_norm_eps")
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **LlamaConfig.HARMLESS,
-        **dict.fromkeys(
-            ("attention_bias", "mlp_bias", "rms_norm_eps"), ()
-        ),  # use_bias and norm_epsilon say it
+    FIXED: ClassVar[Fixed] = {
+        # use_bias and norm_epsilon say it
+        **dict.fromkeys(("attention_bias", "mlp_bias", "rms_norm_eps"), ABSENT),
         "mlp_type": ("default",),
         "norm_type": ("layer_norm",),
     }
 
+    num_key_value_heads: Whole = 2
     hidden_act: str = "gelu_pytorch_tanh"
-    max_position_embeddings: int = Field(default=4096, gt=0)
+    max_position_embeddings: Whole = 4096
     initializer_range: float = Field(default=0.018042, ge=0, le=10)
-    layer_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
+    layer_norm_eps: Epsilon = key("norm_epsilon", default=1e-5)
     tie_word_embeddings: bool = True
     use_bias: bool = True
-    sliding_window: int | None = Field(default=None, gt=0)
-    residual_dropout: float = Field(default=0.0, ge=0, lt=1)
-    embedding_dropout: float = Field(default=0.0, ge=0, lt=1)
-
-    @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        return super().read({"num_key_value_heads": 2, **raw}, where)
-
-    def to_hf(self) -> dict[str, Any]:
-        return {self.spelled(key): value for key, value in super().to_hf().items()}
-
-    @property
-    def layer_type(self) -> str:
-        return "full_attention" if self.sliding_window is None else "sliding_attention"
+    sliding_window: Whole | None = None
+    residual_dropout: DropoutRate = 0.0
+    embedding_dropout: DropoutRate = 0.0
 
 
-class Starcoder2(Llama):
+class Starcoder2Block(nn.Module):
+    """Compute a block of StarCoder 2. Source: Lozhkov et al. 2024.
+
+    x = x + dropout(attention(attention_norm(x)))    * LayerNorm; biases, a window
+    x = x + dropout(mlp(mlp_norm(x)))                * biases, no gate, GELU
+    """
+
+    def __init__(self, cfg: Starcoder2Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        bias, window = cfg.use_bias, cfg.sliding_window
+        self.attention_norm = layer_norm(cfg, state)
+        self.attention = attention(cfg, state, qkv_bias=bias, out_bias=bias, window=window)
+        self.mlp_norm, self.mlp = layer_norm(cfg, state), mlp(cfg, state, bias=bias)
+        self.dropout = Dropout(cfg.residual_dropout, state=state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
+        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        return x_BSD
+
+
+class Starcoder2(RotaryDecoder):
     """Compute StarCoder 2, or the stage that this pipeline rank holds."""
 
-    config: Starcoder2Config
-
-    @property
-    def branch_dropout(self) -> float:
-        return self.config.residual_dropout
-
-    def attention(self, number: int) -> Attention:
-        bias, window = self.config.use_bias, self.config.sliding_window
-        return grouped_attention(self.config, self.state, qkv_bias=bias, out_bias=bias, window=window)
-
-    def feed_forward(self, number: int) -> nn.Module:
-        cfg = self.config
-        return MLP(
-            cfg.hidden_size,
-            cfg.intermediate_size,
-            act=cfg.hidden_act,
-            bias=cfg.use_bias,
-            initial=self.initial,
-            state=self.state,
-        )
-
-    def make_norm(self) -> nn.Module:
-        return LayerNorm(self.config.hidden_size, self.config.layer_norm_eps, state=self.state)
-
-    def add_entry(self) -> None:
-        self.dropout = Dropout(self.config.embedding_dropout, state=self.state)
-
-    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
-        dropped: Tensor = self.dropout(x_BSD)
-        return dropped
+    Block = Starcoder2Block
+    make_norm = staticmethod(layer_norm)
+    embedding_dropout = "embedding_dropout"
 
 
 STARCODER2 = Family("starcoder2", "Starcoder2ForCausalLM", Starcoder2Config, Starcoder2, NAMES)

@@ -9,36 +9,26 @@ from typing import Any
 from ..parallel_state import BadInput
 from .base.family import Family
 from .bloom import BLOOM
-from .cohere import COHERE
-from .cohere2 import COHERE2
-from .deepseek_v2 import DEEPSEEK_V2
-from .deepseek_v3 import DEEPSEEK_V3
+from .cohere import COHERE, COHERE2
+from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from .exaone4 import EXAONE4
 from .falcon import FALCON
-from .gemma import GEMMA
-from .gemma2 import GEMMA2
-from .gemma3 import GEMMA3
-from .glm4 import GLM4
-from .glm_moe import GLM4_MOE
+from .gemma import GEMMA, GEMMA2, GEMMA3
+from .glm import GLM4, GLM4_MOE
 from .gpt2 import GPT2_FAMILY
 from .gpt_neox import GPT_NEOX
 from .gpt_oss import GPT_OSS
 from .gptj import GPTJ_FAMILY
-from .granite import GRANITE
-from .granite_hybrid import GRANITE_HYBRID
+from .granite import GRANITE, GRANITE_HYBRID
 from .llama import LLAMA
-from .mistral import MISTRAL
-from .mixtral import MIXTRAL
-from .olmo2 import OLMO2
-from .olmo3 import OLMO3
+from .mistral import MISTRAL, MIXTRAL
+from .olmo import OLMO2, OLMO3
 from .opt import OPT_FAMILY
 from .phi import PHI
 from .phi3 import PHI3
 from .qwen import QWEN2, QWEN3
-from .qwen2_moe import QWEN2_MOE
-from .qwen3_5 import QWEN3_5
-from .qwen3_next import QWEN3_NEXT
-from .qwen_moe import QWEN3_MOE
+from .qwen_hybrid import QWEN3_5, QWEN3_NEXT
+from .qwen_moe import QWEN2_MOE, QWEN3_MOE
 from .seed_oss import SEED_OSS
 from .smollm3 import SMOLLM3
 from .stablelm import STABLELM

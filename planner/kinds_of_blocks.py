@@ -8,7 +8,7 @@ alike (tensor, context, expert) share even these.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -228,16 +228,13 @@ def _with_shared_blocks(family: Family, kinds: Sequence[int]) -> Family:
     if isinstance(family, AdaptedFamily):
         return replace(family, base=_with_shared_blocks(family.base, kinds))
     whole = family.model
-    assert hasattr(whole, "block"), f"{whole}: makes no single block"
-
-    make_block: Callable[[Any, int], nn.Module] = whole.block
 
     def block(self: Any, number: int) -> nn.Module:
         if number >= len(kinds):  # a block of multi-token prediction
-            return make_block(self, number)
+            return whole.block(self, number)
         made: dict[int, nn.Module] = self.__dict__.setdefault("made", {})
         if kinds[number] not in made:
-            made[kinds[number]] = make_block(self, number)
+            made[kinds[number]] = whole.block(self, number)
         return made[kinds[number]]
 
     model: type[CausalLM] = type(whole.__name__, (whole,), {"block": block})

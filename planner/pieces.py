@@ -110,7 +110,7 @@ class ModelPieces:
 
         def take(mode: Checkpointing, in_two: bool) -> Trace:
             modules, embed = model.entry, model.embed
-            enter: Callable[..., Tensor] = getattr(model, "enter", lambda x, positions: x)
+            enter: Callable[..., Tensor] = getattr(model, "embed_hook", lambda x, positions: x)
             with shapes_only(modules, batch):
                 ids = ids_of(batch)
                 own = _parameters(modules)

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from ..layers import PinnedBackend, Scaling
 from ..models import family_of, published_size
-from ..models.base.config import DENIED, check_keys
+from ..models.base.keys import DENIED, check_keys
 from ..parallel_state import TIMEOUT, BadInput, Layout, from_validation
 from ..pipeline import ScheduleName
 from ..runs.stop_signals import GRACE

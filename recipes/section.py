@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
-from ..models.base.config import MOST_BLOCKS
+from ..models.base.keys import MOST_BLOCKS
 from ..system.addresses import address_of
 
 #: No whole number of a recipe may be larger: up to here a float and any reader of JSON hold it exactly.

@@ -1,1 +1,1 @@
-"""Hold what all families share: config, family, decoder, blocks, and the rules of Hugging Face names."""
+"""Hold what all families share: config and its keys, model, parts of blocks, tables and rules of names."""

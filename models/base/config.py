@@ -5,99 +5,71 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from inspect import get_annotations
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Self, get_args, get_origin
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ...layers import ACTIVATIONS
 from ...parallel_state import BadInput, Layout, from_validation, nearest, nearest_divisors, nearest_multiples
 from ...system import visible
-
-
-def names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-def without(table: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    """Return the table without these keys."""
-    return {key: value for key, value in table.items() if key not in keys}
-
-
-#: Keys of a config.json that do not change the forward pass of a causal language model.
-INERT = names("""
-    _attn_implementation _attn_implementation_autoset _name_or_path _commit_hash architectures
-    _sliding_window_pattern attn_implementation auto_map aux_loss_alpha bad_words_ids
-    begin_suppress_tokens bos_token_id cache_implementation
-    chunk_size_feed_forward classifier_dropout decoder_start_token_id diversity_penalty do_sample
-    dtype early_stopping encoder_no_repeat_ngram_size eos_token_id ep_size experts_implementation
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
-    gradient_checkpointing id2label
-    is_decoder keys_to_ignore_at_inference label2id length_penalty max_length
-    min_length model_type n_ctx name_or_path no_repeat_ngram_size num_beam_groups num_beams num_labels
-    num_return_sequences
-    output_attentions output_past output_hidden_states output_scores pad_token_id prefix
-    pretraining_tp problem_type remove_invalid_values repetition_penalty return_dict
-    return_dict_in_generate sep_token_id seq_aux suppress_tokens task_specific_params
-    selective_checkpoint_enabled sequence_parallel_enabled summary_activation summary_first_dropout
-    summary_proj_to_labels summary_type summary_use_proj temperature tf_legacy_loss
-    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers_version
-    transformers.js_config typical_p unsloth_fixed use_bfloat16 use_cache
-""")
-
-#: Keys that change the forward pass in ways that no family here computes; null or false passes.
-DENIED = names("""
-    quantization_config sliding_window attn_logit_softcapping final_logit_softcapping logits_scaling
-    logit_scale embedding_multiplier residual_multiplier attention_multiplier partial_rotary_factor
-    num_local_experts num_experts n_routed_experts use_qk_norm qk_layernorm query_pre_attn_scalar
-    rope_interleaved alibi layer_types use_sliding_window no_rope_layers attention_chunk_size
-    scale_embedding scale_depth pruned_heads add_cross_attention is_encoder_decoder clip_qkv
-    compression_config use_parallel_residual rotary_pct rotary_dim qk_norm attn_temperature_tuning
-    per_layer_config
-""")
-
-
-#: Limits of a config.json. Every tensor of a model has an entry in several tables long before it has memory,
-#: so a huge number would fill the memory with tables. The largest published models have 126 blocks, or 61
-#: with 256 experts each.
-MOST_KEYS, MOST_BLOCKS, MOST_EXPERTS, LARGEST_NUMBER = 2**12, 2**14, 2**20, 2**31 - 1
-
-
-def check_keys(raw: Mapping[str, Any], where: str) -> None:
-    """Refuse more keys, on all levels together, than there is a use for: each that is unknown costs a warning
-    or an error of its own.
-    """
-    left: list[Mapping[str, Any]] = [raw]
-    count = 0
-    while left:
-        one = left.pop()
-        count += len(one)
-        left += [value for value in one.values() if isinstance(value, Mapping)]
-        if count > MOST_KEYS:
-            raise BadInput(where, expected=f"at most {MOST_KEYS} keys in all", found="more")
+from .fields import Count, Fixed, Whole, Width
+from .keys import DENIED, INERT, LARGEST_NUMBER, MOST_BLOCKS, check_keys
 
 
 class ModelConfig(BaseModel):
-    """List the fields of a config.json that a family computes with, under Hugging Face's names."""
+    """List the fields of a config.json that a family computes with, under transformers' common names.
+
+    A null in a file is a value where the field's type has ``None``, and elsewhere as if it were absent.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", protected_namespaces=())
 
-    #: The family's names of our fields, if its config.json does not use the common names of transformers.
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {}
     #: Keys that the family has no choice in, and the values that say what it does anyway. Any other value is
-    #: refused. They are no fields of the config, even where the class that this one inherits from has one.
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    #: Fields whose names are no keys of the family's config.json: transformers ignores a key of this name
-    #: and reads the family's own (``OWN_NAMES``). Such a key may repeat what the own key says, and no more.
+    #: refused. A class that has such a key as a field takes it off the list of those that it inherits from.
+    FIXED: ClassVar[Fixed] = {}
+    #: Keys that ``prepare`` and ``check`` read besides those of fields; those of parents count, too.
+    READ: ClassVar[frozenset[str]] = frozenset()
+    #: Keys that ``to_hf`` adds.
+    ADDED: ClassVar[Mapping[str, object]] = {}
+
+    # Of these each class makes its own, from what it and its parents state.
+    #: The keys of each field, and the field of each key that has another name.
+    KEYS: ClassVar[Mapping[str, list[str]]] = {}
+    OWN_NAMES: ClassVar[Mapping[str, str]] = {}
+    #: All keys without a choice. They are no fields of the config, even where a parent has one.
+    HARMLESS: ClassVar[Fixed] = {}
+    #: Fields whose names are no keys of the family's config.json.
     NOT_KEYS: ClassVar[frozenset[str]] = frozenset()
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    initializer_range: float
+    vocab_size: Count
+    hidden_size: Annotated[int, Field(gt=0, le=2**20)]
+    intermediate_size: Width
+    num_hidden_layers: Annotated[int, Field(gt=0, le=2**12)]
+    num_attention_heads: Annotated[int, Field(gt=0, le=2**16)]
+    max_position_embeddings: Whole
+    tie_word_embeddings: bool = False
+    initializer_range: float = Field(default=0.02, ge=0, le=10)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        keys: dict[str, list[str]] = {}
+        fixed: dict[str, tuple[object, ...]] = {}
+        for base in reversed(cls.__mro__):
+            if not issubclass(base, ModelConfig):
+                continue
+            for name in (name for name in get_annotations(base) if name in base.model_fields):
+                extra = base.model_fields[name].json_schema_extra
+                own: Any = extra["keys"] if isinstance(extra, dict) else keys.get(name, [name])
+                keys[name] = own
+                for known in (name, *keys[name]):
+                    fixed.pop(known, None)
+            fixed |= base.__dict__.get("FIXED", {})
+        cls.KEYS, cls.HARMLESS = keys, fixed
+        cls.OWN_NAMES = {key: name for name, own in keys.items() for key in own if key != name}
+        cls.NOT_KEYS = frozenset(name for name, own in keys.items() if name not in own)
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], where: str = "config.json") -> Self:
@@ -109,11 +81,10 @@ class ModelConfig(BaseModel):
         check_keys(raw, where)
         raw = cls._without_unread(raw)
         repeated = {key: raw[key] for key in sorted(cls.NOT_KEYS & raw.keys())}
-        raw = without(raw, *repeated)
-        for key in sorted(cls.HARMLESS.keys() & raw):
+        for key in sorted(cls.HARMLESS.keys() & raw.keys() - repeated.keys()):
             _judge_fixed(key, raw[key], cls.HARMLESS[key], where)
-        raw = {key: value for key, value in raw.items() if key not in cls.HARMLESS}
-        fields = cls.read(raw, where)
+        raw = {key: raw[key] for key in raw if key not in cls.HARMLESS and key not in repeated}
+        fields = cls._values(cls.prepare(cls._by_field(raw, where), where))
         for key in cls.unknown_keys(raw):
             _judge(key, raw[key], where)
         for key in ("dtype", "torch_dtype"):
@@ -132,10 +103,48 @@ class ModelConfig(BaseModel):
             raise from_validation(where, error, spelled=lambda key: cls.spelled(key or "config")) from None
         for key, value in repeated.items():
             config._check_repeated(key, value, where)
-        config._check_count(where)
-        config.check(where)
-        config.check_stated(raw, where)
+        config.check_count(where)
+        config.check(raw, where)
         return config
+
+    @classmethod
+    def _by_field(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Return what the dict says under the names of our fields, and what is no field's as it is."""
+        fields: dict[str, Any] = {}
+        for key, value in raw.items():
+            name = cls.OWN_NAMES.get(key, key)
+            known = fields.get(name)
+            if known is not None and value is not None and known != value:
+                expected = f"{known!r}, as {name} has under its other name"
+                raise BadInput(where, key, expected=expected, found=repr(value))
+            fields[name] = known if value is None else value
+        return fields
+
+    @classmethod
+    def prepare(cls, fields: dict[str, Any], where: str) -> dict[str, Any]:
+        """Return the values of fields from those of a file; a family extends it if its files' form differs.
+
+        ``fields`` has every key of the file that is no field's as well, and every null.
+        """
+        return fields
+
+    @classmethod
+    def _values(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what stands for a field: no null but where its type has ``None``, and no list."""
+        values = {}
+        for name, field in cls.model_fields.items():
+            value = fields.get(name)
+            if isinstance(value, list) and get_origin(field.annotation) is tuple:
+                value = tuple(value)
+            if value is not None or (name in fields and NoneType in get_args(field.annotation)):
+                values[name] = value
+        return values
+
+    @classmethod
+    def default(cls, name: str) -> Any:
+        """Return what a field is where nothing states it; ``None`` if it must be stated."""
+        field = cls.model_fields[name]
+        return None if field.is_required() else field.default
 
     def _check_repeated(self, key: str, value: object, where: str) -> None:
         """Refuse a key that is not read and says something else than the family's own key."""
@@ -145,7 +154,7 @@ class ModelConfig(BaseModel):
             todo = f"transformers does not read this key: state it as {self.spelled(key)}"
             raise BadInput(where, key, expected=expected, found=repr(value)[:80], todo=todo)
 
-    def _check_count(self, where: str) -> None:
+    def check_count(self, where: str) -> None:
         """Refuse more blocks than could be listed."""
         blocks = self.num_hidden_layers
         if blocks > MOST_BLOCKS:
@@ -153,25 +162,9 @@ class ModelConfig(BaseModel):
             raise BadInput(where, key, expected=f"at most {MOST_BLOCKS}", found=blocks)
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Return the fields of this class from Hugging Face's dict; a family extends it if its form
-        differs.
-        """
-        fields: dict[str, Any] = {}
-        for key, value in raw.items():
-            name = cls.OWN_NAMES.get(key, key)
-            if name not in cls.model_fields or value is None:
-                continue
-            if name in fields and fields[name] != value:
-                expected = f"{fields[name]!r}, as {name} has under its other name"
-                raise BadInput(where, key, expected=expected, found=repr(value))
-            fields[name] = value
-        return fields
-
-    @classmethod
     def read_keys(cls) -> set[str]:
-        """Return the keys that ``read`` uses in addition to the names of the fields."""
-        return set()
+        """Return the keys that ``prepare`` and ``check`` use in addition to those of the fields."""
+        return {key for base in cls.__mro__ for key in base.__dict__.get("READ", ())}
 
     @classmethod
     def unknown_keys(cls, raw: Mapping[str, Any]) -> list[str]:
@@ -182,13 +175,21 @@ class ModelConfig(BaseModel):
     @classmethod
     def spelled(cls, name: str) -> str:
         """Return the name of a field in this family's config.json."""
-        return next((theirs for theirs, ours in cls.OWN_NAMES.items() if ours == name), name)
+        return cls.KEYS.get(name, [name])[0]
 
-    def check(self, where: str) -> None:
-        """Refuse numbers that do not fit together."""
+    def check(self, raw: Mapping[str, Any], where: str) -> None:
+        """Refuse numbers that do not fit together, and keys of the config.json that are not true of this
+        model.
+        """
+        act = getattr(self, "hidden_act", "relu")
+        self.require(act in ACTIVATIONS, where, "hidden_act", f"one of {', '.join(ACTIVATIONS)}")
 
-    def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
-        """Refuse keys of the config.json that are not true of this model."""
+    def require(self, holds: object, where: str, key: str, expected: str, found: object = ...) -> None:
+        """Refuse the value of a field, or what was ``found`` under another key, unless ``holds``."""
+        if not holds:
+            value = getattr(self, key) if found is ... else found
+            shown = value if isinstance(value, int | float) else repr(value)[:80]
+            raise BadInput(where, self.spelled(key), expected=expected, found=shown)
 
     @property
     def embedding_width(self) -> int:
@@ -256,7 +257,11 @@ class ModelConfig(BaseModel):
 
     def to_hf(self) -> dict[str, Any]:
         """Return the dict of a config.json for a model that did not come from Hugging Face."""
-        return {key: value for key, value in self.model_dump().items() if key not in self.HARMLESS}
+        values = {key: value for key, value in self.model_dump().items() if key not in self.HARMLESS}
+        written = {
+            self.spelled(key): [*one] if isinstance(one, tuple) else one for key, one in values.items()
+        }
+        return {**written, **self.ADDED}
 
 
 def _check_dtype(key: str, value: object, where: str) -> None:

@@ -1,8 +1,9 @@
 """Define the rules of a table of names, trilith's and Hugging Face's; one table is used in both directions.
 
-A family lists rules with ``{i}`` for a block's number, and ``{config.NAME}`` where Hugging Face's name
-depends on the config. ``expand`` turns them into links: element-for-element ties between a box of one of our
-tensors and a box of one of theirs, which together cover every element of both sides exactly once.
+A table (``names.py`` for families) has ``{i}`` for a block's number, and ``{config.NAME}`` where Hugging
+Face's name depends on the config. A rule of modules is one of their weights and of their biases. ``expand``
+turns rules into links: element-for-element ties between a box of one of our tensors and a box of one of
+theirs, which together cover every element of both sides exactly once.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 
 from ...parallel_state import Box
 
-#: The tensors of a layer with a bias.
-BOTH = ("weight", "bias")
+#: What may follow the name of a module in those of its tensors; nothing follows that of a tensor.
+_KINDS = ("", ".weight", ".bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """Tie one tensor to the same tensor under another name."""
+    """Tie one tensor to the same tensor under another name, or the weight and the bias of a module."""
 
     ours: str
     hf: str
@@ -95,33 +96,6 @@ class Stack:
 Rule = Rename | Copy | Transpose | Split | Stack
 
 
-def in_blocks(*pairs: tuple[str, str], kinds: Sequence[str] = ("weight",)) -> tuple[Rename, ...]:
-    """Make rules that rename tensors in every block: pairs of our name and HF's, without prefix and kind.
-
-    >>> in_blocks(("mlp.down", "mlp.down_proj"))[0].hf
-    'model.layers.{i}.mlp.down_proj.weight'
-    """
-    return tuple(
-        Rename(f"layers.{{i}}.{ours}.{kind}", f"model.layers.{{i}}.{hf}.{kind}")
-        for ours, hf in pairs
-        for kind in kinds
-    )
-
-
-def fused_qkv(hf: str, groups: str) -> tuple[Split, ...]:
-    """Rules for queries, keys and values that are stored as one, and for their biases; see ``Split``.
-
-    >>> fused_qkv("h.{i}.qkv", "num_attention_heads")[1].hf
-    'h.{i}.qkv.bias'
-    """
-    return tuple(
-        Split(
-            tuple(f"layers.{{i}}.attention.qkv.{one}.{kind}" for one in "qkv"), f"{hf}.{kind}", groups=groups
-        )
-        for kind in ("weight", "bias")
-    )
-
-
 def expand(
     rules: Iterable[Rule],
     shapes: Mapping[str, tuple[int, ...]],
@@ -162,21 +136,35 @@ def _links(rule: Rule, shapes: Mapping[str, tuple[int, ...]], i: int | None, con
         return template if i is None else template.format(i=i, config=config)
 
     ours = rule.ours if isinstance(rule, Split) else (rule.ours,)
+    links: list[Link] = []
+    for kind in _KINDS:
+        present = [tensor for module in ours if (tensor := f"{name(module)}{kind}") in shapes]
+        assert len(present) in (0, len(ours)), f"{rule.hf} needs all of {ours}"
+        if isinstance(rule, Stack):
+            for tensor in present:
+                whole = Box.whole(shapes[tensor])
+                for expert in range(whole.stop[0]):
+                    hf, box = rule.hf.format(i=i, e=expert), whole.narrow(0, expert, expert + 1)
+                    links.append(Link(tensor, box, hf, Box.whole(whole.stop[1:])))
+        else:
+            links += _whole_links(rule, present, f"{name(rule.hf)}{kind}", shapes, config)
+    return links
+
+
+def _whole_links(
+    rule: Rename | Copy | Transpose | Split,
+    tensors: Sequence[str],
+    hf: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    config: object,
+) -> list[Link]:
+    """Return the links of tensors to one of Hugging Face's, in which they take turns."""
     transpose = isinstance(rule, Transpose) or (isinstance(rule, Split) and rule.transpose)
-    present = [name(one) for one in ours if name(one) in shapes]
-    assert len(present) in (0, len(ours)), f"{rule.hf} needs all of {ours}"
-    links, offset = [], 0
-    if isinstance(rule, Stack):
-        for one in present:
-            whole = Box.whole(shapes[one])
-            for expert in range(whole.stop[0]):
-                hf = rule.hf.format(i=i, e=expert)
-                links.append(Link(one, whole.narrow(0, expert, expert + 1), hf, Box.whole(whole.stop[1:])))
-        return links
     groups: int = getattr(config, rule.groups) if isinstance(rule, Split) and rule.groups else 1
+    links, offset = [], 0
     for group in range(groups):
-        for one in present:
-            whole = Box.whole(shapes[one])
+        for tensor in tensors:
+            whole = Box.whole(shapes[tensor])
             size = whole.shape[0] // groups if whole.shape else 0
             piece = whole.narrow(0, group * size, (group + 1) * size) if groups > 1 else whole
             turned = transpose and len(whole.shape) == 2
@@ -184,6 +172,6 @@ def _links(rule: Rule, shapes: Mapping[str, tuple[int, ...]], i: int | None, con
             along = len(inner.shape) - 1 if turned else (rule.dim if isinstance(rule, Split) else 0)
             shift = tuple(offset if dim == along else 0 for dim in range(len(inner.shape)))
             copy = isinstance(rule, Copy)
-            links.append(Link(one, piece, name(rule.hf), inner.shift(shift), turned, copy))
+            links.append(Link(tensor, piece, hf, inner.shift(shift), turned, copy))
             offset += inner.shape[along] if inner.shape else 0
     return links

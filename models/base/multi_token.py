@@ -49,18 +49,13 @@ def multi_token_rules(rules: Iterable[Rule], *, tied: bool) -> list[Rule]:
     """Return the rules of such a block: those of the other blocks, its own tensors, and its copies of the
     embedding and the output layer.
     """
-    theirs = "model.layers.{i}."
-    own = [
-        Rename(f"mtp.{{i}}.{ours}.weight", f"{theirs}{hf}.weight")
-        for ours, hf in (
-            *((one, one) for one in ("enorm", "hnorm", "eh_proj")),
-            ("norm", "shared_head.norm"),
-        )
-    ]
+    at = "model.layers.{i}."
+    own = [Rename(f"mtp.{{i}}.{module}", f"{at}{module}") for module in ("enorm", "hnorm", "eh_proj")]
     copies = [
-        Copy("embed.weight", f"{theirs}embed_tokens.weight"),
-        Copy("embed.weight" if tied else "head.weight", f"{theirs}shared_head.head.weight"),
+        Copy("embed.weight", f"{at}embed_tokens.weight"),
+        Copy("embed.weight" if tied else "head.weight", f"{at}shared_head.head.weight"),
     ]
+    own += [Rename("mtp.{i}.norm", f"{at}shared_head.norm")]
     return [*copies, *own, *(_moved(rule) for rule in rules if "{i}" in rule.hf)]
 
 

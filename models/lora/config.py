@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from ...parallel_state import BadInput, from_validation
-from ..base.config import MOST_BLOCKS, names
+from ..base.keys import MOST_BLOCKS, names
 from ..patterns import compiled
 
 Names = str | Annotated[tuple[str, ...], Strict(False)]  # a list of a file becomes a tuple

@@ -11,8 +11,9 @@ from torch import nn
 
 from ...layers import Experts, ParallelLinear, attach_expert_lora, attach_lora, linears
 from ...parallel_state import BadInput, Declaration, ParallelState, declarations
+from ..base.causal_lm import CausalLM
 from ..base.config import ModelConfig
-from ..base.family import CausalLM, Family, making
+from ..base.family import Family, making
 from ..base.hugging_face_names import Link
 from .config import LoraConfig
 from .targets import ExpertSite, Site, expert_sites, leaves, linear_sites

@@ -172,6 +172,16 @@ REFUSED = [
     llama("D20-inner", "intermediate_size", {"intermediate_size": 10**15}),
     llama("D20-layers", "num_hidden_layers", {"num_hidden_layers": 10**9}),
     gpt2("D20-positions", "n_positions", {"n_positions": 10**13}),
+    # No list of so many blocks is made before they are refused.
+    of(
+        GEMMA2, "D20-pattern", "num_hidden_layers", {"num_hidden_layers": 10**12, "sliding_window_pattern": 2}
+    ),
+    of(
+        config("exaone4"),
+        "D20-no-window",
+        "num_hidden_layers",
+        {"num_hidden_layers": 10**12, "sliding_window": None},
+    ),
     llama("D21", "head_dim", {"head_dim": 7}),
     llama("D21-derived", "head_dim", {"hidden_size": 18}),
     llama("D22-text", "attention_bias", {"attention_bias": "yes"}),

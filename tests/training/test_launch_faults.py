@@ -14,7 +14,7 @@ import pytest
 from support.forked_launch import launch_forked
 from support.kills import free_port, wait_for
 from trilith.cli.app import run
-from trilith.models.base.blocks import PreNormBlock
+from trilith.models.llama import LlamaBlock
 from trilith.parallel_state import launched
 from trilith.runs.rendezvous import join
 from trilith.system.process_end import leave
@@ -255,7 +255,7 @@ def parallel(self, x, inputs):
 
 def run_with_other_code(words):
     if os.environ.get("RANK") == "1":
-        PreNormBlock.forward = parallel
+        LlamaBlock.forward = parallel
     return run(words)
 
 
@@ -270,7 +270,7 @@ def test_a_rank_that_sends_in_another_order_stops_the_run_and_both_lines_are_nam
     both = (
         r"collective \d+ of ranks \[0, 1\] differs: "
         r"rank 0 calls all_reduce sum float32 \[.*\] at .*layers/row_parallel_linear\.py:\d+ "
-        r".*layers/attention/attention\.py:\d+ .*models/base/blocks\.py:\d+ .*; "
+        r".*layers/attention/attention\.py:\d+ .*models/llama\.py:\d+ .*; "
         r"rank 1 calls all_reduce sum float32 \[.*\] at .*layers/mlp\.py:\d+ .*/test_launch_faults\.py:"
     )
     assert re.search(both, code.output), code.output

@@ -1,0 +1,120 @@
+"""Show a model on a page: what its blocks compute and send; shapes, cuts and names in files of parameters."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from inspect import getdoc
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ...models import Family, ModelConfig
+from ...parallel_state import BadInput, Declaration, Layout
+from ...planner import MicroBatch, sampled
+from ...planner.kinds_of_blocks import block_kinds
+
+if TYPE_CHECKING:
+    from ...models import CausalLM
+
+#: The layout whose collectives are told.
+_CUT = Layout(tensor=2, sequence=True)
+#: A formula of a picture, or the rest of one.
+_DRAWN = re.compile(r"\w = |\+ ")
+
+
+def shown_model(family: Family, config: ModelConfig) -> Iterator[str]:
+    """Yield the lines: parameters before the blocks, each kind of block, and parameters after them."""
+    model, kinds = family.on_meta(config), block_kinds(family, config)
+    (declared,) = family.declarations(config)
+    numbers: dict[int, list[int]] = {}
+    for number, kind in enumerate(kinds):
+        numbers.setdefault(kind, []).append(number)
+    names = _names_in_files(family, config)
+    rows = {name: (*_row(name, declaration), names[name]) for name, declaration in declared.items()}
+    widths = [max(map(len, column)) for column in zip(*rows.values(), strict=True)]
+    lines = {name: _line(row, widths) for name, row in rows.items()}
+    inner = ("layers.", "mtp.")
+    ends = ("norm.", "head.")
+    yield from (line for name, line in lines.items() if not name.startswith((*inner, *ends)))
+    for own in numbers.values():
+        yield ""
+        yield f"{_places(own)}: {type(model.layers[str(own[0])]).__name__}"
+        yield from (f"    {line}" for line in picture(model.layers[str(own[0])]))
+        yield from (line for name, line in lines.items() if name.startswith(f"layers.{own[0]}."))
+        yield from _sent(family, config, own[0])
+    for number in config.mtp_numbers if config.mtp_blocks else ():
+        yield ""
+        yield f"block {number}: predicts further tokens"
+        yield from (line for name, line in lines.items() if name.startswith(f"mtp.{number}."))
+    yield ""
+    yield from (line for name, line in lines.items() if name.startswith(ends))
+    yield from _around(model)
+
+
+def picture(block: nn.Module) -> list[str]:
+    """Return the formulas in the docstring of a block's class that are this block's, with their remarks."""
+    own = {name for name, _ in block.named_children()}
+    lines = map(str.strip, (getdoc(type(block)) or "").splitlines())
+    drawn = [
+        line.replace("+", "      +", 1) if line[0] == "+" else line for line in lines if _DRAWN.match(line)
+    ]
+    return [line for line in drawn if own.intersection(re.findall(r"(\w+)\(", line))]
+
+
+def _row(name: str, declaration: Declaration) -> tuple[str, str, str]:
+    cut = declaration.cut
+    over = ["experts over expert"] if declaration.experts else []
+    if cut is not None:
+        over.append(f"dim {cut.dim} over {cut.axis}" + (f" by {cut.unit}" if cut.unit > 1 else ""))
+    return name, " x ".join(map(str, declaration.shape)) or "1", ", ".join(over) or "whole"
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _names_in_files(family: Family, config: ModelConfig) -> Mapping[str, str]:
+    """Return Hugging Face's name of each parameter; of a stack of experts that of the first."""
+    names: dict[str, str] = {}
+    for link in family.links(config)[0]:
+        names.setdefault(link.ours, link.hf)
+    return names
+
+
+def _places(numbers: Sequence[int]) -> str:
+    """Say which blocks these are.
+
+    >>> _places([0, 1, 2, 5])
+    'blocks 0-2, 5'
+    """
+    runs = []
+    for _, pairs in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in pairs]
+        runs.append(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}")
+    return f"block{'s' if len(numbers) > 1 else ''} {', '.join(runs)}"
+
+
+def _sent(family: Family, config: ModelConfig, number: int) -> Iterator[str]:
+    """Tell the collectives of a block's step under tensor and sequence parallelism, off its trace."""
+    try:
+        sample = sampled(family, config, _CUT)
+    except BadInput as error:
+        yield f"tensor = {_CUT.tensor} cannot cut it: {error}"
+        return
+    batch = MicroBatch(rows=1, length=64, compute=2)
+    traced = sample.pieces.block(sample.block(number), batch, reached=True).plain
+    counts = Counter((sent.phase, sent.kind, sent.axis) for sent in traced.collectives)
+    words = [f"{count} {kind} over {axis} ({phase})" for (phase, kind, axis), count in counts.items()]
+    yield f"sends, tensor = {_CUT.tensor} with sequence: {', '.join(words)}"
+
+
+def _around(model: CausalLM) -> Iterator[str]:
+    if model.config.tie_word_embeddings:
+        yield "the output layer is the embedding"
+    if model.logit_scale != 1:
+        yield f"logits times {model.logit_scale:g}"
+    if model.logit_cap is not None:
+        yield f"logits bounded by {model.logit_cap:g}"

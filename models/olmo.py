@@ -1,0 +1,107 @@
+"""OLMo 2 and 3: norms behind each branch, and over all queries and all keys of a token; then windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from ..layers import AttentionInputs, HeadsRMSNorm, RotaryEmbedding
+from ..parallel_state import ParallelState
+from .base.family import Family
+from .base.fields import ABSENT, NO, Epsilon, Factor, Fixed
+from .base.parts import HeadNorm, attention, gated_mlp, rms_norm
+from .layer_types import LayerRopesConfig
+from .llama import LLAMA_NAMES, LlamaConfig, RotaryDecoder
+from .qwen import HEAD_NORMS
+
+NAMES = LLAMA_NAMES.but(
+    {
+        **dict.fromkeys(("attention_norm", "mlp_norm")),
+        "after_attention": "post_attention_layernorm",
+        "after_mlp": "post_feedforward_layernorm",
+    }
+)
+
+
+class Olmo2Config(LlamaConfig):
+    """List the fields of an OLMo 2 config.json."""
+
+    FIXED: ClassVar[Fixed] = {**HEAD_NORMS, "mlp_bias": NO, "clip_qkv": ABSENT}
+
+    rms_norm_eps: Epsilon = 1e-5
+
+
+def head_norm(cfg: Olmo2Config, state: ParallelState) -> HeadNorm:
+    """Return what makes the norm over all heads of queries, and that over all heads of keys."""
+    return lambda heads: HeadsRMSNorm(heads, cfg.head_dim, cfg.rms_norm_eps, state=state)
+
+
+class Olmo2Block(nn.Module):
+    """Compute a block of OLMo 2 (OLMo Team 2025).
+
+    x = x + after_attention(attention(x))    * norms behind branches; all queries, all keys normed
+    x = x + after_mlp(mlp(x))
+    """
+
+    def __init__(self, cfg: Olmo2Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        self.attention = attention(cfg, state, qk_norm=head_norm(cfg, state))
+        self.after_attention = rms_norm(cfg, state)
+        self.mlp, self.after_mlp = gated_mlp(cfg, state), rms_norm(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.after_attention(self.attention(x_BSD, inputs))
+        x_BSD = x_BSD + self.after_mlp(self.mlp(x_BSD))
+        return x_BSD
+
+
+class Olmo2(RotaryDecoder):
+    """Compute OLMo 2, or the stage that this pipeline rank holds."""
+
+    Block = Olmo2Block
+
+
+OLMO2 = Family("olmo2", "Olmo2ForCausalLM", Olmo2Config, Olmo2, NAMES)
+
+
+class Olmo3Config(Olmo2Config, LayerRopesConfig):
+    """List the fields of an OLMo 3 config.json."""
+
+    PATTERN: ClassVar[int] = 4
+
+    rope_theta: Factor = 500000.0
+
+
+class Olmo3Block(nn.Module):
+    """Compute a block of OLMo 3 (OLMo Team 2025).
+
+    x = x + after_attention(attention(x))    * as OLMo 2; three of four: a window, its own rotation
+    x = x + after_mlp(mlp(x))
+    """
+
+    def __init__(self, cfg: Olmo3Config, number: int, state: ParallelState) -> None:
+        super().__init__()
+        kind, window, norm = cfg.kind(number), cfg.window(number), head_norm(cfg, state)
+        self.attention = attention(cfg, state, qk_norm=norm, rotary=kind, window=window)
+        self.after_attention = rms_norm(cfg, state)
+        self.mlp, self.after_mlp = gated_mlp(cfg, state), rms_norm(cfg, state)
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.after_attention(self.attention(x_BSD, inputs))
+        x_BSD = x_BSD + self.after_mlp(self.mlp(x_BSD))
+        return x_BSD
+
+
+class Olmo3(RotaryDecoder):
+    """Compute OLMo 3, or the stage that this pipeline rank holds: two rotations."""
+
+    config: Olmo3Config
+    Block = Olmo3Block
+
+    def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
+        return self.config.rotations()
+
+
+OLMO3 = Family("olmo3", "Olmo3ForCausalLM", Olmo3Config, Olmo3, NAMES)

@@ -1,0 +1,59 @@
+"""``trilith models NAME --show`` names every parameter of each kind of block, what it computes and sends."""
+
+import re
+
+import pytest
+from support.configs import MODELS
+from support.families import family_and_config
+from trilith.cli.app import run
+from trilith.cli.shared.shown_model import shown_model
+from trilith.models import FAMILIES, published_size
+from trilith.planner.kinds_of_blocks import block_kinds
+
+FIRST = {family: next(row for row in MODELS if MODELS[row]["model_type"] == family) for family in FAMILIES}
+
+
+@pytest.mark.parametrize("row", FIRST.values())
+def test_each_parameter_has_a_line_with_its_shape_cut_and_name_in_files(row):
+    family, config = family_and_config(MODELS[row])
+    lines = [*shown_model(family, config)]
+    (declared,) = family.declarations(config)
+    links, hf_shapes = family.links(config)
+    kinds = block_kinds(family, config)
+    first = {f"layers.{kinds.index(kind)}." for kind in kinds}
+    shown = {name for name in declared if not name.startswith("layers.")}
+    shown |= {name for name in declared if name.startswith(tuple(first))}
+    named = {line.split()[0]: line for line in lines if line and line.split()[0] in declared}
+    assert named.keys() == shown
+    for name, line in named.items():
+        declaration, (*_, hf) = declared[name], line.split()
+        assert f"  {' x '.join(map(str, declaration.shape))}  " in line
+        assert hf in hf_shapes and hf in {link.hf for link in links if link.ours == name}
+        assert ("over tensor" in line) == (declaration.cut is not None)
+        assert ("over expert" in line) == declaration.experts
+    pictures = [line for line in lines if re.match(r"    (x|y) = ", line)]
+    assert len(pictures) >= len(first)
+    sent = [line for line in lines if line.startswith("sends, tensor = 2")]
+    assert len(sent) == len(first) and all("all_gather over tensor (forward)" in line for line in sent)
+
+
+def test_a_hybrid_s_blocks_are_drawn_without_each_other_s_modules():
+    family, config = family_and_config(MODELS["qwen3_next"])
+    blocks = "\n".join(shown_model(family, config)).split("\n\n")[1:-1]
+    drawn = {("mixer(" in block, "attention(" in block) for block in blocks}
+    assert drawn == {(True, False), (False, True)}
+
+
+def test_a_family_is_shown_by_its_first_published_size(capsys):
+    assert run(["models", "gemma2", "--show"]) == 0
+    out = capsys.readouterr().out
+    config = published_size("gemma-2-2b").config
+    assert out.startswith("gemma-2-2b: gemma2 (Gemma2ForCausalLM)\n")
+    assert f"{config.vocab_size} x {config.hidden_size}" in out
+    assert "blocks 0, 2, 4" in out and "after_mlp(mlp(mlp_norm(x)))" in out
+    assert "the output layer is the embedding\nlogits bounded by 30\n" in out
+
+
+def test_a_model_without_a_name_is_not_shown(capsys):
+    assert run(["models", "--show"]) == 2
+    assert "models: --show: expected the name of a family or size" in capsys.readouterr().err
