@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.configs import TINY_LLAMA
 from trilith.models import family_of
-from trilith.models.base import config as model_config
+from trilith.models.base import keys
 from trilith.parallel_state import BadInput
 from trilith.recipes import load_recipe, recipe
 from trilith.recipes.recipe import parse_recipe
@@ -96,7 +96,7 @@ def test_an_override_of_too_many_parts_is_refused_before_anything_is_made(levels
 
 @given(nested=st.lists(st.sampled_from(["a", "b"]), max_size=4), over=st.integers(1, 50))
 def test_keys_of_all_sections_are_counted_together(nested, over):
-    inner = {f"k{i}": 1 for i in range(model_config.MOST_KEYS - len(nested) + over)}
+    inner = {f"k{i}": 1 for i in range(keys.MOST_KEYS - len(nested) + over)}
     for name in nested:
         inner = {name: inner}
     with pytest.raises(BadInput, match="keys"):
@@ -111,7 +111,7 @@ def test_a_configuration_of_very_many_keys_is_refused_before_they_are_judged(tmp
     (tmp_path / "config.json").write_text(json.dumps({**TINY_LLAMA, **many}))
     raw = read_json(tmp_path / "config.json")
     monkeypatch.setattr(model_config, "_judge", never)
-    with pytest.raises(BadInput, match=f"at most {model_config.MOST_KEYS}"):
+    with pytest.raises(BadInput, match=f"at most {keys.MOST_KEYS}"):
         family_of(TINY_LLAMA).from_hf(raw)
 
 
