@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.configs import TINY_LLAMA
 from trilith.models import family_of
+from trilith.models.base import config as model_config
 from trilith.models.base import keys
 from trilith.parallel_state import BadInput
 from trilith.recipes import load_recipe, recipe
