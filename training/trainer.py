@@ -238,7 +238,7 @@ class Trainer:
             keep=self.recipe.checkpoint.keep,
             background=self.recipe.checkpoint.background,
             mirror=self.recipe.checkpoint.mirror,
-            said=self.events.note_save,
+            say=self.events.note_save,
         )
 
     def _start(self) -> int:
