@@ -201,5 +201,5 @@ def spare_memory(model: CausalLM, memory: MemorySection, loss_chunk: int) -> Non
     ``loss_chunk``: number of tokens, 0 for the whole logits.
     """
     whole, blocks = model.state.context_size == 1, model.numbered_blocks().items()
-    checkpoint_blocks(blocks, memory.checkpointing, every=memory.every, keep_attention=whole)
+    checkpoint_blocks(blocks, memory.checkpointing, interval=memory.every, keep_attention=whole)
     model.head_in_loss = loss_chunk > 0
