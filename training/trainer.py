@@ -220,7 +220,7 @@ class Trainer:
         debug, timeout = self.recipe.debug, timedelta(seconds=self.recipe.timeout)
         if not debug.collectives or self.state.layout.world == 1:
             return nullcontext()
-        return CollectiveOrder(self.state, every=debug.every or 1, timeout=timeout)
+        return CollectiveOrder(self.state, interval=debug.every or 1, timeout=timeout)
 
     def _saver(self) -> Saver:
         return Saver(
