@@ -65,13 +65,13 @@ class LatestOnly(Generic[T]):
 class AfterCommit:
     """Keep the newest ``keep`` checkpoints in ``root``, and copies of them in a mirror if there is one.
 
-    An error here does not end the run: ``said`` is called, from a thread, with a line about the error, and
+    An error here does not end the run: ``say`` is called, from a thread, with a line about the error, and
     the next commit tries again. If the run is killed meanwhile, a folder may be left that is not a
     checkpoint. No reader takes it for one, and the next start deletes it.
     """
 
-    def __init__(self, root: Path, keep: int, said: Callable[[str], None]) -> None:
-        self._root, self._keep, self._said = root, keep, said
+    def __init__(self, root: Path, keep: int, say: Callable[[str], None]) -> None:
+        self._root, self._keep, self._say = root, keep, say
         self.mirror: Mirror | None = None
         self._retention = LatestOnly("retention", self._retain)
         self._copying = LatestOnly("mirror", self._copy)
@@ -106,16 +106,17 @@ class AfterCommit:
     def _retain(self, step: int) -> None:
         try:
             for path in delete_old(self._root, self._keep, step):
-                self._said(f"{path} stays until the next save: it is being read")
+                self._say(f"{path} stays until the next save: it is being read")
         except (OSError, BadInput, MachineFailed) as error:
-            self._said(f"old checkpoints stay: {error}")
+            self._say(f"old checkpoints stay: {error}")
 
-    def _copy(self, held: tuple[Path, Hold]) -> None:
+    def _copy(self, path_and_hold: tuple[Path, Hold]) -> None:
         assert self.mirror is not None
         try:
-            if (url := self.mirror.copy(held[0])) is not None:
-                self._said(f"MIRRORED {url}")
+            if (url := self.mirror.copy(path_and_hold[0])) is not None:
+                self._say(f"MIRRORED {url}")
         except (OSError, BadInput, MachineFailed) as error:
-            self._said(f"step {step_of(held[0])} is not in the mirror: {error}")
+            self._say(f"step {step_of(path_and_hold[0])} is not in the mirror: {error}")
         finally:
-            held[1].release()  # now: errors that a store keeps refer to this frame, and so to what it holds
+            # Now: errors that a store keeps refer to this frame, and so to what it holds.
+            path_and_hold[1].release()

@@ -63,17 +63,20 @@ def _names(source: Source, as_hf: bool) -> dict[str, tuple[int, ...]]:
     (stated,) = source.described.declarations()
     shapes = {name: declaration.shape for name, declaration in stated.items()}
     return shapes | {
-        moment_name(one, name): shape for one in source.moments for name, shape in shapes.items()
+        moment_name(moment, name): shape for moment in source.moments for name, shape in shapes.items()
     }
 
 
 def _compare(
     name: str, shape: tuple[int, ...], a: Source, b: Source, links: list[Links]
 ) -> Iterator[Difference]:
-    dtypes = [source.dtype_of(name, one) for source, one in zip((a, b), links, strict=True)]
+    dtypes = [source.dtype_of(name, source_links) for source, source_links in zip((a, b), links, strict=True)]
     worst, largest, count = 0.0, 0.0, 0
     for box in _slabs(shape):
-        x, y = (source.read(name, box, one, finite=False) for source, one in zip((a, b), links, strict=True))
+        x, y = (
+            source.read(name, box, source_links, finite=False)
+            for source, source_links in zip((a, b), links, strict=True)
+        )
         if x.dtype == y.dtype and torch.equal(_bits(x), _bits(y)):
             largest = max(largest, float(x.double().abs().max()) if x.numel() else 0.0)
             continue

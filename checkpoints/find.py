@@ -73,8 +73,8 @@ def open_checkpoint(directory: Path | str, *, whole: bool = True) -> Found:
     """
     directory = Path(directory)
     Manifest.check_there(directory)
-    held = hold(directory)
-    return Found(directory, Manifest.load(directory, whole=whole), (), held)
+    lock = hold(directory)
+    return Found(directory, Manifest.load(directory, whole=whole), (), lock)
 
 
 def newest_checkpoint(root: Path | str, *, whole: bool = True) -> Found:
@@ -87,8 +87,8 @@ def newest_checkpoint(root: Path | str, *, whole: bool = True) -> Found:
     """
     root = folder_of_steps(Path(root))
     if not root.is_dir():
-        found = "a file" if root.exists() else "no such directory"
-        raise BadCheckpoint(root, expected="a directory of checkpoints", found=found)
+        actual = "a file" if root.exists() else "no such directory"
+        raise BadCheckpoint(root, expected="a directory of checkpoints", found=actual)
     for _ in range(_TRIES):
         seen = sorted(path.name for path in root.iterdir())
         try:
@@ -206,8 +206,8 @@ def newest_of_run(
         if not any(map(STEP_NAME.fullmatch, names)):
             left = f"no checkpoint was ever completed ({', '.join(names)}): from the beginning"
             return None, (left,) if names else ()
-        found = newest_checkpoint(root)
-        return str(found.directory), found.passed_over
+        newest = newest_checkpoint(root)
+        return str(newest.directory), newest.passed_over
 
     path, passed_over = together(look, state)[0]
     for line in passed_over:
@@ -225,7 +225,7 @@ def newest_in(path: str | Path, state: ParallelState, opened: Path | None = None
     is the one. Rank 0 holds the checkpoint during the block, so that the run does not delete it; the block
     must end with a collective.
     """
-    held: list[Found] = []
+    checkpoints: list[Found] = []
 
     def look() -> str:
         if state.rank:
@@ -235,12 +235,12 @@ def newest_in(path: str | Path, state: ParallelState, opened: Path | None = None
         elif holds_steps(folder := folder_of_steps(Path(path))) and opened is not None:
             chosen, passed_over = str(opened), []  # warned of when it was opened
         elif holds_steps(folder):
-            held.append(newest_checkpoint(folder))
-            chosen, passed_over = str(held[0].directory), [*held[0].passed_over]
+            checkpoints.append(newest_checkpoint(folder))
+            chosen, passed_over = str(checkpoints[0].directory), [*checkpoints[0].passed_over]
         else:
             chosen, passed_over = str(path), []
         warn_of(passed_over)
         return chosen
 
     yield together(look, state)[0]
-    held.clear()
+    checkpoints.clear()

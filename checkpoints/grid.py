@@ -90,7 +90,7 @@ class Grid(StrictRecord):
     def box_of(self, rank: int, shape: tuple[int, ...]) -> Box | None:
         """Return the part that is in the file of this rank, if there is one."""
         rest, index = rank - self.first, dict[int, int]()
-        for number, cut in sorted(enumerate(self.cuts), key=lambda one: -one[1].apart):
+        for number, cut in sorted(enumerate(self.cuts), key=lambda numbered_cut: -numbered_cut[1].apart):
             index[number], rest = divmod(rest, cut.apart)
             if not 0 <= index[number] < cut.count:
                 return None
@@ -115,7 +115,7 @@ class Grid(StrictRecord):
             return BadCheckpoint(where, shown(name), expected=expected, found=found)
 
         size = 1
-        for cut in sorted(self.cuts, key=lambda one: one.apart):
+        for cut in sorted(self.cuts, key=lambda cut: cut.apart):
             if cut.dim >= len(shape):
                 raise refuse(f"cuts of {list(shape)}", f"one of dim {cut.dim}")
             if cut.apart < size:

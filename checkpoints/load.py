@@ -175,31 +175,31 @@ def _check_same(source: Source, described: Described) -> None:
     """Refuse weights of another model, naming the first field or parameter in which it differs."""
     if described.module is not None:
         if source.manifest is not None:  # else the folder was read against them
-            wanted = {name: one.shape for name, one in described.declarations()[0].items()}
-            found = {n: whole.shape for n, whole in source.catalog.items() if not n.startswith("optimizer.")}
+            wanted = {name: declaration.shape for name, declaration in described.declarations()[0].items()}
+            shapes = {n: whole.shape for n, whole in source.catalog.items() if not n.startswith("optimizer.")}
             todo = "It is a checkpoint of another module"
-            check_same_shapes(source.path, wanted, found, what="parameter", todo=todo)
+            check_same_shapes(source.path, wanted, shapes, what="parameter", todo=todo)
         return
-    family, theirs = described.family, source.described
-    if theirs.model_type != family.model_type:
-        raise BadCheckpoint(source.path, "model_type", expected=family.model_type, found=theirs.model_type)
-    if isinstance(theirs.family, AdaptedFamily) and isinstance(family, AdaptedFamily):
+    family, stored = described.family, source.described
+    if stored.model_type != family.model_type:
+        raise BadCheckpoint(source.path, "model_type", expected=family.model_type, found=stored.model_type)
+    if isinstance(stored.family, AdaptedFamily) and isinstance(family, AdaptedFamily):
         _check_same_fields(
-            source, "lora.", family.lora, theirs.family.lora, "lora_dropout",
+            source, "lora.", family.lora, stored.family.lora, "lora_dropout",
             todo="A resumed run cannot change its adapters; start a new run with lora.init_from",
         )  # fmt: skip
     todo = "This is a checkpoint of another model"
-    _check_same_fields(source, "", described.config, theirs.config, "initializer_range", todo=todo)
+    _check_same_fields(source, "", described.config, stored.config, "initializer_range", todo=todo)
 
 
 def _check_same_fields(
-    source: Source, prefix: str, mine: BaseModel, theirs: BaseModel, free: str, *, todo: str
+    source: Source, prefix: str, mine: BaseModel, stored: BaseModel, free: str, *, todo: str
 ) -> None:
     """Refuse a config in which a field other than ``free`` differs."""
     for key in type(mine).model_fields:
-        expected, found = getattr(mine, key), getattr(theirs, key)
-        if expected != found and key != free:
-            raise BadCheckpoint(source.path, prefix + key, expected=expected, found=found, todo=todo)
+        expected, actual = getattr(mine, key), getattr(stored, key)
+        if expected != actual and key != free:
+            raise BadCheckpoint(source.path, prefix + key, expected=expected, found=actual, todo=todo)
 
 
 def _check_resumable(source: Source, model: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
@@ -212,24 +212,25 @@ def _check_resumable(source: Source, model: nn.Module | None, optimizer: torch.o
         raise BadInput("load", "model", expected="the one whose parameters the optimizer has", found="none")
     manifest = source.manifest
     if manifest is None or manifest.kind != "training":
-        found = "weights alone" if manifest is not None else source.form
+        actual = "weights alone" if manifest is not None else source.form
         expected = "a checkpoint of a training run"
         todo = "Start from it with model.init_from, or in a loop of your own without the optimizer"
-        raise BadCheckpoint(source.path, expected=expected, found=found, todo=todo)
+        raise BadCheckpoint(source.path, expected=expected, found=actual, todo=todo)
     if isinstance(getattr(model, "family", None), AdaptedFamily) and source.adapter is None:
         raise BadInput(source.path, expected="LoRA adapters, which the model trains", found="a whole model")
     check_optimizer("load", model, optimizer, manifest.optimizer or adamw({}))
-    stored = {TORCH[one.dtype] for name, one in source.catalog.items() if name.startswith("optimizer.")}
-    here = {one.dtype for one in model.parameters() if one.requires_grad}
+    stored = {TORCH[whole.dtype] for name, whole in source.catalog.items() if name.startswith("optimizer.")}
+    here = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     if stored and here and stored != here:
-        expected, found = (
-            ", ".join(sorted(f"{one}".removeprefix("torch.") for one in dtypes)) for dtypes in (stored, here)
+        expected, actual = (
+            ", ".join(sorted(f"{dtype}".removeprefix("torch.") for dtype in dtypes))
+            for dtypes in (stored, here)
         )
         raise BadInput(
             source.path,
             "dtype",
             expected=f"{expected}, as the run's weights and moments are",
-            found=found,
+            found=actual,
             todo="Resume with that dtype, or start a new run from these weights",
         )
 

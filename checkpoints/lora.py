@@ -143,10 +143,10 @@ def _check_tensors(file: TensorFile, shapes: dict[str, tuple[int, ...]]) -> None
     for name in [*shapes, *file.tensors]:
         if name not in shapes or name not in file.tensors:
             todo = "The adapter is for another model, or for modules that are not supported here"
-            expected, found = "no such tensor", "one"
+            expected, actual = "no such tensor", "one"
             if name in shapes:
-                expected, found = "a tensor, as target_modules says", "none of that name"
-            raise BadInput(file.path, name, expected=expected, found=found, todo=todo)
+                expected, actual = "a tensor, as target_modules says", "none of that name"
+            raise BadInput(file.path, name, expected=expected, found=actual, todo=todo)
     for name, shape in shapes.items():
         entry = file.tensors[name]
         if entry.dtype not in WEIGHTS:

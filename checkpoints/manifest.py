@@ -104,8 +104,8 @@ class Manifest(StrictRecord):
     def check_there(directory: Path) -> None:
         """Refuse what is no directory."""
         if not directory.is_dir():
-            found = "a file" if directory.exists() else "no such directory"
-            raise BadCheckpoint(directory, expected="a checkpoint", found=found)
+            actual = "a file" if directory.exists() else "no such directory"
+            raise BadCheckpoint(directory, expected="a checkpoint", found=actual)
 
     @classmethod
     def parse(cls, raw: bytes, where: object) -> Manifest:
@@ -146,8 +146,8 @@ class Manifest(StrictRecord):
     def check(self, where: object) -> None:
         """Refuse a manifest that contradicts itself: names, indices, boxes, or elements not owned once."""
         if self.config.get("model_type", self.model_type) != self.model_type:
-            found = shown(self.config["model_type"])
-            raise BadCheckpoint(where, "config.model_type", expected=self.model_type, found=found)
+            model_type = shown(self.config["model_type"])
+            raise BadCheckpoint(where, "config.model_type", expected=self.model_type, found=model_type)
         for companion in self.companions:
             if companion.name.endswith(".safetensors"):
                 raise BadCheckpoint(where, "companions", expected="no weights", found=shown(companion.name))
@@ -186,10 +186,10 @@ class Manifest(StrictRecord):
             expected = f"from {len(self.files):,} ranks, one a file, up to {_MOST_RANKS:,}"
             raise BadCheckpoint(where, "layout", expected=expected, found=f"{world:,}")
         for file in self.files:
-            said = rank_and_world(file.name)
-            if said is not None and said[1] != world:
+            numbers = rank_and_world(file.name)
+            if numbers is not None and numbers[1] != world:
                 raise BadCheckpoint(
-                    where, "layout", expected=f"{said[1]:,} ranks, as {file.name} says", found=world
+                    where, "layout", expected=f"{numbers[1]:,} ranks, as {file.name} says", found=world
                 )
 
     def _check_files(self, directory: Path) -> None:
@@ -201,19 +201,19 @@ class Manifest(StrictRecord):
                 raise BadCheckpoint(path, expected=f"{file.size:,} bytes", found=f"{size:,}")
         foreign = {path.name for path in directory.glob("*.safetensors")} - {file.name for file in self.files}
         if foreign:
-            found, todo = (
+            stray, todo = (
                 min(foreign),
                 "Files of another checkpoint may be mixed in; move it away if you know it",
             )
             raise BadCheckpoint(
-                directory, expected=f"only files that {MANIFEST} names", found=found, todo=todo
+                directory, expected=f"only files that {MANIFEST} names", found=stray, todo=todo
             )
 
     @property
     def numbers(self) -> dict[int, int]:
         """Return the numbers of the files that ranks of a run wrote, by the rank in the file's name."""
         named = (rank_and_world(file.name) for file in self.files)
-        return {one[0]: number for number, one in enumerate(named) if one is not None}
+        return {pair[0]: number for number, pair in enumerate(named) if pair is not None}
 
     @property
     def moments(self) -> dict[str, frozenset[str]]:

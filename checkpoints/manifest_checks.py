@@ -48,8 +48,8 @@ def _check_plain(value: object, where: object, key: str, depth: int) -> None:
             raise BadInput(where, key, expected="a finite number", found=value, todo=_TODO)
     elif isinstance(value, int):
         if value.bit_length() > 1024:
-            found = f"one of {value.bit_length():,} bits"
-            raise BadInput(where, key, expected="a number of at most 1,024 bits", found=found, todo=_TODO)
+            size = f"one of {value.bit_length():,} bits"
+            raise BadInput(where, key, expected="a number of at most 1,024 bits", found=size, todo=_TODO)
     elif value is not None:
         expected = "text, a number, true, false, a list or an object"
         raise BadInput(where, key, expected=expected, found=f"a {type(value).__name__}", todo=_TODO)
@@ -62,8 +62,8 @@ def read_back(build: Callable[[], Manifest], output: Path) -> Manifest:
     """
     try:
         manifest = build()
-        for one in manifest.companions:
-            check_companion(one.name, output)
+        for companion in manifest.companions:
+            check_companion(companion.name, output)
         again = Manifest.parse(manifest.to_bytes(), output)
         again.check(output)
         again.check_place(output)
@@ -71,12 +71,12 @@ def read_back(build: Callable[[], Manifest], output: Path) -> Manifest:
         bad = error if isinstance(error, BadInput) else from_validation(output, error)
         raise BadInput(output, bad.key, expected=bad.expected, found=bad.found, todo=_TODO) from None
     except (ValueError, TypeError, RecursionError) as error:
-        found = f"{type(error).__name__}: {error}"
-        raise BadInput(output, expected="what a manifest can hold", found=found, todo=_TODO) from None
+        problem = f"{type(error).__name__}: {error}"
+        raise BadInput(output, expected="what a manifest can hold", found=problem, todo=_TODO) from None
     for name in Manifest.model_fields:
         if getattr(again, name) != getattr(manifest, name):
-            found = "something else when it is read back"
-            raise BadInput(output, name, expected="what was written", found=found, todo=_TODO)
+            problem = "something else when it is read back"
+            raise BadInput(output, name, expected="what was written", found=problem, todo=_TODO)
     return manifest
 
 
@@ -98,8 +98,10 @@ def check_model(source: Source) -> None:
     except ValidationError as bad:
         raise from_validation(where, bad, spelled="adapter.lora.{}".format, kind=BadCheckpoint) from None
     wanted = {name: declaration.shape for name, declaration in stated.items()}
-    found = {n: whole.shape for n, whole in source.catalog.items() if not n.startswith("optimizer.")}
-    check_same_shapes(where, wanted, found)
-    trained = [name for name, one in stated.items() if not one.buffer and name not in manifest.frozen]
+    shapes = {n: whole.shape for n, whole in source.catalog.items() if not n.startswith("optimizer.")}
+    check_same_shapes(where, wanted, shapes)
+    trained = [
+        name for name, declaration in stated.items() if not declaration.buffer and name not in manifest.frozen
+    ]
     check_progress(manifest, where)
     check_moments(manifest, trained, where)

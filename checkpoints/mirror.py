@@ -109,15 +109,15 @@ class Mirror:
         return None, passed_over
 
     def _bring(self, name: str, target: Path, file: StoredFile) -> None:
-        found = self.folder.fetch(name, target)
-        if found != file.crc32:
+        crc = self.folder.fetch(name, target)
+        if crc != file.crc32:
             where = f"{self.folder.url}/{name}"
-            raise Damaged(where, "CRC-32", expected=f"{file.crc32:08x}", found=f"{found:08x}")
+            raise Damaged(where, "CRC-32", expected=f"{file.crc32:08x}", found=f"{crc:08x}")
 
     def _copy(self, source: Path, name: str, file: StoredFile) -> None:
-        found = self.folder.copy(source, name)
-        if found != file.crc32:
-            raise damaged(source, "CRC-32", expected=f"{file.crc32:08x}", found=f"{found:08x}")
+        crc = self.folder.copy(source, name)
+        if crc != file.crc32:
+            raise damaged(source, "CRC-32", expected=f"{file.crc32:08x}", found=f"{crc:08x}")
 
     def _retain(self, step: int) -> None:
         """Delete old copies, and folders up to ``step`` that never became one. What is damaged stays."""
@@ -153,8 +153,8 @@ def restore_if_none(
     def work() -> list[str]:
         if state.rank or (root.is_dir() and complete_checkpoints(root)):
             return []
-        path, said = Mirror(RemoteFolder(url), keep=1).restore(root)
-        return [*said, f"no checkpoint in {url}" if path is None else f"restored {path} from {url}"]
+        path, messages = Mirror(RemoteFolder(url), keep=1).restore(root)
+        return [*messages, f"no checkpoint in {url}" if path is None else f"restored {path} from {url}"]
 
     for line in together(work, state)[0]:
         say(line)

@@ -77,28 +77,28 @@ def restore_state(model: nn.Module, optimizer: torch.optim.Optimizer, stored: St
 
     Raises ``BadInput`` for an option that needs a moment which was not kept.
     """
-    options = {one: group for group in optimizer.param_groups for one in group["params"]}
+    options = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():
         if parameter not in options or not parameter.requires_grad:
             continue
-        kept: dict[str, Any] = {}
+        parameter_state: dict[str, Any] = {}
         device = local_data(parameter).device
         for key, number in stored.numbers.items():
             if (value := number.of.get(name, number.value)) is not None:
-                kept[key] = _restored(number.dtype, value, device)
+                parameter_state[key] = _restored(number.dtype, value, device)
         for moment, without in stored.moments.items():
             if name not in without:
-                kept[moment] = torch.zeros_like(parameter, requires_grad=False)
+                parameter_state[moment] = torch.zeros_like(parameter, requires_grad=False)
         for option, moment in _NEEDED.items():
-            if kept and options[parameter].get(option) and moment not in kept:
+            if parameter_state and options[parameter].get(option) and moment not in parameter_state:
                 raise BadInput(
                     "load", f"optimizer.{option}", expected=f"off, as the checkpoint has no {moment}",
                     found=options[parameter][option],
                     todo="Leave the optimizer out to begin anew from these weights",
                 )  # fmt: skip
         optimizer.state.pop(parameter, None)
-        if kept:
-            optimizer.state[parameter] = kept
+        if parameter_state:
+            optimizer.state[parameter] = parameter_state
 
 
 def _restored(dtype: str, value: float, device: torch.device) -> Tensor | float:
@@ -114,7 +114,7 @@ def check_optimizer(
     ``stored``.
     """
     mine, kind = set(model.parameters()), type(optimizer).__name__
-    if any(one not in mine for group in optimizer.param_groups for one in group["params"]):
+    if any(parameter not in mine for group in optimizer.param_groups for parameter in group["params"]):
         todo = "Make it after shard_over_data, of model.parameters()"
         raise BadInput(
             where, "optimizer", expected="one of the model's parameters", found="one of others", todo=todo
@@ -142,8 +142,8 @@ def _entries(
             yield key, (type(value).__name__, value)
         else:
             form = [*value.shape] if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            found = f"{type(optimizer).__name__}, whose {key} of {name} is {form}"
-            raise BadInput(where, "optimizer", expected=f"one that keeps {_SHAPES}", found=found)
+            actual = f"{type(optimizer).__name__}, whose {key} of {name} is {form}"
+            raise BadInput(where, "optimizer", expected=f"one that keeps {_SHAPES}", found=actual)
 
 
 def _is_moment(key: str, value: object, parameter: nn.Parameter) -> bool:
@@ -168,22 +168,26 @@ def gather_optimizer(
 
     def here() -> dict[str, Kept]:
         check_optimizer(where, model, optimizer)
-        trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-        kept = {name: dict(_entries(where, name, one, optimizer)) for name, one in trained}
-        return kept if state.rank == state.layout.first_rank(state.at.pipeline) else {}
+        trained = [
+            (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+        ]
+        entries = {name: dict(_entries(where, name, parameter, optimizer)) for name, parameter in trained}
+        return entries if state.rank == state.layout.first_rank(state.at.pipeline) else {}
 
-    everywhere = {name: kept for rank in together(here, state) for name, kept in rank.items()}
+    everywhere = {name: entries for rank in together(here, state) for name, entries in rank.items()}
     moments: dict[str, tuple[str, ...]] = {}
     numbers: dict[str, StoredNumber] = {}
-    for key in dict.fromkeys(key for kept in everywhere.values() for key in kept):
-        values = {name: one for name, kept in everywhere.items() if (one := kept.get(key)) is not None}
-        if any(key in kept and kept[key] is None for kept in everywhere.values()):
+    for key in dict.fromkeys(key for entries in everywhere.values() for key in entries):
+        values = {
+            name: stored for name, entries in everywhere.items() if (stored := entries.get(key)) is not None
+        }
+        if any(key in entries and entries[key] is None for entries in everywhere.values()):
             moments[key] = tuple(
-                name for name, kept in everywhere.items() if key not in kept or name in values
+                name for name, entries in everywhere.items() if key not in entries or name in values
             )
         if values:
             (dtype, value), _ = Counter(values.values()).most_common(1)[0]
             each = {name: values[name][1] if name in values else None for name in everywhere}
-            of = {name: one for name, one in each.items() if one != value}
+            of = {name: other for name, other in each.items() if other != value}
             numbers[key] = StoredNumber(dtype=dtype, value=value, of=of)
     return StoredOptimizer(kind=type(optimizer).__name__, moments=moments, numbers=numbers)

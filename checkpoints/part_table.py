@@ -30,30 +30,34 @@ class PartTable:
 
     def catalog(self) -> dict[str, Whole]:
         """Return every tensor with its owners' parts."""
-        found = {}
-        for name, one in self._tensors.items():
-            if one.grid is not None:
-                found[name] = Whole(one.shape, one.dtype, GridParts(name, one.shape, one.grid, self._numbers))
+        wholes = {}
+        for name, tensor in self._tensors.items():
+            if tensor.grid is not None:
+                wholes[name] = Whole(
+                    tensor.shape, tensor.dtype, GridParts(name, tensor.shape, tensor.grid, self._numbers)
+                )
             else:
-                owners = (part for part in one.parts if part.role == "owner")
+                owners = (part for part in tensor.parts if part.role == "owner")
                 parts = tuple(Stored(part.file, name, part.box) for part in owners)
-                found[name] = Whole(one.shape, one.dtype, parts)
-        return found
+                wholes[name] = Whole(tensor.shape, tensor.dtype, parts)
+        return wholes
 
     def in_file(self, number: int) -> dict[str, tuple[str, Box]]:
         """Return the dtype and the box of each tensor that has a part, or a replica of one, in this file."""
-        found = {name: (self._tensors[name].dtype, box) for name, box in self._listed.get(number, {}).items()}
+        tensors = {
+            name: (self._tensors[name].dtype, box) for name, box in self._listed.get(number, {}).items()
+        }
         if (rank := self._ranks.get(number)) is not None:
-            for name, one in self._tensors.items():
-                if one.grid is not None and (box := one.grid.box_of(rank, one.shape)) is not None:
-                    found[name] = one.dtype, box
-        return found
+            for name, tensor in self._tensors.items():
+                if tensor.grid is not None and (box := tensor.grid.box_of(rank, tensor.shape)) is not None:
+                    tensors[name] = tensor.dtype, box
+        return tensors
 
     @cached_property
     def _listed(self) -> dict[int, dict[str, Box]]:
         table: dict[int, dict[str, Box]] = {}
-        for name, one in self._tensors.items():
-            for part in one.parts:
+        for name, tensor in self._tensors.items():
+            for part in tensor.parts:
                 table.setdefault(part.file, {})[name] = part.box
         return table
 
@@ -87,9 +91,9 @@ class CheckpointFiles(Sequence[TensorFile]):
         except BadInput as bad:  # what is bad input elsewhere is a damaged checkpoint here
             raise damaged(bad.where, bad.key, expected=bad.expected, found=bad.found, todo=bad.todo) from None
         promised = {name: (dtype, box.shape) for name, (dtype, box) in self._table.in_file(number).items()}
-        found = {name: (entry.dtype, entry.shape) for name, entry in file.tensors.items()}
-        if found != promised:
-            name = min(n for n in promised.keys() | found.keys() if promised.get(n) != found.get(n))
+        present = {name: (entry.dtype, entry.shape) for name, entry in file.tensors.items()}
+        if present != promised:
+            name = min(n for n in promised.keys() | present.keys() if promised.get(n) != present.get(n))
             expected = promised.get(name, "no such tensor")
-            raise damaged(path, shown(name), expected=expected, found=found.get(name, "no such tensor"))
+            raise damaged(path, shown(name), expected=expected, found=present.get(name, "no such tensor"))
         return file

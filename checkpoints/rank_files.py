@@ -30,7 +30,7 @@ def stored_tensors(
     All tensors have one ``dtype``, except buffers, which have their own. Moments lie where their parameters
     lie; ``frozen`` parameters and buffers have none, nor has what ``moments`` names beside a moment.
     """
-    found = {
+    tensors = {
         name: StoredTensor(
             dtype=BUFFER if stated.buffer else dtype,
             shape=stated.shape,
@@ -41,9 +41,9 @@ def stored_tensors(
         if not (stated.ends and pipeline)
     }
     still = frozen.union(*map(buffer_names, stages))
-    trained = [name for name in found if name not in still]
-    return found | {
-        moment_name(moment, name): found[name]
+    trained = [name for name in tensors if name not in still]
+    return tensors | {
+        moment_name(moment, name): tensors[name]
         for moment, without in moments.items()
         for name in trained
         if name not in without

@@ -25,23 +25,23 @@ class Place:
 
         Rows of padding are set to zero and left out.
         """
-        held = local_data(tensor)
+        local_part = local_data(tensor)
         if self.padded:
             rows = self.box.shape[0]
-            held[rows:].zero_()
-            held = held[:rows]
-        return held
+            local_part[rows:].zero_()
+            local_part = local_part[:rows]
+        return local_part
 
 
 def places(model: nn.Module, state: ParallelState) -> list[Place]:
     """List every parameter of the model; the box is empty if this rank stores only padding of it."""
     stated = declarations(model)
-    found = []
+    rank_places = []
     for name, parameter in model.named_parameters():
         box = stored_box(parameter, stated[name], state)
         true = stated[name].true_part(box)
-        found.append(Place(name, parameter, true, true != box))
-    return found
+        rank_places.append(Place(name, parameter, true, true != box))
+    return rank_places
 
 
 def stored_parts(

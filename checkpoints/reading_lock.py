@@ -34,13 +34,13 @@ def hold(directory: Path) -> Hold:
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        found = error.strerror or str(error)
-        raise BadCheckpoint(directory, expected="a checkpoint", found=found) from None
-    held = Hold(fd)
+        reason = error.strerror or str(error)
+        raise BadCheckpoint(directory, expected="a checkpoint", found=reason) from None
+    lock = Hold(fd)
     with suppress(OSError):  # no such locks here
         if not try_lock(fd, shared=True):
             raise BadCheckpoint(directory, expected="a checkpoint", found="one that is being deleted")
-    return held
+    return lock
 
 
 @contextmanager

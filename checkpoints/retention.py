@@ -44,8 +44,8 @@ def check_same_model(where: object, other: Manifest, manifest: Manifest) -> None
 def _tensors(manifest: Manifest) -> dict[str, list[int]]:
     """Return the weights' names, made safe for a message, and their shapes."""
     return {
-        shown(name): [*one.shape]
-        for name, one in manifest.tensors.items()
+        shown(name): [*tensor.shape]
+        for name, tensor in manifest.tensors.items()
         if not name.startswith("optimizer.")
     }
 

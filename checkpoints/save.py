@@ -65,10 +65,10 @@ def contents_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, state
     (stated,) = described.declarations()
 
     def here() -> tuple[list[str], dict[int, int]]:
-        mine = {name: one for name, one in model.named_parameters() if name in stated}
+        mine = {name: parameter for name, parameter in model.named_parameters() if name in stated}
         _check_storable(model, mine)
         parts: Sequence[Stage] = cast(Stage, model.stage).parts if described.module is None else ()
-        frozen = [name for name, one in mine.items() if not one.requires_grad]
+        frozen = [name for name, parameter in mine.items() if not parameter.requires_grad]
         return frozen, {part.number: len(part.blocks) for part in parts}
 
     everywhere = together(here, state)
@@ -95,7 +95,7 @@ def _check_storable(model: nn.Module, stored: Mapping[str, nn.Parameter]) -> Non
             todo = "Freeze the base: only adapters are saved"
             raise BadInput("save", name, expected="adapters alone trained", found="a weight", todo=todo)
     fixed = buffer_names(declarations(model))
-    dtypes = {str(one.dtype) for name, one in stored.items() if name not in fixed}
+    dtypes = {str(parameter.dtype) for name, parameter in stored.items() if name not in fixed}
     if len(dtypes) > 1:
-        found = " and ".join(sorted(dtypes))
-        raise BadInput("save", "dtype", expected="one for all parameters", found=found)
+        mixed = " and ".join(sorted(dtypes))
+        raise BadInput("save", "dtype", expected="one for all parameters", found=mixed)

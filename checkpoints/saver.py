@@ -77,7 +77,7 @@ class Saver:
     ranks wait to hear of it.
 
     ``mirror``: path or URL of a second place, to which a thread of rank 0 copies each committed checkpoint.
-    ``said`` is called with a line on each committed checkpoint, from the thread that calls ``save``, ``wait``
+    ``say`` is called with a line on each committed checkpoint, from the thread that calls ``save``, ``wait``
     or ``poll``. ``state``: needed for a module that does not have it. Without an ``optimizer`` the
     checkpoints hold weights only.
     """
@@ -93,19 +93,19 @@ class Saver:
         keep: int = 2,
         background: bool = False,
         mirror: str | None = None,
-        said: Callable[[str], None] = lambda line: None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         if type(keep) is not int or keep < 1:
             raise BadInput("checkpoints", "keep", expected="a whole number of 1 or more", found=shown(keep))
-        self.root, self.keep, self.background, self._said = root, keep, background, said
+        self.root, self.keep, self.background, self._say = root, keep, background, say
         self._model, self._optimizer, self._contents = model, optimizer, contents
         self._state = state = state_of(model, state)
         self._layout = state.layout
         # A rank computes its own share from its own declarations; only rank 0 looks at those of all stages.
         named = contents.frozen.union(contents.described.family.declared(model))
-        mine = {name: one for name, one in declarations(model).items() if name in named}
+        mine = {name: declaration for name, declaration in declarations(model).items() if name in named}
         self._fixed = buffer_names(mine)
-        owned = {name for name, one in mine.items() if one.owner(self._layout, state.at)}
+        owned = {name for name, declaration in mine.items() if declaration.owner(self._layout, state.at)}
         self._mine = [place for place in places(model, state) if place.name in owned and place.box.size]
         self._lines: list[str] = []
         self._after = AfterCommit(root, keep, self._lines.append)
@@ -141,8 +141,8 @@ class Saver:
     def save(self, progress: Progress) -> None:
         """Write the checkpoint of ``progress.step``, or start to write it. Collective."""
         if type(progress.step) is not int or progress.step < 0:
-            found = shown(progress.step)
-            raise BadInput("checkpoints", "step", expected="a whole number of 0 or more", found=found)
+            step = shown(progress.step)
+            raise BadInput("checkpoints", "step", expected="a whole number of 0 or more", found=step)
         self.wait()
         if self._optimizer is not None and self._contents.optimizer is not None:
             stored = gather_optimizer("save", self._model, self._optimizer, self._state)
@@ -175,7 +175,7 @@ class Saver:
     def poll(self) -> None:
         """Report checkpoints that were committed since the last call."""
         while self._lines:
-            self._said(self._lines.pop(0))
+            self._say(self._lines.pop(0))
 
     def _write_behind(self, progress: Progress) -> None:
         try:
@@ -285,11 +285,11 @@ class Saver:
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that this rank writes: the parts that it stores and owns."""
-        found = {place.name: place.part(place.parameter) for place in self._mine}
+        tensors = {place.name: place.part(place.parameter) for place in self._mine}
         for moment in self._moments:
             assert self._optimizer is not None, moment
             choose = moment_of(self._optimizer, moment)
             for place in self._mine:
                 if (tensor := choose(place.parameter)) is not None:
-                    found[moment_name(moment, place.name)] = place.part(tensor)
-        return found
+                    tensors[moment_name(moment, place.name)] = place.part(tensor)
+        return tensors

@@ -37,8 +37,10 @@ def open_seal(raw: bytes, where: object) -> bytes:
     body, mark, rest = raw.rpartition(_MARK)
     match = _REST.fullmatch(rest)
     if not mark or match is None:
-        found = "another text there" if mark else "none"
-        raise BadCheckpoint(where, "seal", expected="a SHA-256 as the last field", found=found, todo=_TODO)
+        last_field = "another text there" if mark else "none"
+        raise BadCheckpoint(
+            where, "seal", expected="a SHA-256 as the last field", found=last_field, todo=_TODO
+        )
     digest = hashlib.sha256(body).hexdigest()
     if match[1].decode() != digest:
         raise BadCheckpoint(where, "seal", expected=match[1].decode(), found=digest, todo=_TODO)

@@ -197,14 +197,14 @@ def read_source(
     """
     path = local_folder(path)
     if not path.exists():
-        found, todo = why_absent(path)
-        raise BadInput(path, expected="a Hugging Face folder or a checkpoint", found=found, todo=todo)
+        actual, todo = why_absent(path)
+        raise BadInput(path, expected="a Hugging Face folder or a checkpoint", found=actual, todo=todo)
     path, kind = kind_of_folder(path, SOURCES)
-    if kind is FolderKind.OTHER and (theirs := format_of(path)) is not None:
-        return _foreign(path, theirs, config, names)
+    if kind is FolderKind.OTHER and (form := format_of(path)) is not None:
+        return _foreign(path, form, config, names)
     if config is not None or names is not None:
-        found, todo = kind.value, "Leave out --config and --names: it has a config and names of its own"
-        raise BadInput(path, expected="a checkpoint of another project", found=found, todo=todo)
+        actual, todo = kind.value, "Leave out --config and --names: it has a config and names of its own"
+        raise BadInput(path, expected="a checkpoint of another project", found=actual, todo=todo)
     match kind:
         case FolderKind.CHECKPOINT:
             return _sharded(open_checkpoint(path, whole=whole))
@@ -214,8 +214,8 @@ def read_source(
             return _sharded(newest)
         case FolderKind.ADAPTER:
             todo = f"`trilith merge-lora BASE {path} OUT` makes a whole model of them and their base"
-            found = "LoRA adapters without their base"
-            raise BadInput(path, expected="a model's folder", found=found, todo=todo)
+            actual = "LoRA adapters without their base"
+            raise BadInput(path, expected="a model's folder", found=actual, todo=todo)
         case FolderKind.UNFINISHED | FolderKind.TOKENS:
             todo = "Run the command that makes it again" if kind is FolderKind.UNFINISHED else ""
             expected = "a Hugging Face folder or a checkpoint"
@@ -233,19 +233,19 @@ def read_foreign(path: str | Path) -> ForeignCheckpoint | None:
     """Read the headers of another project's checkpoint, under the names that are in it; ``None`` if
     ``path`` is none.
     """
-    theirs = foreign_format(path)
-    return None if theirs is None else theirs.read(Path(path))
+    form = foreign_format(path)
+    return None if form is None else form.read(Path(path))
 
 
-def _sharded(found: Found) -> Source:
-    path, manifest = found.directory, found.manifest
+def _sharded(checkpoint: Found) -> Source:
+    path, manifest = checkpoint.directory, checkpoint.manifest
     # Earlier releases took along whatever a tokenizer's folder held.
-    companions = [path / one.name for one in manifest.companions if one.name in COMPANIONS]
+    companions = [path / companion.name for companion in manifest.companions if companion.name in COMPANIONS]
     config, files = dict(manifest.config), CheckpointFiles(path, manifest)
     module = None if manifest.module is None else described_module(manifest.module, config)
     return Source(
         path, config, companions, files, PartTable(manifest).catalog(), manifest,
-        adapter=manifest.adapter, module=module, held=found.held,
+        adapter=manifest.adapter, module=module, held=checkpoint.held,
     )  # fmt: skip
 
 
@@ -273,27 +273,27 @@ def _hugging_face(
     return source
 
 
-def _foreign(path: Path, theirs: Format, config_folder: str | Path | None, names: str | None) -> Source:
+def _foreign(path: Path, form: Format, config_folder: str | Path | None, names: str | None) -> Source:
     if config_folder is None:
         todo = "Say --config with a Hugging Face folder (config.json, tokenizer) of the same model"
-        raise BadInput(path, expected="the model's config", found=f"{theirs.name}, which has none", todo=todo)
+        raise BadInput(path, expected="the model's config", found=f"{form.name}, which has none", todo=todo)
     where = local_folder(config_folder)
     raw = read_json(where / CONFIG if where.is_dir() else where)
     family = family_of(raw, str(where))
     config = family.from_hf(raw, str(where))
-    found = theirs.read(path)
-    check_stated(found, config, where)
-    table = choose_table(found, names, hf_shapes(family, config))
-    tables = assemble(found, table, family, config)
-    numbers = {id(file): number for number, file in enumerate(found.files)}
+    checkpoint = form.read(path)
+    check_stated(checkpoint, config, where)
+    table = choose_table(checkpoint, names, hf_shapes(family, config))
+    tables = assemble(checkpoint, table, family, config)
+    numbers = {id(file): number for number, file in enumerate(checkpoint.files)}
 
-    def whole(one: ForeignTensor) -> Whole:
-        parts = (Stored(numbers[id(part.file)], part.file.add(part.view), part.box) for part in one.chunks)
-        return Whole(one.shape, one.dtype, tuple(parts))
+    def whole(tensor: ForeignTensor) -> Whole:
+        parts = (Stored(numbers[id(part.file)], part.file.add(part.view), part.box) for part in tensor.chunks)
+        return Whole(tensor.shape, tensor.dtype, tuple(parts))
 
-    catalog = {name: whole(one) for name, one in tables.weights.items()}
+    catalog = {name: whole(tensor) for name, tensor in tables.weights.items()}
     for moment, made in tables.moments.items():
-        catalog |= {moment_name(moment, name): whole(one) for name, one in made.items()}
+        catalog |= {moment_name(moment, name): whole(tensor) for name, tensor in made.items()}
     companions = companions_in(where) if where.is_dir() else []
-    skipped = [f"{path}: {line}" for line in found.skipped]
-    return Source(path, raw, companions, [*found.files], catalog, None, skipped, foreign=found)
+    skipped = [f"{path}: {line}" for line in checkpoint.skipped]
+    return Source(path, raw, companions, [*checkpoint.files], catalog, None, skipped, foreign=checkpoint)

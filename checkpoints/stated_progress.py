@@ -82,8 +82,8 @@ def check_progress(manifest: Manifest, where: object) -> None:
     for name, count in memory.updates_of.items():
         if count > memory.updates or name not in manifest.tensors:
             expected = f"tensors with at most {memory.updates:,} updates"
-            found = f"{shown(name)} with {count:,}"
-            raise BadCheckpoint(where, "state.memory.updates_of", expected=expected, found=found)
+            named_count = f"{shown(name)} with {count:,}"
+            raise BadCheckpoint(where, "state.memory.updates_of", expected=expected, found=named_count)
 
 
 def check_moments(manifest: Manifest, trained: Collection[str], where: object) -> None:
@@ -96,5 +96,7 @@ def check_moments(manifest: Manifest, trained: Collection[str], where: object) -
         for name in trained
         if name not in without
     }
-    found = {name: one.shape for name, one in manifest.tensors.items() if name.startswith("optimizer.")}
-    check_same_shapes(where, wanted, found, todo=f"The checkpoint is one of kind {manifest.kind!r}")
+    shapes = {
+        name: tensor.shape for name, tensor in manifest.tensors.items() if name.startswith("optimizer.")
+    }
+    check_same_shapes(where, wanted, shapes, todo=f"The checkpoint is one of kind {manifest.kind!r}")

@@ -19,17 +19,17 @@ Role = Literal["owner", "replica"]
 def check_same_shapes(
     where: object,
     wanted: Mapping[str, Sequence[int]],
-    found: Mapping[str, Sequence[int]],
+    actual: Mapping[str, Sequence[int]],
     *,
     what: str = "tensor",
     todo: str = "",
 ) -> None:
     """Refuse a checkpoint that has not the wanted tensors, naming the first that differs."""
-    for name in [*wanted, *found]:
-        if wanted.get(name) != found.get(name):
+    for name in [*wanted, *actual]:
+        if wanted.get(name) != actual.get(name):
             expected, there = (
                 f"no such {what}" if shape is None else [*shape]
-                for shape in (wanted.get(name), found.get(name))
+                for shape in (wanted.get(name), actual.get(name))
             )
             raise BadCheckpoint(where, shown(name), expected=expected, found=there, todo=todo)
 
@@ -79,16 +79,16 @@ class StoredTensor(StrictRecord):
             self.grid.check(where, name, self.shape, ranks)
 
     def _check_parts(self, where: object, name: str, files: int) -> None:
-        held = set()
+        seen = set()
         for part in self.parts:
-            if part.file >= files or part.file in held:
+            if part.file >= files or part.file in seen:
                 expected = f"one part in each file below {files}"
                 raise BadCheckpoint(where, shown(name), expected=expected, found=f"file {part.file}")
-            held.add(part.file)
+            seen.add(part.file)
             bounds = zip(part.start, part.stop, strict=False)
             if len(part.start) != len(part.stop) or any(a > b for a, b in bounds):
-                found = f"start {list(part.start)}, stop {list(part.stop)}"
-                raise BadCheckpoint(where, shown(name), expected="start up to stop", found=found)
+                start_and_stop = f"start {list(part.start)}, stop {list(part.stop)}"
+                raise BadCheckpoint(where, shown(name), expected="start up to stop", found=start_and_stop)
         replicas = [part.box for part in self.parts if part.role == "replica"]
         owners = [part.box for part in self.parts if part.role == "owner"]
         check_coverage(where, shown(name), self.shape, owners)

@@ -53,8 +53,8 @@ class StoredDeclaration(StrictRecord):
         cut = None if self.cut is None else Cut(**self.cut.model_dump())
         shape, multiple = self.shape, self.multiple
         if self.rows is not None and shape:
-            held, *rest = shape
-            multiple = VOCABULARY_MULTIPLE if padded_vocabulary(self.rows) == held else held
+            rows, *rest = shape
+            multiple = VOCABULARY_MULTIPLE if padded_vocabulary(self.rows) == rows else rows
             shape = (self.rows, *rest)
         return Declaration(
             shape, cut=cut, multiple=multiple, partial=self.partial, ends=self.ends,
@@ -83,7 +83,7 @@ class StoredRule(StrictRecord):
                 expected = "tensors that lie one after the other: a module has no config to count groups by"
                 raise BadInput("names", rule.hf, expected=expected, found=f"groups={rule.groups!r}")
             return cls(kind="split", ours=tuple(rule.ours), hf=rule.hf, transpose=rule.transpose)
-        kind = next(name for name, one in _KINDS.items() if isinstance(rule, one))
+        kind = next(name for name, rule_type in _KINDS.items() if isinstance(rule, rule_type))
         return cls.model_validate({"kind": kind, "ours": (rule.ours,), "hf": rule.hf})
 
 
@@ -98,12 +98,13 @@ class StoredModule(StrictRecord):
     def of(cls, stages: Sequence[Mapping[str, Declaration]], names: Iterable[Rule]) -> StoredModule:
         stored: dict[str, StoredDeclaration] = {}
         for number, stage in enumerate(stages):
-            for name, one in stage.items():
+            for name, declaration in stage.items():
                 where = stored[name].stages if name in stored else ()
-                cut = None if one.cut is None else StoredCut(**asdict(one.cut))
+                cut = None if declaration.cut is None else StoredCut(**asdict(declaration.cut))
                 stored[name] = StoredDeclaration(
-                    shape=one.shape, cut=cut, multiple=one.multiple, partial=one.partial, ends=one.ends,
-                    experts=one.experts, buffer=one.buffer, stages=(*where, number),
+                    shape=declaration.shape, cut=cut, multiple=declaration.multiple,
+                    partial=declaration.partial, ends=declaration.ends,
+                    experts=declaration.experts, buffer=declaration.buffer, stages=(*where, number),
                 )  # fmt: skip
         rules = tuple(map(StoredRule.of, names))
         return cls(pipeline=len(stages), declarations=stored, names=rules)
@@ -139,15 +140,17 @@ class ModuleFamily:
                 todo="The module's own code says what its stages hold: load cuts it in any layout",
             )  # fmt: skip
         stages: list[dict[str, Declaration]] = [{} for _ in range(layout.pipeline)]
-        for name, one in stored.declarations.items():
-            declaration = one.restored()
+        for name, stored_declaration in stored.declarations.items():
+            declaration = stored_declaration.restored()
             declaration.check(layout, name)
-            for stage in one.stages if layout.pipeline > 1 else (0,):
+            for stage in stored_declaration.stages if layout.pipeline > 1 else (0,):
                 stages[stage][name] = declaration
         return stages
 
     def links(self, config: object) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
-        shapes = {name: one.restored().shape for name, one in self.module.declarations.items()}
+        shapes = {
+            name: declaration.restored().shape for name, declaration in self.module.declarations.items()
+        }
         if not self.rules:
             raise BadInput(
                 self.model_type, "names", expected="a table of Hugging Face's names", found="none",
@@ -210,16 +213,17 @@ def check_names(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]], bl
     covered: dict[str, str] = {}
     for rule in rules:
         ours = rule.ours if isinstance(rule, Split) else (rule.ours,)
-        found = False
+        matched = False
         for i in range(max(blocks, 1)) if "{i}" in rule.hf else (0,):
-            for one in (template.replace("{i}", str(i)) for template in ours):
-                if one not in shapes:
+            for parameter_name in (template.replace("{i}", str(i)) for template in ours):
+                if parameter_name not in shapes:
                     continue
-                found = True
-                if one in covered:
-                    raise BadInput("names", one, expected="one rule", found=f"{covered[one]} and {rule.hf}")
-                covered[one] = rule.hf
-        if not found:
+                matched = True
+                if parameter_name in covered:
+                    both = f"{covered[parameter_name]} and {rule.hf}"
+                    raise BadInput("names", parameter_name, expected="one rule", found=both)
+                covered[parameter_name] = rule.hf
+        if not matched:
             near = f"The parameters are {', '.join(list(shapes)[:4])}, ..."
             raise BadInput(
                 "names", rule.hf, expected="a rule for a parameter", found=f"none named {ours}", todo=near

@@ -197,12 +197,12 @@ def verify_sums(
         return
     with open_regular(file.path, kind=BadCheckpoint) as (fd, _):
         seen.fill_gaps(fd, stretches, progress)
-    for (begin, end, stated), found in zip(file.sums, seen.of(stretches), strict=True):
-        if found != stated:
+    for (begin, end, stated), crc in zip(file.sums, seen.of(stretches), strict=True):
+        if crc != stated:
             todo = "The file was altered or damaged since it was written"
             raise BadCheckpoint(
                 file.path, f"CRC-32 of bytes {begin:,} to {end:,}", expected=f"{stated:08x}",
-                found=f"{found:08x}", todo=todo,
+                found=f"{crc:08x}", todo=todo,
             )  # fmt: skip
 
 

@@ -17,13 +17,13 @@ PROMPTS = 64 << 20
 Prompt = str | list[Message]
 
 
-def read_prompts(given: Sequence[str], file: Path | None) -> list[Prompt]:
+def read_prompts(texts: Sequence[str], file: Path | None) -> list[Prompt]:
     """Return the prompts of the command line, then those of ``file``.
 
     A ``.jsonl`` file has a ``prompt`` or ``messages`` in each line; any other file has a prompt in each line
     that is not blank. ``BadInput`` names file and line.
     """
-    prompts: list[Prompt] = [*given]
+    prompts: list[Prompt] = [*texts]
     if file is not None:
         if file.suffix == ".jsonl":
             prompts += [_record(line, f"{file}:{line.number}") for line in read_json_lines(file, PROMPTS)]
@@ -63,8 +63,8 @@ def _record(line: Line, where: str) -> Prompt:
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         expected = "prompt (text) or messages (a list of objects with role and content)"
         raise BadInput(where, expected=expected, found=shown(line.text))
-    return [{"role": one["role"], "content": one["content"]} for one in messages]
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
-def _is_message(one: object) -> bool:
-    return isinstance(one, dict) and all(isinstance(one.get(key), str) for key in ("role", "content"))
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))

@@ -120,13 +120,13 @@ def _rows(
     prompts = iter(request.prompts)
 
     def line(row: Continuation) -> None:
-        said = {
+        record = {
             "prompt": next(prompts),
             "text": row.text,
             "tokens": len(row.tokens),
             "finish": row.finish,
         }
-        text = json.dumps(said, ensure_ascii=False) + "\n"
+        text = json.dumps(record, ensure_ascii=False) + "\n"
         if file is None:
             write(text)
         else:

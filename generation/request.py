@@ -81,9 +81,9 @@ def stop_ids(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
     file = source.path / GENERATION_CONFIG
     if file.exists():
         raw.append(read_json(file).get("eos_token_id"))
-    found = [one for value in raw for one in (value if isinstance(value, list) else [value])]
+    token_ids = [token_id for value in raw for token_id in (value if isinstance(value, list) else [value])]
     # A reduced or freshly made model may name ids that it has no rows for.
-    return frozenset(i for i in found if isinstance(i, int) and 0 <= i < source.model_config.vocab_size)
+    return frozenset(i for i in token_ids if isinstance(i, int) and 0 <= i < source.model_config.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -112,18 +112,18 @@ def continue_prompts(
     family = (adapter or source).family
     model = family.build(source.model_config, state=state, dtype=dtype_named(request.dtype))
     model.to_empty(device=state.device)
-    for one in (source, adapter):
-        if one is not None:
-            load_source(one, model)
+    for weights_source in (source, adapter):
+        if weights_source is not None:
+            load_source(weights_source, model)
     began, tokens = time.perf_counter(), 0
     for first, rows in _batches(prepared.ids, request.batch):
         watch = [Continuation(prepared.tokenizer, ids, prepared.stop, request.stop) for ids in rows]
 
-        def streamed(step: list[int | None], one: Continuation = watch[0]) -> None:
+        def streamed(step: list[int | None], continuation: Continuation = watch[0]) -> None:
             if on_text is not None and step[0] is not None:
-                on_text(one.grow(step[0]))
+                on_text(continuation.grow(step[0]))
 
-        found = generate(
+        continuations = generate(
             model,
             rows,
             max_new_tokens=request.max_new_tokens,
@@ -135,7 +135,7 @@ def continue_prompts(
             first=first,
             on_tokens=streamed if len(prepared.ids) == 1 else None,
         )
-        for row, new in zip(watch, found, strict=True):
+        for row, new in zip(watch, continuations, strict=True):
             row.close(new)
             tokens += len(new)
             if on_row is not None:

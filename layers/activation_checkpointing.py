@@ -48,18 +48,18 @@ _NEVER_DROP = ("torch_attn::_varlen_attn", "flex_attention")
 _SUMS = ("_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tensor")
 
 
-def checkpointed(number: int, mode: Checkpointing, every: int = 1) -> bool:
+def checkpointed(number: int, mode: Checkpointing, interval: int = 1) -> bool:
     """Tell whether the block with this global number is recomputed; the answer is the same in every
     layout.
     """
-    return mode in ("selective", "full") or (mode == "every" and number % every == 0)
+    return mode in ("selective", "full") or (mode == "every" and number % interval == 0)
 
 
 def checkpoint_blocks(
     blocks: Iterable[tuple[int, nn.Module]],
     mode: Checkpointing,
     *,
-    every: int = 1,
+    interval: int = 1,
     keep_attention: bool = True,
 ) -> None:
     """Make these blocks, given with their global numbers, recompute activations in backward; in place.
@@ -68,15 +68,15 @@ def checkpoint_blocks(
     block is gathered once for its recomputation and its backward. Without gradients (evaluation, generation)
     nothing changes. ``keep_attention=False``: the selective mode also computes attention again, and so it
     does with the products of a module whose attribute ``recomputed`` is true. Raises ``BadInput`` for an
-    unknown mode or ``every`` below 1.
+    unknown mode or ``interval`` below 1.
     """
     if mode not in ("none", "selective", "every", "full"):
         expected = "none, selective, every or full"
         raise BadInput("memory", "checkpointing", expected=expected, found=repr(mode))
-    if every < 1:
-        raise BadInput("memory", "checkpoint_every", expected="at least 1", found=every)
+    if interval < 1:
+        raise BadInput("memory", "checkpoint_every", expected="at least 1", found=interval)
     for number, block in blocks:
-        if checkpointed(number, mode, every):
+        if checkpointed(number, mode, interval):
             if mode == "selective":
                 _mark_recomputed(block)
             block.forward = _forgetful(
@@ -87,14 +87,14 @@ def checkpoint_blocks(
 def _forgetful(forward: Callable[..., Any], *, selective: bool, keep_attention: bool) -> Callable[..., Any]:
     """Return a forward with the same arguments that recomputes its activations in backward."""
 
-    def again(x: Tensor, *more: Any, **named: Any) -> Any:
+    def again(x: Tensor, *args: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(x, *more, **named)
+            return forward(x, *args, **named)
         if not selective:
-            return checkpoint(forward, x, *more, use_reentrant=False, **named)
+            return checkpoint(forward, x, *args, use_reentrant=False, **named)
         policy = partial(_policy, keep_attention=keep_attention)
         contexts = partial(_contexts, policy, x.device)
-        return checkpoint(forward, x, *more, use_reentrant=False, context_fn=contexts, **named)
+        return checkpoint(forward, x, *args, use_reentrant=False, context_fn=contexts, **named)
 
     if selective:
         vars(again)["recomputes_operators"] = True
@@ -150,11 +150,11 @@ def _mark_recomputed(block: nn.Module) -> None:
             _MARKED.add(module)
 
 
-def _recompute_more(*given: Any) -> None:
+def _recompute_more(*args: Any) -> None:
     _RECOMPUTED.set(_RECOMPUTED.get() + 1)
 
 
-def _recompute_less(*given: Any) -> None:
+def _recompute_less(*args: Any) -> None:
     _RECOMPUTED.set(_RECOMPUTED.get() - 1)
 
 
@@ -175,11 +175,11 @@ _RECOMPUTED = ContextVar("recomputed", default=0)
 _MARKED: WeakSet[nn.Module] = WeakSet()
 
 
-def _aside(*given: Any) -> None:
+def _aside(*args: Any) -> None:
     _ASIDE.set(True)
 
 
-def _back(*given: Any) -> None:
+def _back(*args: Any) -> None:
     _ASIDE.set(False)
 
 
@@ -238,7 +238,7 @@ def _drops(op: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
 
 @lru_cache(maxsize=4096)
 def _place_of_dropout(op: Any) -> int | None:
-    names = [one.name for one in op._schema.arguments] if hasattr(op, "_schema") else []
+    names = [argument.name for argument in op._schema.arguments] if hasattr(op, "_schema") else []
     return names.index("dropout_p") if "dropout_p" in names else None
 
 

@@ -19,5 +19,5 @@ def check_no_state(value: object, layer: str, key: str) -> None:
 def check_width(x: Tensor, width: int, layer: str, todo: str) -> None:
     """Check that the last dim of the input is the layer's ``in_features``."""
     if x.shape[-1] != width:
-        expected, found = f"{width} features on the last dim", f"shape {tuple(x.shape)}"
-        raise BadInput(layer, "input", expected=expected, found=found, todo=todo)
+        expected, shape = f"{width} features on the last dim", f"shape {tuple(x.shape)}"
+        raise BadInput(layer, "input", expected=expected, found=shape, todo=todo)

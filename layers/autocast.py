@@ -22,7 +22,7 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _off(next(one for one in args if isinstance(one, Tensor))):
+        with _off(next(arg for arg in args if isinstance(arg, Tensor))):
             return function(*args, **kwargs)
 
     return run

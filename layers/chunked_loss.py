@@ -140,11 +140,11 @@ def chunked_cross_entropy(
     hidden, weight = enter_tensor(hidden.to(compute), state), weight.to(compute)
     bias = None if bias is None else bias.to(compute)
     on = torch.is_grad_enabled()
-    wanted = tuple(on and one is not None and one.requires_grad for one in (hidden, weight, bias))
+    wanted = tuple(on and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
     terms = LossTerms(vocab_size, label_smoothing, z_loss, ignore_index, logit_cap, compiled)
     factor = hidden.new_ones((), dtype=inner) if scale is None else scale.to(hidden.device, inner)
-    kept = torch.promote_types(compute, sums or inner)
-    return _chunked(hidden, weight, bias, labels, factor, terms, chunk, wanted, kept, state)
+    kept_dtype = torch.promote_types(compute, sums or inner)
+    return _chunked(hidden, weight, bias, labels, factor, terms, chunk, wanted, kept_dtype, state)
 
 
 def automatic_chunk(

@@ -16,11 +16,13 @@ from .linear_extensions import products
 
 class _Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, state: ParallelState, *held: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, state: ParallelState, *weights_and_biases: Tensor | None
+    ) -> tuple[Tensor, ...]:
         whole = engine.all_gather(x, 1, state.tensor_group) if state.sequence else x
-        pairs = [*zip(held[::2], held[1::2], strict=True)]
+        pairs = [*zip(weights_and_biases[::2], weights_and_biases[1::2], strict=True)]
         ctx.state = state
-        ctx.save_for_backward(whole, *held[::2])
+        ctx.save_for_backward(whole, *weights_and_biases[::2])
         return tuple(F.linear(whole, weight, bias) for weight, bias in pairs if weight is not None)
 
     @staticmethod
@@ -35,13 +37,13 @@ class _Products(torch.autograd.Function):
                 coming = engine.reduce_scatter_start(dx, 1, state.tensor_group)
             else:
                 coming = engine.all_reduce_start(dx, state.tensor_group)
-        found: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         flat = x.flatten(0, -2)
         for number, grad in enumerate(grads):
             rows = grad.flatten(0, -2)
-            found.append(rows.t() @ flat if needed[2 + 2 * number] else None)
-            found.append(rows.sum(0) if needed[3 + 2 * number] else None)
-        return None if coming is None else coming(), None, *found
+            gradients.append(rows.t() @ flat if needed[2 + 2 * number] else None)
+            gradients.append(rows.sum(0) if needed[3 + 2 * number] else None)
+        return None if coming is None else coming(), None, *gradients
 
 
 # torch declares ``apply`` without types.

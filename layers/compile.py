@@ -52,7 +52,7 @@ def parts_in_one_graph(module: nn.Module) -> Iterator[nn.Module]:
     """
     if isinstance(module, nn.Identity):
         return
-    if all(_one_graph(one) for one in module.modules()):
+    if all(_one_graph(part) for part in module.modules()):
         yield module
         return
     for child in module.children():
@@ -63,7 +63,7 @@ def _one_graph(module: nn.Module) -> bool:
     if isinstance(module, Dropout):
         return not (module.p and module.state.sequence)
     if isinstance(module, _Linear) and module.state.tensor_size > 1:
-        return not any(getattr(one, "dropout", 0) for one in module.adapters)
+        return not any(getattr(adapter, "dropout", 0) for adapter in module.adapters)
     return bool(getattr(module, "one_graph", True))
 
 
@@ -80,14 +80,14 @@ def or_plain(plain: Callable[..., Any], compiled: Callable[..., Any], name: str)
     """Return a function that calls ``compiled`` or, after a warning, ``plain`` if torch fails to compile."""
     errors, failed = engine.compiler_errors(), False
 
-    def call(*given: Any, **named: Any) -> Any:
+    def call(*args: Any, **named: Any) -> Any:
         nonlocal failed
         if not failed:
             try:
-                return compiled(*given, **named)
+                return compiled(*args, **named)
             except errors as error:
                 failed, reason = True, " ".join(str(error).split("\n")[:2])
                 warnings.warn(f"torch does not compile {name}, which runs without: {reason}", stacklevel=2)
-        return plain(*given, **named)
+        return plain(*args, **named)
 
     return call

@@ -71,8 +71,8 @@ class VocabParallelEmbedding(DeclaredModule):
         rows = weight.shape[0]
         ids = tokens - self.state.tensor_index * rows
         elsewhere = (ids < 0) | (ids >= rows)
-        found = F.embedding(ids.masked_fill(elsewhere, 0), weight)
-        return leave_tensor(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.state)
+        embedded = F.embedding(ids.masked_fill(elsewhere, 0), weight)
+        return leave_tensor(embedded.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.state)
 
     def project(self, x: Tensor) -> Tensor:
         """Return the logits (B, S, padded / tensor) of hidden states, computed with the embedding's
@@ -184,8 +184,8 @@ def check_ids(ids: Tensor, size: int, *, but: int | None = None) -> None:
     if but is not None:
         wrong &= ids != but
     if engine.accelerator.is_accelerator(ids.device):
-        said = f"a token id is out of range: the vocabulary has {size}"
-        engine.assert_on_device(wrong.any().logical_not(), said)
+        message = f"a token id is out of range: the vocabulary has {size}"
+        engine.assert_on_device(wrong.any().logical_not(), message)
         return
     if bool(wrong.any()):
         raise IndexError(f"token id {int(ids[wrong][0])} is out of range: the vocabulary has {size}")

@@ -78,11 +78,11 @@ class Float8:
         """
         fitting = [weight for weight, _ in weights_and_biases if fits(*weight.shape)]
         made = iter(_products(x, self, *fitting) if fitting else ())
-        found = []
+        outputs = []
         for weight, bias in weights_and_biases:
             y = next(made) if fits(*weight.shape) else F.linear(x, weight)
-            found.append(y if bias is None else y + bias)
-        return found
+            outputs.append(y if bias is None else y + bias)
+        return outputs
 
     def tops(self, *matrices: tuple[Tensor, int], cut: bool) -> list[Tensor]:
         """Return the largest magnitudes of each matrix: (1, 1) of the whole, or rowwise along a dim of size
@@ -92,12 +92,12 @@ class Float8:
         hold pieces of a tensor or row with one scale; one all-reduce for all matrices then finds the maximum.
         """
         rowwise = self.scaling == "rowwise"
-        found = [x.abs().amax(dim if rowwise else (0, 1), keepdim=True).float() for x, dim in matrices]
+        tops = [x.abs().amax(dim if rowwise else (0, 1), keepdim=True).float() for x, dim in matrices]
         if not cut or self.state.tensor_size == 1:
-            return found
-        here = torch.cat([top.flatten() for top in found])
-        parts = engine.all_reduce(here, self.state.tensor_group, "max").split([top.numel() for top in found])
-        return [part.view(top.shape) for part, top in zip(parts, found, strict=True)]
+            return tops
+        here = torch.cat([top.flatten() for top in tops])
+        parts = engine.all_reduce(here, self.state.tensor_group, "max").split([top.numel() for top in tops])
+        return [part.view(top.shape) for part, top in zip(parts, tops, strict=True)]
 
 
 def fits(rows: int, columns: int) -> bool:
@@ -117,20 +117,20 @@ class _Products(torch.autograd.Function):
         rows, tensorwise = x.reshape(-1, x.shape[-1]), how.scaling == "tensorwise"
         cut = tensorwise or how.cut == "columns"
         tops = how.tops((rows, 1), *((weight, 1) for weight in weights), cut=cut)
-        found = []
+        outputs = []
         for weight, top in zip(weights, tops[1:], strict=True):
             y = _multiply(rows, weight.t(), tops[0], top.t(), E4M3, fast=True)
-            found.append(y.view(*x.shape[:-1], -1))
-        kept = [rows] if any(ctx.needs_input_grad[2:]) else []
-        ctx.save_for_backward(*weights, *(tops if tensorwise else ()), *kept)
+            outputs.append(y.view(*x.shape[:-1], -1))
+        saved_rows = [rows] if any(ctx.needs_input_grad[2:]) else []
+        ctx.save_for_backward(*weights, *(tops if tensorwise else ()), *saved_rows)
         ctx.how, ctx.shape = how, x.shape
-        return tuple(found)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         how, count, saved = ctx.how, len(gradients), ctx.saved_tensors
         tensorwise, cut = how.scaling == "tensorwise", how.cut == "rows"
-        weights, kept = saved[:count], saved[2 * count + 1 if tensorwise else count :]
+        weights, saved_rows = saved[:count], saved[2 * count + 1 if tensorwise else count :]
         gs = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
         pairs = [(g, 1) for g in gs]
         if tensorwise:
@@ -139,16 +139,18 @@ class _Products(torch.autograd.Function):
         else:
             dtype, tops = E4M3, how.tops(*pairs, *((weight, 0) for weight in weights), cut=cut)
             g_tops, weight_tops = tops[:count], tops[count:]
-            *turned_tops, x_top = how.tops(*((one, 0) for one in (*gs, *(kept or gs[:1]))), cut=False)
+            *turned_tops, x_top = how.tops(
+                *((matrix, 0) for matrix in (*gs, *(saved_rows or gs[:1]))), cut=False
+            )
         of_x: Tensor | None = None
         of_weights: list[Tensor | None] = [None] * count
         for n, (g, weight) in enumerate(zip(gs, weights, strict=True)):
             if ctx.needs_input_grad[0]:
-                more = _multiply(g, weight, g_tops[n], weight_tops[n], dtype, fast=not tensorwise)
-                of_x = more if of_x is None else of_x + more
+                product = _multiply(g, weight, g_tops[n], weight_tops[n], dtype, fast=not tensorwise)
+                of_x = product if of_x is None else of_x + product
             if ctx.needs_input_grad[2 + n]:
                 turned, top = g.t(), turned_tops[n].t()
-                of_weights[n] = _multiply(turned, kept[0], top, x_top, dtype, fast=not tensorwise)
+                of_weights[n] = _multiply(turned, saved_rows[0], top, x_top, dtype, fast=not tensorwise)
         return None if of_x is None else of_x.view(ctx.shape), None, *of_weights
 
 

@@ -34,10 +34,10 @@ class HeadGroups:
         if len(self.counts) == 1:
             return x
         parts = zip(x.split(1, dim=1), self.counts, strict=True)
-        return torch.cat([one.expand(-1, count, *x.shape[2:]) for one, count in parts], dim=1)
+        return torch.cat([part.expand(-1, count, *x.shape[2:]) for part, count in parts], dim=1)
 
     def sums(self, x: Tensor) -> Tensor:
         """Sum over the heads of each group: (B, heads here, ...) becomes (B, groups here, ...)."""
         if len(self.counts) == 1:
             return x.sum(1, keepdim=True)
-        return torch.stack([one.sum(1) for one in x.split(self.counts, dim=1)], dim=1)
+        return torch.stack([part.sum(1) for part in x.split(self.counts, dim=1)], dim=1)

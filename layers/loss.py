@@ -31,8 +31,8 @@ class _CrossEntropy(torch.autograd.Function):
         # Logits that were overwritten cannot be unpacked again: autograd refuses a second backward.
         logits, *rows = ctx.saved_tensors
         flat, grad = logits.detach().flatten(0, -2), grads[0].flatten()
-        found = logits_gradient(flat, Rows(*rows), grad, ctx.terms, ctx.state, in_place=ctx.overwrite)
-        return found.view(logits.shape), None, None, None, None
+        gradient = logits_gradient(flat, Rows(*rows), grad, ctx.terms, ctx.state, in_place=ctx.overwrite)
+        return gradient.view(logits.shape), None, None, None, None
 
 
 _cross_entropy: Callable[..., Tensor] = _CrossEntropy.apply  # torch declares it without types

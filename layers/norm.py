@@ -113,15 +113,17 @@ class _HeadsNorm(DeclaredModule):
         super().__init__()
         self.heads, self.head_dim, self.eps, self.state = heads, head_dim, eps, alone_or(state)
         size, index = self.state.tensor_size, self.state.tensor_index
-        held = [range(heads * rank // size, -(-heads * (rank + 1) // size)) for rank in range(size)]
+        heads_of = [range(heads * rank // size, -(-heads * (rank + 1) // size)) for rank in range(size)]
         cut: Cut | None = Cut(0, unit=shape[0] // heads)
         partial: tuple[str, ...] = ()
         self.rows: slice | None = None
         if heads % size:
             cut, partial = None, ("tensor",)
-            self.rows = slice(held[index].start, held[index].stop)
+            self.rows = slice(heads_of[index].start, heads_of[index].stop)
         #: On how many ranks each head here is.
-        self.copies = HostNumbers([sum(head in one for one in held) for head in held[index]])
+        self.copies = HostNumbers(
+            [sum(head in rank_heads for rank_heads in heads_of) for head in heads_of[index]]
+        )
         stated = Declaration(shape, cut=cut, partial=partial, initial=Constant(1.0))
         declare_parameter(self, "weight", stated, self.state)
 
@@ -172,10 +174,10 @@ class HeadsRMSNorm(_HeadsNorm):
 
     def _over_ranks(self, sums_BGS1: Tensor) -> Tensor:
         """Sum over the tensor ranks; the groups that have no heads here add nothing."""
-        held, groups = self.groups.held, self.groups.groups
-        whole = F.pad(sums_BGS1, (0, 0, 0, 0, held.start, groups - held.stop)) if groups > 1 else sums_BGS1
+        own, groups = self.groups.held, self.groups.groups
+        whole = F.pad(sums_BGS1, (0, 0, 0, 0, own.start, groups - own.stop)) if groups > 1 else sums_BGS1
         whole = copy_to_tensor(reduce_from_tensor(whole, self.state), self.state)
-        return whole[:, held.start : held.stop] if groups > 1 else whole
+        return whole[:, own.start : own.stop] if groups > 1 else whole
 
 
 class HeadsLayerNorm(_HeadsNorm):

@@ -51,8 +51,8 @@ def inverse_frequencies(
         return inverse / factor
     original = _number(scaling, "original_max_position_embeddings")
     if kind == "yarn":
-        kept = 1 - _yarn_ramp(head_dim, theta, scaling, original)
-        inverse = 1.0 / (factor * waves) * (1 - kept) + inverse * kept
+        extrapolation = 1 - _yarn_ramp(head_dim, theta, scaling, original)
+        inverse = 1.0 / (factor * waves) * (1 - extrapolation) + inverse * extrapolation
         return inverse
     low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
     wavelength = 2 * pi / inverse

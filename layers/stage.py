@@ -40,8 +40,8 @@ class Stage:
         hand.
         """
         state = alone_or(state)
-        every = all_stages(num_layers, state.layout.stages, split)
-        parts = tuple(every[number] for number in state.layout.stages_of(state.at.pipeline))
+        stages = all_stages(num_layers, state.layout.stages, split)
+        parts = tuple(stages[number] for number in state.layout.stages_of(state.at.pipeline))
         if len(parts) == 1:
             return parts[0]
         blocks = tuple(block for part in parts for block in part.blocks)
@@ -58,12 +58,12 @@ def all_stages(num_layers: int, stages: int, split: Sequence[int] | None = None)
 @lru_cache(maxsize=64)
 def _all_stages(counts: tuple[int, ...]) -> tuple[Stage, ...]:
     """Return the stages of these numbers of blocks; each rank of a pipeline asks for all of them."""
-    found: list[Stage] = []
+    stages: list[Stage] = []
     start, last = 0, len(counts) - 1
     for number, count in enumerate(counts):
-        found.append(Stage(tuple(range(start, start + count)), number == 0, number == last, number))
+        stages.append(Stage(tuple(range(start, start + count)), number == 0, number == last, number))
         start += count
-    return tuple(found)
+    return tuple(stages)
 
 
 def split_blocks(num_layers: int, stages: int, split: Sequence[int] | None = None) -> list[int]:
@@ -101,11 +101,11 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     Only members with parameters count, and only lists that are inside no other list. Without such a list the
     result is empty.
     """
-    found = []
+    blocks = []
     for child in model.children():
         has_forward = not isinstance(child, nn.ModuleList | nn.ModuleDict)
         if has_forward and isinstance(model, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-            found += [child] if next(child.parameters(), None) is not None else []
+            blocks += [child] if next(child.parameters(), None) is not None else []
         else:
-            found += find_blocks(child)
-    return [*dict.fromkeys(found)]
+            blocks += find_blocks(child)
+    return [*dict.fromkeys(blocks)]

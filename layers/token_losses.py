@@ -100,20 +100,20 @@ def logits_gradient(
     if terms.z_loss:
         factor = factor * (1 + 2 * terms.z_loss * (rows.top + rows.total.log()))
     target = rows.target.unsqueeze(-1)
-    every = weight * (terms.smoothing / terms.vocab_size) if terms.smoothing else None
+    uniform = weight * (terms.smoothing / terms.vocab_size) if terms.smoothing else None
     # The label's own entry, rounded once; it is read before the logits are overwritten.
-    hit = weight * (1 - terms.smoothing) + (0.0 if every is None else every)
+    hit = weight * (1 - terms.smoothing) + (0.0 if uniform is None else uniform)
     of_label = _gradient(x_NV.gather(-1, target), rows.top, factor, hit, terms.logit_cap)
 
     out = x_NV if in_place else torch.empty_like(x_NV)
-    _write(out[:, :columns], None if in_place else x_NV[:, :columns], rows.top, factor, every, terms)
+    _write(out[:, :columns], None if in_place else x_NV[:, :columns], rows.top, factor, uniform, terms)
     out[:, columns:] = 0.0
     if columns:
-        kept = torch.where(rows.elsewhere.unsqueeze(-1), out.gather(-1, target), of_label.to(out.dtype))
+        corrected = torch.where(rows.elsewhere.unsqueeze(-1), out.gather(-1, target), of_label.to(out.dtype))
         if accelerator.is_host(out.device):  # where scatter_ converts a whole bf16 tensor to fp32 and back
-            out.index_put_((torch.arange(len(out)), rows.target), kept.squeeze(-1))
+            out.index_put_((torch.arange(len(out)), rows.target), corrected.squeeze(-1))
         else:
-            out.scatter_(-1, target, kept)
+            out.scatter_(-1, target, corrected)
     return out
 
 
@@ -132,15 +132,15 @@ def _sums(x: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _write(
-    out: Tensor, x: Tensor | None, top: Tensor, factor: Tensor, every: Tensor | None, terms: LossTerms
+    out: Tensor, x: Tensor | None, top: Tensor, factor: Tensor, uniform: Tensor | None, terms: LossTerms
 ) -> None:
     """Write the gradient of the logits ``x`` as if no token had a label; ``None``: they stand in ``out``."""
     if terms.compiled and not torch.compiler.is_compiling():
-        _compiled(_write_rows)(out, x, top, factor, every, terms.logit_cap)
+        _compiled(_write_rows)(out, x, top, factor, uniform, terms.logit_cap)
         return
     for rows in _blocks(out):
-        x_here, every_here = (None if one is None else one[rows] for one in (x, every))
-        _write_rows(out[rows], x_here, top[rows], factor[rows], every_here, terms.logit_cap)
+        x_here, uniform_here = (None if tensor is None else tensor[rows] for tensor in (x, uniform))
+        _write_rows(out[rows], x_here, top[rows], factor[rows], uniform_here, terms.logit_cap)
 
 
 def _row_sums(x: Tensor, cap: float | None, spread: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,19 +151,19 @@ def _row_sums(x: Tensor, cap: float | None, spread: bool) -> tuple[Tensor, Tenso
 
 
 def _write_rows(
-    out: Tensor, x: Tensor | None, top: Tensor, factor: Tensor, every: Tensor | None, cap: float | None
+    out: Tensor, x: Tensor | None, top: Tensor, factor: Tensor, uniform: Tensor | None, cap: float | None
 ) -> None:
     into = None if torch.compiler.is_compiling() else out
-    found = _gradient(out if x is None else x, top, factor, every, cap, into)
-    if found is not into:
-        out.copy_(found)
+    gradient = _gradient(out if x is None else x, top, factor, uniform, cap, into)
+    if gradient is not into:
+        out.copy_(gradient)
 
 
 def _gradient(
     x: Tensor,
     top: Tensor,
     factor: Tensor,
-    every: Tensor | None,
+    uniform: Tensor | None,
     cap: float | None,
     into: Tensor | None = None,
 ) -> Tensor:
@@ -173,12 +173,12 @@ def _gradient(
     """
     y, share = _bounded(x, cap)
     if _is_logits(y, x, cap):
-        found = torch.sub(y, top.unsqueeze(-1), out=into).exp_().mul_(factor.unsqueeze(-1))
+        gradient = torch.sub(y, top.unsqueeze(-1), out=into).exp_().mul_(factor.unsqueeze(-1))
     else:
-        found = y.sub_(top.unsqueeze(-1)).exp_().mul_(factor.unsqueeze(-1))
-    if every is not None:
-        found -= every.unsqueeze(-1)
-    return found if share is None else found.mul_(1 - share**2)
+        gradient = y.sub_(top.unsqueeze(-1)).exp_().mul_(factor.unsqueeze(-1))
+    if uniform is not None:
+        gradient -= uniform.unsqueeze(-1)
+    return gradient if share is None else gradient.mul_(1 - share**2)
 
 
 def _bounded(x: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:

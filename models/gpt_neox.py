@@ -87,7 +87,7 @@ GPT_NEOX = Family(
     GPTNeoX,
     NAMES,
     ignorable=tuple(
-        f"gpt_neox.layers.{{i}}.attention.{one}" for one in ("bias", "masked_bias", "rotary_emb.inv_freq")
+        f"gpt_neox.layers.{{i}}.attention.{leaf}" for leaf in ("bias", "masked_bias", "rotary_emb.inv_freq")
     ),
     tied_head="embed_out.weight",
 )

@@ -41,7 +41,7 @@ class Pattern:
             if self._left <= 0:
                 raise OverLimit
             with bounded(seconds=self._left):
-                found: re.Match[str] | None = getattr(self._compiled, how)(name)
+                match: re.Match[str] | None = getattr(self._compiled, how)(name)
         except OverLimit:
             self._left = 0.0
             shown = self.pattern if len(self.pattern) <= 80 else f"{self.pattern[:80]}…"
@@ -55,7 +55,7 @@ class Pattern:
         spent = time.thread_time() - began
         if spent > _ORDINARY:
             self._left -= spent
-        return found
+        return match
 
 
 @lru_cache(maxsize=1024)

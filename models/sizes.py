@@ -40,8 +40,8 @@ class Size:
         """Return the fields with some replaced, which may have another name that the family knows."""
         common = self.family.config.OWN_NAMES
         changed = {common.get(key, key) for key in changes}
-        kept = {key: value for key, value in self.fields.items() if common.get(key, key) not in changed}
-        return {**kept, **changes}
+        unchanged = {key: value for key, value in self.fields.items() if common.get(key, key) not in changed}
+        return {**unchanged, **changes}
 
 
 @cache
@@ -68,9 +68,9 @@ def published_size(name: str, where: str = "size", *, also: Iterable[str] = ()) 
     Raises ``BadInput`` with the nearest names, among them those of ``also``.
     """
     sizes = published_sizes()
-    found = sizes.get(name.lower())
-    if found is None:
+    size = sizes.get(name.lower())
+    if size is None:
         near = get_close_matches(name.lower(), [*sizes, *also], n=3, cutoff=0.4)
         todo = f"Nearest: {', '.join(near)}" if near else "`trilith models` lists them"
         raise BadInput(where, expected="the name of a published size", found=repr(name)[:80], todo=todo)
-    return found
+    return size

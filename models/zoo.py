@@ -76,6 +76,6 @@ def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:
     if architectures and architectures != [family.architecture]:
         expected = f"[{family.architecture!r}], which predicts the next token"
         todo = "A checkpoint that was saved as another class has another output layer or other blocks"
-        found = repr(architectures)[:80]
-        raise BadInput(where, "architectures", expected=expected, found=found, todo=todo)
+        actual = repr(architectures)[:80]
+        raise BadInput(where, "architectures", expected=expected, found=actual, todo=todo)
     return family

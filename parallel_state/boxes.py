@@ -81,13 +81,13 @@ class Box:
         """Return the same elements with this many dims; leading dims of size 1 at index 0 are added or
         removed.
         """
-        more = dims - len(self.start)
-        if more >= 0:
-            return Box((0,) * more + self.start, (1,) * more + self.stop)
-        assert all(bounds == (0, 1) for bounds in zip(self.start[:-more], self.stop[:-more], strict=True)), (
-            self
-        )
-        return Box(self.start[-more:], self.stop[-more:])
+        added = dims - len(self.start)
+        if added >= 0:
+            return Box((0,) * added + self.start, (1,) * added + self.stop)
+        assert all(
+            bounds == (0, 1) for bounds in zip(self.start[:-added], self.stop[:-added], strict=True)
+        ), self
+        return Box(self.start[-added:], self.stop[-added:])
 
     def turned(self, dims: int, transpose: bool) -> Box:
         """Return the same elements with this many dims, whose order is reversed with ``transpose``.

@@ -48,18 +48,18 @@ class _Log:
 
 
 class CollectiveOrder(engine.TorchDispatchMode):
-    """Compare collectives between ranks at every ``every``-th call in a group, while this context is entered.
+    """Compare collectives between ranks at every ``interval``-th call in a group, while entered.
 
     Raises ``PeerFailed`` on every rank of the group before the call runs, with both calls and the lines of
     code that made them. If a rank does not come within ``timeout``, the error names what it did last. With
-    ``every`` above 1 a call that differs may have run already; if it raises, or waits until its own timeout,
-    the calls since the last comparison are compared. Collectives of other threads (a background save) are not
-    seen.
+    ``interval`` above 1 a call that differs may have run already; if it raises, or waits until its own
+    timeout, the calls since the last comparison are compared. Collectives of other threads (a background
+    save) are not seen.
     """
 
-    def __init__(self, state: ParallelState, *, every: int = 1, timeout: timedelta = TIMEOUT) -> None:
+    def __init__(self, state: ParallelState, *, interval: int = 1, timeout: timedelta = TIMEOUT) -> None:
         super().__init__()
-        self._rank, self._every, self._timeout = state.rank, every, timeout
+        self._rank, self._interval, self._timeout = state.rank, interval, timeout
         self._store = engine.default_store()
         # All ranks make as many of these: what an earlier one left in the store is not read.
         number = self._store.add(f"trilith/order/{state.rank}", 1)
@@ -88,10 +88,10 @@ class CollectiveOrder(engine.TorchDispatchMode):
             return
         log.calls.append(_described(name, args))
         log.count += 1
-        said = f"collective {log.count} of ranks {log.ranks}: {log.calls[-1][0]}"
-        self._store.set(f"{self._prefix}/last/{self._rank}", said)
-        if log.count % self._every == 0:
-            meeting = log.count // self._every
+        message = f"collective {log.count} of ranks {log.ranks}: {log.calls[-1][0]}"
+        self._store.set(f"{self._prefix}/last/{self._rank}", message)
+        if log.count % self._interval == 0:
+            meeting = log.count // self._interval
             self._compare(group.group_name, log, f"{group.group_name}/{meeting}", self._timeout)
             log.calls.clear()
             if self._rank == log.ranks[0] and meeting > 1:  # which all have left, or they would not be here
@@ -110,33 +110,35 @@ class CollectiveOrder(engine.TorchDispatchMode):
                 return
             raise PeerFailed(self._missing(log, meeting, others, timeout)) from error
         for rank in others:
-            theirs = [tuple(call) for call in json.loads(self._store.get(self._key(meeting, rank)))]
-            if theirs != log.calls:
-                raise PeerFailed(self._difference(log, rank, theirs))
+            their_calls = [tuple(call) for call in json.loads(self._store.get(self._key(meeting, rank)))]
+            if their_calls != log.calls:
+                raise PeerFailed(self._difference(log, rank, their_calls))
 
-    def _difference(self, log: _Log, rank: int, theirs: list[tuple[str, ...]]) -> str:
+    def _difference(self, log: _Log, rank: int, their_calls: list[tuple[str, ...]]) -> str:
         """Describe the first call that two ranks make differently; the lower rank's comes first."""
         first = log.count - len(log.calls)
-        longest = max(len(log.calls), len(theirs))
+        longest = max(len(log.calls), len(their_calls))
         for number in range(longest):
             pair = [
                 calls[number] if number < len(calls) else ("nothing more", "")
-                for calls in (log.calls, theirs)
+                for calls in (log.calls, their_calls)
             ]
             if pair[0] != pair[1]:
-                said = sorted([(self._rank, pair[0][0]), (rank, pair[1][0])])
-                both = "; ".join(f"rank {one} calls {call}" for one, call in said)
+                rank_calls = sorted([(self._rank, pair[0][0]), (rank, pair[1][0])])
+                both = "; ".join(f"rank {caller} calls {call}" for caller, call in rank_calls)
                 return f"collective {first + number + 1} of ranks {log.ranks} differs: {both}"
         raise AssertionError("the calls are the same")
 
     def _missing(self, log: _Log, meeting: str, others: list[int], timeout: timedelta) -> str:
         absent = [rank for rank in others if not self._store.check([self._key(meeting, rank)])]
-        said = [f"rank {self._rank} waits at collective {log.count} of ranks {log.ranks}: {log.calls[-1][0]}"]
+        lines = [
+            f"rank {self._rank} waits at collective {log.count} of ranks {log.ranks}: {log.calls[-1][0]}"
+        ]
         for rank in absent:
             key = f"{self._prefix}/last/{rank}"
             last = self._store.get(key).decode() if self._store.check([key]) else "no collective at all"
-            said.append(f"rank {rank}'s last was {last}")
-        return f"after {timeout.total_seconds():g} s " + "; ".join(said)
+            lines.append(f"rank {rank}'s last was {last}")
+        return f"after {timeout.total_seconds():g} s " + "; ".join(lines)
 
     def _forget(self, meeting: str, ranks: list[int]) -> None:
         with suppress(RuntimeError):  # a store that cannot delete only grows
@@ -151,23 +153,25 @@ def _described(name: str, args: Any) -> tuple[str, str]:
     """Return a text of a call for people, and a digest of every line of code that led to it."""
     frames, reduction = _frames(sys._getframe(3))
     kind = name.strip("_").removesuffix("_")
-    words = [kind, *(one for one in args if isinstance(one, str) and one in ("sum", "max", "min", "avg"))]
+    words = [kind, *(arg for arg in args if isinstance(arg, str) and arg in ("sum", "max", "min", "avg"))]
     words += [reduction] if reduction else []
-    given = args[1] if kind.endswith("base") else args[0]
-    for tensor in [given] if isinstance(given, Tensor) else given if isinstance(given, list) else []:
+    argument = args[1] if kind.endswith("base") else args[0]
+    for tensor in (
+        [argument] if isinstance(argument, Tensor) else argument if isinstance(argument, list) else []
+    ):
         while isinstance(tensor, list) and tensor:
             tensor = tensor[0]
         if isinstance(tensor, Tensor):
             shape = "" if kind.startswith(_UNEVEN) else f" {list(tensor.shape)}"
             words.append(f"{str(tensor.dtype).removeprefix('torch.')}{shape}")
     digest = hashlib.blake2b("\n".join(frames).encode(), digest_size=8).hexdigest()
-    shown = [one for i, one in enumerate(frames) if i == 0 or _file(one) != _file(frames[i - 1])]
+    shown = [line for i, line in enumerate(frames) if i == 0 or _file(line) != _file(frames[i - 1])]
     return f"{' '.join(words)} at {' < '.join(shown[:5]) or 'torch alone'}", digest
 
 
 def _frames(frame: FrameType | None) -> tuple[list[str], str]:
     """Return the lines of code outside torch and this package, innermost first, and the reduction's name."""
-    found, reduction = [], ""
+    lines, reduction = [], ""
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_TORCH):
@@ -177,9 +181,9 @@ def _frames(frame: FrameType | None) -> tuple[list[str], str]:
             short = (
                 file.removeprefix(_HERE) if file.startswith(_HERE) else os.sep.join(file.split(os.sep)[-2:])
             )
-            found.append(f"{short}:{frame.f_lineno} {frame.f_code.co_name}")
+            lines.append(f"{short}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
-    return found, reduction
+    return lines, reduction
 
 
 def _file(shown: str) -> str:

@@ -169,14 +169,14 @@ def declarations(model: nn.Module) -> dict[str, Declaration]:
     parameter that two modules share is listed once, as by ``named_parameters``.
     """
     modules = dict(model.named_modules())
-    found = {}
+    by_name = {}
     for name, parameter in model.named_parameters():
         path, _, leaf = name.rpartition(".")
         stated = modules[path].__dict__.get("declared", {})
-        found[name] = stated.get(leaf) or Declaration(tuple(parameter.shape), initial=OWN)
-    return found
+        by_name[name] = stated.get(leaf) or Declaration(tuple(parameter.shape), initial=OWN)
+    return by_name
 
 
 def buffer_names(stated: Mapping[str, Declaration]) -> frozenset[str]:
     """Return the names of those parameters that no gradient changes, in any run."""
-    return frozenset(name for name, one in stated.items() if one.buffer)
+    return frozenset(name for name, declaration in stated.items() if declaration.buffer)

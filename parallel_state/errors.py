@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 
-def nearest(key: str, legal: Iterable[int], found: int) -> str:
+def nearest(key: str, legal: Iterable[int], actual: int) -> str:
     """Return the advice for a number that is not legal: the two nearest legal numbers, or the only one.
 
     >>> nearest("tensor", [1, 2, 4], 3)
     'Nearest legal tensor: 2 or 4'
     """
-    near = sorted(sorted(legal, key=lambda number: abs(number - found))[:2])
+    near = sorted(sorted(legal, key=lambda number: abs(number - actual))[:2])
     return f"Nearest legal {key}: {' or '.join(map(str, near))}"
 
 
-def nearest_divisors(key: str, of: int, found: int) -> str:
+def nearest_divisors(key: str, of: int, actual: int) -> str:
     """Return the same advice as ``nearest`` if the divisors of a number are legal."""
     small = [n for n in range(1, isqrt(of) + 1) if of % n == 0]
-    return nearest(key, {*small, *(of // n for n in small)}, found)
+    return nearest(key, {*small, *(of // n for n in small)}, actual)
 
 
-def nearest_multiples(key: str, of: int, found: int) -> str:
+def nearest_multiples(key: str, of: int, actual: int) -> str:
     """Return the same advice as ``nearest`` if the multiples of a number are legal."""
-    below = found // of * of
-    return nearest(key, [n for n in (below, below + of) if n], found)
+    below = actual // of * of
+    return nearest(key, [n for n in (below, below + of) if n], actual)
 
 
 class BadInput(ValueError):
@@ -111,18 +111,19 @@ def from_validation(
     user's file. ``todo``: what to do about a key that is not known.
     """
     first = error.errors(include_url=False)[0]
-    place = [str(one) for one in first["loc"] if not str(one).startswith("function-")]  # a validator's name
+    # Names of validators are no part of the place.
+    place = [str(part) for part in first["loc"] if not str(part).startswith("function-")]
     key = spelled(".".join(place)) or None
     if first["type"] == "extra_forbidden":
         return kind(where, key, expected="a known key", found="an unknown one", todo=todo)
     if first["type"] == "missing":
         return kind(where, key, expected="a value", found="nothing")
-    found = repr(first["input"])
+    text = repr(first["input"])
     return kind(
         where,
         key,
         expected=first["msg"].removeprefix("Input should be "),
-        found=found if len(found) <= 80 else f"{found[:80]}…",
+        found=text if len(text) <= 80 else f"{text[:80]}…",
     )
 
 

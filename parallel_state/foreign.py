@@ -32,21 +32,25 @@ def check_state(model: nn.Module, state: ParallelState, where: str, *, averaged:
     if state.layout.world > 1:
         refuse_foreign(model, where, over=state if averaged else None)
     for name, module in model.named_modules():
-        theirs = getattr(module, "state", None)
-        if isinstance(theirs, ParallelState) and theirs.layout.world > 1 and theirs.layout != state.layout:
-            _refuse_state(where, name, str(theirs.layout), state)
+        module_state = getattr(module, "state", None)
+        if (
+            isinstance(module_state, ParallelState)
+            and module_state.layout.world > 1
+            and module_state.layout != state.layout
+        ):
+            _refuse_state(where, name, str(module_state.layout), state)
     if state.layout.world == 1:
-        for name, one in model.named_parameters():
-            if is_dtensor(one) and one.device_mesh.size() > 1:
-                _refuse_state(where, name, f"{one.device_mesh.size()} ranks", state)
+        for name, parameter in model.named_parameters():
+            if is_dtensor(parameter) and parameter.device_mesh.size() > 1:
+                _refuse_state(where, name, f"{parameter.device_mesh.size()} ranks", state)
 
 
-def _refuse_state(where: str, name: str, found: str, state: ParallelState) -> None:
+def _refuse_state(where: str, name: str, cut_for: str, state: ParallelState) -> None:
     raise BadInput(
         where,
         "state",
         expected="the ParallelState that the model was cut with",
-        found=f"one of {state.layout}, and {name or 'the model'} is cut for {found}",
+        found=f"one of {state.layout}, and {name or 'the model'} is cut for {cut_for}",
         todo=f"Pass it: {where}(..., state=state)",
     )
 
@@ -66,7 +70,7 @@ def refuse_foreign(model: nn.Module, where: str, *, over: ParallelState | None =
         if not wrapped and (not is_sharded(module) or module.__dict__.get("shared_over_data")):
             continue
         expected = "a module that shard_over_data shares"
-        found = f"{type(module).__name__ if wrapped else 'fully_shard of torch'}, which averages gradients"
+        wrapper = f"{type(module).__name__ if wrapped else 'fully_shard of torch'}, which averages gradients"
         meshes = _meshes(module)
         hides = over is not None and over.tensor_size > 1 and isinstance(module, DistributedDataParallel)
         if over is not None and over.layout.expert == 1 and meshes and not hides:
@@ -75,8 +79,8 @@ def refuse_foreign(model: nn.Module, where: str, *, over: ParallelState | None =
                 averaged.update(_inside(module))
                 continue
             expected += f", or torch's wrapper over state.data_mesh, ranks {_listed(right)}"
-            found += f" over ranks {' and over '.join(_listed(ranks) for ranks in sorted(meshes))}"
-        raise BadInput(where, name or "model", expected=expected, found=found, todo=_TODO)
+            wrapper += f" over ranks {' and over '.join(_listed(ranks) for ranks in sorted(meshes))}"
+        raise BadInput(where, name or "model", expected=expected, found=wrapper, todo=_TODO)
     outside = [
         name
         for name, parameter in model.named_parameters()
@@ -114,5 +118,5 @@ def _sorted(ranks: Iterable[int]) -> tuple[int, ...]:
 
 def _listed(ranks: Sequence[int]) -> str:
     """Name ranks in a line; of many, the first and the last."""
-    some = [*ranks] if len(ranks) <= 8 else [*ranks[:3], "...", ranks[-1]]
-    return ", ".join(map(str, some))
+    shown = [*ranks] if len(ranks) <= 8 else [*ranks[:3], "...", ranks[-1]]
+    return ", ".join(map(str, shown))

@@ -44,11 +44,11 @@ def refuse_untrained(
     """
     trained, missing = counts
     if missing:
-        names = [name for name, one in _trained(model, unused).items() if one.grad is None]
-        rank, found = _first(names, state)
-        more = f" and {int(missing) - 1} more of all ranks'" if missing > 1 else ""
+        names = [name for name, parameter in _trained(model, unused).items() if parameter.grad is None]
+        rank, name = _first(names, state)
+        others = f" and {int(missing) - 1} more of all ranks'" if missing > 1 else ""
         raise NotTrained(
-            f"rank {rank}: {found}{more}: trained, and without a gradient; nothing was updated. "
+            f"rank {rank}: {name}{others}: trained, and without a gradient; nothing was updated. "
             "Freeze what the step does not use (requires_grad_(False))"
         )
     if not trained or loss == 0 or not math.isfinite(loss):
@@ -56,12 +56,12 @@ def refuse_untrained(
     mine = _trained(model, unused)
     largest = _largest(mine.values())
     if state is not None and state.layout.world > 1:
-        largest = largest.to(next((one.device for one in model.parameters()), state.device))
+        largest = largest.to(next((parameter.device for parameter in model.parameters()), state.device))
         dist.all_reduce(largest)
     if not largest:
-        rank, found = _first([*mine], state)
+        rank, name = _first([*mine], state)
         raise NotTrained(
-            f"the loss is {loss:.6g} and every gradient is exactly zero, rank {rank}'s {found} among them; "
+            f"the loss is {loss:.6g} and every gradient is exactly zero, rank {rank}'s {name} among them; "
             "nothing was updated"
         )
 
@@ -70,7 +70,7 @@ def _largest(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Return a scalar that is 0 only if every gradient on this rank is 0; on a GPU it is the largest
     element.
     """
-    grads = [local_data(one.grad) for one in parameters if one.grad is not None]
+    grads = [local_data(parameter.grad) for parameter in parameters if parameter.grad is not None]
     grads = [grad for grad in grads if grad.numel()]
     if all(accelerator.is_host(grad.device) for grad in grads):  # the first gradient says it, nearly always
         return torch.tensor(any(bool(grad.any()) for grad in grads), dtype=torch.float64)
@@ -80,9 +80,9 @@ def _largest(parameters: Iterable[nn.Parameter]) -> Tensor:
 def _trained(model: nn.Module, unused: str | None) -> dict[str, nn.Parameter]:
     pattern = None if unused is None else re.compile(unused)
     return {
-        name: one
-        for name, one in model.named_parameters()
-        if one.requires_grad and (pattern is None or not pattern.search(name))
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and (pattern is None or not pattern.search(name))
     }
 
 

@@ -41,13 +41,13 @@ class GradientClipping:
 
     def norm(self) -> Tensor:
         """Return the global 2-norm of the gradients; see ``gradient_norm``."""
-        found = [(name, grad) for name, grad in self._present() if grad.numel()]
+        named_grads = [(name, grad) for name, grad in self._present() if grad.numel()]
         total = torch.zeros((), dtype=self._dtype, device=self._device)
-        if found:
-            grads = [grad for _, grad in found]
+        if named_grads:
+            grads = [grad for _, grad in named_grads]
             dtype = promoted(*{grad.dtype for grad in grads})
             squares = torch.stack(engine.foreach_norm(grads, dtype)) ** 2
-            owned = tuple(self._owned[name] for name, _ in found)
+            owned = tuple(self._owned[name] for name, _ in named_grads)
             total = (squares if all(owned) else squares * self._mask(owned, squares)).sum()
         if self.state.layout.world > 1:
             dist.all_reduce(total)
@@ -66,7 +66,11 @@ class GradientClipping:
         return norm
 
     def _present(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, local_data(one.grad)) for name, one in self._parameters if one.grad is not None)
+        return (
+            (name, local_data(parameter.grad))
+            for name, parameter in self._parameters
+            if parameter.grad is not None
+        )
 
     def _mask(self, owned: tuple[bool, ...], like: Tensor) -> Tensor:
         """Return 1 for each gradient that counts here and 0 for a copy, on the device."""

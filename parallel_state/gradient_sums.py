@@ -43,10 +43,14 @@ class GradientSums:
         """Sum the partial gradients, in place; see ``finalize_gradients``."""
         state = self.state
         if state.tensor_size > 1:
-            partial = [one for _, one, declaration in self._all if "tensor" in declaration.partial]
+            partial = [
+                parameter for _, parameter, declaration in self._all if "tensor" in declaration.partial
+            ]
             _sum_together(partial, state.tensor_group, reduce)
         if state.layout.pipeline > 1 and not state.layout.v_shape:  # in a V one rank holds both ends
-            _sum_together([one for _, one, stated in self._all if stated.ends], state.ends_group, reduce)
+            _sum_together(
+                [parameter for _, parameter, stated in self._all if stated.ends], state.ends_group, reduce
+            )
 
     def count(self, *, unused: Callable[[str], Any] = lambda name: False) -> tuple[int, int]:
         """Return two counts of this rank: its trained parameters, and how many of them have no gradient.
@@ -54,8 +58,10 @@ class GradientSums:
         ``unused`` tells from a parameter's name whether a step may leave it without a gradient; such
         parameters are not counted.
         """
-        trained = [one for name, one, _ in self._all if one.requires_grad and not unused(name)]
-        return len(trained), sum(one.grad is None for one in trained)
+        trained = [
+            parameter for name, parameter, _ in self._all if parameter.requires_grad and not unused(name)
+        ]
+        return len(trained), sum(parameter.grad is None for parameter in trained)
 
 
 def finalize_gradients(
@@ -94,9 +100,9 @@ def refuse_held_twice(model: nn.Module, state: ParallelState) -> None:
 
 def divide_gradients(model: nn.Module, by: Tensor) -> None:
     """Divide all gradients by one number, in place, on the host if they are kept there (offload)."""
-    found = [local_data(one.grad) for one in model.parameters() if one.grad is not None]
-    on = {device: by.to(device) for device in {grad.device for grad in found}}
-    for grad in found:
+    grads = [local_data(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    on = {device: by.to(device) for device in {grad.device for grad in grads}}
+    for grad in grads:
         grad.div_(on[grad.device])
 
 

@@ -71,16 +71,16 @@ def launched() -> Launched | None:
     Raises ``BadInput``, naming the variable, for an incomplete set, an impossible value, or two launchers
     that contradict each other.
     """
-    found = [one for one in LAUNCHERS if _starts(one)]
-    if not found:
+    launchers = [launcher for launcher in LAUNCHERS if _starts(launcher)]
+    if not launchers:
         return None
-    launcher = found[0]
+    launcher = launchers[0]
     if launcher is _TORCHRUN:
         _check_complete()
     world = _number(launcher.world, 1, None)
     rank = _number(launcher.rank, 0, world - 1)
     if launcher is _TORCHRUN and not any(name in os.environ for name in _STARTED_BY_TASKS):
-        for other in found[1:]:  # each of its tasks is a rank, so it must say the same
+        for other in launchers[1:]:  # each of its tasks is a rank, so it must say the same
             _check_same(other, rank, world)
     return Launched(rank, world, local_rank(world - 1) or 0, _host(launcher), _port(launcher))
 
@@ -102,7 +102,7 @@ def _starts(launcher: _Launcher) -> bool:
     A batch script and a step of one task have srun's variables too; what runs there starts its own ranks.
     """
     if launcher is _TORCHRUN:
-        others = any(_starts(one) for one in LAUNCHERS[1:])
+        others = any(_starts(launcher) for launcher in LAUNCHERS[1:])
         names = (launcher.rank, launcher.world, *(() if others else _MEETING))
         return any(name in os.environ for name in names)
     if launcher is _SRUN and "SLURM_STEP_NODELIST" not in os.environ:
@@ -112,19 +112,20 @@ def _starts(launcher: _Launcher) -> bool:
 
 def _check_complete() -> None:
     names = (_TORCHRUN.rank, _TORCHRUN.world, *_MEETING)
-    given = [name for name in names if name in os.environ]
-    if len(given) < len(names):
-        missing = ", ".join(sorted(set(names) - set(given)))
-        raise _bad(missing, f"all of {', '.join(names)}", f"only {', '.join(given)}")
+    present = [name for name in names if name in os.environ]
+    if len(present) < len(names):
+        missing = ", ".join(sorted(set(names) - set(present)))
+        raise _bad(missing, f"all of {', '.join(names)}", f"only {', '.join(present)}")
 
 
 def _check_same(other: _Launcher, rank: int, world: int) -> None:
-    for mine, theirs, value in (
+    for mine, variable, value in (
         (_TORCHRUN.rank, other.rank, rank), (_TORCHRUN.world, other.world, world)
     ):  # fmt: skip
-        if os.environ.get(theirs) != str(value):
+        if os.environ.get(variable) != str(value):
             raise BadInput(
-                "environment", mine, expected=f"{os.environ.get(theirs)}, as {theirs} of {other.name} says",
+                "environment", mine,
+                expected=f"{os.environ.get(variable)}, as {variable} of {other.name} says",
                 found=value, todo=f"Unset {mine}: each process that {other.name} starts is a rank",
             )  # fmt: skip
 

@@ -28,7 +28,7 @@ class DeclaredModule(nn.Module):
         all its parameters.
         """
         holders = [("", cast(nn.Module, self))]  # and those that only hold one of several products
-        holders += [(f"{name}.", one) for name, one in self.named_children() if type(one) is nn.Module]
+        holders += [(f"{name}.", child) for name, child in self.named_children() if type(child) is nn.Module]
         for prefix, holder in holders:
             for leaf, declaration in holder.__dict__.get("declared", {}).items():
                 parameter = getattr(holder, leaf)
@@ -115,8 +115,8 @@ def initialize(
             path, _, leaf = name.rpartition(".")
             if path not in drawn:
                 drawn[path] = own_values(modules[path], path, stated, seed_of(seed, path))
-            held, true = _without_padding(local_data(parameter), box, declaration)
-            held.copy_(drawn[path][leaf][true.slices])
+            own_part, true = _without_padding(local_data(parameter), box, declaration)
+            own_part.copy_(drawn[path][leaf][true.slices])
             continue
         _fill(local_data(parameter), box, declaration, seed_of(seed, name))
 

@@ -62,7 +62,7 @@ def own_values(
     reset = getattr(module, "reset_parameters", None)
     todo = "Declare it (declare_parameter, or declare) with an initial, or give its module reset_parameters"
     if not callable(reset):
-        leaf = next(one for one in here if stated[names[one]].initial == OWN)
+        leaf = next(parameter for parameter in here if stated[names[parameter]].initial == OWN)
         expected = "an initial, or reset_parameters() of its module"
         raise BadInput("initialize", names[leaf], expected=expected, found="neither", todo=todo)
     whole = {leaf: torch.full(stated[names[leaf]].shape, float("nan"), device="cpu") for leaf in here}
@@ -78,6 +78,6 @@ def own_values(
             setattr(module, leaf, parameter)
     for leaf, values in drawn.items():
         if stated[names[leaf]].initial == OWN and bool(values.isnan().any()):
-            expected, found = "every value set by reset_parameters()", "some that are not"
-            raise BadInput("initialize", names[leaf], expected=expected, found=found, todo=todo)
+            expected, actual = "every value set by reset_parameters()", "some that are not"
+            raise BadInput("initialize", names[leaf], expected=expected, found=actual, todo=todo)
     return drawn

@@ -15,8 +15,8 @@ def cut_by_cost(blocks: Sequence[float], stages: int, *, first: float = 0.0, las
     """
     assert 1 <= stages <= len(blocks), (stages, len(blocks))
     sums = [0.0]
-    for one in blocks:
-        sums.append(sums[-1] + one)
+    for cost in blocks:
+        sums.append(sums[-1] + cost)
 
     even = [len(blocks) * (stage + 1) // stages - len(blocks) * stage // stages for stage in range(stages)]
     room = max(stage_costs(even, blocks, first=first, last=last))
@@ -29,13 +29,13 @@ def stage_costs(
     counts: Sequence[int], blocks: Sequence[float], *, first: float = 0.0, last: float = 0.0
 ) -> list[float]:
     """Return the cost of each stage of a cut."""
-    found, start = [], 0
+    costs, start = [], 0
     for count in counts:
-        found.append(sum(blocks[start : start + count]))
+        costs.append(sum(blocks[start : start + count]))
         start += count
-    found[0] += first
-    found[-1] += last
-    return found
+    costs[0] += first
+    costs[-1] += last
+    return costs
 
 
 def _best(
@@ -54,12 +54,12 @@ def _best(
         for start in range(stage, blocks) if stage else (0,):
             least, where, before = 0.0, -1, sums[start]
             for stop in range(start + 1, blocks + 1):
-                one = sums[stop] - before + ends[stage]
-                if one > room:
+                cost = sums[stop] - before + ends[stage]
+                if cost > room:
                     break
                 if stop in after:
                     rest = after[stop][0]
-                    value = one**2 + rest if squares else max(one, rest)
+                    value = cost**2 + rest if squares else max(cost, rest)
                     if where < 0 or value < least:
                         least, where = value, stop
             if where >= 0:

@@ -51,7 +51,7 @@ class StageModule(nn.Module):
         self._run, self.root = forward, None if root is None else (root,)  # a tuple: no submodule
         self.uses = nn.ModuleList(uses)
         #: What FSDP shards of this stage alone, and with the root, which several stages may share.
-        self.own = [one for module in uses for one in fsdp_modules(module) if one is not root]
+        self.own = [sharded for module in uses for sharded in fsdp_modules(module) if sharded is not root]
         roots = [] if root is None else [root]
         self.sharded = [*self.own, *(roots if uses_root else [])]
         #: What FSDP's hooks would gather although this stage computes without it.
@@ -104,13 +104,13 @@ class DrivenStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _make_memory(self, infos: Sequence[Any], like: Tensor) -> None:
-        (one,) = infos
-        one.buffer = torch.empty_like(like, device=self.device, requires_grad=False)
+        (info,) = infos
+        info.buffer = torch.empty_like(like, device=self.device, requires_grad=False)
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *given: Any, **named: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **named: Any) -> Any:
         """Run one micro-batch's forward; after it autograd alone keeps the input that was received."""
         with self._sparing():
-            output = super().forward_one_chunk(fwd_chunk_id, *given, **named)
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **named)
         _free(self.args_recv_info[fwd_chunk_id])
         return output
 
@@ -144,7 +144,7 @@ class DrivenStage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Greet the neighbours, but not this rank itself, which holds both stages where a V turns."""
         greetings: list[dist.P2POp] = cast(Any, super())._get_init_p2p_neighbors_ops()
-        return [one for one in greetings if one.group_peer != self.group_rank]
+        return [greeting for greeting in greetings if greeting.group_peer != self.group_rank]
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the second of two backward passes: the gradients of weights, for which FSDP has no hook.
@@ -198,9 +198,9 @@ def _lay_out_gradients(parameters: Iterable[nn.Parameter]) -> None:
     of a backward does not, and a fused optimizer goes through the memory of both, element by element.
     """
     for parameter in parameters:
-        found = parameter.grad
-        if found is not None and found.stride() != parameter.stride():
-            parameter.grad = torch.empty_like(parameter, dtype=found.dtype).copy_(found)
+        grad = parameter.grad
+        if grad is not None and grad.stride() != parameter.stride():
+            parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
 
 
 class _WithoutMemory(dict[int, tuple[Any, ...]]):
@@ -213,9 +213,9 @@ class _WithoutMemory(dict[int, tuple[Any, ...]]):
 
 def _free(infos: Sequence[Any]) -> None:
     """Give the memory of these received tensors back; what the model's first stage is given has none."""
-    for one in infos:
-        if getattr(one, "buffer", None) is not None:
-            one.buffer = torch.empty(0)
+    for info in infos:
+        if getattr(info, "buffer", None) is not None:
+            info.buffer = torch.empty(0)
 
 
 def before_schedule(roots: Sequence[FSDPModule], *, zero: int) -> None:

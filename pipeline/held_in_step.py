@@ -66,16 +66,20 @@ def heaviest(
     rows = _rows(name, pipeline, layout.virtual_stages, layout.v_shape, few, rank)
     # What is sent for the others has been kept by the second half.
     further = (micro_batches - few) * rows.sends
-    held = rows.counts @ np.array([*whole, *halfway, message, further * message])
-    found = list[Instant]()
+    nbytes = rows.counts @ np.array([*whole, *halfway, message, further * message])
+    instants = list[Instant]()
     with_all = dict[tuple[Kind, int], float]()
     for (kind, stage, absent), start, stop in rows.groups:
-        number = start + int(held[start:stop].argmax())
+        number = start + int(nbytes[start:stop].argmax())
         *_, messages, late = rows.each[number]
-        found.append(Instant(kind, stage, float(held[number]), messages + further * late, absent))
+        instants.append(Instant(kind, stage, float(nbytes[number]), messages + further * late, absent))
         if not absent:
-            with_all[kind, stage] = found[-1].bytes
-    return [one for one in found if not one.absent or one.bytes > with_all.get((one.kind, one.stage), -1.0)]
+            with_all[kind, stage] = instants[-1].bytes
+    return [
+        instant
+        for instant in instants
+        if not instant.absent or instant.bytes > with_all.get((instant.kind, instant.stage), -1.0)
+    ]
 
 
 def last_backwards(
@@ -92,9 +96,9 @@ def last_backwards(
     few = _few(layout.pipeline, micro_batches)
     rows = _rows(name, layout.pipeline, layout.virtual_stages, layout.v_shape, few, rank)
     further = (micro_batches - few) * rows.sends
-    held = rows.last @ np.array([*whole, *halfway, message, further * message])
+    nbytes = rows.last @ np.array([*whole, *halfway, message, further * message])
     return [
-        Instant(kind, stage, float(held[number]), int(rows.last[number, -2]) + further, absent)
+        Instant(kind, stage, float(nbytes[number]), int(rows.last[number, -2]) + further, absent)
         for number, (kind, stage, absent) in enumerate(rows.last_of)
     ]
 
@@ -126,24 +130,24 @@ def _rows(
     layout = Layout.of(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
     last: dict[int, tuple[_Key, _Row]] = {}
     if pipeline == 1 or name in _ONE_STAGE:
-        found: _Found = {}
+        rows_of: _Found = {}
         instants = _ONE_STAGE[name if pipeline > 1 else "1f1b"](pipeline, micro_batches, rank)
         for whole, sent, absent in instants:
-            found["B", rank, absent] = {(whole, 0, sent + (rank < pipeline - 1), 0): None}
+            rows_of["B", rank, absent] = {(whole, 0, sent + (rank < pipeline - 1), 0): None}
         if rank == pipeline - 1:
             whole, sent, absent = instants[0]
-            found["F", rank, absent] = {(whole, 0, sent, 0): None}
+            rows_of["F", rank, absent] = {(whole, 0, sent, 0): None}
     else:
         events = _with_messages(name, pipeline, virtual_stages, v_shape, micro_batches)[rank]
-        found = _followed(events, layout, rank)
+        rows_of = _followed(events, layout, rank)
         last = {key[1]: (key, row) for key, row in _states(events, layout, rank) if key[0] in "BW"}
     each, groups = list[_Row](), list[tuple[_Key, int, int]]()
-    for key, alike in found.items():
+    for key, alike in rows_of.items():
         groups.append((key, len(each), len(each) + len(alike)))
         each += alike
     here = layout.stages_of(rank)
-    borders = [other for one in here for other in (one - 1, one + 1)]
-    sends = sum(0 <= one < layout.stages and one not in here for one in borders)
+    borders = [other for stage in here for other in (stage - 1, stage + 1)]
+    sends = sum(0 <= border < layout.stages and border not in here for border in borders)
     at_last = np.array([row for _, row in last.values()], dtype=float)
     return _Rows(each, np.array(each, dtype=float), groups, sends, at_last, [key for key, _ in last.values()])
 
@@ -220,10 +224,10 @@ def _with_messages(
 
 def _followed(events: Sequence[_Event], layout: Layout, rank: int) -> _Found:
     """Return what a rank holds at each of its actions that computes a loss or gradients."""
-    found: _Found = {}
+    rows_of: _Found = {}
     for key, row in _states(events, layout, rank):
-        found.setdefault(key, {})[row] = None
-    return found
+        rows_of.setdefault(key, {})[row] = None
+    return rows_of
 
 
 def _states(events: Sequence[_Event], layout: Layout, rank: int) -> Iterator[tuple[_Key, _Row]]:
@@ -252,7 +256,7 @@ def _states(events: Sequence[_Event], layout: Layout, rank: int) -> Iterator[tup
             # Of the gradient that came a product's weight gradient is made; another one is sent.
             now[-1] += 1 - (stage < last)
             continue
-        absent = tuple(one for one in absent if one != of)
+        absent = tuple(stage for stage in absent if stage != of)
         split = kind == "W" and stage > 0
         now[of] -= 1
         now[size + of] -= split

@@ -88,8 +88,8 @@ def make_schedule(
     check_schedule(name, layout, microbatches)
     numbers = layout.stages_of(state.at.pipeline)
     assert len(stages) == len(numbers), f"{len(stages)} modules for the stages {numbers}"
-    given = [travels] * layout.stages if isinstance(travels, Travels) else travels
-    seats = [one if isinstance(one, StageModule) else _seat(one) for one in stages]
+    stage_travels = [travels] * layout.stages if isinstance(travels, Travels) else travels
+    seats = [stage if isinstance(stage, StageModule) else _seat(stage) for stage in stages]
     if any(recomputes_operators(module) for seat in seats for module in seat.modules()):
         check_recomputation(name, "selective")
     driven = [
@@ -98,8 +98,8 @@ def make_schedule(
             number,
             layout.stages,
             state.device,
-            takes=(given[number - 1] if number else entry).meta(),
-            gives=given[number].meta(),
+            takes=(stage_travels[number - 1] if number else entry).meta(),
+            gives=stage_travels[number].meta(),
             group=state.pipeline_group,
             zero=layout.zero,
             trains_all=trains_all,

@@ -49,20 +49,20 @@ class _Order:
     def add(self, kind: Kind, stage: int, *, paired: bool = False) -> None:
         """Add a forward, or the first or only part of a backward."""
         side = kind == "F", stage
-        one = Action(kind, stage, self._next[side], paired)
+        action = Action(kind, stage, self._next[side], paired)
         self._next[side] += 1
-        self.actions.append(one)
+        self.actions.append(action)
         if kind == "I":
-            self._waiting.append(one)
+            self._waiting.append(action)
 
     def weights(self, stage: int | None = None) -> None:
         """Add the second part of the oldest backward that lacks it, of this stage or of any, if there is
         one.
         """
-        for place, one in enumerate(self._waiting):
-            if stage in (None, one.stage):
+        for place, action in enumerate(self._waiting):
+            if stage in (None, action.stage):
                 del self._waiting[place]
-                self.actions.append(Action("W", one.stage, one.micro_batch))
+                self.actions.append(Action("W", action.stage, action.micro_batch))
                 return
 
     def both(self, stage: int) -> None:
@@ -154,7 +154,7 @@ def zbv(ranks: int, stages: int, count: int, rank: int) -> list[Action]:
         for _ in range(most):
             order.weights(stage)
     # With few micro-batches the same order stands, with gaps.
-    return [one for one in order.actions if one.micro_batch < count]
+    return [action for action in order.actions if action.micro_batch < count]
 
 
 def dualpipev(ranks: int, stages: int, count: int, rank: int) -> list[Action]:
@@ -218,8 +218,8 @@ def actions(
         raise BadInput("schedule", name, expected=expected, found=f"{forwards:,}")
     layout = Layout.of(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
     if pipeline == 1:
-        one = tuple(Action(kind, 0, m) for m in range(micro_batches) for kind in _WHOLE)
-        return (one,)
+        whole_step = tuple(Action(kind, 0, m) for m in range(micro_batches) for kind in _WHOLE)
+        return (whole_step,)
     check_schedule(name, layout, micro_batches)
     order = ORDERS[name]
     return tuple(tuple(order(pipeline, layout.stages, micro_batches, rank)) for rank in range(pipeline))

@@ -34,18 +34,18 @@ def measured_timetable(
     begin = min(start for rank in ranks for start, _ in rank.values())
     order = actions(name, layout.pipeline, layout.virtual_stages, layout.v_shape, micro_batches)
     return Timetable(
-        layout, tuple(tuple(_timed(todo, found, begin)) for todo, found in zip(order, ranks, strict=True))
+        layout, tuple(tuple(_timed(todo, record, begin)) for todo, record in zip(order, ranks, strict=True))
     )
 
 
-def _timed(order: Sequence[Action], found: Record, begin: float) -> list[Timed]:
+def _timed(order: Sequence[Action], record: Record, begin: float) -> list[Timed]:
     """Return the timed actions; a whole backward is both halves, in the order that autograd takes."""
     timed = []
-    for one in order:
-        halves = "IW" if one.kind == "B" else one.kind
-        starts, stops = zip(*(found[half, one.stage, one.micro_batch] for half in halves), strict=True)
-        timed.append(Timed(one, min(starts) - begin, max(stops) - begin))
-    return sorted(timed, key=lambda one: one.start)
+    for action in order:
+        halves = "IW" if action.kind == "B" else action.kind
+        starts, stops = zip(*(record[half, action.stage, action.micro_batch] for half in halves), strict=True)
+        timed.append(Timed(action, min(starts) - begin, max(stops) - begin))
+    return sorted(timed, key=lambda timed_action: timed_action.start)
 
 
 #: Start and stop of each action, by kind, stage and micro-batch.
@@ -62,7 +62,7 @@ def slept_rank(
     travels = Travels((1, 1), torch.float32)
     schedule = make_schedule(
         stages,
-        lambda given, target: given.sum(),
+        lambda output, target: output.sum(),
         name=name,
         microbatches=micro_batches,
         entry=travels,
@@ -96,7 +96,7 @@ class SleepingStage(nn.Module):
         return _sleeps(x, self._sleep, "I") + _sleeps(self.weight, self._sleep, "W")
 
     def _sleep(self, kind: Kind) -> None:
-        number = sum(one == kind for one, _, _ in self.records)  # they come in order
+        number = sum(recorded == kind for recorded, _, _ in self.records)  # they come in order
         start = time.monotonic()
         time.sleep(self.costs[kind] * self.unit)
         self.records[kind, self.number, number] = (start, time.monotonic())

@@ -160,9 +160,9 @@ class Stages:
         finally:
             self._loss = None
 
-    def _loss_of(self, given: Tensor, numbers: Tensor) -> Tensor:
+    def _loss_of(self, output: Tensor, numbers: Tensor) -> Tensor:
         assert self._loss is not None, "only train runs the schedule"
-        return self._loss(self._joined(_split(given, self._outputs[-1])), int(numbers[0]))
+        return self._loss(self._joined(_split(output, self._outputs[-1])), int(numbers[0]))
 
     def _module(self, number: int) -> StageModule:
         """Return a stage as a module of its own, which shares the model's parameters."""
@@ -185,7 +185,7 @@ class Stages:
         number: int,
         received: tuple[Tensor, ...],
         samples: Samples,
-        more: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> Any:
         if self._seed is not None:
             torch.manual_seed(seed_of(self._seed, "stage", number, self._runs[number]))
@@ -195,7 +195,7 @@ class Stages:
             keywords["stage"] = part
         if not number and self.first_input is not None:
             received = (samples[self.first_input],)
-        return self.model(*received, **keywords, **(more or {}))
+        return self.model(*received, **keywords, **(extra or {}))
 
     def _try(self, number: int, samples: Samples) -> StageOutput:
         """Run a stage on zeros and describe what it gives; random state and model stay as they are."""

@@ -34,11 +34,11 @@ class Timetable:
     @property
     def length(self) -> float:
         """Return the time from the first rank's start to the last rank's stop."""
-        return max(one.stop for rank in self.ranks for one in rank)
+        return max(timed.stop for rank in self.ranks for timed in rank)
 
     def idle(self, rank: int) -> float:
         """Return the share of the step in which a rank waits."""
-        return 1 - sum(one.stop - one.start for one in self.ranks[rank]) / self.length
+        return 1 - sum(timed.stop - timed.start for timed in self.ranks[rank]) / self.length
 
     @property
     def bubble(self) -> float:
@@ -49,8 +49,8 @@ class Timetable:
         """Return the most activations that a rank holds at once; those of one stage for one micro-batch
         count as one.
         """
-        held = most_held([one.action for one in self.ranks[rank]])
-        return sum(one.micro_batches for one in held.values())
+        held_of_stage = most_held([timed.action for timed in self.ranks[rank]])
+        return sum(held_there.micro_batches for held_there in held_of_stage.values())
 
 
 def layout_of(name: str, pipeline: int, virtual_stages: int | None = None) -> Layout:
@@ -79,10 +79,10 @@ def timetable(
     order, placed = _in_order(name, layout.pipeline, layout.virtual_stages, layout.v_shape, micro_batches)
     of_stage = [costs] * layout.stages if isinstance(costs, Mapping) else costs
     ranks: list[list[Timed]] = [[] for _ in range(layout.pipeline)]
-    for action, one, *times in zip(
+    for action, place, *times in zip(
         order, placed, *_times(placed, layout.pipeline, of_stage, sending), strict=True
     ):
-        ranks[one.rank].append(Timed(action, *times))
+        ranks[place.rank].append(Timed(action, *times))
     return Timetable(layout, tuple(map(tuple, ranks)))
 
 
@@ -123,25 +123,29 @@ def _in_order(
     last, home = layout.stages - 1, [layout.rank_of_stage(stage) for stage in range(layout.stages)]
     done: dict[tuple[str, int, int], int] = {}
     order: list[Action] = []
-    found: list[_Placed] = []
+    placements: list[_Placed] = []
     at = [0] * pipeline
     while any(at[rank] < len(todo) for rank, todo in enumerate(ranks)):
-        before = len(found)
+        before = len(placements)
         for rank, todo in enumerate(ranks):
             while at[rank] < len(todo):
-                one = todo[at[rank]]
-                needs = _needs(one, last)
+                action = todo[at[rank]]
+                needs = _needs(action, last)
                 if needs is not None and needs not in done:
                     break
                 # A whole backward, too, gives the gradient of the input, which the stage before waits for.
-                done["I" if one.kind == "B" else one.kind, one.stage, one.micro_batch] = len(found)
-                after = _cost_of(todo[at[rank] + 1]) if one.paired else -1
+                done["I" if action.kind == "B" else action.kind, action.stage, action.micro_batch] = len(
+                    placements
+                )
+                after = _cost_of(todo[at[rank] + 1]) if action.paired else -1
                 away = needs is not None and home[needs[1]] != rank
-                order.append(one)
-                found.append(_Placed(_cost_of(one), rank, -1 if needs is None else done[needs], away, after))
+                order.append(action)
+                placements.append(
+                    _Placed(_cost_of(action), rank, -1 if needs is None else done[needs], away, after)
+                )
                 at[rank] += 1
-        assert len(found) > before, "a schedule that waits for itself"
-    return tuple(order), tuple(found)
+        assert len(placements) > before, "a schedule that waits for itself"
+    return tuple(order), tuple(placements)
 
 
 def _times(
@@ -178,29 +182,33 @@ def step_length(
         _, order = _in_order(name, layout.pipeline, layout.virtual_stages, layout.v_shape, number)
         return max(_times(order, layout.pipeline, costs, sending)[1])
 
-    more = few_micro_batches(name, layout, micro_batches)
-    if more == micro_batches:
+    few = few_micro_batches(name, layout, micro_batches)
+    if few == micro_batches:
         return length(micro_batches)
-    first, second = length(more - layout.pipeline), length(more)
-    return second + (second - first) * ((micro_batches - more) // layout.pipeline)
+    first, second = length(few - layout.pipeline), length(few)
+    return second + (second - first) * ((micro_batches - few) // layout.pipeline)
 
 
 def few_micro_batches(name: str, layout: Layout, micro_batches: int) -> int:
     """Return a number of micro-batches whose timetable shows all that happens in one of ``micro_batches``."""
     least = _ROUNDS * layout.pipeline + micro_batches % layout.pipeline
-    more, runs = least + layout.pipeline, schedule_kind(name).runs
-    if micro_batches <= more or not all(runs(layout.pipeline, one) for one in (least, more)):
+    few, runs = least + layout.pipeline, schedule_kind(name).runs
+    if micro_batches <= few or not all(runs(layout.pipeline, count) for count in (least, few)):
         return micro_batches
-    return more
+    return few
 
 
-def _needs(one: Action, last: int) -> tuple[str, int, int] | None:
+def _needs(action: Action, last: int) -> tuple[str, int, int] | None:
     """Return what another stage, or an earlier action of this one, must have done."""
-    if one.kind == "F":
-        return ("F", one.stage - 1, one.micro_batch) if one.stage else None
-    if one.kind == "W":
-        return ("I", one.stage, one.micro_batch)
-    return ("F", last, one.micro_batch) if one.stage == last else ("I", one.stage + 1, one.micro_batch)
+    if action.kind == "F":
+        return ("F", action.stage - 1, action.micro_batch) if action.stage else None
+    if action.kind == "W":
+        return ("I", action.stage, action.micro_batch)
+    return (
+        ("F", last, action.micro_batch)
+        if action.stage == last
+        else ("I", action.stage + 1, action.micro_batch)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,20 +225,20 @@ class Held:
 
 def most_held(order: Sequence[Action]) -> dict[int, Held]:
     """Count the micro-batches that each stage of a rank holds, at the instant when the rank holds most."""
-    now = {one.stage: [0, 0] for one in order}
+    now = {action.stage: [0, 0] for action in order}
     most, largest, size = dict.fromkeys(now, Held()), 0, 0  # sizes in halves of an activation
-    for one in order:
-        held = now[one.stage]
-        if one.kind == "F":
-            held[0] += 1
+    for action in order:
+        counts = now[action.stage]
+        if action.kind == "F":
+            counts[0] += 1
             size += 2
-        elif one.kind == "I":
-            held[1] += 1
+        elif action.kind == "I":
+            counts[1] += 1
             size += 1
         else:
-            held[0] -= 1
-            held[1] -= one.kind == "W"
-            size -= 2 + (one.kind == "W")
+            counts[0] -= 1
+            counts[1] -= action.kind == "W"
+            size -= 2 + (action.kind == "W")
         if size > largest:
             most, largest = {stage: Held(*both) for stage, both in now.items()}, size
     return most

@@ -54,8 +54,8 @@ def draw_timetables(
     picture, unless ``force``.
     """
     matplotlib.use("Agg")
-    ranks = max(len(one.ranks) for one in tables.values())
-    length = max(len(rank) for one in tables.values() for rank in one.ranks)
+    ranks = max(len(table.ranks) for table in tables.values())
+    length = max(len(rank) for table in tables.values() for rank in table.ranks)
     figure, rows = plt.subplots(
         len(tables),
         2,
@@ -80,11 +80,11 @@ def draw_timetables(
 
 def legend_of(tables: Collection[Timetable]) -> list[Patch]:
     """Return what the colours in pictures of these timetables mean."""
-    kinds = {one.action.kind for table in tables for rank in table.ranks for one in rank}
-    found = [Patch(facecolor=COLORS[kind], label=MEANING[kind]) for kind in MEANING if kind in kinds]
+    kinds = {timed.action.kind for table in tables for rank in table.ranks for timed in rank}
+    patches = [Patch(facecolor=COLORS[kind], label=MEANING[kind]) for kind in MEANING if kind in kinds]
     if any(table.layout.virtual_stages > 1 for table in tables):
-        found.append(Patch(facecolor=to_rgba("#555555", 0.5), label="paler: a rank's later stages"))
-    return found
+        patches.append(Patch(facecolor=to_rgba("#555555", 0.5), label="paler: a rank's later stages"))
+    return patches
 
 
 def draw_times(axes: Any, table: Timetable) -> None:
@@ -98,18 +98,18 @@ def draw_times(axes: Any, table: Timetable) -> None:
         stages = table.layout.stages_of(rank)
         pale = {stage: 1 - 0.5 * later / max(1, several - 1) for later, stage in enumerate(stages)}
         bars = axes.broken_barh(
-            [(one.start, one.stop - one.start) for one in row],
+            [(timed.start, timed.stop - timed.start) for timed in row],
             (rank - 0.43, 0.86),
-            facecolors=[to_rgba(COLORS[one.action.kind], pale[one.action.stage]) for one in row],
+            facecolors=[to_rgba(COLORS[timed.action.kind], pale[timed.action.stage]) for timed in row],
             edgecolor="white",
             linewidth=0.6 if len(row) <= _MOST_BARS else 0,
         )
         bars.set_rasterized(len(row) > _MOST_BARS)
-        for one in row:
-            number = str(one.action.micro_batch)
-            if one.stop - one.start > digit * len(number):
+        for timed in row:
+            number = str(timed.action.micro_batch)
+            if timed.stop - timed.start > digit * len(number):
                 axes.text(
-                    (one.start + one.stop) / 2, rank, number, ha="center", va="center",
+                    (timed.start + timed.stop) / 2, rank, number, ha="center", va="center",
                     fontsize=6.5, color="#222222",
                 )  # fmt: skip
     axes.set_yticks(range(len(table.ranks)), [f"rank {rank}" for rank in range(len(table.ranks))], fontsize=9)

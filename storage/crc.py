@@ -127,14 +127,14 @@ class Checksum:
         No piece may cross an end. If bytes are missing (the file was cut short while it was read), the sum is
         that of the others.
         """
-        found, pieces = [], deque(self._in_order())
+        crcs, pieces = [], deque(self._in_order())
         for _, end in stretches:
             crc = 0
             while pieces and pieces[0][0] < end:
                 _, length, piece = pieces.popleft()
                 crc = combine(crc, piece, length)
-            found.append(crc)
-        return found
+            crcs.append(crc)
+        return crcs
 
     def _in_order(self) -> Iterator[tuple[int, int, int]]:
         for offset, (length, crc) in zip(self._begins, self._pieces, strict=True):

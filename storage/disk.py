@@ -86,7 +86,7 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         refusal = refusal_of(error)
-        said = f"{refusal.reason}. {refusal.todo}" if refusal else f"{error}"
-        failed = DiskFailed(f"{path}: cannot be written: {said}")
+        reason = f"{refusal.reason}. {refusal.todo}" if refusal else f"{error}"
+        failed = DiskFailed(f"{path}: cannot be written: {reason}")
         failed.exit_code = refusal.code if refusal else DiskFailed.exit_code
         raise failed from error

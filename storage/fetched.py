@@ -39,7 +39,7 @@ def fetched(url: str, wanted: Callable[[str], bool]) -> Path:
     or if all of them are larger than the cache may be, and ``RemoteFailed``.
     """
     folder = RemoteFolder(url)
-    files = {name: one for name, one in folder.versions().items() if wanted(name)}
+    files = {name: version for name, version in folder.versions().items() if wanted(name)}
     if not files:
         raise BadInput(url, expected="a folder with files to read", found="none")
     version = hashlib.sha256(repr((folder.url, sorted(files.items()))).encode()).hexdigest()[:_DIGEST]
@@ -52,8 +52,8 @@ def fetched(url: str, wanted: Callable[[str], bool]) -> Path:
             continue
         try:
             if not target.is_dir():
-                _make_room(url, sum(one.size for one in files.values()))
-                _copy(folder, {name: one.size for name, one in files.items()}, target)
+                _make_room(url, sum(version.size for version in files.values()))
+                _copy(folder, {name: version.size for name, version in files.items()}, target)
         finally:
             lock.release()
     note_copy(target, folder.url)
@@ -70,9 +70,9 @@ def _copy(folder: RemoteFolder, sizes: dict[str, int], target: Path) -> None:
     with staged(target, need=sum(sizes.values())) as staging:
         for name, size in sizes.items():
             folder.fetch(name, staging.directory / name)
-            found = (staging.directory / name).stat().st_size
-            if found != size:
-                raise RemoteFailed(f"{folder.url}/{name}: expected {size} bytes, found {found}")
+            copied_size = (staging.directory / name).stat().st_size
+            if copied_size != size:
+                raise RemoteFailed(f"{folder.url}/{name}: expected {size} bytes, found {copied_size}")
         staging.publish()
 
 
@@ -129,8 +129,8 @@ def _delete(copy: Path) -> bool:
 
 def most_bytes() -> float:
     """Return the most bytes that the cache may take."""
-    said = os.environ.get(CACHE_GB, "")
+    setting = os.environ.get(CACHE_GB, "")
     try:
-        return float(said or _DEFAULT_GB) * 1e9
+        return float(setting or _DEFAULT_GB) * 1e9
     except ValueError:
-        raise BadInput("environment", CACHE_GB, expected="a number of 10^9 bytes", found=said) from None
+        raise BadInput("environment", CACHE_GB, expected="a number of 10^9 bytes", found=setting) from None

@@ -37,8 +37,8 @@ def rank_file_name(rank: int, world: int) -> str:
 
 def rank_and_world(name: str) -> tuple[int, int] | None:
     """Return what ``rank_file_name`` made this name of; ``None`` for any other name."""
-    found = _OF_RANK.fullmatch(name)
-    numbers = None if found is None else (int(found[1]), int(found[2]))
+    match = _OF_RANK.fullmatch(name)
+    numbers = None if match is None else (int(match[1]), int(match[2]))
     return numbers if numbers is not None and rank_file_name(*numbers) == name else None
 
 
@@ -62,8 +62,8 @@ def unfinished(output: Path, identity: str) -> Path:
 
 def finished_name(name: str) -> str | None:
     """Return what the unfinished file or folder ``name`` will be called; ``None`` for any other name."""
-    found = _UNFINISHED.fullmatch(name)
-    return None if found is None else found[1]
+    match = _UNFINISHED.fullmatch(name)
+    return None if match is None else match[1]
 
 
 def leftovers(output: Path) -> list[Path]:

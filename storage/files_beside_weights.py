@@ -46,12 +46,14 @@ def companions_in(folder: Path, *, allow_symlinks: bool = False) -> list[Path]:
     leads out of the folder and the Hugging Face cache it belongs to, unless ``allow_symlinks``.
     """
     there = {path.name for path in folder.iterdir()}
-    found = [contained(folder, name, allow_symlinks=allow_symlinks) for name in COMPANIONS if name in there]
-    for path in found:
+    companions = [
+        contained(folder, name, allow_symlinks=allow_symlinks) for name in COMPANIONS if name in there
+    ]
+    for path in companions:
         with open_regular(path) as (_, status):
             if status.st_size > _MOST_BYTES:
                 raise BadInput(path, expected=f"at most {_MOST_BYTES:,} bytes", found=f"{status.st_size:,}")
-    return found
+    return companions
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,15 +63,15 @@ def kind_of_folder(path: Path, among: Collection[FolderKind] = ()) -> tuple[Path
             return path.parent, kind
     if not path.is_dir():
         return path, FolderKind.OTHER
-    found = kinds_of(path)
-    wanted = [kind for kind in found if kind in among]
+    present = kinds_of(path)
+    wanted = [kind for kind in present if kind in among]
     if len(wanted) > 1:
         kinds = " and ".join(kind.value for kind in wanted)
         says = "; ".join(f"{_said(path, kind)} for {kind.value}" for kind in wanted)
         raise BadInput(
             path, expected="a folder of one kind", found=f"both {kinds}", todo=f"Say which is meant: {says}"
         )
-    return path, (wanted or found or [FolderKind.OTHER])[0]
+    return path, (wanted or present or [FolderKind.OTHER])[0]
 
 
 def kinds_of(folder: Path) -> list[FolderKind]:
@@ -80,22 +80,22 @@ def kinds_of(folder: Path) -> list[FolderKind]:
         return [FolderKind.UNFINISHED]
     names = set(os.listdir(folder))
     weights = {SINGLE, INDEX} & names
-    found = []
+    kinds = []
     if MANIFEST in names:
-        found.append(FolderKind.CHECKPOINT)
+        kinds.append(FolderKind.CHECKPOINT)
     if holds_steps(folder):
-        found.append(FolderKind.CHECKPOINTS)
+        kinds.append(FolderKind.CHECKPOINTS)
     if holds_steps(folder / CHECKPOINTS):
-        found.append(FolderKind.RUN)
+        kinds.append(FolderKind.RUN)
     if {ADAPTER_CONFIG, ADAPTER_MODEL} & names:
-        found.append(FolderKind.ADAPTER)
-    if weights or (CONFIG in names and FolderKind.ADAPTER not in found):
-        found.append(FolderKind.MODEL)
-    if not found and _OF_A_RUN & names:
-        found.append(FolderKind.RUN)
-    if not found and any(name.endswith(".docs.npy") for name in names):
-        found.append(FolderKind.TOKENS)
-    return found
+        kinds.append(FolderKind.ADAPTER)
+    if weights or (CONFIG in names and FolderKind.ADAPTER not in kinds):
+        kinds.append(FolderKind.MODEL)
+    if not kinds and _OF_A_RUN & names:
+        kinds.append(FolderKind.RUN)
+    if not kinds and any(name.endswith(".docs.npy") for name in names):
+        kinds.append(FolderKind.TOKENS)
+    return kinds
 
 
 def holds_steps(folder: Path) -> bool:

@@ -36,8 +36,8 @@ def clear_unfinished(root: Path, disk: Disk | None = None) -> None:
     """Remove what killed runs left under ``root``, of whatever output, unless somebody is writing it now."""
     names = [path.name for path in root.iterdir()] if root.is_dir() else []
     # A lock alone is of a run that was killed before it made more, or after all was done.
-    found = {finished_name(name) or name.removesuffix(_LOCK) for name in names if _LEFT.search(name)}
-    for name in sorted(found):
+    output_names = {finished_name(name) or name.removesuffix(_LOCK) for name in names if _LEFT.search(name)}
+    for name in sorted(output_names):
         clear_leftovers(root / name, disk)
 
 
@@ -75,8 +75,8 @@ def why_absent(output: Path) -> tuple[str, str]:
     if _is_locked(beside(output, _LOCK)):
         return f"one that a command is writing now, into {left[0].name}", "Wait until that command has ended"
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(latest))
-    found = f"what a killed command left in {left[0].name}, {when} at the latest"
-    return found, "Run the same command again: it completes the output"
+    leftover = f"what a killed command left in {left[0].name}, {when} at the latest"
+    return leftover, "Run the same command again: it completes the output"
 
 
 def _is_locked(path: Path) -> bool:
@@ -95,6 +95,6 @@ def lock_output(output: Path) -> FileLock:
     with writing(path):
         lock = FileLock.take(path)
     if lock is None:
-        found, todo = "another process writing it", "Wait for it, or choose another output"
-        raise BadInput(output, expected="an output of our own", found=found, todo=todo)
+        holder, todo = "another process writing it", "Wait for it, or choose another output"
+        raise BadInput(output, expected="an output of our own", found=holder, todo=todo)
     return lock

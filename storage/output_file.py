@@ -40,9 +40,9 @@ def check_place(output: Path, inputs: Iterable[Path] = ()) -> None:
     """Refuse an output that would lie in an input's folder, in a checkpoint, or among a run's checkpoints."""
     check_outside(output, inputs)
     for folder in _around(output):
-        if found := _kept_by_runs(folder):
+        if reserved := _kept_by_runs(folder):
             todo = "Choose a place outside"
-            raise BadInput(output, expected=f"a place outside {found}", found=str(folder), todo=todo)
+            raise BadInput(output, expected=f"a place outside {reserved}", found=str(folder), todo=todo)
 
 
 def check_outside(output: Path, inputs: Iterable[Path]) -> None:
@@ -67,16 +67,19 @@ def check_outside(output: Path, inputs: Iterable[Path]) -> None:
 
 def _around(output: Path) -> list[Path]:
     real = Path(os.path.realpath(output))
-    return [one for one in (real, *real.parents) if os.path.isdir(one)]
+    return [folder for folder in (real, *real.parents) if os.path.isdir(folder)]
 
 
 def _inside(around: list[Path], source: Path) -> Path | None:
     """Return the folder around the output that is the source, or one of its subfolders; else ``None``."""
     if not source.is_dir():
         return None
-    theirs = [source, *(one for one in source.iterdir() if one.is_dir() and not one.is_symlink())]
+    source_folders = [
+        source,
+        *(child for child in source.iterdir() if child.is_dir() and not child.is_symlink()),
+    ]
     for folder in around:
-        if any(os.path.samefile(folder, one) for one in theirs):
+        if any(os.path.samefile(folder, source_folder) for source_folder in source_folders):
             return folder
     return None
 
@@ -106,12 +109,12 @@ def check_output_file(
     if out.is_symlink():
         raise BadInput(out, expected="a new file", found="a link", todo="Name its target instead")
     around = Path(os.path.abspath(out)).parent  # of the root it is the root
-    above = next(one for one in (around, *around.parents) if one.exists())
+    above = next(folder for folder in (around, *around.parents) if folder.exists())
     if not above.is_dir():
         raise BadInput(out, expected="a file in a folder", found=f"{above}, which is a file")
     if not parents and not out.parent.is_dir():
-        found, todo = f"no folder {out.parent}", "Make the folder first"
-        raise BadInput(out, expected="a file in a folder that exists", found=found, todo=todo)
+        actual, todo = f"no folder {out.parent}", "Make the folder first"
+        raise BadInput(out, expected="a file in a folder that exists", found=actual, todo=todo)
     if out.is_dir():
         raise BadInput(out, expected="a file to write", found="a folder", todo="Name a file in it")
     if not out.exists():
@@ -120,8 +123,8 @@ def check_output_file(
         raise BadInput(out, expected="a file to write", found="a pipe or a device")
     if not force and not ours(_seen(out)):
         todo = "Choose another name, or say --force to replace it"
-        found = "one that exists and is not this command's own earlier output"
-        raise BadInput(out, expected="a new file", found=found, todo=todo)
+        actual = "one that exists and is not this command's own earlier output"
+        raise BadInput(out, expected="a new file", found=actual, todo=todo)
 
 
 @contextmanager

@@ -50,13 +50,13 @@ class RemoteFolder:
         try:
             self._system, self._root = url_to_fs(url)
         except (ImportError, ValueError, OSError) as error:
-            expected, found = "a path, or a URL whose file system is installed", str(error).splitlines()[0]
+            expected, reason = "a path, or a URL whose file system is installed", str(error).splitlines()[0]
             todo = "".join(
                 f"Install the extra {extra} of trilith, or: pip install {package}"
                 for package, extra in _EXTRAS.items()
-                if package in found
+                if package in reason
             )
-            raise BadInput(url, expected=expected, found=found, todo=todo) from None
+            raise BadInput(url, expected=expected, found=reason, todo=todo) from None
 
     @property
     def local(self) -> Path | None:
@@ -69,29 +69,29 @@ class RemoteFolder:
     def sizes(self, folder: str = "") -> dict[str, int | None]:
         """Return the names in the folder, or in one inside it: the bytes of a file, ``None`` for a folder."""
         return {
-            name: one["size"] if one["type"] == "file" else None
-            for name, one in self._entries(folder).items()
+            name: info["size"] if info["type"] == "file" else None
+            for name, info in self._entries(folder).items()
         }
 
     def versions(self) -> dict[str, Version]:
         """Return the version of each file in the folder."""
         return {
-            name: Version(one["size"], repr(sorted(one.items(), key=lambda pair: pair[0])))
-            for name, one in self._entries("").items()
-            if one["type"] == "file"
+            name: Version(info["size"], repr(sorted(info.items(), key=lambda pair: pair[0])))
+            for name, info in self._entries("").items()
+            if info["type"] == "file"
         }
 
     def _entries(self, folder: str) -> dict[str, dict[str, Any]]:
         with self._reaching(folder):
             self._system.invalidate_cache()
             try:
-                found = self._system.ls(self._path(folder), detail=True)
+                infos = self._system.ls(self._path(folder), detail=True)
             except FileNotFoundError:
                 return {}
             return {
-                posixpath.basename(one["name"].rstrip("/")): one
-                for one in found
-                if one["name"].strip("/") != self._path(folder).strip("/")
+                posixpath.basename(info["name"].rstrip("/")): info
+                for info in infos
+                if info["name"].strip("/") != self._path(folder).strip("/")
             }
 
     def read(self, name: str) -> bytes | None:
@@ -181,9 +181,9 @@ class RemoteFolder:
         except RemoteFailed:
             raise
         except Exception as error:  # each store has errors of its own
-            said = str(error).splitlines()
+            lines = str(error).splitlines()
             raise RemoteFailed(
-                f"{self.url}/{name}: {type(error).__name__}: {said[0] if said else ''}"
+                f"{self.url}/{name}: {type(error).__name__}: {lines[0] if lines else ''}"
             ) from error
 
     def _put(self, out: Any, piece: bytes) -> None:

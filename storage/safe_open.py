@@ -32,8 +32,8 @@ def stat_regular(path: Path, *, kind: type[BadInput] = BadInput, todo: str = "")
     except ValueError as error:  # an embedded NUL
         raise kind(path, expected="a file", found=str(error)) from None
     if not stat.S_ISREG(status.st_mode):
-        found = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise kind(path, expected="a regular file", found=found)
+        file_kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise kind(path, expected="a regular file", found=file_kind)
     return status
 
 

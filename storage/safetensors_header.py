@@ -55,8 +55,8 @@ def header_length(first: bytes, size: int, where: object) -> int:
     if length < 2:
         raise BadInput(where, "header length", expected="at least 2", found=length)
     if length > MAX_HEADER and length > size - _LENGTH:
-        found = f"{length:,} in a file of {size:,} bytes"
-        raise BadInput(where, "header length", expected="a safetensors file", found=found)
+        length_and_size = f"{length:,} in a file of {size:,} bytes"
+        raise BadInput(where, "header length", expected="a safetensors file", found=length_and_size)
     if length > size - _LENGTH:
         expected = f"{length + _LENGTH:,} bytes of header"
         raise BadInput(where, expected=expected, found=f"{size:,} bytes in all", todo="The file is cut short")
@@ -165,12 +165,12 @@ def _check_tiling(tensors: dict[str, Entry], data_begin: int, size: int, where: 
                 where, f"tensor {shown(name)}", expected=f"data from {at - data_begin:,}", found=place
             )
         if entry.end > size:
-            found, todo = f"{size:,}", "The file is cut short: copy or download it again"
+            file_size, todo = f"{size:,}", "The file is cut short: copy or download it again"
             raise BadInput(
                 where,
                 f"tensor {shown(name)}",
                 expected=f"{entry.end:,} bytes in the file",
-                found=found,
+                found=file_size,
                 todo=todo,
             )
         at, before = entry.end, f"tensor {shown(name)}"

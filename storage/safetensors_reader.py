@@ -167,8 +167,8 @@ class TensorFile:
         """Yield a descriptor of the file; refuse a file that changed since its header was read."""
         with open_regular(self.path, kind=BadCheckpoint) as (fd, status):
             if identity_of(status) != self.identity:
-                found = "a file changed since"
-                raise BadCheckpoint(self.path, expected="the file as it was opened", found=found)
+                actual = "a file changed since"
+                raise BadCheckpoint(self.path, expected="the file as it was opened", found=actual)
             yield fd
 
 
@@ -183,16 +183,16 @@ class _Reader:
         while done < into.size:
             count = os.preadv(self.fd, [into[done:].data], offset + done)
             if count == 0:
-                found, todo = f"only {offset + done:,}", "The file shrank while it was read"
+                actual, todo = f"only {offset + done:,}", "The file shrank while it was read"
                 expected = f"{offset + into.size:,} bytes in the file"
-                raise BadCheckpoint(self.path, self.name, expected=expected, found=found, todo=todo)
+                raise BadCheckpoint(self.path, self.name, expected=expected, found=actual, todo=todo)
             done += count
 
 
-def fill(fd: int, path: Path, name: str, begin: int, every: Iterable[Runs], into: Bytes) -> None:
+def fill(fd: int, path: Path, name: str, begin: int, all_runs: Iterable[Runs], into: Bytes) -> None:
     """Fill ``into`` with the runs of tensor ``name`` one after another; they count from byte ``begin``."""
     at = 0
-    for runs in every:
+    for runs in all_runs:
         length = runs.rows * runs.length
         _read_runs(_Reader(fd, path, name), begin, runs, into[at : at + length])
         at += length

@@ -116,11 +116,11 @@ class TensorWriter:
         """Flush the file to the disk and return its size and checksum."""
         left = {name: count for name, count in self._missing.items() if count}
         assert not left, f"{self.path}: elements not written exactly once: {left}"
-        crc, found = 0, os.fstat(self._fd).st_size
-        if found != self.size:
-            raise DiskFailed(f"{self.path}: {self.size:,} bytes were written, {found:,} are there")
-        for one in self._sums:
-            one.result()
+        crc, file_size = 0, os.fstat(self._fd).st_size
+        if file_size != self.size:
+            raise DiskFailed(f"{self.path}: {self.size:,} bytes were written, {file_size:,} are there")
+        for future in self._sums:
+            future.result()
         if self._checksum is not None:
             self._checksum.fill_gaps(self._fd, [(0, self.size)])
             if gaps := self._checksum.gaps(self.size):

@@ -51,9 +51,9 @@ _TEXT_OR_COMMENT = re.compile(
 _LONG_KEY = re.compile(rf"(?<![\w-])[\w-]++(?:[ \t]*+\.[ \t]*+[\w-]++){{{DEEPEST}}}")
 
 
-def _placeholder(found: re.Match[str]) -> str:
+def _placeholder(match: re.Match[str]) -> str:
     """Stand for a string as a key without dots, and for a comment as nothing."""
-    return "" if found[0].startswith("#") else "s"
+    return "" if match[0].startswith("#") else "s"
 
 
 def refuse_pointer(raw: bytes, path: Path, *, kind: type[BadInput] = BadInput) -> None:
@@ -114,9 +114,11 @@ def _without_sum(raw: bytes, value: dict[str, Any], where: str) -> dict[str, Any
     """Check and leave out a log line's sum; lines of earlier releases have none."""
     if "crc32" not in value:
         return value
-    stated, found = value.pop("crc32"), f"{crc32(raw.rpartition(b', ')[0]):08x}"
-    if stated != found:
-        raise BadInput(where, "crc32", expected=stated, found=found, todo="The line was altered or damaged")
+    stated, computed = value.pop("crc32"), f"{crc32(raw.rpartition(b', ')[0]):08x}"
+    if stated != computed:
+        raise BadInput(
+            where, "crc32", expected=stated, found=computed, todo="The line was altered or damaged"
+        )
     return value
 
 

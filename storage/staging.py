@@ -53,8 +53,8 @@ def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0) ->
                 output, expected="a new or empty directory", found="one with files in it", todo=todo
             )
         if output.samefile("."):  # a new directory takes its place: the shell would be in none
-            found, todo = "the folder that the command runs in", "Name a new folder in it"
-            raise BadInput(output, expected="a new or another directory", found=found, todo=todo)
+            place, todo = "the folder that the command runs in", "Name a new folder in it"
+            raise BadInput(output, expected="a new or another directory", found=place, todo=todo)
     space = os.statvfs(check_home(output))
     free = space.f_bavail * space.f_frsize
     need -= bytes_of_leftovers(output)
@@ -182,8 +182,8 @@ class Staging:
             if error.errno in (errno.EACCES, errno.EPERM):
                 raise BadInput(self.output, expected="permission to rename", found="none") from None
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                found = "files that appeared while it was being written"
-                raise BadInput(self.output, expected="a new or empty directory", found=found) from None
+                intruders = "files that appeared while it was being written"
+                raise BadInput(self.output, expected="a new or empty directory", found=intruders) from None
             with writing(self.output):
                 raise
         fault("commit.after_rename", rank=0)

@@ -57,8 +57,8 @@ def parse_object(
     except ValueError as error:  # our own hooks, and integers of thousands of digits
         raise kind(where, expected="plain JSON", found=str(error)) from None
     if not isinstance(value, dict):
-        found = "null" if value is None else f"a {type(value).__name__}"
-        raise kind(where, expected="a JSON object", found=found)
+        json_type = "null" if value is None else f"a {type(value).__name__}"
+        raise kind(where, expected="a JSON object", found=json_type)
     return value
 
 
@@ -67,8 +67,8 @@ def decode_utf8(raw: bytes, where: object, *, kind: type[BadInput] = BadInput) -
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        found = f"byte {raw[error.start]:#04x} at {error.start}"
-        raise kind(where, expected="UTF-8 text", found=found, todo=what_it_looks_like(raw)) from None
+        bad_byte = f"byte {raw[error.start]:#04x} at {error.start}"
+        raise kind(where, expected="UTF-8 text", found=bad_byte, todo=what_it_looks_like(raw)) from None
 
 
 def is_pointer(raw: bytes) -> bool:
@@ -132,8 +132,8 @@ def deeper(value: object, most: int) -> bool:
     for _ in range(most):
         level = [
             child
-            for one in level
-            for child in (one.values() if isinstance(one, dict) else one)
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
             if isinstance(child, dict | list)
         ]
         if not level:

@@ -54,9 +54,9 @@ def read_whole(
             while done < len(into):
                 count = os.preadv(fd, [into[done:]], begin + done)
                 if count == 0:
-                    expected, found = f"{begin + len(into):,} bytes in the file", f"only {begin + done:,}"
+                    expected, actual = f"{begin + len(into):,} bytes in the file", f"only {begin + done:,}"
                     todo = "The file shrank while it was read"
-                    raise BadCheckpoint(file.path, expected=expected, found=found, todo=todo)
+                    raise BadCheckpoint(file.path, expected=expected, found=actual, todo=todo)
                 progress(count)
                 done += count
             digest.update(into)
@@ -122,15 +122,15 @@ def _tensor(file: TensorFile, key: str, region: np.ndarray, begin: int) -> Tenso
 class _HeldTensor(TensorFile):
     """Give a tensor that is in memory as if a file held it."""
 
-    def __init__(self, file: TensorFile, name: str, held: Tensor) -> None:
+    def __init__(self, file: TensorFile, name: str, tensor: Tensor) -> None:
         super().__init__(file.path, {name: file.tensors[name]}, {}, 0, None)
-        self._held = held
+        self._tensor = tensor
 
     def read(self, name: str, box: Box | None = None, out: Tensor | None = None) -> Tensor:
-        numbers = self._held if box is None else self._held[box.slices]
+        numbers = self._tensor if box is None else self._tensor[box.slices]
         return numbers if out is None else out.copy_(numbers)
 
 
 def held_tensors(places: Sequence[tuple[TensorFile, str]], tensors: Sequence[Tensor]) -> list[TensorFile]:
     """Return a file for each of these tensors, which were read from these places, that reads it no more."""
-    return [_HeldTensor(file, name, held) for (file, name), held in zip(places, tensors, strict=True)]
+    return [_HeldTensor(file, name, tensor) for (file, name), tensor in zip(places, tensors, strict=True)]

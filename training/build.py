@@ -114,14 +114,14 @@ def measurements(
     peak = watch.peak_flops or peak_flops(state.device, step.dtype)
     callbacks = [
         ModelFlops(Mfu(flops_of(recipe, plan), state.layout.world, peak)),
-        Stragglers(state, every=recipe.log_every, times=watch.slow_rank, compiled=recipe.compiles),
+        Stragglers(state, interval=recipe.log_every, times=watch.slow_rank, compiled=recipe.compiles),
         StepLines(),
     ]
     if watch.norms:
-        callbacks.append(NormLog(every=watch.norms, activations=watch.activation_norms, track=track))
+        callbacks.append(NormLog(interval=watch.norms, activations=watch.activation_norms, track=track))
     callbacks.append(Traces(watch.trace_steps, watch.trace_ranks))
     if recipe.evaluation is not None and plan.held_out is not None:
-        callbacks.append(Evaluation(Evaluator(step, plan.held_out), every=recipe.evaluation.every))
+        callbacks.append(Evaluation(Evaluator(step, plan.held_out), interval=recipe.evaluation.every))
     return callbacks
 
 
@@ -150,7 +150,7 @@ def _keep_even(model: CausalLM, wanted: ExpertsSection, count: int) -> None:
 def schedule_of(recipe: Recipe) -> tuple[Schedule, str]:
     """Return the run's learning rates, and a line on how the peak follows from the batch, if it does."""
     wanted = recipe.optimizer
-    peak, said = scaled_rate(
+    peak, scaling_note = scaled_rate(
         wanted.lr, wanted.scale_lr, batch=recipe.data.global_batch, reference=wanted.reference_batch
     )
     schedule = Schedule(
@@ -162,7 +162,7 @@ def schedule_of(recipe: Recipe) -> tuple[Schedule, str]:
         decay=decay_steps(wanted, recipe.steps),
         shape=wanted.decay_shape,
     )
-    return schedule, said
+    return schedule, scaling_note
 
 
 def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> CausalLM:
@@ -188,10 +188,10 @@ def multiply_in_float8(model: CausalLM, recipe: Recipe) -> list[str]:
     """
     scaling, device = recipe.float8_scaling or "tensorwise", model.state.device
     if accelerator.is_accelerator(device):
-        needed, found = (9, 0) if scaling == "rowwise" else (8, 9), accelerator.capability(device)
-        if found < needed:
+        needed, capability = (9, 0) if scaling == "rowwise" else (8, 9), accelerator.capability(device)
+        if capability < needed:
             expected = "a GPU of compute capability {}.{} or later with float8".format(*needed)
-            raise BadInput("recipe", "compute", expected=expected, found="{}.{}".format(*found))
+            raise BadInput("recipe", "compute", expected=expected, found="{}.{}".format(*capability))
     return use_float8(model, scaling)
 
 
@@ -201,5 +201,5 @@ def spare_memory(model: CausalLM, memory: MemorySection, loss_chunk: int) -> Non
     ``loss_chunk``: number of tokens, 0 for the whole logits.
     """
     whole, blocks = model.state.context_size == 1, model.numbered_blocks().items()
-    checkpoint_blocks(blocks, memory.checkpointing, every=memory.every, keep_attention=whole)
+    checkpoint_blocks(blocks, memory.checkpointing, interval=memory.every, keep_attention=whole)
     model.head_in_loss = loss_chunk > 0

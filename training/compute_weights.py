@@ -55,51 +55,51 @@ class ComputeWeights(AbstractContextManager["ComputeWeights"]):
         self._depth += 1
         if self._depth == 1:
             self._pairs = self._pairs or self._made()
-            cast = [one for one in self._pairs if one.copy.dtype != one.master.dtype]
+            cast = [pair for pair in self._pairs if pair.copy.dtype != pair.master.dtype]
             with torch.no_grad():
-                engine.foreach_copy_([one.copy for one in cast], [local_data(one.master) for one in cast])
-            for one in self._pairs:
-                if one.copy.dtype == one.master.dtype:  # the same memory, wherever it is by now
-                    one.copy.data = local_data(one.master)
-                one.copy.requires_grad_(one.master.requires_grad)
-                for module, leaf in one.holders:
-                    setattr(module, leaf, one.copy)
+                engine.foreach_copy_([pair.copy for pair in cast], [local_data(pair.master) for pair in cast])
+            for pair in self._pairs:
+                if pair.copy.dtype == pair.master.dtype:  # the same memory, wherever it is by now
+                    pair.copy.data = local_data(pair.master)
+                pair.copy.requires_grad_(pair.master.requires_grad)
+                for module, leaf in pair.holders:
+                    setattr(module, leaf, pair.copy)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._depth -= 1
         if self._depth:
             return
-        for one in self._pairs:
-            for module, leaf in one.holders:
-                setattr(module, leaf, one.master)
-            self._take(one)
-            total, one.total = one.total, None
+        for pair in self._pairs:
+            for module, leaf in pair.holders:
+                setattr(module, leaf, pair.master)
+            self._take(pair)
+            total, pair.total = pair.total, None
             if kind is None and total is not None:
-                _add(one.master, total.to(one.master.dtype))
+                _add(pair.master, total.to(pair.master.dtype))
 
     def _made(self) -> list[_Pair]:
         modules = dict(self.model.named_modules())
-        found: dict[nn.Parameter, _Pair] = {}
+        pairs: dict[nn.Parameter, _Pair] = {}
         for name, master in self.model.named_parameters(remove_duplicate=False):
             if name in self.fixed or not (self.precision.casts or is_dtensor(master)):
                 continue
-            if master not in found:
+            if master not in pairs:
                 copy = nn.Parameter(local_data(master).to(self.precision.compute), master.requires_grad)
-                found[master] = pair = _Pair(master, copy)
+                pairs[master] = pair = _Pair(master, copy)
                 if self.precision.reduce != self.precision.compute:
                     if not copy.requires_grad:
                         copy.requires_grad_(True)  # torch takes hooks of no other
                     copy.register_post_accumulate_grad_hook(lambda _, pair=pair: self._take(pair))
             path, _, leaf = name.rpartition(".")
-            found[master].holders.append((modules[path], leaf))
-        return [*found.values()]
+            pairs[master].holders.append((modules[path], leaf))
+        return [*pairs.values()]
 
-    def _take(self, one: _Pair) -> None:
+    def _take(self, pair: _Pair) -> None:
         """Add the gradient of a copy to its sum."""
-        grad, one.copy.grad = one.copy.grad, None
+        grad, pair.copy.grad = pair.copy.grad, None
         if grad is not None:
-            one.total = grad.to(self.precision.reduce) if one.total is None else one.total.add_(grad)
+            pair.total = grad.to(self.precision.reduce) if pair.total is None else pair.total.add_(grad)
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if not self._depth:
@@ -109,7 +109,7 @@ class ComputeWeights(AbstractContextManager["ComputeWeights"]):
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not self._of_forward:
             return
-        waits = [one for one in engine.tensors_in(output) if one.requires_grad]
+        waits = [tensor for tensor in engine.tensors_in(output) if tensor.requires_grad]
         if waits:
             waits[0].register_hook(lambda grad: engine.after_backward(self._leave))
         else:
@@ -123,8 +123,8 @@ class ComputeWeights(AbstractContextManager["ComputeWeights"]):
 
 def computing(model: nn.Module) -> AbstractContextManager[Any]:
     """Return a context in which several forwards and backwards of ``model`` share one copy of its weights."""
-    found = model.__dict__.get("compute_weights")
-    return found if isinstance(found, ComputeWeights) else nullcontext()
+    weights = model.__dict__.get("compute_weights")
+    return weights if isinstance(weights, ComputeWeights) else nullcontext()
 
 
 def _add(master: nn.Parameter, grad: Tensor) -> None:

@@ -95,7 +95,7 @@ class DryRun:
     @property
     def _tried(self) -> str:
         keys = dict.fromkeys(
-            text.partition("=")[0] for one in _changes(self.recipe) for text in one.overrides
+            text.partition("=")[0] for change in _changes(self.recipe) for text in change.overrides
         )
         if not keys:
             return "nothing in the recipe is left to change"
@@ -128,18 +128,18 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, device: int | None = Non
     planned, missing = plan_without_weights(recipe)
     base = planned.family.base if isinstance(planned.family, AdaptedFamily) else planned.family
     layout = recipe.layout
-    found = rank_plan(recipe, planned, rank) if rank is not None else heaviest(recipe, planned)
+    chosen = rank_plan(recipe, planned, rank) if rank is not None else heaviest(recipe, planned)
     model = base.on_meta(planned.config)
     device = device if device is not None else device_room(recipe)
     room = None if device is None else usable(device, recipe.memory.headroom)
     micro_batches = _micro_batches(recipe)
-    too_much = room is not None and found.total > room
+    too_much = room is not None and chosen.total > room
     return DryRun(
         recipe,
-        sum(prod(one.shape) for one in declarations(model).values() if not one.buffer),
+        sum(prod(declared.shape) for declared in declarations(model).values() if not declared.buffer),
         active_parameters(model),
         layout.world,
-        found,
+        chosen,
         micro_batches,
         bubble(recipe.pipeline_schedule, layout, micro_batches) if layout.pipeline > 1 else 0.0,
         planned.cut,
@@ -158,16 +158,17 @@ def heaviest(recipe: Recipe, planned: Plan) -> RankPlan:
     """
     layout = recipe.layout
     plans = [rank_plan(recipe, planned, layout.first_rank(stage)) for stage in range(layout.pipeline)]
-    return max(plans, key=lambda one: one.total)
+    return max(plans, key=lambda plan: plan.total)
 
 
 def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
     """Plan the memory of one rank of the recipe's layout."""
     work = work_of(recipe, planned, rank)
-    held, costs, group = _asked(recipe, planned, work)
+    parameters, costs, group = _asked(recipe, planned, work)
     runtime = runtime_of(recipe.device)
-    every, memory, traffic = held.every, memory_of(work, held, costs), traffic_of(work, held, costs, group)
-    return RankPlan(rank, memory, runtime, every.here, every.stored, every.trained_stored, traffic)
+    totals = parameters.every
+    memory, traffic = memory_of(work, parameters, costs), traffic_of(work, parameters, costs, group)
+    return RankPlan(rank, memory, runtime, totals.here, totals.stored, totals.trained_stored, traffic)
 
 
 def work_of(recipe: Recipe, planned: Plan, rank: int = 0) -> Work:
@@ -216,8 +217,8 @@ def _asked(
         model = model_on_meta(recipe, planned, work.state)
         if recipe.compute == "float8":
             multiply_in_float8(model, recipe)
-        held = rank_parameters(model, work.state)
-        return held, stage_costs(work, model), held.numbered.__getitem__
+        parameters = rank_parameters(model, work.state)
+        return parameters, stage_costs(work, model), parameters.numbered.__getitem__
     frozen = dtype_named(recipe.compute_dtype)
     sample = sampled(planned.family, planned.config, recipe.layout, frozen=frozen)
     group = partial(sample.group, state=work.state)
@@ -277,22 +278,22 @@ def _remedies(recipe: Recipe, room: int) -> list[Remedy]:
 
 def _changes(recipe: Recipe) -> list[Change]:
     """Return what saves memory, by what it costs in time."""
-    layout, memory, found = recipe.layout, recipe.memory, []
+    layout, memory, changes = recipe.layout, recipe.memory, []
     if memory.loss_chunk in ("auto", 0):
-        found.append(Change(("memory.loss_chunk=1024",)))
+        changes.append(Change(("memory.loss_chunk=1024",)))
     if memory.checkpointing == "none":
-        found.append(Change(("memory.checkpointing=selective",)))
+        changes.append(Change(("memory.checkpointing=selective",)))
     if layout.data > 1:
-        found += [Change((f"layout.zero={zero}",)) for zero in range(layout.zero + 1, 4)]
+        changes += [Change((f"layout.zero={zero}",)) for zero in range(layout.zero + 1, 4)]
     if recipe.data.micro_batch > 1:
-        found.append(Change((f"data.micro_batch={recipe.data.micro_batch // 2}",)))
+        changes.append(Change((f"data.micro_batch={recipe.data.micro_batch // 2}",)))
     if memory.checkpointing == "every":
-        found += [Change(("memory.checkpoint_every=1",))] if memory.every > 1 else []
+        changes += [Change(("memory.checkpoint_every=1",))] if memory.every > 1 else []
     elif memory.checkpointing != "full":
-        found.append(Change(("memory.checkpointing=full",)))
+        changes.append(Change(("memory.checkpointing=full",)))
     if layout.tensor < 8 and layout.data % 2 == 0:
         halved = f"layout.data={layout.data // 2}"
-        found.append(Change((f"layout.tensor={2 * layout.tensor}", "layout.sequence=true", halved)))
+        changes.append(Change((f"layout.tensor={2 * layout.tensor}", "layout.sequence=true", halved)))
     if not memory.offload:
-        found.append(Change(("memory.offload=true",)))
-    return found
+        changes.append(Change(("memory.offload=true",)))
+    return changes

@@ -53,17 +53,17 @@ class Evaluator:
 
 
 class Evaluation(Callback):
-    """Evaluate after every ``every``-th step, and after the last one."""
+    """Evaluate after every ``interval``-th step, and after the last one."""
 
-    def __init__(self, evaluate: Evaluator, *, every: int) -> None:
-        self.evaluate, self.every = evaluate, every
+    def __init__(self, evaluate: Evaluator, *, interval: int) -> None:
+        self.evaluate, self.interval = evaluate, interval
 
     def begin(self, trainer: Trainer, start: int) -> None:
         self.terminal, self.at, self._steps = trainer.terminal, trainer.at, trainer.recipe.steps
 
     def after(self, metrics: StepMetrics) -> Mapping[str, Any] | None:
         done = metrics.step + 1
-        if done % self.every and done != self._steps:
+        if done % self.interval and done != self._steps:
             return None
         self.at("evaluation", done)
         loss = self.evaluate()

@@ -99,17 +99,17 @@ def sum_and_count(returned: Any) -> tuple[Tensor, Tensor | float]:
     """
     pair = isinstance(returned, tuple) and len(returned) == 2
     if not pair or not isinstance(returned[0], Tensor) or returned[0].ndim or not _is_number(returned[1]):
-        found = f"{type(returned).__name__} of {len(returned)}" if isinstance(returned, tuple) else None
+        description = f"{type(returned).__name__} of {len(returned)}" if isinstance(returned, tuple) else None
         if pair:
-            found = " and ".join(
+            description = " and ".join(
                 f"a tensor of shape {tuple(item.shape)}" if isinstance(item, Tensor) else type(item).__name__
                 for item in returned
             )
         elif isinstance(returned, Tensor):
-            found = f"one tensor of shape {tuple(returned.shape)}"
+            description = f"one tensor of shape {tuple(returned.shape)}"
         raise BadInput(
             "step", "loss", expected="the sum of the losses, a scalar tensor, and their number",
-            found=found or type(returned).__name__, todo=_TODO,
+            found=description or type(returned).__name__, todo=_TODO,
         )  # fmt: skip
     total, count = returned
     return total, count

@@ -41,10 +41,10 @@ def recipe_shape(lora: LoraSection) -> LoraConfig:
 
 
 def _check_alone(lora: LoraSection) -> None:
-    said = sorted(lora.model_fields_set - {"init_from", "lora_dropout"})
-    if said:
+    stated = sorted(lora.model_fields_set - {"init_from", "lora_dropout"})
+    if stated:
         expected = "only lora_dropout beside lora.init_from, whose adapters have the other settings"
-        raise BadInput("recipe", f"lora.{said[0]}", expected=expected, found=getattr(lora, said[0]))
+        raise BadInput("recipe", f"lora.{stated[0]}", expected=expected, found=getattr(lora, stated[0]))
 
 
 def _with_dropout(lora: LoraSection, begun: LoraConfig) -> LoraConfig:

@@ -53,18 +53,22 @@ def find_first_non_finite(step: Step, number: int, batch: Batch | BatchParts) ->
     mine = None
     if seen:
         weights = model.get_submodule(seen[0].module).parameters()
-        mine = replace(seen[0], weights_are_finite=all(_all_finite(local_data(one)) for one in weights))
+        mine = replace(seen[0], weights_are_finite=all(_all_finite(local_data(weight)) for weight in weights))
     origins: list[Origin | None] = [None] * state.layout.world
     dist.all_gather_object(origins, mine)
-    found = min((one for one in origins if one is not None), default=None)
-    if found is not None:
-        what = f"rank {found.rank}: the output of {found.module or 'the model'}"
+    first = min((origin for origin in origins if origin is not None), default=None)
+    if first is not None:
+        what = f"rank {first.rank}: the output of {first.module or 'the model'}"
     else:
         bad = last_not_finite(model, state=state)
         gradients: list[tuple[float, str] | None] = [None] * state.layout.world
         dist.all_gather_object(gradients, None if bad is None else (_depth(model, bad), bad))
         # The last in the model; of its ranks the first, since the data axes are summed by now.
-        named = [(-one[0], rank, one[1]) for rank, one in enumerate(gradients) if one is not None]
+        named = [
+            (-gradient[0], rank, gradient[1])
+            for rank, gradient in enumerate(gradients)
+            if gradient is not None
+        ]
         what = f"rank {min(named)[1]}: the gradient of {min(named)[2]}" if named else "the loss"
     raise PeerFailed(f"step {number}: {what} is not finite; nothing was updated")
 
@@ -75,27 +79,27 @@ def looking(step: Step) -> Iterator[list[Origin]]:
 
     A module is checked before the module that contains it, so the innermost is named.
     """
-    model, found = step.model, list[Origin]()
+    model, origins = step.model, list[Origin]()
     names = {module: name for name, module in model.named_modules()}
     count = {"outputs": 0, "micro_batches": -1, "stage": 0}
     first = next(iter(step.stages.parts))
 
-    def begin(module: nn.Module, inputs: Any, told: dict[str, Any]) -> None:
-        part = told.get("stage")  # of several stages of a rank
+    def begin(module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
+        part = named.get("stage")  # of several stages of a rank
         count["stage"] = first if part is None else part.number
         count["micro_batches"] += count["stage"] == first
         count["outputs"] = 0
 
     def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         count["outputs"] += 1
-        if not found and not _all_finite(output):
+        if not origins and not _all_finite(output):
             place = (count["micro_batches"], count["stage"], count["outputs"])
-            found.append(Origin(*place, True, step.state.rank, name))
+            origins.append(Origin(*place, True, step.state.rank, name))
 
     hooks = [model.register_forward_pre_hook(begin, with_kwargs=True)]
     hooks += [module.register_forward_hook(partial(look, name)) for module, name in names.items()]
     try:
-        yield found
+        yield origins
     finally:
         for hook in hooks:
             hook.remove()
@@ -108,14 +112,14 @@ def last_not_finite(model: nn.Module, *, state: ParallelState | None = None) -> 
     For a tied embedding this is the first stage's copy, because the last stage's copy holds the sum.
     """
     stage, stated = 0 if state is None else state.at.pipeline, declarations(model)
-    found = [
+    names = [
         name
-        for name, one in model.named_parameters()
-        if one.grad is not None
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
         and not (stated[name].ends and stage)
-        and not _all_finite(local_data(one.grad))
+        and not _all_finite(local_data(parameter.grad))
     ]
-    return found[-1] if found else None
+    return names[-1] if names else None
 
 
 def _depth(model: nn.Module, parameter: str) -> float:

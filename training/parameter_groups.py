@@ -47,12 +47,12 @@ def assign(
             raise BadInput(
                 where, key, expected="a regular expression", found=f"{group.match!r}: {error}"
             ) from None
-        found = [
+        matched = [
             ours
-            for ours, theirs in names.items()
-            if any(pattern.find("search", name) for name in (ours, *theirs))
+            for ours, hf_names in names.items()
+            if any(pattern.find("search", name) for name in (ours, *hf_names))
         ]
-        if not found:
+        if not matched:
             raise BadInput(
                 where,
                 key,
@@ -60,13 +60,13 @@ def assign(
                 found=repr(group.match),
                 todo=f"Near names: {', '.join(_near(group.match, names))}",
             )
-        left = [ours for ours in found if ours not in assigned]
+        left = [ours for ours in matched if ours not in assigned]
         if not left:
             raise BadInput(
                 where,
                 key,
                 expected="a parameter that no group before it takes",
-                found=f"{group.match!r}, which finds {len(found)}, all taken",
+                found=f"{group.match!r}, which finds {len(matched)}, all taken",
                 todo="Put the narrower pattern first",
             )
         assigned |= dict.fromkeys(left, group)
@@ -86,7 +86,7 @@ def freeze(model: nn.Module, assigned: Mapping[str, ParameterGroup]) -> None:
 
 def _near(pattern: str, names: Mapping[str, Sequence[str]], most: int = 3) -> list[str]:
     """Return names that are like the pattern, or have a part that is; one name stands for all blocks."""
-    known = [name for ours, theirs in names.items() for name in (*theirs, ours)]
+    known = [name for ours, hf_names in names.items() for name in (*hf_names, ours)]
     plain = re.sub(r"\\\.", ".", pattern)
     plain = re.sub(r"\\d|[\^$*+?()\[\]{}|\\]", "", plain).strip(".")
     ends: dict[str, str] = {}

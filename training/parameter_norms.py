@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 class NormLog(Callback):
-    """Write ``norms.jsonl`` after every ``every``-th step, and hand the same numbers to ``track``.
+    """Write ``norms.jsonl`` after every ``interval``-th step, and hand the same numbers to ``track``.
 
     ``activations``: those of the blocks' outputs too.
     """
 
     def __init__(
-        self, *, every: int, activations: bool, track: Callable[[int, Mapping[str, float]], None]
+        self, *, interval: int, activations: bool, track: Callable[[int, Mapping[str, float]], None]
     ) -> None:
-        self.every, self.with_activations, self.track = every, activations, track
+        self.interval, self.with_activations, self.track = interval, activations, track
         self.activations: Activations | None = None
         self._log: StepLog | None = None
         self._measured: dict[str, dict[str, float]] = {}
@@ -75,7 +75,7 @@ class NormLog(Callback):
             self._log.close()
 
     def _is_due(self, number: int) -> bool:
-        return (number + 1) % self.every == 0
+        return (number + 1) % self.interval == 0
 
 
 class Norms:
@@ -121,8 +121,8 @@ def hugging_face_names(model: nn.Module, links: Iterable[Link]) -> dict[str, str
     """
     ties = {(link.ours, link.hf) for link in links if not link.copy}
     several = Counter(ours for ours, _ in ties)
-    theirs = {ours: hf for ours, hf in ties if several[ours] == 1}
-    return {name: theirs.get(name, name) for name, _ in model.named_parameters()}
+    hf_name_of = {ours: hf for ours, hf in ties if several[ours] == 1}
+    return {name: hf_name_of.get(name, name) for name, _ in model.named_parameters()}
 
 
 class Activations:

@@ -72,8 +72,8 @@ def plan(recipe: Recipe) -> Plan:
         source = read_source(recipe.model.init_from, mtp=mtp, whole=own_rank() == 0)
         if source.adapter is not None:
             todo = f"`trilith merge-lora BASE {source.path} OUT` makes one, or name them as lora.init_from"
-            found = "LoRA adapters"
-            raise BadInput(source.path, "model.init_from", expected="a whole model", found=found, todo=todo)
+            kind = "LoRA adapters"
+            raise BadInput(source.path, "model.init_from", expected="a whole model", found=kind, todo=todo)
         raw: Mapping[str, Any] = source.config
         companions = list(source.companions)
         where = file_in(recipe.model.init_from, CONFIG)
@@ -186,7 +186,7 @@ def check_run_folder(recipe: Recipe) -> None:
     """Refuse a run's folder inside that of the model or adapters, or among another run's checkpoints."""
     out = Path(recipe.out)
     adapters = None if recipe.lora is None else recipe.lora.init_from
-    check_place(out, [Path(one) for one in (recipe.model.init_from, adapters) if one is not None])
+    check_place(out, [Path(path) for path in (recipe.model.init_from, adapters) if path is not None])
 
 
 def flops_of(recipe: Recipe, plan: Plan) -> TokenFlops:
@@ -229,7 +229,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
     """Return a tokenizer folder's files, which are copied along with the weights."""
     if not folder.is_dir():
         raise BadInput(folder, expected="a tokenizer folder", found="no folder")
-    found = companions_in(folder)
-    if not found:
+    companions = companions_in(folder)
+    if not companions:
         raise BadInput(folder, expected="a tokenizer folder", found="a folder without a tokenizer's files")
-    return found
+    return companions

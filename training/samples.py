@@ -19,9 +19,9 @@ def count_samples(samples: Samples) -> int:
     """Return the number of samples; ``BadInput`` if there are none, or if tensors differ in this number."""
     for name, sample in samples.items():
         if not isinstance(sample, Tensor) or not sample.ndim:
-            found = "a tensor without dims" if isinstance(sample, Tensor) else type(sample).__name__
+            kind = "a tensor without dims" if isinstance(sample, Tensor) else type(sample).__name__
             raise BadInput(
-                "batch", name, expected="a tensor with the samples on dim 0", found=found,
+                "batch", name, expected="a tensor with the samples on dim 0", found=kind,
                 todo="Give it a row for each sample; one value for all belongs to the model or the loss",
             )  # fmt: skip
     counts = {name: len(sample) for name, sample in samples.items()}

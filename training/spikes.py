@@ -40,6 +40,6 @@ class Spikes:
         return {"losses": [*self.losses], "norms": [*self.norms]}
 
     def restore(self, memory: dict[str, Any]) -> None:
-        for mine, theirs in ((self.losses, memory["losses"]), (self.norms, memory["norms"])):
+        for mine, saved in ((self.losses, memory["losses"]), (self.norms, memory["norms"])):
             mine.clear()
-            mine.extend(float(value) for value in theirs)
+            mine.extend(float(value) for value in saved)

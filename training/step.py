@@ -70,8 +70,8 @@ class Step:
         try:
             re.compile(unused or "")
         except re.error as error:
-            expected, found = "a pattern over names of parameters", f"{unused!r}: {error}"
-            raise BadInput("step", "unused", expected=expected, found=found) from None
+            expected, problem = "a pattern over names of parameters", f"{unused!r}: {error}"
+            raise BadInput("step", "unused", expected=expected, found=problem) from None
         self.model, self.state = model, state_of(model, state)
         self.loss, self.micro_batch = as_loss(loss, self.state), micro_batch
         self.schedule, self.unused = schedule, unused
@@ -292,5 +292,5 @@ class Step:
         if not rows:
             return inputs
         everyone, mine = rows_of_step(torch.cat(rows), self.state)
-        more = loss.whole_step(everyone, mine, inputs.samples)
-        return replace(inputs, samples={**inputs.samples, **more})
+        extra = loss.whole_step(everyone, mine, inputs.samples)
+        return replace(inputs, samples={**inputs.samples, **extra})

@@ -99,8 +99,8 @@ def checked_counts(loss: Loss, counts: Mapping[str, Tensor | float]) -> dict[str
     """Return the counts of the loss's terms, in their order, on the host; ``BadInput`` for what is none."""
     names = [*loss.terms]
     if counts.keys() != loss.terms.keys():
-        expected, found = f"a count of each term, {', '.join(names)}", ", ".join(counts) or "none"
-        raise BadInput("step", "loss.count", expected=expected, found=found)
+        expected, counted = f"a count of each term, {', '.join(names)}", ", ".join(counts) or "none"
+        raise BadInput("step", "loss.count", expected=expected, found=counted)
     numbers = {name: float(counts[name]) for name in names}
     for name, number in numbers.items():
         if not math.isfinite(number) or number < 0:

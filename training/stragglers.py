@@ -25,14 +25,14 @@ _NOISE = 0.05
 
 
 class Stragglers(Callback):
-    """Measure every ``every``-th step of a run, on every rank.
+    """Measure every ``interval``-th step of a run, on every rank.
 
     A rank is slow if its own work takes more than ``times`` the median of the ranks of its pipeline stage,
     which do the same work, and more than ``_NOISE``; 0 measures nothing. ``compiled``: the blocks are.
     """
 
-    def __init__(self, state: ParallelState, *, every: int, times: float, compiled: bool) -> None:
-        self._state, self._every, self._times, self._compiled = state, every, times, compiled
+    def __init__(self, state: ParallelState, *, interval: int, times: float, compiled: bool) -> None:
+        self._state, self._interval, self._times, self._compiled = state, interval, times, compiled
         self._waited: Waited | None = None
         self._hosts: list[str] = []
 
@@ -40,7 +40,7 @@ class Stragglers(Callback):
     def around(self, number: int) -> Iterator[None]:
         """Measure step ``number``, from 0, if its turn has come."""
         self._waited = None
-        if not self._times or self._state.layout.world == 1 or (number + 1) % self._every:
+        if not self._times or self._state.layout.world == 1 or (number + 1) % self._interval:
             yield
             return
         with waiting_time(self._state.device, compiled=self._compiled) as self._waited:

@@ -89,9 +89,9 @@ class Trainer:
         self.model, self.optimizer, self.step = built.model, built.optimizer, built.step
         self.update, self.schedule = built.update, built.schedule
         if names := built.unquantized:
-            some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            examples = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             self.terminal.say(
-                f"float8: {len(names)} weights stay in bfloat16 (a side is no multiple of 16): {some}"
+                f"float8: {len(names)} weights stay in bfloat16 (a side is no multiple of 16): {examples}"
             )
         #: The checkpoint from which the run goes on, and what it states of its run.
         self.resumed: tuple[Path, Progress] | None = None
@@ -202,8 +202,8 @@ class Trainer:
         if requests.kill:
             self.switches.off(KILL)
             raise Killed(f"ended after step {done} by the file {self.out / KILL}")
-        every = self.recipe.checkpoint.every
-        due = bool(every) and done % every == 0
+        interval = self.recipe.checkpoint.every
+        due = bool(interval) and done % interval == 0
         if done == stop or requests.stop or requests.save or due:
             self.at("save", done)
             order = sample_order(self.recipe, self.plan)
@@ -220,7 +220,7 @@ class Trainer:
         debug, timeout = self.recipe.debug, timedelta(seconds=self.recipe.timeout)
         if not debug.collectives or self.state.layout.world == 1:
             return nullcontext()
-        return CollectiveOrder(self.state, every=debug.every or 1, timeout=timeout)
+        return CollectiveOrder(self.state, interval=debug.every or 1, timeout=timeout)
 
     def _saver(self) -> Saver:
         return Saver(
@@ -238,7 +238,7 @@ class Trainer:
             keep=self.recipe.checkpoint.keep,
             background=self.recipe.checkpoint.background,
             mirror=self.recipe.checkpoint.mirror,
-            said=self.events.note_save,
+            say=self.events.note_save,
         )
 
     def _start(self) -> int:

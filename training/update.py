@@ -85,7 +85,9 @@ class Update:
         numbers = (result.loss.view(1), norm.view(1), result.checks)
         measured = [number.to(norm.device).double() for number in numbers]
         unfit = _unfit(*torch.cat(measured).unbind())
-        waits = self.spikes is not None or not all(one.get("fused") for one in self.optimizer.param_groups)
+        waits = self.spikes is not None or not all(
+            group.get("fused") for group in self.optimizer.param_groups
+        )
         if not waits:
             self._step(unless=unfit)
         tallies = norm.new_zeros(0) if self.balancing is None else self.balancing.summed().to(norm.device)
@@ -135,11 +137,11 @@ class Update:
         """Return whether the step is a spike; ranks agree on it, because their sums may round differently."""
         if self.spikes is None:
             return False
-        found = torch.tensor(self.spikes.is_one(loss, norm), dtype=torch.int32)
+        spike = torch.tensor(self.spikes.is_one(loss, norm), dtype=torch.int32)
         self.spikes.note(loss, norm)
         if self.state.layout.world > 1:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return bool(found)
+            dist.all_reduce(spike, op=dist.ReduceOp.MAX)
+        return bool(spike)
 
     def remember(self) -> dict[str, Any]:
         """Return plain data for a checkpoint; with it and the moments a run continues bit for bit."""

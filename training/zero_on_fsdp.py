@@ -65,7 +65,7 @@ def shard_over_data(
     model.__dict__["precision"] = precision
     fixed = buffer_names(declarations(model))
     if state.layout.holds_alone and not offload:
-        if precision.casts or any(engine.is_dtensor(one) for one in model.parameters()):
+        if precision.casts or any(engine.is_dtensor(parameter) for parameter in model.parameters()):
             model.__dict__["compute_weights"] = ComputeWeights(model, precision, fixed=fixed)
         return model
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard  # half a second

@@ -120,10 +120,13 @@ def _write_files(plan: Plan, staging: Staging, allow_nonfinite: bool, options: C
     transfers: Group = []
     try:
         for name, made in plan.files.items():
-            spec, path = {one.name: (one.dtype, one.box.shape) for one in made}, staging.directory / name
+            spec, path = (
+                {transfer.name: (transfer.dtype, transfer.box.shape) for transfer in made},
+                staging.directory / name,
+            )
             opened = open_file if plan.layout is None else TensorWriter
             writers.append(opened(path, spec, again=True))
-            transfers += [(one, writers[-1]) for one in made]
+            transfers += [(transfer, writers[-1]) for transfer in made]
         _move(plan, transfers, writers, staging, allow_nonfinite, options)
         written = [writer.close() for writer in writers]
     finally:
@@ -139,8 +142,8 @@ def _write_files(plan: Plan, staging: Staging, allow_nonfinite: bool, options: C
         staging.publish()
         return
     files = [
-        StoredFile(name=name, size=one.size, crc32=one.crc)
-        for name, one in zip(plan.files, written, strict=True)
+        StoredFile(name=name, size=file.size, crc32=file.crc)
+        for name, file in zip(plan.files, written, strict=True)
     ]
     manifest = _manifest(plan, plan.layout, files, [companion.stored for companion in companions])
     staging.publish(manifest.accepted_bytes(staging.output))
@@ -192,7 +195,7 @@ def _config(plan: Plan) -> dict[str, Any]:
         assert isinstance(source.family, AdaptedFamily)
         return source.family.to_peft(source.model_config, source.adapter.base)
     config = dict(plan.source.config)
-    dtypes = {one.dtype for one in plan.transfers if not one.fixed}
+    dtypes = {transfer.dtype for transfer in plan.transfers if not transfer.fixed}
     if len(dtypes) == 1:
         name = str(TORCH[dtypes.pop()]).removeprefix("torch.")
         for key in ("dtype", "torch_dtype"):
@@ -245,7 +248,7 @@ def _move(
             block=block,
             allow_nonfinite=allow_nonfinite,
             seen=seen,
-            finished=FinishedWork(staging.directory / JOURNAL, sync, every=options.note_every),
+            finished=FinishedWork(staging.directory / JOURNAL, sync, sync_interval=options.note_every),
             progress=options.progress,
         )
     except BadInput as error:
@@ -262,13 +265,13 @@ def _move(
         verify_rest(source.path, manifest, source.files, seen, threads=workers)
     for name, count in report.overflows.items():
         todo = "Choose a type with a wider range"
-        found = f"{count:,} that overflow"
-        raise BadInput(source.path, name, expected="numbers that fit the type", found=found, todo=todo)
+        lost = f"{count:,} that overflow"
+        raise BadInput(source.path, name, expected="numbers that fit the type", found=lost, todo=todo)
     for name in sorted(report.vanished):
         todo = "Choose a type with a wider range, or more digits"
-        found = f"{report.underflows[name]:,}, so that the whole tensor becomes zero"
+        lost = f"{report.underflows[name]:,}, so that the whole tensor becomes zero"
         raise BadInput(
-            source.path, name, expected="few numbers too small for the type", found=found, todo=todo
+            source.path, name, expected="few numbers too small for the type", found=lost, todo=todo
         )
     source.warnings.extend(
         f"{name}: {count:,} numbers are too small for the type and became zero"

@@ -132,7 +132,7 @@ class _Work:
         item = max(self._stored_dtype(copy).itemsize for transfer in transfers for copy in transfer.copies)
         remarkable, made = False, 0
         for block in (block for slab in slabs(transfers) for block in blocks(slab, self.block // item)):
-            parts = [(*one, part) for one in group if (part := one[0].box.intersect(block))]
+            parts = [(*pair, part) for pair in group if (part := pair[0].box.intersect(block))]
             read = self._read_block([(transfer, part) for transfer, _, part in parts])
             remarkable |= all(piece.zero for piece in read.values())
             for transfer, target, part in parts:
@@ -194,11 +194,11 @@ class _Work:
         if not seen.finite and not self.allow_nonfinite:
             index = (~torch.isfinite(numbers)).nonzero()[0].tolist()
             at = [a + i for a, i in zip(box.start, index, strict=True)]
-            found, todo = (
+            non_finite, todo = (
                 f"{numbers[tuple(index)].item()} at {at}",
                 "Pass --allow-nonfinite to take it as it is",
             )
-            raise BadInput(file.path, key, expected="finite numbers", found=found, todo=todo)
+            raise BadInput(file.path, key, expected="finite numbers", found=non_finite, todo=todo)
         with self._lock:
             (self.report.zeros if seen.zero else self.not_zero).add(name)
         return seen.zero

@@ -21,13 +21,15 @@ class FinishedWork:
 
     ``done``: for the number of each piece, the CRC-32 of each tensor that it wrote. Before a piece counts as
     done, these sums are compared with the files. ``sync`` flushes everything written so far to the disk; it
-    is called after every ``every`` bytes.
+    is called after every ``sync_interval`` bytes.
     """
 
-    def __init__(self, path: Path, sync: Callable[[], None], *, every: int = EVERY, disk: Disk | None = None):
+    def __init__(
+        self, path: Path, sync: Callable[[], None], *, sync_interval: int = EVERY, disk: Disk | None = None
+    ):
         self._journal = Journal(path, list[tuple[int, list[int]]], disk=disk)
         self.done = {number: sums for record in self._journal.records for number, sums in record}
-        self._sync, self._every = sync, every
+        self._sync, self._interval = sync, sync_interval
         self._pending: list[tuple[int, Callable[[], list[int]]]] = []
         self._bytes = 0
         self._lock = Lock()
@@ -37,7 +39,7 @@ class FinishedWork:
         with self._lock:
             self._pending.append((number, sums))
             self._bytes += nbytes
-            if self._bytes < self._every:
+            if self._bytes < self._interval:
                 return
             finished, self._pending, self._bytes = self._pending, [], 0
             self._sync()

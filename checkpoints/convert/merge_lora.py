@@ -43,16 +43,16 @@ class Product:
 
 def products(family: AdaptedFamily, config: ModelConfig) -> dict[str, Product]:
     """Return the product for each tensor of the base that the adapters change, by Hugging Face's names."""
-    found = {f"{site.name}.weight": Product(site.name, site.name) for site in family.sites(config)}
+    by_name = {f"{site.name}.weight": Product(site.name, site.name) for site in family.sites(config)}
     for stack in family.stacks(config):
         if not stack.files:
-            one = Product(stack.name, stack.holder, None, stack.experts, transposed=stack.transposed)
-            found[stack.stored] = one
+            product = Product(stack.name, stack.holder, None, stack.experts, transposed=stack.transposed)
+            by_name[stack.stored] = product
         for expert, modules in enumerate(stack.files):
             for (_, start, stop), module in zip(stack.outputs, modules, strict=True):
-                one = Product(stack.name, stack.holder, expert, len(stack.files), start, stop)
-                found[f"{module}.weight"] = one
-    return found
+                product = Product(stack.name, stack.holder, expert, len(stack.files), start, stop)
+                by_name[f"{module}.weight"] = product
+    return by_name
 
 
 class Merge:
@@ -79,8 +79,10 @@ class Merge:
 
     @property
     def bytes_of_a_worker(self) -> int:
-        every = self._products.values()
-        return max(4 * sum(Box.whole(self._shapes[name]).size for name in one.factors) for one in every)
+        products = self._products.values()
+        return max(
+            4 * sum(Box.whole(self._shapes[name]).size for name in product.factors) for product in products
+        )
 
     def change(self, name: str) -> Change | None:
         """Return the function that adds the adapter to this tensor, or ``None`` if it has no adapter."""

@@ -73,7 +73,9 @@ def plan_to_hf(source: Source, *, dtype: str | None = None, max_shard_size: int 
     tensors = {
         name: _transfer(source, name, Box.whole(shape), to_hf, dtype, fixed) for name, shape in shapes.items()
     }
-    shards = plan_shards({name: (one.dtype, one.box.shape) for name, one in tensors.items()}, max_shard_size)
+    shards = plan_shards(
+        {name: (transfer.dtype, transfer.box.shape) for name, transfer in tensors.items()}, max_shard_size
+    )
     if source.adapter is not None:
         assert isinstance(source.family, AdaptedFamily), source.family
         source.family.check_peft(source.model_config)
@@ -104,19 +106,19 @@ def plan_to_sharded(
             weights[name].append(Part(file=rank, start=box.start, stop=box.stop, role=role))
     table = dict(weights)
     for moment, without in source.moments.items():
-        table |= {moment_name(moment, n): held for n, held in weights.items() if n not in without}
+        table |= {moment_name(moment, n): parts for n, parts in weights.items() if n not in without}
     links, fixed = source.links(), _fixed(source)
     outputs: list[list[Transfer]] = [[] for _ in range(layout.world)]
     stored = {}
-    for name, held in table.items():
+    for name, parts in table.items():
         cast = dtype if name in weights else None
-        made = {one.box: _transfer(source, name, one.box, links, cast, fixed) for one in held}
-        for one in held:
-            outputs[one.file].append(made[one.box])
+        made = {part.box: _transfer(source, name, part.box, links, cast, fixed) for part in parts}
+        for part in parts:
+            outputs[part.file].append(made[part.box])
         stored[name] = StoredTensor(
-            dtype=made[held[0].box].dtype,
-            shape=tuple(max(stops) for stops in zip(*(one.stop for one in held), strict=True)),
-            parts=tuple(held),
+            dtype=made[parts[0].box].dtype,
+            shape=tuple(max(stops) for stops in zip(*(part.stop for part in parts), strict=True)),
+            parts=tuple(parts),
         )
     files = {file_name(rank, layout): tuple(made) for rank, made in enumerate(outputs)}
     return Plan(source, files, layout, None if split is None else tuple(split), stored)
@@ -166,16 +168,16 @@ def plan_conversion(
     if form == "sharded":
         return plan_to_sharded(source, tensor=tensor, pipeline=pipeline, split=split, dtype=name)
     if form != whole:
-        found = "the weights of a whole model" if whole == "hf" else "LoRA adapters"
+        actual = "the weights of a whole model" if whole == "hf" else "LoRA adapters"
         expected, todo = "a checkpoint of LoRA adapters", ""
         if whole == "peft":
             expected = "a whole model"
             todo = f"--to peft writes the adapters; `trilith merge-lora BASE {src} OUT` a whole model"
-        raise BadInput(source.path, f"--to {form}", expected=expected, found=found, todo=todo)
+        raise BadInput(source.path, f"--to {form}", expected=expected, found=actual, todo=todo)
     if tensor * pipeline > 1 or split is not None:
-        found = f"tensor {tensor}, pipeline {pipeline}" + ("" if split is None else f", split {[*split]}")
+        actual = f"tensor {tensor}, pipeline {pipeline}" + ("" if split is None else f", split {[*split]}")
         raise BadInput(
-            "convert", f"--to {form}", expected="no layout", found=found,
+            "convert", f"--to {form}", expected="no layout", found=actual,
             todo="A Hugging Face folder is whole: leave out --tensor, --pipeline and --split",
         )  # fmt: skip
     return plan_to_hf(source, dtype=name)

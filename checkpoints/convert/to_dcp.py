@@ -60,7 +60,7 @@ def convert_to_dcp(
         raise BadInput(source.path, "--to dcp", expected="moments and steps", found=stored.kind, todo=todo)
     seen = None if manifest is None else [checksum_of(file) for file in source.files]
     nested, made = _planned(source, names, seen)
-    need = sum(one.nbytes + _BESIDE_A_TENSOR for one in _flat(nested))
+    need = sum(tensor.nbytes + _BESIDE_A_TENSOR for tensor in _flat(nested))
     for file in source.files if manifest is None else ():
         verify_sums(file, checksum_of(file))
     with staged(Path(dst), inputs=[source.path], need=need) as staging:
@@ -111,9 +111,9 @@ def _planned(
     for name, shape in shapes.items():
         for moment in ("", *source.moments):
             stored = [(moment_name(moment, hf) if moment else hf, piece) for hf, piece in parts[name]]
-            if not all(links.stored_name(one) in source.catalog for one, _ in stored):
+            if not all(links.stored_name(key) in source.catalog for key, _ in stored):
                 continue  # the moment of a frozen weight
-            dtypes = {source.dtype_of(one, links) for one, _ in stored}
+            dtypes = {source.dtype_of(key, links) for key, _ in stored}
             if len(dtypes) > 1:
                 raise BadInput(source.path, name, expected="one dtype", found=", ".join(sorted(dtypes)))
             empty = torch.empty(shape, dtype=TORCH[dtypes.pop()], device="meta")
@@ -137,15 +137,15 @@ def _parts(source: Source, names: str | None) -> tuple[Parts, dict[str, tuple[in
         return {name: [(name, Piece.whole(name, shape))] for name, shape in hf.items()}, hf
     kind, config, table = source.family.model_type, source.model_config, table_named(names)
     shapes = foreign_shapes(table, kind, hf, config)
-    found = pieces(table, kind, shapes, hf, config, source.path)
-    if missing := [name for name in hf if name not in found]:
+    pieces_by_name = pieces(table, kind, shapes, hf, config, source.path)
+    if missing := [name for name in hf if name not in pieces_by_name]:
         todo = "The table has no rule for it, so the checkpoint would be incomplete"
         raise BadInput(
             "convert", f"--names {names}", expected=f"a name for {missing[0]}", found="none", todo=todo
         )
     parts: Parts = {name: [] for name in shapes}
-    for name, every in found.items():
-        for piece in every:
+    for name, tensor_pieces in pieces_by_name.items():
+        for piece in tensor_pieces:
             parts[piece.foreign].append((name, piece))
     return parts, shapes
 
@@ -181,8 +181,8 @@ def _read(
 
 
 def _flat(nested: Mapping[str, Any]) -> Iterator[Tensor]:
-    for one in nested.values():
-        if isinstance(one, Tensor):
-            yield one
+    for child in nested.values():
+        if isinstance(child, Tensor):
+            yield child
         else:
-            yield from _flat(one)
+            yield from _flat(child)

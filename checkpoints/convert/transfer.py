@@ -72,7 +72,7 @@ def spread(groups: Sequence[Group], threads: int) -> list[tuple[int, Group]]:
     numbered = [*enumerate(groups)]
     each = -(-len(numbered) // max(1, threads))
     stretches = [numbered[start : start + each] for start in range(0, len(numbered), max(1, each))]
-    return [one for together in zip_longest(*stretches) for one in together if one is not None]
+    return [numbered for together in zip_longest(*stretches) for numbered in together if numbered is not None]
 
 
 def slabs(group: Sequence[Transfer]) -> Iterator[Box]:

@@ -29,13 +29,15 @@ class Tables:
     moments: dict[str, dict[str, ForeignTensor]]
 
 
-def choose_table(found: ForeignCheckpoint, names: str | None, hf: Mapping[str, tuple[int, ...]]) -> Table:
+def choose_table(
+    checkpoint: ForeignCheckpoint, names: str | None, hf: Mapping[str, tuple[int, ...]]
+) -> Table:
     """Return the table of names: the one asked for, the format's own, Hugging Face's names, or a known one
     whose ``detect`` is there. ``BadInput`` if none of these fits.
     """
-    if (name := names or found.names) is not None:
+    if (name := names or checkpoint.names) is not None:
         return table_named(name)
-    shapes = {name: tensor.shape for name, tensor in found.tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     if (table := rename_all(shapes, hf)) is not None:
         return table
     for known in known_tables():
@@ -44,12 +46,13 @@ def choose_table(found: ForeignCheckpoint, names: str | None, hf: Mapping[str, t
             return table
     seen = ", ".join(sorted(shapes)[:3])
     raise BadInput(
-        found.path, "names", expected="Hugging Face's names or those of a known table", found=f"{seen}, ...",
+        checkpoint.path, "names",
+        expected="Hugging Face's names or those of a known table", found=f"{seen}, ...",
         todo=f"Say --names with one of {', '.join(known_tables())}, or with a TOML file of rules",
     )  # fmt: skip
 
 
-def assemble(found: ForeignCheckpoint, table: Table, family: Family, config: ModelConfig) -> Tables:
+def assemble(checkpoint: ForeignCheckpoint, table: Table, family: Family, config: ModelConfig) -> Tables:
     """Return every tensor of the model, and of its moments where they are there, as views of files.
 
     ``BadInput`` for a tensor that is missing, left over, quantised, of another shape, or covered in part.
@@ -57,31 +60,35 @@ def assemble(found: ForeignCheckpoint, table: Table, family: Family, config: Mod
     """
     _, hf = family.links(config)
     with_head = hf_shapes(family, config)
-    shapes = {name: tensor.shape for name, tensor in found.tensors.items()}
-    tied = pieces(table, family.model_type, shapes, with_head, config, found.path)
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    tied = pieces(table, family.model_type, shapes, with_head, config, checkpoint.path)
     ignored = [ignored_names(family, config), *map(re.compile, table.ignored)]
-    _check_names(found, table, ignored, hf, tied)
+    _check_names(checkpoint, table, ignored, hf, tied)
     if family.tied_head in tied and family.tied_head not in hf:
-        _check_tied(found, *(
-            assembled(found, name, with_head[name], tied.get(name, ()), found.tensors)
+        _check_tied(checkpoint, *(
+            assembled(checkpoint, name, with_head[name], tied.get(name, ()), checkpoint.tensors)
             for name in (next(iter(hf)), family.tied_head)
         ))  # fmt: skip
         del tied[family.tied_head]
-    weights = {name: assembled(found, name, shape, tied[name], found.tensors) for name, shape in hf.items()}
-    used = {one.foreign for every in tied.values() for one in every}
-    if without := sorted({one for table in found.moments.values() for one in used - table.keys()}):
-        more = f" and {len(without) - 1} more weights" if without[1:] else ""
-        found.skipped.append(f"the moments are left out: there are none of {without[0]}{more}")
-        found.moments = {}
+    weights = {
+        name: assembled(checkpoint, name, shape, tied[name], checkpoint.tensors) for name, shape in hf.items()
+    }
+    used = {piece.foreign for tensor_pieces in tied.values() for piece in tensor_pieces}
+    if without := sorted(
+        {foreign_name for table in checkpoint.moments.values() for foreign_name in used - table.keys()}
+    ):
+        others = f" and {len(without) - 1} more weights" if without[1:] else ""
+        checkpoint.skipped.append(f"the moments are left out: there are none of {without[0]}{others}")
+        checkpoint.moments = {}
     trained = {
-        moment: {name: assembled(found, name, shape, tied[name], tensors) for name, shape in hf.items()}
-        for moment, tensors in found.moments.items()
+        moment: {name: assembled(checkpoint, name, shape, tied[name], tensors) for name, shape in hf.items()}
+        for moment, tensors in checkpoint.moments.items()
     }
     return Tables(weights, trained)
 
 
 def _check_names(
-    found: ForeignCheckpoint,
+    checkpoint: ForeignCheckpoint,
     table: Table,
     ignored: Sequence[re.Pattern[str]],
     hf: Mapping[str, tuple[int, ...]],
@@ -89,21 +96,22 @@ def _check_names(
 ) -> None:
     """Refuse a model's tensor that no rule finds, and a foreign tensor that no rule uses."""
     missing = [name for name in hf if name not in tied]
-    used = {one.foreign for every in tied.values() for one in every}
+    used = {piece.foreign for tensor_pieces in tied.values() for piece in tensor_pieces}
     extra = sorted(
         name
-        for name in found.tensors
-        if name not in used and not any(one.fullmatch(name.removeprefix(table.prefix)) for one in ignored)
+        for name in checkpoint.tensors
+        if name not in used
+        and not any(pattern.fullmatch(name.removeprefix(table.prefix)) for pattern in ignored)
     )
     if missing:
         there = f"{len(missing)} of {len(hf)} missing" + (
             f"; not used: {', '.join(extra[:3])}" if extra else ""
         )
         todo = "The config describes another model, or --names is the wrong table"
-        raise BadInput(found.path, missing[0], expected="a tensor for it", found=there, todo=todo)
+        raise BadInput(checkpoint.path, missing[0], expected="a tensor for it", found=there, todo=todo)
     if extra:
         todo = "The config does not describe it; nothing is ignored silently"
-        raise BadInput(found.path, extra[0], expected="no such tensor", found="one", todo=todo)
+        raise BadInput(checkpoint.path, extra[0], expected="no such tensor", found="one", todo=todo)
 
 
 def hf_shapes(family: Family, config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -113,15 +121,17 @@ def hf_shapes(family: Family, config: ModelConfig) -> dict[str, tuple[int, ...]]
     return shapes | repeated
 
 
-def _check_tied(found: ForeignCheckpoint, embedding: ForeignTensor, head: ForeignTensor) -> None:
+def _check_tied(checkpoint: ForeignCheckpoint, embedding: ForeignTensor, head: ForeignTensor) -> None:
     """Refuse an output layer that is stored besides the embedding that it is tied to, and differs from it."""
     rows = max(1, _AT_ONCE // max(1, embedding.shape[1]))
     for start in range(0, embedding.shape[0], rows):
         box = Box.whole(embedding.shape).narrow(0, start, min(start + rows, embedding.shape[0]))
-        if embedding.dtype != head.dtype or not torch.equal(*(_bytes(one, box) for one in (embedding, head))):
+        if embedding.dtype != head.dtype or not torch.equal(
+            *(_bytes(tensor, box) for tensor in (embedding, head))
+        ):
             todo = "Set tie_word_embeddings to false in config.json if the output layer is its own"
             raise BadInput(
-                found.path, "output layer", expected="the embedding, as tie_word_embeddings says",
+                checkpoint.path, "output layer", expected="the embedding, as tie_word_embeddings says",
                 found="other numbers", todo=todo,
             )  # fmt: skip
 
@@ -138,7 +148,7 @@ def _bytes(tensor: ForeignTensor, box: Box) -> torch.Tensor:
 
 
 def assembled(
-    found: ForeignCheckpoint,
+    checkpoint: ForeignCheckpoint,
     name: str,
     shape: tuple[int, ...],
     made_of: Iterable[Piece],
@@ -152,18 +162,18 @@ def assembled(
         if tensor.dtype not in WEIGHTS:
             todo = "Quantised weights are not read; convert the checkpoint before it was quantised"
             raise BadInput(
-                found.path,
+                checkpoint.path,
                 piece.foreign,
                 expected=f"one of {', '.join(WEIGHTS)}",
                 found=tensor.dtype,
                 todo=todo,
             )
-        parts += [one for chunk in tensor.chunks if (one := _located(piece, chunk)) is not None]
+        parts += [part for chunk in tensor.chunks if (part := _located(piece, chunk)) is not None]
     if len(dtypes) > 1:
-        raise BadInput(found.path, name, expected="one dtype", found=", ".join(sorted(dtypes)))
-    if flaw := first_flaw(Box.whole(shape), [one.box for one in parts]):
+        raise BadInput(checkpoint.path, name, expected="one dtype", found=", ".join(sorted(dtypes)))
+    if flaw := first_flaw(Box.whole(shape), [part.box for part in parts]):
         todo = "The checkpoint is incomplete: a part of it was not written or not copied"
-        raise BadInput(found.path, name, expected="each element once", found=str(flaw), todo=todo)
+        raise BadInput(checkpoint.path, name, expected="each element once", found=str(flaw), todo=todo)
     return ForeignTensor(dtypes.pop(), shape, tuple(parts))
 
 

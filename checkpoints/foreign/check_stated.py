@@ -13,19 +13,19 @@ from .checkpoint import ForeignCheckpoint
 _SAME = 1e-6
 
 
-def check_stated(found: ForeignCheckpoint, config: ModelConfig, where: Path) -> None:
+def check_stated(checkpoint: ForeignCheckpoint, config: ModelConfig, where: Path) -> None:
     """Refuse a config that disagrees with a fact in the checkpoint; the message names both places.
 
     A fact about an attribute that this family's config does not have is not compared. A checkpoint that
     states nothing gets a line for the user: names and shapes alone do not show, for example, a wrong number
     of heads.
     """
-    if not found.stated:
-        found.skipped.append(
+    if not checkpoint.stated:
+        checkpoint.skipped.append(
             "it states nothing about the model, so only names and shapes are compared with the config: "
             "a wrong number of attention heads, for example, is not noticed"
         )
-    for name, stated in found.stated.items():
+    for name, stated in checkpoint.stated.items():
         if not hasattr(config, name):
             continue
         ours = getattr(config, name)

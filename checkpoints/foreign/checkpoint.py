@@ -92,6 +92,6 @@ class ForeignCheckpoint:
     @property
     def files(self) -> list[ViewFile]:
         """Return the files that hold the weights and moments, each once, in order of first use."""
-        every = [self.tensors, *self.moments.values()]
-        chunks = (chunk for table in every for tensor in table.values() for chunk in tensor.chunks)
+        tables = [self.tensors, *self.moments.values()]
+        chunks = (chunk for table in tables for tensor in table.values() for chunk in tensor.chunks)
         return [*{id(chunk.file): chunk.file for chunk in chunks}.values()]

@@ -64,7 +64,11 @@ def recognise(path: Path) -> bool:
 
 
 def _folders(path: Path) -> list[Path]:
-    return [one for one in (path, *(path / name for name in _ACCELERATE)) if (one / DCP_METADATA).is_file()]
+    return [
+        folder
+        for folder in (path, *(path / name for name in _ACCELERATE))
+        if (folder / DCP_METADATA).is_file()
+    ]
 
 
 def read(path: Path) -> ForeignCheckpoint:
@@ -72,27 +76,31 @@ def read(path: Path) -> ForeignCheckpoint:
     tensors: dict[str, ForeignTensor] = {}
     objects: list[str] = []
     for folder in _folders(path):
-        more, others = read_tensors(folder)
-        tensors |= more
+        folder_tensors, others = read_tensors(folder)
+        tensors |= folder_tensors
         objects += others
-    found = ForeignCheckpoint(path, FORM, {})
+    checkpoint = ForeignCheckpoint(path, FORM, {})
     moments: dict[str, dict[str, ForeignTensor]] = {"exp_avg": {}, "exp_avg_sq": {}}
     updates: dict[str, ForeignTensor] = {}
     for name, tensor in tensors.items():
         if (match := _STATE.fullmatch(name)) is not None:
             (updates if match[2] == "step" else moments[match[2]])[match[1]] = tensor
         elif _STEP.fullmatch(name):
-            found.step = read_count(tensor, path, name)
+            checkpoint.step = read_count(tensor, path, name)
         elif _BESIDE.fullmatch(name):
             objects.append(name)
         else:
-            found.tensors[name] = tensor
+            checkpoint.tensors[name] = tensor
     if objects:
-        found.skipped.append(f"{len(objects)} entries beside the weights are not read: {objects[0]}, ...")
+        checkpoint.skipped.append(
+            f"{len(objects)} entries beside the weights are not read: {objects[0]}, ..."
+        )
     if any(moments.values()):
-        found.moments = {kind: _by_weight(every, found.tensors) for kind, every in moments.items()}
-        found.updates = _updates(updates, path)
-    return found
+        checkpoint.moments = {
+            kind: _by_weight(moment_tensors, checkpoint.tensors) for kind, moment_tensors in moments.items()
+        }
+        checkpoint.updates = _updates(updates, path)
+    return checkpoint
 
 
 def read_tensors(
@@ -162,12 +170,12 @@ class _Files:
             self._known[name] = ViewFile.of(contained(self._path, name))
         file = self._known[name]
         if not 0 <= begin <= begin + length <= file.size:
-            found = f"a file of {file.size:,} bytes"
+            file_size = f"a file of {file.size:,} bytes"
             raise BadInput(
                 file.path,
                 shown(key),
                 expected=f"{length:,} bytes from byte {begin:,} on",
-                found=found,
+                found=file_size,
                 todo="Copy it again: it was cut short",
             )
         with open_regular(file.path) as (fd, _):
@@ -202,8 +210,8 @@ def _tensor(
     stored, made = _DTYPES[dtype.text], []
     for chunk in chunks:
         offsets, sizes = (
-            _sizes(one, where, name)
-            for one in _fields(chunk, "ChunkStorageMetadata", where, "offsets", "sizes")
+            _sizes(field, where, name)
+            for field in _fields(chunk, "ChunkStorageMetadata", where, "offsets", "sizes")
         )
         if len(offsets) != len(sizes):
             raise BadInput(where, shown(name), expected=f"{len(sizes)} offsets", found=len(offsets))
@@ -217,8 +225,8 @@ def _tensor(
             continue
         file, view = files.view(*place, name)
         if (view.dtype, view.shape) != (stored, sizes):
-            found = f"{view.dtype} {[*view.shape]}"
-            raise BadInput(file.path, shown(name), expected=f"{stored} {[*sizes]}", found=found)
+            actual = f"{view.dtype} {[*view.shape]}"
+            raise BadInput(file.path, shown(name), expected=f"{stored} {[*sizes]}", found=actual)
         made.append(Chunk(box, file, view))
     check_coverage(where, shown(name), shape, [chunk.box for chunk in made], kind=BadInput)
     return ForeignTensor(stored, shape, tuple(made))
@@ -231,7 +239,8 @@ def _by_weight(
     first = next(iter(moments), "")
     prefixes = [name.removesuffix(first) for name in weights if name.endswith(first)]
     prefix = next(
-        (one for one in sorted(prefixes, key=len) if all(one + name in weights for name in moments)), ""
+        (prefix for prefix in sorted(prefixes, key=len) if all(prefix + name in weights for name in moments)),
+        "",
     )
     return {prefix + name: moment for name, moment in moments.items()}
 
@@ -241,16 +250,16 @@ def _updates(steps: Mapping[str, ForeignTensor], path: Path) -> int | None:
     made = {name: read_count(tensor, path, name) for name, tensor in steps.items()}
     if len(set(made.values())) > 1:
         few, many = min(made, key=made.__getitem__), max(made, key=made.__getitem__)
-        found = f"{made[many]} for {many}, {made[few]} for {few}"
-        raise BadInput(path, "optimizer", expected="as many updates of every weight", found=found)
+        update_counts = f"{made[many]} for {many}, {made[few]} for {few}"
+        raise BadInput(path, "optimizer", expected="as many updates of every weight", found=update_counts)
     return next(iter(made.values()), None)
 
 
 def _fields(record: object, kind: str, where: Path, *names: str) -> list[Any]:
     """Return fields of a record of DCP's class ``kind``."""
     if not isinstance(record, Record) or record.name.rpartition(".")[2] != kind:
-        found = record.name if isinstance(record, Record) else type(record).__name__
-        raise BadInput(where, expected=kind, found=found, todo="The file is damaged, or not of DCP")
+        record_kind = record.name if isinstance(record, Record) else type(record).__name__
+        raise BadInput(where, expected=kind, found=record_kind, todo="The file is damaged, or not of DCP")
     return [record.field(name) for name in names]
 
 

@@ -36,7 +36,7 @@ class Format:
 
 
 def _is_gguf(path: Path) -> bool:
-    names = [one.name for one in path.iterdir()] if path.is_dir() else [path.name]
+    names = [child.name for child in path.iterdir()] if path.is_dir() else [path.name]
     return any(name.endswith(".gguf") for name in names)
 
 
@@ -58,4 +58,4 @@ FORMATS: tuple[Format, ...] = (
 
 def format_of(path: Path) -> Format | None:
     """Return the format of a folder or file, or ``None`` if it is of none."""
-    return next((one for one in FORMATS if one.recognise(path)), None)
+    return next((form for form in FORMATS if form.recognise(path)), None)

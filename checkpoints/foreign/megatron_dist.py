@@ -84,14 +84,16 @@ def read(path: Path) -> ForeignCheckpoint:
         elif not _is_extra(stored):
             weights[stored.removeprefix(prefix)] = tensor
     extra = sum(map(_is_extra, (*tensors, *objects)))
-    found = ForeignCheckpoint(folder, FORM, weights, names="megatron", stated=arguments.stated())
-    found.step = common["iteration"] if type(common.get("iteration")) is int else None
+    checkpoint = ForeignCheckpoint(folder, FORM, weights, names="megatron", stated=arguments.stated())
+    checkpoint.step = common["iteration"] if type(common.get("iteration")) is int else None
     if extra:
-        found.skipped.append(f"{extra} entries _extra_state are not read: they hold no weights")
-    _take_states(found, states, left, common)
-    found.tensors = dict(_numbered(found.tensors, folder))
-    found.moments = {kind: dict(_numbered(every, folder)) for kind, every in found.moments.items()}
-    return found
+        checkpoint.skipped.append(f"{extra} entries _extra_state are not read: they hold no weights")
+    _take_states(checkpoint, states, left, common)
+    checkpoint.tensors = dict(_numbered(checkpoint.tensors, folder))
+    checkpoint.moments = {
+        kind: dict(_numbered(moment_tensors, folder)) for kind, moment_tensors in checkpoint.moments.items()
+    }
+    return checkpoint
 
 
 def _is_extra(name: str) -> bool:
@@ -99,7 +101,7 @@ def _is_extra(name: str) -> bool:
 
 
 def _take_states(
-    found: ForeignCheckpoint,
+    checkpoint: ForeignCheckpoint,
     states: dict[str, dict[str, ForeignTensor]],
     left: list[str],
     common: Mapping[Any, Any],
@@ -107,40 +109,42 @@ def _take_states(
     """Take the moments and, with them, the optimizer's own weights; say what is left."""
     moments = {kind: states.get(kind, {}) for kind in ("exp_avg", "exp_avg_sq")}
     if all(moments.values()):
-        found.moments = {kind: _shaped(found, kind, every) for kind, every in moments.items()}
+        checkpoint.moments = {
+            kind: _shaped(checkpoint, kind, moment_tensors) for kind, moment_tensors in moments.items()
+        }
         own = states.get("param") or states.get("fp32_param") or {}
-        found.tensors |= _shaped(found, "fp32_param", own)
+        checkpoint.tensors |= _shaped(checkpoint, "fp32_param", own)
         if own:
-            found.skipped.append(
+            checkpoint.skipped.append(
                 "the weights are the optimizer's, in fp32; --dtype bfloat16 rounds them to the model's own"
             )
-        found.updates = _updates(common.get("optimizer"))
+        checkpoint.updates = _updates(common.get("optimizer"))
     elif unreadable := [name for name in left if _OPTIMIZER.fullmatch(name)]:
-        found.skipped.append(
+        checkpoint.skipped.append(
             f"no moments: the {len(unreadable)} entries of the optimizer ({unreadable[0]}, ...) depend on "
             f"the ranks that wrote them. Megatron writes readable ones with {READABLE}"
         )
         left = [name for name in left if name not in unreadable]
     if left:
-        found.skipped.append(f"{len(left)} entries beside the weights are not read: {left[0]}, ...")
+        checkpoint.skipped.append(f"{len(left)} entries beside the weights are not read: {left[0]}, ...")
 
 
 def _updates(stored: object) -> int | None:
     """Return the number of updates in the parameter groups, wherever a chain of optimizers has them."""
     level, seen = [stored], set[int]()  # a dict that a file names many times is walked once
     for _ in range(6):
-        groups = [one["param_groups"] for one in level if isinstance(one, dict) and "param_groups" in one]
-        for group in (one for every in groups if isinstance(every, list) for one in every):
+        groups = [node["param_groups"] for node in level if isinstance(node, dict) and "param_groups" in node]
+        for group in (group for group_list in groups if isinstance(group_list, list) for group in group_list):
             if isinstance(group, dict) and type(group.get("step")) is int:
                 return int(group["step"])
-        children = {id(child): child for one in level if isinstance(one, dict) for child in one.values()}
+        children = {id(child): child for node in level if isinstance(node, dict) for child in node.values()}
         level = [child for key, child in children.items() if key not in seen]
         seen |= children.keys()
     return None
 
 
 def _shaped(
-    found: ForeignCheckpoint, kind: str, states: Mapping[str, ForeignTensor]
+    checkpoint: ForeignCheckpoint, kind: str, states: Mapping[str, ForeignTensor]
 ) -> dict[str, ForeignTensor]:
     """Return the tensors of a state in the shapes of their weights.
 
@@ -149,10 +153,10 @@ def _shaped(
     """
     shaped = {}
     for name, state in states.items():
-        if (weight := found.tensors.get(name)) is None:
+        if (weight := checkpoint.tensors.get(name)) is None:
             todo = "The optimizer and the model are not of one checkpoint"
             raise BadInput(
-                found.path,
+                checkpoint.path,
                 f"{kind} of {shown(name)}",
                 expected="a weight of that name",
                 found="none",
@@ -167,7 +171,7 @@ def _shaped(
         )
         if not fits or prod(state.shape) != prod(weight.shape):
             raise BadInput(
-                found.path, f"{kind} of {shown(name)}", expected=[*weight.shape], found=[*state.shape]
+                checkpoint.path, f"{kind} of {shown(name)}", expected=[*weight.shape], found=[*state.shape]
             )
         size = tuple(m // n for m, n in zip(weight.shape, parts, strict=True))
         chunks = tuple(piece for chunk in state.chunks for piece in _unflattened(chunk, size))
@@ -209,8 +213,8 @@ def _numbered(tensors: Mapping[str, ForeignTensor], path: Path) -> Iterator[tupl
             yield name, tensor
             continue
         if tensor.shape and tensor.shape[0] > MOST_LAYERS:
-            found = f"{tensor.shape[0]:,}"
-            raise BadInput(path, shown(name), expected=f"at most {MOST_LAYERS:,} layers", found=found)
+            layer_count = f"{tensor.shape[0]:,}"
+            raise BadInput(path, shown(name), expected=f"at most {MOST_LAYERS:,} layers", found=layer_count)
         layers: dict[int, list[Chunk]] = {
             number: [] for number in range(tensor.shape[0] if tensor.shape else 0)
         }

@@ -23,7 +23,7 @@ def step_folder(path: Path) -> Path:
         raise BadInput(path / TRACKER, expected="the number of a step, or release", found=shown(text))
     folder = path / (text if text == "release" else f"iter_{step:07d}")
     if not folder.is_dir():
-        found = f"{folder.name}, which is not there"
+        missing = f"{folder.name}, which is not there"
         todo = "Name the folder of a step that is there"
-        raise BadInput(path / TRACKER, expected=f"a step in {path}", found=found, todo=todo)
+        raise BadInput(path / TRACKER, expected=f"a step in {path}", found=missing, todo=todo)
     return folder

@@ -71,7 +71,7 @@ def read(path: Path) -> ForeignCheckpoint:
     """Read the headers of all ranks; ``BadInput`` names a rank that is missing or of another model."""
     folder = step_folder(path)
     ranks: list[_Rank] = []
-    found = ForeignCheckpoint(folder, FORM, {}, names="megatron")
+    checkpoint = ForeignCheckpoint(folder, FORM, {}, names="megatron")
     extra, optimizer, first = 0, False, Arguments(None, folder)
     for rank_folder, matched in _rank_folders(folder):
         name = next(name for name in _FILES if (rank_folder / name).is_file())
@@ -88,10 +88,10 @@ def read(path: Path) -> ForeignCheckpoint:
         arguments.check()
         step = value["iteration"] if type(value.get("iteration")) is int else None
         if not ranks:
-            first, found.stated, found.step = arguments, arguments.stated(), step
-        if step != found.step:
+            first, checkpoint.stated, checkpoint.step = arguments, arguments.stated(), step
+        if step != checkpoint.step:
             todo = "The ranks' files are not of one checkpoint: copy all of them again"
-            raise BadInput(file, "iteration", expected=found.step, found=step, todo=todo)
+            raise BadInput(file, "iteration", expected=checkpoint.step, found=step, todo=todo)
         views = ViewFile.of(file)
         views.know(archive.entries)
         rank = _Rank(views, *_coordinates(matched, arguments, file))
@@ -102,22 +102,22 @@ def read(path: Path) -> ForeignCheckpoint:
         optimizer = optimizer or "optimizer" in value
         ranks.append(rank)
     _check_ranks(ranks, first, folder)
-    found.tensors, differing = _whole_tensors(ranks, first, folder)
+    checkpoint.tensors, differing = _whole_tensors(ranks, first, folder)
     if differing:
-        found.skipped.append(
+        checkpoint.skipped.append(
             f"{len(differing)} tensors that several ranks hold differ between them, such as {differing[0]}: "
             "the first rank's is taken"
         )
     if first.untie_embeddings_and_output_weights is not True:
-        found.tensors.pop("output_layer.weight", None)  # the last stage's copy of the embedding
+        checkpoint.tensors.pop("output_layer.weight", None)  # the last stage's copy of the embedding
     if extra:
-        found.skipped.append(f"{extra} entries _extra_state are not read: they hold no weights")
+        checkpoint.skipped.append(f"{extra} entries _extra_state are not read: they hold no weights")
     if optimizer or any(folder.glob("mp_rank_*/*optim.pt")):
-        found.skipped.append(
+        checkpoint.skipped.append(
             "no moments: in this format they depend on the ranks that wrote them. Megatron writes readable "
             f"ones with --ckpt-format torch_dist {READABLE}"
         )
-    return found
+    return checkpoint
 
 
 def _rank_folders(folder: Path) -> Iterator[tuple[Path, re.Match[str]]]:
@@ -128,12 +128,12 @@ def _rank_folders(folder: Path) -> Iterator[tuple[Path, re.Match[str]]]:
 
 def _coordinates(match: re.Match[str], arguments: Arguments, file: Path) -> tuple[int, int, int]:
     """Return the tensor, pipeline and expert rank; one number may be missing where its axis has size 1."""
-    tensor, *others = (int(one) for one in match.groups() if one is not None)
+    tensor, *others = (int(digits) for digits in match.groups() if digits is not None)
     pipelined = arguments.size("pipeline_model_parallel_size") > 1
     expert = arguments.size("expert_model_parallel_size") > 1
     if len(others) != pipelined + expert:
-        found, stated = match[0], f"{pipelined + expert} numbers after the first"
-        raise BadInput(file, "args", expected=f"a folder's name with {stated}", found=found)
+        folder_name, stated = match[0], f"{pipelined + expert} numbers after the first"
+        raise BadInput(file, "args", expected=f"a folder's name with {stated}", found=folder_name)
     if len(others) == 2:
         return tensor, others[0], others[1]
     if not others:
@@ -218,8 +218,8 @@ def _whole_tensors(
     for name, parts in chunks.items():
         kinds = {(chunk.view.dtype, len(box.stop)) for box, chunk in parts.items()}
         if len(kinds) > 1:
-            found = " and ".join(f"{dtype} of {dims} dims" for dtype, dims in sorted(kinds))
-            raise BadInput(folder, name, expected="tensors of one kind on all ranks", found=found)
+            seen_kinds = " and ".join(f"{dtype} of {dims} dims" for dtype, dims in sorted(kinds))
+            raise BadInput(folder, name, expected="tensors of one kind on all ranks", found=seen_kinds)
         shape = tuple(max(stops) for stops in zip(*(box.stop for box in parts), strict=True))
         dtypes = {dtype for dtype, _ in kinds}
         whole_tensors[name] = ForeignTensor(dtypes.pop(), shape, tuple(parts.values()))

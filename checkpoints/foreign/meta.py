@@ -41,7 +41,7 @@ def recognise(path: Path) -> bool:
     return (
         path.is_dir()
         and (path / PARAMS).is_file()
-        and any(_PART.fullmatch(one.name) for one in path.iterdir())
+        and any(_PART.fullmatch(child.name) for child in path.iterdir())
     )
 
 
@@ -49,7 +49,7 @@ def read(path: Path) -> ForeignCheckpoint:
     """Read the headers of every part; ``BadInput`` for a part that is missing or does not fit the others."""
     where = path / PARAMS
     params = read_json(where)
-    numbers = sorted(int(match[1]) for one in path.iterdir() if (match := _PART.fullmatch(one.name)))
+    numbers = sorted(int(match[1]) for child in path.iterdir() if (match := _PART.fullmatch(child.name)))
     if numbers != [*range(len(numbers))]:
         missing = min(set(range(numbers[-1])) - {*numbers})
         raise BadInput(
@@ -88,9 +88,9 @@ def _joined(name: str, files: list[ViewFile], width: object) -> ForeignTensor:
     if dim is None:
         return ForeignTensor(first.dtype, first.shape, (Chunk(Box.whole(first.shape), files[0], first),))
     if len({(part.dtype, part.shape[:dim], part.shape[dim + 1 :]) for part in parts}) > 1:
-        found = ", ".join(f"{part.dtype} {[*part.shape]}" for part in parts)
+        part_shapes = ", ".join(f"{part.dtype} {[*part.shape]}" for part in parts)
         raise BadInput(
-            files[0].path.parent, shown(name), expected="parts that differ in one dim", found=found
+            files[0].path.parent, shown(name), expected="parts that differ in one dim", found=part_shapes
         )
     chunks, at = [], 0
     for file, part in zip(files, parts, strict=True):

@@ -128,15 +128,15 @@ def pieces(
     ``foreign`` and ``hf``: all tensors with their shapes. Rules for tensors that the model does not have give
     nothing. ``BadInput`` names ``where`` (the foreign checkpoint) and a rule whose two sides differ in shape.
     """
-    found: dict[str, list[Piece]] = {}
+    pieces_by_name: dict[str, list[Piece]] = {}
     for rule in table.rule:
         if rule.only and model_type not in rule.only:
             continue
-        for ours, theirs in _instances(rule, hf, foreign, table.prefix, config):
-            if all(table.prefix + name in foreign for name, _ in theirs):
-                for name, made in _tie(rule, ours, theirs, table.prefix, foreign, hf, config, where):
-                    found.setdefault(name, []).append(made)
-    return found
+        for ours, sources in _instances(rule, hf, foreign, table.prefix, config):
+            if all(table.prefix + name in foreign for name, _ in sources):
+                for name, made in _tie(rule, ours, sources, table.prefix, foreign, hf, config, where):
+                    pieces_by_name.setdefault(name, []).append(made)
+    return pieces_by_name
 
 
 def foreign_shapes(
@@ -146,22 +146,22 @@ def foreign_shapes(
 
     ``BadInput`` for a rule that ties several foreign tensors to one: it does not say where to cut.
     """
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for rule in table.rule:
         if rule.only and model_type not in rule.only:
             continue
-        for ours, theirs in _instances(rule, hf, {}, table.prefix, config):
-            ((name, index), *others) = theirs
+        for ours, sources in _instances(rule, hf, {}, table.prefix, config):
+            ((name, index), *others) = sources
             if others:
                 expected, todo = "one foreign name", "A rule with several can be read only"
-                raise BadInput(f"{rule.foreign}", expected=expected, found=f"{len(theirs)}", todo=todo)
+                raise BadInput(f"{rule.foreign}", expected=expected, found=f"{len(sources)}", todo=todo)
             shape = list(hf[ours[0][0]][len(ours[0][1]) :])
             if shape:
-                shape[rule.dim] = sum(hf[one][len(at) + rule.dim] for one, at in ours)
-            known = found.get(table.prefix + name, (0,) * len(index))[: len(index)]
+                shape[rule.dim] = sum(hf[hf_name][len(at) + rule.dim] for hf_name, at in ours)
+            known = shapes.get(table.prefix + name, (0,) * len(index))[: len(index)]
             stacked = (max(n, at + 1) for n, at in zip(known, index, strict=True))
-            found[table.prefix + name] = (*stacked, *(shape[::-1] if rule.transpose else shape))
-    return found
+            shapes[table.prefix + name] = (*stacked, *(shape[::-1] if rule.transpose else shape))
+    return shapes
 
 
 Numbered = tuple[str, tuple[int, ...]]
@@ -174,11 +174,11 @@ def _instances(
 
     Beside each name stands the index of the stacked dims that it does not name itself.
     """
-    ours, theirs = ([one] if isinstance(one, str) else one for one in (rule.hf, rule.foreign))
-    used = sorted({key for name in (*ours, *theirs) for key in _PLACEHOLDER.findall(name)}, reverse=True)
+    ours, sources = ([side] if isinstance(side, str) else side for side in (rule.hf, rule.foreign))
+    used = sorted({key for name in (*ours, *sources) for key in _PLACEHOLDER.findall(name)}, reverse=True)
     experts = 0
     if "e" in used:
-        experts = max(_experts(ours, hf), _experts([prefix + one for one in theirs], foreign))
+        experts = max(_experts(ours, hf), _experts([prefix + template for template in sources], foreign))
     counts = {"i": config.num_hidden_layers, "e": experts}
     for numbers in product(*(range(counts[key]) for key in used)):
         at = dict(zip(used, numbers, strict=True))
@@ -189,24 +189,24 @@ def _instances(
 
         made = [numbered(name) for name in ours]
         if all(name in hf for name, _ in made):
-            yield made, [numbered(name) for name in theirs]
+            yield made, [numbered(name) for name in sources]
 
 
 def _experts(templates: Sequence[str], names: Mapping[str, Shape]) -> int:
     """Return one more than the highest number of an expert in names that fit the templates."""
     patterns = [
-        re.compile(re.escape(one).replace(r"\{e\}", r"(?P<e>\d+)", 1).replace(r"\{i\}", r"\d+"))
-        for one in templates
-        if "{e}" in one
+        re.compile(re.escape(template).replace(r"\{e\}", r"(?P<e>\d+)", 1).replace(r"\{i\}", r"\d+"))
+        for template in templates
+        if "{e}" in template
     ]
-    found = (pattern.fullmatch(name) for pattern in patterns for name in names)
-    return max((int(match["e"]) + 1 for match in found if match is not None), default=0)
+    matches = (pattern.fullmatch(name) for pattern in patterns for name in names)
+    return max((int(match["e"]) + 1 for match in matches if match is not None), default=0)
 
 
 def _tie(
     rule: Rule,
     ours: Sequence[Numbered],
-    theirs: Sequence[Numbered],
+    sources: Sequence[Numbered],
     prefix: str,
     foreign: Mapping[str, Shape],
     hf: Mapping[str, Shape],
@@ -214,13 +214,15 @@ def _tie(
     where: object,
 ) -> Iterator[tuple[str, Piece]]:
     """Yield the pieces of one instance of a rule: both sides are laid out along ``dim`` and cut together."""
-    shapes = [foreign[prefix + name][len(index) :] for name, index in theirs]
+    shapes = [foreign[prefix + name][len(index) :] for name, index in sources]
     if rule.transpose:
         shapes = [shape[::-1] for shape in shapes]
     wanted = [hf[name][len(index) :] for name, index in ours]
     dim = rule.dim
     groups = int(getattr(config, rule.groups)) if rule.groups else 1
-    total_ours, total_theirs = (sum(shape[dim] if shape else 1 for shape in one) for one in (wanted, shapes))
+    total_ours, total_theirs = (
+        sum(shape[dim] if shape else 1 for shape in side) for side in (wanted, shapes)
+    )
     rest = {shape[:dim] + shape[dim + 1 :] for shape in (*wanted, *shapes)}
     uneven = any(shape and shape[dim] % (groups * rule.parts) for shape in wanted)
     if (
@@ -231,9 +233,9 @@ def _tie(
     ):
         raise BadInput(
             where,
-            prefix + theirs[0][0],
+            prefix + sources[0][0],
             expected=" and ".join(f"{name} {[*hf[name]]}" for name, _ in ours),
-            found=" and ".join(f"{[*foreign[prefix + name]]}" for name, _ in theirs),
+            found=" and ".join(f"{[*foreign[prefix + name]]}" for name, _ in sources),
             todo="The config and the weights are not of one model, or --names is the wrong table",
         )
     begin_theirs = [sum(shape[dim] if shape else 1 for shape in shapes[:n]) for n in range(len(shapes))]
@@ -243,7 +245,7 @@ def _tie(
         each = shape[dim] // rule.parts if shape else 1
         size = each // groups
         own = turn * each + group * size - at
-        for (source, source_index), begin, source_shape in zip(theirs, begin_theirs, shapes, strict=True):
+        for (source, source_index), begin, source_shape in zip(sources, begin_theirs, shapes, strict=True):
             length = source_shape[dim] if source_shape else 1
             first, last = max(at, begin), min(at + size, begin + length)
             if first < last:

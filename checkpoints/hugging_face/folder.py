@@ -86,8 +86,8 @@ class HFFolder:
                 self.path, expected=f"{SINGLE} or {INDEX}", found="only pickled weights", todo=todo
             )
         others = sorted(name for name in names if name.endswith(".safetensors"))
-        found = f"only {', '.join(others[:3])}" if others else "neither"
-        raise BadInput(self.path, expected=f"{SINGLE} or {INDEX}", found=found)
+        present = f"only {', '.join(others[:3])}" if others else "neither"
+        raise BadInput(self.path, expected=f"{SINGLE} or {INDEX}", found=present)
 
     def _sharded(
         self, names: set[str], index_name: str, ending: str, open_shard: Callable[..., TensorFile]
@@ -165,8 +165,8 @@ def _weight_map(value: object, where: Path, ending: str) -> dict[str, str]:
             todo = f"An index of pickled weights is called {OLD_INDEX}"
             raise BadInput(where, key, expected=f"a {ending} file", found=shown(shard), todo=todo)
         if (other := shards.setdefault(shard.lower(), shard)) != shard:
-            found = f"{shown(other)} and {shown(shard)}, one file on some systems"
-            raise BadInput(where, "weight_map", expected="names that differ in more than case", found=found)
+            clash = f"{shown(other)} and {shown(shard)}, one file on some systems"
+            raise BadInput(where, "weight_map", expected="names that differ in more than case", found=clash)
     return value
 
 
@@ -186,8 +186,8 @@ def _check_agreement(promised: dict[str, str], files: dict[str, TensorFile], whe
             raise BadInput(where, shown(name), expected=f"it in {shard}", found=elsewhere, todo=todo)
     for name, shards in holders.items():
         if name not in promised:
-            found = "no such entry in weight_map"
-            raise BadInput(where, shown(name), expected=f"the tensor that {shards[0]} holds", found=found)
+            actual = "no such entry in weight_map"
+            raise BadInput(where, shown(name), expected=f"the tensor that {shards[0]} holds", found=actual)
 
 
 def _what_is(path: Path) -> str:

@@ -35,12 +35,14 @@ class ScaledFile(TensorFile):
         for name, (numbers, scales) in scaled.items():
             entry, factors = numbers.tensors[name], scales.tensors[name + SCALES]
             if entry.dtype != "F8_E4M3" or len(entry.shape) != 2:
-                found = f"{entry.dtype} {list(entry.shape)}"
-                raise BadInput(numbers.path, name, expected="a matrix of F8_E4M3", found=found)
+                type_and_shape = f"{entry.dtype} {list(entry.shape)}"
+                raise BadInput(numbers.path, name, expected="a matrix of F8_E4M3", found=type_and_shape)
             expected = tuple(-(-size // each) for size, each in zip(entry.shape, block, strict=True))
             if (factors.dtype, factors.shape) != ("F32", expected):
-                found = f"{factors.dtype} {list(factors.shape)}"
-                raise BadInput(scales.path, name + SCALES, expected=f"F32 {list(expected)}", found=found)
+                type_and_shape = f"{factors.dtype} {list(factors.shape)}"
+                raise BadInput(
+                    scales.path, name + SCALES, expected=f"F32 {list(expected)}", found=type_and_shape
+                )
             begin, end = end, end + 2 * torch.Size(entry.shape).numel()
             tensors[name] = Entry("BF16", entry.shape, begin, end)
         super().__init__(path, tensors, {}, 0, None)
@@ -54,10 +56,10 @@ class ScaledFile(TensorFile):
         each = max(1, _AT_ONCE // max(1, last_column - column))
         for begin in range(row, last_row, each) if box.size else ():
             end = min(begin + each, last_row)
-            held = Box((begin // high, column // wide), (-(-end // high), -(-last_column // wide)))
-            factors = scales.read(name + SCALES, held)
-            rows = torch.arange(begin, end) // high - held.start[0]
-            columns = torch.arange(column, last_column) // wide - held.start[1]
+            scale_box = Box((begin // high, column // wide), (-(-end // high), -(-last_column // wide)))
+            factors = scales.read(name + SCALES, scale_box)
+            rows = torch.arange(begin, end) // high - scale_box.start[0]
+            columns = torch.arange(column, last_column) // wide - scale_box.start[1]
             piece = numbers.read(name, Box((begin, column), (end, last_column))).float()
             out[begin - row : end - row] = piece * factors[rows][:, columns]
         return out
@@ -104,5 +106,5 @@ def scaled(tensors: Mapping[str, Place], path: Path, block: tuple[int, int]) -> 
                 raise BadInput(path, name, expected=f"the matrix of {key}", found="no such tensor")
             pairs[name] = tensors[name][0], file
     made = ScaledFile(path, pairs, block)
-    kept = {key: place for key, place in tensors.items() if key.removesuffix(SCALES) not in pairs}
-    return kept | {name: (made, entry) for name, entry in made.tensors.items()}
+    unscaled = {key: place for key, place in tensors.items() if key.removesuffix(SCALES) not in pairs}
+    return unscaled | {name: (made, entry) for name, entry in made.tensors.items()}

@@ -41,8 +41,8 @@ class UnpackedFile(TensorFile):
             *outer, rows, groups, size = _shape(blocks, name + BLOCKS)
             if size != _BYTES or _shape(scales, name + SCALES) != (*outer, rows, groups):
                 expected = f"{[*outer, rows, groups]}, one for each {_BYTES} bytes of {name}{BLOCKS}"
-                found = f"{list(_shape(scales, name + SCALES))} and {size} bytes"
-                raise BadInput(scales.path, name + SCALES, expected=expected, found=found)
+                shape_and_size = f"{list(_shape(scales, name + SCALES))} and {size} bytes"
+                raise BadInput(scales.path, name + SCALES, expected=expected, found=shape_and_size)
             shape = (*outer, groups * _GROUP, rows)
             tensors[name] = Entry("BF16", shape, 0, 2 * torch.Size(shape).numel())
         super().__init__(path, tensors, {}, 0, None)
@@ -57,9 +57,9 @@ class UnpackedFile(TensorFile):
         (blocks, scales), each = self._packed[name], max(1, _AT_ONCE * (last_row - row) // max(1, box.size))
         for begin in range(row, last_row, each) if box.size else ():
             end = min(begin + each, last_row)
-            held = Box((*start, begin, first), (*stop, end, last))
-            packed = blocks.read(name + BLOCKS, Box((*held.start, 0), (*held.stop, _BYTES)))
-            numbers = unpack(packed, scales.read(name + SCALES, held))
+            packed_box = Box((*start, begin, first), (*stop, end, last))
+            packed = blocks.read(name + BLOCKS, Box((*packed_box.start, 0), (*packed_box.stop, _BYTES)))
+            numbers = unpack(packed, scales.read(name + SCALES, packed_box))
             out[..., begin - row : end - row] = numbers[..., columns].transpose(-1, -2)
         return out
 
@@ -102,8 +102,8 @@ def unpacked(tensors: Mapping[str, Place], path: Path) -> dict[str, Place]:
             packed[name] = file, tensors[other][0]
     made = UnpackedFile(path, packed)
     used = {name + suffix for name in packed for suffix in (BLOCKS, SCALES)}
-    kept = {name: place for name, place in tensors.items() if name not in used}
-    return kept | {name: (made, entry) for name, entry in made.tensors.items()}
+    others = {name: place for name, place in tensors.items() if name not in used}
+    return others | {name: (made, entry) for name, entry in made.tensors.items()}
 
 
 def _shape(file: TensorFile, key: str) -> tuple[int, ...]:

@@ -30,9 +30,9 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
     """
     lower = 2 ** floor(log2(heads))
     powers = torch.arange(1, lower + 1, dtype=torch.int32, device="cpu")
-    found = torch.tensor(2.0 ** -(8 / lower), device="cpu") ** powers
+    slopes = torch.tensor(2.0 ** -(8 / lower), device="cpu") ** powers
     between = torch.tensor(2.0 ** -(4 / lower), device="cpu") ** (2 * powers[: heads - lower] - 1)
-    return tuple(torch.cat((found, between)).tolist())
+    return tuple(torch.cat((slopes, between)).tolist())
 
 
 @dataclass(frozen=True, slots=True)

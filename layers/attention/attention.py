@@ -121,8 +121,8 @@ class Attention(nn.Module):
                 backend=self.backend,
             )
         merged_BSF = merge_heads(heads_BHSE)
-        for one in gate_BSF:
-            merged_BSF = merged_BSF * one.sigmoid()
+        for gate in gate_BSF:
+            merged_BSF = merged_BSF * gate.sigmoid()
         out: Tensor = self.out(merged_BSF)
         return out
 
@@ -152,8 +152,8 @@ class SharedHeads:
         group, here = query_heads // key_value_heads, query_heads // size
         shared = shared_units(key_value_heads, size, index)
         needed = [q // group - shared.start for q in range(index * here, (index + 1) * here)]
-        held = len(shared)
-        even = here % held == 0 and needed == [j // (here // held) for j in range(here)]
+        shared_heads = len(shared)
+        even = here % shared_heads == 0 and needed == [j // (here // shared_heads) for j in range(here)]
         self._pick = None if even else HostNumbers(needed)
 
     def __call__(self, x_BKSE: Tensor) -> Tensor:

@@ -62,9 +62,9 @@ class AttentionCall:
         return self.device, self.dtype, self.width
 
     def __str__(self) -> str:
-        more = [("documents or a window", self.masked), ("a cache", self.cached), ("dropout", self.dropout)]
-        said = [f"heads of {self.width} in {str(self.dtype).removeprefix('torch.')} on {self.device}"]
-        return ", ".join([*said, *(word for word, yes in [*more, (self.score, self.score)] if yes)])
+        traits = [("documents or a window", self.masked), ("a cache", self.cached), ("dropout", self.dropout)]
+        words = [f"heads of {self.width} in {str(self.dtype).removeprefix('torch.')} on {self.device}"]
+        return ", ".join([*words, *(word for word, yes in [*traits, (self.score, self.score)] if yes)])
 
 
 def choose_backend(call: AttentionCall, pinned: PinnedBackend = "auto") -> Backend:
@@ -74,10 +74,10 @@ def choose_backend(call: AttentionCall, pinned: PinnedBackend = "auto") -> Backe
     """
     if pinned == "auto":
         order = _ORDER if call.masked or call.score else ("sdpa", *_ORDER)
-        return next(one for one in order if not [*_lacks(one, call)])
+        return next(backend for backend in order if not [*_lacks(backend, call)])
     lacking = next(_lacks(pinned, call), None)
     if lacking is not None:
-        others = ", ".join(one for one in BACKENDS if not [*_lacks(one, call)])
+        others = ", ".join(backend for backend in BACKENDS if not [*_lacks(backend, call)])
         raise BadInput(
             "recipe",
             "attention_backend",

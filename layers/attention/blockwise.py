@@ -109,10 +109,10 @@ def attend_backward(
         slope = None if options.soft_cap is None else 1 - (scores / options.soft_cap) ** 2
         weights = (_seen(scores, options, rows) - log_sums[:, :, rows].unsqueeze(-1)).exp()
         dweights = (_fold(dout, k) @ v.transpose(-1, -2)).view_as(weights)
-        kept = weights
+        kept_weights = weights
         if dropped is not None:
-            kept, dweights = weights * dropped, dweights * dropped
-        dv += _fold(kept, k).transpose(-1, -2) @ _fold(dout, k)
+            kept_weights, dweights = weights * dropped, dweights * dropped
+        dv += _fold(kept_weights, k).transpose(-1, -2) @ _fold(dout, k)
         rest = (dout * out[:, :, rows].to(inner)).sum(-1, keepdim=True)
         dscores = weights * (dweights - rest) * options.scale
         dscores = _fold(dscores if slope is None else dscores * slope, k)

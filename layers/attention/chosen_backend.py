@@ -22,18 +22,18 @@ AttentionModule = Attention | MultiHeadLatentAttention
 def attention_kinds(model: nn.Module) -> tuple[AttentionModule, ...]:
     """Return one attention layer of each kind; layers of one kind have the same window and equal calls."""
     stand_in, scope = torch.empty((1, 1, 1, 0), device="meta"), AttentionScope()
-    found: dict[object, AttentionModule] = {}
-    for one in model.modules():
-        if isinstance(one, AttentionModule):
-            found.setdefault((one.window, one.call(stand_in, scope)), one)
-    return tuple(found.values())
+    kinds: dict[object, AttentionModule] = {}
+    for module in model.modules():
+        if isinstance(module, AttentionModule):
+            kinds.setdefault((module.window, module.call(stand_in, scope)), module)
+    return tuple(kinds.values())
 
 
 def set_attention_backend(model: nn.Module, backend: PinnedBackend) -> None:
     """Let all attention layers of ``model`` be computed by ``backend``."""
-    for one in model.modules():
-        if isinstance(one, AttentionModule):
-            one.backend = backend
+    for module in model.modules():
+        if isinstance(module, AttentionModule):
+            module.backend = backend
 
 
 def attention_calls(
@@ -52,14 +52,17 @@ def attention_calls(
     """
     stand_in, scope = torch.empty((1, 1, 1, 0), device="meta"), AttentionScope()
     calls: dict[str, AttentionCall] = {}
-    for one in attention_kinds(model):
-        narrow = exceeds(one.window, length)
+    for module in attention_kinds(model):
+        narrow = exceeds(module.window, length)
         call = replace(
-            one.call(stand_in, scope), device=torch.device(device).type, dtype=dtype, masked=packed or narrow
+            module.call(stand_in, scope),
+            device=torch.device(device).type,
+            dtype=dtype,
+            masked=packed or narrow,
         )
-        said = [f"window {one.window}"] * narrow + ["several documents a row"] * packed + [call.score]
+        words = [f"window {module.window}"] * narrow + ["several documents a row"] * packed + [call.score]
         choose_backend(call, backend)
-        calls[", ".join(filter(None, said)) or "one document a row"] = call
+        calls[", ".join(filter(None, words)) or "one document a row"] = call
     return calls
 
 

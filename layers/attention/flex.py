@@ -40,11 +40,11 @@ def block_mask(first_BS: Tensor) -> BlockMask:
     firsts = torch.cat((first_BS, first_BS[:, -1:].expand(-1, missing)), dim=1).unflatten(1, (blocks, BLOCK))
     lowest, highest = firsts.amin(2), firsts.amax(2)  # (B, blocks of queries)
     keys = torch.arange(blocks, device=first_BS.device) * BLOCK
-    some = (keys + BLOCK > lowest.unsqueeze(2)) & (keys <= keys.unsqueeze(1))
-    every = (keys >= highest.unsqueeze(2)) & (keys < keys.unsqueeze(1))
+    any_seen = (keys + BLOCK > lowest.unsqueeze(2)) & (keys <= keys.unsqueeze(1))
+    all_seen = (keys >= highest.unsqueeze(2)) & (keys < keys.unsqueeze(1))
     if missing:  # a block that is not whole is never free of a mask
-        every[:, -1] = False
-    parts = some & ~every
+        all_seen[:, -1] = False
+    parts = any_seen & ~all_seen
 
     alike = first_BS.shape[0] == 1
 
@@ -52,7 +52,7 @@ def block_mask(first_BS: Tensor) -> BlockMask:
         return (k <= q) & (k >= first_BS[torch.zeros_like(b) if alike else b, q])
 
     return BlockMask.from_kv_blocks(
-        *_listed(parts), *_listed(every), BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(length, length)
+        *_listed(parts), *_listed(all_seen), BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(length, length)
     )
 
 
@@ -76,7 +76,7 @@ def flex_attention(
     """Compute attention like ``causal_attention``: (B, H, S, E), or as wide as ``v``."""
     compute: Any = torch_flex_attention if torch.compiler.is_compiling() else _compiled()
     slopes = None if alibi is None else alibi.steepness(q_BHSE.device)
-    found = compute(
+    returned = compute(
         q_BHSE,
         k_BKSE,
         v_BKSE,
@@ -87,9 +87,9 @@ def flex_attention(
         return_aux=None if sinks is None else AuxRequest(lse=True),
     )
     if sinks is None:
-        out: Tensor = found
+        out: Tensor = returned
         return out
-    out, aux = found
+    out, aux = returned
     # A sink takes its share of each softmax: the rest is the sum without it, over the sum with it.
     left = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype).view(-1, 1))
     return out * left.to(out.dtype).unsqueeze(-1)

@@ -84,8 +84,8 @@ def _tried(kernel: Kernel, device: torch.device, dtype: torch.dtype, width: int)
 
     pairs = {"blocks": _blocks, "varlen": _documents}[kernel]
     try:
-        for one, other in pairs(draw, width):
-            worst = float((one - other).detach().abs().max() / other.detach().abs().max())
+        for by_kernel, other in pairs(draw, width):
+            worst = float((by_kernel - other).detach().abs().max() / other.detach().abs().max())
             if not worst <= (0.05 if dtype in HALF else 1e-4):
                 raise RuntimeError(f"a difference of {worst:.1e}")
     except (RuntimeError, TypeError, ValueError, ImportError) as error:
@@ -122,7 +122,7 @@ def _documents(draw: Callable[..., Tensor], width: int) -> Iterator[tuple[Tensor
     q, k, v, grad = (draw(1, heads, 96, width) for heads in (4, 2, 2, 4))
     positions = torch.cat([torch.arange(n) for n in (40, 1, 55)]).unsqueeze(0)
     number = documents(positions).to(q.device)
-    given = [one.requires_grad_() for one in (q, k, v)]
+    inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
     for window in (None, 17):
         sequences = sequences_of(positions, 1, 96, q.device, window)
         mask = visible_tokens(number, number, window)
@@ -130,5 +130,5 @@ def _documents(draw: Callable[..., Tensor], width: int) -> Iterator[tuple[Tensor
         written_out = blockwise_attention(q, k, v, mask, causal=False)
         yield by_kernel, written_out
         yield from zip(
-            *(torch.autograd.grad(one, given, grad) for one in (by_kernel, written_out)), strict=True
+            *(torch.autograd.grad(out, inputs, grad) for out in (by_kernel, written_out)), strict=True
         )

@@ -102,8 +102,8 @@ class AttentionScope:
     def sequences(self, q_BHSE: Tensor) -> Sequences:
         """Return the documents of all rows as sequences that follow each other."""
         batch, _, length, _ = q_BHSE.shape
-        given, device = self._positions if self._packed else None, q_BHSE.device
-        made = self._once("sequences", lambda: sequences_of(given, batch, length, device, self._window))
+        positions, device = self._positions if self._packed else None, q_BHSE.device
+        made = self._once("sequences", lambda: sequences_of(positions, batch, length, device, self._window))
         return cast(Sequences, made)
 
     def fused(self, q_BHSE: Tensor, width: int = 0) -> bool:

@@ -71,9 +71,9 @@ class _ContextAttention(torch.autograd.Function):
         sums = torch.full(q.shape[:-1], float("-inf"), dtype=inner, device=q.device)
         for source, keys, values in _arriving(k, v, scope.state):
             for block in scope.blocks(source, chunk):
-                mine, theirs = _rows(block.query, chunk), _rows(block.key, chunk)
+                mine, key_rows = _rows(block.query, chunk), _rows(block.key, chunk)
                 options = _options(scope, source, block, chunk, settings, alibi)
-                part, log_sums = attend(q[:, :, mine], keys[:, :, theirs], values[:, :, theirs], options)
+                part, log_sums = attend(q[:, :, mine], keys[:, :, key_rows], values[:, :, key_rows], options)
                 _merge(out[:, :, mine], sums[:, :, mine], part, log_sums)
         if sinks is not None:  # after the last block, so that they count once
             out, sums = add_sinks(out, sums, sinks)
@@ -95,15 +95,15 @@ class _ContextAttention(torch.autograd.Function):
             dkv = torch.zeros(k.numel() + v.numel(), dtype=sums.dtype, device=k.device)
             dks, dvs = _both(dkv, k, v)
             for block in scope.blocks(source, chunk):
-                mine, theirs = _rows(block.query, chunk), _rows(block.key, chunk)
+                mine, key_rows = _rows(block.query, chunk), _rows(block.key, chunk)
                 options = _options(scope, source, block, chunk, ctx.settings, ctx.alibi)
                 at = (slice(None), slice(None), mine)
                 part, dk, dv = attend_backward(
-                    grad[at], q[at], keys[:, :, theirs], values[:, :, theirs], out[at], sums[at], options
+                    grad[at], q[at], keys[:, :, key_rows], values[:, :, key_rows], out[at], sums[at], options
                 )
                 dq[at] += part
-                dks[:, :, theirs] += dk
-                dvs[:, :, theirs] += dv
+                dks[:, :, key_rows] += dk
+                dvs[:, :, key_rows] += dv
             home.add(source, dkv)
         dk, dv = _both(home.arrived().to(k.dtype), k, v)
         return dq.to(q.dtype), dk, dv, dsinks, None, None, None
@@ -118,10 +118,10 @@ def _arriving(k: Tensor, v: Tensor, state: ParallelState) -> Iterator[tuple[int,
     size, index, group = state.context_size, state.context_index, state.context_group
     here = torch.cat((k.flatten(), v.flatten()))
     if not state.layout.ring:
-        every = engine.all_gather(here, 0, group).unflatten(0, (size, -1))
+        gathered = engine.all_gather(here, 0, group).unflatten(0, (size, -1))
         for step in range(size):
             source = (index - step) % size
-            yield source, *_both(every[source], k, v)
+            yield source, *_both(gathered[source], k, v)
         return
     for step in range(size):
         last = step == size - 1

@@ -27,8 +27,8 @@ def _load_kernel() -> None:
         from torch.nn.attention.varlen import varlen_attn
 
         # torch 2.11 takes groups of heads without being told.
-        told = "enable_gqa" in signature(varlen_attn).parameters
-        _kernel = partial(varlen_attn, enable_gqa=True) if told else varlen_attn
+        takes_gqa = "enable_gqa" in signature(varlen_attn).parameters
+        _kernel = partial(varlen_attn, enable_gqa=True) if takes_gqa else varlen_attn
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,4 +89,4 @@ def _rows(bias_EF: Tensor, counts: Sequence[int], made_MF: Tensor) -> Tensor:
     if isinstance(counts, GroupSizes) and has_kernel(made_MF, bias_EF):  # without waiting for the numbers
         sizes_E = counts.ends_E.diff(prepend=counts.ends_E.new_zeros(1))
         return bias_EF.repeat_interleave(sizes_E, 0, output_size=len(made_MF))
-    return torch.cat([one.expand(count, -1) for one, count in zip(bias_EF.unbind(), counts, strict=True)])
+    return torch.cat([bias.expand(count, -1) for bias, count in zip(bias_EF.unbind(), counts, strict=True)])

@@ -61,9 +61,9 @@ class Dispatch:
         received_E = engine.all_to_all(chosen_E, each, each, state.expert_group)
         table = torch.stack([chosen_E, received_E]).view(2, self.ranks, here)
         sent, received = table.tolist()
-        self._sent, self._received = [sum(one) for one in sent], [sum(one) for one in received]
+        self._sent, self._received = [sum(row) for row in sent], [sum(row) for row in received]
         ends_here = received_E.view(self.ranks, here).sum(0).cumsum(0).to(torch.int32)
-        self.counts = GroupSizes(ends_here, [sum(one) for one in zip(*received, strict=True)])
+        self.counts = GroupSizes(ends_here, [sum(column) for column in zip(*received, strict=True)])
         # Rows come by rank and then by expert; the experts want them by expert.
         labels = torch.arange(here, device=flat.device).repeat(self.ranks)
         self._by_expert = labels.repeat_interleave(received_E, output_size=sum(self._received)).argsort(

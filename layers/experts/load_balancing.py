@@ -55,12 +55,12 @@ class Balancing:
     def __init__(self, model: nn.Module, *, rate: float = 0.0, state: ParallelState | None = None) -> None:
         self.state, self.rate = alone_or(state), rate
         self._here = dict(routers(model))
-        mine = {name: one.num_experts for name, one in self._here.items()}
+        mine = {name: router.num_experts for name, router in self._here.items()}
         everywhere: list[dict[str, int]] = [mine] * self.state.layout.world
         if self.state.layout.world > 1:
             dist.all_gather_object(everywhere, mine)
-        found = {name: size for one in everywhere for name, size in one.items()}
-        self._experts = {name: found[name] for name in sorted(found)}
+        sizes = {name: size for rank_sizes in everywhere for name, size in rank_sizes.items()}
+        self._experts = {name: sizes[name] for name in sorted(sizes)}
 
     def after_step(self, *, updated: bool = True, sums: Tensor | None = None) -> Balance | None:
         """Return the balance of the step and move the biases. Collective over all ranks.
@@ -77,9 +77,13 @@ class Balancing:
         for router in self._here.values():
             router.tally.clear()
         loads, balance, z_loss, rows = [], 0.0, 0.0, 0.0
-        for name, one in by_name.items():
-            counts = one[:-3]
-            balance, z_loss, rows = balance + float(one[-3]), z_loss + float(one[-2]), rows + float(one[-1])
+        for name, totals in by_name.items():
+            counts = totals[:-3]
+            balance, z_loss, rows = (
+                balance + float(totals[-3]),
+                z_loss + float(totals[-2]),
+                rows + float(totals[-1]),
+            )
             if float(counts.sum()):
                 loads.append(float(counts.max() / counts.mean()))
                 if updated and self.rate and name in self._here:

@@ -41,9 +41,9 @@ def attach_expert_lora(
     """
     if r < 1:
         raise BadInput("lora", "r", expected="at least 1", found=r)
-    legal = [*experts.products, *((one,) for some in experts.products if some[1:] for one in some)]
+    legal = [*experts.products, *((name,) for names in experts.products if names[1:] for name in names)]
     if tuple(outputs) not in legal:
-        expected = " or ".join(", ".join(one) for one in legal)
+        expected = " or ".join(", ".join(names) for names in legal)
         raise BadInput("lora", "outputs", expected=expected, found=", ".join(outputs))
     if any(f"lora_B_{output}" in dict(experts.named_parameters()) for output in outputs):
         raise BadInput("lora", "outputs", expected="one adapter at each place", found="a second")

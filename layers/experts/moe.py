@@ -48,8 +48,8 @@ class MoE(nn.Module):
         super().__init__()
         net = shared.net if isinstance(shared, GatedShared) else shared
         if net is not None and not getattr(net, "entered", False):
-            expected, found = "a GatedMLP with entered=True", "one with collectives of its own"
-            raise BadInput("MoE", "shared", expected=expected, found=found)
+            expected, actual = "a GatedMLP with entered=True", "one with collectives of its own"
+            raise BadInput("MoE", "shared", expected=expected, found=actual)
         self.state = alone_or(state)
         self.router, self.experts, self.shared = router, experts, shared
 

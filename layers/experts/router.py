@@ -134,8 +134,8 @@ class TopKRouter(DeclaredModule):
             grouped = scores_BSE.unflatten(-1, (self.groups, -1))
             counted = 1 if self.score == "softmax" else min(2, grouped.shape[-1])
             best_BSG = grouped.topk(counted, dim=-1).values.sum(-1)
-            kept = best_BSG.topk(self.groups_kept, dim=-1, sorted=False).indices
-            out_BSG = torch.ones_like(best_BSG, dtype=torch.bool).scatter_(-1, kept, False)
+            kept_groups = best_BSG.topk(self.groups_kept, dim=-1, sorted=False).indices
+            out_BSG = torch.ones_like(best_BSG, dtype=torch.bool).scatter_(-1, kept_groups, False)
             scores_BSE = grouped.masked_fill(out_BSG.unsqueeze(-1), float("-inf")).flatten(-2)
         return scores_BSE.topk(self.top_k, dim=-1).indices
 
@@ -210,13 +210,13 @@ class _Inject(torch.autograd.Function):
 _inject: Callable[..., Tensor] = _Inject.apply
 
 
-def _check(experts: int, top_k: int, score: str, groups: int, kept: int) -> None:
+def _check(experts: int, top_k: int, score: str, groups: int, groups_kept: int) -> None:
     if score not in ("softmax", "sigmoid"):
         raise BadInput("router", "score", expected="softmax or sigmoid", found=repr(score))
     if not 1 <= top_k <= experts:
         raise BadInput("router", "top_k", expected=f"1 to {experts}, the experts", found=top_k)
     if groups < 1 or experts % groups:
         raise BadInput("router", "groups", expected=f"a divisor of {experts} experts", found=groups)
-    if not 1 <= kept <= groups or top_k > experts // groups * kept:
+    if not 1 <= groups_kept <= groups or top_k > experts // groups * groups_kept:
         expected = f"1 to {groups} groups that hold at least top_k={top_k} experts"
-        raise BadInput("router", "groups_kept", expected=expected, found=kept)
+        raise BadInput("router", "groups_kept", expected=expected, found=groups_kept)

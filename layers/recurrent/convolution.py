@@ -95,13 +95,13 @@ class CausalConvolution(DeclaredModule):
         return torch.split(y_BSC, self.here, dim=-1)
 
     def _every(self, leaf: str) -> Tensor | None:
-        found = []
+        parts = []
         for name in self.channels:
             parameter = cast(Tensor | None, getattr(self.get_submodule(name), leaf))
             if parameter is None:
                 return None
-            found.append(local(parameter)[self.rows[name]] if name in self.rows else local(parameter))
-        return torch.cat(found)
+            parts.append(local(parameter)[self.rows[name]] if name in self.rows else local(parameter))
+        return torch.cat(parts)
 
 
 def causal_convolution(
@@ -123,11 +123,11 @@ def causal_convolution(
 
     def taps(whole: Tensor, weight_C1K: Tensor) -> Tensor:
         length = whole.shape[1] - count
-        found = whole.new_zeros(())
+        summed = whole.new_zeros(())
         for back, here in enumerate(seen):
             moved = whole[:, count - back : count - back + length]
-            found = found + moved.masked_fill(~here, 0.0) * weight_C1K[:, 0, count - back]
-        return found
+            summed = summed + moved.masked_fill(~here, 0.0) * weight_C1K[:, 0, count - back]
+        return summed
 
     y_RLC = recomputed(taps, whole, weight_C1K)
     return y_RLC if bias_C is None else y_RLC + bias_C

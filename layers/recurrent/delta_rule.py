@@ -75,9 +75,9 @@ def gated_delta_rule(
 def _scan(through: Tensor, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return the state before each chunk, (R, K, G, N, E, V), and that after the last one."""
     before = []
-    for one, more in zip(through.unbind(3), written.unbind(3), strict=True):
+    for through_chunk, written_chunk in zip(through.unbind(3), written.unbind(3), strict=True):
         before.append(state)
-        state = one @ state + more
+        state = through_chunk @ state + written_chunk
     return torch.stack(before, dim=3), state
 
 

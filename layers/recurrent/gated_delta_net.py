@@ -120,7 +120,8 @@ class GatedDeltaNet(DeclaredModule):
         """Return the outputs of the rule, (B, S, H, V)."""
         heads = (self.key_dim, self.key_dim, self.value_dim)
         q, k, v = (
-            runs.cut(one.unflatten(-1, (-1, width))) for one, width in zip((q, k, v), heads, strict=True)
+            runs.cut(tensor.unflatten(-1, (-1, width)))
+            for tensor, width in zip((q, k, v), heads, strict=True)
         )
         decay, beta = runs.cut(decay), runs.cut(beta)
         if runs.cache is not None:

@@ -118,7 +118,7 @@ class Mamba2(DeclaredModule):
         dt = F.softplus(dt.to(inner) + local(self.dt_bias))
         decay = -local(self.A_log).to(inner).exp() * dt
         x_BSHP = x.unflatten(-1, (-1, self.head_dim))
-        b_BSGN, c_BSGN = (one.unflatten(-1, (-1, self.state_dim)) for one in (b, c))
+        b_BSGN, c_BSGN = (flat.unflatten(-1, (-1, self.state_dim)) for flat in (b, c))
         y_BSHP = self._states(runs, x_BSHP * dt.unsqueeze(-1), decay, b_BSGN, c_BSGN)
         y_BSHP = (y_BSHP + x_BSHP * local(self.D).unsqueeze(-1)).to(x_BSD.dtype)
         y_BSHP = y_BSHP * F.silu(z).view_as(y_BSHP)
@@ -128,7 +128,7 @@ class Mamba2(DeclaredModule):
 
     def _states(self, runs: Runs, x: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
         """Return the outputs of the state space, (B, S, H, P)."""
-        x, decay, b, c = (runs.cut(one) for one in (x, decay, b, c))
+        x, decay, b, c = (runs.cut(tensor) for tensor in (x, decay, b, c))
         if runs.cache is not None:
             y, last = state_space(x, decay, b, c, runs, runs.recall(self), groups=self.groups)
             runs.remember(self, last)

@@ -31,13 +31,14 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
         inputs = [
-            one.detach().requires_grad_(need) for one, need in zip(ctx.saved_tensors, needed, strict=True)
+            tensor.detach().requires_grad_(need)
+            for tensor, need in zip(ctx.saved_tensors, needed, strict=True)
         ]
         with torch.enable_grad():
             made = ctx.function(*inputs)
-        wanted = [one for one, need in zip(inputs, needed, strict=True) if need]
-        found = iter(torch.autograd.grad(made, wanted, grads[0]))
-        return None, *(next(found) if need else None for need in needed)
+        wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
+        gradients = iter(torch.autograd.grad(made, wanted, grads[0]))
+        return None, *(next(gradients) if need else None for need in needed)
 
 
 # torch declares ``apply`` without types.

@@ -52,8 +52,8 @@ class Runs:
         # A run that is shorter is sent whole; then the tokens come from several runs.
         ends = _in_order(x_RLC[:, -count:].unflatten(0, (-1, 2)), self.state)
         none = x_RLC.new_zeros(len(ends[0]), count, x_RLC.shape[-1])
-        found = [torch.cat((none, *ends[:chunk]), dim=1)[:, -count:] for chunk in number]
-        return torch.stack(found, dim=1).flatten(0, 1)
+        before = [torch.cat((none, *ends[:chunk]), dim=1)[:, -count:] for chunk in number]
+        return torch.stack(before, dim=1).flatten(0, 1)
 
     def states_before(self, maps: Tensor, first: Tensor, after: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Return the state before each run, (R, ...).
@@ -64,11 +64,11 @@ class Runs:
         if self.in_row == 1:
             return first
         early, late = own_chunks(self.state.context_index, self.state.context_size)
-        every = _in_order(maps.unflatten(0, (-1, 2)), self.state)
-        found = [first]
-        for one in every[:late]:
-            found.append(after(one, found[-1]))
-        return torch.stack((found[early], found[late]), dim=1).flatten(0, 1)
+        all_maps = _in_order(maps.unflatten(0, (-1, 2)), self.state)
+        states = [first]
+        for chunk_map in all_maps[:late]:
+            states.append(after(chunk_map, states[-1]))
+        return torch.stack((states[early], states[late]), dim=1).flatten(0, 1)
 
     def recall(self, module: nn.Module) -> Tensor | None:
         """Return the state that ``module`` stored for the cached tokens, or ``None`` if there are none."""
@@ -97,9 +97,9 @@ _gather: Callable[..., Tensor] = _GatherContext.apply
 
 def _in_order(x: Tensor, state: ParallelState) -> list[Tensor]:
     """Gather (B, 2, ...) of every context rank; return the runs of the whole sequence in its order."""
-    every = _gather(x.transpose(0, 1), state)  # (2 c, B, ...), a rank's two runs together
+    gathered = _gather(x.transpose(0, 1), state)  # (2 c, B, ...), a rank's two runs together
     size = state.context_size
     place = {
         chunk: 2 * rank + half for rank in range(size) for half, chunk in enumerate(own_chunks(rank, size))
     }
-    return [every[place[chunk]] for chunk in range(2 * size)]
+    return [gathered[place[chunk]] for chunk in range(2 * size)]

@@ -41,7 +41,8 @@ def state_space(
     inner = torch.promote_types(x_RLHP.dtype, torch.float32)
     length = x_RLHP.shape[1]
     x = in_chunks(x_RLHP.to(inner).transpose(1, 2), 2)  # (R, H, N, T, P)
-    b, c = (in_chunks(one.to(inner).transpose(1, 2), 2) for one in (into_RLGS, out_RLGS))  # (R, G, N, T, S)
+    # (R, G, N, T, S)
+    b, c = (in_chunks(tensor.to(inner).transpose(1, 2), 2) for tensor in (into_RLGS, out_RLGS))
     pairs, b, c = groups.spread(c @ b.mT), groups.spread(b), groups.spread(c)
     starts = None
     if runs.places is not None:
@@ -66,9 +67,9 @@ def state_space(
 def _scan(through: Tensor, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return the state before each chunk, (R, H, N, S, P), and that after the last one."""
     before = []
-    for one, more in zip(through.unbind(2), written.unbind(2), strict=True):
+    for through_chunk, written_chunk in zip(through.unbind(2), written.unbind(2), strict=True):
         before.append(state)
-        state = one * state + more
+        state = through_chunk * state + written_chunk
     return torch.stack(before, dim=2), state
 
 

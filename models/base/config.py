@@ -95,8 +95,8 @@ class ModelConfig(BaseModel):
             if isinstance(value, int | float) and not math.isfinite(value):
                 raise BadInput(where, cls.spelled(key), expected="a finite number", found=value)
             if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
-                expected, found = f"at most {LARGEST_NUMBER}", f"{value:.3e}"
-                raise BadInput(where, cls.spelled(key), expected=expected, found=found)
+                expected, actual = f"at most {LARGEST_NUMBER}", f"{value:.3e}"
+                raise BadInput(where, cls.spelled(key), expected=expected, found=actual)
         try:
             config = cls(**fields)
         except ValidationError as error:
@@ -259,7 +259,8 @@ class ModelConfig(BaseModel):
         """Return the dict of a config.json for a model that did not come from Hugging Face."""
         values = {key: value for key, value in self.model_dump().items() if key not in self.HARMLESS}
         written = {
-            self.spelled(key): [*one] if isinstance(one, tuple) else one for key, one in values.items()
+            self.spelled(key): [*field_value] if isinstance(field_value, tuple) else field_value
+            for key, field_value in values.items()
         }
         return {**written, **self.ADDED}
 
@@ -273,7 +274,9 @@ def _check_dtype(key: str, value: object, where: str) -> None:
 
 
 def _judge_fixed(key: str, value: object, legal: tuple[object, ...], where: str) -> None:
-    if value is not None and not any(type(value) is type(one) and value == one for one in legal):
+    if value is not None and not any(
+        type(value) is type(legal_value) and value == legal_value for legal_value in legal
+    ):
         expected = " or ".join(map(repr, legal)) or "absent"
         raise BadInput(where, key, expected=f"{expected}: this family has no other", found=repr(value)[:80])
 

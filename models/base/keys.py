@@ -58,8 +58,8 @@ def check_keys(raw: Mapping[str, Any], where: str) -> None:
     left: list[Mapping[str, Any]] = [raw]
     count = 0
     while left:
-        one = left.pop()
-        count += len(one)
-        left += [value for value in one.values() if isinstance(value, Mapping)]
+        table = left.pop()
+        count += len(table)
+        left += [value for value in table.values() if isinstance(value, Mapping)]
         if count > MOST_KEYS:
             raise BadInput(where, expected=f"at most {MOST_KEYS} keys in all", found="more")

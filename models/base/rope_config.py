@@ -82,8 +82,8 @@ def write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
     """Return the object that ``read_scaling`` reads, or ``None`` where positions are not stretched."""
     if scaling is None:
         return None
-    said = scaling.model_dump(exclude_none=True)
-    return {key: [*value] if isinstance(value, tuple) else value for key, value in said.items()}
+    fields = scaling.model_dump(exclude_none=True)
+    return {key: [*value] if isinstance(value, tuple) else value for key, value in fields.items()}
 
 
 def check_factors(scaling: RopeScaling | None, pairs: int, where: str, name: str) -> None:
@@ -99,7 +99,7 @@ def take_share(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], obje
     """Take the share of each head that is rotated out of a config; transformers 5 has it among the
     ``rope_parameters``. Returns the config without it, and the share or ``None``.
     """
-    kept = {key: value for key, value in raw.items() if key != "partial_rotary_factor"}
+    rest = {key: value for key, value in raw.items() if key != "partial_rotary_factor"}
     share = raw.get("partial_rotary_factor")
     for key in ("rope_scaling", "rope_parameters"):
         inner = raw.get(key)
@@ -110,13 +110,13 @@ def take_share(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], obje
                 raise BadInput(where, name, expected=expected, found=repr(share))
             continue
         if isinstance(inner, dict) and "partial_rotary_factor" in inner:
-            found = inner["partial_rotary_factor"]
-            if share is not None and found != share:
+            inner_share = inner["partial_rotary_factor"]
+            if share is not None and inner_share != share:
                 name = f"{key}.partial_rotary_factor"
-                raise BadInput(where, name, expected=f"{share!r}, as elsewhere", found=repr(found))
-            share = found
-            kept[key] = {name: value for name, value in inner.items() if name != "partial_rotary_factor"}
-    return kept, share
+                raise BadInput(where, name, expected=f"{share!r}, as elsewhere", found=repr(inner_share))
+            share = inner_share
+            rest[key] = {name: value for name, value in inner.items() if name != "partial_rotary_factor"}
+    return rest, share
 
 
 def _differ(old: tuple[Any, Any], new: tuple[Any, Any]) -> bool:
@@ -129,29 +129,29 @@ def _said(theta: object, scaling: RopeScaling | None) -> str:
 
 
 def read_scaling(
-    found: Mapping[str, Any], raw: Mapping[str, Any], where: str, key: str
+    section: Mapping[str, Any], raw: Mapping[str, Any], where: str, key: str
 ) -> RopeScaling | None:
     """Read one object of rotary settings; ``raw`` is the config around it, ``key`` its name there."""
-    kind = found.get("rope_type", found.get("type"))
-    if kind == "default" and found.get("type") == "linear" and found.get("factor") == 1:
+    kind = section.get("rope_type", section.get("type"))
+    if kind == "default" and section.get("type") == "linear" and section.get("factor") == 1:
         return None  # what transformers 5 makes of Gemma 3's first configs
-    if "type" in found and found["type"] != kind:
+    if "type" in section and section["type"] != kind:
         raise BadInput(
-            where, f"{key}.type", expected=f"{kind!r}, as rope_type says", found=repr(found["type"])
+            where, f"{key}.type", expected=f"{kind!r}, as rope_type says", found=repr(section["type"])
         )
     kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     known = {"rope_type", "type", "rope_theta", *_NEEDED["llama3"]}
     if isinstance(kind, str):
         known |= {*_NEEDED.get(kind, ()), *_OPTIONAL.get(kind, ())}
-    for name in sorted(set(found) - known):
+    for name in sorted(set(section) - known):
         expected = "absent: it changes the rotation and is not supported"
-        raise BadInput(where, f"{key}.{name}", expected=expected, found=repr(found[name])[:80])
-    if kind == "default" or (kind is None and set(found) <= {"rope_theta"}):
+        raise BadInput(where, f"{key}.{name}", expected=expected, found=repr(section[name])[:80])
+    if kind == "default" or (kind is None and set(section) <= {"rope_theta"}):
         return None
     if kind not in get_args(Kind):
         expected = f"default, {', '.join(get_args(Kind))}"
         raise BadInput(where, f"{key}.rope_type", expected=expected, found=repr(kind))
-    fields = _with_lengths({**found}, raw, kind)
+    fields = _with_lengths({**section}, raw, kind)
     for name in _NEEDED[kind]:
         value = fields.get(name)
         if name.endswith(("short_factor", "long_factor")):
@@ -164,8 +164,8 @@ def read_scaling(
             expected = "a whole number above 0" if kinds is int else "a number above 0"
             raise BadInput(where, f"{key}.{name}", expected=expected, found=repr(value))
     if kind == "llama3" and not fields["low_freq_factor"] < fields["high_freq_factor"]:
-        expected = f"less than high_freq_factor={found['high_freq_factor']}"
-        raise BadInput(where, f"{key}.low_freq_factor", expected=expected, found=found["low_freq_factor"])
+        expected = f"less than high_freq_factor={section['high_freq_factor']}"
+        raise BadInput(where, f"{key}.low_freq_factor", expected=expected, found=section["low_freq_factor"])
     names = (*_NEEDED[kind], *_OPTIONAL.get(kind, ()))
     try:
         return RopeScaling.model_validate({"rope_type": kind, **{name: fields.get(name) for name in names}})

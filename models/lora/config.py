@@ -158,8 +158,8 @@ class LoraConfig(BaseModel):
             raise BadInput(where, "lora_dropout", expected=expected, found=self.lora_dropout)
         patterns: dict[str, str] = {key: "rank_pattern" for key in self.rank_pattern}
         patterns |= {key: "alpha_pattern" for key in self.alpha_pattern}
-        for one in self._layers_patterns:
-            patterns[one] = "layers_pattern"
+        for layers_pattern in self._layers_patterns:
+            patterns[layers_pattern] = "layers_pattern"
         for key in ("target_modules", "exclude_modules"):
             if isinstance(value := getattr(self, key), str):
                 patterns[value] = key
@@ -167,22 +167,28 @@ class LoraConfig(BaseModel):
             try:
                 compiled(pattern)
             except re.error as error:
-                found = f"{pattern!r}: {error}"
-                raise BadInput(where, key, expected="a regular expression", found=found) from None
+                problem = f"{pattern!r}: {error}"
+                raise BadInput(where, key, expected="a regular expression", found=problem) from None
 
     @property
     def _layers_patterns(self) -> tuple[str, ...]:
-        given = self.layers_pattern or ()
-        return (given,) if isinstance(given, str) else given
+        patterns = self.layers_pattern or ()
+        return (patterns,) if isinstance(patterns, str) else patterns
 
     def _is_in_a_wanted_block(self, module: str) -> bool:
         wanted = self.layers_to_transform
         if wanted is None or wanted == ():
             return True
         patterns = self._layers_patterns
-        tries = [rf"(?:^|.*?\.){one}\.(?P<idx>\d+)\." for one in patterns] or [r".*?\.[^.]*\.(?P<idx>\d+)\."]
-        found = next((match for one in tries if (match := compiled(one).find("match", module))), None)
-        return found is not None and int(found["idx"]) in ((wanted,) if isinstance(wanted, int) else wanted)
+        tries = [rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\." for pattern in patterns] or [
+            r".*?\.[^.]*\.(?P<idx>\d+)\."
+        ]
+        first_match = next(
+            (match for regex in tries if (match := compiled(regex).find("match", module))), None
+        )
+        return first_match is not None and int(first_match["idx"]) in (
+            (wanted,) if isinstance(wanted, int) else wanted
+        )
 
 
 def _check_no_blocks(where: str, fields: Mapping[str, Any]) -> None:

@@ -78,7 +78,7 @@ class AdaptedFamily(Family):
     def declared(self, model: nn.Module) -> dict[str, Declaration]:
         """Return the declarations of the adapters."""
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        return {name: one for name, one in declarations(model).items() if name in trained}
+        return {name: declaration for name, declaration in declarations(model).items() if name in trained}
 
     def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
         """Return the links of the adapters, and the shapes of PEFT's tensors."""
@@ -113,7 +113,7 @@ class AdaptedFamily(Family):
             if not 0 <= number < config.num_hidden_layers:
                 expected = f"blocks 0 to {config.num_hidden_layers - 1}"
                 raise BadInput(where, "layers_to_transform", expected=expected, found=number)
-        every, stacks = linear_sites(self.base, config), expert_sites(self.base, config)
+        all_sites, stacks = linear_sites(self.base, config), expert_sites(self.base, config)
         for name in lora.target_parameters or ():
             if not any(stack.name == name or stack.name.endswith(f".{name}") for stack in stacks):
                 known = sorted({".".join(stack.name.split(".")[-3:]) for stack in stacks})
@@ -121,11 +121,11 @@ class AdaptedFamily(Family):
                     f"ends of names such as {', '.join(known)}" if stacks else "none: no stack of experts"
                 )
                 raise BadInput(where, "target_parameters", expected=expected, found=repr(name))
-        for key, among in (("target_modules", self.sites(config)), ("exclude_modules", every)):
+        for key, among in (("target_modules", self.sites(config)), ("exclude_modules", all_sites)):
             names = getattr(lora, key)
             for name in names if isinstance(names, tuple) else ():
                 if not any(site.name == name or site.name.endswith(f".{name}") for site in among):
-                    expected = f"ends of names such as {leaves(every)}"
+                    expected = f"ends of names such as {leaves(all_sites)}"
                     raise BadInput(where, key, expected=expected, found=repr(name))
 
     def check_peft(self, config: ModelConfig) -> None:
@@ -164,30 +164,30 @@ class AdaptedFamily(Family):
 
 def adapted(family: Family, lora: LoraConfig) -> AdaptedFamily:
     """Return the family with these adapters."""
-    same = {one.name: getattr(family, one.name) for one in fields(Family)}
+    same = {field.name: getattr(family, field.name) for field in fields(Family)}
     return AdaptedFamily(**same, base=family, lora=lora)
 
 
 @lru_cache(maxsize=16)
 def _stacks(family: AdaptedFamily, config: ModelConfig) -> tuple[ExpertSite, ...]:
-    found = [site for site in expert_sites(family.base, config) if family.lora.targets_stack(site.name)]
-    adapted_down = {site.layer for site in found if site.outputs[0][0] == "down"}
+    targeted = [site for site in expert_sites(family.base, config) if family.lora.targets_stack(site.name)]
+    adapted_down = {site.layer for site in targeted if site.outputs[0][0] == "down"}
     # PEFT wraps a module again for its second parameter: the one of the first is then inside.
     return tuple(
         replace(site, holder=f"{site.holder}.base_layer")
         if site.layer in adapted_down and site.outputs[0][0] != "down"
         else site
-        for site in found
+        for site in targeted
     )
 
 
 @lru_cache(maxsize=16)
 def _sites(family: AdaptedFamily, config: ModelConfig) -> tuple[Site, ...]:
-    every = linear_sites(family.base, config)
-    found = tuple(site for site in every if family.lora.targets(site.name))
+    all_sites = linear_sites(family.base, config)
+    targeted = tuple(site for site in all_sites if family.lora.targets(site.name))
     if not family.lora.all_linear:
         _check_no_experts(family, config)
-        known = {site.name for site in every}
+        known = {site.name for site in all_sites}
         for name in family.base.links(config)[1]:
             module = name.removesuffix(".weight")
             if name.endswith(".weight") and module not in known and family.lora.targets(module):
@@ -196,30 +196,32 @@ def _sites(family: AdaptedFamily, config: ModelConfig) -> tuple[Site, ...]:
                     "supported"
                 )
                 raise BadInput("lora", "target_modules", expected=expected, found=module)
-    if not found and family.lora.layers_pattern:
-        expected = f"what precedes a block's number in {every[0].name}"
+    if not targeted and family.lora.layers_pattern:
+        expected = f"what precedes a block's number in {all_sites[0].name}"
         raise BadInput("lora", "layers_pattern", expected=expected, found=repr(family.lora.layers_pattern))
-    if not found and not (family.lora.target_modules == () and family.lora.target_parameters):
-        expected = f"targets among {leaves(every)}"
+    if not targeted and not (family.lora.target_modules == () and family.lora.target_parameters):
+        expected = f"targets among {leaves(all_sites)}"
         raise BadInput("lora", "target_modules", expected=expected, found=repr(family.lora.target_modules))
-    return found
+    return targeted
 
 
 def _check_no_experts(family: AdaptedFamily, config: ModelConfig) -> None:
     """Refuse targets that are experts, as files name them or as modules that hold them all."""
     for module in _experts(family, config):
         holder, _, leaf = module.rsplit(".", 2)
-        for one in (module, holder, f"{holder}.{leaf}", f"{holder}.gate_up_proj"):
-            if family.lora.targets(one):
+        for name in (module, holder, f"{holder}.{leaf}", f"{holder}.gate_up_proj"):
+            if family.lora.targets(name):
                 names = family.lora.target_modules
-                said = names if isinstance(names, str) else [n for n in names if f".{one}".endswith(f".{n}")]
+                targets = (
+                    names if isinstance(names, str) else [n for n in names if f".{name}".endswith(f".{n}")]
+                )
                 expected = "linears: experts are stacks of matrices, which target_parameters names"
                 todo = (
                     r'Leave them out with exclude_modules = ".*\.experts(\..*)?", name other modules, or say '
                     "all-linear, which passes them over"
                 )
-                found = f"{said!r}, that is {one}"
-                raise BadInput("lora", "target_modules", expected=expected, found=found, todo=todo)
+                actual = f"{targets!r}, that is {name}"
+                raise BadInput("lora", "target_modules", expected=expected, found=actual, todo=todo)
 
 
 def _experts(family: AdaptedFamily, config: ModelConfig) -> Iterator[str]:

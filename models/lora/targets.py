@@ -40,11 +40,11 @@ class Site:
         """Return the links of A and B to PEFT's tensors."""
         a, b = (f"{PEFT_PREFIX}{self.name}.{factor}.weight" for factor in ("lora_A", "lora_B"))
         whole = Box.whole((r, self.in_features))
-        found = [Link(f"{self.inner}.lora_A", whole, a, whole)]
+        links = [Link(f"{self.inner}.lora_A", whole, a, whole)]
         for module, (start, stop), at in self.parts:
             box, place = Box((start, 0), (stop, r)), Box((at, 0), (at + stop - start, r))
-            found.append(Link(f"{module}.lora_B", box, b, place))
-        return found
+            links.append(Link(f"{module}.lora_B", box, b, place))
+        return links
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,46 +76,52 @@ class ExpertSite:
         a, b = (f"{PEFT_PREFIX}{self.holder}.{factor}.weight" for factor in ("lora_A", "lora_B"))
         width, experts = self.in_features, self.experts
         ours = f"{self.layer}.lora_A_{'_'.join(output for output, _, _ in self.outputs)}"
-        found = []
+        links = []
         for e in range(experts):
             rows = Box((e * r, 0), ((e + 1) * r, width))
-            found.append(Link(ours, Box((e, 0, 0), (e + 1, r, width)), a, rows))
+            links.append(Link(ours, Box((e, 0, 0), (e + 1, r, width)), a, rows))
         for output, start, stop in self.outputs:
             for k in range(r):
                 columns = Box((start, k * experts), (stop, (k + 1) * experts))
                 box = Box((0, 0, k), (experts, stop - start, k + 1))
-                found.append(Link(f"{self.layer}.lora_B_{output}", box, b, columns, transpose=True))
-        return found
+                links.append(Link(f"{self.layer}.lora_B_{output}", box, b, columns, transpose=True))
+        return links
 
 
 @lru_cache(maxsize=16)
 def expert_sites(family: Family, config: ModelConfig) -> tuple[ExpertSite, ...]:
     """Return every stack of experts, whose matrices Hugging Face's files hold one by one, or as one stack."""
-    layers = {name: one for name, one in family.on_meta(config).named_modules() if isinstance(one, Experts)}
+    layers = {
+        name: module for name, module in family.on_meta(config).named_modules() if isinstance(module, Experts)
+    }
     files: dict[str, list[Link]] = {}
     for link in family.links(config)[0]:
         if link.ours.rpartition(".")[0] in layers:
             files.setdefault(link.ours, []).append(link)
-    found = []
+    sites = []
     for layer, experts in layers.items():
         holder = family.experts_module.format(i=layer.split(".")[1])
         for names in experts.products:
             links = [files.get(f"{layer}.{name}", []) for name in names]
-            stacked = any(len(one.ours_box.start) == len(one.hf_box.start) for some in links for one in some)
+            stacked = any(
+                len(link.ours_box.start) == len(link.hf_box.start)
+                for module_links in links
+                for link in module_links
+            )
             shape, turned = links[0][0].hf_box.shape, experts.transposed
             inner, outer = (shape[-2], -1) if turned else (shape[-1], -2)
-            ends = [0, *accumulate(some[0].hf_box.shape[outer] for some in links)]
+            ends = [0, *accumulate(module_links[0].hf_box.shape[outer] for module_links in links)]
             outputs = tuple(zip(names, ends, ends[1:], strict=False))
             name = f"{holder}.{'_'.join(names)}_proj"
             if stacked:
                 stored = links[0][0].hf
-                found.append(ExpertSite(name, layer, outputs, (), inner, shape[0], holder, stored, turned))
+                sites.append(ExpertSite(name, layer, outputs, (), inner, shape[0], holder, stored, turned))
                 continue
             modules = tuple(
-                tuple(one.hf.removesuffix(".weight") for one in each) for each in zip(*links, strict=True)
+                tuple(link.hf.removesuffix(".weight") for link in each) for each in zip(*links, strict=True)
             )
-            found.append(ExpertSite(name, layer, outputs, modules, inner, len(modules), holder))
-    return tuple(found)
+            sites.append(ExpertSite(name, layer, outputs, modules, inner, len(modules), holder))
+    return tuple(sites)
 
 
 @lru_cache(maxsize=16)
@@ -125,7 +131,7 @@ def linear_sites(family: Family, config: ModelConfig) -> tuple[Site, ...]:
     links: dict[str, list[Link]] = {}
     for link in family.links(config)[0]:
         links.setdefault(link.hf, []).append(link)
-    found = []
+    sites = []
     for name, those in links.items():
         modules = [link.ours.removesuffix(".weight") for link in those]
         owners = {module if module in layers else module.rpartition(".")[0] for module in modules}
@@ -139,10 +145,10 @@ def linear_sites(family: Family, config: ModelConfig) -> tuple[Site, ...]:
         outputs = tuple(
             module.removeprefix(f"{layer}.") for module in dict.fromkeys(modules) if module != layer
         )
-        found.append(
+        sites.append(
             Site(name.removesuffix(".weight"), layer, outputs, tuple(parts), those[0].ours_box.shape[1])
         )
-    return tuple(found)
+    return tuple(sites)
 
 
 def leaves(sites: Iterable[Site]) -> str:

@@ -86,7 +86,7 @@ def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
     if not any(needed) or torch.compiler.is_compiling():
         return needed
     # One function for each input that is a tensor; those of the others need no gradient.
-    before = iter([one for one, _ in ctx.next_functions if one is not None])
+    before = iter([node for node, _ in ctx.next_functions if node is not None])
     return tuple(need and _runs(next(before)) for need in needed)
 
 

@@ -113,11 +113,11 @@ def work_of(done: torch.futures.Future[Any]) -> Any:
 
 def group_of_call(args: Iterable[Any]) -> dist.ProcessGroup:
     """Return the group that a collective operator is given, as an object or by name."""
-    for one in args:
-        if isinstance(one, torch.ScriptObject):
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):
             try:
-                return dist.ProcessGroup.unbox(one)
+                return dist.ProcessGroup.unbox(arg)
             except RuntimeError:
                 continue  # a reduction, also an object of torch's
-    name: Any = [one for one in args if isinstance(one, str)][-1]
+    name: Any = [arg for arg in args if isinstance(arg, str)][-1]
     return dist.distributed_c10d._resolve_process_group(name)

@@ -30,7 +30,7 @@ def is_sharded(module: nn.Module) -> TypeGuard[FSDPModule]:
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     """Return every module in ``module``, itself included, that FSDP shards by itself."""
-    return [one for one in module.modules() if is_sharded(one)]
+    return [child for child in module.modules() if is_sharded(child)]
 
 
 def ranks_of(module: FSDPModule) -> set[tuple[int, ...]]:
@@ -54,12 +54,12 @@ def computed_with(modules: Iterable[FSDPModule]) -> Iterator[nn.Parameter]:
 
 
 def _whole(group: Any) -> Iterator[nn.Parameter]:
-    held = (getattr(one, "_unsharded_param", None) for one in group.fsdp_params)
-    return (whole for whole in held if whole is not None)
+    wholes = (getattr(fsdp_param, "_unsharded_param", None) for fsdp_param in group.fsdp_params)
+    return (whole for whole in wholes if whole is not None)
 
 
 def _parameters(group: Any) -> Iterator[nn.Parameter]:
-    yield from (one.sharded_param for one in group.fsdp_params)
+    yield from (fsdp_param.sharded_param for fsdp_param in group.fsdp_params)
     yield from _whole(group)
 
 
@@ -166,11 +166,15 @@ class ReplicaSums:
         module.set_all_reduce_hook(partial(self._sum, module))
 
     def _sum(self, module: FSDPModule, total: Tensor) -> None:
-        kept = [held.sharded_param for group in _groups([module]) for held in group.fsdp_params]
+        sharded_params = [
+            fsdp_param.sharded_param for group in _groups([module]) for fsdp_param in group.fsdp_params
+        ]
         # FSDP reads the sum at once to add it to an earlier one, to cast it, or to show it to a hook.
         unread = all(
-            one.grad is None and one.dtype == total.dtype and not one._post_accumulate_grad_hooks
-            for one in kept
+            parameter.grad is None
+            and parameter.dtype == total.dtype
+            and not parameter._post_accumulate_grad_hooks
+            for parameter in sharded_params
         )
         if is_host(total.device) and unread and in_backward():
             after_backward(self._wait)
@@ -215,27 +219,27 @@ def compute_with_stored(module: FSDPModule) -> None:
     and free it after the step. It still does so where it casts the parameter or offloads it.
     """
     for group in _groups([module]):
-        for held in group.fsdp_params:
-            _share_memory(held)
+        for fsdp_param in group.fsdp_params:
+            _share_memory(fsdp_param)
 
 
-def _share_memory(held: Any) -> None:
-    make, free = held.init_all_gather_outputs, held.free_unsharded_param
+def _share_memory(fsdp_param: Any) -> None:
+    make, free = fsdp_param.init_all_gather_outputs, fsdp_param.free_unsharded_param
 
     def shares() -> bool:
-        return any(one is held._sharded_param_data for one in held.all_gather_outputs)
+        return any(output is fsdp_param._sharded_param_data for output in fsdp_param.all_gather_outputs)
 
     def share_or_make(sizes: list[int], dtypes: list[torch.dtype], world: int, device: torch.device) -> None:
-        stored = held._sharded_param_data
+        stored = fsdp_param._sharded_param_data
         fills_storage = stored.untyped_storage().size() == stored.nbytes  # FSDP would cut off the rest
-        if held.offload_to_cpu or [stored.dtype] != dtypes or not fills_storage:
+        if fsdp_param.offload_to_cpu or [stored.dtype] != dtypes or not fills_storage:
             make(sizes, dtypes, world, device)
         elif not shares():
-            held.all_gather_outputs = [stored]
-            vars(held).pop("_unsharded_param", None)  # it lies where the parameter lay before
+            fsdp_param.all_gather_outputs = [stored]
+            vars(fsdp_param).pop("_unsharded_param", None)  # it lies where the parameter lay before
 
-    held.init_all_gather_outputs = share_or_make
-    held.free_unsharded_param = lambda: None if shares() else free()
+    fsdp_param.init_all_gather_outputs = share_or_make
+    fsdp_param.free_unsharded_param = lambda: None if shares() else free()
 
 
 def end_backward(root: FSDPModule) -> None:
@@ -255,5 +259,5 @@ def _groups(modules: Iterable[FSDPModule]) -> Iterator[Any]:
     for module in modules:
         state = cast(Any, module)._get_fsdp_state()
         several = getattr(state, "_fsdp_param_groups", None)  # one alone before torch 2.12
-        one = getattr(state, "_fsdp_param_group", None) if several is None else None
-        yield from several if several is not None else ([] if one is None else [one])
+        group = getattr(state, "_fsdp_param_group", None) if several is None else None
+        yield from several if several is not None else ([] if group is None else [group])

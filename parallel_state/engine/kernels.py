@@ -16,10 +16,12 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: flo
     ``F.scaled_dot_product_attention`` does not return the log-sums. All three inputs have as many heads.
     """
     if has_flash_attention(q.device):
-        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        outputs = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     else:
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    return found[0], found[1]
+        outputs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, scale=scale
+        )
+    return outputs[0], outputs[1]
 
 
 def flash_attention_backward(
@@ -62,8 +64,8 @@ def scaled_mm(
     if is_host(left.device) and dtype == torch.float64:  # which oneDNN refuses on some machines
         return (left.to(dtype) @ right.to(dtype)) * left_scale.to(dtype) * right_scale.to(dtype)
     if is_host(left.device) and left_scale.numel() > 1:  # before torch 2.12 only one scale a tensor
-        one = left_scale.new_ones(())
-        product = torch._scaled_mm(left, right, one, one, out_dtype=dtype)
+        unit_scale = left_scale.new_ones(())
+        product = torch._scaled_mm(left, right, unit_scale, unit_scale, out_dtype=dtype)
         return product * left_scale.to(dtype) * right_scale.to(dtype)
     return torch._scaled_mm(left, right, left_scale, right_scale, out_dtype=dtype, use_fast_accum=fast)
 

@@ -43,7 +43,7 @@ class AdamW(torch.optim.AdamW):
     def _init_group(self, group: dict[str, Any], *gathered: list[Tensor]) -> bool:
         is_complex = bool(super()._init_group(group, *gathered))
         for tensors in gathered:
-            tensors[:] = [one._local_tensor if is_dtensor(one) else one for one in tensors]
+            tensors[:] = [tensor._local_tensor if is_dtensor(tensor) else tensor for tensor in tensors]
         return is_complex
 
 
@@ -60,13 +60,13 @@ def like(parameter: Tensor, here: Tensor) -> Tensor:
 def tensors_in(nest: Any) -> list[Tensor]:
     """Return the tensors in a nest of tuples, lists and dicts."""
     leaves: list[Any] = importlib.import_module("torch.utils._pytree").tree_leaves(nest)
-    return [one for one in leaves if isinstance(one, Tensor)]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Return the 2-norm of each tensor, in ``dtype``; few kernels for all of them."""
-    if any(is_host(one.device) and one.dtype != dtype for one in tensors):
-        return [_norm_in_pieces(one, dtype) for one in tensors]
+    if any(is_host(tensor.device) and tensor.dtype != dtype for tensor in tensors):
+        return [_norm_in_pieces(tensor, dtype) for tensor in tensors]
     return list(torch._foreach_norm(list(tensors), 2, dtype=dtype))
 
 

@@ -110,7 +110,7 @@ def _has(path: str, name: str) -> bool:
     if hasattr(owner, name) or name in getattr(owner, "__annotations__", {}):
         return True
     classes = owner.__mro__ if isinstance(owner, type) else ()
-    codes = [getattr(method, "__code__", None) for one in classes for method in vars(one).values()]
+    codes = [getattr(method, "__code__", None) for cls in classes for method in vars(cls).values()]
     return any(name in code.co_names for code in codes if code is not None)
 
 

@@ -64,9 +64,9 @@ def compute_weight_gradients(weights: Iterator[nn.Parameter], groups: Sequence[G
 
 
 def compute_input_gradients(
-    made: list[Tensor], grads: list[Tensor], given: list[Tensor], weights: Iterator[nn.Parameter]
+    made: list[Tensor], grads: list[Tensor], inputs: list[Tensor], weights: Iterator[nn.Parameter]
 ) -> Sequence[Group]:
     """Compute the gradients of a stage's inputs, the first part of its backward; return what is left."""
     from torch.distributed.pipelining._backward import stage_backward_input
 
-    return stage_backward_input(made, grads, given, weights)[1]
+    return stage_backward_input(made, grads, inputs, weights)[1]

@@ -82,9 +82,9 @@ def archive_at(
         raise BadInput(where, expected="one entry data.pkl", found=len(pickles), todo=todo)
     root = pickles[0].removesuffix("data.pkl")
     order = entries.get(f"{root}byteorder")
-    if order is not None and (found := _checked(fd, order, where, f"{root}byteorder")) != b"little":
-        raise BadInput(where, f"{root}byteorder", expected="little", found=shown(found))
-    held: list[ZipEntry] = []
+    if order is not None and (byte_order := _checked(fd, order, where, f"{root}byteorder")) != b"little":
+        raise BadInput(where, f"{root}byteorder", expected="little", found=shown(byte_order))
+    stretches: list[ZipEntry] = []
 
     def storage(args: tuple[Any, ...]) -> _Storage:
         kind, name, key, _, count = args
@@ -96,20 +96,20 @@ def archive_at(
         if entry is None or count * (BITS[dtype] // 8) != entry.end - entry.begin:
             stated = "no such entry" if entry is None else f"{entry.end - entry.begin:,} bytes"
             raise ValueError(f"{stated} for {count} elements of {dtype} in {root}data/{key}")
-        held.append(entry)
+        stretches.append(entry)
         return _Storage(dtype, entry)
 
     raw = _checked(fd, entries[pickles[0]], where, pickles[0])
     names = ChainMap(_NAMES, cast(dict[str, Maker | None], allowed or {}))
     value = read_records(raw, f"{where}: {pickles[0]}", names, persistent=storage)
-    return TorchArchive(value, sorted(set(held), key=lambda one: one.begin))
+    return TorchArchive(value, sorted(set(stretches), key=lambda stretch: stretch.begin))
 
 
 def _checked(fd: int, entry: ZipEntry, where: Path, name: str) -> bytes:
     """Return the bytes of a small entry after comparing their CRC-32."""
     if entry.end - entry.begin > _MOST_BYTES:
-        found = f"{entry.end - entry.begin:,}"
-        raise BadInput(where, name, expected=f"at most {_MOST_BYTES:,} bytes", found=found)
+        size = f"{entry.end - entry.begin:,}"
+        raise BadInput(where, name, expected=f"at most {_MOST_BYTES:,} bytes", found=size)
     raw = os.pread(fd, entry.end - entry.begin, entry.begin)
     if crc32(raw) != entry.crc:
         todo = "The file was altered or damaged since it was written"
@@ -131,7 +131,9 @@ def _way_out(first: bytes) -> str:
 
 
 def _whole_numbers(value: object) -> tuple[int, ...]:
-    if not isinstance(value, tuple) or not all(type(one) is int and 0 <= one < 1 << 62 for one in value):
+    if not isinstance(value, tuple) or not all(
+        type(number) is int and 0 <= number < 1 << 62 for number in value
+    ):
         raise ValueError("no tuple of whole numbers")
     return value
 
@@ -142,7 +144,7 @@ def _tensor(args: tuple[Any, ...], dtype: str | None = None) -> View:
         raise ValueError("a view that negates or conjugates: save tensor.resolve_neg().resolve_conj()")
     if not isinstance(storage, _Storage):
         raise ValueError("a tensor without a storage")
-    (offset,), shape, strides = (_whole_numbers(one) for one in ((offset,), size, stride))
+    (offset,), shape, strides = (_whole_numbers(numbers) for numbers in ((offset,), size, stride))
     if len(shape) != len(strides) or len(shape) > 64:
         raise ValueError(f"shape {shown(shape)} with strides {shown(strides)}")
     dtype = storage.dtype if dtype is None else dtype

@@ -217,7 +217,7 @@ def _is_key(key: object) -> bool:
     the stack.
     """
     plain = str | bytes | int | float | Name | Record | None
-    return isinstance(key, plain) or (isinstance(key, tuple) and all(isinstance(one, plain) for one in key))
+    return isinstance(key, plain) or (isinstance(key, tuple) and all(isinstance(part, plain) for part in key))
 
 
 #: What each other opcode does, but for STOP.

@@ -22,9 +22,9 @@ from .records import USUAL, Limits, Maker
 
 #: Each known opcode with its name and what decodes its argument, if it has one.
 _OPCODES = {
-    one.code.encode("latin-1"): (one.name, None if one.arg is None else one.arg.reader)
-    for one in pickletools.opcodes
-    if one.name in {*STEPS, *PLAIN, *CONSTANTS, "STOP"}
+    opcode.code.encode("latin-1"): (opcode.name, None if opcode.arg is None else opcode.arg.reader)
+    for opcode in pickletools.opcodes
+    if opcode.name in {*STEPS, *PLAIN, *CONSTANTS, "STOP"}
 }
 
 
@@ -70,5 +70,5 @@ def read_records(
 
 
 def _name_of(code: bytes) -> str:
-    names = {one.code: one.name for one in pickletools.opcodes}
+    names = {opcode.code: opcode.name for opcode in pickletools.opcodes}
     return names.get(code.decode("latin-1"), shown(code))

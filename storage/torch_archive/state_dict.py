@@ -45,19 +45,19 @@ def tensors_in(value: object, where: object) -> Iterator[tuple[str, View]]:
     met = 0
     for _ in range(_DEEPEST):
         inside = [
-            (f"{prefix}{key}", one)
+            (f"{prefix}{key}", child)
             for prefix, table in level
             if isinstance(table, dict)
-            for key, one in islice(table.items(), _MOST - met)
-            if isinstance(key, str | int) and isinstance(one, View | dict)
+            for key, child in islice(table.items(), _MOST - met)
+            if isinstance(key, str | int) and isinstance(child, View | dict)
         ]
         met += len(inside)
         if met >= _MOST:
             raise BadInput(where, expected=f"at most {_MOST:,} tensors", found="more")
-        for name, one in inside:
-            if isinstance(one, View):
+        for name, child in inside:
+            if isinstance(child, View):
                 if name in seen or not name.isprintable():
                     raise BadInput(where, shown(name), expected="a printable name, once", found="another")
                 seen.add(name)
-                yield name, one
-        level = [(f"{name}.", one) for name, one in inside if isinstance(one, dict)]
+                yield name, child
+        level = [(f"{name}.", child) for name, child in inside if isinstance(child, dict)]

@@ -43,8 +43,8 @@ class ViewFile(TensorFile):
 
     def know(self, stretches: Iterable[ZipEntry]) -> None:
         """Take the parts of the file whose CRC-32 is known."""
-        self._stretches = sorted(stretches, key=lambda one: one.begin)
-        self._begins = [one.begin for one in self._stretches]
+        self._stretches = sorted(stretches, key=lambda stretch: stretch.begin)
+        self._begins = [stretch.begin for stretch in self._stretches]
 
     def add(self, view: View, key: str | None = None) -> str:
         """Add a view; return the key under which ``read`` gives it.
@@ -60,12 +60,12 @@ class ViewFile(TensorFile):
             end = inside.end if number >= 0 else -1
             self._used.add(inside)
         if not 0 <= view.begin <= view.stop <= end:
-            found = f"bytes {view.begin:,} to {view.stop:,}"
-            raise BadInput(self.path, key, expected=f"bytes before {end:,}", found=found)
+            actual = f"bytes {view.begin:,} to {view.stop:,}"
+            raise BadInput(self.path, key, expected=f"bytes before {end:,}", found=actual)
         if not view.nested:
-            found = f"shape {[*view.shape]} with strides {[*view.strides]}"
+            actual = f"shape {[*view.shape]} with strides {[*view.strides]}"
             todo = "Save tensor.contiguous() in its place"
-            raise BadInput(self.path, key, expected="elements of their own", found=found, todo=todo)
+            raise BadInput(self.path, key, expected="elements of their own", found=actual, todo=todo)
         self.views[key] = view
         nbytes = Box.whole(view.shape).size * view.itemsize
         self.tensors[key] = Entry(view.dtype, view.shape, view.begin, view.begin + nbytes)
@@ -74,8 +74,12 @@ class ViewFile(TensorFile):
     def sum_of(self, view: View) -> int | None:
         """Return the CRC-32 that the file states for exactly the bytes of a view, or ``None``."""
         number = bisect_right(self._begins, view.begin) - 1
-        one = self._stretches[number] if number >= 0 else None
-        return one.crc if one is not None and (one.begin, one.end) == (view.begin, view.stop) else None
+        stretch = self._stretches[number] if number >= 0 else None
+        return (
+            stretch.crc
+            if stretch is not None and (stretch.begin, stretch.end) == (view.begin, view.stop)
+            else None
+        )
 
     @property
     def size(self) -> int:
@@ -85,7 +89,7 @@ class ViewFile(TensorFile):
     @property
     def sums(self) -> Sequence[tuple[int, int, int]]:
         """Return begin, end and CRC-32 of each stretch that holds a view, in order."""
-        return sorted((one.begin, one.end, one.crc) for one in self._used)
+        return sorted((stretch.begin, stretch.end, stretch.crc) for stretch in self._used)
 
     def state(self) -> tuple[str, object, str]:
         """Return what identifies this content: besides ``TensorFile.state``, the sums in the file itself."""

@@ -67,19 +67,19 @@ def zip_entries(fd: int, begin: int, end: int, where: object) -> dict[str, ZipEn
     if begin + offset + size != last:
         refuse(f"a directory up to byte {last:,}", f"one up to {begin + offset + size:,}")
     directory = read(begin + offset, size)
-    found: dict[str, tuple[int, ZipEntry]] = {}
+    entries: dict[str, tuple[int, ZipEntry]] = {}
     at = 0
     while at < size:
         if directory[at : at + 4] != _CENTRAL or at + _CENTRAL_SIZE > size:
             refuse("an entry of the directory", shown(directory[at : at + 8]))
-        flags, method, crc, packed, nbytes, named, more, said, place = struct.unpack_from(
+        flags, method, crc, packed, nbytes, named, extra_length, comment_length, place = struct.unpack_from(
             "<HH4xIIIHHH8xI", directory, at + 8
         )
         at += _CENTRAL_SIZE
-        if at + named + more + said > size:
+        if at + named + extra_length + comment_length > size:
             refuse("a whole directory", "one that is cut short")
-        raw_name, extra = directory[at : at + named], directory[at + named : at + named + more]
-        at += named + more + said
+        raw_name, extra = directory[at : at + named], directory[at + named : at + named + extra_length]
+        at += named + extra_length + comment_length
         name = raw_name.decode("utf-8", "replace")
         if method or flags & 1:
             todo = "Write the archive with torch.save, which does not compress"
@@ -98,17 +98,17 @@ def zip_entries(fd: int, begin: int, end: int, where: object) -> dict[str, ZipEn
         first = header + _LOCAL_SIZE + named + int.from_bytes(local[28:30], "little")
         if first + nbytes > begin + offset:
             refuse(f"{shown(name)} before the directory", f"{nbytes:,} bytes from byte {first:,}")
-        if name in found:
+        if name in entries:
             refuse("each entry once", f"{shown(name)} twice")
-        found[name] = header, ZipEntry(first, first + nbytes, crc)
-    if len(found) != count:
-        refuse(f"{count:,} entries", f"{len(found):,}")
+        entries[name] = header, ZipEntry(first, first + nbytes, crc)
+    if len(entries) != count:
+        refuse(f"{count:,} entries", f"{len(entries):,}")
     before = begin
-    for header, entry in sorted(found.values(), key=lambda one: one[0]):
+    for header, entry in sorted(entries.values(), key=lambda header_and_entry: header_and_entry[0]):
         if header < before:
             refuse("entries one after the other", f"two that overlap at byte {header:,}")
         before = entry.end
-    return {name: entry for name, (_, entry) in found.items()}
+    return {name: entry for name, (_, entry) in entries.items()}
 
 
 def _wide(extra: bytes, numbers: tuple[int, int, int]) -> tuple[int, int, int]:

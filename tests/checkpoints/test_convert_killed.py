@@ -118,7 +118,7 @@ def test_a_flipped_bit_that_makes_a_nan_is_damage_and_not_bad_numbers_G8(tmp_pat
 
 def test_a_journal_cut_by_the_kill_is_read_as_far_as_it_is_whole(tmp_path):
     synced = []
-    journal = FinishedWork(tmp_path / "j", lambda: synced.append(True), every=10)
+    journal = FinishedWork(tmp_path / "j", lambda: synced.append(True), sync_interval=10)
     journal.note(3, 5, lambda: [1])
     assert not (tmp_path / "j").exists()
     journal.note(4, 5, lambda: [2, 3])
@@ -126,7 +126,7 @@ def test_a_journal_cut_by_the_kill_is_read_as_far_as_it_is_whole(tmp_path):
     assert len(synced) == 2
     with (tmp_path / "j").open("ab") as file:
         file.write(b"[[9, [1")
-    again = FinishedWork(tmp_path / "j", lambda: None, every=1)
+    again = FinishedWork(tmp_path / "j", lambda: None, sync_interval=1)
     assert again.done == {3: [1], 4: [2, 3], 7: []}
     again.note(8, 1, lambda: [9])
     assert FinishedWork(tmp_path / "j", lambda: None).done == {**again.done, 8: [9]}

@@ -216,7 +216,7 @@ def test_C11_a_resumed_conversion_does_not_take_the_rest_for_all(tmp_path):
         writers = [TensorWriter(tmp_path / f"{i}", {"w": ("F32", (20,))}, again=again) for i in range(2)]
         plan = [Transfer("w", *one, "F32") for one in zip(halves, [(c,) for c in copied], strict=True)]
         transfers = zip(plan, writers, strict=True)
-        finished = FinishedWork(tmp_path / "journal", lambda: None, every=1)
+        finished = FinishedWork(tmp_path / "journal", lambda: None, sync_interval=1)
         report = execute([TensorFile.open(tmp_path / "f")], transfers, threads=1, finished=finished)
         for writer in writers:
             writer.close()

@@ -80,7 +80,7 @@ def stated(folder):
 
 def test_committed_checkpoints_are_copied_and_the_newest_kept_in_both(place, tmp_path):
     lines = []
-    with saver_of(tmp_path / "run", nn.Linear(3, 2), keep=2, mirror=place, said=lines.append) as saver:
+    with saver_of(tmp_path / "run", nn.Linear(3, 2), keep=2, mirror=place, say=lines.append) as saver:
         for step in (1, 2, 3, 4):
             saver.save(Progress(step, Layout()))
             saver._after.wait()
@@ -121,7 +121,7 @@ def test_a_start_copies_what_a_kill_left_uncopied_and_nothing_twice(place, tmp_p
     with saver_of(tmp_path / "run", nn.Linear(3, 2)) as saver:
         saver.save(Progress(1, Layout()))
     for _ in range(2):
-        with saver_of(tmp_path / "run", nn.Linear(3, 2), mirror=place, said=lines.append):
+        with saver_of(tmp_path / "run", nn.Linear(3, 2), mirror=place, say=lines.append):
             pass
     assert lines == [f"MIRRORED {place}/step-00000001"]
     assert accepted(fetched(place, tmp_path / "fetched")) == [1]
@@ -139,7 +139,7 @@ def test_a_damaged_checkpoint_is_not_copied(place, tmp_path):
 
 def test_a_mirror_that_fails_ends_no_run_and_the_next_commit_reaches_it(place, tmp_path):
     lines = []
-    with saver_of(tmp_path / "run", nn.Linear(3, 2), mirror=place, said=lines.append) as saver:
+    with saver_of(tmp_path / "run", nn.Linear(3, 2), mirror=place, say=lines.append) as saver:
         with mock.patch.object(RemoteFolder, "_put", side_effect=ConnectionError("no route\nto host")):
             saver.save(Progress(1, Layout()))
             saver._after.wait()

@@ -30,7 +30,7 @@ def model_with(mode, every=1, r=0, **changes):
     blocks = [(int(number), block) for number, block in model.layers.items()]
     for _, block in blocks[: 4 * bool(r)]:
         attach_lora(block.mlp.gate_up, r=r, alpha=1)
-    checkpoint_blocks(blocks, mode, every=every)
+    checkpoint_blocks(blocks, mode, interval=every)
     ran = []
     for number, block in blocks:
         block.attention.register_forward_hook(lambda *_, number=number: ran.append(number))

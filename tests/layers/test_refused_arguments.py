@@ -184,7 +184,7 @@ CALLS = {
     ),
     "a second adapter of experts": (lambda: experts_with_adapter(["down"], 1), "one adapter at each place"),
     "an unknown checkpointing": (lambda: checkpoint_blocks([], "some"), "checkpointing"),
-    "checkpointing of every 0th block": (lambda: checkpoint_blocks([], "every", every=0), "every"),
+    "checkpointing of every 0th block": (lambda: checkpoint_blocks([], "every", interval=0), "every"),
     "a loss of no tokens at once": (loss_of_chunks, "loss_chunk"),
 }
 test_an_argument_that_cannot_be_is_refused = refusals(

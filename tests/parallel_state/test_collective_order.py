@@ -58,7 +58,7 @@ def extra(group, odd):
 def seeded(wrong, every, timeout):
     """Three good collectives, then those of ``wrong``, which rank 1 does otherwise."""
     state = ParallelState.start(Layout.of(tensor=2))
-    with CollectiveOrder(state, every=every, timeout=timedelta(seconds=timeout)):
+    with CollectiveOrder(state, interval=every, timeout=timedelta(seconds=timeout)):
         for _ in range(3):
             attention(state.tensor_group, X)
         wrong(state.tensor_group, state.rank == 1)
