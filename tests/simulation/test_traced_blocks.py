@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 from support.configs import FOLDER, MODELS
+from torch import nn
 from trilith.layers import AttentionInputs, checkpoint_blocks
 from trilith.models import FAMILIES, LoraConfig, adapted, family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.parallel_state.engine.weight_gradients import compute_input_gradients
-from trilith.planner.pieces import ModelPieces
-from trilith.planner.step_shape import MicroBatch
+from trilith.planner.pieces import ModelPieces, shapes_only
+from trilith.planner.stage_costs import Pieces, StageCost
+from trilith.planner.stage_instants import StageInstants
+from trilith.planner.step_shape import MicroBatch, Work
+from trilith.simulation.traced import trace
 from trilith.testing import LiveBytes, run_parallel
 
 #: Models of one block by name: some fields of one that they are ``like``, ``without`` others.
@@ -245,3 +249,25 @@ def test_a_traced_block_keeps_and_needs_what_a_block_does(row):
 
 def test_every_family_has_a_block():
     assert {one_block(name)["model_type"] for name in _BLOCKS} == FAMILIES.keys()
+
+
+def test_blocks_before_the_last_one_keep_all_until_the_second_part_of_a_backward():
+    """A stage of two blocks, traced as one, leaves what the plan of the stage adds up from its blocks."""
+    row, state = Row("qwen3_next", length=64), ParallelState.stand_in(Layout.of(pipeline=2), 1)
+    model, blocks = row.built(ParallelState.alone(), "meta")
+    batch = MicroBatch(row.rows, row.length, row.dtype.itemsize, gpu=False)
+    pieces, pair = ModelPieces(model, ParallelState.alone()), nn.ModuleList(blocks[:2])
+    with shapes_only([pair], batch):
+        inputs = pieces._inputs(batch, pair)
+        together = trace(
+            lambda x: pair[1](pair[0](x, inputs), inputs),
+            pieces._hidden(batch),
+            [*pair.parameters()],
+            in_two=True,
+        )
+    parts = {number: pieces.block(block, batch, reached=True) for number, block in enumerate(pair)}
+    stage = StageCost(False, parts, Pieces(()), frozenset(parts))
+    work = Work(state, model.config.hidden_size, row.length, row.rows, 4, fused=False, schedule="zbv")
+    instants = StageInstants(stage, work, in_two=True, given=False, largest=0)
+    assert instants.halfway == pytest.approx(together.between, rel=1e-4)  # but for a number or two
+    assert sum(piece.between for piece in parts.values()) < 0.99 * together.between
