@@ -217,7 +217,7 @@ def _search(requests: Sequence[Request]) -> list[Found | Unmet]:
                 progress.update(task, total=found.legal, completed=found.settled, description=words)
 
             try:
-                results.append(find_layouts(request, shown=SHOWN if len(requests) == 1 else 1, told=told))
+                results.append(find_layouts(request, shown=SHOWN if len(requests) == 1 else 1, progress=told))
             except BadInput as error:
                 results.append(Unmet(request, error))
             progress.remove_task(task)

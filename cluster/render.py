@@ -57,9 +57,9 @@ def quoted(value: object, place: Place, name: str) -> str:
         if not text or not text.isprintable():
             expected = "text that can be printed in one line"
             raise BadInput("launch", key, expected=expected, found=repr(text)[:80])
-        if place == "directive" and (found := _SPECIAL.search(text)):
+        if place == "directive" and (match := _SPECIAL.search(text)):
             expected = "a name that #SBATCH takes, without spaces, quotes, # and \\"
-            raise BadInput("launch", key, expected=expected, found=f"{found[0]!r} in {text[:80]!r}")
+            raise BadInput("launch", key, expected=expected, found=f"{match[0]!r} in {text[:80]!r}")
     if place == "yaml":  # in quotes, so that no reader takes 1e3 or yes for a number or a truth
         return json.dumps(value, ensure_ascii=False)
     if place == "directive":

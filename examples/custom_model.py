@@ -178,20 +178,20 @@ def loss(
 
 #: From our names to the plain model's, so that ``plain_model.Transcriber`` can load an export.
 NAMES = [
-    Rename(f"{side}.{{i}}.mix.enter.{one}.{kind}", f"{side}.{{i}}.mix.{one}.{kind}")
-    for side in ("encoder", "decoder") for one in ("value", "forget", "gate") for kind in ("weight", "bias")
+    Rename(f"{side}.{{i}}.mix.enter.{gate}.{kind}", f"{side}.{{i}}.mix.{gate}.{kind}")
+    for side in ("encoder", "decoder") for gate in ("value", "forget", "gate") for kind in ("weight", "bias")
 ] + [
-    Rename(f"decoder.{{i}}.cross.kv.{one}.{kind}", f"decoder.{{i}}.cross.{one}.{kind}")
-    for one in ("k", "v") for kind in ("weight", "bias")
+    Rename(f"decoder.{{i}}.cross.kv.{projection}.{kind}", f"decoder.{{i}}.cross.{projection}.{kind}")
+    for projection in ("k", "v") for kind in ("weight", "bias")
 ] + [
-    Rename(f"{side}.{{i}}.{one}.{kind}", f"{side}.{{i}}.{one}.{kind}")
+    Rename(f"{side}.{{i}}.{module}.{kind}", f"{side}.{{i}}.{module}.{kind}")
     for side in ("encoder", "decoder")
-    for one in ("mix_norm", "mix.out", "cross_norm", "cross.q", "cross.out", "up_norm", "up", "down")
-    for kind in ("weight", "bias") if side == "decoder" or not one.startswith("cross")
+    for module in ("mix_norm", "mix.out", "cross_norm", "cross.q", "cross.out", "up_norm", "up", "down")
+    for kind in ("weight", "bias") if side == "decoder" or not module.startswith("cross")
 ] + [
-    Rename(one, one)
-    for one in ("frames.weight", "frames.bias", "memory_norm.weight", "memory_norm.bias", "embed.weight",
-                "norm.weight", "norm.bias", "head.weight")
+    Rename(name, name)
+    for name in ("frames.weight", "frames.bias", "memory_norm.weight", "memory_norm.bias", "embed.weight",
+                 "norm.weight", "norm.bias", "head.weight")
 ]  # fmt: skip
 CONFIG = {"model_type": "transcriber", "architectures": ["Transcriber"]}
 
@@ -238,7 +238,7 @@ def dry_run(layout: Layout, rank: int = 0) -> MemoryPlan:
     )
     samples = batch(0)
     plan = plan_memory(work, model, samples=samples, loss=loss)
-    sent = sum(one.wire for one in step_traffic(work, model, samples=samples, loss=loss))
+    sent = sum(collective.wire for collective in step_traffic(work, model, samples=samples, loss=loss))
     print(f"{layout}: rank {rank} needs {plan.total:,} bytes and puts {sent:,} on the wire in a step")
     return plan
 
@@ -249,8 +249,8 @@ def prove() -> None:
 
     layouts = [Layout(tensor=2), Layout(tensor=2, sequence=True), Layout(pipeline=2),
                Layout(tensor=2, pipeline=2, sequence=True), Layout.of(tensor=2, data=2, zero=3)]  # fmt: skip
-    found = assert_layout_invariant(Transcriber, batch(0, samples=4), layouts=layouts, loss=loss)
-    for layout, figures in found.items():
+    figures_of = assert_layout_invariant(Transcriber, batch(0, samples=4), layouts=layouts, loss=loss)
+    for layout, figures in figures_of.items():
         print(f"{layout}: {figures}")
 
 
@@ -265,20 +265,20 @@ def main() -> None:
     parser.add_argument("--sequence", action="store_true", help="sequence parallelism along the tensor axis")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", type=Path, help="the folder of the checkpoints")
-    given = parser.parse_args()
-    if given.what == "prove":
+    options = parser.parse_args()
+    if options.what == "prove":
         return prove()
     layout = Layout.of(
-        tensor=given.tensor,
-        pipeline=given.pipeline,
-        data=given.data,
-        zero=given.zero,
-        sequence=given.sequence,
+        tensor=options.tensor,
+        pipeline=options.pipeline,
+        data=options.data,
+        zero=options.zero,
+        sequence=options.sequence,
     )
-    if given.what == "dry-run":
+    if options.what == "dry-run":
         dry_run(layout)
         return None
-    losses = train(layout, given.out, given.steps)
+    losses = train(layout, options.out, options.steps)
     if losses and torch.distributed.get_rank() == 0:
         print(f"{layout}: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")
 

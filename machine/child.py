@@ -77,7 +77,7 @@ def _work(work: FunctionName, options: dict[str, Any], folder: str, threads: int
 def finite(value: Any) -> Any:
     """Return plain data with ``None`` for each number that is not finite, which JSON cannot express."""
     if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [finite(one) for one in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

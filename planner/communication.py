@@ -103,39 +103,41 @@ def step_traffic(
     ``plan_memory``. Raises ``BadInput`` for a module that cannot be traced.
     """
     work = replace(work, trains_all=getattr(model, "trains_all", False))
-    held = rank_parameters(model, work.state)
-    return traffic_of(work, held, stages_of(work, model, samples, loss), held.numbered.__getitem__)
+    parameters = rank_parameters(model, work.state)
+    return traffic_of(
+        work, parameters, stages_of(work, model, samples, loss), parameters.numbered.__getitem__
+    )
 
 
 def traffic_of(
-    work: Work, held: RankParameters, stages: Sequence[StageCost], group: Callable[[int], Group]
+    work: Work, parameters: RankParameters, stages: Sequence[StageCost], group: Callable[[int], Group]
 ) -> list[Traffic]:
     """Return ``step_traffic`` of a rank, from its parameters and the costs of its stages; ``group``: counts
     the parameters of the block of a number.
     """
-    found: list[Traffic] = []
+    collectives: list[Traffic] = []
     for stage in stages:
         for piece in (*stage.blocks.values(), *stage.beside.parts, *([stage.loss] if stage.loss else [])):
-            found += traffic_of_piece(work, piece)
+            collectives += traffic_of_piece(work, piece)
         for number, piece in (*stage.blocks.items(), *stage.further.items()):
             if checkpointed(number, work.checkpointing, work.checkpoint_every):
-                found += traffic_of_piece(work, piece, again=True)
-    found = [_times(one, work.micro_batches) for one in found]
-    found += _between_stages(work)
+                collectives += traffic_of_piece(work, piece, again=True)
+    collectives = [_times(collective, work.micro_batches) for collective in collectives]
+    collectives += _between_stages(work)
     of_root = gathers_of_root(work, reached=all(stage.has_backward for stage in stages))
-    found += _gathers(work, held.root, of_root, of_root)
+    collectives += _gathers(work, parameters.root, of_root, of_root)
     # Each end's backward sums what it uses from ZeRO 2 on; otherwise the step's end sums the root as a whole.
-    for one in (work.layout.zero >= 2 and held.ends) or (held.root,):
-        found += _sums(work, one, root=True)
+    for end in (work.layout.zero >= 2 and parameters.ends) or (parameters.root,):
+        collectives += _sums(work, end, root=True)
     numbers = work.layout.stages_of(work.at.pipeline)
     vain = set() if all(stage.has_backward for stage in stages) else gathered_in_vain(work)
-    for place, stage, blocks in zip(numbers, stages, held.stages, strict=True):
-        found += _gathers(work, group(max(stage.blocks)), 1, 0) if place in vain else []
-        found += _gathers_of_blocks(work, place, stage, blocks, group)
-        for one, number in blocks:
-            found += [_times(sent, number) for sent in _sums(work, one, root=False)]
-    found += _once(work, held)
-    return _added(one for one in found if one.count and one.ranks > 1)
+    for place, stage, blocks in zip(numbers, stages, parameters.stages, strict=True):
+        collectives += _gathers(work, group(max(stage.blocks)), 1, 0) if place in vain else []
+        collectives += _gathers_of_blocks(work, place, stage, blocks, group)
+        for block, number in blocks:
+            collectives += [_times(sent, number) for sent in _sums(work, block, root=False)]
+    collectives += _once(work, parameters)
+    return _added(collective for collective in collectives if collective.count and collective.ranks > 1)
 
 
 def _between_stages(work: Work) -> list[Traffic]:
@@ -174,45 +176,45 @@ def _gathers_of_blocks(
     group: Callable[[int], Group],
 ) -> list[Traffic]:
     """Count FSDP's gathers of all blocks of a stage, whose number is ``place``."""
-    counts, found = Counter[Group](), list[Traffic]()
-    for one, number in blocks:
-        counts[one] += number
+    counts, collectives = Counter[Group](), list[Traffic]()
+    for block, number in blocks:
+        counts[block] += number
     for number in stage.before_trained:
         counts[group(number)] -= 1
         forward = gathers_of_block(work, place, reached=False)
         # Where experts are gathered by themselves the block that holds them is gathered after them, too.
         # FSDP gathers the block before the one whose backward runs.
         ahead = gathers_ahead(work) * (number == stage.before_trained[-1] and stage.has_backward)
-        found += _gathers(work, group(number), forward + ahead, forward)
-    for one, number in counts.items():
-        every = gathers_of_block(work, place)
-        found += [_times(sent, number) for sent in _gathers(work, one, every, every)]
-    return found
+        collectives += _gathers(work, group(number), forward + ahead, forward)
+    for block, number in counts.items():
+        gathers = gathers_of_block(work, place)
+        collectives += [_times(sent, number) for sent in _gathers(work, block, gathers, gathers)]
+    return collectives
 
 
 def _sums(work: Work, group: Group, *, root: bool) -> list[Traffic]:
     """Count the sums of a group's gradients over the ranks that hold shards, and over the replicas."""
     scatters, replicas = sums(work), sums_of_replicas(work, root=root)
-    found = []
+    collectives = []
     for experts, name, trained in ((False, "", group.trained_padded), (True, "expert ", group.trained_apart)):
         if trained:
             (copies, shards, _), piece = work.layout.data_sizes(experts), trained * work.reduce
             size = scatters * shards * piece
-            found += [
+            collectives += [
                 Traffic(f"{name}data", "reduce_scatter", "gradients", scatters, size, shards),
                 Traffic(f"{name}replicas", "all_reduce", "gradients", replicas, replicas * piece, copies),
             ]
-    return found
+    return collectives
 
 
-def _once(work: Work, held: RankParameters) -> list[Traffic]:
+def _once(work: Work, parameters: RankParameters) -> list[Traffic]:
     """Count the traffic that a step has once: the sums of partial gradients, and single numbers."""
-    layout, size, terms = work.layout, max(work.master, work.reduce), held.terms
-    every = held.every
-    partial, ends = bool(every.partial_tensors), bool(every.end_tensors)
+    layout, size, terms = work.layout, max(work.master, work.reduce), parameters.terms
+    total = parameters.every
+    partial, ends = bool(total.partial_tensors), bool(total.end_tensors)
     return [
-        Traffic("tensor", "all_reduce", "partial gradients", partial, every.partial * size, layout.tensor),
-        Traffic("ends", "all_reduce", "tied embedding", ends, every.ends * size, 2),
+        Traffic("tensor", "all_reduce", "partial gradients", partial, total.partial * size, layout.tensor),
+        Traffic("ends", "all_reduce", "tied embedding", ends, total.ends * size, 2),
         # With the counts of the loss's terms go five numbers that tell whether every rank can use its batch.
         Traffic("all", "all_reduce", "tokens", 1, (5 + terms) * 8, layout.world),
         # With its sums go two numbers that tell whether every parameter has a gradient.
@@ -221,15 +223,17 @@ def _once(work: Work, held: RankParameters) -> list[Traffic]:
     ]
 
 
-def _times(one: Traffic, count: int) -> Traffic:
-    return Traffic(one.axis, one.kind, one.what, count * one.count, count * one.bytes, one.ranks)
+def _times(collective: Traffic, count: int) -> Traffic:
+    return replace(collective, count=count * collective.count, bytes=count * collective.bytes)
 
 
-def _added(every: Iterable[Traffic]) -> list[Traffic]:
+def _added(collectives: Iterable[Traffic]) -> list[Traffic]:
     """Add up the traffic of each axis, kind and purpose."""
-    found: dict[tuple[str, str, str], Traffic] = {}
-    for one in every:
-        key = (one.axis, one.kind, one.what)
-        before = found.get(key, Traffic(*key, 0, 0, one.ranks))
-        found[key] = Traffic(*key, before.count + one.count, before.bytes + one.bytes, one.ranks)
-    return list(found.values())
+    by_key: dict[tuple[str, str, str], Traffic] = {}
+    for collective in collectives:
+        key = (collective.axis, collective.kind, collective.what)
+        before = by_key.get(key, Traffic(*key, 0, 0, collective.ranks))
+        by_key[key] = Traffic(
+            *key, before.count + collective.count, before.bytes + collective.bytes, collective.ranks
+        )
+    return list(by_key.values())

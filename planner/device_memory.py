@@ -31,5 +31,5 @@ def reserved_words(reserved: int, memory: float | None) -> str:
     line = f"about {reserved / 1e9:,.1f} GB, if {FRAGMENTATION:.0%} of what torch's allocator takes is unused"
     if memory is None or reserved <= memory:
         return line
-    more = f"more than the GPU's {memory / 1e9:,.0f} GB: set PYTORCH_ALLOC_CONF=expandable_segments:True"
-    return f"{line}; {more}"
+    excess = f"more than the GPU's {memory / 1e9:,.0f} GB: set PYTORCH_ALLOC_CONF=expandable_segments:True"
+    return f"{line}; {excess}"

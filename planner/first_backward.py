@@ -41,38 +41,38 @@ class FirstBackward(NamedTuple):
         return gradients, self.dropped_per_byte * (self.made[0] - absent[0])
 
 
-def first_backward(work: Work, held: RankParameters, shared: SharedKey) -> FirstBackward:
+def first_backward(work: Work, parameters: RankParameters, shared: SharedKey) -> FirstBackward:
     """Return the bytes of the first backward; a search asks for them often. ``shared``: ``shared_key``."""
     key = "first", work.offload, shared
-    if key not in held.known_shared:
-        held.known_shared[key] = _first_backward(work, held, shared)
-    found: FirstBackward = held.known_shared[key]
-    return found
+    if key not in parameters.known_shared:
+        parameters.known_shared[key] = _first_backward(work, parameters, shared)
+    backward: FirstBackward = parameters.known_shared[key]
+    return backward
 
 
-def _first_backward(work: Work, held: RankParameters, key: SharedKey) -> FirstBackward:
+def _first_backward(work: Work, parameters: RankParameters, key: SharedKey) -> FirstBackward:
     zero, shards, alone, several, cut, in_two, compute, reduce, master = key
     # Gradients stay where they are made, or they are summed and shards of the sums stay.
     stay = alone or (several and zero < 2)
-    shared = places_shared(held, zero, shards, stay, False, cut, in_two, compute, reduce, master)
+    shared = places_shared(parameters, zero, shards, stay, False, cut, in_two, compute, reduce, master)
     size = reduce if stay and several else 0 if work.offload else master
     made, lasting = list[float](), list[float]()
-    for kinds in held.stages:
-        made.append(compute * sum(number * one.trained for one, number in kinds))
-        stored = sum(number * (one.trained if stay else one.trained_stored) for one, number in kinds)
+    for kinds in parameters.stages:
+        made.append(compute * sum(number * group.trained for group, number in kinds))
+        stored = sum(number * (group.trained if stay else group.trained_stored) for group, number in kinds)
         lasting.append(size * stored / made[-1] if made[-1] else 0.0)
     last = 0 if several else dropped_in_last(zero, alone, cut, compute, master)
-    weights = last * sum(number * one.here for one, number in held.stages[0] if one.trained)
+    weights = last * sum(number * group.here for group, number in parameters.stages[0] if group.trained)
     of_blocks = tuple(made), tuple(lasting), weights / made[0] if made[0] else 0.0
     if not stay:  # the root's buffer is left by a backward
-        root = size * held.root.trained_stored + gradient_bytes(work, held)[1]
+        root = size * parameters.root.trained_stored + gradient_bytes(work, parameters)[1]
         return FirstBackward(shared, root, *of_blocks)
-    root = size * held.root.trained
+    root = size * parameters.root.trained
     for place, stage in shared:  # those that exist by then, besides those of blocks behind
         if place == "entry":
             shared[place, stage] += root
         elif place not in ("forward", "first forward", "loss"):
             # Of a tied weight the first part waits for the second one, as it is made.
-            waits = size * (held.exit - held.tied) + compute * held.tied
-            shared[place, stage] += waits * (stage == len(held.stages) - 1)
+            waits = size * (parameters.exit - parameters.tied) + compute * parameters.tied
+            shared[place, stage] += waits * (stage == len(parameters.stages) - 1)
     return FirstBackward(shared, root, *of_blocks)

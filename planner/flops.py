@@ -79,9 +79,9 @@ def flops_per_token(model: CausalLM, sequence_length: int) -> TokenFlops:
     Source: Narayanan et al. 2021 (appendix); Chowdhery et al. 2022 (appendix B).
     """
     model_flops = forward_flops(model, sequence_length)
-    every = [*model_flops.blocks, *model_flops.last, model_flops.first]
+    parts = [*model_flops.blocks, *model_flops.last, model_flops.first]
     names = ("matrices", "attention", "trained")
-    return TokenFlops(*(sum(getattr(part, name) for part in every) for name in names))
+    return TokenFlops(*(sum(getattr(part, name) for part in parts) for name in names))
 
 
 class PartFlops(NamedTuple):
@@ -166,12 +166,14 @@ def active_parameters(model: nn.Module) -> int:
 
     Padding and buffers, which no gradient moves, do not count; embedding tables do.
     """
-    every = sum(prod(one.shape) for one in declarations(model).values() if not one.buffer)
+    active = sum(
+        prod(declaration.shape) for declaration in declarations(model).values() if not declaration.buffer
+    )
     mixtures = [module for module in model.modules() if isinstance(module, MoE)]
-    for one in mixtures:
-        size = sum(prod(stated.shape) for stated in declarations(one.experts).values())
-        every -= size - size * one.router.top_k // one.router.num_experts
-    return every
+    for mixture in mixtures:
+        size = sum(prod(stated.shape) for stated in declarations(mixture.experts).values())
+        active -= size - size * mixture.router.top_k // mixture.router.num_experts
+    return active
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def gathers_ahead(work: Work) -> int:
     if work.layout.zero < 3 or not _backwards_in_two(work, 0):
         return int(work.layout.zero == 3)
     order, _ = _shortest(work)
-    return int([one.kind for one in order if one.stage == 0][-1] == "B")
+    return int([action.kind for action in order if action.stage == 0][-1] == "B")
 
 
 def gathered_in_vain(work: Work) -> set[int]:
@@ -58,14 +58,14 @@ def gathered_in_vain(work: Work) -> set[int]:
     if layout.zero < 3 or layout.virtual_stages == 1 or schedule_kind(work.schedule).two_backwards:
         return set()
     order = actions(work.schedule, layout.pipeline, layout.virtual_stages, layout.v_shape, work.micro_batches)
-    for one in order[work.at.pipeline]:
-        if one.kind == "F":
-            left.append(one.stage)
-        elif one.stage > 0:
+    for action in order[work.at.pipeline]:
+        if action.kind == "F":
+            left.append(action.stage)
+        elif action.stage > 0:
             waiting.add(left.pop())
         else:
             continue
-        waiting.discard(one.stage)
+        waiting.discard(action.stage)
     return waiting
 
 
@@ -106,13 +106,13 @@ def _backwards_in_two(work: Work, stage: int) -> int:
     if work.layout.pipeline == 1 or not schedule_kind(work.schedule).two_backwards:
         return 0
     order, few = _shortest(work)
-    found = sum(one.kind == "I" and one.stage == stage for one in order)
-    return work.micro_batches if found == few else found
+    micro_batches = sum(action.kind == "I" and action.stage == stage for action in order)
+    return work.micro_batches if micro_batches == few else micro_batches
 
 
 def _shortest(work: Work) -> tuple[Sequence[Action], int]:
     """Return what the rank does in the shortest step of its schedule, and the micro-batches of this step."""
     layout = work.layout
     few = schedule_kind(work.schedule).least_micro_batches(layout.pipeline)
-    every = actions(work.schedule, layout.pipeline, layout.virtual_stages, layout.v_shape, few)
-    return every[work.at.pipeline], few
+    orders = actions(work.schedule, layout.pipeline, layout.virtual_stages, layout.v_shape, few)
+    return orders[work.at.pipeline], few

@@ -65,12 +65,12 @@ def generation_memory(
         state = ParallelState.stand_in(layout, layout.first_rank(rank))
         stage = Stage.of(config.num_hidden_layers, state=state)
         kinds = [sample.kinds[number] for number in stage.blocks]
-        held = sample.parameters(state).every
+        parameters = sample.parameters(state).every
         # The last token's logits: this rank's, all ranks' together, and in fp32 for the choice.
         logits = rows * config.vocab_size * (2 * dtype.itemsize + 4) if stage.last else 0
         plans.append(
             GenerationMemory(
-                weights=held.here * dtype.itemsize + held.fixed_bytes,
+                weights=parameters.here * dtype.itemsize + parameters.fixed_bytes,
                 cache=sum(traced.caches[kind] for kind in kinds) + rows * length * _PLACES,
                 reading=int(_BESIDE * traced.reading) + rows * length * _PLACES + logits + sent,
             )
@@ -85,10 +85,12 @@ def rows_that_fit(
 
     def totals(rows: int) -> list[int]:
         planned = generation_memory(family, config, layout, dtype, rows=rows, length=length)
-        return [one.total for one in planned]
+        return [memory.total for memory in planned]
 
     # From two rows on, where masks are needed, each further row takes as much as the one before.
     two, three = totals(2), totals(3)
     if max(two) > room:
         return int(max(totals(1)) <= room)
-    return min(2 + (room - one) // (more - one) for one, more in zip(two, three, strict=True))
+    return min(
+        2 + (room - of_two) // (of_three - of_two) for of_two, of_three in zip(two, three, strict=True)
+    )

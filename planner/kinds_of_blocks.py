@@ -69,32 +69,36 @@ class SampledModel:
 
     def _stage(self, state: ParallelState, split: Sequence[int] | None) -> tuple[Stage, tuple[Numbers, ...]]:
         """Return what a rank holds of the blocks, and how many of each kind are in each of its stages."""
-        one, counts = state.layout, split and tuple(split)
-        key = one.pipeline, one.virtual_stages, one.v_shape, state.at.pipeline, counts
+        layout, counts = state.layout, split and tuple(split)
+        key = layout.pipeline, layout.virtual_stages, layout.v_shape, state.at.pipeline, counts
         if key not in self._stages:
             stage = Stage.of(len(self.kinds), split=split, state=state)
             parts = [Counter(self.kinds[number] for number in part.blocks) for part in stage.parts]
             self._stages[key] = stage, tuple(tuple(sorted(kinds.items())) for kinds in parts)
         return self._stages[key]
 
-    def shapes(self, layout: Layout, split: Sequence[int] | None, every: int) -> list[tuple[int, ...]]:
+    def shapes(
+        self, layout: Layout, split: Sequence[int] | None, checkpoint_every: int
+    ) -> list[tuple[int, ...]]:
         """Return, for each pipeline rank, a number for each of its stages; equal numbers are stages alike.
 
-        Stages are alike if they have as many blocks of each kind, at the same places among ``every`` blocks,
-        the same ends, and beside them, on their rank, the same kinds and ends.
+        Stages are alike if they have as many blocks of each kind, at the same places among
+        ``checkpoint_every`` blocks, the same ends, and beside them, on their rank, the same kinds and ends.
         """
-        key = layout.pipeline, layout.virtual_stages, layout.v_shape, split and tuple(split), every
+        key = layout.pipeline, layout.virtual_stages, layout.v_shape, split and tuple(split), checkpoint_every
         if key not in self._shapes:
             stages = all_stages(len(self.kinds), layout.stages, split)
             self._shapes[key] = []
             for rank in range(layout.pipeline):
                 parts = [stages[number] for number in layout.stages_of(rank)]
-                ends = any(one.first for one in parts), any(one.last for one in parts)
-                around = frozenset(self.kinds[n] for one in parts for n in one.blocks), ends
+                ends = any(part.first for part in parts), any(part.last for part in parts)
+                around = frozenset(self.kinds[n] for part in parts for n in part.blocks), ends
                 numbers = []
-                for one in parts:
-                    kinds = frozenset(Counter((self.kinds[n], n % every) for n in one.blocks).items())
-                    shape = kinds, one.first, one.last, around
+                for part in parts:
+                    kinds = frozenset(
+                        Counter((self.kinds[n], n % checkpoint_every) for n in part.blocks).items()
+                    )
+                    shape = kinds, part.first, part.last, around
                     numbers.append(self._shape_numbers.setdefault(shape, len(self._shape_numbers)))
                 self._shapes[key].append(tuple(numbers))
         return self._shapes[key]
@@ -106,7 +110,7 @@ class SampledModel:
         if key not in self._held:
             parts = [[(self._count(self._blocks[kind], state), n) for kind, n in part] for part in numbers]
             further = self._model.mtp.values() if stage.last else ()
-            parts[-1] += [(self._count(one, state), 1) for one in further]
+            parts[-1] += [(self._count(block, state), 1) for block in further]
             first, last, root = self._at_ends(stage, state)
             ends = (first, last) if stage.first and stage.last and stage.pieces else ()
             tied = 0 if stage.pieces else first.trained + last.trained - root.trained
@@ -130,8 +134,10 @@ class SampledModel:
         last += [self._model.norm] + ([] if tied else [self._model.head]) if stage.last else []
 
         def count(modules: Iterable[nn.Module]) -> Group:
-            every = (self._count(one, state, ends and one is embed) for one in dict.fromkeys(modules))
-            return sum(every, Group())
+            groups = (
+                self._count(module, state, ends and module is embed) for module in dict.fromkeys(modules)
+            )
+            return sum(groups, Group())
 
         return [count(first), count(last), count([*first, *last])]
 
@@ -144,15 +150,15 @@ class SampledModel:
     def costs(self, work: Work, split: Sequence[int] | None = None) -> list[StageCost]:
         """Return the costs of each stage of the rank of ``work``. Stages alike share one object."""
         stage, _ = self._stage(work.state, split)
-        every, found = work.checkpoint_every, list[StageCost]()
+        checkpoint_every, costs = work.checkpoint_every, list[StageCost]()
         for part in stage.parts:
             kinds = tuple(map(self.kinds.__getitem__, part.blocks))
-            place = every, part.blocks[0] % every
+            place = checkpoint_every, part.blocks[0] % checkpoint_every
             key = kinds, place, part.first, part.last, work.batch, work.loss_chunk, work.loss_sums
             if key not in self._costs:
                 self._costs[key] = self._cost(work, part)
-            found.append(self._costs[key])
-        return found
+            costs.append(self._costs[key])
+        return costs
 
     def _cost(self, work: Work, part: Stage) -> StageCost:
         """Return the costs of one stage of a rank."""
@@ -170,16 +176,16 @@ def _place(state: ParallelState) -> tuple[object, ...]:
     neither the pipeline nor the replicas.
     """
     layout, at = state.layout, state.at
-    found = layout.tensor, at.tensor, layout.data_sizes()[1], layout.data_place(at)[1]
+    place = layout.tensor, at.tensor, layout.data_sizes()[1], layout.data_place(at)[1]
     if layout.expert == 1:
-        return found
-    return *found, layout.expert, layout.data_sizes(experts=True)[1], layout.data_place(at, experts=True)[1:]
+        return place
+    return *place, layout.expert, layout.data_sizes(experts=True)[1], layout.data_place(at, experts=True)[1:]
 
 
 def _count_module(module: nn.Module, state: ParallelState, *, ends: bool | None) -> Group:
     named = dict(module.named_parameters())
     return count_parameters(
-        ((named[name], one) for name, one in declarations(module).items()), state, ends=ends
+        ((named[name], declaration) for name, declaration in declarations(module).items()), state, ends=ends
     )
 
 
@@ -220,7 +226,7 @@ def block_kinds(family: Family, config: ModelConfig) -> tuple[int, ...]:
     """Return the kind of each block: equal numbers are blocks alike in modules, parameters and settings."""
     known: dict[object, int] = {}
     model = family.on_meta(config)
-    return tuple(known.setdefault(signature(one), len(known)) for one in model.layers.values())
+    return tuple(known.setdefault(signature(block), len(known)) for block in model.layers.values())
 
 
 def _with_shared_blocks(family: Family, kinds: Sequence[int]) -> Family:

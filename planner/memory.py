@@ -75,49 +75,53 @@ def plan_memory(
 
 
 def memory_of(
-    work: Work, held: RankParameters, stages: Sequence[StageCost], *, needs: Sequence[Need] | None = None
+    work: Work,
+    parameters: RankParameters,
+    stages: Sequence[StageCost],
+    *,
+    needs: Sequence[Need] | None = None,
 ) -> MemoryPlan:
     """Return the memory of the rank of ``work``, from its parameters and the costs of its stages.
 
     ``needs``: what ``needs_of_rank`` returns, if it is known.
     """
-    every = held.every
-    resting = every.trained_stored * work.master + every.fixed_bytes
-    moments = 2 * every.trained_stored * work.master
-    sharded, whole = gradient_bytes(work, held)
+    all_groups = parameters.every
+    resting = all_groups.trained_stored * work.master + all_groups.fixed_bytes
+    moments = 2 * all_groups.trained_stored * work.master
+    sharded, whole = gradient_bytes(work, parameters)
     key = shared_key(work)
-    shared, early = shared_bytes(held, key), None
+    shared, early = shared_bytes(parameters, key), None
     most, worst, elsewhere = -inf, None, {True: -inf, False: -inf}
     zero, alone, several = work.layout.zero, holds_alone(work), work.micro_batches > 1
     added = adds_at_once(zero, alone, several, work.compute, work.reduce)
     # Of a module that is not the zoo's it is not known in which of its blocks an instant is.
     unknown = not any(stage.blocks for stage in stages)
-    largest, ahead = held.largest_of_blocks * work.compute, 2 * held.largest_block * work.compute
-    for one in needs or needs_of_rank(work, stages):
-        in_loss, gathered = one.place == "loss", 0.0
+    largest, ahead = parameters.largest_of_blocks * work.compute, 2 * parameters.largest_block * work.compute
+    for need in needs or needs_of_rank(work, stages):
+        in_loss, gathered = need.place == "loss", 0.0
         if zero == 3:
-            gathered = ahead if unknown else one.gathered
-        staying = max(one.staying, one.bytes + largest) if unknown else one.staying
-        if one.absent:
-            early = early or first_backward(work, held, key)
-            total = gathered + (one.adding if added and not one.first else staying)
-            total += (early.shared if one.first else shared)[one.place, one.stage]
+            gathered = ahead if unknown else need.gathered
+        staying = max(need.staying, need.bytes + largest) if unknown else need.staying
+        if need.absent:
+            early = early or first_backward(work, parameters, key)
+            total = gathered + (need.adding if added and not need.first else staying)
+            total += (early.shared if need.first else shared)[need.place, need.stage]
             if total > elsewhere[in_loss]:  # otherwise it is less anyway
-                total -= sum(early.missing(one.absent, one.first))
+                total -= sum(early.missing(need.absent, need.first))
         else:
             # On a rank alone the gradients that last contain those of the block.
-            total = gathered + (one.adding if added else one.bytes if alone else staying)
-            total += shared[one.place, one.stage]
+            total = gathered + (need.adding if added else need.bytes if alone else staying)
+            total += shared[need.place, need.stage]
         if total > elsewhere[in_loss]:
             elsewhere[in_loss] = total
             if total > most:
-                most, worst = total, one
+                most, worst = total, need
     assert worst is not None
-    kept, whole_weights = worst.held, gathered_bytes(work, held)
+    resident, whole_weights = worst.resident, gathered_bytes(work, parameters)
     gradients = whole + (0 if work.offload else sharded)
     if worst.absent:
-        missing, dropped = first_backward(work, held, key).missing(worst.absent, worst.first)
-        kept, gradients = min(kept, worst.bytes), gradients - int(missing)
+        missing, dropped = first_backward(work, parameters, key).missing(worst.absent, worst.first)
+        resident, gradients = min(resident, worst.bytes), gradients - int(missing)
         whole_weights -= int(dropped)
         elsewhere = {loss: total + missing + dropped for loss, total in elsewhere.items()}
     return MemoryPlan(
@@ -125,10 +129,10 @@ def memory_of(
         gathered=whole_weights,
         gradients=gradients,
         moments=0 if work.offload else moments,
-        activations=int(kept - worst.messages),
+        activations=int(resident - worst.messages),
         pipeline=int(worst.messages),
-        logits=int(max(elsewhere[True] - kept, 0)),
-        block=int(max(elsewhere[False] - kept, 0)),
+        logits=int(max(elsewhere[True] - resident, 0)),
+        block=int(max(elsewhere[False] - resident, 0)),
         host=resting + moments + sharded if work.offload else 0,
     )
 
@@ -136,9 +140,9 @@ def memory_of(
 class Need(NamedTuple):
     """State the bytes of a rank at an instant of one of its stages.
 
-    ``held``: the activations kept for backward, and the ``messages`` that its stages have sent or received.
-    ``bytes``: these with what is needed beside; less, if kept activations are already given back. What data
-    ranks share is not included: ``gathered``, the blocks that ZeRO 3 gathers, and ``shared_bytes``.
+    ``resident``: the activations kept for backward, and the ``messages`` that its stages have sent or
+    received. ``bytes``: these with what is needed beside; less, if kept activations are already given back.
+    What data ranks share is not included: ``gathered``, the blocks that ZeRO 3 gathers, and ``shared_bytes``.
     ``adding``: ``bytes`` with the gradient of a weight that is added to that of earlier micro-batches.
     ``staying``: ``bytes`` with the gradients of the block's weights that are made by then, if these stay.
     ``absent``: for each of the rank's stages, the bytes of its blocks' gradients that are not made yet; empty
@@ -147,7 +151,7 @@ class Need(NamedTuple):
 
     place: Place
     stage: int
-    held: float
+    resident: float
     messages: float
     bytes: float
     adding: float
@@ -158,11 +162,17 @@ class Need(NamedTuple):
 
     @classmethod
     def at(
-        cls, one: Instant, stage: int, held: float, messages: float, absent: tuple[float, ...], first: bool
+        cls,
+        instant: Instant,
+        stage: int,
+        resident: float,
+        messages: float,
+        absent: tuple[float, ...],
+        first: bool,
     ) -> Need:
         """Return the need at an instant of a stage, beside what the rank holds."""
-        sizes = held + one.bytes, held + one.adding, held + one.staying
-        return cls(one.place, stage, held, messages, *sizes, one.gathered, absent, first)
+        sizes = resident + instant.bytes, resident + instant.adding, resident + instant.staying
+        return cls(instant.place, stage, resident, messages, *sizes, instant.gathered, absent, first)
 
     def covers(self, other: Need) -> bool:
         """Tell whether the other one needs no more, whatever of it counts."""
@@ -186,20 +196,28 @@ def needs_of_rank(
     here, known, parts = layout.stages_of(number), {} if known is None else known, list[StageInstants]()
     in_two = layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards
     largest = max((piece.weights for stage in stages for piece in stage.blocks.values()), default=0.0)
-    for stage, one in zip(here, stages, strict=True):
-        given = stage - 1 in here
-        key = id(one), work.checkpointing, work.checkpoint_every, layout.pipeline > 1, in_two, given, largest
+    for stage, cost in zip(here, stages, strict=True):
+        own_input = stage - 1 in here
+        key = (
+            id(cost),
+            work.checkpointing,
+            work.checkpoint_every,
+            layout.pipeline > 1,
+            in_two,
+            own_input,
+            largest,
+        )
         if key not in known:
-            known[key] = StageInstants(one, work, in_two=in_two, given=given, largest=largest)
+            known[key] = StageInstants(cost, work, in_two=in_two, own_input=own_input, largest=largest)
         parts.append(known[key])
     places = {stage: place for place, stage in enumerate(here)}
-    kept, halfway = [part.kept for part in parts], [part.halfway for part in parts]
-    found: dict[tuple[Place, int, tuple[float, ...]], list[Need]] = {}
-    asked = work.schedule, layout, work.micro_batches, number, kept, halfway, message
+    kept_bytes, halfway = [part.kept for part in parts], [part.halfway for part in parts]
+    needs: dict[tuple[Place, int, tuple[float, ...]], list[Need]] = {}
+    asked = work.schedule, layout, work.micro_batches, number, kept_bytes, halfway, message
     worst = [(instant, False) for instant in heaviest(*asked)]
     if layout.pipeline > 1 and work.micro_batches > 1:  # else the first backward is a stage's last one
         worst += [(instant, True) for instant in last_backwards(*asked)]
-    for (kind, stage, held, count, early), in_last in worst:
+    for (kind, stage, resident, count, early), in_last in worst:
         at, messages = places[stage], count * message
         # Of a module that is not the zoo's it is not known when its gradients appear.
         early = early if stages[at].blocks else ()
@@ -215,16 +233,16 @@ def needs_of_rank(
                 instant = instant._replace(place=IN_LAST[instant.place])
             elif instant.place == "first forward":  # only a part of one micro-batch is there
                 absent = tuple(part.gradients for part in parts)
-                found[instant.place, at, absent] = [Need.at(instant, at, kept[at], 0, absent, True)]
+                needs[instant.place, at, absent] = [Need.at(instant, at, kept_bytes[at], 0, absent, True)]
                 continue
             if early:
                 absent = (*whole[:at], instant.absent, *whole[at + 1 :])
-            need = Need.at(instant, at, held, messages, absent, first)
+            need = Need.at(instant, at, resident, messages, absent, first)
             # Of other kinds of blocks, or of other micro-batches; one that needs less of all is left out.
-            others = found.setdefault((instant.place, at, absent), [])
+            others = needs.setdefault((instant.place, at, absent), [])
             for other in others:
                 if other.covers(need):
                     break
             else:
                 others[:] = [need, *(other for other in others if not need.covers(other))]
-    return [need for every in found.values() for need in every]
+    return [need for alternatives in needs.values() for need in alternatives]

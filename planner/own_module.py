@@ -99,11 +99,11 @@ def _take(
         except BadInput:
             raise
         except Exception as error:  # whatever a user's code raises where numbers are missing
-            said = str(error).splitlines()[0] if str(error) else type(error).__name__
+            message = str(error).splitlines()[0] if str(error) else type(error).__name__
             place = line_of_user(error.__traceback__)
             raise BadInput(
                 "plan", type(model).__name__, expected="a forward and a backward that run on shapes alone",
-                found=f"{said} ({place})" if place else said,
+                found=f"{message} ({place})" if place else message,
                 todo="Let nothing depend on numbers that a device computes, or state the size",
             ) from error  # fmt: skip
 

@@ -79,9 +79,15 @@ class Piece:
         return self._flops(lambda operator: not operator.weight)
 
     def _flops(self, counted: Callable[[Operator], bool]) -> float:
-        forward = (one for one in self.plain.operators if one.phase == "forward" and counted(one))
+        forward = (
+            operator for operator in self.plain.operators if operator.phase == "forward" and counted(operator)
+        )
         return self._ranks * float(sum(operator.flops for operator in forward))
 
     def sends(self, mode: Checkpointing = "none", *, again: bool = False) -> tuple[Collective, ...]:
         """Return the collectives of forward and backward, or those that a backward computes ``again``."""
-        return tuple(one for one in self.under(mode).collectives if (one.phase == "again") == again)
+        return tuple(
+            collective
+            for collective in self.under(mode).collectives
+            if (collective.phase == "again") == again
+        )

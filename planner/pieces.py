@@ -98,9 +98,9 @@ class ModelPieces:
                 with Recorder():  # dropout may draw a seed, which the host reads
                     outputs = [block(self._hidden(batch)(), inputs) for block in blocks.values()]
                 del inputs
-                kept = shared.now
+                kept_bytes = shared.now
                 del outputs
-                return Trace(kept=kept, made=0, forward=0, weights=0)
+                return Trace(kept=kept_bytes, made=0, forward=0, weights=0)
 
         return self._remember(("tables", tuple(blocks), batch), lambda: self._piece(take))
 
@@ -237,8 +237,8 @@ class ModelPieces:
             most = max(recorder.bytes(0, recorder.at), default=0)
             return Generation(caches, most + x.nbytes - sum(caches.values()))
 
-    def _piece(self, take: Callable[[Checkpointing, bool], Trace], **more: Any) -> Piece:
-        return Piece(take, ranks=self.state.tensor_size, **more)
+    def _piece(self, take: Callable[[Checkpointing, bool], Trace], **options: Any) -> Piece:
+        return Piece(take, ranks=self.state.tensor_size, **options)
 
     def _output(self, in_loss: bool) -> list[nn.Module]:
         if in_loss:

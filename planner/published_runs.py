@@ -145,15 +145,15 @@ def compare(run: PublishedRun) -> Comparison:
     return Comparison(run, layout, unit, reported, predicted, memory, time)
 
 
-def corrected(found: Sequence[Comparison]) -> list[float]:
+def corrected(comparisons: Sequence[Comparison]) -> list[float]:
     """Return the error of each row's prediction once it is slowed down as the rows of all other sources say:
     by the median of ``times_slower``.
     """
     slower = {
-        source: median(other.times_slower for other in found if other.run.source != source)
-        for source in {one.run.source for one in found}
+        source: median(other.times_slower for other in comparisons if other.run.source != source)
+        for source in {comparison.run.source for comparison in comparisons}
     }
-    return [one.times_slower / slower[one.run.source] - 1 for one in found]
+    return [comparison.times_slower / slower[comparison.run.source] - 1 for comparison in comparisons]
 
 
 #: What the columns of a table mean, as far as their heads do not say it.
@@ -212,26 +212,26 @@ what was reported.
 """
 
 
-def page(found: Sequence[Comparison]) -> str:
+def page(comparisons: Sequence[Comparison]) -> str:
     """Return docs/published_runs.md."""
-    errors = [one.error for one in found]
+    errors = [comparison.error for comparison in comparisons]
     head = _HEAD.format(
-        rows=len(found),
+        rows=len(comparisons),
         within=sum(abs(error) <= 0.15 for error in errors),
         middle=100 * median(map(abs, errors)),
         largest=100 * max(map(abs, errors)),
-        least=min(one.times_slower for one in found),
-        most=max(one.times_slower for one in found),
-        usual=median(one.times_slower for one in found),
-        again=sum(abs(error) <= 0.15 for error in corrected(found)),
-        error=100 * median(map(abs, corrected(found))),
+        least=min(comparison.times_slower for comparison in comparisons),
+        most=max(comparison.times_slower for comparison in comparisons),
+        usual=median(comparison.times_slower for comparison in comparisons),
+        again=sum(abs(error) <= 0.15 for error in corrected(comparisons)),
+        error=100 * median(map(abs, corrected(comparisons))),
         fast=sum(error > 0 for error in errors),
-        **_memory(found),
+        **_memory(comparisons),
         meanings="\n".join(f"| {name} | {meaning} |" for name, meaning in _MEANINGS.items()),
     )
-    parts, rest = [head], corrected(found)
-    for source in dict.fromkeys(one.run.source for one in found):
-        of = [both for both in zip(found, rest, strict=True) if both[0].run.source == source]
+    parts, rest = [head], corrected(comparisons)
+    for source in dict.fromkeys(comparison.run.source for comparison in comparisons):
+        of = [both for both in zip(comparisons, rest, strict=True) if both[0].run.source == source]
         place = f"<{source}>" if "://" in source else f"[{source}]({source})"
         title = of[0][0].run.title
         parts.append(f"## {title}\n\nSource: {place}\n\n" + "\n".join(_table(of)) + "\n")
@@ -266,13 +266,13 @@ _COLUMNS = ("model", "GPUs", "layout", "step", "checkpointing", "products", "rep
             "corrected", "memory", "assumed")  # fmt: skip
 
 
-def _table(found: list[tuple[Comparison, float]]) -> Iterator[str]:
+def _table(rows: list[tuple[Comparison, float]]) -> Iterator[str]:
     yield f"| {' | '.join(_COLUMNS)} |"
     yield "|---" * len(_COLUMNS) + "|"
-    for one, rest in found:
-        run, layout = one.run, one.layout
+    for comparison, rest in rows:
+        run, layout = comparison.run, comparison.layout
         stages = f", {run.schedule}" if layout.pipeline > 1 else ""
-        memory = f"{one.memory:.0f}" + (f" ({run.gibibytes:.0f})" if run.gibibytes else "")
+        memory = f"{comparison.memory:.0f}" + (f" ({run.gibibytes:.0f})" if run.gibibytes else "")
         cells = (
             run.model,
             f"{run.gpus:,} {run.gpu}",
@@ -280,9 +280,9 @@ def _table(found: list[tuple[Comparison, float]]) -> Iterator[str]:
             f"{run.global_batch:,} x {run.sequence_length:,}, {run.micro_batch} at once",
             run.checkpointing,
             run.dtype + ("" if run.compiled else ", eager"),
-            f"{_short(one.reported)} {one.unit}",
-            _short(one.predicted),
-            f"{100 * one.error:+.0f} %",
+            f"{_short(comparison.reported)} {comparison.unit}",
+            _short(comparison.predicted),
+            f"{100 * comparison.error:+.0f} %",
             f"{100 * rest:+.0f} %",
             memory,
             run.assumed,

@@ -55,17 +55,17 @@ class Group:
 
     def times(self, number: int) -> Group:
         """Return the counts of so many groups like this one."""
-        found = [number * one for one in _counts(self)]
-        found += self.largest, self.last
-        return Group(*found)
+        counts = [number * count for count in _counts(self)]
+        counts += self.largest, self.last
+        return Group(*counts)
 
-    def __add__(self, more: Group) -> Group:
-        found = [one + other for one, other in zip(_counts(self), _counts(more), strict=True)]
-        found += max(self.largest, more.largest), more.last or self.last
-        return Group(*found)
+    def __add__(self, group: Group) -> Group:
+        counts = [count + other for count, other in zip(_counts(self), _counts(group), strict=True)]
+        counts += max(self.largest, group.largest), group.last or self.last
+        return Group(*counts)
 
 
-_counts = attrgetter(*(one.name for one in fields(Group)[:-2]))
+_counts = attrgetter(*(field.name for field in fields(Group)[:-2]))
 
 
 def count_parameters(
@@ -76,32 +76,32 @@ def count_parameters(
     ``ends``: whether they are held at both ends of the pipeline, if the declarations do not say so.
     """
     layout, at = state.layout, state.at
-    found = dict.fromkeys((one.name for one in fields(Group)), 0)
+    counts = dict.fromkeys((field.name for field in fields(Group)), 0)
     for parameter, declaration in named:
         box = declaration.box(layout, at)
         if declaration.buffer:
-            found["buffers"] += box.size
-            found["fixed_bytes"] += box.size * BUFFER_DTYPE.itemsize
+            counts["buffers"] += box.size
+            counts["fixed_bytes"] += box.size * BUFFER_DTYPE.itemsize
             continue
         rows, shards = box.shape[declaration.shard_dim(layout)], layout.data_sizes(declaration.experts)[1]
         stored, piece = declaration.shard_box(layout, at).size, ceil(rows / shards) * (box.size // rows)
         sent = "apart" if declaration.experts and layout.expert > 1 else "padded"
         for name, count in {"here": box.size, "stored": stored, sent: piece}.items():
-            found[name] += count
+            counts[name] += count
         if not parameter.requires_grad:
-            found["fixed_bytes"] += stored * parameter.dtype.itemsize
+            counts["fixed_bytes"] += stored * parameter.dtype.itemsize
             continue
-        found["trained"] += box.size
-        found["largest"], found["last"] = max(found["largest"], box.size), box.size
-        found["trained_stored"] += stored
-        found[f"trained_{sent}"] += piece
+        counts["trained"] += box.size
+        counts["largest"], counts["last"] = max(counts["largest"], box.size), box.size
+        counts["trained_stored"] += stored
+        counts[f"trained_{sent}"] += piece
         at_ends = declaration.ends if ends is None else ends
         partial = "tensor" in declaration.partial
-        found["partial"] += stored * partial
-        found["partial_tensors"] += partial
-        found["ends"] += stored * at_ends
-        found["end_tensors"] += at_ends
-    return Group(**found)
+        counts["partial"] += stored * partial
+        counts["partial_tensors"] += partial
+        counts["ends"] += stored * at_ends
+        counts["end_tensors"] += at_ends
+    return Group(**counts)
 
 
 @dataclass(frozen=True)
@@ -130,16 +130,16 @@ class RankParameters:
     @cached_property
     def blocks(self) -> tuple[tuple[Group, int], ...]:
         """Return each different block of the rank once, with how many there are."""
-        found: Counter[Group] = Counter()
+        counts: Counter[Group] = Counter()
         for blocks in self.stages:
             for group, number in blocks:
-                found[group] += number
-        return tuple(found.items())
+                counts[group] += number
+        return tuple(counts.items())
 
     @cached_property
     def every(self) -> Group:
         """Return the sum of all groups."""
-        return sum((one.times(number) for one, number in self.kinds), Group())
+        return sum((group.times(number) for group, number in self.kinds), Group())
 
     @cached_property
     def kinds(self) -> tuple[tuple[Group, int], ...]:
@@ -149,22 +149,22 @@ class RankParameters:
     @cached_property
     def largest_block(self) -> int:
         """Return the most elements that a block computes with."""
-        return max((one.here for one, _ in self.blocks), default=0)
+        return max((group.here for group, _ in self.blocks), default=0)
 
     @cached_property
     def largest_trained_block(self) -> int:
-        return max((one.trained for one, _ in self.blocks), default=0)
+        return max((group.trained for group, _ in self.blocks), default=0)
 
     @cached_property
     def largest_of_blocks(self) -> int:
         """Return the most elements of a trained parameter of a block."""
-        return max((one.largest for one, _ in self.blocks), default=0)
+        return max((group.largest for group, _ in self.blocks), default=0)
 
     @cached_property
     def sums_of_stages(self) -> tuple[tuple[int, int], ...]:
         """Return for each stage the elements of its blocks: (computed with, trained)."""
         return tuple(
-            (sum(n * one.here for one, n in blocks), sum(n * one.trained for one, n in blocks))
+            (sum(n * group.here for group, n in blocks), sum(n * group.trained for group, n in blocks))
             for blocks in self.stages
         )
 
@@ -186,7 +186,7 @@ def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
     members: dict[str, list[tuple[nn.Parameter, Declaration]]] = {}
     for name, declaration in declarations(model).items():
         members.setdefault(group_of[name], []).append((named[name], declaration))
-    groups = {name: count_parameters(one, state) for name, one in members.items()}
+    groups = {name: count_parameters(parameters, state) for name, parameters in members.items()}
     root = groups.pop("", Group())
     if not has_pieces(model):
         return RankParameters(root, (tuple(Counter(groups.values()).items()),), exit=root.trained)
@@ -199,11 +199,11 @@ def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
         tied = first.trained + last.trained - root.trained
         return RankParameters(root, (blocks_of,), (), last.trained, tied, terms, numbered)
     # Multi-token prediction is the last stage's.
-    found: list[list[Group]] = [[] for _ in model.stage.parts]
+    groups_of_parts: list[list[Group]] = [[] for _ in model.stage.parts]
     places = {number: place for place, part in enumerate(model.stage.parts) for number in part.blocks}
     for number, group in numbered.items():
-        found[places.get(number, -1)].append(group)
-    stages = tuple(tuple(Counter(one).items()) for one in found)
+        groups_of_parts[places.get(number, -1)].append(group)
+    stages = tuple(tuple(Counter(of_part).items()) for of_part in groups_of_parts)
     ends = (first, last) if model.stage.first and model.stage.last else ()
     return RankParameters(root, stages, ends, last.trained, terms=terms, numbered=numbered)
 
@@ -213,8 +213,9 @@ def _ends(
 ) -> tuple[Group, Group]:
     """Count what the model's first and its last stage use of the root, as far as this rank holds them."""
     again = model.config.tie_word_embeddings or model.config.mtp_blocks > 0
-    entry = {id(one) for module in model.entry for one in module.parameters()} if model.stage.first else set()
-    both = {id(one) for one in model.embed.parameters()} if again and model.stage.last else set()
-    first = [one for one in root if id(one[0]) in entry]
-    last = [one for one in root if id(one[0]) not in entry or id(one[0]) in both]
+    modules = model.entry if model.stage.first else ()
+    entry = {id(parameter) for module in modules for parameter in module.parameters()}
+    both = {id(parameter) for parameter in model.embed.parameters()} if again and model.stage.last else set()
+    first = [member for member in root if id(member[0]) in entry]
+    last = [member for member in root if id(member[0]) not in entry or id(member[0]) in both]
     return count_parameters(first, state), count_parameters(last, state)

@@ -43,49 +43,52 @@ def holds_alone(work: Work) -> bool:
     return work.layout.holds_alone and not work.offload
 
 
-def gathered_bytes(work: Work, held: RankParameters) -> int:
+def gathered_bytes(work: Work, parameters: RankParameters) -> int:
     """Return the bytes of the weights that a rank computes with, where they are not the stored ones. With
     offload they are others even without ZeRO; otherwise only those that are stored in another dtype, as the
     frozen weights beside adapters are not.
     """
     if not work.layout.zero and not work.offload:
-        every = held.every
-        frozen, stored = every.here - every.trained, every.fixed_bytes - every.buffers * BUFFER_DTYPE.itemsize
-        cast = every.trained * (work.compute != work.master)
+        total = parameters.every
+        frozen, stored = (
+            total.here - total.trained,
+            total.fixed_bytes - total.buffers * BUFFER_DTYPE.itemsize,
+        )
+        cast = total.trained * (work.compute != work.master)
         return (cast + frozen * (stored != frozen * work.compute)) * work.compute
-    return (held.every if work.layout.zero < 3 else held.root).here * work.compute
+    return (parameters.every if work.layout.zero < 3 else parameters.root).here * work.compute
 
 
-def gradient_bytes(work: Work, held: RankParameters) -> tuple[int, int]:
+def gradient_bytes(work: Work, parameters: RankParameters) -> tuple[int, int]:
     """Return the bytes of gradients: (summed over the data ranks and sharded, whole and not summed yet)."""
-    sharded = held.every.trained_stored * work.master
+    sharded = parameters.every.trained_stored * work.master
+    whole = parameters.every.trained * work.reduce
     if work.micro_batches == 1:
         return sharded, 0
     if holds_alone(work):
-        return 0, held.every.trained * work.reduce
+        return 0, whole
     if work.layout.zero >= 2:  # the last group's buffer
-        return sharded, _last_summed(held) * work.reduce
+        return sharded, _last_summed(parameters) * work.reduce
     # Sums over the micro-batches; each is freed when its sharded sum is made.
-    return (
-        (sharded, held.every.trained * work.reduce) if work.offload else (0, held.every.trained * work.reduce)
-    )
+    return (sharded if work.offload else 0), whole
 
 
-def _last_summed(held: RankParameters) -> int:
+def _last_summed(parameters: RankParameters) -> int:
     """Return the elements of the group that FSDP sums last in a backward: the root, or a block where a stage
     uses nothing of it.
     """
-    return max((one.trained for one in held.ends or (held.root,)), default=0) or held.largest_trained_block
+    ends = parameters.ends or (parameters.root,)
+    return max((group.trained for group in ends), default=0) or parameters.largest_trained_block
 
 
-def shared_bytes(held: RankParameters, key: SharedKey) -> dict[tuple[Place, int], float]:
+def shared_bytes(parameters: RankParameters, key: SharedKey) -> dict[tuple[Place, int], float]:
     """Return the bytes of each instant on each of the rank's stages, beside those that last. The blocks that
     ZeRO 3 gathers are not included (``Instant.gathered``), except in a backward in two parts.
     """
-    found: dict[tuple[Place, int], float] | None = held.known_shared.get(key)
-    if found is None:
-        found = held.known_shared[key] = places_shared(held, *key)
-    return found
+    shared: dict[tuple[Place, int], float] | None = parameters.known_shared.get(key)
+    if shared is None:
+        shared = parameters.known_shared[key] = places_shared(parameters, *key)
+    return shared
 
 
 #: The arguments of ``places_shared`` that follow from a step.
@@ -117,7 +120,7 @@ def dropped_in_last(zero: int, alone: bool, cut: bool, compute: int, master: int
 
 
 def places_shared(
-    held: RankParameters, zero: int, shards: int, alone: bool, several: bool, cut: bool, in_two: bool,
+    parameters: RankParameters, zero: int, shards: int, alone: bool, several: bool, cut: bool, in_two: bool,
     compute: int, reduce: int, master: int,
 ) -> dict[tuple[Place, int], float]:  # fmt: skip
     """Compute ``shared_bytes``. ``several``: whether a step has several micro-batches; ``cut``: whether the
@@ -125,7 +128,7 @@ def places_shared(
     """
     added, sums_each = several and zero < 2, zero >= (2 if several else 1)
     first = alone and not added  # the gradients that last
-    largest = 0 if first else held.largest_of_blocks * compute
+    largest = 0 if first else parameters.largest_of_blocks * compute
     made = 0 if alone or added else compute
     # What is summed, and the shard of the sum; without ZeRO one buffer.
     buffer = 0.0 if alone else reduce * (1 + (1 / shards if zero else 0))
@@ -141,46 +144,50 @@ def places_shared(
         return max(group.trained * (made + reduce), shard)
 
     # The buffer of the last sum counts as gradients that last; the next group's gradients replace it.
-    last = _last_summed(held) * reduce if sums_each and several else 0
-    gathered = held.largest_block * compute if zero == 3 else 0
-    ends, block = held.ends or (held.root,), held.largest_trained_block
+    last = _last_summed(parameters) * reduce if sums_each and several else 0
+    gathered = parameters.largest_block * compute if zero == 3 else 0
+    ends, block = parameters.ends or (parameters.root,), parameters.largest_trained_block
     entry, of_entry = max(end.trained for end in ends), max(map(summed, ends))
-    of_block = max((summed(one) for one, _ in held.blocks), default=0)
+    of_block = max((summed(group) for group, _ in parameters.blocks), default=0)
     # In the last backward, which alone sums with less than ZeRO 2, a block's weights are dropped before.
-    dropped = held.largest_block * dropped_in_last(zero, alone, cut, compute, master) * (added or not several)
+    dropped = (
+        parameters.largest_block * dropped_in_last(zero, alone, cut, compute, master) * (added or not several)
+    )
     # A tied weight's gradient waits for its second part also where others are added at once.
-    tied = held.tied * compute if added else 0
+    tied = parameters.tied * compute if added else 0
     # Autograd adds the two parts of a tied weight's gradient into a third tensor, while the buffer of a block
     # is still there. On a rank alone the gradients that last contain one of the three.
-    joined = held.tied * (3 * compute - master * first) + block * reduce * sums_each * (held.tied > 0)
-    found: dict[tuple[Place, int], float] = {}
-    for place, (here, trained) in enumerate(held.sums_of_stages):
-        exit = held.exit * (place == len(held.stages) - 1)  # the model's last stage is its rank's last one
-        found["forward", place] = 0
-        found["first forward", place] = held.largest_block * compute * (zero in (1, 2))
-        found["loss", place] = 0
-        found["head", place] = 0 if first else exit * compute
-        found["last block", place] = before = exit * made + tied
-        found["block", place] = before + (block * reduce - last if sums_each else 0)
-        found["sum", place] = of_block + exit * made + tied - last - dropped
-        found["entry", place] = max(of_entry + entry * compute * (alone and added), joined) - last
+    joined = parameters.tied * (3 * compute - master * first)
+    joined += block * reduce * sums_each * (parameters.tied > 0)
+    shared: dict[tuple[Place, int], float] = {}
+    for place, (here, trained) in enumerate(parameters.sums_of_stages):
+        # The model's last stage is its rank's last one.
+        exit = parameters.exit * (place == len(parameters.stages) - 1)
+        shared["forward", place] = 0
+        shared["first forward", place] = parameters.largest_block * compute * (zero in (1, 2))
+        shared["loss", place] = 0
+        shared["head", place] = 0 if first else exit * compute
+        shared["last block", place] = before = exit * made + tied
+        shared["block", place] = before + (block * reduce - last if sums_each else 0)
+        shared["sum", place] = of_block + exit * made + tied - last - dropped
+        shared["entry", place] = max(of_entry + entry * compute * (alone and added), joined) - last
         if in_two:
             whole, grads = here * compute * (zero == 3), trained * made
-            found["inputs", place] = 0
-            found["weights", place] = whole + max(held.root.here * compute * (zero == 3), gathered)
-            found["weights made", place] = whole + max(
+            shared["inputs", place] = 0
+            shared["weights", place] = whole + max(parameters.root.here * compute * (zero == 3), gathered)
+            shared["weights made", place] = whole + max(
                 largest, grads + exit * made + of_block - block * made - last
             )
-            found["unsummed last block", place] = whole
-            found["unsummed block", place] = whole + grads
-            found["unsummed end", place] = grads + of_entry - last
+            shared["unsummed last block", place] = whole
+            shared["unsummed block", place] = whole + grads
+            shared["unsummed end", place] = grads + of_entry - last
         for usual, in_last in IN_LAST.items():
-            if (usual, place) in found:
-                found[in_last, place] = found[usual, place]
+            if (usual, place) in shared:
+                shared[in_last, place] = shared[usual, place]
         if added and cut:
-            found["sum", place] = exit * made + tied
-            found["entry", place] = max(entry * compute * alone, joined)
+            shared["sum", place] = exit * made + tied
+            shared["entry", place] = max(entry * compute * alone, joined)
             if in_two:
-                found["weights made", place] = whole + max(largest, grads + exit * made)
-                found["unsummed end", place] = grads
-    return found
+                shared["weights made", place] = whole + max(largest, grads + exit * made)
+                shared["unsummed end", place] = grads
+    return shared

@@ -14,7 +14,8 @@ def signature(block: nn.Module) -> object:
         (path, type(module), tuple(sorted(_settings(vars(module))))) for path, module in block.named_modules()
     )
     parameters = tuple(
-        (name, one.shape, one.requires_grad, one.dtype) for name, one in block.named_parameters()
+        (name, parameter.shape, parameter.requires_grad, parameter.dtype)
+        for name, parameter in block.named_parameters()
     )
     return modules, parameters
 

@@ -112,20 +112,20 @@ class StageCost:
         """Tell whether a backward comes to the stage: to a block, or to the end of the model."""
         return bool(self.reached) or self.loss is not None or not self.blocks
 
-    def alike(self, mode: Checkpointing, every: int) -> list[Alike]:
+    def alike(self, mode: Checkpointing, checkpoint_every: int) -> list[Alike]:
         """Return one block of each kind; blocks that share a piece are alike, if checkpointing treats them
         alike.
         """
-        if (mode, every) not in self._alike:
+        if (mode, checkpoint_every) not in self._alike:
             kinds: dict[tuple[int, bool, bool], list[int]] = {}
             for number, piece in self.blocks.items():
-                key = id(piece), checkpointed(number, mode, every), number in self.reached
+                key = id(piece), checkpointed(number, mode, checkpoint_every), number in self.reached
                 kinds.setdefault(key, []).append(number)
-            self._alike[mode, every] = [
+            self._alike[mode, checkpoint_every] = [
                 Alike(tuple(numbers), self.blocks[numbers[0]], forgets, reached)
                 for (_, forgets, reached), numbers in kinds.items()
             ]
-        return self._alike[mode, every]
+        return self._alike[mode, checkpoint_every]
 
 
 def stage_costs(work: Work, model: CausalLM) -> list[StageCost]:
@@ -147,9 +147,9 @@ def stage_cost(
     batch, model = work.batch, pieces.model
     # Every later stage sends gradients back, trained or not: torch's stages do.
     reached = not stage.first or _trained(*model.entry)
-    held, reaches = dict[int, Piece](), set[int]()
+    block_pieces, reaches = dict[int, Piece](), set[int]()
     for number in stage.blocks:
-        held[number] = pieces.block(blocks[number], batch, reached=reached, kind=kinds[number])
+        block_pieces[number] = pieces.block(blocks[number], batch, reached=reached, kind=kinds[number])
         reached = reached or _trained(blocks[number])
         if reached:
             reaches.add(number)
@@ -157,7 +157,7 @@ def stage_cost(
     entry = pieces.entry(batch) if stage.first else None
     parts = [pieces.tables(first_of, batch), *([entry] if entry else [])]
     if not stage.last:
-        return StageCost(stage.first, held, Pieces(tuple(parts)), frozenset(reaches), entry)
+        return StageCost(stage.first, block_pieces, Pieces(tuple(parts)), frozenset(reaches), entry)
     in_loss = bool(work.loss_chunk)
     end = pieces.exit(batch, reached=reached, in_loss=in_loss)
     reached = reached or _trained(model.norm, model.embed)
@@ -167,7 +167,7 @@ def stage_cost(
     loss = pieces.loss(batch, chunk=work.loss_chunk, sums=work.loss_sums)
     behind = Pieces((end, *further.values()))
     beside = Pieces((*parts, *behind.parts))
-    return StageCost(stage.first, held, beside, frozenset(reaches), entry, loss, behind, further)
+    return StageCost(stage.first, block_pieces, beside, frozenset(reaches), entry, loss, behind, further)
 
 
 def _trained(*modules: nn.Module) -> bool:

@@ -32,9 +32,9 @@ class StageCut:
         ranks = []
         unit, name = (1e9, "GFLOPs") if sum(self.costs) > 1e9 else (1e6, "MFLOPs")
         for rank in range(self.layout.pipeline):
-            held = self.layout.stages_of(rank)
-            blocks = " and ".join(_span(stages[number].blocks) for number in held)
-            ranks.append(f"{blocks} ({sum(self.costs[number] for number in held) / unit:,.3g})")
+            numbers = self.layout.stages_of(rank)
+            blocks = " and ".join(_span(stages[number].blocks) for number in numbers)
+            ranks.append(f"{blocks} ({sum(self.costs[number] for number in numbers) / unit:,.3g})")
         return (
             f"blocks {', '.join(ranks)} ({name} of a token's forward, ends counted); "
             f"the slowest stage takes {self.slowest:.2f} of the mean"

@@ -50,48 +50,54 @@ def in_block(
 class StageInstants:
     """Compute what one stage of a rank keeps of a micro-batch, and needs at each instant beside it.
 
-    ``in_two``: whether a backward has two parts; ``given``: whether the stage before is on the same rank.
+    ``in_two``: whether a backward has two parts; ``own_input``: whether the stage before is on the same rank.
     ``largest``: the bytes of the largest block of any stage of the rank.
     ``kept``: the bytes from the forward to the backward. ``halfway``: those that the first part of a backward
     in two leaves to the second one, the gradients of what norms and products make. ``gradients``: the bytes
     of the gradients of the blocks' weights, in the dtype of compute.
     """
 
-    def __init__(self, stage: StageCost, work: Work, *, in_two: bool, given: bool, largest: float) -> None:
+    def __init__(
+        self, stage: StageCost, work: Work, *, in_two: bool, own_input: bool, largest: float
+    ) -> None:
         self.stage, self.work, self.largest = stage, work, largest
         self.cut = work.layout.pipeline > 1
         self.logits = stage.loss.kept if stage.loss is not None and not work.loss_chunk else 0.0
         #: What each block that a backward reaches keeps and computes again.
-        mode, every = work.checkpointing, work.checkpoint_every
-        kinds = stage.alike(mode, every)
-        self.unreached = [one for one in kinds if not one.reached]
-        self.every = [(one, one.piece.under(mode if one.forgets else "none")) for one in kinds if one.reached]
+        mode, checkpoint_every = work.checkpointing, work.checkpoint_every
+        kinds = stage.alike(mode, checkpoint_every)
+        self.unreached = [kind for kind in kinds if not kind.reached]
+        self.reached = [
+            (kind, kind.piece.under(mode if kind.forgets else "none")) for kind in kinds if kind.reached
+        ]
         #: The same of blocks of multi-token prediction; in ``stage.beside`` nothing of them is dropped.
         self.further = [
-            (piece, piece.under(mode if checkpointed(number, mode, every) else "none"))
+            (piece, piece.under(mode if checkpointed(number, mode, checkpoint_every) else "none"))
             for number, piece in stage.further.items()
         ]
         self._further = sum(piece.gradients for piece, _ in self.further)
-        self.gradients = self._further + sum(one.count * one.piece.gradients for one, _ in self.every)
+        self.gradients = self._further + sum(kind.count * kind.piece.gradients for kind, _ in self.reached)
         dropped = sum(piece.kept - saved.kept for piece, saved in self.further)
         self.exit = stage.behind.kept - dropped
-        self.kept = stage.beside.kept - dropped + sum(one.count * saved.kept for one, saved in self.every)
+        self.kept = stage.beside.kept - dropped + sum(kind.count * saved.kept for kind, saved in self.reached)
         # Torch keeps a stage's output until the end of its backward: on a pipeline's last one the logits.
         self.output = int(self.cut * (self.logits or work.between_blocks))
         self.kept += self.output
-        if self.cut and not stage.first and self.every:
+        if self.cut and not stage.first and self.reached:
             # Autograd keeps what a stage is given, which may be the output of the stage before, also if the
             # first block does not.
-            first = min(self.every, key=lambda each: each[0].numbers[0])[1]
-            self.kept += work.between_blocks * (not given) - first.kept_input
+            first = min(self.reached, key=lambda each: each[0].numbers[0])[1]
+            self.kept += work.between_blocks * (not own_input) - first.kept_input
         self.halfway = 0.0
         if in_two:
-            self.halfway = stage.beside.between + sum(one.count * one.piece.waiting for one, _ in self.every)
+            self.halfway = stage.beside.between + sum(
+                kind.count * kind.piece.waiting for kind, _ in self.reached
+            )
             # The gradient of logits is written over them.
             self.halfway -= self.logits
-            if stage.loss is None and self.every:
+            if stage.loss is None and self.reached:
                 # Behind the last block nothing waits for the second part, so its last operators are done.
-                last = max((one for one, _ in self.every), key=lambda one: one.numbers[-1]).piece
+                last = max((kind for kind, _ in self.reached), key=lambda kind: kind.numbers[-1]).piece
                 self.halfway -= last.waiting - last.between
 
         self._needs: dict[tuple[Kind, bool], list[Instant]] = {}
@@ -118,9 +124,9 @@ class StageInstants:
                 "last block": "unsummed last block", "block": "unsummed block", "entry": "unsummed end"
             }  # fmt: skip
             yield without_gradients("weights", 0.0)
-            for one in self._in_backward(first=False, unsummed=True):
-                if one.place in names:
-                    yield one._replace(place=names[one.place], gathered=0.0)
+            for instant in self._in_backward(first=False, unsummed=True):
+                if instant.place in names:
+                    yield instant._replace(place=names[instant.place], gathered=0.0)
         else:
             yield from self._in_backward(first)
 
@@ -129,7 +135,7 @@ class StageInstants:
         whether the gradients of all blocks wait for its end.
         """
         absent: float = self.gradients * first
-        last = max((one.numbers[-1] for one, _ in self.every), default=-1)
+        last = max((kind.numbers[-1] for kind, _ in self.reached), default=-1)
         # FSDP gathers ahead the block that ran before the one whose backward runs.
         ahead = self._weights(max(self.stage.blocks, default=-1))
         behind = ahead
@@ -151,21 +157,21 @@ class StageInstants:
             yield without_gradients("sum", -freed, absent, gathered=ahead)
             absent -= piece.gradients * first
         yield from self._in_unreached(first=first)
-        for one, saved in self.every:
-            if one.numbers[-1] == last:
-                yield from self._around_last_block(one, saved, first=first)
+        for kind, saved in self.reached:
+            if kind.numbers[-1] == last:
+                yield from self._around_last_block(kind, saved, first=first)
             # Those in which most is kept. In the first backward gradients may be more than activations: then
             # the worst instant is late.
-            later = [number for number in one.numbers[-2:] if number != last][-1:]
+            later = [number for number in kind.numbers[-2:] if number != last][-1:]
             # A block of another kind before it may be larger.
-            later += [number for number in one.numbers if number - 1 not in one.numbers][-1:]
-            for number in {*later, *(one.numbers[:2] if first else ())}:
+            later += [number for number in kind.numbers if number - 1 not in kind.numbers][-1:]
+            for number in {*later, *(kind.numbers[:2] if first else ())}:
                 freed, absent = self._behind(number, first=first)
-                ahead, counted = self._weights(number - 1), one.piece.gradients * unsummed
+                ahead, counted = self._weights(number - 1), kind.piece.gradients * unsummed
                 if first:
                     yield without_gradients("sum", -freed - saved.kept, absent, gathered=ahead)
                 if number != last:
-                    weights = one.piece.weights
+                    weights = kind.piece.weights
                     if weights > ahead:  # FSDP copies what it received before it gathers the block before
                         begin = self.work.between_blocks - freed
                         yield without_gradients("block", begin, absent, gathered=2 * weights)
@@ -176,22 +182,22 @@ class StageInstants:
 
     def _in_unreached(self, *, first: bool) -> Iterator[Instant]:
         """Yield the instants in blocks that no backward reaches, and that keep nothing of a micro-batch."""
-        absent, given = self.gradients * first, self.work.between_blocks - self.kept
-        last = max((one.numbers[-1] for one in self.unreached), default=-1)
-        for one in self.unreached:
+        absent, begin = self.gradients * first, self.work.between_blocks - self.kept
+        last = max((kind.numbers[-1] for kind in self.unreached), default=-1)
+        for kind in self.unreached:
             # FSDP still has the last of them, which it has gathered for a backward that does not come.
-            waits = max(self._weights(last) * (number != last) for number in one.numbers)
-            gathered = 2 * one.piece.weights + waits
+            waits = max(self._weights(last) * (number != last) for number in kind.numbers)
+            gathered = 2 * kind.piece.weights + waits
             # What its modules would keep is there while they run.
-            made = one.piece.kept + one.piece.plain.forward
-            yield without_gradients("forward", given + made, absent, gathered=gathered)
+            made = kind.piece.kept + kind.piece.plain.forward
+            yield without_gradients("forward", begin + made, absent, gathered=gathered)
             # And what it had received for the block before, until the weights are copied.
-            before = max(self._weights(number - 1) for number in one.numbers)
-            yield without_gradients("forward", given, absent, gathered=gathered + before)
+            before = max(self._weights(number - 1) for number in kind.numbers)
+            yield without_gradients("forward", begin, absent, gathered=gathered + before)
 
-    def _around_last_block(self, one: Alike, saved: Trace, *, first: bool) -> Iterator[Instant]:
+    def _around_last_block(self, kind: Alike, saved: Trace, *, first: bool) -> Iterator[Instant]:
         """Yield the instants in the stage's last block that a backward reaches, and after it."""
-        number, weights = one.numbers[-1], one.piece.weights
+        number, weights = kind.numbers[-1], kind.piece.weights
         freed, absent = self._behind(number, first=first)
         ahead = self._weights(number - 1)
         # In a pipeline the gradient of a stage's output is a message.
@@ -201,7 +207,7 @@ class StageInstants:
         yield in_block(place, saved, freed + message, absent, gathered=weights + ahead)
         yield without_gradients("sum", -freed - saved.kept, absent, gathered=ahead)
         # In the last block's forward what the stage gives is not there yet; then it is.
-        made = max(one.piece.plain.forward, self.work.between_blocks) - freed - self.output
+        made = max(kind.piece.plain.forward, self.work.between_blocks) - freed - self.output
         made = max(made, 0.0 if self.cut else self.logits)
         # FSDP keeps what it received for a block until it has gathered the next one.
         yield without_gradients("forward", made, self.gradients * first, gathered=2 * weights)
@@ -223,15 +229,16 @@ class StageInstants:
         """
         # The gradient of logits is written over them.
         most, behind = 0.0, self.stage.beside.waiting - self.logits
-        for one, _ in self.every:
-            first = one.numbers[0]
+        for kind, _ in self.reached:
+            first = kind.numbers[0]
             after = (
-                other.piece.waiting * (other.count - bisect(other.numbers, first)) for other, _ in self.every
+                other.piece.waiting * (other.count - bisect(other.numbers, first))
+                for other, _ in self.reached
             )
-            most = max(most, behind + sum(after) + one.piece.first_part)
+            most = max(most, behind + sum(after) + kind.piece.first_part)
         # An RMSNorm of several operators has the gradients of its mean and of its square, in three steps.
         norm = 0.0 if self.work.batch.gpu else 4 * self.work.between_blocks
-        return max(most, behind + sum(one.count * one.piece.waiting for one, _ in self.every) + norm)
+        return max(most, behind + sum(kind.count * kind.piece.waiting for kind, _ in self.reached) + norm)
 
     def _behind(self, number: int, *, first: bool) -> tuple[float, float]:
         """Return the bytes that a micro-batch has given back when its backward comes to the block ``number``:
@@ -239,8 +246,8 @@ class StageInstants:
         that are not made yet, if this is the ``first`` backward.
         """
         freed, made = self.exit, self._further
-        for one, saved in self.every:
-            count = one.count - bisect(one.numbers, number)
+        for kind, saved in self.reached:
+            count = kind.count - bisect(kind.numbers, number)
             freed += count * saved.kept
-            made += count * one.piece.gradients
+            made += count * kind.piece.gradients
         return freed, (self.gradients - made) * first

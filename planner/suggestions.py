@@ -49,7 +49,7 @@ def changes_that_fit(
     together: list[Change] = []
     best = total([])
     for change in changes:
-        tried = [*(one for one in together if not change.replaces(one)), change]
+        tried = [*(chosen for chosen in together if not change.replaces(chosen)), change]
         size = total(tried)
         if size is None or (best is not None and size >= best):
             continue

@@ -41,10 +41,10 @@ class FunctionName:
         file = getattr(module, "__file__", None)
         if module is None or file is None:
             raise ValueError(f"{name}: its module {fn.__module__} has no file to load it from. {advice}")
-        found: Any = module
+        named: Any = module
         for part in name.split("."):
-            found = getattr(found, part, None)
-        if found is not fn:
+            named = getattr(named, part, None)
+        if named is not fn:
             raise ValueError(f"{name} of {file} is something else under that name. {advice}")
         return cls(
             SCRIPT if module.__name__ == "__main__" else module.__name__, str(Path(file).resolve()), name
@@ -57,10 +57,10 @@ class FunctionName:
         name is the same, so that classes of the file can be pickled in both directions. Modules of packages
         are imported.
         """
-        found: Any = _load(self.module, self.file)
+        named: Any = _load(self.module, self.file)
         for part in self.name.split("."):
-            found = getattr(found, part)
-        function: Callable[..., Any] = found
+            named = getattr(named, part)
+        function: Callable[..., Any] = named
         return function
 
 

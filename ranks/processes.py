@@ -40,14 +40,14 @@ class Process:
 
     def __init__(self, template: Template, *, fresh: bool) -> None:
         self.pipe: Connection
-        self.pipe, theirs = Pipe()
+        self.pipe, child_pipe = Pipe()
         self._printed = _printout()
         self._life, their_life = os.pipe()
         self._pid: int | None = None
         self._code: int | None = None
         self._template = template
-        template.fork([theirs.fileno(), self._printed.fileno(), their_life])
-        theirs.close()
+        template.fork([child_pipe.fileno(), self._printed.fileno(), their_life])
+        child_pipe.close()
         os.close(their_life)
         self.send(Setting(_environment(), os.getcwd(), tuple(sys.path), fresh))
 
@@ -130,22 +130,22 @@ class Template:
     """Hold a process that forks ranks, with these modules imported; see ``fork_server.py``."""
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
-        self._requests, theirs = socket.socketpair()
+        self._requests, child_socket = socket.socketpair()
         self._printed = _printout()
         self._process = subprocess.Popen(
             # -P: the working directory must not shadow packages, as the checkout's own folders would.
-            [sys.executable, "-P", "-m", "trilith.ranks.fork_server", str(theirs.fileno()), *preload],
+            [sys.executable, "-P", "-m", "trilith.ranks.fork_server", str(child_socket.fileno()), *preload],
             stdin=subprocess.DEVNULL,
             stdout=self._printed,
             stderr=self._printed,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[child_socket.fileno()],
             # A fork of a process that has asked the CUDA driver can use no GPU: here torch asks NVML.
             env=_environment()
             | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
             | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
             start_new_session=True,  # Ctrl-C is for the harness, which then ends its ranks
         )
-        theirs.close()
+        child_socket.close()
 
     def fork(self, fds: list[int]) -> None:
         """Fork a new rank with these descriptors: its pipe, its output, its life line."""

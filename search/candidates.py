@@ -118,7 +118,7 @@ class Cut:
     @cached_property
     def least_stores(self) -> tuple[Store, ...]:
         """Return the store of each ZeRO stage that needs least memory: the one with the fewest replicas."""
-        return tuple({one.zero: one for one in reversed(self.stores)}.values())[::-1]
+        return tuple({store.zero: store for store in reversed(self.stores)}.values())[::-1]
 
     @cached_property
     def _layouts(self) -> dict[tuple[int, bool, Store], Layout]:
@@ -127,21 +127,21 @@ class Cut:
 
 @lru_cache(maxsize=1024)
 def _stores(data: int, context: int, expert: int, offload: bool) -> tuple[Store, ...]:
-    found = []
+    stores = []
     for zero in range(4) if data * context > 1 else (0,):
         for replicas in divisors(data) if zero else (1,):
             try:
                 Layout.of(data=data, context=context, expert=expert, zero=zero, data_replicate=replicas)
             except BadInput:
                 continue  # the experts' ranks share one copy of the weights
-            found.append(Store(zero, replicas, offload))
-    return tuple(sorted(found, key=lambda one: (-one.zero, one.replicas)))
+            stores.append(Store(zero, replicas, offload))
+    return tuple(sorted(stores, key=lambda store: (-store.zero, store.replicas)))
 
 
 @lru_cache(maxsize=1024)
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number, from 1 up."""
-    return [one for one in range(1, number + 1) if number % one == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def candidates(request: Request, tally: Tally, *, offload: bool = False) -> Iterator[Cut]:
@@ -222,8 +222,8 @@ class _Legal:
             self.family.check_layout(self.config, layout)
             return layout
 
-        found = self._ask(lambda: check(True)) if tensor > 1 else None
-        return found or self._ask(lambda: check(False))
+        in_sequence = self._ask(lambda: check(True)) if tensor > 1 else None
+        return in_sequence or self._ask(lambda: check(False))
 
     def flows(self, pipeline: int, data: int) -> Iterator[Flow]:
         """Yield the legal schedules with their virtual stages and micro-batches."""

@@ -31,38 +31,38 @@ class Choice:
     @property
     def cut(self) -> tuple[object, ...]:
         """Return the axes that cut the model; a search shows only the fastest layout of each cut."""
-        one = self.layout
-        return one.tensor, one.context, one.pipeline, one.expert
+        layout = self.layout
+        return layout.tensor, layout.context, layout.pipeline, layout.expert
 
     @property
     def keys(self) -> dict[str, dict[str, Any]]:
         """Return the keys of a recipe, by section, that differ from their defaults."""
-        one = self.layout
+        axes = self.layout
         layout: dict[str, Any] = {
-            "tensor": one.tensor,
-            "sequence": one.sequence,
-            "context": one.context,
-            "ring": one.ring,
-            "pipeline": one.pipeline,
-            "data": one.data,
-            "data_replicate": one.data_replicate if one.zero else 1,
-            "expert": one.expert,
-            "zero": one.zero,
+            "tensor": axes.tensor,
+            "sequence": axes.sequence,
+            "context": axes.context,
+            "ring": axes.ring,
+            "pipeline": axes.pipeline,
+            "data": axes.data,
+            "data_replicate": axes.data_replicate if axes.zero else 1,
+            "expert": axes.expert,
+            "zero": axes.zero,
         }
         # By identity: True is 1.
         layout = {key: value for key, value in layout.items() if value is True or value > (key != "zero")}
-        if one.pipeline > 1:
+        if axes.pipeline > 1:
             layout["schedule"] = self.schedule
-            layout |= {"virtual_stages": one.virtual_stages} if one.virtual_stages > 1 else {}
+            layout |= {"virtual_stages": axes.virtual_stages} if axes.virtual_stages > 1 else {}
         memory: dict[str, Any] = {"checkpointing": self.checkpointing} if self.checkpointing != "none" else {}
         memory |= {"offload": True} if self.offload else {}
         return {"layout": layout, "data": {"micro_batch": self.micro_batch}, "memory": memory}
 
     def __str__(self) -> str:
         """Return the layout in one line, in the words of a recipe."""
-        found = self.keys["layout"]
+        axes = self.keys["layout"]
         words = [
-            key if value is True else f"{key} {value}" for key, value in found.items() if key != "schedule"
+            key if value is True else f"{key} {value}" for key, value in axes.items() if key != "schedule"
         ]
         if self.layout.pipeline > 1:
             words.append(self.schedule)
@@ -92,10 +92,10 @@ def recipe_text(raw: Mapping[str, Any], head: str = "") -> str:
 
 
 def _write_table(lines: list[str], name: str, table: Mapping[str, Any]) -> None:
-    tables = {key: one for key, one in table.items() if isinstance(one, Mapping)}
-    plain = {key: one for key, one in table.items() if key not in tables and one is not None}
+    tables = {key: inner for key, inner in table.items() if isinstance(inner, Mapping)}
+    plain = {key: setting for key, setting in table.items() if key not in tables and setting is not None}
     if name and plain:
         lines += ["", f"[{name}]"]
     lines += [f"{key} = {to_toml(value)}" for key, value in plain.items()]
-    for key, one in tables.items():
-        _write_table(lines, f"{name}.{key}" if name else key, one)
+    for key, inner in tables.items():
+        _write_table(lines, f"{name}.{key}" if name else key, inner)

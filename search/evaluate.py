@@ -173,9 +173,9 @@ class Evaluator:
         return self._chunk_of(choice, choice.layout.pipeline > 1)
 
     def _chunk_of(self, choice: Choice, several: bool) -> int:
-        one = choice.layout
+        layout = choice.layout
         return self._chunk(
-            (one.tensor, one.context, one.sequence, several), choice.schedule, choice.micro_batch
+            (layout.tensor, layout.context, layout.sequence, several), choice.schedule, choice.micro_batch
         )
 
     def compiles(self, mode: Checkpointing, schedule: ScheduleName, pipeline: int) -> bool:
@@ -197,7 +197,7 @@ class Evaluator:
             split=split if layout.pipeline > 1 else None,
             compiled=compiled,
             dtype="float8" if self.request.recipe.compute == "float8" else "",
-            held=lambda rank: self._held(layout, rank),
+            parameters=lambda rank: self._held(layout, rank),
             costs=lambda rank: self._stage_costs(bare, choice.micro_batch, work.loss_chunk, rank),
             known=self._known,
         )
@@ -207,7 +207,7 @@ class Evaluator:
         chunks = {self._chunk_of(choice, several), *((0,) if several else ())}
         compiled = self._compiled("none", "1f1b", several)
         works = [replace(self.work(choice), micro_batches=2 - once, loss_chunk=chunk) for chunk in chunks]
-        return min(self._timer_of(choice, one, compiled).least_of_stages() / (2 - once) for one in works)
+        return min(self._timer_of(choice, work, compiled).least_of_stages() / (2 - once) for work in works)
 
     def _sampled(self, bare: Layout) -> SampledModel:
         request, recipe = self.request, self.request.recipe
@@ -261,15 +261,13 @@ def _first_rank(layout: Layout, pipeline: int) -> ParallelState:
 
 def _without_data(layout: Layout) -> Layout:
     """Return the layout with as few data ranks as its experts allow, which share nothing."""
-    one = layout
-    return _made(one.tensor, one.context, one.expert, one.sequence, one.ring,
-                 one.pipeline, one.virtual_stages, one.v_shape)  # fmt: skip
+    return _made(layout.tensor, layout.context, layout.expert, layout.sequence, layout.ring,
+                 layout.pipeline, layout.virtual_stages, layout.v_shape)  # fmt: skip
 
 
 def _bare(layout: Layout) -> Layout:
     """Return the layout with one pipeline rank, and with as few data ranks as its experts allow."""
-    one = layout
-    return _made(one.tensor, one.context, one.expert, one.sequence, one.ring, 1, 1, False)
+    return _made(layout.tensor, layout.context, layout.expert, layout.sequence, layout.ring, 1, 1, False)
 
 
 @lru_cache(maxsize=8192)

@@ -84,22 +84,22 @@ class _Group:
 
 
 def find_layouts(
-    request: Request, *, shown: int = SHOWN, told: Callable[[Found], None] | None = None
+    request: Request, *, shown: int = SHOWN, progress: Callable[[Found], None] | None = None
 ) -> Found:
     """Search for the fastest layouts of a request that fit.
 
-    ``told``: called now and then with the result so far. Raises ``BadInput`` if no layout is legal or none
-    fits; the message says what to change, with figures.
+    ``progress``: called now and then with the result so far. Raises ``BadInput`` if no layout is legal or
+    none fits; the message says what to change, with figures.
     """
-    search = _Search(request, shown, told)
+    search = _Search(request, shown, progress)
     if not search.run() and not search.run(offload=True):
         raise none_fits(request, search.found.tally)
     return search.found
 
 
 class _Search:
-    def __init__(self, request: Request, shown: int, told: Callable[[Found], None] | None) -> None:
-        self.request, self.shown, self.told = request, shown, told
+    def __init__(self, request: Request, shown: int, progress: Callable[[Found], None] | None) -> None:
+        self.request, self.shown, self.progress = request, shown, progress
         self.found = Found(request)
         self.evaluator = Evaluator(request)
         self.bound = Bound(self.evaluator)
@@ -109,23 +109,23 @@ class _Search:
 
     def run(self, *, offload: bool = False) -> bool:
         """Search, and tell whether something fits."""
-        found, steps = self.found, 0
-        for cut in candidates(self.request, Tally() if offload else found.tally, offload=offload):
-            found.legal += cut.layouts
+        outcome, steps = self.found, 0
+        for cut in candidates(self.request, Tally() if offload else outcome.tally, offload=offload):
+            outcome.legal += cut.layouts
             self._push(_Group(cut))
         if not self._heap:
-            raise none_legal(self.request, found.tally)
+            raise none_legal(self.request, outcome.tally)
         while self._heap and not self._done(self._heap[0][0]):
             _, _, group = heappop(self._heap)
             self._open(group)
             steps += 1
-            if self.told is not None and steps % 32 == 0:
-                self.told(found)
+            if self.progress is not None and steps % 32 == 0:
+                self.progress(outcome)
         self._put_in_order()
         left = sum(group.layouts for _, _, group in self._heap)
         if left:
-            found.tally.add("slower", "than the best, by a lower bound of their time", left, "")
-        return bool(found.best)
+            outcome.tally.add("slower", "than the best, by a lower bound of their time", left, "")
+        return bool(outcome.best)
 
     def _done(self, bound: float) -> bool:
         best = self.found.best
@@ -137,8 +137,8 @@ class _Search:
     def _put_in_order(self) -> None:
         ordered = simplest_first(self.found.best)
         self.found.best = ordered[: self.shown]
-        if more := len(ordered) - len(self.found.best):
-            self.found.tally.add("slower", "or hardly faster than simpler layouts, which are shown", more, "")
+        if left := len(ordered) - len(self.found.best):
+            self.found.tally.add("slower", "or hardly faster than simpler layouts, which are shown", left, "")
 
     def _push(self, group: _Group) -> None:
         try:
@@ -170,8 +170,8 @@ class _Search:
         elif group.answer is not None:
             self._take(group.answer)
         elif flow is None:
-            for one in cut.flows:
-                self._push(_Group(cut, one))
+            for cut_flow in cut.flows:
+                self._push(_Group(cut, cut_flow))
         elif not group.tight and (group.mode is None or group.store is not None):
             group.tight = True
             self._push(group)

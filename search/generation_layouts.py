@@ -65,12 +65,12 @@ def generation_layouts(request: Request, dtype: torch.dtype) -> list[GenerationC
         except BadInput as error:
             tally.illegal(error, 1)
             continue
-        choices.append(GenerationChoice(request, layout, max(planned, key=lambda one: one.total), most))
+        choices.append(GenerationChoice(request, layout, max(planned, key=lambda memory: memory.total), most))
     if not choices:
         raise none_legal(request, tally)
-    choices.sort(key=lambda one: -one.most)
+    choices.sort(key=lambda choice: -choice.most)
     if not choices[0].most:
-        least = min(choices, key=lambda one: one.memory.weights)
+        least = min(choices, key=lambda choice: choice.memory.weights)
         raise BadInput(
             f"plan {request.name}",
             "memory",

@@ -15,55 +15,55 @@ from .sweep import Unmet, asked_in_sweep, found_ones, sweep_head, sweep_rows, sw
 MARK = '<meta name="generator" content="trilith plan">'
 
 
-def make_page(found: Found) -> str:
+def make_page(search: Found) -> str:
     """Return the page of one search."""
-    request = found.request
-    said = [asked(request), *reasons(found)]
-    said += [f"{word[0].upper()}{word[1:]}: {line}." for word, line in facts(found)]
+    request = search.request
+    sentences = [asked(request), *reasons(search)]
+    sentences += [f"{word[0].upper()}{word[1:]}: {line}." for word, line in facts(search)]
     body = [
         f"<h1>Layouts of {escape(request.name)}</h1>",
-        "".join(f"<p>{escape(one)}</p>" for one in said),
+        "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences),
         "<h2>The fastest layouts</h2>",
-        table(rows(found), head=HEAD, text=1),
+        table(rows(search), head=HEAD, text=1),
         "<p>Seconds are those of a step, waits the share of it in which a pipeline rank is idle, "
         "and GB those of the heaviest rank.</p>",
-        f"<figure><figcaption>Memory against time</figcaption>{pareto(found)}</figure>",
+        f"<figure><figcaption>Memory against time</figcaption>{pareto(search)}</figure>",
         "<p>Each point is a layout that was timed in full; the numbers are those of the table. The line "
         "joins the points that are best: no other point needs less memory and is as fast.</p>",
         "<h2>Memory of the fastest layout</h2>",
-        f"<figure><figcaption>By pipeline rank</figcaption>{memory_of_stages(found)}</figure>",
-        *_schedule(found),
+        f"<figure><figcaption>By pipeline rank</figcaption>{memory_of_stages(search)}</figure>",
+        *_schedule(search),
         "<h2>Why the others fall</h2>",
-        f"<p>{escape(searched(found))}</p>",
-        table(counted(found), head=("", "reason", "layouts", "example")),
-        folded("The recipe", f"<pre>{escape(recipe_toml(found))}</pre>"),
+        f"<p>{escape(searched(search))}</p>",
+        table(counted(search), head=("", "reason", "layouts", "example")),
+        folded("The recipe", f"<pre>{escape(recipe_toml(search))}</pre>"),
     ]
     return whole_page(f"trilith plan {request.name}", "".join(body), mark=MARK)
 
 
-def _schedule(found: Found) -> list[str]:
+def _schedule(search: Found) -> list[str]:
     """Return the timetable of the fastest layout, if it has a pipeline."""
-    best = found.best[0]
+    best = search.best[0]
     if best.choice.layout.pipeline == 1:
         return []
     return [
         "<h2>Timetable of the fastest layout</h2>",
         f'<figure class="broad"><figcaption>When each pipeline rank computes</figcaption>'
-        f"{timetable_of(found)}</figure>",
+        f"{timetable_of(search)}</figure>",
     ]
 
 
 def make_sweep_page(results: Sequence[Found | Unmet]) -> str:
     """Return the page of several searches: how tokens a second grow with GPUs or tokens of a row."""
-    found = found_ones(results)
-    said = [f"Warning: {line}." for line in sweep_warnings(results)]
-    said += [f"{one.error}." for one in results if isinstance(one, Unmet)]
-    name = found[0].request.name
+    searches = found_ones(results)
+    sentences = [f"Warning: {line}." for line in sweep_warnings(results)]
+    sentences += [f"{unmet.error}." for unmet in results if isinstance(unmet, Unmet)]
+    name = searches[0].request.name
     body = [
         f"<h1>Layouts of {escape(name)}</h1>",
         f"<p>{escape(asked_in_sweep(results))}</p>",
-        f"<figure><figcaption>Tokens a second of the fastest layouts</figcaption>{sweep(found)}</figure>",
+        f"<figure><figcaption>Tokens a second of the fastest layouts</figcaption>{sweep(searches)}</figure>",
         table(sweep_rows(results), head=sweep_head(results), text=3),
-        "".join(f"<p>{escape(one)}</p>" for one in said),
+        "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences),
     ]
     return whole_page(f"trilith plan {name}", "".join(body), mark=MARK)

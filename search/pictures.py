@@ -18,20 +18,22 @@ _COLOURS = ("#3b82c4", "#b0802f", "#4d9a5b", "#a05195", "#c2544f", "#3aa0a0", "#
 _INK = "#7a8088"
 
 
-def pareto(found: Found) -> str:
+def pareto(search: Found) -> str:
     """Return SVG: memory against time of every layout that was timed; those shown have their number.
 
     A line joins the best of them: no other needs less memory and is as fast.
     """
     figure, axes = _figure(1, 3.6)
-    room = found.request.room / 1e9
-    plain = [one for one in found.timed if one not in found.best]
-    axes.scatter([one.time.seconds for one in plain], [one.bytes / 1e9 for one in plain], s=16, color=_INK)
-    axes.step(*zip(*_frontier(found), strict=True), where="post", color=_INK, linewidth=1, zorder=0)
-    places = [(one.time.seconds, one.bytes / 1e9) for one in found.best]
+    room = search.request.room / 1e9
+    plain = [answer for answer in search.timed if answer not in search.best]
+    axes.scatter(
+        [answer.time.seconds for answer in plain], [answer.bytes / 1e9 for answer in plain], s=16, color=_INK
+    )
+    axes.step(*zip(*_frontier(search), strict=True), where="post", color=_INK, linewidth=1, zorder=0)
+    places = [(answer.time.seconds, answer.bytes / 1e9) for answer in search.best]
     axes.scatter(*zip(*places, strict=True), s=46, color=_COLOURS[0])
     left, right = axes.get_xlim()
-    lowest = min(one.bytes for one in found.timed) / 1e9
+    lowest = min(answer.bytes for answer in search.timed) / 1e9
     bottom = max(0.0, lowest - 0.4 * (room - lowest))  # and room for the numbers below
     axes.set_ylim(bottom, room + 0.2 * (room - bottom))
     for numbers in _close(places, (right - left) / 30, (room - bottom) / 8):
@@ -47,10 +49,10 @@ def pareto(found: Found) -> str:
     return _svg(figure)
 
 
-def _frontier(found: Found) -> list[tuple[float, float]]:
+def _frontier(search: Found) -> list[tuple[float, float]]:
     """Return seconds and GB of each timed layout that needs less memory than every faster one."""
     line: list[tuple[float, float]] = []
-    for seconds, size in sorted((one.time.seconds, one.bytes / 1e9) for one in found.timed):
+    for seconds, size in sorted((answer.time.seconds, answer.bytes / 1e9) for answer in search.timed):
         if not line or size < line[-1][1]:
             line.append((seconds, size))
     return line
@@ -58,31 +60,31 @@ def _frontier(found: Found) -> list[tuple[float, float]]:
 
 def _close(places: Sequence[tuple[float, float]], width: float, height: float) -> list[list[int]]:
     """Return the numbers of the points, those together whose labels would cover each other."""
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for number, (seconds, size) in enumerate(places):
-        for group in found:
+        for group in groups:
             near = places[group[0]]
             if abs(near[0] - seconds) < width and abs(near[1] - size) < height:
                 group.append(number)
                 break
         else:
-            found.append([number])
-    return found
+            groups.append([number])
+    return groups
 
 
-def memory_of_stages(found: Found) -> str:
+def memory_of_stages(search: Found) -> str:
     """Return SVG: the memory of each pipeline rank of the fastest layout, by kind."""
-    best = found.best[0]
+    best = search.best[0]
     figure, axes = _figure(1, max(2.6, 0.9 + 0.24 * len(best.memory)))
     ranks, left = range(len(best.memory)), [0.0] * len(best.memory)
     parts = [parts_of(plan, best.runtime) for plan in best.memory]
-    kinds = list(dict.fromkeys(kind for one in parts for kind in one))
+    kinds = list(dict.fromkeys(kind for of_rank in parts for kind in of_rank))
     for colour, kind in zip((*_COLOURS, _INK), kinds, strict=False):
-        sizes = [one.get(kind, 0) / 1e9 for one in parts]
+        sizes = [of_rank.get(kind, 0) / 1e9 for of_rank in parts]
         if any(sizes):
             axes.barh(ranks, sizes, left=left, height=0.8, color=colour, label=kind)
             left = [a + b for a, b in zip(left, sizes, strict=True)]
-    room = found.request.room / 1e9
+    room = search.request.room / 1e9
     label = f"{room:.1f} GB may be used"
     axes.axvline(room, color=_COLOURS[4], linewidth=1, linestyle="--", label=label)
     axes.set_yticks(list(ranks)[:: max(1, len(ranks) // 16)])
@@ -93,14 +95,14 @@ def memory_of_stages(found: Found) -> str:
     return _svg(figure)
 
 
-def timetable_of(found: Found) -> str:
+def timetable_of(search: Found) -> str:
     """Return SVG: when each pipeline rank of the fastest layout computes which micro-batch.
 
     Of a step with many micro-batches only as many are drawn as show how it begins, goes on and ends.
     """
     from ..pipeline.timetable_picture import draw_times, legend_of
 
-    best, request = found.best[0], found.request
+    best, request = search.best[0], search.request
     layout, schedule = best.choice.layout, best.choice.schedule
     whole = best.choice.micro_batches(request.recipe.data.global_batch)
     drawn = few_micro_batches(schedule, layout, whole)
@@ -139,7 +141,8 @@ def sweep(results: Sequence[Found]) -> str:
     from matplotlib.ticker import LogLocator
 
     points = [
-        (one.request.gpus, one.request.recipe.data.sequence_length, one.best[0].time.rate) for one in results
+        (search.request.gpus, search.request.recipe.data.sequence_length, search.best[0].time.rate)
+        for search in results
     ]
     figure, axes = _figure(1, 3.6)
     over_gpus = len({gpus for gpus, _, _ in points}) > 1
@@ -160,7 +163,7 @@ def sweep(results: Sequence[Found]) -> str:
     else:
         axes.set_ylim(0)
     ticks = sorted({x for line in lines.values() for x, _ in line})
-    axes.set_xticks(ticks, [f"{one:,}" for one in ticks])
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set_xlabel("GPUs" if over_gpus else "tokens of a row")

@@ -38,11 +38,11 @@ def fit(recipe: Recipe, ranks: int) -> tuple[Recipe, str]:
             return recipe, _line(recipe, ranks, used, "the recipe's own layout")
         request = request_of(Path(recipe.out).name, raw, machine, used)
         try:
-            found = find_layouts(request, shown=_SHOWN)
+            search = find_layouts(request, shown=_SHOWN)
         except BadInput as error:
             refused = refused or error
             continue
-        return recipe_of(request, found.best[0].choice), _line(recipe, ranks, used, _reason(found))
+        return recipe_of(request, search.best[0].choice), _line(recipe, ranks, used, _reason(search))
     assert refused is not None
     raise BadInput(
         "train",
@@ -59,12 +59,12 @@ def _line(recipe: Recipe, ranks: int, used: int, reason: str) -> str:
     return f"fit: ranks here: {ranks}, in the recipe: {recipe.layout.world}: {reason}{waits}"
 
 
-def _reason(found: Found) -> str:
-    best = found.best[0]
-    words = f"{best.choice}, by the plan the fastest of {found.legal:,} legal layouts"
-    if len(found.best) == 1:
+def _reason(search: Found) -> str:
+    best = search.best[0]
+    words = f"{best.choice}, by the plan the fastest of {search.legal:,} legal layouts"
+    if len(search.best) == 1:
         return words
-    second = found.best[1]
+    second = search.best[1]
     return f"{words}; next is {second.choice}, {second.time.seconds / best.time.seconds:.2f} times as long"
 
 
@@ -76,7 +76,7 @@ def _machine(recipe: Recipe) -> Machine:
     """
     name = torch.cuda.get_device_name() if recipe.device == "cuda" and torch.cuda.is_available() else ""
     first, *others = MACHINES.values()
-    machine = next((one for one in (first, *others) if one.words in name), first)
+    machine = next((machine for machine in (first, *others) if machine.words in name), first)
     room = device_room(recipe)
     memory = _UNKNOWN if room is None else float(room)
     peaks = {"float64": machine.peaks["float32"] / 2, **machine.peaks}

@@ -21,19 +21,19 @@ HEAD = ("", "layout", "seconds", "tokens/s", "MFU", "waits", "GB")
 _LEAST_PART = 5e-4
 
 
-def rows(found: Found) -> list[tuple[str, ...]]:
+def rows(search: Found) -> list[tuple[str, ...]]:
     """Return the table of the fastest layouts, one row each, as text."""
     return [
         (
             str(number),
-            str(one.choice),
-            seconds_of(one.time.seconds),
-            f"{one.time.rate:,.0f}",
-            f"{one.time.mfu.causal:.1%}",
-            f"{one.time.parts['bubble'] / one.time.seconds:.1%}",
-            f"{one.bytes / 1e9:.1f}",
+            str(answer.choice),
+            seconds_of(answer.time.seconds),
+            f"{answer.time.rate:,.0f}",
+            f"{answer.time.mfu.causal:.1%}",
+            f"{answer.time.parts['bubble'] / answer.time.seconds:.1%}",
+            f"{answer.bytes / 1e9:.1f}",
         )
-        for number, one in enumerate(found.best, 1)
+        for number, answer in enumerate(search.best, 1)
     ]
 
 
@@ -42,9 +42,9 @@ def seconds_of(seconds: float) -> str:
     return f"{seconds:.3f}" if seconds >= 0.1 else f"{seconds:.3g}"
 
 
-def counted(found: Found) -> list[tuple[str, str, str, str]]:
+def counted(search: Found) -> list[tuple[str, str, str, str]]:
     """Return why other layouts were left out: kind, reason, number of layouts, and one example."""
-    return [(one.kind, one.text, f"{one.layouts:,}", one.example) for one in found.tally]
+    return [(reason.kind, reason.text, f"{reason.layouts:,}", reason.example) for reason in search.tally]
 
 
 def asked(request: Request) -> str:
@@ -63,36 +63,36 @@ def machine_of(request: Request, gpus: int) -> str:
     return f"{machine.name}, {machine.gpus} a node, {machine.inside.name} inside{nodes}"
 
 
-def searched(found: Found) -> str:
+def searched(search: Found) -> str:
     """Return how many layouts there are and how many were looked at, in one line."""
     return (
-        f"{found.legal:,} legal layouts; {found.tally.count('memory'):,} of those looked at do not fit "
-        f"{found.request.room / 1e9:.1f} GB; {len(found.timed):,} timed in full"
+        f"{search.legal:,} legal layouts; {search.tally.count('memory'):,} of those looked at do not fit "
+        f"{search.request.room / 1e9:.1f} GB; {len(search.timed):,} timed in full"
     )
 
 
-def _tied(found: Found) -> list[tuple[str, str]]:
+def _tied(search: Found) -> list[tuple[str, str]]:
     """Return a fact if the first layout of the table is not told apart from some below it."""
-    fastest = min(found.best, key=lambda answer: answer.time.seconds)
-    alike = sum(ties(answer, fastest) for answer in found.best)
+    fastest = min(search.best, key=lambda answer: answer.time.seconds)
+    alike = sum(ties(answer, fastest) for answer in search.best)
     if alike == 1:
         return []
     why = "which is less than the planner's error: of these the simplest one comes first"
     return [("tied", f"1 to {alike} differ by less than {TIED:.0%}, {why}")]
 
 
-def facts(found: Found) -> list[tuple[str, str]]:
+def facts(search: Found) -> list[tuple[str, str]]:
     """Return facts about the fastest layout: a word, and a line."""
-    request, best = found.request, found.best[0]
+    request, best = search.request, search.best[0]
     mfu, peak = best.time.mfu, best.time.peak / 1e12
     conventions = (
         f"{mfu.causal:.1%} of {peak:,.4g} TFLOP/s a GPU if the causal half of attention counts, as in the "
         f"table; {mfu.full:.1%} if all of it counts"
     )
     lines = [
-        *_tied(found),
+        *_tied(search),
         ("seconds", parts(best)),
-        ("memory", _memory(found)),
+        ("memory", _memory(search)),
         ("MFU", conventions),
         ("efficiency", best.time.source),
     ]
@@ -101,13 +101,13 @@ def facts(found: Found) -> list[tuple[str, str]]:
         took = f"took {least:g} to {most:g} times as long as predicted, in the median {usual:g} times"
         lines.append(("published", f"steps of runs that others published {took} (docs/published_runs.md)"))
         lines.append(("range", _range(best.time)))
-    lines += [("training", run_facts(found))] if request.tokens is not None else []
+    lines += [("training", run_facts(search))] if request.tokens is not None else []
     return lines + [("warning", line) for line in warnings(request, best)]
 
 
-def _memory(found: Found) -> str:
+def _memory(search: Found) -> str:
     """Return what the tensors of the heaviest rank have, and what torch's allocator reserves for them."""
-    best, machine = found.best[0], found.request.machine
+    best, machine = search.best[0], search.request.machine
     line = f"{best.allocated / 1e9:.1f} GB of tensors"
     if not best.runtime:
         return line
@@ -126,21 +126,21 @@ def _range(time: StepTime) -> str:
 
 def parts(answer: Answer) -> str:
     """Return where a step's time goes, in one line."""
-    shown = sorted(answer.time.parts.items(), key=lambda one: -one[1])
+    shown = sorted(answer.time.parts.items(), key=lambda part: -part[1])
     least = _LEAST_PART * answer.time.seconds
     return ", ".join(f"{name} {seconds_of(seconds)}" for name, seconds in shown if seconds >= least)
 
 
-def spent(found: Found) -> Spending:
+def spent(search: Found) -> Spending:
     """Return what the whole training takes with the fastest layout; the request states its tokens."""
-    request = found.request
+    request = search.request
     assert request.tokens is not None
-    return spending(found.best[0].time, request.tokens, watts=request.machine.watts, price=request.price)
+    return spending(search.best[0].time, request.tokens, watts=request.machine.watts, price=request.price)
 
 
-def run_facts(found: Found) -> str:
+def run_facts(search: Found) -> str:
     """Return days, GPU-hours, energy and cost of the whole training, in one line."""
-    request, whole = found.request, spent(found)
+    request, whole = search.request, spent(search)
     line = f"{plain(request.tokens or 0)} tokens: {whole.days:,.1f} days, {whole.gpu_hours:,.0f} GPU-hours"
     if whole.cost is not None:
         line += f", {whole.cost:,.0f} at {request.price:g} a GPU-hour"
@@ -149,32 +149,32 @@ def run_facts(found: Found) -> str:
     return line
 
 
-def as_json(found: Found) -> dict[str, Any]:
+def as_json(search: Found) -> dict[str, Any]:
     """Return everything that was found as plain data; docs/planning.md lists the keys."""
-    request, best = found.request, found.best[0]
-    told: dict[str, Any] = {
+    request, best = search.request, search.best[0]
+    document: dict[str, Any] = {
         **asked_json(request),
-        "legal": found.legal,
-        "layouts": [_layout_json(one) for one in found.best],
+        "legal": search.legal,
+        "layouts": [_layout_json(answer) for answer in search.best],
         "others": [
-            {"kind": one.kind, "reason": one.text, "layouts": one.layouts, "example": one.example}
-            for one in found.tally
+            {"kind": reason.kind, "reason": reason.text, "layouts": reason.layouts, "example": reason.example}
+            for reason in search.tally
         ],
-        "strategy": reasons(found),
+        "strategy": reasons(search),
         "warnings": warnings(request, best),
     }
     if request.machine.name in MACHINES:
-        told["times_slower"] = dict(zip(("least", "median", "most"), TIMES_SLOWER, strict=True))
+        document["times_slower"] = dict(zip(("least", "median", "most"), TIMES_SLOWER, strict=True))
     if request.tokens is not None:
-        whole = spent(found)
-        told["training"] = {
+        whole = spent(search)
+        document["training"] = {
             "tokens": request.tokens,
             "days": whole.days,
             "gpu_hours": whole.gpu_hours,
             "cost": whole.cost,
             "kilowatt_hours": whole.kilowatt_hours,
         }
-    return told
+    return document
 
 
 def asked_json(request: Request) -> dict[str, Any]:
@@ -190,31 +190,31 @@ def asked_json(request: Request) -> dict[str, Any]:
     }
 
 
-def _layout_json(one: Answer) -> dict[str, Any]:
+def _layout_json(answer: Answer) -> dict[str, Any]:
     return {
-        "recipe": one.choice.keys,
-        "seconds": one.time.seconds,
-        "parts": dict(one.time.parts),
-        "tokens_per_second": one.time.rate,
-        "mfu": {"causal": one.time.mfu.causal, "full": one.time.mfu.full},
-        "bytes": one.bytes,
-        "reserved_bytes": one.reserved,
-        "host_bytes": max(plan.host for plan in one.memory),
-        "bytes_of_pipeline_ranks": [parts_of(plan, one.runtime) for plan in one.memory],
+        "recipe": answer.choice.keys,
+        "seconds": answer.time.seconds,
+        "parts": dict(answer.time.parts),
+        "tokens_per_second": answer.time.rate,
+        "mfu": {"causal": answer.time.mfu.causal, "full": answer.time.mfu.full},
+        "bytes": answer.bytes,
+        "reserved_bytes": answer.reserved,
+        "host_bytes": max(plan.host for plan in answer.memory),
+        "bytes_of_pipeline_ranks": [parts_of(plan, answer.runtime) for plan in answer.memory],
     }
 
 
-def recipe_head(found: Found) -> str:
+def recipe_head(search: Found) -> str:
     """Return the comment of a recipe: what the search found, and the runner-up."""
-    request, best = found.request, found.best[0]
+    request, best = search.request, search.best[0]
     lines = [
         f"{request.name} on {request.gpus:,} GPUs ({request.machine.name}), chosen by `trilith plan`: "
         f"{strategy(best.choice.layout)}.",
         f"Predicted: {_short(best.time.seconds)} s a step, MFU {best.time.mfu.causal:.0%}, waits "
         f"{best.time.parts['bubble'] / best.time.seconds:.0%}, {best.bytes / 1e9:.1f} GB of a GPU.",
     ]
-    if len(found.best) > 1:
-        second = found.best[1]
+    if len(search.best) > 1:
+        second = search.best[1]
         seconds, size = _short(second.time.seconds), second.bytes / 1e9
         lines.append(f"Runner-up: {second.choice}: {seconds} s, {size:.1f} GB.")
     return "\n".join(lines)
@@ -224,6 +224,6 @@ def _short(seconds: float) -> str:
     return f"{seconds:.2f}" if seconds >= 1 else f"{seconds:.3g}"
 
 
-def recipe_toml(found: Found) -> str:
+def recipe_toml(search: Found) -> str:
     """Return the recipe of the fastest layout."""
-    return recipe_text(raw_recipe(found.request, found.best[0].choice), recipe_head(found))
+    return recipe_text(raw_recipe(search.request, search.best[0].choice), recipe_head(search))

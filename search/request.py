@@ -149,8 +149,8 @@ def left_as_it_is(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe as plain data, without what a search chooses."""
     raw = recipe.model_dump(exclude_unset=True, by_alias=True)
     for section, keys in (("layout", None), ("memory", ("checkpointing", "checkpoint_every", "offload"))):
-        kept = {} if keys is None else {k: v for k, v in raw.get(section, {}).items() if k not in keys}
-        raw[section] = kept
+        rest = {} if keys is None else {k: v for k, v in raw.get(section, {}).items() if k not in keys}
+        raw[section] = rest
     raw["data"].pop("micro_batch", None)
     return raw
 

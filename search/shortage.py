@@ -34,16 +34,16 @@ def parts_of(plan: MemoryPlan, runtime: int) -> dict[str, int]:
     The loss and a block's backward happen at different times, so only the larger of the two is included.
     """
     idle = "block" if plan.logits > plan.block else "logits"
-    found = {words: getattr(plan, name) for name, words in KINDS.items() if name != idle}
-    return found | {"runtime": runtime}
+    sizes = {words: getattr(plan, name) for name, words in KINDS.items() if name != idle}
+    return sizes | {"runtime": runtime}
 
 
 def shortage(plan: MemoryPlan, choice: Choice, rank: int, request: Request) -> tuple[str, str]:
     """Return the kind that needs the most bytes on a rank that does not fit, and a line with the figures."""
-    parts = sorted(parts_of(plan, request.runtime).items(), key=lambda one: -one[1])
-    told = ", ".join(f"{words} {size / 1e9:.1f}" for words, size in parts[:3])
+    parts = sorted(parts_of(plan, request.runtime).items(), key=lambda part: -part[1])
+    largest = ", ".join(f"{words} {size / 1e9:.1f}" for words, size in parts[:3])
     needs, has = needed_of(plan.total + request.runtime, request.room)
-    line = f"pipeline rank {rank} needs {needs} of {has} GB: {told} ({choice})"
+    line = f"pipeline rank {rank} needs {needs} of {has} GB: {largest} ({choice})"
     return parts[0][0], line
 
 
@@ -72,27 +72,29 @@ def none_fits(request: Request, tally: Tally) -> BadInput:
     """Return the error for a request of which no layout fits; it names changes that would fit, with
     figures.
     """
-    reasons = [one for one in tally if one.kind == "memory"]
-    nearest = min(reasons, key=lambda one: one.excess, default=None)
-    found = "more with every layout" if nearest is None else nearest.example
+    reasons = [reason for reason in tally if reason.kind == "memory"]
+    nearest = min(reasons, key=lambda reason: reason.excess, default=None)
+    example = "more with every layout" if nearest is None else nearest.example
     gpus = request.gpus
     ways = []
     for doubling in range(1, _DOUBLINGS + 1):
         if (least := _least(replace(request, gpus=gpus << doubling))) is not None and least <= request.room:
             ways.append(f"--gpus {gpus << doubling} ({least / 1e9:.1f} GB)")
             break
-    larger = sorted((one for one in MACHINES.values() if one.memory > request.machine.memory),
-                    key=lambda one: one.memory)  # fmt: skip
+    larger = sorted((machine for machine in MACHINES.values() if machine.memory > request.machine.memory),
+                    key=lambda machine: machine.memory)  # fmt: skip
     share = request.room / request.machine.memory
     if larger and (least := _least(request)) is not None:
         ways += [
-            f"--gpu {one.name} ({one.memory / 1e9:.0f} GB)" for one in larger if least <= share * one.memory
+            f"--gpu {machine.name} ({machine.memory / 1e9:.0f} GB)"
+            for machine in larger
+            if least <= share * machine.memory
         ][:1]
     return BadInput(
         f"plan {request.name}",
         "memory",
         expected=f"at most {request.room / 1e9:.1f} GB of a GPU's {request.machine.memory / 1e9:.0f} GB",
-        found=found,
+        found=example,
         todo=f"What would fit: {'; or '.join(ways)}" if ways else "Take a shorter --seq, or --lora",
     )
 

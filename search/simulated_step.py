@@ -77,29 +77,40 @@ def simulated_steps(
     model, optimizer, state = built.model, built.optimizer, built.model.state
     ledger.name(model)
     begin_moments(model, optimizer)
-    moments = [one for each in optimizer.state.values() for one in each.values() if isinstance(one, Tensor)]
+    moments = [
+        moment for each in optimizer.state.values() for moment in each.values() if isinstance(moment, Tensor)
+    ]
     ledger.mark("moments", moments)
     with engine.watched(engine.fsdp_modules(model), ledger.around_fsdp), _casts_marked(model, ledger):
         for batch in batches:
             ledger.clear()
             scale = getattr(update, "scale", 1.0)
             result = built.step.launch(batch, scale=scale)
-            ledger.mark("gradients", [one.grad for one in model.parameters() if one.grad is not None])
+            ledger.mark(
+                "gradients",
+                [parameter.grad for parameter in model.parameters() if parameter.grad is not None],
+            )
             ledger.updating = True
             update(result)
             ledger.updating = False
     holders = ledger.holders()
     axes = axes_of_groups(state)
     sent = [
-        Collective(axes.get(one.axis, one.axis), one.kind, one.bytes, one.phase, one.module)
-        for one in ledger.collectives
+        Collective(
+            axes.get(collective.axis, collective.axis),
+            collective.kind,
+            collective.bytes,
+            collective.phase,
+            collective.module,
+        )
+        for collective in ledger.collectives
     ]
     stored = [*model.parameters(), *moments]
     return StepRecord(
         rank=state.rank,
         kernels=kernels,
         peak=ledger.peak,
-        host=sum(local_data(one).nbytes for one in stored if one.device.type == "cpu"),
+        host=sum(local_data(tensor).nbytes for tensor in stored if tensor.device.type == "cpu"),
         kinds=kinds_of(holders),
         holders=holders,
         timeline=timeline(ledger),
@@ -111,14 +122,14 @@ def simulated_steps(
 def timeline(ledger: Ledger) -> list[tuple[str, int]]:
     """Return the most bytes in each piece of the step, and the phase that ran then."""
     count = len(ledger.bytes_after)
-    found = []
+    pieces = []
     for piece in range(min(PIECES, count)):
         first, last = piece * count // PIECES, max((piece + 1) * count // PIECES, piece + 1)
         if count < PIECES:
             first, last = piece, piece + 1
         most = max(range(first, last), key=ledger.bytes_after.__getitem__)
-        found.append((PHASES[ledger.phases[most]], ledger.bytes_after[most]))
-    return found
+        pieces.append((PHASES[ledger.phases[most]], ledger.bytes_after[most]))
+    return pieces
 
 
 @contextmanager

@@ -27,15 +27,15 @@ def strategy(layout: Layout) -> str:
     data = {0: "data parallelism (DDP)", 1: "ZeRO 1", 2: "ZeRO 2", 3: "ZeRO 3 (FSDP)"}[zero]
     if zero and layout.data_replicate > 1:
         data += " in replicas (HSDP)"
-    found = [data] if layout.data * layout.context > 1 else []
-    found += [f"{layout.pipeline} pipeline ranks"] if layout.pipeline > 1 else []
+    axes = [data] if layout.data * layout.context > 1 else []
+    axes += [f"{layout.pipeline} pipeline ranks"] if layout.pipeline > 1 else []
     if layout.tensor > 1:
-        found.append(f"{layout.tensor} tensor ranks" + (" with sequence parallelism" * layout.sequence))
+        axes.append(f"{layout.tensor} tensor ranks" + (" with sequence parallelism" * layout.sequence))
     if layout.context > 1:
-        found.append(f"{layout.context} context ranks" + (" around a ring" if layout.ring else ""))
-    found += [f"{layout.expert} expert ranks"] if layout.expert > 1 else []
+        axes.append(f"{layout.context} context ranks" + (" around a ring" if layout.ring else ""))
+    axes += [f"{layout.expert} expert ranks"] if layout.expert > 1 else []
     three = layout.tensor > 1 and layout.pipeline > 1 and layout.data > 1
-    return ("3D parallelism: " if three else "") + ", ".join(found)
+    return ("3D parallelism: " if three else "") + ", ".join(axes)
 
 
 def shards_of(layout: Layout) -> int:
@@ -44,9 +44,9 @@ def shards_of(layout: Layout) -> int:
     return shards
 
 
-def reasons(found: Found) -> list[str]:
+def reasons(search: Found) -> list[str]:
     """Return two sentences about the fastest layout: which strategy it is, and why."""
-    request, best = found.request, found.best[0]
+    request, best = search.request, search.best[0]
     layout = best.choice.layout
     of = parameters_of(request)
     states = _STATES * of.trained + 2 * (of.whole - of.trained)
@@ -58,21 +58,21 @@ def reasons(found: Found) -> list[str]:
     why += [_sharing(request, best)] if layout.data * layout.context > 1 else []
     if layout.tensor > 1:
         where = _where(layout, layout.tensor, request.machine.gpus, "inside a node, over its fast link")
-        why.append(f"tensor ranks cut every product {where}{_without(found, lambda one: one.tensor > 1)}")
+        why.append(f"tensor ranks cut every product {where}{_without(search, lambda axes: axes.tensor > 1)}")
     if layout.pipeline > 1:
         where = _where(layout, layout.world, request.machine.gpus, "inside a node")
         waits = best.time.parts["bubble"] / best.time.seconds
         why.append(
             f"pipeline ranks cut the blocks {where}, send little, and wait {waits:.0%} of the step"
-            f"{_without(found, lambda one: one.pipeline > 1)}"
+            f"{_without(search, lambda axes: axes.pipeline > 1)}"
         )
     if layout.context > 1:
         why.append(
             f"context ranks cut rows of {request.recipe.data.sequence_length:,} tokens, and their activations"
-            f"{_without(found, lambda one: one.context > 1)}"
+            f"{_without(search, lambda axes: axes.context > 1)}"
         )
     if layout.expert > 1:
-        why.append(f"expert ranks hold different experts{_without(found, lambda one: one.expert > 1)}")
+        why.append(f"expert ranks hold different experts{_without(search, lambda axes: axes.expert > 1)}")
     if best.choice.offload:
         why.append("the host holds weights, gradients and moments, because no layout fits otherwise")
     return [f"This is {strategy(layout)}.", f"{what}: {'; '.join(why)}."]
@@ -105,8 +105,8 @@ def _one_stage_less(request: Request, best: Answer) -> str:
         shards, copies = 1, layout.data
     evaluator = Evaluator(request)
     try:
-        one = replace(layout, zero=layout.zero - 1, data_shard=shards, data_replicate=copies)
-        less = replace(choice, layout=one)
+        lowered = replace(layout, zero=layout.zero - 1, data_shard=shards, data_replicate=copies)
+        less = replace(choice, layout=lowered)
         memory = evaluator.memory_of_ranks(less)
     except BadInput:  # experts may need shards
         return ""
@@ -117,18 +117,18 @@ def _one_stage_less(request: Request, best: Answer) -> str:
     return f" (ZeRO {layout.zero - 1} fits too, and its step takes {longer})"
 
 
-def _without(found: Found, has: Callable[[Layout], bool]) -> str:
+def _without(search: Found, has: Callable[[Layout], bool]) -> str:
     """Say what the fastest layout takes that has not got an axis. Only the fastest ones are known."""
-    if len(found.best) == 1:
+    if len(search.best) == 1:
         return ""
-    for one in found.best[1:]:
-        if not has(one.choice.layout):
-            return f" (without them a step takes {_longer(one, found.best[0])})"
-    if len(found.best) == SHOWN:
+    for answer in search.best[1:]:
+        if not has(answer.choice.layout):
+            return f" (without them a step takes {_longer(answer, search.best[0])})"
+    if len(search.best) == SHOWN:
         return f" (all of the {SHOWN} fastest layouts do so)"
     return f" (without them no layout fits, or its step takes more than {LONGEST:g} times as long)"
 
 
-def _longer(one: Answer, best: Answer) -> str:
-    more = one.time.seconds / best.time.seconds - 1
-    return "as long" if abs(more) < _ALIKE else f"{100 * more:.1f} % longer"
+def _longer(answer: Answer, best: Answer) -> str:
+    excess = answer.time.seconds / best.time.seconds - 1
+    return "as long" if abs(excess) < _ALIKE else f"{100 * excess:.1f} % longer"

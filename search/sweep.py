@@ -23,16 +23,16 @@ class Unmet:
 
 def found_ones(results: Sequence[Found | Unmet]) -> list[Found]:
     """Return the searches that found a layout; raises the first one's ``BadInput`` if there is none."""
-    found = [one for one in results if isinstance(one, Found)]
-    if not found:
-        raise next(one.error for one in results if isinstance(one, Unmet))
-    return found
+    searches = [search for search in results if isinstance(search, Found)]
+    if not searches:
+        raise next(unmet.error for unmet in results if isinstance(unmet, Unmet))
+    return searches
 
 
 def asked_in_sweep(results: Sequence[Found | Unmet]) -> str:
     """Return what all rows of the table have in common, in one line."""
     first = results[0].request
-    most = max(one.request.gpus for one in results)
+    most = max(search.request.gpus for search in results)
     return f"{first.name} on {machine_of(first, most)}"
 
 
@@ -49,19 +49,19 @@ def sweep_rows(results: Sequence[Found | Unmet]) -> list[tuple[str, ...]]:
     """Return the table of the fastest layout of each search, one row each, as text."""
     rows: list[tuple[str, ...]] = []
     width = len(sweep_head(results))
-    for found in results:
-        request = found.request
+    for search in results:
+        request = search.request
         data = request.recipe.data
         row = [f"{request.gpus:,}", f"{data.sequence_length:,}", f"{data.global_batch:,}"]
-        if isinstance(found, Unmet):
-            rows.append((*row, f"none: {found.error.found}", *("",) * (width - 4)))
+        if isinstance(search, Unmet):
+            rows.append((*row, f"none: {search.error.found}", *("",) * (width - 4)))
             continue
-        best = found.best[0]
+        best = search.best[0]
         rate = best.time.rate
         row += [str(best.choice), seconds_of(best.time.seconds), f"{rate:,.0f}",
                 f"{rate / request.gpus:,.0f}", f"{best.bytes / 1e9:.1f}"]  # fmt: skip
         if request.tokens is not None:
-            whole = spent(found)
+            whole = spent(search)
             row += [f"{whole.days:,.1f}", f"{whole.gpu_hours:,.0f}"]
             row += [] if whole.cost is None else [f"{whole.cost:,.0f}"]
         rows.append(tuple(row))
@@ -71,12 +71,12 @@ def sweep_rows(results: Sequence[Found | Unmet]) -> list[tuple[str, ...]]:
 def sweep_warnings(results: Sequence[Found | Unmet]) -> list[str]:
     """Return the warnings about the layouts of the table, each with the rows that it is about."""
     about: dict[str, list[str]] = {}
-    for found in results:
-        if isinstance(found, Unmet):
+    for search in results:
+        if isinstance(search, Unmet):
             continue
-        request = found.request
+        request = search.request
         row = f"{request.gpus:,} GPUs with {request.recipe.data.sequence_length:,} tokens of a row"
-        for line in warnings(request, found.best[0]):
+        for line in warnings(request, search.best[0]):
             about.setdefault(line, []).append(row)
     return [f"{'; '.join(rows)}: {line}" for line, rows in about.items()]
 
@@ -84,8 +84,8 @@ def sweep_warnings(results: Sequence[Found | Unmet]) -> list[str]:
 def sweep_json(results: Sequence[Found | Unmet]) -> list[dict[str, Any]]:
     """Return each search as plain data; ``error`` says why one found nothing."""
     return [
-        asked_json(one.request) | {"layouts": [], "error": str(one.error)}
-        if isinstance(one, Unmet)
-        else as_json(one)
-        for one in results
+        asked_json(search.request) | {"layouts": [], "error": str(search.error)}
+        if isinstance(search, Unmet)
+        else as_json(search)
+        for search in results
     ]

@@ -42,10 +42,10 @@ class Tally:
 
     def count(self, kind: str = "") -> int:
         """Return the number of layouts that were left out, for one kind of reason or for all."""
-        return sum(count for (one, _), count in self._counts.items() if kind in ("", one))
+        return sum(count for (counted_kind, _), count in self._counts.items() if kind in ("", counted_kind))
 
     def __iter__(self) -> Iterator[Reason]:
         """Yield the reasons, those of most layouts first."""
-        for key, count in sorted(self._counts.items(), key=lambda one: -one[1]):
+        for key, count in sorted(self._counts.items(), key=lambda counted: -counted[1]):
             excess, example = self._examples[key]
             yield Reason(*key, count, example, excess)

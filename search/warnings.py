@@ -12,13 +12,13 @@ from .whole_model import parameters_of
 
 def warnings(request: Request, answer: Answer) -> list[str]:
     """Return a line for each thing about a layout that makes a run slow or bad."""
-    layout, gpus, found = answer.choice.layout, request.machine.gpus, []
+    layout, gpus, lines = answer.choice.layout, request.machine.gpus, []
     if layout.tensor > 1 and crosses(layout, layout.tensor, gpus):
-        found.append(
+        lines.append(
             f"tensor={layout.tensor} leaves the node of {gpus} GPUs: every block waits for the network"
         )
     if layout.expert > 1 and crosses(layout, layout.expert * layout.tensor, gpus):
-        found.append(
+        lines.append(
             f"expert={layout.expert} x tensor={layout.tensor} crosses the node of {gpus} GPUs: "
             "tokens travel over the network in every block"
         )
@@ -29,21 +29,21 @@ def warnings(request: Request, answer: Answer) -> list[str]:
         critical = critical_batch(of.active, tokens)
         if request.step_tokens > critical:
             which = "parameters" if of.active == of.whole else "parameters that a token uses"
-            found.append(
+            lines.append(
                 f"a step of {_tokens(request.step_tokens)} tokens is beyond the critical batch of about "
                 f"{_tokens(critical)} at the end of training: more tokens a step save few steps "
                 "(Kaplan et al. 2020, eq. 1.4, with the loss of Hoffmann et al. 2022 for "
                 f"{_rounded(of.active)} {which} and {_rounded(tokens)} tokens). A smaller --global-batch "
                 "reaches the same loss with fewer tokens, in more steps"
             )
-    host = max(one.host for one in answer.memory)
+    host = max(plan.host for plan in answer.memory)
     if host:
         ranks = min(gpus, layout.world)
-        found.append(
+        lines.append(
             f"offload needs {host * ranks / 1e9:,.0f} GB of each node's own memory: "
             "see that a node has it, or take more GPUs"
         )
-    return found
+    return lines
 
 
 def _rounded(number: float) -> str:

@@ -24,8 +24,10 @@ class Parameters:
 def parameters_of(request: Request) -> Parameters:
     """Return the parameters of the whole model in each of these counts."""
     model = request.family.build(request.config)
-    stated = {name: one for name, one in declarations(model).items() if not one.buffer}
-    trained = {name for name, one in model.named_parameters() if one.requires_grad}
-    sizes = {name: prod(one.shape) for name, one in stated.items()}
+    stated = {
+        name: declaration for name, declaration in declarations(model).items() if not declaration.buffer
+    }
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    sizes = {name: prod(declaration.shape) for name, declaration in stated.items()}
     of_trained = sum(size for name, size in sizes.items() if name in trained)
     return Parameters(sum(sizes.values()), of_trained, active_parameters(model))

@@ -52,4 +52,6 @@ def axes_of_groups(state: ParallelState) -> dict[str, str]:
         groups |= {"expert": state.expert_group, "expert data": stacks.get_group("expert_shard")}
         groups["expert replicas"] = copies
     # Axes of one rank share a group, over which nothing should be sent.
-    return {one.group_name: axis for axis, one in groups.items() if one is not None and one.size() > 1}
+    return {
+        group.group_name: axis for axis, group in groups.items() if group is not None and group.size() > 1
+    }

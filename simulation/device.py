@@ -48,7 +48,7 @@ class SimulatedDevice(TorchDispatchMode):
         super().__init__()
         self._strict = strict
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._waits = {(one.place, one.kind): one for one in waits}
+        self._waits = {(wait.place, wait.kind): wait for wait in waits}
         self.clear()
 
     def clear(self) -> None:
@@ -92,7 +92,7 @@ class SimulatedDevice(TorchDispatchMode):
         made = self._on_device(func, *args, **call.kwargs)
         if not func.is_view and not call.name.startswith(_ALLOCATE):
             self.kernels[call.name] += 1
-            self.moved += sum(one.nbytes for one in (*call.given, *tensors_in(made)))
+            self.moved += sum(tensor.nbytes for tensor in (*call.given, *tensors_in(made)))
         return made
 
     def _on_device(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -125,11 +125,11 @@ class SimulatedDevice(TorchDispatchMode):
         if wait is None or wait.gives is None:
             fill = torch.ones if tensor.dtype == torch.bool and wait is not None else torch.zeros
             return fill(tensor.shape, dtype=tensor.dtype)
-        given = torch.as_tensor(wait.gives(tensor, Locals(frame)), dtype=tensor.dtype)
-        if given.shape != tensor.shape:
-            found, expected = [*tensor.shape], [*given.shape]
-            raise NewWait(f"{wait.place}: reads numbers of shape {found}, expected {expected} as on the list")
-        return given
+        numbers = torch.as_tensor(wait.gives(tensor, Locals(frame)), dtype=tensor.dtype)
+        if numbers.shape != tensor.shape:
+            shape, expected = [*tensor.shape], [*numbers.shape]
+            raise NewWait(f"{wait.place}: reads numbers of shape {shape}, expected {expected} as on the list")
+        return numbers
 
 
 class _Call:
@@ -152,8 +152,8 @@ class _Call:
         if generator is not None and generator.device.type != NAME:
             where = f"a generator of {generator.device}, in {_place()[0]}"
             raise Mixed(f"{self.name} on the device with {where}")
-        if any(one.ndim for one in self.host):
-            shapes = ", ".join(f"{[*one.shape]} on {one.device}" for one in self.given)
+        if any(tensor.ndim for tensor in self.host):
+            shapes = ", ".join(f"{[*tensor.shape]} on {tensor.device}" for tensor in self.given)
             raise Mixed(f"{self.name} of {shapes}, in {_place()[0]}")
 
 

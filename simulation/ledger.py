@@ -59,7 +59,7 @@ class _Storage:
 
     def at(self, change: int) -> int:
         """Return the bytes after a change."""
-        before = bisect.bisect_right(self.changes, change, key=lambda one: one[0])
+        before = bisect.bisect_right(self.changes, change, key=lambda at: at[0])
         return self.changes[before - 1][1] if before else 0
 
 
@@ -126,17 +126,17 @@ class Ledger(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # half of all calls: what is asked of a tensor
             return func(*args, **kwargs)
-        given = [*self._storages((args, kwargs))]
+        read = [*self._storages((args, kwargs))]
         out = func(*args, **kwargs)
         name, kind, place = collective_of(func)
         phase, module = self.place()
-        known = {id(storage) for storage in given}
+        known = {id(storage) for storage in read}
         made = [storage for storage in self._storages(out) if id(storage) not in known]
         if made:
             what = self._kind(phase, module)
             for storage in made:
                 self._follow(storage, _Storage(what, module, phase, name))
-        for storage in given:
+        for storage in read:
             if (entry := self._alive.get(id(storage))) is not None and entry[1].size != storage.nbytes():
                 self._change(entry[1], storage.nbytes())
         if kind is not None:
@@ -145,7 +145,7 @@ class Ledger(TorchDispatchMode):
             self.collectives.append(Collective(group, kind, size, phase, module))
         if "c10d" in func.namespace and name.endswith(("::send", "::recv_")):
             self.mark("messages between stages", args[0])
-        if not func.is_view and (given or made):
+        if not func.is_view and (read or made):
             sums = self.operators.setdefault((name, phase), OperatorSums(name, phase))
             sums.add(flops_of_call(name, func, args, kwargs, out), _moved((args, kwargs, out)))
             self.bytes_after.append(self.now)
@@ -196,11 +196,11 @@ class Ledger(TorchDispatchMode):
     def around_fsdp(self, kind: str, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """Note that what is made meanwhile is FSDP's; see ``engine.watched``."""
         parameters, before = [*parameters], self._of_fsdp
-        self.mark("gradients", [one.grad for one in parameters if one.grad is not None])
+        self.mark("gradients", [parameter.grad for parameter in parameters if parameter.grad is not None])
         self._of_fsdp = _OF_FSDP[kind]
         yield
         self._of_fsdp = before
-        self.mark("gradients", [one.grad for one in parameters if one.grad is not None])
+        self.mark("gradients", [parameter.grad for parameter in parameters if parameter.grad is not None])
 
     # Bytes -------------------------------------------------------------------------------------------------
 
@@ -216,13 +216,15 @@ class Ledger(TorchDispatchMode):
         the largest first.
         """
         sums: dict[tuple[str, str, str, str], list[int]] = {}
-        for one in self.storages:
-            if size := one.at(self.peak_change):
-                entry = sums.setdefault((one.kind, one.module, one.phase, one.operator), [0, 0])
+        for storage in self.storages:
+            if size := storage.at(self.peak_change):
+                entry = sums.setdefault(
+                    (storage.kind, storage.module, storage.phase, storage.operator), [0, 0]
+                )
                 entry[0] += size
                 entry[1] += 1
-        every = [Holder(*key, bytes=size, count=count) for key, (size, count) in sums.items()]
-        return sorted(every, key=lambda one: -one.bytes)
+        holders = [Holder(*key, bytes=size, count=count) for key, (size, count) in sums.items()]
+        return sorted(holders, key=lambda holder: -holder.bytes)
 
     def _follow(self, storage: torch.UntypedStorage, entry: _Storage) -> None:
         key = id(storage)
@@ -255,6 +257,6 @@ def _moved(values: object) -> int:
 def kinds_of(holders: Iterable[Holder]) -> Mapping[str, int]:
     """Return the bytes of each kind, the largest first."""
     sums: dict[str, int] = {}
-    for one in holders:
-        sums[one.kind] = sums.get(one.kind, 0) + one.bytes
+    for holder in holders:
+        sums[holder.kind] = sums.get(holder.kind, 0) + holder.bytes
     return dict(sorted(sums.items(), key=lambda item: -item[1]))

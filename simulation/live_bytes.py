@@ -45,11 +45,11 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = {id(storage): storage for storage in _storages((args, kwargs))}
+        known = {id(storage): storage for storage in _storages((args, kwargs))}
         out = func(*args, **(kwargs or {}))
         # A view of what is not counted is not counted either.
-        self._note([storage for storage in _storages(out) if id(storage) not in given])
-        for key, storage in given.items():
+        self._note([storage for storage in _storages(out) if id(storage) not in known])
+        for key, storage in known.items():
             if key in self._most and (size := storage.nbytes()) > (most := self._most[key]):
                 self._most[key] = size
                 self._sum += size - most

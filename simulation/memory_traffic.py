@@ -36,18 +36,18 @@ def fuses(name: str, func: Any) -> bool:
     return name.startswith("aten::") and not alone and not multiplies(name, func)
 
 
-def read_by(name: str, given: list[Tensor], made: list[Tensor]) -> list[Tensor]:
+def read_by(name: str, inputs: list[Tensor], made: list[Tensor]) -> list[Tensor]:
     """Return tensors as large as what an operator reads, of those that it is given."""
     if name in _GATHERING:  # of the first one as much as it gives
-        return [*given[1:], *made]
-    return given[1:] if name in _OVERWRITING else given
+        return [*inputs[1:], *made]
+    return inputs[1:] if name in _OVERWRITING else inputs
 
 
-def moved_by(name: str, given: list[Tensor], made: list[Tensor]) -> int:
+def moved_by(name: str, inputs: list[Tensor], made: list[Tensor]) -> int:
     """Return the bytes that an operator reads and writes."""
     if name in _SCATTERING:  # of the first tensor what the indices name
-        return 3 * sum(map(_size, given[1:]))
-    return sum(map(_size, (*read_by(name, given, made), *made)))
+        return 3 * sum(map(_size, inputs[1:]))
+    return sum(map(_size, (*read_by(name, inputs, made), *made)))
 
 
 def _size(tensor: Tensor) -> int:

@@ -68,7 +68,7 @@ class StepRecord:
 
     @property
     def flops(self) -> int:
-        return sum(one.flops for one in self.operators)
+        return sum(operator.flops for operator in self.operators)
 
     def plain(self) -> dict[str, Any]:
         """Return the record as data that JSON can write."""
@@ -78,9 +78,9 @@ class StepRecord:
     def of_plain(cls, data: Mapping[str, Any]) -> StepRecord:
         """Return the record that ``plain`` wrote."""
         made = {
-            "holders": [Holder(**one) for one in data["holders"]],
+            "holders": [Holder(**holder) for holder in data["holders"]],
             "timeline": [(phase, size) for phase, size in data["timeline"]],
-            "collectives": [Collective(**one) for one in data["collectives"]],
-            "operators": [OperatorSums(**one) for one in data["operators"]],
+            "collectives": [Collective(**collective) for collective in data["collectives"]],
+            "operators": [OperatorSums(**operator) for operator in data["operators"]],
         }
         return cls(**{**data, **made})

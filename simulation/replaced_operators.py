@@ -57,7 +57,7 @@ def _choice(name: str) -> Callable[..., Any]:
     return run
 
 
-def _unreached(*given: Any) -> Tensor:
+def _unreached(*args: Any) -> Tensor:
     # The device answers before torch looks for this kernel, which stands for there being one.
     raise RuntimeError("a tensor of the simulated device outside SimulatedDevice")
 

@@ -13,8 +13,8 @@ def tensors_in(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple | Mapping):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(one)
+        for element in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(element)
 
 
 def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -22,8 +22,12 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
-        return {key: with_tensors(one, change) for key, one in value.items()}
-    return type(value)(with_tensors(one, change) for one in value) if type(value) in (list, tuple) else value
+        return {key: with_tensors(element, change) for key, element in value.items()}
+    return (
+        type(value)(with_tensors(element, change) for element in value)
+        if type(value) in (list, tuple)
+        else value
+    )
 
 
 def tensors_of(values: Iterable[Any]) -> list[Tensor]:

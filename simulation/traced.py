@@ -115,15 +115,15 @@ def trace(
     to ``x``. ``in_two``: whether the backward has two parts. ``scalar``: whether ``run`` gives a loss, whose
     gradient is a number. ``axes``: the axis of each process group by its name.
     """
-    every = [*parameters, *others]
-    weights = {id(weight.untyped_storage()): weight.requires_grad for weight in every}
+    all_weights = [*parameters, *others]
+    weights = {id(weight.untyped_storage()): weight.requires_grad for weight in all_weights}
     recorder, summed = Recorder(weights, axes), dict[int, int]()
 
     def note(parameter: Tensor) -> None:
         summed[id(parameter)] = recorder.at
 
     hooks = []
-    for weight in every:
+    for weight in all_weights:
         weight.grad = None
         if weight.requires_grad:
             hooks.append(weight.register_post_accumulate_grad_hook(note))
@@ -140,26 +140,29 @@ def trace(
             inputs.clear()
         recorder.end_chain()
         size = sum(x.nbytes for x in made if recorder.number(x) is not None)
-        kept, kept_input = recorder.now - size, recorder.alive(first)
-        instants = {"forward": [after - kept for after in recorder.bytes(0, recorder.at)]}
+        saved, kept_input = recorder.now - size, recorder.alive(first)
+        instants = {"forward": [after - saved for after in recorder.bytes(0, recorder.at)]}
         results = dict(
-            kept=kept, kept_input=kept_input, made=size, weights=sum(weight.nbytes for weight in parameters)
+            kept=saved,
+            kept_input=kept_input,
+            made=size,
+            weights=sum(weight.nbytes for weight in parameters),
         )
         goes_back = backward and any(x.requires_grad for x in made)
         recorder.phase, start = "backward", recorder.at + 1
         if goes_back and in_two:
-            sizes, instants["first_part"] = _in_two(recorder, made, inputs, every, kept)
+            sizes, instants["first_part"] = _in_two(recorder, made, inputs, all_weights, saved)
             results |= sizes
         elif goes_back:
             total = made.pop() if scalar else _Taken.apply(*made)
             made.clear()
             total.backward()
             del total
-            results["gradients"], peaks = _in_backward(recorder, start, kept, parameters, others, summed)
+            results["gradients"], peaks = _in_backward(recorder, start, saved, parameters, others, summed)
             instants |= peaks
     for hook in hooks:
         hook.remove()
-    for weight in every:
+    for weight in all_weights:
         weight.grad = None
     return Trace(
         **results,
@@ -173,12 +176,12 @@ def trace(
 def _in_backward(
     recorder: Recorder,
     start: int,
-    kept: int,
+    saved: int,
     parameters: Sequence[nn.Parameter],
     others: Sequence[nn.Parameter],
     summed: dict[int, int],
 ) -> tuple[int, dict[str, list[int]]]:
-    """Return the bytes of the gradients, and those beside ``kept`` at each instant of a backward that began
+    """Return the bytes of the gradients, and those beside ``saved`` at each instant of a backward that began
     after the operator before ``start``.
     """
     numbers: dict[int, int] = {}
@@ -189,14 +192,14 @@ def _in_backward(
     own = {numbers[id(weight)]: weight.nbytes for weight in parameters if id(weight) in numbers}
     apart = frozenset(numbers[id(weight)] for weight in others if id(weight) in numbers)
     end = recorder.at
-    bare = [after - kept for after in recorder.bytes(start, end, apart | own.keys())]
+    bare = [after - saved for after in recorder.bytes(start, end, apart | own.keys())]
     with_gradient = [*bare]
     for weight in parameters:
         number = numbers.get(id(weight))
         if number is not None:  # one operator may make the gradients of several weights
             for instant in range(max(recorder.born(number) - start, 0), summed[id(weight)] + 1 - start):
                 with_gradient[instant] += own[number]
-    staying = [after - kept for after in recorder.bytes(start, end, apart)]
+    staying = [after - saved for after in recorder.bytes(start, end, apart)]
     instants = {"backward": bare, "with_gradient": with_gradient, "with_gradients": staying}
     return sum(own.values()), instants
 
@@ -206,7 +209,7 @@ def _in_two(
     made: list[Tensor],
     inputs: list[Tensor],
     parameters: Sequence[nn.Parameter],
-    kept: int,
+    saved: int,
 ) -> tuple[dict[str, int], list[int]]:
     """Run the first part of a backward in two; return what it leaves, and what it holds at each instant."""
     start = recorder.at + 1
@@ -219,9 +222,9 @@ def _in_two(
     made.clear()
     for x in reached:
         x.grad = None
-    instants = [after - size - kept for after in recorder.bytes(start, recorder.at)]
+    instants = [after - size - saved for after in recorder.bytes(start, recorder.at)]
     waiting = recorder.alive_since(start)
-    between = recorder.now - kept
+    between = recorder.now - saved
     del left
     return {"waiting": waiting, "between": between}, instants
 

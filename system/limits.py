@@ -46,10 +46,10 @@ def bounded(*, seconds: float | None = None, memory: int | None = None) -> Itera
             handler(number, frame)  # the block around this one has used its time
         raise OverLimit(f"{seconds:g} s of processor time")
 
-    held = own_memory() if memory is not None else None
+    own = own_memory() if memory is not None else None
     try:
-        if memory is not None and held is not None:
-            limits = [held.data + memory, *(limit for limit in before if limit != resource.RLIM_INFINITY)]
+        if memory is not None and own is not None:
+            limits = [own.data + memory, *(limit for limit in before if limit != resource.RLIM_INFINITY)]
             resource.setrlimit(resource.RLIMIT_DATA, (min(limits), before[1]))
         if timed:
             handler = signal.signal(signal.SIGVTALRM, late)

@@ -24,7 +24,7 @@ class FileSystem:
 
 def memory_available() -> int | None:
     """Return the bytes that new processes can use; ``None`` where the system does not say."""
-    found = [
+    available = [
         kilobytes * 1024
         for line in _lines(_PROC / "meminfo")
         if line.startswith("MemAvailable:") and (kilobytes := _first_number(line)) is not None
@@ -32,8 +32,8 @@ def memory_available() -> int | None:
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     if limit is not None:
         files = [line for line in _lines(_CGROUP / "memory.stat") if line.startswith("file ")]
-        found.append(limit - (used or 0) + sum(_first_number(line) or 0 for line in files))
-    return min(found, default=None)
+        available.append(limit - (used or 0) + sum(_first_number(line) or 0 for line in files))
+    return min(available, default=None)
 
 
 def usable_cores() -> int:
@@ -54,7 +54,7 @@ def processor_name() -> str:
 def file_system_of(path: Path) -> FileSystem | None:
     """Return the file system in which an existing path lies; ``None`` where the system does not say."""
     real = os.path.realpath(path)
-    found: FileSystem | None = None
+    file_system: FileSystem | None = None
     for line in _lines(_PROC / "self" / "mountinfo"):
         before, _, after = line.partition(" - ")
         fields, kind = before.split(), after.split()
@@ -63,9 +63,9 @@ def file_system_of(path: Path) -> FileSystem | None:
         place = fields[4].replace("\\040", " ")
         inside = real == place or real.startswith(place.rstrip("/") + "/")
         # Of two mounts at one place, the later one hides the earlier one.
-        if inside and (found is None or len(place) >= len(found.mounted_at)):
-            found = FileSystem(kind[0], place)
-    return found
+        if inside and (file_system is None or len(place) >= len(file_system.mounted_at)):
+            file_system = FileSystem(kind[0], place)
+    return file_system
 
 
 def _lines(path: Path) -> list[str]:

@@ -61,8 +61,8 @@ def start_of(pid: int) -> int:
 def children_of(pid: int) -> list[ProcessInfo]:
     """Return the processes whose parent this is, also dead ones that nobody has waited for."""
     numbers = [int(path.name) for path in _PROC.glob("[0-9]*")] if has_process_info() else []
-    found = (process_info(number) for number in numbers)
-    return [one for one in found if one is not None and one.parent == pid]
+    processes = (process_info(number) for number in numbers)
+    return [process for process in processes if process is not None and process.parent == pid]
 
 
 def environment_of(pid: int) -> list[str]:

@@ -21,12 +21,12 @@ def quiet_libraries() -> Iterator[None]:
         yield
         return
     with (
-        open(standard_error, "w", buffering=1, errors="backslashreplace") as kept,
+        open(standard_error, "w", buffering=1, errors="backslashreplace") as python_stderr,
         open(os.devnull, "w") as nowhere,
-        redirect_stderr(kept),
+        redirect_stderr(python_stderr),
     ):
         os.dup2(nowhere.fileno(), 2)
         try:
             yield
         finally:
-            os.dup2(kept.fileno(), 2)
+            os.dup2(python_stderr.fileno(), 2)

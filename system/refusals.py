@@ -90,12 +90,12 @@ def refusal_of(error: BaseException) -> Refusal | None:
     If the machine has too little of something, that explanation comes before others: a library that got no
     file descriptor may say that the file is damaged. Therefore the causes of the error are examined too.
     """
-    for one in _chain(error):
-        number = _number(one)
-        if one is not error and number == errno.EAGAIN and isinstance(one, OSError):
+    for cause in _chain(error):
+        number = _number(cause)
+        if cause is not error and number == errno.EAGAIN and isinstance(cause, OSError):
             continue  # a lock that is held says the same, and is no fault of the machine's
         if number is not None and _TODO.get(number, (PLACE,))[0] == MACHINE:
-            return _explained(number, one)
+            return _explained(number, cause)
     number = error.errno if isinstance(error, OSError) else None
     if number is not None:
         return _explained(number, error)
@@ -120,8 +120,8 @@ def _number(error: BaseException) -> int | None:
     if getattr(error, "exit_code", None) is not None:  # already explained: its words may quote a file
         return None
     text = str(error)
-    if (found := _NUMBER.search(text)) is not None:
-        return int(found[1])
+    if (match := _NUMBER.search(text)) is not None:
+        return int(match[1])
     if isinstance(error, RuntimeError | OSError | ImportError):
         return next((number for words, number in _IN_WORDS if words in text), None)
     return None

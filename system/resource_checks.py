@@ -15,11 +15,11 @@ def check_enough() -> None:
     """Raise the system's own ``OSError`` where this process may not open ``DESCRIPTORS`` more files, or may
     not take ``MEMORY`` more bytes.
     """
-    held: list[int] = []
+    descriptors: list[int] = []
     try:
         for _ in range(DESCRIPTORS):
-            held.append(os.open(os.devnull, os.O_RDONLY))
+            descriptors.append(os.open(os.devnull, os.O_RDONLY))
     finally:
-        for one in held:
-            os.close(one)
+        for descriptor in descriptors:
+            os.close(descriptor)
     mmap.mmap(-1, MEMORY, flags=mmap.MAP_PRIVATE).close()  # untouched, it costs nothing

@@ -23,6 +23,6 @@ def visible(text: str) -> str:
     return _COMMANDS.sub(_escape, text)
 
 
-def _escape(found: re.Match[str]) -> str:
-    number = ord(found[0])
+def _escape(match: re.Match[str]) -> str:
+    number = ord(match[0])
     return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"

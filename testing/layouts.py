@@ -93,7 +93,7 @@ def pieces(model: nn.Module, state: ParallelState, *, gradients: bool = False, s
 
     ``strict``: asserts that padding is zero, and that just what is trained has a gradient.
     """
-    stated, found = declarations(model), {}
+    stated, pieces_here = declarations(model), {}
     for name, parameter in model.named_parameters():
         declaration = stated[name]
         tensor = parameter.grad if gradients else parameter
@@ -108,8 +108,8 @@ def pieces(model: nn.Module, state: ParallelState, *, gradients: bool = False, s
         if declaration.multiple is not None:
             assert not strict or not bool(here[box.shape[0] :].any()), f"{name}: padding is not zero"
             here = here[: box.shape[0]]
-        found[name] = (box, declaration.owner(state.layout, state.at), here.clone().cpu())
-    return found
+        pieces_here[name] = (box, declaration.owner(state.layout, state.at), here.clone().cpu())
+    return pieces_here
 
 
 def assemble(ranks: Sequence[Pieces]) -> dict[str, Tensor]:
@@ -119,10 +119,10 @@ def assemble(ranks: Sequence[Pieces]) -> dict[str, Tensor]:
     """
     whole: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for rank in ranks for name in rank):
-        every = [rank[name] for rank in ranks if name in rank]
-        whole[name] = join([(box, tensor) for box, _, tensor in every])
+        copies = [rank[name] for rank in ranks if name in rank]
+        whole[name] = join([(box, tensor) for box, _, tensor in copies])
         owners = torch.zeros(whole[name].shape, dtype=torch.int32)
-        for box, owner, tensor in every:
+        for box, owner, tensor in copies:
             owners[box.slices] += owner
             assert torch.equal(whole[name][box.slices], tensor), f"{name}: copies differ at {box}"
         assert bool((owners == 1).all()), f"{name}: not every element has exactly one owner"
@@ -145,16 +145,16 @@ def zero_share(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps ** 0.44)
 
 
-def differences(one: Mapping[str, Tensor], ranks: Sequence[Pieces]) -> Iterator[tuple[str, float]]:
+def differences(single: Mapping[str, Tensor], ranks: Sequence[Pieces]) -> Iterator[tuple[str, float]]:
     """Yield each of one device's tensors, from the last to the first, and how far the ranks' pieces are from
     it at most, by the rule above. What is no number, has another shape, or is on one side only is infinitely
     far.
     """
-    for name in {name for rank in ranks for name in rank} - one.keys():
+    for name in {name for rank in ranks for name in rank} - single.keys():
         yield name, float("inf")
-    sizes = {name: largest(tensor) for name, tensor in one.items()}
+    sizes = {name: largest(tensor) for name, tensor in single.items()}
     of_all = max(sizes.values(), default=0.0)
-    for name, whole in reversed([*one.items()]):
+    for name, whole in reversed([*single.items()]):
         scale = max(sizes[name], zero_share(whole.dtype) * of_all, 1e-300)
         gaps = [apart(whole[rank[name][0].slices], rank[name][2]) for rank in ranks if name in rank]
         yield name, max(gaps, default=float("inf")) / scale
@@ -162,7 +162,7 @@ def differences(one: Mapping[str, Tensor], ranks: Sequence[Pieces]) -> Iterator[
 
 def as_pieces(tensors: Mapping[str, Tensor]) -> Pieces:
     """Return whole tensors as the pieces of one rank that owns everything."""
-    return {name: (Box.whole(tuple(one.shape)), True, one) for name, one in tensors.items()}
+    return {name: (Box.whole(tuple(tensor.shape)), True, tensor) for name, tensor in tensors.items()}
 
 
 def apart(a: Tensor, b: Tensor) -> float:
@@ -195,9 +195,11 @@ def roughen(model: nn.Module, seed: int, state: ParallelState, also: Collection[
     """
     stated = declarations(model)
     for name, parameter in model.named_parameters():
-        one, data = stated[name], local_data(parameter)
-        box = one.true_part(stored_box(parameter, one, state))
-        if box.size and (len(one.shape) < 2 or isinstance(one.initial, Constant) or name in also):
+        declaration, data = stated[name], local_data(parameter)
+        box = declaration.true_part(stored_box(parameter, declaration, state))
+        if box.size and (
+            len(declaration.shape) < 2 or isinstance(declaration.initial, Constant) or name in also
+        ):
             noise = torch.zeros(box.shape, dtype=data.dtype, device=data.device)
-            fill(noise, box, one.shape, Normal(0.3), seed_of(seed, "rough", name))
+            fill(noise, box, declaration.shape, Normal(0.3), seed_of(seed, "rough", name))
             data[: box.shape[0]].add_(noise) if box.shape else data.add_(noise)

@@ -32,17 +32,17 @@ def diagnose(folders: Iterable[Path] = (), *, say: Callable[[str], None] = lambd
     systems to check. ``say`` is told each group of checks before it runs. A check that itself fails is a
     finding, so the others still run.
     """
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for group, check in GROUPS:
         say(group)
         try:
-            found += check([*folders])
+            findings += check([*folders])
         except Exception as error:
             if (refusal := refusal_of(error)) is not None:
-                found.append(Finding(group, "the check itself", "fault", refusal.reason, refusal.todo))
+                findings.append(Finding(group, "the check itself", "fault", refusal.reason, refusal.todo))
                 continue
             where = traceback.extract_tb(error.__traceback__)[-1]
             text = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
             todo = "Please send this line to the developers"
-            found.append(Finding(group, "the check itself", "warning", f"could not be made: {text}", todo))
-    return found
+            findings.append(Finding(group, "the check itself", "warning", f"could not be made: {text}", todo))
+    return findings

@@ -26,17 +26,16 @@ def check_devices() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         yield _no_cuda()
         return
-    todo = (
-        "" if (said := driver()) else "Install nvidia-smi beside the driver, to see clocks, links and errors"
-    )
-    yield Finding.unless(GROUP, "driver", said or "nvidia-smi does not answer", todo)
+    version = driver()
+    todo = "" if version else "Install nvidia-smi beside the driver, to see clocks, links and errors"
+    yield Finding.unless(GROUP, "driver", version or "nvidia-smi does not answer", todo)
     ran = in_ranks(_gpus, 1, {}, seconds=120.0)
     if ran.error:
         todo = "Run nvidia-smi, and python -c 'import torch; torch.zeros(1).cuda()'"
         yield Finding(GROUP, "GPU", "fault", f"cannot be used: {ran.error}", todo)
         return
-    for found in ran.result["findings"]:
-        yield Finding(**found)
+    for finding in ran.result["findings"]:
+        yield Finding(**finding)
     if torch.cuda.device_count() > 1:
         yield from _links()
 
@@ -54,7 +53,7 @@ def _gpus() -> dict[str, Any]:
     talked to a GPU keeps memory on it.
     """
     count = torch.cuda.device_count()
-    return {"findings": [asdict(found) for number in range(count) for found in _gpu(number)]}
+    return {"findings": [asdict(finding) for number in range(count) for finding in _gpu(number)]}
 
 
 def _gpu(number: int) -> Iterator[Finding]:
@@ -87,14 +86,14 @@ def _links() -> Iterator[Finding]:
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     apart = [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
     kinds = link_kinds(smi("topo", "-m"))
-    said = ", ".join(sorted(kinds)) or "kind not known"
+    links = ", ".join(sorted(kinds)) or "kind not known"
     todo = ""
     if apart:
-        said += f"; no peer access between {', '.join(apart[:4])}"
+        links += f"; no peer access between {', '.join(apart[:4])}"
         todo = "Collectives go through the host's memory: check IOMMU and ACS settings, and the container's"
     elif kinds and not all(kind.startswith("NV") for kind in kinds):
         todo = "Tensor parallelism wants NVLink: prefer data or pipeline parallelism over these links"
-    yield Finding.unless(GROUP, "links", said if todo else f"{said}, peer access between all", todo)
+    yield Finding.unless(GROUP, "links", links if todo else f"{links}, peer access between all", todo)
 
 
 def link_kinds(topology: str) -> set[str]:

@@ -46,7 +46,7 @@ def check_files(folders: list[Path]) -> Iterator[Finding]:
     places |= {str(folder): folder for folder in folders}
     seen: dict[str, str] = {}
     for name, place in places.items():
-        there = next(one for one in (place.absolute(), *place.absolute().parents) if one.is_dir())
+        there = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.is_dir())
         key = os.path.realpath(there)
         if key in seen:
             yield Finding(GROUP, name, "ok", f"{there}: the same folder as {seen[key]}")

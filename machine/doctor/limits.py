@@ -105,10 +105,10 @@ def _judged(name: str, value: str) -> Finding:
 
 
 def _threads() -> Finding:
-    said, cores = os.environ.get("OMP_NUM_THREADS"), usable_cores()
-    if said is None:
+    threads, cores = os.environ.get("OMP_NUM_THREADS"), usable_cores()
+    if threads is None:
         text = "not set: trilith gives each rank its share of cores"
         return Finding(VARIABLES, "OMP_NUM_THREADS", "ok", text)
-    many = (whole_number(said) or 0) > cores
+    many = (whole_number(threads) or 0) > cores
     todo = f"Set at most {cores}: more threads than cores wait for each other" if many else ""
-    return Finding.unless(VARIABLES, "OMP_NUM_THREADS", said, todo)
+    return Finding.unless(VARIABLES, "OMP_NUM_THREADS", threads, todo)

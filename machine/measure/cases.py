@@ -172,13 +172,13 @@ def _mfu(bench: Bench) -> Iterator[Case]:
             yield Case("mfu", f"{sizes.name}, {_MODES[compiled]}", train_steps, options, seconds=600)
         return
     for size, length, zero in (("llama-3.2-1b", 4096, 1), ("llama-3.1-8b", 8192, 3)):
-        found = _that_fits(bench, size, length, steps=steps, zero=zero)
+        fitting = _that_fits(bench, size, length, steps=steps, zero=zero)
         for compiled in sizes.compiled:
             name = f"{size}, {_MODES[compiled]}"
-            if found is None:
+            if fitting is None:
                 yield Case("mfu", name, note="not one block fits the device, by the planner's figures")
                 continue
-            recipe, note = found
+            recipe, note = fitting
             options = {"recipe": recipe | {"compile": compiled}}  # which changes nothing in the plan
             yield Case("mfu", name, train_steps, options, bench.ranks, 300, note)
 
@@ -188,12 +188,12 @@ def _memory(bench: Bench) -> Iterator[Case]:
         memory: dict[str, Any] = {"checkpointing": mode}
         if bench.device == "cpu":
             recipe = _recipe(bench, bench.sizes.model, steps=2, memory=memory)
-            found: tuple[dict[str, Any], str] | None = (recipe, "")
+            fitting: tuple[dict[str, Any], str] | None = (recipe, "")
         else:
-            found = _that_fits(bench, "llama-3.2-1b", 4096, steps=3, memory=memory)
-        if found is not None:
-            name, options = f"checkpointing {mode}", {"recipe": found[0]}
-            yield Case("memory", name, peak_memory, options, bench.ranks, note=found[1])
+            fitting = _that_fits(bench, "llama-3.2-1b", 4096, steps=3, memory=memory)
+        if fitting is not None:
+            name, options = f"checkpointing {mode}", {"recipe": fitting[0]}
+            yield Case("memory", name, peak_memory, options, bench.ranks, note=fitting[1])
 
 
 def _saving(bench: Bench) -> Iterator[Case]:
@@ -262,17 +262,17 @@ def _that_fits(bench: Bench, size: str, length: int, **keys: Any) -> tuple[dict[
     """
     whole = published_size(size).with_fields({})
     blocks = int(whole["num_hidden_layers"])
-    for count in (blocks, *(one for one in (24, 20, 16, 12, 10, 8, 6, 4, 3, 2, 1) if one < blocks)):
-        found = None
+    for count in (blocks, *(fewer for fewer in (24, 20, 16, 12, 10, 8, 6, 4, 3, 2, 1) if fewer < blocks)):
+        fitting = None
         for rows in (1, 2, 4, 8):
             config = dict(whole) | {"num_hidden_layers": count}
             recipe = _recipe(bench, config, length=length, micro_batch=rows, **keys)
             if _planned(recipe) > _FILLED * bench.memory:
                 break
             part = "" if count == blocks else f"{count} of {blocks} blocks, which is what fits; "
-            found = recipe, f"{part}{rows} x {length:,} tokens a GPU, {bench.ranks} GPU"
-        if found is not None:
-            return found
+            fitting = recipe, f"{part}{rows} x {length:,} tokens a GPU, {bench.ranks} GPU"
+        if fitting is not None:
+            return fitting
     return None
 
 

@@ -38,14 +38,14 @@ def exchange_figures(world: int, figures: Figures, rounds: int) -> Figures:
     ``figures``: with the GB/s of the same kinds in a loop; a step is never faster.
     """
     small, (large, size) = _exchanges(world, _NARROW, rounds)[0], _exchanges(world, _WIDE, rounds)
-    found: Figures = {}
+    measured: Figures = {}
     for kind, name in FIGURE_NAMES.items():
         sent = size * (world - 1) / world * (2 if kind == "all_reduce" else 1)
         rate = float(figures[f"{name}: GB/s"] or 0.0)
         longer = large[kind] - max(small[kind], 0.0)
-        found[f"{name} of a tiny block: us"] = max(small[kind], 0.0) * 1e6
-        found[f"{name} of a block: GB/s"] = min(rate, sent / longer / 1e9) if longer > 0 else rate
-    return found
+        measured[f"{name} of a tiny block: us"] = max(small[kind], 0.0) * 1e6
+        measured[f"{name} of a block: GB/s"] = min(rate, sent / longer / 1e9) if longer > 0 else rate
+    return measured
 
 
 def _exchanges(world: int, width: int, rounds: int) -> tuple[dict[str, float], int]:
@@ -56,19 +56,23 @@ def _exchanges(world: int, width: int, rounds: int) -> tuple[dict[str, float], i
     single = _initialized(_model(width, ParallelState.alone()))
     blocks = [*sharded.layers.values()]
     sharded_work, whole_work, alone = map(_forward_and_backward, (sharded, whole, single))
-    every: list[dict[str, float]] = []
+    seconds_of_rounds: list[dict[str, float]] = []
     for _ in range(rounds + 2):
         dist.barrier()
         with engine.clocked(engine.fsdp_modules(sharded.layers)) as spent:
             sharded_work()
         dist.barrier()
-        more = seconds_of(whole_work) - seconds_of(alone)
+        longer = seconds_of(whole_work) - seconds_of(alone)
         gathered = spent["all_gather"] / 2 / len(blocks)  # in forward and in backward
         scattered = spent["reduce_scatter"] / len(blocks)
-        reduced = more / len(engine.fsdp_modules(whole))  # the root's too
-        every.append({"all_gather": gathered, "reduce_scatter": scattered, "all_reduce": reduced})
-    found = {kind: median(one[kind] for one in every[2:]) for kind in every[0]}
-    return found, sum(one.numel() * one.element_size() for one in single.layers["0"].parameters())
+        reduced = longer / len(engine.fsdp_modules(whole))  # the root's too
+        seconds_of_rounds.append({"all_gather": gathered, "reduce_scatter": scattered, "all_reduce": reduced})
+    medians = {
+        kind: median(seconds[kind] for seconds in seconds_of_rounds[2:]) for kind in seconds_of_rounds[0]
+    }
+    return medians, sum(
+        parameter.numel() * parameter.element_size() for parameter in single.layers["0"].parameters()
+    )
 
 
 def _shared(width: int, layout: Layout) -> CausalLM:
@@ -85,8 +89,8 @@ def _forward_and_backward(model: CausalLM) -> Callable[[], None]:
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64)
 
     def work() -> None:
-        for one in model.parameters():
-            one.grad = None
+        for parameter in model.parameters():
+            parameter.grad = None
         model(ids).sum().backward()
 
     return work

@@ -35,13 +35,13 @@ def layer_overhead(device: str, width: int, tokens: int, rounds: int) -> dict[st
     ours = Mlp(
         ColumnParallelLinear(width, 4 * width, bias=False), RowParallelLinear(4 * width, width, bias=False)
     )
-    theirs = Mlp(nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False))
-    for module in (ours, theirs):
+    torch_mlp = Mlp(nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False))
+    for module in (ours, torch_mlp):
         module.to(here, torch.bfloat16)
     x = torch.randn(1, tokens, width, device=here, dtype=torch.bfloat16, requires_grad=True)
-    work = [partial(forward_and_backward, module, x) for module in (ours, theirs)]
-    counts = [_operators(one) for one in work]
-    pairs = in_pairs(*(partial(seconds_of, one, here) for one in work), rounds=rounds)
+    work = [partial(forward_and_backward, module, x) for module in (ours, torch_mlp)]
+    counts = [_operators(run) for run in work]
+    pairs = in_pairs(*(partial(seconds_of, run, here) for run in work), rounds=rounds)
     figures: Figures = {
         "torch.nn: us": statistics.median(b for _, b in pairs) * 1e6,
         "added by ours: us": statistics.median(a - b for a, b in pairs) * 1e6,

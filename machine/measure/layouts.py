@@ -73,17 +73,17 @@ def _run(state: ParallelState, name: str, *, sharded: bool = False, compiled: bo
     return observe(build, [mine.to(state.device)], state)
 
 
-def _worst(expected: dict[str, Tensor], found: Pieces, state: ParallelState) -> float:
+def _worst(expected: dict[str, Tensor], gradients: Pieces, state: ParallelState) -> float:
     """Return the largest difference of any gradient on any rank."""
-    here = {name: expected[name] for name in found}
-    worst = torch.tensor([gap for _, gap in differences(here, [found])], dtype=torch.float64).max()
+    here = {name: expected[name] for name in gradients}
+    worst = torch.tensor([gap for _, gap in differences(here, [gradients])], dtype=torch.float64).max()
     return float(_over_ranks(worst, dist.ReduceOp.MAX, state))
 
 
-def _norm(expected: dict[str, Tensor], found: Pieces, state: ParallelState) -> float:
+def _norm(expected: dict[str, Tensor], gradients: Pieces, state: ParallelState) -> float:
     """Return the norm of the difference of all gradients, over all ranks, relative to their norm."""
     sums = torch.zeros(2, dtype=torch.float64)
-    for name, (box, owner, tensor) in found.items():
+    for name, (box, owner, tensor) in gradients.items():
         if owner:
             reference = expected[name][box.slices].double()
             sums[0] += (tensor.double() - reference).square().sum()

@@ -39,7 +39,7 @@ def make_page(report: Report) -> str:
         rows = [row for row in report.rows if row.part == part]
         if rows:
             body += [f"<h2>{escape(TITLES[part])}</h2>", _part(rows)]
-    findings = ([one.level, one.check, one.found, one.todo] for one in report.doctor)
+    findings = ([finding.level, finding.check, finding.found, finding.todo] for finding in report.doctor)
     body += ["<h2>Doctor</h2>", table(findings, head=("", "check", "found", "what to do"))]
     return whole_page("trilith bench", "".join(body), mark=MARK)
 
@@ -80,7 +80,7 @@ def _pictures(rows: Iterable[Row]) -> str:
         (_named(rows, share), ((share, 100.0, _OURS),), "percent"),
         (_named(rows, "peak: GB"), (("peak: GB", 1.0, _OURS), ("planned: GB", 1.0, _OTHER)), "GB"),
     ]
-    drawn = [(found, columns, unit) for found, columns, unit in bars if found]
+    drawn = [(named, columns, unit) for named, columns, unit in bars if named]
     return f"<figure>{_bars(drawn)}</figure>" if drawn else ""
 
 

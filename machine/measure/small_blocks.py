@@ -39,8 +39,8 @@ def added_by(device: torch.device, rounds: int, mode: Checkpointing) -> float:
     """Return the seconds that this mode of checkpointing adds for each operator of a block's forward."""
     operators = _traced(mode, device.type == "cuda").operators
     forward = [operator for operator in operators if operator.phase == "forward"]
-    more = _seconds(device, rounds, mode) - _seconds(device, rounds, "none")
-    return max(0.0, more) / len(forward)
+    added = _seconds(device, rounds, mode) - _seconds(device, rounds, "none")
+    return max(0.0, added) / len(forward)
 
 
 def collective_seconds(state: ParallelState, rounds: int, mode: Checkpointing = "none") -> float:
@@ -52,8 +52,8 @@ def collective_seconds(state: ParallelState, rounds: int, mode: Checkpointing = 
     exchange also brings keys and values to which attention is computed by more operators.
     """
     device = state.device
-    more = _seconds(device, rounds, mode, state) - _seconds(device, rounds, mode)
-    return max(0.0, more) / len(_traced(mode, False, state).collectives)
+    added = _seconds(device, rounds, mode, state) - _seconds(device, rounds, mode)
+    return max(0.0, added) / len(_traced(mode, False, state).collectives)
 
 
 def _traced(mode: Checkpointing, gpu: bool, state: ParallelState | None = None) -> Trace:

@@ -75,11 +75,11 @@ def attention_flops(device: torch.device, length: int, dtype: torch.dtype) -> fl
 
 def launch_seconds(device: torch.device, count: int = 1000) -> float:
     """Return the seconds of an operator that has next to nothing to compute: what it takes to start one."""
-    one = torch.ones(1, device=device)
+    number = torch.ones(1, device=device)
 
     def work() -> None:
         for _ in range(count):
-            one.add(one)
+            number.add(number)
 
     return median_seconds(work, device, rounds=5) / count
 

@@ -37,10 +37,10 @@ def judge(
     whose links are mostly slow or broken is at fault, where three or more tell which end it is.
     """
     names = [str(card["name"]) for card in cards]
-    found = [*_alike(cards, names), *_folders(cards, names)]
-    found += [*_links(links, names, gbits), *_clocks(links, names)]
-    exclude = dict.fromkeys(node for _, node in found if node is not None)
-    return Verdict([finding for finding, _ in found], [*exclude])
+    findings = [*_alike(cards, names), *_folders(cards, names)]
+    findings += [*_links(links, names, gbits), *_clocks(links, names)]
+    exclude = dict.fromkeys(node for _, node in findings if node is not None)
+    return Verdict([finding for finding, _ in findings], [*exclude])
 
 
 #: A finding, and the name of the node that should be left out because of it.
@@ -58,33 +58,33 @@ def _alike(cards: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator
         todo = "Give all nodes the same packages, or the same container"
         for name, value in zip(names, values, strict=True):
             if value != common:
-                found = f"{value}; {common} on {count} of {len(cards)} nodes"
-                finding = Finding("alike", f"{key} on {name}", "fault", found, todo)
+                differs = f"{value}; {common} on {count} of {len(cards)} nodes"
+                finding = Finding("alike", f"{key} on {name}", "fault", differs, todo)
                 yield finding, name if 2 * count > len(cards) else None
 
 
 def _folders(cards: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[_Found]:
     for folder in cards[0]["folders"]:
         each = [card["folders"][folder] for card in cards]
-        rates = [one["written"] for one in each if not one["error"]]
+        rates = [disk["written"] for disk in each if not disk["error"]]
         usual = median_high(rates) if rates else 0.0
-        for name, one in zip(names, each, strict=True):
+        for name, disk in zip(names, each, strict=True):
             check = f"{folder} on {name}"
-            if one["error"]:
+            if disk["error"]:
                 todo = "Mount it there, or choose a folder that all nodes can write to"
-                yield Finding("folders", check, "fault", f"cannot be written to: {one['error']}", todo), name
+                yield Finding("folders", check, "fault", f"cannot be written to: {disk['error']}", todo), name
                 continue
-            said = (
-                f"writes {one['written'] / _GB:.2f} GB/s, reads {one['read'] / _GB:.2f} GB/s, "
-                f"{one['free'] / _GB:.1f} GB free"
+            speeds = (
+                f"writes {disk['written'] / _GB:.2f} GB/s, reads {disk['read'] / _GB:.2f} GB/s, "
+                f"{disk['free'] / _GB:.1f} GB free"
             )
-            if one["written"] < _SLOW * usual:
-                found = f"{said}; {usual / _GB:.2f} GB/s elsewhere"
-                yield Finding("folders", check, "fault", found, _REPLACE), name
-            elif one["free"] < _LEAST_ROOM:
-                yield Finding("folders", check, "warning", said, "Make room, or choose another disk"), None
+            if disk["written"] < _SLOW * usual:
+                slow = f"{speeds}; {usual / _GB:.2f} GB/s elsewhere"
+                yield Finding("folders", check, "fault", slow, _REPLACE), name
+            elif disk["free"] < _LEAST_ROOM:
+                yield Finding("folders", check, "warning", speeds, "Make room, or choose another disk"), None
             else:
-                yield Finding("folders", check, "ok", said), None
+                yield Finding("folders", check, "ok", speeds), None
 
 
 def _links(links: Sequence[Link], names: Sequence[str], gbits: float | None) -> Iterator[_Found]:
@@ -102,21 +102,21 @@ def _links(links: Sequence[Link], names: Sequence[str], gbits: float | None) -> 
         mine = _of(bad, node)
         broken = [link.error for link in mine if link.error]
         cause = broken[0] if broken else _rate(median_low([link.rate for link in mine]))
-        found = f"{len(mine)} of {len(names) - 1} links are broken or slow: {cause}; {usual_rate} elsewhere"
-        yield Finding("links", names[node], "fault", found, _REPLACE), names[node]
+        reason = f"{len(mine)} of {len(names) - 1} links are broken or slow: {cause}; {usual_rate} elsewhere"
+        yield Finding("links", names[node], "fault", reason, _REPLACE), names[node]
     usual = median_low([link.latency for link in links if not link.error] or [0.0])
     for link in links:
         check = f"{names[link.first]} - {names[link.second]}"
-        said = link.error or f"{_rate(link.rate)}, {link.latency * 1e6:,.0f} us"
+        speed = link.error or f"{_rate(link.rate)}, {link.latency * 1e6:,.0f} us"
         if link in bad:
             todo = "Check cables, the switch and NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME on both nodes"
             wanted = f"; expected {_rate(least)} or more" if not link.error else ""
-            yield Finding("links", check, "fault", f"{said}{wanted}", todo), None
+            yield Finding("links", check, "fault", f"{speed}{wanted}", todo), None
         elif link.latency > _LATE * usual + _LATE_SECONDS:
-            found = f"{said}; {usual * 1e6:,.0f} us elsewhere"
-            yield Finding("links", check, "warning", found, "Check what else uses the link"), None
+            reason = f"{speed}; {usual * 1e6:,.0f} us elsewhere"
+            yield Finding("links", check, "warning", reason, "Check what else uses the link"), None
         else:
-            yield Finding("links", check, "ok", said), None
+            yield Finding("links", check, "ok", speed), None
 
 
 def _clocks(links: Sequence[Link], names: Sequence[str]) -> Iterator[_Found]:

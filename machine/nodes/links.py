@@ -51,14 +51,14 @@ def measure_links(store: dist.Store, here: int, count: int) -> list[Link]:
     """Measure every link of ``count`` nodes; call it on each of them. Returns the links whose first node is
     ``here``.
     """
-    found = []
+    links = []
     for number, pairs in enumerate(rounds(count)):
         _meet(store, f"round/{number}", count)
         for first, second in pairs:
             if here in (first, second):
                 link = _measure(dist.PrefixStore(f"link/{first}/{second}", store), first, second, here)
-                found += [link] if here == first else []
-    return found
+                links += [link] if here == first else []
+    return links
 
 
 def _meet(store: dist.Store, name: str, count: int) -> None:

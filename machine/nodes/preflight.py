@@ -44,11 +44,11 @@ def node_name() -> str:
 
 def facts_of_node() -> dict[str, str]:
     """Return the facts in which all nodes should be alike, by name."""
-    found = {name: version or "not installed" for name, version in versions().items()}
+    facts = {name: version or "not installed" for name, version in versions().items()}
     here = gpus()
     names = here["names"]
-    found["GPUs"] = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
-    return found | ({"NCCL": here["nccl"], "driver": driver()} if names else {})
+    facts["GPUs"] = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
+    return facts | ({"NCCL": here["nccl"], "driver": driver()} if names else {})
 
 
 def node_card(folders: Sequence[Path]) -> dict[str, Any]:
@@ -96,11 +96,11 @@ def _preflight(here: Launched, folders: list[Path], gbits: float | None, come: t
     if here.rank:
         store.set(f"left/{here.rank}", "")
         return None
-    found = _result(store, members, here.world, gbits)
+    preflight = _result(store, members, here.world, gbits)
     came = [rank for rank in range(1, here.world) if store.check([f"card/{rank}"])]
     with suppress(RuntimeError):  # the store may be in this process: the others first read from it
         store.wait([f"left/{rank}" for rank in came], _LEAVE)
-    return found
+    return preflight
 
 
 def _admit(store: dist.Store, world: int, come: timedelta) -> None:
@@ -121,7 +121,7 @@ def _result(store: dist.Store, members: list[int], world: int, gbits: float | No
     links = []
     for number in range(len(members)):
         if store.check([f"links/{number}"]):
-            links += [Link(**one) for one in json.loads(store.get(f"links/{number}"))]
+            links += [Link(**link) for link in json.loads(store.get(f"links/{number}"))]
         else:
             others = range(number + 1, len(members))
             links += [Link(number, other, error="the node fell silent") for other in others]

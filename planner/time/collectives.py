@@ -53,8 +53,8 @@ def worst_placement(ranks: int, stride: int, world: int, gpus: int) -> Placement
     places = range(stride if gpus % stride else 1)
     starts = (start + place for start in range(0, min(world, lcm(span, gpus)), span) for place in places)
     firsts = {start % gpus for start in starts if start + last < world}
-    every = (placement(ranks, stride, gpus, first) for first in firsts)
-    return max(every, key=lambda one: (one.nodes, -one.together))
+    placements = (placement(ranks, stride, gpus, first) for first in firsts)
+    return max(placements, key=lambda place: (place.nodes, -place.together))
 
 
 def group_of(layout: Layout, axis: str) -> tuple[int, int]:
@@ -94,8 +94,8 @@ class Links:
     def rate(self, axis: str, kind: str = "") -> float:
         """Return the bytes a second that a rank sends along an axis."""
         place, inside, between = self.place(axis), self.machine.inside.rate, self.machine.between.rate
-        found = inside if place.nodes == 1 else min(inside, place.together * between)
-        return found * self.machine.efficiency.link(kind)
+        rate = inside if place.nodes == 1 else min(inside, place.together * between)
+        return rate * self.machine.efficiency.link(kind)
 
     def seconds(
         self, axis: str, kind: str, size: float, count: int = 1, mode: Checkpointing = "none"

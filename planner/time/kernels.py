@@ -70,7 +70,7 @@ class Kernels:
                 backward = "weights" if operator.gradient else "inputs"
                 parts[backward if operator.phase == "backward" else operator.phase].append(operator)
         launch, host = self.machine.efficiency.launch, self.machine.efficiency.again.get(mode)
-        seconds = {name: self._all(some, launch, fused=fused) for name, some in parts.items()}
+        seconds = {name: self._all(operators, launch, fused=fused) for name, operators in parts.items()}
         if host is not None and not self.machine.asynchronous:
             # A CPU's host has more to do than to start operators; a GPU has other work meanwhile.
             again, launched = self._work(parts["again"]), len(parts["again"]) * launch
@@ -108,4 +108,4 @@ def exchanged(block: nn.Module, size: float) -> float:
     ``size``: the bytes of the micro-batch's hidden states, whole over the tensor ranks. A block exchanges
     them twice in forward and twice in backward: to the experts and back.
     """
-    return sum(size * one.router.top_k for one in block.modules() if isinstance(one, MoE))
+    return sum(size * module.router.top_k for module in block.modules() if isinstance(module, MoE))

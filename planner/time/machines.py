@@ -144,8 +144,8 @@ def _row(name: str, words: str, **values: Any) -> Machine:
 #: "NVIDIA A100 80GB", "NVIDIA L40S", the white paper "NVIDIA Ada GPU Architecture", and "AMD Instinct MI300X
 #: Accelerator". Networks are those of the makers' own eight-GPU servers, or what such servers usually have.
 MACHINES: dict[str, Machine] = {
-    one.name: one
-    for one in (
+    machine.name: machine
+    for machine in (
         _row(
             "h100-80gb", "H100", memory=80e9, peaks={"float32": 67e12, "float8": 1979e12}, bandwidth=3.35e12,
             inside=_nvlink(450), between=_infiniband(400), gpus=8, watts=700, host=64e9,
@@ -195,5 +195,5 @@ def machine_named(name: str, *, gpus_per_node: int | None = None) -> Machine:
             "machine", "--gpu", expected=f"one of {', '.join(MACHINES)}", found=repr(name),
             todo="Any other machine: `trilith bench` there, and --machine bench.json",
         )  # fmt: skip
-    found = MACHINES[name]
-    return found if gpus_per_node is None else replace(found, gpus=gpus_per_node)
+    machine = MACHINES[name]
+    return machine if gpus_per_node is None else replace(machine, gpus=gpus_per_node)

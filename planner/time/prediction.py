@@ -64,9 +64,9 @@ class StepTime:
 
     @property
     def mfu(self) -> Utilization:
-        found = Mfu(self.flops, self.ranks, self.peak)(self.rate)
-        assert found is not None
-        return found
+        utilization = Mfu(self.flops, self.ranks, self.peak)(self.rate)
+        assert utilization is not None
+        return utilization
 
 
 @dataclass(frozen=True)

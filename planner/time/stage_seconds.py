@@ -23,10 +23,10 @@ class StageSeconds:
         parts: dict[str, float] = getattr(self, direction)
         parts[part] = parts.get(part, 0.0) + seconds * times
 
-    def include(self, more: StageSeconds, times: int) -> None:
-        """Add the seconds of ``times`` modules that take ``more`` each."""
+    def include(self, module_seconds: StageSeconds, times: int) -> None:
+        """Add the seconds of ``times`` modules that take ``module_seconds`` each."""
         for direction in ("forward", "inputs", "weights"):
-            for part, seconds in getattr(more, direction).items():
+            for part, seconds in getattr(module_seconds, direction).items():
                 self.add(direction, part, seconds, times)
 
     def copy(self) -> StageSeconds:
@@ -48,8 +48,8 @@ class StageSeconds:
 
     @cached_property
     def parts(self) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for one in (self.forward, self.inputs, self.weights):
-            for name, seconds in one.items():
-                found[name] = found.get(name, 0.0) + seconds
-        return found
+        parts: dict[str, float] = {}
+        for direction in (self.forward, self.inputs, self.weights):
+            for name, seconds in direction.items():
+                parts[name] = parts.get(name, 0.0) + seconds
+        return parts

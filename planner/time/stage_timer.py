@@ -61,98 +61,100 @@ class StageTimer:
         self._seconds: dict[object, Seconds] = known
         self._stages: dict[object, StageSeconds] = {}
 
-    def stage(self, stage: StageCost, held: Callable[[], RankParameters]) -> StageSeconds:
+    def stage(self, stage: StageCost, parameters: Callable[[], RankParameters]) -> StageSeconds:
         """Return the seconds of a stage without what data ranks exchange; stages alike share one object."""
         blocks = stage.alike(self.work.checkpointing, self.work.checkpoint_every)
         # The sampled model holds each piece as long as it lives, so that no other object takes its id.
         kinds = tuple((id(alike.piece), alike.forgets, alike.reached, alike.count) for alike in blocks)
         key = kinds, id(stage.beside), stage.first, stage.loss is not None
         if key not in self._stages:
-            self._stages[key] = self._of_stage(stage, blocks, held)
+            self._stages[key] = self._of_stage(stage, blocks, parameters)
         return self._stages[key]
 
     def _of_stage(
-        self, stage: StageCost, blocks: list[Alike], held: Callable[[], RankParameters]
+        self, stage: StageCost, blocks: list[Alike], parameters: Callable[[], RankParameters]
     ) -> StageSeconds:
-        found = StageSeconds()
-        for one in blocks:
-            found.include(self._block(one).seconds, one.count)
-            self._accumulate(found, self.model.group(one.number, self.work.state), one.count)
+        stage_seconds = StageSeconds()
+        for alike in blocks:
+            stage_seconds.include(self._block(alike).seconds, alike.count)
+            self._accumulate(stage_seconds, self.model.group(alike.number, self.work.state), alike.count)
         for piece in stage.beside.parts:
-            self._module(found, piece)
+            self._module(stage_seconds, piece)
         if stage.loss is not None:
-            self._loss(found, stage.loss)
+            self._loss(stage_seconds, stage.loss)
         if self._has_root(stage):
-            self._accumulate(found, held().root, 1)
-        return found
+            self._accumulate(stage_seconds, parameters().root, 1)
+        return stage_seconds
 
     def exchanging(
-        self, alone: StageSeconds, stage: StageCost, held: Callable[[], RankParameters]
+        self, alone: StageSeconds, stage: StageCost, parameters: Callable[[], RankParameters]
     ) -> StageSeconds:
         """Return the seconds of a stage that takes ``alone`` without what the data ranks exchange at every
         micro-batch, from ZeRO 2 on.
         """
-        found, state = alone.copy(), self.work.state
-        every = [
+        stage_seconds, state = alone.copy(), self.work.state
+        exchanges = [
             (
-                self.around(self.model.group(one.number, state), one.forward, one.back, reached=one.reached),
-                one.alike,
+                self.around(
+                    self.model.group(block.number, state), block.forward, block.back, reached=block.reached
+                ),
+                block.alike,
             )
-            for one in self.blocks(stage)
+            for block in self.blocks(stage)
         ]
         if self._has_root(stage):
-            every.append((self.around(held().root, 0.0, 0.0, root=True), 1))
-        for (forward, inputs, weights), count in every:
-            found.add("forward", "data", forward, count)
-            found.add("inputs", "data", inputs, count)
-            found.add("weights", "data", weights, count)
-        return found
+            exchanges.append((self.around(parameters().root, 0.0, 0.0, root=True), 1))
+        for (forward, inputs, weights), count in exchanges:
+            stage_seconds.add("forward", "data", forward, count)
+            stage_seconds.add("inputs", "data", inputs, count)
+            stage_seconds.add("weights", "data", weights, count)
+        return stage_seconds
 
     def blocks(self, stage: StageCost) -> list[Computed]:
         """Return how long one block of each kind computes."""
-        found = []
-        for one in stage.alike(self.work.checkpointing, self.work.checkpoint_every):
-            block = self._block(one)
-            found.append(Computed(one.number, one.count, block.forward, block.back, one.reached))
-        return found
+        blocks = []
+        for alike in stage.alike(self.work.checkpointing, self.work.checkpoint_every):
+            block = self._block(alike)
+            blocks.append(Computed(alike.number, alike.count, block.forward, block.back, alike.reached))
+        return blocks
 
     def _has_root(self, stage: StageCost) -> bool:
         """Tell whether the parameters that are in no block count with this stage: once on a rank."""
         apart = self.layout.rank_of_stage(self.layout.stages - 1) != 0
         return stage.first or (stage.loss is not None and apart)
 
-    def _block(self, one: Alike) -> _Block:
-        mode = self.work.checkpointing if one.forgets else "none"
-        key = id(one.piece), one.forgets, one.reached, mode, self.kernels.mode
+    def _block(self, alike: Alike) -> _Block:
+        mode = self.work.checkpointing if alike.forgets else "none"
+        key = id(alike.piece), alike.forgets, alike.reached, mode, self.kernels.mode
         if key not in self._blocks:
-            self._blocks[key] = self._of_block(one)
+            self._blocks[key] = self._of_block(alike)
         return self._blocks[key]
 
-    def _of_block(self, one: Alike) -> _Block:
-        work, layout, piece = self.work, self.layout, one.piece
-        found, block = StageSeconds(), self.model.block(one.number)
-        mode = work.checkpointing if one.forgets else "none"
-        computed = self._module(found, piece, reached=one.reached, mode=mode, block=True)
+    def _of_block(self, alike: Alike) -> _Block:
+        work, layout, piece = self.work, self.layout, alike.piece
+        block_seconds, block = StageSeconds(), self.model.block(alike.number)
+        mode = work.checkpointing if alike.forgets else "none"
+        computed = self._module(block_seconds, piece, reached=alike.reached, mode=mode, block=True)
         back = computed.inputs + computed.weights
-        if one.forgets and one.reached:
+        if alike.forgets and alike.reached:
             again = self.kernels.compute(piece.under(mode), mode, compiled=True).again
-            found.add("inputs", "recompute", again)
+            block_seconds.add("inputs", "recompute", again)
             back += again
             for send in piece.sends(mode, again=True):
                 if send.axis != "expert":
-                    found.add("inputs", send.axis, self._send(send, mode))
+                    block_seconds.add("inputs", send.axis, self._send(send, mode))
         if layout.expert > 1:
             size = exchanged(block, work.whole)
             seconds = 2 * self.links.seconds("expert", "all_to_all", size, 1)
-            found.add("forward", "expert", seconds)
-            if one.reached:
-                twice = one.forgets and work.checkpointing != "selective"
-                found.add("inputs", "expert", seconds * (2 if twice else 1))
-        return _Block(found, computed.forward, back)
+            block_seconds.add("forward", "expert", seconds)
+            if alike.reached:
+                twice = alike.forgets and work.checkpointing != "selective"
+                block_seconds.add("inputs", "expert", seconds * (2 if twice else 1))
+        return _Block(block_seconds, computed.forward, back)
 
     def _module(
         self,
-        found: StageSeconds,
+        stage_seconds: StageSeconds,
         piece: Piece,
         *,
         reached: bool = True,
@@ -163,9 +165,9 @@ class StageTimer:
         which may be compiled.
         """
         computed = self._computed(piece, compiled=block)
-        found.add("forward", "compute", computed.forward)
-        found.add("inputs", "compute", computed.inputs)
-        found.add("weights", "compute", computed.weights)
+        stage_seconds.add("forward", "compute", computed.forward)
+        stage_seconds.add("inputs", "compute", computed.inputs)
+        stage_seconds.add("weights", "compute", computed.weights)
         scores, scores_back = computed.attention
         beside = computed.weights / 2
         for send, count in Counter(piece.sends()).items():
@@ -180,7 +182,7 @@ class StageTimer:
                 beside, seconds = beside - (seconds - left), left
             elif hides:
                 seconds = self.links.exposed(seconds, scores if forward else scores_back)
-            found.add("forward" if forward else "inputs", send.axis, seconds)
+            stage_seconds.add("forward" if forward else "inputs", send.axis, seconds)
         return computed
 
     def _computed(self, piece: Piece, *, compiled: bool) -> Seconds:
@@ -193,20 +195,20 @@ class StageTimer:
     def _send(self, send: Collective, mode: Checkpointing = "none", count: int = 1) -> float:
         return self.links.seconds(send.axis, send.kind, count * send.bytes, count, mode)
 
-    def _loss(self, found: StageSeconds, loss: Piece) -> None:
+    def _loss(self, stage_seconds: StageSeconds, loss: Piece) -> None:
         computed = self._computed(loss, compiled=True)
-        found.add("forward", "compute", computed.forward)
-        found.add("inputs", "compute", computed.inputs)
-        found.add("weights", "compute", computed.weights)
+        stage_seconds.add("forward", "compute", computed.forward)
+        stage_seconds.add("inputs", "compute", computed.inputs)
+        stage_seconds.add("weights", "compute", computed.weights)
         for send in loss.sends():
-            found.add("forward", send.axis, self._send(send))
+            stage_seconds.add("forward", send.axis, self._send(send))
 
-    def _accumulate(self, found: StageSeconds, group: Group, times: int) -> None:
+    def _accumulate(self, stage_seconds: StageSeconds, group: Group, times: int) -> None:
         """Add the sum of a micro-batch's gradients, made in the dtype of the products, and those before."""
         work = self.work
         if work.compute != work.reduce or work.micro_batches > 1:
             reads = work.compute + work.reduce * (1 + (work.micro_batches > 1))
-            found.add("weights", "compute", self.kernels.moved(group.trained * reads), times)
+            stage_seconds.add("weights", "compute", self.kernels.moved(group.trained * reads), times)
 
     def around(
         self, group: Group, forward: float, backward: float, *, root: bool = False, reached: bool = True
@@ -228,19 +230,19 @@ class StageTimer:
         """Return, for a block and for the root, the gathers in a backward, and the share of the sums that the
         replicas sum too.
         """
-        work, every = self.work, sums(self.work)
-        share = {root: sums_of_replicas(work, root=root) / every for root in (False, True)}
+        work, scatters = self.work, sums(self.work)
+        share = {root: sums_of_replicas(work, root=root) / scatters for root in (False, True)}
         return (1, share[False]), (int(not root_stays(work)), share[True])
 
     def exchange(self, group: Group) -> Exchange:
         """Return the seconds of a group's exchanges over the data ranks."""
-        key = self._place, id(group)  # the sampled model and ``held`` hold each group
+        key = self._place, id(group)  # the sampled model and ``parameters`` hold each group
         if key not in self._exchanges:
-            found = self._exchanged("data", "replicas", group.padded, group.trained_padded)
+            exchange = self._exchanged("data", "replicas", group.padded, group.trained_padded)
             if group.apart:
-                more = self._exchanged("expert data", "expert replicas", group.apart, group.trained_apart)
-                found = Exchange(*map(sum, zip(found, more, strict=True)))
-            self._exchanges[key] = found
+                apart = self._exchanged("expert data", "expert replicas", group.apart, group.trained_apart)
+                exchange = Exchange(*map(sum, zip(exchange, apart, strict=True)))
+            self._exchanges[key] = exchange
         return self._exchanges[key]
 
     def _exchanged(self, data: str, replicas: str, padded: int, trained: int) -> Exchange:

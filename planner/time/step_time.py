@@ -52,8 +52,8 @@ class StepTimer:
     """Time the steps of one model in one layout; ``work`` is that of any of its ranks.
 
     ``split``: blocks of each stage. ``compiled``: whether blocks are fused by a compiler. A caller that times
-    many steps gives what these share: ``held`` and ``costs`` return the parameters and costs of a pipeline
-    rank; ``known`` holds seconds that were computed before on this machine, and new ones are added.
+    many steps gives what these share: ``parameters`` and ``costs`` return the parameters and costs of a
+    pipeline rank; ``known`` holds seconds that were computed before on this machine, and new ones are added.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StepTimer:
         split: Sequence[int] | None = None,
         compiled: bool = False,
         dtype: str = "",
-        held: Callable[[int], RankParameters] | None = None,
+        parameters: Callable[[int], RankParameters] | None = None,
         costs: Callable[[int], list[StageCost]] | None = None,
         known: dict[Any, Any] | None = None,
     ) -> None:
@@ -81,7 +81,7 @@ class StepTimer:
         self.timer = StageTimer(model, work, self.kernels, self.links, self._known)
         self.once = OnceAStep(self.timer, machine, self._known)
         self._exchanging: dict[int, StageSeconds] = {}
-        self.held = held or cache(lambda rank: model.parameters(self._work_of(rank).state, split))
+        self.parameters = parameters or cache(lambda rank: model.parameters(self._work_of(rank).state, split))
         self.costs = costs or cache(lambda rank: model.costs(self._work_of(rank), split))
 
     def _work_of(self, rank: int) -> Work:
@@ -90,13 +90,13 @@ class StepTimer:
     def memory(self) -> list[MemoryPlan]:
         """Return the memory of the first rank of each pipeline rank."""
         ranks = range(self.layout.pipeline)
-        return [memory_of(self._work_of(rank), self.held(rank), self.costs(rank)) for rank in ranks]
+        return [memory_of(self._work_of(rank), self.parameters(rank), self.costs(rank)) for rank in ranks]
 
     @cached_property
     def _shapes(self) -> list[tuple[int, ...]]:
         """Return numbers that tell which pipeline ranks have stages alike."""
-        every = self.work.checkpoint_every if self.work.checkpointing == "every" else 1
-        return self.model.shapes(self.layout, self.split, every)
+        checkpoint_every = self.work.checkpoint_every if self.work.checkpointing == "every" else 1
+        return self.model.shapes(self.layout, self.split, checkpoint_every)
 
     @cached_property
     def _alike(self) -> list[int]:
@@ -113,18 +113,18 @@ class StepTimer:
         """Return the seconds of a pipeline rank's stages. Stages alike take as long in every layout that cuts
         a block so, but for what the data ranks exchange during a micro-batch.
         """
-        numbers, held = self._shapes[rank], partial(self.held, rank)
+        numbers, parameters = self._shapes[rank], partial(self.parameters, rank)
         keys = [(self._timed_alike, number) for number in numbers]
         known, costs = self._known, self.costs(rank) if self.layout.zero > 1 else None
         if not all(key in known for key in keys):
-            for key, one in zip(keys, costs or self.costs(rank), strict=True):
+            for key, cost in zip(keys, costs or self.costs(rank), strict=True):
                 if key not in known:
-                    known[key] = self.timer.stage(one, held)
+                    known[key] = self.timer.stage(cost, parameters)
         if costs is None:
             return [known[key] for key in keys]
-        for key, number, one in zip(keys, numbers, costs, strict=True):
+        for key, number, cost in zip(keys, numbers, costs, strict=True):
             if number not in self._exchanging:
-                self._exchanging[number] = self.timer.exchanging(known[key], one, held)
+                self._exchanging[number] = self.timer.exchanging(known[key], cost, parameters)
         return [self._exchanging[number] for number in numbers]
 
     @cached_property
@@ -134,23 +134,22 @@ class StepTimer:
         """
         work, known = self.work, self._known
         made = id(self.model), work.batch, work.checkpointing, work.loss_chunk, self.kernels.mode
-        found: int = known.setdefault((*made, work.micro_batches > 1), len(known))
-        return found
+        number: int = known.setdefault((*made, work.micro_batches > 1), len(known))
+        return number
 
     @cached_property
     def _stages(self) -> list[StageSeconds]:
         """Return the seconds of each stage, in the model's order."""
-        found: dict[int, StageSeconds] = {}
+        stages: dict[int, StageSeconds] = {}
         for rank, alike in enumerate(self._alike):
-            found |= zip(self.layout.stages_of(rank), self._of_rank[alike], strict=True)
-        return [found[number] for number in sorted(found)]
+            stages |= zip(self.layout.stages_of(rank), self._of_rank[alike], strict=True)
+        return [stages[number] for number in sorted(stages)]
 
     @cached_property
     def _busy(self) -> list[float]:
         """Return the seconds that each pipeline rank computes for micro-batches."""
-        rounds = self.work.micro_batches
-        busy = {rank: rounds * sum(one.seconds for one in some) for rank, some in self._of_rank.items()}
-        return [busy[rank] for rank in self._alike]
+        busy = {rank: sum(stage.seconds for stage in stages) for rank, stages in self._of_rank.items()}
+        return [self.work.micro_batches * busy[rank] for rank in self._alike]
 
     @cached_property
     def _sending(self) -> float:
@@ -165,26 +164,26 @@ class StepTimer:
 
         On a CPU no message does: an action takes longer by the one that another rank sends to it.
         """
-        costs: list[Mapping[Kind, float]] = [one.costs for one in self._stages]
+        costs: list[Mapping[Kind, float]] = [stage.costs for stage in self._stages]
         home = self.layout.rank_of_stage
         if self.machine.asynchronous:
             return costs, self._sending
-        found: list[Mapping[Kind, float]] = []
-        for stage, one in enumerate(costs):
+        longer: list[Mapping[Kind, float]] = []
+        for stage, cost in enumerate(costs):
             forward = self._sending * (stage > 0 and home(stage - 1) != home(stage))
             back = self._sending * (stage + 1 < len(costs) and home(stage + 1) != home(stage))
-            found.append({"F": one["F"] + forward, "I": one["I"] + back, "W": one["W"], "B": one["B"] + back})
-        return found, 0.0
+            longer.append({**cost, "F": cost["F"] + forward, "I": cost["I"] + back, "B": cost["B"] + back})
+        return longer, 0.0
 
     def time(self, *, checkpoint: float = 0.0) -> StepTime:
         """Predict a step. ``checkpoint``: seconds that saving adds to a step, on average."""
         layout, rounds, busy = self.layout, self.work.micro_batches, self._busy
         slowest = max(range(layout.pipeline), key=lambda n: busy[n])
         parts = dict.fromkeys(PARTS, 0.0)
-        for one in self._of_rank[self._alike[slowest]]:
-            for name, seconds in one.parts.items():
+        for stage in self._of_rank[self._alike[slowest]]:
+            for name, seconds in stage.parts.items():
                 parts[name] += rounds * seconds
-        costs_of = [one.costs for one in self._stages]
+        costs_of = [stage.costs for stage in self._stages]
         if layout.pipeline > 1:
             alone = self._length(costs_of, 0.0)
             parts["bubble"] = max(0.0, alone * _ROUNDED - busy[slowest])
@@ -221,23 +220,23 @@ class StepTimer:
         ZeRO 2 or 3; this timer is that of the step without data ranks. As if only the rank that is busy
         longest exchanged something. ``work``: returns the step in ``layout``.
         """
-        more, rounds, known, sizes = 0.0, self.work.micro_batches, self._known, layout.data_sizes()
-        for one in self._blocks_of_longest:
+        exchanged, rounds, known, sizes = 0.0, self.work.micro_batches, self._known, layout.data_sizes()
+        for block in self._blocks_of_longest:
             # Layouts whose data ranks lie alike share it, with any flow. Replicas sum at least once a step.
-            key = id(self.model), self.model.kinds[one.number], sizes
+            key = id(self.model), self.model.kinds[block.number], sizes
             if key not in known:
-                known[key] = self._exchange_in(work(), one.number)
+                known[key] = self._exchange_in(work(), block.number)
             around = known[key].around(
-                one.forward,
-                one.back,
+                block.forward,
+                block.back,
                 self.links,
                 zero=layout.zero,
                 apart=self.timer.in_two,
                 replicas=1 / rounds,
-                gathers=int(one.reached),
+                gathers=int(block.reached),
             )
-            more += one.alike * sum(around)
-        return (self._longest[0] + rounds * more) * _ROUNDED
+            exchanged += block.alike * sum(around)
+        return (self._longest[0] + rounds * exchanged) * _ROUNDED
 
     def _exchange_in(self, work: Work, number: int) -> Exchange:
         timer = StageTimer(self.model, work, self.kernels, Links(work.layout, self.machine), self._known)
@@ -256,34 +255,36 @@ class StepTimer:
 
     @cached_property
     def _blocks_of_longest(self) -> tuple[Computed, ...]:
-        found: dict[tuple[int, float, float], Computed] = {}
+        blocks: dict[tuple[int, float, float], Computed] = {}
         for stage in self.costs(self._alike[self._longest[1]]):
-            for one in self.timer.blocks(stage):
-                key = self.model.kinds[one.number], one.forward, one.back
-                before = found[key].alike if key in found else 0
-                found[key] = one._replace(alike=before + one.alike)
-        return tuple(found.values())
+            for block in self.timer.blocks(stage):
+                key = self.model.kinds[block.number], block.forward, block.back
+                before = blocks[key].alike if key in blocks else 0
+                blocks[key] = block._replace(alike=before + block.alike)
+        return tuple(blocks.values())
 
     def _length(self, costs: Sequence[Mapping[Kind, float]], sending: float) -> float:
         """Return the seconds of the timetable; layouts that differ in their data ranks may share one."""
         layout, work = self.layout, self.work
-        numbers = tuple((one["F"], one["I"], one["W"]) for one in costs)
+        numbers = tuple((cost["F"], cost["I"], cost["W"]) for cost in costs)
         shape = layout.pipeline, layout.virtual_stages, layout.v_shape, work.micro_batches
         key = work.schedule, shape, numbers, sending
         if key not in self._known:
             self._known[key] = step_length(work.schedule, layout, work.micro_batches, costs, sending)
-        found: float = self._known[key]
-        return found
+        length: float = self._known[key]
+        return length
 
     @cached_property
     def _exchange(self) -> float:
         """Return the exposed seconds of what ranks exchange once a step."""
-        return max(self.once.exchange(stages, self.held(rank)) for rank, stages in self._of_rank.items())
+        return max(
+            self.once.exchange(stages, self.parameters(rank)) for rank, stages in self._of_rank.items()
+        )
 
     @cached_property
     def _updates(self) -> float:
         """Return the seconds of clipping and of the optimizer."""
-        return max(self.once.update(self.held(rank)) for rank in self._of_rank)
+        return max(self.once.update(self.parameters(rank)) for rank in self._of_rank)
 
 
 @lru_cache(maxsize=64)
