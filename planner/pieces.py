@@ -110,11 +110,12 @@ class ModelPieces:
 
         def take(mode: Checkpointing, in_two: bool) -> Trace:
             modules, embed = model.entry, model.embed
-            enter: Callable[..., Tensor] = getattr(model, "embed_hook", lambda x, positions: x)
             with shapes_only(modules, batch):
                 ids = ids_of(batch)
                 own = _parameters(modules)
-                return trace(lambda _: enter(embed(ids), None), lambda: torch.empty(0), own, reached=False)
+                return trace(
+                    lambda _: model.embed_hook(embed(ids), None), lambda: torch.empty(0), own, reached=False
+                )
 
         return self._remember(("entry", batch), lambda: self._piece(take, what="embedding"))
 
@@ -267,7 +268,7 @@ class ModelPieces:
             cache,
             like=like,
             layers=attention_kinds(nn.ModuleList(blocks)),
-            rotary=getattr(self.model, "rotary", {}),
+            rotary=self.model.rotary,
             state=self.state,
         )
 
