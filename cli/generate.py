@@ -71,7 +71,9 @@ def generate(
     dtype: Annotated[
         str, typer.Option(help="data type of weights and arithmetic: float32, bfloat16, ...")
     ] = "float32",
-    device: Annotated[str, typer.Option(help="device to compute on: cpu or cuda")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="device to compute on: auto (a GPU where there is one), cpu or cuda")
+    ] = "auto",
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer folder; default: DIR")] = None,
     adapter: Annotated[
         Path | None,

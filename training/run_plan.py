@@ -21,7 +21,7 @@ from ..planner.stage_cut import StageCut, cut_stages
 from ..recipes.checks import check_experts
 from ..recipes.optimizer_sections import ParameterGroup
 from ..recipes.recipe import Recipe, read_config
-from ..runs.launch import own_rank
+from ..runs.launch import device_here, own_rank
 from ..runs.named_trackers import check_trackers
 from ..storage import companions_in
 from ..storage.file_names import CONFIG
@@ -149,6 +149,7 @@ def check_run(recipe: Recipe) -> RunPlan:
     """Plan a run and open its data, once for a process: every rank does so, and before them the process that
     starts them, so that bad input is said once and at once. Raises ``BadInput``.
     """
+    recipe = recipe.on(device_here(recipe.device))
     planned = plan(recipe)
     if recipe.checkpoint.mirror is not None:
         RemoteFolder(recipe.checkpoint.mirror)  # refuses a URL that no installed package understands

@@ -59,7 +59,7 @@ def test_one_prompt_is_written_as_it_grows_and_is_transformers_text(folder, capf
     assert run(words(folder, "--prompt", "The quick")) == 0
     out, err = capfd.readouterr()
     assert out == expected(folder, "The quick") + "\n"
-    assert err.startswith("12 tokens in ") and err.endswith(" tokens/s\n")
+    assert err.startswith("12 tokens in ") and err.endswith(" tokens/s on cpu\n")
 
 
 def rows(text):
