@@ -30,7 +30,7 @@ from ..storage.remote_folder import RemoteFolder
 from ..system.addresses import file_in
 from .lora import plan_adapters
 from .parameter_groups import assign, freeze, names_of
-from .run_data import HeldOut, open_data, open_held_out
+from .run_data import HeldOut, open_data, open_held_out, tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,8 @@ def check_run(recipe: Recipe) -> RunPlan:
     batches = open_data(recipe)
     check_vocabulary(batches.vocab_size, planned.config.vocab_size, "recipe: data.tokens")
     held_out = open_held_out(recipe, planned.config.vocab_size)
+    if planned.source is None and recipe.model.tokenizer is None:
+        planned = replace(planned, companions=tokenizer_of(batches))
     attention = attention_calls(
         planned.family.on_meta(planned.config),
         recipe.device,
