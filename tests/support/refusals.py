@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from trilith.cli.shared.inputs import NoSuchInput
 from trilith.parallel_state import BadInput
 
 #: Characters of a message without the paths in it, and seconds of processor time until it is there.
@@ -72,7 +73,7 @@ def check_refusal(row: Refused, folder: Path) -> None:
     """Make the row's input, see it refused, and list everything of the promise that does not hold."""
     row.given(folder)
     before, start = files_under(folder), time.process_time()
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises((BadInput, NoSuchInput)) as caught:
         row.call(folder)
     seconds, error = time.process_time() - start, caught.value
     message = str(error).replace(f"{folder}/", "").replace(str(folder), "")
