@@ -67,6 +67,12 @@ test_a_bad_recipe_is_refused_by_key = refusals(
         for change, says in CHANGES.items()
     ),
     *(command(f'train recipe.toml "{change}"', CHANGES[change], write_recipe) for change in ALONE),
+    command(
+        "train bare.toml",
+        "steps, data.sequence_length, data.global_batch: expected a value each, found nothing",
+        lambda folder: (folder / "bare.toml").write_text("out = 'run'\n[model]\n[data]\ntokens = 'a'\n"),
+        why="all keys that a recipe needs and has not",
+    ),
     command("train recipe.toml data.sequence_length=65", "sequence_length", write_recipe, why="D29"),
     command("train recipe.toml --rank 0", "--rank: expected --dry-run with it", write_recipe),
     command("train recipe.toml --device-memory 80GB", "--device-memory: expected --dry-run", write_recipe),
