@@ -78,8 +78,9 @@ def device_here(device: str, *, gpu: bool = False) -> str:
 
 
 def device_words(device: str) -> str:
-    """Return the words for a device in a run's first line: a GPU with its name."""
-    return f"{device}, {torch.cuda.get_device_name()}" if device == "cuda" else device
+    """Return the words for a device in a run's first line: a GPU with its name, if it is not simulated."""
+    named = device == "cuda" and torch.cuda.is_available()
+    return f"{device}, {torch.cuda.get_device_name()}" if named else device
 
 
 def check_local(layout: Layout, *, device: str) -> None:
