@@ -55,8 +55,7 @@ class RankPlan:
     parameters: int
     stored: int
     trained: int
-    #: A step's collectives.
-    traffic: list[Traffic]
+    traffic: list[Traffic]  # a step's collectives
 
     @property
     def total(self) -> int:
