@@ -89,6 +89,7 @@ def _show(
     layout, shown, memory = planned.recipe.layout, planned.rank, planned.rank.memory
     active = f", of which a token meets {planned.active:,}" if planned.active < planned.parameters else ""
     console.print(f"layout         {layout}{f': {planned.ranks:,} ranks' if planned.ranks > 1 else ''}")
+    console.print(f"device         {planned.recipe.device}")
     console.print(
         f"parameters     {planned.parameters:,}{active}; rank {shown.rank} computes with "
         f"{shown.parameters:,}, stores {shown.stored:,}, trains {shown.trained:,} of these"

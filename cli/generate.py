@@ -71,7 +71,9 @@ def generate(
     dtype: Annotated[
         str, typer.Option(help="data type of weights and arithmetic: float32, bfloat16, ...")
     ] = "float32",
-    device: Annotated[str, typer.Option(help="device to compute on: cpu or cuda")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="device to compute on: auto (a GPU where there is one), cpu or cuda")
+    ] = "auto",
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer folder; default: DIR")] = None,
     adapter: Annotated[
         Path | None,
@@ -92,6 +94,9 @@ def generate(
         trilith generate Llama-3.2-1B --prompts questions.jsonl --chat --temperature 0.7 --out answers.jsonl
         trilith generate run --prompt "Once" --tensor 2
     """
+    from .shared.inputs import check_there
+
+    check_there(source, "a Hugging Face folder or a checkpoint")
     from ..generation import Sampling
     from ..generation.prompts import read_prompts
     from ..generation.ranks import run_generation

@@ -31,7 +31,7 @@ def models(
     tiny model. With the name of a family it lists the family's published sizes. With the name of a size it
     prints the fields of the config, the number of parameters (and, if there are experts, how many of them
     compute one token), the memory of the weights, the FLOPs of a token, and a dry run to start from. A recipe
-    trains a size from scratch with `[model] size = "NAME"`.
+    trains a size from scratch with `model.size = "NAME"`.
 
     With --show it draws the size, or the first published size of the family, or its tiny test model: what
     each kind of block computes, and what it sends under tensor and sequence parallelism; of each parameter

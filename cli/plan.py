@@ -118,6 +118,10 @@ def plan(
     """
     from dataclasses import replace
 
+    from .shared.inputs import check_there
+
+    if model.endswith((".toml", ".json")):
+        check_there(model, "a recipe or a config.json", kind="file")
     from ..parallel_state import BadInput
     from ..planner.time import machine_from_bench, machine_named
     from ..search.report import recipe_toml

@@ -112,10 +112,11 @@ def job_of(
         name=_name(Path(file).name.removesuffix(".toml") if name is None else name, system),
         recipe=operand(file),
         out=operand(recipe.out),
-        overrides=tuple(overrides),
+        # On a node whose GPUs are lost, auto would go on with the CPU.
+        overrides=(*overrides, *(["device=cuda"] if recipe.device == "auto" else [])),
         nodes=nodes,
         ranks=ranks,
-        gpu=recipe.device == "cuda",
+        gpu=recipe.device != "cpu",
         **{**known, **asked},
     )
     _check_limits(job)

@@ -81,7 +81,7 @@ class GlobalBatches:
         self.sequence_length, self.global_batch, self.seed = sequence_length, global_batch, seed
         self.vocab_size = tokens.vocab_size
         mixture = tokens if isinstance(tokens, Mixture) else Mixture([(tokens, 1)])
-        self._interleave = mixture.interleave
+        self._interleave, self.files = mixture.interleave, mixture.files
         self._rows = [rows_of(file, sequence_length, documents, samples, overlong) for file in mixture.files]
         positions_of(0, global_batch)  # refuses a batch of nothing
         permute([], 1, seed, 0)  # refuses a bad seed

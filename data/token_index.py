@@ -53,6 +53,7 @@ class TokenIndex(StrictRecord):
     eos_id: int | None = Field(ge=0)
     bos_id: int | None = Field(default=None, ge=0, description="what each document of text begins with")
     tokenizer_fingerprint: str
+    tokenizer: str = Field(default="", description="the tokenizer's folder, as seen from this file's")
     sha256: str
     probe: str = ""
     documents_sha256: str
@@ -76,7 +77,8 @@ class TokenIndex(StrictRecord):
             )
 
     def _seal(self) -> str:
-        said = self.model_dump(mode="json", exclude={"seal"})
+        # An index without a tokenizer has the seal that it had before there was this key.
+        said = self.model_dump(mode="json", exclude={"seal"} if self.tokenizer else {"seal", "tokenizer"})
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 

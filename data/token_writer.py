@@ -72,6 +72,7 @@ class TokenWriter:
         eos_id: int | None = None,
         bos_id: int | None = None,
         tokenizer_fingerprint: str = "",
+        tokenizer: Path | None = None,
         template_sha256: str | None = None,
         megatron: bool = False,
         job: str = "",
@@ -79,6 +80,8 @@ class TokenWriter:
         self._paths = TokenPaths.of(name)
         self._vocab_size, self._fingerprint = vocab_size, tokenizer_fingerprint
         self._eos_id, self._bos_id = eos_id, bos_id
+        here = self._paths.name.parent.resolve()
+        self._tokenizer = "" if tokenizer is None else os.path.relpath(tokenizer.resolve(), here)
         self._template, self._job, self._megatron = template_sha256, job, megatron
         if not 1 <= vocab_size <= 2**32:
             raise BadInput(self._paths.index, "vocab_size", expected="1 to 2**32", found=vocab_size)
@@ -213,6 +216,7 @@ class TokenWriter:
             eos_id=self._eos_id,
             bos_id=self._bos_id,
             tokenizer_fingerprint=self._fingerprint,
+            tokenizer=self._tokenizer,
             sha256=self._digests["tokens"].hexdigest(),
             documents_sha256="",
             targets=targets,

@@ -13,11 +13,20 @@ from typing import TextIO
 from ..parallel_state import Layout
 from ..runs.guard import watched
 from ..runs.heartbeat import this_start
-from ..runs.launch import check_launch, check_local, launch, own_rank, process_group, ranks_are_started
+from ..runs.launch import (
+    check_launch,
+    check_local,
+    device_here,
+    device_words,
+    launch,
+    own_rank,
+    process_group,
+    ranks_are_started,
+)
 from ..storage.disk import writing
 from ..storage.output_file import check_output_file, output_file
 from .continuation import Continuation
-from .request import Figures, Prepared, Request, continue_prompts, prepare
+from .request import Prepared, Request, continue_prompts, prepare
 
 #: In the status folder, what the first rank has to say at the end: the ranks' stderr is torchrun's.
 _FIGURES = "figures"
@@ -30,7 +39,7 @@ def run_generation(
     words: Sequence[str],
     write: Callable[[str], None],
     note: Callable[[str], None],
-    device: str = "cpu",
+    device: str = "auto",
     out: Path | None = None,
     force: bool = False,
     status: Path | None = None,
@@ -44,6 +53,7 @@ def run_generation(
     """
     read = (request.source, request.tokenizer, request.adapter)
     inputs = [Path(name) for name in read if name is not None]
+    device = device_here(device)
     if out is not None:
         check_output_file(out, ours=_is_ours, force=force, inputs=inputs)
     if not ranks_are_started():
@@ -65,6 +75,7 @@ def run_generation(
         file = stack.enter_context(_open(out, inputs, force)) if out is not None and first else None
         # A run may save meanwhile, and each rank chooses its newest checkpoint.
         alike = {
+            "device": device,
             "request": hashlib.sha256(repr(request).encode()).hexdigest(),
             "source": str(prepared.source.path),
         }
@@ -80,7 +91,7 @@ def run_generation(
         if first:
             if stream is not None:
                 write("\n")
-            _tell(done, note, status)
+            _tell(f"{done} on {device_words(device)}", note, status)
     return 0
 
 
@@ -137,8 +148,8 @@ def _rows(
     return line
 
 
-def _tell(done: Figures, note: Callable[[str], None], status: Path | None) -> None:
+def _tell(done: str, note: Callable[[str], None], status: Path | None) -> None:
     if status is None:
-        note(str(done))
+        note(done)
     else:
-        (status / _FIGURES).write_text(str(done))
+        (status / _FIGURES).write_text(done)

@@ -11,6 +11,7 @@ from ..system.addresses import with_addresses
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
 
 
 def nearest(key: str, legal: Iterable[int], actual: int) -> str:
@@ -107,17 +108,23 @@ def from_validation(
     kind: type[BadInput] = BadInput,
     todo: str = "",
 ) -> BadInput:
-    """Return a ``BadInput`` for the first error of pydantic; ``spelled`` gives a field's name in the
-    user's file. ``todo``: what to do about a key that is not known.
+    """Return a ``BadInput`` for the first error of pydantic, and with a missing key for all that are
+    missing; ``spelled`` gives a field's name in the user's file. ``todo``: what to do about a key that is not
+    known.
     """
-    first = error.errors(include_url=False)[0]
-    # Names of validators are no part of the place.
-    place = [str(part) for part in first["loc"] if not str(part).startswith("function-")]
-    key = spelled(".".join(place)) or None
+
+    def key_of(details: ErrorDetails) -> str:
+        place = [str(part) for part in details["loc"] if not str(part).startswith("function-")]  # a validator
+        return spelled(".".join(place))
+
+    first, *others = error.errors(include_url=False)
+    key = key_of(first) or None
     if first["type"] == "extra_forbidden":
         return kind(where, key, expected="a known key", found="an unknown one", todo=todo)
     if first["type"] == "missing":
-        return kind(where, key, expected="a value", found="nothing")
+        missing = dict.fromkeys(key_of(each) for each in (first, *others) if each["type"] == "missing")
+        expected = "a value" if len(missing) == 1 else "a value each"
+        return kind(where, ", ".join(missing), expected=expected, found="nothing")
     text = repr(first["input"])
     return kind(
         where,

@@ -15,11 +15,12 @@ def check_local_ranks(ranks: int, *, devices: int | None = None) -> None:
     most = most_at_once() if devices is None else devices
     if ranks > most:
         what = "processes" if devices is None else "CUDA devices, one for each rank"
+        cpu = "" if devices is None else ', or say device = "cpu"'
         raise BadInput(
             "ranks of this machine",
             expected=f"at most {most:,} {what}",
             found=f"{ranks:,}",
-            todo="Start them on several hosts with torchrun, or ask for a smaller layout",
+            todo=f"Start them on several hosts with torchrun, or ask for a smaller layout{cpu}",
         )
 
 

@@ -50,8 +50,9 @@ class Recipe(Section):
     """stop after this step; the learning-rate schedule still spans `steps`"""
     seed: int = Field(default=0, ge=0)
     """seed of the initial weights, of dropout and of the data order"""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """device that each rank computes on"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """device that each rank computes on; auto: a GPU of its own where the machine has GPUs, else the CPU;
+    the run prints the choice"""
     deterministic: bool = False
     """use only algorithms that give the same bits on every run, on CUDA too; slower"""
     compile: bool | Literal["auto"] = "auto"
@@ -143,6 +144,10 @@ class Recipe(Section):
     def digest(self) -> str:
         """Return 16 hexadecimal digits that differ between recipes that say different things."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
+    def on(self, device: str) -> Recipe:
+        """Return the recipe with another ``device``, such as the one that ``auto`` is here."""
+        return self.model_copy(update={"device": device})
 
     def check(self, where: str) -> None:
         """Refuse numbers that do not fit each other, before anything is read or started."""

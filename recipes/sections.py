@@ -33,7 +33,8 @@ class ModelSection(Section):
     """factor of the loss of multi-token prediction, whose blocks are then read and trained (DeepSeek-V3: 0.3,
     later 0.1); default: these blocks are left out"""
     tokenizer: PathText | None = None
-    """tokenizer folder to copy into checkpoints and exports"""
+    """tokenizer folder to copy into checkpoints and exports; default: that of init_from, or of the token file
+    where it still is"""
 
 
 class LoraSection(LoraConfig):

@@ -59,9 +59,28 @@ def own_rank() -> int:
 def check_device(device: str) -> None:
     """Raise ``BadInput`` for a device that is not known, and for CUDA if there is none."""
     if device not in BACKENDS:
-        raise BadInput("device", expected=" or ".join(BACKENDS), found=repr(device)[:80])
+        found, todo = repr(device)[:80], "cuda is a GPU of NVIDIA or AMD"
+        raise BadInput("device", expected=f"auto, {' or '.join(BACKENDS)}", found=found, todo=todo)
     if device == "cuda" and not torch.cuda.is_available():
         raise BadInput("recipe", "device", expected="cpu: this machine has no CUDA device", found="cuda")
+
+
+def device_here(device: str, *, gpu: bool = False) -> str:
+    """Return the device that ``auto`` is on this machine; another one is returned as it is. ``gpu``: as if
+    there were GPUs here.
+
+    A GPU is taken also where there are too few for the ranks: ``check_local`` and ``check_launch`` refuse
+    that, because a run that goes on a CPU unasked looks as if it hung.
+    """
+    if device != "auto":
+        return device
+    return "cuda" if gpu or torch.cuda.is_available() else "cpu"
+
+
+def device_words(device: str) -> str:
+    """Return the words for a device in a run's first line: a GPU with its name, if it is not simulated."""
+    named = device == "cuda" and torch.cuda.is_available()
+    return f"{device}, {torch.cuda.get_device_name()}" if named else device
 
 
 def check_local(layout: Layout, *, device: str) -> None:
@@ -80,7 +99,8 @@ def check_launch(layout: Layout, *, device: str) -> None:
     layout.check_world(here.world if here else 1)
     if device == "cuda" and here and here.local_rank >= torch.cuda.device_count():
         expected = f"one of the {torch.cuda.device_count()} CUDA devices of this machine, from 0"
-        raise BadInput("environment", "LOCAL_RANK", expected=expected, found=here.local_rank)
+        todo = 'Start fewer ranks on this host, or say device = "cpu"'
+        raise BadInput("environment", "LOCAL_RANK", expected=expected, found=here.local_rank, todo=todo)
 
 
 @contextmanager

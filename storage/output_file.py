@@ -124,6 +124,8 @@ def check_output_file(
     if not force and not ours(_seen(out)):
         todo = "Choose another name, or say --force to replace it"
         actual = "one that exists and is not this command's own earlier output"
+        if ours is nobodys:  # nor can it be told from what the user has made of it
+            actual = "one that exists, and that somebody may have edited"
         raise BadInput(out, expected="a new file", found=actual, todo=todo)
 
 

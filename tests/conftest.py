@@ -22,6 +22,8 @@ from trilith.ranks import pool, processes
 from trilith.system import search_garbage_rarely
 from trilith.system.process_info import children_of, environment_of, process_info
 
+if os.environ.get("TRILITH_TEST_DEVICE", "cpu") == "cpu":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or recipes that leave `device` open would train on a GPU
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of lanes, and of processes that tests start
 # Or each lane compiles every test, and each process that a test starts the package, anew.

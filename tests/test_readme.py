@@ -1,6 +1,5 @@
 """Check that the README works: its Python runs, its recipe is one, its commands do what they say."""
 
-import os
 import tomllib
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from support.configs import TINY_LLAMA
 from support.pages import Page
 from trilith.cli.app import run
 from trilith.data.text.tokenizer_training import train_tokenizer
-from trilith.parallel_state import Layout, ParallelState, clip_gradients, finalize_gradients
+from trilith.parallel_state import clip_gradients, finalize_gradients
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import run_fresh
 
@@ -34,27 +33,21 @@ def place(tmp_path, monkeypatch):
 
 
 def reuse(page):
-    """The block, then its class on this world; a number of what it computes, and of a gradient."""
-    space, state = page.run_python(), None
-    assert space["y"].shape == (2, 8, 64)
-    if "RANK" in os.environ:
-        torch.manual_seed(7 + 100 * int(os.environ["RANK"]))
-        state = ParallelState.start(Layout(tensor=int(os.environ["WORLD_SIZE"])))
-    else:
-        torch.manual_seed(7)
-    layer = space["FeedForward"](64, state=state)
-    y = layer(torch.linspace(-1, 1, 2 * 8 * 64).view(2, 8, 64))
+    """The block, which prints a number of what it computes, on this world; then a number of a gradient."""
+    torch.seed()  # of the process's own, as each that a user starts has
+    space = page.run_python()
+    model, state, y = (space[name] for name in ("model", "state", "y"))
+    assert y.shape == (2, 8, 64) and model.up.weight.requires_grad
     y.square().sum().backward()
-    finalize_gradients(layer, state=state)
-    norm = float(clip_gradients(layer, 1e9, state=state))
-    print(f"found {float(y.sum().detach()):.4f} {norm:.3f}")
-    return norm
+    finalize_gradients(model, state=state)
+    print(f"{float(clip_gradients(model, 1e9, state=state)):.3f}")
 
 
 def test_the_layers_work_as_shown_under_torchrun_and_agree(capsys):
-    """No process group, and a seed of its own on each rank, as torchrun leaves them."""
+    """As written: no process group, and no seed but the page's."""
     reuse(PAGE)
     alone = capsys.readouterr().out.strip()
+    assert len(alone.splitlines()) == 2
     for rank in run_fresh(reuse, 2, PAGE, process_group=False):
         assert rank == 0, rank.output
         assert alone in rank.output

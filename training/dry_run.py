@@ -37,6 +37,7 @@ from ..planner.flops import TokenFlops, active_parameters
 from ..planner.stage_cut import StageCut
 from ..planner.time import Machine, StepTime, step_time
 from ..recipes.recipe import Recipe, with_overrides
+from ..runs.launch import device_here
 from ..system.addresses import can_be_read
 from .build import model_on_meta, multiply_in_float8
 from .lora import recipe_shape
@@ -54,8 +55,7 @@ class RankPlan:
     parameters: int
     stored: int
     trained: int
-    #: A step's collectives.
-    traffic: list[Traffic]
+    traffic: list[Traffic]  # a step's collectives
 
     @property
     def total(self) -> int:
@@ -122,9 +122,10 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, device: int | None = Non
     """Compute the dry run of a checked recipe for ``rank``; default: the rank that needs most memory.
 
     ``device``: its bytes. The default is the recipe's ``memory.device_gb``, or else the memory of this
-    machine's GPU if the recipe runs on one; ``memory.headroom`` of it stays free. Raises ``BadInput`` if the
-    run could not be built from the recipe, and for a rank that the layout does not have.
+    machine's GPU if the recipe runs on one; ``memory.headroom`` of it stays free. Stated bytes make ``auto``
+    a GPU. Raises ``BadInput`` if the run could not be built, and for a rank that the layout does not have.
     """
+    recipe = recipe.on(device_here(recipe.device, gpu=(device or recipe.memory.device_gb) is not None))
     planned, missing = plan_without_weights(recipe)
     base = planned.family.base if isinstance(planned.family, AdaptedFamily) else planned.family
     layout = recipe.layout

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..data.batches import GlobalBatches, Mixture
+from ..data.text.tokenizer_loading import fingerprint_of_folder
 from ..data.token_file import TokenFile
 from ..data.vocabulary import check_vocabulary
 from ..parallel_state import BadInput, MachineFailed
 from ..recipes.recipe import Recipe
+from ..storage import companions_in
 from ..storage.remote_folder import RemoteFolder
 from ..storage.staging import check_home
 
@@ -57,6 +59,19 @@ def out_of_reach(recipe: Recipe, vocab_size: int) -> list[str]:
         except (BadInput, MachineFailed) as error:
             missing.append(f"{key}: {error}")
     return missing
+
+
+def tokenizer_of(batches: GlobalBatches) -> list[Path]:
+    """Return the files of the tokenizer that made the tokens: none unless the token file names a folder, as
+    `trilith tokenize` lets it, and this is still there with the same ids.
+    """
+    file = batches.files[0]
+    folder = file.path.parent / file.index.tokenizer
+    try:
+        same = file.index.tokenizer and fingerprint_of_folder(folder) == file.index.tokenizer_fingerprint
+        return companions_in(folder) if same else []
+    except (BadInput, OSError):  # what lies there now is no tokenizer
+        return []
 
 
 def _reach(mirror: str | None) -> None:

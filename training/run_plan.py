@@ -21,7 +21,7 @@ from ..planner.stage_cut import StageCut, cut_stages
 from ..recipes.checks import check_experts
 from ..recipes.optimizer_sections import ParameterGroup
 from ..recipes.recipe import Recipe, read_config
-from ..runs.launch import own_rank
+from ..runs.launch import device_here, own_rank
 from ..runs.named_trackers import check_trackers
 from ..storage import companions_in
 from ..storage.file_names import CONFIG
@@ -30,7 +30,7 @@ from ..storage.remote_folder import RemoteFolder
 from ..system.addresses import file_in
 from .lora import plan_adapters
 from .parameter_groups import assign, freeze, names_of
-from .run_data import HeldOut, open_data, open_held_out
+from .run_data import HeldOut, open_data, open_held_out, tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -149,12 +149,15 @@ def check_run(recipe: Recipe) -> RunPlan:
     """Plan a run and open its data, once for a process: every rank does so, and before them the process that
     starts them, so that bad input is said once and at once. Raises ``BadInput``.
     """
+    recipe = recipe.on(device_here(recipe.device))
     planned = plan(recipe)
     if recipe.checkpoint.mirror is not None:
         RemoteFolder(recipe.checkpoint.mirror)  # refuses a URL that no installed package understands
     batches = open_data(recipe)
     check_vocabulary(batches.vocab_size, planned.config.vocab_size, "recipe: data.tokens")
     held_out = open_held_out(recipe, planned.config.vocab_size)
+    if planned.source is None and recipe.model.tokenizer is None:
+        planned = replace(planned, companions=tokenizer_of(batches))
     attention = attention_calls(
         planned.family.on_meta(planned.config),
         recipe.device,

@@ -18,7 +18,15 @@ from ..runs.determinism import deterministic
 from ..runs.flight_recorder import keeping_nccl_record
 from ..runs.guard import watched
 from ..runs.heartbeat import status_folder, this_start
-from ..runs.launch import check_launch, check_local, launch, own_rank, process_group, ranks_are_started
+from ..runs.launch import (
+    check_launch,
+    check_local,
+    device_here,
+    launch,
+    own_rank,
+    process_group,
+    ranks_are_started,
+)
 from ..runs.lock import inherits_lock, lock_folder, only_run_in
 from ..runs.rendezvous import wait_as_spare
 from ..runs.stop_signals import StopSignals
@@ -68,6 +76,7 @@ def run(
         loaded, file = with_overrides(recipe, overrides), None
     else:
         loaded, file = load_recipe(recipe, overrides), str(recipe)
+    loaded = loaded.on(device_here(loaded.device))
     here, reason = launched(), ""
     if fit is not None:
         loaded, reason = fit(loaded, here.world if here else ranks or _devices(loaded))
@@ -140,7 +149,7 @@ def _train(
             device=recipe.device,
             timeout=timedelta(seconds=recipe.timeout),
             files_timeout=timedelta(seconds=recipe.checkpoint.timeout),
-            alike={"recipe": recipe.digest},
+            alike={"device": recipe.device, "recipe": recipe.digest},
         ) as state,
         only_run_in(out, state) as start,
     ):

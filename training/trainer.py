@@ -24,9 +24,11 @@ from ..checkpoints import (
 from ..data.batch import Batch, BatchParts
 from ..data.batches import MicroBatches
 from ..parallel_state import CollectiveOrder, NotTrained, ParallelState, fault, initialize, seed_of
+from ..parallel_state.engine import accelerator
 from ..recipes.recipe import Recipe
 from ..runs.guard import report_error_before_cleanup
 from ..runs.heartbeat import Heartbeat
+from ..runs.launch import device_words
 from ..runs.memory_use import memory_used
 from ..runs.metrics import StepMetrics
 from ..runs.requests import Requests, agree_on_requests
@@ -70,6 +72,8 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         layout_change_reason: str = "",
     ) -> None:
+        if recipe.device == "auto":
+            recipe = recipe.on("cuda" if accelerator.is_accelerator(state.device) else "cpu")
         self.recipe, self.state = recipe, state
         self.plan = agree_on_weights(plan or check_run(recipe), recipe, state)
         self.out, self.made = Path(recipe.out), time.monotonic()
@@ -79,6 +83,7 @@ class Trainer:
         self.terminal = Terminal(
             steps=recipe.steps, every=recipe.log_every, stop=recipe.stop_after, quiet=quiet or not self.first
         )
+        self.terminal.say(f"device: {device_words(recipe.device)}")
         self.micro_batches = MicroBatches(
             self.plan.batches,
             state,

@@ -33,6 +33,7 @@ RECIPE = f"""\
 out = "{{out}}"
 steps = {STEPS}
 seed = 1
+device = "cpu"       # leave it out to use GPUs where there are any
 dtype = "float64"    # so that layouts can be compared to the last digits; leave it out for float32
 
 [model]

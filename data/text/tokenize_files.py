@@ -73,6 +73,7 @@ def tokenize(
         eos_id=loaded.eos_id,
         bos_id=bos_id,
         tokenizer_fingerprint=loaded.fingerprint,
+        tokenizer=tokenizer if tokenizer.is_dir() else None,
         template_sha256=template_sha256,
         megatron=megatron,
         job=_name(inputs, loaded, bos_id, append_eos, json_key, split_paragraphs, template_sha256),

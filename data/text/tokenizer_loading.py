@@ -139,6 +139,16 @@ class _SentencePieceTokenizer:
         raise BadInput("generate", "tokenizer", expected=expected, found="a SentencePiece .model file")
 
 
+def fingerprint_of_folder(path: Path) -> str:
+    """Return the SHA-256 (hex) of the files in a tokenizer folder that decide ids; it is not loaded."""
+    digest = hashlib.sha256()
+    for name in DECIDE_IDS:
+        if (path / name).exists():
+            content = _read(path / name)
+            digest.update(f"{name}:{len(content)}:".encode() + content)
+    return digest.hexdigest()
+
+
 class FolderTokenizer:
     """Read a Hugging Face folder with ``AutoTokenizer``."""
 
@@ -146,12 +156,7 @@ class FolderTokenizer:
         self.path = path
         if not any((path / name).exists() for name in VOCABULARIES):
             raise BadInput(path, expected=f"one of {', '.join(VOCABULARIES)}", found="none of them")
-        digest = hashlib.sha256()
-        for name in DECIDE_IDS:
-            if (path / name).exists():
-                content = _read(path / name)
-                digest.update(f"{name}:{len(content)}:".encode() + content)
-        self.fingerprint = digest.hexdigest()
+        self.fingerprint = fingerprint_of_folder(path)
         for file in path.iterdir():  # AutoTokenizer opens others too, and would wait for a pipe
             if file.suffix in (".json", ".jinja", ".txt", ".model"):
                 size = stat_regular(file).st_size

@@ -201,3 +201,23 @@ def test_every_example_is_a_command_line_that_the_command_accepts(name):
         said = len(name.split())
         assert " ".join(words[:said]) == name, line
         EVERY[name].make_context(name, words[said:])  # parses and runs nothing
+
+
+WITHOUT_TORCH = """
+import sys
+from trilith.cli.app import run
+for line in ("convert nothere out", "verify nothere", "inspect nothere", "generate nothere -p a",
+             "train nothere.toml", "train no/where.toml", "plan nothere.toml --gpus 1", "models --help"):
+    print(line, run(line.split()), file=sys.stderr)
+sys.exit("torch" in sys.modules)
+"""
+
+
+def test_an_input_that_is_not_there_is_refused_before_torch_is_imported(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line.rpartition(" ")[2] for line in done.stderr.splitlines()[1::2]][:7] == ["2"] * 7
+    assert done.stderr.count("found no such") == 7 == done.stderr.count("error: ")
+    assert 'model.size = "NAME"' in done.stdout

@@ -1,10 +1,12 @@
 """``trilith generate``: what it writes, from prompts of all kinds, on one rank and on several."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from support.configs import TINY_LLAMA
+from support.short_runs import tiny_recipe, write_recipe
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trilith.cli.app import run
 from trilith.data.text.tokenizer_training import train_tokenizer
@@ -59,7 +61,7 @@ def test_one_prompt_is_written_as_it_grows_and_is_transformers_text(folder, capf
     assert run(words(folder, "--prompt", "The quick")) == 0
     out, err = capfd.readouterr()
     assert out == expected(folder, "The quick") + "\n"
-    assert err.startswith("12 tokens in ") and err.endswith(" tokens/s\n")
+    assert err.startswith("12 tokens in ") and err.endswith(" tokens/s on cpu\n")
 
 
 def rows(text):
@@ -153,3 +155,26 @@ def test_a_prompt_that_is_no_json_is_named_by_its_line(folder, tmp_path, capfd):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "dog"}\n{\n')
     assert run(words(folder, "--prompts", str(tmp_path / "prompts.jsonl"))) == 2
     assert "2: expected valid JSON" in capfd.readouterr().err
+
+
+def test_a_run_from_scratch_keeps_the_tokenizer_of_its_tokens(folder, tmp_path, capfd):
+    """Found from the place of the token file, by its ids; one with other ids, in its place, is none."""
+    (tmp_path / "corpus.txt").write_text(CORPUS)
+    shutil.copytree(folder, tmp_path / "tokenizer", ignore=shutil.ignore_patterns("*config.json", "*.safet*"))
+    tokenizer, tokens = str(tmp_path / "tokenizer"), tmp_path / "tokens"
+    assert (
+        run(["tokenize", str(tmp_path / "corpus.txt"), "--tokenizer", tokenizer, "--out", str(tokens)]) == 0
+    )
+    config = TINY_LLAMA | {"vocab_size": 300, "max_position_embeddings": 256}
+    raw = tiny_recipe(tmp_path / "run", tokens, model={"config": config}, steps=1)
+    recipe = str(write_recipe(tmp_path / "recipe.toml", raw))
+    capfd.readouterr()
+    assert run(["train", recipe]) == 0
+    assert f"tokenizer: {tmp_path}" in capfd.readouterr().out
+    assert written(capfd, tmp_path / "run", "--prompt", "The quick").startswith("The quick")
+
+    train_tokenizer([CORPUS[::-1]], tmp_path / "other", vocab_size=290)
+    shutil.rmtree(tokenizer)
+    (tmp_path / "other").rename(tokenizer)
+    assert run(["train", recipe, f"out={tmp_path / 'later'}"]) == 0
+    assert run(words(tmp_path / "later", "--prompt", "The quick")) == 2

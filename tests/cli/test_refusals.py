@@ -67,6 +67,12 @@ test_a_bad_recipe_is_refused_by_key = refusals(
         for change, says in CHANGES.items()
     ),
     *(command(f'train recipe.toml "{change}"', CHANGES[change], write_recipe) for change in ALONE),
+    command(
+        "train bare.toml",
+        "steps, data.sequence_length, data.global_batch: expected a value each, found nothing",
+        lambda folder: (folder / "bare.toml").write_text("out = 'run'\n[model]\n[data]\ntokens = 'a'\n"),
+        why="all keys that a recipe needs and has not",
+    ),
     command("train recipe.toml data.sequence_length=65", "sequence_length", write_recipe, why="D29"),
     command("train recipe.toml --rank 0", "--rank: expected --dry-run with it", write_recipe),
     command("train recipe.toml --device-memory 80GB", "--device-memory: expected --dry-run", write_recipe),
@@ -197,7 +203,11 @@ test_places_and_options_that_cannot_be_are_refused_before_the_work = refusals(
     ),
     command("plan gpt2 --gpus 1 --machine null.json", "null.json: expected a JSON object", write_files),
     command("plan gpt2 --gpus 1 --machine digits.json", "found a number of 5,000 digits", write_files),
-    command("generate hf -p a --device tpu", "device: expected cpu or cuda, found 'tpu'", write_model),
+    command(
+        "generate hf -p a --device gpu",
+        "device: expected auto, cpu or cuda, found 'gpu'. cuda is a GPU of NVIDIA or AMD",
+        write_model,
+    ),
     *(
         Refused(
             f"tokenize into {out}",
@@ -245,6 +255,15 @@ def test_cuda_is_refused_before_ranks_start_E20(recipe, capfd, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert run(["train", str(recipe), "device=cuda", "layout.data=2"]) == 2
     assert "this machine has no CUDA device" in capfd.readouterr().err
+
+
+def test_of_too_few_gpus_the_cpu_is_not_taken_unasked(recipe, capfd, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert run(["train", str(recipe), "layout.data=4"]) == 2
+    refusal = capfd.readouterr().err
+    assert refusal.count("\n") == 1 and "at most 2 CUDA devices, one for each rank, found 4" in refusal
+    assert 'say device = "cpu"' in refusal
 
 
 @pytest.mark.parametrize(("ranks", "code"), [("2", 0), ("3", 2)])

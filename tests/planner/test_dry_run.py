@@ -20,6 +20,7 @@ from trilith.cli.app import make_app, run
 from trilith.parallel_state import BadInput
 from trilith.recipes import load_recipe
 from trilith.recipes.recipe import with_overrides
+from trilith.runs.launch import device_here
 from trilith.training.dry_run import dry_run, heaviest, rank_plan
 from trilith.training.run_plan import plan
 from typer.main import get_command
@@ -131,6 +132,7 @@ def small(tmp_path_factory):
     path.write_text(f"""
         out = "{path.parent / "run"}"
         steps = 1
+        device = "cpu"
         compute = "bfloat16"
         [model.config]
         model_type = "llama"
@@ -229,6 +231,16 @@ def test_the_heaviest_rank_is_the_default_and_any_can_be_asked_for(small, capsys
     assert dry_run(recipe, rank=15).rank.total == totals[15]
     assert run(["train", str(small), "--dry-run", "--rank", "16"]) == 2
     assert "0 to 15" in capsys.readouterr().err
+
+
+def test_auto_plans_a_gpu_where_its_memory_is_stated(small, monkeypatch):
+    recipe = load_recipe(small, ["device=auto"])
+    stated = with_overrides(recipe, ["memory.device_gb=80"])
+    planned = [dry_run(recipe), dry_run(recipe, device=10**11), dry_run(stated)]
+    assert [each.recipe.device for each in planned] == ["cpu", "cuda", "cuda"]
+    assert planned[0].rank.runtime == 0 < planned[1].rank.runtime
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert [device_here(device) for device in ("auto", "cpu")] == ["cuda", "cpu"]
 
 
 def test_weights_of_another_model_than_the_recipe_states_are_refused(small, tmp_path):

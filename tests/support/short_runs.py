@@ -29,6 +29,7 @@ def tiny_recipe(out: Path, tokens: Path, **changes: Any) -> dict[str, Any]:
         "out": str(out),
         "steps": 6,
         "seed": 3,
+        "device": "cpu",
         "dtype": "float64",
         "model": {"config": TINY_LLAMA},
         "layout": {},

@@ -11,6 +11,8 @@ from trilith.cli.app import run
 from trilith.cli.app import run as command
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadCheckpoint
+from trilith.runs.events import read_events
+from trilith.storage.small_files import log_line
 from trilith.testing import RankError
 
 
@@ -24,6 +26,20 @@ def test_a_resumed_run_says_which_keys_of_its_recipe_have_changed(make, capfd):
     said = capfd.readouterr().out
     changes = 'stop_after: 3, now null; compute: null, now "bfloat16"; optimizer.lr: 0.0003, now 0.02'
     assert f"changed in the recipe since the last start: {changes}\n" in said
+
+
+def test_a_run_says_on_what_device_it_computes_and_that_it_was_another(make, capfd):
+    recipe = make(4)
+    command = ["train", str(recipe.recipe), "layout.data=1", "layout.zero=0"]
+    assert run([*command, "stop_after=2"]) == 0
+    assert capfd.readouterr().out.startswith("device: cpu\n")
+    events = recipe.out / "events.jsonl"
+    (event, *_) = read_events(events)
+    assert event["recipe"]["device"] == "cpu"  # found out: the recipe says auto
+    events.write_text(log_line(event | {"recipe": event["recipe"] | {"device": "cuda"}}) + "\n")
+    assert run([*command, "stop_after=2"]) == 0
+    changes = 'since the last start: device: "cuda", now "cpu"\n'
+    assert changes in capfd.readouterr().out
 
 
 def test_weights_alone_start_a_run_in_any_dtype(tmp_path, tokens):
