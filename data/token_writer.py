@@ -80,8 +80,9 @@ class TokenWriter:
         self._paths = TokenPaths.of(name)
         self._vocab_size, self._fingerprint = vocab_size, tokenizer_fingerprint
         self._eos_id, self._bos_id = eos_id, bos_id
-        here = self._paths.name.parent.resolve()
-        self._tokenizer = "" if tokenizer is None else os.path.relpath(tokenizer.resolve(), here)
+        # Unlike ``Path.resolve``, this raises nothing for a loop of links, which is refused where it is used.
+        here = os.path.realpath(self._paths.name.parent)
+        self._tokenizer = "" if tokenizer is None else os.path.relpath(os.path.realpath(tokenizer), here)
         self._template, self._job, self._megatron = template_sha256, job, megatron
         if not 1 <= vocab_size <= 2**32:
             raise BadInput(self._paths.index, "vocab_size", expected="1 to 2**32", found=vocab_size)

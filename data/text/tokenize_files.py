@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -111,7 +112,7 @@ def _name(inputs: list[Path], loaded: Tokenizer, *options: object) -> str:
     Nobody can put the time back at which a file's content or entry was changed, ``ctime``.
     """
     files = [file for path in inputs for file in (dataset_files(path) if path.is_dir() else [path])]
-    stated = [(str(file.resolve()), file.stat().st_size, file.stat().st_ctime_ns) for file in files]
+    stated = [(os.path.realpath(file), file.stat().st_size, file.stat().st_ctime_ns) for file in files]
     told = [stated, loaded.fingerprint, loaded.vocab_size, loaded.eos_id, *options]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 

@@ -150,7 +150,8 @@ def test_malformed_variables_of_torchrun_are_one_line_and_code_2(
         monkeypatch.setenv(one, said)
     monkeypatch.setattr("trilith.system.process_info.end_with_parent", lambda: None)
     run_ = make(2)
-    words = {"train": [str(run_.recipe)], "generate": [str(run_.out), "-p", "x", "--tensor", "2"]}
+    # Any folder: one that is not there would be refused first.
+    words = {"train": [str(run_.recipe)], "generate": [str(run_.recipe.parent), "-p", "x", "--tensor", "2"]}
     assert run([command, *words[command]]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith(f"error: environment: {name}: expected a whole number")
