@@ -64,8 +64,8 @@ def bench(
         raise BadInput(out, expected="a new folder, or an empty one", found="files in it")
     for folder in out.absolute().parents:
         if folder.is_dir() and (kinds := kinds_of(folder)):
-            found = f"{folder}, {kinds[0].value}"
-            raise BadInput(out, expected="a place outside other folders of trilith's", found=found)
+            around = f"{folder}, {kinds[0].value}"
+            raise BadInput(out, expected="a place outside other folders of trilith's", found=around)
     files = out / "bench.json", out / "bench.html"
     for file in files:
         check_output_file(file, parents=True)

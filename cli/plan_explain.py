@@ -117,10 +117,10 @@ def _explained(name: str, topic: Topic, values: dict[str, Any], called: typer.Co
         at |= {symbol: getattr(numbers, key) for symbol, key in topic.of_model.items()}
     if name in _PREPARE:
         _PREPARE[name](at)
-    given = [Given(row.symbol, at[row.symbol], row.meaning, _flag(row.option)) for row in topic.given]
+    inputs = [Given(row.symbol, at[row.symbol], row.meaning, _flag(row.option)) for row in topic.given]
     steps = [tuple(text.format(**at) for text in row) for row in topic.steps]
     notes = [note.format(**at) for note in topic.notes]
-    return explain(topic.title, given, steps, notes, topic.sources)
+    return explain(topic.title, inputs, steps, notes, topic.sources)
 
 
 def _refuse_given(called: typer.Context, names: Sequence[str]) -> None:

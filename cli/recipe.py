@@ -73,18 +73,18 @@ def recipe(
     if words and origin is not Origin.megatron:
         raise BadInput("recipe", "WORDS", expected=f"none with {origin}", found=repr(" ".join(words))[:60])
     if words:
-        found = from_megatron(arguments_of([str(file), *words]), COMMAND, ranks=ranks)
+        translation = from_megatron(arguments_of([str(file), *words]), COMMAND, ranks=ranks)
     elif origin is Origin.megatron:
-        found = from_megatron(read_arguments(file), str(file), ranks=ranks)
+        translation = from_megatron(read_arguments(file), str(file), ranks=ranks)
     else:
         translate = from_deepspeed if origin is Origin.deepspeed else from_trainer
-        found = translate(read_json(file), str(file), ranks=ranks)
+        translation = translate(read_json(file), str(file), ranks=ranks)
     if out is None:
-        say(found.toml(), nl=False)
+        say(translation.toml(), nl=False)
     else:
         with output_file(out, force=force) as path:  # its user has edited an earlier one: never replaced
-            path.write_text(found.toml(), encoding="utf-8")
-    for line in found.missed:
+            path.write_text(translation.toml(), encoding="utf-8")
+    for line in translation.missed:
         say(f"not mapped: {line}", err=True)
-    for key, why in found.blanks.items():
+    for key, why in translation.blanks.items():
         say(f"fill in: {key}: {why}", err=True)

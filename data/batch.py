@@ -107,14 +107,14 @@ def tokens_ahead(batch: Batch, blocks: int) -> Tensor:
     For the m-th block it has the id that lies m places ahead of each token, and the label of that place,
     which is ``IGNORE`` where the place is not in the token's document. The batch must hold whole rows.
     """
-    found = []
+    of_blocks = []
     for places in range(1, blocks + 1):
         coming, wanted = _earlier(batch.input_ids, places, 0), _earlier(batch.labels, places, IGNORE)
         if batch.positions is not None:
             same = _earlier(batch.positions, places, -1) == batch.positions + places
             wanted = torch.where(same, wanted, IGNORE)
-        found.append(torch.stack([coming, wanted], dim=1))
-    return torch.stack(found, dim=2)
+        of_blocks.append(torch.stack([coming, wanted], dim=1))
+    return torch.stack(of_blocks, dim=2)
 
 
 def _earlier(x_BS: Tensor, places: int, last: int) -> Tensor:

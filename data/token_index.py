@@ -78,8 +78,8 @@ class TokenIndex(StrictRecord):
 
     def _seal(self) -> str:
         # An index without a tokenizer has the seal that it had before there was this key.
-        said = self.model_dump(mode="json", exclude={"seal"} if self.tokenizer else {"seal", "tokenizer"})
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        stated = self.model_dump(mode="json", exclude={"seal"} if self.tokenizer else {"seal", "tokenizer"})
+        return hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

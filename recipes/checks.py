@@ -71,8 +71,8 @@ def _optimizer(section: OptimizerSection, steps: int) -> Iterator[Rule]:
     expected = f"at most the {max(0, room)} steps after the warm-up"
     yield Rule(wsd and last > room, "optimizer.decay", expected, last)
     half = (section.scale_lr is None) != (section.reference_batch is None)
-    found = f"scale_lr = {section.scale_lr}, reference_batch = {section.reference_batch}"
-    yield Rule(half, "optimizer.scale_lr", "scale_lr and reference_batch together, or neither", found)
+    pair = f"scale_lr = {section.scale_lr}, reference_batch = {section.reference_batch}"
+    yield Rule(half, "optimizer.scale_lr", "scale_lr and reference_batch together, or neither", pair)
 
 
 def decay_steps(section: OptimizerSection, steps: int) -> int:

@@ -51,9 +51,9 @@ def read_table() -> tuple[Mapping[str, tuple[str, str]], Mapping[str, Topic]]:
     options = {name: (kind, meaning) for name, (kind, meaning) in table["options"].items()}
     topics = {}
     for name, raw in table["topics"].items():
-        given = [[*fields, options[fields[1]][1]][:4] for fields in _rows(raw["given"])]
+        inputs = [[*fields, options[fields[1]][1]][:4] for fields in _rows(raw["given"])]
         steps = [Result(*fields) for fields in _rows(raw["steps"])]
-        topics[name] = Topic(**raw | {"given": [Input(*fields) for fields in given], "steps": steps})
+        topics[name] = Topic(**raw | {"given": [Input(*fields) for fields in inputs], "steps": steps})
     return options, topics
 
 

@@ -158,12 +158,12 @@ def with_adapters(base, layout):
     initialize(model, 9, state=state)
     if base is not None:
         load(base, model)
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return model, torch.optim.AdamW(trained, lr=0.1)
 
 
 def adapters_go_on(root, base, layouts):
-    found = []
+    of_layouts = []
     for number, layout in enumerate(layouts):
         model, optimizer = with_adapters(None if number else base, layout)
         if number:
@@ -173,8 +173,8 @@ def adapters_go_on(root, base, layouts):
             parameter.grad = parameter.detach() + 0.5
         optimizer.step()
         save(root, model, optimizer, step=number + 1, extra=number + 1)
-        found.append(pieces(model, model.state))
-    return found
+        of_layouts.append(pieces(model, model.state))
+    return of_layouts
 
 
 def test_adapters_go_on_in_a_loop_of_one_s_own_in_any_layout(tmp_path):

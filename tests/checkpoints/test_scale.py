@@ -53,9 +53,9 @@ LAYOUT = Layout(tensor=2, data_shard=3, data_replicate=2, pipeline=2, zero=1)
 def own_boxes(stated, layout, at):
     """Return the box of each parameter that a rank writes."""
     boxes = {
-        name: Grid.of(one, layout, at.pipeline).box_of(layout.rank(at), one.shape)
-        for name, one in stated.items()
-        if not (one.ends and at.pipeline)
+        name: Grid.of(declaration, layout, at.pipeline).box_of(layout.rank(at), declaration.shape)
+        for name, declaration in stated.items()
+        if not (declaration.ends and at.pipeline)
     }
     return {name: box for name, box in boxes.items() if box is not None}
 

@@ -125,10 +125,10 @@ def test_a_failure_leaves_the_older_one_and_nothing_else(tmp_path, method, after
         save(tmp_path / "step-00000002", 2.0, Failing(method, code, after))
     except DiskFailed as error:
         assert error.exit_code == 3 and str(tmp_path) in str(error) and "\n" not in str(error)
-    found = newest_checkpoint(tmp_path)
+    newest = newest_checkpoint(tmp_path)
     left = {path.name for path in tmp_path.iterdir()}
-    if found.directory.name == "step-00000002":  # only the last sync failed: the name is there, and whole
-        assert read(found.directory) == 2.0
+    if newest.directory.name == "step-00000002":  # only the last sync failed: the name is there, and whole
+        assert read(newest.directory) == 2.0
     else:
         assert left == {"step-00000001"}
     assert read(tmp_path / "step-00000001") == 1.0

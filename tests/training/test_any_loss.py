@@ -117,8 +117,8 @@ def test_a_parameter_of_two_stages_whose_gradients_nothing_adds_up_is_refused_on
     fine = [((0, 2), True), ((1,), False)]
     for *refusals, of_ends, of_one in run_parallel(refusal_of_a_table, 3, [*refused, *fine]):
         for (ranks, _), refusal in zip(refused, refusals, strict=True):
-            found = f"the first and the last, found ranks {', '.join(map(str, ranks))}. Compute with it"
-            assert refusal.startswith("model: table: expected one pipeline rank,") and found in refusal
+            advice = f"the first and the last, found ranks {', '.join(map(str, ranks))}. Compute with it"
+            assert refusal.startswith("model: table: expected one pipeline rank,") and advice in refusal
         assert (of_ends, of_one) == ("", "")
 
 
