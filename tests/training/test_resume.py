@@ -10,10 +10,12 @@ from trilith.checkpoints import Manifest, read_source
 from trilith.cli.app import run
 from trilith.cli.app import run as command
 from trilith.machine.random_files import write_tokens
-from trilith.parallel_state import BadCheckpoint
+from trilith.parallel_state import BadCheckpoint, ParallelState
+from trilith.recipes.recipe import parse_recipe
 from trilith.runs.events import read_events
 from trilith.storage.small_files import log_line
 from trilith.testing import RankError
+from trilith.training import Trainer
 
 
 def test_a_resumed_run_says_which_keys_of_its_recipe_have_changed(make, capfd):
@@ -40,6 +42,11 @@ def test_a_run_says_on_what_device_it_computes_and_that_it_was_another(make, cap
     assert run([*command, "stop_after=2"]) == 0
     changes = 'since the last start: device: "cuda", now "cpu"\n'
     assert changes in capfd.readouterr().out
+
+
+def test_a_trainer_notes_the_device_of_its_rank_in_place_of_auto(tmp_path, tokens):
+    recipe = parse_recipe(tiny_recipe(tmp_path / "run", tokens, device="auto"))
+    assert Trainer(recipe, ParallelState.alone(), quiet=True).recipe.device == "cpu"
 
 
 def test_weights_alone_start_a_run_in_any_dtype(tmp_path, tokens):
