@@ -28,10 +28,13 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def _off(x: Tensor) -> AbstractContextManager[Any]:
+def autocasts(x: Tensor) -> bool:
+    """Return whether an autocast region casts the operators of this tensor's device."""
     kind = x.device.type
     # torch 2.11's compiler cannot trace the first question; what it compiles for has autocast.
     available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
-    if available and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
+    return available and torch.is_autocast_enabled(kind)
+
+
+def _off(x: Tensor) -> AbstractContextManager[Any]:
+    return torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..parallel_state import ParallelState, engine
+from .autocast import autocasts
 from .collectives import check_sequence, enter_tensor
 from .linear_extensions import products
 
@@ -59,9 +60,7 @@ def column_products(
     computed. Inside an autocast region autograd does one after the other, because it must follow autocast's
     casts. Raises ``BadInput`` for an input without a sequence dim under sequence parallelism.
     """
-    kind = x.device.type
-    cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    if state.tensor_size == 1 or cast:
+    if state.tensor_size == 1 or autocasts(x):
         return products(enter_tensor(x, state), weights_and_biases)
     if state.sequence:
         check_sequence(x, 1)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 def flops_of_call(name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
     """Return the FLOPs of a call, 0 for an operator that multiplies no matrices."""
-    formula = flop_registry.get(func.overloadpacket) or _MORE.get(name)
+    formula = _MORE.get(name) or flop_registry.get(func.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
@@ -34,11 +34,16 @@ def _place_of_causal(func: Any) -> int | None:
 
 
 def _attention(q: Any, k: Any, v: Any, *others: Any, **named: Any) -> int:
-    return int(sdpa_flop_count(q.shape, k.shape, v.shape))
+    return int(sdpa_flop_count(q.shape, _repeated(k, q), _repeated(v, q)))
 
 
 def _attention_backward(grad: Any, q: Any, k: Any, v: Any, *others: Any, **named: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))
+    return int(sdpa_backward_flop_count(grad.shape, q.shape, _repeated(k, q), _repeated(v, q)))
+
+
+def _repeated(x: Any, q: Any) -> tuple[int, ...]:
+    """Return the shape of keys or values with a head for each query's; torch 2.11 counts no groups."""
+    return (*q.shape[:2], *x.shape[2:])
 
 
 def _grouped(a: Any, b: Any, *others: Any, out_val: Any, **named: Any) -> int:
@@ -50,9 +55,10 @@ def _product(total: Any, a: Any, b: Any, *others: Any, **named: Any) -> int:
     return int(2 * prod(a.shape) * b.shape[-1])
 
 
+_ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 _MORE: dict[str, Callable[..., int]] = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    **{f"aten::_scaled_dot_product_{kernel}": _attention for kernel in _ATTENTION},
+    **{f"aten::_scaled_dot_product_{kernel}_backward": _attention_backward for kernel in _ATTENTION},
     "aten::_grouped_mm": _grouped,
     "aten::addmm_": _product,
 }

@@ -58,7 +58,7 @@ def train_steps(recipe: dict[str, Any], side: int | None = None) -> dict[str, An
     ``side``: of the matrices whose product is timed before, in the same process.
     """
     checked = parse_recipe(recipe)
-    compute = dtype_named(checked.compute or checked.dtype)
+    compute = dtype_named(checked.compute_dtype)
     with process_group(checked.layout, device=checked.device) as state:
         matmul = matmul_flops(state.device, side or _SIDE[state.device.type], compute)
         plan = check_run(checked)

@@ -11,6 +11,8 @@ from trilith.layers import (
     vocab_parallel_cross_entropy,
 )
 from trilith.layers.attention.blockwise import BlockAttentionOptions, attend, attend_backward
+from trilith.layers.column_products import column_products
+from trilith.parallel_state import ParallelState
 
 D, VOCAB = 16, 31
 
@@ -67,3 +69,18 @@ def test_a_head_and_hidden_states_that_autocast_set_apart_meet_in_the_wider_dtyp
     with torch.autocast("cpu", torch.bfloat16):
         found = chunked_cross_entropy(x, HEAD, LABELS, VOCAB, chunk=5)
     assert torch.equal(found, chunked_cross_entropy(x.float(), HEAD, LABELS, VOCAB, chunk=5))
+
+
+def test_compiled_layers_do_not_ask_whether_a_device_has_autocast(monkeypatch):
+    """Torch 2.11's compiler cannot trace the question."""
+
+    def untraceable(kind):
+        raise AssertionError("asked while compiling")
+
+    norm = made(RMSNorm(D))
+
+    def layers(x):
+        return norm(column_products(x, [(HEAD, None)], ParallelState.alone())[0][..., :D])
+
+    monkeypatch.setattr(torch.amp, "is_autocast_available", torch._dynamo.disable(untraceable))
+    torch.compile(layers, backend="eager", fullgraph=True)(torch.zeros(2, 8, D))
