@@ -229,11 +229,12 @@ def _share_memory(fsdp_param: Any) -> None:
     def shares() -> bool:
         return any(output is fsdp_param._sharded_param_data for output in fsdp_param.all_gather_outputs)
 
-    def share_or_make(sizes: list[int], dtypes: list[torch.dtype], world: int, device: torch.device) -> None:
+    # Torch 2.11 also says by name whether to make the memory anew, which it never asks for in eager mode.
+    def share_or_make(sizes: list[int], dtypes: list[torch.dtype], *place: Any, **named: Any) -> None:
         stored = fsdp_param._sharded_param_data
         fills_storage = stored.untyped_storage().size() == stored.nbytes  # FSDP would cut off the rest
         if fsdp_param.offload_to_cpu or [stored.dtype] != dtypes or not fills_storage:
-            make(sizes, dtypes, world, device)
+            make(sizes, dtypes, *place, **named)
         elif not shares():
             fsdp_param.all_gather_outputs = [stored]
             vars(fsdp_param).pop("_unsharded_param", None)  # it lies where the parameter lay before
