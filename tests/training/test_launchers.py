@@ -1,4 +1,4 @@
-"""Launchers start ranks that train together: those of docs/clusters.md, and the README's torchrun."""
+"""Launchers start ranks that train together: those of docs/clusters.md."""
 
 import os
 import re
@@ -154,12 +154,12 @@ def test_torchrun_takes_the_variables_of_kubeflow_s_plugin(make):
     assert run.steps_saved == [2]
 
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
 AGENTS = 2
 
 
 def shown():
-    (command,) = re.findall(r"^(torchrun --nnodes .*)$", README.read_text(encoding="utf-8"), re.MULTILINE)
+    (command,) = re.findall(r"^(torchrun --nnodes .* trilith train .*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     return str(command)
 
 
@@ -171,12 +171,12 @@ def filled_in(recipe):
     return [str(beside / word) if word in ("torchrun", "trilith") else word for word in words]
 
 
-def test_the_command_in_the_help_is_the_one_in_the_readme():
+def test_the_command_in_the_help_is_the_one_of_the_page():
     help_text = " ".join((train_command.__doc__ or "").split())
     assert shown() in help_text.replace("\\ ", "")
 
 
-def test_two_hosts_that_start_the_readme_s_command_train_together(make):
+def test_two_hosts_that_start_the_page_s_command_train_together(make):
     """Two agents of torchrun on this machine, one rank each; without a rendezvous each waits for ever."""
     run = make(4)
     command = filled_in(run.recipe)
