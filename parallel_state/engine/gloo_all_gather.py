@@ -1,13 +1,13 @@
-"""Replace the one gloo operation of torch's functional collectives that damages the heap of its process.
+"""Replace the gloo operation of torch's functional all-gathers, which damages the heap of its process.
 
 A gloo group has two threads. The thread that has run a collective writes the name of its kind to a string of
-the group, without a lock (``ProcessGroupGloo::runLoop`` in torch 2.11 to 2.13). Names of up to 15 letters lie
-inside the string, and nothing happens. ``ALLGATHER_COALESCED``, with 19 letters, lies on the heap: if both
-threads write at once, they free the same memory twice or write to freed memory, and the process ends later,
-anywhere, with "malloc(): unaligned tcache chunk detected", "double free" or SIGSEGV. torch's functional
-``all_gather_into_tensor``, with or without ``_coalesced``, is of this kind. Its variant with ``out``, and
-``dist.all_gather_into_tensor``, are an ``ALLGATHER``. One thread a group would help, too, but a small
-all-reduce took five times as long.
+the group, without a lock (``ProcessGroupGloo::runLoop``, torch 2.13). A name of up to 15 letters lies inside
+the string object, and nothing happens. ``ALLGATHER_COALESCED``, with 19 letters, lies on the heap: if both
+threads write at once, they free memory twice or write to freed memory. The process ends later, anywhere, with
+"malloc(): unaligned tcache chunk detected", "double free" or SIGSEGV. ``all_gather_into_tensor`` of torch's
+functional collectives, with and without ``_coalesced``, is of this kind; its variant with ``out`` is an
+``ALLGATHER``. One thread a group would help too, but on two busy cores a small all-reduce then took five times
+as long.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor
 
 @cache
 def gather_safely() -> torch.library.Library:
-    """Let the functional all-gathers of host tensors, whoever calls them, be of the harmless kind from now on.
+    """Compute torch's functional all-gathers of host tensors by an ``ALLGATHER`` in this process from now on.
 
-    The results are the same. DTensor, compiled code and a user's own group are included. The kernels stay as
+    The results are the same. It holds for all groups and callers, DTensor and compiled code among them, as
     long as the library that is returned.
     """
     library = torch.library.Library("_c10d_functional", "IMPL")

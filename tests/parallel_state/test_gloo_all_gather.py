@@ -1,4 +1,4 @@
-"""No all-gather over gloo is of the kind whose long name its two threads write over each other."""
+"""No all-gather over gloo is of the kind whose name, written by two threads at once, damages the heap."""
 
 import time
 import warnings
@@ -39,7 +39,7 @@ def gathered(x, state):
 
 
 def gather_all(compiled):
-    """Gather while torch's own operator for several tensors, which has the long name, raises."""
+    """Gather while the operator that torch's own functional all-gathers call, of the harmful kind, raises."""
     state = ParallelState.start(Layout.of(tensor=2))
     library = torch.library.Library("c10d", "IMPL")
     with warnings.catch_warnings():
@@ -57,7 +57,7 @@ def gather_all(compiled):
 def test_every_way_to_gather_is_of_the_harmless_kind():
     for ways in run_parallel(gather_all, 2, False):
         for x, results in zip(ROWS.values(), ways, strict=True):
-            other = x + 1 if x.dtype != torch.bool else ~x
+            other = ~x if x.dtype == torch.bool else x + 1
             assert all(torch.equal(result, torch.cat([x, other])) for result in results), x
 
 
