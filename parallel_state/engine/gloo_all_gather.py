@@ -1,8 +1,8 @@
 """Replace the gloo operation of torch's functional all-gathers, which damages the heap of its process.
 
 A gloo group has two threads. The thread that has run a collective writes the name of its kind to a string of
-the group, without a lock (``ProcessGroupGloo::runLoop``, torch 2.11 to 2.13). A name of up to 15 letters lies inside
-the string object, and nothing happens. ``ALLGATHER_COALESCED``, with 19 letters, lies on the heap: if both
+the group, without a lock (``ProcessGroupGloo::runLoop``, torch 2.11 to 2.13). A name of up to 15 letters lies
+inside the string object, and nothing happens. ``ALLGATHER_COALESCED``, with 19, lies on the heap: if both
 threads write at once, they free memory twice or write to freed memory. The process ends later, anywhere, with
 "malloc(): unaligned tcache chunk detected", "double free" or SIGSEGV. ``all_gather_into_tensor`` of torch's
 functional collectives, with and without ``_coalesced``, is of this kind; its variant with ``out`` is an
