@@ -51,6 +51,7 @@ PRIVATE_TORCH = {
     "parallel_state/engine/flight_recorder.py": "the same",
     "parallel_state/engine/fake_tensors.py": "the same",
     "parallel_state/engine/fully_sharded.py": "the same",
+    "parallel_state/engine/gloo_all_gather.py": "the same",
     "parallel_state/engine/kernels.py": "the same",
     "parallel_state/engine/local_tensors.py": "the same",
     "parallel_state/engine/weight_gradients.py": "the same",

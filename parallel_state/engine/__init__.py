@@ -47,6 +47,7 @@ from .fully_sharded import (
     sum_on_one_rank,
     watched,
 )
+from .gloo_all_gather import gather_safely
 from .kernels import assert_on_device, flash_attention, flash_attention_backward, scaled_mm
 from .local_tensors import (
     AdamW,
@@ -95,6 +96,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "fsdp_modules",
+    "gather_safely",
     "gather_weights",
     "group_of_call",
     "group_ranks",

@@ -28,6 +28,8 @@ PRIVATE = (
     ("torch.ops._c10d_functional", "all_reduce"),
     ("torch.ops._c10d_functional", "all_reduce_"),
     ("torch.ops._c10d_functional", "all_gather_into_tensor"),
+    ("torch.ops._c10d_functional", "all_gather_into_tensor_coalesced"),
+    ("torch.ops._c10d_functional", "all_gather_into_tensor_out"),
     ("torch.ops._c10d_functional", "reduce_scatter_tensor"),
     ("torch.ops._c10d_functional", "all_to_all_single"),
     ("torch.ops._c10d_functional", "wait_tensor"),
