@@ -1,19 +1,25 @@
-"""Start ``trilith train`` as its launcher does, each process a fork of its parent: nothing is imported."""
+"""Start launchers, their ranks, and templates of ranks as forks of their parent: nothing is imported."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from trilith.ranks import fork_server, processes
 from trilith.runs import torchrun_agent as agent
+from trilith.system.process_end import end
 
 Command = Callable[[list[str]], int]
 
@@ -30,6 +36,7 @@ class Forked:
         stdin: int | None = None,
         stderr: Any = None,
         session: bool = False,
+        keep: Sequence[int] = (),
     ) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
@@ -44,7 +51,8 @@ class Forked:
             for fd, place in ((stdin, 0), (stderr.fileno() if stderr else None, 2)):
                 if fd is not None:
                     os.dup2(fd, place)
-            os.closerange(3, 4096)
+            for first, last in pairwise([2, *sorted(keep), 4096]):
+                os.closerange(first + 1, last)
             os.environ.clear()
             os.environ.update(env)
             main(words)
@@ -70,10 +78,35 @@ class Forked:
             time.sleep(0.01)
         return code
 
+    def kill(self) -> None:
+        """End it at once unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
     def send_signal(self, number: int) -> None:
         """Send the signal unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
+
+
+class ForkedTemplate(processes.Template):
+    """Be a template of ranks that is a fork of this process, which has imported what its ranks need.
+
+    Unlike those of a user, all templates of a process then hash strings alike.
+    """
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        self._requests, theirs = socket.socketpair()
+        self._printed = tempfile.TemporaryFile()
+
+        def serve(_: Sequence[str]) -> None:
+            os.dup2(2, 1)
+            atexit._clear()  # what is to be done at the end of this process, such as removing its folders
+            end(fork_server.main(theirs.fileno()))
+
+        self._process = Forked(  # type: ignore[assignment]
+            serve, (), dict(os.environ), stderr=self._printed, session=True, keep=[theirs.fileno()]
+        )
+        theirs.close()
 
 
 def launch_forked(command: Command, words: list[str], folder: str) -> None:

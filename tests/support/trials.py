@@ -17,6 +17,7 @@ from trilith.ranks import pool, processes
 from trilith.search import find
 
 from support import forked
+from support.forked_launch import ForkedTemplate
 
 #: Seconds after which a command counts as hanging, on a machine that others use; those of a refusal, also
 #: after the work began; and those after which a command must have begun with its work.
@@ -75,6 +76,8 @@ def check(
         os.environ.update(TOKENIZERS_PARALLELISM="false")
         # The ranks that this process has already started answer to its parent.
         pool._pool, processes.templates._templates = pool.Pool(), []
+        # Those that it starts need not import anew what it has imported: two take ten seconds of a core.
+        processes.Template = ForkedTemplate  # type: ignore[misc]
         printed = os.memfd_create("stdout")
         if any(trial.work for trial in trials):  # a limit of files' sizes would count for it, too
             os.dup2(printed, 1)
