@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -96,7 +95,7 @@ class ForkedTemplate(processes.Template):
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
         self._requests, theirs = socket.socketpair()
-        self._printed = tempfile.TemporaryFile()
+        self._printed = processes._printout()
 
         def serve(_: Sequence[str]) -> None:
             os.dup2(2, 1)
