@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import socket
@@ -42,6 +43,7 @@ class Forked:
         if self.pid:
             return
         code = 1
+        gc.freeze()  # or a search would close files of the parent by numbers that are other files' here
         try:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
                 signal.signal(number, signal.SIG_DFL)
