@@ -140,30 +140,39 @@ def node_forked(command: Command, words: list[str], folder: str, nodes: list[Nod
     R is the rank of the call. The first node is the head, where torchruns meet; ``port`` must be free.
     torchrun gives rank 0 to the node whose address is the first by its letters. As on hosts of their own,
     torchrun and rank know the node's name as that of their host, so they do not look for each other's
-    processes. The process id of torchrun is in the file ``torchrun-R`` of ``folder``; the rest is as in
-    ``launch_forked``.
+    processes. The rest is as in ``torchrun_forked``.
     """
-    from torch.distributed.run import main as torchrun
-
-    number = _leave_the_test(Path(folder), "torchrun")
+    number = int(os.environ["RANK"])
     node = nodes[number]
     os.environ["TRILITH_FAULT"] = node.fault
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{nodes[0].address}:{port}", "--rdzv-id", "one"]
     meeting += [f"--rdzv-conf=is_host={int(number == 0)}", "--local-addr", node.address]
     shape = ["--nnodes", str(len(nodes)), "--nproc-per-node", "1"]
-    with mock.patch("socket.gethostname", lambda: node.name), _forked_ranks(command):
-        torchrun([*shape, *meeting, "--no-python", "python", "-m", "trilith.cli", *words])
+    with mock.patch("socket.gethostname", lambda: node.name):
+        torchrun_forked(command, [*shape, *meeting, "--no-python", "trilith", *words], folder)
 
 
-def _leave_the_test(folder: Path, what: str) -> int:
-    """Drop the test's variables and standard output, and note the process id; return the rank of the call."""
+def torchrun_forked(command: Command, words: list[str], folder: str) -> None:
+    """Be ``torchrun`` with these words, which start ``trilith``: a function for ``run_fresh``.
+
+    The process id of torchrun is in the file ``torchrun-R`` of ``folder``, R the rank of the call; the rest
+    is as in ``launch_forked``.
+    """
+    from torch.distributed.run import main as torchrun
+
+    _leave_the_test(Path(folder), "torchrun")
+    with _forked_ranks(command):
+        torchrun(words)
+
+
+def _leave_the_test(folder: Path, what: str) -> None:
+    """Drop the test's variables and standard output, and note the process id."""
     number = int(os.environ["RANK"])
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     (folder / f"{what}-{number}").write_text(str(os.getpid()))
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
-    return number
 
 
 @contextmanager
@@ -172,7 +181,8 @@ def _forked_ranks(command: Command) -> Iterator[None]:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     def be_a_rank(started: Sequence[str]) -> None:
-        sys.exit(command([*started[started.index("trilith.cli") + 1 :]]))
+        ours = next(number for number, word in enumerate(started) if word in ("trilith", "trilith.cli"))
+        sys.exit(command([*started[ours + 1 :]]))
 
     with mock.patch.object(
         SubprocessHandler, "_popen", lambda _, started, env: Forked(be_a_rank, started, env, session=True)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
-from support.configs import TINY_LLAMA
+from support.configs import config
 from support.forked_launch import launch_forked
 from support.kills import Campaign, wait_for
 from support.short_runs import write_recipe
@@ -18,7 +18,7 @@ from trilith.system.process_end import leave
 from trilith.testing import ExitCode, run_fresh
 
 SECTIONS = {
-    "model": {"config": TINY_LLAMA},
+    "model": {"config": config("tiny_llama", layers=2)},
     "layout": {"data": 2, "zero": 1},
     "checkpoint": {"every": 2, "keep": 2},
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from support.forked_launch import torchrun_forked
 from trilith.cli.app import run
 from trilith.cli.train import train as train_command
 from trilith.runs.events import read_events
@@ -164,11 +165,9 @@ def shown():
 
 
 def filled_in(recipe):
-    """Return the command with its placeholders filled in, and one rank a host in place of eight."""
+    """Return torchrun's words with the placeholders filled in, and one rank a host in place of eight."""
     values = {"HOST:29400": f"localhost:{free_port()}", "NAME": "a-run", "recipe.toml": str(recipe), "8": "1"}
-    words = [values.get(word, word) for word in shlex.split(shown())]
-    beside = Path(sys.executable).parent
-    return [str(beside / word) if word in ("torchrun", "trilith") else word for word in words]
+    return [values.get(word, word) for word in shlex.split(shown().removeprefix("torchrun "))]
 
 
 def test_the_command_in_the_help_is_the_one_in_the_readme():
@@ -178,15 +177,17 @@ def test_the_command_in_the_help_is_the_one_in_the_readme():
 
 def test_two_hosts_that_start_the_readme_s_command_train_together(make):
     """Two agents of torchrun on this machine, one rank each; without a rendezvous each waits for ever."""
-    run = make(4)
-    command = filled_in(run.recipe)
-    assert command[command.index("--nnodes") + 1] == str(AGENTS)
-    check_all_train([start(command) for _ in range(AGENTS)])
-    assert run.steps_saved == [2, 4]
-    (began,) = [one for one in read_events(run.out / "events.jsonl") if one["event"] == "started"]
+    made = make(4)
+    words = filled_in(made.recipe)
+    assert words[words.index("--nnodes") + 1] == str(AGENTS)
+    given = run, words, str(made.folder)
+    codes = run_fresh(torchrun_forked, AGENTS, *given, process_group=False, timeout=180)
+    assert codes == [0] * AGENTS, [code.output for code in codes]
+    assert made.steps_saved == [2, 4]
+    (began,) = [one for one in read_events(made.out / "events.jsonl") if one["event"] == "started"]
     assert began["world"] == AGENTS
-    assert {run.status(rank)["rank"] for rank in range(AGENTS)} == {0, 1}
-    assert run.status(0)["run"] == run.status(1)["run"] != ""
+    assert {made.status(rank)["rank"] for rank in range(AGENTS)} == {0, 1}
+    assert made.status(0)["run"] == made.status(1)["run"] != ""
 
 
 @pytest.mark.slow  # two starts of two ranks with all their imports
