@@ -27,8 +27,7 @@ SECTIONS = {
 def train_as_a_rank(arguments):
     """Run the command; after one that went well or was refused, take the interpreter apart no further.
 
-    All of the end runs where ranks fail, and in the whole starts of ``test_launchers`` and
-    ``test_readme``.
+    All of the end runs where ranks fail, and in the whole start of ``test_readme``.
     """
     if (code := run(["train", *arguments])) in (0, 2):
         leave(code)
