@@ -19,7 +19,7 @@ from unittest import mock
 
 from trilith.ranks import fork_server, processes
 from trilith.runs import torchrun_agent as agent
-from trilith.system.process_end import end
+from trilith.system.process_end import end, leave
 
 Command = Callable[[list[str]], int]
 
@@ -120,7 +120,7 @@ def launch_forked(command: Command, words: list[str], folder: str) -> None:
     """
     _leave_the_test(Path(folder), "launcher")
     with mock.patch("trilith.runs.launch.subprocess.Popen", _start_torchrun), _forked_ranks(command):
-        sys.exit(command(words))
+        leave(command(words))
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,7 @@ def torchrun_forked(command: Command, words: list[str], folder: str) -> None:
     _leave_the_test(Path(folder), "torchrun")
     with _forked_ranks(command):
         torchrun(words)
+    leave(0)
 
 
 def _leave_the_test(folder: Path, what: str) -> None:

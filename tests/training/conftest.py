@@ -1,7 +1,6 @@
 """A small run as a user starts it, for the tests that kill it."""
 
 import json
-import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from support.short_runs import write_recipe
 from trilith.checkpoints import complete_checkpoints, read_source, verify
 from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
-from trilith.system.process_end import leave
+from trilith.system.process_end import end, leave
 from trilith.testing import ExitCode, run_fresh
 
 SECTIONS = {
@@ -25,13 +24,13 @@ SECTIONS = {
 
 
 def train_as_a_rank(arguments):
-    """Run the command; after one that went well or was refused, take the interpreter apart no further.
+    """Run the command, and end as it does; after one that went well or was refused, more quickly.
 
-    All of the end runs where ranks fail, and in the whole start of ``test_readme``.
+    Then all of the end runs in the whole start of ``test_readme``.
     """
     if (code := run(["train", *arguments])) in (0, 2):
         leave(code)
-    sys.exit(code)
+    end(code)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from trilith.cli.app import run
 from trilith.cli.train import train as train_command
 from trilith.runs.events import read_events
 from trilith.runs.metrics import read_metrics
+from trilith.system.process_end import leave
 from trilith.testing import run_fresh
 from trilith.training import run as train
 
@@ -46,7 +47,7 @@ def started_by_srun(recipe, port):
     rank, world = rank_and_world()
     os.environ |= {"SLURM_JOB_ID": "40000", "SLURM_STEP_ID": str(port - 20_000), "SLURM_PROCID": rank}
     os.environ |= {"SLURM_LOCALID": rank, "SLURM_NTASKS": world, "SLURM_STEP_NODELIST": "localhost"}
-    sys.exit(run(["train", recipe, "--quiet"]))
+    leave(run(["train", recipe, "--quiet"]))
 
 
 def started_by_mpirun(recipe, port):
@@ -55,7 +56,7 @@ def started_by_mpirun(recipe, port):
     os.environ |= {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": world}
     os.environ |= {"OMPI_COMM_WORLD_LOCAL_RANK": rank, "OMPI_COMM_WORLD_LOCAL_SIZE": world}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    sys.exit(run(["train", recipe, "--quiet"]))
+    leave(run(["train", recipe, "--quiet"]))
 
 
 def started_by_ray(recipe, port):
@@ -64,7 +65,7 @@ def started_by_ray(recipe, port):
     os.environ["RAY_JOB_ID"] = "01000000"
     dist.init_process_group("gloo")
     dist.destroy_process_group()  # as the lines of the page do
-    sys.exit(train(recipe, quiet=True))
+    leave(train(recipe, quiet=True))
 
 
 @pytest.mark.parametrize(
