@@ -144,6 +144,14 @@ def test_what_needs_no_model_does_not_import_torch(words):
     assert not imported & heavy
 
 
+def test_a_command_searches_less_for_garbage_while_it_imports():
+    before = "import gc, trilith.cli as cli; before = gc.get_threshold()"
+    code = f"{before}\ntry: cli.main()\nfinally: print(gc.get_threshold() > before)"
+    words = [sys.executable, "-P", "-c", code, "--version"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.endswith("\nTrue\n"), done
+
+
 def test_the_version_is_the_packages():
     from importlib.metadata import version
 
