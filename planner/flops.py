@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +20,7 @@ from .signatures import signature
 from .step_shape import MicroBatch
 
 if TYPE_CHECKING:
-    from ..models import CausalLM
+    from ..models import CausalLM, Family, ModelConfig
 
 #: Dense bf16 FLOP/s by words of the device's name, the first that fits. Source: the makers' data sheets.
 PEAKS: tuple[tuple[str, float], ...] = (
@@ -78,7 +79,15 @@ def flops_per_token(model: CausalLM, sequence_length: int) -> TokenFlops:
     functions and recomputation do not count.
     Source: Narayanan et al. 2021 (appendix); Chowdhery et al. 2022 (appendix B).
     """
-    model_flops = forward_flops(model, sequence_length)
+    return _of_token(forward_flops(model, sequence_length))
+
+
+def flops_of_token(family: Family, config: ModelConfig, sequence_length: int) -> TokenFlops:
+    """Count what ``flops_per_token`` does, of a config's model, which is traced once for a process."""
+    return _of_token(flops_of_config(family, config, sequence_length))
+
+
+def _of_token(model_flops: ModelFlops) -> TokenFlops:
     parts = [*model_flops.blocks, *model_flops.last, model_flops.first]
     names = ("matrices", "attention", "trained")
     return TokenFlops(*(sum(getattr(part, name) for part in parts) for name in names))
@@ -106,6 +115,12 @@ class ModelFlops(NamedTuple):
     first: PartFlops
     blocks: list[PartFlops]
     last: list[PartFlops]
+
+
+@lru_cache(maxsize=64)
+def flops_of_config(family: Family, config: ModelConfig, sequence_length: int) -> ModelFlops:
+    """Count what ``forward_flops`` does, of a config's model, which is traced once for a process."""
+    return forward_flops(family.on_meta(config), sequence_length)
 
 
 def forward_flops(model: CausalLM, sequence_length: int) -> ModelFlops:

@@ -10,7 +10,7 @@ from ..layers import all_stages, split_blocks
 from ..models import AdaptedFamily, Family, ModelConfig
 from ..parallel_state import Layout
 from ..pipeline.cut import cut_by_cost, stage_costs
-from .flops import forward_flops
+from .flops import flops_of_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,6 @@ def _forward_flops(
     family: Family, config: ModelConfig, sequence_length: int
 ) -> tuple[list[float], float, float]:
     """Return the FLOPs of a token's forward: of each block, of the embedding, and of the output layer."""
-    counted = forward_flops(family.on_meta(config), sequence_length)
+    counted = flops_of_config(family, config, sequence_length)
     last = sum(part.causal for part in counted.last)
     return [part.causal for part in counted.blocks], counted.first.causal, last

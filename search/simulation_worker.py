@@ -20,12 +20,20 @@ from ..recipes.recipe import Recipe, parse_recipe
 from ..simulation.record import StepRecord
 from ..storage.strict_json import parse_object
 
+#: What the process runs: all that it imports stays.
+_COMMAND = f"""
+from trilith.system import search_less_often
+search_less_often()
+from {__name__} import answer_pipe
+answer_pipe()
+"""
+
 
 class Worker:
     """Hold a process that simulates steps; ``close`` ends it. It also ends with the process that made it."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-c", f"from {__name__} import answer_pipe; answer_pipe()"]
+        command = [sys.executable, "-c", _COMMAND]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         # In a group of its own: Ctrl-C is for the process that asks, which then ends this one.
         self._process = subprocess.Popen(

@@ -16,7 +16,7 @@ from ..parallel_state import BadInput, ParallelState, dtype_named
 from ..parallel_state.collective_errors import together
 from ..pipeline import schedule_kind
 from ..planner import sampled
-from ..planner.flops import TokenFlops, flops_per_token
+from ..planner.flops import TokenFlops, flops_of_token, flops_per_token
 from ..planner.stage_cut import StageCut, cut_stages
 from ..recipes.checks import check_experts
 from ..recipes.optimizer_sections import ParameterGroup
@@ -195,7 +195,7 @@ def check_run_folder(recipe: Recipe) -> None:
 def flops_of(recipe: Recipe, plan: Plan) -> TokenFlops:
     """Count the FLOPs of one of the run's tokens; frozen parameters have no gradient to compute."""
     if not plan.groups:
-        return flops_per_token(plan.family.on_meta(plan.config), recipe.data.sequence_length)
+        return flops_of_token(plan.family, plan.config, recipe.data.sequence_length)
     model = plan.family.build(plan.config)
     freeze(model, plan.groups)
     return flops_per_token(model, recipe.data.sequence_length)
