@@ -9,14 +9,13 @@ from .kinds_of_blocks import SampledModel, sampled
 from .memory import MemoryPlan, memory_of, plan_memory
 from .rank_parameters import Group, RankParameters, rank_parameters
 from .stage_costs import StageCost, stage_costs
-from .step_shape import MicroBatch, Work
+from .step_shape import Work
 from .suggestions import Change, Remedy, changes_that_fit
 
 __all__ = [
     "Change",
     "Remedy",
     "MemoryPlan",
-    "MicroBatch",
     "Group",
     "RankParameters",
     "SampledModel",

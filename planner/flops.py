@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from ..layers import Attention, MoE, MultiHeadLatentAttention
+from ..models.base.signatures import signature
 from ..parallel_state import declarations
+from ..simulation.micro_batch import MicroBatch
+from ..simulation.piece import Piece
+from ..simulation.pieces import ModelPieces
 from .formulas.training_time import utilization
-from .piece import Piece
-from .pieces import ModelPieces
-from .signatures import signature
-from .step_shape import MicroBatch
 
 if TYPE_CHECKING:
     from ..models import CausalLM

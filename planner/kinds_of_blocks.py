@@ -18,10 +18,10 @@ from torch import nn
 
 from ..layers import Scaling, Stage, all_stages, use_float8
 from ..models import AdaptedFamily, Family, ModelConfig
+from ..models.base.signatures import signature
 from ..parallel_state import Layout, ParallelState, declarations
-from .pieces import ModelPieces
+from ..simulation.pieces import ModelPieces
 from .rank_parameters import Group, RankParameters, count_parameters
-from .signatures import signature
 from .stage_costs import StageCost, stage_cost
 from .step_shape import Work
 

@@ -7,28 +7,7 @@ from functools import cached_property
 
 from ..layers import Checkpointing
 from ..parallel_state import Coordinates, Layout, ParallelState
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Describe the tokens of a micro-batch on one rank: ``rows`` of ``length`` tokens, its piece of each row
-    over the context axis, and how they are computed: ``compute``: bytes of a number; ``gpu``: by a GPU's
-    kernels, or by a CPU's, where RMSNorm, dropout and attention that drops are several operators.
-    """
-
-    rows: int
-    length: int
-    compute: int = 4
-    gpu: bool = True
-
-    @property
-    def count(self) -> int:
-        return self.rows * self.length
-
-    @property
-    def inner(self) -> int:
-        """Return the bytes of a number where layers compute in at least fp32."""
-        return max(self.compute, 4)
+from ..simulation.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Floor 2: an accelerator that is not there, one rank on it, and what a program holds and does.
+"""Floor 4: an accelerator that is not there, one rank on it, and what a program holds and does.
 
 Offers ``StepRecord``, what a rank's whole step did (``search.simulation_worker`` runs one in a process of its
 own); ``simulated_rank``, a rank of any layout on such a device; ``SimulatedDevice``, which counts
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .device import Mixed, SimulatedDevice
     from .live_bytes import LiveBytes
+    from .micro_batch import MicroBatch
     from .rank import simulated_rank
     from .record import StepRecord
     from .wait import Wait, Waits
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "WAITS",
     "LiveBytes",
+    "MicroBatch",
     "Mixed",
     "SimulatedDevice",
     "StepRecord",
@@ -28,7 +30,7 @@ __all__ = [
     "simulated_rank",
 ]
 
-_MODULES = (".live_bytes", ".record", ".device", ".rank", ".waits")
+_MODULES = (".live_bytes", ".micro_batch", ".record", ".device", ".rank", ".waits")
 
 
 def __getattr__(name: str) -> Any:

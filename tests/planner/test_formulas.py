@@ -21,8 +21,8 @@ from trilith.planner.formulas.axis_bytes import (
 from trilith.planner.formulas.bytes_per_parameter import state_bytes
 from trilith.planner.formulas.ring_and_tree import ring_messages, ring_seconds, ring_wire_bytes
 from trilith.planner.formulas.training_time import flops_of_token
-from trilith.planner.pieces import ModelPieces
 from trilith.planner.time.kernels import exchanged
+from trilith.simulation.pieces import ModelPieces
 
 LLAMA = config("held/llama", intermediate_size=128, num_key_value_heads=4)
 LENGTH, ROWS, ROUNDS = 32, 2, 4

@@ -25,11 +25,11 @@ from ..layers import (
     vocab_parallel_cross_entropy,
 )
 from ..parallel_state import ParallelState
-from ..simulation.recorder import Recorder, noted
-from ..simulation.trace import Trace, of_more_rows, of_more_tokens
-from ..simulation.traced import trace
+from .micro_batch import MicroBatch
 from .piece import Piece
-from .step_shape import MicroBatch
+from .recorder import Recorder, noted
+from .trace import Trace, of_more_rows, of_more_tokens
+from .traced import trace
 from .without_numbers import DTYPES, device_of, empty, ids_of, shapes_only
 
 if TYPE_CHECKING:

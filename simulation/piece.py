@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import cached_property
 
 from ..layers import Checkpointing
-from ..simulation.record import Collective
-from ..simulation.recorder import Operator
-from ..simulation.trace import Trace
+from .record import Collective
+from .recorder import Operator
+from .trace import Trace
 
 
 class Piece:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ..layers import uncounted
 from ..parallel_state import BadInput, engine
-from ..simulation.traced import without_numbers
-from .step_shape import MicroBatch
+from .micro_batch import MicroBatch
+from .traced import without_numbers
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
