@@ -5,9 +5,9 @@ the collectives of a rank in one step; and ``changes_that_fit``, changes of a re
 """
 
 from .communication import Traffic, step_traffic, traffic_of
-from .kinds_of_blocks import SampledModel, sampled
 from .memory import MemoryPlan, memory_of, plan_memory
 from .rank_parameters import Group, RankParameters, rank_parameters
+from .sampled_model import SampledModel, sampled
 from .stage_costs import StageCost, stage_costs
 from .step_shape import Work
 from .suggestions import Change, Remedy, changes_that_fit

@@ -15,7 +15,7 @@ from ..layers import Stage
 from ..models import Family, ModelConfig
 from ..parallel_state import Layout, ParallelState
 from ..simulation.micro_batch import MicroBatch
-from .kinds_of_blocks import sampled
+from .sampled_model import sampled
 
 #: Bytes of a token beside keys and values: its document and its position in a cache, or its id and its
 #: position, all int64.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ..layers import Checkpointing, Stage, checkpointed
-from ..models.base.signatures import signature
+from ..simulation.kinds_of_blocks import signature
 from ..simulation.piece import Piece
 from ..simulation.pieces import ModelPieces
 from .step_shape import Work

@@ -10,7 +10,7 @@ from ..layers import all_stages, split_blocks
 from ..models import AdaptedFamily, Family, ModelConfig
 from ..parallel_state import Layout
 from ..pipeline.cut import cut_by_cost, stage_costs
-from .flops import forward_flops
+from ..simulation.model_flops import forward_flops
 
 
 @dataclass(frozen=True, slots=True)

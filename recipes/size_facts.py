@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from ..models import Size
-from ..planner.flops import TokenFlops, active_parameters, flops_per_token
+from ..simulation.model_flops import TokenFlops, active_parameters, flops_per_token
 
 #: The recipe that the suggested dry run changes: data ranks that share all states (ZeRO 3), GPUs of 80 GB.
 RECIPE = "llama-3.1-8b-8gpus"

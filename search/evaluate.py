@@ -13,9 +13,9 @@ from ..parallel_state import Layout, ParallelState, dtype_named
 from ..pipeline import ScheduleName
 from ..planner import MemoryPlan, StageCost, Work
 from ..planner.device_memory import reserved_bytes
-from ..planner.kinds_of_blocks import SampledModel, sampled
 from ..planner.memory import Need, memory_of, needs_of_rank
 from ..planner.rank_parameters import RankParameters
+from ..planner.sampled_model import SampledModel, sampled
 from ..planner.stage_cut import StageCut, cut_stages
 from ..planner.time import StepTime, StepTimer
 from ..recipes.recipe import Recipe

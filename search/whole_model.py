@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ..parallel_state import declarations
-from ..planner.flops import active_parameters
+from ..simulation.model_flops import active_parameters
 from .request import Request
 
 

@@ -33,11 +33,11 @@ from ..planner import (
     traffic_of,
 )
 from ..planner.device_memory import reserved_bytes, runtime_of, usable
-from ..planner.flops import TokenFlops, active_parameters
 from ..planner.stage_cut import StageCut
 from ..planner.time import Machine, StepTime, step_time
 from ..recipes.recipe import Recipe, with_overrides
 from ..runs.launch import device_here
+from ..simulation.model_flops import TokenFlops, active_parameters
 from ..system.addresses import can_be_read
 from .build import model_on_meta, multiply_in_float8
 from .lora import recipe_shape

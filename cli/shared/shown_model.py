@@ -14,7 +14,7 @@ from torch import nn
 from ...models import Family, ModelConfig
 from ...parallel_state import BadInput, Declaration, Layout
 from ...planner import sampled
-from ...planner.kinds_of_blocks import block_kinds
+from ...simulation.kinds_of_blocks import block_kinds
 from ...simulation.micro_batch import MicroBatch
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...models import published_size
-from ..flops import active_parameters, flops_per_token
+from ...simulation.model_flops import active_parameters, flops_per_token
 
 
 @dataclass(frozen=True, slots=True)

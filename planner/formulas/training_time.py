@@ -42,16 +42,6 @@ def with_recomputation(flops: float) -> float:
     return flops * 4 / 3
 
 
-def utilization(
-    tokens_per_second: float, flops_per_token: float, *, devices: int, peak_flops_per_second: float
-) -> float:
-    """Return the share of the devices' peak that these FLOPs take.
-
-    It is MFU with the FLOPs of the model, and HFU with those that the hardware carries out.
-    """
-    return tokens_per_second * flops_per_token / (devices * peak_flops_per_second)
-
-
 def tokens_per_second(
     flops_per_token: float, *, devices: int, peak_flops_per_second: float, mfu: float
 ) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...pipeline.schedule_actions import Kind
-from ..flops import Mfu, TokenFlops, Utilization
+from ...simulation.model_flops import Mfu, TokenFlops, Utilization
 from ..formulas.training_time import DAY, device_hours, kilowatt_hours
 from ..formulas.training_time import price as price_of
 

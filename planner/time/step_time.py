@@ -28,11 +28,11 @@ from ...models import Family, ModelConfig
 from ...parallel_state import Layout, ParallelState
 from ...pipeline.schedule_actions import Kind
 from ...pipeline.timetable import step_length
+from ...simulation.model_flops import TokenFlops, flops_per_token
 from ...simulation.without_numbers import DTYPES
-from ..flops import TokenFlops, flops_per_token
-from ..kinds_of_blocks import SampledModel
 from ..memory import MemoryPlan, memory_of
 from ..rank_parameters import RankParameters
+from ..sampled_model import SampledModel
 from ..stage_costs import StageCost
 from ..step_shape import Work
 from .collectives import Links

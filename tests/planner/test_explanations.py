@@ -18,6 +18,7 @@ from trilith.planner.formulas.ring_and_tree import (
     tree_all_reduce_seconds,
     tree_all_reduce_wire_bytes,
 )
+from trilith.simulation.model_flops import utilization
 
 TOPICS = read_table()[1]
 
@@ -148,7 +149,7 @@ def of_mfu(at, words):
     peak = {"devices": at.G, "peak_flops_per_second": at.F}
     hardware = training_time.with_recomputation(causal)
     names = {"mfu_full": full, "mfu_causal": causal, "hfu": hardware}
-    shares = {name: training_time.utilization(at.R, flops, **peak) for name, flops in names.items()}
+    shares = {name: utilization(at.R, flops, **peak) for name, flops in names.items()}
     return {"full": full, "causal": causal} | shares
 
 

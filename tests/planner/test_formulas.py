@@ -10,7 +10,6 @@ from trilith.parallel_state import Layout, ParallelState
 from trilith.pipeline import bubble_share, micro_batches_for
 from trilith.planner import Traffic, Work, plan_memory, rank_parameters, step_traffic
 from trilith.planner.communication import traffic_of_piece
-from trilith.planner.flops import flops_per_token
 from trilith.planner.formulas.axis_bytes import (
     context_block_bytes,
     data_step_bytes,
@@ -22,6 +21,7 @@ from trilith.planner.formulas.bytes_per_parameter import state_bytes
 from trilith.planner.formulas.ring_and_tree import ring_messages, ring_seconds, ring_wire_bytes
 from trilith.planner.formulas.training_time import flops_of_token
 from trilith.planner.time.kernels import exchanged
+from trilith.simulation.model_flops import flops_per_token
 from trilith.simulation.pieces import ModelPieces
 
 LLAMA = config("held/llama", intermediate_size=128, num_key_value_heads=4)

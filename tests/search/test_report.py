@@ -69,7 +69,7 @@ def test_a_training_has_days_hours_a_price_and_energy_worked_out_by_hand(capsys)
 
 def test_mfu_is_told_in_both_conventions(capsys):
     from trilith.models import published_size
-    from trilith.planner.flops import flops_per_token
+    from trilith.simulation.model_flops import flops_per_token
 
     best = told(capsys, "--gpus", "2")["layouts"][0]
     size = published_size("llama-3.2-1b")

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from ..layers import Scaling, Stage, all_stages, use_float8
-from ..models import AdaptedFamily, Family, ModelConfig
-from ..models.base.signatures import signature
+from ..layers import Scaling, Stage, all_stages
+from ..models import Family, ModelConfig
 from ..parallel_state import Layout, ParallelState, declarations
+from ..simulation.kinds_of_blocks import block_kinds, one_block_of_each_kind
 from ..simulation.pieces import ModelPieces
 from .rank_parameters import Group, RankParameters, count_parameters
 from .stage_costs import StageCost, stage_cost
@@ -39,23 +38,9 @@ class SampledModel:
     returns the same object for the same arguments.
     """
 
-    def __init__(
-        self,
-        family: Family,
-        config: ModelConfig,
-        cut: Layout,
-        frozen: torch.dtype | None,
-        float8: Scaling | None = None,
-    ) -> None:
-        self.family, self.config = family, config
-        self.kinds = block_kinds(family, config)
-        shared, state = _with_shared_blocks(family, self.kinds), ParallelState.stand_in(cut)
-        if isinstance(shared, AdaptedFamily):
-            self._model = shared.build(config, state=state, base_dtype=frozen)
-        else:
-            self._model = shared.build(config, state=state)
-        if float8 is not None:
-            use_float8(self._model, float8)
+    def __init__(self, family: Family, model: CausalLM) -> None:
+        self.family, self.config, self._model = family, model.config, model
+        self.kinds = block_kinds(family, model.config)
         self._blocks: dict[int, nn.Module] = {}
         for number, kind in enumerate(self.kinds):
             self._blocks.setdefault(kind, self._model.layers[str(number)])
@@ -64,7 +49,7 @@ class SampledModel:
         self._shape_numbers: dict[object, int] = {}
         self._counted: dict[object, Group] = {}
         self._held: dict[object, RankParameters] = {}
-        self.pieces = ModelPieces(self._model, state)
+        self.pieces = ModelPieces(model, model.state)
         self._costs: dict[object, StageCost] = {}
 
     def _stage(self, state: ParallelState, split: Sequence[int] | None) -> tuple[Stage, tuple[Numbers, ...]]:
@@ -197,51 +182,10 @@ def sampled(
     frozen: torch.dtype | None = None,
     float8: Scaling | None = None,
 ) -> SampledModel:
-    """Return the sampled model for this layout; raises ``BadInput`` for one that cannot cut the model.
-
-    ``frozen``: the dtype of the weights that adapters leave as they are. ``float8``: the scaling of linears
-    that multiply in float8.
-    """
-    family.check_layout(config, layout)
-    cut = Layout(
-        tensor=layout.tensor,
-        context=layout.context,
-        data_replicate=layout.expert,
-        expert=layout.expert,
-        sequence=layout.sequence,
-        ring=layout.ring,
-    )
-    return _sampled(family, config, cut, frozen, float8)
+    """Return the sampled model for this layout; see ``one_block_of_each_kind``."""
+    return _sampled(family, one_block_of_each_kind(family, config, layout, frozen=frozen, float8=float8))
 
 
 @lru_cache(maxsize=64)
-def _sampled(
-    family: Family, config: ModelConfig, cut: Layout, frozen: torch.dtype | None, float8: Scaling | None
-) -> SampledModel:
-    return SampledModel(family, config, cut, frozen, float8)
-
-
-@lru_cache(maxsize=64)
-def block_kinds(family: Family, config: ModelConfig) -> tuple[int, ...]:
-    """Return the kind of each block: equal numbers are blocks alike in modules, parameters and settings."""
-    known: dict[object, int] = {}
-    model = family.on_meta(config)
-    return tuple(known.setdefault(signature(block), len(known)) for block in model.layers.values())
-
-
-def _with_shared_blocks(family: Family, kinds: Sequence[int]) -> Family:
-    """Return the family with a model class that makes one block of each kind and uses it again."""
-    if isinstance(family, AdaptedFamily):
-        return replace(family, base=_with_shared_blocks(family.base, kinds))
-    whole = family.model
-
-    def block(self: Any, number: int) -> nn.Module:
-        if number >= len(kinds):  # a block of multi-token prediction
-            return whole.block(self, number)
-        made: dict[int, nn.Module] = self.__dict__.setdefault("made", {})
-        if kinds[number] not in made:
-            made[kinds[number]] = whole.block(self, number)
-        return made[kinds[number]]
-
-    model: type[CausalLM] = type(whole.__name__, (whole,), {"block": block})
-    return replace(family, model=model)
+def _sampled(family: Family, model: CausalLM) -> SampledModel:
+    return SampledModel(family, model)

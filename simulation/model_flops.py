@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from ..layers import Attention, MoE, MultiHeadLatentAttention
-from ..models.base.signatures import signature
 from ..parallel_state import declarations
-from ..simulation.micro_batch import MicroBatch
-from ..simulation.piece import Piece
-from ..simulation.pieces import ModelPieces
-from .formulas.training_time import utilization
+from .kinds_of_blocks import signature
+from .micro_batch import MicroBatch
+from .piece import Piece
+from .pieces import ModelPieces
 
 if TYPE_CHECKING:
     from ..models import CausalLM
@@ -182,6 +181,16 @@ class Utilization:
 
     causal: float
     full: float
+
+
+def utilization(
+    tokens_per_second: float, flops_per_token: float, *, devices: int, peak_flops_per_second: float
+) -> float:
+    """Return the share of the devices' peak that these FLOPs take.
+
+    It is MFU with the FLOPs of the model, and HFU with those that the hardware carries out.
+    """
+    return tokens_per_second * flops_per_token / (devices * peak_flops_per_second)
 
 
 class Mfu:
