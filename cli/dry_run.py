@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..planner import Traffic
+    from ..planner.dry_run import DryRun
     from ..recipes.recipe import Recipe
     from ..simulation.record import StepRecord
-    from ..training.dry_run import DryRun
 
 
 #: About as many bytes as a page has.
@@ -70,9 +70,8 @@ def _show(
     page: Path | None,
 ) -> DryRun:
     from ..planner.device_memory import reserved_words
-    from ..recipes.recipe import load_recipe
-    from ..runs.console import plain_console
-    from ..search.exact_memory import (
+    from ..planner.dry_run import dry_run
+    from ..planner.search.exact_memory import (
         HOLDERS_HEAD,
         KINDS_HEAD,
         exact_line,
@@ -80,7 +79,8 @@ def _show(
         largest_holders,
         make_step_page,
     )
-    from ..training.dry_run import dry_run
+    from ..recipes.recipe import load_recipe
+    from ..runs.console import plain_console
     from .shared.sizes import parse_size
 
     device = parse_size(device_memory, "--device-memory") if device_memory is not None else None
@@ -140,8 +140,8 @@ def _show(
 
 
 def _simulated(recipe: Recipe, rank: int) -> StepRecord:
+    from ..planner.search import Worker
     from ..runs.console import plain_console
-    from ..search import Worker
 
     worker = Worker()
     try:
@@ -152,8 +152,8 @@ def _simulated(recipe: Recipe, rank: int) -> StepRecord:
 
 
 def _is_page(seen: bytes) -> bool:
+    from ..planner.search.exact_memory import MARK
     from ..runs.report.html import is_page_with
-    from ..search.exact_memory import MARK
 
     return is_page_with(MARK, seen)
 

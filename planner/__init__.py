@@ -1,7 +1,8 @@
-"""Floor 5: the memory of a rank and the bytes that it sends, computed from modules on the meta device.
+"""Floor 8: a run computed without starting it: memory, traffic, seconds, and the search for a layout.
 
 Offers ``plan_memory``, the bytes on one rank (parameters, gradients, moments, activations); ``step_traffic``,
 the collectives of a rank in one step; and ``changes_that_fit``, changes of a recipe that make it fit.
+``planner.search`` finds layouts, ``planner.time`` predicts seconds, ``planner.dry_run`` plans a recipe.
 """
 
 from .communication import Traffic, step_traffic, traffic_of

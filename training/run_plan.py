@@ -15,7 +15,6 @@ from ..models import Family, ModelConfig, family_of
 from ..parallel_state import BadInput, ParallelState, dtype_named
 from ..parallel_state.collective_errors import together
 from ..pipeline import schedule_kind
-from ..planner.stage_cut import StageCut, cut_stages
 from ..recipes.checks import check_experts
 from ..recipes.optimizer_sections import ParameterGroup
 from ..recipes.recipe import Recipe, read_config
@@ -31,6 +30,7 @@ from ..system.addresses import file_in
 from .lora import plan_adapters
 from .parameter_groups import assign, freeze, names_of
 from .run_data import HeldOut, open_data, open_held_out, tokenizer_of
+from .stage_cut import StageCut, cut_stages
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ from json import dumps
 from textwrap import wrap
 
 from ...parallel_state import BadInput, dtype_named
+from ...planner.search.find import Found
+from ...planner.search.generation_layouts import GenerationChoice, generation_layouts
+from ...planner.search.page import MARK, make_page, make_sweep_page
+from ...planner.search.report import HEAD, as_json, asked, counted, facts, machine_of, rows, searched
+from ...planner.search.request import Request
+from ...planner.search.strategy import reasons
+from ...planner.search.sweep import Unmet, asked_in_sweep, sweep_head, sweep_json, sweep_rows, sweep_warnings
 from ...runs.console import plain_console
 from ...runs.report.html import is_page_with
-from ...search.find import Found
-from ...search.generation_layouts import GenerationChoice, generation_layouts
-from ...search.page import MARK, make_page, make_sweep_page
-from ...search.report import HEAD, as_json, asked, counted, facts, machine_of, rows, searched
-from ...search.request import Request
-from ...search.strategy import reasons
-from ...search.sweep import Unmet, asked_in_sweep, sweep_head, sweep_json, sweep_rows, sweep_warnings
 from .say import say
 
 #: Characters: the least of a column of layouts, the longest line of a column's name, and more than any table.

@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 from support.families import family_and_config
 from trilith.cli.app import make_app, run
 from trilith.parallel_state import BadInput
+from trilith.planner.dry_run import dry_run, heaviest, rank_plan
 from trilith.recipes import load_recipe
 from trilith.recipes.recipe import with_overrides
 from trilith.runs.launch import device_here
-from trilith.training.dry_run import dry_run, heaviest, rank_plan
 from trilith.training.run_plan import plan
 from typer.main import get_command
 

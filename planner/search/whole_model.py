@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from ..parallel_state import declarations
-from ..simulation.model_flops import active_parameters
+from ...parallel_state import declarations
+from ...simulation.model_flops import active_parameters
 from .request import Request
 
 

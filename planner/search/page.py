@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from ..runs.report.html import folded, table, whole_page
+from ...runs.report.html import folded, table, whole_page
 from .find import Found
 from .pictures import memory_of_stages, pareto, sweep, timetable_of
 from .report import HEAD, asked, counted, facts, recipe_toml, rows, searched

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from ..parallel_state import BadInput
-from ..planner.time import MACHINES, Machine
-from ..recipes.recipe import Recipe
-from ..training.dry_run import device_room
+from ...parallel_state import BadInput
+from ...recipes.recipe import Recipe
+from ..dry_run import device_room
+from ..time import MACHINES, Machine
 from .choice import recipe_of
 from .find import Found, find_layouts
 from .request import left_as_it_is, request_of

@@ -13,20 +13,20 @@ from functools import cached_property, lru_cache, partial
 from math import gcd
 from typing import Any, TypeVar, get_args
 
-from ..layers import Checkpointing, routers
-from ..models import AdaptedFamily
-from ..parallel_state import BadInput, Layout
-from ..pipeline import SCHEDULE_NAMES, ScheduleName, schedule_kind
-from ..pipeline.schedule_kinds import check_schedule
-from ..recipes.checks import (
+from ...layers import Checkpointing, routers
+from ...models import AdaptedFamily
+from ...parallel_state import BadInput, Layout
+from ...pipeline import SCHEDULE_NAMES, ScheduleName, schedule_kind
+from ...pipeline.schedule_kinds import check_schedule
+from ...recipes.checks import (
     check_batch,
     check_memory_of_pipeline,
     check_rules,
     compile_rules,
     float8_rules,
 )
-from ..recipes.recipe import Recipe
-from ..recipes.sections import DataSection, MemorySection
+from ...recipes.recipe import Recipe
+from ...recipes.sections import DataSection, MemorySection
 from .choice import Choice
 from .request import Request
 from .tally import Tally

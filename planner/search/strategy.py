@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..parallel_state import BadInput, Layout
-from ..planner.explanations.explanation import readable
-from ..planner.time.collectives import worst_placement
+from ...parallel_state import BadInput, Layout
+from ..explanations.explanation import readable
+from ..time.collectives import worst_placement
 from .evaluate import Answer, Evaluator
 from .find import LONGEST, SHOWN, Found
 from .request import Request

@@ -8,14 +8,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ..models import Family, ModelConfig, family_of, published_size, published_sizes
-from ..parallel_state import BadInput
-from ..planner.device_memory import runtime_of, usable
-from ..planner.time import Machine
-from ..recipes.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
-from ..storage.file_names import CONFIG
-from ..storage.small_files import read_json
-from ..training.dry_run import plan_without_weights
+from ...models import Family, ModelConfig, family_of, published_size, published_sizes
+from ...parallel_state import BadInput
+from ...recipes.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
+from ...storage.file_names import CONFIG
+from ...storage.small_files import read_json
+from ..device_memory import runtime_of, usable
+from ..dry_run import plan_without_weights
+from ..time import Machine
 
 #: Tokens of a step if nobody says how many rows: those of Llama 3 at first (Grattafiori et al. 2024, 3.4).
 BATCH_TOKENS = 4 * 2**20

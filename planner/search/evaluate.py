@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
-from ..layers import Checkpointing
-from ..models import AdaptedFamily
-from ..parallel_state import Layout, ParallelState, dtype_named
-from ..pipeline import ScheduleName
-from ..planner import MemoryPlan, StageCost, Work
-from ..planner.device_memory import reserved_bytes
-from ..planner.memory import Need, memory_of, needs_of_rank
-from ..planner.rank_parameters import RankParameters
-from ..planner.sampled_model import SampledModel, sampled
-from ..planner.stage_cut import StageCut, cut_stages
-from ..planner.time import StepTime, StepTimer
-from ..recipes.recipe import Recipe
-from ..training.run_plan import loss_chunk_of
+from ...layers import Checkpointing
+from ...models import AdaptedFamily
+from ...parallel_state import Layout, ParallelState, dtype_named
+from ...pipeline import ScheduleName
+from ...recipes.recipe import Recipe
+from ...training.run_plan import loss_chunk_of
+from ...training.stage_cut import StageCut, cut_stages
+from .. import MemoryPlan, StageCost, Work
+from ..device_memory import reserved_bytes
+from ..memory import Need, memory_of, needs_of_rank
+from ..rank_parameters import RankParameters
+from ..sampled_model import SampledModel, sampled
+from ..time import StepTime, StepTimer
 from .choice import Choice
 from .request import Request
 

@@ -18,9 +18,9 @@ from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
 
-from ..layers import Checkpointing
-from ..parallel_state import BadInput
-from ..planner import MemoryPlan
+from ...layers import Checkpointing
+from ...parallel_state import BadInput
+from .. import MemoryPlan
 from .bound import Bound
 from .candidates import Cut, Flow, Store, candidates
 from .choice import Choice, recipe_of

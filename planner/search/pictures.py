@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
-from ..pipeline.timetable import few_micro_batches, timetable
-from ..simulation.record import StepRecord
+from ...pipeline.timetable import few_micro_batches, timetable
+from ...simulation.record import StepRecord
 from .find import Found
 from .shortage import parts_of
 
@@ -100,7 +100,7 @@ def timetable_of(search: Found) -> str:
 
     Of a step with many micro-batches only as many are drawn as show how it begins, goes on and ends.
     """
-    from ..pipeline.timetable_picture import draw_times, legend_of
+    from ...pipeline.timetable_picture import draw_times, legend_of
 
     best, request = search.best[0], search.request
     layout, schedule = best.choice.layout, best.choice.schedule

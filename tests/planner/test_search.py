@@ -11,21 +11,21 @@ import support
 from support.configs import FOLDER
 from trilith.cli.app import run
 from trilith.parallel_state import BadInput
+from trilith.planner.dry_run import dry_run
+from trilith.planner.search import Choice, find_layouts, read_request
+from trilith.planner.search.bound import Bound
+from trilith.planner.search.candidates import candidates
+from trilith.planner.search.choice import recipe_of
+from trilith.planner.search.critical_batch import critical_batch
+from trilith.planner.search.evaluate import Answer, Evaluator
+from trilith.planner.search.find import LONGEST, SHOWN
+from trilith.planner.search.order import simplest_first, ties
+from trilith.planner.search.page import make_page
+from trilith.planner.search.report import recipe_toml
+from trilith.planner.search.tally import Tally
 from trilith.planner.time import machine_named
 from trilith.planner.time.stage_timer import StageTimer
 from trilith.recipes import load_recipe
-from trilith.search import Choice, find_layouts, read_request
-from trilith.search.bound import Bound
-from trilith.search.candidates import candidates
-from trilith.search.choice import recipe_of
-from trilith.search.critical_batch import critical_batch
-from trilith.search.evaluate import Answer, Evaluator
-from trilith.search.find import LONGEST, SHOWN
-from trilith.search.order import simplest_first, ties
-from trilith.search.page import make_page
-from trilith.search.report import recipe_toml
-from trilith.search.tally import Tally
-from trilith.training.dry_run import dry_run
 
 MACHINE = machine_named("l40s", gpus_per_node=2)
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..layers import Checkpointing
-from ..parallel_state import Layout
-from ..pipeline import ScheduleName
-from ..recipes.foreign.translation import to_toml
-from ..recipes.recipe import Recipe, parse_recipe
+from ...layers import Checkpointing
+from ...parallel_state import Layout
+from ...pipeline import ScheduleName
+from ...recipes.foreign.translation import to_toml
+from ...recipes.recipe import Recipe, parse_recipe
 from .request import Request
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from ..layers import Checkpointing
+from ...layers import Checkpointing
 from .candidates import Cut, Flow, Store
 from .choice import Choice
 from .evaluate import Evaluator

@@ -1,4 +1,4 @@
-"""Floor 8: the search for the layout of a model on a machine, and what a search writes.
+"""Search for the layout of a model on a machine, and write what a search finds.
 
 Offers ``read_request``, which describes the model, the machine and the batch; ``find_layouts``, which returns
 the fastest layouts that fit; ``Choice``, one such layout; ``fit``, which chooses a run's layout for the

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import trilith
 from trilith.cli.app import run
+from trilith.planner.dry_run import dry_run
+from trilith.planner.search import Choice, find_layouts, read_request
+from trilith.planner.search.evaluate import Evaluator
+from trilith.planner.search.order import ties
+from trilith.planner.search.report import recipe_head
 from trilith.planner.time import MIDDLE_HALF, TIMES_SLOWER, machine_named
 from trilith.recipes import load_recipe
-from trilith.search import Choice, find_layouts, read_request
-from trilith.search.evaluate import Evaluator
-from trilith.search.order import ties
-from trilith.search.report import recipe_head
-from trilith.training.dry_run import dry_run
 
 SMALL = ["plan", "llama-3.2-1b", "--seq", "1024", "--global-batch", "8"]
 GUIDE = (Path(trilith.__path__[0]) / "docs" / "planning.md").read_text()

@@ -16,7 +16,16 @@ import torch
 from ..models import AdaptedFamily, LoraConfig, adapted
 from ..parallel_state import BadInput, ParallelState, declarations, dtype_named
 from ..pipeline import bubble
-from ..planner import (
+from ..recipes.recipe import Recipe, with_overrides
+from ..runs.launch import device_here
+from ..simulation.model_flops import TokenFlops, active_parameters
+from ..system.addresses import can_be_read
+from ..training.build import model_on_meta, multiply_in_float8
+from ..training.lora import recipe_shape
+from ..training.run_data import out_of_reach
+from ..training.run_plan import Plan, flops_of, loss_chunk_of, plan
+from ..training.stage_cut import StageCut
+from . import (
     Change,
     Group,
     MemoryPlan,
@@ -32,17 +41,8 @@ from ..planner import (
     stage_costs,
     traffic_of,
 )
-from ..planner.device_memory import reserved_bytes, runtime_of, usable
-from ..planner.stage_cut import StageCut
-from ..planner.time import Machine, StepTime, step_time
-from ..recipes.recipe import Recipe, with_overrides
-from ..runs.launch import device_here
-from ..simulation.model_flops import TokenFlops, active_parameters
-from ..system.addresses import can_be_read
-from .build import model_on_meta, multiply_in_float8
-from .lora import recipe_shape
-from .run_data import out_of_reach
-from .run_plan import Plan, flops_of, loss_chunk_of, plan
+from .device_memory import reserved_bytes, runtime_of, usable
+from .time import Machine, StepTime, StepTimer
 
 
 @dataclass(frozen=True)
@@ -199,13 +199,9 @@ def predicted_step(recipe: Recipe, planned: Plan, machine: Machine) -> StepTime:
     frozen = dtype_named(recipe.compute_dtype)
     sample = sampled(planned.family, planned.config, recipe.layout, frozen=frozen, float8=recipe.scaling)
     work = work_of(recipe, planned)
-    return step_time(
-        sample, work, machine, split=planned.split, compiled=recipe.compiles, dtype=_peak(recipe)
-    )
-
-
-def _peak(recipe: Recipe) -> str:
-    return "float8" if recipe.compute == "float8" else recipe.compute_dtype
+    peak = "float8" if recipe.compute == "float8" else recipe.compute_dtype
+    timer = StepTimer(sample, work, machine, split=planned.split, compiled=recipe.compiles, dtype=peak)
+    return timer.time()
 
 
 def _asked(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..parallel_state import BadInput
+from ...parallel_state import BadInput
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..planner.device_memory import reserved_words
-from ..planner.explanations.explanation import plain
-from ..planner.time import MACHINES, MIDDLE_HALF, TIMES_SLOWER, Spending, StepTime, spending
+from ..device_memory import reserved_words
+from ..explanations.explanation import plain
+from ..time import MACHINES, MIDDLE_HALF, TIMES_SLOWER, Spending, StepTime, spending
 from .choice import raw_recipe, recipe_text
 from .evaluate import Answer
 from .find import Found

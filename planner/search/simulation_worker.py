@@ -15,10 +15,10 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TextIO
 
-from ..parallel_state import BadInput
-from ..recipes.recipe import Recipe, parse_recipe
-from ..simulation.record import StepRecord
-from ..storage.strict_json import parse_object
+from ...parallel_state import BadInput
+from ...recipes.recipe import Recipe, parse_recipe
+from ...simulation.record import StepRecord
+from ...storage.strict_json import parse_object
 
 
 class Worker:
@@ -63,8 +63,8 @@ class Worker:
 
 def answer_all(questions: Iterable[str], answers: TextIO) -> None:
     """Answer until there are no more questions."""
-    from ..simulation.backend import register
-    from ..training.dry_run import plan_without_weights
+    from ...simulation.backend import register
+    from ..dry_run import plan_without_weights
     from .simulated_step import simulate_step
 
     register()  # before the first backward of a plan, which counts the devices that torch knows

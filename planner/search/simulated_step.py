@@ -10,23 +10,23 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints import begin_moments
-from ..data import Batch
-from ..parallel_state import ParallelState, engine
-from ..parallel_state.engine import accelerator, local_data
-from ..recipes.recipe import Recipe
-from ..simulation.backend import NAME, register
-from ..simulation.collectives import axes_of_groups
-from ..simulation.kernels import fused_functions
-from ..simulation.ledger import PHASES, Ledger, kinds_of
-from ..simulation.rank import simulated_rank
-from ..simulation.record import Collective, StepRecord
-from ..simulation.replaced_operators import CPU, replaced
-from ..simulation.waits import WAITS
-from ..training.build import Built, build
-from ..training.compute_weights import ComputeWeights
-from ..training.run_plan import Plan, plan
-from ..training.step_sums import StepResult
+from ...checkpoints import begin_moments
+from ...data import Batch
+from ...parallel_state import ParallelState, engine
+from ...parallel_state.engine import accelerator, local_data
+from ...recipes.recipe import Recipe
+from ...simulation.backend import NAME, register
+from ...simulation.collectives import axes_of_groups
+from ...simulation.kernels import fused_functions
+from ...simulation.ledger import PHASES, Ledger, kinds_of
+from ...simulation.rank import simulated_rank
+from ...simulation.record import Collective, StepRecord
+from ...simulation.replaced_operators import CPU, replaced
+from ...simulation.waits import WAITS
+from ...training.build import Built, build
+from ...training.compute_weights import ComputeWeights
+from ...training.run_plan import Plan, plan
+from ...training.step_sums import StepResult
 
 Kernels = Literal["gpu", "cpu"]
 #: Pieces of the timeline: as many as a picture has columns.

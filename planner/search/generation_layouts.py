@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..parallel_state import BadInput, Layout
-from ..planner.generation_memory import GenerationMemory, generation_memory, rows_that_fit
+from ...parallel_state import BadInput, Layout
+from ..generation_memory import GenerationMemory, generation_memory, rows_that_fit
 from .candidates import divisors
 from .request import Request
 from .shortage import none_legal

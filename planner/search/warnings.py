@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..planner.explanations.explanation import plain
+from ..explanations.explanation import plain
 from .critical_batch import TOKENS_OF_A_PARAMETER, critical_batch
 from .evaluate import Answer
 from .request import Request

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..parallel_state import BadInput
-from ..planner import MemoryPlan
-from ..planner.time import MACHINES
+from ...parallel_state import BadInput
+from .. import MemoryPlan
+from ..time import MACHINES
 from .candidates import Cut, candidates
 from .choice import Choice
 from .evaluate import Evaluator

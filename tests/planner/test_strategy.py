@@ -9,13 +9,13 @@ from support.command_lines import call_command
 from support.configs import FOLDER
 from support.refusals import Refused, refusals
 from trilith.parallel_state import Layout
+from trilith.planner.search import Choice, Found, find_layouts, read_request
+from trilith.planner.search.critical_batch import critical_batch
+from trilith.planner.search.evaluate import Evaluator
+from trilith.planner.search.strategy import reasons, strategy
+from trilith.planner.search.warnings import warnings
+from trilith.planner.search.whole_model import Parameters, parameters_of
 from trilith.planner.time import machine_named
-from trilith.search import Choice, Found, find_layouts, read_request
-from trilith.search.critical_batch import critical_batch
-from trilith.search.evaluate import Evaluator
-from trilith.search.strategy import reasons, strategy
-from trilith.search.warnings import warnings
-from trilith.search.whole_model import Parameters, parameters_of
 
 DENSE, EXPERTS = (
     json.loads((FOLDER / "search" / f"{name}.json").read_text())

@@ -6,8 +6,8 @@ import re
 from collections import Counter
 from html import escape
 
-from ..runs.report.html import table, whole_page
-from ..simulation.record import StepRecord
+from ...runs.report.html import table, whole_page
+from ...simulation.record import StepRecord
 from .pictures import memory_of_step
 
 MARK = '<meta name="generator" content="trilith train --dry-run">'

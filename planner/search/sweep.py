@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..parallel_state import BadInput
+from ...parallel_state import BadInput
 from .find import Found
 from .report import as_json, asked_json, machine_of, seconds_of, spent
 from .request import Request
