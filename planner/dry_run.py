@@ -25,23 +25,14 @@ from ..training.lora import recipe_shape
 from ..training.run_data import out_of_reach
 from ..training.run_plan import Plan, flops_of, loss_chunk_of, plan
 from ..training.stage_cut import StageCut
-from . import (
-    Change,
-    Group,
-    MemoryPlan,
-    RankParameters,
-    Remedy,
-    StageCost,
-    Traffic,
-    Work,
-    changes_that_fit,
-    memory_of,
-    rank_parameters,
-    sampled,
-    stage_costs,
-    traffic_of,
-)
+from .communication import Traffic, traffic_of
 from .device_memory import reserved_bytes, runtime_of, usable
+from .memory import MemoryPlan, memory_of
+from .rank_parameters import Group, RankParameters, rank_parameters
+from .sampled_model import sampled
+from .stage_costs import StageCost, stage_costs
+from .step_shape import Work
+from .suggestions import Change, Remedy, changes_that_fit
 from .time import Machine, StepTime, StepTimer
 
 

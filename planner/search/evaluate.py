@@ -14,11 +14,12 @@ from ...pipeline import ScheduleName
 from ...recipes.recipe import Recipe
 from ...training.run_plan import loss_chunk_of
 from ...training.stage_cut import StageCut, cut_stages
-from .. import MemoryPlan, StageCost, Work
 from ..device_memory import reserved_bytes
-from ..memory import Need, memory_of, needs_of_rank
+from ..memory import MemoryPlan, Need, memory_of, needs_of_rank
 from ..rank_parameters import RankParameters
 from ..sampled_model import SampledModel, sampled
+from ..stage_costs import StageCost
+from ..step_shape import Work
 from ..time import StepTime, StepTimer
 from .choice import Choice
 from .request import Request

@@ -20,7 +20,7 @@ from itertools import count
 
 from ...layers import Checkpointing
 from ...parallel_state import BadInput
-from .. import MemoryPlan
+from ..memory import MemoryPlan
 from .bound import Bound
 from .candidates import Cut, Flow, Store, candidates
 from .choice import Choice, recipe_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...parallel_state import BadInput
-from .. import MemoryPlan
+from ..memory import MemoryPlan
 from ..time import MACHINES
 from .candidates import Cut, candidates
 from .choice import Choice
