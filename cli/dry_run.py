@@ -69,6 +69,15 @@ def _show(
     exact: bool,
     page: Path | None,
 ) -> DryRun:
+    from ..recipes.recipe import load_recipe
+    from ..runs.console import plain_console
+    from .shared.sizes import parse_size
+
+    device = parse_size(device_memory, "--device-memory") if device_memory is not None else None
+    loaded, console = load_recipe(recipe, overrides), plain_console(soft_wrap=True)
+    layout = loaded.layout
+    # All else takes seconds.
+    console.print(f"layout         {layout}{f': {layout.world:,} ranks' if layout.world > 1 else ''}")
     from ..planner.device_memory import reserved_words
     from ..planner.dry_run import dry_run
     from ..planner.search.exact_memory import (
@@ -79,16 +88,10 @@ def _show(
         largest_holders,
         make_step_page,
     )
-    from ..recipes.recipe import load_recipe
-    from ..runs.console import plain_console
-    from .shared.sizes import parse_size
 
-    device = parse_size(device_memory, "--device-memory") if device_memory is not None else None
-    planned = dry_run(load_recipe(recipe, overrides), rank=rank, device=device)
-    console = plain_console(soft_wrap=True)
-    layout, shown, memory = planned.recipe.layout, planned.rank, planned.rank.memory
+    planned = dry_run(loaded, rank=rank, device=device)
+    shown, memory = planned.rank, planned.rank.memory
     active = f", of which a token meets {planned.active:,}" if planned.active < planned.parameters else ""
-    console.print(f"layout         {layout}{f': {planned.ranks:,} ranks' if planned.ranks > 1 else ''}")
     console.print(f"device         {planned.recipe.device}")
     console.print(
         f"parameters     {planned.parameters:,}{active}; rank {shown.rank} computes with "

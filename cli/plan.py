@@ -128,7 +128,7 @@ def plan(
     from ..planner.search.sweep import found_ones
     from ..planner.time import machine_from_bench, machine_named
     from ..storage.output_file import check_output_file, output_file
-    from .shared.plan_output import is_page, page_of, print_generation, print_plan
+    from .shared.plan_output import is_page, page_of, print_generation, print_head, print_plan
     from .shared.say import say
 
     counts: Sequence[int | None] = _counts(gpus, "--gpus") or [None]
@@ -170,6 +170,7 @@ def plan(
     if generate:
         print_generation(requests, dtype or "bfloat16", json)
         return
+    print_head(requests, json)  # a search takes seconds
     results = _search(requests)
     print_plan(results, json)
     with ExitStack() as stack:  # both files can be written, or neither is

@@ -33,6 +33,13 @@ def page_of(results: Sequence[Found | Unmet]) -> str:
     return make_page(first) if len(results) == 1 and isinstance(first, Found) else make_sweep_page(results)
 
 
+def print_head(requests: Sequence[Request], json: bool) -> None:
+    """Print what is planned, before a search or several."""
+    if not json:
+        console = plain_console(soft_wrap=True)
+        console.print(asked(requests[0]) if len(requests) == 1 else asked_in_sweep(requests))
+
+
 def print_plan(results: Sequence[Found | Unmet], json: bool) -> None:
     """Print one search, or the table of several."""
     first = results[0]
@@ -47,7 +54,6 @@ def print_plan(results: Sequence[Found | Unmet], json: bool) -> None:
 
 def _print_one(found: Found) -> None:
     console = plain_console(soft_wrap=True)
-    console.print(asked(found.request))
     _table(HEAD, rows(found), left=1)
     for line in reasons(found):
         console.print(line)
@@ -60,7 +66,6 @@ def _print_one(found: Found) -> None:
 
 def _print_several(results: Sequence[Found | Unmet]) -> None:
     console = plain_console(soft_wrap=True)
-    console.print(asked_in_sweep(results))
     _table(sweep_head(results), sweep_rows(results), left=3)
     for line in sweep_warnings(results):
         console.print(f"warning        {line}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -76,13 +77,19 @@ def compute_input_gradients(
     return parts[1]
 
 
+@cache
 def _module_of_parts() -> ModuleType:
     """Import torch's module of a backward in two without its package, which imports torch's compiler and so
     takes longer than tracing a model; a process that runs pipelines has imported the package.
     """
     name = "torch.distributed.pipelining"
-    if name not in sys.modules:
-        name = f"{__name__}_of_torch"
-        package = sys.modules.setdefault(name, ModuleType(name))
-        package.__path__ = [str(Path(torch.distributed.__path__[0], "pipelining"))]
-    return import_module(f"{name}._backward")
+    if name in sys.modules:
+        return import_module(f"{name}._backward")
+    package = ModuleType("parts_of_torch_pipelining")
+    package.__path__ = [str(Path(torch.distributed.__path__[0], "pipelining"))]
+    sys.modules[package.__name__] = package
+    try:
+        return import_module(f"{package.__name__}._backward")
+    finally:  # who imports all of a process's modules elsewhere finds no such package
+        for inner in [name for name in sys.modules if name.startswith(package.__name__)]:
+            del sys.modules[inner]

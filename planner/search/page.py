@@ -61,7 +61,7 @@ def make_sweep_page(results: Sequence[Found | Unmet]) -> str:
     name = searches[0].request.name
     body = [
         f"<h1>Layouts of {escape(name)}</h1>",
-        f"<p>{escape(asked_in_sweep(results))}</p>",
+        f"<p>{escape(asked_in_sweep([search.request for search in results]))}</p>",
         f"<figure><figcaption>Tokens a second of the fastest layouts</figcaption>{sweep(searches)}</figure>",
         table(sweep_rows(results), head=sweep_head(results), text=3),
         "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences),

@@ -29,11 +29,10 @@ def found_ones(results: Sequence[Found | Unmet]) -> list[Found]:
     return searches
 
 
-def asked_in_sweep(results: Sequence[Found | Unmet]) -> str:
+def asked_in_sweep(requests: Sequence[Request]) -> str:
     """Return what all rows of the table have in common, in one line."""
-    first = results[0].request
-    most = max(search.request.gpus for search in results)
-    return f"{first.name} on {machine_of(first, most)}"
+    most = max(request.gpus for request in requests)
+    return f"{requests[0].name} on {machine_of(requests[0], most)}"
 
 
 def sweep_head(results: Sequence[Found | Unmet]) -> tuple[str, ...]:
