@@ -32,7 +32,6 @@ from torch import Tensor, nn
 
 from ..layers import checkpointed
 from ..simulation.piece import Piece
-from .formulas.ring_and_tree import ring_wire_bytes
 from .gathers_and_sums import (
     gathered_in_vain,
     gathers_ahead,
@@ -43,6 +42,7 @@ from .gathers_and_sums import (
 )
 from .own_module import Loss, stages_of
 from .rank_parameters import Group, RankParameters, rank_parameters
+from .ring_and_tree import ring_wire_bytes
 from .stage_costs import StageCost
 from .step_shape import Work
 

@@ -183,16 +183,6 @@ class Utilization:
     full: float
 
 
-def utilization(
-    tokens_per_second: float, flops_per_token: float, *, devices: int, peak_flops_per_second: float
-) -> float:
-    """Return the share of the devices' peak that these FLOPs take.
-
-    It is MFU with the FLOPs of the model, and HFU with those that the hardware carries out.
-    """
-    return tokens_per_second * flops_per_token / (devices * peak_flops_per_second)
-
-
 class Mfu:
     """Compute ``mfu(tokens_per_second)`` of all ranks together; ``None`` if a device's peak is not known."""
 
@@ -202,11 +192,8 @@ class Mfu:
     def __call__(self, tokens_per_second: float) -> Utilization | None:
         if self.peak is None:
             return None
-        causal, full = (
-            utilization(tokens_per_second, flops, devices=self.world, peak_flops_per_second=self.peak)
-            for flops in (self.flops.causal, self.flops.full)
-        )
-        return Utilization(causal, full)
+        tokens = tokens_per_second / (self.world * self.peak)
+        return Utilization(tokens * self.flops.causal, tokens * self.flops.full)
 
 
 def peak_flops(device: torch.device, compute: torch.dtype) -> float | None:
