@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from pathlib import Path
 
 import torch
 
 from ..models import AdaptedFamily, LoraConfig, adapted
-from ..parallel_state import BadInput, ParallelState, declarations, dtype_named
+from ..parallel_state import BadInput, ParallelState, dtype_named
 from ..pipeline import bubble
 from ..recipes.recipe import Recipe, with_overrides
 from ..runs.launch import device_here
-from ..simulation.model_flops import TokenFlops, active_parameters
+from ..simulation.model_flops import TokenFlops, parameters_of
 from ..system.addresses import can_be_read
 from ..training.build import model_on_meta, multiply_in_float8
 from ..training.lora import recipe_shape
@@ -31,7 +30,7 @@ from .memory import MemoryPlan, memory_of
 from .rank_parameters import Group, RankParameters, rank_parameters
 from .sampled_model import sampled
 from .stage_costs import StageCost, stage_costs
-from .step_shape import Work
+from .step_shape import Work, sizes_of
 from .suggestions import Change, Remedy, changes_that_fit
 from .time import Machine, StepTime, StepTimer
 
@@ -68,7 +67,6 @@ class DryRun:
     parameters: int
     #: The parameters that one token uses: fewer if it goes through some of many experts.
     active: int
-    ranks: int
     rank: RankPlan
     micro_batches: int
     bubble: float
@@ -121,16 +119,15 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, device: int | None = Non
     base = planned.family.base if isinstance(planned.family, AdaptedFamily) else planned.family
     layout = recipe.layout
     chosen = rank_plan(recipe, planned, rank) if rank is not None else heaviest(recipe, planned)
-    model = base.on_meta(planned.config)
+    parameters = parameters_of(base.on_meta(planned.config))
     device = device if device is not None else device_room(recipe)
     room = None if device is None else usable(device, recipe.memory.headroom)
     micro_batches = _micro_batches(recipe)
     too_much = room is not None and chosen.total > room
     return DryRun(
         recipe,
-        sum(prod(declared.shape) for declared in declarations(model).values() if not declared.buffer),
-        active_parameters(model),
-        layout.world,
+        parameters.whole,
+        parameters.active,
         chosen,
         micro_batches,
         bubble(recipe.pipeline_schedule, layout, micro_batches) if layout.pipeline > 1 else 0.0,
@@ -165,7 +162,6 @@ def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
 
 def work_of(recipe: Recipe, planned: Plan, rank: int = 0) -> Work:
     """Return the step of one rank of the recipe's layout, as the planner describes it."""
-    master, compute = (dtype_named(name).itemsize for name in (recipe.dtype, recipe.compute_dtype))
     return Work(
         ParallelState.stand_in(recipe.layout, rank),
         planned.config.hidden_size,
@@ -173,15 +169,11 @@ def work_of(recipe: Recipe, planned: Plan, rank: int = 0) -> Work:
         recipe.data.micro_batch,
         _micro_batches(recipe),
         schedule=recipe.pipeline_schedule,
-        master=master,
-        compute=compute,
-        reduce=dtype_named(recipe.reduce or recipe.dtype).itemsize,
         checkpointing=recipe.memory.checkpointing,
         checkpoint_every=recipe.memory.every,
         loss_chunk=planned.loss_chunk,
-        loss_sums=dtype_named(recipe.reduce).itemsize if recipe.reduce else 4,
         offload=recipe.memory.offload,
-        fused=recipe.device == "cuda",
+        **sizes_of(recipe),
     )
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from ..layers import Checkpointing
-from ..parallel_state import Coordinates, Layout, ParallelState
+from ..parallel_state import Coordinates, Layout, ParallelState, dtype_named
 from ..simulation.micro_batch import MicroBatch
+
+if TYPE_CHECKING:
+    from ..recipes.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -61,3 +65,16 @@ class Work:
     def between_blocks(self) -> int:
         """Return the bytes that a block gives to the next one for a micro-batch, and a stage to the next."""
         return self.whole // (self.layout.tensor if self.state.sequence else 1)
+
+
+def sizes_of(recipe: Recipe) -> dict[str, Any]:
+    """Return the sizes of numbers that a recipe's step computes with, and whose kernels run."""
+    sums = dtype_named(recipe.reduce).itemsize if recipe.reduce else None
+    master = dtype_named(recipe.dtype).itemsize
+    return {
+        "master": master,
+        "compute": dtype_named(recipe.compute_dtype).itemsize,
+        "reduce": sums or master,
+        "loss_sums": sums or 4,
+        "fused": recipe.device == "cuda",
+    }

@@ -160,19 +160,29 @@ def attention_flops(block: nn.Module, length: int) -> float:
     return for_each * length
 
 
-def active_parameters(model: nn.Module) -> int:
-    """Count the parameters that one token uses: of each layer's experts, as many as the router chooses.
-
-    Padding and buffers, which no gradient moves, do not count; embedding tables do.
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Count the parameters of a model: ``whole``, those that are ``trained``, and the ``active`` ones, which
+    one token uses: of each layer's experts as many as the router chooses. Padding and buffers, which no
+    gradient moves, do not count; embedding tables do.
     """
-    active = sum(
-        prod(declaration.shape) for declaration in declarations(model).values() if not declaration.buffer
-    )
-    mixtures = [module for module in model.modules() if isinstance(module, MoE)]
-    for mixture in mixtures:
-        size = sum(prod(stated.shape) for stated in declarations(mixture.experts).values())
-        active -= size - size * mixture.router.top_k // mixture.router.num_experts
-    return active
+
+    whole: int
+    trained: int
+    active: int
+
+
+def parameters_of(model: nn.Module) -> Parameters:
+    """Count the parameters of a whole model, which may be on the meta device."""
+    stated = declarations(model).items()
+    sizes = {name: prod(declaration.shape) for name, declaration in stated if not declaration.buffer}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    idle = 0
+    for mixture in (module for module in model.modules() if isinstance(module, MoE)):
+        size = sum(prod(declaration.shape) for declaration in declarations(mixture.experts).values())
+        idle += size - size * mixture.router.top_k // mixture.router.num_experts
+    whole = sum(sizes.values())
+    return Parameters(whole, sum(sizes[name] for name in trained & sizes.keys()), whole - idle)
 
 
 @dataclass(frozen=True, slots=True)

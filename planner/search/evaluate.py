@@ -19,7 +19,7 @@ from ..memory import MemoryPlan, Need, memory_of, needs_of_rank
 from ..rank_parameters import RankParameters
 from ..sampled_model import SampledModel, sampled
 from ..stage_costs import StageCost
-from ..step_shape import Work
+from ..step_shape import Work, sizes_of
 from ..time import StepTime, StepTimer
 from .choice import Choice
 from .request import Request
@@ -68,13 +68,7 @@ class Evaluator:
         self._frozen = (
             dtype_named(recipe.compute_dtype) if isinstance(request.family, AdaptedFamily) else None
         )
-        self.sizes: dict[str, Any] = {
-            "master": dtype_named(recipe.dtype).itemsize,
-            "compute": dtype_named(recipe.compute_dtype).itemsize,
-            "reduce": dtype_named(recipe.reduce or recipe.dtype).itemsize,
-            "loss_sums": dtype_named(recipe.reduce).itemsize if recipe.reduce else 4,
-            "fused": recipe.device == "cuda",
-        }
+        self.sizes = sizes_of(recipe)
         # One object holds a cache for its own lifetime, not for that of the process.
         self.cut = cache(self._cut)
         self._state = cache(_first_rank)

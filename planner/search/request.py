@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ...models import Family, ModelConfig, family_of, published_size, published_sizes
 from ...parallel_state import BadInput
 from ...recipes.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
+from ...simulation.model_flops import Parameters, parameters_of
 from ...storage.file_names import CONFIG
 from ...storage.small_files import read_json
 from ..device_memory import runtime_of, usable
@@ -49,6 +51,11 @@ class Request:
     def runtime(self) -> int:
         """Return the bytes of a device that no tensor has."""
         return runtime_of(self.recipe.device)
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """Count the parameters of the whole model."""
+        return parameters_of(self.family.build(self.config))
 
     @property
     def step_tokens(self) -> int:

@@ -11,7 +11,6 @@ from ..time.collectives import worst_placement
 from .evaluate import Answer, Evaluator
 from .find import LONGEST, SHOWN, Found
 from .request import Request
-from .whole_model import parameters_of
 
 #: Bytes of one trained parameter in mixed precision: weights, gradients and two moments in fp32.
 _STATES = 16
@@ -48,7 +47,7 @@ def reasons(search: Found) -> list[str]:
     """Return two sentences about the fastest layout: which strategy it is, and why."""
     request, best = search.request, search.best[0]
     layout = best.choice.layout
-    of = parameters_of(request)
+    of = request.parameters
     states = _STATES * of.trained + 2 * (of.whole - of.trained)
     what = (
         f"Weights, gradients and moments take {readable(states, 'bytes')}, "

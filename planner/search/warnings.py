@@ -7,7 +7,6 @@ from .critical_batch import TOKENS_OF_A_PARAMETER, critical_batch
 from .evaluate import Answer
 from .request import Request
 from .strategy import crosses
-from .whole_model import parameters_of
 
 
 def warnings(request: Request, answer: Answer) -> list[str]:
@@ -22,7 +21,7 @@ def warnings(request: Request, answer: Answer) -> list[str]:
             f"expert={layout.expert} x tensor={layout.tensor} crosses the node of {gpus} GPUs: "
             "tokens travel over the network in every block"
         )
-    of = parameters_of(request)
+    of = request.parameters
     if of.trained == of.whole:
         # The loss law was fitted to dense models, in which each token uses every parameter.
         tokens = request.tokens or TOKENS_OF_A_PARAMETER * of.active

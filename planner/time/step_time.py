@@ -290,10 +290,3 @@ class StepTimer:
 @lru_cache(maxsize=64)
 def _flops(family: Family, config: ModelConfig, sequence_length: int) -> TokenFlops:
     return flops_per_token(family.on_meta(config), sequence_length)
-
-
-def step_time(
-    model: SampledModel, work: Work, machine: Machine, *, split: Sequence[int] | None = None, **options: Any
-) -> StepTime:
-    """Predict a step of ``model`` in the layout of ``work``; see ``StepTimer``."""
-    return StepTimer(model, work, machine, split=split, **options).time()

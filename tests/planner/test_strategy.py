@@ -14,8 +14,8 @@ from trilith.planner.search.critical_batch import critical_batch
 from trilith.planner.search.evaluate import Evaluator
 from trilith.planner.search.strategy import reasons, strategy
 from trilith.planner.search.warnings import warnings
-from trilith.planner.search.whole_model import Parameters, parameters_of
 from trilith.planner.time import machine_named
+from trilith.simulation.model_flops import Parameters
 
 DENSE, EXPERTS = (
     json.loads((FOLDER / "search" / f"{name}.json").read_text())
@@ -151,7 +151,7 @@ def test_the_critical_batch_of_experts_counts_what_a_token_uses(tmp_path):
     request = request_for(tmp_path, EXPERTS, 1, 8, global_batch=1024)
     block = 4 * 1024 * 8 * 128 + 2 * 128 + 2 * 1024 + 8 * 1024  # attention, norms, router
     active, every = (2 * 32000 * 1024 + 1024 + 4 * (block + n * 3 * 1024 * 1408) for n in (2, 8))
-    assert parameters_of(request) == Parameters(whole=every, trained=every, active=active)
+    assert request.parameters == Parameters(whole=every, trained=every, active=active)
     for tokens, used in ((None, 20 * active), (1e11, 1e11)):
         request = replace(request, tokens=tokens)
         (line,) = warnings(request, Evaluator(request).answer(Choice(Layout())))
