@@ -8,8 +8,8 @@ alike (tensor, context, expert) share even these.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,10 +17,10 @@ from torch import nn
 
 from ..layers import Scaling, Stage, all_stages
 from ..models import Family, ModelConfig
-from ..parallel_state import Layout, ParallelState, declarations
+from ..parallel_state import Layout, ParallelState
 from ..simulation.kinds_of_blocks import block_kinds, one_block_of_each_kind
 from ..simulation.pieces import ModelPieces
-from .rank_parameters import Group, RankParameters, count_parameters
+from .rank_parameters import Group, RankParameters, count_module, zoo_parameters
 from .stage_costs import StageCost, stage_cost
 from .step_shape import Work
 
@@ -93,43 +93,21 @@ class SampledModel:
         stage, numbers = self._stage(state, split)
         key = _place(state), numbers, stage.first, stage.last
         if key not in self._held:
-            parts = [[(self._count(self._blocks[kind], state), n) for kind, n in part] for part in numbers]
+            parts = [[(self._count(state, self._blocks[kind]), n) for kind, n in part] for part in numbers]
             further = self._model.mtp.values() if stage.last else ()
-            parts[-1] += [(self._count(block, state), 1) for block in further]
-            first, last, root = self._at_ends(stage, state)
-            ends = (first, last) if stage.first and stage.last and stage.pieces else ()
-            tied = 0 if stage.pieces else first.trained + last.trained - root.trained
-            self._held[key] = RankParameters(
-                root, tuple(map(tuple, parts)), ends, last.trained, tied, 1 + (self.config.mtp_blocks > 0)
-            )
+            parts[-1] += [(self._count(state, block), 1) for block in further]
+            count = partial(self._count, state)
+            self._held[key] = zoo_parameters(self._model, stage, parts, count)
         return self._held[key]
 
     def group(self, number: int, state: ParallelState) -> Group:
         """Count the parameters of the block of this number on the rank of ``state``."""
-        return self._count(self.block(number), state)
+        return self._count(state, self.block(number))
 
-    def _at_ends(self, stage: Stage, state: ParallelState) -> list[Group]:
-        """Count the parameters of a rank that the model's first stage uses, those that the last one uses, and
-        all that are in no block.
-        """
-        embed, tied, further = self._model.embed, self.config.tie_word_embeddings, self.config.mtp_blocks > 0
-        ends = (tied or further) and not (stage.first and stage.last)
-        first = list(self._model.entry) if stage.first else []
-        last: list[nn.Module] = [embed] if stage.last and (tied or further) else []
-        last += [self._model.norm] + ([] if tied else [self._model.head]) if stage.last else []
-
-        def count(modules: Iterable[nn.Module]) -> Group:
-            groups = (
-                self._count(module, state, ends and module is embed) for module in dict.fromkeys(modules)
-            )
-            return sum(groups, Group())
-
-        return [count(first), count(last), count([*first, *last])]
-
-    def _count(self, module: nn.Module, state: ParallelState, ends: bool | None = None) -> Group:
+    def _count(self, state: ParallelState, module: nn.Module, ends: bool | None = None) -> Group:
         key = id(module), _place(state), ends
         if key not in self._counted:
-            self._counted[key] = _count_module(module, state, ends=ends)
+            self._counted[key] = count_module(state, module, ends)
         return self._counted[key]
 
     def costs(self, work: Work, split: Sequence[int] | None = None) -> list[StageCost]:
@@ -165,13 +143,6 @@ def _place(state: ParallelState) -> tuple[object, ...]:
     if layout.expert == 1:
         return place
     return *place, layout.expert, layout.data_sizes(experts=True)[1], layout.data_place(at, experts=True)[1:]
-
-
-def _count_module(module: nn.Module, state: ParallelState, *, ends: bool | None) -> Group:
-    named = dict(module.named_parameters())
-    return count_parameters(
-        ((named[name], declaration) for name, declaration in declarations(module).items()), state, ends=ends
-    )
 
 
 def sampled(
