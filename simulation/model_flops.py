@@ -202,8 +202,10 @@ class Mfu:
     def __call__(self, tokens_per_second: float) -> Utilization | None:
         if self.peak is None:
             return None
-        tokens = tokens_per_second / (self.world * self.peak)
-        return Utilization(tokens * self.flops.causal, tokens * self.flops.full)
+        peak = self.world * self.peak
+        return Utilization(
+            tokens_per_second * self.flops.causal / peak, tokens_per_second * self.flops.full / peak
+        )
 
 
 def peak_flops(device: torch.device, compute: torch.dtype) -> float | None:
