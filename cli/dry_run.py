@@ -108,18 +108,8 @@ def _show(
         f"model FLOPs    {planned.flops.full / 1e9:,.2f} G a token counting all of attention, "
         f"{planned.flops.causal / 1e9:,.2f} G counting the causal half"
     )
-    kinds = {
-        "weights, stored": memory.weights,
-        "weights, gathered to compute": memory.gathered,
-        "gradients": memory.gradients,
-        "moments of the optimizer": memory.moments,
-        "activations": memory.activations,
-        "exchanged between stages": memory.pipeline,
-        "in the loss": memory.logits,
-        "or in a block's backward": memory.block,
-        "runtime (assumed)": shown.runtime,
-    }
-    rows = [(kind, f"{size / 1e9:,.2f}") for kind, size in kinds.items()]
+    sizes = memory.parts(0) | {"runtime (assumed)": shown.runtime}
+    rows = [(kind, f"{size / 1e9:,.2f}") for kind, size in sizes.items() if kind != "runtime"]
     table = _table(f"memory of rank {shown.rank}", ("kind", "GB"), rows)
     table.add_section()
     table.add_row("at the worst moment", f"{shown.total / 1e9:,.2f}")

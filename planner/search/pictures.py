@@ -11,7 +11,6 @@ from typing import Any
 from ...pipeline.timetable import few_micro_batches, timetable
 from ...simulation.record import StepRecord
 from .find import Found
-from .shortage import parts_of
 
 #: Colours that can be read on light and dark paper, and that of text.
 _COLOURS = ("#3b82c4", "#b0802f", "#4d9a5b", "#a05195", "#c2544f", "#3aa0a0", "#8a8f3c", "#7a6fd0", "#8a6d5b")
@@ -77,7 +76,7 @@ def memory_of_stages(search: Found) -> str:
     best = search.best[0]
     figure, axes = _figure(1, max(2.6, 0.9 + 0.24 * len(best.memory)))
     ranks, left = range(len(best.memory)), [0.0] * len(best.memory)
-    parts = [parts_of(plan, best.runtime) for plan in best.memory]
+    parts = [plan.parts(best.runtime) for plan in best.memory]
     kinds = list(dict.fromkeys(kind for of_rank in parts for kind in of_rank))
     for colour, kind in zip((*_COLOURS, _INK), kinds, strict=False):
         sizes = [of_rank.get(kind, 0) / 1e9 for of_rank in parts]

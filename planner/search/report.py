@@ -12,7 +12,6 @@ from .evaluate import Answer
 from .find import Found
 from .order import TIED, ties
 from .request import Request
-from .shortage import parts_of
 from .strategy import reasons, strategy
 from .warnings import warnings
 
@@ -200,7 +199,7 @@ def _layout_json(answer: Answer) -> dict[str, Any]:
         "bytes": answer.bytes,
         "reserved_bytes": answer.reserved,
         "host_bytes": max(plan.host for plan in answer.memory),
-        "bytes_of_pipeline_ranks": [parts_of(plan, answer.runtime) for plan in answer.memory],
+        "bytes_of_pipeline_ranks": [plan.parts(answer.runtime) for plan in answer.memory],
     }
 
 

@@ -13,34 +13,13 @@ from .evaluate import Evaluator
 from .request import Request
 from .tally import Tally
 
-#: Kinds of a ``MemoryPlan`` in words, in the order in which they are shown.
-KINDS = {
-    "weights": "weights",
-    "gathered": "gathered weights",
-    "gradients": "gradients",
-    "moments": "moments",
-    "activations": "activations",
-    "pipeline": "exchange of stages",
-    "logits": "logits",
-    "block": "one block's backward",
-}
 #: How often the number of GPUs is doubled to find one that is enough.
 _DOUBLINGS = 10
 
 
-def parts_of(plan: MemoryPlan, runtime: int) -> dict[str, int]:
-    """Return the bytes of a rank at its worst moment, by the name of each kind.
-
-    The loss and a block's backward happen at different times, so only the larger of the two is included.
-    """
-    idle = "block" if plan.logits > plan.block else "logits"
-    sizes = {words: getattr(plan, name) for name, words in KINDS.items() if name != idle}
-    return sizes | {"runtime": runtime}
-
-
 def shortage(plan: MemoryPlan, choice: Choice, rank: int, request: Request) -> tuple[str, str]:
     """Return the kind that needs the most bytes on a rank that does not fit, and a line with the figures."""
-    parts = sorted(parts_of(plan, request.runtime).items(), key=lambda part: -part[1])
+    parts = sorted(plan.parts(request.runtime).items(), key=lambda part: -part[1])
     largest = ", ".join(f"{words} {size / 1e9:.1f}" for words, size in parts[:3])
     needs, has = needed_of(plan.total + request.runtime, request.room)
     line = f"pipeline rank {rank} needs {needs} of {has} GB: {largest} ({choice})"

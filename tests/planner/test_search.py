@@ -42,7 +42,7 @@ def test_the_ten_best_are_in_order_fit_and_are_accepted_as_recipes(result, tmp_p
     (tmp_path / "recipe.toml").write_text(recipe_toml(result))
     planned = dry_run(load_recipe(tmp_path / "recipe.toml"))
     planned.check("recipe.toml")
-    assert planned.ranks == 4 and planned.rank.total == result.best[0].bytes
+    assert planned.recipe.layout.world == 4 and planned.rank.total == result.best[0].bytes
     assert (planned.room, planned.rank.reserved) == (result.request.room, result.best[0].reserved)
 
 
