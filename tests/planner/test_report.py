@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import trilith
 from trilith.cli.app import run
+from trilith.parallel_state import BadInput
 from trilith.planner.dry_run import dry_run
 from trilith.planner.search import Choice, find_layouts, read_request
 from trilith.planner.search.evaluate import Evaluator
@@ -198,3 +199,28 @@ def test_the_header_of_405b_states_this_layout_and_the_runner_up():
     second = evaluator.answer(Choice(layout, "interleaved-zero-bubble"))
     assert f"micro_batch 1: {second.time.seconds:.2f} s, {second.bytes / 1e9:.1f} GB" in text
     assert ties(best, second) and waits == pytest.approx(0.07, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "computes", "begins"),
+    [
+        (
+            SMALL + ["--gpus", "2"],
+            "search.find.find_layouts",
+            "llama-3.2-1b: steps of 8 rows x 1,024 tokens on 2",
+        ),
+        (SMALL + ["--gpus", "1,2"], "search.find.find_layouts", "llama-3.2-1b on h100-80gb, 8 a node"),
+        (
+            ["train", "llama-3.1-8b-8gpus", "--dry-run"],
+            "dry_run.dry_run",
+            "layout         data_shard 8, zero 3",
+        ),
+    ],
+)
+def test_the_first_line_is_there_before_what_takes_seconds(words, computes, begins, monkeypatch, capsys):
+    def refuse(*args, **options):
+        raise BadInput("plan", "a search", expected="none", found="some")
+
+    monkeypatch.setattr(f"trilith.planner.{computes}", refuse)
+    assert run(words) == 2
+    assert capsys.readouterr().out.startswith(begins)
