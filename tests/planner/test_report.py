@@ -205,11 +205,11 @@ def test_the_header_of_405b_states_this_layout_and_the_runner_up():
     ("words", "computes", "begins"),
     [
         (
-            SMALL + ["--gpus", "2"],
+            [*SMALL, "--gpus", "2"],
             "search.find.find_layouts",
             "llama-3.2-1b: steps of 8 rows x 1,024 tokens on 2",
         ),
-        (SMALL + ["--gpus", "1,2"], "search.find.find_layouts", "llama-3.2-1b on h100-80gb, 8 a node"),
+        ([*SMALL, "--gpus", "1,2"], "search.find.find_layouts", "llama-3.2-1b on h100-80gb, 8 a node"),
         (
             ["train", "llama-3.1-8b-8gpus", "--dry-run"],
             "dry_run.dry_run",
