@@ -290,7 +290,7 @@ def test_a_chunked_loss_is_refused_with_gpipe(small, capsys):
     [
         "llama-3.1-8b-8gpus",
         "llama-3.1-405b-16384gpus",
-        "llama-3.2-1b-1gpu layout.schedule=zbv layout.virtual_stages=2 layout.pipeline=2 memory.checkpointing=none",
+        "llama-3.2-1b-1gpu layout.schedule=zbv layout.pipeline=2 memory.checkpointing=none",
     ],
 )
 def test_a_dry_run_imports_nothing_that_only_a_run_needs(words):
