@@ -187,7 +187,7 @@ def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
         stages = [tuple(Counter(groups.values()).items()) for groups in groups_of]
         count = partial(count_module, state)
         return zoo_parameters(model, model.stage, stages, count, numbered)
-    block_of = {}
+    block_of = dict[str, str]()
     blocks = {id(block) for block in find_blocks(model)}
     for path, module in model.named_modules():
         if id(module) in blocks:

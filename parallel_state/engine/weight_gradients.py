@@ -13,7 +13,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed
 from torch import Tensor, nn
@@ -73,8 +73,8 @@ def compute_input_gradients(
     made: list[Tensor], grads: list[Tensor], inputs: list[Tensor], weights: Iterator[nn.Parameter]
 ) -> Sequence[Group]:
     """Compute the gradients of a stage's inputs, the first part of its backward; return what is left."""
-    parts: Sequence[Any] = _module_of_parts().stage_backward_input(made, grads, inputs, weights)
-    return parts[1]
+    _, groups = _module_of_parts().stage_backward_input(made, grads, inputs, weights)
+    return cast(Sequence[Group], groups)
 
 
 @cache
