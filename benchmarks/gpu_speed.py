@@ -65,9 +65,9 @@ def steps(
 
 def predicted(recipe: dict[str, Any], device: str) -> dict[str, Any]:
     """Return the planner's milliseconds of a step on an H100, from its table of machines."""
+    from trilith.planner.dry_run import plan_without_weights, predicted_step
     from trilith.planner.time import machine_named
     from trilith.recipes.recipe import parse_recipe
-    from trilith.training.dry_run import plan_without_weights, predicted_step
 
     checked = parse_recipe(recipe)
     step = predicted_step(checked, plan_without_weights(checked)[0], machine_named("h100-80gb"))

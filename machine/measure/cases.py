@@ -9,8 +9,8 @@ from typing import Any
 
 from ...layers import Checkpointing
 from ...models import published_size
+from ...planner.dry_run import heaviest, plan_without_weights
 from ...recipes.recipe import parse_recipe
-from ...training.dry_run import heaviest, plan_without_weights
 from ..llama import llama
 from .conversion import conversion_speed
 from .layers import layer_overhead

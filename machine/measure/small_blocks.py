@@ -13,8 +13,8 @@ import torch
 
 from ...layers import Checkpointing, checkpoint_blocks
 from ...parallel_state import ParallelState, initialize
-from ...planner.pieces import ModelPieces
-from ...planner.step_shape import MicroBatch
+from ...simulation.micro_batch import MicroBatch
+from ...simulation.pieces import ModelPieces
 from ...simulation.trace import Trace
 from ..llama import built, llama
 from .timing import seconds_of

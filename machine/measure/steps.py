@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from ...parallel_state import ParallelState, dtype_named
-from ...planner.flops import Mfu, flops_of_token, peak_flops
+from ...planner.dry_run import heaviest
 from ...recipes.recipe import Recipe, parse_recipe
 from ...runs.launch import process_group
 from ...runs.metrics import StepMetrics
+from ...simulation.model_flops import Mfu, flops_of_token, peak_flops
 from ...testing import LiveBytes
 from ...training import Trainer, check_run
-from ...training.dry_run import heaviest
 from ...training.run_plan import RunPlan
 from .row import Figures
 from .speed import matmul_flops

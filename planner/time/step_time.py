@@ -27,13 +27,13 @@ from typing import Any
 from ...parallel_state import Layout, ParallelState
 from ...pipeline.schedule_actions import Kind
 from ...pipeline.timetable import step_length
-from ..flops import flops_of_token
-from ..kinds_of_blocks import SampledModel
+from ...simulation.model_flops import flops_of_token
+from ...simulation.without_numbers import DTYPES
 from ..memory import MemoryPlan, memory_of
 from ..rank_parameters import RankParameters
+from ..sampled_model import SampledModel
 from ..stage_costs import StageCost
 from ..step_shape import Work
-from ..without_numbers import DTYPES
 from .collectives import Links
 from .exchange import Exchange
 from .kernels import Kernels, Mode
@@ -284,10 +284,3 @@ class StepTimer:
     def _updates(self) -> float:
         """Return the seconds of clipping and of the optimizer."""
         return max(self.once.update(self.parameters(rank)) for rank in self._of_rank)
-
-
-def step_time(
-    model: SampledModel, work: Work, machine: Machine, *, split: Sequence[int] | None = None, **options: Any
-) -> StepTime:
-    """Predict a step of ``model`` in the layout of ``work``; see ``StepTimer``."""
-    return StepTimer(model, work, machine, split=split, **options).time()

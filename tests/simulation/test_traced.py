@@ -9,9 +9,10 @@ from support.configs import MODELS
 from trilith.layers import RowParallelLinear, leave_tensor
 from trilith.models import family_of
 from trilith.parallel_state import BadInput, Layout, ParallelState
-from trilith.planner import pieces, sampled
-from trilith.planner.pieces import ModelPieces
-from trilith.planner.step_shape import MicroBatch
+from trilith.planner import sampled
+from trilith.simulation import pieces
+from trilith.simulation.micro_batch import MicroBatch
+from trilith.simulation.pieces import ModelPieces
 from trilith.simulation.traced import trace, without_numbers
 
 FAMILIES = sorted(name for name in MODELS if "-" not in name)

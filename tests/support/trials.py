@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from trilith.cli.app import run
 from trilith.cli.shared import parity
+from trilith.planner.search import find
 from trilith.ranks import pool, processes
-from trilith.search import find
 
 from support import forked
 from support.forked_launch import ForkedTemplate

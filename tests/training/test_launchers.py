@@ -161,7 +161,9 @@ AGENTS = 2
 
 
 def shown():
-    (command,) = re.findall(r"^(torchrun --nnodes .* trilith train .*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    (command,) = re.findall(
+        r"^(torchrun --nnodes .* trilith train .*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
     return str(command)
 
 
