@@ -19,6 +19,7 @@ PRIVATE = (
     ("torch", "_assert_async"),
     ("torch._C", "_current_autograd_node"),
     ("torch._C", "_current_graph_task_id"),
+    ("torch._C", "_TorchDispatchModeKey"),
     ("torch._C", "_get_dispatch_mode"),
     ("torch._C", "_len_torch_dispatch_stack"),
     ("torch._C._autograd", "_get_sequence_nr"),
