@@ -96,7 +96,7 @@ def _known(kind: str, args: Sequence[Any], out: Any, mode: Any) -> tuple[Any, Se
         if not _is_own(x, mode):
             return None
         storage = x.untyped_storage()
-        form, base = _Form(x.shape, x.stride(), x.dtype, x.device, x.storage_offset()), None
+        form, base = _Form(x.shape, x.stride(), x.dtype, x.device, int(x.storage_offset())), None
         if storage._cdata in known:
             if mode is None or (base := places.get(storage._cdata)) is None:
                 return None
