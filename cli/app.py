@@ -21,7 +21,6 @@ from typer.main import get_command_name
 
 from ..system import check_enough, refusal_of, visible
 from ..system.addresses import address_of
-from ..system.refusals import UNEXPECTED
 from ..system.standard_streams import drop_output, name_standard_output, print_any_character, reader_is_gone
 from .bench import bench
 from .cluster.launch import launch
@@ -29,6 +28,7 @@ from .cluster.status import status
 from .convert import convert, reshard
 from .diff import diff
 from .doctor import doctor
+from .errors import INTERRUPTED, explain, write_error
 from .generate import generate
 from .inspect import inspect
 from .merge_lora import merge_lora
@@ -45,40 +45,35 @@ from .train import train
 from .train_tokenizer import train_tokenizer
 from .verify import verify
 
-#: Every command: a module of this room with one function. Heavy imports belong inside the function, so that
-#: ``trilith --help`` answers at once.
-COMMANDS: tuple[Callable[..., None], ...] = (
-    quickstart,
-    doctor,
-    bench,
-    models,
-    convert,
-    reshard,
-    inspect,
-    diff,
-    verify,
-    parity,
-    train_tokenizer,
-    tokenize,
-    train,
-    launch,
-    status,
-    report,
-    merge_lora,
-    recipe,
-    schedule,
-    plan,
-    generate,
-)
+#: Every command by its group in the help: a module of this room with one function. Heavy imports belong
+#: inside the function, so that ``trilith --help`` answers at once.
+GROUPS: Mapping[str, tuple[Callable[..., None], ...]] = {
+    "Start": (quickstart, doctor, bench, models),
+    "Weights": (convert, reshard, inspect, diff, verify, parity, merge_lora),
+    "Data": (tokenize, train_tokenizer),
+    "Train": (train, status, report, generate, launch, recipe),
+    "Plan": (plan, schedule),
+}
+COMMANDS = tuple(command for group in GROUPS.values() for command in group)
 
 #: The options that name a file to write, which may replace another.
 _OUTPUTS = ("out", "write", "html")
-USAGE, PREEMPTED, INTERRUPTED = 2, 75, 130
 #: Commands that print while they work: a reader that goes away, such as ``head``, leaves their work undone.
 _WORK_ON = (["quickstart"], ["bench"], ["train"])
 
 
-class _Command(typer.core.TyperCommand):
+class _BareFlags:
+    """Show an option that takes no value without a type in the help."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        parameters: list[Any] = cast(Any, super()).get_params(ctx)
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return parameters
+
+
+class _Command(_BareFlags, typer.core.TyperCommand):
     """Refuse an address where a path of this machine is meant: such a parameter is annotated ``Path``.
 
     An error that nobody foresaw gets a note with the command's arguments, which name what it read.
@@ -118,7 +113,7 @@ def _check_replaced(values: Mapping[str, Any]) -> None:
         check_outside(output, [path for path in paths[False] if os.path.isfile(path)])
 
 
-class _Program(typer.core.TyperGroup):
+class _Program(_BareFlags, typer.core.TyperGroup):
     """Look a command up by two words first: ``plan explain`` stands beside ``plan``."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -130,7 +125,7 @@ def make_app(commands: Sequence[Callable[..., Any]] = COMMANDS) -> typer.Typer:
     """Return the typer application of these commands; a command has the name of its function."""
     app = _group(_options, commands, cls=_Program)
     if plan in commands:
-        app.add_typer(_group(plan_explain, topics()), name="plan explain")
+        app.add_typer(_group(plan_explain, topics()), name="plan explain", rich_help_panel="Plan")
     return app
 
 
@@ -149,10 +144,17 @@ def _program(commands: tuple[Callable[..., Any], ...]) -> Callable[..., Any]:
 def _group(
     callback: Callable[..., Any], commands: Iterable[Callable[..., Any]], **options: Any
 ) -> typer.Typer:
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, **options)
+    app = typer.Typer(
+        add_completion=callback is _options,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        **options,
+    )
     app.callback(help=unwrapped(callback.__doc__ or ""))(callback)
+    panels = {command: name for name, group in GROUPS.items() for command in group}
     for command in commands:
-        app.command(cls=_Command, help=unwrapped(command.__doc__ or ""))(command)
+        help_text = unwrapped(command.__doc__ or "")
+        app.command(cls=_Command, help=help_text, rich_help_panel=panels.get(command))(command)
     return app
 
 
@@ -213,7 +215,7 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
     os.umask(os.umask(0o077) & 0o077)
     try:
         # As its context's ``obj`` a command finds its own words: with them it may start ranks of itself.
-        words = list(arguments)
+        words = _as_options(arguments)
         _check_text(words)
         program = _program(_meant(words, commands))
         # What an option sets for its command ends with the command.
@@ -239,8 +241,20 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
             sys.stdout.flush()
         except OSError:  # Python would try again at its end, and end with a code of its own
             drop_output()
-        sys.stderr.write(f"{'stopped' if code == PREEMPTED else 'error'}: {message}\n")
+        write_error(code, message)
         return code
+
+
+def _as_options(words: Sequence[str]) -> list[str]:
+    """Return the words with options for what some type as commands; no word at all asks for help."""
+    match [*words]:
+        case []:
+            return ["--help"]
+        case ["help", *command]:
+            return [*command, "--help"]
+        case ["version"]:
+            return ["--version"]
+    return [*words]
 
 
 def _check_text(words: Sequence[str]) -> None:
@@ -252,34 +266,6 @@ def _check_text(words: Sequence[str]) -> None:
             raise typer.BadParameter(f"{visible(word)}: expected UTF-8 text") from None
 
 
-def explain(error: Exception) -> tuple[int, str]:
-    """Return the exit code of an error, and its message in one line."""
-    if (
-        format_message := getattr(error, "format_message", None)
-    ) is not None:  # typer's and click's usage errors
-        context = getattr(error, "ctx", None)
-        command = context.command_path if context is not None else "trilith"
-        return USAGE, f"{_one_line(format_message()).rstrip('.')}. See {command} --help"
-    # Told by their exit code rather than by class: importing our error classes here would import torch.
-    code = getattr(error, "exit_code", None)
-    if isinstance(code, int):
-        # A library that was refused a file descriptor may say that the file makes no sense.
-        refusal = refusal_of(error) if code == USAGE else None
-        if refusal is not None and refusal.code != USAGE:
-            return refusal.code, f"{_one_line(str(error))} ({_one_line(str(refusal))})"
-        return code, _one_line(str(error))
-    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    refusal = refusal_of(error)
-    if refusal is not None:
-        return refusal.code, _one_line(str(refusal))
-    read = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
-    return UNEXPECTED, f"unexpected: {_one_line(what + read)} (run again with --debug for the traceback)"
-
-
-#: A part of a path longer than a file's name may be, and a word longer than any path that somebody types.
-_ENDLESS = re.compile(r"[^\s/]{256,}|\S{1000,}")
-
-
 def _debug(arguments: Sequence[str]) -> bool:
     """Tell whether ``--debug`` stands before the command's name, the first word that is not an option."""
     for argument in arguments:
@@ -288,12 +274,3 @@ def _debug(arguments: Sequence[str]) -> bool:
         if argument == "--debug":
             return True
     return False
-
-
-def _one_line(text: str) -> str:
-    """Return the text in one line, with words shortened that no path on a disk can have."""
-    return visible(_ENDLESS.sub(_shorten, " ".join(text.split())))
-
-
-def _shorten(word: re.Match[str]) -> str:
-    return f"{word[0][:40]}...{word[0][-20:]} ({len(word[0]):,} characters)"

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .shared.completion import size_names
+
 if TYPE_CHECKING:
     from ..models import Family
     from .shared.family_features import Features
@@ -17,6 +19,7 @@ def models(
         typer.Argument(
             help="published size, such as llama-3.1-8b, or family, such as llama; default: all families",
             metavar="NAME",
+            autocompletion=size_names,
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object, for programs")] = False,
@@ -26,12 +29,12 @@ def models(
 ) -> None:
     """List the families of models and their published sizes.
 
-    A family reads the config.json of its model_type in Hugging Face's folders. Without NAME the command tells
-    what each family can do: the axes of a layout, LoRA, text generation. It finds out by trying each on a
-    tiny model. With the name of a family it lists the family's published sizes. With the name of a size it
-    prints the fields of the config, the number of parameters (and, if there are experts, how many of them
-    compute one token), the memory of the weights, the FLOPs of a token, and a dry run to start from. A recipe
-    trains a size from scratch with `model.size = "NAME"`.
+    A family reads the config.json of its model_type in Hugging Face's folders. Without NAME the command
+    tells what each family can do: the axes of a layout, LoRA, text generation. Each ability is tested on
+    a tiny model, which takes about ten seconds. With the name of a family it lists the family's published
+    sizes. With the name of a size it prints the fields of the config, the number of parameters (and, if
+    there are experts, how many of them compute one token), the memory of the weights, the FLOPs of a
+    token, and a dry run to start from. A recipe trains a size from scratch with `model.size = "NAME"`.
 
     With --show it draws the size, or the first published size of the family, or its tiny test model: what
     each kind of block computes, and what it sends under tensor and sequence parallelism; of each parameter

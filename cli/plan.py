@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..system import no_garbage_search
+from .shared.completion import model_names
 from .shared.options import FORCE
 from .shared.sizes import parse_amount, parse_counts
 
@@ -30,7 +31,11 @@ MOST_COUNTS = 64
 def plan(
     model: Annotated[
         str,
-        typer.Argument(help="published size, config.json, Hugging Face folder, or recipe", metavar="MODEL"),
+        typer.Argument(
+            help="published size, config.json, Hugging Face folder, or recipe",
+            metavar="MODEL",
+            autocompletion=model_names,
+        ),
     ],
     gpus: Annotated[
         str | None, typer.Option(help="number of GPUs, or several such as 8,16,32 for a scaling curve")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 import typer.main
+from typer.main import get_command_name
 
-from .app import make_app
+from .app import GROUPS, make_app
 
 EXAMPLES = "Examples:\n"
 
@@ -65,8 +66,16 @@ def reference() -> str:
     """Return docs/commands.md."""
     program = typer.main.get_command(make_app())
     head = "# Every command\n\n`trilith COMMAND --help` prints the same. `make docs` writes this page.\n"
-    commands = [(f"trilith {name}", one) for name, one in every_command(program)]
-    return "\n".join([head, *(section(*one) for one in [("trilith", program), *commands])])
+    commands = [(f"trilith {name}", command) for name, command in every_command(program)]
+    groups = [f"| {name} | {_links(group)} |" for name, group in GROUPS.items()]
+    groups = ["| group | commands |", "|---|---|", *groups, ""]
+    sections = [section(name, command) for name, command in [("trilith", program), *commands]]
+    return "\n".join([head, *groups, *sections])
+
+
+def _links(group: Iterable[Callable[..., None]]) -> str:
+    names = [get_command_name(command.__name__) for command in group]
+    return ", ".join(f"[`{name}`](#trilith-{name})" for name in names)
 
 
 if __name__ == "__main__":

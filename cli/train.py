@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .shared.completion import recipe_names
 from .shared.inputs import check_there
 from .shared.options import Strict
 
@@ -19,7 +21,9 @@ def train(
     recipe: Annotated[
         Path,
         typer.Argument(
-            help="TOML file, or the name of a recipe that is installed with trilith", metavar="RECIPE"
+            help="TOML file, or the name of a recipe that is installed with trilith",
+            metavar="RECIPE",
+            autocompletion=recipe_names,
         ),
     ],
     overrides: Annotated[
@@ -123,4 +127,27 @@ def train(
         from ..planner.search.ranks_left import fit as layout_for
 
         chosen = layout_for
-    raise typer.Exit(run(recipe, overrides or [], ranks=nproc, quiet=quiet, fit=chosen))
+    code = run(recipe, overrides or [], ranks=nproc, quiet=quiet, fit=chosen)
+    if code == 0 and not quiet and "RANK" not in os.environ:
+        _print_next_commands(recipe, overrides or [])
+    raise typer.Exit(code)
+
+
+def _print_next_commands(recipe: Path, overrides: list[str]) -> None:
+    """Print what is usually done with a run that has ended, where it has saved a checkpoint."""
+    from ..recipes import load_recipe
+
+    trained = load_recipe(recipe, overrides)
+    out, base = Path(trained.out), trained.model.init_from
+    checkpoints = sorted(out.glob("checkpoints/step-*"))
+    if not checkpoints:
+        return
+    commands = [["report", out]]
+    if trained.lora is not None:
+        commands.append(["merge-lora", base or "BASE", out, out / "merged"])
+    else:
+        if any(checkpoints[-1].rglob("tokenizer*")):
+            commands.append(["generate", out, "--prompt", "Once upon a time"])
+        commands.append(["convert", out, out / "hf", "--to", "hf"])
+    for lead, words in zip(("next:", "     ", "     "), commands, strict=False):
+        typer.echo(f"{lead} trilith {shlex.join(map(str, words))}")

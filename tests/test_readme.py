@@ -79,7 +79,8 @@ def test_training_works_as_shown_at_a_small_size(place, capfd):
     assert run([*train, *smaller, "stop_after=2"]) == 0
     # Two ranks, with all processes of a whole start: no other test starts new interpreters this way.
     assert run([*resume, *smaller]) == 0
-    assert "resumed from" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "resumed from" in printed and "next: trilith report run\n      trilith generate run --prompt" in printed
     assert run(report) == 0 and Path("run/report.html").exists()
     assert run([*generate, "--max-new-tokens", "4"]) == 0
     assert "def main():" in capfd.readouterr().out

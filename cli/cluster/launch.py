@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from ..shared.completion import recipe_names
 from ..shared.options import FORCE
 from ..shared.say import say
 
@@ -24,7 +25,9 @@ def launch(
     recipe: Annotated[
         str,
         typer.Argument(
-            help="TOML file, or the name of a recipe that is installed with trilith", metavar="RECIPE"
+            help="TOML file, or the name of a recipe that is installed with trilith",
+            metavar="RECIPE",
+            autocompletion=recipe_names,
         ),
     ],
     overrides: Annotated[

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import typer.main
-from trilith.cli.app import COMMANDS, explain, make_app, run
+from trilith.cli.app import COMMANDS, GROUPS, make_app, run
+from trilith.cli.errors import explain
 from trilith.cli.reference import EXAMPLES, every_command
 from trilith.parallel_state import BadCheckpoint, BadInput, PeerFailed
 
@@ -229,3 +230,53 @@ def test_an_input_that_is_not_there_is_refused_before_torch_is_imported(tmp_path
     assert [line.rpartition(" ")[2] for line in done.stderr.splitlines()[1::2]][:7] == ["2"] * 7
     assert done.stderr.count("found no such") == 7 == done.stderr.count("error: ")
     assert 'model.size = "NAME"' in done.stdout
+
+
+@pytest.mark.parametrize("words", [(), ("-h",), ("help",), ("--help",)])
+def test_help_is_given_for_no_words_too(words, capsys):
+    assert run(words) == 0
+    shown = capsys.readouterr().out
+    assert all(f"─ {name} ─" in shown for name in GROUPS) and "<bool>" not in shown
+
+
+def test_help_of_a_command_can_be_asked_for_in_three_ways(capsys):
+    texts = []
+    for words in (("verify", "--help"), ("verify", "-h"), ("help", "verify")):
+        assert run(words) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] == texts[2] and "trilith verify" in texts[0]
+
+
+def test_version_is_also_a_command(capsys):
+    assert run(["version"]) == run(["--version"]) == 0
+    first, second = capsys.readouterr().out.split()
+    assert first == second
+
+
+def test_a_key_of_a_recipe_with_dashes_is_answered_with_the_way(capsys):
+    assert run(["train", "r.toml", "--layout.tensor", "2"]) == 2
+    assert "layout.tensor=VALUE" in capsys.readouterr().err
+
+
+def test_errors_are_red_on_a_terminal_alone(monkeypatch, capsys):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for on, start in ((False, "error: "), (True, "\x1b[31m\x1b[1merror\x1b[0m: ")):
+        monkeypatch.setattr("sys.stderr.isatty", lambda on=on: on)
+        assert run(["verify", "--nothing"]) == 2
+        assert capsys.readouterr().err.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [("trilith ver", {"verify"}), ("trilith train llama-3.2", {"llama-3.2-1b-1gpu", "llama-3.2-1b-8gpus"}),
+     ("trilith plan gpt-j", {"gpt-j-6b"}),
+     ("trilith models pythia-1", {"pythia-160m", "pythia-1.4b", "pythia-12b"})],
+)  # fmt: skip
+def test_a_shell_completes_commands_recipes_and_sizes(words, names, monkeypatch, capsys):
+    monkeypatch.setenv("_TRILITH_COMPLETE", "complete_bash")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", words)
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    with pytest.raises(SystemExit):
+        run([])
+    assert set(capsys.readouterr().out.split()) == names

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from trilith.cli.app import explain
+from trilith.cli.errors import explain
 from trilith.parallel_state import BadInput
 from trilith.system import refusal_of
 
