@@ -66,6 +66,7 @@ PRIVATE_TORCH = {
 READERS = {
     "recipes/reference.py": "the pages of the documentation, for make docs",
     "cli/shared/topics.py": "a table of our own, which --help reads without torch",
+    "cli/shared/completion.py": "a table of our own, which a shell completes from without torch",
     "storage/strict_json.py": "the one parser of JSON",
     "storage/small_files.py": "the one reader",
     "storage/journal.py": "bytes of our own, cut off where a kill cut them",

@@ -80,7 +80,8 @@ def test_training_works_as_shown_at_a_small_size(place, capfd):
     # Two ranks, with all processes of a whole start: no other test starts new interpreters this way.
     assert run([*resume, *smaller]) == 0
     printed = capfd.readouterr().out
-    assert "resumed from" in printed and "next: trilith report run\n      trilith generate run --prompt" in printed
+    assert "resumed from" in printed
+    assert "next: trilith report run\n      trilith generate run --prompt" in printed
     assert run(report) == 0 and Path("run/report.html").exists()
     assert run([*generate, "--max-new-tokens", "4"]) == 0
     assert "def main():" in capfd.readouterr().out
