@@ -60,11 +60,7 @@ def _below(node: Any) -> Iterator[Any]:
 
 def compute_weight_gradients(weights: Iterable[nn.Parameter], groups: Sequence[Group]) -> None:
     """Add the gradients of these groups to their weights, and free the groups' graphs and gradients."""
-    weight_of = {
-        get_gradient_edge(weight).node: weight
-        for weight in weights
-        if weight.requires_grad and weight.is_leaf
-    }
+    weight_of = {get_gradient_edge(weight).node: weight for weight in weights if weight.requires_grad}
     rest = []
     for group in join_groups(groups):
         if passes_through_others(group):
