@@ -57,12 +57,12 @@ models:
 mutants:
 	python tests/mutants.py --part $(or $(PART),1/1)
 
-# All tests but the slow ones with the oldest torch and transformers that pyproject.toml allows, in an environment of
-# their own. Not part of `check`; FILES=tests/pipeline runs a part.
+# All tests but the slow ones, with the oldest torch and transformers that pyproject.toml allows, in build/oldest.
+# Not part of `check`; FILES=tests/pipeline runs a part.
+OLDEST = $(shell sed -nE 's/^ *"(torch|transformers)>=([0-9.]+),.*/\1==\2.*/p' pyproject.toml)
 oldest:
 	python -m venv build/oldest
-	build/oldest/bin/python -m pip install -q -e '.[test]' \
-		$$(sed -nE 's/^ *"(torch|transformers)>=([0-9.]+),.*/\1==\2.*/p' pyproject.toml)
+	build/oldest/bin/python -m pip install -q -e '.[test]' $(OLDEST)
 	build/oldest/bin/python -m pytest $(FILES)
 
 # Which of the listed bad inputs and kills have a test: their numbers stand in the tests' names.
