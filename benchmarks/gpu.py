@@ -1,7 +1,7 @@
 """Try and measure trilith on one GPU; write benchmarks/results/gpu.json and .md: python benchmarks/gpu.py.
 
-Parts, in order: ``smoke`` runs many short programs at once and only asks whether they work; ``tests`` runs
-what compares the GPU with the CPU; ``speed`` measures, one program at a time. Each program is a process of its
+Parts, in order: ``smoke`` runs short programs, many at once, and only asks whether they work; ``tests``
+compares the GPU with the CPU; ``speed`` measures, one program at a time. Each program is a process of its
 own, and results are written after each, so a run that is cut keeps what it has. Without a GPU use ``--device
 cpu``, which rehearses all rows at tiny sizes.
 """
@@ -84,15 +84,15 @@ def run(
                 program, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
             try:
-                code, reason = child.wait(seconds), ""
+                status = "failed" if child.wait(seconds) else "done"
             except subprocess.TimeoutExpired:
                 os.killpg(child.pid, 9)
-                code, reason = child.wait(), f"\nended after {seconds:.0f} s"
+                child.wait()
+                status = "no time"
             output.seek(0)
-            text = output.read()[-KEPT:] + reason
+            text = "" if status == "done" else output.read()[-KEPT:]
         figures = json.loads(answer.read_text()) if answer.exists() else {}
-    status = "done" if code == 0 else "failed"
-    results.add(Result(part, name, status, time.monotonic() - began, figures, "" if code == 0 else text))
+    results.add(Result(part, name, status, time.monotonic() - began, figures, text))
 
 
 def machine_facts(device: str) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def take(row: tuple[str, str, str, dict[str, Any], float]) -> None:
         part, name, work, keys, seconds = row
         if (left := deadline - time.monotonic()) < 15:
-            results.add(Result(part, name, "left out", 0.0, {}))
+            results.add(Result(part, name, "no time", 0.0, {}))
             return
         run(part, name, work, {"device": options.device} | keys, min(seconds, left), results)
 

@@ -14,8 +14,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from trilith.planner.dry_run import dry_run
 from trilith.recipes import load_recipe
-from trilith.training.dry_run import dry_run
 
 HERE = Path(__file__).resolve().parent
 KINDS = {

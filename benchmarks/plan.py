@@ -23,9 +23,9 @@ from trilith.machine.measure.run import measure, report_json
 from trilith.machine.measure.steps import WARM_UP, train_steps
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadInput
+from trilith.planner.dry_run import plan_without_weights, predicted_step
 from trilith.planner.time import Machine, StepTime, machine_from_bench
 from trilith.recipes.recipe import parse_recipe
-from trilith.training.dry_run import plan_without_weights, predicted_step
 
 COUNT, STEPS, BATCH, LENGTH, SEED = 20, 4, 8, 256, 0
 MODEL = llama(256, 6, ids=4096, length=LENGTH)

@@ -65,7 +65,7 @@ ONE_RANK = """
 import json, sys, time
 from pathlib import Path
 from trilith.recipes import load_recipe
-from trilith.training.dry_run import plan_without_weights, rank_plan
+from trilith.planner.dry_run import plan_without_weights, rank_plan
 
 def anonymous():
     return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines()

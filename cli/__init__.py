@@ -10,9 +10,11 @@ from typing import NoReturn
 
 def main() -> NoReturn:
     """Run the command line; ``trilith`` in a shell calls this."""
+    from ..system import search_less_often
     from ..system.process_end import end
     from ..system.standard_streams import open_closed_streams
 
+    search_less_often()
     open_closed_streams()
     from .app import run
     from .shared.say import format_warning

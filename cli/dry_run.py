@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..planner import Traffic
+    from ..planner.dry_run import DryRun
     from ..recipes.recipe import Recipe
     from ..simulation.record import StepRecord
-    from ..training.dry_run import DryRun
 
 
 #: About as many bytes as a page has.
@@ -69,10 +69,18 @@ def _show(
     exact: bool,
     page: Path | None,
 ) -> DryRun:
-    from ..planner.device_memory import reserved_words
     from ..recipes.recipe import load_recipe
     from ..runs.console import plain_console
-    from ..search.exact_memory import (
+    from .shared.sizes import parse_size
+
+    device = parse_size(device_memory, "--device-memory") if device_memory is not None else None
+    loaded, console = load_recipe(recipe, overrides), plain_console(soft_wrap=True)
+    layout = loaded.layout
+    # All else takes seconds.
+    console.print(f"layout         {layout}{f': {layout.world:,} ranks' if layout.world > 1 else ''}")
+    from ..planner.device_memory import reserved_words
+    from ..planner.dry_run import dry_run
+    from ..planner.search.exact_memory import (
         HOLDERS_HEAD,
         KINDS_HEAD,
         exact_line,
@@ -80,15 +88,10 @@ def _show(
         largest_holders,
         make_step_page,
     )
-    from ..training.dry_run import dry_run
-    from .shared.sizes import parse_size
 
-    device = parse_size(device_memory, "--device-memory") if device_memory is not None else None
-    planned = dry_run(load_recipe(recipe, overrides), rank=rank, device=device)
-    console = plain_console(soft_wrap=True)
-    layout, shown, memory = planned.recipe.layout, planned.rank, planned.rank.memory
+    planned = dry_run(loaded, rank=rank, device=device)
+    shown, memory = planned.rank, planned.rank.memory
     active = f", of which a token meets {planned.active:,}" if planned.active < planned.parameters else ""
-    console.print(f"layout         {layout}{f': {planned.ranks:,} ranks' if planned.ranks > 1 else ''}")
     console.print(f"device         {planned.recipe.device}")
     console.print(
         f"parameters     {planned.parameters:,}{active}; rank {shown.rank} computes with "
@@ -105,18 +108,8 @@ def _show(
         f"model FLOPs    {planned.flops.full / 1e9:,.2f} G a token counting all of attention, "
         f"{planned.flops.causal / 1e9:,.2f} G counting the causal half"
     )
-    kinds = {
-        "weights, stored": memory.weights,
-        "weights, gathered to compute": memory.gathered,
-        "gradients": memory.gradients,
-        "moments of the optimizer": memory.moments,
-        "activations": memory.activations,
-        "exchanged between stages": memory.pipeline,
-        "in the loss": memory.logits,
-        "or in a block's backward": memory.block,
-        "runtime (assumed)": shown.runtime,
-    }
-    rows = [(kind, f"{size / 1e9:,.2f}") for kind, size in kinds.items()]
+    sizes = memory.parts(0) | {"runtime (assumed)": shown.runtime}
+    rows = [(kind, f"{size / 1e9:,.2f}") for kind, size in sizes.items() if kind != "runtime"]
     table = _table(f"memory of rank {shown.rank}", ("kind", "GB"), rows)
     table.add_section()
     table.add_row("at the worst moment", f"{shown.total / 1e9:,.2f}")
@@ -140,8 +133,8 @@ def _show(
 
 
 def _simulated(recipe: Recipe, rank: int) -> StepRecord:
+    from ..planner.search import Worker
     from ..runs.console import plain_console
-    from ..search import Worker
 
     worker = Worker()
     try:
@@ -152,8 +145,8 @@ def _simulated(recipe: Recipe, rank: int) -> StepRecord:
 
 
 def _is_page(seen: bytes) -> bool:
+    from ..planner.search.exact_memory import MARK
     from ..runs.report.html import is_page_with
-    from ..search.exact_memory import MARK
 
     return is_page_with(MARK, seen)
 

@@ -17,9 +17,9 @@ from .shared.sizes import parse_amount, parse_counts
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from ..search.find import Found
-    from ..search.request import Request
-    from ..search.sweep import Unmet
+    from ..planner.search.find import Found
+    from ..planner.search.request import Request
+    from ..planner.search.sweep import Unmet
 
 
 #: The most numbers that an option with several takes.
@@ -123,12 +123,12 @@ def plan(
     if model.endswith((".toml", ".json")):
         check_there(model, "a recipe or a config.json", kind="file")
     from ..parallel_state import BadInput
+    from ..planner.search.report import recipe_toml
+    from ..planner.search.request import read_request
+    from ..planner.search.sweep import found_ones
     from ..planner.time import machine_from_bench, machine_named
-    from ..search.report import recipe_toml
-    from ..search.request import read_request
-    from ..search.sweep import found_ones
     from ..storage.output_file import check_output_file, output_file
-    from .shared.plan_output import is_page, page_of, print_generation, print_plan
+    from .shared.plan_output import is_page, page_of, print_generation, print_head, print_plan
     from .shared.say import say
 
     counts: Sequence[int | None] = _counts(gpus, "--gpus") or [None]
@@ -170,6 +170,7 @@ def plan(
     if generate:
         print_generation(requests, dtype or "bfloat16", json)
         return
+    print_head(requests, json)  # a search takes seconds
     results = _search(requests)
     print_plan(results, json)
     with ExitStack() as stack:  # both files can be written, or neither is
@@ -205,9 +206,9 @@ def _search(requests: Sequence[Request]) -> list[Found | Unmet]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from ..parallel_state import BadInput
+    from ..planner.search.find import SHOWN, find_layouts
+    from ..planner.search.sweep import Unmet, found_ones
     from ..runs.console import plain_console
-    from ..search.find import SHOWN, find_layouts
-    from ..search.sweep import Unmet, found_ones
 
     console = plain_console(stderr=True)
     results: list[Found | Unmet] = []

@@ -120,7 +120,7 @@ def train(
 
     chosen: Fit | None = None
     if fit:
-        from ..search.ranks_left import fit as layout_for
+        from ..planner.search.ranks_left import fit as layout_for
 
         chosen = layout_for
     raise typer.Exit(run(recipe, overrides or [], ranks=nproc, quiet=quiet, fit=chosen))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..system.process_end import abandon_threads
-from .engine import abort_groups, accelerator
+from .engine import abort_groups, accelerator, gather_safely
 from .errors import BadInput
 from .launchers import launched, local_rank
 
@@ -174,6 +174,7 @@ def new_group(ranks: Sequence[int], timeout: timedelta, backend: str | None = No
     Every rank makes as many groups, in the same order: torch names such a group by its ranks and by how many
     there are, and NCCL splits its communicator once for each.
     """
+    gather_safely()
     group: dist.ProcessGroup = dist.new_group(
         [*ranks], timeout=timeout, backend=backend, use_local_synchronization=True
     )

@@ -108,8 +108,9 @@ class DrivenStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **named: Any) -> Any:
         """Run one micro-batch's forward; after it autograd alone keeps the input that was received."""
         if not self.is_first and self.has_backward and torch.is_grad_enabled():
+            # Before torch 2.13 torch does so only where it makes the memory.
             for info in self.args_recv_info[fwd_chunk_id]:
-                info.buffer.requires_grad_()  # before torch 2.13 torch sets it only where it makes the memory
+                cast(Tensor, info.buffer).requires_grad_()
         with self._sparing():
             output = super().forward_one_chunk(fwd_chunk_id, *args, **named)
         _free(self.args_recv_info[fwd_chunk_id])

@@ -1,34 +1,52 @@
-"""Floor 5: the memory of a rank and the bytes that it sends, computed from modules on the meta device.
+"""Floor 8: a run computed without starting it: memory, traffic, seconds, and the search for a layout.
 
 Offers ``plan_memory``, the bytes on one rank (parameters, gradients, moments, activations); ``step_traffic``,
-the collectives of a rank in one step; and ``changes_that_fit``, changes of a recipe that make it fit.
+the collectives of a rank in one step; ``find_layouts``, the fastest layouts that fit a request
+(``read_request``); ``fit``, the layout for the ranks that are left (``trilith train --fit``); and ``Worker``,
+which runs the step of a rank of a recipe on a device that is not there and returns its ``StepRecord``.
+``planner.time`` predicts seconds, ``planner.dry_run`` plans a recipe.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .communication import Traffic, step_traffic, traffic_of
-from .kinds_of_blocks import SampledModel, sampled
 from .memory import MemoryPlan, memory_of, plan_memory
 from .rank_parameters import Group, RankParameters, rank_parameters
+from .sampled_model import SampledModel, sampled
 from .stage_costs import StageCost, stage_costs
-from .step_shape import MicroBatch, Work
-from .suggestions import Change, Remedy, changes_that_fit
+from .step_shape import Work
+
+if TYPE_CHECKING:
+    from .search import Choice, Found, Request, Worker, find_layouts, fit, read_request
 
 __all__ = [
-    "Change",
-    "Remedy",
-    "MemoryPlan",
-    "MicroBatch",
+    "Choice",
+    "Found",
     "Group",
+    "MemoryPlan",
     "RankParameters",
+    "Request",
     "SampledModel",
     "StageCost",
     "Traffic",
     "Work",
-    "changes_that_fit",
+    "Worker",
+    "find_layouts",
+    "fit",
     "memory_of",
     "plan_memory",
     "rank_parameters",
+    "read_request",
     "sampled",
     "stage_costs",
     "step_traffic",
     "traffic_of",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import search  # when one of its names is first used
+
+    return getattr(search, name)

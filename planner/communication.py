@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from ..layers import checkpointed
-from .formulas.ring_and_tree import ring_wire_bytes
+from ..simulation.piece import Piece
 from .gathers_and_sums import (
     gathered_in_vain,
     gathers_ahead,
@@ -41,8 +41,8 @@ from .gathers_and_sums import (
     sums_of_replicas,
 )
 from .own_module import Loss, stages_of
-from .piece import Piece
 from .rank_parameters import Group, RankParameters, rank_parameters
+from .ring_and_tree import ring_wire_bytes
 from .stage_costs import StageCost
 from .step_shape import Work
 

@@ -14,8 +14,8 @@ import torch
 from ..layers import Stage
 from ..models import Family, ModelConfig
 from ..parallel_state import Layout, ParallelState
-from .kinds_of_blocks import sampled
-from .step_shape import MicroBatch
+from ..simulation.micro_batch import MicroBatch
+from .sampled_model import sampled
 
 #: Bytes of a token beside keys and values: its document and its position in a cache, or its id and its
 #: position, all int64.

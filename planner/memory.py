@@ -58,8 +58,21 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """Return the bytes on the device at the worst instant."""
-        lasting = self.weights + self.gathered + self.gradients + self.moments
-        return lasting + self.activations + self.pipeline + max(self.logits, self.block)
+        return sum(self.parts(0).values())
+
+    def parts(self, runtime: int) -> dict[str, int]:
+        """Return the bytes at the worst instant by kind, in words, with those of the runtime."""
+        in_loss = self.logits > self.block
+        return {
+            "weights": self.weights,
+            "gathered weights": self.gathered,
+            "gradients": self.gradients,
+            "moments": self.moments,
+            "activations": self.activations,
+            "exchange of stages": self.pipeline,
+            "logits" if in_loss else "one block's backward": max(self.logits, self.block),
+            "runtime": runtime,
+        }
 
 
 def plan_memory(

@@ -14,13 +14,13 @@ from ..layers import Checkpointing
 from ..parallel_state import BadInput
 from ..pipeline.stages import keyword_test
 from ..simulation.asked_numbers import line_of_user, numbers_refused
+from ..simulation.piece import Piece
 from ..simulation.trace import Trace
 from ..simulation.traced import trace
-from .piece import Piece
+from ..simulation.without_numbers import device_of, empty, shapes_only
 from .rank_parameters import has_pieces
 from .stage_costs import Pieces, StageCost, stage_costs
 from .step_shape import Work
-from .without_numbers import device_of, empty, shapes_only
 
 #: What ``Step`` takes: a function that returns the sum of the losses and how many they are, or a ``Loss``.
 Loss = Callable[..., Any]

@@ -16,7 +16,7 @@ from ..models import family_of, published_sizes
 from ..parallel_state import Layout, ParallelState
 from ..storage.small_files import read_toml
 from .device_memory import FRAGMENTATION, reserved_bytes
-from .kinds_of_blocks import sampled
+from .sampled_model import sampled
 from .step_shape import Work
 from .time import StepTime, StepTimer, machine_named
 

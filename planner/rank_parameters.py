@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
 
-from ..layers import find_blocks
+from ..layers import Stage, find_blocks
 from ..parallel_state import BUFFER_DTYPE, Declaration, ParallelState, declarations
 
 if TYPE_CHECKING:
@@ -178,44 +178,66 @@ def has_pieces(model: nn.Module) -> TypeGuard[CausalLM]:
 
 def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
     """Count the parameters of a rank's stages, which may be on the meta device. Buffers count beside them."""
-    named, group_of = dict(model.named_parameters()), dict.fromkeys(dict(model.named_parameters()), "")
+    if has_pieces(model):
+        parts = [{n: model.layers[str(n)] for n in part.blocks} for part in model.stage.parts]
+        if model.stage.last:  # which has multi-token prediction
+            parts[-1] |= {int(name): block for name, block in model.mtp.items()}
+        groups_of = [{n: count_module(state, block) for n, block in part.items()} for part in parts]
+        numbered = {number: group for groups in groups_of for number, group in groups.items()}
+        stages = [tuple(Counter(groups.values()).items()) for groups in groups_of]
+        count = partial(count_module, state)
+        return zoo_parameters(model, model.stage, stages, count, numbered)
+    block_of = dict[str, str]()
     blocks = {id(block) for block in find_blocks(model)}
     for path, module in model.named_modules():
         if id(module) in blocks:
-            group_of |= {f"{path}.{name}": path for name, _ in module.named_parameters()}
-    members: dict[str, list[tuple[nn.Parameter, Declaration]]] = {}
+            block_of |= {f"{path}.{name}": path for name, _ in module.named_parameters()}
+    named, members = dict(model.named_parameters()), dict[str, list[tuple[nn.Parameter, Declaration]]]()
     for name, declaration in declarations(model).items():
-        members.setdefault(group_of[name], []).append((named[name], declaration))
+        members.setdefault(block_of.get(name, ""), []).append((named[name], declaration))
     groups = {name: count_parameters(parameters, state) for name, parameters in members.items()}
     root = groups.pop("", Group())
-    if not has_pieces(model):
-        return RankParameters(root, (tuple(Counter(groups.values()).items()),), exit=root.trained)
-    first, last = _ends(model, members.get("", []), state)
-    terms = 1 + (model.config.mtp_blocks > 0)
-    # A block's name ends with its number in the whole model.
-    numbered = {int(name.rpartition(".")[2]): group for name, group in groups.items()}
-    if len(model.stage.parts) == 1:
-        blocks_of = tuple(Counter(groups.values()).items())
-        tied = first.trained + last.trained - root.trained
-        return RankParameters(root, (blocks_of,), (), last.trained, tied, terms, numbered)
-    # Multi-token prediction is the last stage's.
-    groups_of_parts: list[list[Group]] = [[] for _ in model.stage.parts]
-    places = {number: place for place, part in enumerate(model.stage.parts) for number in part.blocks}
-    for number, group in numbered.items():
-        groups_of_parts[places.get(number, -1)].append(group)
-    stages = tuple(tuple(Counter(of_part).items()) for of_part in groups_of_parts)
-    ends = (first, last) if model.stage.first and model.stage.last else ()
-    return RankParameters(root, stages, ends, last.trained, terms=terms, numbered=numbered)
+    return RankParameters(root, (tuple(Counter(groups.values()).items()),), exit=root.trained)
 
 
-def _ends(
-    model: CausalLM, root: Sequence[tuple[nn.Parameter, Declaration]], state: ParallelState
-) -> tuple[Group, Group]:
-    """Count what the model's first and its last stage use of the root, as far as this rank holds them."""
-    again = model.config.tie_word_embeddings or model.config.mtp_blocks > 0
-    modules = model.entry if model.stage.first else ()
-    entry = {id(parameter) for module in modules for parameter in module.parameters()}
-    both = {id(parameter) for parameter in model.embed.parameters()} if again and model.stage.last else set()
-    first = [member for member in root if id(member[0]) in entry]
-    last = [member for member in root if id(member[0]) not in entry or id(member[0]) in both]
-    return count_parameters(first, state), count_parameters(last, state)
+def zoo_parameters(
+    model: CausalLM,
+    stage: Stage,
+    parts: Sequence[Sequence[tuple[Group, int]]],
+    count: Callable[[nn.Module, bool], Group],
+    numbered: Mapping[int, Group] | None = None,
+) -> RankParameters:
+    """Count the parameters of a rank that holds ``stage`` of a model of the zoo.
+
+    ``parts``: the groups of the blocks of each of its stages. ``count``: counts a module of the model's ends;
+    whether both ends of the pipeline hold it.
+    """
+    tied, further = model.config.tie_word_embeddings, model.config.mtp_blocks > 0
+    apart = (tied or further) and not (stage.first and stage.last)
+    first = [*model.entry] if stage.first else []
+    last: list[nn.Module] = [model.embed] if stage.last and (tied or further) else []
+    last += [model.norm, *([] if tied else [model.head])] if stage.last else []
+
+    def counted(modules: Sequence[nn.Module]) -> Group:
+        counts = (count(module, apart and module is model.embed) for module in dict.fromkeys(modules))
+        return sum(counts, Group())
+
+    of_first, of_last, root = counted(first), counted(last), counted([*first, *last])
+    both = stage.first and stage.last and stage.pieces
+    return RankParameters(
+        root,
+        tuple(map(tuple, parts)),
+        (of_first, of_last) if both else (),
+        of_last.trained,
+        0 if stage.pieces else of_first.trained + of_last.trained - root.trained,
+        1 + further,
+        numbered or {},
+    )
+
+
+def count_module(state: ParallelState, module: nn.Module, ends: bool | None = None) -> Group:
+    """Count the parameters of a module; see ``count_parameters``."""
+    named = dict(module.named_parameters())
+    return count_parameters(
+        ((named[name], declaration) for name, declaration in declarations(module).items()), state, ends=ends
+    )

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ..layers import Checkpointing, Stage, checkpointed
-from .piece import Piece
-from .pieces import ModelPieces
-from .signatures import signature
+from ..simulation.kinds_of_blocks import signature
+from ..simulation.piece import Piece
+from ..simulation.pieces import ModelPieces
 from .step_shape import Work
 
 if TYPE_CHECKING:

@@ -4,31 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from ..layers import Checkpointing
-from ..parallel_state import Coordinates, Layout, ParallelState
+from ..parallel_state import Coordinates, Layout, ParallelState, dtype_named
+from ..simulation.micro_batch import MicroBatch
 
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Describe the tokens of a micro-batch on one rank: ``rows`` of ``length`` tokens, its piece of each row
-    over the context axis, and how they are computed: ``compute``: bytes of a number; ``gpu``: by a GPU's
-    kernels, or by a CPU's, where RMSNorm, dropout and attention that drops are several operators.
-    """
-
-    rows: int
-    length: int
-    compute: int = 4
-    gpu: bool = True
-
-    @property
-    def count(self) -> int:
-        return self.rows * self.length
-
-    @property
-    def inner(self) -> int:
-        """Return the bytes of a number where layers compute in at least fp32."""
-        return max(self.compute, 4)
+if TYPE_CHECKING:
+    from ..recipes.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -82,3 +65,16 @@ class Work:
     def between_blocks(self) -> int:
         """Return the bytes that a block gives to the next one for a micro-batch, and a stage to the next."""
         return self.whole // (self.layout.tensor if self.state.sequence else 1)
+
+
+def sizes_of(recipe: Recipe) -> dict[str, Any]:
+    """Return the sizes of numbers that a recipe's step computes with, and whose kernels run."""
+    sums = dtype_named(recipe.reduce).itemsize if recipe.reduce else None
+    master = dtype_named(recipe.dtype).itemsize
+    return {
+        "master": master,
+        "compute": dtype_named(recipe.compute_dtype).itemsize,
+        "reduce": sums or master,
+        "loss_sums": sums or 4,
+        "fused": recipe.device == "cuda",
+    }

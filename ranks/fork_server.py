@@ -1,6 +1,6 @@
 """Import torch once and fork ranks from this process: an import takes seconds, a fork milliseconds.
 
-``python -m trilith.ranks.fork_server FD MODULE ...``. It has one thread, so that a fork is whole.
+``start`` is its command. It has one thread, so that a fork is whole.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 from ..system import search_garbage_rarely
 from ..system.process_end import end
@@ -83,7 +84,8 @@ def _print_to(fd: int) -> None:
     os.close(fd)
 
 
-if __name__ == "__main__":
+def start() -> NoReturn:
+    """Be a template: the arguments of the command line are a descriptor and the modules to import."""
     # What is imported here no rank need import: pipelining and FSDP import torch's compiler, 1.5 s a rank.
     for name in sys.argv[2:]:
         importlib.import_module(name)

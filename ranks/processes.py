@@ -126,6 +126,15 @@ class Process:
         os.close(self._life)
 
 
+#: What a template runs: all that it imports stays.
+_COMMAND = """
+from trilith.system import search_less_often
+search_less_often()
+from trilith.ranks.fork_server import start
+start()
+"""
+
+
 class Template:
     """Hold a process that forks ranks, with these modules imported; see ``fork_server.py``."""
 
@@ -134,7 +143,7 @@ class Template:
         self._printed = _printout()
         self._process = subprocess.Popen(
             # -P: the working directory must not shadow packages, as the checkout's own folders would.
-            [sys.executable, "-P", "-m", "trilith.ranks.fork_server", str(child_socket.fileno()), *preload],
+            [sys.executable, "-P", "-c", _COMMAND, str(child_socket.fileno()), *preload],
             stdin=subprocess.DEVNULL,
             stdout=self._printed,
             stderr=self._printed,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from ..models import Size
-from ..planner.flops import TokenFlops, active_parameters, flops_per_token
+from ..simulation.model_flops import TokenFlops, flops_per_token, parameters_of
 
 #: The recipe that the suggested dry run changes: data ranks that share all states (ZeRO 3), GPUs of 80 GB.
 RECIPE = "llama-3.1-8b-8gpus"
@@ -52,4 +52,6 @@ def size_facts(size: Size) -> SizeFacts:
     layout = {"tensor": tensor, "data": data, "zero": 3, "sequence": str(tensor > 1).lower()}
     overrides = [f"model.size={size.name}", *(f"layout.{axis}={number}" for axis, number in layout.items())]
     overrides += [f"data.sequence_length={length}", "memory.checkpointing=full"]
-    return SizeFacts(size, active_parameters(model), length, flops_per_token(model, length), tuple(overrides))
+    return SizeFacts(
+        size, parameters_of(model).active, length, flops_per_token(model, length), tuple(overrides)
+    )

@@ -9,12 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from ..system import search_less_often
 from ..system.process_info import end_with_parent
 
 
 def main(words: Sequence[str]) -> None:
     """Run torchrun on the words after the launcher's process id."""
     end_with_parent(parent=int(words[0]))
+    search_less_often()
     from torch.distributed.run import main as torchrun
 
     torchrun([*words[1:]])

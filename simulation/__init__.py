@@ -1,9 +1,11 @@
-"""Floor 2: an accelerator that is not there, one rank on it, and what a program holds and does.
+"""Floor 4: an accelerator that is not there, one rank on it, and what a program holds and does.
 
-Offers ``StepRecord``, what a rank's whole step did (``search.simulation_worker`` runs one in a process of its
-own); ``simulated_rank``, a rank of any layout on such a device; ``SimulatedDevice``, which counts
-what a piece of code asks of it; ``WAITS``, the one list of places at which the host waits for the device; and
-``LiveBytes``, which counts the bytes of live tensors. Each is imported when it is first used.
+Offers ``StepRecord``, what a rank's whole step did (``planner.search.Worker`` runs one in a process of its
+own); ``simulated_rank``, a rank of any layout on such a device; ``SimulatedDevice``, which counts what a
+piece of code asks of it; ``WAITS``, the one list of places at which the host waits for the device;
+``LiveBytes``, which counts the bytes of live tensors; and ``MicroBatch``, whose sizes traces of a model's
+pieces (``simulation.pieces``) and the FLOPs of a token (``simulation.model_flops``) take. Each is imported
+when it is first used.
 """
 
 from importlib import import_module
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .device import Mixed, SimulatedDevice
     from .live_bytes import LiveBytes
+    from .micro_batch import MicroBatch
     from .rank import simulated_rank
     from .record import StepRecord
     from .wait import Wait, Waits
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "WAITS",
     "LiveBytes",
+    "MicroBatch",
     "Mixed",
     "SimulatedDevice",
     "StepRecord",
@@ -28,7 +32,7 @@ __all__ = [
     "simulated_rank",
 ]
 
-_MODULES = (".live_bytes", ".record", ".device", ".rank", ".waits")
+_MODULES = (".live_bytes", ".micro_batch", ".record", ".device", ".rank", ".waits")
 
 
 def __getattr__(name: str) -> Any:

@@ -2,11 +2,11 @@
 
 Offers ``refusal_of``, which says in plain words what the system refused, ``bounded`` work within a limit of
 memory and time, ``visible``, which makes text fit for a terminal, ``whole_number``, which reads a number that
-somebody else wrote, ``quiet_libraries``, and three ways to
-search less for garbage: in starts, in training (``manual_gc``) and in tests.
+somebody else wrote, ``quiet_libraries``, and four ways to search less for garbage: in starts, in plans, in
+training (``manual_gc``) and in tests.
 """
 
-from .garbage import manual_gc, no_garbage_search, search_garbage_rarely
+from .garbage import manual_gc, no_garbage_search, search_garbage_rarely, search_less_often
 from .limits import OverLimit, bounded, most_at_once
 from .quiet import quiet_libraries
 from .refusals import Refusal, refusal_of
@@ -24,6 +24,7 @@ __all__ = [
     "quiet_libraries",
     "refusal_of",
     "search_garbage_rarely",
+    "search_less_often",
     "manual_gc",
     "visible",
     "whole_number",

@@ -14,6 +14,10 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import pytest
+from trilith.system import search_less_often
+
+search_less_often()  # all that is imported from here on stays
+
 import torch
 from hypothesis import settings
 from support import lanes, run_times

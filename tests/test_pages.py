@@ -22,6 +22,7 @@ from support.pages import (
     unknown_keys,
 )
 from support.short_runs import run_recipe, tiny_recipe, write_recipe
+from support.topics import values
 from transformers import LlamaConfig, LlamaForCausalLM
 from trilith.checkpoints import convert
 from trilith.cli.app import COMMANDS, run
@@ -31,8 +32,6 @@ from trilith.machine.random_files import write_tokens
 from trilith.models import LoraConfig, adapted
 from trilith.pipeline import bubble_share
 from trilith.planner.explanations.explanation import readable
-from trilith.planner.formulas.bytes_per_parameter import state_bytes
-from trilith.planner.formulas.training_time import DAY, device_hours, training_flops
 from trilith.recipes import Recipe, optimizer_sections, sections
 from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.reference import SECTIONS, reference, with_tables
@@ -246,9 +245,9 @@ WRONG = TECHNIQUES.rows("Figures in circulation that are wrong")
 BY_FORMULA = [
     readable(bubble_share(4, 16), "share"),
     readable(1 - bubble_share(4, 16), "share"),
-    readable(training_flops(70e9, 15e12), "FLOPs").removesuffix(" FLOPs"),
-    f"{device_hours(54 * DAY, 16384):,.0f}",
-    f"{state_bytes(175e9 / 1024).weights / 1e9:.3g} GB",
+    readable(values("training-time", parameters="70B", tokens="15T")["C"], "FLOPs").removesuffix(" FLOPs"),
+    f"{54 * 24 * 16384:,}",
+    f"{values('memory', parameters='175B', tensor=8, pipeline=128)['weights'] / 1e9:.3g} GB",
     f"{16384 // (8 * 16)}",
 ]
 

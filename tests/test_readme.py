@@ -54,7 +54,7 @@ def test_the_layers_work_as_shown_under_torchrun_and_agree(capsys):
 
 
 def test_the_recipe_is_one():
-    assert parse_recipe(tomllib.loads(RECIPE)).layout.world == 8
+    assert parse_recipe(tomllib.loads(RECIPE)).layout.world == 1
 
 
 def test_converting_works_as_shown(place):
@@ -74,11 +74,11 @@ def test_training_works_as_shown_at_a_small_size(place, capfd):
     tokenize, train, resume, report, generate = (
         words for words in PAGE.commands() if words[0] not in CONVERTING
     )
-    smaller = ["steps=4", "data.sequence_length=32", "data.global_batch=4", "layout.data=1", "layout.zero=0"]
+    smaller = ["steps=4", "data.sequence_length=32", "data.global_batch=4"]
     assert run(tokenize) == 0
-    assert run([*train, *smaller, "layout.tensor=1", "layout.pipeline=1", "stop_after=2"]) == 0
+    assert run([*train, *smaller, "stop_after=2"]) == 0
     # Two ranks, with all processes of a whole start: no other test starts new interpreters this way.
-    assert run([*resume[:2], *smaller[:3], "layout.pipeline=1", *resume[2:]]) == 0
+    assert run([*resume, *smaller]) == 0
     assert "resumed from" in capfd.readouterr().out
     assert run(report) == 0 and Path("run/report.html").exists()
     assert run([*generate, "--max-new-tokens", "4"]) == 0

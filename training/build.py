@@ -21,10 +21,10 @@ from ..layers import (
 from ..models import AdaptedFamily
 from ..parallel_state import BadInput, ParallelState, dtype_named
 from ..parallel_state.engine import accelerator
-from ..planner.flops import Mfu, peak_flops
 from ..recipes.checks import decay_steps
 from ..recipes.recipe import Recipe
 from ..recipes.sections import ExpertsSection, MemorySection
+from ..simulation.model_flops import Mfu, peak_flops
 from .adamw import make_adamw
 from .callbacks import Callback, ModelFlops, StepLines, Traces
 from .evaluation import Evaluation, Evaluator

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from torch.profiler import ProfilerActivity, profile
 
 from ..parallel_state.engine import accelerator
-from ..planner.flops import Mfu
 from ..recipes.sections import WatchSection
 from ..runs.events import Events
 from ..runs.metrics import StepLog, StepMetrics
 from ..runs.recipe_changes import plain_recipe, recipe_changes
 from ..runs.trackers import Tracker, Trackers
+from ..simulation.model_flops import Mfu
 
 if TYPE_CHECKING:
     from .trainer import Trainer

@@ -15,14 +15,13 @@ from ..models import Family, ModelConfig, family_of
 from ..parallel_state import BadInput, ParallelState, dtype_named
 from ..parallel_state.collective_errors import together
 from ..pipeline import schedule_kind
-from ..planner import sampled
-from ..planner.flops import TokenFlops, flops_per_token
-from ..planner.stage_cut import StageCut, cut_stages
 from ..recipes.checks import check_experts
 from ..recipes.optimizer_sections import ParameterGroup
 from ..recipes.recipe import Recipe, read_config
 from ..runs.launch import device_here, own_rank
 from ..runs.named_trackers import check_trackers
+from ..simulation.kinds_of_blocks import one_block_of_each_kind
+from ..simulation.model_flops import TokenFlops, flops_of_token, flops_per_token
 from ..storage import companions_in
 from ..storage.file_names import CONFIG
 from ..storage.output_file import check_place
@@ -31,6 +30,7 @@ from ..system.addresses import file_in
 from .lora import plan_adapters
 from .parameter_groups import assign, freeze, names_of
 from .run_data import HeldOut, open_data, open_held_out, tokenizer_of
+from .stage_cut import StageCut, cut_stages
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,9 @@ def plan(recipe: Recipe) -> Plan:
         family, adapter = plan_adapters(recipe.lora, source)
     layout = recipe.layout
     cut = cut_stages(family, config, layout, recipe.data.sequence_length, split=recipe.split)
-    sampled(family, config, layout)  # a block of each kind, and the ends, refuse each cut that is not even
+    one_block_of_each_kind(
+        family, config, layout
+    )  # a block of each kind, and the ends, refuse each cut that is not even
     hf_config = raw if recipe.model.init_from is not None else family.to_hf(config) | dict(raw)
     groups = assign(recipe.optimizer.groups, names_of(family, config))
     return Plan(
@@ -195,7 +197,7 @@ def check_run_folder(recipe: Recipe) -> None:
 def flops_of(recipe: Recipe, plan: Plan) -> TokenFlops:
     """Count the FLOPs of one of the run's tokens; frozen parameters have no gradient to compute."""
     if not plan.groups:
-        return flops_per_token(plan.family.on_meta(plan.config), recipe.data.sequence_length)
+        return flops_of_token(plan.family, plan.config, recipe.data.sequence_length)
     model = plan.family.build(plan.config)
     freeze(model, plan.groups)
     return flops_per_token(model, recipe.data.sequence_length)

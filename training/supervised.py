@@ -36,7 +36,7 @@ from .run_plan import RunPlan, check_run
 from .trainer import Trainer
 
 #: Given a recipe and the number of ranks that are left: the recipe in a layout of at most so many ranks, and
-#: a line that says which layout this is and why. ``trilith.search.fit`` is one.
+#: a line that says which layout this is and why. ``trilith.planner.search.fit`` is one.
 Fit = Callable[[Recipe, int], tuple[Recipe, str]]
 
 

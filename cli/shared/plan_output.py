@@ -7,15 +7,15 @@ from json import dumps
 from textwrap import wrap
 
 from ...parallel_state import BadInput, dtype_named
+from ...planner.search.find import Found
+from ...planner.search.generation_layouts import GenerationChoice, generation_layouts
+from ...planner.search.page import MARK, make_page, make_sweep_page
+from ...planner.search.report import HEAD, as_json, asked, counted, facts, machine_of, rows, searched
+from ...planner.search.request import Request
+from ...planner.search.strategy import reasons
+from ...planner.search.sweep import Unmet, asked_in_sweep, sweep_head, sweep_json, sweep_rows, sweep_warnings
 from ...runs.console import plain_console
 from ...runs.report.html import is_page_with
-from ...search.find import Found
-from ...search.generation_layouts import GenerationChoice, generation_layouts
-from ...search.page import MARK, make_page, make_sweep_page
-from ...search.report import HEAD, as_json, asked, counted, facts, machine_of, rows, searched
-from ...search.request import Request
-from ...search.strategy import reasons
-from ...search.sweep import Unmet, asked_in_sweep, sweep_head, sweep_json, sweep_rows, sweep_warnings
 from .say import say
 
 #: Characters: the least of a column of layouts, the longest line of a column's name, and more than any table.
@@ -33,6 +33,13 @@ def page_of(results: Sequence[Found | Unmet]) -> str:
     return make_page(first) if len(results) == 1 and isinstance(first, Found) else make_sweep_page(results)
 
 
+def print_head(requests: Sequence[Request], json: bool) -> None:
+    """Print what is planned, before a search or several."""
+    if not json:
+        console = plain_console(soft_wrap=True)
+        console.print(asked(requests[0]) if len(requests) == 1 else asked_in_sweep(requests))
+
+
 def print_plan(results: Sequence[Found | Unmet], json: bool) -> None:
     """Print one search, or the table of several."""
     first = results[0]
@@ -47,7 +54,6 @@ def print_plan(results: Sequence[Found | Unmet], json: bool) -> None:
 
 def _print_one(found: Found) -> None:
     console = plain_console(soft_wrap=True)
-    console.print(asked(found.request))
     _table(HEAD, rows(found), left=1)
     for line in reasons(found):
         console.print(line)
@@ -60,7 +66,6 @@ def _print_one(found: Found) -> None:
 
 def _print_several(results: Sequence[Found | Unmet]) -> None:
     console = plain_console(soft_wrap=True)
-    console.print(asked_in_sweep(results))
     _table(sweep_head(results), sweep_rows(results), left=3)
     for line in sweep_warnings(results):
         console.print(f"warning        {line}")

@@ -13,8 +13,9 @@ from torch import nn
 
 from ...models import Family, ModelConfig
 from ...parallel_state import BadInput, Declaration, Layout
-from ...planner import MicroBatch, sampled
-from ...planner.kinds_of_blocks import block_kinds
+from ...planner import sampled
+from ...simulation.kinds_of_blocks import block_kinds
+from ...simulation.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
     from ...models import CausalLM

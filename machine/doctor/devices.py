@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...planner.flops import peak_named
+from ...simulation.model_flops import peak_named
 from ...system import whole_number
 from ..child import in_ranks
 from ..facts import driver, smi

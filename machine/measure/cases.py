@@ -9,8 +9,8 @@ from typing import Any
 
 from ...layers import Checkpointing
 from ...models import published_size
+from ...planner.dry_run import heaviest, plan_without_weights
 from ...recipes.recipe import parse_recipe
-from ...training.dry_run import heaviest, plan_without_weights
 from ..llama import llama
 from .conversion import conversion_speed
 from .layers import layer_overhead
@@ -206,7 +206,8 @@ def _saving(bench: Bench) -> Iterator[Case]:
         if bench.room < 2 * sizes.room:
             yield _no_room("saving", name, 2 * sizes.room, bench)
             continue
-        save = {"every": 4, "keep": 1, "background": background}
+        # One save on the way: a second would wait for the first, however long the steps between them are.
+        save = {"every": sizes.saving // 2 + 1, "keep": 1, "background": background}
         keys: dict[str, Any] = {"length": length, "checkpoint": save, "name": f"save-{name}"}
         recipe = _recipe(bench, model, steps=sizes.saving, **keys)
         yield Case("saving", name, step_stalls, {"recipe": recipe}, bench.ranks, 200, note)

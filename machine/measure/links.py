@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...layers import Checkpointing
 from ...parallel_state import Layout, ParallelState
 from ...runs.launch import process_group
 from ..facts import smi
 from .groups_of_parameters import exchange_figures
 from .row import Figures
-from .small_blocks import AGAIN, collective_seconds
+from .small_blocks import AGAIN, block_seconds, collective_seconds
 from .timing import median_seconds
 
 
@@ -43,9 +44,11 @@ def collective_speed(device: str, megabytes: int, rounds: int) -> dict[str, Any]
         figures["all-reduce of 4 KiB: us"] = alone * 1e6
         if device == "cpu":
             ring = ParallelState.start(Layout.of(context=world, ring=True), device=device)
+            modes: tuple[Checkpointing, ...] = ("none", *AGAIN)
+            alone_in = {mode: block_seconds(here, rounds, mode) for mode in modes}
             for name, ranks in (("collective in a block", state), ("exchange around a ring", ring)):
-                for mode in ("none", *AGAIN):
-                    seconds = collective_seconds(ranks, rounds, mode)
+                for mode, block in alone_in.items():
+                    seconds = collective_seconds(ranks, rounds, mode, alone=block)
                     figures[f"{name}, checkpointing {mode}: us"] = seconds * 1e6
             figures |= exchange_figures(world, figures, rounds)
     link = link_rate(smi("nvlink", "-s", "-i", "0")) if device == "cuda" else 0.0

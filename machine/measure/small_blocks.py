@@ -13,8 +13,8 @@ import torch
 
 from ...layers import Checkpointing, checkpoint_blocks
 from ...parallel_state import ParallelState, initialize
-from ...planner.pieces import ModelPieces
-from ...planner.step_shape import MicroBatch
+from ...simulation.micro_batch import MicroBatch
+from ...simulation.pieces import ModelPieces
 from ...simulation.trace import Trace
 from ..llama import built, llama
 from .timing import seconds_of
@@ -43,16 +43,20 @@ def added_by(device: torch.device, rounds: int, mode: Checkpointing) -> float:
     return max(0.0, added) / len(forward)
 
 
-def collective_seconds(state: ParallelState, rounds: int, mode: Checkpointing = "none") -> float:
+def block_seconds(device: torch.device, rounds: int, mode: Checkpointing = "none") -> float:
+    """Return the seconds of a block on one rank, forward and backward, without collectives."""
+    return _seconds(device, rounds, mode)
+
+
+def collective_seconds(state: ParallelState, rounds: int, mode: Checkpointing, *, alone: float) -> float:
     """Return the seconds that a collective of ``state``, over tensor ranks or around a ring of context ranks,
-    adds to its block. Collective.
+    adds to its block, which takes ``alone`` seconds without it. Collective.
 
     A rank wakes the thread that sends, and waits for the other ranks, which reach the collective at other
     moments. All of this takes longer than the same collective in a loop of its own. Around a ring each
     exchange also brings keys and values to which attention is computed by more operators.
     """
-    device = state.device
-    added = _seconds(device, rounds, mode, state) - _seconds(device, rounds, mode)
+    added = _seconds(state.device, rounds, mode, state) - alone
     return max(0.0, added) / len(_traced(mode, False, state).collectives)
 
 

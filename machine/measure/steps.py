@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from ...parallel_state import ParallelState, dtype_named
-from ...planner.flops import Mfu, flops_per_token, peak_flops
+from ...planner.dry_run import heaviest
 from ...recipes.recipe import Recipe, parse_recipe
 from ...runs.launch import process_group
 from ...runs.metrics import StepMetrics
+from ...simulation.model_flops import Mfu, flops_of_token, peak_flops
 from ...testing import LiveBytes
 from ...training import Trainer, check_run
-from ...training.dry_run import heaviest
 from ...training.run_plan import RunPlan
 from .row import Figures
 from .speed import matmul_flops
@@ -62,7 +62,7 @@ def train_steps(recipe: dict[str, Any], side: int | None = None) -> dict[str, An
     with process_group(checked.layout, device=checked.device) as state:
         matmul = matmul_flops(state.device, side or _SIDE[state.device.type], compute)
         plan = check_run(checked)
-        flops = flops_per_token(plan.family.on_meta(plan.config), checked.data.sequence_length)
+        flops = flops_of_token(plan.family, plan.config, checked.data.sequence_length)
         if state.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         losses, (first, *later) = _train(checked, state, plan)

@@ -10,8 +10,10 @@ from .autograd_and_compiler import (
     allow_graphs,
     backward_number,
     compiler_errors,
+    fake_mode,
     forward_number,
     in_backward,
+    other_modes,
     outside_modes,
     wanted_gradients,
     without_compiler,
@@ -47,6 +49,7 @@ from .fully_sharded import (
     sum_on_one_rank,
     watched,
 )
+from .gloo_all_gather import gather_safely
 from .kernels import assert_on_device, flash_attention, flash_attention_backward, scaled_mm
 from .local_tensors import (
     AdamW,
@@ -88,6 +91,7 @@ __all__ = [
     "default_store",
     "dump_on_timeout",
     "end_backward",
+    "fake_mode",
     "flash_attention",
     "flash_attention_backward",
     "forward_number",
@@ -95,6 +99,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "fsdp_modules",
+    "gather_safely",
     "gather_weights",
     "group_of_call",
     "group_ranks",
@@ -105,6 +110,7 @@ __all__ = [
     "left_alone",
     "like",
     "local_data",
+    "other_modes",
     "outside_modes",
     "parameters_of",
     "ranks_of",

@@ -53,6 +53,16 @@ def without_compiler() -> Iterator[None]:
             vars(function).pop("__dynamo_disable", None)
 
 
+def fake_mode() -> Any | None:
+    """Return the mode of torch's fake tensors that is entered, without importing them."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
+def other_modes() -> bool:
+    """Tell whether operators called here are seen by a mode that is not torch's of fake tensors."""
+    return bool(torch._C._len_torch_dispatch_stack() > (fake_mode() is not None))
+
+
 def after_backward(call: Callable[[], None]) -> None:
     """Call this at the end of the backward pass that is running."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -7,10 +7,16 @@ of activations, and the gradients that came to these nodes. Torch leaves apart w
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -111,6 +117,23 @@ def compute_input_gradients(
     made: list[Tensor], grads: list[Tensor], inputs: list[Tensor], weights: Iterator[nn.Parameter]
 ) -> Sequence[Group]:
     """Compute the gradients of a stage's inputs, the first part of its backward; return what is left."""
-    from torch.distributed.pipelining._backward import stage_backward_input
+    _, groups = _module_of_parts().stage_backward_input(made, grads, inputs, weights)
+    return cast(Sequence[Group], groups)
 
-    return stage_backward_input(made, grads, inputs, weights)[1]
+
+@cache
+def _module_of_parts() -> ModuleType:
+    """Import torch's module of a backward in two without its package, which imports torch's compiler and so
+    takes longer than tracing a model; a process that runs pipelines has imported the package.
+    """
+    name = "torch.distributed.pipelining"
+    if name in sys.modules:
+        return import_module(f"{name}._backward")
+    package = ModuleType("parts_of_torch_pipelining")
+    package.__path__ = [str(Path(torch.distributed.__path__[0], "pipelining"))]
+    sys.modules[package.__name__] = package
+    try:
+        return import_module(f"{package.__name__}._backward")
+    finally:  # who imports all of a process's modules elsewhere finds no such package
+        for inner in [name for name in sys.modules if name.startswith(package.__name__)]:
+            del sys.modules[inner]

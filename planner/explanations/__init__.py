@@ -1,1 +1,1 @@
-"""Explain figures step by step: the formula, the numbers put in, and the result of ``planner.formulas``."""
+"""Explain figures step by step: the formula, the numbers put in, and the result."""

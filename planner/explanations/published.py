@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...models import published_size
-from ..flops import active_parameters, flops_per_token
+from ...simulation.model_flops import flops_per_token, parameters_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ def numbers_of(name: str, sequence_length: int) -> ModelNumbers:
     flops, layers = flops_per_token(model, sequence_length), config.num_hidden_layers
     return ModelNumbers(
         size.parameters,
-        active_parameters(model),
+        parameters_of(model).active,
         flops.matrices / 2,
         layers,
         config.hidden_size,

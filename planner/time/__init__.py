@@ -1,13 +1,13 @@
 """Predict the seconds of a step on a machine, part by part, in any layout, without starting anything.
 
 Offers ``Machine``, by its name (``machine_named``) or from measurements (``machine_from_bench``);
-``step_time``, the seconds of one step; and ``spending``, the days, GPU-hours and energy of a whole run.
+``StepTimer``, which times one step; and ``spending``, the days, GPU-hours and energy of a whole run.
 """
 
 from .machines import MACHINES, Efficiency, Link, Machine, machine_named
 from .measured import machine_from_bench
 from .prediction import MIDDLE_HALF, PARTS, TIMES_SLOWER, Spending, StepTime, spending
-from .step_time import StepTimer, step_time
+from .step_time import StepTimer
 
 __all__ = [
     "MACHINES",
@@ -23,5 +23,4 @@ __all__ = [
     "machine_from_bench",
     "machine_named",
     "spending",
-    "step_time",
 ]

@@ -17,7 +17,7 @@ from math import ceil, lcm, log2
 
 from ...layers import Checkpointing
 from ...parallel_state import BadInput, Layout
-from ..formulas.ring_and_tree import ring_wire_bytes, tree_all_reduce_wire_bytes
+from ..ring_and_tree import ring_wire_bytes, tree_all_reduce_wire_bytes
 from .machines import Machine
 
 #: The axes over which FSDP gathers and sums groups of parameters.

@@ -3,7 +3,7 @@
 Rates are of one device: FLOP/s without sparsity, bytes a second of its memory, bytes a second in one
 direction of its links. ``MACHINES`` holds the makers' figures; the share of them that is reached is an
 ``Efficiency``, which says where it comes from. The FLOP/s in bf16 are those that MFU is computed with
-(``planner/flops.py``).
+(``simulation/model_flops.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from ...layers import Checkpointing
 from ...parallel_state import BadInput
-from ..flops import peak_named
+from ...simulation.model_flops import peak_named
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 from ...layers import Checkpointing
 from ...parallel_state import BadInput
+from ...simulation.model_flops import peak_named
 from ...storage.small_files import read_json
-from ..flops import peak_named
 from .machines import Efficiency, Link, Machine
 
 #: What bench calls a dtype.

@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...pipeline.schedule_actions import Kind
-from ..flops import Mfu, TokenFlops, Utilization
-from ..formulas.training_time import DAY, device_hours, kilowatt_hours
-from ..formulas.training_time import price as price_of
+from ...simulation.model_flops import Mfu, TokenFlops, Utilization
 
 #: The parts of a step, in the order in which they are shown.
 PARTS = (
@@ -80,12 +78,12 @@ class Spending:
 
     @property
     def days(self) -> float:
-        return self.seconds / DAY
+        return self.seconds / 86400
 
 
 def spending(time: StepTime, tokens: float, *, watts: float, price: float | None = None) -> Spending:
     """Return what training on ``tokens`` takes. ``price``: of a GPU for an hour; ``watts``: of a GPU."""
     seconds = tokens / time.rate
-    hours = device_hours(seconds, time.ranks)
-    cost = None if price is None else price_of(hours, price)
-    return Spending(seconds, hours, cost, kilowatt_hours(hours, watts))
+    hours = seconds * time.ranks / 3600
+    cost = None if price is None else hours * price
+    return Spending(seconds, hours, cost, hours * watts / 1000)

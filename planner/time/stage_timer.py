@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from ...layers import Checkpointing
 from ...pipeline import schedule_kind
+from ...simulation.piece import Piece
 from ...simulation.record import Collective
 from ..gathers_and_sums import root_stays, sums, sums_of_replicas
-from ..kinds_of_blocks import SampledModel
-from ..piece import Piece
 from ..rank_parameters import Group, RankParameters
+from ..sampled_model import SampledModel
 from ..stage_costs import Alike, StageCost
 from ..step_shape import Work
 from .collectives import Links

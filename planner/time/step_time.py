@@ -21,20 +21,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
-from ...models import Family, ModelConfig
 from ...parallel_state import Layout, ParallelState
 from ...pipeline.schedule_actions import Kind
 from ...pipeline.timetable import step_length
-from ..flops import TokenFlops, flops_per_token
-from ..kinds_of_blocks import SampledModel
+from ...simulation.model_flops import flops_of_token
+from ...simulation.without_numbers import DTYPES
 from ..memory import MemoryPlan, memory_of
 from ..rank_parameters import RankParameters
+from ..sampled_model import SampledModel
 from ..stage_costs import StageCost
 from ..step_shape import Work
-from ..without_numbers import DTYPES
 from .collectives import Links
 from .exchange import Exchange
 from .kernels import Kernels, Mode
@@ -191,7 +190,7 @@ class StepTimer:
         parts["data"] += self._exchange
         parts["optimizer"] = self._updates
         parts["checkpoint"] = checkpoint
-        flops = _flops(self.model.family, self.model.config, self.work.sequence_length)
+        flops = flops_of_token(self.model.family, self.model.config, self.work.sequence_length)
         tokens = self.work.micro_batch * rounds * layout.data * self.work.sequence_length
         return StepTime(
             parts, tokens, layout.world, flops, self.machine.stated or self.machine.peak(self.dtype), busy,
@@ -285,15 +284,3 @@ class StepTimer:
     def _updates(self) -> float:
         """Return the seconds of clipping and of the optimizer."""
         return max(self.once.update(self.parameters(rank)) for rank in self._of_rank)
-
-
-@lru_cache(maxsize=64)
-def _flops(family: Family, config: ModelConfig, sequence_length: int) -> TokenFlops:
-    return flops_per_token(family.on_meta(config), sequence_length)
-
-
-def step_time(
-    model: SampledModel, work: Work, machine: Machine, *, split: Sequence[int] | None = None, **options: Any
-) -> StepTime:
-    """Predict a step of ``model`` in the layout of ``work``; see ``StepTimer``."""
-    return StepTimer(model, work, machine, split=split, **options).time()

@@ -20,10 +20,10 @@ from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.models import FAMILIES, published_size, published_sizes
 from trilith.pipeline import SCHEDULE_NAMES, schedule_kind
-from trilith.planner.flops import flops_per_token
+from trilith.planner.dry_run import dry_run
 from trilith.recipes.recipe import load_recipe
 from trilith.recipes.size_facts import size_facts
-from trilith.training.dry_run import dry_run
+from trilith.simulation.model_flops import flops_per_token
 
 
 @pytest.fixture

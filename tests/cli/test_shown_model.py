@@ -8,7 +8,7 @@ from support.families import family_and_config
 from trilith.cli.app import run
 from trilith.cli.shared.shown_model import shown_model
 from trilith.models import FAMILIES, published_size
-from trilith.planner.kinds_of_blocks import block_kinds
+from trilith.simulation.kinds_of_blocks import block_kinds
 
 FIRST = {family: next(row for row in MODELS if MODELS[row]["model_type"] == family) for family in FAMILIES}
 

@@ -14,7 +14,7 @@ from trilith.layers import gather_logits
 from trilith.models import FAMILIES
 from trilith.models.base.keys import DENIED, INERT
 from trilith.parallel_state import BadInput, declarations
-from trilith.planner.kinds_of_blocks import block_kinds
+from trilith.simulation.kinds_of_blocks import block_kinds
 
 CASES = {**MODELS, **{name: MODELS[row] | changes for name, (row, changes) in VARIANTS.items()}}
 CASES |= PUBLISHED

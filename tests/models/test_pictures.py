@@ -9,7 +9,7 @@ import torch
 from support.configs import MODELS, VARIANTS
 from support.families import family_and_config
 from trilith.models import FAMILIES
-from trilith.planner.kinds_of_blocks import block_kinds
+from trilith.simulation.kinds_of_blocks import block_kinds
 
 CASES = {**MODELS, **{name: MODELS[row] | changes for name, (row, changes) in VARIANTS.items()}}
 IDS = torch.arange(8).unsqueeze(0)

@@ -9,8 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from trilith.machine.random_files import write_tokens
 from trilith.models import FAMILIES, LoraConfig, adapted, family_of
-from trilith.planner.flops import Mfu, flops_per_token, peak_flops, peak_named
 from trilith.runs.metrics import read_metrics
+from trilith.simulation.model_flops import Mfu, flops_per_token, peak_flops, peak_named
 from trilith.testing import run_parallel
 
 LENGTH, SAMPLES = 16, 3

@@ -5,24 +5,16 @@ from pathlib import Path
 
 import pytest
 from support.configs import config
+from support.topics import values
 from trilith.models import family_of, published_size
 from trilith.parallel_state import Layout, ParallelState
 from trilith.pipeline import bubble_share, micro_batches_for
 from trilith.planner import Traffic, Work, plan_memory, rank_parameters, step_traffic
 from trilith.planner.communication import traffic_of_piece
-from trilith.planner.flops import flops_per_token
-from trilith.planner.formulas.axis_bytes import (
-    context_block_bytes,
-    data_step_bytes,
-    expert_block_bytes,
-    pipeline_border_bytes,
-    tensor_block_bytes,
-)
-from trilith.planner.formulas.bytes_per_parameter import state_bytes
-from trilith.planner.formulas.ring_and_tree import ring_messages, ring_seconds, ring_wire_bytes
-from trilith.planner.formulas.training_time import flops_of_token
-from trilith.planner.pieces import ModelPieces
+from trilith.planner.ring_and_tree import ring_wire_bytes
 from trilith.planner.time.kernels import exchanged
+from trilith.simulation.model_flops import Mfu, flops_per_token
+from trilith.simulation.pieces import ModelPieces
 
 LLAMA = config("held/llama", intermediate_size=128, num_key_value_heads=4)
 LENGTH, ROWS, ROUNDS = 32, 2, 4
@@ -44,14 +36,16 @@ def sent_by(block, work, model):
 def test_tensor_bytes_of_a_block_are_the_plan_s(tensor, sequence):
     work, model = planned(Layout.of(tensor=tensor, sequence=sequence))
     sent = sent_by(model.layers["0"], work, model)
-    assert sum(one.wire for one in sent) == tensor_block_bytes(ROWS * LENGTH, 64, tensor)
+    stated = values("tensor-parallel", tokens=ROWS * LENGTH, hidden=64, tensor=tensor)
+    assert sum(one.wire for one in sent) == stated["block"]
 
 
 @pytest.mark.parametrize("ring", [False, True])
 def test_context_bytes_of_a_block_are_the_plan_s(ring):
     work, model = planned(Layout.of(context=4, ring=ring))
     sent = sent_by(model.layers["0"], work, model)
-    assert sum(one.wire for one in sent) == context_block_bytes(ROWS * LENGTH // 4, 2 * 32, 4, ring=ring)
+    row = {"sequence": LENGTH, "micro_batch": ROWS, "key_value_heads": 4, "head_width": 8, "tensor": 1}
+    assert sum(one.wire for one in sent) == values("context", context=4, **row)["ring" if ring else "gather"]
 
 
 def test_bytes_of_a_block_with_experts_are_those_that_a_plan_times():
@@ -62,13 +56,29 @@ def test_bytes_of_a_block_with_experts_are_those_that_a_plan_times():
     model = family.build(family.from_hf(raw), state=state)
     work = Work(state, 64, LENGTH, ROWS, ROUNDS, compute=2)
     given = exchanged(model.layers["0"], work.whole)
-    assert 4 * ring_wire_bytes("all_to_all", given, 4) == expert_block_bytes(ROWS * LENGTH, 64, 2, 4) > 0
+    stated = values("experts", tokens=ROWS * LENGTH, hidden=64, experts_of_token=2, expert=4)
+    assert 4 * ring_wire_bytes("all_to_all", given, 4) == stated["block"] > 0
 
 
 def test_bytes_between_two_stages_are_the_plan_s():
     work, model = planned(Layout.of(pipeline=2))
     (sent,) = (one for one in step_traffic(work, model) if one.axis == "pipeline")
-    assert sent.wire * 2 == ROUNDS * pipeline_border_bytes(ROWS * LENGTH, 64)  # each side sends one half
+    border = values("pipeline", tokens=ROWS * LENGTH, hidden=64)["border"]
+    assert sent.wire * 2 == ROUNDS * border  # each side sends one half
+
+
+def data_step_bytes(parameters, ends, zero):
+    """Return the bytes of a step over 4 data ranks (Rajbhandari et al. 2020, section 7).
+
+    ZeRO 0 all-reduces the gradients, in fp32; 1 reduce-scatters them and gathers the weights, as many
+    numbers. 2 reduce-scatters for each micro-batch; 3 also gathers the weights twice for each, but for
+    ``ends``, the parameters that end the forward and begin the backward.
+    """
+    if zero == 0:
+        return ring_wire_bytes("all_reduce", 4 * parameters, 4)
+    summed = ring_wire_bytes("reduce_scatter", 4 * parameters, 4) * (ROUNDS if zero >= 2 else 1)
+    gathered = ROUNDS * (2 * parameters - ends) if zero == 3 else parameters
+    return summed + ring_wire_bytes("all_gather", gathered * 2 / 4, 4)
 
 
 @pytest.mark.parametrize("zero", range(4))
@@ -76,11 +86,7 @@ def test_bytes_of_a_step_over_the_data_ranks_are_the_plan_s(zero):
     work, model = planned(Layout.of(data=4, zero=zero))
     sent = [one for one in step_traffic(work, model) if one.axis in ("data", "replicas")]
     held = rank_parameters(model, work.state)
-    # The plan sums gradients in fp32.
-    expected = data_step_bytes(
-        held.every.here, 4, zero=zero, micro_batches=ROUNDS, gradient_bytes=4, ends=held.root.here
-    )
-    assert sum(one.wire for one in sent) == expected
+    assert sum(one.wire for one in sent) == data_step_bytes(held.every.here, held.root.here, zero)
 
 
 @pytest.mark.parametrize("zero", range(4))
@@ -91,19 +97,25 @@ def test_bytes_of_weights_gradients_and_optimizer_are_the_plan_s(zero):
     """
     work, model = planned(Layout.of(data=4, zero=zero))
     plan, held = plan_memory(work, model), rank_parameters(model, work.state)
-    expected = state_bytes(held.every.here, zero=zero, data_ranks=4, gradient_bytes=4, optimizer_bytes=12)
+    sizes = {"parameters": held.every.here, "gradient_bytes": 4, "optimizer_bytes": 12}
+    stated = values("memory", zero=zero, data=4, **sizes)
+    total = values("zero", ranks=4, **sizes)[f"zero_{zero}"]
+    assert stated["weights"] + stated["gradients"] + stated["optimizer"] == total
     last = held.root.trained * 4 if zero >= 2 else 0
-    gathered = held.root.here * 2 - expected.weights if zero == 3 else 0
-    found = plan.weights + plan.gathered + plan.gradients + plan.moments
-    assert found == expected.total + last + gathered
+    gathered = held.root.here * 2 - stated["weights"] if zero == 3 else 0
+    assert plan.weights + plan.gathered + plan.gradients + plan.moments == total + last + gathered
 
 
 def test_flops_of_a_token_are_the_plan_s():
     size = published_size("llama-3.1-405b")
     flops = flops_per_token(size.family.on_meta(size.family.from_hf(size.fields)), 8192)
     matrices = size.parameters - 128256 * 16384 - (2 * 126 + 1) * 16384  # no embedding table, no norms
-    assert flops_of_token(matrices, 126, 16384, 8192) == flops.causal
-    assert flops_of_token(matrices, 126, 16384, 8192, causal=False) == flops.full
+    row = {"parameters": matrices, "layers": 126, "width": 16384, "sequence": 8192}
+    stated = values("mfu", rate="2.65M", gpus=16384, peak="989e12", **row)
+    assert (stated["causal"], stated["full"]) == (flops.causal, flops.full)
+    mfu = Mfu(flops, 16384, 989e12)(2.65e6)
+    assert (stated["mfu_causal"], stated["mfu_full"]) == pytest.approx((mfu.causal, mfu.full), rel=1e-12)
+    assert stated["hfu"] == pytest.approx(mfu.causal * 8 / 6, rel=1e-12)  # a second forward
 
 
 @pytest.mark.parametrize("bubble", [0.05, 0.1, 0.25, 0.5])
@@ -117,8 +129,9 @@ def test_the_number_of_micro_batches_for_a_bubble_is_the_smallest(bubble, pipeli
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
     parts = ring_wire_bytes("reduce_scatter", 4096, 8) + ring_wire_bytes("all_gather", 4096 / 8, 8)
     assert ring_wire_bytes("all_reduce", 4096, 8) == parts == 7168
-    assert ring_messages("all_reduce", 8) == 14
-    assert ring_seconds("all_reduce", 4096, 8, bytes_per_second=7168, latency_seconds=1) == 15
+    stated = values("allreduce", parameters=2048, ranks=8, bandwidth=7168, latency=1)
+    assert stated["ring_time"] == 1 + 14  # messages
+    assert stated["tree_time"] == pytest.approx(8192 / 7168 + 6)
     with pytest.raises(ValueError, match="gossip"):
         ring_wire_bytes("gossip", 1, 2)
 

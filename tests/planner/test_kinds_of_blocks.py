@@ -17,8 +17,9 @@ from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.parallel_state.engine import local_data
 from trilith.planner import Work, plan_memory, rank_parameters, step_traffic
 from trilith.planner.communication import traffic_of
-from trilith.planner.kinds_of_blocks import SampledModel, block_kinds, sampled
 from trilith.planner.memory import memory_of
+from trilith.planner.sampled_model import SampledModel, sampled
+from trilith.simulation.kinds_of_blocks import block_kinds, build_one_of_each_kind
 from trilith.testing import run_parallel
 from trilith.training import Precision, shard_over_data
 
@@ -49,7 +50,7 @@ def like(plan, other):
 
 
 @pytest.mark.parametrize("name", [*MODELS, "multi-token prediction"])
-def test_one_block_of_each_kind_plans_what_all_blocks_plan(name):
+def test_build_one_of_each_kind_plans_what_all_blocks_plan(name):
     """Parameters, gradients, moments, activations and traffic: equal for each stage of each layout."""
     raw = MODELS.get(name, FURTHER)
     family, config = family_and_config(raw)
@@ -71,7 +72,7 @@ def test_one_block_of_each_kind_plans_what_all_blocks_plan(name):
             assert sorted(map(str, found)) == sorted(map(str, expected))
 
 
-def test_adapters_are_planned_on_one_block_of_each_kind():
+def test_adapters_are_planned_on_build_one_of_each_kind():
     raw = MODELS["llama"]
     lora = LoraConfig(r=4, target_modules=("q_proj", "down_proj"), layers_to_transform=(1,))
     family = adapted(family_of(raw), lora)
@@ -102,7 +103,7 @@ def constructions(size, layout):
 
     cut = Layout(tensor=layout.tensor, sequence=layout.sequence)
     with patch.object(nn.Module, "__init__", count):
-        sample = SampledModel(family, config, cut, None)
+        sample = SampledModel(family, build_one_of_each_kind(family, config, cut))
         blocks = sum(type(sample.block(0)) is kind for kind in made)
         for stage in range(layout.pipeline):
             state = ParallelState.stand_in(layout, layout.first_rank(stage))
@@ -128,7 +129,7 @@ def test_a_plan_of_one_rank_takes_as_little_memory_in_a_large_world_as_in_a_smal
     for data in (2, 2, 128):  # the first one also fills caches
         layout = Layout.of(tensor=8, sequence=True, pipeline=16, data=data, zero=1)
         tracemalloc.start()
-        sample = SampledModel(family, config, Layout(tensor=8, sequence=True), None)
+        sample = SampledModel(family, build_one_of_each_kind(family, config, Layout(tensor=8, sequence=True)))
         state = ParallelState.stand_in(layout, layout.first_rank(layout.pipeline // 2))
         work = Work(state, config.hidden_size, 8192, 1, 16, compute=2)
         memory_of(work, sample.parameters(state), sample.costs(work))

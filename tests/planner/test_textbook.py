@@ -1,23 +1,24 @@
 """The figures that textbooks and tutorials print, from the functions that compute a plan."""
 
 import pytest
+from support.topics import values
 from trilith.models import published_size
 from trilith.parallel_state import Layout, ParallelState
 from trilith.pipeline import bubble_share, micro_batches_for
 from trilith.planner import Work, plan_memory
-from trilith.planner.formulas.axis_bytes import tensor_block_bytes
-from trilith.planner.formulas.bytes_per_parameter import PLAIN_ADAMW, state_bytes
-from trilith.planner.formulas.ring_and_tree import ring_seconds, ring_wire_bytes
-from trilith.planner.formulas.training_time import DAY, device_hours, training_flops, training_seconds
+from trilith.planner.ring_and_tree import ring_wire_bytes
 from trilith.recipes.checks import check_batch
 from trilith.recipes.sections import DataSection
 
 GB = 1e9
 
 
-def gigabytes(held):
-    weights, gradients = round(held.weights / GB, 6), round(held.gradients / GB, 6)
-    return weights, gradients, round(held.optimizer / GB, 6), round(held.total / GB, 6)
+def gigabytes(parameters, ranks, zero=0, optimizer=12):
+    sizes = {"parameters": parameters, "optimizer_bytes": optimizer}
+    rank = values("memory", zero=zero, data=ranks, **sizes)
+    total = values("zero", ranks=ranks, **sizes)[f"zero_{zero}"]
+    parts = rank["weights"], rank["gradients"], rank["optimizer"], total
+    return tuple(round(size / GB, 6) for size in parts)
 
 
 WITHOUT_ZERO = (14, 14, 84, 112)
@@ -26,15 +27,34 @@ STAGES = [(0, WITHOUT_ZERO), (1, (14, 14, 21, 49)), (2, (14, 3.5, 21, 38.5)), (3
 
 @pytest.mark.parametrize(("zero", "expected"), STAGES)
 def test_7b_in_mixed_precision_on_4_gpus_in_each_zero_stage(zero, expected):
-    assert gigabytes(state_bytes(7e9, zero=zero, data_ranks=4)) == expected
+    assert gigabytes("7B", 4, zero) == expected
 
 
 def test_70b_on_8_gpus_is_840_gb_under_ddp_and_105_under_fsdp():
     """The textbook counts 8 bytes of moments and no fp32 weights."""
-    ddp = state_bytes(70e9, data_ranks=8, optimizer_bytes=PLAIN_ADAMW)
-    fsdp = state_bytes(70e9, zero=3, data_ranks=8, optimizer_bytes=PLAIN_ADAMW)
-    assert gigabytes(ddp) == (140, 140, 560, 840)
-    assert gigabytes(fsdp) == (17.5, 17.5, 70, 105)
+    assert gigabytes("70B", 8, optimizer=8) == (140, 140, 560, 840)
+    assert gigabytes("70B", 8, zero=3, optimizer=8) == (17.5, 17.5, 70, 105)
+
+
+@pytest.mark.parametrize(
+    ("flags", "each"),
+    [
+        (("--recompute", "none"), 34 + 80),
+        (("--recompute", "none", "--tensor", "8"), 10 + 24 / 8 + 80 / 8),
+        (("--recompute", "none", "--tensor", "8", "--sequence-parallel"), 34 / 8 + 80 / 8),
+        (("--tensor", "8", "--sequence-parallel"), 34 / 8),
+        (("--recompute", "full"), 2),
+        (("--recompute", "full", "--tensor", "8", "--sequence-parallel"), 2 / 8),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_block_of_gpt_3_keeps_the_bytes_of_table_2(flags, each):
+    """Korthikanti et al. 2022: ``each`` byte for a token and a hidden number, in 16 bits; scores take
+    5 heads x row / hidden = 80.
+    """
+    rank = values("memory", *flags, sequence=2048, hidden=12288, heads=96, layers=96)
+    assert rank["block"] == pytest.approx(2048 * 12288 * each, rel=1e-12)
+    assert rank["activations"] == 96 * rank["block"]
 
 
 @pytest.mark.parametrize(("micro_batches", "percent"), [(1, 75.0), (16, 15.8), (32, 8.6)])
@@ -58,13 +78,13 @@ def test_a_ring_all_reduce_of_70b_in_fp16_sends_280_gb(rate, seconds):
     tensor = 70e9 * 2
     assert round(ring_wire_bytes("all_reduce", tensor, 1024) / GB) == 280
     assert ring_wire_bytes("all_reduce", tensor, 8) == 245 * GB
-    found = ring_seconds("all_reduce", tensor, 1024, bytes_per_second=rate * GB)
-    assert found == pytest.approx(seconds, rel=0.005)
+    ring = values("allreduce", parameters="70B", ranks=1024, bandwidth=rate * GB)
+    assert ring["ring_time"] == pytest.approx(seconds, rel=0.005)
 
 
 def test_70b_over_256_gpus_at_100_gbit_takes_22_seconds():
-    found = ring_seconds("all_reduce", 70e9 * 2, 256, bytes_per_second=100e9 / 8)
-    assert round(found, 1) == 22.3
+    ring = values("allreduce", parameters="70B", ranks=256, bandwidth=100e9 / 8)
+    assert round(ring["ring_time"], 1) == 22.3
 
 
 def test_ddp_of_8_ranks_with_32_rows_each_is_a_batch_of_256():
@@ -75,7 +95,9 @@ def test_ddp_of_8_ranks_with_32_rows_each_is_a_batch_of_256():
 def test_tensor_parallelism_sends_four_all_reduces_a_layer():
     """Two forward, two backward, each of tokens x hidden: 8192 tokens of Llama 3 405B over 8 ranks."""
     tensor = 8192 * 16384 * 2
-    assert tensor_block_bytes(8192, 16384, 8) == 4 * 2 * 7 / 8 * tensor == 1_879_048_192
+    shards = values("tensor-parallel", tokens=8192, hidden=16384, tensor=8, inputs=16384, outputs=53248)
+    assert shards["block"] == 4 * 2 * 7 / 8 * tensor == 1_879_048_192
+    assert (shards["column"], shards["row"], shards["shard"]) == (6656, 2048, 6656 * 16384)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +130,7 @@ def test_405b_on_2048_gpus_takes_tensor_8_pipeline_16_data_16():
 
 
 def test_training_flops_of_llama_3_70b():
-    flops = training_flops(70e9, 15e12)
-    assert flops == 6.3e24
-    seconds = training_seconds(flops, devices=2048, peak_flops_per_second=989e12, mfu=0.4)
-    assert round(seconds / DAY) == 90 and round(device_hours(seconds, 2048), -3) == 4_424_000
+    run = values("training-time", parameters="70B", tokens="15T", gpus=2048, peak=989e12, mfu=0.4)
+    assert run["C"] == 6.3e24
+    assert round(run["days"]) == 90 and round(run["hours"], -3) == 4_424_000
+    assert (run["price"], run["energy"]) == (2 * run["hours"], pytest.approx(0.7 * run["hours"]))

@@ -11,9 +11,9 @@ from trilith.checkpoints import read_source
 from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
 from trilith.models import GPT2Config, published_size
+from trilith.planner.dry_run import dry_run
 from trilith.recipes import load_recipe
 from trilith.recipes.recipe import parse_recipe, read_config
-from trilith.training.dry_run import dry_run
 
 RECIPE = """
 out = "run"

@@ -18,7 +18,17 @@ from trilith.testing import Operators
 
 BF16 = torch.bfloat16
 HOUSE = Path(trilith.__file__).parent
-ROOMS = ("checkpoints", "data", "generation", "layers", "models", "parallel_state", "pipeline", "training")
+ROOMS = (
+    "checkpoints",
+    "data",
+    "generation",
+    "layers",
+    "models",
+    "parallel_state",
+    "pipeline",
+    "planner",
+    "training",
+)
 
 
 def names_of_gpus(code):
@@ -33,8 +43,14 @@ def names_of_gpus(code):
             yield ast.unparse(node)
 
 
-#: Of the machine on which a plan is made, and where the ranks of a run are counted.
-ABOUT_MACHINES = {"training/dry_run.py": ["torch.cuda"] * 2, "training/supervised.py": ["torch.cuda"]}
+#: Of the machine on which a plan is made or that it is for, and where the ranks of a run are counted.
+ABOUT_MACHINES = {
+    "planner/device_memory.py": ["device == 'cuda'"],
+    "planner/dry_run.py": ["torch.cuda"] * 2,
+    "planner/search/ranks_left.py": ["torch.cuda"] * 2,
+    "planner/time/measured.py": ["facts.get('device') == 'cuda'"],
+    "training/supervised.py": ["torch.cuda"],
+}
 
 
 def test_code_asks_what_a_device_can_do_and_not_for_its_name():

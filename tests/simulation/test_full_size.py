@@ -1,9 +1,9 @@
 """The plan of large models is the peak of their whole step, with all blocks and micro-batches."""
 
 import pytest
+from trilith.planner.dry_run import dry_run
+from trilith.planner.search.simulation_worker import Worker
 from trilith.recipes.recipe import parse_recipe
-from trilith.search.simulation_worker import Worker
-from trilith.training.dry_run import dry_run
 
 #: Model, layout, global batch, micro-batch, length of a row, checkpointing; the plan over the peak, less 1.
 STEPS = {

@@ -19,10 +19,10 @@ from support.simulated_steps import ledger_of
 from trilith.cli.app import run
 from trilith.layers import GatedMLP, RMSNorm
 from trilith.parallel_state import BadInput, Layout, engine
+from trilith.planner.dry_run import dry_run
+from trilith.planner.search.simulation_worker import Worker
 from trilith.recipes.recipe import parse_recipe
-from trilith.search.simulation_worker import Worker
 from trilith.simulation import StepRecord
-from trilith.training.dry_run import dry_run
 
 CASE = Case(
     TINIEST_LLAMA,

@@ -9,9 +9,11 @@ from support.configs import MODELS
 from trilith.layers import RowParallelLinear, leave_tensor
 from trilith.models import family_of
 from trilith.parallel_state import BadInput, Layout, ParallelState
-from trilith.planner import pieces, sampled
-from trilith.planner.pieces import ModelPieces
-from trilith.planner.step_shape import MicroBatch
+from trilith.planner import sampled
+from trilith.simulation import forms, pieces
+from trilith.simulation.micro_batch import MicroBatch
+from trilith.simulation.pieces import ModelPieces
+from trilith.simulation.recorder import Recorder
 from trilith.simulation.traced import trace, without_numbers
 
 FAMILIES = sorted(name for name in MODELS if "-" not in name)
@@ -35,6 +37,29 @@ def test_a_block_with_shared_experts_sends_what_one_with_a_feed_forward_does(nam
     assert sorted(map(str, sent[0].plain.collectives)) == sorted(map(str, sent[1].plain.collectives))
     if name == "glm4_moe":  # latents are gathered, too
         assert len(sent[0].plain.collectives) == (8 if sequence else 4)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_next"])
+def test_what_is_remembered_of_fake_tensors_is_what_torch_gives(name, mode, monkeypatch):
+    state = ParallelState.stand_in(Layout.of(tensor=2, context=2))
+    block = next(iter((model := model_of(name, state, "meta")).layers.values()))
+    batch = MicroBatch(ROWS, LENGTH, 4, gpu=False)
+
+    def traced():
+        return ModelPieces(model, state).block(block, batch, reached=True).under(mode)
+
+    traced()
+    remembered = traced()
+    monkeypatch.setattr(forms, "_kind", lambda func: None)
+    assert traced() == remembered
+
+
+def test_a_recorder_around_another_sees_what_is_remembered():
+    with without_numbers([], gpu=False), Recorder() as outer, Recorder() as inner:
+        made = [(torch.empty(3, 4) + 1).mT.exp() for _ in range(2)]
+        assert outer.now == inner.now == 2 * 12 * 4
+        del made
 
 
 def sums_twice(self, x):

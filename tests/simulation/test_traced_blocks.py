@@ -14,10 +14,11 @@ from trilith.layers import AttentionInputs, checkpoint_blocks
 from trilith.models import FAMILIES, LoraConfig, adapted, family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.parallel_state.engine.weight_gradients import compute_input_gradients
-from trilith.planner.pieces import ModelPieces, shapes_only
 from trilith.planner.stage_costs import Pieces, StageCost
 from trilith.planner.stage_instants import StageInstants
-from trilith.planner.step_shape import MicroBatch, Work
+from trilith.planner.step_shape import Work
+from trilith.simulation.micro_batch import MicroBatch
+from trilith.simulation.pieces import ModelPieces, shapes_only
 from trilith.simulation.traced import trace
 from trilith.testing import LiveBytes, run_parallel
 

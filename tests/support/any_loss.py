@@ -199,7 +199,8 @@ def drawn(loss: str, count: int, seed: int = 0) -> list[Trial]:
         layout = Layout.of(**axes, zero=zero if axes["data"] > 1 else 0)
         if layout.world in (2, 4) and (new or not unseen):
             unseen -= new
-            micro_batch = random.choice([2, 4]) if layout.pipeline == 1 else 2
+            parts = random.choice([2, 4]) if layout.pipeline == 1 else 4
+            micro_batch = max(2, SAMPLES // layout.data // parts)  # two rows are a pair
             trials[Trial(loss, layout, schedule, micro_batch)] = None
     return [*trials]
 

@@ -1,19 +1,25 @@
-"""Start ``trilith train`` as its launcher does, each process a fork of its parent: nothing is imported."""
+"""Start launchers, their ranks, and templates of ranks as forks of their parent: nothing is imported."""
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from trilith.ranks import fork_server, processes
 from trilith.runs import torchrun_agent as agent
+from trilith.system.process_end import end, leave
 
 Command = Callable[[list[str]], int]
 
@@ -30,12 +36,14 @@ class Forked:
         stdin: int | None = None,
         stderr: Any = None,
         session: bool = False,
+        keep: Sequence[int] = (),
     ) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid:
             return
         code = 1
+        gc.freeze()  # or a search would close files of the parent by numbers that are other files' here
         try:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
                 signal.signal(number, signal.SIG_DFL)
@@ -44,7 +52,8 @@ class Forked:
             for fd, place in ((stdin, 0), (stderr.fileno() if stderr else None, 2)):
                 if fd is not None:
                     os.dup2(fd, place)
-            os.closerange(3, 4096)
+            for first, last in pairwise([2, *sorted(keep), 4096]):
+                os.closerange(first + 1, last)
             os.environ.clear()
             os.environ.update(env)
             main(words)
@@ -70,10 +79,35 @@ class Forked:
             time.sleep(0.01)
         return code
 
+    def kill(self) -> None:
+        """End it at once unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
     def send_signal(self, number: int) -> None:
         """Send the signal unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
+
+
+class ForkedTemplate(processes.Template):
+    """Be a template of ranks that is a fork of this process, which has imported what its ranks need.
+
+    Unlike those of a user, all templates of a process then hash strings alike.
+    """
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        self._requests, theirs = socket.socketpair()
+        self._printed = processes._printout()
+
+        def serve(_: Sequence[str]) -> None:
+            os.dup2(2, 1)
+            atexit._clear()  # what is to be done at the end of this process, such as removing its folders
+            end(fork_server.main(theirs.fileno()))
+
+        self._process = Forked(  # type: ignore[assignment]
+            serve, (), dict(os.environ), stderr=self._printed, session=True, keep=[theirs.fileno()]
+        )
+        theirs.close()
 
 
 def launch_forked(command: Command, words: list[str], folder: str) -> None:
@@ -86,7 +120,7 @@ def launch_forked(command: Command, words: list[str], folder: str) -> None:
     """
     _leave_the_test(Path(folder), "launcher")
     with mock.patch("trilith.runs.launch.subprocess.Popen", _start_torchrun), _forked_ranks(command):
-        sys.exit(command(words))
+        leave(command(words))
 
 
 @dataclass(frozen=True)
@@ -106,30 +140,40 @@ def node_forked(command: Command, words: list[str], folder: str, nodes: list[Nod
     R is the rank of the call. The first node is the head, where torchruns meet; ``port`` must be free.
     torchrun gives rank 0 to the node whose address is the first by its letters. As on hosts of their own,
     torchrun and rank know the node's name as that of their host, so they do not look for each other's
-    processes. The process id of torchrun is in the file ``torchrun-R`` of ``folder``; the rest is as in
-    ``launch_forked``.
+    processes. The rest is as in ``torchrun_forked``.
     """
-    from torch.distributed.run import main as torchrun
-
-    number = _leave_the_test(Path(folder), "torchrun")
+    number = int(os.environ["RANK"])
     node = nodes[number]
     os.environ["TRILITH_FAULT"] = node.fault
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{nodes[0].address}:{port}", "--rdzv-id", "one"]
     meeting += [f"--rdzv-conf=is_host={int(number == 0)}", "--local-addr", node.address]
     shape = ["--nnodes", str(len(nodes)), "--nproc-per-node", "1"]
-    with mock.patch("socket.gethostname", lambda: node.name), _forked_ranks(command):
-        torchrun([*shape, *meeting, "--no-python", "python", "-m", "trilith.cli", *words])
+    with mock.patch("socket.gethostname", lambda: node.name):
+        torchrun_forked(command, [*shape, *meeting, "--no-python", "trilith", *words], folder)
 
 
-def _leave_the_test(folder: Path, what: str) -> int:
-    """Drop the test's variables and standard output, and note the process id; return the rank of the call."""
+def torchrun_forked(command: Command, words: list[str], folder: str) -> None:
+    """Be ``torchrun`` with these words, which start ``trilith``: a function for ``run_fresh``.
+
+    The process id of torchrun is in the file ``torchrun-R`` of ``folder``, R the rank of the call; the rest
+    is as in ``launch_forked``.
+    """
+    from torch.distributed.run import main as torchrun
+
+    _leave_the_test(Path(folder), "torchrun")
+    with _forked_ranks(command):
+        torchrun(words)
+    leave(0)
+
+
+def _leave_the_test(folder: Path, what: str) -> None:
+    """Drop the test's variables and standard output, and note the process id."""
     number = int(os.environ["RANK"])
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     (folder / f"{what}-{number}").write_text(str(os.getpid()))
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
-    return number
 
 
 @contextmanager
@@ -138,7 +182,8 @@ def _forked_ranks(command: Command) -> Iterator[None]:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     def be_a_rank(started: Sequence[str]) -> None:
-        sys.exit(command([*started[started.index("trilith.cli") + 1 :]]))
+        ours = next(number for number, word in enumerate(started) if word in ("trilith", "trilith.cli"))
+        sys.exit(command([*started[ours + 1 :]]))
 
     with mock.patch.object(
         SubprocessHandler, "_popen", lambda _, started, env: Forked(be_a_rank, started, env, session=True)

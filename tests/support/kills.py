@@ -36,13 +36,22 @@ def wait_for(
     *,
     ended: Future[list[ExitCode]] | None = None,
 ) -> None:
-    """Wait until the condition holds; fail after so many seconds, or as soon as processes have ``ended``."""
+    """Wait until the condition holds; fail after so many seconds, or as soon as processes have ``ended``.
+
+    To look takes at most a tenth of the time, which a condition that reads files would else take from them.
+    """
     deadline = time.monotonic() + seconds
-    while not condition():
+    while not (looked := _timed(condition))[0]:
         if ended is not None and ended.done() and not condition():
             pytest.fail(f"ended before {what}: {[code.output for code in ended.result()]}")
         assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
-        time.sleep(0.01)
+        time.sleep(max(0.01, 9 * looked[1]))
+
+
+def _timed(condition: Callable[[], object]) -> tuple[object, float]:
+    """Return what the condition says, and the seconds of processor time that it took."""
+    began = time.thread_time()
+    return condition(), time.thread_time() - began
 
 
 def free_port() -> int:

@@ -13,8 +13,8 @@ from trilith.checkpoints import begin_moments
 from trilith.layers import Balancing, routers
 from trilith.models import CausalLM
 from trilith.parallel_state import ParallelState, clip_gradients
+from trilith.planner.search.simulated_step import Kernels, ledger_of_rank, simulated_steps
 from trilith.recipes.optimizer_sections import LossScaleSection
-from trilith.search.simulated_step import Kernels, ledger_of_rank, simulated_steps
 from trilith.simulation.rank import simulated_rank
 from trilith.simulation.record import StepRecord
 from trilith.simulation.wait import Kind, Per

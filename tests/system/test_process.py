@@ -15,6 +15,8 @@ from trilith.system import (
     no_garbage_search,
     process_info,
     quiet_libraries,
+    search_garbage_rarely,
+    search_less_often,
     whole_number,
 )
 from trilith.system.process_info import own_memory, start_of
@@ -128,6 +130,24 @@ def test_what_the_caller_has_hidden_stays_hidden(searches):
         search(True)
         assert gc.get_freeze_count() <= hidden
     assert hidden - 100 < gc.get_freeze_count() <= hidden
+
+
+@in_a_new_process
+def test_what_a_template_has_hidden_is_not_counted_and_stays_hidden(searches):
+    search_garbage_rarely()
+    hidden = gc.get_freeze_count()
+    with pytest.MonkeyPatch.context() as patch, manual_gc() as search:
+        patch.setattr(gc, "get_freeze_count", None)  # it walks over all that is hidden
+        search(True)
+    assert hidden - 100 < gc.get_freeze_count() <= hidden
+
+
+@in_a_new_process
+def test_a_start_can_search_less_often(searches):
+    search_less_often()
+    searches.clear()
+    make_objects()
+    assert searches == []
 
 
 @in_a_new_process

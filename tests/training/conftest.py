@@ -1,38 +1,36 @@
 """A small run as a user starts it, for the tests that kill it."""
 
 import json
-import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
-from support.configs import TINY_LLAMA
+from support.configs import config
 from support.forked_launch import launch_forked
 from support.kills import Campaign, wait_for
 from support.short_runs import write_recipe
 from trilith.checkpoints import complete_checkpoints, read_source, verify
 from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
-from trilith.system.process_end import leave
+from trilith.system.process_end import end, leave
 from trilith.testing import ExitCode, run_fresh
 
 SECTIONS = {
-    "model": {"config": TINY_LLAMA},
+    "model": {"config": config("tiny_llama", layers=2)},
     "layout": {"data": 2, "zero": 1},
     "checkpoint": {"every": 2, "keep": 2},
 }
 
 
 def train_as_a_rank(arguments):
-    """Run the command; after one that went well or was refused, take the interpreter apart no further.
+    """Run the command, and end as it does; after one that went well or was refused, more quickly.
 
-    All of the end runs where ranks fail, and in the whole starts of ``test_launchers`` and
-    ``test_readme``.
+    Then all of the end runs in the whole start of ``test_readme``.
     """
     if (code := run(["train", *arguments])) in (0, 2):
         leave(code)
-    sys.exit(code)
+    end(code)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from support.short_runs import tiny_recipe, train, write_recipe
 from support.stop_and_go import ROUNDING, differences
 from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
+from trilith.planner.search import fit
 from trilith.recipes import parse_recipe
 from trilith.runs.events import read_events
-from trilith.search import fit
 from trilith.system.process_end import leave
 from trilith.testing import run_fresh
 

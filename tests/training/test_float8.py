@@ -11,10 +11,10 @@ from support.short_runs import run_and_listen, run_recipe, tiny_recipe
 from trilith.data.token_writer import TokenWriter
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadInput, Layout, ParallelState
+from trilith.planner.dry_run import dry_run
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import run_parallel
 from trilith.training.build import build
-from trilith.training.dry_run import dry_run
 from trilith.training.run_plan import plan
 
 WIDE = config("tiny_wide_llama")

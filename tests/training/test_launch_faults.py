@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -17,6 +16,7 @@ from trilith.cli.app import run
 from trilith.models.llama import LlamaBlock
 from trilith.parallel_state import launched
 from trilith.runs.rendezvous import join
+from trilith.system import process_end
 from trilith.system.process_end import leave
 from trilith.testing import run_fresh
 
@@ -29,10 +29,10 @@ def train_with(arguments, environment):
 
 
 def end(code):
-    """End a rank as a script ends if it failed, or else quickly."""
+    """End a rank as its command does if it failed, or else quickly."""
     if code in (0, 2):
         leave(code)
-    sys.exit(code)
+    process_end.end(code)
 
 
 def started(*arguments, **environment):

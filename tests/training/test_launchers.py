@@ -1,4 +1,4 @@
-"""Launchers start ranks that train together: those of docs/clusters.md, and the README's torchrun."""
+"""Launchers start ranks that train together: those of docs/clusters.md."""
 
 import os
 import re
@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from support.forked_launch import torchrun_forked
 from trilith.cli.app import run
 from trilith.cli.train import train as train_command
 from trilith.runs.events import read_events
 from trilith.runs.metrics import read_metrics
+from trilith.system.process_end import leave
 from trilith.testing import run_fresh
 from trilith.training import run as train
 
@@ -45,7 +47,7 @@ def started_by_srun(recipe, port):
     rank, world = rank_and_world()
     os.environ |= {"SLURM_JOB_ID": "40000", "SLURM_STEP_ID": str(port - 20_000), "SLURM_PROCID": rank}
     os.environ |= {"SLURM_LOCALID": rank, "SLURM_NTASKS": world, "SLURM_STEP_NODELIST": "localhost"}
-    sys.exit(run(["train", recipe, "--quiet"]))
+    leave(run(["train", recipe, "--quiet"]))
 
 
 def started_by_mpirun(recipe, port):
@@ -54,7 +56,7 @@ def started_by_mpirun(recipe, port):
     os.environ |= {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": world}
     os.environ |= {"OMPI_COMM_WORLD_LOCAL_RANK": rank, "OMPI_COMM_WORLD_LOCAL_SIZE": world}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    sys.exit(run(["train", recipe, "--quiet"]))
+    leave(run(["train", recipe, "--quiet"]))
 
 
 def started_by_ray(recipe, port):
@@ -63,7 +65,7 @@ def started_by_ray(recipe, port):
     os.environ["RAY_JOB_ID"] = "01000000"
     dist.init_process_group("gloo")
     dist.destroy_process_group()  # as the lines of the page do
-    sys.exit(train(recipe, quiet=True))
+    leave(train(recipe, quiet=True))
 
 
 @pytest.mark.parametrize(
@@ -154,39 +156,41 @@ def test_torchrun_takes_the_variables_of_kubeflow_s_plugin(make):
     assert run.steps_saved == [2]
 
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
 AGENTS = 2
 
 
 def shown():
-    (command,) = re.findall(r"^(torchrun --nnodes .*)$", README.read_text(encoding="utf-8"), re.MULTILINE)
+    (command,) = re.findall(
+        r"^(torchrun --nnodes .* trilith train .*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
     return str(command)
 
 
 def filled_in(recipe):
-    """Return the command with its placeholders filled in, and one rank a host in place of eight."""
+    """Return torchrun's words with the placeholders filled in, and one rank a host in place of eight."""
     values = {"HOST:29400": f"localhost:{free_port()}", "NAME": "a-run", "recipe.toml": str(recipe), "8": "1"}
-    words = [values.get(word, word) for word in shlex.split(shown())]
-    beside = Path(sys.executable).parent
-    return [str(beside / word) if word in ("torchrun", "trilith") else word for word in words]
+    return [values.get(word, word) for word in shlex.split(shown().removeprefix("torchrun "))]
 
 
-def test_the_command_in_the_help_is_the_one_in_the_readme():
+def test_the_command_in_the_help_is_the_one_of_the_page():
     help_text = " ".join((train_command.__doc__ or "").split())
     assert shown() in help_text.replace("\\ ", "")
 
 
-def test_two_hosts_that_start_the_readme_s_command_train_together(make):
+def test_two_hosts_that_start_the_page_s_command_train_together(make):
     """Two agents of torchrun on this machine, one rank each; without a rendezvous each waits for ever."""
-    run = make(4)
-    command = filled_in(run.recipe)
-    assert command[command.index("--nnodes") + 1] == str(AGENTS)
-    check_all_train([start(command) for _ in range(AGENTS)])
-    assert run.steps_saved == [2, 4]
-    (began,) = [one for one in read_events(run.out / "events.jsonl") if one["event"] == "started"]
+    made = make(4)
+    words = filled_in(made.recipe)
+    assert words[words.index("--nnodes") + 1] == str(AGENTS)
+    given = run, words, str(made.folder)
+    codes = run_fresh(torchrun_forked, AGENTS, *given, process_group=False, timeout=180)
+    assert codes == [0] * AGENTS, [code.output for code in codes]
+    assert made.steps_saved == [2, 4]
+    (began,) = [one for one in read_events(made.out / "events.jsonl") if one["event"] == "started"]
     assert began["world"] == AGENTS
-    assert {run.status(rank)["rank"] for rank in range(AGENTS)} == {0, 1}
-    assert run.status(0)["run"] == run.status(1)["run"] != ""
+    assert {made.status(rank)["rank"] for rank in range(AGENTS)} == {0, 1}
+    assert made.status(0)["run"] == made.status(1)["run"] != ""
 
 
 @pytest.mark.slow  # two starts of two ranks with all their imports

@@ -13,8 +13,8 @@ from support.short_runs import tiny_recipe
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.models import LoraConfig, adapted, family_of
 from trilith.parallel_state import ParallelState
+from trilith.planner.search import fit
 from trilith.recipes.recipe import parse_recipe
-from trilith.search import fit
 from trilith.training import Callback, Trainer, check_run, run
 from trilith.training.run_plan import plan
 

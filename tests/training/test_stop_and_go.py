@@ -70,7 +70,7 @@ test_a_run_that_stops_and_goes_on_equals_one_that_was_never_stopped = stop_and_g
     StopAndGo(
         "D2-saving-in-the-background-changes-no-bit",
         [{"checkpoint": {"background": True, "every": 1}}] * 2,
-        {"layout": {"tensor": 2, "data": 2, "zero": 1}, "steps": 4},
+        {"layout": {"tensor": 2, "data": 2, "zero": 1}, "steps": 3},
         whole={},
     ),
     StopAndGo(

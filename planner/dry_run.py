@@ -1,0 +1,279 @@
+"""Compute a run without starting it: each rank's memory, the step's numbers, whether it fits.
+
+Any number of ranks takes seconds: a rank's model is built on the meta device, with no process and no group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ..models import AdaptedFamily, LoraConfig, adapted
+from ..parallel_state import BadInput, ParallelState, dtype_named
+from ..pipeline import bubble
+from ..recipes.recipe import Recipe, with_overrides
+from ..runs.launch import device_here
+from ..simulation.model_flops import TokenFlops, parameters_of
+from ..system.addresses import can_be_read
+from ..training.build import model_on_meta, multiply_in_float8
+from ..training.lora import recipe_shape
+from ..training.run_data import out_of_reach
+from ..training.run_plan import Plan, flops_of, loss_chunk_of, plan
+from ..training.stage_cut import StageCut
+from .communication import Traffic, traffic_of
+from .device_memory import reserved_bytes, runtime_of, usable
+from .memory import MemoryPlan, memory_of
+from .rank_parameters import Group, RankParameters, rank_parameters
+from .sampled_model import sampled
+from .stage_costs import StageCost, stage_costs
+from .step_shape import Work, sizes_of
+from .suggestions import Change, Remedy, changes_that_fit
+from .time import Machine, StepTime, StepTimer
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """Describe one rank of a recipe: its memory, its parameters in use and stored, what it sends."""
+
+    rank: int
+    memory: MemoryPlan
+    runtime: int
+    parameters: int
+    stored: int
+    trained: int
+    traffic: list[Traffic]  # a step's collectives
+
+    @property
+    def total(self) -> int:
+        return self.memory.total + self.runtime
+
+    @property
+    def reserved(self) -> int:
+        """Return the bytes that torch's allocator reserves on a GPU, with those of the runtime."""
+        return reserved_bytes(self.memory.total) + self.runtime
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Hold the results of ``dry_run``. ``notes``: what would stop a real run. ``device``: its bytes, of which
+    a rank may use ``room``; ``None`` if unknown.
+    """
+
+    recipe: Recipe
+    parameters: int
+    #: The parameters that one token uses: fewer if it goes through some of many experts.
+    active: int
+    rank: RankPlan
+    micro_batches: int
+    bubble: float
+    cut: StageCut
+    flops: TokenFlops
+    device: int | None
+    room: int | None
+    remedies: list[Remedy]
+    notes: list[str]
+
+    @property
+    def tokens(self) -> int:
+        return self.recipe.data.global_batch * self.recipe.data.sequence_length
+
+    @property
+    def _tried(self) -> str:
+        keys = dict.fromkeys(
+            text.partition("=")[0] for change in _changes(self.recipe) for text in change.overrides
+        )
+        if not keys:
+            return "nothing in the recipe is left to change"
+        return f"{', '.join(keys)} do not suffice, alone or together"
+
+    def check(self, where: str) -> None:
+        """Raise ``BadInput`` if the rank does not fit its device; it names the excess and changes that
+        would fit.
+        """
+        if self.room is None or self.rank.total <= self.room:
+            return
+        share = 1 - self.recipe.memory.headroom
+        ways = "; or ".join(f"{fit.overrides} ({fit.total / 1e9:.1f} GB)" for fit in self.remedies)
+        raise BadInput(
+            where,
+            f"memory of rank {self.rank.rank}",
+            expected=f"at most {self.room / 1e9:.1f} GB, {share:.0%} of the device's",
+            found=f"{self.rank.total / 1e9:.1f} GB, {(self.rank.total - self.room) / 1e9:.1f} GB too much",
+            todo=f"Cheapest first: {ways}" if ways else f"Take more ranks: {self._tried}",
+        )
+
+
+def dry_run(recipe: Recipe, *, rank: int | None = None, device: int | None = None) -> DryRun:
+    """Compute the dry run of a checked recipe for ``rank``; default: the rank that needs most memory.
+
+    ``device``: its bytes. The default is the recipe's ``memory.device_gb``, or else the memory of this
+    machine's GPU if the recipe runs on one; ``memory.headroom`` of it stays free. Stated bytes make ``auto``
+    a GPU. Raises ``BadInput`` if the run could not be built, and for a rank that the layout does not have.
+    """
+    recipe = recipe.on(device_here(recipe.device, gpu=(device or recipe.memory.device_gb) is not None))
+    planned, missing = plan_without_weights(recipe)
+    base = planned.family.base if isinstance(planned.family, AdaptedFamily) else planned.family
+    layout = recipe.layout
+    chosen = rank_plan(recipe, planned, rank) if rank is not None else heaviest(recipe, planned)
+    parameters = parameters_of(base.on_meta(planned.config))
+    device = device if device is not None else device_room(recipe)
+    room = None if device is None else usable(device, recipe.memory.headroom)
+    micro_batches = _micro_batches(recipe)
+    too_much = room is not None and chosen.total > room
+    return DryRun(
+        recipe,
+        parameters.whole,
+        parameters.active,
+        chosen,
+        micro_batches,
+        bubble(recipe.pipeline_schedule, layout, micro_batches) if layout.pipeline > 1 else 0.0,
+        planned.cut,
+        flops_of(recipe, planned),
+        device,
+        room,
+        _remedies(recipe, room) if too_much and room is not None else [],
+        missing + out_of_reach(recipe, planned.config.vocab_size),
+    )
+
+
+def heaviest(recipe: Recipe, planned: Plan) -> RankPlan:
+    """Return the plan of the rank that needs most memory.
+
+    Only the ranks that differ in memory are planned: the first of each pipeline stage.
+    """
+    layout = recipe.layout
+    plans = [rank_plan(recipe, planned, layout.first_rank(stage)) for stage in range(layout.pipeline)]
+    return max(plans, key=lambda plan: plan.total)
+
+
+def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
+    """Plan the memory of one rank of the recipe's layout."""
+    work = work_of(recipe, planned, rank)
+    parameters, costs, group = _asked(recipe, planned, work)
+    runtime = runtime_of(recipe.device)
+    totals = parameters.every
+    memory, traffic = memory_of(work, parameters, costs), traffic_of(work, parameters, costs, group)
+    return RankPlan(rank, memory, runtime, totals.here, totals.stored, totals.trained_stored, traffic)
+
+
+def work_of(recipe: Recipe, planned: Plan, rank: int = 0) -> Work:
+    """Return the step of one rank of the recipe's layout, as the planner describes it."""
+    return Work(
+        ParallelState.stand_in(recipe.layout, rank),
+        planned.config.hidden_size,
+        recipe.data.sequence_length,
+        recipe.data.micro_batch,
+        _micro_batches(recipe),
+        schedule=recipe.pipeline_schedule,
+        checkpointing=recipe.memory.checkpointing,
+        checkpoint_every=recipe.memory.every,
+        loss_chunk=planned.loss_chunk,
+        offload=recipe.memory.offload,
+        **sizes_of(recipe),
+    )
+
+
+def predicted_step(recipe: Recipe, planned: Plan, machine: Machine) -> StepTime:
+    """Return the time of a step of the recipe on a machine, without what saving adds."""
+    frozen = dtype_named(recipe.compute_dtype)
+    sample = sampled(planned.family, planned.config, recipe.layout, frozen=frozen, float8=recipe.scaling)
+    work = work_of(recipe, planned)
+    peak = "float8" if recipe.compute == "float8" else recipe.compute_dtype
+    timer = StepTimer(sample, work, machine, split=planned.split, compiled=recipe.compiles, dtype=peak)
+    return timer.time()
+
+
+def _asked(
+    recipe: Recipe, planned: Plan, work: Work
+) -> tuple[RankParameters, list[StageCost], Callable[[int], Group]]:
+    """Return a rank's parameters, its stages' costs and the parameters of a block by its number: from one
+    block of each kind, or from every block where the recipe treats some of them differently.
+    """
+    if recipe.compute == "float8" or planned.groups or recipe.attention_backend != "auto":
+        model = model_on_meta(recipe, planned, work.state)
+        if recipe.compute == "float8":
+            multiply_in_float8(model, recipe)
+        parameters = rank_parameters(model, work.state)
+        return parameters, stage_costs(work, model), parameters.numbered.__getitem__
+    frozen = dtype_named(recipe.compute_dtype)
+    sample = sampled(planned.family, planned.config, recipe.layout, frozen=frozen)
+    group = partial(sample.group, state=work.state)
+    return sample.parameters(work.state, planned.split), sample.costs(work, planned.split), group
+
+
+def plan_without_weights(recipe: Recipe) -> tuple[Plan, list[str]]:
+    """Return the plan, and what is missing: with ``model.config`` in the recipe, weights need not be here."""
+    if recipe.model.init_from is None or recipe.model.config is None:
+        return plan(recipe), []
+    try:
+        return plan(recipe), []
+    except BadInput as error:
+        if Path(recipe.model.init_from).exists():
+            raise
+        missing = [f"weights: {error}"]
+    bare = recipe.model.model_copy(update={"init_from": None})
+    planned = plan(recipe.model_copy(update={"model": bare, "lora": None}))
+    if recipe.lora is None:
+        return planned, missing
+    lora = LoraConfig()
+    if recipe.lora.init_from is None or can_be_read(recipe.lora.init_from):
+        lora = recipe_shape(recipe.lora)
+    else:
+        missing.append(
+            f"adapters: no {recipe.lora.init_from}: counted as r={lora.r} on {lora.target_modules}"
+        )
+    family = adapted(planned.family, lora)
+    family.check(planned.config, "recipe: lora")
+    return replace(planned, family=family, loss_chunk=loss_chunk_of(recipe, planned.config)), missing
+
+
+def _micro_batches(recipe: Recipe) -> int:
+    return recipe.data.global_batch // (recipe.layout.data * recipe.data.micro_batch)
+
+
+def device_room(recipe: Recipe) -> int | None:
+    """Return the bytes of a device: those that the recipe states, or of the GPU here; ``None`` if unknown."""
+    if recipe.memory.device_gb is not None:
+        return int(recipe.memory.device_gb * 1e9)
+    if recipe.device == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    return None
+
+
+def _remedies(recipe: Recipe, room: int) -> list[Remedy]:
+    def total(changes: Sequence[Change]) -> int | None:
+        overrides = [text for change in changes for text in change.overrides]
+        try:
+            changed = with_overrides(recipe, overrides)
+            return heaviest(changed, plan_without_weights(changed)[0]).total
+        except BadInput:
+            return None
+
+    return changes_that_fit(_changes(recipe), total, room)
+
+
+def _changes(recipe: Recipe) -> list[Change]:
+    """Return what saves memory, by what it costs in time."""
+    layout, memory, changes = recipe.layout, recipe.memory, []
+    if memory.loss_chunk in ("auto", 0):
+        changes.append(Change(("memory.loss_chunk=1024",)))
+    if memory.checkpointing == "none":
+        changes.append(Change(("memory.checkpointing=selective",)))
+    if layout.data > 1:
+        changes += [Change((f"layout.zero={zero}",)) for zero in range(layout.zero + 1, 4)]
+    if recipe.data.micro_batch > 1:
+        changes.append(Change((f"data.micro_batch={recipe.data.micro_batch // 2}",)))
+    if memory.checkpointing == "every":
+        changes += [Change(("memory.checkpoint_every=1",))] if memory.every > 1 else []
+    elif memory.checkpointing != "full":
+        changes.append(Change(("memory.checkpointing=full",)))
+    if layout.tensor < 8 and layout.data % 2 == 0:
+        halved = f"layout.data={layout.data // 2}"
+        changes.append(Change((f"layout.tensor={2 * layout.tensor}", "layout.sequence=true", halved)))
+    if not memory.offload:
+        changes.append(Change(("memory.offload=true",)))
+    return changes

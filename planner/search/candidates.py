@@ -1,0 +1,287 @@
+"""List the legal layouts of a model on a given number of GPUs; a layout is legal if a recipe may have it.
+
+A candidate has four parts: a *cut* (the tensor, context, expert and pipeline axes), a *flow* (schedule,
+stages on a rank, rows of a micro-batch), a mode of activation checkpointing, and a *store* (ZeRO stage,
+replicas, offload). If one part is refused, all layouts with this part are left out at once, and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
+from math import gcd
+from typing import Any, TypeVar, get_args
+
+from ...layers import Checkpointing, routers
+from ...models import AdaptedFamily
+from ...parallel_state import BadInput, Layout
+from ...pipeline import SCHEDULE_NAMES, ScheduleName, schedule_kind
+from ...pipeline.schedule_kinds import check_schedule
+from ...recipes.checks import (
+    check_batch,
+    check_memory_of_pipeline,
+    check_rules,
+    compile_rules,
+    float8_rules,
+)
+from ...recipes.recipe import Recipe
+from ...recipes.sections import DataSection, MemorySection
+from .choice import Choice
+from .request import Request
+from .tally import Tally
+
+Found = TypeVar("Found")
+
+#: The numbers of stages on a pipeline rank, and the most rows of a micro-batch, that are tried.
+VIRTUAL, MOST_ROWS = (2, 3, 4, 6, 8), 64
+#: Nodes over which tensor ranks are tried, and tokens of a row that a context rank must have: with more and
+#: with fewer, products are so small that no device reaches the share of its peak that a plan assumes.
+MOST_NODES, LEAST_TOKENS = 2, 2048
+MODES: tuple[Checkpointing, ...] = get_args(Checkpointing)
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """State how micro-batches go through the pipeline. ``count``: number of micro-batches of a rank in a
+    step.
+
+    ``micro_batch`` is in rows. ``modes``: the modes of activation checkpointing that are legal with it.
+    """
+
+    schedule: ScheduleName
+    virtual_stages: int
+    micro_batch: int
+    count: int
+    modes: tuple[Checkpointing, ...]
+
+    @property
+    def v_shape(self) -> bool:
+        return self.virtual_stages == 2 and schedule_kind(self.schedule).v_shape
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """State the ZeRO stage, the number of replicas of the shards, and whether states are offloaded to the
+    host.
+    """
+
+    zero: int
+    replicas: int
+    offload: bool
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Hold the axes that cut the model, the number of ``data`` ranks that remain, and the legal flows."""
+
+    layout: Layout
+    data: int
+    flows: tuple[Flow, ...]
+    offload: bool
+
+    @cached_property
+    def stores(self) -> tuple[Store, ...]:
+        """Return every legal store: the highest ZeRO stage and the fewest replicas first."""
+        return _stores(self.data, self.layout.context, self.layout.expert, self.offload)
+
+    @cached_property
+    def shown(self) -> tuple[object, ...]:
+        """Return the axes of which one layout is shown: a ring and gathered keys are not told apart."""
+        return Choice(self.layout).cut
+
+    @property
+    def layouts(self) -> int:
+        """Return the number of legal layouts with this cut."""
+        return sum(len(flow.modes) for flow in self.flows) * len(self.stores)
+
+    def layout_of(self, flow: Flow, store: Store) -> Layout:
+        """Return the layout with the stages of ``flow``, whose data ranks share as ``store`` says."""
+        key = flow.virtual_stages, flow.v_shape, store
+        if key not in self._layouts:
+            shards = self.data // store.replicas if store.zero else 1
+            self._layouts[key] = replace(
+                self.layout,
+                zero=store.zero,
+                data_shard=shards,
+                data_replicate=self.data // shards,
+                virtual_stages=flow.virtual_stages,
+                v_shape=flow.v_shape,
+            )
+        return self._layouts[key]
+
+    def choice(self, flow: Flow, mode: Checkpointing, store: Store | None = None) -> Choice:
+        """Return one layout of this cut; without ``store``, one with the first store."""
+        store = store or self.stores[0]
+        return Choice(self.layout_of(flow, store), flow.schedule, flow.micro_batch, mode, store.offload)
+
+    @cached_property
+    def least_stores(self) -> tuple[Store, ...]:
+        """Return the store of each ZeRO stage that needs least memory: the one with the fewest replicas."""
+        return tuple({store.zero: store for store in reversed(self.stores)}.values())[::-1]
+
+    @cached_property
+    def _layouts(self) -> dict[tuple[int, bool, Store], Layout]:
+        return {}
+
+
+@lru_cache(maxsize=1024)
+def _stores(data: int, context: int, expert: int, offload: bool) -> tuple[Store, ...]:
+    stores = []
+    for zero in range(4) if data * context > 1 else (0,):
+        for replicas in divisors(data) if zero else (1,):
+            try:
+                Layout.of(data=data, context=context, expert=expert, zero=zero, data_replicate=replicas)
+            except BadInput:
+                continue  # the experts' ranks share one copy of the weights
+            stores.append(Store(zero, replicas, offload))
+    return tuple(sorted(stores, key=lambda store: (-store.zero, store.replicas)))
+
+
+@lru_cache(maxsize=1024)
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, from 1 up."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def candidates(request: Request, tally: Tally, *, offload: bool = False) -> Iterator[Cut]:
+    """Yield every legal cut with its legal flows; count the refused layouts in ``tally``.
+
+    ``offload``: whether the host holds weights, gradients and moments.
+    """
+    legal = _Legal(request, tally)
+    experts = _experts(request)
+    for tensor in divisors(request.gpus):
+        for context in divisors(request.gpus // tensor):
+            for pipeline in divisors(request.gpus // tensor // context):
+                data = request.gpus // tensor // context // pipeline
+                shape: dict[str, Any] = {"tensor": tensor, "context": context, "pipeline": pipeline}
+                # The cheapest checks first: whole subtrees end here.
+                if not legal.worth_trying(tensor, context) or not legal.shape(
+                    Layout.of(**shape, data=data), data
+                ):
+                    continue
+                flows = tuple(legal.flows(pipeline, data))
+                if not flows:
+                    continue
+                for ring in (False, True) if context > 1 else (False,):
+                    for expert in divisors(gcd(experts, context * data)) if experts else (1,):
+                        layout = legal.layout(**shape, data=data, ring=ring, expert=expert)
+                        if layout is not None:
+                            yield Cut(layout, data, flows, offload)
+
+
+class _Legal:
+    """Ask the checks of a recipe and of the model, and count refusals."""
+
+    def __init__(self, request: Request, tally: Tally) -> None:
+        self.recipe: Recipe = request.recipe
+        self.machine = request.machine
+        self.tally = tally
+        family = request.family
+        self.family = family.base if isinstance(family, AdaptedFamily) else family
+        self.config = request.config
+        self._modes: dict[tuple[str, bool], tuple[Checkpointing, ...]] = {}
+
+    def worth_trying(self, tensor: int, context: int) -> bool:
+        """Tell whether a rank has work enough that its products reach what a plan assumes of them."""
+        machine, length = self.machine, self.recipe.data.sequence_length
+        if tensor > MOST_NODES * machine.gpus:
+            self.tally.add(
+                "not tried", f"tensor ranks on more than {MOST_NODES} nodes", 1, f"tensor {tensor}"
+            )
+        elif context > 1 and length // context < LEAST_TOKENS:
+            text = f"context ranks with fewer than {LEAST_TOKENS:,} tokens of a row"
+            self.tally.add("not tried", text, 1, f"context {context}")
+        else:
+            return True
+        return False
+
+    def shape(self, layout: Layout, data: int) -> bool:
+        """Tell whether the model can be cut over these axes, and the batch over the data ranks."""
+        rows = self.recipe.data.model_copy(update={"micro_batch": 1})
+
+        def check() -> bool:
+            self.config.check_layout(layout)
+            check_batch(rows, layout, "plan")
+            layout.check_length(rows.sequence_length, "plan", "data.sequence_length")
+            return True
+
+        return self._ask(check) or False
+
+    def layout(self, *, tensor: int, **numbers: Any) -> Layout | None:
+        """Return the layout, unless the model or the length of a row forbids it.
+
+        Wherever sequence parallelism is legal it is on: it sends as much as without and keeps less
+        (Korthikanti et al. 2022, section 4.2.2).
+        """
+
+        def check(sequence: bool) -> Layout:
+            layout = Layout.of(tensor=tensor, sequence=sequence, **numbers)
+            layout.check_length(self.recipe.data.sequence_length, "plan", "data.sequence_length")
+            self.family.check_layout(self.config, layout)
+            return layout
+
+        in_sequence = self._ask(lambda: check(True)) if tensor > 1 else None
+        return in_sequence or self._ask(lambda: check(False))
+
+    def flows(self, pipeline: int, data: int) -> Iterator[Flow]:
+        """Yield the legal schedules with their virtual stages and micro-batches."""
+        rows = 1
+        while rows * data <= min(self.recipe.data.global_batch, MOST_ROWS * data):
+            section = self.recipe.data.model_copy(update={"micro_batch": rows})
+            for name, virtual in self._schedules(pipeline):
+                flow = self._ask(partial(self._flow, name, virtual, pipeline, data, section))
+                if flow is not None and flow.modes:
+                    yield flow
+            rows *= 2
+
+    def _schedules(self, pipeline: int) -> Iterator[tuple[ScheduleName, int]]:
+        if pipeline == 1:
+            yield "1f1b", 1
+            return
+        for name in SCHEDULE_NAMES:
+            if name == "gpipe":  # 1f1b waits as long and holds fewer activations
+                continue
+            kind = schedule_kind(name)
+            for virtual in VIRTUAL if kind.interleaved else (kind.virtual_stages,):
+                if virtual <= max(2, self.config.num_hidden_layers // pipeline):
+                    yield name, virtual
+
+    def _flow(self, name: ScheduleName, virtual: int, pipeline: int, data: int, rows: DataSection) -> Flow:
+        v_shape = pipeline > 1 and schedule_kind(name).v_shape
+        layout = Layout.of(pipeline=pipeline, data=data, virtual_stages=virtual, v_shape=v_shape)
+        self.config.check_layout(layout)
+        count = check_batch(rows, layout, "plan")
+        check_schedule(name, layout, count, "plan")
+        return Flow(name, virtual, rows.micro_batch, count, self._modes_of(name, layout))
+
+    def _modes_of(self, name: ScheduleName, layout: Layout) -> tuple[Checkpointing, ...]:
+        key = name, layout.pipeline > 1
+        if key not in self._modes:
+            self._modes[key] = tuple(
+                mode for mode in MODES if self._ask(partial(self._mode, mode, name, layout))
+            )
+        return self._modes[key]
+
+    def _mode(self, mode: Checkpointing, name: ScheduleName, layout: Layout) -> bool:
+        recipe = self.recipe
+        memory: MemorySection = recipe.memory.model_copy(update={"checkpointing": mode})
+        check_memory_of_pipeline(memory, layout, name, "plan")
+        check_rules(float8_rules(recipe, layout, name), "plan")
+        if recipe.compile is True:
+            check_rules(compile_rules(recipe, memory, layout, name), "plan")
+        return True
+
+    def _ask(self, check: Callable[[], Found]) -> Found | None:
+        try:
+            return check()
+        except BadInput as error:
+            self.tally.illegal(error, 1)
+            return None
+
+
+def _experts(request: Request) -> int:
+    """Return the number that an expert axis must divide; 0 without experts."""
+    family = request.family.base if isinstance(request.family, AdaptedFamily) else request.family
+    return gcd(*(router.num_experts for _, router in routers(family.on_meta(request.config))))

@@ -1,0 +1,101 @@
+"""Define a choice of the search: a layout, its schedule, its micro-batches, checkpointing and offload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...layers import Checkpointing
+from ...parallel_state import Layout
+from ...pipeline import ScheduleName
+from ...recipes.foreign.translation import to_toml
+from ...recipes.recipe import Recipe, parse_recipe
+from .request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """State a layout, its schedule, the rows of a micro-batch, activation checkpointing, and offload."""
+
+    layout: Layout
+    schedule: ScheduleName = "1f1b"
+    micro_batch: int = 1
+    checkpointing: Checkpointing = "none"
+    offload: bool = False
+
+    def micro_batches(self, global_batch: int) -> int:
+        """Return the number of micro-batches of a rank in a step."""
+        return global_batch // (self.layout.data * self.micro_batch)
+
+    @property
+    def cut(self) -> tuple[object, ...]:
+        """Return the axes that cut the model; a search shows only the fastest layout of each cut."""
+        layout = self.layout
+        return layout.tensor, layout.context, layout.pipeline, layout.expert
+
+    @property
+    def keys(self) -> dict[str, dict[str, Any]]:
+        """Return the keys of a recipe, by section, that differ from their defaults."""
+        axes = self.layout
+        layout: dict[str, Any] = {
+            "tensor": axes.tensor,
+            "sequence": axes.sequence,
+            "context": axes.context,
+            "ring": axes.ring,
+            "pipeline": axes.pipeline,
+            "data": axes.data,
+            "data_replicate": axes.data_replicate if axes.zero else 1,
+            "expert": axes.expert,
+            "zero": axes.zero,
+        }
+        # By identity: True is 1.
+        layout = {key: value for key, value in layout.items() if value is True or value > (key != "zero")}
+        if axes.pipeline > 1:
+            layout["schedule"] = self.schedule
+            layout |= {"virtual_stages": axes.virtual_stages} if axes.virtual_stages > 1 else {}
+        memory: dict[str, Any] = {"checkpointing": self.checkpointing} if self.checkpointing != "none" else {}
+        memory |= {"offload": True} if self.offload else {}
+        return {"layout": layout, "data": {"micro_batch": self.micro_batch}, "memory": memory}
+
+    def __str__(self) -> str:
+        """Return the layout in one line, in the words of a recipe."""
+        axes = self.keys["layout"]
+        words = [
+            key if value is True else f"{key} {value}" for key, value in axes.items() if key != "schedule"
+        ]
+        if self.layout.pipeline > 1:
+            words.append(self.schedule)
+        words += [f"micro_batch {self.micro_batch}"]
+        words += [] if self.checkpointing == "none" else [f"checkpointing {self.checkpointing}"]
+        return ", ".join(words + (["offload"] if self.offload else []))
+
+
+def raw_recipe(request: Request, choice: Choice) -> dict[str, Any]:
+    """Return the recipe of a choice as plain data."""
+    raw = {key: dict(value) if isinstance(value, Mapping) else value for key, value in request.raw.items()}
+    for section, keys in choice.keys.items():
+        raw[section] = raw.get(section, {}) | keys
+    return raw
+
+
+def recipe_of(request: Request, choice: Choice) -> Recipe:
+    """Return the checked recipe of a choice; ``BadInput`` if the checks of a recipe refuse it."""
+    return parse_recipe(raw_recipe(request, choice), f"plan {request.name}")
+
+
+def recipe_text(raw: Mapping[str, Any], head: str = "") -> str:
+    """Return a recipe in TOML, sections last, with the lines of ``head`` as its first comment."""
+    lines = [f"# {line}".rstrip() for line in head.splitlines()]
+    _write_table(lines, "", raw)
+    return "\n".join(lines) + "\n"
+
+
+def _write_table(lines: list[str], name: str, table: Mapping[str, Any]) -> None:
+    tables = {key: inner for key, inner in table.items() if isinstance(inner, Mapping)}
+    plain = {key: setting for key, setting in table.items() if key not in tables and setting is not None}
+    if name and plain:
+        lines += ["", f"[{name}]"]
+    lines += [f"{key} = {to_toml(value)}" for key, value in plain.items()]
+    for key, inner in tables.items():
+        _write_table(lines, f"{name}.{key}" if name else key, inner)

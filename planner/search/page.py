@@ -1,0 +1,69 @@
+"""Write what searches found as one HTML page: no script, no other file, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from ...runs.report.html import folded, table, whole_page
+from .find import Found
+from .pictures import memory_of_stages, pareto, sweep, timetable_of
+from .report import HEAD, asked, counted, facts, recipe_toml, rows, searched
+from .strategy import reasons
+from .sweep import Unmet, asked_in_sweep, found_ones, sweep_head, sweep_rows, sweep_warnings
+
+MARK = '<meta name="generator" content="trilith plan">'
+
+
+def make_page(search: Found) -> str:
+    """Return the page of one search."""
+    request = search.request
+    sentences = [asked(request), *reasons(search)]
+    sentences += [f"{word[0].upper()}{word[1:]}: {line}." for word, line in facts(search)]
+    body = [
+        f"<h1>Layouts of {escape(request.name)}</h1>",
+        "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences),
+        "<h2>The fastest layouts</h2>",
+        table(rows(search), head=HEAD, text=1),
+        "<p>Seconds are those of a step, waits the share of it in which a pipeline rank is idle, "
+        "and GB those of the heaviest rank.</p>",
+        f"<figure><figcaption>Memory against time</figcaption>{pareto(search)}</figure>",
+        "<p>Each point is a layout that was timed in full; the numbers are those of the table. The line "
+        "joins the points that are best: no other point needs less memory and is as fast.</p>",
+        "<h2>Memory of the fastest layout</h2>",
+        f"<figure><figcaption>By pipeline rank</figcaption>{memory_of_stages(search)}</figure>",
+        *_schedule(search),
+        "<h2>Why the others fall</h2>",
+        f"<p>{escape(searched(search))}</p>",
+        table(counted(search), head=("", "reason", "layouts", "example")),
+        folded("The recipe", f"<pre>{escape(recipe_toml(search))}</pre>"),
+    ]
+    return whole_page(f"trilith plan {request.name}", "".join(body), mark=MARK)
+
+
+def _schedule(search: Found) -> list[str]:
+    """Return the timetable of the fastest layout, if it has a pipeline."""
+    best = search.best[0]
+    if best.choice.layout.pipeline == 1:
+        return []
+    return [
+        "<h2>Timetable of the fastest layout</h2>",
+        f'<figure class="broad"><figcaption>When each pipeline rank computes</figcaption>'
+        f"{timetable_of(search)}</figure>",
+    ]
+
+
+def make_sweep_page(results: Sequence[Found | Unmet]) -> str:
+    """Return the page of several searches: how tokens a second grow with GPUs or tokens of a row."""
+    searches = found_ones(results)
+    sentences = [f"Warning: {line}." for line in sweep_warnings(results)]
+    sentences += [f"{unmet.error}." for unmet in results if isinstance(unmet, Unmet)]
+    name = searches[0].request.name
+    body = [
+        f"<h1>Layouts of {escape(name)}</h1>",
+        f"<p>{escape(asked_in_sweep([search.request for search in results]))}</p>",
+        f"<figure><figcaption>Tokens a second of the fastest layouts</figcaption>{sweep(searches)}</figure>",
+        table(sweep_rows(results), head=sweep_head(results), text=3),
+        "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences),
+    ]
+    return whole_page(f"trilith plan {name}", "".join(body), mark=MARK)

@@ -1,0 +1,197 @@
+"""Draw what searches found: memory against time, memory by pipeline rank, the timetable, and sweeps."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from itertools import cycle
+from typing import Any
+
+from ...pipeline.timetable import few_micro_batches, timetable
+from ...simulation.record import StepRecord
+from .find import Found
+
+#: Colours that can be read on light and dark paper, and that of text.
+_COLOURS = ("#3b82c4", "#b0802f", "#4d9a5b", "#a05195", "#c2544f", "#3aa0a0", "#8a8f3c", "#7a6fd0", "#8a6d5b")
+_INK = "#7a8088"
+
+
+def pareto(search: Found) -> str:
+    """Return SVG: memory against time of every layout that was timed; those shown have their number.
+
+    A line joins the best of them: no other needs less memory and is as fast.
+    """
+    figure, axes = _figure(1, 3.6)
+    room = search.request.room / 1e9
+    plain = [answer for answer in search.timed if answer not in search.best]
+    axes.scatter(
+        [answer.time.seconds for answer in plain], [answer.bytes / 1e9 for answer in plain], s=16, color=_INK
+    )
+    axes.step(*zip(*_frontier(search), strict=True), where="post", color=_INK, linewidth=1, zorder=0)
+    places = [(answer.time.seconds, answer.bytes / 1e9) for answer in search.best]
+    axes.scatter(*zip(*places, strict=True), s=46, color=_COLOURS[0])
+    left, right = axes.get_xlim()
+    lowest = min(answer.bytes for answer in search.timed) / 1e9
+    bottom = max(0.0, lowest - 0.4 * (room - lowest))  # and room for the numbers below
+    axes.set_ylim(bottom, room + 0.2 * (room - bottom))
+    for numbers in _close(places, (right - left) / 30, (room - bottom) / 8):
+        label = ", ".join(str(number + 1) for number in numbers)
+        under = min((places[number] for number in numbers), key=lambda place: place[1])
+        below = {"xytext": (0, -7), "textcoords": "offset points", "va": "top", "ha": "center"}
+        axes.annotate(label, under, fontsize=10, **below)
+    axes.axhline(room, color=_COLOURS[4], linewidth=1, linestyle="--")
+    at_end = {"xycoords": ("axes fraction", "data"), "va": "bottom", "ha": "right"}
+    axes.annotate(f"{room:.1f} GB may be used", (1, room), **at_end)
+    axes.set_xlabel("seconds of a step")
+    axes.set_ylabel("GB of the heaviest rank")
+    return _svg(figure)
+
+
+def _frontier(search: Found) -> list[tuple[float, float]]:
+    """Return seconds and GB of each timed layout that needs less memory than every faster one."""
+    line: list[tuple[float, float]] = []
+    for seconds, size in sorted((answer.time.seconds, answer.bytes / 1e9) for answer in search.timed):
+        if not line or size < line[-1][1]:
+            line.append((seconds, size))
+    return line
+
+
+def _close(places: Sequence[tuple[float, float]], width: float, height: float) -> list[list[int]]:
+    """Return the numbers of the points, those together whose labels would cover each other."""
+    groups: list[list[int]] = []
+    for number, (seconds, size) in enumerate(places):
+        for group in groups:
+            near = places[group[0]]
+            if abs(near[0] - seconds) < width and abs(near[1] - size) < height:
+                group.append(number)
+                break
+        else:
+            groups.append([number])
+    return groups
+
+
+def memory_of_stages(search: Found) -> str:
+    """Return SVG: the memory of each pipeline rank of the fastest layout, by kind."""
+    best = search.best[0]
+    figure, axes = _figure(1, max(2.6, 0.9 + 0.24 * len(best.memory)))
+    ranks, left = range(len(best.memory)), [0.0] * len(best.memory)
+    parts = [plan.parts(best.runtime) for plan in best.memory]
+    kinds = list(dict.fromkeys(kind for of_rank in parts for kind in of_rank))
+    for colour, kind in zip((*_COLOURS, _INK), kinds, strict=False):
+        sizes = [of_rank.get(kind, 0) / 1e9 for of_rank in parts]
+        if any(sizes):
+            axes.barh(ranks, sizes, left=left, height=0.8, color=colour, label=kind)
+            left = [a + b for a, b in zip(left, sizes, strict=True)]
+    room = search.request.room / 1e9
+    label = f"{room:.1f} GB may be used"
+    axes.axvline(room, color=_COLOURS[4], linewidth=1, linestyle="--", label=label)
+    axes.set_yticks(list(ranks)[:: max(1, len(ranks) // 16)])
+    axes.invert_yaxis()
+    axes.set_xlabel("GB")
+    axes.set_ylabel("pipeline rank")
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return _svg(figure)
+
+
+def timetable_of(search: Found) -> str:
+    """Return SVG: when each pipeline rank of the fastest layout computes which micro-batch.
+
+    Of a step with many micro-batches only as many are drawn as show how it begins, goes on and ends.
+    """
+    from ...pipeline.timetable_picture import draw_times, legend_of
+
+    best, request = search.best[0], search.request
+    layout, schedule = best.choice.layout, best.choice.schedule
+    whole = best.choice.micro_batches(request.recipe.data.global_batch)
+    drawn = few_micro_batches(schedule, layout, whole)
+    table = timetable(schedule, layout, drawn, best.time.stages, best.time.sending)
+    figure, axes = _figure(1, min(9.0, 1.5 + 0.3 * layout.pipeline), width=12)
+    draw_times(axes, table)
+    axes.set_yticks(range(0, layout.pipeline, max(1, layout.pipeline // 16)))
+    axes.set_yticklabels([str(int(rank)) for rank in axes.get_yticks()])
+    axes.tick_params(colors=_INK, labelsize=10)
+    axes.set_xlabel("seconds" + (f", of a step with {drawn} of {whole:,} micro-batches" * (drawn < whole)))
+    axes.set_ylabel("pipeline rank")
+    patches = legend_of([table])
+    figure.legend(handles=patches, loc="outside upper left", ncols=len(patches), frameon=False, fontsize=10)
+    return _svg(figure)
+
+
+def memory_of_step(record: StepRecord) -> str:
+    """Return SVG: the most bytes in each piece of a rank's step, operator by operator, by what runs."""
+    figure, axes = _figure(1, 3.6, width=12)
+    phases, sizes = zip(*record.timeline, strict=True)
+    for colour, phase in zip(_COLOURS, dict.fromkeys(phases), strict=False):
+        here = [each == phase for each in phases]
+        height = [size / 1e9 for size in sizes]
+        axes.fill_between(range(len(sizes)), height, step="post", where=here, color=colour, label=phase, lw=0)
+    axes.axhline(record.peak / 1e9, color=_INK, linewidth=1, linestyle="--")
+    axes.set_ylim(0)
+    axes.set_xticks([])
+    axes.set_xlabel("operators of the step, in order")
+    axes.set_ylabel("GB")
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return _svg(figure)
+
+
+def sweep(results: Sequence[Found]) -> str:
+    """Return SVG: tokens a second of the fastest layout of each search, against GPUs or tokens of a row."""
+    from matplotlib.ticker import LogLocator
+
+    points = [
+        (search.request.gpus, search.request.recipe.data.sequence_length, search.best[0].time.rate)
+        for search in results
+    ]
+    figure, axes = _figure(1, 3.6)
+    over_gpus = len({gpus for gpus, _, _ in points}) > 1
+    lines: dict[int, list[tuple[int, float]]] = {}
+    for gpus, length, rate in sorted(points):
+        lines.setdefault(length if over_gpus else gpus, []).append((gpus if over_gpus else length, rate))
+    for colour, (name, line) in zip(cycle(_COLOURS), lines.items(), strict=False):
+        label = f"{name:,} tokens of a row" if over_gpus else f"{name:,} GPUs"
+        axes.plot(*zip(*line, strict=True), marker="o", color=colour, label=label)
+        if over_gpus:
+            (first, rate), (last, _) = line[0], line[-1]
+            axes.plot([first, last], [rate, rate * last / first], ":", linewidth=1, color=colour)
+    axes.set_xscale("log", base=2)
+    if over_gpus:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.plot([], [], ":", linewidth=1, color=_INK, label="in proportion to the GPUs")
+    else:
+        axes.set_ylim(0)
+    ticks = sorted({x for line in lines.values() for x, _ in line})
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set_xlabel("GPUs" if over_gpus else "tokens of a row")
+    axes.set_ylabel("tokens a second")
+    axes.legend(frameon=False)
+    return _svg(figure)
+
+
+def _figure(rows: int, height: float, *, width: float = 8) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    # Text stays text: it can be searched, and needs no font of this machine.
+    matplotlib.rcParams.update({"svg.fonttype": "none", "text.color": _INK, "axes.labelcolor": _INK})
+    figure, axes = pyplot.subplots(rows, 1, figsize=(width, height), layout="constrained")
+    axes.tick_params(colors=_INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_INK)
+    return figure, axes
+
+
+def _svg(figure: Any) -> str:
+    from matplotlib import pyplot
+
+    written = io.StringIO()
+    figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
+    pyplot.close(figure)
+    text = written.getvalue()
+    # Its metadata names matplotlib by addresses; the page shall have none.
+    return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)

@@ -1,0 +1,228 @@
+"""Tell what a search found: as lines and tables of text, as plain data, and as a recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..device_memory import reserved_words
+from ..explanations.explanation import plain
+from ..time import MACHINES, MIDDLE_HALF, TIMES_SLOWER, Spending, StepTime, spending
+from .choice import raw_recipe, recipe_text
+from .evaluate import Answer
+from .find import Found
+from .order import TIED, ties
+from .request import Request
+from .strategy import reasons, strategy
+from .warnings import warnings
+
+HEAD = ("", "layout", "seconds", "tokens/s", "MFU", "waits", "GB")
+#: The share of a step below which a part of its time is not shown.
+_LEAST_PART = 5e-4
+
+
+def rows(search: Found) -> list[tuple[str, ...]]:
+    """Return the table of the fastest layouts, one row each, as text."""
+    return [
+        (
+            str(number),
+            str(answer.choice),
+            seconds_of(answer.time.seconds),
+            f"{answer.time.rate:,.0f}",
+            f"{answer.time.mfu.causal:.1%}",
+            f"{answer.time.parts['bubble'] / answer.time.seconds:.1%}",
+            f"{answer.bytes / 1e9:.1f}",
+        )
+        for number, answer in enumerate(search.best, 1)
+    ]
+
+
+def seconds_of(seconds: float) -> str:
+    """Return seconds with three digits at least."""
+    return f"{seconds:.3f}" if seconds >= 0.1 else f"{seconds:.3g}"
+
+
+def counted(search: Found) -> list[tuple[str, str, str, str]]:
+    """Return why other layouts were left out: kind, reason, number of layouts, and one example."""
+    return [(reason.kind, reason.text, f"{reason.layouts:,}", reason.example) for reason in search.tally]
+
+
+def asked(request: Request) -> str:
+    """Return what is planned, in one line: also what the user did not say."""
+    data = request.recipe.data
+    step = f"steps of {data.global_batch:,} rows x {data.sequence_length:,} tokens"
+    return f"{request.name}: {step} on {request.gpus:,} x {machine_of(request, request.gpus)}"
+
+
+def machine_of(request: Request, gpus: int) -> str:
+    """Return the kind of GPU, and the links of so many of them."""
+    machine = request.machine
+    if gpus == 1:
+        return machine.name
+    nodes = f", {machine.between.name} between nodes" if gpus > machine.gpus else ""
+    return f"{machine.name}, {machine.gpus} a node, {machine.inside.name} inside{nodes}"
+
+
+def searched(search: Found) -> str:
+    """Return how many layouts there are and how many were looked at, in one line."""
+    return (
+        f"{search.legal:,} legal layouts; {search.tally.count('memory'):,} of those looked at do not fit "
+        f"{search.request.room / 1e9:.1f} GB; {len(search.timed):,} timed in full"
+    )
+
+
+def _tied(search: Found) -> list[tuple[str, str]]:
+    """Return a fact if the first layout of the table is not told apart from some below it."""
+    fastest = min(search.best, key=lambda answer: answer.time.seconds)
+    alike = sum(ties(answer, fastest) for answer in search.best)
+    if alike == 1:
+        return []
+    why = "which is less than the planner's error: of these the simplest one comes first"
+    return [("tied", f"1 to {alike} differ by less than {TIED:.0%}, {why}")]
+
+
+def facts(search: Found) -> list[tuple[str, str]]:
+    """Return facts about the fastest layout: a word, and a line."""
+    request, best = search.request, search.best[0]
+    mfu, peak = best.time.mfu, best.time.peak / 1e12
+    conventions = (
+        f"{mfu.causal:.1%} of {peak:,.4g} TFLOP/s a GPU if the causal half of attention counts, as in the "
+        f"table; {mfu.full:.1%} if all of it counts"
+    )
+    lines = [
+        *_tied(search),
+        ("seconds", parts(best)),
+        ("memory", _memory(search)),
+        ("MFU", conventions),
+        ("efficiency", best.time.source),
+    ]
+    if request.machine.name in MACHINES:
+        least, usual, most = TIMES_SLOWER
+        took = f"took {least:g} to {most:g} times as long as predicted, in the median {usual:g} times"
+        lines.append(("published", f"steps of runs that others published {took} (docs/published_runs.md)"))
+        lines.append(("range", _range(best.time)))
+    lines += [("training", run_facts(search))] if request.tokens is not None else []
+    return lines + [("warning", line) for line in warnings(request, best)]
+
+
+def _memory(search: Found) -> str:
+    """Return what the tensors of the heaviest rank have, and what torch's allocator reserves for them."""
+    best, machine = search.best[0], search.request.machine
+    line = f"{best.allocated / 1e9:.1f} GB of tensors"
+    if not best.runtime:
+        return line
+    reserved = reserved_words(best.reserved, machine.memory)
+    return f"{line} and {best.runtime / 1e9:.1f} GB for the runtime; reserved {reserved}"
+
+
+def _range(time: StepTime) -> str:
+    """Return between which figures a step lies if it is as far off as the middle half of published runs."""
+    least, most = MIDDLE_HALF
+    seconds = " to ".join(seconds_of(time.seconds * factor) for factor in (least, most))
+    rates = " to ".join(f"{time.rate / factor:,.0f}" for factor in (most, least))
+    mfus = " to ".join(f"{time.mfu.causal / factor:.1%}" for factor in (most, least))
+    return f"as far off as the middle half of these: {seconds} s, {rates} tokens/s, MFU {mfus}"
+
+
+def parts(answer: Answer) -> str:
+    """Return where a step's time goes, in one line."""
+    shown = sorted(answer.time.parts.items(), key=lambda part: -part[1])
+    least = _LEAST_PART * answer.time.seconds
+    return ", ".join(f"{name} {seconds_of(seconds)}" for name, seconds in shown if seconds >= least)
+
+
+def spent(search: Found) -> Spending:
+    """Return what the whole training takes with the fastest layout; the request states its tokens."""
+    request = search.request
+    assert request.tokens is not None
+    return spending(search.best[0].time, request.tokens, watts=request.machine.watts, price=request.price)
+
+
+def run_facts(search: Found) -> str:
+    """Return days, GPU-hours, energy and cost of the whole training, in one line."""
+    request, whole = search.request, spent(search)
+    line = f"{plain(request.tokens or 0)} tokens: {whole.days:,.1f} days, {whole.gpu_hours:,.0f} GPU-hours"
+    if whole.cost is not None:
+        line += f", {whole.cost:,.0f} at {request.price:g} a GPU-hour"
+    if request.machine.watts:
+        line += f", {whole.kilowatt_hours:,.0f} kWh at {request.machine.watts:g} W a GPU without its host"
+    return line
+
+
+def as_json(search: Found) -> dict[str, Any]:
+    """Return everything that was found as plain data; docs/planning.md lists the keys."""
+    request, best = search.request, search.best[0]
+    document: dict[str, Any] = {
+        **asked_json(request),
+        "legal": search.legal,
+        "layouts": [_layout_json(answer) for answer in search.best],
+        "others": [
+            {"kind": reason.kind, "reason": reason.text, "layouts": reason.layouts, "example": reason.example}
+            for reason in search.tally
+        ],
+        "strategy": reasons(search),
+        "warnings": warnings(request, best),
+    }
+    if request.machine.name in MACHINES:
+        document["times_slower"] = dict(zip(("least", "median", "most"), TIMES_SLOWER, strict=True))
+    if request.tokens is not None:
+        whole = spent(search)
+        document["training"] = {
+            "tokens": request.tokens,
+            "days": whole.days,
+            "gpu_hours": whole.gpu_hours,
+            "cost": whole.cost,
+            "kilowatt_hours": whole.kilowatt_hours,
+        }
+    return document
+
+
+def asked_json(request: Request) -> dict[str, Any]:
+    """Return what is planned, as plain data."""
+    return {
+        "model": request.name,
+        "gpus": request.gpus,
+        "machine": request.machine.name,
+        "gpus_per_node": request.machine.gpus,
+        "sequence_length": request.recipe.data.sequence_length,
+        "global_batch": request.recipe.data.global_batch,
+        "room_bytes": request.room,
+    }
+
+
+def _layout_json(answer: Answer) -> dict[str, Any]:
+    return {
+        "recipe": answer.choice.keys,
+        "seconds": answer.time.seconds,
+        "parts": dict(answer.time.parts),
+        "tokens_per_second": answer.time.rate,
+        "mfu": {"causal": answer.time.mfu.causal, "full": answer.time.mfu.full},
+        "bytes": answer.bytes,
+        "reserved_bytes": answer.reserved,
+        "host_bytes": max(plan.host for plan in answer.memory),
+        "bytes_of_pipeline_ranks": [plan.parts(answer.runtime) for plan in answer.memory],
+    }
+
+
+def recipe_head(search: Found) -> str:
+    """Return the comment of a recipe: what the search found, and the runner-up."""
+    request, best = search.request, search.best[0]
+    lines = [
+        f"{request.name} on {request.gpus:,} GPUs ({request.machine.name}), chosen by `trilith plan`: "
+        f"{strategy(best.choice.layout)}.",
+        f"Predicted: {_short(best.time.seconds)} s a step, MFU {best.time.mfu.causal:.0%}, waits "
+        f"{best.time.parts['bubble'] / best.time.seconds:.0%}, {best.bytes / 1e9:.1f} GB of a GPU.",
+    ]
+    if len(search.best) > 1:
+        second = search.best[1]
+        seconds, size = _short(second.time.seconds), second.bytes / 1e9
+        lines.append(f"Runner-up: {second.choice}: {seconds} s, {size:.1f} GB.")
+    return "\n".join(lines)
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds >= 1 else f"{seconds:.3g}"
+
+
+def recipe_toml(search: Found) -> str:
+    """Return the recipe of the fastest layout."""
+    return recipe_text(raw_recipe(search.request, search.best[0].choice), recipe_head(search))

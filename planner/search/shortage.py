@@ -1,0 +1,109 @@
+"""Say in one line why a layout does not fit, and what to change if no layout fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...parallel_state import BadInput
+from ..memory import MemoryPlan
+from ..time import MACHINES
+from .candidates import Cut, candidates
+from .choice import Choice
+from .evaluate import Evaluator
+from .request import Request
+from .tally import Tally
+
+#: How often the number of GPUs is doubled to find one that is enough.
+_DOUBLINGS = 10
+
+
+def shortage(plan: MemoryPlan, choice: Choice, rank: int, request: Request) -> tuple[str, str]:
+    """Return the kind that needs the most bytes on a rank that does not fit, and a line with the figures."""
+    parts = sorted(plan.parts(request.runtime).items(), key=lambda part: -part[1])
+    largest = ", ".join(f"{words} {size / 1e9:.1f}" for words, size in parts[:3])
+    needs, has = needed_of(plan.total + request.runtime, request.room)
+    line = f"pipeline rank {rank} needs {needs} of {has} GB: {largest} ({choice})"
+    return parts[0][0], line
+
+
+def needed_of(needed: int, room: int) -> tuple[str, str]:
+    """Return the GB that are needed and those that there are, with so many digits that they differ."""
+    for digits in range(1, 9):
+        both = f"{needed / 1e9:.{digits}f}", f"{room / 1e9:.{digits}f}"
+        if both[0] != both[1]:
+            break
+    return both
+
+
+def none_legal(request: Request, tally: Tally) -> BadInput:
+    """Return the error for a number of GPUs over which no layout is legal."""
+    most = next(iter(tally), None)
+    return BadInput(
+        f"plan {request.name}",
+        "--gpus",
+        expected="a number over which the model and the batch can be cut",
+        found=request.gpus,
+        todo="" if most is None else f"Most often: {most.example}",
+    )
+
+
+def none_fits(request: Request, tally: Tally) -> BadInput:
+    """Return the error for a request of which no layout fits; it names changes that would fit, with
+    figures.
+    """
+    reasons = [reason for reason in tally if reason.kind == "memory"]
+    nearest = min(reasons, key=lambda reason: reason.excess, default=None)
+    example = "more with every layout" if nearest is None else nearest.example
+    gpus = request.gpus
+    ways = []
+    for doubling in range(1, _DOUBLINGS + 1):
+        if (least := _least(replace(request, gpus=gpus << doubling))) is not None and least <= request.room:
+            ways.append(f"--gpus {gpus << doubling} ({least / 1e9:.1f} GB)")
+            break
+    larger = sorted((machine for machine in MACHINES.values() if machine.memory > request.machine.memory),
+                    key=lambda machine: machine.memory)  # fmt: skip
+    share = request.room / request.machine.memory
+    if larger and (least := _least(request)) is not None:
+        ways += [
+            f"--gpu {machine.name} ({machine.memory / 1e9:.0f} GB)"
+            for machine in larger
+            if least <= share * machine.memory
+        ][:1]
+    return BadInput(
+        f"plan {request.name}",
+        "memory",
+        expected=f"at most {request.room / 1e9:.1f} GB of a GPU's {request.machine.memory / 1e9:.0f} GB",
+        found=example,
+        todo=f"What would fit: {'; or '.join(ways)}" if ways else "Take a shorter --seq, or --lora",
+    )
+
+
+def _least(request: Request) -> int | None:
+    """Return the fewest bytes that the heaviest rank of a layout needs; ``None`` if no layout is legal."""
+    evaluator, best = Evaluator(request), None
+    for cut in candidates(request, Tally(), offload=True):
+        if cut.layout.sequence != (cut.layout.tensor > 1) or cut.layout.ring:
+            continue
+        try:
+            total = _least_of(cut, evaluator, best)
+        except BadInput:  # building a layer may refuse what the config allows
+            continue
+        best = total if best is None else min(best, total)
+    return best
+
+
+def _least_of(cut: Cut, evaluator: Evaluator, best: int | None) -> int:
+    """Return the fewest bytes of a cut: blocks forget all they can, and the data ranks share all they can."""
+    least = None
+    for flow in cut.flows:
+        if flow.micro_batch > 1 or flow.schedule not in ("1f1b", "interleaved"):
+            continue
+        layout = cut.layout_of(flow, cut.stores[0])
+        choice = Choice(layout, flow.schedule, 1, flow.modes[-1], cut.stores[0].offload)
+        total = 0
+        for rank in range(layout.pipeline):
+            total = max(total, evaluator.memory(choice, rank).total + evaluator.request.runtime)
+            if best is not None and total >= best:
+                break
+        least = total if least is None else min(least, total)
+    return least if least is not None else (best or 2**62)

@@ -1,0 +1,165 @@
+"""Run one rank's real step on the simulated device, and return what it held and did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from ...checkpoints import begin_moments
+from ...data import Batch
+from ...parallel_state import ParallelState, engine
+from ...parallel_state.engine import accelerator, local_data
+from ...recipes.recipe import Recipe
+from ...simulation.backend import NAME, register
+from ...simulation.collectives import axes_of_groups
+from ...simulation.kernels import fused_functions
+from ...simulation.ledger import PHASES, Ledger, kinds_of
+from ...simulation.rank import simulated_rank
+from ...simulation.record import Collective, StepRecord
+from ...simulation.replaced_operators import CPU, replaced
+from ...simulation.waits import WAITS
+from ...training.build import Built, build
+from ...training.compute_weights import ComputeWeights
+from ...training.run_plan import Plan, plan
+from ...training.step_sums import StepResult
+
+Kernels = Literal["gpu", "cpu"]
+#: Pieces of the timeline: as many as a picture has columns.
+PIECES = 600
+
+
+def simulate_step(
+    recipe: Recipe, rank: int = 0, *, planned: Plan | None = None, kernels: Kernels | None = None
+) -> StepRecord:
+    """Return the record of the second step of one rank of a recipe's layout.
+
+    ``planned``: what ``plan`` returns for the recipe, if it is known. ``kernels``: a GPU's or a CPU's; the
+    default is the recipe's device. The blocks are not compiled. It starts a process group and a device that
+    torch cannot forget, so call it in a process that does nothing else (``simulation_worker.py``).
+    """
+    register()  # before the first backward of a plan, which counts the devices that torch knows
+    planned = planned or plan(recipe)
+    recipe = recipe.model_copy(update={"compile": False})
+    kernels = kernels or ("gpu" if recipe.device == "cuda" else "cpu")
+    rows, length = recipe.data.global_batch // recipe.layout.data, recipe.data.sequence_length
+    with ledger_of_rank(recipe.layout, rank, kernels) as (state, ledger):
+        built = build(recipe, planned, state)
+        batch = _batch(rows, length, planned.config.vocab_size)
+        return simulated_steps(ledger, built, [batch] * 2, built.update, kernels)
+
+
+@contextmanager
+def ledger_of_rank(layout: Any, rank: int, kernels: Kernels) -> Iterator[tuple[ParallelState, Ledger]]:
+    """Yield the state of a rank on the simulated device, and the ledger of what happens there, entered."""
+    # On a CPU the host's memory is the device's.
+    ledger = Ledger(NAME) if kernels == "gpu" else Ledger(NAME, "cpu")
+    rank_there = simulated_rank(layout, rank, WAITS, strict=False)
+    with rank_there as (state, _), _computing_as(kernels), ledger:
+        yield state, ledger
+
+
+def simulated_steps(
+    ledger: Ledger,
+    built: Built | Any,
+    batches: Sequence[Batch],
+    update: Callable[[StepResult], object],
+    kernels: Kernels,
+) -> StepRecord:
+    """Run a step for each batch, and return the record of the last one.
+
+    ``built``: the rank's model, step and optimizer. ``update``: what follows the launch of a step.
+    """
+    model, optimizer, state = built.model, built.optimizer, built.model.state
+    ledger.name(model)
+    begin_moments(model, optimizer)
+    moments = [
+        moment for each in optimizer.state.values() for moment in each.values() if isinstance(moment, Tensor)
+    ]
+    ledger.mark("moments", moments)
+    with engine.watched(engine.fsdp_modules(model), ledger.around_fsdp), _casts_marked(model, ledger):
+        for batch in batches:
+            ledger.clear()
+            scale = getattr(update, "scale", 1.0)
+            result = built.step.launch(batch, scale=scale)
+            ledger.mark(
+                "gradients",
+                [parameter.grad for parameter in model.parameters() if parameter.grad is not None],
+            )
+            ledger.updating = True
+            update(result)
+            ledger.updating = False
+    holders = ledger.holders()
+    axes = axes_of_groups(state)
+    sent = [
+        Collective(
+            axes.get(collective.axis, collective.axis),
+            collective.kind,
+            collective.bytes,
+            collective.phase,
+            collective.module,
+        )
+        for collective in ledger.collectives
+    ]
+    stored = [*model.parameters(), *moments]
+    return StepRecord(
+        rank=state.rank,
+        kernels=kernels,
+        peak=ledger.peak,
+        host=sum(local_data(tensor).nbytes for tensor in stored if tensor.device.type == "cpu"),
+        kinds=kinds_of(holders),
+        holders=holders,
+        timeline=timeline(ledger),
+        collectives=sent,
+        operators=[*ledger.operators.values()],
+    )
+
+
+def timeline(ledger: Ledger) -> list[tuple[str, int]]:
+    """Return the most bytes in each piece of the step, and the phase that ran then."""
+    count = len(ledger.bytes_after)
+    pieces = []
+    for piece in range(min(PIECES, count)):
+        first, last = piece * count // PIECES, max((piece + 1) * count // PIECES, piece + 1)
+        if count < PIECES:
+            first, last = piece, piece + 1
+        most = max(range(first, last), key=ledger.bytes_after.__getitem__)
+        pieces.append((PHASES[ledger.phases[most]], ledger.bytes_after[most]))
+    return pieces
+
+
+@contextmanager
+def _computing_as(kernels: Kernels) -> Iterator[None]:
+    """Let operators be the kernels of a GPU or a CPU: the one place at which these are chosen."""
+    place = accelerator._type
+
+    def as_host(device: accelerator.Device) -> str:
+        return "cpu" if (kind := place(device)) == NAME else kind
+
+    as_cpu = mock.patch.object(accelerator, "_type", as_host) if kernels == "cpu" else nullcontext()
+    with as_cpu, replaced(CPU) if kernels == "cpu" else fused_functions():
+        yield
+
+
+@contextmanager
+def _casts_marked(model: nn.Module, ledger: Ledger) -> Iterator[None]:
+    """Mark the weights that a rank without FSDP computes with, and their gradients."""
+    take = ComputeWeights._take
+
+    def marked(weights: ComputeWeights, one: Any) -> None:
+        ledger.mark("weights in the dtype of compute", [one.copy])
+        ledger.mark("gradients", [one.copy.grad] if one.copy.grad is not None else [])
+        take(weights, one)
+        ledger.mark("gradients", [one.total] if one.total is not None else [])
+
+    with mock.patch.object(ComputeWeights, "_take", marked):
+        yield
+
+
+def _batch(rows: int, length: int, vocab_size: int) -> Batch:
+    ids = torch.arange(rows * length).view(rows, length) % vocab_size
+    return Batch(ids, ids.roll(-1, 1))

@@ -1,0 +1,133 @@
+"""Name the strategy of a layout, and say why the search chose it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ...parallel_state import BadInput, Layout
+from ..explanations.explanation import readable
+from ..time.collectives import worst_placement
+from .evaluate import Answer, Evaluator
+from .find import LONGEST, SHOWN, Found
+from .request import Request
+
+#: Bytes of one trained parameter in mixed precision: weights, gradients and two moments in fp32.
+_STATES = 16
+#: Two steps take as long if they differ by less than this share.
+_ALIKE = 0.0005
+
+
+def strategy(layout: Layout) -> str:
+    """Return the name under which the literature knows a layout."""
+    if layout.world == 1:
+        return "one GPU"
+    zero = layout.zero if shards_of(layout) > 1 else 0
+    data = {0: "data parallelism (DDP)", 1: "ZeRO 1", 2: "ZeRO 2", 3: "ZeRO 3 (FSDP)"}[zero]
+    if zero and layout.data_replicate > 1:
+        data += " in replicas (HSDP)"
+    axes = [data] if layout.data * layout.context > 1 else []
+    axes += [f"{layout.pipeline} pipeline ranks"] if layout.pipeline > 1 else []
+    if layout.tensor > 1:
+        axes.append(f"{layout.tensor} tensor ranks" + (" with sequence parallelism" * layout.sequence))
+    if layout.context > 1:
+        axes.append(f"{layout.context} context ranks" + (" around a ring" if layout.ring else ""))
+    axes += [f"{layout.expert} expert ranks"] if layout.expert > 1 else []
+    three = layout.tensor > 1 and layout.pipeline > 1 and layout.data > 1
+    return ("3D parallelism: " if three else "") + ", ".join(axes)
+
+
+def shards_of(layout: Layout) -> int:
+    """Return over how many ranks ZeRO cuts what it cuts; 1: each data rank holds everything."""
+    _, shards, _ = layout.data_sizes()
+    return shards
+
+
+def reasons(search: Found) -> list[str]:
+    """Return two sentences about the fastest layout: which strategy it is, and why."""
+    request, best = search.request, search.best[0]
+    layout = best.choice.layout
+    of = request.parameters
+    states = _STATES * of.trained + 2 * (of.whole - of.trained)
+    what = (
+        f"Weights, gradients and moments take {readable(states, 'bytes')}, "
+        f"and a GPU may hold {request.room / 1e9:.1f} GB"
+    )
+    why = ["nothing has to be cut"] if layout.world == 1 else []
+    why += [_sharing(request, best)] if layout.data * layout.context > 1 else []
+    if layout.tensor > 1:
+        where = _where(layout, layout.tensor, request.machine.gpus, "inside a node, over its fast link")
+        why.append(f"tensor ranks cut every product {where}{_without(search, lambda axes: axes.tensor > 1)}")
+    if layout.pipeline > 1:
+        where = _where(layout, layout.world, request.machine.gpus, "inside a node")
+        waits = best.time.parts["bubble"] / best.time.seconds
+        why.append(
+            f"pipeline ranks cut the blocks {where}, send little, and wait {waits:.0%} of the step"
+            f"{_without(search, lambda axes: axes.pipeline > 1)}"
+        )
+    if layout.context > 1:
+        why.append(
+            f"context ranks cut rows of {request.recipe.data.sequence_length:,} tokens, and their activations"
+            f"{_without(search, lambda axes: axes.context > 1)}"
+        )
+    if layout.expert > 1:
+        why.append(f"expert ranks hold different experts{_without(search, lambda axes: axes.expert > 1)}")
+    if best.choice.offload:
+        why.append("the host holds weights, gradients and moments, because no layout fits otherwise")
+    return [f"This is {strategy(layout)}.", f"{what}: {'; '.join(why)}."]
+
+
+def crosses(layout: Layout, span: int, gpus: int) -> bool:
+    """Tell whether some group of ``span`` consecutive ranks does not lie inside one node of ``gpus``."""
+    return worst_placement(span, 1, layout.world, gpus).nodes > 1
+
+
+def _where(layout: Layout, span: int, gpus: int, inside: str) -> str:
+    return "over nodes" if crosses(layout, span, gpus) else inside
+
+
+def _sharing(request: Request, best: Answer) -> str:
+    """Say what the data ranks share, and what one ZeRO stage less would need or take."""
+    layout = best.choice.layout
+    who = " and ".join(name for name in ("data", "context") if getattr(layout, name) > 1)
+    if shards_of(layout) == 1:
+        beside = ", and sum gradients beside each micro-batch, as ZeRO 2 does" if layout.zero > 1 else ""
+        return f"the {who} ranks share no weights, gradients or moments, for these fit{beside}"
+    shared = {1: "moments", 2: "moments and gradients", 3: "weights, gradients and moments"}[layout.zero]
+    return f"the {who} ranks share {shared}{_one_stage_less(request, best)}"
+
+
+def _one_stage_less(request: Request, best: Answer) -> str:
+    choice, layout = best.choice, best.choice.layout
+    shards, copies = layout.data_shard, layout.data_replicate
+    if layout.zero == 1:
+        shards, copies = 1, layout.data
+    evaluator = Evaluator(request)
+    try:
+        lowered = replace(layout, zero=layout.zero - 1, data_shard=shards, data_replicate=copies)
+        less = replace(choice, layout=lowered)
+        memory = evaluator.memory_of_ranks(less)
+    except BadInput:  # experts may need shards
+        return ""
+    needed = max(plan.total for plan in memory) + request.runtime
+    if needed > request.room:
+        return f" (with ZeRO {layout.zero - 1} a GPU needs {needed / 1e9:.1f} GB)"
+    longer = _longer(evaluator.answer(less, memory), best)
+    return f" (ZeRO {layout.zero - 1} fits too, and its step takes {longer})"
+
+
+def _without(search: Found, has: Callable[[Layout], bool]) -> str:
+    """Say what the fastest layout takes that has not got an axis. Only the fastest ones are known."""
+    if len(search.best) == 1:
+        return ""
+    for answer in search.best[1:]:
+        if not has(answer.choice.layout):
+            return f" (without them a step takes {_longer(answer, search.best[0])})"
+    if len(search.best) == SHOWN:
+        return f" (all of the {SHOWN} fastest layouts do so)"
+    return f" (without them no layout fits, or its step takes more than {LONGEST:g} times as long)"
+
+
+def _longer(answer: Answer, best: Answer) -> str:
+    excess = answer.time.seconds / best.time.seconds - 1
+    return "as long" if abs(excess) < _ALIKE else f"{100 * excess:.1f} % longer"

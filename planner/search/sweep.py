@@ -1,0 +1,90 @@
+"""Search for several numbers of GPUs or lengths of a row, and tell what was found as one table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...parallel_state import BadInput
+from .find import Found
+from .report import as_json, asked_json, machine_of, seconds_of, spent
+from .request import Request
+from .warnings import warnings
+
+
+@dataclass(frozen=True)
+class Unmet:
+    """Hold a request for which no layout is legal or none fits, and the reason."""
+
+    request: Request
+    error: BadInput
+
+
+def found_ones(results: Sequence[Found | Unmet]) -> list[Found]:
+    """Return the searches that found a layout; raises the first one's ``BadInput`` if there is none."""
+    searches = [search for search in results if isinstance(search, Found)]
+    if not searches:
+        raise next(unmet.error for unmet in results if isinstance(unmet, Unmet))
+    return searches
+
+
+def asked_in_sweep(requests: Sequence[Request]) -> str:
+    """Return what all rows of the table have in common, in one line."""
+    most = max(request.gpus for request in requests)
+    return f"{requests[0].name} on {machine_of(requests[0], most)}"
+
+
+def sweep_head(results: Sequence[Found | Unmet]) -> tuple[str, ...]:
+    """Return the head of the table; days and GPU-hours are there if the user stated the tokens of a run."""
+    head = ["GPUs", "tokens of a row", "rows", "layout", "seconds", "tokens/s", "of a GPU", "GB"]
+    first = results[0].request
+    if first.tokens is not None:
+        head += ["days", "GPU-hours"] + ["cost"] * (first.price is not None)
+    return tuple(head)
+
+
+def sweep_rows(results: Sequence[Found | Unmet]) -> list[tuple[str, ...]]:
+    """Return the table of the fastest layout of each search, one row each, as text."""
+    rows: list[tuple[str, ...]] = []
+    width = len(sweep_head(results))
+    for search in results:
+        request = search.request
+        data = request.recipe.data
+        row = [f"{request.gpus:,}", f"{data.sequence_length:,}", f"{data.global_batch:,}"]
+        if isinstance(search, Unmet):
+            rows.append((*row, f"none: {search.error.found}", *("",) * (width - 4)))
+            continue
+        best = search.best[0]
+        rate = best.time.rate
+        row += [str(best.choice), seconds_of(best.time.seconds), f"{rate:,.0f}",
+                f"{rate / request.gpus:,.0f}", f"{best.bytes / 1e9:.1f}"]  # fmt: skip
+        if request.tokens is not None:
+            whole = spent(search)
+            row += [f"{whole.days:,.1f}", f"{whole.gpu_hours:,.0f}"]
+            row += [] if whole.cost is None else [f"{whole.cost:,.0f}"]
+        rows.append(tuple(row))
+    return rows
+
+
+def sweep_warnings(results: Sequence[Found | Unmet]) -> list[str]:
+    """Return the warnings about the layouts of the table, each with the rows that it is about."""
+    about: dict[str, list[str]] = {}
+    for search in results:
+        if isinstance(search, Unmet):
+            continue
+        request = search.request
+        row = f"{request.gpus:,} GPUs with {request.recipe.data.sequence_length:,} tokens of a row"
+        for line in warnings(request, search.best[0]):
+            about.setdefault(line, []).append(row)
+    return [f"{'; '.join(rows)}: {line}" for line, rows in about.items()]
+
+
+def sweep_json(results: Sequence[Found | Unmet]) -> list[dict[str, Any]]:
+    """Return each search as plain data; ``error`` says why one found nothing."""
+    return [
+        asked_json(search.request) | {"layouts": [], "error": str(search.error)}
+        if isinstance(search, Unmet)
+        else as_json(search)
+        for search in results
+    ]

@@ -1,0 +1,296 @@
+"""Trace the pieces of a rank's stages: its blocks, what is beside them, and the loss.
+
+A piece is traced when somebody first asks for it, once for each mode of activation checkpointing: its bytes,
+collectives and FLOPs are read off the program, and nothing states them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import (
+    AttentionInputs,
+    Checkpointing,
+    KeyValueCache,
+    attention_kinds,
+    checkpoint_blocks,
+    chunked_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
+from ..parallel_state import ParallelState
+from .micro_batch import MicroBatch
+from .piece import Piece
+from .recorder import Recorder, noted
+from .trace import Trace, of_more_rows, of_more_tokens
+from .traced import trace
+from .without_numbers import DTYPES, device_of, empty, ids_of, shapes_only
+
+if TYPE_CHECKING:
+    from ..models import CausalLM
+
+#: The most rows of a micro-batch for which a block is traced; tokens of a short loss over logits.
+_FEW_ROWS = 3
+_FEW_TOKENS = 1024
+
+
+class Generation(NamedTuple):
+    """Hold the bytes of each kind of block in a cache, and the most bytes of reading beside all caches."""
+
+    caches: dict[int, int]
+    reading: int
+
+
+class ModelPieces:
+    """Make the pieces of a model, of which blocks that are alike share one.
+
+    ``model``: of any rank of a layout, with at least one block of each kind and the ends that are asked for,
+    on the meta device. ``kind``: tells a block's kind; blocks of equal kinds are traced once.
+    """
+
+    def __init__(self, model: CausalLM, state: ParallelState) -> None:
+        self.model, self.state = model, state
+        self._known: dict[object, Piece] = {}
+        self._losses: dict[object, Trace] = {}
+
+    def _remember(self, key: object, make: Callable[[], Piece]) -> Piece:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def block(self, block: nn.Module, batch: MicroBatch, *, reached: bool, kind: object = None) -> Piece:
+        """Return the piece of a block; ``reached``: whether a backward comes to what it is given."""
+        key = "block", id(block) if kind is None else kind, batch, reached
+
+        def take(mode: Checkpointing, in_two: bool) -> Trace:
+            if batch.rows > _FEW_ROWS:
+                few = [
+                    self.block(block, replace(batch, rows=rows), reached=reached, kind=kind)
+                    for rows in (2, 3)
+                ]
+                two, three = (piece.under(mode, in_two=in_two) for piece in few)
+                if (extended := of_more_rows(two, three, batch.rows)) is not None:
+                    return extended
+            with shapes_only([block], batch), self._under(block, mode):
+                inputs = self._inputs(batch, block)
+                return trace(
+                    lambda x: block(x, inputs), self._hidden(batch), [*block.parameters()], reached=reached,
+                    in_two=in_two,
+                )  # fmt: skip
+
+        return self._remember(key, lambda: self._piece(take))
+
+    def tables(self, blocks: Mapping[object, nn.Module], batch: MicroBatch) -> Piece:
+        """Return the piece of what blocks of these kinds share: rotations and masks, as far as these keep
+        them.
+        """
+
+        def take(mode: Checkpointing, in_two: bool) -> Trace:
+            with shapes_only([*blocks.values()], batch):
+                with Recorder() as shared:
+                    inputs = self._inputs(batch, *blocks.values())
+                with Recorder():  # dropout may draw a seed, which the host reads
+                    outputs = [block(self._hidden(batch)(), inputs) for block in blocks.values()]
+                del inputs
+                kept_bytes = shared.now
+                del outputs
+                return Trace(kept=kept_bytes, made=0, forward=0, weights=0)
+
+        return self._remember(("tables", tuple(blocks), batch), lambda: self._piece(take))
+
+    def entry(self, batch: MicroBatch) -> Piece:
+        """Return the piece of what comes before the first block."""
+        model = self.model
+
+        def take(mode: Checkpointing, in_two: bool) -> Trace:
+            modules, embed = model.entry, model.embed
+            with shapes_only(modules, batch):
+                ids = ids_of(batch)
+                own = _parameters(modules)
+                return trace(
+                    lambda _: model.embed_hook(embed(ids), None), lambda: torch.empty(0), own, reached=False
+                )
+
+        return self._remember(("entry", batch), lambda: self._piece(take, what="embedding"))
+
+    def exit(self, batch: MicroBatch, *, reached: bool, in_loss: bool) -> Piece:
+        """Return the piece of the last norm and the output layer, over what all predictions are made of;
+        ``in_loss``: whether the loss computes the logits.
+        """
+        model, count = self.model, 1 + len(self.model.mtp)
+        modules = [model.norm, *self._output(in_loss)]
+
+        def run(x: Tensor) -> Tensor:
+            normed = model.norm(x)
+            if count > 1:
+                normed = torch.cat([normed, *(torch.empty_like(normed) for _ in range(count - 1))])
+            return model.logits(normed)
+
+        def take(mode: Checkpointing, in_two: bool) -> Trace:
+            with shapes_only(modules, batch), self._head_in_loss(in_loss):
+                own = _parameters(modules)
+                return trace(run, self._hidden(batch), own, reached=reached, in_two=in_two)
+
+        key = "exit", batch, reached, in_loss
+        return self._remember(key, lambda: self._piece(take, what="output layer"))
+
+    def prediction(self, place: int, batch: MicroBatch, *, reached: bool) -> Piece:
+        """Return the piece of a block of multi-token prediction, with what joins its two inputs."""
+        model, module = self.model, [*self.model.mtp.values()][place]
+        last = place == len(model.mtp) - 1
+        block = module.get_submodule("block")
+
+        def take(mode: Checkpointing, in_two: bool) -> Trace:
+            with shapes_only([module, model.embed], batch), self._under(block, mode):
+                inputs = self._inputs(batch, block)
+                ids = ids_of(batch)
+
+                def run(x: Tensor) -> Any:
+                    outputs = module(x, model.embed(ids), inputs)
+                    return outputs[1] if last else outputs
+
+                return trace(
+                    run, self._hidden(batch), [*module.parameters()], others=[*model.embed.parameters()],
+                    reached=reached, in_two=in_two,
+                )  # fmt: skip
+
+        return self._remember(("prediction", place, batch, reached), lambda: self._piece(take))
+
+    def loss(self, batch: MicroBatch, *, chunk: int, sums: int) -> Piece:
+        """Return the piece of the loss over the logits, or, in chunks, over the hidden states.
+
+        A loss computes some rows at a time, in many operators. Its bytes grow by the same number for each
+        token, so of more tokens than three times a few, or than three chunks, so many are traced.
+        """
+
+        def take(mode: Checkpointing, in_two: bool) -> Trace:
+            few = chunk or _FEW_TOKENS
+            uneven = self.state.sequence and few % self.state.tensor_size
+            if batch.count <= 3 * few or uneven:
+                return self._loss(replace(batch, rows=1, length=batch.count), chunk, sums)
+            two, three = (
+                self._loss(replace(batch, rows=1, length=times * few), chunk, sums) for times in (2, 3)
+            )
+            return of_more_tokens(two, three, batch.count / few)
+
+        return self._remember(("loss", batch, chunk, sums), lambda: self._piece(take, what="loss"))
+
+    def _loss(self, batch: MicroBatch, chunk: int, sums: int) -> Trace:
+        key = "traced loss", batch, chunk, sums
+        if key not in self._losses:
+            self._losses[key] = self._trace_loss(batch, chunk, sums)
+        return self._losses[key]
+
+    def _trace_loss(self, batch: MicroBatch, chunk: int, sums: int) -> Trace:
+        model, size, count = self.model, self.model.config.vocab_size, 1 + len(self.model.mtp)
+        modules = self._output(False)
+
+        def run(x: Tensor) -> Tensor:
+            labels = ids_of(batch)
+            if not chunk:
+                labels = labels.repeat(count, 1)
+                return vocab_parallel_cross_entropy(x, labels, size, overwrite=True, state=self.state).sum()
+            losses = [
+                chunked_cross_entropy(
+                    part,
+                    model.head_weight,
+                    labels,
+                    size,
+                    chunk=chunk,
+                    bias=model.head_bias,
+                    logit_cap=model.logit_cap,
+                    sums=DTYPES[sums],
+                    state=self.state,
+                )
+                for part in x.chunk(count)
+            ]
+            return sum(losses[1:], losses[0])
+
+        with shapes_only(modules, batch):
+            if chunk:
+                make = self._hidden(batch, rows=batch.rows * count, width=model.config.embedding_width)
+            else:
+                shape = (batch.rows * count, batch.length, len(model.head_weight))
+                make = partial(empty, shape, batch)
+            return trace(run, make, [], others=_parameters(modules), scalar=True)
+
+    def generation(self, blocks: Mapping[int, nn.Module], batch: MicroBatch) -> Generation:
+        """Return what blocks of these kinds hold where prompts as long as the rows are read."""
+        with shapes_only([*blocks.values()], batch), torch.no_grad():
+            x, caches = self._hidden(batch)(), {}
+            cache = KeyValueCache(batch.rows, batch.length)
+            with Recorder() as recorder:
+                positions = torch.arange(batch.length, device=device_of(batch)).expand(batch.rows, -1)
+                inputs = self._attention_inputs(x, blocks.values(), positions, cache)
+                # Prompts are of different lengths, which shows in numbers that a trace has not.
+                cache._packed = batch.rows > 1
+                for kind, block in blocks.items():
+                    before = cache.bytes
+                    y = block(x, inputs)
+                    del y
+                    caches[kind] = cache.bytes - before
+            most = max(recorder.bytes(0, recorder.at), default=0)
+            return Generation(caches, most + x.nbytes - sum(caches.values()))
+
+    def _piece(self, take: Callable[[Checkpointing, bool], Trace], **options: Any) -> Piece:
+        return Piece(take, ranks=self.state.tensor_size, **options)
+
+    def _output(self, in_loss: bool) -> list[nn.Module]:
+        if in_loss:
+            return []
+        return [self.model.embed if self.model.config.tie_word_embeddings else self.model.head]
+
+    def _hidden(self, batch: MicroBatch, *, rows: int = 0, width: int = 0) -> Callable[[], Tensor]:
+        """Return what makes hidden states as they are between the blocks."""
+        length = batch.length // (self.state.tensor_size if self.state.sequence else 1)
+        shape = (rows or batch.rows, length, width or self.model.config.hidden_size)
+        return lambda: empty(shape, batch)
+
+    def _inputs(self, batch: MicroBatch, *blocks: nn.Module) -> AttentionInputs:
+        with Recorder():  # a mask is made from positions, which the host reads
+            return self._attention_inputs(self._hidden(batch)(), blocks)
+
+    def _attention_inputs(
+        self,
+        like: Tensor,
+        blocks: Iterable[nn.Module],
+        positions: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> AttentionInputs:
+        return AttentionInputs(
+            positions,
+            cache,
+            like=like,
+            layers=attention_kinds(nn.ModuleList(blocks)),
+            rotary=self.model.rotary,
+            state=self.state,
+        )
+
+    @contextmanager
+    def _head_in_loss(self, in_loss: bool) -> Iterator[None]:
+        before = self.model.head_in_loss
+        self.model.head_in_loss = in_loss
+        try:
+            yield
+        finally:
+            self.model.head_in_loss = before
+
+    @contextmanager
+    def _under(self, block: nn.Module, mode: Checkpointing) -> Iterator[None]:
+        """Let a block compute again what this mode drops."""
+        block.forward = noted(block.forward)
+        checkpoint_blocks([(0, block)], mode, keep_attention=self.state.context_size == 1)
+        try:
+            yield
+        finally:
+            vars(block).pop("forward", None)
+
+
+def _parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
+    return [*dict.fromkeys(weight for module in modules for weight in module.parameters())]

@@ -1,0 +1,226 @@
+"""``trilith plan`` says what was asked and found, as text, JSON, recipe and page; so do shipped recipes."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import trilith
+from trilith.cli.app import run
+from trilith.parallel_state import BadInput
+from trilith.planner.dry_run import dry_run
+from trilith.planner.search import Choice, find_layouts, read_request
+from trilith.planner.search.evaluate import Evaluator
+from trilith.planner.search.order import ties
+from trilith.planner.search.report import recipe_head
+from trilith.planner.time import MIDDLE_HALF, TIMES_SLOWER, machine_named
+from trilith.recipes import load_recipe
+
+SMALL = ["plan", "llama-3.2-1b", "--seq", "1024", "--global-batch", "8"]
+GUIDE = (Path(trilith.__path__[0]) / "docs" / "planning.md").read_text()
+
+
+def told(capsys, *words):
+    assert run([*SMALL, *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_says_what_it_assumed(capsys):
+    """4 Mi tokens a step in rows of the model's length, and the links of the maker's servers."""
+    assert run(["plan", "gpt2", "--gpus", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "gpt2: steps of 4,096 rows x 1,024 tokens on 2 x h100-80gb, 8 a node, NVLink 450 GB/s in" in shown
+    least, usual, most = TIMES_SLOWER
+    shown = " ".join(shown.split())
+    assert f"took {least} to {most} times as long as predicted, in the median {usual} times" in shown
+    pairs = re.search(r"(\S+) to (\S+) s, (\S+) to (\S+) tokens/s, MFU (\S+)% to (\S+)%", shown)
+    assert pairs
+    low, high = ([float(number.replace(",", "")) for number in pairs.groups()[place::2]] for place in (0, 1))
+    for fewest, greatest in zip(low, high, strict=True):
+        assert greatest / fewest == pytest.approx(MIDDLE_HALF[1] / MIDDLE_HALF[0], rel=0.02)
+    one = told(capsys, "--gpus", "2", "--gpus-per-node", "1")
+    assert one["times_slower"] == {"least": least, "median": usual, "most": most}
+    asked = {"gpus": 2, "gpus_per_node": 1, "machine": "h100-80gb", "sequence_length": 1024}
+    assert (asked | {"global_batch": 8}).items() <= one.items()
+
+
+def test_a_measured_machine_is_not_compared_with_published_runs(capsys, monkeypatch):
+    measured = replace(machine_named("h100-80gb"), name="NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("trilith.planner.time.machine_from_bench", lambda path, **options: measured)
+    assert "times_slower" not in told(capsys, "--gpus", "2", "--machine", "bench.json")
+
+
+def test_a_training_has_days_hours_a_price_and_energy_worked_out_by_hand(capsys):
+    one = told(capsys, "--gpus", "2", "--tokens", "3B", "--price", "2.50", "--watts", "500")
+    rate, training = one["layouts"][0]["tokens_per_second"], one["training"]
+    hours = 3e9 / rate / 3600 * 2
+    assert training == {
+        "tokens": 3e9,
+        "days": pytest.approx(3e9 / rate / 86400),
+        "gpu_hours": pytest.approx(hours),
+        "cost": pytest.approx(2.5 * hours),
+        "kilowatt_hours": pytest.approx(hours / 2),
+    }
+    assert run([*SMALL, "--gpus", "2", "--tokens", "3B", "--price", "2.50", "--watts", "500"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{hours:,.0f} GPU-hours, {2.5 * hours:,.0f} at 2.5 a GPU-hour, {hours / 2:,.0f} kWh" in shown
+    assert "training" not in told(capsys, "--gpus", "2")
+
+
+def test_mfu_is_told_in_both_conventions(capsys):
+    from trilith.models import published_size
+    from trilith.simulation.model_flops import flops_per_token
+
+    best = told(capsys, "--gpus", "2")["layouts"][0]
+    size = published_size("llama-3.2-1b")
+    flops = flops_per_token(size.family.on_meta(size.config), 1024)
+    share = best["tokens_per_second"] / (2 * machine_named("h100-80gb").peak("bfloat16"))
+    assert best["mfu"] == {
+        "causal": pytest.approx(share * flops.causal),
+        "full": pytest.approx(share * flops.full),
+    }
+    assert run([*SMALL, "--gpus", "2"]) == 0
+    line = next(one for one in capsys.readouterr().out.splitlines() if one.startswith("MFU"))
+    assert f"{best['mfu']['causal']:.1%} of 989 TFLOP/s" in line and f"{best['mfu']['full']:.1%} if" in line
+
+
+def keys_of(value):
+    """Return the keys of nested objects, without those of the objects that have a key for each name."""
+    if isinstance(value, list):
+        return set().union(*map(keys_of, value))
+    if not isinstance(value, dict):
+        return set()
+    named = {"recipe", "parts", "bytes_of_pipeline_ranks"}
+    return set(value).union(*(keys_of(one) for key, one in value.items() if key not in named))
+
+
+def test_every_key_of_the_json_is_in_the_guide_and_no_other(capsys):
+    one = told(capsys, "--gpus", "2", "--tokens", "3B")
+    several = told(capsys, "--gpus", "1,17")
+    assert [len(two["layouts"]) for two in several] == [1, 0] and "Nearest" in several[1]["error"]
+    generation = told(capsys, "--gpus", "2", "--generate")
+    part = GUIDE.partition("\n## The result for programs\n")[2].partition("\n## ")[0]
+    listed = [
+        re.findall(r"`(\w+)`", line.split("|")[1]) for line in part.splitlines() if line.startswith("| `")
+    ]
+    assert keys_of([one, several, generation]) == {key for line in listed for key in line}
+    layout = one["layouts"][0]
+    assert layout["bytes"] == max(sum(kinds.values()) for kinds in layout["bytes_of_pipeline_ranks"])
+    assert sum(layout["parts"].values()) == pytest.approx(layout["seconds"])
+
+
+def test_a_sweep_goes_on_where_one_point_has_no_layout(capsys, tmp_path, monkeypatch):
+    page = tmp_path / "sweep.html"
+    words = ["--gpus", "1,17,2", "--tokens", "3B", "--price", "2", "--html", str(page)]
+    monkeypatch.setenv("COLUMNS", "60")  # no number is cut where a terminal is narrower than the table
+    assert run([*SMALL, *words]) == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert page.read_text().count("<svg") == 1
+    for text in (shown, page.read_text()):
+        assert "GPU-hours" in text and "cost" in text and "none: 17" in text
+        assert "llama-3.2-1b on h100-80gb, 8 a node, NVLink" in text and "between nodes" in text
+        assert "Nearest legal data.global_batch" in text
+
+
+def test_a_sweep_shows_the_warnings_of_its_layouts(capsys):
+    words = ["llama-3.1-8b", "--gpus", "2", "--gpu", "rtx-4090", "--seq", "512,1024", "--global-batch", "4"]
+    assert run(["plan", *words]) == 0
+    lines = [one for one in capsys.readouterr().out.splitlines() if one.startswith("warning")]
+    assert lines and all("2 GPUs with" in one for one in lines)
+    assert any("offload needs" in one and "512 tokens of a row" in one for one in lines)
+
+
+def test_a_price_that_is_no_number_is_refused_in_one_line(capsys):
+    assert run([*SMALL, "--gpus", "2", "--tokens", "1B", "--price", "cheap"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and "--price" in err and err.count("\n") == 1
+
+
+def test_a_gpu_s_name_may_be_in_capitals_and_a_number_stand_twice(capsys):
+    assert [one["gpus"] for one in told(capsys, "--gpus", "2,1,2", "--gpu", "H100-80GB")] == [2, 1]
+
+
+@pytest.mark.parametrize("name", ["config.json", "llama.json"])
+def test_adapters_are_planned_from_a_config_without_weights(name, capsys, tmp_path, monkeypatch):
+    from trilith.models import published_size
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / name).write_text(json.dumps(published_size("llama-3.2-1b").fields))
+    words = [f"llama/{name}", "--gpus", "1", "--lora", "8", "--seq", "512", "--global-batch", "4"]
+    assert run(["plan", *words, "--write", "recipe.toml"]) == 0
+    capsys.readouterr()
+    assert load_recipe(tmp_path / "recipe.toml").lora is not None
+    assert run(["train", "recipe.toml", "--dry-run"]) == 0 and "fits " in capsys.readouterr().out
+
+
+def test_a_recipe_of_a_short_step_states_its_seconds(tmp_path, capsys):
+    recipe = tmp_path / "recipe.toml"
+    assert run([*SMALL, "--gpus", "8", "--write", str(recipe)]) == 0
+    capsys.readouterr()
+    seconds = re.search(r"# Predicted: (\S+) s a step", recipe.read_text())
+    assert seconds and len(seconds[1].lstrip("0.")) >= 3
+
+
+NAME = "llama-3.1-405b-16384gpus"
+
+QUICK = ("llama-3.2-1b-1gpu", "lora-llama-3.1-8b-1gpu", "llama-3.2-1b-8gpus")
+SLOW = ("llama-3.1-8b-8gpus", "lora-llama-3.1-70b-8gpus", "llama-3.1-70b-64gpus", "gpt3-175b-1024gpus", NAME)
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_a_recipe_is_what_the_search_finds_and_its_header_says_so(name):
+    text, recipe = (Path(trilith.__path__[0]) / "recipes" / f"{name}.toml").read_text(), load_recipe(name)
+    found = find_layouts(read_request(name, machine_named("h100-80gb"), None))
+    memory, layout = recipe.memory, recipe.layout
+    own = Choice(layout, recipe.pipeline_schedule, recipe.data.micro_batch, memory.checkpointing)
+    assert str(found.best[0].choice) == str(own)
+    assert dry_run(recipe).rank.total == found.best[0].bytes
+    _, *predicted = recipe_head(found).splitlines()
+    assert predicted and all(line in text for line in predicted)
+
+
+def test_the_header_of_405b_states_this_layout_and_the_runner_up():
+    text = (Path(trilith.__path__[0]) / "recipes" / f"{NAME}.toml").read_text()
+    recipe = load_recipe(NAME)
+    evaluator = Evaluator(read_request(NAME, machine_named("h100-80gb"), None))
+    first = Choice(recipe.layout, recipe.pipeline_schedule, 1, recipe.memory.checkpointing)
+    best = evaluator.answer(first)
+    waits = best.time.parts["bubble"] / best.time.seconds
+    assert (
+        f"Predicted: {best.time.seconds:.2f} s a step, MFU {best.time.mfu.causal:.0%}, waits {waits:.0%}, "
+        f"{best.bytes / 1e9:.1f} GB of a GPU." in text
+    )
+    layout = replace(
+        recipe.layout, context=4, ring=True, pipeline=32, virtual_stages=2, data_shard=16, data_replicate=1
+    )
+    second = evaluator.answer(Choice(layout, "interleaved-zero-bubble"))
+    assert f"micro_batch 1: {second.time.seconds:.2f} s, {second.bytes / 1e9:.1f} GB" in text
+    assert ties(best, second) and waits == pytest.approx(0.07, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "computes", "begins"),
+    [
+        (
+            [*SMALL, "--gpus", "2"],
+            "search.find.find_layouts",
+            "llama-3.2-1b: steps of 8 rows x 1,024 tokens on 2",
+        ),
+        ([*SMALL, "--gpus", "1,2"], "search.find.find_layouts", "llama-3.2-1b on h100-80gb, 8 a node"),
+        (
+            ["train", "llama-3.1-8b-8gpus", "--dry-run"],
+            "dry_run.dry_run",
+            "layout         data_shard 8, zero 3",
+        ),
+    ],
+)
+def test_the_first_line_is_there_before_what_takes_seconds(words, computes, begins, monkeypatch, capsys):
+    def refuse(*args, **options):
+        raise BadInput("plan", "a search", expected="none", found="some")
+
+    monkeypatch.setattr(f"trilith.planner.{computes}", refuse)
+    assert run(words) == 2
+    assert capsys.readouterr().out.startswith(begins)
