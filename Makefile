@@ -1,5 +1,5 @@
 # `make check` is exactly what CI runs.
-.PHONY: check lint typecheck pages test quick changed seconds nightly docs models mutants faults browser bench
+.PHONY: check lint typecheck pages test quick changed seconds nightly docs models mutants oldest faults browser bench
 
 check: lint typecheck pages test
 
@@ -56,6 +56,14 @@ models:
 # Faults seeded one at a time: does the suite see each of them? Not part of `check`; PART=2/4 is the second of four.
 mutants:
 	python tests/mutants.py --part $(or $(PART),1/1)
+
+# All tests but the slow ones, with the oldest torch and transformers that pyproject.toml allows, in build/oldest.
+# Not part of `check`; FILES=tests/pipeline runs a part.
+OLDEST = $(shell sed -nE 's/^ *"(torch|transformers)>=([0-9.]+),.*/\1==\2.*/p' pyproject.toml)
+oldest:
+	python -m venv build/oldest
+	build/oldest/bin/python -m pip install -q -e '.[test]' $(OLDEST)
+	build/oldest/bin/python -m pytest $(FILES)
 
 # Which of the listed bad inputs and kills have a test: their numbers stand in the tests' names.
 faults:

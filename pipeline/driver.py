@@ -24,9 +24,7 @@ from ..parallel_state.engine import (
     end_backward,
     fsdp_modules,
     gather_weights,
-    join_groups,
     left_alone,
-    passes_through_others,
     sum_gradients,
 )
 
@@ -158,24 +156,20 @@ class DrivenStage(PipelineStage):
         if self.gathers_each:
             gather_weights(self.module.sharded)
         with self._sparing():
-            self._join_groups(bwd_chunk_id)
+            self._compute_weight_gradients(bwd_chunk_id)
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         if self.module.root is None:  # FSDP copies gradients anyway
             _lay_out_gradients(self.module.parameters())
         with self._summing(last_backward) as modules:
             sum_gradients(modules)
 
-    def _join_groups(self, bwd_chunk_id: int) -> None:
-        """Let each weight's gradient be computed once, where a weight enters the stage at several places."""
+    def _compute_weight_gradients(self, bwd_chunk_id: int) -> None:
+        """Compute each weight's gradient once, in torch's place, and leave torch no group to compute."""
         inputs, groups, *outputs = self.backward_state[bwd_chunk_id]
         if self.stage_index == 0:  # torch computes the whole backward of the first stage here
             return
-        groups = join_groups(groups)
-        first = [group for group in groups if passes_through_others(group)]
-        if first:
-            compute_weight_gradients(self.module.parameters(), first)
-        rest = [group for group in groups if not any(group is done for done in first)]
-        self.backward_state[bwd_chunk_id] = (inputs, rest, *outputs)
+        compute_weight_gradients(self.module.parameters(), groups)
+        self.backward_state[bwd_chunk_id] = (inputs, [], *outputs)
 
     def _sparing(self) -> AbstractContextManager[None]:
         """Let FSDP gather nothing of the root for a stage that uses none of it."""

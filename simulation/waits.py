@@ -87,6 +87,13 @@ WAITS = (
     Wait("generation/generate.py: left_padded", "upload", 0, "outside", "the prompts"),
     Wait("generation/generate.py: generate", "upload", 0, "outside", "each token's random numbers"),
     Wait("generation/generate.py: generate", "read", 0, "outside", "each token, which may end the text"),
+    Wait(
+        "pipeline/driver.py: DrivenStage._get_init_p2p_neighbors_ops",
+        "upload",
+        0,
+        "outside",
+        "before torch 2.13: the number of a stage, which neighbours exchange",
+    ),
     Wait("pipeline/runner.py: Pipeline.step", "upload", 0, "outside", "torch's vote on known shapes"),
     Wait("pipeline/runner.py: Pipeline.step", "read", 0, "outside", "torch's vote on known shapes", _static),
 )

@@ -1,7 +1,10 @@
 """How the suite runs: in lanes or not, what options choose; the seeded faults still fit the code."""
 
 import importlib.util
+import re
+import subprocess
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,3 +153,13 @@ def test_a_fault_whose_place_is_gone_is_an_error():
 def test_parts_of_the_faults_are_all_of_them_once():
     parts = [mutants.MUTANTS[part::4] for part in range(4)]
     assert sorted(sum(parts, ())) == sorted(mutants.MUTANTS)
+
+
+def test_the_oldest_versions_are_those_that_the_project_declares():
+    project = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
+    commands = subprocess.run(
+        ["make", "-n", "oldest"], cwd=HERE.parent, capture_output=True, text=True, check=True
+    )
+    declared = [re.fullmatch(r"(torch|transformers)>=([\d.]+),<.+", line) for line in project["dependencies"]]
+    versions = [f"{match[1]}=={match[2]}.*" for match in declared if match]
+    assert len(versions) == 2 and f"-e '.[test]' {' '.join(versions)}\n" in commands.stdout

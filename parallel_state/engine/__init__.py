@@ -63,7 +63,7 @@ from .local_tensors import (
 )
 from .private_names import COMPILER, FULLY_SHARDED, PIPELINING, PRIVATE, require, self_check
 from .waiting_time import Waited, waiting_time
-from .weight_gradients import compute_weight_gradients, join_groups, passes_through_others
+from .weight_gradients import compute_weight_gradients
 
 __all__ = [
     "AdamW",
@@ -105,8 +105,6 @@ __all__ = [
     "group_ranks",
     "in_backward",
     "is_dtensor",
-    "join_groups",
-    "passes_through_others",
     "is_sharded",
     "clocked",
     "left_alone",

@@ -82,7 +82,6 @@ COMPILER = (
 #: The same for pipelines, checked when they are first used: importing torch's takes half a second.
 PIPELINING = (
     ("torch.distributed.pipelining._backward", "stage_backward_input"),
-    ("torch.distributed.pipelining._backward", "stage_backward_weight"),
     ("torch.distributed.pipelining.PipelineStage", "backward_state"),
     ("torch.distributed.pipelining.PipelineStage", "_get_init_p2p_neighbors_ops"),
     ("torch.distributed.pipelining.PipelineStage", "args_recv_info"),

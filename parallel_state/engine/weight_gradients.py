@@ -8,15 +8,17 @@ of activations, and the gradients that came to these nodes. Torch leaves apart w
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 #: One of torch's groups: ``params``, ``intermediates``, and ``grads`` in the order of the intermediates.
 Group = dict[str, Any]
@@ -62,11 +64,53 @@ def _below(node: Any) -> Iterator[Any]:
                 yield after
 
 
-def compute_weight_gradients(weights: Iterator[nn.Parameter], groups: Sequence[Group]) -> None:
-    """Add the gradients of these groups to their weights, and keep the graph."""
-    from torch.distributed.pipelining._backward import stage_backward_weight
+def compute_weight_gradients(weights: Iterable[nn.Parameter], groups: Sequence[Group]) -> None:
+    """Add the gradients of these groups to their weights, and free the groups' graphs and gradients."""
+    weight_of = {get_gradient_edge(weight).node: weight for weight in weights if weight.requires_grad}
+    rest = []
+    for group in join_groups(groups):
+        if passes_through_others(group):
+            _compute_group(group, weight_of, retain_graph=True)
+        else:
+            rest.append(group)
+    for group in rest:
+        _compute_group(group, weight_of, retain_graph=False)
 
-    stage_backward_weight(weights, [*groups], retain_graph=True)
+
+def _compute_group(group: Group, weight_of: Mapping[Any, nn.Parameter], *, retain_graph: bool) -> None:
+    """Do what torch 2.13's ``stage_backward_weight`` does for one group.
+
+    Before torch 2.13 it adds up the gradients of a node with several outputs, and what reaches a node by way
+    of another counts twice.
+    """
+    nodes, grads, params = [*group.pop("intermediates")], group.pop("grads"), [*group["params"]]
+    edges = [
+        (GradientEdge(node, number), grad)
+        for node, node_grads in zip(nodes, grads, strict=True)
+        for number, grad in enumerate(node_grads)
+        if grad is not None
+    ]
+    if not edges:
+        return
+    # Gradients that the first pass left at a node are whole: nothing is added to them on a way through it.
+    whole = zip(nodes, grads, strict=True) if len(nodes) > 1 else ()
+    hooks = [node.register_prehook(lambda _, grads=node_grads: grads) for node, node_grads in whole]
+    try:
+        gradients = torch.autograd.grad(
+            [edge for edge, _ in edges],
+            [GradientEdge(param, 0) for param in params],
+            [grad for _, grad in edges],
+            retain_graph=retain_graph,
+        )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for param, gradient in zip(params, gradients, strict=True):
+        weight = weight_of[param]
+        if weight.grad is None:
+            weight.grad = gradient
+        else:
+            weight.grad += gradient
 
 
 def compute_input_gradients(
