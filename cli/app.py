@@ -40,6 +40,7 @@ from .quickstart import quickstart
 from .recipe import recipe
 from .report import report
 from .schedule import schedule
+from .shared.aliases import with_own_names
 from .tokenize import tokenize
 from .train import train
 from .train_tokenizer import train_tokenizer
@@ -89,7 +90,8 @@ class _Command(_BareFlags, typer.core.TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         self._words = [*args]
-        rest = super().parse_args(ctx, args)
+        options = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        rest = super().parse_args(ctx, with_own_names(args, options))
         _check_replaced(ctx.params)
         for parameter in self.get_params(ctx):
             value = ctx.params.get(parameter.name)

@@ -11,6 +11,7 @@ import typer.main
 from typer.main import get_command_name
 
 from .app import GROUPS, make_app
+from .shared.aliases import ALIASES
 
 EXAMPLES = "Examples:\n"
 
@@ -69,6 +70,16 @@ def reference() -> str:
     commands = [(f"trilith {name}", command) for name, command in every_command(program)]
     groups = [f"| {name} | {_links(group)} |" for name, group in GROUPS.items()]
     groups = ["| group | commands |", "|---|---|", *groups, ""]
+    aliases = [
+        f"| `{option}` | {', '.join(f'`{alias}`' for alias in names)} |" for option, names in ALIASES.items()
+    ]
+    groups += [
+        "Names of Megatron-LM and vLLM are accepted too:\n",
+        "| option | also |",
+        "|---|---|",
+        *aliases,
+        "",
+    ]
     sections = [section(name, command) for name, command in [("trilith", program), *commands]]
     return "\n".join([head, *groups, *sections])
 

@@ -10,6 +10,7 @@ import typer.main
 from trilith.cli.app import COMMANDS, GROUPS, make_app, run
 from trilith.cli.errors import explain
 from trilith.cli.reference import EXAMPLES, every_command
+from trilith.cli.shared.aliases import ALIASES, with_own_names
 from trilith.parallel_state import BadCheckpoint, BadInput, PeerFailed
 
 
@@ -280,3 +281,22 @@ def test_a_shell_completes_commands_recipes_and_sizes(words, names, monkeypatch,
     with pytest.raises(SystemExit):
         run([])
     assert set(capsys.readouterr().out.split()) == names
+
+
+def test_options_of_other_programs_are_taken_for_ours_where_a_command_has_them():
+    options = {"--tensor", "--pipeline", "-tp"}
+    words = ["m", "--tensor-model-parallel-size", "2", "--pp=3", "-tp", "--cp", "2", "--", "--tp"]
+    assert with_own_names(words, options) == ["m", "--tensor", "2", "--pipeline=3", *words[4:]]
+
+
+def test_each_name_of_another_program_stands_for_an_option_of_some_command():
+    commands = dict(every_command(typer.main.get_command(make_app())))
+    ours = {name for command in commands.values() for option in command.params for name in option.opts}
+    assert set(ALIASES) <= ours
+    aliases = [alias for names in ALIASES.values() for alias in names]
+    assert len(set(aliases)) == len(aliases)
+
+
+def test_a_command_takes_another_program_s_option(capsys):
+    assert run(["parity", "nothing-here", "-tp", "2", "--pipeline-model-parallel-size=2", "--tp=0"]) == 2
+    assert "--tensor" in capsys.readouterr().err
