@@ -118,6 +118,8 @@ def _show(
     console.print(table)
     if shown.runtime:
         console.print(f"reserved       {reserved_words(shown.reserved, planned.device)}")
+    if planned.recipe.compiles:
+        console.print("program        eager: compiled blocks keep less, on an H100 0.90 to 0.97 of this in all")
     if shown.traffic:
         console.print(_sent(shown.traffic, shown.rank))
     if exact or page is not None:

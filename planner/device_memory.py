@@ -7,7 +7,8 @@ RUNTIME = 3_000_000_000
 
 #: Share of what torch's caching allocator reserves on a GPU that no tensor has at the peak: what GMLake saves
 #: of it in the mean of eight language models on A100s (Guo et al., ASPLOS 2024, arXiv 2401.08156: 15 %, at
-#: most 33 %). With ``PYTORCH_ALLOC_CONF=expandable_segments:True`` torch leaves less unused.
+#: most 33 %). Steps of one H100 left 0 to 6 % unused (docs/performance.md). With
+#: ``PYTORCH_ALLOC_CONF=expandable_segments:True`` torch leaves less unused.
 FRAGMENTATION = 0.15
 
 

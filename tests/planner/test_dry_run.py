@@ -76,6 +76,9 @@ def test_a_shipped_recipe_goes_by_its_name(tmp_path, monkeypatch, capsys):
     printed, rank = capsys.readouterr().out, dry_run(load_recipe("llama-3.2-1b-1gpu")).rank
     assert "fits" in printed and f"reserved       about {rank.reserved / 1e9:.1f} GB, if 15% of" in printed
     assert rank.reserved - rank.runtime == pytest.approx(rank.memory.total / 0.85)
+    assert "program        eager" in printed
+    assert run(["train", "llama-3.2-1b-1gpu", "--dry-run", "compile=false"]) == 0
+    assert "program " not in capsys.readouterr().out
     assert run(["train", "llama-3.2-2b", "--dry-run"]) == 2
     error = capsys.readouterr().err
     assert all(f"{name}" in error for name in REAL) and error.count("\n") == 1
