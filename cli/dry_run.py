@@ -119,7 +119,7 @@ def _show(
     if shown.runtime:
         console.print(f"reserved       {reserved_words(shown.reserved, planned.device)}")
     if planned.recipe.compiles:
-        console.print("program        eager: compiled blocks keep less, on an H100 0.90 to 0.97 of this in all")
+        console.print("program        eager; compiled blocks keep less: 0.90 to 0.97 of this on an H100")
     if shown.traffic:
         console.print(_sent(shown.traffic, shown.rank))
     if exact or page is not None:
