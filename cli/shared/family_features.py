@@ -50,7 +50,7 @@ def features_of(family: Family) -> Features:
     sites = {"linears": linear_sites(family, config), "experts": expert_sites(family, config)}
     return Features(
         axes=tuple(axis for axis, layout in AXES.items() if builds(layout)),
-        lora=tuple(kind for kind, found in sites.items() if found),
+        lora=tuple(kind for kind, targets in sites.items() if targets),
         generation=_accepts(writes),
     )
 
