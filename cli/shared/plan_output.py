@@ -29,8 +29,13 @@ def is_page(seen: bytes) -> bool:
 
 def page_of(results: Sequence[Found | Unmet]) -> str:
     """Return the page of one search or of several."""
-    first = results[0]
-    return make_page(first) if len(results) == 1 and isinstance(first, Found) else make_sweep_page(results)
+    search = _single(results)
+    return make_page(search) if search else make_sweep_page(results)
+
+
+def _single(results: Sequence[Found | Unmet]) -> Found | None:
+    """Return the only search, if it found layouts: a sweep has a table in the place of its details."""
+    return results[0] if len(results) == 1 and isinstance(results[0], Found) else None
 
 
 def print_head(requests: Sequence[Request], json: bool) -> None:
@@ -42,8 +47,7 @@ def print_head(requests: Sequence[Request], json: bool) -> None:
 
 def print_plan(results: Sequence[Found | Unmet], json: bool) -> None:
     """Print one search, or the table of several."""
-    first = results[0]
-    search = first if len(results) == 1 and isinstance(first, Found) else None
+    search = _single(results)
     if json:
         say(dumps(as_json(search) if search else sweep_json(results), indent=2))
     elif search:
