@@ -35,13 +35,13 @@ _TRIES = 100
 class Found:
     """Hold a complete checkpoint, and a line for the user about each newer one that is not complete.
 
-    Retention does not delete the checkpoint as long as the object ``held`` lives.
+    Retention does not delete the checkpoint as long as ``hold`` lives.
     """
 
     directory: Path
     manifest: Manifest
     passed_over: tuple[str, ...]
-    held: Hold
+    hold: Hold
 
 
 def warn_of(passed_over: Iterable[str]) -> None:

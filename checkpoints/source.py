@@ -56,7 +56,7 @@ class Source:
     warnings: list[str] = field(default_factory=list)
     adapter: StoredAdapter | None = None
     #: While this lives, a run that writes checkpoints does not delete this one.
-    held: Hold | None = None
+    hold: Hold | None = None
     #: What another project wrote, if it is neither ours nor a folder of Hugging Face's; the catalog has its
     #: tensors under Hugging Face's names, and its moments as ``moment_name`` of these.
     foreign: ForeignCheckpoint | None = None
@@ -245,7 +245,7 @@ def _sharded(checkpoint: Found) -> Source:
     module = None if manifest.module is None else described_module(manifest.module, config)
     return Source(
         path, config, companions, files, PartTable(manifest).catalog(), manifest,
-        adapter=manifest.adapter, module=module, held=checkpoint.held,
+        adapter=manifest.adapter, module=module, hold=checkpoint.hold,
     )  # fmt: skip
 
 

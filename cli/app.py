@@ -133,7 +133,7 @@ def make_app(commands: Sequence[Callable[..., Any]] = COMMANDS) -> typer.Typer:
 
 def _meant(words: Sequence[str], commands: Sequence[Callable[..., Any]]) -> tuple[Callable[..., Any], ...]:
     """Return the command that the first word names, or else all of them."""
-    named = tuple(one for one in commands if words[:1] == [get_command_name(one.__name__)])
+    named = tuple(command for command in commands if words[:1] == [get_command_name(command.__name__)])
     return named or tuple(commands)
 
 

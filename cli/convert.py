@@ -95,9 +95,9 @@ def convert(
     from .shared.sizes import parse_counts, parse_size
 
     if to == "dcp":
-        given = {"--tensor": tensor > 1, "--pipeline": pipeline > 1, "--split": split, "--dtype": dtype,
-                 "--max-ram": max_ram, "--dry-run": dry_run, "--verify": verify}  # fmt: skip
-        _to_dcp(src, dst, [option for option, value in given.items() if value], names, config)
+        other_forms = {"--tensor": tensor > 1, "--pipeline": pipeline > 1, "--split": split, "--dtype": dtype,
+                       "--max-ram": max_ram, "--dry-run": dry_run, "--verify": verify}  # fmt: skip
+        _to_dcp(src, dst, [option for option, is_set in other_forms.items() if is_set], names, config)
         return
     counts = parse_counts(split, "convert")
     most = parse_size(max_ram, "--max-ram") if max_ram is not None else None
@@ -116,9 +116,10 @@ def convert(
         say(f"{src}: {plan.source.foreign.summary()}")
     if dry_run:
         for name, transfers in plan.files.items():
-            say(f"{name}  {sum(one.nbytes for one in transfers):,} bytes")
-            for one in transfers:
-                say(f"  {one.name}  {one.dtype} {list(one.box.shape)}  from {len(one.copies)} pieces")
+            say(f"{name}  {sum(transfer.nbytes for transfer in transfers):,} bytes")
+            for transfer in transfers:
+                shape, pieces = list(transfer.box.shape), len(transfer.copies)
+                say(f"  {transfer.name}  {transfer.dtype} {shape}  from {pieces} pieces")
         return
     with byte_progress(f"{src} -> {dst}", plan.nbytes) as advance:
         options = ConversionOptions(workers=workers, max_ram=most, progress=advance)
@@ -130,13 +131,13 @@ def convert(
         _compare(plan.source, dst, dtype)
 
 
-def _to_dcp(src: str, dst: Path, given: list[str], names: str | None, config: str | None) -> None:
+def _to_dcp(src: str, dst: Path, unsupported: list[str], names: str | None, config: str | None) -> None:
     from ..checkpoints import convert_to_dcp
     from ..parallel_state import BadInput
 
-    if given:
+    if unsupported:
         todo = "A checkpoint of torch's is whole, in the dtype of its source: convert the source first"
-        raise BadInput("convert", "--to dcp", expected=f"no {given[0]}", found="one", todo=todo)
+        raise BadInput("convert", "--to dcp", expected=f"no {unsupported[0]}", found="one", todo=todo)
     source = convert_to_dcp(src, dst, names=names, config=config)
     moments = "weights and moments" if source.moments else "weights"
     say(f"{dst}: {moments}, for torch.distributed.checkpoint.load")
@@ -150,9 +151,9 @@ def _compare(source: Source, dst: Path, dtype: str | None) -> None:
     written = read_converted(dst, source)
     if written.manifest is not None:
         verify(written.path, written.manifest, files=written.files)
-    for one in differences(source, written):
-        if dtype is None or math.isnan(one.absolute):  # a cast changes numbers, never names and shapes
-            raise BadCheckpoint(dst, one.name, expected="the source's numbers", found=one.what)
+    for difference in differences(source, written):
+        if dtype is None or math.isnan(difference.absolute):  # a cast changes numbers, never names and shapes
+            raise BadCheckpoint(dst, difference.name, expected="the source's numbers", found=difference.what)
     say(
         f"{dst}: read back, "
         + ("every number is the source's" if dtype is None else "names and shapes are the source's")

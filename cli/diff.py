@@ -42,24 +42,25 @@ def diff(
     from ..checkpoints.verify import checksum_of, verify_sums
     from ..parallel_state import BadInput
 
-    given = {path: (config, names) if foreign_format(path) else (None, None) for path in (a, b)}
-    if (config or names) and not any(map(any, given.values())):
+    reading = {path: (config, names) if foreign_format(path) else (None, None) for path in (a, b)}
+    if (config or names) and not any(map(any, reading.values())):
         expected = "a checkpoint of another project among the two"
         raise BadInput("diff", "--config, --names", expected=expected, found="none")
-    first = read_source(a, config=given[a][0], names=given[a][1])
-    second = read_source(b, module=first.module, config=given[b][0], names=given[b][1])
+    first = read_source(a, config=reading[a][0], names=reading[a][1])
+    second = read_source(b, module=first.module, config=reading[b][0], names=reading[b][1])
     for source in (first, second):
         if source.manifest is not None:
             verify(source.path, source.manifest, files=source.files)
             continue
         for file in source.files:
             verify_sums(file, checksum_of(file))
-    found = list(islice(differences(first, second), most + 1))
-    for one in found[:most]:
-        figures = f"  {one.elements:,} elements, max abs {one.absolute:.3g}, max rel {one.relative:.3g}"
-        say(f"{one.name}: {one.what}" + (figures if one.elements else ""))
-    if len(found) > most:
+    differing = list(islice(differences(first, second), most + 1))
+    for difference in differing[:most]:
+        largest = f"max abs {difference.absolute:.3g}, max rel {difference.relative:.3g}"
+        figures = f"  {difference.elements:,} elements, {largest}" if difference.elements else ""
+        say(f"{difference.name}: {difference.what}{figures}")
+    if len(differing) > most:
         say("... and more (--most)")
-    if found:
+    if differing:
         raise typer.Exit(1)
     say("equal, bit for bit")

@@ -70,25 +70,25 @@ def doctor(
         _compare(folders or (), gbits=gbits, exclude=exclude, as_json=as_json)
         return
     with plain_console(stderr=True).status("checking") as status:
-        found = diagnose(folders or (), say=lambda group: status.update(f"checking {group}"))
+        findings = diagnose(folders or (), say=lambda group: status.update(f"checking {group}"))
     if as_json:
-        _print_json(findings=found)
+        _print_json(findings=findings)
     else:
-        _print_table("Doctor", found)
-    _end(found)
+        _print_table("Doctor", findings)
+    _end(findings)
 
 
 def _compare(folders: Sequence[Path], *, gbits: float | None, exclude: bool, as_json: bool) -> None:
     from ..cluster import exclude_nodes
     from ..machine import preflight
 
-    result = preflight(folders, gbits=gbits)
-    if result is None:
+    comparison = preflight(folders, gbits=gbits)
+    if comparison is None:
         return
-    verdict = result.verdict
+    verdict = comparison.verdict
     if as_json:
         _print_json(
-            nodes=result.nodes, links=result.links, findings=verdict.findings, exclude=verdict.exclude
+            nodes=comparison.nodes, links=comparison.links, findings=verdict.findings, exclude=verdict.exclude
         )
     else:
         _print_table("Nodes", verdict.findings)
@@ -105,15 +105,15 @@ def _print_json(**parts: object) -> None:
     import json
     from dataclasses import asdict, is_dataclass
 
-    def plain(one: object) -> object:
-        if is_dataclass(one) and not isinstance(one, type):
-            return asdict(one)
-        raise TypeError(type(one))
+    def plain(instance: object) -> object:
+        if is_dataclass(instance) and not isinstance(instance, type):
+            return asdict(instance)
+        raise TypeError(type(instance))
 
     say(json.dumps(parts, indent=2, default=plain))
 
 
-def _print_table(title: str, found: Sequence[Finding]) -> None:
+def _print_table(title: str, findings: Sequence[Finding]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -123,15 +123,15 @@ def _print_table(title: str, found: Sequence[Finding]) -> None:
     for column in ("", "check", "found", "what to do"):
         table.add_column(column, overflow="fold")
     colours = {"ok": "green", "warning": "yellow", "fault": "red"}
-    for one in found:
-        table.add_row(Text(one.level, colours[one.level]), one.check, one.found, one.todo)
+    for finding in findings:
+        table.add_row(Text(finding.level, colours[finding.level]), finding.check, finding.found, finding.todo)
     console = plain_console()
     console.print(table)
-    counts = {level: sum(one.level == level for one in found) for level in colours}
+    counts = {level: sum(finding.level == level for finding in findings) for level in colours}
     console.print(", ".join(f"{count} {level}" for level, count in counts.items()))
 
 
-def _end(found: Sequence[Finding]) -> None:
+def _end(findings: Sequence[Finding]) -> None:
     """End with 3 if there is a fault."""
-    if any(one.level == "fault" for one in found):
+    if any(finding.level == "fault" for finding in findings):
         raise typer.Exit(3)

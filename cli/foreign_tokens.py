@@ -44,10 +44,12 @@ def index_files(
     else:
         files = [read_datatrove(file) for path in inputs for file in datatrove_files(path)]
     loaded = load_tokenizer(tokenizer)
-    names = [out] if len(files) == 1 else [out / found.path.stem for found in files]
+    names = [out] if len(files) == 1 else [out / foreign.path.stem for foreign in files]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        found, todo = f"two called {twice.name}", "Give each its own --out"
-        raise BadInput("tokenize", "INPUT", expected="files with different names", found=found, todo=todo)
+        raise BadInput(
+            "tokenize", "INPUT", expected="files with different names", found=f"two called {twice.name}",
+            todo="Give each its own --out",
+        )  # fmt: skip
     for name, foreign in zip(names, files, strict=True):
         with byte_progress(str(name), 0 if quiet else foreign.size) as advance:
             file = index_tokens(

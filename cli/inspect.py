@@ -47,41 +47,43 @@ def inspect(
     from ..runs.console import plain_console
 
     console = plain_console(soft_wrap=True)
-    if config is None and (theirs := read_foreign(source)) is not None:
-        console.print(f"{source}: {theirs.summary()}; with --config its tensors have Hugging Face's names")
-        for line in (*theirs.facts(), *theirs.skipped):
+    if config is None and (foreign := read_foreign(source)) is not None:
+        console.print(f"{source}: {foreign.summary()}; with --config its tensors have Hugging Face's names")
+        for line in (*foreign.facts(), *foreign.skipped):
             console.print(line, markup=False)
-        for name, one in theirs.tensors.items():
-            console.print(f"{name}  {one.dtype} {[*one.shape]}  {len(one.chunks)} parts", markup=False)
+        for name, stored in foreign.tensors.items():
+            console.print(
+                f"{name}  {stored.dtype} {[*stored.shape]}  {len(stored.chunks)} parts", markup=False
+            )
         return
-    found = read_source(source, config=config, names=names)
-    manifest = found.manifest
-    (stated,) = found.described.declarations()
+    folder = read_source(source, config=config, names=names)
+    manifest = folder.manifest
+    (stated,) = folder.described.declarations()
     fixed = buffer_names(stated)  # a router's bias is no parameter
     if manifest is None:
-        fixed = frozenset(link.hf for link in found.described.links()[0] if link.ours in fixed)
+        fixed = frozenset(link.hf for link in folder.described.links()[0] if link.ours in fixed)
     parameters = sum(
-        prod(one.shape)
-        for name, one in found.catalog.items()
+        prod(whole.shape)
+        for name, whole in folder.catalog.items()
         if not name.startswith("optimizer.") and name not in fixed
     )
-    console.print(f"{found.path}: {found.form} of {found.described.model_type}, {parameters:,} parameters")
+    console.print(f"{folder.path}: {folder.form} of {folder.described.model_type}, {parameters:,} parameters")
     if manifest is not None:
         console.print(
             f"layout: {manifest.layout}" + (f"; step {manifest.step}" if manifest.step is not None else "")
         )
-    for warning in found.warnings:
+    for warning in folder.warnings:
         console.print(f"warning: {warning}")
     if tensor is not None:
-        if tensor not in found.catalog:
-            raise BadInput(found.path, tensor, expected="a tensor of this name", found="none")
+        if tensor not in folder.catalog:
+            raise BadInput(folder.path, tensor, expected="a tensor of this name", found="none")
         from ..parallel_state import Box
 
-        whole = found.catalog[tensor]
+        whole = folder.catalog[tensor]
         if manifest is not None:
-            verify_files(found.path, manifest, sorted({part.file for part in whole.parts}), found.files)
-        values = found.read(
-            tensor, Box.whole(whole.shape), found.links(to_hf=manifest is None), finite=False
+            verify_files(folder.path, manifest, sorted({part.file for part in whole.parts}), folder.files)
+        values = folder.read(
+            tensor, Box.whole(whole.shape), folder.links(to_hf=manifest is None), finite=False
         ).double()
         console.print(
             f"{tensor}  {whole.dtype} {list(whole.shape)}  min {values.min():.6g}  max {values.max():.6g}  "
@@ -91,12 +93,12 @@ def inspect(
     files = Table(title="files", title_justify="left")
     for column in ("file", "tensors", "bytes"):
         files.add_column(column, justify="left" if column == "file" else "right")
-    for file in found.stored_files:
+    for file in folder.stored_files:
         files.add_row(file.path.name, f"{len(file.tensors):,}", f"{file.size:,}")
     console.print(files)
     tensors = Table(title="tensors", title_justify="left")
     for column in ("name", "dtype", "shape", "parts"):
         tensors.add_column(column)
-    for name, whole in found.catalog.items():
+    for name, whole in folder.catalog.items():
         tensors.add_row(name, whole.dtype, str(list(whole.shape)), str(len(whole.parts)))
     console.print(tensors)

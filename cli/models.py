@@ -93,13 +93,13 @@ def _print_families(families: list[Family], as_json: bool) -> None:
     sizes: dict[str, list[str]] = {family.model_type: [] for family in families}
     for name, size in published_sizes().items():
         sizes[size.family.model_type].append(name)
-    found = {family.model_type: features_of(family) for family in families}
+    by_family = {family.model_type: features_of(family) for family in families}
     if as_json:
-        _print_json({key: asdict(one) | {"sizes": sizes[key]} for key, one in found.items()})
+        _print_json({key: asdict(features) | {"sizes": sizes[key]} for key, features in by_family.items()})
         return
     console = plain_console(soft_wrap=True)
     rows = [("family", *AXES, "LoRA on", "generation")]
-    rows += [(key, *_row(one)) for key, one in found.items()]
+    rows += [(key, *_row(features)) for key, features in by_family.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         console.print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
@@ -125,14 +125,14 @@ def _print_sizes(family: Family, as_json: bool) -> None:
     from ..models import published_sizes
     from ..runs.console import plain_console
 
-    found = [size for size in published_sizes().values() if size.family is family]
+    sizes = [size for size in published_sizes().values() if size.family is family]
     if as_json:
-        _print_json({size.name: {"parameters": size.parameters} for size in found})
+        _print_json({size.name: {"parameters": size.parameters} for size in sizes})
         return
     console = plain_console(soft_wrap=True)
     console.print(f"published sizes of {family.model_type} ({family.architecture})")
-    width = max((len(size.name) for size in found), default=0)
-    for size in found:
+    width = max((len(size.name) for size in sizes), default=0)
+    for size in sizes:
         console.print(f"  {size.name:<{width}}  {size.parameters:>15,} parameters")
 
 

@@ -50,7 +50,7 @@ def parity(
         float | None,
         typer.Option(help="largest relative difference that passes; default: depends on --dtype"),
     ] = None,
-    every: Annotated[
+    print_all: Annotated[
         bool, typer.Option("--modules", help="print every module and every gradient, not only the worst")
     ] = False,
 ) -> None:
@@ -97,23 +97,23 @@ def parity(
         seed=seed,
     )
     if question.dtype not in TOLERANCES:
-        known = ", ".join(str(one).removeprefix("torch.") for one in TOLERANCES)
+        known = ", ".join(str(known_dtype).removeprefix("torch.") for known_dtype in TOLERANCES)
         raise BadInput("parity", "--dtype", expected=f"one of {known}", found=dtype)
     if tolerance is not None and not 0 <= tolerance < float("inf"):
         raise BadInput("parity", "--tolerance", expected="a number from 0", found=tolerance)
     check(question)
     console = plain_console(soft_wrap=True)
     with console.status("checking") as status:
-        found = compare_with_transformers(
+        comparisons = compare_with_transformers(
             question, tolerance=tolerance, say=lambda text: status.update(f"running: {text}")
         )
-    for one in found:
-        where = "" if one.first is None else f"{one.first.kind} of {one.first.name}"
+    for comparison in comparisons:
+        where = "" if comparison.first is None else f"{comparison.first.kind} of {comparison.first.name}"
         verdict = f"differs first in the {where}" if where else "the same"
-        console.print(f"{one.what}: {verdict} (allowed {one.tolerance:.0e}, {dtype})")
-        for worst in (one.worst(kind) for kind in ("output", "loss", "gradient")):
+        console.print(f"{comparison.what}: {verdict} (allowed {comparison.tolerance:.0e}, {dtype})")
+        for worst in (comparison.worst(kind) for kind in ("output", "loss", "gradient")):
             console.print(f"  largest difference of {worst.kind:<8} {worst.relative:.1e}  {worst.name}")
-        for part in one.found if every else ():
+        for part in comparison.differences if print_all else ():
             console.print(f"  {part.relative:.1e}  {part.kind:<8} {part.name}")
-    if any(one.first for one in found):
+    if any(comparison.first for comparison in comparisons):
         raise typer.Exit(1)

@@ -147,8 +147,8 @@ def plan(
     if dtype is not None and not generate:
         todo = "A recipe's compute and dtype are those of training: plan the recipe"
         raise BadInput("plan", "--dtype", expected="--generate with it", found="training", todo=todo)
-    for option, given in (("--price", price), ("--watts", watts)):
-        if given is not None and tokens is None:
+    for option, number in (("--price", price), ("--watts", watts)):
+        if number is not None and tokens is None:
             raise BadInput("plan", option, expected="--tokens with it", found="no --tokens")
     if write is not None and html is not None and os.path.realpath(write) == os.path.realpath(html):
         raise BadInput("plan", "--html", expected="another file than --write", found=html)
@@ -181,8 +181,8 @@ def plan(
     with ExitStack() as stack:  # both files can be written, or neither is
         files = []
         if write is not None:
-            (found,) = found_ones(results)
-            files.append((stack.enter_context(output_file(write, force=force)), recipe_toml(found)))
+            (search,) = found_ones(results)
+            files.append((stack.enter_context(output_file(write, force=force)), recipe_toml(search)))
         if html is not None:
             page = stack.enter_context(output_file(html, ours=is_page, force=force))
             files.append((page, page_of(results)))
@@ -197,10 +197,10 @@ def _counts(text: str | None, option: str) -> list[int] | None:
     """Parse one or more numbers of at least 1, each of which counts once."""
     from ..parallel_state import BadInput
 
-    found = parse_counts(text, "plan", option)
-    if found is not None and not all(1 <= one <= 2**24 for one in found):
+    numbers = parse_counts(text, "plan", option)
+    if numbers is not None and not all(1 <= number <= 2**24 for number in numbers):
         raise BadInput("plan", option, expected="numbers from 1 to 16,777,216", found=text)
-    counts = found and list(dict.fromkeys(found))
+    counts = numbers and list(dict.fromkeys(numbers))
     if counts and len(counts) > MOST_COUNTS:  # each is a search of seconds
         raise BadInput("plan", option, expected=f"at most {MOST_COUNTS} numbers", found=f"{len(counts):,}")
     return counts
@@ -217,17 +217,18 @@ def _search(requests: Sequence[Request]) -> list[Found | Unmet]:
 
     console = plain_console(stderr=True)
     results: list[Found | Unmet] = []
+    shown = SHOWN if len(requests) == 1 else 1
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         for request in requests:
             task = progress.add_task(f"{request.gpus:,} GPUs: listing layouts", total=None)
 
-            def told(found: Found, task: TaskID = task) -> None:
-                words = f"{found.settled:,} of {found.legal:,} layouts settled, {len(found.best)} found"
-                progress.update(task, total=found.legal, completed=found.settled, description=words)
+            def show_progress(search: Found, task: TaskID = task) -> None:
+                words = f"{search.settled:,} of {search.legal:,} layouts settled, {len(search.best)} found"
+                progress.update(task, total=search.legal, completed=search.settled, description=words)
 
             try:
-                results.append(find_layouts(request, shown=SHOWN if len(requests) == 1 else 1, progress=told))
+                results.append(find_layouts(request, shown=shown, progress=show_progress))
             except BadInput as error:
                 results.append(Unmet(request, error))
             progress.remove_task(task)

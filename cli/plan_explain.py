@@ -66,7 +66,7 @@ def topics() -> Iterator[Callable[..., None]]:
     options, table = read_table()
     for name, topic in table.items():
         numbers = {
-            row.option: _option(options[row.option][0], row.meaning, row.default) for row in topic.given
+            row.option: _option(options[row.option][0], row.meaning, row.default) for row in topic.inputs
         }
         choices = {key: None if value == "-" else value for key, value in topic.choices.items()}
         yield _command(
@@ -104,20 +104,20 @@ def _explained(name: str, topic: Topic, values: dict[str, Any], called: typer.Co
 
     options, _ = read_table()
     at = {key: values[key] for key in topic.choices}
-    for row in topic.given:
+    for row in topic.inputs:
         value, kind = values[row.option], options[row.option][0]
         if kind in _LEAST:
             value = parse_amount(value, _flag(row.option), least=_LEAST[kind])
         at[row.symbol] = value
     if at.get("model") is not None:
-        _refuse_given(called, [row.option for row in topic.given if row.symbol in topic.of_model])
+        _refuse_given(called, [row.option for row in topic.inputs if row.symbol in topic.of_model])
         from ..planner.explanations.published import numbers_of
 
         numbers = numbers_of(at["model"], at.get("S", 1))
         at |= {symbol: getattr(numbers, key) for symbol, key in topic.of_model.items()}
     if name in _PREPARE:
         _PREPARE[name](at)
-    inputs = [Given(row.symbol, at[row.symbol], row.meaning, _flag(row.option)) for row in topic.given]
+    inputs = [Given(row.symbol, at[row.symbol], row.meaning, _flag(row.option)) for row in topic.inputs]
     steps = [tuple(text.format(**at) for text in row) for row in topic.steps]
     notes = [note.format(**at) for note in topic.notes]
     return explain(topic.title, inputs, steps, notes, topic.sources)
@@ -207,7 +207,7 @@ def _show(explanation: Explanation, as_json: bool) -> None:
         say(json.dumps(asdict(explanation), indent=2))
         return
     say(f"{explanation.title}\n\ngiven")
-    for number in explanation.given:
+    for number in explanation.inputs:
         say(f"  {number.symbol} = {plain(number.value):<16} {number.meaning} ({number.option})")
     for step in explanation.steps:
         result = readable(step.value, step.unit)

@@ -36,18 +36,18 @@ def row(parameter: Any) -> str:
 def section(name: str, command: Any) -> str:
     """Return a command's part of the page: usage, explanation, arguments and options, examples."""
     text, _, examples = command.help.partition(EXAMPLES)
-    shown = [one for one in command.params if not getattr(one, "hidden", False)]
-    arguments = [one for one in shown if one.param_type_name == "argument"]
-    words = [(one, one.metavar + ("..." if one.nargs == -1 else "")) for one in arguments]
-    usage = " ".join(word if one.required else f"[{word}]" for one, word in words)
+    parameters = [parameter for parameter in command.params if not getattr(parameter, "hidden", False)]
+    arguments = [parameter for parameter in parameters if parameter.param_type_name == "argument"]
+    words = [(argument, argument.metavar + ("..." if argument.nargs == -1 else "")) for argument in arguments]
+    usage = " ".join(word if argument.required else f"[{word}]" for argument, word in words)
     lines = [
         f"## `{name}`\n",
         f"```\n{' '.join(f'{name} {usage} [OPTIONS]'.split())}\n```\n",
         _wrapped(text),
         "",
     ]
-    if shown:
-        lines += ["| argument or option | meaning | default |", "|---|---|---|", *map(row, shown), ""]
+    if parameters:
+        lines += ["| argument or option | meaning | default |", "|---|---|---|", *map(row, parameters), ""]
     block = "\n".join(line.removeprefix("    ") for line in examples.strip("\n").splitlines())
     return "\n".join(lines) + f"\n```bash\n{block.strip()}\n```\n"
 

@@ -71,7 +71,7 @@ def schedule(
             tables["measured"] = measured_timetable(
                 name, layout, microbatches, unit=unit / layout.virtual_stages
             )
-    heads = "".join(f"{f'waits, {one}':>18}" for one in tables)
+    heads = "".join(f"{f'waits, {kind}':>18}" for kind in tables)
     console.print(f"{'':<9}{'stages':<12}{'held at once':>13}{heads}")
     for rank in range(stages):
         numbers = " ".join(map(str, layout.stages_of(rank)))

@@ -30,7 +30,7 @@ class Batch(NamedTuple):
         """Return the batch on ``device``; from pinned memory the copy continues after the return. The host
         still knows the numbers, see ``host_copies``.
         """
-        return self._each(lambda one: send(one, device))
+        return self._each(lambda tensor: send(tensor, device))
 
     def pinned(self) -> Batch:
         """Return the batch in pinned memory, from which a GPU copies by itself."""
@@ -47,17 +47,17 @@ class Batch(NamedTuple):
     def check_form(self) -> Batch:
         """Return the batch; raise ``BadInput`` unless it holds whole rows of integers, all of one shape."""
         shape = self.input_ids.shape if isinstance(self.input_ids, Tensor) else ()
-        for name, one in self._asdict().items():
-            if one is None and name == "positions":
+        for name, tensor in self._asdict().items():
+            if tensor is None and name == "positions":
                 continue
-            found = type(one).__name__
-            if isinstance(one, Tensor):
-                found = f"{str(one.dtype).removeprefix('torch.')} of shape {[*one.shape]}"
-                integers = one.dtype in (torch.int32, torch.int64)
-                if integers and one.ndim == 2 and one.numel() and one.shape == shape:
+            actual = type(tensor).__name__
+            if isinstance(tensor, Tensor):
+                actual = f"{str(tensor.dtype).removeprefix('torch.')} of shape {[*tensor.shape]}"
+                integers = tensor.dtype in (torch.int32, torch.int64)
+                if integers and tensor.ndim == 2 and tensor.numel() and tensor.shape == shape:
                     continue
             expected = "int64 of shape (rows, length), at least 1 each, as input_ids"
-            raise BadInput("batch", name, expected=expected, found=found)
+            raise BadInput("batch", name, expected=expected, found=actual)
         return self
 
     def check_ids(self, vocab_size: int) -> Batch:

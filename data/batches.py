@@ -147,8 +147,8 @@ class GlobalBatches:
         for row, (source, number) in enumerate(zip(sources.tolist(), numbers.tolist(), strict=True)):
             self._rows[source].fill(number, ids[row], labels[row], positions[row])
         # By the files and not by what this batch drew: all ranks and steps compute alike.
-        told = torch.from_numpy(positions) if self.packed else None
-        return Batch(torch.from_numpy(ids), torch.from_numpy(labels), told)
+        packed_positions = torch.from_numpy(positions) if self.packed else None
+        return Batch(torch.from_numpy(ids), torch.from_numpy(labels), packed_positions)
 
     def count_labels(self, step: int, rows: range) -> int:
         """Return how many labels count in ``rows(step, rows)``, without reading a token.
@@ -159,8 +159,8 @@ class GlobalBatches:
             return len(rows) * self.sequence_length
         count = 0
         for begin in range(rows.start, rows.stop, _COUNTED_AT_ONCE):
-            some = range(begin, min(begin + _COUNTED_AT_ONCE, rows.stop))
-            sources, numbers = self._numbers(step, some)
+            chunk = range(begin, min(begin + _COUNTED_AT_ONCE, rows.stop))
+            sources, numbers = self._numbers(step, chunk)
             for source in np.unique(sources).tolist():
                 count += self._rows[source].count_labels(numbers[sources == source])
         return count

@@ -57,9 +57,9 @@ def read_datatrove(path: Path) -> ForeignTokens:
 def _check_metadata(lines: list[str], itemsize: int, count: int, where: Path) -> None:
     """Compare the lines ``tokenizer|bytes of an id`` (once without bytes) and the number of ids."""
     _, bar, bytes_said = lines[0].rpartition("|") if lines else ("", "", "")
-    for key, expected, found in (
+    for key, expected, stored in (
         ("bytes of an id", itemsize, bytes_said if bar else str(itemsize)),
         ("ids", count, lines[1] if len(lines) > 1 else "nothing"),
     ):
-        if found != str(expected):
-            raise BadInput(where, key, expected=f"{expected}, as the other files say", found=found)
+        if stored != str(expected):
+            raise BadInput(where, key, expected=f"{expected}, as the other files say", found=stored)

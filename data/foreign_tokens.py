@@ -52,14 +52,14 @@ def offsets_of_ends(ends: NDArray[np.int64], where: Path) -> NDArray[np.int64]:
         at = int(np.argmax(falls))
         expected = f"an end of at least {offsets[at]}, where the one before it ends"
         raise BadInput(where, f"document {at}", expected=expected, found=offsets[at + 1])
-    kept: NDArray[np.int64] = offsets[np.concatenate([[True], offsets[1:] > offsets[:-1]])]
-    if len(kept) == 1:
+    not_empty: NDArray[np.int64] = offsets[np.concatenate([[True], offsets[1:] > offsets[:-1]])]
+    if len(not_empty) == 1:
         raise BadInput(where, "documents", expected="at least one with tokens", found="none")
-    return kept
+    return not_empty
 
 
 def index_tokens(
-    found: ForeignTokens,
+    foreign: ForeignTokens,
     out: Path,
     *,
     vocab_size: int,
@@ -75,7 +75,7 @@ def index_tokens(
     Raises ``BadInput`` for an id that is not below ``vocab_size``, and for a name that is taken.
     """
     paths = TokenPaths.of(out)
-    in_place = paths.tokens.exists() and paths.tokens.samefile(found.path)
+    in_place = paths.tokens.exists() and paths.tokens.samefile(foreign.path)
     check_place(paths.name)
 
     def refuse() -> None:
@@ -88,47 +88,47 @@ def index_tokens(
     staging = Staging.begin_files(staged_as, refuse)
     try:
         digest, sums, begun = hashlib.sha256(), BlockSums(), 0
-        for at, ids in _parts(found):
-            _check_ids(ids, at, vocab_size, found.path)
+        for at, ids in _parts(foreign):
+            _check_ids(ids, at, vocab_size, foreign.path)
             digest.update(ids.data)
             sums.update(ids.data)
-            first, last = np.searchsorted(found.offsets[:-1], [at, at + ids.size])
+            first, last = np.searchsorted(foreign.offsets[:-1], [at, at + ids.size])
             if bos_id is not None:
-                begun += int(np.count_nonzero(ids[found.offsets[first:last] - at] == bos_id))
+                begun += int(np.count_nonzero(ids[foreign.offsets[first:last] - at] == bos_id))
             on_progress(ids.nbytes)
         places = {}
         if not in_place:
-            os.symlink(_target(found.path, paths.tokens), staging.directory / "tokens")
+            os.symlink(_target(foreign.path, paths.tokens), staging.directory / "tokens")
             places["tokens"] = paths.tokens
         index = TokenIndex(
             version=VERSION,
-            dtype=found.dtype,
-            tokens=int(found.offsets[-1]),
-            documents=len(found.offsets) - 1,
+            dtype=foreign.dtype,
+            tokens=int(foreign.offsets[-1]),
+            documents=len(foreign.offsets) - 1,
             vocab_size=vocab_size,
             eos_id=eos_id,
-            bos_id=bos_id if begun == len(found.offsets) - 1 else None,
+            bos_id=bos_id if begun == len(foreign.offsets) - 1 else None,
             tokenizer_fingerprint=tokenizer_fingerprint,
             sha256=digest.hexdigest(),
             documents_sha256="",
         )
-        return publish_tokens(staging, paths, index, found.offsets, [sums.value()], places)
+        return publish_tokens(staging, paths, index, foreign.offsets, [sums.value()], places)
     finally:
         staging.abandon()
 
 
-def _parts(found: ForeignTokens) -> Iterator[tuple[int, NDArray[np.unsignedinteger]]]:
+def _parts(foreign: ForeignTokens) -> Iterator[tuple[int, NDArray[np.unsignedinteger]]]:
     """Yield all ids in pieces, each with the number of its first id."""
-    dtype, done = little_endian(found.dtype), 0
-    with open_regular(found.path) as (fd, _):
-        while done < found.size:
+    dtype, done = little_endian(foreign.dtype), 0
+    with open_regular(foreign.path) as (fd, _):
+        while done < foreign.size:
             try:
-                part = os.pread(fd, min(_PART, found.size - done), done)
+                part = os.pread(fd, min(_PART, foreign.size - done), done)
             except OSError as error:
-                raise from_os_error(error, found.path, expected="a readable file", kind=BadInput) from None
+                raise from_os_error(error, foreign.path, expected="a readable file", kind=BadInput) from None
             if not part or len(part) % dtype.itemsize:
                 raise BadInput(
-                    found.path, "size", expected=f"{found.size} bytes", found="a file that shrinks"
+                    foreign.path, "size", expected=f"{foreign.size} bytes", found="a file that shrinks"
                 )
             yield done // dtype.itemsize, np.frombuffer(part, dtype)
             done += len(part)
@@ -137,12 +137,12 @@ def _parts(found: ForeignTokens) -> Iterator[tuple[int, NDArray[np.unsignedinteg
 def _check_ids(ids: NDArray[np.unsignedinteger], at: int, vocab_size: int, where: Path) -> None:
     if ids.max() >= vocab_size:
         first = int(np.argmax(ids >= vocab_size))
-        found = int(ids[first])
+        id = int(ids[first])
         raise BadInput(
             where,
             f"token {at + first}",
             expected=f"0 to {vocab_size - 1}, the tokenizer's ids",
-            found=found - 2**32 if found >= 2**31 else found,  # Megatron's ids have a sign
+            found=id - 2**32 if id >= 2**31 else id,  # Megatron's ids have a sign
             todo="Name the tokenizer that made the file",
         )
 

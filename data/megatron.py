@@ -69,9 +69,9 @@ def _read_header(header: bytes, where: Path) -> tuple[Any, int, int]:
     """Return the type of an id and the numbers of sequences and of bounds."""
     if not header.startswith(_MAGIC):
         old = header.startswith(_OLD_MAGIC)
-        found = "the older format of cached data sets" if old else repr(header[: len(_MAGIC)])
+        magic = "the older format of cached data sets" if old else repr(header[: len(_MAGIC)])
         todo = "Preprocess the text again, with today's Megatron or with trilith tokenize" if old else ""
-        raise BadInput(where, "magic", expected=f"{_MAGIC!r}, Megatron's index", found=found, todo=todo)
+        raise BadInput(where, "magic", expected=f"{_MAGIC!r}, Megatron's index", found=magic, todo=todo)
     if len(header) < _HEADER.size:
         expected = f"at least {_HEADER.size} bytes, a whole header"
         raise BadInput(where, "size", expected=expected, found=len(header), todo="Copy it again")
@@ -80,13 +80,13 @@ def _read_header(header: bytes, where: Path) -> tuple[Any, int, int]:
         raise BadInput(where, "version", expected=1, found=version)
     dtype = next((name for name, known in _CODES.items() if known == code), None)
     if dtype is None:
-        found = _TYPES[code] if code < len(_TYPES) else f"code {code}"
+        type_name = _TYPES[code] if code < len(_TYPES) else f"code {code}"
         raise BadInput(
-            where, "type of the ids", expected="uint16 or int32", found=found, todo="Tokenize again"
+            where, "type of the ids", expected="uint16 or int32", found=type_name, todo="Tokenize again"
         )
     if sequences == 0 or bounds < 2:
-        found = f"{sequences} sequences, {bounds} bounds of documents"
-        raise BadInput(where, expected="at least one sequence and two bounds", found=found)
+        counts = f"{sequences} sequences, {bounds} bounds of documents"
+        raise BadInput(where, expected="at least one sequence and two bounds", found=counts)
     return dtype, sequences, bounds
 
 
@@ -96,8 +96,8 @@ def _check_modes(modes: NDArray[np.int8], where: Path) -> None:
         part = modes[begin : begin + _AT_ONCE]
         if part.any():
             at = int(np.argmax(part != 0))
-            found = f"mode {part[at]}: a data set of several kinds"
-            raise BadInput(where, f"sequence {begin + at}", expected="mode 0, text", found=found)
+            mode = f"mode {part[at]}: a data set of several kinds"
+            raise BadInput(where, f"sequence {begin + at}", expected="mode 0, text", found=mode)
 
 
 def _check_sequences(
@@ -129,8 +129,8 @@ def _offsets(
 ) -> NDArray[np.int64]:
     """Return where documents begin, in ids, and where the last one ends."""
     if bounds[0] != 0 or bounds[-1] != len(pointers):
-        found = f"{bounds[0]} to {bounds[-1]}"
-        raise BadInput(where, "bounds of documents", expected=f"0 to {len(pointers)}", found=found)
+        expected = f"0 to {len(pointers)}"
+        raise BadInput(where, "bounds of documents", expected=expected, found=f"{bounds[0]} to {bounds[-1]}")
     ends = np.empty(len(bounds) - 1, dtype="<i8")
     for begin in range(0, len(ends), _AT_ONCE):
         part = np.array(bounds[begin : begin + _AT_ONCE + 1])
@@ -151,8 +151,8 @@ def _offsets(
 def check_for_megatron(vocab_size: int, *, chat: bool) -> None:
     """Refuse what Megatron's files cannot hold."""
     if chat:
-        found = "conversations, of which some tokens are learnt"
-        raise BadInput("tokenize", "--to megatron", expected="text: it learns every token", found=found)
+        expected, chats = "text: it learns every token", "conversations, of which some tokens are learnt"
+        raise BadInput("tokenize", "--to megatron", expected=expected, found=chats)
     if vocab_size > 2**31:
         expected = "a vocabulary of at most 2**31: its ids are int32"
         raise BadInput("tokenize", "--to megatron", expected=expected, found=vocab_size)
@@ -184,10 +184,10 @@ def parse_blend(words: Sequence[str], where: object) -> tuple[list[str], list[fl
     if None in weights:
         at = 2 * weights.index(None)
         raise BadInput(where, "data path", expected=f"a weight before {words[at + 1]}", found=words[at])
-    given = [weight for weight in weights if weight is not None]
-    if not all(0 < weight < math.inf for weight in given):
+    numbers = [weight for weight in weights if weight is not None]
+    if not all(0 < weight < math.inf for weight in numbers):
         raise BadInput(where, "data path", expected="finite weights above 0", found=" ".join(words[::2]))
-    return [*words[1::2]], given
+    return [*words[1::2]], numbers
 
 
 def _weight(word: str) -> float | None:

@@ -81,18 +81,18 @@ def _shares(weights: Sequence[float]) -> list[int]:
 def _schedule(shares: list[int]) -> NDArray[np.int64]:
     """Return the source of each slot of a period."""
     period = sum(shares)
-    given = [0] * len(shares)
+    drawn = [0] * len(shares)
     waiting = [(0, source) for source in range(len(shares))]
     ready: list[tuple[int, int]] = []
     slots = np.empty(period, dtype=np.int64)
     for slot in range(period):
         while waiting and waiting[0][0] <= slot:
             source = heapq.heappop(waiting)[1]
-            deadline = -(-(given[source] + 1) * period // shares[source]) - 1
+            deadline = -(-(drawn[source] + 1) * period // shares[source]) - 1
             heapq.heappush(ready, (deadline, source))
         deadline, source = heapq.heappop(ready)
         assert deadline >= slot, (shares, slot)
         slots[slot] = source
-        given[source] += 1
-        heapq.heappush(waiting, (given[source] * period // shares[source], source))
+        drawn[source] += 1
+        heapq.heappush(waiting, (drawn[source] * period // shares[source], source))
     return slots

@@ -104,8 +104,8 @@ class TokenFile:
         targets = self._checked_targets.read(begin, end)
         if targets.size and targets.max() > 1:
             at = begin + int(np.argmax(targets > 1))
-            found = self._checked_targets.items[at]
-            raise BadInput(TokenPaths(self.path).targets, f"token {at}", expected="0 or 1", found=found)
+            target = self._checked_targets.items[at]
+            raise BadInput(TokenPaths(self.path).targets, f"token {at}", expected="0 or 1", found=target)
         return targets
 
     @property

@@ -195,9 +195,9 @@ def read_sums(path: Path, index: TokenIndex) -> tuple[Sums, Sums]:
 
 
 def _check_size(path: Path, size: int, meaning: str) -> None:
-    found = _size_of(path)
-    if found != size:
-        raise BadInput(path, "size", expected=f"{size} bytes: {meaning}", found=found)
+    actual = _size_of(path)
+    if actual != size:
+        raise BadInput(path, "size", expected=f"{size} bytes: {meaning}", found=actual)
 
 
 def read_documents(path: Path, index: TokenIndex) -> NDArray[np.int64]:

@@ -68,13 +68,13 @@ class CheckedFile:
     def _check(self, block: int) -> None:
         if self._checked[block]:
             return
-        found = crc32(self._bytes[block * BLOCK : (block + 1) * BLOCK].data)
-        if found != self._sums[block]:
+        checksum = crc32(self._bytes[block * BLOCK : (block + 1) * BLOCK].data)
+        if checksum != self._sums[block]:
             raise BadInput(
                 self.path,
                 f"bytes {block * BLOCK} to {min((block + 1) * BLOCK, len(self._bytes)) - 1}",
                 expected=f"the CRC-32 {int(self._sums[block]):08x} that they were written with",
-                found=f"{found:08x}",
+                found=f"{checksum:08x}",
                 todo="The file was changed after it was made: copy it again, or tokenize again",
             )
         self._checked[block] = True

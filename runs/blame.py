@@ -78,7 +78,7 @@ def _look(folder: Path, world: int, *, but: int, run: str, wait: float) -> dict[
         now = known[but].time if but in known else time.time()
         first = now if first is None else first
         accused = _accusations(known, world, but, now)
-        unheard = wait > 0 and any(one.unheard(first) for one in known.values() if one.rank != but)
+        unheard = wait > 0 and any(status.unheard(first) for status in known.values() if status.rank != but)
         longest = wait + SILENT_AFTER if unheard else wait
         if accused or time.monotonic() - began >= longest:
             return accused

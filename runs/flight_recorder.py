@@ -79,21 +79,20 @@ def read_records_of(folder: Path) -> dict[int, list[Call]]:
     """Read what the ranks of a run's last start have written, by rank. A file that cannot be read is passed
     over: its rank may have been killed while it wrote.
     """
-    found: dict[int, list[Call]] = {}
+    calls: dict[int, list[Call]] = {}
     for path in sorted(folder.glob("*-rank*")):
         name = _NAME.fullmatch(path.name)
         if name is None:
             continue
         with suppress(BadInput, KeyError, TypeError, ValueError, AttributeError):
-            found.setdefault(int(name[1]), []).extend(_calls(path))
-    return found
+            calls.setdefault(int(name[1]), []).extend(_calls(path))
+    return calls
 
 
 def _calls(path: Path) -> list[Call]:
     if path.suffix == ".json":
         read = read_json(path, _MOST_BYTES)
-        found = [_calls_in(record, read["groups"]) for record in read["records"].values()]
-        return [call for calls in found for call in calls]
+        return [call for record in read["records"].values() for call in _calls_in(record, read["groups"])]
     # A pickle of plain data, which is read without running it.
     record: Any = read_records(read_small(path, _MOST_BYTES), path, {}, limits=_PICKLED)
     return _calls_in(record, {key: json.loads(group["ranks"]) for key, group in record["pg_config"].items()})
@@ -104,13 +103,13 @@ def _calls_in(record: Mapping[str, Any], groups: Mapping[str, Sequence[int]]) ->
     # gloo calls a collective that failed retired too: then the last one is what the rank waited in.
     pending = [entry for entry in entries if not (entry["retired"] or entry["state"] == "completed")]
     waited = {entry["record_id"] for entry in pending or entries[-1:]}
-    found = []
+    calls = []
     for entry in entries:
-        name, said = (str(one) for one in entry["process_group"])
+        name, description = map(str, entry["process_group"])
         pairs = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
-        found.append(
+        calls.append(
             Call(
-                group=said if said not in ("", "undefined") else name,
+                group=description if description not in ("", "undefined") else name,
                 ranks=tuple(groups[name]) if name in groups else (),
                 number=int(entry["collective_seq_id"]),
                 name=str(entry["profiling_name"]).partition(":")[2],
@@ -118,14 +117,14 @@ def _calls_in(record: Mapping[str, Any], groups: Mapping[str, Sequence[int]]) ->
                 ended=entry["record_id"] not in waited,
             )
         )
-    return found
+    return calls
 
 
 def who_waits(records: Mapping[int, Sequence[Call]]) -> list[str]:
     """Return a sentence for each collective in which a rank waited: who waits for whom, or who calls another
     one.
     """
-    return [_told(records, *place) for place in sorted(_waiting(records))]
+    return [_wait_sentence(records, *place) for place in sorted(_waiting(records))]
 
 
 def _waiting(records: Mapping[int, Sequence[Call]]) -> set[tuple[str, tuple[int, ...], int]]:
@@ -139,7 +138,9 @@ def _waiting(records: Mapping[int, Sequence[Call]]) -> set[tuple[str, tuple[int,
     return {(*place, number) for place, number in first.items()}
 
 
-def _told(records: Mapping[int, Sequence[Call]], group: str, ranks: tuple[int, ...], number: int) -> str:
+def _wait_sentence(
+    records: Mapping[int, Sequence[Call]], group: str, ranks: tuple[int, ...], number: int
+) -> str:
     here = {
         rank: call
         for rank, calls in records.items()
@@ -164,5 +165,5 @@ def _absent(records: Mapping[int, Sequence[Call]], rank: int, group: str, ranks:
     if rank not in records:
         return f"rank {rank}, which left no record"
     last = [call for call in records[rank] if (call.group, call.ranks) == (group, ranks)][-1:]
-    said = f"{last[0].number}, {last[0].name}" if last else "none"
-    return f"rank {rank}, whose last call there was {said}"
+    last_call = f"{last[0].number}, {last[0].name}" if last else "none"
+    return f"rank {rank}, whose last call there was {last_call}"

@@ -241,11 +241,11 @@ def all_status(folder: Path) -> list[RankStatus]:
 
     Files that cannot be read are skipped (another version, a full disk).
     """
-    found = []
+    statuses = []
     for path in folder.glob("rank*.json"):
         with suppress(OSError, MachineFailed, ValueError, TypeError):
-            found.append(_read(path))
-    return sorted(found, key=lambda status: status.rank)
+            statuses.append(_read(path))
+    return sorted(statuses, key=lambda status: status.rank)
 
 
 def read_status(folder: Path, *, run: str) -> list[RankStatus]:

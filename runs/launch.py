@@ -59,8 +59,8 @@ def own_rank() -> int:
 def check_device(device: str) -> None:
     """Raise ``BadInput`` for a device that is not known, and for CUDA if there is none."""
     if device not in BACKENDS:
-        found, todo = repr(device)[:80], "cuda is a GPU of NVIDIA or AMD"
-        raise BadInput("device", expected=f"auto, {' or '.join(BACKENDS)}", found=found, todo=todo)
+        expected, todo = f"auto, {' or '.join(BACKENDS)}", "cuda is a GPU of NVIDIA or AMD"
+        raise BadInput("device", expected=expected, found=repr(device)[:80], todo=todo)
     if device == "cuda" and not torch.cuda.is_available():
         raise BadInput("recipe", "device", expected="cpu: this machine has no CUDA device", found="cuda")
 
@@ -167,7 +167,7 @@ def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | No
         with forward_signals(child):
             ranks = OwnRanks(child, status, run)
             code = ranks.wait()
-        ended = [one.code for one in read_status(status, run=run)]
+        ended = [rank_status.code for rank_status in read_status(status, run=run)]
         if ended == [0] * world:  # whatever became of torchrun
             return 0
         failed = first_failure(status, run=run) if code else None

@@ -52,20 +52,20 @@ def only_run_in(
     Collective; ``BadInput`` on every rank if another run has the folder for ``patience`` seconds. Rank 0
     holds the lock, unless the launcher that started the ranks does.
     """
-    held: list[FileLock] = []
+    locks: list[FileLock] = []
 
     def take() -> str:
         if state.rank:
             return ""
         if inherits_lock(folder):
             return this_start()
-        held.append(_take(folder, patience, say))
+        locks.append(_take(folder, patience, say))
         return new_start()
 
     try:
         yield together(take, state)[0]
     finally:
-        for lock in held:
+        for lock in locks:
             lock.release()
 
 
@@ -91,10 +91,9 @@ def _refuse_logs_of_others(folder: Path) -> None:
         return
     for log in (folder / "metrics.jsonl", folder / "norms.jsonl"):
         if log.exists():
-            expected, found = "a new folder, or a run's", f"{log}, which no run of trilith wrote"
-            raise BadInput(
-                "recipe", "out", expected=expected, found=found, todo="Choose another folder, or move it away"
-            )
+            expected, todo = "a new folder, or a run's", "Choose another folder, or move it away"
+            written = f"{log}, which no run of trilith wrote"
+            raise BadInput("recipe", "out", expected=expected, found=written, todo=todo)
 
 
 def _take(folder: Path, patience: float | None, say: Callable[[str], None]) -> FileLock:
@@ -102,7 +101,7 @@ def _take(folder: Path, patience: float | None, say: Callable[[str], None]) -> F
     make_folder(folder)
     _refuse_logs_of_others(folder)
     patience = _PATIENCE if patience is None else patience
-    deadline, said = time.monotonic() + patience, False
+    deadline, announced = time.monotonic() + patience, False
     while (lock := _try_to_take(folder)) is None:
         if time.monotonic() > deadline:
             raise BadInput(
@@ -112,8 +111,8 @@ def _take(folder: Path, patience: float | None, say: Callable[[str], None]) -> F
                 found=f"{folder}, in use",
                 todo="Wait for that run, or choose another folder",
             )
-        if not said:
-            said = True
+        if not announced:
+            announced = True
             say(f"{folder} is in use by another run: waiting up to {patience:g} s for it to end")
         time.sleep(0.2)
     clear_status(status_folder(folder))
@@ -124,5 +123,8 @@ def _try_to_take(folder: Path) -> FileLock | None:
     try:
         return FileLock.take(_file(folder))
     except OSError as error:
-        expected, found = "a folder that can be written to, with locks", f"{_file(folder)}: {error.strerror}"
-        raise BadInput("recipe", "out", expected=expected, found=found) from None
+        expected, failure = (
+            "a folder that can be written to, with locks",
+            f"{_file(folder)}: {error.strerror}",
+        )
+        raise BadInput("recipe", "out", expected=expected, found=failure) from None

@@ -61,8 +61,8 @@ class StepMetrics:
                 raise BadInput(by, name, expected=expected, found="one that has", todo="Choose another name")
             if name not in self.__slots__:
                 if not isinstance(figure, int | float):
-                    found, hint = type(figure).__name__, "Return a Python number, such as float(tensor)"
-                    raise BadInput(by, name, expected="a number", found=found, todo=hint)
+                    todo = "Return a Python number, such as float(tensor)"
+                    raise BadInput(by, name, expected="a number", found=type(figure).__name__, todo=todo)
                 own[name] = figure
         known = {name: figure for name, figure in figures.items() if name not in own}
         return replace(self, **known, own=own or None)
@@ -87,10 +87,10 @@ class StepLog:
     def __init__(self, path: Path, *, start: int) -> None:
         self.path, self.logged = path, steps_in(path) if start else 0
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept, broken = _sorted_out(path, start) if start and path.exists() else ([], [])
+        good, broken = _sorted_out(path, start) if start and path.exists() else ([], [])
         if broken:
             _replace(set_aside_name(path, BROKEN), broken)
-        _replace(path, kept)
+        _replace(path, good)
         with writing(path):
             self._file = path.open("a", encoding="utf-8")
 
@@ -105,14 +105,14 @@ class StepLog:
 
 def _sorted_out(path: Path, start: int) -> tuple[list[str], list[str]]:
     """Return the lines of steps before ``start`` as they stand, and the lines that name no step."""
-    kept, broken = [], []
+    good, broken = [], []
     for line in read_log(path):
         step = _step(line.value)
         if step is None:
             broken.append(line.text)
         elif step < start:
-            kept.append(line.text)
-    return kept, broken
+            good.append(line.text)
+    return good, broken
 
 
 def _replace(path: Path, lines: list[str]) -> None:
@@ -128,10 +128,10 @@ def _replace(path: Path, lines: list[str]) -> None:
 
 
 def _finite(line: Mapping[str, Any]) -> dict[str, Any]:
-    said = {key: value for key, value in line.items() if value is not None}
+    known = {key: value for key, value in line.items() if value is not None}
     return {
         key: _finite(value) if isinstance(value, Mapping) else None if _is_odd(value) else value
-        for key, value in said.items()
+        for key, value in known.items()
     }
 
 
@@ -140,20 +140,16 @@ def _is_odd(value: object) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read a ``metrics.jsonl``: the fields of ``StepMetrics`` that are known, without broken lines."""
-    return read_lines(path)
+    """Read the lines of a step log, such as ``metrics.jsonl``; none if there is no file.
 
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a step log; none if there is no file. A line that is broken, or names no step, is
-    passed over.
+    A line that is broken, or names no step, is passed over.
     """
     return [line for line in read_good_lines(path) if _step(line) is not None]
 
 
 def steps_in(path: Path) -> int:
     """Return how many steps a run has logged, up to the last; 0 if there is no file."""
-    return max((line["step"] + 1 for line in read_lines(path)), default=0)
+    return max((line["step"] + 1 for line in read_metrics(path)), default=0)
 
 
 def is_whole(line: Mapping[str, Any]) -> bool:
@@ -161,8 +157,8 @@ def is_whole(line: Mapping[str, Any]) -> bool:
 
     ``None`` stands for a number that was not finite.
     """
-    said = [line.get(key, "") for key in ("loss", "grad_norm", "lr", "tokens_per_second", "seconds")]
-    numbers = all(value is None or type(value) in (int, float) for value in said)
+    figures = [line.get(key, "") for key in ("loss", "grad_norm", "lr", "tokens_per_second", "seconds")]
+    numbers = all(value is None or type(value) in (int, float) for value in figures)
     return numbers and type(line.get("tokens")) is int
 
 

@@ -38,19 +38,19 @@ class OwnRanks:
         failed_at: float | None = None
         while self._child.poll() is None:
             time.sleep(_LOOK_EVERY)
-            known = read_status(self._status, run=self._run)
-            if failed_at is None and any(one.code not in (None, 0, PREEMPTED) for one in known):
+            statuses = read_status(self._status, run=self._run)
+            if failed_at is None and any(status.code not in (None, 0, PREEMPTED) for status in statuses):
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() - failed_at > _HANGING_AFTER:
-                for one in known:
-                    if one.code is None and self._runs_under_torchrun(one):
-                        os.kill(one.pid, signal.SIGKILL)
+                for status in statuses:
+                    if status.code is None and self._runs_under_torchrun(status):
+                        os.kill(status.pid, signal.SIGKILL)
         self._end_orphans()
         return self._child.returncode
 
-    def _runs_under_torchrun(self, one: RankStatus) -> bool:
-        info = None if one.gone else process_info(one.pid)
-        return info is not None and info.parent == self._child.pid and info.started == one.started
+    def _runs_under_torchrun(self, status: RankStatus) -> bool:
+        info = None if status.gone else process_info(status.pid)
+        return info is not None and info.parent == self._child.pid and info.started == status.started
 
     def _end_orphans(self) -> None:
         """Ask ranks whose torchrun was killed to save and leave; after a while, kill them."""
@@ -69,4 +69,5 @@ class OwnRanks:
     def _orphans(self) -> set[int]:
         """Return the ranks of this start that are now our children, because their torchrun died."""
         name = f"TORCHELASTIC_RUN_ID={self._run}"
-        return {one.pid for one in children_of(os.getpid()) if one.alive and name in environment_of(one.pid)}
+        pids = [child.pid for child in children_of(os.getpid()) if child.alive]
+        return {pid for pid in pids if name in environment_of(pid)}

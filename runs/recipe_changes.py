@@ -10,16 +10,16 @@ from typing import Any
 from .events import read_events
 
 
-def flat_recipe(value: Any) -> dict[str, str]:
+def flat_recipe(recipe: Any) -> dict[str, str]:
     """Return each key of a recipe, sections and key joined by dots, with its value as JSON."""
-    return {key: json.dumps(one, ensure_ascii=False) for key, one in _flat(value, "").items()}
+    return {key: json.dumps(leaf, ensure_ascii=False) for key, leaf in _flat(recipe, "").items()}
 
 
-def _flat(value: Any, prefix: str) -> dict[str, Any]:
-    if isinstance(value, dict) and value:
-        parts = (_flat(one, f"{prefix}{name}.") for name, one in value.items())
-        return {key: one for part in parts for key, one in part.items()}
-    return {prefix.rstrip("."): value}
+def _flat(node: Any, prefix: str) -> dict[str, Any]:
+    if isinstance(node, dict) and node:
+        parts = (_flat(child, f"{prefix}{name}.") for name, child in node.items())
+        return {key: leaf for part in parts for key, leaf in part.items()}
+    return {prefix.rstrip("."): node}
 
 
 def plain_recipe(recipe: Mapping[str, Any]) -> dict[str, bool | int | float | str | None]:

@@ -55,9 +55,9 @@ def _join(here: Launched, card: Mapping[str, str], timeout: timedelta) -> dist.S
     if verdict["missing"]:
         raise PeerFailed(f"{verdict['missing']} missing: {_seconds(timeout)} after the others came")
     if verdict["odd"]:
-        key, expected, found = verdict["odd"]
+        key, common, odd = verdict["odd"]
         todo = "Start every rank with the same recipe, code and packages"
-        raise BadInput("launch", key, expected=expected, found=found, todo=todo)
+        raise BadInput("launch", key, expected=common, found=odd, todo=todo)
     return store
 
 
@@ -95,15 +95,12 @@ def open_store(here: Launched, timeout: timedelta) -> dist.Store:
         if not opens:
             text = f"rank 0 missing: nobody answers at {host}:{port} within {_seconds(timeout)}"
             raise PeerFailed(text) from error
-        for name, found in (("EADDRINUSE", "in use"), ("EACCES", "that only an administrator may open")):
-            if name in str(error):
+        for code, problem in (("EADDRINUSE", "in use"), ("EACCES", "that only an administrator may open")):
+            if code in str(error):
                 todo = "Choose another MASTER_PORT, or let torchrun choose one"
-                expected, found = "a free port", f"port {port} {found}"
-                raise BadInput(
-                    "environment", "MASTER_PORT", expected=expected, found=found, todo=todo
-                ) from error
-        expected, found = "an address of this machine, where rank 0 runs", f"{host}, which leads elsewhere"
-        raise BadInput("environment", "MASTER_ADDR", expected=expected, found=found) from error
+                raise _bad("MASTER_PORT", "a free port", f"port {port} {problem}", todo) from error
+        expected = "an address of this machine, where rank 0 runs"
+        raise _bad("MASTER_ADDR", expected, f"{host}, which leads elsewhere") from error
 
 
 def _check_name(here: Launched) -> None:
@@ -163,8 +160,8 @@ def _wait_for_readers(store: dist.Store, world: int) -> None:
 
 def _ranks(ranks: list[int]) -> str:
     names = ", ".join(map(str, ranks[:_MOST_NAMED]))
-    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {names}{more}"
+    others = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}{others}"
 
 
 def _seconds(timeout: timedelta) -> str:

@@ -9,14 +9,14 @@ from .metrics import StepMetrics
 
 
 class Terminal:
-    """Print a line after the first step, at multiples of ``every`` and after the last step (``stop``).
+    """Print a line after the first step, at multiples of ``interval`` and after the last step (``stop``).
 
     It has loss, gradient norm, learning rate, tokens a second, MFU, memory, time left. MFU counts half of
     attention, as a causal mask leaves it; in brackets all of it.
     """
 
-    def __init__(self, *, steps: int, every: int, stop: int | None = None, quiet: bool = False) -> None:
-        self.steps, self.every, self._stop = steps, every, stop or steps
+    def __init__(self, *, steps: int, interval: int, stop: int | None = None, quiet: bool = False) -> None:
+        self.steps, self.interval, self._stop = steps, interval, stop or steps
         self._console = plain_console(quiet=quiet, soft_wrap=True)
         self._began, self._first = time.monotonic(), -1
 
@@ -28,7 +28,7 @@ class Terminal:
             self._first, self._began = metrics.step, time.monotonic()
         done = metrics.step - self._first
         last = metrics.step + 1 == self._stop
-        if (metrics.step + 1) % self.every and not last and done and not metrics.skipped:
+        if (metrics.step + 1) % self.interval and not last and done and not metrics.skipped:
             return
         left = (time.monotonic() - self._began) / done * (self.steps - 1 - metrics.step) if done else None
         parts = [

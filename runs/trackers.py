@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..parallel_state import BadInput
 from .named_trackers import NamedTrackers, TrackerName
@@ -24,6 +24,14 @@ class Tracker(Protocol):
     def log(self, values: dict[str, Any], step: int | None = None) -> None: ...
 
     def finish(self) -> None: ...
+
+
+class _Running(NamedTuple):
+    """Name a tracker that has started, and the last step that it has."""
+
+    name: str
+    tracker: Tracker
+    logged: int
 
 
 class Trackers:
@@ -50,13 +58,12 @@ class Trackers:
     ) -> None:
         self._say = say
         self._named = NamedTrackers(out, project, start=start) if names else None
-        #: Each tracker that runs, with its name and the last step that it has.
-        self._running: list[tuple[str, Tracker, int]] = []
+        self._running: list[_Running] = []
         try:
             if self._named is not None:
                 for name in names:
-                    has = logged if self._named.goes_on(name) else start
-                    tracker = self._begin(name, self._named.make(name), has)
+                    last_logged = logged if self._named.goes_on(name) else start
+                    tracker = self._begin(name, self._named.make(name), last_logged)
                     if not start and name != "tensorboard":  # there it would show as a run of its own
                         tracker.store_init_configuration(dict(recipe))
                 self._named.remember()
@@ -68,7 +75,7 @@ class Trackers:
             self.close()
             raise
 
-    def _begin(self, name: str, tracker: Tracker, has: int) -> Tracker:
+    def _begin(self, name: str, tracker: Tracker, logged: int) -> Tracker:
         try:
             tracker.start()
         except Exception as error:  # of a package of others, which may raise anything
@@ -77,32 +84,31 @@ class Trackers:
                 found=" ".join(f"{type(error).__name__}: {error}".split()),
                 todo="Without a network: WANDB_MODE=offline, or a MLFLOW_TRACKING_URI on this machine",
             ) from error  # fmt: skip
-        self._running.append((name, tracker, has))
+        self._running.append(_Running(name, tracker, logged))
         return tracker
 
     def log(self, step: int, figures: Mapping[str, Any]) -> None:
         """Hand over the numbers known after ``step`` steps; other values are left out."""
         numbers = {name: value for name, value in figures.items() if type(value) in (int, float)}
-        for one in [*self._running]:
-            if step > one[2]:
-                self._try(one, lambda tracker: tracker.log(numbers, step=step))
+        for running in [*self._running]:
+            if step > running.logged:
+                self._try(running, lambda tracker: tracker.log(numbers, step=step))
 
     def close(self) -> None:
         """Tell the trackers that the run has ended."""
-        for one in [*self._running]:
-            self._try(one, lambda tracker: tracker.finish())
+        for running in [*self._running]:
+            self._try(running, lambda tracker: tracker.finish())
         self._running = []
         if self._named is not None:
             self._named.close()
 
-    def _try(self, one: tuple[str, Tracker, int], call: Callable[[Tracker], None]) -> None:
+    def _try(self, running: _Running, call: Callable[[Tracker], None]) -> None:
         """Call a tracker. A run of days must not end because a tracker's server does not answer."""
-        name, tracker, _ = one
         try:
-            call(tracker)
+            call(running.tracker)
         except Exception as error:
-            self._running.remove(one)
-            self._say(f"tracker {name} failed and gets nothing more: {type(error).__name__}: {error}")
+            self._running.remove(running)
+            self._say(f"tracker {running.name} failed and gets nothing more: {type(error).__name__}: {error}")
 
 
 def _name_of(tracker: Tracker) -> str:

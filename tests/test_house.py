@@ -88,6 +88,25 @@ UNPICKLERS = {
 }
 UNPICKLING = {"pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "marshal.loads", "shelve.open"}
 
+#: Names that say nothing, and how often each room may bind them. Outside recipes each is the ``found`` of an
+#: error, the other half of ``expected``, but for ``Trace.kept``, which is the memory plan's word.
+SAY_NOTHING = {"one", "found", "given", "said", "told", "held", "kept", "some", "every", "more", "theirs"}
+MOST_SAY_NOTHING = {
+    "checkpoints": 2,
+    "cli": 1,
+    "machine": 2,
+    "models": 1,
+    "parallel_state": 3,
+    "recipes": 124,
+    "runs": 1,
+    "simulation": 1,
+    "storage": 3,
+    "training": 1,
+}
+#: Names that say little, and how often all files together may bind them.
+SAY_LITTLE = {"item", "result", "value", "data", "tmp", "obj", "thing"}
+MOST_SAY_LITTLE = 320
+
 #: The most lines of a file. A file holds one idea that its name says: length alone is no reason to cut it.
 LIMIT = 300
 
@@ -352,6 +371,46 @@ def long_files(files):
     return [f"{path}: {n} lines" for path, n in lengths.items() if n > LIMIT]
 
 
+def bound_names(text):
+    """Line and name of each binding by assignment, loop, ``with``, parameter, ``except`` and ``case``."""
+    for node in nodes_of(text):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                yield node.lineno, name
+            case (
+                ast.ExceptHandler(name=str(name))
+                | ast.MatchAs(name=str(name))
+                | ast.MatchStar(name=str(name))
+            ):
+                yield node.lineno, name
+
+
+def places_that_bind(files, names):
+    return [
+        f"{path}:{line}: {name}"
+        for path, text in files.items()
+        for line, name in sorted(bound_names(text))
+        if name in names
+    ]
+
+
+def names_that_say_nothing(files):
+    """Names that make a reader look up what they hold: a loop variable is the singular of its collection."""
+    rooms = {Path(path).parts[0]: [] for path in files}
+    for place in places_that_bind(files, SAY_NOTHING):
+        rooms[Path(place).parts[0]].append(place)
+    return [
+        f"{room}: {len(places)} names that say nothing, at most {MOST_SAY_NOTHING.get(room, 0)}: {places}"
+        for room, places in rooms.items()
+        if len(places) > MOST_SAY_NOTHING.get(room, 0)
+    ]
+
+
+def names_that_say_little(files):
+    places = places_that_bind(files, SAY_LITTLE)
+    return [f"{len(places)} names that say little: {places}"] if len(places) > MOST_SAY_LITTLE else []
+
+
 RULES = [upward_imports, users_of_testing, circles, flat_drawers, absolute_imports, private_torch]
 RULES += [classes_of_the_zoo, own_readers, unpicklers, own_numbers, endless_caches, long_files]
 
@@ -359,6 +418,13 @@ RULES += [classes_of_the_zoo, own_readers, unpicklers, own_numbers, endless_cach
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_house_keeps_the_rule(rule):
     assert rule(sources()) == []
+
+
+def test_names_say_what_they_hold():
+    scripts = [ROOT / "__main__.py", *sorted((ROOT / "examples").rglob("*.py"))]
+    files = sources() | {str(file.relative_to(ROOT)): file.read_text() for file in scripts}
+    assert names_that_say_nothing(files) == []
+    assert names_that_say_little(files) == []
 
 
 @pytest.mark.parametrize(
@@ -406,6 +472,17 @@ def test_the_house_keeps_the_rule(rule):
         (endless_caches, "models/a.py", "@functools.cache\ndef f(*, config): ..."),
         (endless_caches, "models/a.py", "@lru_cache(maxsize=None)\ndef f(config): ..."),
         (long_files, "models/a.py", "\n" * (LIMIT + 1)),
+        (names_that_say_nothing, "data/a.py", "one = 1"),
+        (names_that_say_nothing, "data/a.py", "first, (found, *_) = pair"),
+        (names_that_say_nothing, "data/a.py", "sums = [sum(some) for some in lists]"),
+        (names_that_say_nothing, "data/a.py", "with file() as held:\n    pass"),
+        (names_that_say_nothing, "data/a.py", "def f(*, every): ..."),
+        (names_that_say_nothing, "data/a.py", "f = lambda more: more"),
+        (names_that_say_nothing, "data/a.py", "try:\n    f()\nexcept OSError as told:\n    pass"),
+        (names_that_say_nothing, "data/a.py", "match x:\n    case [1, *kept]:\n        pass"),
+        (names_that_say_nothing, "data/a.py", "class A:\n    given: int = 0"),
+        (names_that_say_nothing, "recipes/a.py", "one = 1\n" * (MOST_SAY_NOTHING["recipes"] + 1)),
+        (names_that_say_little, "data/a.py", "value = 1\n" * (MOST_SAY_LITTLE + 1)),
     ],
 )
 def test_the_rule_catches_what_it_forbids(rule, path, text):
@@ -429,6 +506,8 @@ def test_the_rule_catches_what_it_forbids(rule, path, text):
         (classes_of_the_zoo, "planner/a.py", "if TYPE_CHECKING:\n    from ..models import CausalLM"),
         (endless_caches, "models/a.py", "@cache\ndef f(): ...\n@lru_cache(maxsize=4)\ndef g(x): ..."),
         (long_files, "models/a.py", "\n" * LIMIT),
+        (names_that_say_nothing, "data/a.py", "f(found=count)\nfault.found\nfor row in rows:\n    g(row)"),
+        (names_that_say_little, "data/a.py", "value = 1\n" * MOST_SAY_LITTLE),
     ],
 )
 def test_the_rule_lets_pass_what_it_allows(rule, path, text):

@@ -41,7 +41,7 @@ class Precision:
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype of a model's activations: what ``shard_over_data`` was told, or its parameters'."""
-    if (precision := _told(model)) is not None:
+    if (precision := _stated_precision(model)) is not None:
         return precision.compute
     floating = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     return next(floating, torch.float32)
@@ -49,10 +49,10 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
 
 def reduce_dtype(model: nn.Module) -> torch.dtype | None:
     """Return the dtype in which partial gradients are summed; ``None``: that of the gradients."""
-    precision = _told(model)
+    precision = _stated_precision(model)
     return None if precision is None else torch.promote_types(precision.master, precision.reduce)
 
 
-def _told(model: nn.Module) -> Precision | None:
+def _stated_precision(model: nn.Module) -> Precision | None:
     precision = model.__dict__.get("precision")
     return precision if isinstance(precision, Precision) else None

@@ -58,8 +58,8 @@ class Plan:
 
     def let_go(self) -> None:
         """Let the run whose checkpoint ``model.init_from`` names delete it: nothing more is read."""
-        if self.source is not None and self.source.held is not None:
-            self.source.held.release()
+        if self.source is not None and self.source.hold is not None:
+            self.source.hold.release()
 
 
 def plan(recipe: Recipe) -> Plan:

@@ -80,9 +80,8 @@ class Trainer:
         self.beat, self.signals = beat, signals or StopSignals()
         self.first = state.rank == 0
         self.switches = Switches(self.out, here=self.first)
-        self.terminal = Terminal(
-            steps=recipe.steps, every=recipe.log_every, stop=recipe.stop_after, quiet=quiet or not self.first
-        )
+        stop, quiet = recipe.stop_after, quiet or not self.first
+        self.terminal = Terminal(steps=recipe.steps, interval=recipe.log_every, stop=stop, quiet=quiet)
         self.terminal.say(f"device: {device_words(recipe.device)}")
         self.micro_batches = MicroBatches(
             self.plan.batches,

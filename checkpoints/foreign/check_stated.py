@@ -35,7 +35,7 @@ def check_stated(checkpoint: ForeignCheckpoint, config: ModelConfig, where: Path
             raise BadInput(
                 where,
                 name,
-                expected=f"{stated.told}, as {stated.where} says",
+                expected=f"{stated.text}, as {stated.where} says",
                 found=ours,
                 todo="The config is of another model than the checkpoint",
             )

@@ -46,7 +46,7 @@ class Stated:
     where: str
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         """Return the value in words."""
         if isinstance(self.value, range):
             return f"{self.value.start} to {self.value.stop - 1}"
@@ -87,7 +87,7 @@ class ForeignCheckpoint:
 
     def facts(self) -> list[str]:
         """Return a line for each fact about the model that the checkpoint states."""
-        return [f"{name} = {stated.told} ({stated.where})" for name, stated in self.stated.items()]
+        return [f"{name} = {stated.text} ({stated.where})" for name, stated in self.stated.items()]
 
     @property
     def files(self) -> list[ViewFile]:

@@ -46,11 +46,11 @@ def status(
     from ...runs.heartbeat import status_folder
     from ...runs.outcome import outcome
 
-    found = outcome(run, since=since)
-    say(found.text)
+    last_start = outcome(run, since=since)
+    say(last_start.text)
     if why:
         records = read_records_of(status_folder(run))
         for line in who_waits(records) or [f"{len(records)} ranks left a record of collectives: none waited"]:
             say(line)
     if exit_code:
-        raise typer.Exit(STILL_RUNNING if found.code is None else found.code)
+        raise typer.Exit(STILL_RUNNING if last_start.code is None else last_start.code)

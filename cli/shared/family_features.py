@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...generation import generate
-from ...models import Family, ModelConfig, tiny_config
+from ...models import Family, tiny_config
 from ...models.lora.targets import expert_sites, linear_sites
 from ...parallel_state import BadInput, Layout, ParallelState, initialize
 
@@ -29,14 +29,9 @@ class Features:
     generation: bool
 
 
-def tiny_model(family: Family) -> ModelConfig:
-    """Return the family's tiny config."""
-    return family.from_hf(tiny_config(family.model_type))
-
-
 def features_of(family: Family) -> Features:
     """Find the features of a family by trying them on its tiny model, in a fraction of a second."""
-    config = tiny_model(family)
+    config = family.from_hf(tiny_config(family.model_type))
 
     def builds(layout: Layout) -> bool:
         state = ParallelState.stand_in(layout, 0)
@@ -50,7 +45,7 @@ def features_of(family: Family) -> Features:
     sites = {"linears": linear_sites(family, config), "experts": expert_sites(family, config)}
     return Features(
         axes=tuple(axis for axis, layout in AXES.items() if builds(layout)),
-        lora=tuple(kind for kind, found in sites.items() if found),
+        lora=tuple(kind for kind, targets in sites.items() if targets),
         generation=_accepts(writes),
     )
 

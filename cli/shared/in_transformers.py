@@ -99,7 +99,7 @@ def _counterparts(links: list[Link]) -> dict[str, dict[str, list[slice]]]:
     return counterparts
 
 
-def _gradients(links: list[Link], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _gradients(links: list[Link], hf_gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the gradients under our names, from those under the names in HF's files."""
     shapes: dict[str, tuple[int, ...]] = {}
     for link in links:
@@ -107,8 +107,8 @@ def _gradients(links: list[Link], theirs: Mapping[str, Tensor]) -> dict[str, Ten
         shapes[link.ours] = tuple(map(max, shapes.get(link.ours, stop), stop))
     whole: dict[str, Tensor] = {}
     for link in links:
-        assert link.hf in theirs, f"{link.hf} has no gradient"
-        piece = theirs[link.hf][link.hf_box.slices]
+        assert link.hf in hf_gradients, f"{link.hf} has no gradient"
+        piece = hf_gradients[link.hf][link.hf_box.slices]
         mine = whole.setdefault(link.ours, torch.empty(shapes[link.ours], dtype=piece.dtype))
         mine[link.ours_box.slices] = piece.T if link.transpose else piece
     return whole

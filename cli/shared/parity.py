@@ -65,10 +65,10 @@ def compare_with_transformers(
     allowed = TOLERANCES[question.dtype] if tolerance is None else tolerance
     against = max(allowed, _OF_FP32) if tolerance is None else tolerance
     say("transformers")
-    theirs = observe_hf(single)
+    reference = observe_hf(single)
     say("one process")
     ours = observe_ours(single)
-    comparisons = [compare(theirs, ours, against, "one process / transformers")]
+    comparisons = [compare(reference, ours, against, "one process / transformers")]
     if question.layout != Layout():
         say(str(question.layout))
         cut = observe_ours(question)

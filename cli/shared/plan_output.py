@@ -29,8 +29,13 @@ def is_page(seen: bytes) -> bool:
 
 def page_of(results: Sequence[Found | Unmet]) -> str:
     """Return the page of one search or of several."""
-    first = results[0]
-    return make_page(first) if len(results) == 1 and isinstance(first, Found) else make_sweep_page(results)
+    search = _single(results)
+    return make_page(search) if search else make_sweep_page(results)
+
+
+def _single(results: Sequence[Found | Unmet]) -> Found | None:
+    """Return the only search, if it found layouts: a sweep has a table in the place of its details."""
+    return results[0] if len(results) == 1 and isinstance(results[0], Found) else None
 
 
 def print_head(requests: Sequence[Request], json: bool) -> None:
@@ -42,25 +47,24 @@ def print_head(requests: Sequence[Request], json: bool) -> None:
 
 def print_plan(results: Sequence[Found | Unmet], json: bool) -> None:
     """Print one search, or the table of several."""
-    first = results[0]
-    one = first if len(results) == 1 and isinstance(first, Found) else None
+    search = _single(results)
     if json:
-        say(dumps(as_json(one) if one else sweep_json(results), indent=2))
-    elif one:
-        _print_one(one)
+        say(dumps(as_json(search) if search else sweep_json(results), indent=2))
+    elif search:
+        _print_one(search)
     else:
         _print_several(results)
 
 
-def _print_one(found: Found) -> None:
+def _print_one(search: Found) -> None:
     console = plain_console(soft_wrap=True)
-    _table(HEAD, rows(found), left=1)
-    for line in reasons(found):
+    _table(HEAD, rows(search), left=1)
+    for line in reasons(search):
         console.print(line)
-    for word, line in facts(found):
+    for word, line in facts(search):
         console.print(f"{word:<14} {line}")
-    console.print(f"\nwhy the others fall: {searched(found)}")
-    for kind, reason, layouts, example in counted(found):
+    console.print(f"\nwhy the others fall: {searched(search)}")
+    for kind, reason, layouts, example in counted(search):
         console.print(f"  {layouts:>12}  {kind}: {reason}" + (f"; nearest: {example}" if example else ""))
 
 
@@ -69,27 +73,27 @@ def _print_several(results: Sequence[Found | Unmet]) -> None:
     _table(sweep_head(results), sweep_rows(results), left=3)
     for line in sweep_warnings(results):
         console.print(f"warning        {line}")
-    for one in results:
-        if isinstance(one, Unmet):
-            console.print(f"none           {one.request.gpus:,} GPUs: {one.error}")
+    for outcome in results:
+        if isinstance(outcome, Unmet):
+            console.print(f"none           {outcome.request.gpus:,} GPUs: {outcome.error}")
 
 
 def print_generation(requests: Sequence[Request], dtype: str, json: bool) -> None:
     """Print the layouts of ``trilith generate`` for each request."""
-    kind, found = dtype_named(dtype), list[GenerationChoice]()
+    kind, choices = dtype_named(dtype), list[GenerationChoice]()
     unmet: list[Unmet] = []
     for request in requests:
         try:
-            found += generation_layouts(request, kind)
+            choices += generation_layouts(request, kind)
         except BadInput as error:
             unmet.append(Unmet(request, error))
-    if not found:
+    if not choices:
         raise unmet[0].error
     if json:
-        say(dumps([one.as_json() for one in found] + sweep_json(unmet), indent=2))
+        say(dumps([choice.as_json() for choice in choices] + sweep_json(unmet), indent=2))
         return
-    data, first = found[0].request.recipe.data, found[0].request
-    most = max((one.request for one in found), key=lambda one: one.gpus)
+    data, first = choices[0].request.recipe.data, choices[0].request
+    most = max((choice.request for choice in choices), key=lambda choice: choice.gpus)
     say(
         f"{first.name} on {machine_of(most, most.gpus)}: GB of the rank that needs most, numbers in {dtype}; "
         f"a GPU may hold {first.room / 1e9:.1f} GB"
@@ -97,10 +101,11 @@ def print_generation(requests: Sequence[Request], dtype: str, json: bool) -> Non
     head = ("GPUs", "tokens of a row", "layout", "weights", f"cache of {data.global_batch:,} rows", "reading",
             "GB in all", "rows that fit")  # fmt: skip
     lines = []
-    for one in found:
-        memory, length = one.memory, one.request.recipe.data.sequence_length
-        sizes = (f"{size / 1e9:.1f}" for size in (memory.weights, memory.cache, memory.reading, one.bytes))
-        lines.append((f"{one.layout.world:,}", f"{length:,}", str(one.layout), *sizes, f"{one.most:,}"))
+    for choice in choices:
+        memory, length = choice.memory, choice.request.recipe.data.sequence_length
+        sizes = (f"{size / 1e9:.1f}" for size in (memory.weights, memory.cache, memory.reading, choice.bytes))
+        layout = choice.layout
+        lines.append((f"{layout.world:,}", f"{length:,}", str(layout), *sizes, f"{choice.most:,}"))
     _table(head, lines, left=2)
     for without in unmet:
         say(f"none           {without.request.gpus:,} GPUs: {without.error}")

@@ -35,7 +35,7 @@ class Topic:
 
     title: str
     help: str
-    given: list[Input]
+    inputs: list[Input]
     steps: list[Result]
     notes: list[str]
     sources: list[str]
@@ -51,9 +51,9 @@ def read_table() -> tuple[Mapping[str, tuple[str, str]], Mapping[str, Topic]]:
     options = {name: (kind, meaning) for name, (kind, meaning) in table["options"].items()}
     topics = {}
     for name, raw in table["topics"].items():
-        inputs = [[*fields, options[fields[1]][1]][:4] for fields in _rows(raw["given"])]
+        inputs = [[*fields, options[fields[1]][1]][:4] for fields in _rows(raw["inputs"])]
         steps = [Result(*fields) for fields in _rows(raw["steps"])]
-        topics[name] = Topic(**raw | {"given": [Input(*fields) for fields in inputs], "steps": steps})
+        topics[name] = Topic(**raw | {"inputs": [Input(*fields) for fields in inputs], "steps": steps})
     return options, topics
 
 

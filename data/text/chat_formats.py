@@ -21,10 +21,10 @@ _SHARED_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "b
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Hold ``messages``, of which the first ``given`` are never learnt, whoever speaks, and ``tools``."""
+    """Hold messages and tools. The first ``prompt_length`` messages are never learnt, whoever speaks."""
 
     messages: list[dict[str, Any]]
-    given: int = 0
+    prompt_length: int = 0
     tools: list[dict[str, Any]] | None = None
 
 
@@ -44,10 +44,11 @@ def conversation_of(record: dict[str, Any], where: str) -> Conversation:
         )
         return Conversation(prompt + completion, len(prompt), tools)
     if "instruction" in record and "output" in record:
-        asked = [_text(record[key], where, key) for key in ("instruction", "input") if record.get(key)]
-        said = [("system", _text(record["system"], where, "system"))] if record.get("system") else []
-        said += [("user", "\n\n".join(asked)), ("assistant", _text(record["output"], where, "output"))]
-        return Conversation([{"role": role, "content": content} for role, content in said], 0, tools)
+        instructions = [_text(record[key], where, key) for key in ("instruction", "input") if record.get(key)]
+        turns = [("system", _text(record["system"], where, "system"))] if record.get("system") else []
+        turns.append(("user", "\n\n".join(instructions)))
+        turns.append(("assistant", _text(record["output"], where, "output")))
+        return Conversation([{"role": role, "content": content} for role, content in turns], 0, tools)
     raise BadInput(
         where,
         expected="messages, conversations, prompt and completion, or instruction and output",

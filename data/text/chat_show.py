@@ -22,15 +22,15 @@ def shown(file: TokenFile, number: int, tokenizer: Tokenizer) -> str:
 
 def warnings_of(file: TokenFile, chat: Chat, tokenizer: Tokenizer, path: Path) -> list[str]:
     """Return one line for each likely mistake in what is learnt; ``tokenizer`` was loaded from ``path``."""
-    said, targets = [], file.index.targets
+    warnings, targets = [], file.index.targets
     if targets is not None and targets.unended:
-        said.append(
+        warnings.append(
             f"in {targets.unended:,} samples the special token right behind an answer is not learnt: "
             "the model would not learn to stop. Put the end mark inside {% generation %}; see with --show 1"
         )
     if chat.template_of(tokenizer, path).learns_the_header():
-        said.append(
+        warnings.append(
             "the template ignores add_generation_prompt, so what stands before an answer is learnt with it. "
             "Mark the answers with {% generation %} and {% endgeneration %}; see with --show 1"
         )
-    return said
+    return warnings

@@ -87,7 +87,7 @@ class ChatTemplate:
     ) -> None:
         self._tokenizer = tokenizer.backend
         self._where = file or tokenizer.path
-        self.text = read_template(file) if file is not None else _own(tokenizer)
+        self.text = read_text(file) if file is not None else _own(tokenizer)
         self.marked = _MARKED.search(_COMMENT.sub("", self.text)) is not None
         self.variables: dict[str, Any] = {
             name: {"true": True, "false": False}.get(value, value)
@@ -101,8 +101,8 @@ class ChatTemplate:
     @property
     def sha256(self) -> str:
         """Return the SHA-256 of the template and its variables."""
-        told = "".join(f"\n{name}={value!r}" for name, value in sorted(self.variables.items()))
-        return hashlib.sha256((self.text + told).encode()).hexdigest()
+        variables = "".join(f"\n{name}={value!r}" for name, value in sorted(self.variables.items()))
+        return hashlib.sha256((self.text + variables).encode()).hexdigest()
 
     def encode(self, conversation: Conversation, where: str) -> tuple[list[int], NDArray[np.uint8]]:
         """Return the ids of the whole conversation, and for each id 1 if it is to be learnt, else 0.
@@ -117,7 +117,7 @@ class ChatTemplate:
             half = text[error.start]
             raise BadInput(where, expected="text", found=f"half a surrogate pair, {half!r}") from error
         if self.marked:
-            found = self._apply(
+            encoding = self._apply(
                 conversation.messages,
                 conversation,
                 where,
@@ -125,22 +125,22 @@ class ChatTemplate:
                 return_assistant_tokens_mask=True,
                 tokenizer_kwargs=options,
             )
-            ids: list[int] = found["input_ids"]
-            learnt = np.array(found["assistant_masks"], dtype=np.uint8)
-            if conversation.given:
-                prompt = self._prompt(conversation, conversation.given, where)
+            ids: list[int] = encoding["input_ids"]
+            learnt = np.array(encoding["assistant_masks"], dtype=np.uint8)
+            if conversation.prompt_length:
+                prompt = self._prompt(conversation, conversation.prompt_length, where)
                 self._check_begins(text, prompt, where)
-                learnt[_ends(found) <= len(prompt)] = 0
+                learnt[_ends(encoding) <= len(prompt)] = 0
             return ids, learnt
         spans = self._spans(text, conversation, where)
         with refuse_panics(where, self._tokenizer):
-            found = self._tokenizer(text, add_special_tokens=False, verbose=False, **options)
-        ends = _ends(found)
-        starts = np.array([start for start, _ in found["offset_mapping"]], dtype=np.int64)
+            encoding = self._tokenizer(text, add_special_tokens=False, verbose=False, **options)
+        ends = _ends(encoding)
+        starts = np.array([start for start, _ in encoding["offset_mapping"]], dtype=np.int64)
         learnt = np.zeros(len(starts), dtype=np.uint8)
         for start, end in spans:
             learnt[(starts < end) & (ends > start)] = 1
-        return found["input_ids"], learnt
+        return encoding["input_ids"], learnt
 
     def learns_the_header(self) -> bool:
         """Tell whether the header of an answer, such as ``<|im_start|>assistant``, would be learnt with it.
@@ -157,8 +157,8 @@ class ChatTemplate:
             whole = self._text([question, answer], asked, "an answer")
         except BadInput:
             return False
-        header, found, _ = whole.removeprefix(prompt).partition("seven7seven")
-        return prompt == bare and whole.startswith(prompt) and bool(found) and bool(header.strip())
+        header, content, _ = whole.removeprefix(prompt).partition("seven7seven")
+        return prompt == bare and whole.startswith(prompt) and bool(content) and bool(header.strip())
 
     def lacks_end(self, ids: list[int], learnt: NDArray[np.uint8]) -> bool:
         """Tell whether an answer's end mark is not learnt: a special token right after the learnt text.
@@ -169,7 +169,7 @@ class ChatTemplate:
         for start, end in edges:
             if end == len(ids) or ids[end] not in self._special:
                 continue
-            last = next((one for one in ids[start:end][::-1] if self._tokenizer.decode([one]).strip()), None)
+            last = next((id for id in ids[start:end][::-1] if self._tokenizer.decode([id]).strip()), None)
             if last not in self._special:
                 return True
         return False
@@ -177,7 +177,7 @@ class ChatTemplate:
     def _spans(self, text: str, conversation: Conversation, where: str) -> list[tuple[int, int]]:
         """Return where in the text the assistant speaks."""
         spans, messages = [], conversation.messages
-        for number in range(conversation.given, len(messages)):
+        for number in range(conversation.prompt_length, len(messages)):
             if messages[number]["role"] != "assistant":
                 continue
             prompt = self._prompt(conversation, number, where) if number else ""
@@ -234,13 +234,8 @@ class ChatTemplate:
         )
 
 
-def _ends(found: Any) -> NDArray[np.int64]:
-    return np.array([end for _, end in found["offset_mapping"]], dtype=np.int64)
-
-
-def read_template(file: Path) -> str:
-    """Read a template's text; ``BadInput`` for a file that cannot be read."""
-    return read_text(file)
+def _ends(encoding: Any) -> NDArray[np.int64]:
+    return np.array([end for _, end in encoding["offset_mapping"]], dtype=np.int64)
 
 
 def _own(tokenizer: FolderTokenizer) -> str:

@@ -62,9 +62,9 @@ def _rows_at_once(metadata: Any, columns: list[str]) -> int:
     size, rows = 0, int(metadata.num_rows)
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
-        for one in map(group.column, range(group.num_columns)):
-            if one.path_in_schema.partition(".")[0] in columns:
-                size += max(int(one.total_uncompressed_size), 0)
+        for column in map(group.column, range(group.num_columns)):
+            if column.path_in_schema.partition(".")[0] in columns:
+                size += max(int(column.total_uncompressed_size), 0)
     return max(1, min(_ROWS, _GOOD_SIZE * rows // max(size, 1)))
 
 

@@ -123,8 +123,8 @@ def documents_of(block: Block, json_key: str) -> Iterator[tuple[str, str]]:
         texts = ((where, _text(where, json_key, record)) for where, record in records_of(block))
     else:
         text = _decode(block, cast("bytes", block.data), block.first)
-        found = _paragraphs(text, block.first) if block.kind == "paragraphs" else iter([(block.first, text)])
-        texts = ((f"{block.path}:{line}", text) for line, text in found)
+        pieces = _paragraphs(text, block.first) if block.kind == "paragraphs" else iter([(block.first, text)])
+        texts = ((f"{block.path}:{line}", text) for line, text in pieces)
     for where, text in texts:
         if text:
             yield where, text
@@ -166,11 +166,10 @@ def _paragraphs(text: str, first: int) -> Iterator[tuple[int, str]]:
 
 def _text(where: str, key: str, record: dict[str, Any]) -> str:
     if key not in record:
-        found = f"the keys {', '.join(record)}"
-        todo = "Name its text with --json-key"
-        if {"messages", "conversations"} & {*record}:
-            todo = "These are chats: give --chat"
-        raise BadInput(where, expected=f"an object with {key!r}", found=found, todo=todo)
+        is_chat = {"messages", "conversations"} & {*record}
+        todo = "These are chats: give --chat" if is_chat else "Name its text with --json-key"
+        keys = f"the keys {', '.join(record)}"
+        raise BadInput(where, expected=f"an object with {key!r}", found=keys, todo=todo)
     value = record[key]
     if not isinstance(value, str):
         raise BadInput(where, key, expected="text", found=f"{value!r:.80}")
@@ -179,8 +178,8 @@ def _text(where: str, key: str, record: dict[str, Any]) -> str:
 
 def _column(key: str, names: list[str], path: Path) -> list[str]:
     if key not in names:
-        found = f"the columns {', '.join(names)}"
-        raise BadInput(path, f"column {key!r}", found=found, todo="Name one with --json-key")
+        columns = f"the columns {', '.join(names)}"
+        raise BadInput(path, f"column {key!r}", found=columns, todo="Name one with --json-key")
     return [key]
 
 
@@ -200,15 +199,15 @@ def _decode(block: Block, data: bytes, first: int) -> str:
 
 def _cut(stream: _Stream, size: int, end: Callable[[bytes], int], path: Path) -> Iterator[bytes]:
     """Cut the stream into pieces that end where ``end(piece)`` says that a document may end (0: nowhere)."""
-    held, more = b"", size
-    while data := stream.read(more):
-        held += data
-        if cut := end(held):
-            yield held[:cut]
-            held, more = held[cut:], size
+    buffer, length = b"", size
+    while data := stream.read(length):
+        buffer += data
+        if cut := end(buffer):
+            yield buffer[:cut]
+            buffer, length = buffer[cut:], size
         else:
-            more = len(held)  # double, so that a long document is not searched over and over
-        if len(held) > LARGEST_DOCUMENT:
+            length = len(buffer)  # double, so that a long document is not searched over and over
+        if len(buffer) > LARGEST_DOCUMENT:
             raise BadInput(
                 path,
                 "document",
@@ -216,8 +215,8 @@ def _cut(stream: _Stream, size: int, end: Callable[[bytes], int], path: Path) ->
                 found="a longer one",
                 todo="Split the file, or its paragraphs with --split-paragraphs",
             )
-    if held:
-        yield held
+    if buffer:
+        yield buffer
 
 
 def _end_of_line(data: bytes) -> int:

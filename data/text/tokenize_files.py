@@ -97,8 +97,9 @@ def _begin(loaded: Tokenizer, where: Path, bos: bool | None, chat: Chat | None) 
     """Return the tokens that each document begins with."""
     if chat is not None:
         if bos is not None:
-            found = "--bos" if bos else "--no-bos"
-            raise BadInput("--chat", expected="neither --bos nor --no-bos: the template decides", found=found)
+            option = "--bos" if bos else "--no-bos"
+            expected = "neither --bos nor --no-bos: the template decides"
+            raise BadInput("--chat", expected=expected, found=option)
         return None
     if bos and loaded.bos_id is None:
         expected = "a begin of sequence token"
@@ -113,8 +114,8 @@ def _name(inputs: list[Path], loaded: Tokenizer, *options: object) -> str:
     """
     files = [file for path in inputs for file in (dataset_files(path) if path.is_dir() else [path])]
     stated = [(os.path.realpath(file), file.stat().st_size, file.stat().st_ctime_ns) for file in files]
-    told = [stated, loaded.fingerprint, loaded.vocab_size, loaded.eos_id, *options]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    identity = [stated, loaded.fingerprint, loaded.vocab_size, loaded.eos_id, *options]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
 def _blocks(inputs: list[Path], job: Job, split_paragraphs: bool) -> Iterator[tuple[int, Block]]:

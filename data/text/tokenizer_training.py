@@ -17,8 +17,8 @@ from typing import Any, Literal
 from ...parallel_state import BadInput
 from ...storage.disk import Disk
 from ...storage.output_file import check_place
+from ...storage.small_files import read_text
 from ...storage.staging import check_output, staged
-from .chat_template import read_template
 from .tokenizer_loading import Tokenizer, load_tokenizer
 
 #: Unigram log probabilities are rounded to multiples of 1/64. Sums below 2**18, some 25,000 tokens, are then
@@ -69,7 +69,7 @@ def train_tokenizer(
         raise BadInput("tokenizer", "vocab_size", expected=expected, found=vocab_size)
     check_place(folder)
     check_output(folder)
-    template = None if chat_template is None else read_template(chat_template)
+    template = None if chat_template is None else read_text(chat_template)
     model = _train(texts, vocab_size, model_type)
     _write(folder, model, model_type, template)
     return load_tokenizer(folder)

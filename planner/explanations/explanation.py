@@ -39,10 +39,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Hold the given numbers and the steps; a step's symbol may stand in the formulas after it."""
+    """Hold the inputs and the steps; a step's symbol may stand in the formulas after it."""
 
     title: str
-    given: Sequence[Given]
+    inputs: Sequence[Given]
     steps: Sequence[Step]
     notes: Sequence[str]
     sources: Sequence[str]
@@ -77,16 +77,16 @@ def _value(node: ast.expr, known: Mapping[str, Any]) -> Any:
 
 def explain(
     title: str,
-    given: Sequence[Given],
+    inputs: Sequence[Given],
     rows: Sequence[Sequence[str]],
     notes: Sequence[str],
     sources: Sequence[str],
 ) -> Explanation:
     """Compute each row (symbol, formula, unit, meaning).
 
-    A row with an empty formula is left out, and so is a given number that stands in no formula.
+    A row with an empty formula is left out, and so is an input that stands in no formula.
     """
-    known: dict[str, Any] = {number.symbol: Fraction(str(number.value)) for number in given}
+    known: dict[str, Any] = {number.symbol: Fraction(str(number.value)) for number in inputs}
     steps = []
     for symbol, formula, unit, meaning in rows:
         if formula:
@@ -94,7 +94,7 @@ def explain(
             known[symbol] = evaluate(formula, known)
             steps.append(Step(symbol, meaning, formula, numbers, float(known[symbol]), unit))
     used = {name for _, formula, *_ in rows for name in _NAME.findall(formula)}
-    return Explanation(title, [number for number in given if number.symbol in used], steps, notes, sources)
+    return Explanation(title, [number for number in inputs if number.symbol in used], steps, notes, sources)
 
 
 def _number(known: Mapping[str, float | Fraction], word: str) -> str:

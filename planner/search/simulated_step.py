@@ -150,11 +150,11 @@ def _casts_marked(model: nn.Module, ledger: Ledger) -> Iterator[None]:
     """Mark the weights that a rank without FSDP computes with, and their gradients."""
     take = ComputeWeights._take
 
-    def marked(weights: ComputeWeights, one: Any) -> None:
-        ledger.mark("weights in the dtype of compute", [one.copy])
-        ledger.mark("gradients", [one.copy.grad] if one.copy.grad is not None else [])
-        take(weights, one)
-        ledger.mark("gradients", [one.total] if one.total is not None else [])
+    def marked(weights: ComputeWeights, pair: Any) -> None:
+        ledger.mark("weights in the dtype of compute", [pair.copy])
+        ledger.mark("gradients", [pair.copy.grad] if pair.copy.grad is not None else [])
+        take(weights, pair)
+        ledger.mark("gradients", [pair.total] if pair.total is not None else [])
 
     with mock.patch.object(ComputeWeights, "_take", marked):
         yield

@@ -39,37 +39,37 @@ class Chart:
 
     def svg(self) -> str:
         """Return the whole figure, or nothing if there is no number to draw."""
-        drawn = [(x, y) for one in self.series for x, y in _finite(one.points)]
+        drawn = [(x, y) for series in self.series for x, y in _finite(series.points)]
         if not drawn:
             return ""
         xs, ys = [x for x, _ in drawn], [y for _, y in drawn]
         across = _Axis(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT)
         log = min(ys) > 0 and max(ys) > 1000 * min(ys)
         up = _Axis(min(ys), max(ys), _HEIGHT - _BOTTOM, _TOP, log=log, room=0.05)
-        title, told = f"{self.name}-title", f"{self.name}-told"
+        title, description = f"{self.name}-title", f"{self.name}-description"
         return "".join(
             [
                 f'<figure><figcaption>{escape(self.title)} <span class="unit">{escape(self.unit)}',
                 f"{', logarithmic' if log else ''}</span></figcaption>",
-                f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-labelledby="{title} {told}">',
+                f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-labelledby="{title} {description}">',
                 f'<title id="{title}">{escape(self.title)} by step</title>',
-                f'<desc id="{told}">{escape(self.told())}</desc>',
+                f'<desc id="{description}">{escape(self.description())}</desc>',
                 _grid(across, up),
                 *(_resume_line(across(x)) for x in self.lines if across.low <= x <= across.high),
-                *(_curve(one, across, up) for one in self.series),
+                *(_curve(series, across, up) for series in self.series),
                 "</svg>",
                 self._legend(),
                 "</figure>",
             ]
         )
 
-    def told(self) -> str:
+    def description(self) -> str:
         """Return the chart in words."""
-        return " ".join(_told(one) for one in self.series if _finite(one.points))
+        return " ".join(_description(series) for series in self.series if _finite(series.points))
 
     def _legend(self) -> str:
-        shown = [one for one in self.series if _finite(one.points)]
-        entries = "".join(f"<li>{_sample(one)}{escape(one.label)}</li>" for one in shown)
+        shown = [series for series in self.series if _finite(series.points)]
+        entries = "".join(f"<li>{_sample(series)}{escape(series.label)}</li>" for series in shown)
         resumed = f"<li>{_sample(None)}resumed</li>" if self.lines else ""
         return f'<ul class="legend">{entries}{resumed}</ul>' if len(shown) > 1 or resumed else ""
 
@@ -103,8 +103,8 @@ class _Axis:
     def ticks(self, most: int, *, whole: bool = False) -> list[float]:
         if self.log:
             powers = range(math.ceil(self._a), math.floor(self._b) + 1)
-            every = max(1, math.ceil(len(powers) / most))
-            return [10.0**power for power in powers[::every]]
+            stride = max(1, math.ceil(len(powers) / most))
+            return [10.0**power for power in powers[::stride]]
         raw = (self._b - self._a) / most
         unit = 10.0 ** math.floor(math.log10(raw))
         step = next(unit * k for k in (1, 2, 2.5, 5, 10) if unit * k >= raw)
@@ -170,16 +170,16 @@ def thinned(points: Points) -> list[tuple[int, float | None]]:
     if len(points) <= _MOST_POINTS:
         return list(points)
     size = math.ceil(2 * len(points) / _MOST_POINTS)
-    kept: list[tuple[int, float | None]] = []
+    extremes: list[tuple[int, float | None]] = []
     for start in range(0, len(points), size):
         part = points[start : start + size]
         finite = _finite(part)
         if len(finite) < len(part):
-            kept.append((part[0][0], None))
+            extremes.append((part[0][0], None))
         if finite:
             ends = {min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])}
-            kept.extend(sorted(ends))
-    return kept
+            extremes.extend(sorted(ends))
+    return extremes
 
 
 def _sample(series: Series | None) -> str:
@@ -193,7 +193,7 @@ def _sample(series: Series | None) -> str:
     return f"{start}{line}{dot}</svg>"
 
 
-def _told(series: Series) -> str:
+def _description(series: Series) -> str:
     points = _finite(series.points)
     low, high = min(points, key=lambda p: p[1]), max(points, key=lambda p: p[1])
     first, last, least, most = (f"{shown(y)} at step {x}" for x, y in (points[0], points[-1], low, high))

@@ -12,7 +12,7 @@ from ...storage.output_file import check_output_file, output_file
 from ..recipe_changes import flat_recipe
 from .chart import Chart, Series, shown
 from .html import folded, table, whole_page
-from .record import RunRecord, read_run, told
+from .record import RunRecord, read_run, with_vanished
 
 #: Key of a metrics line, title, unit, factor from the file's unit to the chart's.
 CHARTS = (
@@ -73,7 +73,8 @@ def make_report(runs: Sequence[RunRecord]) -> str:
 def _charts(runs: Sequence[RunRecord]) -> Iterable[str]:
     """Yield the charts. A run has one colour and one pattern on all of them; evaluations have marks."""
     alone = len(runs) == 1
-    resumed = sorted({one["step"] for one in runs[0].attempts if one["event"] == "resumed"}) if alone else ()
+    attempts = runs[0].attempts if alone else []
+    resumed = sorted({attempt["step"] for attempt in attempts if attempt["event"] == "resumed"})
     for key, title, unit, factor in CHARTS:
         series = []
         for number, run in enumerate(runs):
@@ -92,9 +93,10 @@ def _scaled(points: list[tuple[int, float | None]], factor: float) -> list[tuple
 
 
 def _summary(runs: Sequence[RunRecord]) -> str:
-    facts = [_facts(run) for run in runs]
+    columns = [_facts(run) for run in runs]
+    rows = ([key, *(facts[key] for facts in columns)] for key in columns[0])
     head = ["run", *(run.name for run in runs)] if len(runs) > 1 else ()
-    return table(([key, *(one[key] for one in facts)] for key in facts[0]), caption="In short", head=head)
+    return table(rows, caption="In short", head=head)
 
 
 def _facts(run: RunRecord) -> dict[str, str]:
@@ -105,8 +107,8 @@ def _facts(run: RunRecord) -> dict[str, str]:
     memory = [value for _, value in run.column("memory") if value]
     mfu = [(line["mfu_causal"], line["mfu_full"]) for line in run.steps if line.get("mfu_causal")]
     middle = sorted(mfu)[len(mfu) // 2] if mfu else None
-    layouts = list(dict.fromkeys(str(one.get("layout")) for one in run.attempts))
-    resumes = sum(one["event"] == "resumed" for one in run.attempts)
+    layouts = list(dict.fromkeys(str(attempt.get("layout")) for attempt in run.attempts))
+    resumes = sum(attempt["event"] == "resumed" for attempt in run.attempts)
     return {
         "state": run.state,
         "layout": "; then ".join(layouts) or "unknown",
@@ -131,39 +133,39 @@ def _skipped(steps: list[str]) -> str:
 
 def _events(run: RunRecord) -> str:
     rows = [
-        (
-            "" if one["time"] is None else f"{datetime.fromtimestamp(one['time'], UTC):%Y-%m-%d %H:%M:%S}",
-            one["event"],
-            f"{one['step']:,}",
-            _detail(one),
-        )
-        for one in told(run.events)
+        (_utc(event["time"]), event["event"], f"{event['step']:,}", _detail(event))
+        for event in with_vanished(run.events)
     ]
     return table(rows, caption="What happened", head=("time (UTC)", "event", "after step", "what"))
 
 
-def _detail(one: dict[str, Any]) -> str:
-    match one["event"]:
+def _utc(seconds: float | None) -> str:
+    return "" if seconds is None else f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
+
+
+def _detail(event: dict[str, Any]) -> str:
+    match event["event"]:
         case "started":
-            source = one.get("weights")
-            return _where(one) + (f", weights from {source}" if source else "")
+            source = event.get("weights")
+            return _where(event) + (f", weights from {source}" if source else "")
         case "resumed":
-            return f"{_where(one)}, from {one['checkpoint']}, written by {one['written_by']}"
+            return f"{_where(event)}, from {event['checkpoint']}, written by {event['written_by']}"
         case "saved":
-            return str(one["checkpoint"])
+            return str(event["checkpoint"])
         case "vanished":
             return "no word of how it ended: killed, or its machine lost"
         case _:
-            return str(one.get("why", ""))
+            return str(event.get("why", ""))
 
 
-def _where(one: dict[str, Any]) -> str:
-    where = f"on {one['world']} rank{'s' if one['world'] > 1 else ''} ({one['layout']})"
-    return f"{where}; {one['fitted']}" if one.get("fitted") else where
+def _where(attempt: dict[str, Any]) -> str:
+    where = f"on {attempt['world']} rank{'s' if attempt['world'] > 1 else ''} ({attempt['layout']})"
+    return f"{where}; {attempt['fitted']}" if attempt.get("fitted") else where
 
 
 def _recipe(run: RunRecord) -> str:
-    rows = [one for one in flat_recipe(run.recipe).items() if one[1] != "null"] if run.recipe else []
+    flat = flat_recipe(run.recipe) if run.recipe else {}
+    rows = [(key, text) for key, text in flat.items() if text != "null"]
     return folded("Recipe of the last attempt", table(rows)) if rows else ""
 
 
@@ -177,11 +179,11 @@ def _differences(runs: Sequence[RunRecord]) -> str:
 
 
 def _steps(run: RunRecord) -> str:
-    every = max(1, -(-len(run.steps) // _MOST_ROWS))
+    stride = max(1, -(-len(run.steps) // _MOST_ROWS))
     columns = [key for key in COLUMNS if any(key in line for line in run.steps)]
-    rows = [[str(line["step"] + 1), *(_cell(line, key) for key in columns)] for line in run.steps[::every]]
+    rows = [[str(line["step"] + 1), *(_cell(line, key) for key in columns)] for line in run.steps[::stride]]
     head = ["step", *(UNITS.get(key, key.replace("_", " ")) for key in columns)]
-    which = "every step" if every == 1 else f"one step in {every}; all of them are in metrics.jsonl"
+    which = "every step" if stride == 1 else f"one step in {stride}; all of them are in metrics.jsonl"
     return folded(f"Numbers ({which})", table(rows, head=head, numbers=True))
 
 

@@ -38,23 +38,24 @@ class RunRecord:
     @property
     def skipped(self) -> list[str]:
         """Return the steps, from 1, that updated nothing, with the reason."""
-        found = ((int(line["step"]) + 1, line.get("skipped")) for line in self.steps)
-        return [f"{step} ({why})" for step, why in found if why]
+        return [f"{int(line['step']) + 1} ({why})" for line in self.steps if (why := line.get("skipped"))]
 
     @property
     def slow_ranks(self) -> list[str]:
         """Return a line for each rank that the others waited for, the one with the most steps first."""
-        found: dict[str, list[float]] = {}
+        times_by_rank: dict[str, list[float]] = {}
         for line in self.steps:
             if isinstance(times := line.get("slow_times"), int | float):
-                found.setdefault(f"rank {line.get('slow_rank')} on {line.get('slow_host')}", []).append(times)
-        most = sorted(found.items(), key=lambda one: -len(one[1]))
-        return [f"{who}: {len(times)} times, up to {max(times):.1f} x the median" for who, times in most]
+                rank = f"rank {line.get('slow_rank')} on {line.get('slow_host')}"
+                times_by_rank.setdefault(rank, []).append(times)
+        ranks = sorted(times_by_rank, key=lambda rank: -len(times_by_rank[rank]))
+        counts = ((rank, len(times_by_rank[rank]), max(times_by_rank[rank])) for rank in ranks)
+        return [f"{rank}: {count} times, up to {worst:.1f} x the median" for rank, count, worst in counts]
 
     @property
     def state(self) -> str:
         """Return the state of the run in words."""
-        last = next((one for one in reversed(self.events) if one["event"] != "saved"), None)
+        last = next((event for event in reversed(self.events) if event["event"] != "saved"), None)
         if last is None:
             return "unknown: it has no events"
         step, event = last["step"], last["event"]
@@ -76,23 +77,26 @@ class RunRecord:
 
     def column(self, key: str) -> list[tuple[int, float | None]]:
         """Return (step from 1, value) of the steps that have this number; ``None`` if it was not finite."""
-        found = ((int(line["step"]) + 1, line[key]) for line in self.steps if key in line)
-        return [(step, value if isinstance(value, int | float) else None) for step, value in found]
+        return [
+            (int(line["step"]) + 1, line[key] if isinstance(line[key], int | float) else None)
+            for line in self.steps
+            if key in line
+        ]
 
 
-def told(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_vanished(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the events, with a ``vanished`` added between two attempts of which the first has no end."""
-    found: list[dict[str, Any]] = []
+    history: list[dict[str, Any]] = []
     open_attempt = False
-    for one in events:
-        if one["event"] in ("started", "resumed"):
+    for event in events:
+        if event["event"] in ("started", "resumed"):
             if open_attempt:
-                found.append({"event": "vanished", "step": found[-1]["step"], "time": None})
+                history.append({"event": "vanished", "step": history[-1]["step"], "time": None})
             open_attempt = True
-        elif one["event"] in _ENDS:
+        elif event["event"] in _ENDS:
             open_attempt = False
-        found.append(one)
-    return found
+        history.append(event)
+    return history
 
 
 def check_step(checkpoint: Path, step: int | None) -> None:

@@ -28,7 +28,7 @@ class LayoutVariance(AssertionError):
     def __init__(self, layout: Layout, fault: Fault) -> None:
         self.layout, self.fault = layout, fault
         where = fault.module or "the model itself"
-        super().__init__(f"{layout}: {fault.phase}: {where}: {fault.said}")
+        super().__init__(f"{layout}: {fault.phase}: {where}: {fault.message}")
 
 
 def assert_layout_invariant(

@@ -39,12 +39,12 @@ Declared = Mapping[str, Declaration]
 class Trial:
     """State what every rank has to do; without a ``schedule`` it is the plainest for the layout's stages.
 
-    ``given``: arguments for the factory and the batch, packed.
+    ``arguments``: those for the factory and the batch, packed.
     """
 
     factory: FunctionName
     loss: FunctionName | None
-    given: bytes
+    arguments: bytes
     micro_batch: int
     steps: int
     clip: float
@@ -59,7 +59,7 @@ class Trial:
         """
         factory = self.factory.load()
         loss = _spread if self.loss is None else self.loss.load()
-        args, keywords, batch = unpack(self.given)
+        args, keywords, batch = unpack(self.arguments)
         wide = {n: x.to(DTYPE) if x.is_floating_point() else x for n, x in batch.items()}
         return partial(factory, *args, **keywords), loss, wide
 

@@ -32,7 +32,7 @@ class Fault:
     module: str
     phase: str
     relative: float
-    said: str
+    message: str
 
 
 @dataclass(frozen=True)

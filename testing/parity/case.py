@@ -50,16 +50,16 @@ class Comparison:
 
     what: str
     tolerance: float
-    found: list[Difference]
+    differences: list[Difference]
 
     @property
     def first(self) -> Difference | None:
         """Return the first difference beyond the tolerance, in the order of computation; NaN differs."""
-        return next((each for each in self.found if not each.relative <= self.tolerance), None)
+        return next((gap for gap in self.differences if not gap.relative <= self.tolerance), None)
 
     def worst(self, kind: str) -> Difference:
         """Return the largest difference of the outputs, the loss or the gradients."""
-        return max((each for each in self.found if each.kind == kind), key=lambda each: each.relative)
+        return max((gap for gap in self.differences if gap.kind == kind), key=lambda gap: gap.relative)
 
 
 def compare(reference: Observation, other: Observation, tolerance: float, what: str = "") -> Comparison:

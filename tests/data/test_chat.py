@@ -92,7 +92,7 @@ def test_both_ways_agree_where_a_token_reaches_over_the_edge(tokenizer, tmp_path
 
 @pytest.mark.parametrize("text", [CHATML, MARKED], ids=["by beginnings", "by marks"])
 def test_of_a_prompt_nothing_is_learnt_whoever_speaks(tokenizer, tmp_path, text):
-    ids, targets = template(tokenizer, tmp_path, text).encode(Conversation(TALK, given=4), "here")
+    ids, targets = template(tokenizer, tmp_path, text).encode(Conversation(TALK, prompt_length=4), "here")
     assert learnt(tokenizer, ids, targets) == ["the end<|im_end|>\n"]
 
 

@@ -87,7 +87,7 @@ def in_layouts():
 def test_every_output_and_gradient_in_a_layout_is_transformers(
     row, layout, theirs, reference, record_property
 ):
-    found = compare(reference(row), observe_ours(Question(str(theirs(row)[1]), layout)), 1e-4).found
+    found = compare(reference(row), observe_ours(Question(str(theirs(row)[1]), layout)), 1e-4).differences
     assert {one.name for one in found} >= {"logits", "the step", "layers.0", "embed.weight"}
     worst = max(found, key=lambda one: one.relative)
     assert worst.relative <= 1e-4, worst

@@ -17,7 +17,7 @@ from trilith.runs import terminal as terminal_module
 from trilith.runs.metrics import StepLog, StepMetrics, read_metrics
 from trilith.runs.report.chart import Chart, Series, thinned
 from trilith.runs.report.page import make_report
-from trilith.runs.report.record import RunRecord, read_run, told
+from trilith.runs.report.record import RunRecord, read_run, with_vanished
 from trilith.runs.terminal import Terminal
 from trilith.storage.disk import DiskFailed
 from trilith.testing import run_parallel
@@ -178,7 +178,7 @@ def test_an_attempt_that_ended_without_a_word_is_listed():
         {"event": event, "step": step, "time": 0.0}
         for event, step in (("started", 0), ("saved", 4), ("resumed", 4), ("stopped", 6), ("resumed", 6))
     ]
-    assert [one["event"] for one in told(events)] == [
+    assert [one["event"] for one in with_vanished(events)] == [
         *("started", "saved", "vanished", "resumed", "stopped", "resumed")
     ]
 
@@ -256,7 +256,7 @@ def step(number):
 def test_the_line_has_loss_norm_rate_speed_and_time_left(capsys, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(terminal_module.time, "monotonic", lambda: now[0])
-    terminal = Terminal(steps=100, every=10)
+    terminal = Terminal(steps=100, interval=10)
     for number in range(100):
         terminal.step(step(number))
         now[0] += 2.0
@@ -270,13 +270,13 @@ def test_the_line_has_loss_norm_rate_speed_and_time_left(capsys, monkeypatch):
 
 
 def test_quiet_says_nothing(capsys):
-    Terminal(steps=3, every=1, quiet=True).step(step(0))
+    Terminal(steps=3, interval=1, quiet=True).step(step(0))
     assert capsys.readouterr().out == ""
 
 
 def test_what_is_not_known_is_not_said(capsys, tmp_path):
     plain = StepMetrics(0, float("inf"), 0.75, 3e-4, 4096, 12_345.6, 0.33, skipped="overflow", skips=3)
-    Terminal(steps=1, every=1).step(plain)
+    Terminal(steps=1, interval=1).step(plain)
     said = capsys.readouterr().out
     assert "MFU" not in said and "GiB" not in said and "skipped: overflow, 3 so far" in said
     log = StepLog(tmp_path / "metrics.jsonl", start=0)

@@ -74,10 +74,10 @@ def test_a_model_in_a_layout_is_that_of_transformers(folders, singles, name, lay
     cut = observe_ours(asked(folders / name, layout, schedule=schedule))
     for compared in (compare(theirs, single, 1e-5), compare(single, cut, 1e-10)):
         assert compared.first is None
-        seen = {each.name for each in compared.found if each.kind == "output"}
+        seen = {each.name for each in compared.differences if each.kind == "output"}
         assert {"embed", "layers.2", "layers.1.attention.qkv.k", "norm", "logits"} <= seen
         assert "layers.0.mlp.down" in seen or name == "mixtral", "experts are stacks, no modules"
-        assert len([each for each in compared.found if each.kind == "gradient"]) > 25
+        assert len([each for each in compared.differences if each.kind == "gradient"]) > 25
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_with_several_stages_a_rank_the_first_module_that_differs_is_named(folde
     question = asked(folders / "llama", layout, split=(1, 1, 2, 1), schedule="interleaved")
     _, single = singles(asked(folders / "llama"))
     right = compare(single, observe_ours(question), 1e-10)
-    assert right.first is None and any(each.name == "layers.4" for each in right.found)
+    assert right.first is None and any(each.name == "layers.4" for each in right.differences)
     monkeypatch.setattr("trilith.testing.parity.ours.observe_rank", third_stage_backwards)
     first = compare(single, observe_ours(question), 1e-10).first
     assert first is not None and (first.kind, first.name) == ("output", "layers.2.attention_norm")
@@ -135,7 +135,7 @@ def test_a_folder_may_be_named_from_the_directory_at_hand(folders, singles, monk
     monkeypatch.chdir(folders)
     (one,) = compare_with_transformers(Question("llama", samples=2, length=8))
     assert one.first is None and whole.outputs.keys() == {
-        each.name for each in one.found if each.kind == "output"
+        each.name for each in one.differences if each.kind == "output"
     }
 
 

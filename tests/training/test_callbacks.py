@@ -20,7 +20,7 @@ from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadInput, ParallelState
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.events import Events, read_events
-from trilith.runs.metrics import StepMetrics, read_lines, read_metrics
+from trilith.runs.metrics import StepMetrics, read_metrics
 from trilith.testing import RankError, run_parallel
 from trilith.training import Callback, Trainer
 from trilith.training import run as train
@@ -80,7 +80,7 @@ def test_evaluation_and_norms_are_the_same_in_every_layout(place, name):
     assert expected.keys() == found.keys() == {2, 3}
     for step, loss in expected.items():
         assert found[step] == pytest.approx(loss, rel=1e-10)
-    (expected_norms,), (norms,) = (read_lines(out / "norms.jsonl") for out in (one, other))
+    (expected_norms,), (norms,) = (read_metrics(out / "norms.jsonl") for out in (one, other))
     assert expected_norms.keys() == norms.keys() == {"step", "weights", "gradients", "activations"}
     for kind in ("weights", "gradients", "activations"):
         assert norms[kind].keys() == expected_norms[kind].keys()
@@ -112,7 +112,7 @@ def test_the_evaluation_is_transformers_loss_and_the_norms_are_the_exported_weig
     last = read_metrics(out / "metrics.jsonl")[-1]
     assert last["evaluation_perplexity"] == pytest.approx(math.exp(loss), rel=1e-9)
 
-    (norms,) = read_lines(out / "norms.jsonl")
+    (norms,) = read_metrics(out / "norms.jsonl")
     parameters = dict(theirs.named_parameters())
     assert norms["weights"].keys() == parameters.keys()
     for name, parameter in parameters.items():
@@ -125,9 +125,9 @@ def test_the_evaluation_is_transformers_loss_and_the_norms_are_the_exported_weig
 def test_lora_s_norms_have_peft_s_names_and_the_base_hugging_face_s(place):
     raw = tiny_recipe(place / "lora", place / "tokens", steps=1, watch={"norms": 1, "peak_flops": 1e12})
     raw |= {"model": {"init_from": str(watched(place, "one"))}, "lora": LORA}
-    (line,) = read_lines(run(raw) / "norms.jsonl")
+    (line,) = read_metrics(run(raw) / "norms.jsonl")
     frozen = line["weights"].keys() - line["gradients"].keys()
-    assert frozen == read_lines(watched(place, "one") / "norms.jsonl")[0]["weights"].keys()
+    assert frozen == read_metrics(watched(place, "one") / "norms.jsonl")[0]["weights"].keys()
     assert {name.rpartition(".lora_")[2] for name in line["gradients"]} == {"A.weight", "B.weight"}
     assert all(".self_attn.v_proj.lora_" in name for name in line["gradients"])
     events = [one["event"] for one in read_events(place / "lora" / "events.jsonl")]
@@ -156,7 +156,7 @@ def test_tensorboard_has_each_step_once_after_a_resume(place):
         expected = [(line["step"] + 1, line[tag]) for line in lines if tag in line]
         assert [step for step, _ in values(tag)] == [step for step, _ in expected], tag
         assert [value for _, value in values(tag)] == pytest.approx([value for _, value in expected])
-    (norms,) = read_lines(place / "board" / "norms.jsonl")
+    (norms,) = read_metrics(place / "board" / "norms.jsonl")
     norm = pytest.approx(norms["weights"]["model.norm.weight"])
     assert values("norms/weights/model.norm.weight") == [(3, norm)]
     events = [(line["event"], line["step"]) for line in read_events(place / "board" / "events.jsonl")]

@@ -59,7 +59,7 @@ def test_the_terminal_names_the_slow_rank(capsys):
     slow = StepMetrics(
         0, 2.5, 0.75, 3e-4, 4096, 12_345.6, 0.33, slow_rank=3, slow_host="node17", slow_times=2.44
     )
-    Terminal(steps=2, every=1).step(slow)
+    Terminal(steps=2, interval=1).step(slow)
     assert "slow: rank 3 on node17, 2.4 x  " in capsys.readouterr().out
 
 
