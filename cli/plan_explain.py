@@ -143,7 +143,7 @@ def _schedule(at: dict[str, Any]) -> None:
     if not kind.interleaved and at["v"] != kind.virtual_stages:
         expected = f"{kind.virtual_stages} with {at['schedule']}"
         todo = "Only interleaved and interleaved-zero-bubble take others"
-        raise BadInput("explain", "--virtual", expected=expected, found=at["v"], todo=todo)
+        raise BadInput("explain", "--virtual-stages", expected=expected, found=at["v"], todo=todo)
     at["waits"] = "2 * (p - 1)" if at["schedule"] == "dualpipev" else "(p - 1)"
     at["work"] = "3 * v * m" if kind.two_backwards else "v * m"
     at["needed"] = "" if kind.two_backwards else "max(1, ceil((p - 1) * (1 - b) / (b * v)))"

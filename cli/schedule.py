@@ -1,4 +1,4 @@
-"""``trilith schedule --name zbv --stages 4 --microbatches 8``."""
+"""``trilith schedule zbv --stages 4 --micro-batches 8``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .shared.options import FORCE, SCHEDULES, VIRTUAL_STAGES
 
 
 def schedule(
-    name: Annotated[str, typer.Option(help=f"pipeline schedule: {SCHEDULES}")],
+    name: Annotated[str, typer.Argument(help=f"pipeline schedule: {SCHEDULES}", metavar="NAME")],
     stages: Annotated[int, typer.Option(min=2, help="number of pipeline ranks")] = 4,
-    microbatches: Annotated[int, typer.Option(min=1, help="number of micro-batches in a step")] = 8,
-    virtual: Annotated[int | None, typer.Option(min=1, help=VIRTUAL_STAGES)] = None,
+    micro_batches: Annotated[int, typer.Option(min=1, help="number of micro-batches in a step")] = 8,
+    virtual_stages: Annotated[int | None, typer.Option(min=1, help=VIRTUAL_STAGES)] = None,
     out: Annotated[Path | None, typer.Option(help="picture to write, in .png, .svg or .pdf")] = None,
     force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
     measure: Annotated[
@@ -36,22 +36,23 @@ def schedule(
 
     Examples:
 
-        trilith schedule --name 1f1b
-        trilith schedule --name zbv --stages 4 --microbatches 8 --measure --out zbv.png
+        trilith schedule 1f1b
+        trilith schedule zbv --stages 4 --micro-batches 8 --measure --out zbv.png
     """
     from ..parallel_state import check_local_ranks
     from ..pipeline import Timetable, bubble, layout_of, timetable
     from ..pipeline.timetable_text import timetable_lines
     from ..runs.console import plain_console
 
+    name = name.lower()
     if measure:
         check_local_ranks(stages)
     if out is not None:
         from ..pipeline.timetable_picture import check_picture, draw_timetables
 
         check_picture(out, force=force)
-    layout = layout_of(name, stages, virtual)
-    computed = timetable(name, layout, microbatches)
+    layout = layout_of(name, stages, virtual_stages)
+    computed = timetable(name, layout, micro_batches)
     console = plain_console(soft_wrap=True)
     for line in timetable_lines(computed, width=console.width):
         console.print(line)
@@ -69,7 +70,7 @@ def schedule(
 
         with console.status("running"):
             tables["measured"] = measured_timetable(
-                name, layout, microbatches, unit=unit / layout.virtual_stages
+                name, layout, micro_batches, unit=unit / layout.virtual_stages
             )
     heads = "".join(f"{f'waits, {kind}':>18}" for kind in tables)
     console.print(f"{'':<9}{'stages':<12}{'held at once':>13}{heads}")
@@ -78,9 +79,9 @@ def schedule(
         idle = "".join(f"{table.idle(rank):>18.1%}" for table in tables.values())
         console.print(f"rank {rank:<4}{numbers:<12}{computed.most_held(rank):>13}{idle}")
     of_all = "".join(f"{table.bubble:>18.1%}" for table in tables.values())
-    console.print(f"{'all':<34}{of_all}; by the formula {bubble(name, layout, microbatches):.1%}")
+    console.print(f"{'all':<34}{of_all}; by the formula {bubble(name, layout, micro_batches):.1%}")
     if out is not None:
         units = {"computed": "units of a stage's forward", "measured": "seconds"}
-        shape = f"{stages} ranks, {layout.stages} stages, {microbatches} micro-batches"
+        shape = f"{stages} ranks, {layout.stages} stages, {micro_batches} micro-batches"
         draw_timetables(out, f"{name}: {shape}", tables, units, force=force)
         console.print(f"wrote {out}")

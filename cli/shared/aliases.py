@@ -26,6 +26,6 @@ def with_own_names(words: Sequence[str], options: Collection[str]) -> list[str]:
 
 
 def _own(word: str, options: Collection[str]) -> str:
-    name, equals, value = word.partition("=")
+    name, equals, argument = word.partition("=")
     own = _OWN.get(name, name)
-    return own + equals + value if own in options and name not in options else word
+    return own + equals + argument if own in options and name not in options else word

@@ -111,7 +111,7 @@ def test_every_command_explains_itself(capsys):
 
 
 PROGRAM = [sys.executable, "-P", "-m", "trilith.cli"]
-LONG = ["schedule", "--name=1f1b", "--stages=4", "--microbatches=400"]
+LONG = ["schedule", "1f1b", "--stages=4", "--micro-batches=400"]
 
 
 def test_a_reader_that_stops_is_no_error():
@@ -124,7 +124,7 @@ def test_a_reader_that_stops_is_no_error():
 
 def test_with_closed_streams_no_file_takes_their_place(tmp_path):
     picture = tmp_path / "schedule.svg"
-    line = f"{shlex.join([*PROGRAM, *LONG[:-1], '--microbatches=4', '--out', str(picture)])} <&- >&- 2>&-"
+    line = f"{shlex.join([*PROGRAM, *LONG[:-1], '--micro-batches=4', '--out', str(picture)])} <&- >&- 2>&-"
     assert subprocess.run(["sh", "-c", line], timeout=60, check=False).returncode == 0
     assert picture.read_text().startswith("<?xml")
 

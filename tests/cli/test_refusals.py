@@ -227,11 +227,11 @@ test_places_and_options_that_cannot_be_are_refused_before_the_work = refusals(
         "These are chats: give --chat",
         given=write_files,
     ),
-    command("schedule --name zigzag", "one of gpipe, 1f1b"),
-    command("schedule --name 1f1b --microbatches 3", "at least 4 with 1f1b over pipeline=4, found 3"),
-    command("schedule --name 1f1b --virtual 2", "1 with 1f1b, found 2"),
-    command("schedule --name 1f1b --out picture.xyz", r"ends in .png, .svg, .pdf, found picture\.xyz"),
-    command("schedule --name 1f1b --out nowhere/picture.png", "a folder that exists"),
+    command("schedule zigzag", "one of gpipe, 1f1b"),
+    command("schedule 1f1b --micro-batches 3", "at least 4 with 1f1b over pipeline=4, found 3"),
+    command("schedule 1f1b --virtual-stages 2", "1 with 1f1b, found 2"),
+    command("schedule 1f1b --out picture.xyz", r"ends in .png, .svg, .pdf, found picture\.xyz"),
+    command("schedule 1f1b --out nowhere/picture.png", "a folder that exists"),
 )
 
 

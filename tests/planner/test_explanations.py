@@ -17,7 +17,7 @@ TOPICS = read_table()[1]
 CASES = [
     *((topic,) for topic in TOPICS),
     *(("bubble", "--schedule", name) for name in ("interleaved", "interleaved-zero-bubble", "dualpipev")),
-    ("bubble", "--schedule", "interleaved", "--virtual", "7", "--stages", "16", "--target", "0.05"),
+    ("bubble", "--schedule", "interleaved", "--virtual-stages", "7", "--stages", "16", "--target", "0.05"),
     ("allreduce", "--ranks", "1"),
     ("allreduce", "--ranks", "1000", "--latency", "5e-6", "--bandwidth", "12.5e9"),
     *(("memory", "--recompute", mode, "--tensor", "4", "--pipeline", "2", "--zero", "1", "--data", "8")
@@ -36,7 +36,7 @@ def test_each_line_computed_from_its_text_gives_the_value(words, capsys):
     found = explained(*words)
     assert found["steps"] and found["sources"]
     known = {"ceil": ceil, "log2": log2, "max": max}
-    known |= {one["symbol"]: one["value"] for one in found["given"]}
+    known |= {one["symbol"]: one["value"] for one in found["inputs"]}
     for step in found["steps"]:
         for text in (step["numbers"], step["formula"]):
             assert eval(text, {}, known) == pytest.approx(step["value"], rel=1e-7), step
@@ -76,7 +76,7 @@ PLANNED = [words for words in CASES if words[0] in ("bubble", "pipeline", "allre
 def test_what_is_computed_from_the_text_is_what_the_planner_computes(words):
     """Other topics are compared with the plans of real models, and with numbers worked out by hand."""
     explanation = explained(*words)
-    at = SimpleNamespace(**{number["symbol"]: number["value"] for number in explanation["given"]})
+    at = SimpleNamespace(**{number["symbol"]: number["value"] for number in explanation["inputs"]})
     expected = globals()[f"of_{words[0]}"](at, words)
     shown = {step["symbol"]: step["value"] for step in explanation["steps"] if step["symbol"] in expected}
     assert shown == pytest.approx(expected, rel=1e-12)
@@ -93,19 +93,19 @@ def test_a_formula_is_exact_and_holds_arithmetic_alone():
 
 @pytest.mark.parametrize("topic", TOPICS)
 def test_each_number_that_is_given_has_an_option_that_changes_it(topic, capsys):
-    for one in explained(topic)["given"]:
-        other = "0.25" if one["value"] < 1 else "2" if one["option"] == "--virtual" else "8"
+    for one in explained(topic)["inputs"]:
+        other = "0.25" if one["value"] < 1 else "2" if one["option"] == "--virtual-stages" else "8"
         words = (topic, one["option"], other)
-        if one["option"] == "--virtual":
+        if one["option"] == "--virtual-stages":
             words += ("--schedule", "interleaved")
-        given = {given["symbol"]: given["value"] for given in explained(*words)["given"]}
+        given = {given["symbol"]: given["value"] for given in explained(*words)["inputs"]}
         assert given[one["symbol"]] == float(other), words
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("bubble", "--virtual", "3"), "virtual"),
+        (("bubble", "--virtual-stages", "3"), "virtual-stages"),
         (("bubble", "--schedule", "2f2b"), "schedule"),
         (("bubble", "--stages", "0"), "--stages"),
         (("mfu", "--layers", "9" * 400), "--layers"),
