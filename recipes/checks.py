@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class Rule(NamedTuple):
-    """Refuse ``key`` if ``broken``."""
+    """Refuse ``key``, which has the value ``actual``, if ``broken``."""
 
     broken: bool
     key: str
     expected: str
-    found: object
+    actual: object
     todo: str = ""
 
 
@@ -31,7 +31,7 @@ def check_rules(rules: Iterable[Rule], where: str) -> None:
     """Raise ``BadInput`` for the first rule that is broken."""
     for rule in rules:
         if rule.broken:
-            raise BadInput(where, rule.key, expected=rule.expected, found=rule.found, todo=rule.todo)
+            raise BadInput(where, rule.key, expected=rule.expected, found=rule.actual, todo=rule.todo)
 
 
 def check_recipe(recipe: Recipe, where: str) -> None:
@@ -52,8 +52,8 @@ def _model(recipe: Recipe, where: str) -> Iterator[Rule]:
     """Yield the rules by which a recipe says which model it trains, once."""
     model = recipe.model
     size, config = model.size, model.config
-    unsaid = (size, model.init_from, config) == (None, None, None)
-    yield Rule(unsaid, "model", "init_from, config or size", model.model_dump())
+    missing = size is None and model.init_from is None and config is None
+    yield Rule(missing, "model", "init_from, config or size", model.model_dump())
     if size is not None:
         published_size(size, f"{where}: model.size")
         todo = "Leave size out: the weights have a config of their own"
@@ -64,12 +64,12 @@ def _model(recipe: Recipe, where: str) -> Iterator[Rule]:
 
 def _optimizer(section: OptimizerSection, steps: int) -> Iterator[Rule]:
     """Yield the rules by which a schedule fits the run, and by which how lr scales is said whole."""
-    expected, found = 'schedule = "wsd", the only one with a last phase', f'schedule = "{section.schedule}"'
-    wsd = section.schedule == "wsd"
-    yield Rule(section.decay is not None and not wsd, "optimizer.decay", expected, found)
-    last, room = decay_steps(section, steps), steps - section.warmup
+    expected = 'schedule = "wsd", the only one with a last phase'
+    wsd, schedule = section.schedule == "wsd", f'schedule = "{section.schedule}"'
+    yield Rule(section.decay is not None and not wsd, "optimizer.decay", expected, schedule)
+    decay, room = decay_steps(section, steps), steps - section.warmup
     expected = f"at most the {max(0, room)} steps after the warm-up"
-    yield Rule(wsd and last > room, "optimizer.decay", expected, last)
+    yield Rule(wsd and decay > room, "optimizer.decay", expected, decay)
     half = (section.scale_lr is None) != (section.reference_batch is None)
     pair = f"scale_lr = {section.scale_lr}, reference_batch = {section.reference_batch}"
     yield Rule(half, "optimizer.scale_lr", "scale_lr and reference_batch together, or neither", pair)
@@ -125,9 +125,9 @@ def _twice(layout: Layout, schedule: str) -> bool:
 def _idle(recipe: Recipe) -> Iterator[Rule]:
     """Yield keys that do nothing because another is not set."""
     memory, debug, watch = recipe.memory, recipe.debug, recipe.watch
-    expected, found = 'checkpointing = "every" beside it', f'checkpointing = "{memory.checkpointing}"'
+    expected, mode = 'checkpointing = "every" beside it', f'checkpointing = "{memory.checkpointing}"'
     idle = memory.checkpoint_every is not None and memory.checkpointing != "every"
-    yield Rule(idle, "memory.checkpoint_every", expected, found)
+    yield Rule(idle, "memory.checkpoint_every", expected, mode)
     idle = debug.every is not None and not debug.collectives
     yield Rule(idle, "debug.every", "collectives = true beside it", "collectives = false")
     expected = "watch.norms, the steps between norms, beside it"

@@ -138,7 +138,7 @@ class Recipe(Section):
         if self.device == "cpu":
             return 'device = "cpu"'
         rules = compile_rules(self, self.memory, self.layout, self.pipeline_schedule)
-        return next((f"{rule.key} = {rule.found}" for rule in rules if rule.broken), None)
+        return next((f"{rule.key} = {rule.actual}" for rule in rules if rule.broken), None)
 
     @property
     def digest(self) -> str:
@@ -194,15 +194,15 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise BadInput("override", override, expected="key=value, such as data.global_batch=64")
-    *sections, last = key.strip().split(".")
-    if len(sections) >= DEEPEST:
+    *names, last = key.strip().split(".")
+    if len(names) >= DEEPEST:
         raise BadInput("override", f"{key[:40]}…", expected=f"at most {DEEPEST} levels", found="more")
-    here = raw
-    for section in sections:
-        here = here.setdefault(section, {})
-        if not isinstance(here, dict):
-            raise BadInput("override", key, expected="a section", found=f"{section}={here!r}")
-    here[last] = _value(text.strip(), key)
+    section = raw
+    for name in names:
+        section = section.setdefault(name, {})
+        if not isinstance(section, dict):
+            raise BadInput("override", key, expected="a section", found=f"{name}={section!r}")
+    section[last] = _value(text.strip(), key)
 
 
 def _value(text: str, key: str) -> Any:
@@ -218,12 +218,13 @@ def _value(text: str, key: str) -> Any:
 def read_config(section: ModelSection) -> dict[str, Any]:
     """Return the config.json's dict of a model that starts from scratch."""
     if isinstance(section.config, str):
-        found = read_json(Path(section.config))
+        fields = read_json(Path(section.config))
     else:
-        stated = section.config or {}
-        found = dict(stated) if section.size is None else published_size(section.size).with_fields(stated)
-        _check_written(found)
-    return found if section.mtp is None else {**found, "mtp": True}
+        fields = dict(section.config or {})
+        if section.size is not None:
+            fields = published_size(section.size).with_fields(fields)
+        _check_written(fields)
+    return fields if section.mtp is None else {**fields, "mtp": True}
 
 
 def _check_written(fields: Mapping[str, Any]) -> None:

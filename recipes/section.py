@@ -75,8 +75,8 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _not_too_large(cls, value: object) -> object:
-        for one in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(one, int) and one > LARGEST:
+        for number in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(number, int) and number > LARGEST:
                 raise PydanticCustomError("too_large", f"Input should be at most {LARGEST}")
         return value
 
