@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from ..storage.small_files import parse_toml, read_json, read_toml
 from ..storage.strict_json import DEEPEST
 from .checks import check_recipe, compile_rules
 from .optimizer_sections import LossScaleSection, OptimizerSection
-from .section import PathText, Wait, nearest_key
+from .section import PathText, Wait, nearest, nearest_key
 from .sections import (
     CheckpointSection,
     DataSection,
@@ -149,10 +148,6 @@ class Recipe(Section):
         """Return the recipe with another ``device``, such as the one that ``auto`` is here."""
         return self.model_copy(update={"device": device})
 
-    def check(self, where: str) -> None:
-        """Refuse numbers that do not fit each other, before anything is read or started."""
-        check_recipe(self, where)
-
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe and apply ``section.key=value`` overrides, whose values are TOML (bare words are
@@ -177,7 +172,7 @@ def parse_recipe(raw: dict[str, Any], where: str = "recipe") -> Recipe:
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
         raise from_validation(where, error, todo=nearest_key(Recipe, error)) from None
-    recipe.check(where)
+    check_recipe(recipe, where)
     return recipe
 
 
@@ -236,9 +231,7 @@ def _check_written(fields: Mapping[str, Any]) -> None:
     family = family_of(fields, where)
     for key in family.config.unknown_keys(fields):
         if key not in DENIED:  # which is legal where it is off
-            known = [family.config.spelled(name) for name in family.config.model_fields]
-            near = get_close_matches(key, known, n=3)
-            todo = f"Nearest: {', '.join(near)}" if near else ""
+            todo = nearest(key, map(family.config.spelled, family.config.model_fields))
             expected = f"a key that {family.model_type} reads"
             raise BadInput(where, key[:80], expected=expected, found="an unknown key", todo=todo)
 

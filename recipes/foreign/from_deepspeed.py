@@ -8,7 +8,7 @@ from typing import Any
 from ...parallel_state import BadInput
 from .fsdp_and_accelerate import ULYSSES
 from .precision import half_dtype, set_compute, set_loss_scale
-from .translation import ForeignConfig, RecipeDraft
+from .translation import NO_COUNTERPART, ForeignConfig, RecipeDraft
 
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
 _DTYPES = {
@@ -27,8 +27,6 @@ _LR = 1e-3
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 #: Sections and keys that say how DeepSpeed does its work, not what is computed: nothing is lost.
 _ENGINE = "how DeepSpeed does it; torch's FSDP2 and pipelining have no such setting"
-#: For settings that change what is computed.
-_OTHER = "there is nothing of this kind here"
 _KNOWN = {
     "zero_optimization": _ENGINE,
     "zero_optimization.offload_optimizer.ratio": "all of it is offloaded",
@@ -52,11 +50,7 @@ _KNOWN = {
 
 
 def from_deepspeed(
-    raw: Mapping[str, Any],
-    where: str,
-    *,
-    ranks: int | None = None,
-    autos: Mapping[str, Any] | None = None,
+    raw: Mapping[str, Any], where: str, *, ranks: int | None = None, autos: Mapping[str, Any] | None = None
 ) -> RecipeDraft:
     """Translate a DeepSpeed configuration to a recipe, as far as there is one.
 
@@ -81,7 +75,7 @@ def from_deepspeed(
     if config.section("tensorboard").flag("enabled"):
         draft.set("watch.trackers", ["tensorboard"])
     for key, setting in config.unread():
-        draft.miss(key, setting, _KNOWN.get(key, _KNOWN.get(key.split(".")[0], _OTHER)))
+        draft.miss(key, setting, _KNOWN.get(key, _KNOWN.get(key.split(".")[0], NO_COUNTERPART)))
     for key in config.unknown_autos():
         draft.miss(key, "auto", "Hugging Face's Trainer fills it in: translate its training_args.json")
     draft.check()
@@ -173,9 +167,8 @@ def _optimizer(config: ForeignConfig, draft: RecipeDraft) -> None:
     draft.set("optimizer.weight_decay", decay, "of matrices alone" if decay else "")
     if params.raw.get("adam_w_mode") is False and decay:
         draft.miss("optimizer.params.adam_w_mode", False, "weight decay is AdamW's, not L2")
-    for ignored in ("adam_w_mode", "torch_adam", "fused", "bias_correction"):
-        if not (ignored == "bias_correction" and params.raw.get(ignored) is False):
-            params.value(ignored)
+    for key in ("adam_w_mode", "torch_adam", "fused", "bias_correction"):
+        params.value(key)
     draft.set("optimizer.clip", config.number("gradient_clipping", 0.0))
     _schedule(config, draft, rate)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from ...data.megatron import parse_blend
@@ -34,8 +33,8 @@ def from_megatron(arguments: Arguments, where: str, *, ranks: int | None = None)
     _precision(config, draft)
     _optimizer(config, draft)
     _recompute(config, draft)
-    model_config = model_shape(config, draft)
-    _experts(config, draft, model_config)
+    if model_shape(config, draft):
+        _experts(config, draft)
     _data(config, draft)
     _saving(config, draft)
     for key, argument in config.unread():
@@ -107,9 +106,9 @@ def _recompute(config: ForeignConfig, draft: RecipeDraft) -> None:
         raise config.bad("recompute_granularity", "full or selective", granularity)
 
 
-def _experts(config: ForeignConfig, draft: RecipeDraft, model_config: dict[str, Any] | None) -> None:
+def _experts(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Set the factors of the routers' losses: here a mean over routers, in Megatron a sum."""
-    if model_config is None or not (count := config.whole("num_experts")):
+    if not (count := config.whole("num_experts")):
         return
     kind = config.value("moe_router_load_balancing_type") or "aux_loss"
     factor, topk = config.number("moe_aux_loss_coeff", 0.0), config.whole("moe_router_topk", 2) or 2
@@ -130,7 +129,7 @@ def _data(config: ForeignConfig, draft: RecipeDraft) -> None:
     _token_files(draft, config.value("data_path") or train_paths)
     held_out_paths = config.value("valid_data_path")
     if held_out_paths is not None:
-        names, weights = parse_blend(_words(held_out_paths), draft.where)
+        names, weights = _blend(draft, held_out_paths)
         if weights is not None:
             why = "held-out files have no weights: each is read by its size"
             draft.miss("valid_data_path", held_out_paths, why)
@@ -160,15 +159,16 @@ def _token_files(draft: RecipeDraft, paths: Any) -> None:
     if paths is None:
         draft.blank("data.tokens")
         return
-    names, weights = parse_blend(_words(paths), draft.where)
+    names, weights = _blend(draft, paths)
     remark = "with an index beside each: trilith tokenize PREFIX --from megatron --out PREFIX"
     draft.set("data.tokens", names if len(names) > 1 else names[0], remark)
     if weights is not None and len(names) > 1:
         draft.set("data.weights", weights)
 
 
-def _words(argument: Any) -> Sequence[str]:
-    return [str(word) for word in (argument if isinstance(argument, list) else [argument])]
+def _blend(draft: RecipeDraft, paths: Any) -> tuple[list[str], list[float] | None]:
+    """Return the names of token files and their weights, which stand in turns before the names."""
+    return parse_blend([str(word) for word in (paths if isinstance(paths, list) else [paths])], draft.where)
 
 
 def _saving(config: ForeignConfig, draft: RecipeDraft) -> None:

@@ -11,41 +11,38 @@ from ...runs.named_trackers import TrackerName
 from .deepspeed_in_trainer import deepspeed_file, with_arguments
 from .fsdp_and_accelerate import check_shards, fsdp, into_deepspeed, parallelism, read_sizes
 from .precision import half_dtype, set_compute
-from .translation import ForeignConfig, RecipeDraft
+from .translation import NO_COUNTERPART, ForeignConfig, RecipeDraft
 
-_OTHER = "there is nothing of this kind here"
 #: Keys that say nothing about what is trained, or what is so here anyway.
-_MEANINGLESS = frozenset(
-    (
-        "hub_token",
-        "hub_model_id",
-        "push_to_hub",
-        "log_level",
-        "log_level_replica",
-        "logging_dir",
-        "run_name",
-        "disable_tqdm",
-        "local_rank",
-        "do_train",
-        "do_eval",
-        "do_predict",
-        "dataloader_pin_memory",
-        "dataloader_num_workers",
-        "dataloader_drop_last",
-        "ddp_backend",
-        "ddp_timeout",
-        "ddp_find_unused_parameters",
-        "remove_unused_columns",
-        "overwrite_output_dir",
-        "per_device_eval_batch_size",
-        "fp16_backend",
-        "half_precision_backend",
-        "accelerator_config",
-        "save_safetensors",
-        "save_only_model",
-        "_n_gpu",
-    )
-)
+_MEANINGLESS = {
+    "hub_token",
+    "hub_model_id",
+    "push_to_hub",
+    "log_level",
+    "log_level_replica",
+    "logging_dir",
+    "run_name",
+    "disable_tqdm",
+    "local_rank",
+    "do_train",
+    "do_eval",
+    "do_predict",
+    "dataloader_pin_memory",
+    "dataloader_num_workers",
+    "dataloader_drop_last",
+    "ddp_backend",
+    "ddp_timeout",
+    "ddp_find_unused_parameters",
+    "remove_unused_columns",
+    "overwrite_output_dir",
+    "per_device_eval_batch_size",
+    "fp16_backend",
+    "half_precision_backend",
+    "accelerator_config",
+    "save_safetensors",
+    "save_only_model",
+    "_n_gpu",
+}
 _SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
@@ -113,7 +110,7 @@ def from_trainer(raw: Mapping[str, Any], where: str, *, ranks: int | None = None
     defaults = _defaults()
     for key, setting in config.unread():
         if key not in _MEANINGLESS and not (key in defaults and defaults[key] == setting):
-            draft.miss(key, setting, _KNOWN.get(key.split(".")[0], _OTHER))
+            draft.miss(key, setting, _KNOWN.get(key.split(".")[0], NO_COUNTERPART))
     draft.check()
     return draft
 
@@ -130,10 +127,10 @@ def _rows(config: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _batch(config: ForeignConfig, draft: RecipeDraft) -> None:
-    micro = config.whole("per_device_train_batch_size", 8, least=1) or 1
-    steps = config.whole("gradient_accumulation_steps", 1, least=1) or 1
-    draft.set("data.micro_batch", micro)
-    draft.set("data.global_batch", micro * steps * draft.values["layout.data"])
+    micro_batch = config.whole("per_device_train_batch_size", 8, least=1) or 1
+    accumulation = config.whole("gradient_accumulation_steps", 1, least=1) or 1
+    draft.set("data.micro_batch", micro_batch)
+    draft.set("data.global_batch", micro_batch * accumulation * draft.values["layout.data"])
 
 
 def _steps(config: ForeignConfig, draft: RecipeDraft) -> int | None:
@@ -228,12 +225,10 @@ def _saving(config: ForeignConfig, draft: RecipeDraft, steps: int | None) -> Non
             interval = math.ceil(interval * steps)
         if strategy == "steps" and interval >= 1:
             draft.set(key, int(interval))
-        elif strategy not in ("no", "steps") or (strategy == "steps" and interval > 0):
-            setting = interval if strategy == "steps" else strategy
+        elif strategy != "no" and (setting := interval if strategy == "steps" else strategy):
             draft.miss(f"{kind}_strategy", setting, f"set {key} in steps")
             draft.set(key, default)
-    keep = config.whole("save_total_limit", least=0)
-    if keep:
+    if keep := config.whole("save_total_limit", least=0):
         draft.set("checkpoint.keep", keep)
     elif "checkpoint.every" in draft.values:
         draft.miss("save_total_limit", keep, "only the newest 2 stay; set checkpoint.keep for more")

@@ -24,7 +24,7 @@ from ...storage.small_files import read_json, read_text
 from ...system import whole_number
 
 #: Other spellings of an argument: earlier names, and those of NeMo and Megatron-Bridge.
-_NAMES = {
+_ALIASES = {
     "model_parallel_size": "tensor_model_parallel_size",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "batch_size": "micro_batch_size",
@@ -48,8 +48,8 @@ _NAMES = {
     "num_moe_experts": "num_experts",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
 }
-#: Flags and values that say another argument.
-_SAY: dict[tuple[str, Any], tuple[str, Any]] = {
+#: Flags and values that mean a value of another argument.
+_EQUIVALENTS: dict[tuple[str, Any], tuple[str, Any]] = {
     ("disable_bias_linear", True): ("add_bias_linear", False),
     ("bias", False): ("add_bias_linear", False),
     ("no_position_embedding", True): ("add_position_embedding", False),
@@ -100,10 +100,10 @@ def read_arguments(file: Path) -> Arguments:
     """
     if file.suffix == ".json":
         raw = read_json(file)
-        return _named(raw["args"] if isinstance(raw.get("args"), dict) else raw, [], file)
+        return _normalized(raw["args"] if isinstance(raw.get("args"), dict) else raw, [], file)
     if file.suffix in (".yaml", ".yml"):
-        return _named(*_of_yaml(file), file)
-    return _named(_of_log(file), [], file)
+        return _normalized(*_of_yaml(file), file)
+    return _normalized(_of_log(file), [], file)
 
 
 def arguments_of(words: Sequence[str]) -> Arguments:
@@ -121,14 +121,14 @@ def arguments_of(words: Sequence[str]) -> Arguments:
         if key in raw and raw[key] != value:
             unsure.append(f"{key} = {raw[key]}: said again, and the last counts: {value}")
         raw[key] = None if value is True and key in _PATHS else value
-    return _named(raw, unsure, COMMAND)
+    return _normalized(raw, unsure, COMMAND)
 
 
-def _named(raw: Mapping[str, Any], unsure: list[str], where: object) -> Arguments:
+def _normalized(raw: Mapping[str, Any], unsure: list[str], where: object) -> Arguments:
     """Return the arguments by Megatron's names of today."""
     values: dict[str, Any] = {}
     for key, value in raw.items():
-        name, value = _meaning(_NAMES.get(key, key), value)
+        name, value = _equivalent(_ALIASES.get(key, key), value)
         if name in values and values[name] != value and None not in (values[name], value):
             raise BadInput(where, name, expected=f"one value, {values[name]!r}", found=repr(value))
         if values.get(name) is None:
@@ -136,11 +136,11 @@ def _named(raw: Mapping[str, Any], unsure: list[str], where: object) -> Argument
     return Arguments(values, _ranks(values), unsure)
 
 
-def _meaning(key: str, value: Any) -> tuple[str, Any]:
+def _equivalent(key: str, value: Any) -> tuple[str, Any]:
     """Return the argument that this one sets, and its value; 1 is not ``True`` here."""
-    for (name, setting), meaning in _SAY.items():
+    for (name, setting), equivalent in _EQUIVALENTS.items():
         if name == key and setting == value and type(setting) is type(value):
-            return meaning
+            return equivalent
     return key, value
 
 

@@ -21,7 +21,7 @@ def layout(config: ForeignConfig, draft: RecipeDraft, ranks: int | None) -> None
     }
     replica_size = math.prod(sizes.values())
     if ranks is None:
-        draft.miss_ranks("as few as fit")
+        draft.miss_ranks("few as fit")
         ranks = replica_size
     if not ranks or ranks % replica_size:
         axes = " x ".join(f"{axis}={size}" for axis, size in sizes.items())

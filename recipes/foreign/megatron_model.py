@@ -16,7 +16,7 @@ _FREE = {
 #: What the vocabularies of tokenizers have, where Megatron's arguments leave it to the tokenizer.
 _VOCABULARIES = {"GPT2BPETokenizer": 50257}
 #: Settings that no family here computes as Megatron does.
-_FOREIGN = {
+_UNSUPPORTED = {
     "multi_latent_attention": "a latent for keys and values",
     "moe_shared_expert_intermediate_size": "an expert that every token has",
     "squared_relu": "a squared ReLU",
@@ -30,12 +30,12 @@ _FOREIGN = {
 }
 
 
-def model_shape(config: ForeignConfig, draft: RecipeDraft) -> dict[str, Any] | None:
-    """Set the model's keys, and return its config; ``None`` if no family here is that model."""
+def model_shape(config: ForeignConfig, draft: RecipeDraft) -> bool:
+    """Set the model's keys, and tell whether a family here is that model."""
     fields = _family_fields(config, draft)
     if fields is None:
         draft.blank("model.init_from")
-        return None
+        return False
     if (hidden := _dropouts(config)[1]) and not any(
         "dropout" in key or "pdrop" in key for key in fields if key != "attention_dropout"
     ):
@@ -53,7 +53,7 @@ def model_shape(config: ForeignConfig, draft: RecipeDraft) -> dict[str, Any] | N
         draft.set(f"model.config.{key}", field)
     if published is None:
         draft.set_or_blank("model.config.vocab_size", vocabulary)
-    return model_config
+    return True
 
 
 def _published(
@@ -94,7 +94,7 @@ def _family_fields(config: ForeignConfig, draft: RecipeDraft) -> dict[str, Any] 
 
 def _fields(config: ForeignConfig) -> tuple[dict[str, Any] | None, str]:
     """Return the fields, or ``None`` and a description of the model."""
-    foreign = [what for key, what in _FOREIGN.items() if config.value(key)]
+    unsupported = [what for key, what in _UNSUPPORTED.items() if config.value(key)]
     rms = (config.text("normalization") or "LayerNorm") == "RMSNorm"
     kind = config.text("position_embedding_type") or "learned_absolute"
     config.value("add_position_embedding")
@@ -105,11 +105,11 @@ def _fields(config: ForeignConfig) -> tuple[dict[str, Any] | None, str]:
     tied = not config.flag("untie_embeddings_and_output_weights")
     fraction = config.number("rotary_percent", 1.0)
     if config.value("moe_router_score_function") not in (None, "softmax"):
-        foreign.append("scores of experts by a sigmoid")
+        unsupported.append("scores of experts by a sigmoid")
     if str(config.value("moe_layer_freq") or 1) != "1":
-        foreign.append("experts in some blocks only")
-    if foreign:
-        return None, ", ".join(foreign)
+        unsupported.append("experts in some blocks only")
+    if unsupported:
+        return None, ", ".join(unsupported)
     base = _base(config, tied=tied)
     if kind == "learned_absolute" and not (rms or gated or experts or qk_norm) and bias and tied:
         return _gpt2(config, base), ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ..optimizer_sections import LossScaleSection
 from .translation import ForeignConfig, RecipeDraft
 
 
@@ -31,7 +32,8 @@ def set_loss_scale(config: ForeignConfig, draft: RecipeDraft, initial: float, *,
     else:
         draft.set("loss_scale.growth_interval", config.whole("loss_scale_window", 1000))
     draft.set("loss_scale.minimum", min(_power_of_two(config.number("min_loss_scale", 1.0) or 1.0), scale))
-    draft.set("loss_scale.maximum", max(scale, 2.0**24))
+    if scale > LossScaleSection().maximum:
+        draft.set("loss_scale.maximum", scale)
     if (hysteresis := config.whole("hysteresis", 2)) != 1 and not static:
         draft.miss(config.path("hysteresis"), hysteresis, "the scale halves at the first overflow")
 

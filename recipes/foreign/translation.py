@@ -13,6 +13,9 @@ from ..recipe import Recipe, parse_recipe
 #: No count or time of a run is larger; products of two are still numbers.
 LARGEST = 1e18
 
+#: Why most settings are not in the recipe.
+NO_COUNTERPART = "there is nothing of this kind here"
+
 #: Keys that the user may have to fill in: with what, and what stands there while the rest is checked.
 _BLANKS: dict[str, tuple[str, Any]] = {
     "steps": ("how many updates", 10**9),
