@@ -12,6 +12,7 @@ _SCHEDULES = {
     "inverse-square-root": "inverse_sqrt",
     "WSD": "wsd",
 }
+_DECAY_SHAPES = {"minus_sqrt": "1-sqrt", "exponential": "1-sqrt"}
 
 
 def _span(config: ForeignConfig, name: str, batch: int, *, by_samples: bool) -> int | None:
@@ -33,7 +34,7 @@ def steps_and_schedule(config: ForeignConfig, draft: RecipeDraft, batch: int) ->
     steps = _span(config, "train", batch, by_samples=by_samples)
     decay = _span(config, "lr_decay", batch, by_samples=by_samples) or steps
     warmup = _span(config, "lr_warmup", batch, by_samples=by_samples)
-    last = _span(config, "lr_wsd_decay", batch, by_samples=by_samples)
+    wsd_decay = _span(config, "lr_wsd_decay", batch, by_samples=by_samples)
     fraction = config.number("lr_warmup_fraction")
     style = config.text("lr_decay_style") or "linear"
     if style not in _SCHEDULES:
@@ -59,25 +60,23 @@ def steps_and_schedule(config: ForeignConfig, draft: RecipeDraft, batch: int) ->
         draft.set("optimizer.warmup", warmup or 0)
     if start := config.number("lr_warmup_init", 0.0):
         draft.miss("lr_warmup_init", start, "the warm-up begins near 0")
-    _rates(config, draft, style, last)
+    _rates(config, draft, style, wsd_decay)
 
 
-def _rates(config: ForeignConfig, draft: RecipeDraft, style: str, last: int | None) -> None:
-    rate, least = config.number("lr"), config.number("min_lr", 0.0) or 0.0
+def _rates(config: ForeignConfig, draft: RecipeDraft, style: str, wsd_decay: int | None) -> None:
+    rate, minimum = config.number("lr"), config.number("min_lr", 0.0) or 0.0
     if rate is None:
         draft.miss("lr", None, "the file does not say it; set optimizer.lr")
-    elif least > rate:
-        raise config.bad("min_lr", f"at most lr={rate:g}", least)
+    elif minimum > rate:
+        raise config.bad("min_lr", f"at most lr={rate:g}", minimum)
     else:
         draft.set("optimizer.lr", rate)
     if rate and style != "constant":
-        draft.set("optimizer.minimum_ratio", least / rate, f"min_lr = {least:g}")
+        draft.set("optimizer.minimum_ratio", minimum / rate, f"min_lr = {minimum:g}")
     if style == "WSD":
-        if last:
-            draft.set("optimizer.decay", last)
+        if wsd_decay:
+            draft.set("optimizer.decay", wsd_decay)
         shape = config.text("lr_wsd_decay_style") or "exponential"
-        draft.set(
-            "optimizer.decay_shape", {"minus_sqrt": "1-sqrt", "exponential": "1-sqrt"}.get(shape, shape)
-        )
+        draft.set("optimizer.decay_shape", _DECAY_SHAPES.get(shape, shape))
         if shape == "exponential":
             draft.miss("lr_wsd_decay_style", shape, "taken as 1-sqrt; linear and cosine are there too")

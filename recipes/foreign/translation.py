@@ -210,7 +210,7 @@ def is_off(value: Any) -> bool:
     """
     if isinstance(value, dict):
         return value.get("enabled") is False or all(map(is_off, value.values()))
-    return value in (None, False, 0, "", "no", "none") or value == []
+    return value in (None, False, 0, "", "no", "none", [])
 
 
 def to_toml(value: Any) -> str:
