@@ -1,4 +1,4 @@
-"""State the rules about several keys of a recipe: a row for each, in the order in which they are told."""
+"""State the rules about several keys of a recipe, in the order in which they are checked."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_recipe(recipe: Recipe, where: str) -> None:
 
 
 def _model(recipe: Recipe, where: str) -> Iterator[Rule]:
-    """Yield the rules by which a recipe says which model it trains, once."""
+    """Yield the rules by which a recipe names exactly one model."""
     model = recipe.model
     size, config = model.size, model.config
     missing = size is None and model.init_from is None and config is None
@@ -63,7 +63,7 @@ def _model(recipe: Recipe, where: str) -> Iterator[Rule]:
 
 
 def _optimizer(section: OptimizerSection, steps: int) -> Iterator[Rule]:
-    """Yield the rules by which a schedule fits the run, and by which how lr scales is said whole."""
+    """Yield the rules by which a schedule fits the run, and ``scale_lr`` has its ``reference_batch``."""
     expected = 'schedule = "wsd", the only one with a last phase'
     wsd, schedule = section.schedule == "wsd", f'schedule = "{section.schedule}"'
     yield Rule(section.decay is not None and not wsd, "optimizer.decay", expected, schedule)
@@ -81,7 +81,7 @@ def decay_steps(section: OptimizerSection, steps: int) -> int:
 
 
 def _precision(recipe: Recipe) -> Iterator[Rule]:
-    """Yield a mirror without a name, masters too narrow for float16, and loss scales that change bits."""
+    """Yield the rules of ``checkpoint.restore``, of the weights' dtype under float16, and of loss scales."""
     saving, scale, dtype = recipe.checkpoint, recipe.loss_scale, recipe.dtype
     nowhere = saving.restore and saving.mirror is None
     yield Rule(nowhere, "checkpoint.restore", "checkpoint.mirror, the place to restore from", "none")
