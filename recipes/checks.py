@@ -1,4 +1,4 @@
-"""State the rules about several keys of a recipe: a row for each, in the order in which they are told."""
+"""State the rules about several keys of a recipe, in the order in which they are checked."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class Rule(NamedTuple):
-    """Refuse ``key`` if ``broken``."""
+    """Refuse ``key``, which has the value ``actual``, if ``broken``."""
 
     broken: bool
     key: str
     expected: str
-    found: object
+    actual: object
     todo: str = ""
 
 
@@ -31,7 +31,7 @@ def check_rules(rules: Iterable[Rule], where: str) -> None:
     """Raise ``BadInput`` for the first rule that is broken."""
     for rule in rules:
         if rule.broken:
-            raise BadInput(where, rule.key, expected=rule.expected, found=rule.found, todo=rule.todo)
+            raise BadInput(where, rule.key, expected=rule.expected, found=rule.actual, todo=rule.todo)
 
 
 def check_recipe(recipe: Recipe, where: str) -> None:
@@ -49,11 +49,11 @@ def check_recipe(recipe: Recipe, where: str) -> None:
 
 
 def _model(recipe: Recipe, where: str) -> Iterator[Rule]:
-    """Yield the rules by which a recipe says which model it trains, once."""
+    """Yield the rules by which a recipe names exactly one model."""
     model = recipe.model
     size, config = model.size, model.config
-    unsaid = (size, model.init_from, config) == (None, None, None)
-    yield Rule(unsaid, "model", "init_from, config or size", model.model_dump())
+    missing = size is None and model.init_from is None and config is None
+    yield Rule(missing, "model", "init_from, config or size", model.model_dump())
     if size is not None:
         published_size(size, f"{where}: model.size")
         todo = "Leave size out: the weights have a config of their own"
@@ -63,13 +63,13 @@ def _model(recipe: Recipe, where: str) -> Iterator[Rule]:
 
 
 def _optimizer(section: OptimizerSection, steps: int) -> Iterator[Rule]:
-    """Yield the rules by which a schedule fits the run, and by which how lr scales is said whole."""
-    expected, found = 'schedule = "wsd", the only one with a last phase', f'schedule = "{section.schedule}"'
-    wsd = section.schedule == "wsd"
-    yield Rule(section.decay is not None and not wsd, "optimizer.decay", expected, found)
-    last, room = decay_steps(section, steps), steps - section.warmup
+    """Yield the rules by which a schedule fits the run, and ``scale_lr`` has its ``reference_batch``."""
+    expected = 'schedule = "wsd", the only one with a last phase'
+    wsd, schedule = section.schedule == "wsd", f'schedule = "{section.schedule}"'
+    yield Rule(section.decay is not None and not wsd, "optimizer.decay", expected, schedule)
+    decay, room = decay_steps(section, steps), steps - section.warmup
     expected = f"at most the {max(0, room)} steps after the warm-up"
-    yield Rule(wsd and last > room, "optimizer.decay", expected, last)
+    yield Rule(wsd and decay > room, "optimizer.decay", expected, decay)
     half = (section.scale_lr is None) != (section.reference_batch is None)
     pair = f"scale_lr = {section.scale_lr}, reference_batch = {section.reference_batch}"
     yield Rule(half, "optimizer.scale_lr", "scale_lr and reference_batch together, or neither", pair)
@@ -81,7 +81,7 @@ def decay_steps(section: OptimizerSection, steps: int) -> int:
 
 
 def _precision(recipe: Recipe) -> Iterator[Rule]:
-    """Yield a mirror without a name, masters too narrow for float16, and loss scales that change bits."""
+    """Yield the rules of ``checkpoint.restore``, of the weights' dtype under float16, and of loss scales."""
     saving, scale, dtype = recipe.checkpoint, recipe.loss_scale, recipe.dtype
     nowhere = saving.restore and saving.mirror is None
     yield Rule(nowhere, "checkpoint.restore", "checkpoint.mirror, the place to restore from", "none")
@@ -114,10 +114,10 @@ def float8_rules(recipe: Recipe, layout: Layout, schedule: str) -> Iterator[Rule
     yield Rule(wide, "dtype", "float32 or bfloat16 with compute = float8", recipe.dtype)
     expected = "gpipe, 1f1b or interleaved with compute = float8"
     todo = "Its backward comes in two parts, and each would compute all products of both"
-    yield Rule(float8 and _twice(layout, schedule), "layout.schedule", expected, schedule, todo)
+    yield Rule(float8 and _splits_backward(layout, schedule), "layout.schedule", expected, schedule, todo)
 
 
-def _twice(layout: Layout, schedule: str) -> bool:
+def _splits_backward(layout: Layout, schedule: str) -> bool:
     """Tell whether a backward comes in two parts."""
     return layout.pipeline > 1 and schedule_kind(schedule).two_backwards
 
@@ -125,9 +125,9 @@ def _twice(layout: Layout, schedule: str) -> bool:
 def _idle(recipe: Recipe) -> Iterator[Rule]:
     """Yield keys that do nothing because another is not set."""
     memory, debug, watch = recipe.memory, recipe.debug, recipe.watch
-    expected, found = 'checkpointing = "every" beside it', f'checkpointing = "{memory.checkpointing}"'
+    expected, mode = 'checkpointing = "every" beside it', f'checkpointing = "{memory.checkpointing}"'
     idle = memory.checkpoint_every is not None and memory.checkpointing != "every"
-    yield Rule(idle, "memory.checkpoint_every", expected, found)
+    yield Rule(idle, "memory.checkpoint_every", expected, mode)
     idle = debug.every is not None and not debug.collectives
     yield Rule(idle, "debug.every", "collectives = true beside it", "collectives = false")
     expected = "watch.norms, the steps between norms, beside it"
@@ -166,7 +166,7 @@ def compile_rules(recipe: Recipe, memory: MemorySection, layout: Layout, schedul
     expected = "none, every or full with compile = true"
     yield Rule(memory.checkpointing == "selective", "memory.checkpointing", expected, "selective")
     expected = "gpipe, 1f1b or interleaved with compile = true"
-    yield Rule(_twice(layout, schedule), "layout.schedule", expected, schedule)
+    yield Rule(_splits_backward(layout, schedule), "layout.schedule", expected, schedule)
     yield Rule(recipe.debug.collectives, "debug.collectives", "false with compile = true", "true")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from ..storage.small_files import parse_toml, read_json, read_toml
 from ..storage.strict_json import DEEPEST
 from .checks import check_recipe, compile_rules
 from .optimizer_sections import LossScaleSection, OptimizerSection
-from .section import PathText, Wait, nearest_key
+from .section import PathText, Wait, nearest, nearest_key
 from .sections import (
     CheckpointSection,
     DataSection,
@@ -138,7 +137,7 @@ class Recipe(Section):
         if self.device == "cpu":
             return 'device = "cpu"'
         rules = compile_rules(self, self.memory, self.layout, self.pipeline_schedule)
-        return next((f"{rule.key} = {rule.found}" for rule in rules if rule.broken), None)
+        return next((f"{rule.key} = {rule.actual}" for rule in rules if rule.broken), None)
 
     @property
     def digest(self) -> str:
@@ -148,10 +147,6 @@ class Recipe(Section):
     def on(self, device: str) -> Recipe:
         """Return the recipe with another ``device``, such as the one that ``auto`` is here."""
         return self.model_copy(update={"device": device})
-
-    def check(self, where: str) -> None:
-        """Refuse numbers that do not fit each other, before anything is read or started."""
-        check_recipe(self, where)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -177,7 +172,7 @@ def parse_recipe(raw: dict[str, Any], where: str = "recipe") -> Recipe:
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
         raise from_validation(where, error, todo=nearest_key(Recipe, error)) from None
-    recipe.check(where)
+    check_recipe(recipe, where)
     return recipe
 
 
@@ -194,15 +189,15 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise BadInput("override", override, expected="key=value, such as data.global_batch=64")
-    *sections, last = key.strip().split(".")
-    if len(sections) >= DEEPEST:
+    *names, last = key.strip().split(".")
+    if len(names) >= DEEPEST:
         raise BadInput("override", f"{key[:40]}…", expected=f"at most {DEEPEST} levels", found="more")
-    here = raw
-    for section in sections:
-        here = here.setdefault(section, {})
-        if not isinstance(here, dict):
-            raise BadInput("override", key, expected="a section", found=f"{section}={here!r}")
-    here[last] = _value(text.strip(), key)
+    section = raw
+    for name in names:
+        section = section.setdefault(name, {})
+        if not isinstance(section, dict):
+            raise BadInput("override", key, expected="a section", found=f"{name}={section!r}")
+    section[last] = _value(text.strip(), key)
 
 
 def _value(text: str, key: str) -> Any:
@@ -218,12 +213,13 @@ def _value(text: str, key: str) -> Any:
 def read_config(section: ModelSection) -> dict[str, Any]:
     """Return the config.json's dict of a model that starts from scratch."""
     if isinstance(section.config, str):
-        found = read_json(Path(section.config))
+        fields = read_json(Path(section.config))
     else:
-        stated = section.config or {}
-        found = dict(stated) if section.size is None else published_size(section.size).with_fields(stated)
-        _check_written(found)
-    return found if section.mtp is None else {**found, "mtp": True}
+        fields = dict(section.config or {})
+        if section.size is not None:
+            fields = published_size(section.size).with_fields(fields)
+        _check_written(fields)
+    return fields if section.mtp is None else {**fields, "mtp": True}
 
 
 def _check_written(fields: Mapping[str, Any]) -> None:
@@ -235,9 +231,7 @@ def _check_written(fields: Mapping[str, Any]) -> None:
     family = family_of(fields, where)
     for key in family.config.unknown_keys(fields):
         if key not in DENIED:  # which is legal where it is off
-            known = [family.config.spelled(name) for name in family.config.model_fields]
-            near = get_close_matches(key, known, n=3)
-            todo = f"Nearest: {', '.join(near)}" if near else ""
+            todo = nearest(key, map(family.config.spelled, family.config.model_fields))
             expected = f"a key that {family.model_type} reads"
             raise BadInput(where, key[:80], expected=expected, found="an unknown key", todo=todo)
 

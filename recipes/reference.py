@@ -32,18 +32,18 @@ def default_of(field: FieldInfo) -> str:
 
 def choices_of(annotation: Any) -> list[str]:
     """Return the words that a key may have, then what else it may have; nothing for a key without words."""
-    found: list[str] = []
+    choices: list[str] = []
     for part in get_args(annotation):
         if isinstance(part, str):
-            found.append(f"`{part}`")
+            choices.append(f"`{part}`")
         elif part is bool:
-            found += ["`true`", "`false`"]
+            choices += ["`true`", "`false`"]
         elif part is int or (get_origin(part) is Annotated and get_args(part)[0] is int):
-            found.append("a number")
+            choices.append("a number")
         elif get_origin(part) is not None:
-            found += choices_of(part)
-    words = [one for one in found if one.startswith("`")]
-    return words + [one for one in found if one not in words] if words else []
+            choices += choices_of(part)
+    words = [choice for choice in choices if choice.startswith("`")]
+    return words + [choice for choice in choices if choice not in words] if words else []
 
 
 def table(model: type[BaseModel], keys: list[str]) -> str:
@@ -93,9 +93,9 @@ def reference() -> str:
 def with_tables(text: str) -> str:
     """Replace the tables in a page by those that the keys' help gives now."""
 
-    def table_of(found: re.Match[str]) -> str:
-        name, keys = found[1], found[2]
-        (model,) = (one for _, one in SECTIONS if one.__name__ == name)
+    def table_of(match: re.Match[str]) -> str:
+        name, keys = match[1], match[2]
+        (model,) = (section for _, section in SECTIONS if section.__name__ == name)
         head = f"<!-- {name}: {keys} -->" if keys else f"<!-- {name} -->"
         return f"{head}\n{table(model, (keys or '').split())}<!-- end -->"
 

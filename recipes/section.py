@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Annotated, get_args
 
@@ -75,8 +76,8 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _not_too_large(cls, value: object) -> object:
-        for one in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(one, int) and one > LARGEST:
+        for number in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(number, int) and number > LARGEST:
                 raise PydanticCustomError("too_large", f"Input should be at most {LARGEST}")
         return value
 
@@ -90,6 +91,10 @@ def nearest_key(model: type[BaseModel], error: ValidationError) -> str:
         model = next(
             (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), model
         )
-    known = [field.alias or name for name, field in model.model_fields.items()]
-    near = get_close_matches(key, known, n=3)
-    return f"Nearest: {', '.join('.'.join([*sections, name]) for name in near)}" if near else ""
+    return nearest(key, [field.alias or name for name, field in model.model_fields.items()], sections)
+
+
+def nearest(key: str, known: Iterable[str], sections: Iterable[str] = ()) -> str:
+    """Return the hint to use those of the ``known`` keys of a section that are nearest to ``key``."""
+    names = [".".join([*sections, name]) for name in get_close_matches(key, list(known), n=3)]
+    return f"Nearest: {', '.join(names)}" if names else ""

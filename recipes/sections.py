@@ -212,12 +212,12 @@ class WatchSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _renamed(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "tensorboard" in given:
+    def _renamed(cls, keys: Any) -> Any:
+        if isinstance(keys, dict) and "tensorboard" in keys:
             raise PydanticCustomError(
                 "renamed", "Input should be trackers = ['tensorboard'] in the place of the key tensorboard"
             )
-        return given
+        return keys
 
 
 class DebugSection(Section):

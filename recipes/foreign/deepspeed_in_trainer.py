@@ -8,22 +8,22 @@ from typing import Any
 
 from ...storage.small_files import read_json
 from .from_deepspeed import from_deepspeed
-from .translation import Given, Translation
+from .translation import ForeignConfig, RecipeDraft
 
 
-def deepspeed_file(given: Given) -> tuple[Mapping[str, Any], str]:
+def deepspeed_file(config: ForeignConfig) -> tuple[Mapping[str, Any], str]:
     """Return DeepSpeed's configuration and its place: in this file, in one beside it, or at a named path."""
-    value = given.value("deepspeed")
-    if isinstance(value, dict):
-        return value, given.where
-    beside = Path(given.where).parent / str(value)
-    file = beside if beside.exists() else Path(str(value))
+    setting = config.value("deepspeed")
+    if isinstance(setting, dict):
+        return setting, config.where
+    beside = Path(config.where).parent / str(setting)
+    file = beside if beside.exists() else Path(str(setting))
     return read_json(file), str(file)
 
 
 def with_arguments(
     value: Mapping[str, Any], where: str, arguments: Mapping[str, Any], ranks: int | None
-) -> Translation:
+) -> RecipeDraft:
     """Translate a DeepSpeed configuration whose "auto" values come from TrainingArguments.
 
     It fills them in as transformers' ``HfTrainerDeepSpeedConfig`` does.
@@ -45,6 +45,6 @@ def with_arguments(
         "fp16.enabled": bool(arguments.get("fp16")),
         "bf16.enabled": bool(arguments.get("bf16")),
     }
-    found = from_deepspeed(value, where, ranks=ranks, autos=autos)
-    found.missed = [line for line in found.missed if not line.startswith("optimizer = null")]
-    return found
+    draft = from_deepspeed(value, where, ranks=ranks, autos=autos)
+    draft.missed = [line for line in draft.missed if not line.startswith("optimizer = null")]
+    return draft

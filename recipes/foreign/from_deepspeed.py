@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from ...parallel_state import BadInput
 from .fsdp_and_accelerate import ULYSSES
-from .translation import Given, Translation
+from .precision import half_dtype, set_compute, set_loss_scale
+from .translation import NO_COUNTERPART, ForeignConfig, RecipeDraft
 
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
 _DTYPES = {
@@ -23,10 +23,10 @@ _DTYPES = {
 
 #: The learning rate of DeepSpeed's Adam, and of its WarmupLR and WarmupDecayLR, where the file says none.
 _LR = 1e-3
+#: The schedule here that each of DeepSpeed's becomes.
+_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 #: Sections and keys that say how DeepSpeed does its work, not what is computed: nothing is lost.
 _ENGINE = "how DeepSpeed does it; torch's FSDP2 and pipelining have no such setting"
-#: For settings that change what is computed.
-_OTHER = "there is nothing of this kind here"
 _KNOWN = {
     "zero_optimization": _ENGINE,
     "zero_optimization.offload_optimizer.ratio": "all of it is offloaded",
@@ -50,47 +50,36 @@ _KNOWN = {
 
 
 def from_deepspeed(
-    raw: Mapping[str, Any],
-    where: str,
-    *,
-    ranks: int | None = None,
-    autos: Mapping[str, Any] | None = None,
-) -> Translation:
+    raw: Mapping[str, Any], where: str, *, ranks: int | None = None, autos: Mapping[str, Any] | None = None
+) -> RecipeDraft:
     """Translate a DeepSpeed configuration to a recipe, as far as there is one.
 
     ``ranks``: how many processes train; the file says it only if it has all three batch sizes. ``autos``: the
     value of each "auto", by dotted key. Raises ``BadInput`` for a file that is no such configuration or
     contradicts itself.
     """
-    given = Given(raw, where, autos=autos)
-    found = Translation(where)
-    found.set("out", "run")
-    found.set("device", "cuda")
-    found.blank("steps", "how many updates")
-    found.blank("model.init_from", "a Hugging Face folder, or model.config to start from scratch")
-    found.blank("data.tokens", "what `trilith tokenize` wrote")
-    found.blank("data.sequence_length", "tokens a row")
-    _precision(given, found)
-    _layout(given, found, ranks)
-    _optimizer(given, found)
-    _memory(given, found)
-    if (every := given.whole("steps_per_print", least=1)) is not None:
-        found.set("log_every", every)
-    _reduction(given, found)
-    if given.section("tensorboard").flag("enabled"):
-        found.set("watch.trackers", ["tensorboard"])
-    if not given.raw.keys() & _NAMES:
-        raise BadInput(
-            where,
-            expected="a DeepSpeed configuration",
-            found=f"keys {', '.join(list(given.raw)[:5]) or '(none)'}",
-        )
-    for key, value in given.left():
-        found.miss(key, value, _KNOWN.get(key, _KNOWN.get(key.split(".")[0], _OTHER)))
-    for key in given.unsaid():
-        found.miss(key, "auto", "Hugging Face's Trainer fills it in: translate its training_args.json")
-    found.check()
-    return found
+    config = ForeignConfig(raw, where, autos=autos)
+    config.check_kind(_NAMES, "a DeepSpeed configuration")
+    draft = RecipeDraft(where)
+    draft.set("out", "run")
+    draft.set("device", "cuda")
+    for key in ("steps", "model.init_from", "data.tokens", "data.sequence_length"):
+        draft.blank(key)
+    _precision(config, draft)
+    _layout(config, draft, ranks)
+    _optimizer(config, draft)
+    _memory(config, draft)
+    if (log_every := config.whole("steps_per_print", least=1)) is not None:
+        draft.set("log_every", log_every)
+    _reduction(config, draft)
+    if config.section("tensorboard").flag("enabled"):
+        draft.set("watch.trackers", ["tensorboard"])
+    for key, setting in config.unread():
+        draft.miss(key, setting, _KNOWN.get(key, _KNOWN.get(key.split(".")[0], NO_COUNTERPART)))
+    for key in config.unknown_autos():
+        draft.miss(key, "auto", "Hugging Face's Trainer fills it in: translate its training_args.json")
+    draft.check()
+    return draft
 
 
 _NAMES = {
@@ -107,191 +96,160 @@ _NAMES = {
 }
 
 
-def _precision(given: Given, found: Translation) -> None:
-    half, brain = given.section("fp16"), given.section("bf16")
-    if half.flag("enabled") and brain.flag("enabled"):
-        raise given.bad("fp16.enabled", "fp16 or bf16", "both")
-    cast = given.section("torch_autocast")
-    if half.flag("enabled"):
-        found.set("compute", "float16", "weights and moments stay in float32")
-        _loss_scale(half, found)
-    elif brain.flag("enabled"):
-        found.set("compute", "bfloat16", "weights and moments stay in float32")
-    elif cast.flag("enabled"):
-        name = str(cast.text("dtype")).removeprefix("torch.")
-        found.set("compute", _DTYPES.get(name, "bfloat16"), "weights and moments stay in float32")
+def _precision(config: ForeignConfig, draft: RecipeDraft) -> None:
+    fp16, autocast = config.section("fp16"), config.section("torch_autocast")
+    bf16 = config.section("bf16").flag("enabled")
+    dtype = half_dtype(config, "fp16.enabled", fp16=fp16.flag("enabled"), bf16=bf16)
+    if dtype is None and autocast.flag("enabled"):
+        dtype = _DTYPES.get(str(autocast.text("dtype")).removeprefix("torch."), "bfloat16")
+    if dtype is not None:
+        set_compute(draft, dtype)
+    if fp16.flag("enabled"):
+        static = fp16.number("loss_scale", 0.0)
+        initial = static or 2.0 ** (fp16.whole("initial_scale_power", 16, most=1023) or 0)
+        set_loss_scale(fp16, draft, initial, static=bool(static))
 
 
-def _loss_scale(half: Given, found: Translation) -> None:
-    static = half.number("loss_scale", 0.0)
-    if static:
-        if math.frexp(static)[0] != 0.5:
-            found.miss(half.path("loss_scale"), static, "not a power of two; the nearest below is taken")
-        found.set("loss_scale.initial", 2.0 ** math.floor(math.log2(static)))
-        found.set("loss_scale.growth_interval", 0, "a fixed scale; here it still halves at an overflow")
-    else:
-        found.set("loss_scale.initial", 2.0 ** (half.whole("initial_scale_power", 16, most=1023) or 0))
-        found.set("loss_scale.growth_interval", half.whole("loss_scale_window", 1000))
-    least = half.number("min_loss_scale", 1.0) or 1.0
-    found.set(
-        "loss_scale.minimum", min(2.0 ** math.floor(math.log2(least)), found.values["loss_scale.initial"])
-    )
-    if found.values["loss_scale.initial"] > 2.0**24:
-        found.set("loss_scale.maximum", found.values["loss_scale.initial"])
-    if (patience := half.whole("hysteresis", 2)) != 1 and not static:
-        found.miss(half.path("hysteresis"), patience, "the scale halves at the first overflow")
-
-
-def _layout(given: Given, found: Translation, ranks: int | None) -> None:
-    tensor, pipeline = given.section("tensor_parallel"), given.section("pipeline")
-    t = tensor.whole("autotp_size", least=1) or tensor.section("tp").whole("tp_size", least=1) or 1
-    p = pipeline.value("stages")
-    p = p if isinstance(p, int) and not isinstance(p, bool) and p > 0 else 1
-    c = given.whole("sequence_parallel_size", least=1) or 1
-    experts = given.section("expert_parallel")
-    e = experts.whole("autoep_size", least=1) if experts.flag("enabled") else None
-    total, micro, steps = (
-        given.whole("train_batch_size", least=1),
-        given.whole("train_micro_batch_size_per_gpu", least=1),
-        given.whole("gradient_accumulation_steps", least=1),
-    )
-    data = 1
+def _layout(config: ForeignConfig, draft: RecipeDraft, ranks: int | None) -> None:
+    section, pipeline = config.section("tensor_parallel"), config.section("pipeline")
+    tensor = section.whole("autotp_size", least=1) or section.section("tp").whole("tp_size", least=1) or 1
+    stages = pipeline.value("stages")
+    stages = stages if isinstance(stages, int) and not isinstance(stages, bool) and stages > 0 else 1
+    context = config.whole("sequence_parallel_size", least=1) or 1
+    experts = config.section("expert_parallel")
+    expert = experts.whole("autoep_size", least=1) if experts.flag("enabled") else None
+    rows = config.whole("train_batch_size", least=1)
+    micro_batch = config.whole("train_micro_batch_size_per_gpu", least=1)
+    accumulation = config.whole("gradient_accumulation_steps", least=1)
+    data, replica_size = 1, tensor * stages * context
     if ranks is not None:
-        if ranks % (t * p * c):
-            axes = f"tensor={t} x pipeline={p}" + (f" x context={c}" if c > 1 else "")
+        if ranks % replica_size:
+            axes = f"tensor={tensor} x pipeline={stages}" + (f" x context={context}" if context > 1 else "")
             raise BadInput("--ranks", expected=f"a multiple of {axes}", found=ranks)
-        data = ranks // (t * p * c)
-    elif total and micro and steps:
-        data = total // (micro * steps) or 1
+        data = ranks // replica_size
+    elif rows and micro_batch and accumulation:
+        data = rows // (micro_batch * accumulation) or 1
     else:
-        found.miss("ranks", None, "the file does not say how many there are: taken as one; say --ranks")
-    if total and not micro:
-        micro = total // (data * (steps or 1)) or 1
-    found.set("data.micro_batch", micro or 1)
-    each = (micro or 1) * data
-    if total and (total % each or (steps and total != each * steps)):
-        expected = f"micro-batches of {micro} x {steps or 'some'} steps x {data} data ranks"
-        raise given.bad("train_batch_size", expected, total)
-    if total or micro:
-        found.set("data.global_batch", total or each * (steps or 1))
-    else:
-        found.blank("data.global_batch", "rows a step, over all ranks")
-    if c > 1:
-        found.set("layout.context", c, ULYSSES)
-    for key, value in (("tensor", t), ("pipeline", p), ("data", data), ("expert", e or 1)):
-        if value > 1 or key == "data":
-            found.set(f"layout.{key}", value)
-    if every := pipeline.whole("activation_checkpoint_interval"):
-        found.set("memory.checkpointing", "full", f"of stretches of {every} blocks" if every > 1 else "")
+        draft.miss_ranks("one")
+    if rows and not micro_batch:
+        micro_batch = rows // (data * (accumulation or 1)) or 1
+    draft.set("data.micro_batch", micro_batch or 1)
+    unit = (micro_batch or 1) * data
+    if rows and (rows % unit or (accumulation and rows != unit * accumulation)):
+        expected = f"micro-batches of {micro_batch} x {accumulation or 'some'} steps x {data} data ranks"
+        raise config.bad("train_batch_size", expected, rows)
+    draft.set_or_blank("data.global_batch", rows or (micro_batch and unit * (accumulation or 1)))
+    if context > 1:
+        draft.set("layout.context", context, ULYSSES)
+    for axis, size in (("tensor", tensor), ("pipeline", stages), ("data", data), ("expert", expert or 1)):
+        if size > 1 or axis == "data":
+            draft.set(f"layout.{axis}", size)
+    if interval := pipeline.whole("activation_checkpoint_interval"):
+        remark = f"of stretches of {interval} blocks" if interval > 1 else ""
+        draft.set("memory.checkpointing", "full", remark)
 
 
-def _optimizer(given: Given, found: Translation) -> None:
-    section = given.section("optimizer")
+def _optimizer(config: ForeignConfig, draft: RecipeDraft) -> None:
+    section = config.section("optimizer")
     kind, params = section.text("type"), section.section("params")
     if kind is not None and kind.lower().replace("_", "") not in _ADAMS:
-        found.miss("optimizer.type", kind, "AdamW is the only optimizer here")
+        draft.miss("optimizer.type", kind, "AdamW is the only optimizer here")
     elif kind is None:
-        found.miss("optimizer", None, "made in the program, so the file does not say it: AdamW's defaults")
+        draft.miss("optimizer", None, "made in the program, so the file does not say it: AdamW's defaults")
     if (rate := params.number("lr")) is not None:
-        found.set("optimizer.lr", rate)
+        draft.set("optimizer.lr", rate)
     elif params.raw.get("lr") != "auto":
-        found.set("optimizer.lr", _LR, "DeepSpeed's and torch's where none is said")
+        draft.set("optimizer.lr", _LR, "DeepSpeed's and torch's where none is said")
     betas = params.value("betas")
-    found.set("optimizer.betas", betas if betas is not None else [0.9, 0.999])
-    found.set("optimizer.eps", params.number("eps", 1e-8))
+    draft.set("optimizer.betas", betas if betas is not None else [0.9, 0.999])
+    draft.set("optimizer.eps", params.number("eps", 1e-8))
     decay = params.number("weight_decay", 0.0) or 0.0
-    found.set("optimizer.weight_decay", decay, "of matrices alone" if decay else "")
+    draft.set("optimizer.weight_decay", decay, "of matrices alone" if decay else "")
     if params.raw.get("adam_w_mode") is False and decay:
-        found.miss("optimizer.params.adam_w_mode", False, "weight decay is AdamW's, not L2")
-    for ignored in ("adam_w_mode", "torch_adam", "fused", "bias_correction"):
-        if not (ignored == "bias_correction" and params.raw.get(ignored) is False):
-            params.value(ignored)
-    found.set("optimizer.clip", given.number("gradient_clipping", 0.0))
-    _schedule(given, found, rate)
+        draft.miss("optimizer.params.adam_w_mode", False, "weight decay is AdamW's, not L2")
+    for key in ("adam_w_mode", "torch_adam", "fused", "bias_correction"):
+        params.value(key)
+    draft.set("optimizer.clip", config.number("gradient_clipping", 0.0))
+    _schedule(config, draft, rate)
 
 
-def _schedule(given: Given, found: Translation, rate: float | None) -> None:
+def _schedule(config: ForeignConfig, draft: RecipeDraft, rate: float | None) -> None:
     """Set the schedule. ``rate`` is the optimizer's; WarmupLR and WarmupDecayLR set their own over it."""
-    section = given.section("scheduler")
+    section = config.section("scheduler")
     kind, params = section.text("type"), section.section("params")
-    found.set("optimizer.schedule", "constant")
-    known = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+    draft.set("optimizer.schedule", _SCHEDULES.get(kind or "", "constant"))
     if kind is None:
         return
-    if kind not in known:
-        found.miss(
-            "scheduler.type", kind, f"one of {', '.join(known)} has a counterpart; the rate is constant"
-        )
+    if kind not in _SCHEDULES:
+        why = f"one of {', '.join(_SCHEDULES)} has a counterpart; the rate is constant"
+        draft.miss("scheduler.type", kind, why)
         return
-    found.set("optimizer.schedule", known[kind])
-    if kind != "WarmupCosineLR":
-        _peak(params, found, kind, rate)
-    if params.number("warmup_min_lr", 0.0):
-        found.miss(
-            "scheduler.params.warmup_min_lr", params.value("warmup_min_lr"), "the warm-up begins near 0"
-        )
+    cosine = kind == "WarmupCosineLR"
+    if not cosine:
+        _peak(params, draft, kind, rate)
+    if minimum := params.number("warmup_min_lr", 0.0):
+        draft.miss("scheduler.params.warmup_min_lr", minimum, "the warm-up begins near 0")
     if (warmup := params.whole("warmup_num_steps", 1000)) is not None:
-        found.set("optimizer.warmup", warmup)
+        draft.set("optimizer.warmup", warmup)
     if (shape := params.text("warmup_type") or "log") != "linear":
-        found.miss("scheduler.params.warmup_type", shape, "the warm-up is a straight line")
-    if (total := params.whole("total_num_steps", least=1)) is not None:
-        found.set("steps", total)
-    least = (params.number("cos_min_ratio", 1e-4) or 0.0) if kind == "WarmupCosineLR" else 0.0
-    if kind == "WarmupCosineLR" and params.number("warmup_min_ratio", 0.0):
-        found.miss("scheduler.params.warmup_min_ratio", params.value("warmup_min_ratio"), "it begins near 0")
-    found.set("optimizer.minimum_ratio", least)
+        draft.miss("scheduler.params.warmup_type", shape, "the warm-up is a straight line")
+    if (steps := params.whole("total_num_steps", least=1)) is not None:
+        draft.set("steps", steps)
+    if cosine and (ratio := params.number("warmup_min_ratio", 0.0)):
+        draft.miss("scheduler.params.warmup_min_ratio", ratio, "it begins near 0")
+    draft.set("optimizer.minimum_ratio", (params.number("cos_min_ratio", 1e-4) or 0.0) if cosine else 0.0)
 
 
-def _peak(params: Given, found: Translation, kind: str, rate: float | None) -> None:
-    peak = params.number("warmup_max_lr")
-    if peak is None and params.raw.get("warmup_max_lr") == "auto":
-        return
-    said = (
-        "the scheduler's warmup_max_lr" if peak is not None else f"{kind}'s where warmup_max_lr is not said"
-    )
-    peak = _LR if peak is None else peak
-    found.set("optimizer.lr", peak, said)
+def _peak(params: ForeignConfig, draft: RecipeDraft, kind: str, rate: float | None) -> None:
+    peak, remark = params.number("warmup_max_lr"), "the scheduler's warmup_max_lr"
+    if peak is None:
+        if params.raw.get("warmup_max_lr") == "auto":
+            return
+        peak, remark = _LR, f"{kind}'s where warmup_max_lr is not said"
+    draft.set("optimizer.lr", peak, remark)
     if rate is not None and rate != peak:
-        found.miss("optimizer.params.lr", rate, f"{kind} writes over it: {peak:g}")
+        draft.miss("optimizer.params.lr", rate, f"{kind} writes over it: {peak:g}")
 
 
-def _memory(given: Given, found: Translation) -> None:
-    zero = given.section("zero_optimization")
+def _memory(config: ForeignConfig, draft: RecipeDraft) -> None:
+    zero = config.section("zero_optimization")
     stage = zero.whole("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise zero.bad("stage", "0, 1, 2 or 3", stage)
-    found.set("layout.zero", stage)
+    draft.set("layout.zero", stage)
     for key in ("offload_param", "offload_optimizer"):
         device = zero.section(key).text("device") or "none"
         if device not in ("none", "cpu", "nvme"):
             raise zero.bad(f"{key}.device", "none, cpu or nvme", device)
         if device != "none":
-            found.set("memory.offload", True, "weights, gradients and moments together")
+            draft.set_offload()
         if device == "nvme":
-            found.miss(zero.path(f"{key}.device"), device, "to the host's memory, not to a disk")
+            draft.miss(zero.path(f"{key}.device"), device, "to the host's memory, not to a disk")
     if zero.flag("cpu_offload"):
-        found.set("memory.offload", True, "weights, gradients and moments together")
-    shard, data = zero.whole("mics_shard_size", -1, least=-1) or -1, found.values["layout.data"]
+        draft.set_offload()
+    shard, data = zero.whole("mics_shard_size", -1, least=-1) or -1, draft.values["layout.data"]
     if shard > 0 and stage and data > shard:
         if data % shard:
             raise zero.bad("mics_shard_size", f"a divisor of the {data} data ranks", shard)
-        found.set("layout.data_replicate", data // shard, f"MiCS: replicas of {shard} shards each")
-    if "activation_checkpointing" in given.raw:
-        found.set("memory.checkpointing", "full", "the section says how; that it is done, the model's code")
-    given.section("activation_checkpointing")  # its keys are listed
+        draft.set("layout.data_replicate", data // shard, f"MiCS: replicas of {shard} shards each")
+    if "activation_checkpointing" in config.raw:
+        draft.set("memory.checkpointing", "full", "the section says how; that it is done, the model's code")
+    config.section("activation_checkpointing")  # its keys are listed
 
 
-def _reduction(given: Given, found: Translation) -> None:
+def _reduction(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Set the dtype in which gradients are summed; DeepSpeed's default is the one they are computed in."""
-    for key, value in (
-        ("communication_data_type", given.text("communication_data_type")),
-        ("data_types.grad_accum_dtype", given.section("data_types").text("grad_accum_dtype")),
+    for key, name in (
+        ("communication_data_type", config.text("communication_data_type")),
+        ("data_types.grad_accum_dtype", config.section("data_types").text("grad_accum_dtype")),
     ):
-        if value is not None:
-            if value not in _DTYPES:
-                raise given.bad(key, f"one of {', '.join(_DTYPES)}", value)
-            if found.values.get("reduce", _DTYPES[value]) != _DTYPES[value]:
-                found.miss("communication_data_type", found.values["reduce"], "data_types counts here")
-            found.set("reduce", _DTYPES[value])
-    if given.flag("fp32_allreduce"):
-        found.set("reduce", "float32")
+        if name is None:
+            continue
+        if name not in _DTYPES:
+            raise config.bad(key, f"one of {', '.join(_DTYPES)}", name)
+        earlier = draft.values.get("reduce")
+        if earlier not in (None, _DTYPES[name]):
+            draft.miss("communication_data_type", earlier, "data_types counts here")
+        draft.set("reduce", _DTYPES[name])
+    if config.flag("fp32_allreduce"):
+        draft.set("reduce", "float32")

@@ -7,45 +7,42 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from ...parallel_state import BadInput
 from ...runs.named_trackers import TrackerName
 from .deepspeed_in_trainer import deepspeed_file, with_arguments
 from .fsdp_and_accelerate import check_shards, fsdp, into_deepspeed, parallelism, read_sizes
-from .translation import Given, Translation
+from .precision import half_dtype, set_compute
+from .translation import NO_COUNTERPART, ForeignConfig, RecipeDraft
 
-_OTHER = "there is nothing of this kind here"
 #: Keys that say nothing about what is trained, or what is so here anyway.
-_MEANINGLESS = frozenset(
-    (
-        "hub_token",
-        "hub_model_id",
-        "push_to_hub",
-        "log_level",
-        "log_level_replica",
-        "logging_dir",
-        "run_name",
-        "disable_tqdm",
-        "local_rank",
-        "do_train",
-        "do_eval",
-        "do_predict",
-        "dataloader_pin_memory",
-        "dataloader_num_workers",
-        "dataloader_drop_last",
-        "ddp_backend",
-        "ddp_timeout",
-        "ddp_find_unused_parameters",
-        "remove_unused_columns",
-        "overwrite_output_dir",
-        "per_device_eval_batch_size",
-        "fp16_backend",
-        "half_precision_backend",
-        "accelerator_config",
-        "save_safetensors",
-        "save_only_model",
-        "_n_gpu",
-    )
-)
+_MEANINGLESS = {
+    "hub_token",
+    "hub_model_id",
+    "push_to_hub",
+    "log_level",
+    "log_level_replica",
+    "logging_dir",
+    "run_name",
+    "disable_tqdm",
+    "local_rank",
+    "do_train",
+    "do_eval",
+    "do_predict",
+    "dataloader_pin_memory",
+    "dataloader_num_workers",
+    "dataloader_drop_last",
+    "ddp_backend",
+    "ddp_timeout",
+    "ddp_find_unused_parameters",
+    "remove_unused_columns",
+    "overwrite_output_dir",
+    "per_device_eval_batch_size",
+    "fp16_backend",
+    "half_precision_backend",
+    "accelerator_config",
+    "save_safetensors",
+    "save_only_model",
+    "_n_gpu",
+}
 _SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
@@ -65,208 +62,193 @@ _KNOWN = {
 }
 
 
-def from_trainer(raw: Mapping[str, Any], where: str, *, ranks: int | None = None) -> Translation:
+def from_trainer(raw: Mapping[str, Any], where: str, *, ranks: int | None = None) -> RecipeDraft:
     """Translate TrainingArguments to a recipe, as far as there is one.
 
     A DeepSpeed configuration that they name is read as well, beside the file or as named, and its "auto"
     values are filled in from here. ``ranks``: how many processes train; the file does not say. Raises
     ``BadInput`` for a file of another kind, or one that contradicts itself.
     """
-    known = {"output_dir", "per_device_train_batch_size", "learning_rate", "num_train_epochs", "max_steps"}
-    if not raw.keys() & known:
-        keys = ", ".join(list(raw)[:5]) or "(none)"
-        raise BadInput(where, expected="TrainingArguments", found=f"keys {keys}")
-    given = Given(raw, where)
-    found = Translation(where)
-    theirs: Mapping[str, Any] = {}
-    sizes = read_sizes(given)
-    if given.value("deepspeed"):
-        theirs, where = deepspeed_file(given)
-        found = with_arguments(into_deepspeed(theirs, sizes), where, given.raw, ranks)
+    config = ForeignConfig(raw, where)
+    config.check_kind(
+        {"output_dir", "per_device_train_batch_size", "learning_rate", "num_train_epochs", "max_steps"},
+        "TrainingArguments",
+    )
+    draft = RecipeDraft(where)
+    deepspeed: Mapping[str, Any] = {}
+    sizes = read_sizes(config)
+    if config.value("deepspeed"):
+        deepspeed, where = deepspeed_file(config)
+        draft = with_arguments(into_deepspeed(deepspeed, sizes), where, config.raw, ranks)
     elif ranks is None and sizes.ranks > 1:
         ranks = sizes.ranks
     elif ranks is None:
-        found.miss("ranks", None, "the file does not say how many there are: taken as one; say --ranks")
-    found.set("out", given.text("output_dir") or "run")
-    found.set("device", "cpu" if given.flag("use_cpu") or given.flag("no_cuda") else "cuda")
-    found.set("seed", given.whole("seed", 42))
-    found.blank("model.init_from", "a Hugging Face folder, or model.config to start from scratch")
-    found.blank("data.tokens", "what `trilith tokenize` wrote")
-    length = given.whole("max_length", least=1) or given.whole(
-        "max_seq_length", least=1
-    )  # of TRL's SFTConfig
-    if length:
-        found.set("data.sequence_length", length)
-    else:
-        found.blank("data.sequence_length", "tokens a row")
-    _rows(given, found)
-    if theirs and ranks is None:
-        ranks = found.values["layout.data"] * sizes.tensor * sizes.context
-    parallelism(given, found, sizes, ranks or 1)
-    _batch(given, found)
-    steps = _steps(given, found)
-    _precision(given, found)
-    _optimizer(given, found, theirs)
-    _schedule(given, found, steps, theirs.get("scheduler") or {})
-    fsdp(given, found, ranks or 1)
-    check_shards(found, sizes)
-    if given.flag("gradient_checkpointing") or given.flag("activation_checkpointing"):
-        found.set("memory.checkpointing", "full")
+        draft.miss_ranks("one")
+    draft.set("out", config.text("output_dir") or "run")
+    draft.set("device", "cpu" if config.flag("use_cpu") or config.flag("no_cuda") else "cuda")
+    draft.set("seed", config.whole("seed", 42))
+    draft.blank("model.init_from")
+    draft.blank("data.tokens")
+    _rows(config, draft)
+    if deepspeed and ranks is None:
+        ranks = draft.values["layout.data"] * sizes.tensor * sizes.context
+    parallelism(config, draft, sizes, ranks or 1)
+    _batch(config, draft)
+    steps = _steps(config, draft)
+    if dtype := half_dtype(config, "fp16", fp16=config.flag("fp16"), bf16=config.flag("bf16")):
+        set_compute(draft, dtype)
+    _optimizer(config, draft, deepspeed)
+    _schedule(config, draft, steps, deepspeed.get("scheduler") or {})
+    fsdp(config, draft, ranks or 1)
+    check_shards(draft, sizes)
+    if config.flag("gradient_checkpointing") or config.flag("activation_checkpointing"):
+        draft.set("memory.checkpointing", "full")
     for key in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
-        given.section(key).value("use_reentrant")  # the same numbers either way
-    _saving(given, found, steps)
-    _watching(given, found)
+        config.section(key).value("use_reentrant")  # the same numbers either way
+    _saving(config, draft, steps)
+    _watching(config, draft)
     defaults = _defaults()
-    for key, value in given.left():
-        if key not in _MEANINGLESS and not (key in defaults and defaults[key] == value):
-            found.miss(key, value, _KNOWN.get(key.split(".")[0], _OTHER))
-    found.check()
-    return found
+    for key, setting in config.unread():
+        if key not in _MEANINGLESS and not (key in defaults and defaults[key] == setting):
+            draft.miss(key, setting, _KNOWN.get(key.split(".")[0], NO_COUNTERPART))
+    draft.check()
+    return draft
 
 
-def _rows(given: Given, found: Translation) -> None:
-    """Translate TRL's keys: how conversations become rows."""
-    packing = given.value("packing")
-    if packing is not None:
-        what = "packed" if packing else "single"
-        found.set("data.samples", what, "of conversations: `trilith tokenize --chat` makes the tokens")
-    if given.flag("assistant_only_loss"):
-        found.miss("assistant_only_loss", True, "`trilith tokenize --chat` says it: only these are learnt")
+def _rows(config: ForeignConfig, draft: RecipeDraft) -> None:
+    """Translate TRL's keys: the length of rows, and how conversations become rows."""
+    length = config.whole("max_length", least=1) or config.whole("max_seq_length", least=1)
+    draft.set_or_blank("data.sequence_length", length)
+    if (packing := config.value("packing")) is not None:
+        remark = "of conversations: `trilith tokenize --chat` makes the tokens"
+        draft.set("data.samples", "packed" if packing else "single", remark)
+    if config.flag("assistant_only_loss"):
+        draft.miss("assistant_only_loss", True, "`trilith tokenize --chat` says it: only these are learnt")
 
 
-def _batch(given: Given, found: Translation) -> None:
-    micro = given.whole("per_device_train_batch_size", 8, least=1) or 1
-    steps = given.whole("gradient_accumulation_steps", 1, least=1) or 1
-    found.set("data.micro_batch", micro)
-    found.set("data.global_batch", micro * steps * found.values["layout.data"])
+def _batch(config: ForeignConfig, draft: RecipeDraft) -> None:
+    micro_batch = config.whole("per_device_train_batch_size", 8, least=1) or 1
+    accumulation = config.whole("gradient_accumulation_steps", 1, least=1) or 1
+    draft.set("data.micro_batch", micro_batch)
+    draft.set("data.global_batch", micro_batch * accumulation * draft.values["layout.data"])
 
 
-def _steps(given: Given, found: Translation) -> int | None:
+def _steps(config: ForeignConfig, draft: RecipeDraft) -> int | None:
     """Translate ``max_steps``; for epochs, the number of steps depends on the data."""
-    steps = given.whole("max_steps", -1, least=-1) or -1
-    epochs = given.number("num_train_epochs", 3.0)
+    steps = config.whole("max_steps", -1, least=-1) or -1
+    epochs = config.number("num_train_epochs", 3.0)
     if steps > 0:
-        found.set("steps", steps)
+        draft.set("steps", steps)
         return steps
-    total = found.values.get("steps")
+    total = draft.values.get("steps")
     if not isinstance(total, int):
-        found.blank("steps", f"{epochs:g} epochs x rows / data.global_batch")
-        found.miss("num_train_epochs", epochs, "a run is so many steps, whatever the size of the data")
+        draft.blank("steps", f"{epochs:g} epochs x rows / data.global_batch")
+        draft.miss("num_train_epochs", epochs, "a run is so many steps, whatever the size of the data")
     return total
 
 
-def _precision(given: Given, found: Translation) -> None:
-    half, brain = given.flag("fp16"), given.flag("bf16")
-    if half and brain:
-        raise given.bad("fp16", "fp16 or bf16", "both")
-    if half or brain:
-        found.set("compute", "float16" if half else "bfloat16", "weights and moments stay in float32")
-
-
-def _optimizer(given: Given, found: Translation, theirs: Mapping[str, Any]) -> None:
-    """Translate the optimizer. ``theirs``: DeepSpeed's configuration; the rate in it, if any, counts."""
-    rate = given.number("learning_rate", 5e-5)
-    peaked = (theirs.get("scheduler") or {}).get("type") in ("WarmupLR", "WarmupDecayLR")
-    if not (peaked or theirs.get("optimizer")):
-        found.set("optimizer.lr", rate)
-    elif found.values.get("optimizer.lr") != rate:
-        found.miss("learning_rate", rate, "DeepSpeed's file says another, which counts")
-    kind = given.text("optim") or "adamw_torch"
+def _optimizer(config: ForeignConfig, draft: RecipeDraft, deepspeed: Mapping[str, Any]) -> None:
+    """Translate the optimizer; the learning rate in DeepSpeed's configuration, if any, counts."""
+    rate = config.number("learning_rate", 5e-5)
+    warms_up = (deepspeed.get("scheduler") or {}).get("type") in ("WarmupLR", "WarmupDecayLR")
+    if not (warms_up or deepspeed.get("optimizer")):
+        draft.set("optimizer.lr", rate)
+    elif draft.values.get("optimizer.lr") != rate:
+        draft.miss("learning_rate", rate, "DeepSpeed's file says another, which counts")
+    kind = config.text("optim") or "adamw_torch"
     if not (kind.startswith("adamw_") and "bit" not in kind and "bnb" not in kind and "paged" not in kind):
-        found.miss("optim", kind, "AdamW is the only optimizer here")
-    found.set("optimizer.betas", [given.number("adam_beta1", 0.9), given.number("adam_beta2", 0.999)])
-    found.set("optimizer.eps", given.number("adam_epsilon", 1e-8))
-    found.set("optimizer.weight_decay", given.number("weight_decay", 0.0))
-    found.set("optimizer.clip", given.number("max_grad_norm", 1.0))
-    if smoothing := given.number("label_smoothing_factor", 0.0):
-        found.set("optimizer.label_smoothing", smoothing)
+        draft.miss("optim", kind, "AdamW is the only optimizer here")
+    draft.set("optimizer.betas", [config.number("adam_beta1", 0.9), config.number("adam_beta2", 0.999)])
+    draft.set("optimizer.eps", config.number("adam_epsilon", 1e-8))
+    draft.set("optimizer.weight_decay", config.number("weight_decay", 0.0))
+    draft.set("optimizer.clip", config.number("max_grad_norm", 1.0))
+    if smoothing := config.number("label_smoothing_factor", 0.0):
+        draft.set("optimizer.label_smoothing", smoothing)
 
 
-def _schedule(given: Given, found: Translation, steps: int | None, theirs: Mapping[str, Any]) -> None:
-    """Translate the schedule. ``theirs``: DeepSpeed's scheduler, which counts if there is one."""
-    kind = given.text("lr_scheduler_type") or "linear"
-    more = given.section("lr_scheduler_kwargs")
-    if theirs:
-        if theirs.get("params", {}).get("warmup_num_steps") == "auto":
-            _warmup(given, found, steps, kind)
+def _schedule(
+    config: ForeignConfig, draft: RecipeDraft, steps: int | None, scheduler: Mapping[str, Any]
+) -> None:
+    """Translate the schedule. ``scheduler``: DeepSpeed's, which counts if there is one."""
+    kind = config.text("lr_scheduler_type") or "linear"
+    options = config.section("lr_scheduler_kwargs")
+    if scheduler:
+        if scheduler.get("params", {}).get("warmup_num_steps") == "auto":
+            _warmup(config, draft, steps, kind)
         return
-    if kind not in _SCHEDULES:
-        near = "cosine" if kind.startswith("cosine") else "constant"
-        found.miss("lr_scheduler_type", kind, f"there is no such schedule here; taken as {near}")
-    found.set(
-        "optimizer.schedule", _SCHEDULES.get(kind, "cosine" if kind.startswith("cosine") else "constant")
-    )
-    rate, least = found.values["optimizer.lr"] or 1.0, 0.0
+    schedule = _SCHEDULES.get(kind)
+    if schedule is None:
+        schedule = "cosine" if kind.startswith("cosine") else "constant"
+        draft.miss("lr_scheduler_type", kind, f"there is no such schedule here; taken as {schedule}")
+    draft.set("optimizer.schedule", schedule)
+    rate, least = draft.values["optimizer.lr"] or 1.0, 0.0
     if kind in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
-        least = more.number("min_lr_rate") or (more.number("min_lr", 0.0) or 0.0) / rate
+        least = options.number("min_lr_rate") or (options.number("min_lr", 0.0) or 0.0) / rate
     elif kind == "polynomial":
-        least = (more.number("lr_end", 1e-7) or 0.0) / rate
-        if (power := more.number("power", 1.0)) != 1.0:
-            found.miss("lr_scheduler_kwargs.power", power, "the rate falls in a straight line")
+        least = (options.number("lr_end", 1e-7) or 0.0) / rate
+        if (power := options.number("power", 1.0)) != 1.0:
+            draft.miss("lr_scheduler_kwargs.power", power, "the rate falls in a straight line")
     elif kind == "warmup_stable_decay":
-        least = more.number("min_lr_ratio", 0.0) or 0.0
-        if (decay := more.whole("num_decay_steps", least=1)) is not None:
-            found.set("optimizer.decay", decay)
-        found.set("optimizer.decay_shape", more.text("decay_type") or "cosine")
-        if (shape := more.text("warmup_type") or "linear") != "linear":
-            found.miss("lr_scheduler_kwargs.warmup_type", shape, "the warm-up is a straight line")
-    found.set("optimizer.minimum_ratio", least)
-    _warmup(given, found, steps, kind)
+        least = options.number("min_lr_ratio", 0.0) or 0.0
+        if (decay := options.whole("num_decay_steps", least=1)) is not None:
+            draft.set("optimizer.decay", decay)
+        draft.set("optimizer.decay_shape", options.text("decay_type") or "cosine")
+        if (shape := options.text("warmup_type") or "linear") != "linear":
+            draft.miss("lr_scheduler_kwargs.warmup_type", shape, "the warm-up is a straight line")
+    draft.set("optimizer.minimum_ratio", least)
+    _warmup(config, draft, steps, kind)
 
 
-def _warmup(given: Given, found: Translation, steps: int | None, kind: str) -> None:
+def _warmup(config: ForeignConfig, draft: RecipeDraft, steps: int | None, kind: str) -> None:
     """Translate the warm-up; ``warmup_steps`` below 1 is a share of the run, as ``warmup_ratio`` is."""
-    warmup, share = given.number("warmup_steps", 0.0) or 0.0, given.number("warmup_ratio", 0.0) or 0.0
+    warmup, share = config.number("warmup_steps", 0.0) or 0.0, config.number("warmup_ratio", 0.0) or 0.0
     if share > 1:
-        raise given.bad("warmup_ratio", "a share of the steps, from 0 to 1", share)
+        raise config.bad("warmup_ratio", "a share of the steps, from 0 to 1", share)
     if 0 < warmup < 1:
         warmup, share = 0.0, warmup
     if kind == "constant":
         warmup = share = 0.0
     if warmup or not share:
-        found.set("optimizer.warmup", int(warmup))
+        draft.set("optimizer.warmup", int(warmup))
     elif steps is not None:
-        found.set("optimizer.warmup", math.ceil(share * steps), f"{share:g} of the steps")
+        draft.set("optimizer.warmup", math.ceil(share * steps), f"{share:g} of the steps")
     else:
-        found.set("optimizer.warmup", 0)
-        found.miss("warmup_ratio", share, "a share of steps that the file does not say; set optimizer.warmup")
+        draft.set("optimizer.warmup", 0)
+        draft.miss("warmup_ratio", share, "a share of steps that the file does not say; set optimizer.warmup")
 
 
-def _saving(given: Given, found: Translation, steps: int | None) -> None:
+def _saving(config: ForeignConfig, draft: RecipeDraft, steps: int | None) -> None:
     for kind, key, default in (("save", "checkpoint.every", 0), ("logging", "log_every", 10)):
-        strategy = given.text(f"{kind}_strategy") or "steps"
-        every = given.number(f"{kind}_steps", 500)
-        assert every is not None
-        if 0 < every < 1 and steps is not None:
-            every = math.ceil(every * steps)
-        if strategy == "steps" and every >= 1:
-            found.set(key, int(every))
-        elif strategy not in ("no", "steps") or (strategy == "steps" and every > 0):
-            what = every if strategy == "steps" else strategy
-            found.miss(f"{kind}_strategy", what, f"set {key} in steps")
-            found.set(key, default)
-    keep = given.whole("save_total_limit", least=0)
-    if keep:
-        found.set("checkpoint.keep", keep)
-    elif "checkpoint.every" in found.values:
-        found.miss("save_total_limit", keep, "only the newest 2 stay; set checkpoint.keep for more")
+        strategy = config.text(f"{kind}_strategy") or "steps"
+        interval = config.number(f"{kind}_steps", 500) or 0
+        if 0 < interval < 1 and steps is not None:
+            interval = math.ceil(interval * steps)
+        if strategy == "steps" and interval >= 1:
+            draft.set(key, int(interval))
+        elif strategy != "no" and (setting := interval if strategy == "steps" else strategy):
+            draft.miss(f"{kind}_strategy", setting, f"set {key} in steps")
+            draft.set(key, default)
+    if keep := config.whole("save_total_limit", least=0):
+        draft.set("checkpoint.keep", keep)
+    elif "checkpoint.every" in draft.values:
+        draft.miss("save_total_limit", keep, "only the newest 2 stay; set checkpoint.keep for more")
 
 
-def _watching(given: Given, found: Translation) -> None:
-    reports = given.value("report_to") or []
-    known = []
-    for name in reports if isinstance(reports, list) else [reports]:
+def _watching(config: ForeignConfig, draft: RecipeDraft) -> None:
+    names = config.value("report_to") or []
+    trackers = []
+    for name in names if isinstance(names, list) else [names]:
         if name in get_args(TrackerName):
-            known.append(name)
+            trackers.append(name)
         elif name not in ("none", "all"):
-            found.miss("report_to", name, "give its Accelerate tracker to trilith.training.run")
-    if known:
-        found.set("watch.trackers", known)
-    strategy = given.text("eval_strategy") or given.text("evaluation_strategy") or "no"
-    every = given.number("eval_steps", least=0.0)
+            draft.miss("report_to", name, "give its Accelerate tracker to trilith.training.run")
+    if trackers:
+        draft.set("watch.trackers", trackers)
+    strategy = config.text("eval_strategy") or config.text("evaluation_strategy") or "no"
+    interval = config.number("eval_steps", least=0.0)
     if strategy != "no":
-        what = every if every and strategy == "steps" else strategy
-        found.miss("eval_strategy", what, "needs held-out tokens: set [evaluation] tokens and every")
+        setting = interval if interval and strategy == "steps" else strategy
+        draft.miss("eval_strategy", setting, "needs held-out tokens: set [evaluation] tokens and every")
 
 
 def _defaults() -> dict[str, Any]:
@@ -274,10 +256,8 @@ def _defaults() -> dict[str, Any]:
     from transformers import TrainingArguments
 
     return {
-        one.name: getattr(one.default, "value", one.default)
-        if one.default is not dataclasses.MISSING
-        else one.default_factory()
-        if one.default_factory is not dataclasses.MISSING
-        else None
-        for one in dataclasses.fields(TrainingArguments)
+        field.name: getattr(field.default, "value", field.default)
+        if field.default_factory is dataclasses.MISSING
+        else field.default_factory()
+        for field in dataclasses.fields(TrainingArguments)
     }

@@ -24,7 +24,7 @@ from ...storage.small_files import read_json, read_text
 from ...system import whole_number
 
 #: Other spellings of an argument: earlier names, and those of NeMo and Megatron-Bridge.
-_NAMES = {
+_ALIASES = {
     "model_parallel_size": "tensor_model_parallel_size",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "batch_size": "micro_batch_size",
@@ -48,8 +48,8 @@ _NAMES = {
     "num_moe_experts": "num_experts",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
 }
-#: Flags and values that say another argument.
-_SAY: dict[tuple[str, Any], tuple[str, Any]] = {
+#: Flags and values that mean a value of another argument.
+_EQUIVALENTS: dict[tuple[str, Any], tuple[str, Any]] = {
     ("disable_bias_linear", True): ("add_bias_linear", False),
     ("bias", False): ("add_bias_linear", False),
     ("no_position_embedding", True): ("add_position_embedding", False),
@@ -100,10 +100,10 @@ def read_arguments(file: Path) -> Arguments:
     """
     if file.suffix == ".json":
         raw = read_json(file)
-        return _named(raw["args"] if isinstance(raw.get("args"), dict) else raw, [], file)
+        return _normalized(raw["args"] if isinstance(raw.get("args"), dict) else raw, [], file)
     if file.suffix in (".yaml", ".yml"):
-        return _named(*_of_yaml(file), file)
-    return _named(_of_log(file), [], file)
+        return _normalized(*_of_yaml(file), file)
+    return _normalized(_of_log(file), [], file)
 
 
 def arguments_of(words: Sequence[str]) -> Arguments:
@@ -121,14 +121,14 @@ def arguments_of(words: Sequence[str]) -> Arguments:
         if key in raw and raw[key] != value:
             unsure.append(f"{key} = {raw[key]}: said again, and the last counts: {value}")
         raw[key] = None if value is True and key in _PATHS else value
-    return _named(raw, unsure, COMMAND)
+    return _normalized(raw, unsure, COMMAND)
 
 
-def _named(raw: Mapping[str, Any], unsure: list[str], where: object) -> Arguments:
+def _normalized(raw: Mapping[str, Any], unsure: list[str], where: object) -> Arguments:
     """Return the arguments by Megatron's names of today."""
     values: dict[str, Any] = {}
     for key, value in raw.items():
-        name, value = _meaning(_NAMES.get(key, key), value)
+        name, value = _equivalent(_ALIASES.get(key, key), value)
         if name in values and values[name] != value and None not in (values[name], value):
             raise BadInput(where, name, expected=f"one value, {values[name]!r}", found=repr(value))
         if values.get(name) is None:
@@ -136,16 +136,12 @@ def _named(raw: Mapping[str, Any], unsure: list[str], where: object) -> Argument
     return Arguments(values, _ranks(values), unsure)
 
 
-def _meaning(key: str, value: Any) -> tuple[str, Any]:
-    known = isinstance(value, str | int | bool)
-    return next(
-        (
-            said
-            for (name, one), said in _SAY.items()
-            if known and (name, one) == (key, value) and type(one) is type(value)
-        ),
-        (key, value),
-    )
+def _equivalent(key: str, value: Any) -> tuple[str, Any]:
+    """Return the argument that this one sets, and its value; 1 is not ``True`` here."""
+    for (name, setting), equivalent in _EQUIVALENTS.items():
+        if name == key and setting == value and type(setting) is type(value):
+            return equivalent
+    return key, value
 
 
 def _ranks(values: dict[str, Any]) -> int | None:
@@ -196,23 +192,22 @@ def _of_yaml(file: Path) -> tuple[dict[str, Any], list[str]]:
         _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader), file)
         content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise BadInput(
-            file, expected="YAML", found=" ".join(str(error).split())[:200] or "nested too deep"
-        ) from None
+        message = " ".join(str(error).split())[:200] or "nested too deep"
+        raise BadInput(file, expected="YAML", found=message) from None
     if not isinstance(content, dict):
         raise BadInput(file, expected="a mapping of arguments", found=f"a {type(content).__name__}")
     raw: dict[str, Any] = {}
     unsure: list[str] = []
-    left = deque(("", str(key), value) for key, value in content.items())
-    while left:
-        section, key, value = left.popleft()
+    queue = deque(("", str(key), value) for key, value in content.items())
+    while queue:
+        section, key, value = queue.popleft()
         if isinstance(value, dict):
-            left += [(key, str(name), one) for name, one in value.items()]
+            queue += [(key, str(name), child) for name, child in value.items()]
             continue
         name = f"{section}.{key}" if key in ("name", "_target_", "type", "precision") and section else key
         name = "precision" if name == "trainer.precision" else name
         if key == "betas" and isinstance(value, list) and len(value) == 2:
-            left += [(section, f"adam_beta{n}", one) for n, one in enumerate(value, 1)]
+            queue += [(section, f"adam_beta{n}", beta) for n, beta in enumerate(value, 1)]
         elif isinstance(value, str) and "${" in value:
             unsure.append(f"{name} = {value}: another part of the file says it")
         elif name in raw and raw[name] != value:
@@ -226,19 +221,18 @@ def _of_yaml(file: Path) -> tuple[dict[str, Any], list[str]]:
 
 def _check_nodes(root: Any, file: Path) -> None:
     """Refuse a key that is said twice, and aliases, with which a few lines become any number of values."""
-    left, seen = [root], set[int]()
-    while left:
-        node = left.pop()
+    nodes, seen = [root], set[int]()
+    while nodes:
+        node = nodes.pop()
         if id(node) in seen:
-            raise BadInput(
-                file, expected="values and no aliases", found=f"an alias of line {node.start_mark.line + 1}"
-            )
+            line = node.start_mark.line + 1
+            raise BadInput(file, expected="values and no aliases", found=f"an alias of line {line}")
         seen.add(id(node))
         if isinstance(node, yaml.SequenceNode):
-            left += node.value
+            nodes += node.value
         elif isinstance(node, yaml.MappingNode):
             names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
             for name, times in Counter(names).most_common(1):
                 if times > 1:
                     raise BadInput(file, name, expected="each key once", found=f"it {times} times")
-            left += [value for _, value in node.value]
+            nodes += [value for _, value in node.value]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .translation import NO_COUNTERPART
+
 _ENGINE = "how Megatron does it; what is computed stays the same"
 _DATA = "how Megatron reads its data; token files are mapped"
 _WATCHED = "metrics are in metrics.jsonl, and every step's seconds with them"
@@ -95,4 +97,4 @@ _REASONS = {
 def reason_of(key: str) -> str:
     """Return why the argument ``key`` is not in the recipe."""
     fits = [beginning for beginning in _REASONS if key.startswith(beginning)]
-    return _REASONS[max(fits, key=len)] if fits else "there is nothing of this kind here"
+    return _REASONS[max(fits, key=len)] if fits else NO_COUNTERPART

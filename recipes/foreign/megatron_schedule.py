@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .translation import Given, Translation
+from .translation import ForeignConfig, RecipeDraft
 
 #: Our name of each of Megatron's shapes.
 _SCHEDULES = {
@@ -12,72 +12,71 @@ _SCHEDULES = {
     "inverse-square-root": "inverse_sqrt",
     "WSD": "wsd",
 }
+_DECAY_SHAPES = {"minus_sqrt": "1-sqrt", "exponential": "1-sqrt"}
 
 
-def _span(given: Given, name: str, batch: int, *, by_samples: bool) -> int | None:
+def _span(config: ForeignConfig, name: str, batch: int, *, by_samples: bool) -> int | None:
     """Return ``<name>_iters``, or ``<name>_samples`` in steps; the run and its spans must count alike."""
-    iters, samples = given.whole(f"{name}_iters"), given.whole(f"{name}_samples")
+    iters, samples = config.whole(f"{name}_iters"), config.whole(f"{name}_samples")
     if iters and samples:
         if iters != samples // batch:  # Megatron stores both
-            raise given.bad(
-                f"{name}_samples", f"{name}_iters={iters} x {batch} rows, or one of them", samples
-            )
+            expected = f"{name}_iters={iters} x {batch} rows, or one of them"
+            raise config.bad(f"{name}_samples", expected, samples)
     elif (samples and not by_samples) or (iters and by_samples):
         unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
-        raise given.bad(f"{name}_{other}", f"{name}_{unit} beside train_{unit}", samples or iters)
+        raise config.bad(f"{name}_{other}", f"{name}_{unit} beside train_{unit}", samples or iters)
     return iters or (samples // batch if samples else iters)
 
 
-def steps_and_schedule(given: Given, found: Translation, batch: int) -> None:
+def steps_and_schedule(config: ForeignConfig, draft: RecipeDraft, batch: int) -> None:
     """Set the number of steps, of ``batch`` rows each, and the learning rate over them."""
-    by_samples = bool(given.whole("train_samples"))
-    steps = _span(given, "train", batch, by_samples=by_samples)
-    decay = _span(given, "lr_decay", batch, by_samples=by_samples) or steps
-    warmup = _span(given, "lr_warmup", batch, by_samples=by_samples)
-    last = _span(given, "lr_wsd_decay", batch, by_samples=by_samples)
-    fraction = given.number("lr_warmup_fraction")
-    style = given.text("lr_decay_style") or "linear"
+    by_samples = bool(config.whole("train_samples"))
+    steps = _span(config, "train", batch, by_samples=by_samples)
+    decay = _span(config, "lr_decay", batch, by_samples=by_samples) or steps
+    warmup = _span(config, "lr_warmup", batch, by_samples=by_samples)
+    wsd_decay = _span(config, "lr_wsd_decay", batch, by_samples=by_samples)
+    fraction = config.number("lr_warmup_fraction")
+    style = config.text("lr_decay_style") or "linear"
     if style not in _SCHEDULES:
-        raise given.bad("lr_decay_style", " or ".join(_SCHEDULES), style)
+        raise config.bad("lr_decay_style", " or ".join(_SCHEDULES), style)
     if fraction is not None and warmup:
-        raise given.bad("lr_warmup_fraction", "this or a number of iterations or samples", "both")
+        raise config.bad("lr_warmup_fraction", "this or a number of iterations or samples", "both")
     if steps is None:
-        found.blank("steps", "how many updates")
+        draft.blank("steps")
     elif decay is not None and decay > steps and style != "constant":
-        found.set("steps", decay, "the rate falls over these")
-        found.set("stop_after", steps)
+        draft.set("steps", decay, "the rate falls over these")
+        draft.set("stop_after", steps)
     else:
-        found.set("steps", steps, f"{given.raw['train_samples']} samples" if by_samples else "")
+        draft.set("steps", steps, f"{config.raw['train_samples']} samples" if by_samples else "")
         if decay is not None and decay < steps and style != "constant":
             why = f"the rate is lowest after {steps} steps, the last one"
-            found.miss("lr_decay_samples" if by_samples else "lr_decay_iters", decay, why)
-    found.set("optimizer.schedule", _SCHEDULES[style])
+            draft.miss("lr_decay_samples" if by_samples else "lr_decay_iters", decay, why)
+    draft.set("optimizer.schedule", _SCHEDULES[style])
     if fraction and decay:
-        found.set("optimizer.warmup", round(fraction * decay), f"{fraction:g} of the steps")
+        draft.set("optimizer.warmup", round(fraction * decay), f"{fraction:g} of the steps")
     elif fraction:
-        found.miss("lr_warmup_fraction", fraction, "a share of steps that are not said; set optimizer.warmup")
+        draft.miss("lr_warmup_fraction", fraction, "a share of steps that are not said; set optimizer.warmup")
     else:
-        found.set("optimizer.warmup", warmup or 0)
-    if start := given.number("lr_warmup_init", 0.0):
-        found.miss("lr_warmup_init", start, "the warm-up begins near 0")
-    _rates(given, found, style, last)
+        draft.set("optimizer.warmup", warmup or 0)
+    if start := config.number("lr_warmup_init", 0.0):
+        draft.miss("lr_warmup_init", start, "the warm-up begins near 0")
+    _rates(config, draft, style, wsd_decay)
 
 
-def _rates(given: Given, found: Translation, style: str, last: int | None) -> None:
-    rate, least = given.number("lr"), given.number("min_lr", 0.0) or 0.0
+def _rates(config: ForeignConfig, draft: RecipeDraft, style: str, wsd_decay: int | None) -> None:
+    rate, minimum = config.number("lr"), config.number("min_lr", 0.0) or 0.0
     if rate is None:
-        found.miss("lr", None, "the file does not say it; set optimizer.lr")
+        draft.miss("lr", None, "the file does not say it; set optimizer.lr")
+    elif minimum > rate:
+        raise config.bad("min_lr", f"at most lr={rate:g}", minimum)
     else:
-        if least > rate:
-            raise given.bad("min_lr", f"at most lr={rate:g}", least)
-        found.set("optimizer.lr", rate)
+        draft.set("optimizer.lr", rate)
     if rate and style != "constant":
-        found.set("optimizer.minimum_ratio", least / rate, f"min_lr = {least:g}")
+        draft.set("optimizer.minimum_ratio", minimum / rate, f"min_lr = {minimum:g}")
     if style == "WSD":
-        if last:
-            found.set("optimizer.decay", last)
-        shape = given.text("lr_wsd_decay_style") or "exponential"
-        found.set("optimizer.decay_shape", {"minus_sqrt": "1-sqrt"}.get(shape, shape))
+        if wsd_decay:
+            draft.set("optimizer.decay", wsd_decay)
+        shape = config.text("lr_wsd_decay_style") or "exponential"
+        draft.set("optimizer.decay_shape", _DECAY_SHAPES.get(shape, shape))
         if shape == "exponential":
-            found.set("optimizer.decay_shape", "1-sqrt")
-            found.miss("lr_wsd_decay_style", shape, "taken as 1-sqrt; linear and cosine are there too")
+            draft.miss("lr_wsd_decay_style", shape, "taken as 1-sqrt; linear and cosine are there too")

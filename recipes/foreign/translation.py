@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from typing import Any
 
@@ -13,25 +13,28 @@ from ..recipe import Recipe, parse_recipe
 #: No count or time of a run is larger; products of two are still numbers.
 LARGEST = 1e18
 
-#: Stand-ins for blanks while the rest is checked.
-_STAND_INS: dict[str, Any] = {
-    "steps": 10**9,
-    "model.init_from": "model",
-    "data.tokens": "tokens",
-    "data.sequence_length": 1024,
-    "data.global_batch": 2**20,
-    "model.config.vocab_size": 2**16,
+#: Why most settings are not in the recipe.
+NO_COUNTERPART = "there is nothing of this kind here"
+
+#: Keys that the user may have to fill in: with what, and what stands there while the rest is checked.
+_BLANKS: dict[str, tuple[str, Any]] = {
+    "steps": ("how many updates", 10**9),
+    "model.init_from": ("a Hugging Face folder, or model.config to start from scratch", "model"),
+    "data.tokens": ("what `trilith tokenize` wrote", "tokens"),
+    "data.sequence_length": ("tokens a row", 1024),
+    "data.global_batch": ("rows a step, over all ranks", 2**20),
+    "model.config.vocab_size": ("the number of the tokenizer's ids", 2**16),
 }
 
 
-class Translation:
-    """Collect the keys of a recipe. Keys are dotted, ``section.key``."""
+class RecipeDraft:
+    """Collect the keys of a recipe, dotted as in ``section.key``, and what is left to the user."""
 
     def __init__(self, where: str) -> None:
         self.where = where
         self.values: dict[str, Any] = {}
         self._remarks: dict[str, str] = {}
-        #: Keys that the recipe needs and the file does not say, and why.
+        #: Keys that the recipe needs and the file does not have, and what belongs there.
         self.blanks: dict[str, str] = {}
         #: One line each: what could not be mapped, and why.
         self.missed: list[str] = []
@@ -43,24 +46,37 @@ class Translation:
         if remark:
             self._remarks[key] = remark
 
-    def blank(self, key: str, why: str) -> None:
-        """Note a key that the user has to fill in."""
-        self.blanks[key] = why
+    def set_or_blank(self, key: str, value: Any) -> None:
+        """Set a key, or leave it to the user if there is no value."""
+        if value is None:
+            self.blank(key)
+        else:
+            self.set(key, value)
+
+    def set_offload(self) -> None:
+        self.set("memory.offload", True, "weights, gradients and moments together")
+
+    def blank(self, key: str, why: str = "") -> None:
+        """Note a key that the user has to fill in; ``why`` replaces the usual hint."""
+        self.blanks[key] = why or _BLANKS[key][0]
 
     def miss(self, key: str, value: Any, why: str) -> None:
         """Note that ``value`` of the file's ``key`` is not in the recipe."""
         self.missed.append(f"{key} = {_short(value)}: {why}")
 
+    def miss_ranks(self, assumed: str) -> None:
+        """Note that the file does not have the number of ranks, and what is assumed."""
+        self.miss("ranks", None, f"the file does not say how many there are: taken as {assumed}; say --ranks")
+
     def check(self) -> Recipe:
         """Parse the recipe with stand-ins for blanks; if it is refused, the file asks for the impossible."""
         raw: dict[str, Any] = {}
-        stand_ins = {key: _STAND_INS[key] for key in self.blanks}
-        for key, value in (self.values | stand_ins).items():
-            *sections, last = key.split(".")
-            here = raw
-            for section in sections:
-                here = here.setdefault(section, {})
-            here[last] = value
+        for key, value in (self.values | {key: _BLANKS[key][1] for key in self.blanks}).items():
+            *names, last = key.split(".")
+            section = raw
+            for name in names:
+                section = section.setdefault(name, {})
+            section[last] = value
         return parse_recipe(raw, self.where)
 
     def toml(self) -> str:
@@ -68,45 +84,51 @@ class Translation:
         lines = [f"# From {self.where}. Lines that begin with '# FILL IN' have to be filled in."]
         sections: dict[str, list[str]] = {"": []}
         for key in [*self.values, *self.blanks]:
-            section, _, last = key.rpartition(".")
-            here = sections.setdefault(section, [])
+            section, _, name = key.rpartition(".")
             if key in self.blanks:
-                here.append(f"# FILL IN: {last} = ...  # {self.blanks[key]}")
+                line = f"# FILL IN: {name} = ...  # {self.blanks[key]}"
             else:
                 remark = f"  # {self._remarks[key]}" if key in self._remarks else ""
-                here.append(f"{last} = {to_toml(self.values[key])}{remark}")
-        for section, keys in sections.items():
-            lines += ["", f"[{section}]", *keys] if section else keys
+                line = f"{name} = {to_toml(self.values[key])}{remark}"
+            sections.setdefault(section, []).append(line)
+        for section, section_lines in sections.items():
+            lines += ["", f"[{section}]", *section_lines] if section else section_lines
         if self.missed:
             lines += ["", "# Not mapped:", *(f"# {line}" for line in self.missed)]
         return "\n".join(lines) + "\n"
 
 
-class Given:
-    """Read a JSON object key by key, and list the keys that nobody asked for, also in its sections.
+class ForeignConfig:
+    """Read another trainer's configuration key by key, and list the keys that were not read.
 
-    ``autos`` has the value of each string "auto", by dotted key; ``unsaid`` lists the other autos.
+    ``autos`` has the value of each string "auto", by dotted key; ``unknown_autos`` lists the other autos.
     """
 
     def __init__(
         self, raw: Mapping[str, Any], where: str, prefix: str = "", autos: Mapping[str, Any] | None = None
     ) -> None:
         self.raw, self.where, self.prefix, self.autos = raw, where, prefix, autos or {}
-        self._unsaid: list[str] = []
-        self._asked: set[str] = set()
-        self._sections: dict[str, Given] = {}
+        self._unknown_autos: list[str] = []
+        self._read: set[str] = set()
+        self._sections: dict[str, ForeignConfig] = {}
+
+    def check_kind(self, keys: Set[str], expected: str, *, noun: str = "keys") -> None:
+        """Refuse a file without any of ``keys``: it is no such configuration."""
+        if not self.raw.keys() & keys:
+            first = ", ".join(list(self.raw)[:5]) or "(none)"
+            raise BadInput(self.where, expected=expected, found=f"{noun} {first}")
 
     def path(self, key: str) -> str:
         return f"{self.prefix}.{key}" if self.prefix else key
 
     def value(self, key: str) -> Any:
         """Return the file's value; ``None`` if there is none, or it is an "auto" without a known value."""
-        self._asked.add(key)
+        self._read.add(key)
         value = self.raw.get(key)
         if value != "auto":
             return value
         if self.path(key) not in self.autos:
-            self._unsaid.append(self.path(key))
+            self._unknown_autos.append(self.path(key))
         return self.autos.get(self.path(key))
 
     def number(
@@ -145,30 +167,30 @@ class Given:
             raise self.bad(key, "a string", value)
         return value
 
-    def section(self, key: str) -> Given:
+    def section(self, key: str) -> ForeignConfig:
         """Return the object under ``key``; an empty one if there is none."""
-        self._asked.add(key)
+        self._read.add(key)
         value = self.raw.get(key)
         if value is not None and not isinstance(value, dict):
             raise self.bad(key, "an object", value)
         if key not in self._sections:
-            self._sections[key] = Given(value or {}, self.where, self.path(key), self.autos)
+            self._sections[key] = ForeignConfig(value or {}, self.where, self.path(key), self.autos)
         return self._sections[key]
 
-    def left(self) -> Iterator[tuple[str, Any]]:
-        """Yield keys that nobody asked for, with their values, unless these are off, empty or automatic."""
+    def unread(self) -> Iterator[tuple[str, Any]]:
+        """Yield the keys that were not read, with their values, unless these are off, empty or automatic."""
         for key, value in self.raw.items():
             if key in self._sections:
                 if not self._sections[key].off:
-                    yield from self._sections[key].left()
-            elif key not in self._asked and not is_off(value) and value != "auto":
+                    yield from self._sections[key].unread()
+            elif key not in self._read and not is_off(value) and value != "auto":
                 yield self.path(key), value
 
-    def unsaid(self) -> Iterator[str]:
-        """Yield keys that were asked for, are "auto", and have no known value."""
-        yield from self._unsaid
+    def unknown_autos(self) -> Iterator[str]:
+        """Yield the keys that were read, are "auto", and have no known value."""
+        yield from self._unknown_autos
         for section in self._sections.values():
-            yield from section.unsaid()
+            yield from section.unknown_autos()
 
     @property
     def off(self) -> bool:
@@ -178,8 +200,8 @@ class Given:
             enabled = self.autos.get(self.path("enabled"))
         return enabled is False or is_off(self.raw)
 
-    def bad(self, key: str, expected: str, found: Any) -> BadInput:
-        return BadInput(self.where, self.path(key), expected=expected, found=_short(found))
+    def bad(self, key: str, expected: str, actual: Any) -> BadInput:
+        return BadInput(self.where, self.path(key), expected=expected, found=_short(actual))
 
 
 def is_off(value: Any) -> bool:
@@ -187,14 +209,14 @@ def is_off(value: Any) -> bool:
     false.
     """
     if isinstance(value, dict):
-        return value.get("enabled") is False or all(is_off(one) for one in value.values())
-    return value in (None, False, 0, "", "no", "none") or value == []
+        return value.get("enabled") is False or all(map(is_off, value.values()))
+    return value in (None, False, 0, "", "no", "none", [])
 
 
 def to_toml(value: Any) -> str:
     """Return plain data as TOML."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {to_toml(one)}" for key, one in value.items()) + " }"
+        return "{ " + ", ".join(f"{key} = {to_toml(entry)}" for key, entry in value.items()) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(to_toml, value)) + "]"
     return json.dumps(value)  # strings, numbers and booleans are written alike in both
