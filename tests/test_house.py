@@ -97,7 +97,7 @@ MOST_SAY_NOTHING = {
     "machine": 2,
     "models": 1,
     "parallel_state": 3,
-    "recipes": 124,
+    "recipes": 3,
     "runs": 1,
     "simulation": 1,
     "storage": 3,
