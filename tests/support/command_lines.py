@@ -50,7 +50,7 @@ VALID: dict[str, dict[str, list[str]]] = {
     "report": {"runs": ["{}/run"]},
     "merge_lora": {"base": ["{}/hf"], "adapter": ["{}/adapter"]},
     "recipe": {"origin": ["from-deepspeed"], "file": ["{}/deepspeed.json"]},
-    "schedule": {"+": ["1f1b", "--stages=2", "--micro-batches=2"]},
+    "schedule": {"name": ["1f1b"], "+": ["--stages=2", "--micro-batches=2"]},
     "generate": {
         **{"source": ["{}/hf"], "prompts": ["{}/prompts.txt"], **TOKENIZER, "adapter": ["{}/adapter"]},
         "+": ["--max-new-tokens=1"],
