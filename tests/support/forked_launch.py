@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import os
 import signal
@@ -97,17 +98,20 @@ class ForkedTemplate(processes.Template):
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
         self._requests, theirs = socket.socketpair()
+        # Not below 3, which a process without standard streams would give it: the fork's are set there.
+        answers = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 3)
+        theirs.close()
         self._printed = processes._printout()
 
         def serve(_: Sequence[str]) -> None:
             os.dup2(2, 1)
             atexit._clear()  # what is to be done at the end of this process, such as removing its folders
-            end(fork_server.main(theirs.fileno()))
+            end(fork_server.main(answers))
 
         self._process = Forked(  # type: ignore[assignment]
-            serve, (), dict(os.environ), stderr=self._printed, session=True, keep=[theirs.fileno()]
+            serve, (), dict(os.environ), stderr=self._printed, session=True, keep=[answers]
         )
-        theirs.close()
+        os.close(answers)
 
 
 def launch_forked(command: Command, words: list[str], folder: str) -> None:
