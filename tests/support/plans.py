@@ -34,7 +34,7 @@ class RankPlan:
 
 def plans_of(case: Case, *, sends: bool, holds: bool) -> list[RankPlan]:
     """Return the plan of each rank of a case."""
-    shared = partial(_pieces, _cut_alike(case))
+    shared = partial(_pieces, _cut_alike(case), holds)
     with patch("trilith.planner.stage_costs.ModelPieces", shared):
         return [plan_of(case, rank, sends=sends, holds=holds) for rank in range(case.layout.world)]
 
@@ -85,19 +85,21 @@ def added(collectives: Iterable[Traffic]) -> Totals:
 
 
 #: What pieces of models that are built and cut alike remember.
-_TRACED: dict[str, tuple[dict[object, Piece], dict[object, Trace]]] = {}
+_TRACED: dict[object, tuple[dict[object, Piece], dict[object, Trace]]] = {}
 
 
 def _cut_alike(case: Case) -> str:
-    """Return all that the pieces of a case's model depend on, beside what they are asked by: how it is built,
-    and what cuts a block. As in the plan of a recipe, that is not the place of a rank.
-    """
+    """Return how a case's model is built, and all of its layout that cuts a block."""
     built = case.config, case.lora, case.frozen, case.float8, case.dtype, case.compute
     layout = case.layout
     return repr((built, layout.tensor, layout.context, layout.expert, layout.sequence, layout.ring))
 
 
-def _pieces(key: str, model: CausalLM, state: ParallelState) -> ModelPieces:
+def _pieces(alike: str, holds: bool, model: CausalLM, state: ParallelState) -> ModelPieces:
+    """Return pieces that remember the traces of others. What a rank holds in the loss depends on its place
+    among the tensor ranks, of which the last one may have a padded vocabulary; what it sends does not.
+    """
     pieces = ModelPieces(model, state)
-    pieces._known, pieces._losses = _TRACED.setdefault(key, ({}, {}))
+    place = state.at.tensor if holds else None
+    pieces._known, pieces._losses = _TRACED.setdefault((alike, place), ({}, {}))
     return pieces
