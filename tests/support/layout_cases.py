@@ -433,7 +433,7 @@ class Layouts:
         alone = len(rows) == 1
         try:
             wholes = one_device([row.case for row in rows if row.tolerance is not None])
-            todo = [_planned(row if DEVICE == "cpu" else _on_device(row)) for row in rows]
+            todo: Sequence[Row] = [_planned(row if DEVICE == "cpu" else _on_device(row)) for row in rows]
             with tempfile.TemporaryDirectory() as folder:
                 if DEVICE == "cpu":
                     todo = _simulated(todo, Path(folder) / "peaks.json")
