@@ -26,7 +26,7 @@ def row(choice):
     return Row(str(choice), choice.case, resumes=Layout.of(tensor=choice.world) if choice in SAVED else None)
 
 
-LAYOUTS = Layouts([row(choice) for choice in (*COVERING, *LONG)], at_once=12)
+LAYOUTS = Layouts([row(choice) for choice in (*COVERING, *LONG)])
 test_every_pair_of_choices_equals_one_device = LAYOUTS.equal_one_device()
 test_every_pair_of_choices_sends_what_is_planned = LAYOUTS.send_what_is_planned()
 test_resuming_is_bitwise = LAYOUTS.resume_bitwise()
