@@ -194,6 +194,6 @@ assert {row.why for row in TABLE} >= {*LONG}
 LAYOUTS = Layouts(
     [replace(one, simulates=one.why not in LONG) for one in TABLE],
     [replace(one, why=f"{one.why}, simulated", slow=True) for one in TABLE if one.why in LONG],
-    at_once=6,
+    at_once=12,
 )
 test_a_rank_holds_what_is_planned = LAYOUTS.hold_what_is_planned()

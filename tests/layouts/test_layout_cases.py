@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import layout_cases
-from support.layout_cases import SENT, Layouts, RankRecord, Row, assembled, digest
+from support.configs import config
+from support.layout_cases import SENT, Layouts, RankRecord, Row, assembled, axes, digest
+from support.plans import plan_of, plans_of
 from support.short_training import Case
 from trilith.parallel_state import Box, Layout
 from trilith.ranks.failures import RankFailure
@@ -35,6 +37,7 @@ def calls(monkeypatch):
         return ROWS
 
     monkeypatch.setattr(layout_cases, "run_parallel", run_parallel)
+    monkeypatch.setattr(layout_cases, "plans_of", lambda case, **asked: [])
     monkeypatch.setattr(layout_cases, "_chosen", chosen)
     return seen
 
@@ -78,3 +81,21 @@ def test_a_copy_that_differs_and_an_element_without_an_owner_are_found():
         assembled([{"w": (box, whole)}, {"w": (half, digest(whole[:2] + 1))}])
     with pytest.raises(AssertionError, match="not every element has exactly one owner"):
         assembled([{"w": (half, whole[:2])}, {"w": (box, digest(whole))}])
+
+
+@pytest.mark.parametrize(
+    ("model", "cut", "more"),
+    [
+        ("deepseek_v3", "tp2-sp-pp2", {}),
+        ("gemma2", "cp2-ring-dp2-zero3", {}),
+        ("mixtral", "dp2-ep2-zero2", {"frozen": r"^layers\.0\b"}),
+        ("llama", "tp2-dp2", {"lora": {"r": 3}}),
+    ],
+)
+def test_shared_traces_give_the_plan_that_a_rank_makes_for_itself(model, cut, more):
+    """The last rank is at another place on each axis than the first, whose traces are shared."""
+    case, asked = Case(config(model), Layout.of(**axes(cut)), **more), {"sends": True, "holds": True}
+    shared = plans_of(case, **asked)
+    assert len(shared) == case.layout.world
+    assert shared[-1] == plan_of(case, case.layout.world - 1, **asked)
+    assert shared[-1].sends and shared[-1].peak and all(shared[-1].elements)

@@ -30,10 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from trilith.checkpoints import load, save
 from trilith.data import Batch
-from trilith.layers import use_float8
 from trilith.parallel_state import Box, Layout, ParallelState, clip_gradients, initialize
 from trilith.parallel_state.engine import local_data
-from trilith.planner import Traffic, Work, plan_memory, rank_parameters, step_traffic
 from trilith.recipes.sections import MemorySection
 from trilith.simulation.collectives import axes_of_groups
 from trilith.testing import LiveBytes, RankError, run_fresh, run_parallel
@@ -42,6 +40,7 @@ from trilith.testing.operators import Operators
 
 from support.configs import config
 from support.models_page import MEASURED
+from support.plans import RankPlan, Totals, plans_of
 from support.refusals import rows_of
 from support.shared_gpu import share_gpu
 from support.short_training import (
@@ -49,7 +48,6 @@ from support.short_training import (
     Outcome,
     Parts,
     build_rank,
-    model_of,
     rank_batch,
     relative_differences,
 )
@@ -60,8 +58,6 @@ DEVICE = os.environ.get("TRILITH_TEST_DEVICE", "cpu")
 NEAR = 0.02
 #: How far it may be from the peak of the same step on the simulated device with a CPU's operators.
 EXACT = 0.001
-#: Number and bytes of the collectives of an axis and a kind.
-Totals = dict[tuple[str, str], tuple[int, int]]
 #: A rank's part of each parameter: its numbers if the rank owns them, or else the digest of its copy.
 Shares = dict[str, tuple[Box, Tensor | bytes]]
 
@@ -80,6 +76,8 @@ class Row:
     holds: tuple[float, ...] = ()
     #: Whether the peak is compared with that of the simulated step; a slow row's always is, on every rank.
     simulates: bool = False
+    #: What is planned for each rank, by number.
+    plans: Sequence[RankPlan] = ()
     #: The peak of some ranks in bytes, as they are simulated.
     exact: Mapping[int, int] = field(default_factory=dict)
     #: Goes on from a checkpoint in its own layout, and in this one.
@@ -137,7 +135,7 @@ def row(
 
 @dataclass
 class RankRecord:
-    """Hold what one rank trained, sent and held, beside what was planned for it."""
+    """Hold what one rank trained, sent and held."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -145,10 +143,8 @@ class RankRecord:
     initial: Shares = field(default_factory=dict)
     parameters: Shares = field(default_factory=dict)
     sent: Totals = field(default_factory=dict)
-    planned: Totals = field(default_factory=dict)
-    #: The elements of parameters, gradients and moments: counted, planned; the least peak over the plan.
+    #: The elements of parameters, gradients and moments; the least peak over the plan.
     counted: tuple[int, int, int] = (0, 0, 0)
-    stated: tuple[int, int, int] = (0, 0, 0)
     ratio: float = 0.0
     peak: int = 0
     #: Names of parameters that differ in a bit after resuming; the parameters in the other layout.
@@ -163,7 +159,8 @@ class Record:
     differences: list[tuple[str, float]]
     ranks: list[RankRecord]
     elsewhere: list[tuple[str, float]]
-    #: What was simulated: see ``Row``.
+    #: What was planned, and what was simulated: see ``Row``.
+    plans: Sequence[RankPlan] = ()
     exact: Mapping[int, int] = field(default_factory=dict)
 
     def assert_equal(self, tolerance: float) -> float:
@@ -199,8 +196,6 @@ class _Run:
         #: What a step sends does not depend on the numbers: weights need not change.
         self.trains = row.tolerance is not None or bool(row.holds) or row.resumes is not None
         self.state = ParallelState.start(self.case.layout, device=self.case.device)
-        if row.sends or row.holds:
-            self._plan()
         if row.holds:
             gc.collect()
         # From before there is a weight: FSDP keeps some where no parameter shows them. It is left while
@@ -236,21 +231,6 @@ class _Run:
         self.record.gradients = self._shares(gradients=True)
         with self._holding():
             self._update(result.loss)
-
-    def _plan(self) -> None:
-        case, row = self.case, self.row
-        model, _, config = model_of(case, ParallelState.stand_in(case.layout, self.state.rank))
-        if case.float8 is not None:
-            assert use_float8(model, case.float8) == []
-        work = work_of(case, model.state, config.hidden_size)
-        if row.sends:
-            self.record.planned = added(step_traffic(work, model))
-        if row.holds:
-            memory = plan_memory(work, model)
-            self.planned = memory.total + memory.host * case.memory.offload
-            every = rank_parameters(model, model.state).every
-            trained = every.trained_stored
-            self.record.stated = every.stored + every.buffers, trained, 2 * trained
 
     def _holding(self) -> Any:
         return self.live if self.row.holds else nullcontext()
@@ -288,7 +268,8 @@ class _Run:
         expected = self.row.holds[self.state.rank % len(self.row.holds)]
         peaks = [self.live.peak]
         exact = self.row.exact.get(self.state.rank, peaks[0])
-        far = abs(peaks[0] / self.planned - expected) >= NEAR or abs(peaks[0] / exact - 1) > EXACT
+        planned = self.row.plans[self.state.rank].peak
+        far = abs(peaks[0] / planned - expected) >= NEAR or abs(peaks[0] / exact - 1) > EXACT
         missed = torch.tensor(float(far))
         dist.all_reduce(missed)
         for batch in batches if missed else ():
@@ -297,7 +278,7 @@ class _Run:
                 self._update(self.parts.step.launch(batch).loss)
             peaks.append(self.live.peak)
         self.record.peak = min(peaks)
-        self.record.ratio = min(peaks) / self.planned
+        self.record.ratio = min(peaks) / planned
 
     def _resume(self, folder: Path, layout: Layout) -> None:
         """Take the second step from the checkpoint that was written after the first."""
@@ -326,36 +307,6 @@ def _second_step(case: Case, folder: Path) -> Pieces:
     clip_gradients(parts.model, case.clip, state=state)
     parts.optimizer.step()
     return pieces(parts.model, state)
-
-
-def work_of(case: Case, state: ParallelState, hidden: int) -> Work:
-    """Describe the case's step to the planner: the only place where a test of ranks says this."""
-    size = case.dtype.itemsize
-    return Work(
-        state,
-        hidden,
-        case.length,
-        case.micro_batch,
-        case.samples // (case.layout.data * case.micro_batch),
-        schedule=case.schedule,
-        master=size,
-        compute=(case.compute or case.dtype).itemsize,
-        reduce=size,
-        checkpointing=case.memory.checkpointing,
-        checkpoint_every=case.memory.every,
-        loss_chunk=case.memory.stated_chunk,
-        offload=case.memory.offload,
-        fused=False,
-    )
-
-
-def added(every: Iterable[Traffic]) -> Totals:
-    """Add up planned traffic by axis and kind."""
-    totals: Totals = {}
-    for one in every:
-        count, size = totals.get((one.axis, one.kind), (0, 0))
-        totals[one.axis, one.kind] = count + one.count, size + one.bytes
-    return totals
 
 
 def sent_in(operators: Operators, state: ParallelState) -> Totals:
@@ -482,7 +433,7 @@ class Layouts:
         alone = len(rows) == 1
         try:
             wholes = one_device([row.case for row in rows if row.tolerance is not None])
-            todo = rows if DEVICE == "cpu" else [_on_device(row) for row in rows]
+            todo: Sequence[Row] = [_planned(row if DEVICE == "cpu" else _on_device(row)) for row in rows]
             with tempfile.TemporaryDirectory() as folder:
                 if DEVICE == "cpu":
                     todo = _simulated(todo, Path(folder) / "peaks.json")
@@ -498,7 +449,9 @@ class Layouts:
         for row, records in zip(todo, zip(*ranks, strict=True), strict=True):
             expected = next(whole) if row.tolerance is not None else None
             try:
-                self._records[row.why] = replace(compared(row, expected, [*records]), exact=row.exact)
+                self._records[row.why] = replace(
+                    compared(row, expected, [*records]), plans=row.plans, exact=row.exact
+                )
             except AssertionError as error:  # copies differ, an element has no owner
                 self._records[row.why] = error
         if alone and (call_before := self._failed.get(rows[0].why)):
@@ -522,8 +475,8 @@ class Layouts:
         """Return the test of every collective in a step: its axis, its kind, number and bytes."""
 
         def check(row: Row, record: Record, note: object) -> None:
-            for number, rank in enumerate(record.ranks):
-                both = {key: (rank.sent.get(key), rank.planned.get(key)) for key in rank.sent | rank.planned}
+            for number, (rank, plan) in enumerate(zip(record.ranks, record.plans, strict=True)):
+                both = {key: (rank.sent.get(key), plan.sends.get(key)) for key in rank.sent | plan.sends}
                 wrong = {key: (sent, planned) for key, (sent, planned) in both.items() if sent != planned}
                 assert not wrong, f"rank {number}: sent and planned {wrong}"
 
@@ -533,8 +486,8 @@ class Layouts:
         """Return the test of a step's peak, and of parameters, gradients and moments to the element."""
 
         def check(row: Row, record: Record, note: object) -> None:
-            for number, rank in enumerate(record.ranks):
-                assert rank.counted == rank.stated, f"rank {number}: counted, planned"
+            for number, (rank, plan) in enumerate(zip(record.ranks, record.plans, strict=True)):
+                assert rank.counted == plan.elements, f"rank {number}: counted, planned"
                 expected = row.holds[number % len(row.holds)]
                 assert abs(rank.ratio - expected) < NEAR, (number, [one.ratio for one in record.ranks])
             ratios = {number: record.ranks[number].peak / peak for number, peak in record.exact.items()}
@@ -596,6 +549,11 @@ def _simulated(rows: Sequence[Row], file: Path) -> Sequence[Row]:
     found = zip(asked, json.loads(file.read_text()), strict=True)
     peaks = {row.why: {int(rank): peak for rank, peak in each.items()} for row, each in found}
     return [replace(row, exact=peaks.get(row.why, {})) for row in rows]
+
+
+def _planned(row: Row) -> Row:
+    asked = {"sends": row.sends, "holds": bool(row.holds)}
+    return replace(row, plans=plans_of(row.case, **asked)) if any(asked.values()) else row
 
 
 def _on_device(row: Row) -> Row:

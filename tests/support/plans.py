@@ -1,0 +1,105 @@
+"""Plan each rank of a case in one process, where all cases that cut a model alike share its traces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from unittest.mock import patch
+
+from trilith.layers import use_float8
+from trilith.models import CausalLM
+from trilith.parallel_state import ParallelState
+from trilith.planner import Traffic, Work, plan_memory, rank_parameters, step_traffic
+from trilith.simulation.piece import Piece
+from trilith.simulation.pieces import ModelPieces
+from trilith.simulation.trace import Trace
+
+from support.short_training import Case, model_of
+
+#: Number and bytes of the collectives of an axis and a kind.
+Totals = dict[tuple[str, str], tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """Hold what a rank is planned to send in a step, its bytes at the worst instant, and the elements of its
+    parameters, gradients and moments. What is not asked is empty.
+    """
+
+    sends: Totals
+    peak: int = 0
+    elements: tuple[int, int, int] = (0, 0, 0)
+
+
+def plans_of(case: Case, *, sends: bool, holds: bool) -> list[RankPlan]:
+    """Return the plan of each rank of a case."""
+    shared = partial(_pieces, _cut_alike(case), holds)
+    with patch("trilith.planner.stage_costs.ModelPieces", shared):
+        return [plan_of(case, rank, sends=sends, holds=holds) for rank in range(case.layout.world)]
+
+
+def plan_of(case: Case, rank: int, *, sends: bool, holds: bool) -> RankPlan:
+    """Return the plan of a rank, whose model is built and traced for it."""
+    model, _, config = model_of(case, ParallelState.stand_in(case.layout, rank))
+    if case.float8 is not None:
+        assert use_float8(model, case.float8) == []
+    work = work_of(case, model.state, config.hidden_size)
+    traffic = added(step_traffic(work, model)) if sends else {}
+    if not holds:
+        return RankPlan(traffic)
+    memory, total = plan_memory(work, model), rank_parameters(model, model.state).every
+    trained = total.trained_stored
+    elements = total.stored + total.buffers, trained, 2 * trained
+    return RankPlan(traffic, memory.total + memory.host * case.memory.offload, elements)
+
+
+def work_of(case: Case, state: ParallelState, hidden: int) -> Work:
+    """Describe the case's step to the planner: the only place where a test of ranks says this."""
+    size = case.dtype.itemsize
+    return Work(
+        state,
+        hidden,
+        case.length,
+        case.micro_batch,
+        case.samples // (case.layout.data * case.micro_batch),
+        schedule=case.schedule,
+        master=size,
+        compute=(case.compute or case.dtype).itemsize,
+        reduce=size,
+        checkpointing=case.memory.checkpointing,
+        checkpoint_every=case.memory.every,
+        loss_chunk=case.memory.stated_chunk,
+        offload=case.memory.offload,
+        fused=False,
+    )
+
+
+def added(collectives: Iterable[Traffic]) -> Totals:
+    """Add up planned traffic by axis and kind."""
+    totals: Totals = {}
+    for collective in collectives:
+        count, size = totals.get((collective.axis, collective.kind), (0, 0))
+        totals[collective.axis, collective.kind] = count + collective.count, size + collective.bytes
+    return totals
+
+
+#: What pieces of models that are built and cut alike remember.
+_TRACED: dict[object, tuple[dict[object, Piece], dict[object, Trace]]] = {}
+
+
+def _cut_alike(case: Case) -> str:
+    """Return how a case's model is built, and all of its layout that cuts a block."""
+    built = case.config, case.lora, case.frozen, case.float8, case.dtype, case.compute
+    layout = case.layout
+    return repr((built, layout.tensor, layout.context, layout.expert, layout.sequence, layout.ring))
+
+
+def _pieces(alike: str, holds: bool, model: CausalLM, state: ParallelState) -> ModelPieces:
+    """Return pieces that remember the traces of others. What a rank holds in the loss depends on its place
+    among the tensor ranks, of which the last one may have a padded vocabulary; what it sends does not.
+    """
+    pieces = ModelPieces(model, state)
+    place = state.at.tensor if holds else None
+    pieces._known, pieces._losses = _TRACED.setdefault((alike, place), ({}, {}))
+    return pieces
