@@ -48,6 +48,16 @@ def describe(model: nn.Module, state: ParallelState) -> Described:
     return described
 
 
+def check_memory(model: nn.Module, where: str) -> None:
+    """Refuse a model on the meta device, which can be neither filled nor saved; a rank looks for itself."""
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":
+            raise BadInput(
+                where, name, expected="a parameter with memory", found="one on the meta device",
+                todo='Build the model with device="cpu", or call model.to_empty(device=...) before',
+            )  # fmt: skip
+
+
 def _gather_stages(model: nn.Module, state: ParallelState) -> list[dict[str, Declaration]]:
     """Return the declarations of every pipeline stage, gathered from one rank of each. Collective.
 

@@ -17,7 +17,7 @@ from ..parallel_state import BadCheckpoint, BadInput, Layout, ParallelState, che
 from ..parallel_state.collective_errors import all_succeed, together
 from ..storage.dtypes import TORCH
 from ..storage.file_names import MANIFEST
-from .described import describe
+from .described import check_memory, describe
 from .find import newest_in
 from .lora import check_same_base, read_adapter, stored_adapter
 from .manifest import StoredAdapter
@@ -72,6 +72,8 @@ def load(
         known: StoredAdapter | None = getattr(model, "adapter", None)
 
         def chosen() -> list[Source]:
+            if model is not None:
+                check_memory(model, "load")
             sources = _sources(place, adapter, described, known, whole=not here.rank)
             if described is not None:
                 for source in sources:

@@ -13,7 +13,7 @@ from ..layers import Stage
 from ..models import AdaptedFamily
 from ..parallel_state import BadInput, ParallelState, buffer_names, check_state, declarations, state_of
 from ..parallel_state.collective_errors import together
-from .described import describe
+from .described import check_memory, describe
 from .find import step_directory
 from .manifest import StoredAdapter
 from .optimizer_state import gather_optimizer
@@ -65,6 +65,7 @@ def contents_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, state
     (stated,) = described.declarations()
 
     def here() -> tuple[list[str], dict[int, int]]:
+        check_memory(model, "save")
         mine = {name: parameter for name, parameter in model.named_parameters() if name in stated}
         _check_storable(model, mine)
         parts: Sequence[Stage] = cast(Stage, model.stage).parts if described.module is None else ()

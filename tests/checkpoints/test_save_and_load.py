@@ -292,3 +292,18 @@ def test_a_module_with_the_asked_names_alone_is_saved_and_loaded_in_any_layout(n
     run_parallel(stub_saved_again, 2, name, str(tmp_path), layouts)
     for number in range(len(layouts)):
         assert [*differences(read_source(tmp_path / "alone"), read_source(tmp_path / str(number)))] == []
+
+
+def test_a_model_without_memory_is_neither_filled_nor_saved(tmp_path):
+    """A model of the zoo that was built on meta, and a module of a user's."""
+    family, config = family_and_config(TINIEST_LLAMA)
+    write_hf_folder(tmp_path / "hf", TINIEST_LLAMA)
+    model = family.build(config, device="meta")
+    with pytest.raises(BadInput, match=r"load: .*expected a parameter with memory, found one on the meta"):
+        load(tmp_path / "hf", model)
+    for unfilled in (model, nn.Linear(2, 2, device="meta")):
+        with pytest.raises(BadInput, match=r"save: .*weight: expected a parameter with memory"):
+            save(tmp_path / "new", unfilled)
+        assert not list(tmp_path.glob("new/step-*"))
+    model.to_empty(device="cpu")
+    load(tmp_path / "hf", model)

@@ -1,0 +1,68 @@
+"""From a Hugging Face folder to a rank and to a checkpoint, as CONTRIBUTING.md draws the way of a weight."""
+
+import re
+import sys
+from pathlib import Path
+
+import trilith
+from support.configs import TINIEST_LLAMA
+from support.families import family_and_config
+from support.pages import Page
+from trilith.checkpoints import load, save
+from trilith.machine.random_files import write_hf_folder
+
+ROOT = Path(trilith.__path__[0]).resolve()
+
+#: Files of `checkpoints/` that are also entered, and why the drawing leaves them out.
+HELPERS = {
+    "load": {
+        "checkpoints/find.py": "the newest checkpoint of a folder of several",
+        "checkpoints/described.py": "what a module of a user's is called in files",
+        "checkpoints/user_module_family.py": "as above",
+        "checkpoints/verify.py": "compares a checkpoint's bytes with its checksums",
+    },
+    "save": {
+        "checkpoints/described.py": "what a module of a user's is called in files",
+        "checkpoints/user_module_family.py": "as above",
+        "checkpoints/after_commit.py": "work for after the checkpoint has appeared",
+        "checkpoints/rank_storage.py": "the part of each parameter that this rank stores",
+        "checkpoints/find.py": "the folder's name",
+        "checkpoints/manifest_checks.py": "what a manifest may say",
+        "checkpoints/grid.py": "how the ranks' parts tile a tensor",
+        "checkpoints/seal.py": "the manifest's own checksum",
+        "checkpoints/stored_tensor.py": "one tensor's lines of the manifest",
+        "checkpoints/retention.py": "deletes older checkpoints",
+    },
+}
+
+
+def entered(work):
+    """Return the package's files that are entered while ``work`` runs."""
+    files = set()
+
+    def enter(frame, event, argument):
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(ROOT) and not file.is_relative_to(ROOT / "tests"):
+            files.add(str(file.relative_to(ROOT)))
+
+    sys.settrace(enter)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return files
+
+
+def test_a_weight_passes_the_stations_that_are_drawn(tmp_path):
+    write_hf_folder(tmp_path / "hf", TINIEST_LLAMA)
+    family, config = family_and_config(TINIEST_LLAMA)
+    model = family.build(config, device="cpu")
+    (drawing,) = re.findall(
+        r"## The way of a weight.*?```\n(.*?)```", Page.read("CONTRIBUTING.md").text, re.DOTALL
+    )
+    works = {"load": lambda: load(tmp_path / "hf", model), "save": lambda: save(tmp_path / "run", model)}
+    for (name, work), part in zip(works.items(), drawing.split("\n\n"), strict=True):
+        files, drawn = entered(work), {*re.findall(r"\S+\.py", part)}
+        assert drawn <= files, f"{name} does not enter {drawn - files}"
+        others = {file for file in files - drawn if file.startswith("checkpoints/")}
+        assert others == HELPERS[name].keys()
