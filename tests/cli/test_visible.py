@@ -99,7 +99,7 @@ def test_no_command_hands_control_characters_of_its_words_to_the_terminal(
         assert not obeyed(said.out + said.err), words
 
 
-COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # rich's own, around what it shows
+COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # rich's and typer's own, around what is shown
 HOSTILE = ("value", "key", "type", "tensor", "sharded")
 HARM = "\x1b]0;title\x07\x1b[2Jx\u202ey\x9b31m\rz"
 
@@ -146,7 +146,8 @@ def test_no_command_hands_control_characters_of_a_file_to_the_terminal(line, hos
     monkeypatch.setattr("sys.stdout", out)
     monkeypatch.setattr("sys.stderr", err)
     run(line.split())
-    said = COLOUR.sub("", out.getvalue().replace("\x1b[2J", "[2J obeyed \x07")) + err.getvalue()
+    printed = out.getvalue() + err.getvalue()
+    said = COLOUR.sub("", printed.replace("\x1b[2J", "[2J obeyed \x07"))
     assert said and not obeyed(said)
 
 

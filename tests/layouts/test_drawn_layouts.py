@@ -256,8 +256,8 @@ def assert_one_device_s_training(drawn):
     )
     record = RECORDS.record(Row(str(drawn), case))
     record.assert_equal(1e-10)
-    for rank in record.ranks:
-        assert rank.sent == rank.planned
+    for rank, planned in zip(record.ranks, record.plans, strict=True):
+        assert rank.sent == planned.sends
 
 
 def drawn(ranks, seed, count):

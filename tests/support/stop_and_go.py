@@ -103,8 +103,9 @@ _wholes: dict[str, Path] = {}
 def stopped_and_gone_on(row: StopAndGo, folder: Path, kept: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Make the starts of a row in a folder; return the uninterrupted run's folder and that of the starts."""
     raw = row.recipe | row.given(folder)
-    tokens = kept.getbasetemp() / "tokens-to-stop-and-go"
-    if not tokens.with_name(f"{tokens.name}.bin").exists():
+    tokens = kept.getbasetemp() / "stop-and-go" / "tokens"  # no token files beside other tests' folders
+    if not tokens.parent.exists():
+        tokens.parent.mkdir()
         write_tokens(tokens)
 
     def train(out: Path, **changes: Any) -> None:

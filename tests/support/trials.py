@@ -42,6 +42,9 @@ def tree(folder: Path) -> dict[str, tuple[int, int]]:
         for path in sorted(folder.rglob("*"))
     }
 
+#: What a fork must not let go.
+_OF_PARENT: list[Any] = []
+
 
 class Trial(NamedTuple):
     """Describe a command line to run in a folder of its own, and the exit codes that it may have.
@@ -76,7 +79,9 @@ def check(
 
     def work() -> int:
         os.environ.update(TOKENIZERS_PARALLELISM="false")
-        # The ranks that this process has already started answer to its parent.
+        # The ranks that this process has already started answer to its parent. Their sockets' numbers are
+        # other files' here, which would be closed with these objects.
+        _OF_PARENT.append((pool._pool, processes.templates._templates))
         pool._pool, processes.templates._templates = pool.Pool(), []
         # Those that it starts need not import anew what it has imported: two take ten seconds of a core.
         processes.Template = ForkedTemplate  # type: ignore[misc]

@@ -260,13 +260,15 @@ def run_with_other_code(words):
     return run(words)
 
 
+def launch_other_code(words, folder):
+    launch_forked(run_with_other_code, words, folder)
+
+
 def test_a_rank_that_sends_in_another_order_stops_the_run_and_both_lines_are_named_K18(make):
     made = make(2)
     words = ["train", str(made.recipe), "layout.data=1", "layout.zero=0", "layout.tensor=2"]
     words += ["debug.collectives=true"]
-    (code,) = run_fresh(
-        launch_forked, 1, run_with_other_code, words, str(made.folder), process_group=False, timeout=120
-    )
+    (code,) = run_fresh(launch_other_code, 1, words, str(made.folder), process_group=False, timeout=120)
     assert code == 3, code.output
     both = (
         r"collective \d+ of ranks \[0, 1\] differs: "
