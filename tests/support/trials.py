@@ -42,6 +42,7 @@ def tree(folder: Path) -> dict[str, tuple[int, int]]:
         for path in sorted(folder.rglob("*"))
     }
 
+
 #: What a fork must not let go.
 _OF_PARENT: list[Any] = []
 
