@@ -1,26 +1,21 @@
-"""Start launchers, their ranks, and templates of ranks as forks of their parent: nothing is imported."""
+"""Start launchers and their ranks as forks of their parent: nothing is imported."""
 
 from __future__ import annotations
 
-import atexit
-import fcntl
 import gc
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from trilith.ranks import fork_server, processes
 from trilith.runs import torchrun_agent as agent
-from trilith.system.process_end import end, leave
+from trilith.system.process_end import leave
 
 Command = Callable[[list[str]], int]
 
@@ -37,7 +32,6 @@ class Forked:
         stdin: int | None = None,
         stderr: Any = None,
         session: bool = False,
-        keep: Sequence[int] = (),
     ) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
@@ -53,8 +47,7 @@ class Forked:
             for fd, place in ((stdin, 0), (stderr.fileno() if stderr else None, 2)):
                 if fd is not None:
                     os.dup2(fd, place)
-            for first, last in pairwise([2, *sorted(keep), 4096]):
-                os.closerange(first + 1, last)
+            os.closerange(3, 4096)
             os.environ.clear()
             os.environ.update(env)
             main(words)
@@ -88,30 +81,6 @@ class Forked:
         """Send the signal unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
-
-
-class ForkedTemplate(processes.Template):
-    """Be a template of ranks that is a fork of this process, which has imported what its ranks need.
-
-    Unlike those of a user, all templates of a process then hash strings alike.
-    """
-
-    def __init__(self, preload: Sequence[str] = ()) -> None:
-        self._requests, theirs = socket.socketpair()
-        # Not below 3, which a process without standard streams would give it: the fork's are set there.
-        answers = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 3)
-        theirs.close()
-        self._printed = processes._printout()
-
-        def serve(_: Sequence[str]) -> None:
-            os.dup2(2, 1)
-            atexit._clear()  # what is to be done at the end of this process, such as removing its folders
-            end(fork_server.main(answers))
-
-        self._process = Forked(  # type: ignore[assignment]
-            serve, (), dict(os.environ), stderr=self._printed, session=True, keep=[answers]
-        )
-        os.close(answers)
 
 
 def launch_forked(command: Command, words: list[str], folder: str) -> None:

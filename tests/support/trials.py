@@ -17,7 +17,6 @@ from trilith.planner.search import find
 from trilith.ranks import pool, processes
 
 from support import forked
-from support.forked_launch import ForkedTemplate
 
 #: Seconds after which a command counts as hanging, on a machine that others use; those of a refusal, also
 #: after the work began; and those after which a command must have begun with its work.
@@ -84,8 +83,6 @@ def check(
         # other files' here, which would be closed with these objects.
         _OF_PARENT.append((pool._pool, processes.templates._templates))
         pool._pool, processes.templates._templates = pool.Pool(), []
-        # Those that it starts need not import anew what it has imported: two take ten seconds of a core.
-        processes.Template = ForkedTemplate  # type: ignore[misc]
         printed = os.memfd_create("stdout")
         if any(trial.work for trial in trials):  # a limit of files' sizes would count for it, too
             os.dup2(printed, 1)
