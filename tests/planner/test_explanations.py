@@ -36,7 +36,7 @@ def test_each_line_computed_from_its_text_gives_the_value(words, capsys):
     found = explained(*words)
     assert found["steps"] and found["sources"]
     known = {"ceil": ceil, "log2": log2, "max": max}
-    known |= {one["symbol"]: one["value"] for one in found["inputs"]}
+    known |= {number["symbol"]: number["value"] for number in found["inputs"]}
     for step in found["steps"]:
         for text in (step["numbers"], step["formula"]):
             assert eval(text, {}, known) == pytest.approx(step["value"], rel=1e-7), step
@@ -93,13 +93,13 @@ def test_a_formula_is_exact_and_holds_arithmetic_alone():
 
 @pytest.mark.parametrize("topic", TOPICS)
 def test_each_number_that_is_given_has_an_option_that_changes_it(topic, capsys):
-    for one in explained(topic)["inputs"]:
-        other = "0.25" if one["value"] < 1 else "2" if one["option"] == "--virtual-stages" else "8"
-        words = (topic, one["option"], other)
-        if one["option"] == "--virtual-stages":
+    for number in explained(topic)["inputs"]:
+        other = "0.25" if number["value"] < 1 else "2" if number["option"] == "--virtual-stages" else "8"
+        words = (topic, number["option"], other)
+        if number["option"] == "--virtual-stages":
             words += ("--schedule", "interleaved")
-        given = {given["symbol"]: given["value"] for given in explained(*words)["inputs"]}
-        assert given[one["symbol"]] == float(other), words
+        values = {entry["symbol"]: entry["value"] for entry in explained(*words)["inputs"]}
+        assert values[number["symbol"]] == float(other), words
 
 
 @pytest.mark.parametrize(

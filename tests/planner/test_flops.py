@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trilith.machine.random_files import write_tokens
 from trilith.models import FAMILIES, LoraConfig, adapted, family_of
 from trilith.runs.metrics import read_metrics
+from trilith.simulation import flops as operator_flops
 from trilith.simulation.model_flops import Mfu, flops_per_token, peak_flops, peak_named
 from trilith.testing import run_parallel
 
@@ -113,3 +114,18 @@ def test_a_run_on_a_cpu_has_mfu_only_where_its_peak_is_stated(tmp_path):
     family = family_of(TINY_LLAMA)
     flops = flops_per_token(family.on_meta(family.from_hf(TINY_LLAMA)), LENGTH)
     assert line["mfu_causal"] == pytest.approx(line["tokens_per_second"] * flops.causal / 1e9)
+
+
+def test_attention_of_grouped_queries_is_counted_where_torch_counts_equal_heads_alone(monkeypatch):
+    """Torch 2.11's formula refuses fewer heads of keys than of queries."""
+    q, k = torch.empty(2, 8, 16, 4, device="meta"), torch.empty(2, 2, 16, 4, device="meta")
+
+    def strict(query, key, value):
+        assert query[1] == key[1] == value[1]
+        return 1
+
+    monkeypatch.setattr(operator_flops, "sdpa_flop_count", strict)
+    for kernel in ("flash_attention", "cudnn_attention", "efficient_attention"):
+        operator = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default
+        name = f"aten::_scaled_dot_product_{kernel}"
+        assert operator_flops.flops_of_call(name, operator, (q, k, k), {}, None) == 1

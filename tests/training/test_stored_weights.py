@@ -3,6 +3,8 @@
 One that shares its weights with no other casts them itself, with the bits of FSDP on one rank.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.configs import MODELS, TINIEST_LLAMA
@@ -13,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from trilith.data import Batch
 from trilith.layers import cut_sequence
 from trilith.parallel_state import Layout, clip_gradients, engine, initialize
-from trilith.parallel_state.engine import local_data
+from trilith.parallel_state.engine import fully_sharded, local_data
 from trilith.testing import Operators, run_parallel
 from trilith.training import Precision, Step, TokenLoss, make_adamw
 
@@ -284,3 +286,19 @@ def test_a_tensor_rank_computes_with_plain_tensors_and_the_same_bits(layout):
     for (asked, ours), (asked_too, theirs) in zip(plain, themselves, strict=True):
         assert asked == 0 and asked_too > 0
         assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+def test_memory_that_fsdp_makes_by_itself_may_be_asked_for_in_torch_2_11_s_way():
+    """It also says by name whether to make it anew."""
+    asked = []
+    sharded = SimpleNamespace(
+        init_all_gather_outputs=lambda *place, **named: asked.append((place, named)),
+        free_unsharded_param=None,
+        all_gather_outputs=[],
+        _sharded_param_data=torch.zeros(3),
+        offload_to_cpu=True,
+    )
+    fully_sharded._share_memory(sharded)
+    place = [3], [torch.float32], 1, torch.device("cpu")
+    sharded.init_all_gather_outputs(*place, force_recreate=False)
+    assert asked == [(place, {"force_recreate": False})]
