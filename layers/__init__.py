@@ -38,7 +38,6 @@ from .collectives import (
     scatter_sequence,
     split_to_tensor,
 )
-from .column_parallel_linear import ColumnParallelLinear
 from .compile import compile_blocks
 from .context_chunks import cut_sequence, default_positions, sum_over_context, token_places
 from .dropout import Dropout, own_random
@@ -66,16 +65,15 @@ from .experts.lora import attach_expert_lora
 from .experts.moe import GatedShared, MoE
 from .experts.router import TopKRouter
 from .float8 import Scaling, use_float8
-from .lora import ParallelLinear, attach_lora, linears, lora_scale
+from .lora import attach_lora, linears, lora_scale
 from .loss import bounded, valid_tokens, vocab_parallel_cross_entropy
 from .mlp import ACTIVATIONS, MLP, GatedMLP, activation
 from .norm import HeadsLayerNorm, HeadsRMSNorm, LayerNorm, RMSNorm
+from .parallel_linear import ColumnParallelLinear, ParallelLinear, ReplicatedLinear, RowParallelLinear
 from .recurrent.gated_delta_net import GatedDeltaNet
 from .recurrent.mamba2 import Mamba2
-from .replicated_linear import ReplicatedLinear
 from .rope_frequencies import inverse_frequencies, yarn_scale
 from .rotary import Rope, RotaryEmbedding
-from .row_parallel_linear import RowParallelLinear
 from .stage import Stage, all_stages, find_blocks, split_blocks
 from .token_losses import IGNORE
 

@@ -22,6 +22,7 @@ al. 2022 (section 4).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,103 +30,54 @@ from torch import Tensor
 
 from ..parallel_state import BadInput, ParallelState, engine
 
+_Change = Callable[[Tensor], Tensor]
 
-class _CopyToTensor(torch.autograd.Function):
+
+class _Pair(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, state: ParallelState) -> Tensor:
-        ctx.state = state
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return engine.all_reduce(grads[0], ctx.state.tensor_group), None
-
-
-class _ReduceFromTensor(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, state: ParallelState) -> Tensor:
-        return engine.all_reduce(x, state.tensor_group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, state: ParallelState) -> Tensor:
-        ctx.dim, ctx.state = dim, state
-        return own_piece(x, dim, state)
+    def forward(ctx: Any, x: Tensor, there: _Change, back: _Change) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return engine.all_gather(grads[0], ctx.dim, ctx.state.tensor_group), None, None
+        return ctx.back(grads[0]), None, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, state: ParallelState) -> Tensor:
-        ctx.dim, ctx.state = dim, state
-        return engine.all_gather(x, dim, state.tensor_group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return own_piece(grads[0], ctx.dim, ctx.state), None, None
-
-
-class _GatherPartialGrad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, state: ParallelState) -> Tensor:
-        ctx.dim, ctx.state = dim, state
-        return engine.all_gather(x, dim, state.tensor_group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return engine.reduce_scatter(grads[0], ctx.dim, ctx.state.tensor_group), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, state: ParallelState) -> Tensor:
-        ctx.dim, ctx.state = dim, state
-        return engine.reduce_scatter(x, dim, state.tensor_group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return engine.all_gather(grads[0], ctx.dim, ctx.state.tensor_group), None, None
-
-
-# torch declares ``apply`` without types.
-_copy: Callable[..., Tensor] = _CopyToTensor.apply
-_reduce: Callable[..., Tensor] = _ReduceFromTensor.apply
-_split: Callable[..., Tensor] = _Split.apply
-_gather: Callable[..., Tensor] = _Gather.apply
-_gather_sequence: Callable[..., Tensor] = _GatherPartialGrad.apply
-_scatter_sequence: Callable[..., Tensor] = _ReduceScatter.apply
+#: Returns ``there(x)``, whose gradient is ``back`` of the output's. torch declares ``apply`` without types.
+pair: Callable[[Tensor, _Change, _Change], Tensor] = _Pair.apply
 
 
 def copy_to_tensor(x: Tensor, state: ParallelState) -> Tensor:
     """Return a whole activation unchanged; in backward sum the ranks' partial gradients."""
-    return x if state.tensor_size == 1 else _copy(x, state)
+    if state.tensor_size == 1:
+        return x
+    return pair(x, _alias, partial(engine.all_reduce, group=state.tensor_group))
 
 
 def reduce_from_tensor(x: Tensor, state: ParallelState) -> Tensor:
     """Sum a partial activation over the tensor ranks."""
-    return x if state.tensor_size == 1 else _reduce(x, state)
+    if state.tensor_size == 1:
+        return x
+    return pair(x, partial(engine.all_reduce, group=state.tensor_group), _same)
 
 
 def split_to_tensor(x: Tensor, state: ParallelState, *, dim: int = -1) -> Tensor:
     """Return this rank's equal piece of a whole activation along ``dim``."""
     if state.tensor_size == 1:
         return x
-    return _split(x, _positive(x, dim), state)
+    dim %= x.ndim
+    gather = partial(engine.all_gather, dim=dim, group=state.tensor_group)
+    return pair(x, partial(own_piece, dim=dim, state=state), gather)
 
 
 def gather_from_tensor(x: Tensor, state: ParallelState, *, dim: int = -1) -> Tensor:
     """Gather an activation that is split along ``dim``; all ranks must use the result in the same way."""
     if state.tensor_size == 1:
         return x
-    return _gather(x, _positive(x, dim), state)
+    dim %= x.ndim
+    gather = partial(engine.all_gather, dim=dim, group=state.tensor_group)
+    return pair(x, gather, partial(own_piece, dim=dim, state=state))
 
 
 def gather_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
@@ -135,7 +87,7 @@ def gather_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
     if state.tensor_size == 1:
         return x
     check_sequence(x, dim)
-    return _gather_sequence(x, _positive(x, dim), state)
+    return pair(x, *_gather_and_scatter(dim % x.ndim, state))
 
 
 def scatter_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
@@ -144,7 +96,7 @@ def scatter_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor
         return x
     check_sequence(x, dim)
     _check_divides(x, dim, state)
-    return _scatter_sequence(x, _positive(x, dim), state)
+    return pair(x, *reversed(_gather_and_scatter(dim % x.ndim, state)))
 
 
 def enter_tensor(x: Tensor, state: ParallelState) -> Tensor:
@@ -190,5 +142,15 @@ def _check_divides(x: Tensor, dim: int, state: ParallelState) -> None:
         )
 
 
-def _positive(x: Tensor, dim: int) -> int:
-    return dim % x.ndim
+def _gather_and_scatter(dim: int, state: ParallelState) -> tuple[_Change, _Change]:
+    group = state.tensor_group
+    gather = partial(engine.all_gather, dim=dim, group=group)
+    return gather, partial(engine.reduce_scatter, dim=dim, group=group)
+
+
+def _alias(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x

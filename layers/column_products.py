@@ -12,7 +12,16 @@ from torch.nn import functional as F
 from ..parallel_state import ParallelState, engine
 from .autocast import autocasts
 from .collectives import check_sequence, enter_tensor
-from .linear_extensions import products
+
+#: Each product's weight and bias, as this rank computes with them.
+WeightsAndBiases = Sequence[tuple[Tensor, Tensor | None]]
+#: Returns ``x W^T + b`` for each weight and bias: ``products``, or float8.
+Products = Callable[[Tensor, WeightsAndBiases], list[Tensor]]
+
+
+def products(x: Tensor, weights_and_biases: WeightsAndBiases) -> list[Tensor]:
+    """Return ``x W^T + b`` for each weight and bias, in the dtype of ``x``."""
+    return [F.linear(x, weight, bias) for weight, bias in weights_and_biases]
 
 
 class _Products(torch.autograd.Function):
@@ -51,9 +60,7 @@ class _Products(torch.autograd.Function):
 _products: Callable[..., tuple[Tensor, ...]] = _Products.apply
 
 
-def column_products(
-    x: Tensor, weights_and_biases: Sequence[tuple[Tensor, Tensor | None]], state: ParallelState
-) -> list[Tensor]:
+def column_products(x: Tensor, weights_and_biases: WeightsAndBiases, state: ParallelState) -> list[Tensor]:
     """Return ``x W^T + b`` for each weight and bias, after ``enter_tensor``.
 
     In backward the gradient of ``x`` is summed over the tensor ranks while the gradients of the weights are

@@ -14,12 +14,8 @@ from torch import compile as torch_compile
 from torch import nn
 
 from ..parallel_state import engine
-from .column_parallel_linear import ColumnParallelLinear
 from .dropout import Dropout
-from .replicated_linear import ReplicatedLinear
-from .row_parallel_linear import RowParallelLinear
-
-_Linear = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
+from .parallel_linear import ParallelLinear
 
 
 def compile_blocks(
@@ -62,7 +58,7 @@ def parts_in_one_graph(module: nn.Module) -> Iterator[nn.Module]:
 def _one_graph(module: nn.Module) -> bool:
     if isinstance(module, Dropout):
         return not (module.p and module.state.sequence)
-    if isinstance(module, _Linear) and module.state.tensor_size > 1:
+    if isinstance(module, ParallelLinear) and module.state.tensor_size > 1:
         return not any(getattr(adapter, "dropout", 0) for adapter in module.adapters)
     return bool(getattr(module, "one_graph", True))
 

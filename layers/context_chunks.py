@@ -8,12 +8,13 @@ al. 2023 (striped attention, on the imbalance); Llama 3, section 3.3.2; Megatron
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..parallel_state import ParallelState, engine
+from .collectives import pair
 
 
 def own_chunks(rank: int, size: int) -> tuple[int, int]:
@@ -41,17 +42,6 @@ def token_places(length: int, state: ParallelState, device: torch.device | None 
     return cut_sequence(torch.arange(length * state.context_size, device=device), state, dim=0)
 
 
-class _SumOverContext(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, state: ParallelState) -> Tensor:
-        ctx.state = state
-        return engine.all_reduce(x, state.context_group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return engine.all_reduce(grads[0], ctx.state.context_group), None
-
-
 def sum_over_context(x: Tensor, state: ParallelState) -> Tensor:
     """Return the sum of ``x`` over the context ranks, such as what a row's tokens are together.
 
@@ -60,8 +50,8 @@ def sum_over_context(x: Tensor, state: ParallelState) -> Tensor:
     """
     if state.context_size == 1:
         return x
-    total: Tensor = _SumOverContext.apply(x, state)
-    return total
+    total = partial(engine.all_reduce, group=state.context_group)
+    return pair(x, total, total)
 
 
 def default_positions(x: Tensor, state: ParallelState, *, embedded: bool) -> Tensor:

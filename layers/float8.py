@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..parallel_state import ParallelState, engine
-from .column_parallel_linear import ColumnParallelLinear
-from .row_parallel_linear import RowParallelLinear
+from .parallel_linear import ParallelLinear
 
 Scaling = Literal["tensorwise", "rowwise"]
 
@@ -49,9 +48,8 @@ def use_float8(model: nn.Module, scaling: Scaling) -> list[str]:
     """
     left = []
     for name, module in model.named_modules():
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            column = isinstance(module, ColumnParallelLinear)
-            module.float8 = Float8(scaling, "rows" if column else "columns", module.state)
+        if isinstance(module, ParallelLinear) and module.cut_dim is not None:
+            module.float8 = Float8(scaling, "columns" if module.cut_dim else "rows", module.state)
             outputs = [""] if isinstance(module.out_features, int) else module.out_features
             left += [
                 f"{name}.{output}".rstrip(".")

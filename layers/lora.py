@@ -1,28 +1,29 @@
-"""Add LoRA to a parallel linear: ``y = x W^T + scale * (x A^T) B^T`` with no collective of its own.
+"""Add LoRA: ``y = x W^T + scale * (x A^T) B^T``, with no collective of its own.
 
 A (r, in) and B (out, r) follow from how W (out, in) is cut. The factor that has W's cut dim is cut as W is;
 the other lies whole on every tensor rank, and each rank's gradient of it is a part, to be summed. Both
 factors of a W that is not cut at all are replicated as W is:
 
-=============  ==================  ==================  ==============================================
-linear         A                   B                   where the products lie
-=============  ==================  ==================  ==============================================
-column         whole, partial      rows cut as W's     after the collective that brings the input
-row            columns cut as W's  whole, partial      before the collective that sums the output
-replicated     whole, as W         whole, as W         between the blocks
-=============  ==================  ==================  ==============================================
+==================  ==================  ==================  =========================================
+product             A                   B                   where the products lie
+==================  ==================  ==================  =========================================
+column; gate, up    whole, partial      rows cut as W's     after the collective that brings the input
+row; down           columns cut as W's  whole, partial      before the collective that sums the output
+replicated          whole, as W         whole, as W         between the blocks
+==================  ==================  ==================  =========================================
 
-Key and value heads that W shares among ranks are shared by B alike. Source: Hu et al. 2021; rsLoRA's scale
-``alpha / sqrt(r)`` is Kalajdzievski's, 2023.
+Key and value heads that W shares among ranks are shared by B alike. For stacked experts (``gate``, ``up``,
+``down``) A is (E, r, in) and B (E, out, r), and both lie on the expert axis as the stack does; PEFT's form of
+this is ``target_parameters``. Source: Hu et al. 2021; rsLoRA's scale ``alpha / sqrt(r)`` is Kalajdzievski's,
+2023.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from math import sqrt
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,21 +33,15 @@ from ..parallel_state import (
     BadInput,
     Constant,
     Declaration,
+    Initial,
     ParallelState,
     Uniform,
     declarations,
     declare_parameter,
-    local,
 )
 from .activation_checkpointing import products_recomputed
-from .column_parallel_linear import ColumnParallelLinear
 from .dropout import own_random
-from .linear_extensions import OutputPart
-from .replicated_linear import ReplicatedLinear
-from .row_parallel_linear import RowParallelLinear
-
-#: The layers that take an adapter.
-ParallelLinear = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
+from .parallel_linear import OutputPart, ParallelLinear, ReplicatedLinear, RowParallelLinear
 
 
 def linears(model: nn.Module) -> Iterator[tuple[str, ParallelLinear]]:
@@ -80,57 +75,102 @@ def attach_lora(
     caller freezes the base. Raises ``BadInput`` for a rank below 1, an unknown output, or a second adapter at
     one place.
     """
-    if r < 1:
-        raise BadInput("lora", "r", expected="at least 1", found=r)
     parts = {number: layer.parts[number] for number in _numbers(layer, outputs)}
-    outer = [part.holder for part in parts.values()]
-    inner = outer[0] if len(outer) == 1 else layer
-    if "lora_A" in dict(inner.named_parameters(recurse=False)):
-        raise BadInput("lora", "outputs", expected="one adapter at each place", found="a second")
-    bases = [declarations(module)["weight"] for module in outer]
-    first = bases[0]
-    whole = first.partial if isinstance(layer, ReplicatedLinear) else ("tensor",)
-    cut = first.cut if first.cut is not None and first.cut.dim == 1 else None
-    bound = Uniform(1 / sqrt(layer.in_features))
-    a = Declaration((r, first.shape[1]), cut, partial=() if cut else whole, initial=bound)
-    declare_parameter(inner, "lora_A", a, layer.state)
-    for module, base in zip(outer, bases, strict=True):
-        cut = base.cut if base.cut is not None and base.cut.dim == 0 else None
-        b = replace(a, shape=(base.shape[0], r), cut=cut, partial=() if cut else whole)
-        declare_parameter(module, "lora_B", replace(b, initial=Constant(0.0)), layer.state)
+    holders = [part.holder for part in parts.values()]
+    inner = holders[0] if len(holders) == 1 else layer
+    bases = [declarations(holder)["weight"] for holder in holders]
+    # Without a cut the factors lie as W does.
+    whole = bases[0].partial if isinstance(layer, ReplicatedLinear) else ("tensor",)
+    pairs = [factors_of(base, r, whole) for base in bases]
+    declare_factors(
+        [(inner, "lora_A", pairs[0][0])]
+        + [(holder, "lora_B", b) for holder, (_, b) in zip(holders, pairs, strict=True)],
+        layer.state,
+    )
     # Each tensor rank has features, or tokens, of its own.
     split = isinstance(layer, RowParallelLinear) or bool(isinstance(layer, ReplicatedLinear) and whole)
-    scale = lora_scale(r, alpha, rslora=rslora)
-    layer.adapters.append(_LowRank(inner, parts, scale, dropout, split, layer.state))
+    layer.adapters.append(
+        LowRank(
+            OutputPart(inner, None, r),
+            "lora_A",
+            {number: (part, "lora_B") for number, part in parts.items()},
+            lora_scale(r, alpha, rslora=rslora),
+            F.linear,
+            dropout,
+            partial(own_random, layer.state, split=split),
+        )
+    )
 
 
-class _LowRank:
-    """Compute the products of one A with the B of each output that it serves."""
+def factors_of(
+    base: Declaration, r: int, whole: tuple[str, ...], transposed: bool = False
+) -> tuple[Declaration, Declaration]:
+    """Return A and B of a W that is (..., out, in), or (..., in, out) if ``transposed``.
 
-    def __init__(
-        self,
-        inner: nn.Module,
-        parts: Mapping[int, OutputPart],
-        scale: float,
-        dropout: float,
-        split: bool,
-        state: ParallelState,
-    ) -> None:
-        self.inner, self.parts, self.scale = inner, parts, scale
-        self.dropout, self.split, self.state = dropout, split, state
+    ``whole``: the axes over which the gradient of a factor without W's cut dim is partial.
+    """
+    if r < 1:
+        raise BadInput("lora", "r", expected="at least 1", found=r)
+    *stack, first, second = base.shape
+    width, features = (first, second) if transposed else (second, first)
+    cut, last = base.cut, len(stack) + 1
+    of_input = cut is not None and cut.dim == (last - 1 if transposed else last)
 
-    def __call__(self, x: Tensor) -> list[tuple[int, Tensor]]:
-        """Return the terms to add to the outputs, each with the output's number.
+    def factor(shape: tuple[int, int], dim: int, cut_as_w: bool, initial: Initial) -> Declaration:
+        stated = replace(base, shape=(*stack, *shape), initial=initial)
+        if cut is not None and cut_as_w:
+            return replace(stated, cut=replace(cut, dim=dim), partial=())
+        return replace(stated, cut=None, partial=whole)
 
-        ``x`` is whole before a column-parallel product, and this rank's features before a row-parallel one.
+    a = factor((r, width), last, of_input, Uniform(1 / sqrt(width)))
+    return a, factor((features, r), last - 1, not of_input, Constant(0.0))
+
+
+def declare_factors(factors: Sequence[tuple[nn.Module, str, Declaration]], state: ParallelState) -> None:
+    """Declare parameters, each of a module and with a name; all or none, if one is there already."""
+    if any(name in dict(holder.named_parameters(recurse=False)) for holder, name, _ in factors):
+        raise BadInput("lora", "outputs", expected="one adapter at each place", found="a second")
+    for holder, name, declaration in factors:
+        declare_parameter(holder, name, declaration, state)
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Compute the products of one A with the B of each output that it serves.
+
+    ``a`` holds the parameter ``a_name``; ``b``: for each output the part and the name of its B. ``product``
+    multiplies by a factor: ``F.linear``, or ``grouped_mm`` for stacks. ``dropout`` draws its masks within
+    ``random``.
+    """
+
+    a: OutputPart
+    a_name: str
+    b: Mapping[Any, tuple[OutputPart, str]]
+    scale: float
+    product: Callable[..., Tensor]
+    dropout: float = 0.0
+    random: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """Return the outputs that the adapter changes."""
+        return tuple(self.b)
+
+    def __call__(self, x: Tensor, *counts: Sequence[int]) -> dict[Any, Tensor]:
+        """Return the term to add to each output.
+
+        ``x``: whole before a column-parallel product, this rank's features before a row-parallel one, the
+        rows of each expert, ``counts``, before a stack.
         """
-        if self.dropout and self.inner.training:
-            with own_random(self.state, split=self.split):
+        if self.dropout and self.a.holder.training:
+            with self.random():
                 x = F.dropout(x, self.dropout)
-        h = F.linear(x, local(cast(Tensor, self.inner.lora_A))) * self.scale
+        h = self.product(x, self.a.weight(self.a_name), *counts) * self.scale
         # As wide as the output to which it is added, and cheap.
         with nullcontext() if torch.compiler.is_compiling() else products_recomputed():
-            return [(number, F.linear(h, part.weight("lora_B"))) for number, part in self.parts.items()]
+            return {
+                output: self.product(h, part.weight(name), *counts) for output, (part, name) in self.b.items()
+            }
 
 
 def _numbers(layer: ParallelLinear, outputs: Sequence[str] | None) -> Sequence[int]:

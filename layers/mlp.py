@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..parallel_state import BadInput, Initial, ParallelState
-from .column_parallel_linear import ColumnParallelLinear
-from .row_parallel_linear import RowParallelLinear
+from .parallel_linear import ColumnParallelLinear, RowParallelLinear
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

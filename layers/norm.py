@@ -16,10 +16,10 @@ from ..parallel_state import (
     declare_parameter,
     local,
 )
-from .argument_checks import check_no_state
 from .collectives import copy_to_tensor, reduce_from_tensor
 from .device_constants import HostNumbers
 from .head_groups import HeadGroups
+from .parallel_linear import refuse_state
 
 
 class RMSNorm(DeclaredModule):
@@ -43,7 +43,7 @@ class RMSNorm(DeclaredModule):
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
-        check_no_state(eps, "RMSNorm", "eps")
+        refuse_state(eps, "RMSNorm", "eps")
         self.dim, self.eps, self.offset = dim, eps, offset
         self.state = alone_or(state)
         _declare_norm(self, "weight", dim, 1.0 - offset, self.state, heads=heads)
@@ -81,7 +81,7 @@ class LayerNorm(DeclaredModule):
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
-        check_no_state(eps, "LayerNorm", "eps")
+        refuse_state(eps, "LayerNorm", "eps")
         self.dim, self.eps, self.state = dim, eps, alone_or(state)
         _declare_norm(self, "weight", dim, 1.0, self.state, heads=heads)
         if bias:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ...parallel_state import Initial, ParallelState, alone_or, local, shared_units
-from ..column_parallel_linear import ColumnParallelLinear
 from ..device_constants import HostNumbers
 from ..dropout import own_random
-from ..row_parallel_linear import RowParallelLinear
+from ..parallel_linear import ColumnParallelLinear, RowParallelLinear
 from .alibi import Alibi
 from .backends import AttentionCall, PinnedBackend
 from .causal import call_of, causal_attention, merge_heads, score_name, split_heads

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 
 from ...parallel_state import BadInput, Initial, ParallelState, alone_or
 from ..collectives import enter_tensor
-from ..column_parallel_linear import ColumnParallelLinear
 from ..dropout import own_random
 from ..norm import RMSNorm
-from ..replicated_linear import ReplicatedLinear
-from ..row_parallel_linear import RowParallelLinear
+from ..parallel_linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from .backends import AttentionCall, PinnedBackend
 from .causal import call_of, causal_attention, merge_heads, split_heads
 from .inputs import AttentionInputs

@@ -5,31 +5,15 @@ N tokens here  K experts a token  M = N K rows  E experts  R ranks of the expert
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ...parallel_state import ParallelState, engine
+from ..collectives import pair
 from .grouped_matmul import GroupSizes
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, received: Sequence[int], sent: Sequence[int], state: ParallelState
-    ) -> Tensor:
-        ctx.received, ctx.sent, ctx.state = received, sent, state
-        return engine.all_to_all(x, received, sent, state.expert_group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return engine.all_to_all(grads[0], ctx.sent, ctx.received, ctx.state.expert_group), None, None, None
-
-
-# torch declares ``apply`` without types.
-_exchange: Callable[..., Tensor] = _Exchange.apply
 
 
 class Dispatch:
@@ -79,13 +63,18 @@ class Dispatch:
         rows_MD = rows_MD.index_select(0, self._order)
         if self.ranks == 1:
             return rows_MD
-        return _exchange(rows_MD, self._received, self._sent, self.state).index_select(0, self._by_expert)
+        return self._exchange(rows_MD, self._received, self._sent).index_select(0, self._by_expert)
 
     def back(self, y_MD: Tensor) -> Tensor:
         """Return the experts' outputs (N, K, D) for each token, from rows in the order of ``to_experts``."""
         if self.ranks > 1:
-            y_MD = _exchange(y_MD.index_select(0, self._by_rank), self._sent, self._received, self.state)
+            y_MD = self._exchange(y_MD.index_select(0, self._by_rank), self._sent, self._received)
         return y_MD.index_select(0, self._inverse).view(self.tokens, self.top_k, y_MD.shape[1])
+
+    def _exchange(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
+        there = partial(engine.all_to_all, received=received, sent=sent, group=self.state.expert_group)
+        back = partial(engine.all_to_all, received=sent, sent=received, group=self.state.expert_group)
+        return pair(x, there, back)
 
 
 def inverse_of(order: Tensor) -> Tensor:

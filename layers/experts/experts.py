@@ -26,9 +26,11 @@ from .grouped_matmul import grouped_mm
 class ExpertAdapter(Protocol):
     """Change some of the experts' products (LoRA)."""
 
-    outputs: tuple[str, ...]
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Return the names of the stacks whose products it changes."""
 
-    def __call__(self, x_MD: Tensor, counts: Sequence[int]) -> dict[str, Tensor]:
+    def __call__(self, x_MD: Tensor, counts: Sequence[int], /) -> dict[str, Tensor]:
         """Return what is added to each of ``outputs``, from the rows that their stacks multiply."""
 
 

@@ -6,26 +6,15 @@ B batch  R runs  L tokens of a run  C channels here  K kernel size
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...parallel_state import (
-    Constant,
-    Cut,
-    Declaration,
-    DeclaredModule,
-    Initial,
-    ParallelState,
-    Uniform,
-    alone_or,
-    declare_parameter,
-    local,
-    shared_units,
-)
+from ...parallel_state import DeclaredModule, Initial, ParallelState, Uniform, alone_or, declare_parameter
 from ..mlp import activation
+from ..parallel_linear import OutputPart, cut_units
 from .recompute import recomputed
 from .runs import Runs
 
@@ -55,28 +44,20 @@ class CausalConvolution(DeclaredModule):
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
-        self.kernel_size, self.channels, self.state = kernel_size, dict(channels), alone_or(state)
+        self.kernel_size, self.state = kernel_size, alone_or(state)
         self.act = activation(act)
         initial = initial or Uniform(kernel_size**-0.5)
-        size, index = self.state.tensor_size, self.state.tensor_index
-        self.rows: dict[str, slice] = {}
-        self.here: list[int] = []
+        self.parts: list[OutputPart] = []
         for name, count in channels.items():
-            cut: Cut | None = Cut(0, unit=unit[name])
-            partial: tuple[str, ...] = ()
-            units, here = count // unit[name], count // size
-            if name in shared and units % size:
-                needed = shared_units(units, size, index)
-                self.rows[name] = slice(needed.start * unit[name], needed.stop * unit[name])
-                cut, partial, here = None, ("tensor",), len(needed) * unit[name]
-            self.here.append(here)
+            shape = (count, 1, kernel_size)
+            weight, rows = cut_units(shape, unit[name], name in shared, self.state)
+            here = count // self.state.tensor_size if rows is None else rows.stop - rows.start
             holder = nn.Module()
             self.add_module(name, holder)
-            stated = Declaration((count, 1, kernel_size), cut, partial=partial, initial=initial)
-            declare_parameter(holder, "weight", stated, self.state)
+            self.parts.append(OutputPart(holder, rows, here))
+            declare_parameter(holder, "weight", replace(weight, initial=initial), self.state)
             if bias:
-                stated = Declaration((count,), cut, partial=partial, initial=Constant(0.0))
-                declare_parameter(holder, "bias", stated, self.state)
+                declare_parameter(holder, "bias", replace(weight, shape=(count,)), self.state)
             else:
                 holder.register_parameter("bias", None)
 
@@ -85,23 +66,14 @@ class CausalConvolution(DeclaredModule):
         x_RLC = runs.cut(torch.cat([*inputs], dim=-1))
         count = self.kernel_size - 1
         before = runs.recall(self) if runs.cache is not None else runs.tokens_before(x_RLC, count)
-        weight_C1K = self._every("weight")
-        assert weight_C1K is not None
-        y_RLC = causal_convolution(x_RLC, weight_C1K, self._every("bias"), before, runs.places)
+        weights, biases = zip(*(part.weight_and_bias() for part in self.parts), strict=True)
+        bias_C = None if biases[0] is None else torch.cat(biases)
+        y_RLC = causal_convolution(x_RLC, torch.cat(weights), bias_C, before, runs.places)
         if runs.cache is not None:  # in the memory of ``before``, which is no longer needed
             whole = x_RLC if before is None else torch.cat((before, x_RLC), dim=1)
             runs.remember(self, F.pad(whole, (0, 0, count, 0))[:, whole.shape[1] :])
         y_BSC = self.act(runs.join(y_RLC))
-        return torch.split(y_BSC, self.here, dim=-1)
-
-    def _every(self, leaf: str) -> Tensor | None:
-        parts = []
-        for name in self.channels:
-            parameter = cast(Tensor | None, getattr(self.get_submodule(name), leaf))
-            if parameter is None:
-                return None
-            parts.append(local(parameter)[self.rows[name]] if name in self.rows else local(parameter))
-        return torch.cat(parts)
+        return torch.split(y_BSC, [part.here for part in self.parts], dim=-1)
 
 
 def causal_convolution(

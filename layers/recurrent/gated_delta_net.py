@@ -26,9 +26,8 @@ from ...parallel_state import (
 )
 from ..attention.inputs import AttentionInputs
 from ..collectives import enter_tensor
-from ..column_parallel_linear import ColumnParallelLinear
 from ..norm import RMSNorm
-from ..row_parallel_linear import RowParallelLinear
+from ..parallel_linear import ColumnParallelLinear, RowParallelLinear
 from .convolution import CausalConvolution
 from .delta_rule import gated_delta_rule
 from .recompute import recomputed

@@ -24,10 +24,9 @@ from ...parallel_state import (
     local,
 )
 from ..attention.inputs import AttentionInputs
-from ..column_parallel_linear import ColumnParallelLinear
 from ..head_groups import HeadGroups
 from ..norm import HeadsRMSNorm
-from ..row_parallel_linear import RowParallelLinear
+from ..parallel_linear import ColumnParallelLinear, RowParallelLinear
 from .convolution import CausalConvolution
 from .recompute import recomputed
 from .runs import Runs

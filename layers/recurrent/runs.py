@@ -13,13 +13,14 @@ B batch  R runs: B on one context rank, otherwise 2 B  L tokens of a run  C chan
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ...parallel_state import ParallelState, engine
 from ..attention.inputs import AttentionInputs
+from ..collectives import pair
 from ..context_chunks import own_chunks
 
 
@@ -80,24 +81,11 @@ class Runs:
             self.cache.remember(module, x)
 
 
-class _GatherContext(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, state: ParallelState) -> Tensor:
-        ctx.state = state
-        return engine.all_gather(x, 0, state.context_group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return engine.reduce_scatter(grads[0], 0, ctx.state.context_group), None
-
-
-# torch declares ``apply`` without types.
-_gather: Callable[..., Tensor] = _GatherContext.apply
-
-
 def _in_order(x: Tensor, state: ParallelState) -> list[Tensor]:
     """Gather (B, 2, ...) of every context rank; return the runs of the whole sequence in its order."""
-    gathered = _gather(x.transpose(0, 1), state)  # (2 c, B, ...), a rank's two runs together
+    gather = partial(engine.all_gather, dim=0, group=state.context_group)
+    scatter = partial(engine.reduce_scatter, dim=0, group=state.context_group)
+    gathered = pair(x.transpose(0, 1), gather, scatter)  # (2 c, B, ...), a rank's two runs together
     size = state.context_size
     place = {
         chunk: 2 * rank + half for rank in range(size) for half, chunk in enumerate(own_chunks(rank, size))

@@ -47,12 +47,13 @@ def test_every_public_layer_is_compared_on_each_of_its_axes():
     compared = defaultdict(set)
     for row in ROWS:
         for module in row.make(None).modules():
-            compared[type(module)] |= {
-                axis
-                for layout in row.layouts
-                for axis in ("tensor", "sequence", "context")
-                if int(getattr(layout, axis)) > (axis != "sequence")
-            }
+            for kind in type(module).__mro__:  # a base by the layers made of it
+                compared[kind] |= {
+                    axis
+                    for layout in row.layouts
+                    for axis in ("tensor", "sequence", "context")
+                    if int(getattr(layout, axis)) > (axis != "sequence")
+                }
     for name, layer in vars(layers).items():
         if name in layers.__all__ and inspect.isclass(layer) and issubclass(layer, nn.Module):
             mixes = "inputs" in inspect.signature(layer.forward).parameters

@@ -272,7 +272,7 @@ def test_a_rank_that_sends_in_another_order_stops_the_run_and_both_lines_are_nam
     assert code == 3, code.output
     both = (
         r"collective \d+ of ranks \[0, 1\] differs: "
-        r"rank 0 calls all_reduce sum float32 \[.*\] at .*layers/row_parallel_linear\.py:\d+ "
+        r"rank 0 calls all_reduce sum float32 \[.*\] at .*layers/parallel_linear\.py:\d+ "
         r".*layers/attention/attention\.py:\d+ .*models/llama\.py:\d+ .*; "
         r"rank 1 calls all_reduce sum float32 \[.*\] at .*layers/mlp\.py:\d+ .*/test_launch_faults\.py:"
     )
