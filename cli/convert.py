@@ -87,9 +87,9 @@ def convert(
         trilith convert run titan-again --to dcp --names titan
         trilith convert titan/step-1000 Llama-mine --to hf --config Llama-3.2-1B
     """
-    from .shared.inputs import check_there
+    from .shared.inputs import check_weights_there
 
-    check_there(src, "a Hugging Face folder or a checkpoint")
+    check_weights_there(src, "a Hugging Face folder or a checkpoint")
     from ..checkpoints import ConversionOptions, carry_out, plan_conversion
     from .shared.progress import byte_progress
     from .shared.sizes import parse_counts, parse_size

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .shared.inputs import check_there
 from .shared.say import say
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ def doctor(
         srun --ntasks-per-node=1 trilith doctor --nodes /shared/runs --exclude
         torchrun --nnodes 2 --rdzv-endpoint node1:29400 --rdzv-backend c10d --no-python trilith doctor --nodes
     """
+    for folder in folders or ():
+        if not nodes:
+            check_there(folder, "a folder")
     from ..machine import diagnose
     from ..parallel_state import BadInput
     from ..runs.console import plain_console

@@ -94,9 +94,9 @@ def generate(
         trilith generate Llama-3.2-1B --prompts questions.jsonl --chat --temperature 0.7 --out answers.jsonl
         trilith generate run --prompt "Once" --tensor 2
     """
-    from .shared.inputs import check_there
+    from .shared.inputs import check_weights_there
 
-    check_there(source, "a Hugging Face folder or a checkpoint")
+    check_weights_there(source, "a Hugging Face folder or a checkpoint")
     from ..generation import Sampling
     from ..generation.prompts import read_prompts
     from ..generation.ranks import run_generation

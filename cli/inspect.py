@@ -35,9 +35,9 @@ def inspect(
         trilith inspect run
         trilith inspect Llama-3.2-1B --tensor model.norm.weight
     """
-    from .shared.inputs import check_there
+    from .shared.inputs import check_weights_there
 
-    check_there(source, "a Hugging Face folder or a checkpoint")
+    check_weights_there(source, "a Hugging Face folder or a checkpoint")
     from math import prod
 
     from rich.table import Table

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .shared.inputs import check_weights_there
 from .shared.options import MAX_RAM, PATH_OR_ADDRESS, WORKERS, Strict
 from .shared.say import say
 
@@ -45,6 +46,8 @@ def merge_lora(
         trilith merge-lora Llama-3.2-1B lora-run merged
         trilith merge-lora Llama-3.2-1B adapter merged --max-ram 2GiB
     """
+    check_weights_there(base, "a Hugging Face folder or a checkpoint")
+    check_weights_there(adapter, "a PEFT folder or a LoRA run's folder")
     from ..checkpoints import ConversionOptions, carry_out, plan_merge
     from ..parallel_state import check_workers
     from .shared.progress import byte_progress

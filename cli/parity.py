@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from .shared.inputs import check_weights_there
 from .shared.options import LARGEST_SEED, PATH_OR_ADDRESS, SCHEDULES, SPLIT, VIRTUAL_STAGES
 
 
@@ -69,6 +70,7 @@ def parity(
     """
     options = locals()
 
+    check_weights_there(folder, "a Hugging Face folder")
     from pydantic import ValidationError
 
     from ..parallel_state import BadInput, dtype_named, from_validation

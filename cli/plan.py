@@ -123,10 +123,9 @@ def plan(
     """
     from dataclasses import replace
 
-    from .shared.inputs import check_there
+    from .shared.inputs import check_model_there
 
-    if model.endswith((".toml", ".json")):
-        check_there(model, "a recipe or a config.json", kind="file")
+    check_model_there(model)
     from ..parallel_state import BadInput
     from ..planner.search.report import recipe_toml
     from ..planner.search.request import read_request

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .foreign_tokens import Origin, index_files
+from .shared.inputs import check_there
 from .shared.options import INPUTS, JSON_KEY
 from .shared.say import say
 
@@ -93,6 +94,10 @@ def tokenize(
         trilith tokenize chat.jsonl --tokenizer tokenizer --out sft --chat --show 1
         trilith tokenize data/wiki_text_document --tokenizer tokenizer --out wiki --from megatron
     """
+    if origin is None:  # else a prefix of files, or a weight
+        for file in inputs:
+            check_there(file, "text, .jsonl or .parquet", kind="file")
+    check_there(tokenizer, "a tokenizer folder or a SentencePiece .model file", kind="folder or file")
     if origin is not None:
         index_files(context, inputs, tokenizer, out, origin, quiet=quiet)
         return

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .shared.completion import recipe_names
-from .shared.inputs import check_there
+from .shared.inputs import check_recipe_there
 from .shared.options import Strict
 
 if TYPE_CHECKING:
@@ -97,8 +97,7 @@ def train(
         torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
             --rdzv-id NAME --no-python trilith train recipe.toml
     """
-    if recipe.suffix == ".toml":
-        check_there(recipe, "a recipe", kind="file")
+    check_recipe_there(recipe)
     if dry:
         from .dry_run import show_dry_run
 

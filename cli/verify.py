@@ -41,9 +41,9 @@ def verify(
         trilith verify tokens
         trilith verify s3://bucket/run
     """
-    from .shared.inputs import check_there
+    from .shared.inputs import check_weights_there
 
-    check_there(source, "a Hugging Face folder, a checkpoint or a token file", kind="folder or file")
+    check_weights_there(source, "a Hugging Face folder, a checkpoint or a token file", kind="folder or file")
     from ..data.token_file import names_tokens
     from ..parallel_state import BadInput
 

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from ..shared.completion import recipe_names
+from ..shared.inputs import check_recipe_there
 from ..shared.options import FORCE
 from ..shared.say import say
 
@@ -103,6 +104,7 @@ def launch(
         trilith launch slurm llama-3.1-70b-64gpus --fit --least-nodes 4
         trilith launch kubernetes recipe.toml --image registry/trilith:1
     """
+    check_recipe_there(recipe)
     from ...cluster import SYSTEMS, job_of, operand, render
     from ...parallel_state import BadInput
     from ...recipes.recipe import load_recipe

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..shared.inputs import check_there
 from ..shared.say import say
 
 #: Exit code with --exit-code while ranks still run.
@@ -42,6 +43,7 @@ def status(
         trilith status run --since run/job-started --exit-code
         trilith status run --why
     """
+    check_there(run, "a run's folder")
     from ...runs.flight_recorder import read_records_of, who_waits
     from ...runs.heartbeat import status_folder
     from ...runs.outcome import outcome
