@@ -40,7 +40,7 @@ from .quickstart import quickstart
 from .recipe import recipe
 from .report import report
 from .schedule import schedule
-from .shared.aliases import with_own_names
+from .shared.aliases import new_names, with_own_names
 from .tokenize import tokenize
 from .train import train
 from .train_tokenizer import train_tokenizer
@@ -91,6 +91,9 @@ class _Command(_BareFlags, typer.core.TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         self._words = [*args]
         options = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        for word in args[: args.index("--") if "--" in args else None]:
+            if new := new_names(word, options):
+                raise typer.BadParameter(f"{word.partition('=')[0]} is now {' or '.join(new)}", ctx)
         rest = super().parse_args(ctx, with_own_names(args, options))
         _check_replaced(ctx.params)
         for parameter in self.get_params(ctx):

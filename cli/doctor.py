@@ -31,7 +31,7 @@ def doctor(
     exclude: Annotated[
         bool,
         typer.Option(
-            "--exclude",
+            "--exclude-faulty",
             help="add nodes that --nodes finds at fault to the file excluded-nodes in the first FOLDER, the "
             "run's, where the Slurm script of trilith launch reads it",
         ),
@@ -55,7 +55,7 @@ def doctor(
 
         trilith doctor
         trilith doctor /mnt/checkpoints --json
-        srun --ntasks-per-node=1 trilith doctor --nodes /shared/runs --exclude
+        srun --ntasks-per-node=1 trilith doctor --nodes /shared/runs --exclude-faulty
         torchrun --nnodes 2 --rdzv-endpoint node1:29400 --rdzv-backend c10d --no-python trilith doctor --nodes
     """
     for folder in folders or ():
@@ -69,7 +69,7 @@ def doctor(
         if not folder.is_dir() and not nodes:
             raise BadInput(folder, expected="a folder that exists", found="none")
     if not nodes and (exclude or gbits is not None):
-        raise BadInput("doctor", "--exclude and --gbits", expected="--nodes beside them", found="none")
+        raise BadInput("doctor", "--exclude-faulty and --gbits", expected="--nodes beside them", found="none")
     if nodes:
         _compare(folders or (), gbits=gbits, exclude=exclude, as_json=as_json)
         return

@@ -95,8 +95,8 @@ def tokenize(
         trilith tokenize data/wiki_text_document --tokenizer tokenizer --out wiki --from megatron
     """
     if origin is None:  # else a prefix of files, or a weight
-        for file in inputs:
-            check_there(file, "text, .jsonl or .parquet", kind="file")
+        for path in inputs:
+            check_there(path, "text, .jsonl or .parquet", kind="file")
     check_there(tokenizer, "a tokenizer folder or a SentencePiece .model file", kind="folder or file")
     if origin is not None:
         index_files(context, inputs, tokenizer, out, origin, quiet=quiet)

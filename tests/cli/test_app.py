@@ -13,7 +13,7 @@ from support.command_lines import NAMES, VALID, values_of, words_of
 from trilith.cli.app import COMMANDS, GROUPS, make_app, run
 from trilith.cli.errors import explain
 from trilith.cli.reference import EXAMPLES, every_command
-from trilith.cli.shared.aliases import ALIASES, with_own_names
+from trilith.cli.shared.aliases import ALIASES, RENAMED, with_own_names
 from trilith.parallel_state import BadCheckpoint, BadInput, PeerFailed
 
 
@@ -114,7 +114,7 @@ def test_every_command_explains_itself(capsys):
 
 
 PROGRAM = [sys.executable, "-P", "-m", "trilith.cli"]
-LONG = ["schedule", "1f1b", "--stages=4", "--micro-batches=400"]
+LONG = ["schedule", "1f1b", "--pipeline=4", "--micro-batches=400"]
 
 
 def test_a_reader_that_stops_is_no_error():
@@ -316,3 +316,32 @@ def test_each_name_of_another_program_stands_for_an_option_of_some_command():
 def test_a_command_takes_another_program_s_option(capsys):
     assert run(["parity", "nothing-here", "-tp", "2", "--pipeline-model-parallel-size=2", "--tp=0"]) == 2
     assert "--tensor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "new"),
+    [
+        ("plan gpt2 --seq 512", "--seq is now --sequence-length"),
+        ("plan gpt2 --gpus 2 --gpu=l40s", "--gpu is now --gpu-type"),
+        ("parity hf --length 16", "--length is now --sequence-length"),
+        ("parity hf --sequence", "--sequence is now --sequence-length or --sequence-parallel"),
+        ("schedule zbv --stages 4", "--stages is now --pipeline"),
+        ("schedule zbv --microbatches 4", "--microbatches is now --micro-batches"),
+        ("schedule interleaved --virtual 2", "--virtual is now --virtual-stages"),
+        ("plan explain context --sequence 4096", "--sequence is now --sequence-length"),
+        ("generate run --prompts a.txt", "--prompts is now --prompt-file"),
+        ("doctor --nodes --exclude", "--exclude is now --exclude-faulty"),
+    ],
+)
+def test_an_option_of_an_earlier_version_is_refused_with_its_name_of_now(line, new, capsys):
+    assert run(line.split()) == 2
+    assert capsys.readouterr().err.startswith(f"error: Invalid value: {new}. See trilith ")
+    assert line.split()[-2].partition("=")[0] in RENAMED or line.split()[-1].partition("=")[0] in RENAMED
+
+
+def test_no_command_has_an_old_option_beside_its_new_one():
+    for name, command in EVERY.items():
+        options = {option for parameter in command.params for option in parameter.opts}
+        both = {old for old in options & set(RENAMED) if options & set(RENAMED[old])}
+        assert not both and not options & {alias for names in ALIASES.values() for alias in names}, name
+    assert not set(RENAMED) & {alias for names in ALIASES.values() for alias in names}
