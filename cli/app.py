@@ -91,9 +91,12 @@ class _Command(_BareFlags, typer.core.TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         self._words = [*args]
         options = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        arguments = {parameter.metavar for parameter in self.get_params(ctx)} - {None, ""}
         for word in args[: args.index("--") if "--" in args else None]:
             if new := new_names(word, options):
                 raise typer.BadParameter(f"{word.partition('=')[0]} is now {' or '.join(new)}", ctx)
+            if (argument := word.lstrip("-").upper()) in arguments and word not in options:
+                raise typer.BadParameter(f"{argument} is an argument: write it without {word}", ctx)
         rest = super().parse_args(ctx, with_own_names(args, options))
         _check_replaced(ctx.params)
         for parameter in self.get_params(ctx):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from .shared.options import CONFIG, DRY_RUN, MAX_RAM, NAMES, PATH_OR_ADDRESS, SPLIT, WORKERS, Strict
-from .shared.say import say
+from .shared.say import counted, say
 
 if TYPE_CHECKING:
     from ..checkpoints import Source
@@ -119,14 +119,14 @@ def convert(
             say(f"{name}  {sum(transfer.nbytes for transfer in transfers):,} bytes")
             for transfer in transfers:
                 shape, pieces = list(transfer.box.shape), len(transfer.copies)
-                say(f"  {transfer.name}  {transfer.dtype} {shape}  from {pieces} pieces")
+                say(f"  {transfer.name}  {transfer.dtype} {shape}  from {counted(pieces, 'piece')}")
         return
     with byte_progress(f"{src} -> {dst}", plan.nbytes) as advance:
         options = ConversionOptions(workers=workers, max_ram=most, progress=advance)
         carry_out(plan, dst, allow_nonfinite=allow_nonfinite, options=options)
     for warning in plan.source.warnings:
         say(f"warning: {warning}", err=True)
-    say(f"{dst}: {len(plan.files)} files of weights, {plan.nbytes:,} bytes")
+    say(f"{dst}: {counted(len(plan.files), 'file')} of weights, {plan.nbytes:,} bytes")
     if verify:
         _compare(plan.source, dst, dtype)
 

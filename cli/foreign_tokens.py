@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from .shared.say import say
+from .shared.say import counted, say
 
 #: The parameters of ``trilith tokenize`` that mean something where nothing is tokenized.
 _MEANT = {"inputs", "tokenizer", "out", "origin", "quiet"}
@@ -64,8 +64,8 @@ def index_files(
         index = file.index
         start = "no start token" if index.bos_id is None else f"the start token, id {index.bos_id}"
         say(
-            f"{name}: {index.tokens:,} tokens in {index.documents:,} documents, {index.dtype}, which stay in "
-            f"{foreign.path}; the documents have {start}"
+            f"{name}: {index.tokens:,} tokens in {counted(index.documents, 'document')}, {index.dtype}, which "
+            f"stay in {foreign.path}; the documents have {start}"
         )
     if len(names) > 1:
         say(f"[data]\ntokens = {to_toml([str(name) for name in names])}")

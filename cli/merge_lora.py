@@ -9,7 +9,7 @@ import typer
 
 from .shared.inputs import check_weights_there
 from .shared.options import MAX_RAM, PATH_OR_ADDRESS, WORKERS, Strict
-from .shared.say import say
+from .shared.say import counted, say
 
 
 def merge_lora(
@@ -60,4 +60,4 @@ def merge_lora(
         carry_out(plan, out, options=ConversionOptions(workers=workers, max_ram=most, progress=advance))
     for warning in plan.source.warnings:
         say(f"warning: {warning}", err=True)
-    say(f"{out}: {len(plan.files)} files of weights, {plan.nbytes:,} bytes")
+    say(f"{out}: {counted(len(plan.files), 'file')} of weights, {plan.nbytes:,} bytes")

@@ -13,7 +13,7 @@ import typer
 from ..shared.completion import recipe_names
 from ..shared.inputs import check_recipe_there
 from ..shared.options import FORCE
-from ..shared.say import say
+from ..shared.say import counted, say
 
 
 def launch(
@@ -140,7 +140,7 @@ def launch(
         )  # fmt: skip
     with output_file(path, force=force) as file:
         file.write_text(text, encoding="utf-8")
-    say(f"wrote {path}: {job.nodes} nodes x {job.ranks} ranks")
+    say(f"wrote {path}: {counted(job.nodes, 'node')} x {counted(job.ranks, 'rank')}")
     say(shlex.join(command) if submit else f"next: {shlex.join(command)}")
     if submit and (code := subprocess.run(command, check=False).returncode):
         raise BadInput(

@@ -25,7 +25,7 @@ Strict = Annotated[
 ]
 SCHEDULES = "gpipe, 1f1b, interleaved, interleaved-zero-bubble, zbv, dualpipev"
 VIRTUAL_STAGES = "number of stages on each pipeline rank; default: 2, or 1 with gpipe, 1f1b"
-FORCE = "replace the file even if this command did not write it"
+FORCE = "replace an existing file that somebody may have edited, or that another program wrote"
 SPLIT = "number of blocks in each pipeline stage, such as 3,2; default: chosen by trilith"
 WORKERS = "number of threads that read and write"
 #: The largest seed of a recipe too.

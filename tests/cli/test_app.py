@@ -330,13 +330,25 @@ def test_a_command_takes_another_program_s_option(capsys):
         ("schedule interleaved --virtual 2", "--virtual is now --virtual-stages"),
         ("plan explain context --sequence 4096", "--sequence is now --sequence-length"),
         ("generate run --prompts a.txt", "--prompts is now --prompt-file"),
+        ("train --recipe a.toml", "RECIPE is an argument: write it without --recipe"),
         ("doctor --nodes --exclude", "--exclude is now --exclude-faulty"),
     ],
 )
 def test_an_option_of_an_earlier_version_is_refused_with_its_name_of_now(line, new, capsys):
     assert run(line.split()) == 2
     assert capsys.readouterr().err.startswith(f"error: Invalid value: {new}. See trilith ")
-    assert line.split()[-2].partition("=")[0] in RENAMED or line.split()[-1].partition("=")[0] in RENAMED
+
+
+@pytest.mark.parametrize(
+    ("line", "start"),
+    [
+        ("trian r.toml", "No such command 'trian'. Did you mean 'train'? See trilith --help"),
+        ("convert a b --to huggingface", "Invalid value for '--to': 'huggingface' is not one of 'hf'"),
+    ],
+)
+def test_a_refusal_of_usage_reads_well(line, start, capsys):
+    assert run(line.split()) == 2
+    assert capsys.readouterr().err.startswith(f"error: {start}")
 
 
 def test_no_command_has_an_old_option_beside_its_new_one():

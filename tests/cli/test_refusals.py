@@ -111,6 +111,8 @@ test_a_conversion_or_a_comparison_that_cannot_be_is_refused_by_option = refusals
         command(f"{words} none{out}", "none: expected")
         for words, out in (("convert", " a"), ("inspect", ""), ("verify", ""))
     ),
+    command("inspect hf --tensor model.norm.weigt", "Nearest: model.norm.weight", write_model),
+    command("models bert", "found 'bert'. `trilith models` lists them"),
     command("models llama3-8b", "found 'llama3-8b'. Nearest: llama-3-8b"),
     command("models mixtrl", "Nearest: mixtral"),
 )
