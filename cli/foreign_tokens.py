@@ -63,9 +63,10 @@ def index_files(
             )
         index = file.index
         start = "no start token" if index.bos_id is None else f"the start token, id {index.bos_id}"
+        documents = counted(index.documents, "document")
         say(
-            f"{name}: {index.tokens:,} tokens in {counted(index.documents, 'document')}, {index.dtype}, which "
-            f"stay in {foreign.path}; the documents have {start}"
+            f"{name}: {index.tokens:,} tokens in {documents}, {index.dtype}, which stay in "
+            f"{foreign.path}; the documents have {start}"
         )
     if len(names) > 1:
         say(f"[data]\ntokens = {to_toml([str(name) for name in names])}")
