@@ -33,6 +33,7 @@ from .generate import generate
 from .inspect import inspect
 from .merge_lora import merge_lora
 from .models import models
+from .new import new
 from .parity import parity
 from .plan import plan
 from .plan_explain import plan_explain, topics
@@ -52,7 +53,7 @@ GROUPS: Mapping[str, tuple[Callable[..., None], ...]] = {
     "Start": (quickstart, doctor, bench, models),
     "Weights": (convert, reshard, inspect, diff, verify, parity, merge_lora),
     "Data": (tokenize, train_tokenizer),
-    "Train": (train, status, report, generate, launch, recipe),
+    "Train": (new, train, status, report, generate, launch, recipe),
     "Plan": (plan, schedule),
 }
 COMMANDS = tuple(command for group in GROUPS.values() for command in group)
@@ -90,13 +91,14 @@ class _Command(_BareFlags, typer.core.TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         self._words = [*args]
-        options = {name for parameter in self.get_params(ctx) for name in parameter.opts}
-        arguments = {parameter.metavar for parameter in self.get_params(ctx)} - {None, ""}
+        parameters = self.get_params(ctx)
+        options = {name for parameter in parameters for name in parameter.opts}
+        arguments = {f"--{each.metavar}".lower(): each.metavar for each in parameters if each.metavar}
         for word in args[: args.index("--") if "--" in args else None]:
             if new := new_names(word, options):
                 raise typer.BadParameter(f"{word.partition('=')[0]} is now {' or '.join(new)}", ctx)
-            if (argument := word.lstrip("-").upper()) in arguments and word not in options:
-                raise typer.BadParameter(f"{argument} is an argument: write it without {word}", ctx)
+            if word in arguments and word not in options:
+                raise typer.BadParameter(f"{arguments[word]} is an argument: write it without {word}", ctx)
         rest = super().parse_args(ctx, with_own_names(args, options))
         _check_replaced(ctx.params)
         for parameter in self.get_params(ctx):

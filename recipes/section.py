@@ -89,17 +89,19 @@ def nearest_key(model: type[BaseModel], error: ValidationError) -> str:
     *sections, key = (str(part) for part in error.errors(include_url=False)[0]["loc"])
     section = model
     for name in sections:
-        section = _keys(section).get(name) or section
+        section = sections_of(section).get(name) or section
     elsewhere = [
-        f"{name}.{key}" for name, kind in _keys(model).items() if kind is not None and key in _keys(kind)
+        f"{name}.{key}"
+        for name, kind in sections_of(model).items()
+        if kind is not None and key in sections_of(kind)
     ]
     if elsewhere:
         return f"Nearest: {', '.join(elsewhere)}"
-    all_keys = f"The keys of {'.'.join(sections)}: {', '.join(_keys(section))}" if sections else ""
-    return nearest(key, _keys(section), sections) or all_keys
+    all_keys = f"The keys of {'.'.join(sections)}: {', '.join(sections_of(section))}" if sections else ""
+    return nearest(key, sections_of(section), sections) or all_keys
 
 
-def _keys(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
+def sections_of(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
     """Return the keys of a section as users write them, each with its own section if it is one."""
     keys: dict[str, type[BaseModel] | None] = {}
     for name, field in model.model_fields.items():

@@ -1,8 +1,8 @@
 """Do what a stranger does, who has the wheel and has never seen the tree (`make stranger`, which builds it).
 
-In an empty environment and a folder outside the checkout: install, quickstart, a text of one's own, training, a
-report, a chat as JSONL, LoRA, generation, export, and transformers on what was exported. Every command is typed as
-the pages type it; the first that fails ends the script, and a table says how long each took.
+In an empty environment and a folder outside the checkout: install, quickstart, a text of one's own, training,
+a report, a chat as JSONL, LoRA, generation, export, and transformers on what was exported. Every command is
+typed as the pages type it; the first that fails ends the script, and a table says how long each took.
 """
 
 import argparse
@@ -20,7 +20,8 @@ from pathlib import Path
 LIMIT = 15
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}A: {% generation %}"
-    "{{ message['content'] }}\n{% endgeneration %}{% else %}Q: {{ message['content'] }}\n{% endif %}{% endfor %}"
+    "{{ message['content'] }}\n{% endgeneration %}{% else %}Q: {{ message['content'] }}\n{% endif %}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}A: {% endif %}"
 )
 TEXT = "from pydoc_data.topics import topics; print(*topics.values(), sep='\\n\\n')"

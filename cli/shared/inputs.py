@@ -71,3 +71,12 @@ def check_model_there(model: str) -> None:
     near = get_close_matches(model.lower(), names, n=3, cutoff=0.4)
     todo = f"Nearest: {', '.join(near)}" if near else "`trilith models` lists the sizes"
     raise NoSuchInput(model, expected=expected, found="no such file or name", todo=todo)
+
+
+def check_tokens_there(name: Path) -> None:
+    """Raise ``NoSuchInput`` where no token file of this name is."""
+    if address_of(name) is None and not os.path.lexists(f"{name}.json"):
+        text = os.path.lexists(name)
+        todo = f"trilith tokenize {name if text else 'TEXT'} --tokenizer FOLDER --out tokens"
+        found = "another file" if text else "no such file"
+        raise NoSuchInput(name, expected="a token file", found=found, todo=todo)

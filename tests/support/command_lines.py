@@ -26,7 +26,7 @@ NAMES = [command.__name__ for command in COMMANDS]
 #: Parameters that name an output.
 OUTPUTS = {"out", "dst", "write", "html"}
 #: How an output's name ends; ``tokenize`` is given the name without it.
-SUFFIXES = {"recipe": ".toml", "schedule": ".svg", "tokenize": ".bin"}
+SUFFIXES = {"recipe": ".toml", "new": ".toml", "schedule": ".svg", "tokenize": ".bin"}
 TEMPLATE, TOKENIZER = {"chat_template": ["{}/template.jinja"]}, {"tokenizer": ["{}/tokenizer"]}
 #: How each command is called so that nothing is wrong. ``{}`` is the folder with the inputs; an output, which
 #: this table does not have, is a new path.
@@ -48,6 +48,7 @@ VALID: dict[str, dict[str, list[str]]] = {
         "machine": ["{}/bench.json"],
         "+": ["--gpus=1", "--sequence-length=512"],
     },
+    "new": {"model": ["{}/hf"], "data": ["{}/tokens"], "+": ["--gpus=1"]},
     "train": {"recipe": ["{}/recipe.toml"]},
     "launch": {"system": ["slurm"], "recipe": ["{}/recipe.toml"]},
     "status": {"run": ["{}/ended"], "since": ["{}/hf/config.json"]},
