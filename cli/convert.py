@@ -91,6 +91,7 @@ def convert(
 
     check_weights_there(src, "a Hugging Face folder or a checkpoint")
     from ..checkpoints import ConversionOptions, carry_out, plan_conversion
+    from .shared.model_card import model_card
     from .shared.progress import byte_progress
     from .shared.sizes import parse_counts, parse_size
 
@@ -122,7 +123,8 @@ def convert(
                 say(f"  {transfer.name}  {transfer.dtype} {shape}  from {counted(pieces, 'piece')}")
         return
     with byte_progress(f"{src} -> {dst}", plan.nbytes) as advance:
-        options = ConversionOptions(workers=workers, max_ram=most, progress=advance)
+        card = model_card(plan.source) if plan.layout is None else None
+        options = ConversionOptions(workers=workers, max_ram=most, progress=advance, card=card)
         carry_out(plan, dst, allow_nonfinite=allow_nonfinite, options=options)
     for warning in plan.source.warnings:
         say(f"warning: {warning}", err=True)
