@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .shared.inputs import check_there
+from .shared.options import TESTED
 from .shared.say import say
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def doctor(
     The doctor looks at versions, GPUs and their links, memory, cores, limits, file systems and environment
     variables, compiles a small C++ program, and has two ranks add numbers. Each line is ok, a warning
     (something works, but slowly or not everywhere) or a fault (something will fail), and says what to do. It
-    checks this machine only, and leaves nothing behind. The exit code is 3 if there is a fault.
+    checks this machine only, and leaves nothing behind. The exit code is 3 if there is a fault. Tested on
+    CPUs and, in part, on one H100; not yet on several GPUs.
 
     With --nodes it compares the nodes of a job: versions, GPUs, speed and free space of the folders, clocks,
     and the TCP link between every two nodes. It names the nodes that differ, are slow or do not answer. Only
@@ -133,6 +135,7 @@ def _print_table(title: str, findings: Sequence[Finding]) -> None:
     console.print(table)
     counts = {level: sum(finding.level == level for finding in findings) for level in colours}
     console.print(", ".join(f"{count} {level}" for level, count in counts.items()))
+    console.print(f"{TESTED} docs/gpu.md says what that leaves open.", style="dim")
 
 
 def _end(findings: Sequence[Finding]) -> None:

@@ -14,6 +14,7 @@ from trilith.cli.app import COMMANDS, GROUPS, make_app, run
 from trilith.cli.errors import explain
 from trilith.cli.reference import EXAMPLES, every_command
 from trilith.cli.shared.aliases import ALIASES, RENAMED, with_own_names
+from trilith.cli.shared.options import TESTED
 from trilith.parallel_state import BadCheckpoint, BadInput, PeerFailed
 
 
@@ -350,6 +351,11 @@ def test_an_option_of_an_earlier_version_is_refused_with_its_name_of_now(line, n
 def test_a_refusal_of_usage_reads_well(line, start, capsys):
     assert run(line.split()) == 2
     assert capsys.readouterr().err.startswith(f"error: {start}")
+
+
+@pytest.mark.parametrize("name", ["doctor", "bench"])
+def test_commands_that_look_at_a_machine_say_on_what_they_were_tested(name):
+    assert TESTED in " ".join(EVERY[name].help.split())
 
 
 def test_no_command_has_an_old_option_beside_its_new_one():
