@@ -26,7 +26,9 @@ def new(
         Path | None, typer.Option(help="token file of `trilith tokenize`", metavar="TOKENS")
     ] = None,
     gpus: Annotated[int | None, typer.Option(min=1, max=2**20, help="number of GPUs")] = None,
-    gpu_type: Annotated[str, typer.Option(help="kind of GPU; a wrong name lists all")] = "h100-80gb",
+    gpu_type: Annotated[
+        str, typer.Option(help="type of GPU, such as h200, b200, a100-80gb, l40s, rtx-4090, mi300x")
+    ] = "h100-80gb",
     sequence_length: Annotated[
         int | None,
         typer.Option(

@@ -40,11 +40,13 @@ def plan(
     gpus: Annotated[
         str | None, typer.Option(help="number of GPUs, or several such as 8,16,32 for a scaling curve")
     ] = None,
-    gpu_type: Annotated[str, typer.Option(help="kind of GPU; a wrong name lists all")] = "h100-80gb",
+    gpu_type: Annotated[
+        str, typer.Option(help="type of GPU, such as h200, b200, a100-80gb, l40s, rtx-4090, mi300x")
+    ] = "h100-80gb",
     machine: Annotated[
         Path | None,
         typer.Option(
-            help="bench.json of `trilith bench` on your machine, in the place of --gpu-type",
+            help="instead of --gpu-type: the bench.json of your machine",
             metavar="BENCH.json",
         ),
     ] = None,
