@@ -47,7 +47,7 @@ def convert(
     config: Annotated[str | None, typer.Option(help=CONFIG), PATH_OR_ADDRESS] = None,
     names: Annotated[str | None, typer.Option(help=NAMES)] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="data type to cast the weights to: bfloat16, float16, float32 or float64")
+        str | None, typer.Option(help="data type to cast weights to: bfloat16, float16, float32 or float64")
     ] = None,
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="accept weights that are NaN or infinite")

@@ -29,7 +29,7 @@ def index_files(
     from ..data.megatron import parse_blend, read_megatron
     from ..data.text.tokenizer_loading import load_tokenizer
     from ..parallel_state import BadInput
-    from ..recipes.foreign.translation import to_toml
+    from ..recipes.toml_text import to_toml
     from .shared.progress import byte_progress
 
     for parameter in context.command.params:

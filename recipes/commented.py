@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from .foreign.translation import to_toml
 from .recipe import Recipe
 from .section import sections_of
+from .toml_text import to_toml
 
 #: Columns of a line with its comment.
 _WIDTH = 110

@@ -78,5 +78,5 @@ def check_tokens_there(name: Path) -> None:
     if address_of(name) is None and not os.path.lexists(f"{name}.json"):
         text = os.path.lexists(name)
         todo = f"trilith tokenize {name if text else 'TEXT'} --tokenizer FOLDER --out tokens"
-        found = "another file" if text else "no such file"
-        raise NoSuchInput(name, expected="a token file", found=found, todo=todo)
+        kind = "another file" if text else "no such file"
+        raise NoSuchInput(name, expected="a token file", found=kind, todo=todo)

@@ -95,5 +95,5 @@ def _licence_of(folder: Path) -> str | None:
     card = folder / CARD
     if not card.is_file():
         return None
-    found = _LICENSE.match(read_small(card, 1 << 20).decode(errors="replace"))
-    return found[1] if found else None
+    head = _LICENSE.match(read_small(card, 1 << 20).decode(errors="replace"))
+    return head[1] if head else None
