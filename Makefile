@@ -1,5 +1,6 @@
 # `make check` is exactly what CI runs.
-.PHONY: check lint typecheck pages test quick changed seconds nightly docs models mutants oldest faults browser bench
+.PHONY: check lint typecheck pages test quick changed seconds nightly docs models mutants oldest versions faults browser bench wheel \
+	stranger release
 
 check: lint typecheck pages test
 
@@ -64,6 +65,29 @@ oldest:
 	python -m venv build/oldest
 	build/oldest/bin/python -m pip install -q -e '.[test]' $(OLDEST)
 	build/oldest/bin/python -m pytest $(FILES)
+
+# The lowest or the newest versions that pyproject.toml admits, in build/VERSIONS: quick tests, quickstart, a comparison.
+VERSIONS = newest
+versions:
+	python -m venv build/$(VERSIONS)
+	build/$(VERSIONS)/bin/python -m pip install -q -e '.[test]' $(if $(filter lowest,$(VERSIONS)),$(OLDEST),--upgrade)
+	build/$(VERSIONS)/bin/python -m pytest -q -n 2 --quick
+	rm -rf build/$(VERSIONS)-quickstart
+	build/$(VERSIONS)/bin/trilith quickstart --out build/$(VERSIONS)-quickstart
+	build/$(VERSIONS)/bin/trilith parity build/$(VERSIONS)-quickstart/hf --tensor 2 --pipeline 2
+
+# Wheel and sdist in build/dist, their contents compared with the folders, the README as an index shows it.
+wheel:
+	python tests/wheel.py build
+
+# What somebody does who has never seen the tree: the wheel in an empty environment, from own text to an export
+# that transformers loads. A quarter of an hour on two cores.
+stranger: wheel
+	python tests/stranger.py build/dist/*.whl
+
+# What would be uploaded. Uploading is the owner's: nothing here does it.
+release: wheel
+	python tests/wheel.py list
 
 # Which of the listed bad inputs and kills have a test: their numbers stand in the tests' names.
 faults:

@@ -57,7 +57,8 @@ LARGE = "llama-3.1-405b-16384gpus"
 PLANS: dict[str, tuple[list[str], float]] = {
     "dry run of 405B on 16,384 GPUs": (["train", LARGE, "--dry-run"], 3.0),
     "whole search for 405B on 16,384 GPUs": (
-        ["plan", "llama-3.1-405b", "--gpus", "16384", "--seq", "8192", "--global-batch", "2048"], 10.0,
+        ["plan", "llama-3.1-405b", "--gpus", "16384", "--sequence-length", "8192", "--global-batch", "2048"],
+        10.0,
     ),
 }  # fmt: skip
 #: Plan one rank: its processor time and the memory that it adds to a process whose imports are done.

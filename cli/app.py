@@ -33,6 +33,7 @@ from .generate import generate
 from .inspect import inspect
 from .merge_lora import merge_lora
 from .models import models
+from .new import new
 from .parity import parity
 from .plan import plan
 from .plan_explain import plan_explain, topics
@@ -40,7 +41,7 @@ from .quickstart import quickstart
 from .recipe import recipe
 from .report import report
 from .schedule import schedule
-from .shared.aliases import with_own_names
+from .shared.aliases import new_names, with_own_names
 from .tokenize import tokenize
 from .train import train
 from .train_tokenizer import train_tokenizer
@@ -52,7 +53,7 @@ GROUPS: Mapping[str, tuple[Callable[..., None], ...]] = {
     "Start": (quickstart, doctor, bench, models),
     "Weights": (convert, reshard, inspect, diff, verify, parity, merge_lora),
     "Data": (tokenize, train_tokenizer),
-    "Train": (train, status, report, generate, launch, recipe),
+    "Train": (new, train, status, report, generate, launch, recipe),
     "Plan": (plan, schedule),
 }
 COMMANDS = tuple(command for group in GROUPS.values() for command in group)
@@ -90,7 +91,14 @@ class _Command(_BareFlags, typer.core.TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         self._words = [*args]
-        options = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        parameters = self.get_params(ctx)
+        options = {name for parameter in parameters for name in parameter.opts}
+        arguments = {f"--{each.metavar}".lower(): each.metavar for each in parameters if each.metavar}
+        for word in args[: args.index("--") if "--" in args else None]:
+            if new := new_names(word, options):
+                raise typer.BadParameter(f"{word.partition('=')[0]} is now {' or '.join(new)}", ctx)
+            if word in arguments and word not in options:
+                raise typer.BadParameter(f"{arguments[word]} is an argument: write it without {word}", ctx)
         rest = super().parse_args(ctx, with_own_names(args, options))
         _check_replaced(ctx.params)
         for parameter in self.get_params(ctx):
@@ -123,12 +131,24 @@ class _Program(_BareFlags, typer.core.TyperGroup):
         return super().resolve_command(ctx, [two, *args[2:]] if two in self.commands else args)
 
 
-def make_app(commands: Sequence[Callable[..., Any]] = COMMANDS) -> typer.Typer:
-    """Return the typer application of these commands; a command has the name of its function."""
-    app = _group(_options, commands, cls=_Program)
+def make_app(commands: Sequence[Callable[..., Any]] = COMMANDS, *, overview: bool = False) -> typer.Typer:
+    """Return the typer application of these commands; a command has the name of its function.
+
+    ``overview``: commands without their parameters, for the help that lists them. typer takes 2 ms for each.
+    """
+    app = _group(_options, map(_without_parameters, commands) if overview else commands, cls=_Program)
     if plan in commands:
-        app.add_typer(_group(plan_explain, topics()), name="plan explain", rich_help_panel="Plan")
+        explain_group = _group(plan_explain, () if overview else topics())
+        app.add_typer(explain_group, name="plan explain", rich_help_panel="Plan")
     return app
+
+
+def _without_parameters(command: Callable[..., Any]) -> Callable[[], None]:
+    def listed() -> None:
+        pass
+
+    listed.__name__, listed.__doc__ = command.__name__, command.__doc__
+    return listed
 
 
 def _meant(words: Sequence[str], commands: Sequence[Callable[..., Any]]) -> tuple[Callable[..., Any], ...]:
@@ -138,9 +158,9 @@ def _meant(words: Sequence[str], commands: Sequence[Callable[..., Any]]) -> tupl
 
 
 @lru_cache(maxsize=64)
-def _program(commands: tuple[Callable[..., Any], ...]) -> Callable[..., Any]:
-    """Return the command line of these commands. typer reads the signature of each for 2 ms, once."""
-    return typer.main.get_command(make_app(commands))
+def _program(commands: tuple[Callable[..., Any], ...], overview: bool) -> Callable[..., Any]:
+    """Return the command line of these commands."""
+    return typer.main.get_command(make_app(commands, overview=overview))
 
 
 def _group(
@@ -153,10 +173,10 @@ def _group(
         **options,
     )
     app.callback(help=unwrapped(callback.__doc__ or ""))(callback)
-    panels = {command: name for name, group in GROUPS.items() for command in group}
+    panels = {command.__name__: name for name, group in GROUPS.items() for command in group}
     for command in commands:
         help_text = unwrapped(command.__doc__ or "")
-        app.command(cls=_Command, help=help_text, rich_help_panel=panels.get(command))(command)
+        app.command(cls=_Command, help=help_text, rich_help_panel=panels.get(command.__name__))(command)
     return app
 
 
@@ -219,7 +239,8 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
         # As its context's ``obj`` a command finds its own words: with them it may start ranks of itself.
         words = _as_options(arguments)
         _check_text(words)
-        program = _program(_meant(words, commands))
+        overview = words in (["--help"], ["-h"]) and "_TRILITH_COMPLETE" not in os.environ
+        program = _program(_meant(words, commands), overview)
         # What an option sets for its command ends with the command.
         code = copy_context().run(program, words, prog_name="trilith", standalone_mode=False, obj=words)
         sys.stdout.flush()  # a full disk behind it, or a reader that is gone, is told here and not at the end

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from .shared.options import CONFIG, DRY_RUN, MAX_RAM, NAMES, PATH_OR_ADDRESS, SPLIT, WORKERS, Strict
-from .shared.say import say
+from .shared.say import counted, say
 
 if TYPE_CHECKING:
     from ..checkpoints import Source
@@ -47,7 +47,7 @@ def convert(
     config: Annotated[str | None, typer.Option(help=CONFIG), PATH_OR_ADDRESS] = None,
     names: Annotated[str | None, typer.Option(help=NAMES)] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="data type to cast the weights to: float32, bfloat16 or float16")
+        str | None, typer.Option(help="data type to cast weights to: bfloat16, float16, float32 or float64")
     ] = None,
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="accept weights that are NaN or infinite")
@@ -87,10 +87,11 @@ def convert(
         trilith convert run titan-again --to dcp --names titan
         trilith convert titan/step-1000 Llama-mine --to hf --config Llama-3.2-1B
     """
-    from .shared.inputs import check_there
+    from .shared.inputs import check_weights_there
 
-    check_there(src, "a Hugging Face folder or a checkpoint")
+    check_weights_there(src, "a Hugging Face folder or a checkpoint")
     from ..checkpoints import ConversionOptions, carry_out, plan_conversion
+    from .shared.model_card import model_card
     from .shared.progress import byte_progress
     from .shared.sizes import parse_counts, parse_size
 
@@ -119,14 +120,15 @@ def convert(
             say(f"{name}  {sum(transfer.nbytes for transfer in transfers):,} bytes")
             for transfer in transfers:
                 shape, pieces = list(transfer.box.shape), len(transfer.copies)
-                say(f"  {transfer.name}  {transfer.dtype} {shape}  from {pieces} pieces")
+                say(f"  {transfer.name}  {transfer.dtype} {shape}  from {counted(pieces, 'piece')}")
         return
     with byte_progress(f"{src} -> {dst}", plan.nbytes) as advance:
-        options = ConversionOptions(workers=workers, max_ram=most, progress=advance)
+        card = model_card(plan.source) if plan.layout is None else None
+        options = ConversionOptions(workers=workers, max_ram=most, progress=advance, card=card)
         carry_out(plan, dst, allow_nonfinite=allow_nonfinite, options=options)
     for warning in plan.source.warnings:
         say(f"warning: {warning}", err=True)
-    say(f"{dst}: {len(plan.files)} files of weights, {plan.nbytes:,} bytes")
+    say(f"{dst}: {counted(len(plan.files), 'file')} of weights, {plan.nbytes:,} bytes")
     if verify:
         _compare(plan.source, dst, dtype)
 

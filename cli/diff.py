@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from .shared.inputs import check_weights_there
 from .shared.options import CONFIG, NAMES, PATH_OR_ADDRESS
 from .shared.say import say
 
@@ -36,6 +37,8 @@ def diff(
         trilith diff run-a run-b
         trilith diff run Llama-3.2-1B --most 5
     """
+    for folder in (a, b):
+        check_weights_there(folder, "a Hugging Face folder or a checkpoint")
     from itertools import islice
 
     from ..checkpoints import differences, foreign_format, read_source, verify

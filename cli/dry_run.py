@@ -53,7 +53,7 @@ def show_dry_run(
         console.print(f"not here       {note}")
     planned.check(str(recipe))
     if planned.room is None:
-        console.print("fits?          the device's memory is not known: say --device-memory 80GB")
+        console.print("fit unknown    give the device's memory: --device-memory 80GB")
     else:
         used, room, share = planned.rank.total, planned.room, 1 - planned.recipe.memory.headroom
         space = f"{used / 1e9:,.1f} of {room / 1e9:,.1f} GB, {share:.0%} of the device's"

@@ -32,7 +32,8 @@ def explain(error: Exception) -> tuple[int, str]:
         key = str(getattr(error, "option_name", "")).lstrip("-")
         if "." in key:  # as other trainers have it
             return USAGE, f"No such option: --{key}. A key of a recipe has no dashes: {key}=VALUE"
-        return USAGE, f"{_one_line(format_message()).rstrip('.')}. See {command} --help"
+        message = _one_line(format_message()).replace("Value error, ", "").rstrip(".")
+        return USAGE, f"{message}{'' if message.endswith('?') else '.'} See {command} --help"
     # Told by their exit code rather than by class: importing our error classes here would import torch.
     code = getattr(error, "exit_code", None)
     if isinstance(code, int):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from .shared.say import say
+from .shared.say import counted, say
 
 #: The parameters of ``trilith tokenize`` that mean something where nothing is tokenized.
 _MEANT = {"inputs", "tokenizer", "out", "origin", "quiet"}
@@ -29,7 +29,7 @@ def index_files(
     from ..data.megatron import parse_blend, read_megatron
     from ..data.text.tokenizer_loading import load_tokenizer
     from ..parallel_state import BadInput
-    from ..recipes.foreign.translation import to_toml
+    from ..recipes.toml_text import to_toml
     from .shared.progress import byte_progress
 
     for parameter in context.command.params:
@@ -63,8 +63,9 @@ def index_files(
             )
         index = file.index
         start = "no start token" if index.bos_id is None else f"the start token, id {index.bos_id}"
+        documents = counted(index.documents, "document")
         say(
-            f"{name}: {index.tokens:,} tokens in {index.documents:,} documents, {index.dtype}, which stay in "
+            f"{name}: {index.tokens:,} tokens in {documents}, {index.dtype}, which stay in "
             f"{foreign.path}; the documents have {start}"
         )
     if len(names) > 1:

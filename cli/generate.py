@@ -21,7 +21,7 @@ def generate(
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="text to continue; may be repeated")
     ] = None,
-    prompts: Annotated[
+    prompt_file: Annotated[
         Path | None,
         typer.Option(help="file of prompts: one in each line, or .jsonl records with prompt or messages"),
     ] = None,
@@ -91,12 +91,12 @@ def generate(
     Examples:
 
         trilith generate Llama-3.2-1B --prompt "def main():"
-        trilith generate Llama-3.2-1B --prompts questions.jsonl --chat --temperature 0.7 --out answers.jsonl
+        trilith generate Llama-3.2-1B --prompt-file asked.jsonl --chat --temperature 0.7 --out answers.jsonl
         trilith generate run --prompt "Once" --tensor 2
     """
-    from .shared.inputs import check_there
+    from .shared.inputs import check_weights_there
 
-    check_there(source, "a Hugging Face folder or a checkpoint")
+    check_weights_there(source, "a Hugging Face folder or a checkpoint")
     from ..generation import Sampling
     from ..generation.prompts import read_prompts
     from ..generation.ranks import run_generation
@@ -105,7 +105,7 @@ def generate(
 
     request = Request(
         source,
-        read_prompts(prompt or [], prompts),
+        read_prompts(prompt or [], prompt_file),
         tokenizer=tokenizer,
         chat=chat,
         system=system,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .shared.options import CONFIG, NAMES, PATH_OR_ADDRESS
+from .shared.say import counted
 
 
 def inspect(
@@ -35,9 +36,10 @@ def inspect(
         trilith inspect run
         trilith inspect Llama-3.2-1B --tensor model.norm.weight
     """
-    from .shared.inputs import check_there
+    from .shared.inputs import check_weights_there
 
-    check_there(source, "a Hugging Face folder or a checkpoint")
+    check_weights_there(source, "a Hugging Face folder or a checkpoint")
+    from difflib import get_close_matches
     from math import prod
 
     from rich.table import Table
@@ -53,7 +55,8 @@ def inspect(
             console.print(line, markup=False)
         for name, stored in foreign.tensors.items():
             console.print(
-                f"{name}  {stored.dtype} {[*stored.shape]}  {len(stored.chunks)} parts", markup=False
+                f"{name}  {stored.dtype} {[*stored.shape]}  {counted(len(stored.chunks), 'part')}",
+                markup=False,
             )
         return
     folder = read_source(source, config=config, names=names)
@@ -76,7 +79,9 @@ def inspect(
         console.print(f"warning: {warning}")
     if tensor is not None:
         if tensor not in folder.catalog:
-            raise BadInput(folder.path, tensor, expected="a tensor of this name", found="none")
+            near = get_close_matches(tensor, folder.catalog, n=3)
+            todo = f"Nearest: {', '.join(near)}" if near else "Without --tensor all names are listed"
+            raise BadInput(folder.path, tensor, expected="a tensor of this name", found="none", todo=todo)
         from ..parallel_state import Box
 
         whole = folder.catalog[tensor]

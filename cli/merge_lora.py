@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from .shared.inputs import check_weights_there
 from .shared.options import MAX_RAM, PATH_OR_ADDRESS, WORKERS, Strict
-from .shared.say import say
+from .shared.say import counted, say
 
 
 def merge_lora(
@@ -45,8 +46,11 @@ def merge_lora(
         trilith merge-lora Llama-3.2-1B lora-run merged
         trilith merge-lora Llama-3.2-1B adapter merged --max-ram 2GiB
     """
+    check_weights_there(base, "a Hugging Face folder or a checkpoint")
+    check_weights_there(adapter, "a PEFT folder or a LoRA run's folder")
     from ..checkpoints import ConversionOptions, carry_out, plan_merge
     from ..parallel_state import check_workers
+    from .shared.model_card import model_card
     from .shared.progress import byte_progress
     from .shared.sizes import parse_size
 
@@ -54,7 +58,10 @@ def merge_lora(
     check_workers(workers, "merge-lora")
     plan = plan_merge(base, adapter)
     with byte_progress(f"{base} + {adapter} -> {out}", plan.nbytes) as advance:
-        carry_out(plan, out, options=ConversionOptions(workers=workers, max_ram=most, progress=advance))
+        assert plan.merge is not None
+        card = model_card(plan.merge.adapter, base=base)
+        options = ConversionOptions(workers=workers, max_ram=most, progress=advance, card=card)
+        carry_out(plan, out, options=options)
     for warning in plan.source.warnings:
         say(f"warning: {warning}", err=True)
-    say(f"{out}: {len(plan.files)} files of weights, {plan.nbytes:,} bytes")
+    say(f"{out}: {counted(len(plan.files), 'file')} of weights, {plan.nbytes:,} bytes")

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from .shared.inputs import check_weights_there
 from .shared.options import LARGEST_SEED, PATH_OR_ADDRESS, SCHEDULES, SPLIT, VIRTUAL_STAGES
 
 
@@ -24,7 +25,8 @@ def parity(
     ] = 1,
     zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage of data parallelism, 0 to 3")] = 0,
     sequence: Annotated[
-        bool, typer.Option("--sequence", help="use sequence parallelism over the tensor-parallel ranks")
+        bool,
+        typer.Option("--sequence-parallel", help="use sequence parallelism over the tensor-parallel ranks"),
     ] = False,
     context: Annotated[
         int, typer.Option(min=1, help="number of context-parallel ranks; they share each row")
@@ -44,7 +46,10 @@ def parity(
     samples: Annotated[
         int, typer.Option(min=0, help="number of rows in the batch; 0: at least two for each rank")
     ] = 0,
-    length: Annotated[int, typer.Option(min=1, help="number of tokens in a row")] = 32,
+    sequence_length: Annotated[int, typer.Option(min=1, help="number of tokens in a row")] = 32,
+    device: Annotated[
+        str, typer.Option(help="device to compute on: cpu, or cuda with a GPU for each rank")
+    ] = "cpu",
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="seed of the random tokens")] = 0,
     tolerance: Annotated[
         float | None,
@@ -69,6 +74,7 @@ def parity(
     """
     options = locals()
 
+    check_weights_there(folder, "a Hugging Face folder")
     from pydantic import ValidationError
 
     from ..parallel_state import BadInput, dtype_named, from_validation
@@ -84,7 +90,7 @@ def parity(
     try:
         section = LayoutSection.model_validate({**keys, "split": parse_counts(split, "parity")})
     except ValidationError as error:
-        raise from_validation("parity", error, spelled=lambda key: f"--{key.replace('_', '-')}") from None
+        raise from_validation("parity", error, spelled=_option) from None
     layout = section.layout
     question = Question(
         str(folder),
@@ -93,8 +99,9 @@ def parity(
         schedule=kind.name,
         dtype=dtype_named(dtype, "parity", "--dtype"),
         samples=samples or layout.data * max(2, kind.least_micro_batches(pipeline)),
-        length=length,
+        length=sequence_length,
         seed=seed,
+        device=device,
     )
     if question.dtype not in TOLERANCES:
         known = ", ".join(str(known_dtype).removeprefix("torch.") for known_dtype in TOLERANCES)
@@ -117,3 +124,8 @@ def parity(
             console.print(f"  {part.relative:.1e}  {part.kind:<8} {part.name}")
     if any(comparison.first for comparison in comparisons):
         raise typer.Exit(1)
+
+
+def _option(key: str) -> str:
+    """Return the option that has the value of a recipe's key."""
+    return "--sequence-parallel" if key == "sequence" else f"--{key.replace('_', '-')}"

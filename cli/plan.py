@@ -40,18 +40,20 @@ def plan(
     gpus: Annotated[
         str | None, typer.Option(help="number of GPUs, or several such as 8,16,32 for a scaling curve")
     ] = None,
-    gpu: Annotated[str, typer.Option(help="kind of GPU; a wrong name lists all")] = "h100-80gb",
+    gpu_type: Annotated[
+        str, typer.Option(help="type of GPU, such as h200, b200, a100-80gb, l40s, rtx-4090, mi300x")
+    ] = "h100-80gb",
     machine: Annotated[
         Path | None,
         typer.Option(
-            help="bench.json of `trilith bench` on your machine, in the place of --gpu",
+            help="instead of --gpu-type: the bench.json of your machine",
             metavar="BENCH.json",
         ),
     ] = None,
     gpus_per_node: Annotated[
         int | None, typer.Option(min=1, help="GPUs of a node; default: as many as in the maker's own servers")
     ] = None,
-    seq: Annotated[
+    sequence_length: Annotated[
         str | None,
         typer.Option(
             help="tokens of a row, or several such as 8192,32768 for a sweep; default: the recipe's, or the "
@@ -110,23 +112,22 @@ def plan(
     train RECIPE --dry-run` accepts the recipe that --write makes.
 
     With --generate the command lists, for `trilith generate`, what a rank holds in each layout: weights, the
-    cache of keys and values of --global-batch rows of --seq tokens, and how many rows fit.
+    cache of keys and values of --global-batch rows of --sequence-length tokens, and how many rows fit.
 
     Examples:
 
         trilith plan llama-3.1-8b --gpus 8
-        trilith plan llama-3.1-405b --gpus 16384 --gpu h100-80gb --seq 8192 --global-batch 2048
+        trilith plan llama-3.1-405b --gpus 16384 --sequence-length 8192 --global-batch 2048
         trilith plan llama-3.1-70b --gpus 64 --write recipe.toml --html plan.html
         trilith plan llama-3.1-8b --gpus 8,16,32,64 --global-batch 128 --tokens 1T --price 2.50
-        trilith plan llama-3.1-70b --gpus 4 --generate --seq 8192,32768
-        trilith plan smollm2-135m --gpus 2 --seq 512 --global-batch 8 --machine bench.json
+        trilith plan llama-3.1-70b --gpus 4 --generate --sequence-length 8192,32768
+        trilith plan smollm2-135m --gpus 2 --sequence-length 512 --global-batch 8 --machine bench.json
     """
     from dataclasses import replace
 
-    from .shared.inputs import check_there
+    from .shared.inputs import check_model_there
 
-    if model.endswith((".toml", ".json")):
-        check_there(model, "a recipe or a config.json", kind="file")
+    check_model_there(model)
     from ..parallel_state import BadInput
     from ..planner.search.report import recipe_toml
     from ..planner.search.request import read_request
@@ -137,10 +138,12 @@ def plan(
     from .shared.say import say
 
     counts: Sequence[int | None] = _counts(gpus, "--gpus") or [None]
-    lengths: Sequence[int | None] = _counts(seq, "--seq") or [None]
+    lengths: Sequence[int | None] = _counts(sequence_length, "--sequence-length") or [None]
     several = len(counts) * len(lengths) > 1
     if several and write:
-        raise BadInput("plan", "--write", expected="one number of GPUs and one --seq", found="several")
+        raise BadInput(
+            "plan", "--write", expected="one number of GPUs and one --sequence-length", found="several"
+        )
     if generate and (write or html or lora or tokens):
         expected = "--generate without --write, --html, --lora and --tokens, which are of training"
         raise BadInput("plan", "--generate", expected=expected, found="one of them")
@@ -157,7 +160,7 @@ def plan(
     if html is not None:
         check_output_file(html, ours=is_page, force=force)
     if machine is None:
-        device = machine_named(gpu.lower(), gpus_per_node=gpus_per_node)
+        device = machine_named(gpu_type.lower(), gpus_per_node=gpus_per_node)
     else:
         device = machine_from_bench(machine, gpus_per_node=gpus_per_node)
     if watts is not None:

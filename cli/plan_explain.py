@@ -25,7 +25,7 @@ def plan_explain() -> None:
 
     Examples:
 
-        trilith plan explain bubble --stages 4 --micro-batches 16
+        trilith plan explain bubble --pipeline 4 --micro-batches 16
         trilith plan explain allreduce --parameters 70B --ranks 256 --bandwidth 12.5e9
         trilith plan explain zero --parameters 7B --ranks 4
     """

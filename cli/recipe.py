@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from .shared.inputs import check_there
 from .shared.options import FORCE
 from .shared.say import say
 
@@ -60,6 +61,8 @@ def recipe(
         trilith recipe from-megatron train.log --out recipe.toml
         trilith recipe from-megatron --out recipe.toml -- --nproc_per_node 8 pretrain_gpt.py --num-layers 32
     """
+    if not words:
+        check_there(file, "a configuration", kind="file")
     from ..parallel_state import BadInput
     from ..recipes.foreign.from_deepspeed import from_deepspeed
     from ..recipes.foreign.from_megatron import from_megatron

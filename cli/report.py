@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .shared.inputs import check_there
 from .shared.options import FORCE, Strict
 from .shared.say import say
 
@@ -34,6 +35,8 @@ def report(
         trilith report run
         trilith report run-a run-b --out compared.html
     """
+    for run in runs:
+        check_there(run, "a run's folder")
     from ..runs.report.page import write_report
 
     page = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))

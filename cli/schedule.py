@@ -1,4 +1,4 @@
-"""``trilith schedule zbv --stages 4 --micro-batches 8``."""
+"""``trilith schedule zbv --pipeline 4 --micro-batches 8``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .shared.options import FORCE, SCHEDULES, VIRTUAL_STAGES
 
 def schedule(
     name: Annotated[str, typer.Argument(help=f"pipeline schedule: {SCHEDULES}", metavar="NAME")],
-    stages: Annotated[int, typer.Option(min=2, help="number of pipeline ranks")] = 4,
+    pipeline: Annotated[int, typer.Option(min=2, help="number of pipeline ranks")] = 4,
     micro_batches: Annotated[int, typer.Option(min=1, help="number of micro-batches in a step")] = 8,
     virtual_stages: Annotated[int | None, typer.Option(min=1, help=VIRTUAL_STAGES)] = None,
     out: Annotated[Path | None, typer.Option(help="picture to write, in .png, .svg or .pdf")] = None,
@@ -37,7 +37,7 @@ def schedule(
     Examples:
 
         trilith schedule 1f1b
-        trilith schedule zbv --stages 4 --micro-batches 8 --measure --out zbv.png
+        trilith schedule zbv --pipeline 4 --micro-batches 8 --measure --out zbv.png
     """
     from ..parallel_state import check_local_ranks
     from ..pipeline import Timetable, bubble, layout_of, timetable
@@ -46,12 +46,12 @@ def schedule(
 
     name = name.lower()
     if measure:
-        check_local_ranks(stages)
+        check_local_ranks(pipeline)
     if out is not None:
         from ..pipeline.timetable_picture import check_picture, draw_timetables
 
         check_picture(out, force=force)
-    layout = layout_of(name, stages, virtual_stages)
+    layout = layout_of(name, pipeline, virtual_stages)
     computed = timetable(name, layout, micro_batches)
     console = plain_console(soft_wrap=True)
     for line in timetable_lines(computed, width=console.width):
@@ -74,7 +74,7 @@ def schedule(
             )
     heads = "".join(f"{f'waits, {kind}':>18}" for kind in tables)
     console.print(f"{'':<9}{'stages':<12}{'held at once':>13}{heads}")
-    for rank in range(stages):
+    for rank in range(pipeline):
         numbers = " ".join(map(str, layout.stages_of(rank)))
         idle = "".join(f"{table.idle(rank):>18.1%}" for table in tables.values())
         console.print(f"rank {rank:<4}{numbers:<12}{computed.most_held(rank):>13}{idle}")
@@ -82,6 +82,6 @@ def schedule(
     console.print(f"{'all':<34}{of_all}; by the formula {bubble(name, layout, micro_batches):.1%}")
     if out is not None:
         units = {"computed": "units of a stage's forward", "measured": "seconds"}
-        shape = f"{stages} ranks, {layout.stages} stages, {micro_batches} micro-batches"
+        shape = f"{pipeline} ranks, {layout.stages} stages, {micro_batches} micro-batches"
         draw_timetables(out, f"{name}: {shape}", tables, units, force=force)
         console.print(f"wrote {out}")

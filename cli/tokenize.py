@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from .foreign_tokens import Origin, index_files
+from .shared.inputs import check_there
 from .shared.options import INPUTS, JSON_KEY
-from .shared.say import say
+from .shared.say import counted, say
 
 
 class Target(StrEnum):
@@ -56,7 +57,10 @@ def tokenize(
     ] = None,
     template_set: Annotated[
         list[str] | None,
-        typer.Option(help="variable of the chat template, such as enable_thinking=false; may be repeated"),
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="variable of the chat template, such as thinking=false; may be repeated",
+        ),
     ] = None,
     show: Annotated[
         int, typer.Option(min=0, help="number of samples to print, for --chat; learnt tokens are in [[ ]]")
@@ -68,12 +72,16 @@ def tokenize(
         Origin | None,
         typer.Option(
             "--from",
+            metavar="PROGRAM",
             help="megatron or datatrove: INPUT holds token ids of that program, a prefix of .bin and .idx or "
             "a .ds file; they are not copied",
         ),
     ] = None,
     target: Annotated[
-        Target | None, typer.Option("--to", help="megatron: write .idx too, with which Megatron reads .bin")
+        Target | None,
+        typer.Option(
+            "--to", metavar="PROGRAM", help="megatron: write .idx too, with which Megatron reads .bin"
+        ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="show no progress bar")] = False,
 ) -> None:
@@ -93,6 +101,10 @@ def tokenize(
         trilith tokenize chat.jsonl --tokenizer tokenizer --out sft --chat --show 1
         trilith tokenize data/wiki_text_document --tokenizer tokenizer --out wiki --from megatron
     """
+    if origin is None:  # else a prefix of files, or a weight
+        for path in inputs:
+            check_there(path, "text, .jsonl or .parquet", kind="file")
+    check_there(tokenizer, "a tokenizer folder or a SentencePiece .model file", kind="folder or file")
     if origin is not None:
         index_files(context, inputs, tokenizer, out, origin, quiet=quiet)
         return
@@ -126,7 +138,7 @@ def tokenize(
         )
     seconds, count = time.perf_counter() - began, file.index.tokens
     say(
-        f"{out}.bin: {count:,} tokens in {file.index.documents:,} documents, "
+        f"{out}.bin: {count:,} tokens in {counted(file.index.documents, 'document')}, "
         f"{file.index.dtype}, {seconds:.1f} s, {count / seconds:,.0f} tokens/s"
     )
     if how is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .shared.completion import recipe_names
-from .shared.inputs import check_there
+from .shared.inputs import check_recipe_there
 from .shared.options import Strict
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ def train(
     docs/recipe.md lists all keys of a recipe.
 
     After a lost host, --fit goes on with the ranks that are left: all that were started, or --nproc. The
-    planner chooses the layout, one line says which and why, and the curve stays the same. With as many ranks
-    as the recipe has, its layout stays.
+    planner chooses the layout, one line says which and why, and the curve stays the same. If the number
+    of ranks is the recipe's, its layout is used unchanged.
 
     On several hosts, start the command with torchrun on each host. HOST is one of the hosts, and NAME is a
     new name for each run.
@@ -97,8 +97,7 @@ def train(
         torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
             --rdzv-id NAME --no-python trilith train recipe.toml
     """
-    if recipe.suffix == ".toml":
-        check_there(recipe, "a recipe", kind="file")
+    check_recipe_there(recipe)
     if dry:
         from .dry_run import show_dry_run
 

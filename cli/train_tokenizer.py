@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from .shared.inputs import check_there
 from .shared.options import INPUTS, JSON_KEY
 from .shared.say import say
 
@@ -39,6 +40,8 @@ def train_tokenizer(
         trilith train-tokenizer corpus.txt --vocab-size 32000 --out tokenizer
         trilith train-tokenizer part-*.jsonl --json-key content --vocab-size 32000 --out tokenizer
     """
+    for file in inputs:
+        check_there(file, "text, .jsonl or .parquet", kind="file")
     from ..data.text.text_and_jsonl import check_inputs, paragraphs_of
     from ..data.text.tokenizer_training import train_tokenizer as train
     from ..storage.output_file import check_place

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .shared.options import CONFIG, NAMES, PATH_OR_ADDRESS, Strict
-from .shared.say import say
+from .shared.say import counted, say
 
 
 def verify(
@@ -41,9 +41,9 @@ def verify(
         trilith verify tokens
         trilith verify s3://bucket/run
     """
-    from .shared.inputs import check_there
+    from .shared.inputs import check_weights_there
 
-    check_there(source, "a Hugging Face folder, a checkpoint or a token file", kind="folder or file")
+    check_weights_there(source, "a Hugging Face folder, a checkpoint or a token file", kind="folder or file")
     from ..data.token_file import names_tokens
     from ..parallel_state import BadInput
 
@@ -105,5 +105,5 @@ def verify_tokens(source: str) -> None:
     place = as_url(name) or name
     say(
         f"{place}: complete and unaltered: {index.tokens:,} ids below {index.vocab_size:,}{learnt}, "
-        f"{index.documents:,} documents, SHA-256 of every file, the index's seal"
+        f"{counted(index.documents, 'document')}, SHA-256 of every file, the index's seal"
     )

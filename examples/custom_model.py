@@ -262,7 +262,9 @@ def main() -> None:
     for axis in ("tensor", "pipeline", "data"):
         parser.add_argument(f"--{axis}", type=int, default=1)
     parser.add_argument("--zero", type=int, default=0, help="0 to 3")
-    parser.add_argument("--sequence", action="store_true", help="sequence parallelism along the tensor axis")
+    parser.add_argument(
+        "--sequence-parallel", action="store_true", help="sequence parallelism along the tensor axis"
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", type=Path, help="the folder of the checkpoints")
     options = parser.parse_args()
@@ -273,7 +275,7 @@ def main() -> None:
         pipeline=options.pipeline,
         data=options.data,
         zero=options.zero,
-        sequence=options.sequence,
+        sequence=options.sequence_parallel,
     )
     if options.what == "dry-run":
         dry_run(layout)

@@ -30,7 +30,7 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[Prompt]:
         else:
             prompts += [line for line in read_text(file, PROMPTS).splitlines() if line.strip()]
     if not prompts:
-        raise BadInput("generate", "prompt", expected="--prompt TEXT or --prompts FILE", found="neither")
+        raise BadInput("generate", "prompt", expected="--prompt TEXT or --prompt-file FILE", found="neither")
     return prompts
 
 

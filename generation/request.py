@@ -63,7 +63,7 @@ def prepare(request: Request, layout: Layout) -> Prepared:
     config = source.model_config
     check_vocabulary(tokenizer.vocab_size, config.vocab_size, request.tokenizer or source.path)
     (adapter or source).family.declarations(config, layout)  # refuses a layout that cannot cut the model
-    dtype_named(request.dtype)
+    dtype_named(request.dtype, "generate", "--dtype")
     ids = [
         prompt_ids(prompt, tokenizer, chat=request.chat, system=request.system, where=f"prompt {number}")
         for number, prompt in enumerate(request.prompts, 1)

@@ -277,5 +277,13 @@ class Layout:
         return (self.coordinates(rank) for rank in range(self.world))
 
     def __str__(self) -> str:
-        values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return ", ".join(f"{name} {value}" for name, value in values.items()) or "one rank"
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["data_shard"] = self.data  # a recipe's keys: data, and data_replicate with a ZeRO stage
+        if self.zero == 0:
+            values["data_replicate"] = 1
+        words = [
+            f"{'data' if field.name == 'data_shard' else field.name} {str(values[field.name]).lower()}"
+            for field in fields(self)
+            if values[field.name] != field.default
+        ]
+        return ", ".join(words) or "one rank"

@@ -83,15 +83,32 @@ class Section(BaseModel):
 
 
 def nearest_key(model: type[BaseModel], error: ValidationError) -> str:
-    """Return what to do about an unknown key of ``model``: the known keys of its section nearest to it."""
+    """Return what to do about an unknown key of ``model``: where other sections have this key, or the known
+    keys of its section nearest to it, or else all keys of its section.
+    """
     *sections, key = (str(part) for part in error.errors(include_url=False)[0]["loc"])
-    for section in sections:
-        field = model.model_fields.get(section)
-        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
-        model = next(
-            (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), model
-        )
-    return nearest(key, [field.alias or name for name, field in model.model_fields.items()], sections)
+    section = model
+    for name in sections:
+        section = sections_of(section).get(name) or section
+    elsewhere = [
+        f"{name}.{key}"
+        for name, kind in sections_of(model).items()
+        if kind is not None and key in sections_of(kind)
+    ]
+    if elsewhere:
+        return f"Nearest: {', '.join(elsewhere)}"
+    all_keys = f"The keys of {'.'.join(sections)}: {', '.join(sections_of(section))}" if sections else ""
+    return nearest(key, sections_of(section), sections) or all_keys
+
+
+def sections_of(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
+    """Return the keys of a section as users write them, each with its own section if it is one."""
+    keys: dict[str, type[BaseModel] | None] = {}
+    for name, field in model.model_fields.items():
+        kinds = (field.annotation, *get_args(field.annotation))
+        sections = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
+        keys[field.alias or name] = next(sections, None)
+    return keys
 
 
 def nearest(key: str, known: Iterable[str], sections: Iterable[str] = ()) -> str:

@@ -109,7 +109,7 @@ def test_torchrun_takes_any_layout_from_the_command_line(tmp_path):
         how = {"capture_output": True, "text": True, "timeout": 240, "check": True}
         return subprocess.run(command, **how).stdout
 
-    assert "loss" in launch(4, "--tensor", "2", "--pipeline", "2", "--sequence", "--steps", "3")
+    assert "loss" in launch(4, "--tensor", "2", "--pipeline", "2", "--sequence-parallel", "--steps", "3")
     assert "in 2 steps" in launch(2, "--data", "2", "--zero", "3", "--steps", "5")
 
 

@@ -103,6 +103,29 @@ def test_the_class_on_the_page_of_new_families_is_the_family_s():
     assert named and not [name for name in named if f"def test_{name.rstrip('_')}" not in tests]
 
 
+def test_the_changelog_has_the_version_in_at_most_120_lines_below_what_comes_next():
+    headings = [*re.finditer(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)]
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert headings[0][1] == "Unreleased" and headings[1][1].startswith(f"{version} - ")
+    text = (ROOT / "CHANGELOG.md").read_text()
+    ends = [heading.start() for heading in headings[2:]] + [len(text)]
+    assert text[headings[1].start() : ends[0]].count("\n") <= 120
+
+
+def test_the_version_is_written_in_one_place():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    for name in (
+        "CITATION.cff",
+        "README.md",
+        "__init__.py",
+        "docs/install.md",
+        "CONTRIBUTING.md",
+        "AGENTS.md",
+    ):
+        assert f"version: {version}" not in (ROOT / name).read_text(), name
+        assert not re.search(rf"trilith[ =]+{re.escape(version)}", (ROOT / name).read_text()), name
+
+
 def test_the_changelog_names_every_command():
     (line,) = re.findall(r"- Commands: (.*?)\.\n", (ROOT / "CHANGELOG.md").read_text(), re.DOTALL)
     commands = {command.__name__.replace("_", "-") for command in COMMANDS}

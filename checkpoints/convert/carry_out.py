@@ -37,6 +37,7 @@ class ConversionOptions:
 
     ``max_ram`` (bytes) bounds all memory of the process, including what it holds already; ``None`` asks only
     that memory does not grow with the model (some 20 MB for each worker). ``note_every`` is in bytes.
+    ``card``: the text of the README.md beside weights in Hugging Face's form.
     """
 
     workers: int = 2
@@ -44,6 +45,7 @@ class ConversionOptions:
     check: bool = True
     note_every: int = EVERY
     progress: Callable[[int], None] = lambda done: None
+    card: str | None = None
 
     def __post_init__(self) -> None:
         check_workers(self.workers, "convert")
@@ -138,6 +140,8 @@ def _write_files(plan: Plan, staging: Staging, allow_nonfinite: bool, options: C
         companion.write(staging.directory)
     if plan.layout is None:
         adapters = plan.source.adapter is not None
+        if options.card is not None:
+            Disk().write_file(staging.directory / "README.md", options.card.encode())
         write_config_and_index(staging.directory, _config(plan), writers, adapters=adapters)
         staging.publish()
         return

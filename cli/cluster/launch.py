@@ -11,8 +11,9 @@ from typing import Annotated, Literal
 import typer
 
 from ..shared.completion import recipe_names
+from ..shared.inputs import check_recipe_there
 from ..shared.options import FORCE
-from ..shared.say import say
+from ..shared.say import counted, say
 
 
 def launch(
@@ -90,11 +91,11 @@ def launch(
     submit: Annotated[bool, typer.Option("--submit", help="hand the written file to the scheduler")] = False,
     force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
 ) -> None:
-    """Write one short file that starts a recipe on many hosts, to be read and adapted.
+    """Write a job file for Slurm or Kubernetes; nothing is started without --submit.
 
     The recipe's layout gives the number of ranks. The Slurm script asks the run to save before the time
     limit, and puts the job back into the queue after that or after a node was lost. If the input is bad, the
-    job ends, because a person must look. Nothing is submitted without --submit.
+    job is not requeued. Read the file before you submit it.
 
     Examples:
 
@@ -103,6 +104,7 @@ def launch(
         trilith launch slurm llama-3.1-70b-64gpus --fit --least-nodes 4
         trilith launch kubernetes recipe.toml --image registry/trilith:1
     """
+    check_recipe_there(recipe)
     from ...cluster import SYSTEMS, job_of, operand, render
     from ...parallel_state import BadInput
     from ...recipes.recipe import load_recipe
@@ -138,7 +140,7 @@ def launch(
         )  # fmt: skip
     with output_file(path, force=force) as file:
         file.write_text(text, encoding="utf-8")
-    say(f"wrote {path}: {job.nodes} nodes x {job.ranks} ranks")
+    say(f"wrote {path}: {counted(job.nodes, 'node')} x {counted(job.ranks, 'rank')}")
     say(shlex.join(command) if submit else f"next: {shlex.join(command)}")
     if submit and (code := subprocess.run(command, check=False).returncode):
         raise BadInput(

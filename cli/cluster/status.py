@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..shared.inputs import check_there
 from ..shared.say import say
 
 #: Exit code with --exit-code while ranks still run.
@@ -17,7 +18,7 @@ def status(
     run: Annotated[Path, typer.Argument(help="folder of a run: the recipe's key out", metavar="RUN")],
     since: Annotated[
         Path | None,
-        typer.Option(help="file on the same disk; starts before it was last changed do not count"),
+        typer.Option(help="ignore starts that are older than this file, which is on the same disk"),
     ] = None,
     exit_code: Annotated[
         bool, typer.Option("--exit-code", help="end with the run's exit code, or with 1 while it runs")
@@ -42,6 +43,7 @@ def status(
         trilith status run --since run/job-started --exit-code
         trilith status run --why
     """
+    check_there(run, "a run's folder")
     from ...runs.flight_recorder import read_records_of, who_waits
     from ...runs.heartbeat import status_folder
     from ...runs.outcome import outcome

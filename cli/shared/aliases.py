@@ -1,4 +1,6 @@
-"""Take the options that users of Megatron-LM and vLLM type for the options of the same meaning here."""
+"""Take the options that users of Megatron-LM and vLLM type for the options of the same meaning here, and
+say what options of earlier versions are called.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,18 @@ ALIASES = {
     "--data": ("--data-parallel-size", "-dp", "--dp"),
     "--zero": ("--zero-stage",),
 }
+#: An option of an earlier version, and what has its meaning in the commands that have one of these.
+RENAMED = {
+    "--seq": ("--sequence-length",),
+    "--length": ("--sequence-length",),
+    "--sequence": ("--sequence-length", "--sequence-parallel"),
+    "--microbatches": ("--micro-batches",),
+    "--virtual": ("--virtual-stages",),
+    "--stages": ("--pipeline",),
+    "--gpu": ("--gpu-type",),
+    "--prompts": ("--prompt-file",),
+    "--exclude": ("--exclude-faulty",),
+}
 _OWN = {alias: option for option, aliases in ALIASES.items() for alias in aliases}
 
 
@@ -23,6 +37,12 @@ def with_own_names(words: Sequence[str], options: Collection[str]) -> list[str]:
     """
     end = words.index("--") if "--" in words else len(words)
     return [*(_own(word, options) for word in words[:end]), *words[end:]]
+
+
+def new_names(word: str, options: Collection[str]) -> list[str]:
+    """Return the options of a command that have the meaning of an option that it has no more."""
+    name = word.partition("=")[0]
+    return [] if name in options else [option for option in RENAMED.get(name, ()) if option in options]
 
 
 def _own(word: str, options: Collection[str]) -> str:

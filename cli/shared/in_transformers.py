@@ -39,12 +39,12 @@ def observe_alone(question: Question) -> Observation:
     model = _load(question)
     if any(routers(source.family.on_meta(source.model_config))):
         model.set_experts_implementation("eager")  # the other one has no fp64
-    model.eval()
+    model.eval().to(question.device)
     counterparts = _counterparts(links)
     # Files of a model with experts bear other names than its modules; Gemma's embedding scales as well.
     scaled = {name for name, module in model.named_modules() if hasattr(module, "embed_scale")}
     recorder = Recorder(model, counterparts.keys() - scaled, outputs_only=True)
-    input_ids, labels = question.batch(source.model_config)
+    input_ids, labels = (rows.to(question.device) for rows in question.batch(source.model_config))
     logits = model(input_ids).logits
     inner = torch.promote_types(logits.dtype, torch.float32)
     summed = F.cross_entropy(
@@ -58,10 +58,10 @@ def observe_alone(question: Question) -> Observation:
     for event, output in recorder.leave().forward.items():
         if event.leaf == 0 and output.ndim == 3:
             for ours, features in counterparts[event.module].items():
-                part = torch.cat([output[..., feature] for feature in features], dim=-1)
+                part = torch.cat([output[..., feature] for feature in features], dim=-1).cpu()
                 outputs[ours] = [(Box.whole(tuple(part.shape)), part)]
-    outputs["logits"] = [(Box.whole(tuple(logits.shape)), logits.detach())]
-    gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    outputs["logits"] = [(Box.whole(tuple(logits.shape)), logits.detach().cpu())]
+    gradients = {name: x.grad.cpu() for name, x in model.named_parameters() if x.grad is not None}
     whole = as_pieces(_gradients(moved, revert_weight_conversion(model, gradients)))
     return Observation([float(loss.detach())], gradients=whole, outputs=outputs)
 

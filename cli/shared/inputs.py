@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
 from ...system.addresses import address_of
+from .completion import model_names, recipe_names
 
 #: A name such as "meta-llama/Llama-3.2-1B", which may be that of a model of the hub.
 _OF_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -19,20 +21,24 @@ class NoSuchInput(ValueError):
 
     exit_code = 2
 
-    def __init__(self, where: object, *, expected: str, found: str) -> None:
+    def __init__(self, where: object, *, expected: str, found: str, todo: str = "") -> None:
         self.where, self.expected, self.found = where, expected, found
-        super().__init__(f"{where}: expected {expected}, found {found}")
+        hint = f". {todo}" if todo else ""
+        super().__init__(f"{where}: expected {expected}, found {found}{hint}")
 
 
 def check_there(name: str | Path, expected: str, *, kind: str = "folder") -> None:
-    """Raise ``NoSuchInput`` for a path where nothing is, nor anything whose name has this one in it.
+    """Raise ``NoSuchInput`` for a path where nothing is. Whether an address will do is found out later."""
+    if address_of(name) is None and not os.path.lexists(name):
+        raise NoSuchInput(name, expected=expected, found=f"no such {kind}")
 
-    Whether such a thing, an address or a model of the hub will do is found out later.
+
+def check_weights_there(name: str | Path, expected: str, *, kind: str = "folder") -> None:
+    """Raise ``NoSuchInput`` as ``check_there`` does, unless the name may be that of a model of the hub, of a
+    token file, or of what a killed command left: then another file's name has this one in it.
     """
     path = Path(name)
-    if address_of(name) is not None or os.path.lexists(path):
-        return
-    if kind != "file" and _OF_THE_HUB.fullmatch(str(name)):
+    if _OF_THE_HUB.fullmatch(str(name)) or path.name in ("", ".."):
         return
     try:
         others = os.listdir(path.parent)
@@ -40,6 +46,37 @@ def check_there(name: str | Path, expected: str, *, kind: str = "folder") -> Non
         others = []
     except OSError:  # not one to look into
         return
-    if path.name in ("", "..") or any(path.name in other for other in others):
-        return  # a token file's name, or what a killed command left
-    raise NoSuchInput(name, expected=expected, found=f"no such {kind}")
+    if not any(path.name in other for other in others):
+        check_there(name, expected, kind=kind)
+
+
+def check_recipe_there(recipe: str | Path) -> None:
+    """Raise ``NoSuchInput`` where neither a file is nor a recipe of this name comes with trilith."""
+    names = recipe_names("")
+    if str(recipe) in names:
+        return
+    todo = "" if Path(recipe).suffix == ".toml" else f"These come with trilith: {', '.join(names)}"
+    if not os.path.lexists(recipe):
+        raise NoSuchInput(recipe, expected="a recipe", found="no such file", todo=todo)
+
+
+def check_model_there(model: str) -> None:
+    """Raise ``NoSuchInput`` where neither a file or folder is nor a published size or a recipe has this
+    name.
+    """
+    names = model_names("")
+    if model.lower() in names or os.path.lexists(model):
+        return
+    expected = "a published size, a config.json, a Hugging Face folder or a recipe"
+    near = get_close_matches(model.lower(), names, n=3, cutoff=0.4)
+    todo = f"Nearest: {', '.join(near)}" if near else "`trilith models` lists the sizes"
+    raise NoSuchInput(model, expected=expected, found="no such file or name", todo=todo)
+
+
+def check_tokens_there(name: Path) -> None:
+    """Raise ``NoSuchInput`` where no token file of this name is."""
+    if address_of(name) is None and not os.path.lexists(f"{name}.json"):
+        text = os.path.lexists(name)
+        todo = f"trilith tokenize {name if text else 'TEXT'} --tokenizer FOLDER --out tokens"
+        kind = "another file" if text else "no such file"
+        raise NoSuchInput(name, expected="a token file", found=kind, todo=todo)

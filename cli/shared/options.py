@@ -25,7 +25,7 @@ Strict = Annotated[
 ]
 SCHEDULES = "gpipe, 1f1b, interleaved, interleaved-zero-bubble, zbv, dualpipev"
 VIRTUAL_STAGES = "number of stages on each pipeline rank; default: 2, or 1 with gpipe, 1f1b"
-FORCE = "replace the file even if this command did not write it"
+FORCE = "replace an existing file that somebody may have edited, or that another program wrote"
 SPLIT = "number of blocks in each pipeline stage, such as 3,2; default: chosen by trilith"
 WORKERS = "number of threads that read and write"
 #: The largest seed of a recipe too.
@@ -41,6 +41,8 @@ CONFIG = (
     "for a checkpoint of another project: Hugging Face folder of the same model, for its config and tokenizer"
 )
 NAMES = "for a checkpoint of another project: table of names (titan, meta) or a TOML file of rules"
+#: On what the commands that look at a machine were tested; their help says it too.
+TESTED = "Tested on CPUs and, in part, on one H100; not yet on several GPUs."
 DRY_RUN = "print the plan and write nothing"
 INPUTS = "text, .jsonl or .parquet files, each also as .gz or .zst, or folders of Hugging Face datasets"
 JSON_KEY = "name of the JSON key or Parquet column that holds the text"

@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 
 from ...checkpoints import check_whole, read_source
-from ...parallel_state import BadInput, Layout, check_local_ranks
+from ...parallel_state import BadInput, Layout
 from ...pipeline import check_schedule
+from ...runs.launch import check_local
 from ...storage.file_names import CONFIG
 from ...testing.parity.case import Comparison, Question, compare
 from ...testing.parity.ours import observe_ours
@@ -28,7 +29,7 @@ MOST_TOKENS = 2**18
 
 def check(question: Question) -> None:
     """Refuse, before anything starts, a layout that cannot hold the model or a batch that cannot be cut."""
-    check_local_ranks(question.layout.world)
+    check_local(question.layout, device=question.device)
     source, layout = read_source(question.folder), question.layout
     check_whole(source)
     if not (source.path / CONFIG).exists():
@@ -37,7 +38,7 @@ def check(question: Question) -> None:
     source.family.declarations(source.model_config, layout, split=question.split)
     most = source.model_config.max_position_embeddings
     if question.length > most:
-        raise BadInput("parity", "--length", expected=f"at most {most}", found=question.length)
+        raise BadInput("parity", "--sequence-length", expected=f"at most {most}", found=question.length)
     if question.samples * question.length > MOST_TOKENS:
         expected = f"at most {MOST_TOKENS // question.length:,} rows of {question.length:,} tokens"
         raise BadInput("parity", "--samples", expected=expected, found=f"{question.samples:,}")
@@ -46,7 +47,7 @@ def check(question: Question) -> None:
         expected = f"a multiple of data={layout.data}, at least {layout.data * layout.pipeline}"
         raise BadInput("parity", "--samples", expected=expected, found=question.samples)
     check_schedule(question.schedule, layout, each, "parity")
-    layout.check_length(question.length, "parity", "--length")
+    layout.check_length(question.length, "parity", "--sequence-length")
 
 
 def compare_with_transformers(

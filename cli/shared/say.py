@@ -28,6 +28,11 @@ def format_warning(
     return f"warning: {' '.join(visible(str(message)).split())}\n"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things in words: ``1 file``, ``2 files``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def say(text: str, *, nl: bool = True, err: bool = False) -> None:
     """Print text, which may have come from anywhere."""
     stream = sys.stderr if err else sys.stdout

@@ -76,7 +76,7 @@ def generation_layouts(request: Request, dtype: torch.dtype) -> list[GenerationC
             "memory",
             expected=f"at most {request.room / 1e9:.1f} GB on a GPU with one row of {length:,} tokens",
             found=f"weights of {least.memory.weights / 1e9:.1f} GB a rank with {least.layout}",
-            todo="Take more --gpus, a --gpu with more memory, or a shorter --seq"
+            todo="Take more --gpus, a --gpu-type with more memory, or a shorter --sequence-length"
             + (", or --dtype bfloat16" if dtype.itemsize > 2 else ""),
         )
     return choices

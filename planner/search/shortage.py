@@ -65,7 +65,7 @@ def none_fits(request: Request, tally: Tally) -> BadInput:
     share = request.room / request.machine.memory
     if larger and (least := _least(request)) is not None:
         ways += [
-            f"--gpu {machine.name} ({machine.memory / 1e9:.0f} GB)"
+            f"--gpu-type {machine.name} ({machine.memory / 1e9:.0f} GB)"
             for machine in larger
             if least <= share * machine.memory
         ][:1]
@@ -74,7 +74,9 @@ def none_fits(request: Request, tally: Tally) -> BadInput:
         "memory",
         expected=f"at most {request.room / 1e9:.1f} GB of a GPU's {request.machine.memory / 1e9:.0f} GB",
         found=example,
-        todo=f"What would fit: {'; or '.join(ways)}" if ways else "Take a shorter --seq, or --lora",
+        todo=f"What would fit: {'; or '.join(ways)}"
+        if ways
+        else "Take a shorter --sequence-length, or --lora",
     )
 
 

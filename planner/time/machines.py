@@ -192,7 +192,7 @@ def machine_named(name: str, *, gpus_per_node: int | None = None) -> Machine:
     """Return a machine of the table, with another number of GPUs a node if given; ``BadInput`` for others."""
     if name not in MACHINES:
         raise BadInput(
-            "machine", "--gpu", expected=f"one of {', '.join(MACHINES)}", found=repr(name),
+            "machine", "--gpu-type", expected=f"one of {', '.join(MACHINES)}", found=repr(name),
             todo="Any other machine: `trilith bench` there, and --machine bench.json",
         )  # fmt: skip
     machine = MACHINES[name]

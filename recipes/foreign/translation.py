@@ -9,6 +9,7 @@ from typing import Any
 
 from ...parallel_state import BadInput
 from ..recipe import Recipe, parse_recipe
+from ..toml_text import to_toml
 
 #: No count or time of a run is larger; products of two are still numbers.
 LARGEST = 1e18
@@ -211,15 +212,6 @@ def is_off(value: Any) -> bool:
     if isinstance(value, dict):
         return value.get("enabled") is False or all(map(is_off, value.values()))
     return value in (None, False, 0, "", "no", "none", [])
-
-
-def to_toml(value: Any) -> str:
-    """Return plain data as TOML."""
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {to_toml(entry)}" for key, entry in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(to_toml, value)) + "]"
-    return json.dumps(value)  # strings, numbers and booleans are written alike in both
 
 
 def _short(value: Any) -> str:

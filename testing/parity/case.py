@@ -17,7 +17,8 @@ from ..layouts import Observation, Pieces, assemble, differences, join, random_r
 class Question:
     """Hold a model's folder, the layout to try, and the batch: ``samples`` x ``length`` random tokens.
 
-    ``folder`` is a Hugging Face folder; the layout may be cut by hand with ``split``.
+    ``folder`` is a Hugging Face folder; the layout may be cut by hand with ``split``. ``device``: of every
+    run, ``cpu`` or ``cuda``, where each rank has a GPU of its own.
     """
 
     folder: str
@@ -28,6 +29,7 @@ class Question:
     samples: int = 4
     length: int = 32
     seed: int = 0
+    device: str = "cpu"
 
     def batch(self, config: ModelConfig) -> tuple[Tensor, Tensor]:
         """Return (input_ids, labels), both (samples, length) int64; ignored labels are spread unevenly."""

@@ -52,7 +52,7 @@ def observe_ours(question: Question, *, timeout: float = 600) -> Observation:
 
 def observe_rank(question: Question) -> Observation:
     """Observe the loss and this rank's pieces of outputs and gradients, in a group of the layout's ranks."""
-    state = ParallelState.start(question.layout)
+    state = ParallelState.start(question.layout, device=question.device)
     source = read_source(question.folder)
     family, config = source.family, source.model_config
     input_ids, labels = question.batch(config)
@@ -113,7 +113,7 @@ def _outputs(seen: Seen, features: _Features, model: CausalLM, length: int) -> O
         for run, start in _runs(output.shape[1], length, model.state):
             piece = output[:, run, : stop - first]
             box = Box((event.micro, start, first), (event.micro + 1, start + piece.shape[1], stop))
-            outputs.setdefault(name, []).append((box, piece))
+            outputs.setdefault(name, []).append((box, piece.cpu()))
     return outputs
 
 

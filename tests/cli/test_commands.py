@@ -150,7 +150,7 @@ def test_the_dry_run_that_it_suggests_fits_in_its_memory(name):
 
 def test_it_prints_and_draws(tmp_path, capsys):
     picture = tmp_path / "zbv.png"
-    assert run(f"schedule zbv --stages 2 --micro-batches 4 --out {picture}".split()) == 0
+    assert run(f"schedule zbv --pipeline 2 --micro-batches 4 --out {picture}".split()) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     # The last: 1 / (3 * 2 * 4 + 1).
@@ -159,7 +159,7 @@ def test_it_prints_and_draws(tmp_path, capsys):
 
 
 def test_a_measured_run_waits_at_least_as_long_as_the_formula_says(capsys):
-    words = ["1F1B", "--stages", "2", "--micro-batches", "4", "--measure", "--unit", "0.05"]
+    words = ["1F1B", "--pipeline", "2", "--micro-batches", "4", "--measure", "--unit", "0.05"]
     assert run(["schedule", *words]) == 0
     (computed, measured, formula) = re.findall(r"([\d.]+)%", capsys.readouterr().out.splitlines()[-1])
     assert computed == formula == "20.0"

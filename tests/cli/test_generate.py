@@ -72,12 +72,12 @@ def test_several_prompts_are_a_line_of_json_each(folder, tmp_path, capfd):
     prompts = ["The quick", "Pack my box with", "dog"]
     file = tmp_path / "prompts.txt"
     file.write_text(f"{prompts[1]}\n\n{prompts[2]}\n")
-    found = rows(written(capfd, folder, "-p", prompts[0], "--prompts", str(file), "--batch", "2"))
+    found = rows(written(capfd, folder, "-p", prompts[0], "--prompt-file", str(file), "--batch", "2"))
     assert [row["prompt"] for row in found] == prompts
     assert [row["prompt"] + row["text"] for row in found] == [expected(folder, one) for one in prompts]
     assert all((row["tokens"], row["finish"]) == (12, "length") for row in found)
     out = tmp_path / "out.jsonl"
-    assert written(capfd, folder, "-p", prompts[0], "--prompts", str(file), "--out", str(out)) == ""
+    assert written(capfd, folder, "-p", prompts[0], "--prompt-file", str(file), "--out", str(out)) == ""
     assert rows(out.read_text()) == found
 
 
@@ -114,7 +114,7 @@ def test_a_chat_goes_through_the_template_and_shows_the_answer(folder, tmp_path,
     file = tmp_path / "chats.jsonl"
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The quick"}]
     file.write_text(json.dumps({"messages": messages}) + "\n" + json.dumps({"prompt": "dog"}) + "\n")
-    first, second = rows(written(capfd, folder, "--prompts", str(file)))
+    first, second = rows(written(capfd, folder, "--prompt-file", str(file)))
     assert first["text"] + "\n" == answer and first["prompt"] == messages
     assert "dog" + second["text"] == expected(folder, "dog")
 
@@ -153,7 +153,7 @@ def test_a_layout_starts_its_ranks_with_the_same_words(folder, capfd, monkeypatc
 
 def test_a_prompt_that_is_no_json_is_named_by_its_line(folder, tmp_path, capfd):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "dog"}\n{\n')
-    assert run(words(folder, "--prompts", str(tmp_path / "prompts.jsonl"))) == 2
+    assert run(words(folder, "--prompt-file", str(tmp_path / "prompts.jsonl"))) == 2
     assert "2: expected valid JSON" in capfd.readouterr().err
 
 

@@ -54,6 +54,9 @@ CHANGES = {
     "optimizer.scale_lr=sqrt": "reference_batch",
     "timeout=0": "timeout",
     "optimizer.schedul=cosine": "Nearest: optimizer.schedule",
+    "layout.tensr=2": r"layout.tensr: expected a known key, found an unknown one. Nearest: layout.tensor$",
+    "lr=1e-3": r"Nearest: optimizer.lr$",
+    "optimizer.name=muon": "The keys of optimizer: lr, betas",
     "layuot.tensor=2": "layuot: expected a known key, found an unknown one. Nearest: layout",
     "data.tokens=[]": "data.tokens",
     "layout.tensor=3": "tensor: expected a divisor",
@@ -108,6 +111,8 @@ test_a_conversion_or_a_comparison_that_cannot_be_is_refused_by_option = refusals
         command(f"{words} none{out}", "none: expected")
         for words, out in (("convert", " a"), ("inspect", ""), ("verify", ""))
     ),
+    command("inspect hf --tensor model.norm.weigt", "Nearest: model.norm.weight", write_model),
+    command("models bert", "found 'bert'. `trilith models` lists them"),
     command("models llama3-8b", "found 'llama3-8b'. Nearest: llama-3-8b"),
     command("models mixtrl", "Nearest: mixtral"),
 )
@@ -135,24 +140,37 @@ def write_prompts(folder):
 
 
 test_texts_that_cannot_be_generated_are_refused = refusals(
-    generate("", "prompt: expected --prompt TEXT or --prompts FILE, found neither"),
+    generate("", "prompt: expected --prompt TEXT or --prompt-file FILE, found neither"),
     generate("-p ''", "prompt 1: prompt: expected at least one token"),
-    generate("--prompts nowhere.txt", r"nowhere\.txt: expected a file, found nothing there"),
+    generate("--prompt-file nowhere.txt", r"nowhere\.txt: expected a file, found nothing there"),
     generate("-p x --tensor 3", "tensor: expected a divisor of num_attention_heads=4, found 3"),
     generate("-p x --max-new-tokens 400", "at most the model's 256 positions"),
     generate("-p x --top-p 0", "top_p: expected above 0"),
     generate("-p x --dtype int3", "int3"),
     generate("-p x --out no/such/folder", "expected a file in a folder that exists"),
-    generate("--prompts prompts.jsonl", r"2: expected prompt \(text\) or messages", write_prompts),
+    generate("--prompt-file prompts.jsonl", r"2: expected prompt \(text\) or messages", write_prompts),
     command("generate hf --prompt ''", "tokenizer", write_model),  # without one, said first
 )
 
 
 test_a_bad_option_is_refused_by_name = refusals(
-    command("plan hf --seq 32 --gpus ٨", "--gpus: expected numbers such as 3,2", write_model, why="digits"),
-    command("plan hf --seq 32 --gpus ²", "--gpus: expected numbers such as 3,2", write_model, why="power"),
     command(
-        f"plan hf --seq 32 --gpus {'9' * 5000}", "--gpus: expected numbers", write_model, why="long number"
+        "plan hf --sequence-length 32 --gpus ٨",
+        "--gpus: expected numbers such as 3,2",
+        write_model,
+        why="digits",
+    ),
+    command(
+        "plan hf --sequence-length 32 --gpus ²",
+        "--gpus: expected numbers such as 3,2",
+        write_model,
+        why="power",
+    ),
+    command(
+        f"plan hf --sequence-length 32 --gpus {'9' * 5000}",
+        "--gpus: expected numbers",
+        write_model,
+        why="long number",
     ),
     command("generate hf --prompt a --stop ''", "--stop: expected text", write_model),
     command("bench --quick --out hf", "hf: expected a new folder, or an empty one, found files", write_model),
@@ -182,17 +200,15 @@ test_places_and_options_that_cannot_be_are_refused_before_the_work = refusals(
     command("recipe from-deepspeed ds.json --out no/x.toml", "no folder", write_files),
     command("recipe from-deepspeed ds.json -- --lr 1", "WORDS: expected none", write_files),
     command("recipe from-deepspeed ds.json --out .", "found a folder", write_files),
-    command("report run --out .", "found a folder", write_files),
+    command("report . --out .", "found a folder", write_files),
     command("recipe from-deepspeed ds.json --out /", "found a folder", write_files),
     command(
         "plan gpt2 --gpus 1 --write loop/a --html b",
         "loop/a: expected a file in a folder",
         lambda folder: (folder / "loop").symlink_to("loop"),
     ),
-    command("report run --out file/x.html", "which is a file", write_files),
-    command(
-        "tokenize file --tokenizer none --out out --show 1", "--show: expected --chat with it", write_files
-    ),
+    command("report . --out file/x.html", "which is a file", write_files),
+    command("tokenize file --tokenizer . --out out --show 1", "--show: expected --chat with it", write_files),
     command("train-tokenizer a.jsonl --vocab-size 270 --out t", r"a\.jsonl:2", write_files),
     command("report .", "a run's folder with metrics.jsonl or events.jsonl, found neither"),
     command("status .", "expected"),

@@ -134,7 +134,7 @@ LINES = [
     *(f"{command} {name}" for command in ("inspect", "verify", "diff hf") for name in HOSTILE),
     *(f"convert {name} out-{name}" for name in ("value", "type", "sharded")),
     *(f"train {name}.toml{dry}" for name in ("dtype", "unknown", "folder") for dry in ("", " --dry-run")),
-    *(f"generate hf --prompts prompts.{kind}" for kind in ("txt", "jsonl")),
+    *(f"generate hf --prompt-file prompts.{kind}" for kind in ("txt", "jsonl")),
     "generate type --prompt a",
 ]
 

@@ -139,7 +139,7 @@ def odd_node(folder):
     links._to_and_fro = lambda *args: (time.sleep(sleep), to_and_fro(*args) + sleep / 2 + 0.03)[1]
     os.chdir(folder)
     with open(Path(folder, f"said{rank}"), "w") as file, redirect_stdout(file):
-        code = run(["doctor", "--nodes", "--exclude", "--json", folder])
+        code = run(["doctor", "--nodes", "--exclude-faulty", "--json", folder])
     leave(code)
 
 
@@ -187,4 +187,4 @@ def test_a_rank_that_does_not_come_is_named_and_the_others_are_compared(tmp_path
 def test_without_a_launcher_the_command_says_how_to_start_it(capsys):
     assert run(["doctor", "--nodes"]) == 2
     assert "srun --ntasks-per-node=1 trilith doctor --nodes" in capsys.readouterr().err
-    assert run(["doctor", "--exclude"]) == 2
+    assert run(["doctor", "--exclude-faulty"]) == 2

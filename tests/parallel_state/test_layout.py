@@ -129,4 +129,7 @@ def test_a_length_that_cannot_be_cut_is_refused_with_the_nearest_that_can(layout
 
 def test_a_layout_reads_as_its_unusual_numbers():
     assert str(Layout()) == "one rank"
-    assert str(Layout.of(tensor=2, data=2, zero=1)) == "tensor 2, data_shard 2, zero 1"
+    assert str(Layout.of(tensor=2, data=2, zero=1)) == "tensor 2, data 2, zero 1"
+    hybrid = Layout.of(data=4, zero=2, data_replicate=2, tensor=2, sequence=True)
+    assert str(hybrid) == "tensor 2, data 4, data_replicate 2, zero 2, sequence true"
+    assert str(Layout.of(data=2)) == "data 2"

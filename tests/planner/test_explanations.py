@@ -17,7 +17,7 @@ TOPICS = read_table()[1]
 CASES = [
     *((topic,) for topic in TOPICS),
     *(("bubble", "--schedule", name) for name in ("interleaved", "interleaved-zero-bubble", "dualpipev")),
-    ("bubble", "--schedule", "interleaved", "--virtual-stages", "7", "--stages", "16", "--target", "0.05"),
+    ("bubble", "--schedule", "interleaved", "--virtual-stages", "7", "--pipeline", "16", "--target", "0.05"),
     ("allreduce", "--ranks", "1"),
     ("allreduce", "--ranks", "1000", "--latency", "5e-6", "--bandwidth", "12.5e9"),
     *(("memory", "--recompute", mode, "--tensor", "4", "--pipeline", "2", "--zero", "1", "--data", "8")
@@ -25,7 +25,7 @@ CASES = [
     *(("memory", "--recompute", mode, "--tensor", "4", "--sequence-parallel", "--zero", "3")
       for mode in ("none", "selective", "full")),
     ("memory", "--model", "llama-3.1-8b"),
-    ("mfu", "--model", "mixtral-8x7b", "--sequence", "4096"),
+    ("mfu", "--model", "mixtral-8x7b", "--sequence-length", "4096"),
     ("training-time", "--model", "mixtral-8x7b", "--tokens", "2T"),
     ("experts", "--expert", "1"),
 ]  # fmt: skip
@@ -107,7 +107,7 @@ def test_each_number_that_is_given_has_an_option_that_changes_it(topic, capsys):
     [
         (("bubble", "--virtual-stages", "3"), "virtual-stages"),
         (("bubble", "--schedule", "2f2b"), "schedule"),
-        (("bubble", "--stages", "0"), "--stages"),
+        (("bubble", "--pipeline", "0"), "--pipeline"),
         (("mfu", "--layers", "9" * 400), "--layers"),
         (("allreduce", "--parameters", "many"), "--parameters"),
         (("allreduce", "--bandwidth", "0"), "--bandwidth"),

@@ -17,7 +17,7 @@ from trilith.planner.search.report import recipe_head
 from trilith.planner.time import MIDDLE_HALF, TIMES_SLOWER, machine_named
 from trilith.recipes import load_recipe
 
-SMALL = ["plan", "llama-3.2-1b", "--seq", "1024", "--global-batch", "8"]
+SMALL = ["plan", "llama-3.2-1b", "--sequence-length", "1024", "--global-batch", "8"]
 GUIDE = (Path(trilith.__path__[0]) / "docs" / "planning.md").read_text()
 
 
@@ -125,7 +125,17 @@ def test_a_sweep_goes_on_where_one_point_has_no_layout(capsys, tmp_path, monkeyp
 
 
 def test_a_sweep_shows_the_warnings_of_its_layouts(capsys):
-    words = ["llama-3.1-8b", "--gpus", "2", "--gpu", "rtx-4090", "--seq", "512,1024", "--global-batch", "4"]
+    words = [
+        "llama-3.1-8b",
+        "--gpus",
+        "2",
+        "--gpu-type",
+        "rtx-4090",
+        "--sequence-length",
+        "512,1024",
+        "--global-batch",
+        "4",
+    ]
     assert run(["plan", *words]) == 0
     lines = [one for one in capsys.readouterr().out.splitlines() if one.startswith("warning")]
     assert lines and all("2 GPUs with" in one for one in lines)
@@ -139,7 +149,7 @@ def test_a_price_that_is_no_number_is_refused_in_one_line(capsys):
 
 
 def test_a_gpu_s_name_may_be_in_capitals_and_a_number_stand_twice(capsys):
-    assert [one["gpus"] for one in told(capsys, "--gpus", "2,1,2", "--gpu", "H100-80GB")] == [2, 1]
+    assert [one["gpus"] for one in told(capsys, "--gpus", "2,1,2", "--gpu-type", "H100-80GB")] == [2, 1]
 
 
 @pytest.mark.parametrize("name", ["config.json", "llama.json"])
@@ -149,7 +159,7 @@ def test_adapters_are_planned_from_a_config_without_weights(name, capsys, tmp_pa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / name).write_text(json.dumps(published_size("llama-3.2-1b").fields))
-    words = [f"llama/{name}", "--gpus", "1", "--lora", "8", "--seq", "512", "--global-batch", "4"]
+    words = [f"llama/{name}", "--gpus", "1", "--lora", "8", "--sequence-length", "512", "--global-batch", "4"]
     assert run(["plan", *words, "--write", "recipe.toml"]) == 0
     capsys.readouterr()
     assert load_recipe(tmp_path / "recipe.toml").lora is not None

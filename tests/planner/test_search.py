@@ -118,7 +118,17 @@ def test_the_page_is_whole_and_has_no_address(result):
 
 
 def test_several_numbers_of_gpus_and_rows_are_a_table(capsys):
-    words = ["plan", "llama-3.2-1b", "--gpus", "1,2", "--seq", "512,1024", "--global-batch", "4", "--json"]
+    words = [
+        "plan",
+        "llama-3.2-1b",
+        "--gpus",
+        "1,2",
+        "--sequence-length",
+        "512,1024",
+        "--global-batch",
+        "4",
+        "--json",
+    ]
     assert run(words) == 0
     assert [one["gpus"] for one in json.loads(capsys.readouterr().out)] == [1, 1, 2, 2]
     assert run(words[:-1]) == 0
@@ -127,7 +137,17 @@ def test_several_numbers_of_gpus_and_rows_are_a_table(capsys):
 
 
 def test_generation_lists_layouts_by_the_rows_that_fit(capsys):
-    words = ["plan", "llama-3.2-1b", "--gpus", "2", "--gpu", "l40s", "--seq", "2048", "--generate"]
+    words = [
+        "plan",
+        "llama-3.2-1b",
+        "--gpus",
+        "2",
+        "--gpu-type",
+        "l40s",
+        "--sequence-length",
+        "2048",
+        "--generate",
+    ]
     assert run([*words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {(one["tensor"], one["pipeline"]) for one in told} == {(1, 2), (2, 1)}
@@ -141,7 +161,18 @@ def test_generation_lists_layouts_by_the_rows_that_fit(capsys):
 
 def test_adapters_fit_where_the_whole_model_cannot_be_trained(capsys):
     # So many rows do not fit in one micro-batch; several micro-batches need gradients in whole.
-    words = ["plan", "llama-3.1-8b", "--gpus", "1", "--gpu", "l40s", "--seq", "1024", "--global-batch", "64"]
+    words = [
+        "plan",
+        "llama-3.1-8b",
+        "--gpus",
+        "1",
+        "--gpu-type",
+        "l40s",
+        "--sequence-length",
+        "1024",
+        "--global-batch",
+        "64",
+    ]
     assert run([*words, "--json"]) == 2
     capsys.readouterr()
     assert run([*words, "--lora", "16", "--json"]) == 0
@@ -150,7 +181,7 @@ def test_adapters_fit_where_the_whole_model_cannot_be_trained(capsys):
 
 def test_a_plan_for_a_measured_cpu_is_a_recipe_for_it(tmp_path, capsys):
     bench, recipe = Path(support.__path__[0]) / "bench.json", tmp_path / "recipe.toml"
-    words = ["smollm2-135m", "--gpus", "2", "--seq", "512", "--global-batch", "8", "--json"]
+    words = ["smollm2-135m", "--gpus", "2", "--sequence-length", "512", "--global-batch", "8", "--json"]
     assert run(["plan", *words, "--machine", str(bench), "--write", str(recipe)]) == 0
     assert json.loads(capsys.readouterr().out)["layouts"][0]["seconds"] > 0
     written = load_recipe(recipe)

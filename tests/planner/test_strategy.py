@@ -187,7 +187,7 @@ def plan(why, says, *words, gpus="2", model="llama-3.2-1b"):
     return Refused(why, lambda folder: call_command(folder, *words), says, given=inputs)
 
 
-SMALL = ("--seq", "512", "--global-batch", "4")
+SMALL = ("--sequence-length", "512", "--global-batch", "4")
 
 test_plans_that_cannot_be_are_refused = refusals(
     plan("dtype", "--dtype", "--dtype", "float32"),
@@ -201,8 +201,8 @@ test_plans_that_cannot_be_are_refused = refusals(
     plan("unknown-model-type", "model_type", model="unknown.json"),
     plan("no-such-size", "llama-3.1-405b", model="llama-3.1-405"),
     plan("no-gpus", "--gpus", gpus=None),
-    plan("no-such-gpu", "h100-80gb", "--gpu", "h1000"),
-    plan("no-layout-for-the-number", "--gpus", "--global-batch", "8", "--seq", "64", gpus="17"),
+    plan("no-such-gpu", "h100-80gb", "--gpu-type", "h1000"),
+    plan("no-layout-for-the-number", "--gpus", "--global-batch", "8", "--sequence-length", "64", gpus="17"),
     plan("no-layout-for-any-number", "plan llama-3.2-1b: --gpus", *SMALL, gpus="17,19"),
     plan("recipe-of-several-plans", "--write", *SMALL, "--write", "recipe.toml", gpus="1,2"),
     plan("recipe-of-generation", "--write", "--generate", "--write", "recipe.toml"),
@@ -210,12 +210,22 @@ test_plans_that_cannot_be_are_refused = refusals(
     plan(
         "rows-that-do-not-fit",
         "Take more --gpus",
-        *("--gpu", "l40s", "--seq", "2048", "--generate", "--headroom", "0.9", "--dtype", "float32"),
+        *(
+            "--gpu-type",
+            "l40s",
+            "--sequence-length",
+            "2048",
+            "--generate",
+            "--headroom",
+            "0.9",
+            "--dtype",
+            "float32",
+        ),
     ),
     plan(
         "model-that-does-not-fit",
-        "of 3.6 GB.*What would fit: --gpu",
-        *("--gpu", "rtx-4090", "--seq", "1024", "--global-batch", "4", "--headroom", "0.85"),
+        "of 3.6 GB.*What would fit: --gpu-type",
+        *("--gpu-type", "rtx-4090", "--sequence-length", "1024", "--global-batch", "4", "--headroom", "0.85"),
         gpus="1",
         model="llama-3.1-8b",
     ),

@@ -26,7 +26,7 @@ NAMES = [command.__name__ for command in COMMANDS]
 #: Parameters that name an output.
 OUTPUTS = {"out", "dst", "write", "html"}
 #: How an output's name ends; ``tokenize`` is given the name without it.
-SUFFIXES = {"recipe": ".toml", "schedule": ".svg", "tokenize": ".bin"}
+SUFFIXES = {"recipe": ".toml", "new": ".toml", "schedule": ".svg", "tokenize": ".bin"}
 TEMPLATE, TOKENIZER = {"chat_template": ["{}/template.jinja"]}, {"tokenizer": ["{}/tokenizer"]}
 #: How each command is called so that nothing is wrong. ``{}`` is the folder with the inputs; an output, which
 #: this table does not have, is a new path.
@@ -43,16 +43,21 @@ VALID: dict[str, dict[str, list[str]]] = {
     "parity": {"folder": ["{}/hf"]},
     "train_tokenizer": {"inputs": ["{}/text.txt"], **TEMPLATE, "+": ["--vocab-size=300"]},
     "tokenize": {"inputs": ["{}/chat.jsonl"], **TOKENIZER, **TEMPLATE, "+": ["--workers=1", "--quiet"]},
-    "plan": {"model": ["llama-3.2-1b"], "machine": ["{}/bench.json"], "+": ["--gpus=1", "--seq=512"]},
+    "plan": {
+        "model": ["llama-3.2-1b"],
+        "machine": ["{}/bench.json"],
+        "+": ["--gpus=1", "--sequence-length=512"],
+    },
+    "new": {"model": ["{}/hf"], "data": ["{}/tokens"], "+": ["--gpus=1"]},
     "train": {"recipe": ["{}/recipe.toml"]},
     "launch": {"system": ["slurm"], "recipe": ["{}/recipe.toml"]},
     "status": {"run": ["{}/ended"], "since": ["{}/hf/config.json"]},
     "report": {"runs": ["{}/run"]},
     "merge_lora": {"base": ["{}/hf"], "adapter": ["{}/adapter"]},
     "recipe": {"origin": ["from-deepspeed"], "file": ["{}/deepspeed.json"]},
-    "schedule": {"name": ["1f1b"], "+": ["--stages=2", "--micro-batches=2"]},
+    "schedule": {"name": ["1f1b"], "+": ["--pipeline=2", "--micro-batches=2"]},
     "generate": {
-        **{"source": ["{}/hf"], "prompts": ["{}/prompts.txt"], **TOKENIZER, "adapter": ["{}/adapter"]},
+        **{"source": ["{}/hf"], "prompt_file": ["{}/prompts.txt"], **TOKENIZER, "adapter": ["{}/adapter"]},
         "+": ["--max-new-tokens=1"],
     },
 }

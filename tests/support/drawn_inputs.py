@@ -110,7 +110,7 @@ def _with_option(random: Random, command: str, odd: list[Any], inputs: Path, whe
         others = [each for each in values.get("+", []) if not each.startswith(f"{flag}=")]
         values["+"] = [*others, f"{flag}={word}"]
         if flag == "-p":
-            values.pop("prompts", None)
+            values.pop("prompt_file", None)
     switches = [each for _, each, hidden, kinds in parameters_of(command) if bool in kinds and not hidden]
     if switches and random.random() < 0.3:
         names.append(random.choice(switches))

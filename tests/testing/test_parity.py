@@ -141,7 +141,7 @@ def test_a_folder_may_be_named_from_the_directory_at_hand(folders, singles, monk
 
 def test_the_command(folders, capsys):
     folder = str(folders / "llama")
-    assert run(["parity", folder, "--tensor", "2", "--length", "16", "--modules"]) == 0
+    assert run(["parity", folder, "--tensor", "2", "--sequence-length", "16", "--modules"]) == 0
     said = capsys.readouterr().out
     against_hf, against_one = said.split("tensor 2 / one process: the same (allowed 1e-04, float32)")
     assert "one process / transformers: the same" in against_hf
@@ -149,10 +149,10 @@ def test_the_command(folders, capsys):
         assert "output   layers.1.attention.out" in part
         assert "gradient layers.0.mlp.gate_up.up.weight" in part
     several = ["--pipeline", "2", "--schedule", "zbv", "--split", "1,1,2,1"]
-    assert run(["parity", folder, *several, "--length", "8"]) == 0
+    assert run(["parity", folder, *several, "--sequence-length", "8"]) == 0
     said = capsys.readouterr().out
-    assert "pipeline 2, virtual_stages 2, v_shape True / one process: the same" in said
-    assert run(["parity", folder, "--length", "16", "--tolerance", "1e-12"]) == 1
+    assert "pipeline 2, virtual_stages 2, v_shape true / one process: the same" in said
+    assert run(["parity", folder, "--sequence-length", "16", "--tolerance", "1e-12"]) == 1
     assert "one process / transformers: differs first in the " in capsys.readouterr().out
 
 
@@ -160,9 +160,14 @@ def test_the_command(folders, capsys):
     ("arguments", "says"),
     [
         (["--tensor", "3"], "tensor: expected a divisor of num_attention_heads=4, found 3"),
-        (["--length", "65"], "--length: expected at most 64"),
+        (["--device", "cuda"], "device: expected cpu: this machine has no CUDA device"),
+        (["--device", "gpu"], "device: expected auto, cpu or cuda"),
+        (["--sequence-length", "65"], "--sequence-length: expected at most 64"),
         (["--data", "2", "--samples", "3"], "--samples: expected a multiple of data=2"),
-        (["--tensor", "2", "--sequence", "--length", "15"], "--length: expected a multiple of tensor=2"),
+        (
+            ["--tensor", "2", "--sequence-parallel", "--sequence-length", "15"],
+            "--sequence-length: expected a multiple of tensor=2",
+        ),
         (["--dtype", "int8"], "--dtype"),
         (["--pipeline", "2", "--schedule", "zag"], "schedule: expected one of gpipe, 1f1b"),
         (
@@ -185,7 +190,7 @@ def test_what_does_not_fit_is_refused_at_once(folders, arguments, says, capsys):
 
 def test_a_folder_with_a_hole_is_refused_as_everywhere(altered, capsys):
     folder = altered("model.norm.weight", 0, torch.nan)
-    assert run(["parity", str(folder), "--samples", "2", "--length", "8"]) == 2
+    assert run(["parity", str(folder), "--samples", "2", "--sequence-length", "8"]) == 2
     assert "finite" in capsys.readouterr().err
 
 

@@ -178,7 +178,7 @@ def test_another_layout_is_told_and_resumed_G15(make):
     assert run.ranks("stop_after=2") == [0, 0]
     (code,) = run.ranks("layout.data=1", "layout.zero=0", world=1, quiet=False)
     assert code == 0
-    assert "step-00000002 (written by data_shard 2, zero 1)" in " ".join(code.output.split())
+    assert "step-00000002 (written by data 2, zero 1)" in " ".join(code.output.split())
     assert run.steps_saved == [2, 4]
 
 

@@ -1,0 +1,92 @@
+"""``trilith new --model M --data TOKENS --gpus N``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .shared.completion import size_names
+from .shared.inputs import NoSuchInput, check_model_there, check_tokens_there
+from .shared.options import FORCE
+from .shared.say import say
+
+
+def new(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Hugging Face folder to train on, or published size or config.json to start from scratch",
+            autocompletion=size_names,
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="token file of `trilith tokenize`", metavar="TOKENS")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, max=2**20, help="number of GPUs")] = None,
+    gpu_type: Annotated[
+        str, typer.Option(help="type of GPU, such as h200, b200, a100-80gb, l40s, rtx-4090, mi300x")
+    ] = "h100-80gb",
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="tokens of a row; default: the most that the model takes, up to 8192, or less "
+            "for few tokens",
+        ),
+    ] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="rows of a step, over all ranks; default: 4 Mi tokens, or less for few tokens"
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="number of steps; default: once over the tokens")
+    ] = None,
+    lora: Annotated[int | None, typer.Option(min=1, help="train LoRA adapters of this rank")] = None,
+    out: Annotated[Path, typer.Option(help="recipe to write", metavar="RECIPE.toml")] = Path("recipe.toml"),
+    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
+) -> None:
+    """Write a commented recipe for a model, a token file and a number of GPUs.
+
+    The layout is the one that `trilith plan` finds; `trilith train RECIPE --dry-run` accepts the recipe. On a
+    terminal the command asks for the model, the tokens and the number of GPUs that are not given. Change what
+    you like in the file: it is yours.
+
+    Examples:
+
+        trilith new --model llama-3.2-1b --data tokens --gpus 8
+        trilith new --model Llama-3.2-1B --data sft --gpus 1 --lora 16 --out lora.toml
+    """
+    model = _asked(model, "--model", "Model (Hugging Face folder, or published size such as smollm2-135m)")
+    check_model_there(model)
+    tokens = Path(_asked(data, "--data", "Token file (trilith tokenize makes one)"))
+    check_tokens_there(tokens)
+    count = int(_asked(gpus, "--gpus", "Number of GPUs"))
+    from ..planner.new_recipe import new_recipe
+    from ..planner.time import machine_named
+    from ..storage.output_file import check_output_file, output_file
+
+    check_output_file(out, force=force)
+    made = new_recipe(
+        model, tokens, machine_named(gpu_type.lower()), count,
+        sequence_length=sequence_length, global_batch=global_batch, steps=steps, lora=lora,
+    )  # fmt: skip
+    with output_file(out, force=force) as path:
+        path.write_text(made.text, encoding="utf-8")
+    best = made.search.best[0]
+    say(f"wrote {out}: {best.choice}, {best.bytes / 1e9:.1f} GB of a GPU")
+    say(f"next: trilith train {out} --dry-run\n      trilith train {out}")
+
+
+def _asked(value: object, option: str, question: str) -> str:
+    """Return the value, or ask for it on a terminal."""
+    if value is not None:
+        return str(value)
+    if not sys.stdin.isatty():
+        raise NoSuchInput(f"new: {option}", expected="a value, as nobody can be asked here", found="none")
+    kind = int if option == "--gpus" else str
+    return str(typer.prompt(question, type=kind, err=True))

@@ -1,0 +1,72 @@
+"""`trilith new`: what it writes passes the dry run, says what its keys mean, and asks on a terminal alone."""
+
+import re
+
+import pytest
+import typer
+from support.configs import TINY_LLAMA
+from trilith.cli.app import run
+from trilith.machine.random_files import write_hf_folder, write_tokens
+from trilith.recipes.recipe import load_recipe
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Stand in a folder with a model and a token file."""
+    write_hf_folder(tmp_path / "hf", {**TINY_LLAMA, "vocab_size": 300})
+    write_tokens(tmp_path / "tokens")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words", [("hf", "2"), ("hf", "1", "--lora", "4"), ("smollm2-135m", "8"), ("hf/config.json", "1")]
+)
+def test_the_recipe_passes_a_dry_run(folder, words, capsys):
+    model, gpus, *options = words
+    assert run(["new", "--model", model, "--data", "tokens", "--gpus", gpus, *options]) == 0
+    assert "next: trilith train recipe.toml --dry-run" in capsys.readouterr().out
+    assert run(["train", "recipe.toml", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[-1].startswith("fits ") and "not here" not in shown
+    recipe = load_recipe("recipe.toml")
+    assert recipe.device == "cuda" and recipe.layout.world == int(gpus)
+    assert (recipe.model.init_from == "hf") is (model == "hf")
+
+
+def test_each_key_has_a_comment_and_the_numbers_follow_the_tokens(folder):
+    words = ["new", "--model", "hf", "--data", "tokens", "--gpus", "2", "--sequence-length", "16"]
+    assert run([*words, "--global-batch", "4"]) == 0
+    text = (folder / "recipe.toml").read_text()
+    settings = [line for line in text.splitlines() if " = " in line and not line.startswith("#")]
+    assert settings and all("  # " in line for line in settings), text
+    assert "chosen by `trilith plan`" in text.splitlines()[0]
+    recipe = load_recipe("recipe.toml")
+    assert recipe.steps == 4000 // (16 * 4) and recipe.data.global_batch == 4
+
+
+def test_what_is_missing_is_asked_for_on_a_terminal_alone(folder, monkeypatch, capsys):
+    assert run(["new", "--model", "hf", "--gpus", "1"]) == 2
+    assert capsys.readouterr().err.startswith("error: new: --data: expected a value, as nobody can be asked")
+    questions = []
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(typer, "prompt", lambda text, **options: questions.append(text) or "tokens")
+    assert run(["new", "--model", "hf", "--gpus", "1"]) == 0
+    assert questions == ["Token file (trilith tokenize makes one)"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["hf", "none"], "none: expected a token file, found no such file. trilith tokenize TEXT"),
+        (["hf", "hf"], "hf: expected a token file, found another file. trilith tokenize hf "),
+        (["gpt22", "tokens"], "gpt22: expected a published size.*Nearest: gpt2"),
+        (["hf", "tokens", "--sequence-length", "5000"], "sequence_length|at least 5,001"),
+    ],
+)
+def test_what_cannot_be_is_refused(folder, words, says, capsys):
+    model, data, *options = words
+    assert run(["new", "--gpus", "1", "--model", model, "--data", data, *options]) == 2
+    line = capsys.readouterr().err
+    assert re.search(says, line), line
+    assert not (folder / "recipe.toml").exists()
