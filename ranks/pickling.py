@@ -112,10 +112,26 @@ class _Pickler(pickle.Pickler):
             raise TypeError(
                 "a DTensor belongs to its process group: return to_local() or full_tensor() of it"
             )
-        if type(obj) is torch.Tensor and obj.layout is torch.strided and _shares(obj):
+        if type(obj) is not torch.Tensor or obj.layout is not torch.strided:
+            return NotImplemented
+        if _is_plain(obj):
+            numbers = bytearray(obj.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+            return _plain, (numbers, obj.dtype, obj.shape, obj.requires_grad)
+        if _shares(obj):
             alone = obj.detach().clone(memory_format=torch.contiguous_format)
             return alone.requires_grad_(obj.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    """Return whether the tensor is numbers on the host and nothing else: torch's own way takes 0.2 ms."""
+    more = vars(x) or x.is_quantized or x.is_conj() or x.is_neg()
+    return x.device.type == "cpu" and x.numel() > 0 and not more and (x.is_contiguous() or _shares(x))
+
+
+def _plain(numbers: bytearray, dtype: torch.dtype, shape: torch.Size, requires_grad: bool) -> torch.Tensor:
+    """Return the tensor of these numbers, in memory of its own."""
+    return torch.frombuffer(numbers, dtype=dtype).clone().view(shape).requires_grad_(requires_grad)
 
 
 def _shares(x: torch.Tensor) -> bool:

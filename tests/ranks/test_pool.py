@@ -51,16 +51,14 @@ def grow_parcel(parcel):
 
 
 def make_tensors():
-    large = torch.arange(1_000_000.0)
-    leaf = torch.ones(3, requires_grad=True)
-    return (
-        large[10:12],
-        large,
-        leaf,
-        leaf * 2,
-        torch.nn.Parameter(torch.zeros(2)),
-        torch.tensor(5.0).bfloat16(),
-    )
+    large, leaf = torch.arange(1_000_000.0), torch.ones(3, requires_grad=True)
+    return large[10:12], large, leaf, leaf * 2, torch.nn.Parameter(torch.zeros(2)), *unusual()
+
+
+def unusual():
+    """Make numbers of two bytes, none, turned ones, and those that torch marks instead of writing them."""
+    turned, marked = torch.arange(6.0).view(2, 3).t(), torch.tensor([1 + 2j]).conj()
+    return torch.tensor(5.0).bfloat16(), torch.zeros(0, 3), turned, marked, marked.imag
 
 
 def return_dtensor():
@@ -151,12 +149,13 @@ def test_classes_of_the_test_module_travel_both_ways():
 
 
 def test_tensors_arrive_as_ordinary_copies_of_what_they_show():
-    view, large, leaf, product, parameter, low = run_parallel(make_tensors, 1)[0]
+    view, large, leaf, product, parameter, *rest = run_parallel(make_tensors, 1)[0]
     assert view.tolist() == [10.0, 11.0]
     assert view.untyped_storage().nbytes() == 8, "a view brings only what it shows"
     assert large.shape == (1_000_000,) and not large.is_shared() and not view.is_shared()
     assert leaf.requires_grad and leaf.is_leaf and product.requires_grad and product.is_leaf
-    assert isinstance(parameter, torch.nn.Parameter) and low.dtype is torch.bfloat16
+    assert isinstance(parameter, torch.nn.Parameter) and all(map(torch.equal, rest, unusual()))
+    assert [(x.dtype, x.shape) for x in rest] == [(x.dtype, x.shape) for x in unusual()]
 
 
 def test_a_dtensor_is_refused_as_a_result():
