@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
+
 from ...parallel_state import BadInput, Box, Layout
 from ..base.config import ModelConfig
-from ..base.family import Family
+from ..base.family import Family, making
 from ..base.hugging_face_names import Link
 from .config import AdoptedConfig
+from .files import file_links
+from .meta import on_meta
 from .model import Adopted
 from .probe import probed
 
@@ -18,6 +22,9 @@ from .probe import probed
 @dataclass(frozen=True)
 class TransformersFamily(Family):
     """Be the family of a type whose blocks transformers computes."""
+
+    #: Whether to take axes that no test has proved for the type.
+    trusted: bool = False
 
     def check_layout(self, config: ModelConfig, layout: Layout) -> None:
         """Refuse axes that the model cannot be cut over, each with the reason."""
@@ -36,7 +43,16 @@ class TransformersFamily(Family):
                 raise BadInput("layout", axis, expected=f"1 for {self.model_type}", found=found, todo=why)
 
     def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
-        """Return the links between trilith's and Hugging Face's tensors, and the shapes of the latter."""
+        """Return the links between trilith's tensors and those of files, and the shapes of the latter."""
+        links = _file_links(self, config)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for link in links:
+            known = shapes.get(link.hf, (0,) * len(link.hf_box.stop))
+            shapes[link.hf] = tuple(map(max, known, link.hf_box.stop))
+        return links, shapes
+
+    def held_links(self, config: ModelConfig) -> list[Link]:
+        """Return the links between trilith's tensors and those of transformers' modules."""
         model = self.on_meta(config)
         (stated,) = self.declarations(config)
         links: list[Link] = []
@@ -49,11 +65,18 @@ class TransformersFamily(Family):
                 before = parts[: parts.index(name)]
                 start[dim] = sum(stated[part].shape[dim] for part in before)
             links.append(Link(name, whole, hf, whole.shift(tuple(start))))
-        shapes: dict[str, tuple[int, ...]] = {}
-        for link in links:
-            known = shapes.get(link.hf, (0,) * len(link.hf_box.stop))
-            shapes[link.hf] = tuple(map(max, known, link.hf_box.stop))
-        return links, shapes
+        return links
+
+
+@lru_cache(maxsize=16)
+def _file_links(family: TransformersFamily, config: AdoptedConfig) -> list[Link]:
+    """Return the links to the tensors of files, the embedding's first."""
+    with making(torch.bfloat16, "cpu"):
+        made = on_meta(config, attention=None)
+    links = file_links(made.model, family.held_links(config), family.model_type)
+    embedding = made.model.get_input_embeddings().weight
+    first = next(name for name, parameter in made.model.named_parameters() if parameter is embedding)
+    return sorted(links, key=lambda link: link.ours != first)
 
 
 @lru_cache
