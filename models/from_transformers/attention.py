@@ -50,7 +50,7 @@ def attention(
     q_BHSE: Tensor,
     k_BKSE: Tensor,
     v_BKSE: Tensor,
-    mask: Any,
+    attention_mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -60,8 +60,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute one attention call of transformers' code; it wants (B, S, H, E)."""
     if _WATCHERS:
-        return _WATCHERS[-1](module, q_BHSE, v_BKSE, mask, sliding_window, rest)
-    inputs = getattr(mask, "trilith", None)
+        return _WATCHERS[-1](module, q_BHSE, v_BKSE, attention_mask, sliding_window, rest)
+    inputs = getattr(attention_mask, "trilith", None)
     if inputs is None:
         raise BadInput(
             type(module).__name__, "attention_mask", expected="that of this forward", found="another"

@@ -20,6 +20,7 @@ from .layers import (
     SplitRow,
     TiedHead,
     cut_embedding,
+    cut_experts,
     declare_rest,
     head_of,
     placed,
@@ -27,6 +28,7 @@ from .layers import (
 )
 from .meta import OnMeta
 from .probe import Probed
+from .proved import better_plans
 
 #: Of transformers' tensors that we hold in pieces: our names, in order, and the dim along which they lie.
 Fused = dict[str, tuple[tuple[str, ...], int]]
@@ -130,8 +132,10 @@ def style_of(plan: Mapping[str, str], path: str) -> str | None:
 
 
 def plan_of(model: Any) -> dict[str, str]:
-    """Return the tensor plan that transformers has for a model, by paths with ``*`` for numbers."""
-    return dict(getattr(model, "_tp_plan", None) or {})
+    """Return the tensor plan that transformers has for a model, by paths with ``*`` for numbers, and what
+    ours has instead.
+    """
+    return dict(getattr(model, "_tp_plan", None) or {}) | better_plans().get(model.config.model_type, {})
 
 
 def why_no_tensor(model: Any, kind: str) -> str:
@@ -162,14 +166,9 @@ def cut_modules(
     ends = tied and not (stage.first and stage.last)
     law = made.laws[f"{paths[embedding]}.weight"]
     head_law = law if tied else made.laws[f"{paths[head]}.weight"]
-    if tied and head.bias is not None:
-        raise BadInput(kind, "output layer", expected="no bias beside a tied weight", found="one")
     cut_embedding(embedding, kind, ends=ends, law=law, state=state)
-    put(
-        model,
-        paths[head],
-        placed(head, TiedHead(embedding) if tied else head_of(head, kind, law=head_law, state=state)),
-    )
+    own = None if tied and head.bias is None else head_of(head, kind, law=head_law, state=state)
+    put(model, paths[head], placed(head, TiedHead(embedding, own) if tied else own))
     inner = _inner(model, shown, stage)
     for path, module in [*model.named_modules()]:
         if path == paths[head] or module is embedding or module not in inner:
@@ -192,6 +191,10 @@ def _cut_module(cutter: Cutter, plan: Mapping[str, str], path: str, module: nn.M
     owner = cutter.made.model.get_submodule(path.rpartition(".")[0])
     if type(module) is nn.Linear:
         LINEARS[style if style in LINEARS else "replicate"](cutter, path, module, owner)
+        return
+    if style == "moe_tp_experts" and cut_experts(module, path, cutter.made.laws, here):
+        parts = tuple(f"{path}.{name}" for name in ("gate_proj", "up_proj"))
+        cutter.fused[f"{path}.gate_up_proj"] = parts, 1
         return
     cuts: dict[str, Cut] = {}
     for name, _ in module.named_parameters(recurse=False):

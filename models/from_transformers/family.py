@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from .files import file_links
 from .meta import on_meta
 from .model import Adopted
 from .probe import probed
+from .proved import AXES, check_version, why_not, why_refused
 
 
 @dataclass(frozen=True)
@@ -27,20 +29,31 @@ class TransformersFamily(Family):
     trusted: bool = False
 
     def check_layout(self, config: ModelConfig, layout: Layout) -> None:
-        """Refuse axes that the model cannot be cut over, each with the reason."""
+        """Refuse axes that the model cannot be cut over, or that no test has proved, each with the reason."""
         assert isinstance(config, AdoptedConfig)
         config.check_layout(layout)
-        shown = probed(config)
+        shown, sizes = probed(config), {axis: getattr(layout, axis) for axis in AXES}
         reasons = {
-            "pipeline": (layout.pipeline, shown.no_pipeline),
-            "context": (layout.context, shown.no_context),
-            "expert": (layout.expert, "the experts of adopted models are not spread over ranks"),
-            "sequence": (1 + layout.sequence, "not built for adopted models"),
+            "pipeline": shown.no_pipeline,
+            "context": shown.no_context,
+            "expert": "the experts of adopted models are not spread over ranks",
+            "sequence": "not built for adopted models",
         }
-        for axis, (size, why) in reasons.items():
-            if size > 1 and why:
-                found = size if axis != "sequence" else True
-                raise BadInput("layout", axis, expected=f"1 for {self.model_type}", found=found, todo=why)
+        for axis, size in sizes.items():
+            if int(size) <= (axis != "sequence"):
+                continue
+            why = reasons.get(axis, "") or ("" if self.trusted else why_not(self.model_type, axis))
+            if why:
+                expected = f"{'false' if axis == 'sequence' else 1} for {self.model_type}"
+                raise BadInput("layout", axis, expected=expected, found=size, todo=why)
+
+    def from_hf(self, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+        """Return the config; ``BadInput`` for a type that tests have shown not to be transformers' own."""
+        check_version(self.model_type)
+        if not self.trusted and (why := why_refused(self.model_type)):
+            expected = "a type whose model can be trained as it is in transformers"
+            raise BadInput(where, "model_type", expected=expected, found=self.model_type, todo=why)
+        return super().from_hf(raw, where)
 
     def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
         """Return the links between trilith's tensors and those of files, and the shapes of the latter."""

@@ -114,7 +114,9 @@ def _within(piece: Piece, window: Box) -> Piece | None:
 
 
 def _ordered(piece: Piece, order: Sequence[int]) -> Piece:
-    at = Box(tuple(piece.at.start[number] for number in order), tuple(piece.at.stop[number] for number in order))
+    at = Box(
+        tuple(piece.at.start[number] for number in order), tuple(piece.at.stop[number] for number in order)
+    )
     return replace(piece, at=at, dims=tuple(piece.dims[number] for number in order))
 
 

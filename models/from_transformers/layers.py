@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, cast
@@ -19,7 +20,7 @@ from ...layers import (
     VocabParallelHead,
     copy_to_tensor,
     gather_from_tensor,
-    leave_tensor,
+    reduce_from_tensor,
     split_to_tensor,
 )
 from ...parallel_state import BadInput, Cut, Declaration, Initial, ParallelState, declare_parameter, local
@@ -47,14 +48,24 @@ class Lookup(nn.Embedding):
 
 
 class TiedHead(nn.Module):
-    """Compute logits with the embedding's weight, which stays the embedding's."""
+    """Compute logits with the embedding's weight, which stays the embedding's, and a bias, if there is one."""
 
-    def __init__(self, embedding: Lookup) -> None:
+    def __init__(self, embedding: Lookup, bias: VocabParallelHead | None = None) -> None:
         super().__init__()
         self.__dict__["embedding"] = embedding
+        self.register_parameter("bias", None)
+        if bias is not None:
+            self._parameters["bias"] = bias.bias
+            stated = {"bias": bias.__dict__["declared"]["bias"]}
+            vars(self).update(declared=stated, declared_state=bias.__dict__["declared_state"])
+
+    @property
+    def weight(self) -> Tensor:
+        return cast(Tensor, self.__dict__["embedding"].weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.__dict__["embedding"].project(x))
+        logits = cast(Tensor, self.__dict__["embedding"].project(x))
+        return logits if self.bias is None else logits + local(self.bias)
 
 
 class GatheredColumn(ColumnParallelLinear):
@@ -86,6 +97,69 @@ class LatentAndRope(ReplicatedLinear):
     def forward(self, x: Tensor) -> Tensor:
         latent, rope = super().forward(x).split([self.out_features - self.rope_width, self.rope_width], -1)
         return torch.cat([latent, copy_to_tensor(rope, self.state)], -1)
+
+
+@contextmanager
+def _reading(module: nn.Module) -> Iterator[None]:
+    """Let the module's own code read parameters as the rank's own tensors; FSDP wants them as they are."""
+    vars(module)["reads_local"] = True
+    try:
+        yield
+    finally:
+        vars(module)["reads_local"] = False
+
+
+def _read(module: nn.Module, name: str) -> Tensor:
+    parameter = cast(Tensor, module._parameters[name])
+    return local(parameter) if vars(module).get("reads_local") else parameter
+
+
+class CutExperts(nn.Module):
+    """Compute, before transformers' class, with this rank's features of each expert; the sum is whole.
+
+    Gate and up, one tensor in transformers, are parameters of their own, so that each is cut evenly.
+    """
+
+    state: ParallelState
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        x, weights = copy_to_tensor(x, self.state), copy_to_tensor(weights, self.state)
+        with _reading(self):
+            y = cast(Any, super()).forward(x, index, weights)
+        return reduce_from_tensor(y, self.state)
+
+    @property
+    def gate_up_proj(self) -> Tensor:
+        return torch.cat([_read(self, "gate_proj"), _read(self, "up_proj")], dim=1)
+
+    @property
+    def down_proj(self) -> Tensor:
+        return _read(self, "down_proj")
+
+
+def cut_experts(module: Any, path: str, laws: Mapping[str, Initial], state: ParallelState) -> bool:
+    """Cut stacks of experts, (E, 2 F, D) and (E, D, F), over the tensor ranks, in place; tell whether it did."""
+    held = dict(module.named_parameters(recurse=False))
+    plain = held.keys() == {"gate_up_proj", "down_proj"} and not getattr(module, "is_transposed", True)
+    if (
+        not plain
+        or not getattr(module, "is_concatenated", False)
+        or getattr(module, "has_post_expert_norm", True)
+    ):
+        return False
+    experts, features, width = held["gate_up_proj"].shape
+    if held["down_proj"].shape != (experts, width, features // 2):
+        return False
+    module._parameters.clear()
+    module.state = state
+    law, down = (laws[f"{path}.{name}"] for name in ("gate_up_proj", "down_proj"))
+    for name in ("gate_proj", "up_proj"):
+        stated = Declaration((experts, features // 2, width), Cut(1), initial=law)
+        declare_parameter(module, name, stated, state)
+    stated = Declaration((experts, width, features // 2), Cut(2), initial=down)
+    declare_parameter(module, "down_proj", stated, state)
+    module.__class__ = type(type(module).__name__, (CutExperts, type(module)), {})
+    return True
 
 
 def put(model: nn.Module, path: str, module: nn.Module) -> None:
@@ -141,6 +215,8 @@ def declare_rest(
         del module._parameters[name]
         law, piece = laws[f"{path}.{name}" if path else name], (cut or {}).get(name)
         stated = Declaration(tuple(parameter.shape), cut=piece, partial=() if piece else parts, initial=law)
+        if not parameter.requires_grad:
+            stated = replace(stated, buffer=True, partial=())
         declare_parameter(module, name, stated, state)
         names.append(name)
     for name, buffer in [*module.named_buffers(recurse=False)]:
@@ -156,12 +232,17 @@ def declare_rest(
 
 @lru_cache(maxsize=256)
 def localized(module_class: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Return a subclass whose parameters of these names are read as the rank's own tensors."""
+    """Return a subclass whose own code reads the parameters of these names as the rank's own tensors."""
 
     def reader(name: str) -> Callable[[nn.Module], Tensor]:
-        return lambda module: local(cast(Tensor, module._parameters[name]))
+        return lambda module: _read(module, name)
 
-    return type(module_class.__name__, (module_class,), {name: property(reader(name)) for name in names})
+    def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
+        with _reading(self):
+            return module_class.forward(self, *args, **named)
+
+    members = {name: property(reader(name)) for name in names} | {"forward": forward}
+    return type(module_class.__name__, (module_class,), members)
 
 
 def placed(module: nn.Module, made: Any, **attributes: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from trilith.data import Batch
 from trilith.models.base.family import making
 from trilith.models.from_transformers import TransformersFamily, family_of_type
@@ -38,11 +39,12 @@ LAYOUTS = {
     "sequence": Layout.of(tensor=2, sequence=True),
     "pipeline": Layout.of(pipeline=2),
     "data": Layout.of(data=2, zero=3),
+    "ZeRO 0": Layout.of(data=2),
     "context": Layout.of(context=2),
 }
 LENGTH, SAMPLES, VOCABULARY = 32, 4, 130
 #: How far a layout may be from one process, and ours from transformers where that casts to fp32 inside.
-SAME, NEAR = 2e-6, 2e-6
+SAME, NEAR = 1e-9, 1e-7
 
 #: Sizes by config key, of whatever type; only keys that a config class has are set.
 SMALL: dict[str, Any] = {
@@ -64,7 +66,21 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 #: Keys that are no factor of the forward pass, by a part of their names; those of dropouts become 0.
 _OFF = ("dropout", "drop", "jitter", "pdrop", "layerdrop")
-_LEAVE = ("eps", "init", "std", "range", "coef", "rope", "rotary", "theta", "time_step", "aux", "epsilon", "ratio", "percent")
+_LEAVE = (
+    "eps",
+    "init",
+    "std",
+    "range",
+    "coef",
+    "rope",
+    "rotary",
+    "theta",
+    "time_step",
+    "aux",
+    "epsilon",
+    "ratio",
+    "percent",
+)
 #: What the scheme above gets wrong, by type.
 SPECIAL: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"num_key_value_heads": 4},
@@ -87,10 +103,15 @@ def tiny(kind: str, **changes: Any) -> dict[str, Any]:
                 raw[key] = value * 1.25
     for key, value in SMALL.items():
         key = names.get(key, key)
-        if key in stated and (stated[key] is not None or key.endswith("token_id") or key in ("head_dim", "num_key_value_heads", "sliding_window")):
+        if key in stated and (
+            stated[key] is not None
+            or key.endswith("token_id")
+            or key in ("head_dim", "num_key_value_heads", "sliding_window")
+        ):
             raw[key] = value
     if "qk_rope_head_dim" in stated:  # from which the head dim follows
-        raw.pop("head_dim", None)
+        raw["head_dim"] = SMALL["qk_rope_head_dim"]
+        raw["num_key_value_heads"] = SMALL["num_attention_heads"]
     for key in ("is_decoder",):
         if key in stated:
             raw[key] = True
@@ -98,7 +119,12 @@ def tiny(kind: str, **changes: Any) -> dict[str, Any]:
     if isinstance(kinds, list) and kinds:
         raw["layer_types"] = (list(dict.fromkeys(kinds)) * 4)[:4]
     for key, value in stated.items():
-        if isinstance(value, list) and key not in raw and key.endswith(("_types", "_pattern", "_layers")) and len(value) > 4:
+        if (
+            isinstance(value, list)
+            and key not in raw
+            and key.endswith(("_types", "_pattern", "_layers"))
+            and len(value) > 4
+        ):
             raw[key] = value[:4]
     return raw | SPECIAL.get(kind, {}) | changes
 
@@ -159,7 +185,9 @@ def train(raw: Mapping[str, Any], layout: Layout, steps: int = 2) -> Observation
         return model, Step(model, TokenLoss(model), micro_batch=2 // layout.data_shard or 1)
 
     mine = Batch(whole.input_ids[rows], whole.labels[rows])
-    return observe(build, [mine] * steps, state, lr=1e-2, clip=lambda model: clip_gradients(model, 0.1, state=state))
+    return observe(
+        build, [mine] * steps, state, lr=1e-2, clip=lambda model: clip_gradients(model, 0.1, state=state)
+    )
 
 
 def train_all(raw: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, Any]:
@@ -167,11 +195,14 @@ def train_all(raw: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str
     seen: dict[str, Any] = {}
     for axis, layout in layouts.items():
         try:
-            seen[axis] = train(raw, layout)
+            with InFp64():
+                seen[axis] = train(raw, layout)
         except BadInput as error:
             seen[axis] = f"refused: {error.todo or error}"
         except Exception as error:
-            seen[axis] = f"failed: {type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+            seen[axis] = (
+                f"failed: {type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+            )
             if layout.world > 1:
                 import torch.distributed as dist
 
@@ -192,9 +223,13 @@ def reference(raw: Mapping[str, Any]) -> Row:
         ours.train(training), theirs.train(training)
         given = batch()
         logits, wanted = ours(given.input_ids), theirs(input_ids=given.input_ids, use_cache=False).logits
-        row.proved["transformers"] = max(row.proved.get("transformers", 0.0), apart(logits[..., :VOCABULARY], wanted))
+        row.proved["transformers"] = max(
+            row.proved.get("transformers", 0.0), apart(logits[..., :VOCABULARY], wanted)
+        )
     for output in (logits, wanted):
-        nn.functional.cross_entropy(output.flatten(0, 1), given.labels.flatten(), ignore_index=-100).backward()
+        nn.functional.cross_entropy(
+            output.flatten(0, 1), given.labels.flatten(), ignore_index=-100
+        ).backward()
     links = made.held_links(config)
     named = dict(theirs.named_parameters())
     largest = max(float(p.grad.abs().max()) for p in named.values() if p.grad is not None)
@@ -206,7 +241,11 @@ def reference(raw: Mapping[str, Any]) -> Row:
         of_theirs = named[link.hf].grad
         piece = torch.zeros(()) if of_theirs is None else of_theirs[link.hf_box.slices]
         scale = max(float(piece.abs().max()), 1e-7 * largest)
-        gap = float((grad[link.ours_box.slices].reshape(piece.shape) - piece).abs().max()) / scale if of_theirs is not None else float(grad.abs().max()) / largest
+        gap = (
+            float((grad[link.ours_box.slices].reshape(piece.shape) - piece).abs().max()) / scale
+            if of_theirs is not None
+            else float(grad.abs().max()) / largest
+        )
         row.proved["gradients"] = max(row.proved.get("gradients", 0.0), gap)
     causal(ours, row)
     return row
@@ -224,6 +263,20 @@ def causal(model: nn.Module, row: Row) -> None:
         row.refused["all"] = f"a token sees later ones: logits change by {gap:.0e}"
 
 
+class InFp64(TorchFunctionMode):
+    """Let code that computes in fp32 compute in fp64, if it is given fp64: differences are then mistakes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs = kwargs | {"dtype": torch.float64}
+        return func(*args, **kwargs)
+
+
 def apart(a: Tensor, b: Tensor) -> float:
     gap = float((a.detach().double() - b.detach().double()).abs().max() / b.detach().abs().max())
     return gap if gap == gap else float("inf")
@@ -233,15 +286,23 @@ def plain(config: Any, made: TransformersFamily, ours: nn.Module) -> Any:
     """Return transformers' model with the weights of ours."""
     from transformers import AutoModelForCausalLM
 
-    theirs = AutoModelForCausalLM.from_config(config.in_transformers(), dtype=torch.float64, attn_implementation="eager")
+    theirs = AutoModelForCausalLM.from_config(
+        config.in_transformers(), dtype=torch.float64, attn_implementation="eager"
+    )
     theirs.config._experts_implementation = "eager"
+    for parameter in theirs.parameters():  # some are in fp32 whatever is asked for
+        parameter.data = parameter.data.double()
     links = made.held_links(config)
     tensors = {name: torch.full_like(tensor, float("nan")) for name, tensor in theirs.state_dict().items()}
     parameters = dict(ours.named_parameters())
     for link in links:
-        tensors[link.hf][link.hf_box.slices] = parameters[link.ours].detach()[link.ours_box.slices].to(torch.float64)
+        tensors[link.hf][link.hf_box.slices] = (
+            parameters[link.ours].detach()[link.ours_box.slices].to(torch.float64)
+        )
     tied = set(getattr(theirs, "all_tied_weights_keys", None) or {})
-    theirs.load_state_dict({name: tensor for name, tensor in tensors.items() if name not in tied}, strict=False)
+    theirs.load_state_dict(
+        {name: tensor for name, tensor in tensors.items() if name not in tied}, strict=False
+    )
     for name, tensor in theirs.state_dict().items():
         assert not bool(tensor.isnan().any()), f"{name} has no counterpart"
     return theirs
@@ -252,7 +313,8 @@ def prove(kind: str, raw: Mapping[str, Any] | None = None, axes: Mapping[str, La
     warnings.simplefilter("ignore")
     try:
         raw = raw or tiny(kind)
-        row = reference(raw)
+        with InFp64():
+            row = reference(raw)
     except BadInput as error:
         return Row(kind, refused={"all": str(error)})
     except Exception as error:
@@ -287,10 +349,19 @@ def judge(row: Row, axis: str, one: Observation, ranks: list[Any]) -> None:
     if words:
         row.refused[axis] = words[0].removeprefix("refused: ")
         return
-    gaps = [abs(a - b) / abs(a) for rank in ranks for a, b in zip(one.losses + one.norms, rank.losses + rank.norms, strict=True)]
+    gaps = [
+        abs(a - b) / abs(a)
+        for rank in ranks
+        for a, b in zip(one.losses + one.norms, rank.losses + rank.norms, strict=True)
+    ]
     try:
         for what in ("gradients", "parameters"):
-            gaps += [gap for _, gap in differences(assemble([getattr(one, what)]), [getattr(rank, what) for rank in ranks])]
+            gaps += [
+                gap
+                for _, gap in differences(
+                    assemble([getattr(one, what)]), [getattr(rank, what) for rank in ranks]
+                )
+            ]
     except AssertionError as error:
         row.refused[axis] = f"failed: {str(error)[:160]}"
         return
