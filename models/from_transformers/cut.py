@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from ...layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, Stage
-from ...parallel_state import BadInput, Cut, Initial, ParallelState, alone_or
+from ...parallel_state import BadInput, Cut, ParallelState, alone_or
 from .config import AdoptedConfig
 from .layers import (
     GatheredColumn,

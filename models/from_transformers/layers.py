@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ...layers import (
     ColumnParallelLinear,
@@ -48,7 +47,7 @@ class Lookup(nn.Embedding):
 
 
 class TiedHead(nn.Module):
-    """Compute logits with the embedding's weight, which stays the embedding's, and a bias, if there is one."""
+    """Compute logits with the embedding's weight, which stays the embedding's, and a bias of its own."""
 
     def __init__(self, embedding: Lookup, bias: VocabParallelHead | None = None) -> None:
         super().__init__()
@@ -138,7 +137,7 @@ class CutExperts(nn.Module):
 
 
 def cut_experts(module: Any, path: str, laws: Mapping[str, Initial], state: ParallelState) -> bool:
-    """Cut stacks of experts, (E, 2 F, D) and (E, D, F), over the tensor ranks, in place; tell whether it did."""
+    """Cut stacks of experts, (E, 2 F, D) and (E, D, F), in place; tell whether they have this form."""
     held = dict(module.named_parameters(recurse=False))
     plain = held.keys() == {"gate_up_proj", "down_proj"} and not getattr(module, "is_transposed", True)
     if (

@@ -1,4 +1,4 @@
-"""Define the model that transformers' code computes in our layout, or the pipeline stage that a rank holds."""
+"""Define the model that transformers' code computes in our layout, or a pipeline stage of it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Adopted(CausalLM):
             self._fill()
 
     def _drop_ends(self, hf: Any, shown: Probed) -> None:
-        """Free the modules before the blocks on all but the first stage, and those behind on all but the last."""
+        """Free what runs before the blocks on all but the first stage, and what runs behind on others."""
         dropped = [] if self.stage.first else [*shown.entry]
         dropped += [] if self.stage.last else [*shown.exit]
         embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
@@ -118,7 +118,7 @@ class Adopted(CausalLM):
 
     @torch.no_grad()
     def _fill(self) -> None:
-        """Draw first values, as parallel layers do that are made on a device; what has no law is no number."""
+        """Draw first values, as layers do that are made on a device; what has no law is no number."""
         from ...parallel_state import OWN, declarations
 
         stated = declarations(self)

@@ -78,9 +78,9 @@ def _probed(cfg: AdoptedConfig) -> Probed:
 def path_of_blocks(model: nn.Module, count: int) -> str:
     """Return the path of the first list of as many modules with parameters as the config states blocks."""
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            if all(next(block.parameters(), None) is not None for block in module):
-                return path
+        holds = isinstance(module, nn.ModuleList) and len(module) == count
+        if holds and all(next(block.parameters(), None) is not None for block in module.children()):
+            return path
     return ""
 
 
@@ -170,7 +170,7 @@ def _why_not_ours(model: nn.Module, blocks: str, seen: Sequence[Seen], cfg: Adop
     for module in model.get_submodule(blocks).modules():
         name = type(module).__name__.lower()
         plain = isinstance(module, nn.Conv1d)
-        if plain or name != "conv1d" and any(word in name for word in _OTHER_MIXERS):
+        if plain or (name != "conv1d" and any(word in name for word in _OTHER_MIXERS)):
             return f"{type(module).__name__} mixes tokens outside of attention"
     if not seen:
         return "its blocks do not call transformers' common attention"

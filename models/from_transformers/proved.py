@@ -1,4 +1,4 @@
-"""Read which axes tests have proved of which types, and plans of our own: ``proved.toml`` and ``plans.toml``."""
+"""Read which axes tests have proved of which types, and plans of our own, from two tables."""
 
 from __future__ import annotations
 

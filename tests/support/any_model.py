@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from trilith.data import Batch
-from trilith.models.base.family import making
 from trilith.models.from_transformers import TransformersFamily, family_of_type
 from trilith.models.from_transformers.config import config_class
 from trilith.parallel_state import (
@@ -51,18 +49,21 @@ SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
     "sliding_window": 8, "attention_window": 8, "moe_intermediate_size": 32, "num_experts": 4,
-    "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_topk": 2, "n_shared_experts": 1,
+    "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_topk": 2,
+    "n_shared_experts": 1,
     "num_shared_experts": 1, "shared_expert_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
     "first_k_dense_replace": 1, "num_dense_layers": 1, "mlp_only_layers": [0], "n_group": 2, "topk_group": 1,
     "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
     "expert_ffn_hidden_size": 32, "ffn_hidden_size": 96, "shared_intermediate_size": 32, "state_size": 8,
     "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 4, "time_step_rank": 4,
     "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_chunk_size": 8, "chunk_size": 8,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
     "global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY,
     "attention_chunk_size": 8, "intermediate_size_mlp": 96, "dim_model_base": 32, "index_n_heads": 2,
     "index_head_dim": 16, "index_topk": 8, "word_embed_proj_dim": 64, "rotary_dim": 8, "n_inner": 96,
-    "num_nextn_predict_layers": 0, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "mtp_num_layers": 0,
+    "num_nextn_predict_layers": 0, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
+    "mtp_num_layers": 0,
 }  # fmt: skip
 #: Keys that are no factor of the forward pass, by a part of their names; those of dropouts become 0.
 _OFF = ("dropout", "drop", "jitter", "pdrop", "layerdrop")
@@ -323,7 +324,7 @@ def prove(kind: str, raw: Mapping[str, Any] | None = None, axes: Mapping[str, La
         row.refused["all"] = f"not transformers' own: {row.proved}"
     if "all" in row.refused:
         return row
-    (alone,) = run_parallel(train_all, 1, raw, {"alone": Layout()}, timeout=120)
+    (alone,) = run_parallel(train_all, 1, raw, {"alone": Layout()}, timeout=60)
     one = alone["alone"]
     if isinstance(one, str):
         row.refused["all"] = one
@@ -331,7 +332,7 @@ def prove(kind: str, raw: Mapping[str, Any] | None = None, axes: Mapping[str, La
     left = dict(axes)
     while left:
         try:
-            ranks = run_parallel(train_all, 2, raw, left, timeout=120)
+            ranks = run_parallel(train_all, 2, raw, left, timeout=60)
         except Exception as error:
             axis = next(iter(left))
             row.refused[axis] = f"failed: {str(error).strip()[:160]}"
@@ -378,11 +379,11 @@ def main() -> None:
     logging.disable(logging.WARNING)
     from trilith.models.from_transformers import adopted_types
 
-    out = open(sys.argv[1], "a")
     for kind in sys.argv[2:] or sorted(adopted_types()):
         row = prove(kind)
-        print(json.dumps(asdict(row)), file=out, flush=True)
-        print(kind, {k: f"{v:.0e}" for k, v in row.proved.items()}, row.refused, flush=True)
+        with open(sys.argv[1], "a", encoding="utf-8") as out:
+            print(json.dumps(asdict(row)), file=out)
+        print(kind, {axis: f"{gap:.0e}" for axis, gap in row.proved.items()}, row.refused, flush=True)
 
 
 if __name__ == "__main__":
