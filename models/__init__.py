@@ -9,6 +9,7 @@ from .base.causal_lm import CausalLM
 from .base.config import ModelConfig
 from .base.family import Family
 from .base.hugging_face_names import Link, Rename, Rule, Split, Stack, Transpose
+from .from_transformers import TransformersFamily
 from .gpt2 import GPT2, GPT2Config
 from .llama import LLAMA, Llama, LlamaConfig
 from .lora.config import LoraConfig
@@ -38,6 +39,7 @@ __all__ = [
     "Size",
     "Split",
     "Stack",
+    "TransformersFamily",
     "Transpose",
     "adapted",
     "family_of",

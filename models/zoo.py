@@ -13,6 +13,7 @@ from .cohere import COHERE, COHERE2
 from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from .exaone4 import EXAONE4
 from .falcon import FALCON
+from .from_transformers import family_of_type
 from .gemma import GEMMA, GEMMA2, GEMMA3
 from .glm import GLM4, GLM4_MOE
 from .gpt2 import GPT2_FAMILY
@@ -66,12 +67,15 @@ def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:
             found="no such key" if raw else "an object without any key",
             todo="Take the config.json that came with the model; `trilith models` lists the types",
         )  # fmt: skip
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    adopted = family_of_type(kind) if isinstance(kind, str) and kind not in FAMILIES else None
+    if adopted is None and (not isinstance(kind, str) or kind not in FAMILIES):
         near = get_close_matches(str(kind).lower(), FAMILIES, n=1, cutoff=0.7)
-        expected = f"one of the {len(FAMILIES)} types that `trilith models` lists"
+        expected = (
+            f"one of the {len(FAMILIES)} types that `trilith models` lists, or another of transformers'"
+        )
         todo = f"Nearest: {near[0]}" if near else ""
         raise BadInput(where, "model_type", expected=expected, found=repr(kind)[:80], todo=todo)
-    family = FAMILIES[kind]
+    family = FAMILIES[kind] if adopted is None else adopted
     architectures = raw.get("architectures")
     if architectures and architectures != [family.architecture]:
         expected = f"[{family.architecture!r}], which predicts the next token"

@@ -26,7 +26,7 @@ from .foreign import check_state, mark_shared, refuse_foreign
 from .gradient_checks import NotTrained, has_gradients, refuse_untrained
 from .gradient_clipping import GradientClipping, clip_gradients, gradient_norm
 from .gradient_sums import GradientSums, divide_gradients, finalize_gradients, refuse_held_twice
-from .initial_weights import Constant, Initial, LogUniform, Normal, Own, Uniform, seed_of
+from .initial_weights import OWN, Constant, Initial, LogUniform, Normal, Own, Uniform, seed_of
 from .launchers import Launched, launched
 from .layout import AXES, Coordinates, Layout
 from .local_work import check_local_ranks, check_workers
@@ -43,6 +43,7 @@ from .state import ParallelState, alone_or, state_of
 from .user_parameters import declare
 
 __all__ = [
+    "OWN",
     "AXES",
     "BACKENDS",
     "BUFFER_DTYPE",

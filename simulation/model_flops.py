@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from ..layers import Attention, MoE, MultiHeadLatentAttention
+from ..models import TransformersFamily
 from ..parallel_state import declarations
 from .kinds_of_blocks import signature
 from .micro_batch import MicroBatch
@@ -126,6 +128,8 @@ def forward_flops(model: CausalLM, sequence_length: int) -> ModelFlops:
     """Count the FLOPs of a token's forward on one device, traced in fp32; the model may be on the meta
     device.
     """
+    if isinstance(model.family, TransformersFamily):
+        return _of_weights(model, sequence_length)
     pieces = ModelPieces(model, model.state)
     # Products with weights have as many for each token of a short row; a recurrence has from a chunk on.
     batch = MicroBatch(1, min(sequence_length, _TRACED), gpu=True)
@@ -151,6 +155,33 @@ def forward_flops(model: CausalLM, sequence_length: int) -> ModelFlops:
         piece = pieces.prediction(place, batch, reached=True)
         last.append(count(piece, prediction, other=2.0 * model.embed.embedding_dim))
     return ModelFlops(first, blocks, last)
+
+
+def _of_weights(model: CausalLM, sequence_length: int) -> ModelFlops:
+    """Count by the sizes of weights, of a model whose code is not ours: two for each number of a matrix, and
+    of stacks of experts for the part that one token goes through; attention as if heads were as wide as D.
+    """
+    config, stated = model.config, declarations(model)
+
+    def count(names: Mapping[str, nn.Parameter], attention: float = 0.0) -> PartFlops:
+        matrices = trained = 0.0
+        for name, parameter in names.items():
+            shape = stated[name].shape
+            if len(shape) >= 2:
+                share = config.experts_of_token / shape[0] if len(shape) == 3 else 1.0
+                matrices += 2.0 * prod(shape) * min(share, 1.0)
+                trained += 2.0 * prod(shape) * min(share, 1.0) * parameter.requires_grad
+        return PartFlops(matrices, attention, trained, 0.0)
+
+    everything = dict(model.named_parameters())
+    paths = {module: path for path, module in model.named_modules()}
+    counted = []
+    for block in model.layers.values():
+        inner = {name: p for name, p in everything.items() if name.startswith(f"{paths[block]}.")}
+        counted.append(count(inner, 4.0 * config.hidden_size * sequence_length))
+    width = 2.0 * config.vocab_size * config.hidden_size
+    last = PartFlops(width, 0.0, width, 0.0)
+    return ModelFlops(PartFlops(0.0, 0.0, 0.0, 2.0 * config.hidden_size), counted, [last])
 
 
 def _without_padding(counted: PartFlops, model: CausalLM) -> PartFlops:

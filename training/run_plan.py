@@ -120,6 +120,16 @@ def plan(recipe: Recipe) -> Plan:
 def loss_chunk_of(recipe: Recipe, config: ModelConfig) -> int:
     """Return the number of tokens whose logits exist at once: the recipe's, or what suits the run's sizes."""
     memory, layout, name = recipe.memory, recipe.layout, recipe.pipeline_schedule
+    if not config.head_is_last:  # what comes after the output layer is not known
+        if memory.loss_chunk not in ("auto", 0):
+            expected, todo = (
+                "0 or auto",
+                "What this model computes after its output layer is transformers' own",
+            )
+            raise BadInput(
+                "recipe", "memory.loss_chunk", expected=expected, found=memory.loss_chunk, todo=todo
+            )
+        return 0
     if memory.loss_chunk != "auto":
         return memory.loss_chunk
     if layout.pipeline > 1 and (name == "gpipe" or schedule_kind(name).two_backwards):

@@ -225,6 +225,11 @@ class CausalLM(nn.Module):
         return blocks | {int(number): mtp.get_submodule("block") for number, mtp in self.mtp.items()}
 
     @property
+    def head_name(self) -> str:
+        """Return the name of the output layer's weight, on the last stage."""
+        return "embed.weight" if self.config.tie_word_embeddings else "head.weight"
+
+    @property
     def head_weight(self) -> Tensor:
         """Return this rank's rows of the output layer, (padded / tensor, D); the gradient flows to the
         parameter.

@@ -88,7 +88,7 @@ class ModelConfig(BaseModel):
         for key in cls.unknown_keys(raw):
             _judge(key, raw[key], where)
         for key in ("dtype", "torch_dtype"):
-            _check_dtype(key, raw.get(key), where)
+            check_dtype(key, raw.get(key), where)
         if raw.get("auto_map"):
             warnings.warn(f"{where}: auto_map is ignored; no code from a checkpoint is run", stacklevel=2)
         for key, value in fields.items():
@@ -197,6 +197,11 @@ class ModelConfig(BaseModel):
         return self.hidden_size
 
     @property
+    def head_is_last(self) -> bool:
+        """Tell whether a loss may compute the logits itself, in chunks."""
+        return True
+
+    @property
     def further_blocks(self) -> int:
         """Return the number of blocks that a checkpoint may hold after the last one and that are not
         modelled here.
@@ -265,7 +270,7 @@ class ModelConfig(BaseModel):
         return {**written, **self.ADDED}
 
 
-def _check_dtype(key: str, value: object, where: str) -> None:
+def check_dtype(key: str, value: object, where: str) -> None:
     """Refuse what is no data type of weights: it is what a converted model's config would state anew."""
     known = getattr(torch, value, None) if isinstance(value, str) else None
     if value not in (None, "auto") and not (isinstance(known, torch.dtype) and known.is_floating_point):

@@ -90,7 +90,7 @@ def _features(model: CausalLM) -> _Features:
         elif isinstance(module, _WHOLE) or module in model.layers.values():
             features[name] = [(name, None)]
     if model.stage.last:
-        head = stated["embed.weight" if model.config.tie_word_embeddings else "head.weight"]
+        head = stated[model.head_name]
         features[""] = [("logits", head.true_part(head.box(state.layout, state.at)).slices[0])]
     return features
 

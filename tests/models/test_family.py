@@ -34,7 +34,7 @@ REFUSED = {
             ("null", {"model_type": None}, f"found no such key.*{OWN}"),
             ("misspelled", {"model_type": "lama"}, "found 'lama'.*Nearest: llama"),
             ("list", {"model_type": ["llama"]}, r"found \['llama'\].*Nearest: llama"),
-            ("unknown", {"model_type": "bert"}, f"one of the {len(FAMILIES)} types .*found 'bert'"),
+            ("unknown", {"model_type": "vit"}, f"one of the {len(FAMILIES)} types .*found 'vit'"),
         )
     },
 }

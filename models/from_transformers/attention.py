@@ -1,0 +1,161 @@
+"""Compute the attention of transformers' code by ours: kernels, packed documents, context ranks, caches.
+
+The mask that its code carries to every attention call is a tensor without memory, which has the inputs of
+this forward as an attribute. So recomputation finds its own inputs, and whatever else would read the mask
+fails. B batch  S sequence  H heads here  K key/value heads here  E head dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...layers import AttentionInputs, causal_attention
+from ...parallel_state import BadInput
+
+#: Under this name transformers' code finds our attention.
+ATTENTION = "trilith"
+
+#: Keywords of attention calls that say nothing that ours must know.
+_SILENT = {
+    "is_causal",
+    "position_ids",
+    "use_cache",
+    "output_attentions",
+    "past_key_values",
+    "cache_position",
+    "output_router_logits",
+    "logits_to_keep",
+    "return_dict",
+}
+#: What notes the calls of a probe, while one runs.
+_WATCHERS: list[Callable[..., tuple[Tensor, None]]] = []
+
+
+def carrier(inputs: AttentionInputs, rows: int) -> Tensor:
+    """Return the mask to give to transformers' code: four dims, so that it is passed on as it is."""
+    mask = torch.empty((rows, 1, 1, 1), dtype=torch.bool, device="meta")
+    mask.trilith = inputs  # type: ignore[attr-defined]
+    return mask
+
+
+def attention(
+    module: nn.Module,
+    q_BHSE: Tensor,
+    k_BKSE: Tensor,
+    v_BKSE: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """Compute one attention call of transformers' code; it wants (B, S, H, E)."""
+    if _WATCHERS:
+        return _WATCHERS[-1](module, q_BHSE, v_BKSE, attention_mask, sliding_window, rest)
+    inputs = getattr(attention_mask, "trilith", None)
+    if inputs is None:
+        raise BadInput(
+            type(module).__name__, "attention_mask", expected="that of this forward", found="another"
+        )
+    if strange := unknown(rest):
+        expected = "no keyword that trilith's attention does not know"
+        raise BadInput(type(module).__name__, strange, expected=expected, found="one")
+    scope = inputs.scope(sliding_window)
+    k_BKSE, v_BKSE = scope.extend(module, k_BKSE, v_BKSE)
+    out_BHSE = causal_attention(
+        q_BHSE, k_BKSE, v_BKSE, scope,
+        dropout=dropout, scale=scaling, soft_cap=softcap, sinks=s_aux,
+        backend=getattr(module, "backend", "auto"),
+    )  # fmt: skip
+    return out_BHSE.transpose(1, 2).contiguous(), None
+
+
+def unknown(rest: dict[str, Any]) -> str:
+    """Return the first keyword with a value that our attention does not compute with."""
+    return next(
+        (name for name, value in sorted(rest.items()) if value is not None and name not in _SILENT), ""
+    )
+
+
+@dataclass
+class Seen:
+    """Hold what one attention call of a probe was given."""
+
+    module: str
+    mask: Callable[..., Any] | None
+    window: int | None
+    strange: str
+    causal: object
+
+    def problem(self) -> str:
+        """Return in which way the mask is not the one that ours would be, or nothing."""
+        if self.strange:
+            return f"{self.module} gives attention {self.strange}"
+        if self.mask is None:
+            return f"{self.module} calls attention without a mask"
+        if self.causal is False:
+            return f"{self.module} says is_causal=False"
+        places = _places(self.window)
+        for query in places:
+            for key in places:
+                shown = key <= query and (self.window is None or query - key < self.window)
+                try:
+                    theirs = bool(self.mask(0, 0, torch.tensor(query), torch.tensor(key)))
+                except Exception as error:  # a mask of values that only a forward has
+                    return f"{self.module}: its mask depends on more than places ({type(error).__name__})"
+                if theirs != shown:
+                    rule = "causal" if self.window is None else f"a window of {self.window}"
+                    return f"{self.module}: its mask is not {rule}: query {query}, key {key}"
+        return ""
+
+
+def _places(window: int | None) -> list[int]:
+    """Return places of tokens to compare masks at: small ones, edges of windows and of usual chunks."""
+    edges = [0, *(2**power for power in range(4, 18)), *([] if window is None else [window, 2 * window])]
+    return sorted({max(edge + step, 0) for edge in edges for step in (-1, 0, 1)} | {*range(16)})
+
+
+@contextmanager
+def watched(seen: list[Seen]) -> Iterator[None]:
+    """Let attention calls note what they are given instead of computing."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    def note(
+        module: nn.Module, q_BHSE: Tensor, v_BKSE: Tensor, mask: Any, window: int | None, rest: dict[str, Any]
+    ) -> tuple[Tensor, None]:
+        strange = unknown(rest)
+        causal = rest.get("is_causal", getattr(module, "is_causal", True))
+        seen.append(Seen(type(module).__name__, getattr(mask, "trilith", None), window, strange, causal))
+        batch, heads, length, _ = q_BHSE.shape
+        return q_BHSE.new_zeros(batch, length, heads, v_BKSE.shape[-1]), None
+
+    def mask(
+        batch_size: int, q_length: int, kv_length: int, *args: Any, mask_function: Any = None, **rest: Any
+    ) -> Tensor:
+        made = torch.empty((batch_size, 1, q_length, kv_length), dtype=torch.bool, device="meta")
+        made.trilith = mask_function  # type: ignore[attr-defined]
+        return made
+
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, mask)
+    _WATCHERS.append(note)
+    try:
+        yield
+    finally:
+        _WATCHERS.pop()
+
+
+@lru_cache
+def registered() -> None:
+    """Make our attention known to transformers."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, attention)

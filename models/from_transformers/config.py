@@ -1,0 +1,168 @@
+"""Hold the config of an adopted model: transformers' own, as text, and the numbers that trilith reads."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Self
+
+from pydantic import Field
+
+from ...parallel_state import BadInput, Layout, nearest
+from ..base.config import ModelConfig, check_dtype
+from ..base.fields import Count, Whole
+from ..base.keys import INERT, MOST_BLOCKS, check_keys
+
+#: Keys that say nothing of the forward pass; two configs that differ in them are of one model.
+_FREE = INERT - {"model_type", "is_decoder", "pad_token_id", "pretraining_tp", "chunk_size_feed_forward"}
+
+
+#: Types that decode whatever their ``is_decoder`` says.
+_DECODERS = {"gpt_neox", "gpt_neox_japanese"}
+
+
+class AdoptedConfig(ModelConfig):
+    """Hold ``raw``, all that transformers' config class says, as JSON with sorted keys."""
+
+    raw: str
+    vocab_size: Count
+    hidden_size: Whole
+    intermediate_size: int = 0
+    num_hidden_layers: Whole
+    num_attention_heads: int = 1
+    max_position_embeddings: Whole
+    initializer_range: float = Field(default=0.02)
+
+    @property
+    def model_type(self) -> str:
+        """Return transformers' name of the type."""
+        return str(json.loads(self.raw)["model_type"])
+
+    def in_transformers(self) -> Any:
+        """Return a new config object of transformers: models write into theirs, and share it."""
+        stated = json.loads(self.raw)
+        return config_class(stated.pop("model_type")).from_dict(stated)
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], where: str = "config.json") -> Self:
+        """Read the dict of a config.json as transformers does. Raises ``BadInput`` for what it refuses, a
+        model made of several, and one that is no decoder.
+        """
+        check_keys(raw, where)
+        kind = str(raw["model_type"])
+        if raw.get("quantization_config") is not None:
+            expected = "absent: quantised weights are not read"
+            raise BadInput(where, "quantization_config", expected=expected, found="one")
+        for key in ("dtype", "torch_dtype"):
+            check_dtype(key, raw.get(key), where)
+        if raw.get("auto_map"):
+            warnings.warn(f"{where}: auto_map is ignored; no code from a checkpoint is run", stacklevel=2)
+        stated = {key: value for key, value in raw.items() if key not in ("model_type", "auto_map")}
+        try:
+            config = config_class(kind).from_dict(json.loads(json.dumps(stated)))
+            known = {**config.to_dict()}
+        except Exception as error:  # whatever its own checks raise
+            first = str(error).strip().partition("\n")[0][:160]
+            expected = f"what transformers' {kind} reads"
+            raise BadInput(where, expected=expected, found=f"{type(error).__name__}: {first}") from None
+        for key in cls.unknown_keys(raw):
+            warnings.warn(f"{where}: {key[:80]} is unknown and ignored", stacklevel=2)
+        text = {key: value for key, value in known.items() if key not in _FREE} | {"model_type": kind}
+        try:
+            written = json.dumps(text, sort_keys=True)
+        except TypeError as error:
+            raise BadInput(where, expected="numbers, texts and lists", found=str(error)) from None
+        return cls._read(config, written, where)
+
+    @classmethod
+    def _read(cls, config: Any, written: str, where: str) -> Self:
+        if subs := [
+            name for name in config.sub_configs if hasattr(getattr(config, name, None), "hidden_size")
+        ]:
+            todo = "Take the config of its text model, if transformers has one as a type of its own"
+            raise BadInput(where, subs[0], expected="one model", found="several in one", todo=todo)
+        decodes = getattr(config, "is_decoder", True) or config.model_type in _DECODERS
+        if getattr(config, "is_encoder_decoder", False) or not decodes:
+            raise BadInput(where, "is_decoder", expected="a decoder alone", found="another model")
+
+        def number(name: str, default: int) -> int:
+            value = getattr(config, name, None)
+            return value if type(value) is int and value > 0 else default
+
+        blocks = number("num_hidden_layers", 0)
+        if not 0 < blocks <= MOST_BLOCKS:
+            expected = f"1 to {MOST_BLOCKS}"
+            raise BadInput(where, "num_hidden_layers", expected=expected, found=blocks)
+        fields = {"vocab_size": number("vocab_size", 0), "hidden_size": number("hidden_size", 0)}
+        for key, value in fields.items():
+            if not 0 < value <= 2**24:
+                raise BadInput(where, key, expected="1 to 2**24", found=value)
+        spread = getattr(config, "initializer_range", 0.02)
+        return cls(
+            raw=written,
+            **fields,
+            intermediate_size=number("intermediate_size", 0),
+            num_hidden_layers=blocks,
+            num_attention_heads=number("num_attention_heads", 1),
+            max_position_embeddings=number("max_position_embeddings", 2**31 - 1),
+            tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+            initializer_range=float(spread) if isinstance(spread, int | float) else 0.02,
+        )
+
+    @classmethod
+    def unknown_keys(cls, raw: Mapping[str, Any]) -> list[str]:
+        """Return the keys that transformers' config class does not name."""
+        return sorted(raw.keys() - readable_keys(str(raw["model_type"])) - INERT)
+
+    @property
+    def experts_of_token(self) -> int:
+        """Return how many of a stack of experts one token goes through, as far as the config says."""
+        return int(json.loads(self.raw).get("num_experts_per_tok") or 1)
+
+    @property
+    def head_is_last(self) -> bool:
+        """Tell no: transformers' code may change the logits."""
+        return False
+
+    @property
+    def tensor_units(self) -> dict[str, int]:
+        """Return nothing: each layer refuses a cut of its own that is not even."""
+        return {}
+
+    def check_layout(self, layout: Layout) -> None:
+        """Refuse more stages than there are blocks."""
+        if layout.stages > self.num_hidden_layers:
+            most = max(self.num_hidden_layers // layout.virtual_stages, 1)
+            expected, todo = f"at most {most}", nearest("pipeline", [most], layout.pipeline)
+            raise BadInput("layout", "pipeline", expected=expected, found=layout.pipeline, todo=todo)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return the dict of a config.json."""
+        stated: dict[str, Any] = json.loads(self.raw)
+        return stated
+
+
+def config_class(kind: str) -> Any:
+    """Return transformers' config class of a model type."""
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[kind]
+
+
+@lru_cache
+def readable_keys(kind: str) -> frozenset[str]:
+    """Return the keys that transformers' config class of a type reads."""
+    from inspect import signature
+
+    made = config_class(kind)
+    return frozenset(
+        {
+            *made().to_dict(),
+            *made.attribute_map,
+            *signature(made.__init__).parameters,
+            "rope_scaling",
+            "rope_theta",
+        }
+    )

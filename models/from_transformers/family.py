@@ -1,0 +1,110 @@
+"""Define the family of a model type that the zoo lacks: all of it follows from transformers' config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ...parallel_state import BadInput, Box, Layout
+from ..base.config import ModelConfig
+from ..base.family import Family, making
+from ..base.hugging_face_names import Link
+from .config import AdoptedConfig
+from .files import file_links
+from .meta import on_meta
+from .model import Adopted
+from .probe import probed
+from .proved import AXES, check_version, why_not, why_refused
+
+
+@dataclass(frozen=True)
+class TransformersFamily(Family):
+    """Be the family of a type whose blocks transformers computes."""
+
+    #: Whether to take axes that no test has proved for the type.
+    trusted: bool = False
+
+    def check_layout(self, config: ModelConfig, layout: Layout) -> None:
+        """Refuse axes that the model cannot be cut over, or that no test has proved, each with the reason."""
+        assert isinstance(config, AdoptedConfig)
+        config.check_layout(layout)
+        shown, sizes = probed(config), {axis: getattr(layout, axis) for axis in AXES}
+        reasons = {
+            "pipeline": shown.no_pipeline,
+            "context": shown.no_context,
+            "expert": "the experts of adopted models are not spread over ranks",
+            "sequence": "not built for adopted models",
+        }
+        for axis, size in sizes.items():
+            if int(size) <= (axis != "sequence"):
+                continue
+            why = reasons.get(axis, "") or ("" if self.trusted else why_not(self.model_type, axis))
+            if why:
+                expected = f"{'false' if axis == 'sequence' else 1} for {self.model_type}"
+                raise BadInput("layout", axis, expected=expected, found=size, todo=why)
+
+    def from_hf(self, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+        """Return the config; ``BadInput`` for a type that tests have shown not to be transformers' own."""
+        check_version(self.model_type)
+        if not self.trusted and (why := why_refused(self.model_type)):
+            expected = "a type whose model can be trained as it is in transformers"
+            raise BadInput(where, "model_type", expected=expected, found=self.model_type, todo=why)
+        return super().from_hf(raw, where)
+
+    def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
+        """Return the links between trilith's tensors and those of files, and the shapes of the latter."""
+        links = _file_links(self, config)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for link in links:
+            known = shapes.get(link.hf, (0,) * len(link.hf_box.stop))
+            shapes[link.hf] = tuple(map(max, known, link.hf_box.stop))
+        return links, shapes
+
+    def held_links(self, config: ModelConfig) -> list[Link]:
+        """Return the links between trilith's tensors and those of transformers' modules."""
+        model = self.on_meta(config)
+        (stated,) = self.declarations(config)
+        links: list[Link] = []
+        part_of = {ours: hf for hf, (parts, _) in model.fused.items() for ours in parts}
+        for name, declaration in stated.items():
+            whole, hf = Box.whole(declaration.shape), part_of.get(name, name)
+            start = [0] * len(declaration.shape)
+            if hf != name:
+                parts, dim = model.fused[hf]
+                before = parts[: parts.index(name)]
+                start[dim] = sum(stated[part].shape[dim] for part in before)
+            links.append(Link(name, whole, hf, whole.shift(tuple(start))))
+        return links
+
+
+@lru_cache(maxsize=16)
+def _file_links(family: TransformersFamily, config: AdoptedConfig) -> list[Link]:
+    """Return the links to the tensors of files, the embedding's first."""
+    with making(torch.bfloat16, "cpu"):
+        made = on_meta(config, attention=None)
+    links = file_links(made.model, family.held_links(config), family.model_type)
+    embedding = made.model.get_input_embeddings().weight
+    first = next(name for name, parameter in made.model.named_parameters() if parameter is embedding)
+    return sorted(links, key=lambda link: link.ours != first)
+
+
+@lru_cache
+def adopted_types() -> dict[str, str]:
+    """Return the causal types of the installed transformers, and the class of each."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    named = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return {kind: name if isinstance(name, str) else name[0] for kind, name in named.items()}
+
+
+@lru_cache
+def family_of_type(kind: str) -> Family | None:
+    """Return the family of a type that transformers has a causal model of, else ``None``."""
+    architecture = adopted_types().get(kind)
+    if architecture is None:
+        return None
+    return TransformersFamily(kind, architecture, AdoptedConfig, Adopted, ())

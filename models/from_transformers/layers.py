@@ -1,0 +1,250 @@
+"""Put parallel layers in the places of transformers' own, under their names, and declare all that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...layers import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    copy_to_tensor,
+    gather_from_tensor,
+    reduce_from_tensor,
+    split_to_tensor,
+)
+from ...parallel_state import BadInput, Cut, Declaration, Initial, ParallelState, declare_parameter, local
+
+
+class Lookup(nn.Embedding):
+    """Look up tokens as ``VocabParallelEmbedding`` does; a subclass of transformers scales or norms them."""
+
+    state: ParallelState
+    rows: int
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings; that of padding has no gradient, as in ``nn.Embedding``."""
+        x = VocabParallelEmbedding.forward(cast(Any, self), tokens)
+        if self.padding_idx is None or not torch.is_grad_enabled():
+            return x
+        padding = (tokens == self.padding_idx).unsqueeze(-1)
+        if self.state.sequence:
+            padding = split_to_tensor(padding, self.state, dim=1)
+        return torch.where(padding, x.detach(), x)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Return the logits of hidden states, computed with the embedding's weight."""
+        return VocabParallelEmbedding.project(cast(Any, self), x)
+
+
+class TiedHead(nn.Module):
+    """Compute logits with the embedding's weight, which stays the embedding's, and a bias of its own."""
+
+    def __init__(self, embedding: Lookup, bias: VocabParallelHead | None = None) -> None:
+        super().__init__()
+        self.__dict__["embedding"] = embedding
+        self.register_parameter("bias", None)
+        if bias is not None:
+            self._parameters["bias"] = bias.bias
+            stated = {"bias": bias.__dict__["declared"]["bias"]}
+            vars(self).update(declared=stated, declared_state=bias.__dict__["declared_state"])
+
+    @property
+    def weight(self) -> Tensor:
+        return cast(Tensor, self.__dict__["embedding"].weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = cast(Tensor, self.__dict__["embedding"].project(x))
+        return logits if self.bias is None else logits + local(self.bias)
+
+
+class GatheredColumn(ColumnParallelLinear):
+    """Give whole outputs on every rank, which all use them alike."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gather_from_tensor(cast(Tensor, super().forward(x)), self.state)
+
+
+class PackedColumn(ColumnParallelLinear):
+    """Give the rank's parts of several products that transformers holds as one, one after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat(cast(tuple[Tensor, ...], super().forward(x)), -1)
+
+
+class SplitRow(RowParallelLinear):
+    """Take whole inputs, of which each rank multiplies its piece."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(split_to_tensor(x, self.state))
+
+
+class LatentAndRope(ReplicatedLinear):
+    """Give the latents of keys and values, and a rotated key that the rank's own heads alone use."""
+
+    rope_width: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        latent, rope = super().forward(x).split([self.out_features - self.rope_width, self.rope_width], -1)
+        return torch.cat([latent, copy_to_tensor(rope, self.state)], -1)
+
+
+@contextmanager
+def _reading(module: nn.Module) -> Iterator[None]:
+    """Let the module's own code read parameters as the rank's own tensors; FSDP wants them as they are."""
+    vars(module)["reads_local"] = True
+    try:
+        yield
+    finally:
+        vars(module)["reads_local"] = False
+
+
+def _read(module: nn.Module, name: str) -> Tensor:
+    parameter = cast(Tensor, module._parameters[name])
+    return local(parameter) if vars(module).get("reads_local") else parameter
+
+
+class CutExperts(nn.Module):
+    """Compute, before transformers' class, with this rank's features of each expert; the sum is whole.
+
+    Gate and up, one tensor in transformers, are parameters of their own, so that each is cut evenly.
+    """
+
+    state: ParallelState
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        x, weights = copy_to_tensor(x, self.state), copy_to_tensor(weights, self.state)
+        with _reading(self):
+            y = cast(Any, super()).forward(x, index, weights)
+        return reduce_from_tensor(y, self.state)
+
+    @property
+    def gate_up_proj(self) -> Tensor:
+        return torch.cat([_read(self, "gate_proj"), _read(self, "up_proj")], dim=1)
+
+    @property
+    def down_proj(self) -> Tensor:
+        return _read(self, "down_proj")
+
+
+def cut_experts(module: Any, path: str, laws: Mapping[str, Initial], state: ParallelState) -> bool:
+    """Cut stacks of experts, (E, 2 F, D) and (E, D, F), in place; tell whether they have this form."""
+    held = dict(module.named_parameters(recurse=False))
+    plain = held.keys() == {"gate_up_proj", "down_proj"} and not getattr(module, "is_transposed", True)
+    if (
+        not plain
+        or not getattr(module, "is_concatenated", False)
+        or getattr(module, "has_post_expert_norm", True)
+    ):
+        return False
+    experts, features, width = held["gate_up_proj"].shape
+    if held["down_proj"].shape != (experts, width, features // 2):
+        return False
+    module._parameters.clear()
+    module.state = state
+    law, down = (laws[f"{path}.{name}"] for name in ("gate_up_proj", "down_proj"))
+    for name in ("gate_proj", "up_proj"):
+        stated = Declaration((experts, features // 2, width), Cut(1), initial=law)
+        declare_parameter(module, name, stated, state)
+    stated = Declaration((experts, width, features // 2), Cut(2), initial=down)
+    declare_parameter(module, "down_proj", stated, state)
+    module.__class__ = type(type(module).__name__, (CutExperts, type(module)), {})
+    return True
+
+
+def put(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Put a module in the place of the one at ``path``."""
+    above, _, leaf = path.rpartition(".")
+    model.get_submodule(above)._modules[leaf] = module
+
+
+def cut_embedding(
+    module: nn.Module, kind: str, *, ends: bool, law: Initial, state: ParallelState | None
+) -> None:
+    """Cut the rows of an embedding, in place."""
+    if (
+        not isinstance(module, nn.Embedding)
+        or module.max_norm is not None
+        or module.sparse
+        or module.scale_grad_by_freq
+    ):
+        raise BadInput(kind, "embedding", expected="torch's, without norms", found=type(module).__name__)
+    rows, width = module.weight.shape
+    made = VocabParallelEmbedding(rows, width, ends=ends, initial=law, state=state)
+    was = type(module)
+    module.__class__ = Lookup if was is nn.Embedding else type(was.__name__, (was, Lookup), {})
+    module._parameters["weight"] = made.weight
+    vars(module).update({key: made.__dict__[key] for key in ("state", "rows", "declared", "declared_state")})
+
+
+def head_of(module: nn.Module, kind: str, *, law: Initial, state: ParallelState | None) -> VocabParallelHead:
+    """Return an output layer of our own for transformers'."""
+    if type(module) is not nn.Linear:
+        raise BadInput(kind, "output layer", expected="nn.Linear", found=type(module).__name__)
+    biased = module.bias is not None
+    return VocabParallelHead(module.in_features, module.out_features, bias=biased, initial=law, state=state)
+
+
+def declare_rest(
+    module: nn.Module,
+    path: str,
+    laws: Mapping[str, Initial],
+    state: ParallelState,
+    *,
+    partial: bool = False,
+    cut: Mapping[str, Cut] | None = None,
+) -> None:
+    """Declare a module's own parameters and persistent buffers, whole unless ``cut``, in place.
+
+    ``partial``: each tensor rank sees a part of what they compute with. On several tensor ranks the module's
+    code finds the rank's own tensors under their names.
+    """
+    parts = ("tensor",) if partial and state.tensor_size > 1 else ()
+    names = []
+    for name, parameter in [*module.named_parameters(recurse=False)]:
+        del module._parameters[name]
+        law, piece = laws[f"{path}.{name}" if path else name], (cut or {}).get(name)
+        stated = Declaration(tuple(parameter.shape), cut=piece, partial=() if piece else parts, initial=law)
+        if not parameter.requires_grad:
+            stated = replace(stated, buffer=True, partial=())
+        declare_parameter(module, name, stated, state)
+        names.append(name)
+    for name, buffer in [*module.named_buffers(recurse=False)]:
+        if name not in module._non_persistent_buffers_set:
+            del module._buffers[name]
+            law = laws[f"{path}.{name}" if path else name]
+            stated = Declaration(tuple(buffer.shape), buffer=True, initial=law)
+            declare_parameter(module, name, stated, state)
+            names.append(name)
+    if names and state.tensor_size > 1:
+        module.__class__ = localized(type(module), tuple(names))
+
+
+@lru_cache(maxsize=256)
+def localized(module_class: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Return a subclass whose own code reads the parameters of these names as the rank's own tensors."""
+
+    def reader(name: str) -> Callable[[nn.Module], Tensor]:
+        return lambda module: _read(module, name)
+
+    def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
+        with _reading(self):
+            return module_class.forward(self, *args, **named)
+
+    members = {name: property(reader(name)) for name in names} | {"forward": forward}
+    return type(module_class.__name__, (module_class,), members)
+
+
+def placed(module: nn.Module, made: Any, **attributes: Any) -> Any:
+    """Give a layer of our own the training mode of the one that it replaces, and further attributes."""
+    vars(made).update(attributes)
+    return made.train(module.training)

@@ -1,0 +1,152 @@
+"""Make transformers' model without memory, with the law of each first value and the values of its buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...parallel_state import OWN, BadInput, Constant, Initial, Normal, Uniform
+from .attention import registered
+from .config import AdoptedConfig
+
+
+@dataclass
+class OnMeta:
+    """Hold a model of transformers on the meta device.
+
+    ``laws``: how each parameter starts; ``OWN`` where transformers does it in a way that trilith has not.
+    ``constants``: values of the buffers that no file holds, by module and name.
+    """
+
+    model: Any
+    laws: dict[str, Initial] = field(default_factory=dict)
+    constants: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
+
+
+def on_meta(cfg: AdoptedConfig, *, attention: str | None) -> OnMeta:
+    """Make the model in torch's default dtype. Raises ``BadInput`` for what cannot be held as declared."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    config, kind, dtype = cfg.in_transformers(), cfg.model_type, torch.get_default_dtype()
+    registered()
+    # torch's grouped products have no fp64.
+    experts = "eager" if dtype == torch.float64 else "grouped_mm"
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        model.config._experts_implementation = experts  # after the model has checked it: most have none
+        made = OnMeta(model)
+        with torch.device("cpu"), torch.no_grad():
+            _initialize(made, kind)
+    except BadInput:
+        raise
+    except Exception as error:  # whatever its code raises
+        first = str(error).strip().partition("\n")[0][:160]
+        expected = "a model that transformers makes without memory"
+        raise BadInput(kind, expected=expected, found=f"{type(error).__name__}: {first}") from None
+    finally:
+        logging.set_verbosity(before)
+    return made
+
+
+def _initialize(made: OnMeta, kind: str) -> None:
+    model, laws = made.model, dict[int, Initial]()
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                todo = "transformers' code keeps a tensor that is neither parameter nor buffer"
+                raise BadInput(kind, f"{path}.{name}", expected="no tensor", found="one", todo=todo)
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in module._non_persistent_buffers_set:
+                value = torch.full_like(buffer, _unset(buffer.dtype), device="cpu")
+                module._buffers[name] = value
+                made.constants.append((module, name, value))
+            elif not buffer.is_floating_point():
+                expected = "floating numbers: transformers keeps others in its files"
+                raise BadInput(kind, f"{path}.{name}", expected=expected, found=str(buffer.dtype))
+    with _recording(laws):
+        model.initialize_weights()
+    for module, name, _ in made.constants:
+        value = module._buffers[name]
+        assert value is not None
+        if value.is_floating_point() and bool(value.isnan().any()):
+            where = f"{type(module).__name__}.{name}"
+            expected = "values that transformers' _init_weights sets"
+            raise BadInput(kind, where, expected=expected, found="a buffer that it leaves as it is")
+    made.constants = [(module, name, module._buffers[name]) for module, name, _ in made.constants]  # type: ignore[misc]
+    kept = [(name, buffer) for name, buffer in model.named_buffers() if name in model.state_dict()]
+    for name, tensor in [*model.named_parameters(), *kept]:
+        made.laws[name] = laws.get(id(tensor), OWN)
+
+
+def _unset(dtype: torch.dtype) -> float | int:
+    return float("nan") if dtype.is_floating_point else 0
+
+
+def _normal(tensor: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> Initial:
+    return Normal(float(std)) if mean == 0 else OWN
+
+
+def _truncated(
+    tensor: Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0, **_: Any
+) -> Initial:
+    return Normal(float(std)) if mean == 0 and min(-a, b) >= 6 * std else OWN
+
+
+def _uniform(tensor: Tensor, a: float = 0.0, b: float = 1.0, **_: Any) -> Initial:
+    return Uniform(float(b)) if a == -b else OWN
+
+
+def _copied(tensor: Tensor, other: Tensor) -> Initial:
+    if other.is_meta or not other.numel() or bool((other != other.flatten()[0]).any()):
+        return OWN
+    return Constant(float(other.flatten()[0]))
+
+
+_LAWS: dict[str, Callable[..., Initial]] = {
+    "normal_": _normal,
+    "trunc_normal_": _truncated,
+    "uniform_": _uniform,
+    "copy_": _copied,
+    "constant_": lambda tensor, val: Constant(float(val)),
+    "zeros_": lambda tensor: Constant(0.0),
+    "ones_": lambda tensor: Constant(1.0),
+}
+
+
+@contextmanager
+def _recording(laws: dict[int, Initial]) -> Iterator[None]:
+    """Note what is asked of transformers' functions of first values; of tensors with memory, do it."""
+    from transformers import initialization
+
+    originals = {
+        name: getattr(initialization, name)
+        for name in dir(initialization)
+        if name.endswith("_") and not name.startswith("_") and callable(getattr(initialization, name))
+    }
+
+    def recorder(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def record(tensor: Tensor, *args: Any, **named: Any) -> Tensor:
+            law = _LAWS.get(name)
+            if tensor.is_meta:
+                laws[id(tensor)] = OWN if law is None else law(tensor, *args, **named)
+                return tensor
+            return original(tensor, *args, **named)
+
+        return record
+
+    for name, original in originals.items():
+        setattr(initialization, name, recorder(name, original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(initialization, name, original)

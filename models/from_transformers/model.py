@@ -1,0 +1,228 @@
+"""Define the model that transformers' code computes in our layout, or a pipeline stage of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...layers import AttentionInputs, KeyValueCache, Stage, default_positions
+from ...parallel_state import BadInput, ParallelState, alone_or, initialize
+from ..base.causal_lm import CausalLM
+from .attention import ATTENTION, carrier
+from .config import AdoptedConfig
+from .cut import cut_modules
+from .layers import TiedHead
+from .meta import on_meta
+from .probe import Probed, probed
+
+
+class Through(nn.Module):
+    """Stand in the place of a block or an end that another rank computes: give back what is given.
+
+    ``received``: what it gives instead. ``noted``: what it was given last.
+    """
+
+    def __init__(self, block: nn.Module, *, single: bool = True) -> None:
+        super().__init__()
+        # What transformers' code reads of a block before it calls it, such as its kind of attention.
+        plain = {key: value for key, value in vars(block).items() if not key.startswith("_")}
+        self.__dict__.update(plain)
+        self.single, self.received, self.noted = single, None, None
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        x = args[0] if args else named.get("hidden_states")
+        self.noted = x
+        if self.received is not None:
+            x = self.received
+        return x if self.single else (x, None, None)
+
+
+class NoTable(nn.Module):
+    """Stand in the place of a table of another stage: give zeros of its width."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding_dim, self.padding_idx = table.embedding_dim, table.padding_idx
+
+    def forward(self, ids: Tensor, *args: Any, **named: Any) -> Tensor:
+        return torch.zeros((*ids.shape, self.embedding_dim), device=ids.device)
+
+
+class Adopted(CausalLM):
+    """Run transformers' code of a model type; its modules and parameters keep their names.
+
+    ``forward`` is that of ``CausalLM``. Embedding, output layer and linears are ours, cut over the tensor
+    ranks; attention is ours where the family has proved that it is the model's (``probe``).
+    """
+
+    rotary: dict[str, Any]
+
+    def __init__(
+        self, cfg: AdoptedConfig, *, split: Sequence[int] | None = None, state: ParallelState | None = None
+    ) -> None:
+        nn.Module.__init__(self)
+        target = torch.empty(0).device
+        self.config, self.state = cfg, alone_or(state)
+        self.stage = stage = Stage.of(cfg.num_hidden_layers, split=split, state=state)
+        self.shown = shown = probed(cfg)
+        self.own_attention = not shown.no_context
+        made = on_meta(cfg, attention=ATTENTION if self.own_attention else None)
+        hf = made.model
+        with torch.device("meta"):
+            self.fused = cut_modules(made, cfg, shown, stage, state)
+        blocks = hf.get_submodule(shown.blocks) if shown.blocks else nn.ModuleList()
+        for number, block in enumerate(blocks):
+            if number not in stage.blocks:
+                blocks._modules[str(number)] = Through(block, single=shown.single)
+        self._drop_ends(hf, shown)
+        here = {*hf.modules()}
+        constants = [(module, name, value) for module, name, value in made.constants if module in here]
+        self.__dict__.update(hf=hf, blocks=blocks, constants=constants)
+        self.rotary, self.attentions, self.mtp = {}, (), nn.ModuleDict()
+        self._names = frozenset(signature(hf.forward).parameters)
+        for name, child in hf.named_children():
+            self.add_module(name, child)
+        self._restore()
+        if target.type != "meta":
+            self.to_empty(device=target)
+            self._fill()
+
+    def _drop_ends(self, hf: Any, shown: Probed) -> None:
+        """Free what runs before the blocks on all but the first stage, and what runs behind on others."""
+        dropped = [] if self.stage.first else [*shown.entry]
+        dropped += [] if self.stage.last else [*shown.exit]
+        embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+        for path in dropped:
+            module = hf.get_submodule(path)
+            if module is embedding and self.stage.last and isinstance(head, TiedHead):
+                continue
+            stand_in = NoTable(module) if isinstance(module, nn.Embedding) else Through(module)
+            above, _, leaf = path.rpartition(".")
+            hf.get_submodule(above)._modules[leaf] = stand_in
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adopted:
+        super()._apply(fn, recurse)
+        self._restore()
+        return self
+
+    def _restore(self) -> None:
+        """Fill the buffers that no file holds, on the device where they are."""
+        for module, name, value in self.__dict__.get("constants", ()):
+            device = next((p.device for p in self.parameters()), value.device)
+            module._buffers[name] = value.to(device)
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        """Draw first values, as layers do that are made on a device; what has no law is no number."""
+        from ...parallel_state import OWN, declarations
+
+        stated = declarations(self)
+        for name, parameter in self.named_parameters():
+            if stated[name].initial == OWN:
+                parameter.fill_(float("nan"))
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        drawn = {name for name, declaration in stated.items() if declaration.initial != OWN}
+        initialize(self, seed, among=drawn, state=self.state)
+
+    def train(self, mode: bool = True) -> Adopted:
+        """Set the mode, also that of transformers' outermost modules."""
+        super().train(mode)
+        self.__dict__["hf"].training = mode
+        return self
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        *,
+        stage: Stage | None = None,
+        ahead: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits on the last stage, hidden states on the others."""
+        stage, hf = stage or self.stage, self.__dict__["hf"]
+        assert ahead is None, "no multi-token prediction"
+        given: dict[str, Any] = {"use_cache": False}
+        like = x.new_empty((len(x), x.shape[1], 0), dtype=torch.float32)
+        if stage.first and self.state.sequence:
+            like = like[:, : x.shape[1] // self.state.tensor_size]
+        inputs = AttentionInputs(positions, cache, like=like, state=self.state)
+        if self.own_attention:
+            given["attention_mask"] = carrier(inputs, len(x))
+        elif cache is not None or inputs.documents is not None:
+            what = "one document a row" if cache is None else "no cache of keys"
+            raise BadInput(
+                self.config.model_type, "positions", expected=what, found="others", todo=self.shown.no_context
+            )
+        if self.shown.takes_positions:
+            places = positions
+            if places is None:
+                places = default_positions(like, self.state, embedded=True).unsqueeze(0)
+            given["position_ids"] = places
+        if stage.first:
+            given["input_ids"] = x
+        else:
+            given["inputs_embeds"] = torch.zeros_like(x)  # the first own block is given x in its place
+        run = hf if stage.last else hf.base_model
+        with self._only(stage, None if stage.first else x) as noted:
+            out = run(**given)
+            if not stage.last:
+                return noted()
+        logits: Tensor = out.logits
+        return logits if cache is None else logits[:, -1:]
+
+    @contextmanager
+    def _only(self, stage: Stage, received: Tensor | None) -> Iterator[Callable[[], Tensor]]:
+        """Let the blocks of one stage run, on what was received; yield what gives what they made."""
+        places, shown = self.__dict__["blocks"]._modules, self.__dict__["shown"]
+        kept = dict(places)
+        for number in self.stage.blocks:
+            if number not in stage.blocks:
+                places[str(number)] = Through(kept[str(number)], single=shown.single)
+        before = places.get(str(stage.blocks[0] - 1)) if stage.blocks else None
+        behind = places.get(str(stage.blocks[-1] + 1)) if stage.blocks else None
+        if received is not None:
+            assert isinstance(before, Through)
+            before.received = received
+        try:
+            yield lambda: behind.noted  # type: ignore[union-attr]
+        finally:
+            for module in (before, behind):
+                if isinstance(module, Through):
+                    module.received = module.noted = None
+            places.update(kept)
+
+    @property
+    def layers(self) -> dict[str, nn.Module]:  # type: ignore[override]
+        """Return this rank's blocks by their numbers."""
+        places = self.__dict__["blocks"]._modules
+        return {str(number): places[str(number)] for number in self.stage.blocks if str(number) in places}
+
+    @property
+    def head_name(self) -> str:
+        """Return the name of the output layer's weight, on the last stage."""
+        head, embedding = self.hf.get_output_embeddings(), self.hf.get_input_embeddings()
+        wanted = embedding.weight if isinstance(head, TiedHead) else head.weight
+        return next(name for name, parameter in self.named_parameters() if parameter is wanted)
+
+    def numbered_blocks(self) -> dict[int, nn.Module]:
+        """Return all blocks on this rank by their numbers."""
+        return {int(number): block for number, block in self.layers.items()}
+
+    def blocks_of(self, stage: Stage) -> Iterator[nn.Module]:
+        """Yield the blocks of one stage, in order."""
+        return (self.layers[str(number)] for number in stage.blocks)
+
+    def uses(self, stage: Stage) -> list[nn.Module]:
+        """Return the modules that one stage of this rank computes with."""
+        inner = {module for block in self.layers.values() for module in block.modules()}
+        ends = [
+            module for module in self.modules()
+            if module not in inner and next(module.parameters(recurse=False), None) is not None
+        ]  # fmt: skip
+        return [*self.blocks_of(stage), *(ends if stage.first or stage.last else ())]

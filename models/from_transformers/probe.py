@@ -1,0 +1,180 @@
+"""Watch one forward of transformers' model without memory: what runs before, in and after its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from inspect import signature
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from ..base.family import making
+from .attention import ATTENTION, Seen, watched
+from .config import AdoptedConfig
+from .meta import OnMeta, on_meta
+
+_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Probed:
+    """State what one forward showed, and why the model cannot be cut into stages or over context ranks.
+
+    ``blocks``: path of the list of blocks; ``entry``, ``exit``: modules with parameters that run before and
+    after them. ``single``: whether a block returns a tensor, or a tuple that begins with one. ``local``:
+    paths of the attention modules that all tokens mix in, if ours can compute them (``no_context`` is empty).
+    """
+
+    blocks: str
+    entry: tuple[str, ...] = ()
+    exit: tuple[str, ...] = ()
+    single: bool = True
+    takes_positions: bool = True
+    no_pipeline: str = ""
+    no_context: str = ""
+
+
+@lru_cache(maxsize=32)
+def probed(cfg: AdoptedConfig) -> Probed:
+    """Return what a forward of the model shows."""
+    with making(torch.bfloat16, "cpu"):  # without memory, grouped products of experts have no other dtype
+        return _probed(cfg)
+
+
+def _probed(cfg: AdoptedConfig) -> Probed:
+    made = on_meta(cfg, attention=None)
+    blocks = path_of_blocks(made.model, cfg.num_hidden_layers)
+    takes = "position_ids" in signature(made.model.forward).parameters
+    if not blocks:
+        why = f"no list of {cfg.num_hidden_layers} blocks in its code"
+        return Probed("", no_pipeline=why, no_context=why, takes_positions=takes)
+    no_context = ""
+    if not getattr(type(made.model), "_supports_attention_backend", False):
+        no_context = "its attention is not transformers' common one"
+    elif not takes:
+        no_context = "its forward takes no position_ids"
+    seen: list[Seen] = []
+    try:
+        if no_context:
+            calls = _watch(made, blocks)
+        else:
+            with watched(seen):
+                calls = _watch(on_meta(cfg, attention=ATTENTION), blocks)
+    except Exception as error:  # whatever its code raises
+        first = str(error).strip().partition("\n")[0][:120]
+        why = f"its code does not run without memory ({type(error).__name__}: {first})"
+        return Probed(blocks, no_pipeline=why, no_context=no_context or why, takes_positions=takes)
+    no_context = no_context or _why_not_ours(made.model, blocks, seen, cfg)
+    return Probed(
+        blocks, tuple(calls.entry), tuple(calls.exit), calls.single, takes,
+        calls.problem(cfg), no_context,
+    )  # fmt: skip
+
+
+def path_of_blocks(model: nn.Module, count: int) -> str:
+    """Return the path of the first list of as many modules with parameters as the config states blocks."""
+    for path, module in model.named_modules():
+        holds = isinstance(module, nn.ModuleList) and len(module) == count
+        if holds and all(next(block.parameters(), None) is not None for block in module.children()):
+            return path
+    return ""
+
+
+class _Calls:
+    """Note the order of calls around the blocks."""
+
+    def __init__(self, model: Any, blocks: str) -> None:
+        self.number_of = {block: number for number, block in enumerate(model.get_submodule(blocks))}
+        self.inner = {module for block in self.number_of for module in block.modules()}
+        self.order: list[int] = []
+        self.entry: dict[str, None] = {}
+        self.exit: dict[str, None] = {}
+        self.single, self.shapes = True, set[tuple[int, ...]]()
+        self.twice = False
+        self.bare = [
+            name for name, _ in model.named_parameters()
+            if model.get_submodule(name.rpartition(".")[0]) not in self.inner
+        ]  # fmt: skip
+        for path, module in model.named_modules():
+            if module in self.number_of:
+                module.register_forward_hook(self.left_block, with_kwargs=True)
+            elif module not in self.inner and next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_pre_hook(self.calls(path))
+
+    def calls(self, path: str) -> Any:
+        def note(module: nn.Module, args: Any) -> None:
+            (self.exit if self.order else self.entry).setdefault(path)
+
+        return note
+
+    def left_block(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self.order.append(self.number_of[module])
+        given = args[0] if args else kwargs.get("hidden_states")
+        self.single = isinstance(output, Tensor)
+        first = output if self.single else output[0]
+        for x in (given, first):
+            self.shapes.add(tuple(x.shape) if isinstance(x, Tensor) else ())
+
+    def problem(self, cfg: AdoptedConfig) -> str:
+        """Return why the blocks cannot be cut into stages, or nothing."""
+        if self.order != [*range(cfg.num_hidden_layers)]:
+            return "its blocks do not run once each, in order"
+        if self.shapes != {(2, _TOKENS, cfg.hidden_size)}:
+            return "what its blocks pass on is not (batch, sequence, hidden_size)"
+        called = {*self.entry, *self.exit}
+        if both := self.entry.keys() & self.exit.keys():
+            return f"{min(both)} runs before and after blocks"
+        for name in self.bare:
+            if name.rpartition(".")[0] not in called:
+                return f"{name} is used outside the blocks, and no module of its own is called"
+        return ""
+
+
+def _watch(made: OnMeta, blocks: str) -> _Calls:
+    model = made.model.eval()
+    for module, name, value in made.constants:
+        module._buffers[name] = value.to("meta")
+    calls = _Calls(model, blocks)
+    tokens = torch.zeros((2, _TOKENS), dtype=torch.int64, device="meta")
+    with (
+        torch.device("meta"),
+        torch.no_grad(),
+        patch("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None),
+    ):  # it reads places, which have no values here
+        model(input_ids=tokens, use_cache=False)
+    return calls
+
+
+_OTHER_MIXERS = (
+    "mamba",
+    "ssm",
+    "recurrent",
+    "linearattention",
+    "lightning",
+    "deltanet",
+    "deltaattention",
+    "indexer",
+    "conv",
+    "rwkv",
+    "lstm",
+    "ngram",
+)
+
+
+def _why_not_ours(model: nn.Module, blocks: str, seen: Sequence[Seen], cfg: AdoptedConfig) -> str:
+    """Return why our attention does not compute the model's, or nothing."""
+    for module in model.get_submodule(blocks).modules():
+        name = type(module).__name__.lower()
+        plain = isinstance(module, nn.Conv1d)
+        if plain or (name != "conv1d" and any(word in name for word in _OTHER_MIXERS)):
+            return f"{type(module).__name__} mixes tokens outside of attention"
+    if not seen:
+        return "its blocks do not call transformers' common attention"
+    for call in seen:
+        if problem := call.problem():
+            return problem
+    return ""

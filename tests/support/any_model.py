@@ -1,0 +1,390 @@
+"""Try a causal model of transformers at a tiny size: against transformers itself, and in each layout."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from trilith.data import Batch
+from trilith.models.from_transformers import TransformersFamily, family_of_type
+from trilith.models.from_transformers.config import config_class
+from trilith.parallel_state import (
+    BadInput,
+    Layout,
+    Normal,
+    ParallelState,
+    clip_gradients,
+    declarations,
+    seed_of,
+    stored_box,
+)
+from trilith.parallel_state.engine import local_data
+from trilith.parallel_state.initial_weights import fill
+from trilith.testing import run_parallel
+from trilith.testing.layouts import Observation, assemble, differences, observe, random_rows
+from trilith.training import Precision, Step, TokenLoss, shard_over_data
+
+#: Layouts of two ranks by the axis that each proves.
+LAYOUTS = {
+    "tensor": Layout.of(tensor=2),
+    "sequence": Layout.of(tensor=2, sequence=True),
+    "pipeline": Layout.of(pipeline=2),
+    "data": Layout.of(data=2, zero=3),
+    "ZeRO 0": Layout.of(data=2),
+    "context": Layout.of(context=2),
+}
+LENGTH, SAMPLES, VOCABULARY = 32, 4, 130
+#: How far a layout may be from one process, and ours from transformers where that casts to fp32 inside.
+SAME, NEAR = 1e-9, 1e-7
+
+#: Sizes by config key, of whatever type; only keys that a config class has are set.
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
+    "sliding_window": 8, "attention_window": 8, "moe_intermediate_size": 32, "num_experts": 4,
+    "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_topk": 2,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1, "shared_expert_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
+    "first_k_dense_replace": 1, "num_dense_layers": 1, "mlp_only_layers": [0], "n_group": 2, "topk_group": 1,
+    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "expert_ffn_hidden_size": 32, "ffn_hidden_size": 96, "shared_intermediate_size": 32, "state_size": 8,
+    "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 4, "time_step_rank": 4,
+    "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_chunk_size": 8, "chunk_size": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY,
+    "attention_chunk_size": 8, "intermediate_size_mlp": 96, "dim_model_base": 32, "index_n_heads": 2,
+    "index_head_dim": 16, "index_topk": 8, "word_embed_proj_dim": 64, "rotary_dim": 8, "n_inner": 96,
+    "num_nextn_predict_layers": 0, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
+    "mtp_num_layers": 0,
+}  # fmt: skip
+#: Keys that are no factor of the forward pass, by a part of their names; those of dropouts become 0.
+_OFF = ("dropout", "drop", "jitter", "pdrop", "layerdrop")
+_LEAVE = (
+    "eps",
+    "init",
+    "std",
+    "range",
+    "coef",
+    "rope",
+    "rotary",
+    "theta",
+    "time_step",
+    "aux",
+    "epsilon",
+    "ratio",
+    "percent",
+)
+#: What the scheme above gets wrong, by type.
+SPECIAL: dict[str, dict[str, Any]] = {
+    "glm4_moe_lite": {"num_key_value_heads": 4},
+    "minicpm3": {"num_key_value_heads": 4},
+}
+
+
+def tiny(kind: str, **changes: Any) -> dict[str, Any]:
+    """Return a tiny config.json's dict of a type, with each factor off its default where it has one."""
+    made = config_class(kind)
+    base = made()
+    names = {attribute: key for attribute, key in made.attribute_map.items()}
+    stated = base.to_dict()
+    raw: dict[str, Any] = {"model_type": kind}
+    for key, value in stated.items():
+        if isinstance(value, float) and value not in (float("inf"), float("-inf")):
+            if any(word in key for word in _OFF):
+                raw[key] = 0.0
+            elif value and not any(word in key for word in _LEAVE):
+                raw[key] = value * 1.25
+    for key, value in SMALL.items():
+        key = names.get(key, key)
+        if key in stated and (
+            stated[key] is not None
+            or key.endswith("token_id")
+            or key in ("head_dim", "num_key_value_heads", "sliding_window")
+        ):
+            raw[key] = value
+    if "qk_rope_head_dim" in stated:  # from which the head dim follows
+        raw["head_dim"] = SMALL["qk_rope_head_dim"]
+        raw["num_key_value_heads"] = SMALL["num_attention_heads"]
+    for key in ("is_decoder",):
+        if key in stated:
+            raw[key] = True
+    kinds = stated.get("layer_types")
+    if isinstance(kinds, list) and kinds:
+        raw["layer_types"] = (list(dict.fromkeys(kinds)) * 4)[:4]
+    for key, value in stated.items():
+        if (
+            isinstance(value, list)
+            and key not in raw
+            and key.endswith(("_types", "_pattern", "_layers"))
+            and len(value) > 4
+        ):
+            raw[key] = value[:4]
+    return raw | SPECIAL.get(kind, {}) | changes
+
+
+@dataclass
+class Row:
+    """State what is proved of a type: the largest difference by axis, or why the axis is refused."""
+
+    kind: str
+    proved: dict[str, float] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def family(kind: str) -> TransformersFamily:
+    """Return the family of a type with no axis refused for want of a proof."""
+    made = family_of_type(kind)
+    assert isinstance(made, TransformersFamily), kind
+    return replace(made, trusted=True)
+
+
+@torch.no_grad()
+def draw(model: nn.Module, state: ParallelState) -> None:
+    """Fill all parameters by their names, none with the values that it begins with."""
+    stated = declarations(model)
+    for name, parameter in model.named_parameters():
+        declaration, data = stated[name], local_data(parameter)
+        box = declaration.true_part(stored_box(parameter, declaration, state))
+        data.zero_()
+        if box.size:
+            flat = len(declaration.shape) < 2
+            part = data[: box.shape[0]] if box.shape else data
+            fill(part, box, declaration.shape, Normal(0.3 if flat else 0.1), seed_of(0, name))
+            if flat and not name.endswith("bias"):
+                part.add_(0.5)
+
+
+def batch() -> Batch:
+    generator = torch.Generator().manual_seed(7)
+    ids, labels = random_rows(SAMPLES, LENGTH, VOCABULARY - 6, generator)
+    return Batch(ids + 3, torch.where(labels < 0, labels, labels + 3))
+
+
+def train(raw: Mapping[str, Any], layout: Layout, steps: int = 2) -> Observation:
+    """Take two steps in a layout, on this rank."""
+    warnings.simplefilter("ignore")
+    state = ParallelState.start(layout)
+    made = family(str(raw["model_type"]))
+    whole, config = batch(), made.from_hf(raw)
+    each = SAMPLES // layout.data
+    rows = slice(state.data_index * each, (state.data_index + 1) * each)
+    precision = Precision(torch.float64, torch.float64, torch.float64)
+
+    def build() -> tuple[nn.Module, Callable[[Any], Tensor]]:
+        model = made.build(config, state=state, dtype=torch.float64)
+        shard_over_data(model, state, precision)
+        model.to_empty(device=state.device)
+        draw(model, state)
+        return model, Step(model, TokenLoss(model), micro_batch=2 // layout.data_shard or 1)
+
+    mine = Batch(whole.input_ids[rows], whole.labels[rows])
+    return observe(
+        build, [mine] * steps, state, lr=1e-2, clip=lambda model: clip_gradients(model, 0.1, state=state)
+    )
+
+
+def train_all(raw: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, Any]:
+    """Train in each of these layouts of as many ranks; of one that fails, return what it said."""
+    seen: dict[str, Any] = {}
+    for axis, layout in layouts.items():
+        try:
+            with InFp64():
+                seen[axis] = train(raw, layout)
+        except BadInput as error:
+            seen[axis] = f"refused: {error.todo or error}"
+        except Exception as error:
+            seen[axis] = (
+                f"failed: {type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+            )
+            if layout.world > 1:
+                import torch.distributed as dist
+
+                del dist
+                break  # the other rank may be elsewhere
+    return seen
+
+
+def reference(raw: Mapping[str, Any]) -> Row:
+    """Compare logits, loss and gradients of one process with transformers' own."""
+    kind = str(raw["model_type"])
+    made, row = family(kind), Row(kind)
+    config = made.from_hf(raw)
+    ours = made.build(config, dtype=torch.float64).to_empty(device="cpu")
+    draw(ours, ours.state)
+    theirs = plain(config, made, ours)
+    for training in (False, True):
+        ours.train(training), theirs.train(training)
+        given = batch()
+        logits, wanted = ours(given.input_ids), theirs(input_ids=given.input_ids, use_cache=False).logits
+        row.proved["transformers"] = max(
+            row.proved.get("transformers", 0.0), apart(logits[..., :VOCABULARY], wanted)
+        )
+    for output in (logits, wanted):
+        nn.functional.cross_entropy(
+            output.flatten(0, 1), given.labels.flatten(), ignore_index=-100
+        ).backward()
+    links = made.held_links(config)
+    named = dict(theirs.named_parameters())
+    largest = max(float(p.grad.abs().max()) for p in named.values() if p.grad is not None)
+    parameters = dict(ours.named_parameters())
+    for link in links:
+        grad = parameters[link.ours].grad
+        if link.hf not in named or grad is None:
+            continue
+        of_theirs = named[link.hf].grad
+        piece = torch.zeros(()) if of_theirs is None else of_theirs[link.hf_box.slices]
+        scale = max(float(piece.abs().max()), 1e-7 * largest)
+        gap = (
+            float((grad[link.ours_box.slices].reshape(piece.shape) - piece).abs().max()) / scale
+            if of_theirs is not None
+            else float(grad.abs().max()) / largest
+        )
+        row.proved["gradients"] = max(row.proved.get("gradients", 0.0), gap)
+    causal(ours, row)
+    return row
+
+
+def causal(model: nn.Module, row: Row) -> None:
+    """Refuse a model in which a token changes what comes before it."""
+    model.eval()
+    given = batch().input_ids
+    changed = given.clone()
+    changed[:, LENGTH // 2 :] = (changed[:, LENGTH // 2 :] + 1) % (VOCABULARY - 4)
+    with torch.no_grad():
+        gap = apart(model(changed)[:, : LENGTH // 2], model(given)[:, : LENGTH // 2])
+    if not gap < 1e-9:
+        row.refused["all"] = f"a token sees later ones: logits change by {gap:.0e}"
+
+
+class InFp64(TorchFunctionMode):
+    """Let code that computes in fp32 compute in fp64, if it is given fp64: differences are then mistakes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs = kwargs | {"dtype": torch.float64}
+        return func(*args, **kwargs)
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    gap = float((a.detach().double() - b.detach().double()).abs().max() / b.detach().abs().max())
+    return gap if gap == gap else float("inf")
+
+
+def plain(config: Any, made: TransformersFamily, ours: nn.Module) -> Any:
+    """Return transformers' model with the weights of ours."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_config(
+        config.in_transformers(), dtype=torch.float64, attn_implementation="eager"
+    )
+    theirs.config._experts_implementation = "eager"
+    for parameter in theirs.parameters():  # some are in fp32 whatever is asked for
+        parameter.data = parameter.data.double()
+    links = made.held_links(config)
+    tensors = {name: torch.full_like(tensor, float("nan")) for name, tensor in theirs.state_dict().items()}
+    parameters = dict(ours.named_parameters())
+    for link in links:
+        tensors[link.hf][link.hf_box.slices] = (
+            parameters[link.ours].detach()[link.ours_box.slices].to(torch.float64)
+        )
+    tied = set(getattr(theirs, "all_tied_weights_keys", None) or {})
+    theirs.load_state_dict(
+        {name: tensor for name, tensor in tensors.items() if name not in tied}, strict=False
+    )
+    for name, tensor in theirs.state_dict().items():
+        assert not bool(tensor.isnan().any()), f"{name} has no counterpart"
+    return theirs
+
+
+def prove(kind: str, raw: Mapping[str, Any] | None = None, axes: Mapping[str, Layout] = LAYOUTS) -> Row:
+    """Return what is proved of a type."""
+    warnings.simplefilter("ignore")
+    try:
+        raw = raw or tiny(kind)
+        with InFp64():
+            row = reference(raw)
+    except BadInput as error:
+        return Row(kind, refused={"all": str(error)})
+    except Exception as error:
+        return Row(kind, refused={"all": f"failed: {type(error).__name__}: {str(error).strip()[:200]}"})
+    if not row.proved["transformers"] <= NEAR or not row.proved.get("gradients", 1.0) <= 1e-4:
+        row.refused["all"] = f"not transformers' own: {row.proved}"
+    if "all" in row.refused:
+        return row
+    (alone,) = run_parallel(train_all, 1, raw, {"alone": Layout()}, timeout=60)
+    one = alone["alone"]
+    if isinstance(one, str):
+        row.refused["all"] = one
+        return row
+    left = dict(axes)
+    while left:
+        try:
+            ranks = run_parallel(train_all, 2, raw, left, timeout=60)
+        except Exception as error:
+            axis = next(iter(left))
+            row.refused[axis] = f"failed: {str(error).strip()[:160]}"
+            del left[axis]
+            continue
+        done = [axis for axis in left if all(axis in rank for rank in ranks)] or [next(iter(left))]
+        for axis in done:
+            judge(row, axis, one, [rank.get(axis, "failed on another rank") for rank in ranks])
+            del left[axis]
+    return row
+
+
+def judge(row: Row, axis: str, one: Observation, ranks: list[Any]) -> None:
+    words = [each for each in ranks if isinstance(each, str)]
+    if words:
+        row.refused[axis] = words[0].removeprefix("refused: ")
+        return
+    gaps = [
+        abs(a - b) / abs(a)
+        for rank in ranks
+        for a, b in zip(one.losses + one.norms, rank.losses + rank.norms, strict=True)
+    ]
+    try:
+        for what in ("gradients", "parameters"):
+            gaps += [
+                gap
+                for _, gap in differences(
+                    assemble([getattr(one, what)]), [getattr(rank, what) for rank in ranks]
+                )
+            ]
+    except AssertionError as error:
+        row.refused[axis] = f"failed: {str(error)[:160]}"
+        return
+    if not max(gaps) <= SAME:
+        row.refused[axis] = f"differs by {max(gaps):.0e}"
+    else:
+        row.proved[axis] = max(gaps)
+
+
+def main() -> None:
+    """Try the types named, or all, and write a line of JSON for each."""
+    import logging
+
+    logging.disable(logging.WARNING)
+    from trilith.models.from_transformers import adopted_types
+
+    for kind in sys.argv[2:] or sorted(adopted_types()):
+        row = prove(kind)
+        with open(sys.argv[1], "a", encoding="utf-8") as out:
+            print(json.dumps(asdict(row)), file=out)
+        print(kind, {axis: f"{gap:.0e}" for axis, gap in row.proved.items()}, row.refused, flush=True)
+
+
+if __name__ == "__main__":
+    main()
