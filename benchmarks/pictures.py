@@ -1,4 +1,4 @@
-"""Draw the pictures of docs: memory of recipes, ratios of benchmarks with goals, the grid of ranks, the rooms.
+"""Draw docs' pictures: memory of recipes, ratios of benchmarks with goals, the grid of ranks, the rooms.
 
 python benchmarks/pictures.py; the ratios are those of results/*.json.
 """

@@ -1,7 +1,7 @@
 """The pages of the documentation: what they name exists, and what they show runs.
 
-README.md, docs/fine_tuning.md, docs/your_model.md and the tutorials promise runs and numbers, and have files of
-their own; test_site.py is about the site.
+README.md, docs/fine_tuning.md, docs/your_model.md and the tutorials promise runs and numbers, and have files
+of their own; test_site.py is about the site.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The site: navigation, words, first lines, links to what is outside of docs, and the reference of Python names.
+"""The site: navigation, words, first lines, links to what is outside of docs, the reference of Python names.
 
 ``make site`` builds it and looks at the result (tests/support/built_site.py).
 """
@@ -17,7 +17,7 @@ CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 #: Pages that code writes.
 GENERATED = {"docs/commands.md", "docs/models.md", "docs/published_runs.md", "docs/recipe.md"}
 #: The most words of README and the pages written by hand.
-MOST_WORDS = 27_000
+MOST_WORDS = 30_300
 
 
 def navigation(entry):
@@ -73,7 +73,8 @@ def test_nothing_is_fetched_from_elsewhere():
 
 def test_links_lead_to_the_same_file_on_the_site():
     text = "[a](docs/install.md) [b](recipes) [c](https://x.org) [d](CHANGELOG.md#unreleased)"
-    expected = "[a](install.md) [b](repository/recipes.md) [c](https://x.org) [d](repository/CHANGELOG.md#unreleased)"
+    expected = "[a](install.md) [b](repository/recipes.md) [c](https://x.org) "
+    expected += "[d](repository/CHANGELOG.md#unreleased)"
     assert site.with_site_links("README.md", text) == expected
     assert site.with_site_links("docs/python/index.md", "[a](../../README.md)") == "[a](../index.md)"
     assert "```\n[a](b.md)\n```" in site.with_site_links("docs/x.md", "```\n[a](b.md)\n```")

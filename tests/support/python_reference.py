@@ -148,9 +148,10 @@ def methods(entry: Entry) -> Iterator[ast.FunctionDef]:
     """Yield the public methods and properties that say what they do."""
     if isinstance(entry.node, ast.ClassDef):
         for line in entry.node.body:
-            if isinstance(line, ast.FunctionDef) and ast.get_docstring(line):
-                if not line.name.startswith("_") or line.name in _SHOWN_DUNDERS:
-                    yield line
+            if not isinstance(line, ast.FunctionDef) or not ast.get_docstring(line):
+                continue
+            if not line.name.startswith("_") or line.name in _SHOWN_DUNDERS:
+                yield line
 
 
 def _markdown(text: str) -> str:
@@ -237,8 +238,8 @@ def front_page() -> str:
             "# Python names\n",
             "Look here when you write Python: every public name with its signature, shapes and errors. "
             "`make docs` writes these pages from the docstrings.\n",
-            "`import trilith as tl` offers these; each is also a name of its room, which is imported when one of "
-            "its names is first used.\n",
+            "`import trilith as tl` offers these; each is also a name of its room, which is imported "
+            "when one of its names is first used.\n",
             "| name | in one line |",
             "|---|---|",
             *rows,

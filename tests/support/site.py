@@ -77,7 +77,7 @@ def shown(path: str) -> str:
 
 
 def repository_pages() -> list[str]:
-    """Return the files outside of docs that the site shows: what its pages link to, directly or over others."""
+    """Return the files outside of docs that the site shows: what pages link to, directly or over others."""
     texts = {f"docs/{path.relative_to(ROOT / 'docs')}": path for path in (ROOT / "docs").rglob("*.md")}
     queue, seen = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *texts], list[str]()
     while queue:
