@@ -66,7 +66,7 @@ def new(
     tokens = Path(_asked(data, "--data", "Token file (trilith tokenize makes one)"))
     check_tokens_there(tokens)
     count = int(_asked(gpus, "--gpus", "Number of GPUs"))
-    from ..planner.new_recipe import new_recipe
+    from ..planner.search.new_recipe import new_recipe
     from ..planner.time import machine_named
     from ..storage.output_file import check_output_file, output_file
 

@@ -1,6 +1,7 @@
 """The pages of the documentation: what they name exists, and what they show runs.
 
-README.md, docs/fine_tuning.md and docs/your_model.md promise runs and numbers, and have files of their own.
+README.md, docs/fine_tuning.md, docs/your_model.md and the tutorials promise runs and numbers, and have files
+of their own; test_site.py is about the site.
 """
 
 import re
@@ -43,7 +44,9 @@ PAGES = pages()
 #: Pages whose Python is no program by itself, and what says that it is right.
 OTHER_PYTHON = {
     "docs/clusters.md": "needs a cluster, or Ray",
+    "docs/chat_model.md": "test_tutorials.py",
     "docs/fine_tuning.md": "test_fine_tuning_doc.py",
+    "docs/nanogpt.md": "test_tutorials.py",
     "docs/new_family.md": "a piece of models/smollm3.py",
     "docs/training.md": "test_training_from_python_works_as_shown",
     "docs/watching.md": "needs an account with a tracker",

@@ -122,7 +122,13 @@ def refused_commands(page: Page) -> list[str]:
 
 
 #: Pages on which ``name = value`` is also an argument of Python or a key of another program.
-_OTHER_NAMES = {"CONTRIBUTING.md", "docs/checkpoints.md", "docs/fine_tuning.md", "docs/your_model.md"}
+_OTHER_NAMES = {
+    "CONTRIBUTING.md",
+    *(
+        f"docs/{name}.md"
+        for name in ("checkpoints", "converting", "fine_tuning", "gpu", "nanogpt", "your_model")
+    ),
+}
 
 
 def _keys() -> dict[str | None, set[str]]:

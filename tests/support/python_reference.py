@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -148,9 +148,10 @@ def methods(entry: Entry) -> Iterator[ast.FunctionDef]:
     """Yield the public methods and properties that say what they do."""
     if isinstance(entry.node, ast.ClassDef):
         for line in entry.node.body:
-            if isinstance(line, ast.FunctionDef) and ast.get_docstring(line):
-                if not line.name.startswith("_") or line.name in _SHOWN_DUNDERS:
-                    yield line
+            if not isinstance(line, ast.FunctionDef) or not ast.get_docstring(line):
+                continue
+            if not line.name.startswith("_") or line.name in _SHOWN_DUNDERS:
+                yield line
 
 
 def _markdown(text: str) -> str:
@@ -198,7 +199,8 @@ def _anchor(name: str) -> str:
 def page(room: str) -> str:
     """Return the page of a room."""
     door = ROOT / room / "__init__.py"
-    entries = [find(door, name) for name in sorted(public_names(door), key=str.lower)]
+    names = sorted(public_names(door), key=str.lower)
+    entries = [replace(find(door, name), name=name) for name in names]
     text = re.sub(r"^Floor \d+: ", "", ast.get_docstring(_tree(door)) or "")
     rows = [f"| [`{entry.name}`](#{_anchor(entry.name)}) | {_first_line(entry)} |" for entry in entries]
     return "\n".join(
@@ -236,8 +238,8 @@ def front_page() -> str:
             "# Python names\n",
             "Look here when you write Python: every public name with its signature, shapes and errors. "
             "`make docs` writes these pages from the docstrings.\n",
-            "`import trilith as tl` offers these; each is also a name of its room, which is imported when one of "
-            "its names is first used.\n",
+            "`import trilith as tl` offers these; each is also a name of its room, which is imported "
+            "when one of its names is first used.\n",
             "| name | in one line |",
             "|---|---|",
             *rows,
@@ -250,6 +252,11 @@ def front_page() -> str:
     )
 
 
+def finished(text: str) -> str:
+    """Return a page with single blank lines and one end of line."""
+    return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
+
+
 def main() -> None:
     """Write all pages anew."""
     PAGES.mkdir(exist_ok=True)
@@ -257,7 +264,7 @@ def main() -> None:
         old.unlink()
     texts = {"index": front_page()} | {room: page(room) for room in rooms()}
     for name, text in texts.items():
-        (PAGES / f"{name}.md").write_text(re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n", encoding="utf-8")
+        (PAGES / f"{name}.md").write_text(finished(text), encoding="utf-8")
 
 
 if __name__ == "__main__":

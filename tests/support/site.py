@@ -65,7 +65,9 @@ def shown(path: str) -> str:
     """Return a file outside of docs as Markdown: a page as it is, other text as code, a folder as a list."""
     file = ROOT / path
     if file.is_dir():
-        names = sorted(child.name for child in file.iterdir() if child.suffix in (".toml", ".md", ".json", ".py"))
+        names = sorted(
+            child.name for child in file.iterdir() if child.suffix in (".toml", ".md", ".json", ".py")
+        )
         return f"# {path}\n\n" + "".join(f"- `{path}/{name}`\n" for name in names if name != "__init__.py")
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".md":
@@ -75,7 +77,7 @@ def shown(path: str) -> str:
 
 
 def repository_pages() -> list[str]:
-    """Return the files outside of docs that the site shows: what its pages link to, directly or over others."""
+    """Return the files outside of docs that the site shows: what pages link to, directly or over others."""
     texts = {f"docs/{path.relative_to(ROOT / 'docs')}": path for path in (ROOT / "docs").rglob("*.md")}
     queue, seen = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *texts], list[str]()
     while queue:

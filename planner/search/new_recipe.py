@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..data.token_file import TokenFile
-from ..parallel_state import BadInput
-from ..recipes.commented import commented_recipe
-from .search.choice import raw_recipe
-from .search.find import Found, find_layouts
-from .search.report import recipe_head
-from .search.request import read_request
-from .time import Machine
+from ...data.token_file import TokenFile
+from ...parallel_state import BadInput
+from ...recipes.commented import commented_recipe
+from ..time import Machine
+from .choice import raw_recipe
+from .find import Found, find_layouts
+from .report import recipe_head
+from .request import read_request
 
 #: Fewer steps than this in one pass over the tokens: the global batch becomes smaller.
 _STEPS = 100
