@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..parallel_state import Layout
-from .schedule_actions import Kind, actions
+from .schedule_actions import Kind
+from .walk import walk
 
 
 class Instant(NamedTuple):
@@ -182,43 +183,16 @@ def _with_messages(
     name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int
 ) -> list[list[_Event]]:
     """Return each rank's actions in order, and between them the messages, received as torch receives them:
-    the ranks take turns, each computes one action, and its receiver receives at once.
+    as soon as they are sent.
     """
-    todo = actions(name, pipeline, virtual_stages, v_shape, micro_batches)
-    layout = Layout.of(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
-    stages = layout.stages
-    home = [layout.rank_of_stage(stage) for stage in range(stages)]
-    events: list[list[_Event]] = [[] for _ in todo]
-    # Places of forwards, then of backwards, stage by stage.
-    back = stages * micro_batches
-    ready = bytearray(2 * back)
-    ready[:micro_batches] = b"\1" * micro_batches
-    at, left = [0] * pipeline, [*range(pipeline)]
-    while left:
-        for rank in left:
-            mine, mine_events, number = todo[rank], events[rank], at[rank]
-            kind, stage, micro_batch, paired = mine[number]
-            if kind != "W" and not ready[stage * micro_batches + micro_batch + (kind != "F") * back]:
-                continue
-            if paired:
-                _, other, batch, _ = mine[number + 1]
-                if not ready[other * micro_batches + batch + back]:
-                    continue
-            for kind, stage, micro_batch, _ in mine[number : number + 1 + paired]:
-                mine_events.append((kind, stage, False))
-                if kind == "F":
-                    if stage + 1 == stages:
-                        ready[back + stage * micro_batches + micro_batch] = 1
-                        continue
-                    ready[(stage + 1) * micro_batches + micro_batch] = 1
-                    if home[stage + 1] != rank:
-                        events[home[stage + 1]].append(("F", stage + 1, True))
-                elif kind != "W" and stage:
-                    ready[back + (stage - 1) * micro_batches + micro_batch] = 1
-                    if home[stage - 1] != rank:
-                        events[home[stage - 1]].append(("B", stage - 1, True))
-            at[rank] = number + 1 + paired
-        left = [rank for rank in left if at[rank] < len(todo[rank])]
+    steps = walk(name, pipeline, virtual_stages, v_shape, micro_batches)
+    receivers = {step.needs: step for step in steps if step.away}
+    events: list[list[_Event]] = [[] for _ in range(pipeline)]
+    for number, ((kind, stage, _, _), rank, _, _) in enumerate(steps):
+        events[rank].append((kind, stage, False))
+        if receiver := receivers.get(number):
+            arrives: Kind = "F" if kind == "F" else "B"
+            events[receiver.rank].append((arrives, receiver.action.stage, True))
     return events
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, get_args
+from typing import get_args
 
 from ..parallel_state import Layout
-from .schedule_actions import Action, Kind, actions
+from .schedule_actions import Action, Kind
 from .schedule_kinds import schedule_kind
+from .walk import walk
 
 #: Their costs if nothing is measured: each matrix product of forward has two in backward.
 UNIT_COSTS: Mapping[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
@@ -76,76 +77,39 @@ def timetable(
     ``costs``: those of every stage, or of each stage of the model in order. ``sending``: the time from the
     end of an action until another rank has its result. Raises ``BadInput`` if the schedule cannot run.
     """
-    order, placed = _in_order(name, layout.pipeline, layout.virtual_stages, layout.v_shape, micro_batches)
+    shape = name, layout.pipeline, layout.virtual_stages, layout.v_shape, micro_batches
+    placed = _placed(*shape)
     of_stage = [costs] * layout.stages if isinstance(costs, Mapping) else costs
     ranks: list[list[Timed]] = [[] for _ in range(layout.pipeline)]
-    for action, place, *times in zip(
-        order, placed, *_times(placed, layout.pipeline, of_stage, sending), strict=True
-    ):
-        ranks[place.rank].append(Timed(action, *times))
+    times = zip(*_times(placed, layout.pipeline, of_stage, sending), strict=True)
+    for event, (start, stop) in zip(walk(*shape), times, strict=True):
+        ranks[event.rank].append(Timed(event.action, start, stop))
     return Timetable(layout, tuple(map(tuple, ranks)))
-
-
-class _Placed(NamedTuple):
-    """State what an action waits for, in numbers, because a timetable may have 100,000 actions.
-
-    ``cost``, ``after``: places in a table of the costs of all stages (``_cost_of``); ``after`` is the action
-    with whose result it sends its own (``Action.paired``), or -1. ``needs``: the number of the action that
-    it waits for, or -1. ``away``: whether that action runs on another rank.
-    """
-
-    cost: int
-    rank: int
-    needs: int
-    away: bool
-    after: int
 
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 _NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
 
 
-def _cost_of(action: Action) -> int:
-    """Return the place of an action's cost in a table that lists, stage by stage, the costs of each kind."""
-    return action.stage * len(_KINDS) + _NUMBER[action.kind]
+#: What an action waits for, in numbers, because a timetable may have 100,000 actions: the place of its cost
+#: in a table that lists, stage by stage, the costs of each kind; rank, ``needs`` and ``away`` of its
+#: ``Event``; and the place of the cost of the action that sends with it (``Action.paired``), or -1.
+_Placed = tuple[int, int, int, bool, int]
 
 
 @lru_cache(maxsize=64)
-def _in_order(
+def _placed(
     name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int
-) -> tuple[tuple[Action, ...], tuple[_Placed, ...]]:
-    """Return all ranks' actions in an order in which each comes after those that it waits for.
-
-    The order does not depend on costs, so the steps of many layouts are timed by one.
+) -> list[_Placed]:
+    """Return what each event of the walk waits for. It does not depend on costs, so the steps of many layouts
+    are timed by one.
     """
-    ranks = actions(name, pipeline, virtual_stages, v_shape, micro_batches)
-    layout = Layout.of(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
-    last, home = layout.stages - 1, [layout.rank_of_stage(stage) for stage in range(layout.stages)]
-    done: dict[tuple[str, int, int], int] = {}
-    order: list[Action] = []
-    placements: list[_Placed] = []
-    at = [0] * pipeline
-    while any(at[rank] < len(todo) for rank, todo in enumerate(ranks)):
-        before = len(placements)
-        for rank, todo in enumerate(ranks):
-            while at[rank] < len(todo):
-                action = todo[at[rank]]
-                needs = _needs(action, last)
-                if needs is not None and needs not in done:
-                    break
-                # A whole backward, too, gives the gradient of the input, which the stage before waits for.
-                done["I" if action.kind == "B" else action.kind, action.stage, action.micro_batch] = len(
-                    placements
-                )
-                after = _cost_of(todo[at[rank] + 1]) if action.paired else -1
-                away = needs is not None and home[needs[1]] != rank
-                order.append(action)
-                placements.append(
-                    _Placed(_cost_of(action), rank, -1 if needs is None else done[needs], away, after)
-                )
-                at[rank] += 1
-        assert len(placements) > before, "a schedule that waits for itself"
-    return tuple(order), tuple(placements)
+    events = walk(name, pipeline, virtual_stages, v_shape, micro_batches)
+    costs = [stage * len(_KINDS) + _NUMBER[kind] for (kind, stage, _, _), *_ in events]
+    return [
+        (cost, rank, needs, away, costs[number + 1] if action.paired else -1)
+        for number, (cost, (action, rank, needs, away)) in enumerate(zip(costs, events, strict=True))
+    ]
 
 
 def _times(
@@ -179,8 +143,8 @@ def step_length(
     """
 
     def length(number: int) -> float:
-        _, order = _in_order(name, layout.pipeline, layout.virtual_stages, layout.v_shape, number)
-        return max(_times(order, layout.pipeline, costs, sending)[1])
+        placed = _placed(name, layout.pipeline, layout.virtual_stages, layout.v_shape, number)
+        return max(_times(placed, layout.pipeline, costs, sending)[1])
 
     few = few_micro_batches(name, layout, micro_batches)
     if few == micro_batches:
@@ -196,19 +160,6 @@ def few_micro_batches(name: str, layout: Layout, micro_batches: int) -> int:
     if micro_batches <= few or not all(runs(layout.pipeline, count) for count in (least, few)):
         return micro_batches
     return few
-
-
-def _needs(action: Action, last: int) -> tuple[str, int, int] | None:
-    """Return what another stage, or an earlier action of this one, must have done."""
-    if action.kind == "F":
-        return ("F", action.stage - 1, action.micro_batch) if action.stage else None
-    if action.kind == "W":
-        return ("I", action.stage, action.micro_batch)
-    return (
-        ("F", last, action.micro_batch)
-        if action.stage == last
-        else ("I", action.stage + 1, action.micro_batch)
-    )
 
 
 @dataclass(frozen=True, slots=True)
