@@ -13,7 +13,7 @@ from .activation_checkpointing import (
     recomputes_operators,
 )
 from .attention.alibi import Alibi, alibi_slopes
-from .attention.attention import Attention, SharedHeads
+from .attention.attention import Attention, AttentionLayer, SharedHeads
 from .attention.backends import AttentionCall, PinnedBackend
 from .attention.causal import causal_attention, merge_heads, split_heads
 from .attention.chosen_backend import (
@@ -83,6 +83,7 @@ __all__ = [
     "Attention",
     "AttentionCall",
     "AttentionInputs",
+    "AttentionLayer",
     "AttentionScope",
     "Balance",
     "Balancing",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from ..layers import Attention, MoE, MultiHeadLatentAttention
+from ..layers import AttentionLayer, MoE
 from ..models import TransformersFamily
 from ..parallel_state import declarations
 from .kinds_of_blocks import signature
@@ -197,13 +197,8 @@ def attention_flops(block: nn.Module, length: int) -> float:
     """Return the FLOPs of attention of one token in a forward, over all tensor ranks: its scores with all
     tokens of its row, and their sum over the values.
     """
-    for_each = 0.0
-    for layer in block.modules():
-        if isinstance(layer, Attention):
-            for_each += 4.0 * layer.whole_width
-        elif isinstance(layer, MultiHeadLatentAttention):
-            for_each += 2.0 * layer.heads * (layer.key_dim + layer.value_parts[1])
-    return for_each * length
+    layers = (layer for layer in block.modules() if isinstance(layer, AttentionLayer))
+    return length * sum(2.0 * layer.heads * (layer.key_dim + layer.value_dim) for layer in layers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,78 @@ from .mask import AttentionScope
 from .sinks import Sinks
 
 
-class Attention(nn.Module):
+class AttentionLayer(nn.Module):
+    """Base of the attention layers: what they do with queries, keys and values of this rank's heads.
+
+    ``heads``: number of query heads of all ranks. ``key_dim``: width of a head of queries and keys;
+    ``value_dim``: that of a head of values. ``window``:
+    number of tokens that a token sees, itself included; ``None``: all earlier ones. ``scale``, ``soft_cap``,
+    ``alibi`` and ``dropout`` are those of ``causal_attention``.
+    """
+
+    #: What computes it, see ``backends.py``; ``set_attention_backend`` pins it.
+    backend: PinnedBackend = "auto"
+    #: One more score of each head, which is learnt.
+    sinks: Sinks | None
+    out: RowParallelLinear
+
+    def __init__(
+        self,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        alibi: Alibi | None = None,
+        dropout: float = 0.0,
+        state: ParallelState | None = None,
+    ) -> None:
+        super().__init__()
+        self.heads, self.key_dim, self.value_dim, self.state = heads, key_dim, value_dim, alone_or(state)
+        self.window, self.scale, self.soft_cap = window, scale, soft_cap
+        self.alibi, self.dropout = alibi, dropout
+
+    @property
+    def one_graph(self) -> bool:
+        """Return whether ``torch.compile`` can make one graph of it.
+
+        It cannot over context ranks, and where tensor ranks draw dropout's masks of their own.
+        """
+        return self.state.context_size == 1 and not (self.dropout and self.state.tensor_size > 1)
+
+    def attend(self, q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, scope: AttentionScope) -> Tensor:
+        """Return the heads' outputs, side by side: (B, S, heads here * value_dim)."""
+        dropout = self.dropout if self.training else 0.0
+        with own_random(self.state, split=dropout > 0):
+            heads_BHSE = causal_attention(
+                q_BHSE,
+                k_BKTE,
+                v_BKTE,
+                scope,
+                dropout=dropout,
+                scale=self.scale,
+                soft_cap=self.soft_cap,
+                sinks=None if self.sinks is None else local(self.sinks.weight),
+                alibi=self.alibi,
+                backend=self.backend,
+            )
+        return merge_heads(heads_BHSE)
+
+    def prepare(self, q_BHSE: Tensor, scope: AttentionScope) -> None:
+        """Make what this layer needs of the scope, for queries of this shape, dtype and device."""
+        backend = checked_backend(self.call(q_BHSE, scope), self.backend, q_BHSE.device, self.state)
+        scope.prepare(backend, q_BHSE, self.key_dim)
+
+    def call(self, q_BHSE: Tensor, scope: AttentionScope) -> AttentionCall:
+        """Describe this layer's call of attention, for the choice of its backend."""
+        dropout = self.dropout if self.training else 0.0
+        score = score_name(soft_cap=self.soft_cap is not None, sinks=self.sinks is not None, alibi=self.alibi)
+        return call_of(q_BHSE, self.value_dim, scope, dropout=dropout, score=score, width=self.key_dim)
+
+
+class Attention(AttentionLayer):
     """Compute causal self-attention, in which several query heads may share a key/value head.
 
     Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism. Each tensor rank computes
@@ -41,9 +112,6 @@ class Attention(nn.Module):
     ``out_initial``: initial weights of the input and of the output projection.
     Source: Ainslie et al. 2023 (grouped queries).
     """
-
-    #: What computes it, see ``backends.py``; ``set_attention_backend`` pins it.
-    backend: PinnedBackend = "auto"
 
     def __init__(
         self,
@@ -67,14 +135,21 @@ class Attention(nn.Module):
         out_initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
-        super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        self.head_dim, self.rotary, self.window = head_dim, rotary, window
-        self.scale, self.soft_cap, self.dropout = scale, soft_cap, dropout
         here = heads // alone_or(state).tensor_size
         first = alone_or(state).tensor_index * here
-        self.alibi = None if alibi is None else alibi.of_heads(first, first + here)
-        self.state, self.whole_width = alone_or(state), heads * head_dim
+        super().__init__(
+            heads,
+            head_dim,
+            head_dim,
+            window=window,
+            scale=scale,
+            soft_cap=soft_cap,
+            alibi=None if alibi is None else alibi.of_heads(first, first + here),
+            dropout=dropout,
+            state=state,
+        )
+        self.rotary = rotary
         widths = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
         widths |= {"gate": heads * head_dim} if gated else {}
         self.qkv = ColumnParallelLinear(
@@ -87,54 +162,21 @@ class Attention(nn.Module):
             widths["q"], hidden_size, out_bias, unit=head_dim, initial=out_initial or initial, state=state
         )
 
-    @property
-    def one_graph(self) -> bool:
-        """Return whether ``torch.compile`` can make one graph of it.
-
-        It cannot over context ranks, and where tensor ranks draw dropout's masks of their own.
-        """
-        return self.state.context_size == 1 and not (self.dropout and self.state.tensor_size > 1)
-
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         """Return the attention of ``x``, of the same shape."""
         q_BSF, k_BSF, v_BSF, *gate_BSF = self.qkv(x_BSD)
-        q_BHSE, k_BKSE, v_BKSE = (split_heads(t, self.head_dim) for t in (q_BSF, k_BSF, v_BSF))
+        q_BHSE, k_BKSE, v_BKSE = (split_heads(t, self.key_dim) for t in (q_BSF, k_BSF, v_BSF))
         q_BHSE, k_BKSE = self.q_norm(q_BHSE), self.k_norm(k_BKSE)
         if self.rotary is not None:
             rope = inputs.rope(self.rotary)
             q_BHSE, k_BKSE = rope(q_BHSE), rope(k_BKSE)
         scope = inputs.scope(self.window)
         k_BKSE, v_BKSE = map(self.shared, scope.extend(self, k_BKSE, v_BKSE))
-        dropout = self.dropout if self.training else 0.0
-        with own_random(self.state, split=dropout > 0):
-            heads_BHSE = causal_attention(
-                q_BHSE,
-                k_BKSE,
-                v_BKSE,
-                scope,
-                dropout=dropout,
-                scale=self.scale,
-                soft_cap=self.soft_cap,
-                sinks=None if self.sinks is None else local(self.sinks.weight),
-                alibi=self.alibi,
-                backend=self.backend,
-            )
-        merged_BSF = merge_heads(heads_BHSE)
+        merged_BSF = self.attend(q_BHSE, k_BKSE, v_BKSE, scope)
         for gate in gate_BSF:
             merged_BSF = merged_BSF * gate.sigmoid()
         out: Tensor = self.out(merged_BSF)
         return out
-
-    def prepare(self, q_BHSE: Tensor, scope: AttentionScope) -> None:
-        """Make what this layer needs of the scope, for queries of this shape, dtype and device."""
-        backend = checked_backend(self.call(q_BHSE, scope), self.backend, q_BHSE.device, self.state)
-        scope.prepare(backend, q_BHSE, self.head_dim)
-
-    def call(self, q_BHSE: Tensor, scope: AttentionScope) -> AttentionCall:
-        """Describe this layer's call of attention, for the choice of its backend."""
-        dropout = self.dropout if self.training else 0.0
-        score = score_name(soft_cap=self.soft_cap is not None, sinks=self.sinks is not None, alibi=self.alibi)
-        return call_of(q_BHSE, self.head_dim, scope, dropout=dropout, score=score, width=self.head_dim)
 
 
 class SharedHeads:

@@ -9,22 +9,19 @@ import torch
 from torch import nn
 
 from ...parallel_state import ParallelState
-from .attention import Attention
+from .attention import AttentionLayer
 from .backends import AttentionCall, Backend, PinnedBackend, choose_backend
 from .kernel_checks import checked_backend
-from .latent import MultiHeadLatentAttention
 from .mask import AttentionScope
 from .visible import exceeds
 
-AttentionModule = Attention | MultiHeadLatentAttention
 
-
-def attention_kinds(model: nn.Module) -> tuple[AttentionModule, ...]:
+def attention_kinds(model: nn.Module) -> tuple[AttentionLayer, ...]:
     """Return one attention layer of each kind; layers of one kind have the same window and equal calls."""
     stand_in, scope = torch.empty((1, 1, 1, 0), device="meta"), AttentionScope()
-    kinds: dict[object, AttentionModule] = {}
+    kinds: dict[object, AttentionLayer] = {}
     for module in model.modules():
-        if isinstance(module, AttentionModule):
+        if isinstance(module, AttentionLayer):
             kinds.setdefault((module.window, module.call(stand_in, scope)), module)
     return tuple(kinds.values())
 
@@ -32,7 +29,7 @@ def attention_kinds(model: nn.Module) -> tuple[AttentionModule, ...]:
 def set_attention_backend(model: nn.Module, backend: PinnedBackend) -> None:
     """Let all attention layers of ``model`` be computed by ``backend``."""
     for module in model.modules():
-        if isinstance(module, AttentionModule):
+        if isinstance(module, AttentionLayer):
             module.backend = backend
 
 

@@ -17,8 +17,8 @@ from .mask import AttentionScope
 from .visible import document_lengths, exceeds
 
 
-class AttentionLayer(Protocol):
-    """Describe the properties of an attention layer that a forward pass needs."""
+class TakesScope(Protocol):
+    """Describe what a forward pass needs of a layer that looks at other tokens (``AttentionLayer``)."""
 
     window: int | None
 
@@ -44,7 +44,7 @@ class AttentionInputs:
         cache: KeyValueCache | None = None,
         *,
         like: Tensor,
-        layers: Iterable[AttentionLayer] = (),
+        layers: Iterable[TakesScope] = (),
         rotary: Mapping[str, RotaryEmbedding] | None = None,
         state: ParallelState,
     ) -> None:

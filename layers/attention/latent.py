@@ -6,21 +6,18 @@ B batch  S sequence  T tokens so far  D hidden  R latent  E head dim  H heads he
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...parallel_state import BadInput, Initial, ParallelState, alone_or
+from ...parallel_state import BadInput, Initial, ParallelState
 from ..collectives import enter_tensor
-from ..dropout import own_random
 from ..norm import RMSNorm
 from ..parallel_linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from .backends import AttentionCall, PinnedBackend
-from .causal import call_of, causal_attention, merge_heads, split_heads
+from .attention import AttentionLayer
+from .causal import split_heads
 from .inputs import AttentionInputs
-from .kernel_checks import checked_backend
-from .mask import AttentionScope
 
 
-class MultiHeadLatentAttention(nn.Module):
+class MultiHeadLatentAttention(AttentionLayer):
     """Compute causal self-attention whose keys and values are products of a normalised latent (DeepSeek-V2).
 
     Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism. A head of queries and keys
@@ -38,11 +35,6 @@ class MultiHeadLatentAttention(nn.Module):
     scores; the default is that of the width of a query head to the power of -0.5. ``dropout``: dropout of the
     attention weights. Source: DeepSeek-V2 (2024), section 2.1.
     """
-
-    #: It sees all earlier tokens.
-    window: int | None = None
-    #: What computes it, see ``backends.py``; ``set_attention_backend`` pins it.
-    backend: PinnedBackend = "auto"
 
     def __init__(
         self,
@@ -62,28 +54,25 @@ class MultiHeadLatentAttention(nn.Module):
         initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
-        super().__init__()
-        if v_head_dim > qk_nope_head_dim + qk_rope_head_dim:
-            most = qk_nope_head_dim + qk_rope_head_dim
-            expected = f"at most {most}, the width of a query head"
+        key_dim = qk_nope_head_dim + qk_rope_head_dim
+        if v_head_dim > key_dim:
+            expected = f"at most {key_dim}, the width of a query head"
             raise BadInput("attention", "v_head_dim", expected=expected, found=v_head_dim)
-        self.state, self.rotary, self.scale, self.dropout = alone_or(state), rotary, scale, dropout
-        self.key_parts, self.value_parts = (
-            (qk_nope_head_dim, qk_rope_head_dim),
-            (qk_nope_head_dim, v_head_dim),
-        )
-        self.key_dim, self.heads = sum(self.key_parts), heads
+        super().__init__(heads, key_dim, v_head_dim, scale=scale, dropout=dropout, state=state)
+        self.rotary, self.sinks = rotary, None
+        self.key_parts = qk_nope_head_dim, qk_rope_head_dim
+        self.value_parts = qk_nope_head_dim, v_head_dim
         self.latent_parts, self.direct = (kv_lora_rank, qk_rope_head_dim), q_lora_rank is None
-        width = heads * self.key_dim
+        width = heads * key_dim
         if q_lora_rank is None:
             self.q = ColumnParallelLinear(
-                hidden_size, width, False, unit=self.key_dim, initial=initial, state=state
+                hidden_size, width, False, unit=key_dim, initial=initial, state=state
             )
         else:
             self.q_down = ReplicatedLinear(hidden_size, q_lora_rank, bias, initial=initial, state=state)
             self.q_norm = RMSNorm(q_lora_rank, norm_eps, state=state)
             self.q_up = ColumnParallelLinear(
-                q_lora_rank, width, False, unit=self.key_dim, initial=initial, state=state
+                q_lora_rank, width, False, unit=key_dim, initial=initial, state=state
             )
         self.kv_down = ReplicatedLinear(
             hidden_size, sum(self.latent_parts), bias, initial=initial, state=state
@@ -99,14 +88,6 @@ class MultiHeadLatentAttention(nn.Module):
             heads * v_head_dim, hidden_size, bias, unit=v_head_dim, initial=initial, state=state
         )
 
-    @property
-    def one_graph(self) -> bool:
-        """Return whether ``torch.compile`` can make one graph of it.
-
-        It cannot over context ranks, and where tensor ranks draw dropout's masks of their own.
-        """
-        return self.state.context_size == 1 and not (self.dropout and self.state.tensor_size > 1)
-
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         """Return the attention of ``x``, of the same shape."""
         rope, scope = inputs.rope(self.rotary), inputs.scope(None)
@@ -121,23 +102,8 @@ class MultiHeadLatentAttention(nn.Module):
         made_BHTE = split_heads(self.kv_up(latent_B1TR.squeeze(1)), sum(self.value_parts))
         k_BHTE, v_BHTE = made_BHTE.split(self.value_parts, dim=-1)
         k_BHTE = _joined(k_BHTE, key_B1TE.expand(-1, k_BHTE.shape[1], -1, -1))
-        dropout = self.dropout if self.training else 0.0
-        with own_random(self.state, split=dropout > 0):
-            heads_BHSE = causal_attention(
-                q_BHSE, k_BHTE, v_BHTE, scope, dropout=dropout, scale=self.scale, backend=self.backend
-            )
-        out: Tensor = self.out(merge_heads(heads_BHSE))
+        out: Tensor = self.out(self.attend(q_BHSE, k_BHTE, v_BHTE, scope))
         return out
-
-    def prepare(self, q_BHSE: Tensor, scope: AttentionScope) -> None:
-        """Make what this layer needs of the scope, for queries of this shape, dtype and device."""
-        backend = checked_backend(self.call(q_BHSE, scope), self.backend, q_BHSE.device, self.state)
-        scope.prepare(backend, q_BHSE, self.key_dim)
-
-    def call(self, q_BHSE: Tensor, scope: AttentionScope) -> AttentionCall:
-        """Describe this layer's call of attention, for the choice of its backend."""
-        dropout = self.dropout if self.training else 0.0
-        return call_of(q_BHSE, self.value_parts[1], scope, dropout=dropout, score="", width=self.key_dim)
 
     def _queries(self, x_BSD: Tensor) -> Tensor:
         """Return the queries of this rank's heads, (B, S, H E)."""
