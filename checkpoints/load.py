@@ -153,10 +153,10 @@ def load_source(source: Source, model: nn.Module, state: ParallelState | None = 
 
 
 def _fill_from(source: Source, model: nn.Module, state: ParallelState) -> None:
-    links, (stated,) = source.links(), source.described.declarations()
+    (stated,) = source.described.declarations()
     for name, tensor, box in stored_parts(model, state):
         if name in stated:
-            fill(tensor, source.read(name, box, links))
+            fill(tensor, source.ours[name].read(box))
 
 
 @torch.no_grad()
@@ -260,7 +260,7 @@ def _restore_optimizer(
     memory: Mapping[str, Any],
 ) -> None:
     """Fill what the optimizer keeps; ``BadCheckpoint`` for a parameter that was frozen and is trained now."""
-    manifest, links = source.manifest, source.links()
+    manifest = source.manifest
     assert manifest is not None, source.path
     restore_state(model, optimizer, manifest.optimizer or adamw(memory))
     for moment in manifest.moments:
@@ -274,4 +274,4 @@ def _restore_optimizer(
                     todo="Freeze the parameters that the run began with frozen, or start a new run "
                     "from these weights",
                 )
-            fill(tensor, source.read(moment_name(moment, name), box, links))
+            fill(tensor, source.ours[moment_name(moment, name)].read(box))

@@ -53,7 +53,7 @@ def inspect(
             console.print(line, markup=False)
         for name, stored in foreign.tensors.items():
             console.print(
-                f"{name}  {stored.dtype} {[*stored.shape]}  {len(stored.chunks)} parts", markup=False
+                f"{name}  {stored.dtype} {[*stored.shape]}  {len(stored.parts)} parts", markup=False
             )
         return
     folder = read_source(source, config=config, names=names)
@@ -77,14 +77,12 @@ def inspect(
     if tensor is not None:
         if tensor not in folder.catalog:
             raise BadInput(folder.path, tensor, expected="a tensor of this name", found="none")
-        from ..parallel_state import Box
-
         whole = folder.catalog[tensor]
         if manifest is not None:
-            verify_files(folder.path, manifest, sorted({part.file for part in whole.parts}), folder.files)
-        values = folder.read(
-            tensor, Box.whole(whole.shape), folder.links(to_hf=manifest is None), finite=False
-        ).double()
+            holding = {piece.stored.file for piece in whole.near(whole.box)}
+            numbers = [number for number, file in enumerate(folder.files) if file in holding]
+            verify_files(manifest, folder.files, numbers)
+        values = whole.read(finite=False).double()
         console.print(
             f"{tensor}  {whole.dtype} {list(whole.shape)}  min {values.min():.6g}  max {values.max():.6g}  "
             f"mean {values.mean():.6g}  std {values.std():.6g}"

@@ -1,10 +1,10 @@
-"""Define what a reader of another project's checkpoints gives: tensors by offset, and facts about the model.
+"""Define what a reader of another project's checkpoints gives: its tensors, and facts about the model.
 
 Each format has one file here with one function that reads headers and returns a ``ForeignCheckpoint``; it
 reads no weights. ``formats.py`` lists the formats. Everything after that is the same for all formats:
-``rules.py`` says which foreign tensor is which tensor of Hugging Face, ``catalog.py`` joins the two into
-views of files, and the plan and the executor of a conversion then see a folder of Hugging Face's tensors. So
-streaming, ``--max-ram``, a resumed conversion and the checks need nothing from a format.
+``rules.py`` says which foreign tensor is which tensor of Hugging Face, ``model_tensors.py`` takes the model's
+out of the catalog, and the plan and the executor of a conversion then see a folder of Hugging Face's tensors.
+So streaming, ``--max-ram``, a resumed conversion and the checks need nothing from a format.
 """
 
 from __future__ import annotations
@@ -13,26 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...parallel_state import Box
-from ...storage.torch_archive import View, ViewFile
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Say that box ``box`` of a foreign tensor is ``view`` (of the box's shape) in ``file``."""
-
-    box: Box
-    file: ViewFile
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class ForeignTensor:
-    """Describe a whole tensor as the other project names and shapes it; the chunks cover it once."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+from ...storage.catalog import Catalog
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +51,8 @@ class ForeignCheckpoint:
 
     path: Path
     form: str
-    tensors: dict[str, ForeignTensor]
-    moments: Mapping[str, Mapping[str, ForeignTensor]] = field(default_factory=dict)
+    tensors: Catalog
+    moments: Mapping[str, Catalog] = field(default_factory=dict)
     updates: int | None = None
     step: int | None = None
     stated: dict[str, Stated] = field(default_factory=dict)
@@ -88,10 +69,3 @@ class ForeignCheckpoint:
     def facts(self) -> list[str]:
         """Return a line for each fact about the model that the checkpoint states."""
         return [f"{name} = {stated.text} ({stated.where})" for name, stated in self.stated.items()]
-
-    @property
-    def files(self) -> list[ViewFile]:
-        """Return the files that hold the weights and moments, each once, in order of first use."""
-        tables = [self.tensors, *self.moments.values()]
-        chunks = (chunk for table in tables for tensor in table.values() for chunk in tensor.chunks)
-        return [*{id(chunk.file): chunk.file for chunk in chunks}.values()]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...parallel_state import Box
+from ...storage.catalog import Catalog, in_one_file
 from ...storage.torch_archive import open_state_dict
-from .checkpoint import Chunk, ForeignCheckpoint, ForeignTensor
+from .checkpoint import ForeignCheckpoint
 
 FORM = "a file of torch.save"
 _ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
@@ -20,8 +20,4 @@ def recognise(path: Path) -> bool:
 def read(path: Path) -> ForeignCheckpoint:
     """Read the headers of the file."""
     file = open_state_dict(path)
-    tensors = {
-        name: ForeignTensor(view.dtype, view.shape, (Chunk(Box.whole(view.shape), file, view),))
-        for name, view in file.views.items()
-    }
-    return ForeignCheckpoint(path, FORM, tensors)
+    return ForeignCheckpoint(path, FORM, Catalog({name: in_one_file(file, name) for name in file.views}))

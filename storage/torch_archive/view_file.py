@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -32,7 +32,7 @@ class ViewFile(TensorFile):
     def __init__(self, path: Path, size: int, identity: object, stretches: Iterable[ZipEntry] = ()) -> None:
         super().__init__(path, {}, {}, 0, identity)
         self.views: dict[str, View] = {}
-        self._size, self._used = size, set[ZipEntry]()
+        self._size = size
         self.know(stretches)
 
     @classmethod
@@ -53,12 +53,10 @@ class ViewFile(TensorFile):
         """
         key = str(len(self.views)) if key is None else key
         assert key not in self.views, key
-        number = bisect_right(self._begins, view.begin) - 1
         end = self._size
         if self._stretches:
-            inside = self._stretches[max(0, number)]
-            end = inside.end if number >= 0 else -1
-            self._used.add(inside)
+            stretch = self._stretch(view)
+            end = -1 if stretch is None else stretch.end
         if not 0 <= view.begin <= view.stop <= end:
             actual = f"bytes {view.begin:,} to {view.stop:,}"
             raise BadInput(self.path, key, expected=f"bytes before {end:,}", found=actual)
@@ -71,15 +69,20 @@ class ViewFile(TensorFile):
         self.tensors[key] = Entry(view.dtype, view.shape, view.begin, view.begin + nbytes)
         return key
 
-    def sum_of(self, view: View) -> int | None:
+    def keep(self, keys: Collection[str]) -> None:
+        """Forget all other views, and the stretches that only they lie in."""
+        self.views = {key: view for key, view in self.views.items() if key in keys}
+        self.tensors = {key: entry for key, entry in self.tensors.items() if key in keys}
+
+    def sum_of(self, key: str) -> int | None:
         """Return the CRC-32 that the file states for exactly the bytes of a view, or ``None``."""
+        view, stretch = self.views[key], self._stretch(self.views[key])
+        exact = stretch is not None and (stretch.begin, stretch.end) == (view.begin, view.stop)
+        return stretch.crc if stretch is not None and exact else None
+
+    def _stretch(self, view: View) -> ZipEntry | None:
         number = bisect_right(self._begins, view.begin) - 1
-        stretch = self._stretches[number] if number >= 0 else None
-        return (
-            stretch.crc
-            if stretch is not None and (stretch.begin, stretch.end) == (view.begin, view.stop)
-            else None
-        )
+        return self._stretches[number] if number >= 0 else None
 
     @property
     def size(self) -> int:
@@ -89,7 +92,8 @@ class ViewFile(TensorFile):
     @property
     def sums(self) -> Sequence[tuple[int, int, int]]:
         """Return begin, end and CRC-32 of each stretch that holds a view, in order."""
-        return sorted((stretch.begin, stretch.end, stretch.crc) for stretch in self._used)
+        used = {stretch for view in self.views.values() if (stretch := self._stretch(view)) is not None}
+        return sorted((stretch.begin, stretch.end, stretch.crc) for stretch in used)
 
     def state(self) -> tuple[str, object, str]:
         """Return what identifies this content: besides ``TensorFile.state``, the sums in the file itself."""

@@ -26,10 +26,10 @@ from trilith.checkpoints import (
     Progress,
     convert_to_dcp,
     load,
+    model_tensors,
     read_source,
     retention,
     saver,
-    source,
     verify,
 )
 from trilith.checkpoints.grid import Grid
@@ -99,9 +99,8 @@ def test_what_grids_say_is_read_verified_and_cut_anew_bit_for_bit(stand_in, tmp_
     assert json.loads((folder / MANIFEST).read_text())["version"] == 3
     source = read_source(folder)
     assert len(source.files) == 12  # of 24 ranks: the replicas write nothing
-    links = source.links()
     for name, tensor in whole.items():
-        assert torch.equal(source.read(name, Box.whole(tuple(tensor.shape)), links), tensor), name
+        assert torch.equal(source.ours[name].read(), tensor), name
     assert run(["verify", str(folder)]) == 0
     assert run(["reshard", str(folder), str(tmp_path / "cut"), "--tensor", "2"]) == 0
     assert run(["diff", str(folder), str(tmp_path / "cut")]) == 0
@@ -121,10 +120,9 @@ def test_a_reader_opens_only_the_files_that_it_needs(stand_in):
         source = read_source(stand_in[0])
         assert opened == []
         name = "layers.1.mlp.down.weight"  # cut by columns for tensor ranks, by rows for data ranks
-        shape = source.catalog[name].shape
-        source.read(name, Box((0, 0), (1, 1)), source.links())
+        source.ours[name].read(Box((0, 0), (1, 1)))
         assert opened == ["rank-00012-of-00024.safetensors"]
-        source.read(name, Box.whole(shape), source.links())
+        source.ours[name].read()
         assert len(opened) == len({*opened}) == 6
 
 
@@ -194,7 +192,7 @@ def test_the_manifest_of_405b_on_16384_ranks_is_small_and_says_a_million_parts()
         version=WITH_GRIDS, kind="training", model_type="llama", config=dict(made.hf_config),
         layout=layout, step=1, files=files, tensors=tensors,
     )  # fmt: skip
-    catalog = PartTable(manifest).catalog()
+    catalog = PartTable(manifest).catalog(range(len(files)))
     parts = sum(len(whole.parts) for whole in catalog.values())
     corner = catalog["layers.0.mlp.down.weight"].near(Box((0, 0), (1, 1)))
     assert len([*corner]) == 1  # of 512: the others are not computed
@@ -331,7 +329,7 @@ def test_ranks_begin_with_the_checkpoint_that_rank_0_found_whole(stand_in, tmp_p
 
 def hashed(raw):
     """Run the recipe; how many whole tensors of its folder were hashed to be compared."""
-    with mock.patch.object(source, "sha256_of", wraps=source.sha256_of) as hashing:
+    with mock.patch.object(model_tensors, "sha256_of", wraps=model_tensors.sha256_of) as hashing:
         run_recipe(raw)
     return hashing.call_count
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from trilith.checkpoints import Manifest, newest_checkpoint, verify
-from trilith.checkpoints.part_table import CheckpointFiles
+from trilith.checkpoints.part_table import checkpoint_files
 from trilith.checkpoints.stored_tensor import Part, StoredTensor
 from trilith.parallel_state import BadInput, Box, Layout
 from trilith.storage import TensorWriter, staging
@@ -57,7 +57,7 @@ def read(directory):
     """Return the one value of a whole checkpoint."""
     manifest = Manifest.load(directory)
     verify(directory, manifest)
-    files = CheckpointFiles(directory, manifest)
+    files = checkpoint_files(directory, manifest)
     (value,) = {file.read(name).unique().item() for file in files for name in file.tensors}
     return float(value)
 
