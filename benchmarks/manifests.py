@@ -22,7 +22,7 @@ from trilith.checkpoints.stored_tensor import StoredTensor
 from trilith.parallel_state import Declaration, Layout
 from trilith.recipes import load_recipe
 from trilith.storage.file_names import MANIFEST
-from trilith.storage.records import StoredFile
+from trilith.storage.strict_json import StoredFile
 from trilith.training.run_plan import plan
 
 #: Name, shipped recipe, and how many times its data ranks.

@@ -21,10 +21,10 @@ from .described import check_memory, describe
 from .find import newest_in
 from .lora import check_same_base, read_adapter, stored_adapter
 from .manifest import StoredAdapter
+from .manifest_checks import Progress, check_progress
 from .optimizer_state import adamw, check_optimizer, moment_name, moment_of, restore_state
-from .rank_storage import stored_parts
+from .rank_files import stored_parts
 from .source import Source, read_source
-from .stated_progress import Progress, check_progress
 from .stored_tensor import check_same_shapes
 from .user_module_family import Described
 from .verify import check_bytes

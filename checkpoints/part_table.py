@@ -17,9 +17,9 @@ from ..storage.catalog import Catalog, Key, LazyTensor
 from ..storage.safe_open import contained
 from ..storage.safetensors_reader import TensorFile
 from ..storage.strict_json import shown
-from .damage import damaged
-from .grid import Grid
+from .find import damaged
 from .manifest import Manifest
+from .stored_tensor import Grid
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ from ..storage.file_names import CONFIG, MANIFEST
 from ..storage.files_beside_weights import COMPANIONS, companions_in
 from ..storage.folder_kind import CHECKPOINTS, SOURCES, FolderKind, kind_of_folder
 from ..storage.leftovers import why_absent
+from ..storage.lock import Hold
 from ..storage.safetensors_reader import TensorFile
 from ..storage.small_files import read_json
 from ..storage.torch_archive import ViewFile
 from .find import Found, local_folder, newest_checkpoint, open_checkpoint, warn_of
-from .foreign.check_stated import check_stated
-from .foreign.checkpoint import ForeignCheckpoint
+from .foreign.checkpoint import ForeignCheckpoint, check_stated
 from .foreign.formats import Format, format_of
 from .foreign.rules import choose_table
 from .hugging_face.folder import HFFolder
@@ -37,7 +37,6 @@ from .model_tensors import (
 )
 from .optimizer_state import MOMENTS, moment_name
 from .part_table import PartTable, checkpoint_files
-from .reading_lock import Hold
 from .user_module_family import Described, described_module
 
 

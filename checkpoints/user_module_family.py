@@ -14,7 +14,7 @@ from ..layers import VOCABULARY_MULTIPLE, padded_vocabulary
 from ..models import Family, Link, Rule
 from ..models.base.hugging_face_names import expand
 from ..parallel_state import BadInput, Cut, Declaration, Layout, declarations
-from ..storage.records import StrictRecord
+from ..storage.strict_json import StrictRecord
 
 #: The model type in a checkpoint if the module's config has no ``model_type``.
 MODULE = "module"

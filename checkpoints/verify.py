@@ -16,13 +16,12 @@ from ..parallel_state import BadCheckpoint, BadInput, Box, ParallelState
 from ..parallel_state.collective_errors import together
 from ..storage.catalog import Key, LazyTensor
 from ..storage.crc import Checksum, combine
-from ..storage.finite import look_at
-from ..storage.records import StoredFile
+from ..storage.dtypes import look_at
 from ..storage.safe_open import contained, open_regular
 from ..storage.safetensors_reader import TensorFile
-from ..storage.strict_json import shown
+from ..storage.strict_json import StoredFile, shown
 from ..storage.whole_file import read_whole
-from .damage import damaged
+from .find import damaged
 from .manifest import Manifest
 from .part_table import checkpoint_files
 from .source import Source

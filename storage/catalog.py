@@ -16,8 +16,7 @@ from torch import Tensor
 from ..parallel_state import BadCheckpoint, BadInput, Box, Piece
 from .coverage import first_flaw
 from .crc import Checksum
-from .dtypes import TORCH
-from .finite import look_at
+from .dtypes import TORCH, look_at
 from .safetensors_reader import TensorFile
 
 Shape = tuple[int, ...]

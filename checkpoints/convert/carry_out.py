@@ -15,17 +15,17 @@ from ...parallel_state import BadInput, Layout, check_workers, fault
 from ...storage.disk import Disk
 from ...storage.dtypes import TORCH
 from ...storage.files_beside_weights import read_companions
-from ...storage.output_file import check_place
-from ...storage.records import StoredFile
+from ...storage.journal import EVERY, JOURNAL, FinishedWork
+from ...storage.output_places import check_output, check_place
 from ...storage.safetensors_writer import TensorWriter
-from ...storage.staging import Staging, check_output, staged
+from ...storage.staging import Staging, staged
+from ...storage.strict_json import StoredFile
 from ...system import no_garbage_search
 from ..hugging_face.writer import open_file, write_config_and_index
 from ..manifest import Manifest
 from ..manifest_checks import check_plain, read_back
 from ..verify import checksum_of, verify, verify_file, verify_sums
 from .execute import execute
-from .finished_work import EVERY, JOURNAL, FinishedWork
 from .memory_budget import block_within
 from .plan import Form, Plan, identify, plan_conversion
 from .transfer import Group

@@ -19,12 +19,11 @@ from torch import Tensor
 from ...parallel_state import BadInput, Box
 from ...storage.catalog import Key, join
 from ...storage.crc import Checksum
-from ...storage.dtypes import TORCH
-from ...storage.finite import look_at, smallest
+from ...storage.dtypes import TORCH, look_at, smallest
+from ...storage.journal import FinishedWork
 from ...storage.safetensors_reader import TensorFile
 from ...storage.safetensors_writer import TensorWriter
 from ...storage.strides import blocks
-from .finished_work import FinishedWork
 from .transfer import Change, Group, Target, Transfer, check, shared, slabs, spread
 
 #: Bytes of a block: still in the processor's cache when it is written, and large beside the bookkeeping.

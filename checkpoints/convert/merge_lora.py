@@ -11,7 +11,7 @@ from torch import Tensor
 from ...layers import lora_scale
 from ...models import PEFT_PREFIX, AdaptedFamily, ModelConfig
 from ...parallel_state import BadInput, Box
-from ...storage.finite import look_at
+from ...storage.dtypes import look_at
 from ..source import Source
 from .transfer import Change
 

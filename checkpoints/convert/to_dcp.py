@@ -20,9 +20,9 @@ from ...parallel_state import BadInput, Box, Piece
 from ...storage.catalog import LazyTensor
 from ...storage.crc import Checksum
 from ...storage.dtypes import TORCH
-from ...storage.output_file import check_place
+from ...storage.output_places import check_output, check_place
 from ...storage.safetensors_reader import TensorFile
-from ...storage.staging import check_output, staged
+from ...storage.staging import staged
 from ..foreign.rules import table_named
 from ..optimizer_state import moment_name
 from ..source import Source, read_source

@@ -23,9 +23,7 @@ from ...storage.torch_archive import TorchArchive, View, ViewFile
 from ...storage.torch_archive.records import Maker
 from .checkpoint import ForeignCheckpoint
 from .dcp import read_tensors
-from .megatron_arguments import NAMES, Arguments
-from .megatron_bridge import bridge_arguments
-from .megatron_folder import step_folder
+from .megatron_arguments import NAMES, Arguments, bridge_arguments, step_folder
 
 FORM = "Megatron torch_dist"
 #: The flag with which Megatron writes moments that do not depend on the ranks.

@@ -21,9 +21,8 @@ from ...storage.safe_open import contained
 from ...storage.strict_json import shown
 from ...storage.torch_archive import TorchArchive, View, ViewFile
 from .checkpoint import ForeignCheckpoint
-from .megatron_arguments import NAMES, Arguments
+from .megatron_arguments import NAMES, Arguments, step_folder
 from .megatron_dist import READABLE
-from .megatron_folder import step_folder
 from .megatron_parts import whole_parts
 
 FORM = "Megatron legacy (mp_rank_XX)"

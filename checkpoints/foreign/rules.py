@@ -23,8 +23,8 @@ from pydantic import Field, ValidationError
 
 from ...models import Link, ModelConfig, Rule, links_of
 from ...parallel_state import BadInput, from_validation
-from ...storage.records import StrictRecord
 from ...storage.small_files import read_toml
+from ...storage.strict_json import StrictRecord
 from .checkpoint import ForeignCheckpoint
 
 _TABLES = Path(__file__).parent

@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import torch
 
 from ...parallel_state import BadInput, Box
-from ..dtypes import TORCH
+from ..dtypes import BITS, TORCH
 from ..safe_open import open_regular
 from ..safetensors_header import Entry
 from ..safetensors_reader import TensorFile, fill, identity_of
-from ..strides import Runs, blocks, runs_of
-from .view import View
+from ..strides import Runs, blocks, contiguous, runs_of
 from .zip_entries import ZipEntry
 
 #: Elements that are read at once where the order of dims changes, few beside a block of a conversion.
@@ -132,3 +133,53 @@ class ViewFile(TensorFile):
                 fill(fd, self.path, name, view.begin, runs, piece.reshape(-1).view(torch.uint8).numpy())
                 target[part.within(turned).slices] = piece
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Describe a tensor in a file: its dtype by safetensors' name, its shape, and where its elements lie.
+
+    ``begin``: the byte of the element at index 0. ``strides``: how many elements further the next one lies,
+    along each dim.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    strides: tuple[int, ...]
+
+    @classmethod
+    def row_major(cls, dtype: str, shape: tuple[int, ...], begin: int) -> View:
+        """Return the view of a tensor that lies in one piece from byte ``begin`` on."""
+        return cls(dtype, shape, begin, contiguous(shape))
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of one element."""
+        return BITS[self.dtype] // 8
+
+    @property
+    def stop(self) -> int:
+        """Return the byte after the last one that belongs to the view."""
+        if not prod(self.shape):
+            return self.begin
+        steps = zip(self.shape, self.strides, strict=True)
+        return self.begin + (sum((count - 1) * stride for count, stride in steps) + 1) * self.itemsize
+
+    @property
+    def nested(self) -> bool:
+        """Return whether no two elements share bytes, and the view is as simple as slices, steps and
+        permutations of a row-major tensor make it.
+        """
+        inside = 1
+        steps = [(stride, n) for n, stride in zip(self.shape, self.strides, strict=True) if n > 1]
+        for stride, count in sorted(steps):
+            if stride < inside:
+                return False
+            inside = stride * count
+        return True
+
+    def narrow(self, box: Box) -> View:
+        """Return the part of the view in ``box``."""
+        first = sum(start * stride for start, stride in zip(box.start, self.strides, strict=True))
+        return replace(self, shape=box.shape, begin=self.begin + first * self.itemsize)

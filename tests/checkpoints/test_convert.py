@@ -22,8 +22,8 @@ from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.models import family_of, published_size
 from trilith.parallel_state import BadInput, Box, Layout, ParallelState
-from trilith.storage.records import StoredFile
 from trilith.storage.safetensors_header import build_header
+from trilith.storage.strict_json import StoredFile
 
 LLAMA = config("tiny_llama", tie_word_embeddings=False, mlp_bias=True)
 MODELS = {"llama": LLAMA, "llama-tied": config("tiny_llama", attention_bias=False), "gpt2": TINY_GPT2}

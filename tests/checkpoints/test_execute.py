@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from trilith.checkpoints.convert import execute as execute_module
 from trilith.checkpoints.convert.execute import execute
-from trilith.checkpoints.convert.finished_work import FinishedWork
 from trilith.checkpoints.convert.transfer import Transfer
 from trilith.parallel_state import BadCheckpoint, BadInput, Box, Piece
 from trilith.storage import TensorFile, TensorWriter
 from trilith.storage.catalog import Key, LazyTensor
 from trilith.storage.catalog import in_one_file as in_file
-from trilith.storage.dtypes import TORCH, name_of
-from trilith.storage.finite import look_at
+from trilith.storage.dtypes import TORCH, look_at, name_of
+from trilith.storage.journal import FinishedWork
 
 
 def cut(shape, cuts):

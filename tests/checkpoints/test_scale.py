@@ -24,19 +24,19 @@ from torch import nn
 from trilith.checkpoints import (
     Manifest,
     Progress,
+    after_commit,
     convert_to_dcp,
     load,
     model_tensors,
     read_source,
-    retention,
     saver,
     verify,
 )
-from trilith.checkpoints.grid import Grid
 from trilith.checkpoints.manifest import WITH_GRIDS
 from trilith.checkpoints.optimizer_state import MOMENTS, moment_name
 from trilith.checkpoints.part_table import PartTable
 from trilith.checkpoints.rank_files import files_to_come, stored_tensors, write_file
+from trilith.checkpoints.stored_tensor import Grid
 from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.models import family_of
@@ -226,7 +226,7 @@ def test_what_ranks_tell_each_other_of_a_save_does_not_grow_with_the_tensors(lay
 
 def test_nobody_waits_for_the_deletion_of_the_oldest_checkpoint(tmp_path, blocked):
     """Saves return while a deletion is stuck; what is due is deleted before the saver is left."""
-    lines, deletions = list[str](), blocked(retention, "remove_checkpoint")
+    lines, deletions = list[str](), blocked(after_commit, "remove_checkpoint")
     with deletions as (begun, go), saver_of(tmp_path, nn.Linear(2, 2), keep=1, say=lines.append) as saver:
         for step in (1, 2, 3, 4):
             saver.save(Progress(step, Layout()))
@@ -382,7 +382,7 @@ def test_no_dcp_folder_is_left_of_a_damaged_checkpoint(tmp_path, damage):
 
 def test_what_cannot_be_deleted_is_told_and_ends_no_run(tmp_path):
     lines = []
-    refusing = mock.patch.object(retention, "remove_checkpoint", side_effect=PermissionError("not yours"))
+    refusing = mock.patch.object(after_commit, "remove_checkpoint", side_effect=PermissionError("not yours"))
     with refusing, saver_of(tmp_path, nn.Linear(2, 2), keep=1, say=lines.append) as saver:
         for step in (1, 2):
             saver.save(Progress(step, Layout()))

@@ -19,10 +19,10 @@ from trilith.parallel_state import BadInput, Box, Layout
 from trilith.storage import TensorWriter, staging
 from trilith.storage.disk import Disk, DiskFailed
 from trilith.storage.file_names import MANIFEST
-from trilith.storage.leftovers import clear_unfinished, remove_checkpoint
-from trilith.storage.parents import make_parents, remove_empty
-from trilith.storage.records import StoredFile
-from trilith.storage.staging import Staging, check_output, staged
+from trilith.storage.leftovers import clear_unfinished, make_parents, remove_checkpoint, remove_empty
+from trilith.storage.output_places import check_output
+from trilith.storage.staging import Staging, staged
+from trilith.storage.strict_json import StoredFile
 
 
 def save(output, value, disk=None):

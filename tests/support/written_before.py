@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from trilith.checkpoints import Saver, convert, describe_module, save
 from trilith.checkpoints.optimizer_state import adamw, restore_state
-from trilith.checkpoints.rank_storage import stored_parts
+from trilith.checkpoints.rank_files import stored_parts
 from trilith.layers import GatedMLP, VocabParallelEmbedding
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.models import Rule, family_of
