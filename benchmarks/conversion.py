@@ -24,11 +24,11 @@ from safetensors.torch import load_file
 from trilith.checkpoints import convert, convert_to_dcp, differences, read_source
 from trilith.checkpoints.convert.execute import execute
 from trilith.checkpoints.convert.transfer import Transfer
-from trilith.checkpoints.copies import Links, Stored, Whole, copies
 from trilith.machine.llama import llama
 from trilith.machine.random_files import write_hf_folder
-from trilith.parallel_state import Box
+from trilith.parallel_state import Box, Piece
 from trilith.storage import TensorFile, TensorWriter
+from trilith.storage.catalog import Key, LazyTensor
 
 TENSOR, PIPELINE = 4, 2
 MATRIX, MATRICES = 4096, 16
@@ -146,21 +146,32 @@ def whole_models(folder: Path, rounds: int) -> list[Row]:
     ]
 
 
-def recut(sources: list[Path], catalog: dict[str, Whole], targets: list[Path], wanted: list[Box]) -> float:
-    """Measure the seconds to write one wanted box of every tensor of the catalog to each target."""
+def recut(sources: list[Path], boxes: list[Box], targets: list[Path], wanted: list[Box]) -> float:
+    """Measure the seconds to write one wanted box of every matrix, of which each source has a box, to each
+    target.
+    """
     for path in targets:
         path.unlink(missing_ok=True)
 
     def work() -> None:
+        files = [TensorFile.open(path) for path in sources]
+        catalog = {
+            name: LazyTensor(
+                name,
+                "BF16",
+                (MATRIX, MATRIX),
+                tuple(Piece.plain(box, Key(file, name)) for file, box in zip(files, boxes, strict=True)),
+            )
+            for name in files[0].tensors
+        }
         writers = [
             TensorWriter(path, {name: ("BF16", box.shape) for name in catalog})
             for path, box in zip(targets, wanted, strict=True)
         ]
         execute(
-            [TensorFile.open(path) for path in sources],
             [
-                (Transfer(name, box, tuple(copies(name, box, catalog, Links(None))), "BF16"), writer)
-                for name in catalog
+                (Transfer(name, box, tuple(tensor.pieces(box)), "BF16"), writer)
+                for name, tensor in catalog.items()
                 for box, writer in zip(wanted, writers, strict=True)
             ],
         )
@@ -184,16 +195,10 @@ def kinds_of_cut(folder: Path, rounds: int) -> list[Row]:
         piece = MATRIX // TENSOR
         boxes = [Box.whole(shape).narrow(dim, i * piece, (i + 1) * piece) for i in range(TENSOR)]
         parts = [folder / f"part-{dim}-{i}.safetensors" for i in range(TENSOR)]
-        whole = {name: Whole(shape, "BF16", (Stored(0, name, Box.whole(shape)),)) for name in names}
-        pieces = {
-            name: Whole(shape, "BF16", tuple(Stored(i, name, box) for i, box in enumerate(boxes)))
-            for name in names
-        }
-
         turns = {
             "cp": lambda: copy(file, folder / "copy.safetensors"),
-            "cut": partial(recut, [file], whole, parts, boxes),
-            "merge": partial(recut, parts, pieces, [folder / "merged.safetensors"], [Box.whole(shape)]),
+            "cut": partial(recut, [file], [Box.whole(shape)], parts, boxes),
+            "merge": partial(recut, parts, boxes, [folder / "merged.safetensors"], [Box.whole(shape)]),
         }
         taken = in_turn(turns, rounds)
         kind = ("rows", "columns")[dim]

@@ -16,13 +16,13 @@ from measure import Row, at_most, seconds_of
 from trilith.checkpoints import Manifest
 from trilith.checkpoints.manifest import WITH_GRIDS
 from trilith.checkpoints.optimizer_state import MOMENTS
-from trilith.checkpoints.part_table import PartTable
+from trilith.checkpoints.part_table import PartTable, checkpoint_files
 from trilith.checkpoints.rank_files import files_to_come, stored_tensors
 from trilith.checkpoints.stored_tensor import StoredTensor
 from trilith.parallel_state import Declaration, Layout
 from trilith.recipes import load_recipe
 from trilith.storage.file_names import MANIFEST
-from trilith.storage.records import StoredFile
+from trilith.storage.strict_json import StoredFile
 from trilith.training.run_plan import plan
 
 #: Name, shipped recipe, and how many times its data ranks.
@@ -98,7 +98,10 @@ def main(folder: Path, rounds: int) -> list[Row]:
         for file in manifest.files:
             with (place / file.name).open("wb") as empty:
                 empty.truncate(SIZE)  # without blocks on the disk
-        parts = sum(len(whole.parts) for whole in PartTable(manifest).catalog().values())
+        parts = sum(
+            len(whole.parts)
+            for whole in PartTable(manifest).catalog(checkpoint_files(place, manifest)).values()
+        )
         works: dict[str, tuple[Callable[[], object], float]] = {
             "a rank's own share": (run.own_share, 1.0),
             "writing": (lambda run=run, files=files, place=place: run.write(files, place), 2.0),

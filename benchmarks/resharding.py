@@ -18,7 +18,7 @@ from measure import Row, afresh, at_most, copy, in_turn, ratio
 from saving import trained
 from trilith.checkpoints import ConversionOptions, Progress, Saver, convert, differences, read_source
 from trilith.checkpoints.convert.plan import plan_to_sharded
-from trilith.parallel_state import Box, Layout
+from trilith.parallel_state import Layout
 from trilith.runs.launch import process_group
 from trilith.storage.dtypes import TORCH
 
@@ -85,8 +85,7 @@ def _read_so_far() -> int:
 def against_dcp(folder: Path, src: Path, rounds: int) -> Row:
     """Compare with DCP, which cannot reshard files: it loads everything into memory and saves it again."""
     source = read_source(src)
-    links = source.links()
-    state = {name: source.read(name, Box.whole(whole.shape), links) for name, whole in source.catalog.items()}
+    state = {name: tensor.read() for name, tensor in source.ours.items()}
     dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
 
     def theirs() -> None:

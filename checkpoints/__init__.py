@@ -20,13 +20,12 @@ from .hugging_face.folder import HFFolder
 from .load import Loaded, check_whole, load, load_source, with_adapter
 from .lora import check_base, fingerprint, read_adapter, read_converted, read_lora, stored_adapter
 from .manifest import Manifest, StoredAdapter
-from .manifest_checks import check_model, check_plain
+from .manifest_checks import Progress, check_model, check_plain
 from .mirror import restore_if_none
 from .optimizer_state import begin_moments
 from .save import contents_of, save
 from .saver import Contents, Saver
 from .source import Source, foreign_format, read_foreign, read_source
-from .stated_progress import Progress
 from .user_module_family import Described
 from .verify import verify, verify_files
 

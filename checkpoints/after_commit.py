@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from ..parallel_state import BadCheckpoint, BadInput, MachineFailed
+from ..storage.file_names import DAMAGED, set_aside_name
+from ..storage.leftovers import remove_checkpoint
+from ..storage.lock import Hold, hold, nobody_reads
 from .find import complete_checkpoints, step_directory, step_of
+from .manifest import Manifest
 from .mirror import Mirror
-from .reading_lock import Hold, hold
-from .retention import delete_old
 
 T = TypeVar("T")
 
@@ -120,3 +122,42 @@ class AfterCommit:
         finally:
             # Now: errors that a store keeps refer to this frame, and so to what it holds.
             path_and_hold[1].release()
+
+
+def set_aside(target: Path) -> None:
+    """Rename a damaged checkpoint of this step, so that the step can be saved again.
+
+    A resume passed it over.
+    """
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    try:
+        Manifest.load(target)
+    except BadCheckpoint:
+        target.rename(set_aside_name(target, DAMAGED))
+
+
+def delete_old(root: Path, keep: int, step: int) -> list[Path]:
+    """Delete the good checkpoints up to ``step``, just committed, except the newest ``keep``.
+
+    One whose manifest is damaged does not count and stays, and so does one that claims to be newer. One that
+    is being read stays for now; these are returned. Other files than manifests are not looked at: this is
+    done at each save, and a checkpoint has a file of each rank.
+    """
+    good = [path for path in complete_checkpoints(root) if step_of(path) <= step and _is_good(path)]
+    read = []
+    for old in good[:-keep]:
+        with nobody_reads(old) as free:
+            if free:
+                remove_checkpoint(old)
+            else:
+                read.append(old)
+    return read
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        Manifest.load(path, whole=False)
+    except BadCheckpoint:
+        return False
+    return True

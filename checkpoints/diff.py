@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..parallel_state import BadInput, Box
-from .copies import Links
-from .optimizer_state import moment_name
+from ..parallel_state import BadInput
+from ..storage.catalog import LazyTensor
+from ..storage.strides import slabs
 from .source import Source
 
 _ELEMENTS = 1 << 22
@@ -40,43 +40,27 @@ def differences(a: Source, b: Source) -> Iterator[Difference]:
     if a.described.model_type != b.described.model_type:
         raise BadInput(b.path, "model_type", expected=a.described.model_type, found=b.described.model_type)
     as_hf = a.manifest is None and b.manifest is None
-    links = [source.links(to_hf=as_hf) for source in (a, b)]
-    names_a, names_b = (_names(source, as_hf) for source in (a, b))
+    first, second = ((source.hf if as_hf else source.ours) for source in (a, b))
     both_train = a.moments and b.moments
-    for name, shape in names_a.items():
+    for name, tensor in first.items():
         if name.startswith("optimizer.") and not both_train:
             continue
-        if name not in names_b:
+        if name not in second:
             yield Difference(name, f"only in {a.path}")
-        elif names_b[name] != shape:
-            yield Difference(name, f"shape {list(shape)} and {list(names_b[name])}")
+        elif second[name].shape != tensor.shape:
+            yield Difference(name, f"shape {list(tensor.shape)} and {list(second[name].shape)}")
         else:
-            yield from _compare(name, shape, a, b, links)
-    for name in names_b:
-        if name not in names_a and (both_train or not name.startswith("optimizer.")):
+            yield from _compare(tensor, second[name])
+    for name in second:
+        if name not in first and (both_train or not name.startswith("optimizer.")):
             yield Difference(name, f"only in {b.path}")
 
 
-def _names(source: Source, as_hf: bool) -> dict[str, tuple[int, ...]]:
-    if source.manifest is not None or as_hf:
-        return {name: whole.shape for name, whole in source.catalog.items()}
-    (stated,) = source.described.declarations()
-    shapes = {name: declaration.shape for name, declaration in stated.items()}
-    return shapes | {
-        moment_name(moment, name): shape for moment in source.moments for name, shape in shapes.items()
-    }
-
-
-def _compare(
-    name: str, shape: tuple[int, ...], a: Source, b: Source, links: list[Links]
-) -> Iterator[Difference]:
-    dtypes = [source.dtype_of(name, source_links) for source, source_links in zip((a, b), links, strict=True)]
+def _compare(a: LazyTensor, b: LazyTensor) -> Iterator[Difference]:
+    name, dtypes = a.name, (a.dtype, b.dtype)
     worst, largest, count = 0.0, 0.0, 0
-    for box in _slabs(shape):
-        x, y = (
-            source.read(name, box, source_links, finite=False)
-            for source, source_links in zip((a, b), links, strict=True)
-        )
+    for box in slabs(a.box, _ELEMENTS):
+        x, y = (tensor.read(box, finite=False) for tensor in (a, b))
         if x.dtype == y.dtype and torch.equal(_bits(x), _bits(y)):
             largest = max(largest, float(x.double().abs().max()) if x.numel() else 0.0)
             continue
@@ -95,13 +79,3 @@ def _compare(
 def _bits(x: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor of any shape, a scalar among them."""
     return x.reshape(-1).view(torch.uint8)
-
-
-def _slabs(shape: tuple[int, ...]) -> Iterator[Box]:
-    whole = Box.whole(shape)
-    if not shape:
-        yield whole
-        return
-    rows = max(1, _ELEMENTS // max(1, whole.size // max(1, shape[0])))
-    for start in range(0, shape[0], rows):
-        yield whole.narrow(0, start, min(start + rows, shape[0]))

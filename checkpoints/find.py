@@ -5,9 +5,10 @@ There is no pointer file: the folders are looked at.
 
 from __future__ import annotations
 
+import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -17,13 +18,13 @@ from pathlib import Path
 from ..parallel_state import BadCheckpoint, ParallelState
 from ..parallel_state.collective_errors import together
 from ..storage.fetched import fetched
-from ..storage.file_names import MANIFEST, STEP_NAME, finished_name
+from ..storage.file_names import DAMAGED, MANIFEST, STEP_NAME, finished_name, set_aside_name
 from ..storage.folder_kind import CHECKPOINTS, holds_steps
+from ..storage.lock import Hold, hold
 from ..storage.remote_folder import RemoteFolder
 from ..system.addresses import as_url
 from .hugging_face.hub import FILES, from_hub
-from .manifest import Manifest
-from .reading_lock import Hold, hold
+from .manifest import Damaged, Manifest
 
 #: Whether a newest checkpoint that is not whole is refused (``--strict``) instead of passed over.
 STRICT: ContextVar[bool] = ContextVar("strict", default=False)
@@ -244,3 +245,30 @@ def newest_in(path: str | Path, state: ParallelState, opened: Path | None = None
 
     yield together(look, state)[0]
     checkpoints.clear()
+
+
+def damaged(where: object, key: object = None, *, expected: object, found: object, todo: str = "") -> Damaged:
+    """Return the error about a byte of ``where``, a checkpoint or a file of it, that is not the one written.
+
+    It names the newest complete checkpoint of the run with fewer steps, and how to go on from it. Nothing but
+    the manifest of that one is read: it is verified when it is used.
+    """
+    error = Damaged(where, key, expected=expected, found=found, todo=todo)
+    older = _newest_before(error.checkpoint)
+    if older is None:
+        return error
+    move = shlex.join(["mv", "--", str(error.checkpoint), str(set_aside_name(error.checkpoint, DAMAGED))])
+    complete = f"The newest complete checkpoint before it is {older}"
+    todo = f"{todo}. {complete}: after `{move}` the same command goes on from it"
+    return Damaged(where, key, expected=expected, found=found, todo=todo.lstrip(". "))
+
+
+def _newest_before(checkpoint: Path) -> Path | None:
+    if STEP_NAME.fullmatch(checkpoint.name) is None:
+        return None
+    for path in reversed(complete_checkpoints(checkpoint.parent)):
+        if step_of(path) < step_of(checkpoint):
+            with suppress(BadCheckpoint):
+                Manifest.load(path, whole=False)
+                return path
+    return None

@@ -21,10 +21,10 @@ from .described import check_memory, describe
 from .find import newest_in
 from .lora import check_same_base, read_adapter, stored_adapter
 from .manifest import StoredAdapter
+from .manifest_checks import Progress, check_progress
 from .optimizer_state import adamw, check_optimizer, moment_name, moment_of, restore_state
-from .rank_storage import stored_parts
+from .rank_files import stored_parts
 from .source import Source, read_source
-from .stated_progress import Progress, check_progress
 from .stored_tensor import check_same_shapes
 from .user_module_family import Described
 from .verify import check_bytes
@@ -153,10 +153,10 @@ def load_source(source: Source, model: nn.Module, state: ParallelState | None = 
 
 
 def _fill_from(source: Source, model: nn.Module, state: ParallelState) -> None:
-    links, (stated,) = source.links(), source.described.declarations()
+    (stated,) = source.described.declarations()
     for name, tensor, box in stored_parts(model, state):
         if name in stated:
-            fill(tensor, source.read(name, box, links))
+            fill(tensor, source.ours[name].read(box))
 
 
 @torch.no_grad()
@@ -260,7 +260,7 @@ def _restore_optimizer(
     memory: Mapping[str, Any],
 ) -> None:
     """Fill what the optimizer keeps; ``BadCheckpoint`` for a parameter that was frozen and is trained now."""
-    manifest, links = source.manifest, source.links()
+    manifest = source.manifest
     assert manifest is not None, source.path
     restore_state(model, optimizer, manifest.optimizer or adamw(memory))
     for moment in manifest.moments:
@@ -274,4 +274,4 @@ def _restore_optimizer(
                     todo="Freeze the parameters that the run began with frozen, or start a new run "
                     "from these weights",
                 )
-            fill(tensor, source.read(moment_name(moment, name), box, links))
+            fill(tensor, source.ours[moment_name(moment, name)].read(box))

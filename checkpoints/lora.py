@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from ..models import AdaptedFamily, LoraConfig, adapted
 from ..parallel_state import BadCheckpoint, BadInput, Box
+from ..storage.catalog import Catalog, in_one_file
 from ..storage.dtypes import WEIGHTS
 from ..storage.file_names import ADAPTER_CONFIG, ADAPTER_MODEL
 from ..storage.files_beside_weights import companions_in
@@ -19,7 +21,6 @@ from ..storage.folder_kind import ADAPTERS, FolderKind, kind_of_folder
 from ..storage.safe_open import contained
 from ..storage.safetensors_reader import TensorFile
 from ..storage.small_files import read_json
-from .copies import Stored, Whole
 from .find import local_folder
 from .manifest import StoredAdapter
 from .source import Source, read_source
@@ -35,13 +36,12 @@ def fingerprint(base: Source) -> str:
     reading all; a single number changed elsewhere is not noticed. The same in every form and layout.
     """
     digest = hashlib.sha256(base.model_config.model_dump_json(exclude={"initializer_range"}).encode())
-    links = base.links(to_hf=True)
     for name, shape in base.family.links(base.model_config)[1].items():
-        digest.update(repr((name, base.dtype_of(name, links), shape)).encode())
+        digest.update(repr((name, base.hf[name].dtype, shape)).encode())
         whole = Box.whole(shape).narrow(len(shape) - 1, 0, min(shape[-1], _SAMPLE))
         for row in sorted({0, shape[0] // 2, shape[0] - 1}) if len(shape) > 1 else (0,):
             box = whole.narrow(0, row, row + 1) if len(shape) > 1 else whole
-            numbers = base.read(name, box, links, finite=False).contiguous()
+            numbers = base.hf[name].read(box, finite=False).contiguous()
             digest.update(numbers.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
@@ -129,17 +129,14 @@ def _peft_folder(path: Path, base: Source) -> Source:
     _, shapes = adapted(base.family, lora).links(base.model_config)
     file = TensorFile.open(file_path, expected=shapes)
     _check_tensors(file, shapes)
-    catalog = {
-        name: Whole(shape, file.tensors[name].dtype, (Stored(0, name, Box.whole(shape)),))
-        for name, shape in shapes.items()
-    }
+    catalog = Catalog({name: in_one_file(file, name) for name in shapes})
     return replace(
         base, path=path, companions=companions_in(path), files=[file], catalog=catalog, manifest=None,
         warnings=[], adapter=stored,
     )  # fmt: skip
 
 
-def _check_tensors(file: TensorFile, shapes: dict[str, tuple[int, ...]]) -> None:
+def _check_tensors(file: TensorFile, shapes: Mapping[str, tuple[int, ...]]) -> None:
     for name in [*shapes, *file.tensors]:
         if name not in shapes or name not in file.tensors:
             todo = "The adapter is for another model, or for modules that are not supported here"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..parallel_state import BadCheckpoint, BadInput, from_validation
+from ..parallel_state import BadCheckpoint, BadInput, Layout, from_validation
 from ..storage.file_names import MANIFEST
 from ..storage.files_beside_weights import check_companion
-from ..storage.strict_json import shown
+from ..storage.strict_json import Count, StrictRecord, shown
+from .find import complete_checkpoints
 from .manifest import Manifest
+from .optimizer_state import moment_name
 from .source import Source
-from .stated_progress import check_moments, check_progress
 from .stored_tensor import check_same_shapes
 
 #: Levels of lists and objects inside one another; readers of JSON give up at some two hundred.
@@ -105,3 +109,126 @@ def check_model(source: Source) -> None:
     ]
     check_progress(manifest, where)
     check_moments(manifest, trained, where)
+
+
+#: More updates than any run makes.
+_MOST_UPDATES = 1 << 53
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """State how far a run is: ``step``, the number of steps done, and the ``layout`` that did the last of
+    them.
+
+    ``data``: plain data that fixes the order of the samples. ``memory``: plain data of the training loop
+    (``Update.remember``). ``extra``: the user's own plain data.
+    """
+
+    step: int
+    layout: Layout
+    data: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+    extra: Any = None
+
+
+class _LossScale(StrictRecord):
+    value: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    good: Count
+
+
+class _Spikes(StrictRecord):
+    losses: tuple[Finite, ...]
+    norms: tuple[Finite, ...]
+
+
+class _Memory(BaseModel):
+    """Define what ``training.Update`` remembers."""
+
+    model_config = ConfigDict(strict=True)
+
+    updates: Annotated[int, Field(ge=0, le=_MOST_UPDATES)] = 0
+    updates_of: dict[str, Count] = {}
+    skipped: dict[Literal["overflow", "spike"], Count] | None = None
+    loss_scale: _LossScale | None = None
+    spikes: _Spikes | None = None
+
+
+def check_progress(manifest: Manifest, where: object) -> None:
+    """Refuse a training checkpoint without a step, and numbers of updates that no run can have made."""
+    if manifest.kind != "training":
+        return
+    if manifest.step is None:
+        raise BadCheckpoint(where, "step", expected="the step of a training run", found="none")
+    stated = manifest.state.get("memory")
+    if stated is None:
+        return
+    try:
+        memory = _Memory.model_validate_json(json.dumps(stated))
+    except ValidationError as error:
+        raise from_validation(where, error, spelled="state.memory.{}".format, kind=BadCheckpoint) from None
+    if memory.skipped is not None and memory.updates + sum(memory.skipped.values()) != manifest.step:
+        raise BadCheckpoint(
+            where,
+            "state.memory",
+            expected=f"as many updates and skipped steps as steps, {manifest.step:,}",
+            found=f"{memory.updates:,} and {sum(memory.skipped.values()):,}",
+        )
+    for name, count in memory.updates_of.items():
+        if count > memory.updates or name not in manifest.tensors:
+            expected = f"tensors with at most {memory.updates:,} updates"
+            named_count = f"{shown(name)} with {count:,}"
+            raise BadCheckpoint(where, "state.memory.updates_of", expected=expected, found=named_count)
+
+
+def check_moments(manifest: Manifest, trained: Collection[str], where: object) -> None:
+    """Refuse moments that a checkpoint of its kind cannot have: ``trained`` names the weights that do have
+    them, if it is one of training.
+    """
+    wanted = {
+        moment_name(moment, name): manifest.tensors[name].shape
+        for moment, without in manifest.moments.items()
+        for name in trained
+        if name not in without
+    }
+    shapes = {
+        name: tensor.shape for name, tensor in manifest.tensors.items() if name.startswith("optimizer.")
+    }
+    check_same_shapes(where, wanted, shapes, todo=f"The checkpoint is one of kind {manifest.kind!r}")
+
+
+def check_same_tensors(root: Path, manifest: Manifest) -> None:
+    """Refuse a folder with checkpoints of a model other than the manifest's.
+
+    Retention would count them among this model's checkpoints, and delete them.
+    """
+    for path in complete_checkpoints(root)[::-1] if root.is_dir() else []:
+        try:
+            other = Manifest.load(path, whole=False)
+        except BadCheckpoint:
+            continue
+        check_same_model(path, other, manifest)
+        return
+
+
+def check_same_model(where: object, other: Manifest, manifest: Manifest) -> None:
+    """Refuse a place that holds a checkpoint of a model other than the manifest's."""
+    wanted, there = _tensors(manifest), _tensors(other)
+    if there != wanted:
+        name = min(n for n in wanted.keys() | there.keys() if wanted.get(n) != there.get(n))
+        expected = f"{name} of shape {wanted[name]}" if name in wanted else f"no {name}"
+        raise BadInput(
+            where,
+            expected=f"a checkpoint of the same model as the one to be saved, with {expected}",
+            found=f"one of shape {there[name]}" if name in there else "none",
+            todo="Choose another folder",
+        )
+
+
+def _tensors(manifest: Manifest) -> dict[str, list[int]]:
+    """Return the weights' names, made safe for a message, and their shapes."""
+    return {
+        shown(name): [*tensor.shape]
+        for name, tensor in manifest.tensors.items()
+        if not name.startswith("optimizer.")
+    }

@@ -15,15 +15,14 @@ from pathlib import Path
 from ..parallel_state import BadCheckpoint, BadInput, ParallelState
 from ..parallel_state.collective_errors import together
 from ..storage.file_names import MANIFEST
-from ..storage.output_file import check_outside
-from ..storage.records import StoredFile
+from ..storage.output_places import check_outside
 from ..storage.remote_folder import RemoteFolder
 from ..storage.safe_open import read_small
 from ..storage.staging import staged
-from .damage import damaged
-from .find import complete_checkpoints, passing_over, step_of, steps_at, whole_copy
+from ..storage.strict_json import StoredFile
+from .find import complete_checkpoints, damaged, passing_over, step_of, steps_at, whole_copy
 from .manifest import MAX_BYTES, Damaged, Manifest
-from .retention import check_same_model
+from .manifest_checks import check_same_model
 
 _TRIAL = "trial.tmp"
 _TODO = "Give each run a place of its own; to go on from that checkpoint, set checkpoint.restore=true"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..parallel_state import BadInput, ParallelState
 from ..parallel_state.collective_errors import together
 from ..parallel_state.engine import local_data
-from ..storage.records import StrictRecord
+from ..storage.strict_json import StrictRecord
 
 #: AdamW's running means of the gradient and of its square; each lies exactly as its parameter does.
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -5,19 +5,42 @@ Every reader goes through here, so it does not matter whether a manifest lists i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from ..parallel_state import BadCheckpoint, BadInput, Box
+from ..parallel_state import BadCheckpoint, BadInput, Box, Piece
+from ..storage.catalog import Catalog, Key, LazyTensor
 from ..storage.safe_open import contained
 from ..storage.safetensors_reader import TensorFile
 from ..storage.strict_json import shown
-from .copies import GridParts, Stored, Whole
-from .damage import damaged
+from .find import damaged
 from .manifest import Manifest
+from .stored_tensor import Grid
+
+
+@dataclass(frozen=True, slots=True)
+class GridParts:
+    """Hold the parts of tensor ``key`` that a grid states (see ``Grid``), each computed when it is asked for.
+
+    ``files``: the file of each rank.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    grid: Grid
+    files: Mapping[int, TensorFile]
+
+    def __len__(self) -> int:
+        return self.grid.number(self.shape)
+
+    def near(self, box: Box) -> Iterator[Piece[Key]]:
+        """Yield the parts that hold elements of ``box``."""
+        for rank, part in self.grid.parts(self.shape, box):
+            yield Piece.plain(part, Key(self.files[rank], self.key))
 
 
 class PartTable:
@@ -28,19 +51,18 @@ class PartTable:
         self._numbers = manifest.numbers
         self._ranks = {number: rank for rank, number in self._numbers.items()}
 
-    def catalog(self) -> dict[str, Whole]:
-        """Return every tensor with its owners' parts."""
-        wholes = {}
+    def catalog(self, files: Sequence[TensorFile]) -> Catalog:
+        """Return every tensor with its owners' parts, which are in ``files``."""
+        catalog, by_rank = Catalog(), {rank: files[number] for rank, number in self._numbers.items()}
         for name, tensor in self._tensors.items():
-            if tensor.grid is not None:
-                wholes[name] = Whole(
-                    tensor.shape, tensor.dtype, GridParts(name, tensor.shape, tensor.grid, self._numbers)
-                )
-            else:
-                owners = (part for part in tensor.parts if part.role == "owner")
-                parts = tuple(Stored(part.file, name, part.box) for part in owners)
-                wholes[name] = Whole(tensor.shape, tensor.dtype, parts)
-        return wholes
+            owners = (part for part in tensor.parts if part.role == "owner")
+            parts = (
+                tuple(Piece.plain(part.box, Key(files[part.file], name)) for part in owners)
+                if tensor.grid is None
+                else GridParts(name, tensor.shape, tensor.grid, by_rank)
+            )
+            catalog[name] = LazyTensor(name, tensor.dtype, tensor.shape, parts)
+        return catalog
 
     def in_file(self, number: int) -> dict[str, tuple[str, Box]]:
         """Return the dtype and the box of each tensor that has a part, or a replica of one, in this file."""
@@ -62,38 +84,42 @@ class PartTable:
         return table
 
 
-class CheckpointFiles(Sequence[TensorFile]):
-    """Hold the files of a checkpoint, in the manifest's order; each is opened when somebody asks for it.
+class CheckpointFile(TensorFile):
+    """Read a file of a checkpoint, which is opened when somebody asks what is in it.
 
     Its header is then compared with the manifest, and kept. Safe to use from several threads at once.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self._directory, self._manifest, self._table = directory, manifest, PartTable(manifest)
-        self._opened: dict[int, TensorFile] = {}
-        self._lock = Lock()
+    def __init__(self, directory: Path, manifest: Manifest, table: PartTable, number: int) -> None:
+        self.path = directory / manifest.files[number].name
+        self._manifest, self._table, self._number, self._lock = manifest, table, number, Lock()
 
-    def __len__(self) -> int:
-        return len(self._manifest.files)
-
-    def __getitem__(self, number: Any) -> Any:  # a ``TensorFile``; nobody asks for a slice
-        number = range(len(self))[number]
+    def __getattr__(self, name: str) -> Any:
+        """Open the file for one of those attributes that opening sets."""
+        if name not in ("tensors", "metadata", "data_begin", "identity"):
+            raise AttributeError(name)
         with self._lock:
-            if number not in self._opened:
-                self._opened[number] = self.open(number)
-            return self._opened[number]
+            if name not in self.__dict__:
+                self.__dict__.update(vars(self.open_anew()))
+        return self.__dict__[name]
 
-    def open(self, number: int) -> TensorFile:
-        """Open a file, and keep nothing of it: the headers of thousands are gigabytes."""
-        path = contained(self._directory, self._manifest.files[number].name, kind=BadCheckpoint)
+    def open_anew(self) -> TensorFile:
+        """Open the file, and keep nothing of it: the headers of thousands are gigabytes."""
+        path = contained(self.path.parent, self.path.name, kind=BadCheckpoint)
         try:
             file = TensorFile.open(path, expected=self._manifest.tensors)
         except BadInput as bad:  # what is bad input elsewhere is a damaged checkpoint here
             raise damaged(bad.where, bad.key, expected=bad.expected, found=bad.found, todo=bad.todo) from None
-        promised = {name: (dtype, box.shape) for name, (dtype, box) in self._table.in_file(number).items()}
-        present = {name: (entry.dtype, entry.shape) for name, entry in file.tensors.items()}
+        promised = {n: (dtype, box.shape) for n, (dtype, box) in self._table.in_file(self._number).items()}
+        present = {n: (entry.dtype, entry.shape) for n, entry in file.tensors.items()}
         if present != promised:
             name = min(n for n in promised.keys() | present.keys() if promised.get(n) != present.get(n))
             expected = promised.get(name, "no such tensor")
             raise damaged(path, shown(name), expected=expected, found=present.get(name, "no such tensor"))
         return file
+
+
+def checkpoint_files(directory: Path, manifest: Manifest) -> list[CheckpointFile]:
+    """Return the files of a checkpoint, in the manifest's order; none is opened."""
+    table = PartTable(manifest)
+    return [CheckpointFile(directory, manifest, table, number) for number in range(len(manifest.files))]

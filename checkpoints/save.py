@@ -16,9 +16,9 @@ from ..parallel_state.collective_errors import together
 from .described import check_memory, describe
 from .find import step_directory
 from .manifest import StoredAdapter
+from .manifest_checks import Progress
 from .optimizer_state import gather_optimizer
 from .saver import Contents, Saver
-from .stated_progress import Progress
 
 
 def save(

@@ -25,20 +25,17 @@ from ..storage.disk import writing
 from ..storage.dtypes import BUFFER
 from ..storage.files_beside_weights import Companion, read_companions
 from ..storage.leftovers import clear_unfinished
-from ..storage.records import StoredFile
+from ..storage.output_places import check_home
 from ..storage.remote_folder import RemoteFolder
-from ..storage.staging import Staging, check_home
-from ..storage.strict_json import shown
-from .after_commit import AfterCommit
+from ..storage.staging import Staging
+from ..storage.strict_json import StoredFile, shown
+from .after_commit import AfterCommit, set_aside
 from .find import step_directory
 from .manifest import WITH_GRIDS, Manifest, StoredAdapter
-from .manifest_checks import check_plain, read_back
+from .manifest_checks import Progress, check_plain, check_same_tensors, read_back
 from .mirror import Mirror
 from .optimizer_state import MOMENTS, StoredOptimizer, gather_optimizer, moment_name, moment_of
-from .rank_files import files_to_come, stored_tensors, write_file
-from .rank_storage import places
-from .retention import check_same_tensors, set_aside
-from .stated_progress import Progress
+from .rank_files import files_to_come, places, stored_tensors, write_file
 from .stored_tensor import StoredTensor
 from .user_module_family import Described
 

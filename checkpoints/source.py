@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-from torch import Tensor
-
-from ..models import Family, Link, LoraConfig, ModelConfig, adapted, family_of
-from ..parallel_state import BadInput, Box
-from ..storage.crc import Checksum
+from ..models import Family, LoraConfig, ModelConfig, adapted, family_of
+from ..parallel_state import BadInput, Piece
+from ..storage.catalog import Catalog, renamed
 from ..storage.file_names import CONFIG, MANIFEST
 from ..storage.files_beside_weights import COMPANIONS, companions_in
-from ..storage.finite import look_at
 from ..storage.folder_kind import CHECKPOINTS, SOURCES, FolderKind, kind_of_folder
 from ..storage.leftovers import why_absent
+from ..storage.lock import Hold
 from ..storage.safetensors_reader import TensorFile
 from ..storage.small_files import read_json
-from .copies import Links, Stored, Whole, copies, join, turned
+from ..storage.torch_archive import ViewFile
 from .find import Found, local_folder, newest_checkpoint, open_checkpoint, warn_of
-from .foreign.catalog import assemble, choose_table, hf_shapes
-from .foreign.check_stated import check_stated
-from .foreign.checkpoint import ForeignCheckpoint, ForeignTensor
+from .foreign.checkpoint import ForeignCheckpoint, check_stated
 from .foreign.formats import Format, format_of
-from .hugging_face.expected import Repeated, expected_tensors, sha256_of
+from .foreign.rules import choose_table
 from .hugging_face.folder import HFFolder
 from .manifest import Manifest, StoredAdapter
+from .model_tensors import (
+    Repeated,
+    further_prefixes,
+    hf_shapes,
+    model_moments,
+    model_tensors,
+    own_names,
+    table_names,
+)
 from .optimizer_state import MOMENTS, moment_name
-from .part_table import CheckpointFiles, PartTable
-from .reading_lock import Hold
+from .part_table import PartTable, checkpoint_files
 from .user_module_family import Described, described_module
 
 
@@ -51,7 +55,7 @@ class Source:
     config: dict[str, Any]
     companions: list[Path]
     files: Sequence[TensorFile]
-    catalog: Mapping[str, Whole]
+    catalog: Catalog
     manifest: Manifest | None = None
     warnings: list[str] = field(default_factory=list)
     adapter: StoredAdapter | None = None
@@ -114,60 +118,38 @@ class Source:
         counted = self.manifest or self.foreign
         return 0 if counted is None else counted.updates or 0
 
-    def links(self, *, to_hf: bool = False) -> Links:
-        """Return the links from wanted names (trilith's, or Hugging Face's with ``to_hf``) to the names in
-        ``catalog``.
-        """
-        stored_as_hf = self.manifest is None
-        if stored_as_hf == to_hf:
-            return Links(None)
-        links = self.described.links()[0]
-        links = [*links, *(_of_moment(moment, link) for moment in self.moments for link in links)]
-        return Links(links, to_hf=to_hf)
+    @cached_property
+    def ours(self) -> Catalog:
+        """Return the tensors under trilith's names."""
+        return self._under_names(of_hf=False)
 
-    def dtype_of(self, name: str, links: Links) -> str:
-        """Return the stored dtype, by safetensors' name, of the tensor that is wanted as ``name``."""
-        return self.catalog[links.stored_name(name)].dtype
+    @cached_property
+    def hf(self) -> Catalog:
+        """Return the tensors under Hugging Face's names."""
+        return self._under_names(of_hf=True)
+
+    def _under_names(self, *, of_hf: bool) -> Catalog:
+        if of_hf == (self.manifest is None):
+            return self.catalog
+        names: dict[str, list[Piece[str]]] = defaultdict(list)
+        for link in self.described.links()[0]:
+            if of_hf:
+                names[link.hf].append(link.piece.reversed(link.ours))
+            elif not link.copy:  # read once, where it is not a copy
+                names[link.ours].append(link.piece)
+        of_moments = {
+            moment_name(moment, name): [
+                replace(piece, stored=moment_name(moment, piece.stored)) for piece in pieces
+            ]
+            for moment in self.moments
+            for name, pieces in names.items()
+        }
+        return renamed(self.catalog, names | of_moments)
 
     @property
     def stored_files(self) -> list[TensorFile]:
         """Return the files of weights on the disk, each once."""
         return [*{file.path: file for source in self.files for file in source.stored_in}.values()]
-
-    def read(
-        self,
-        name: str,
-        box: Box,
-        links: Links,
-        *,
-        finite: bool = True,
-        seen: Sequence[Checksum] | None = None,
-    ) -> Tensor:
-        """Return box ``box`` of the tensor that is wanted as ``name``, in the stored dtype.
-
-        The result is filled with NaN first, and each element is set once. ``seen``: checksums of the files,
-        into which the bytes are counted. Raises ``BadInput`` for numbers that are not finite, unless
-        ``finite`` is false.
-        """
-        pieces = []
-        for copy in copies(name, box, self.catalog, links):
-            file, key, part = self.files[copy.file], copy.key, copy.source
-            numbers = file.read(key, part) if seen is None else file.read_counted(key, part, seen[copy.file])
-            pieces.append((copy.target, turned(copy, numbers, copy.target)))
-        if not pieces:
-            return torch.empty(box.shape)  # all of it is padding
-
-        def empty(dtype: torch.dtype) -> Tensor:
-            return torch.full(box.shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype)
-
-        out, _ = join(box, pieces, empty)
-        if finite and not look_at(out.contiguous()).finite:
-            raise BadInput(self.path, name, expected="finite numbers", found="a NaN or an infinity")
-        return out
-
-
-def _of_moment(moment: str, link: Link) -> Link:
-    return replace(link, ours=moment_name(moment, link.ours), hf=moment_name(moment, link.hf))
 
 
 def read_source(
@@ -241,10 +223,10 @@ def _sharded(checkpoint: Found) -> Source:
     path, manifest = checkpoint.directory, checkpoint.manifest
     # Earlier releases took along whatever a tokenizer's folder held.
     companions = [path / companion.name for companion in manifest.companions if companion.name in COMPANIONS]
-    config, files = dict(manifest.config), CheckpointFiles(path, manifest)
+    config, files = dict(manifest.config), checkpoint_files(path, manifest)
     module = None if manifest.module is None else described_module(manifest.module, config)
     return Source(
-        path, config, companions, files, PartTable(manifest).catalog(), manifest,
+        path, config, companions, files, PartTable(manifest).catalog(files), manifest,
         adapter=manifest.adapter, module=module, hold=checkpoint.hold,
     )  # fmt: skip
 
@@ -258,19 +240,23 @@ def _hugging_face(
     if (described := module) is None:
         family = family_of(folder.config, str(path / CONFIG))
         described = Described(family, family.from_hf(folder.config, str(path / CONFIG)))
-    tensors, repeated = expected_tensors(folder, cast(Family, described.family), described.config)
+    family, config, stored = cast(Family, described.family), described.config, folder.catalog
+    names = own_names(stored, family, config)
+    catalog, repeated = model_tensors(path, stored, names, family, config)
     for pair in repeated if compare else ():
-        pair.check(path, sha256_of)
-    files = list({id(file): file for file, _ in tensors.values()}.values())
-    numbers = {id(file): number for number, file in enumerate(files)}
-    catalog = {}
-    for name, (file, key) in tensors.items():
-        entry = file.tensors[key]
-        parts = (Stored(numbers[id(file)], key, Box.whole(entry.shape)),)
-        catalog[name] = Whole(entry.shape, entry.dtype, parts)
-    source = Source(path, folder.config, folder.companions, files, catalog, None, folder.warnings)
-    source.module, source.repeated = module, repeated
-    return source
+        pair.check(path)
+    again = Catalog({pair.again.name: pair.again for pair in repeated})
+    files = [*Catalog(catalog | again).stored_keys]
+    further = tuple(further_prefixes(family, config))
+    if unread := [name for name in stored if further and name.startswith(further)]:
+        folder.warnings.append(
+            f"{path}: {len(unread)} tensors of blocks that predict further tokens are not read, as by "
+            f"transformers: {unread[0]}, ... (docs/experts.md: multi-token prediction)"
+        )
+    return Source(
+        path, folder.config, folder.companions, files, catalog, None, folder.warnings,
+        module=module, repeated=repeated,
+    )  # fmt: skip
 
 
 def _foreign(path: Path, form: Format, config_folder: str | Path | None, names: str | None) -> Source:
@@ -283,17 +269,20 @@ def _foreign(path: Path, form: Format, config_folder: str | Path | None, names: 
     config = family.from_hf(raw, str(where))
     checkpoint = form.read(path)
     check_stated(checkpoint, config, where)
-    table = choose_table(checkpoint, names, hf_shapes(family, config))
-    tables = assemble(checkpoint, table, family, config)
-    numbers = {id(file): number for number, file in enumerate(checkpoint.files)}
-
-    def whole(tensor: ForeignTensor) -> Whole:
-        parts = (Stored(numbers[id(part.file)], part.file.add(part.view), part.box) for part in tensor.chunks)
-        return Whole(tensor.shape, tensor.dtype, tuple(parts))
-
-    catalog = {name: whole(tensor) for name, tensor in tables.weights.items()}
-    for moment, made in tables.moments.items():
-        catalog |= {moment_name(moment, name): whole(tensor) for name, tensor in made.items()}
+    stored, table = checkpoint.tensors, choose_table(checkpoint, names, hf_shapes(family, config))
+    pieces = table_names(path, stored, table, family, config)
+    catalog, repeated = model_tensors(path, stored, pieces, family, config, table)
+    for pair in repeated:
+        pair.check(path)
+    used = {piece.stored for name in pieces for piece in pieces[name]}
+    if without := sorted({name for kind in checkpoint.moments.values() for name in used - kind.keys()}):
+        others = f" and {len(without) - 1} more weights" if without[1:] else ""
+        checkpoint.skipped.append(f"the moments are left out: there are none of {without[0]}{others}")
+        checkpoint.moments = {}
+    catalog |= model_moments(path, checkpoint.moments, {name: pieces[name] for name in catalog})
+    for file, keys in (files := catalog.stored_keys).items():
+        if isinstance(file, ViewFile):
+            file.keep(keys)
     companions = companions_in(where) if where.is_dir() else []
     skipped = [f"{path}: {line}" for line in checkpoint.skipped]
-    return Source(path, raw, companions, [*checkpoint.files], catalog, None, skipped, foreign=checkpoint)
+    return Source(path, raw, companions, [*files], catalog, None, skipped, foreign=checkpoint)

@@ -1,16 +1,22 @@
-"""Define what a manifest says about one tensor: its parts, listed one by one or stated by a grid."""
+"""Define what a manifest says about one tensor: its parts, listed one by one or stated by a grid.
+
+A run cuts each tensor evenly, so a line for each part would repeat the same rule a thousand times. A grid is
+this rule. Single parts are computed from it when they are needed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import product
+from math import prod
+from typing import Annotated, Literal
 
-from ..parallel_state import BadCheckpoint, Box
+from pydantic import Field
+
+from ..parallel_state import BadCheckpoint, Box, Declaration, Layout
 from ..storage.coverage import check_coverage
 from ..storage.dtypes import BITS
-from ..storage.records import Count, StrictRecord
-from ..storage.strict_json import shown
-from .grid import Grid
+from ..storage.strict_json import Count, StrictRecord, shown
 
 Bounds = tuple[Count, ...]
 Role = Literal["owner", "replica"]
@@ -32,6 +38,147 @@ def check_same_shapes(
                 for shape in (wanted.get(name), actual.get(name))
             )
             raise BadCheckpoint(where, shown(name), expected=expected, found=there, todo=todo)
+
+
+Positive = Annotated[int, Field(ge=1)]
+#: Start and stop on one dim, and how far the file's rank is from the grid's first.
+Stretch = tuple[int, int, int]
+
+
+class GridCut(StrictRecord):
+    """Cut dim ``dim`` into ``count`` pieces of ``rows`` rows, each in the file of another rank.
+
+    If one piece is in the file of rank r, the next piece is in the file of rank r + ``apart``. A piece ends
+    where the tensor, or the piece that is being cut, ends: so the last pieces may be shorter, or empty.
+    """
+
+    dim: Count
+    rows: Positive
+    count: Positive
+    apart: Positive
+
+
+class Grid(StrictRecord):
+    """State the parts of a whole tensor: the first part is in the file of rank ``first``.
+
+    ``cuts`` are applied in their order, and each cuts all pieces that the earlier cuts made. The first part
+    is the piece that starts at index 0 of every dim. Empty pieces are in no file. No element is in two parts,
+    because the pieces of a cut never overlap.
+    """
+
+    first: Count
+    cuts: tuple[GridCut, ...] = ()
+
+    @classmethod
+    def of(cls, stated: Declaration, layout: Layout, pipeline: int) -> Grid:
+        """Return the grid of a parameter as the ranks of one pipeline rank store it between steps.
+
+        Its parts are the boxes of ``Declaration.shard_box`` without padding, in the files of their owners.
+        """
+        _, shards, experts = layout.data_sizes(stated.experts)
+        sizes, cuts = [*stated.held_shape(layout)], list[GridCut]()
+
+        def cut(dim: int, pieces: int, apart: int) -> None:
+            if pieces > 1:
+                sizes[dim] = -(-sizes[dim] // pieces)
+                cuts.append(GridCut(dim=dim, rows=max(1, sizes[dim]), count=pieces, apart=apart))
+
+        if stated.experts:
+            cut(0, experts, layout.tensor)
+        if stated.cut is not None:
+            assert stated.cut.axis == "tensor", stated
+            cut(stated.cut.dim, layout.tensor, 1)
+        if not stated.buffer and sizes:
+            cut(stated.shard_dim(layout), shards, experts * layout.tensor)
+        return cls(first=layout.first_rank(pipeline), cuts=tuple(cuts))
+
+    def parts(self, shape: tuple[int, ...], within: Box | None = None) -> Iterator[tuple[int, Box]]:
+        """Yield the rank and the box of each part, or only of the parts that hold elements of ``within``."""
+        within = within or Box.whole(shape)
+        if within.size:
+            dims = [
+                list(_pieces(self._cuts_of(dim), (0, size, 0), bounds))
+                for dim, (size, bounds) in enumerate(
+                    zip(shape, zip(within.start, within.stop, strict=True), strict=True)
+                )
+            ]
+            for pieces in product(*dims):
+                box = Box(tuple(piece[0] for piece in pieces), tuple(piece[1] for piece in pieces))
+                yield self.first + sum(piece[2] for piece in pieces), box
+
+    def number(self, shape: tuple[int, ...]) -> int:
+        """Return the number of parts, without making them."""
+        return prod(_number(self._cuts_of(dim), size) for dim, size in enumerate(shape)) if all(shape) else 0
+
+    def box_of(self, rank: int, shape: tuple[int, ...]) -> Box | None:
+        """Return the part that is in the file of this rank, if there is one."""
+        rest, index = rank - self.first, dict[int, int]()
+        for number, cut in sorted(enumerate(self.cuts), key=lambda numbered_cut: -numbered_cut[1].apart):
+            index[number], rest = divmod(rest, cut.apart)
+            if not 0 <= index[number] < cut.count:
+                return None
+        if rest or not all(shape):
+            return None
+        start, stop = [0] * len(shape), [*shape]
+        for number, cut in enumerate(self.cuts):
+            start[cut.dim] += index[number] * cut.rows
+            stop[cut.dim] = min(stop[cut.dim], start[cut.dim] + cut.rows)
+            if start[cut.dim] >= stop[cut.dim]:
+                return None
+        return Box(tuple(start), tuple(stop))
+
+    def check(self, where: object, name: str, shape: tuple[int, ...], ranks: Collection[int]) -> None:
+        """Refuse a grid that leaves elements out, puts two parts into one file, or needs a file that is not
+        among those of ``ranks``.
+
+        The work is bounded by the number of files, whatever the grid says.
+        """
+
+        def refuse(expected: str, found: str) -> BadCheckpoint:
+            return BadCheckpoint(where, shown(name), expected=expected, found=found)
+
+        size = 1
+        for cut in sorted(self.cuts, key=lambda cut: cut.apart):
+            if cut.dim >= len(shape):
+                raise refuse(f"cuts of {list(shape)}", f"one of dim {cut.dim}")
+            if cut.apart < size:
+                raise refuse("one part in each file", f"ranks {cut.apart} apart for {size} parts between")
+            size = cut.apart * cut.count
+        for dim, extent in enumerate(shape):
+            for cut in self._cuts_of(dim):
+                if cut.rows * cut.count < extent:
+                    hole = f"dim {dim}, {cut.rows * cut.count:,}:{extent:,} owned by nobody"
+                    raise refuse("each element owned exactly once", hole)
+                extent = min(extent, cut.rows)
+        if (parts := self.number(shape)) > len(ranks):
+            raise refuse(f"at most {len(ranks):,} parts, one a file", f"{parts:,}")
+        for rank, _ in self.parts(shape):
+            if rank not in ranks:
+                raise refuse("a file for each part", f"none of rank {rank:,}")
+
+    def _cuts_of(self, dim: int) -> list[GridCut]:
+        return [cut for cut in self.cuts if cut.dim == dim]
+
+
+def _pieces(cuts: Sequence[GridCut], whole: Stretch, within: tuple[int, int]) -> Iterator[Stretch]:
+    """Yield the pieces of ``whole`` that have rows between the two bounds ``within``."""
+    if not cuts:
+        yield whole
+        return
+    cut, (start, stop, offset), (low, high) = cuts[0], whole, within
+    rows = min(stop, high) - start
+    for index in range(max(0, (low - start) // cut.rows), min(cut.count, -(-rows // cut.rows))):
+        begin = start + index * cut.rows
+        piece = begin, min(begin + cut.rows, stop), offset + index * cut.apart
+        yield from _pieces(cuts[1:], piece, within)
+
+
+def _number(cuts: Sequence[GridCut], rows: int) -> int:
+    """Return how many pieces that are not empty the cuts make of so many rows, which they cover."""
+    if not cuts:
+        return 1
+    whole, rest = divmod(rows, cuts[0].rows)
+    return whole * _number(cuts[1:], cuts[0].rows) + (_number(cuts[1:], rest) if rest else 0)
 
 
 class Part(StrictRecord):

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue
 from torch import nn
 
 from ..layers import VOCABULARY_MULTIPLE, padded_vocabulary
-from ..models import Family, Rename, Rule, Split, Stack, Transpose
-from ..models.base.hugging_face_names import Link, expand
+from ..models import Family, Link, Rule
+from ..models.base.hugging_face_names import expand
 from ..parallel_state import BadInput, Cut, Declaration, Layout, declarations
-from ..storage.records import StrictRecord
+from ..storage.strict_json import StrictRecord
 
 #: The model type in a checkpoint if the module's config has no ``model_type``.
 MODULE = "module"
-_KINDS: dict[str, type[Rename | Transpose | Stack]] = {
-    "rename": Rename,
-    "transpose": Transpose,
-    "stack": Stack,
-}
 
 
 class StoredCut(StrictRecord):
@@ -71,20 +66,22 @@ class StoredRule(StrictRecord):
     transpose: bool = False
 
     def restored(self) -> Rule:
-        if self.kind == "split":
-            return Split(self.ours, self.hf, self.transpose)
-        (ours,) = self.ours
-        return _KINDS[self.kind](ours, self.hf)
+        return Rule(self.ours, self.hf, transpose=self.transpose or self.kind == "transpose")
 
     @classmethod
     def of(cls, rule: Rule) -> StoredRule:
-        if isinstance(rule, Split):
-            if rule.groups:
-                expected = "tensors that lie one after the other: a module has no config to count groups by"
-                raise BadInput("names", rule.hf, expected=expected, found=f"groups={rule.groups!r}")
-            return cls(kind="split", ours=tuple(rule.ours), hf=rule.hf, transpose=rule.transpose)
-        kind = next(name for name, rule_type in _KINDS.items() if isinstance(rule, rule_type))
-        return cls.model_validate({"kind": kind, "ours": (rule.ours,), "hf": rule.hf})
+        """Record a rule that needs no config, as all but ``groups`` and the like."""
+        ours, (hf, *others) = rule.our_names, rule.stored_names
+        kind = "split" if ours[1:] else "stack" if "e" in rule.numbers else "rename"
+        if rule.transpose and kind == "rename":
+            kind = "transpose"
+        stored = cls.model_validate(
+            {"kind": kind, "ours": ours, "hf": hf, "transpose": rule.transpose and kind == "split"}
+        )
+        if others or replace(rule, ours=ours, stored=hf) != stored.restored():
+            expected = "a name, or tensors that lie one after the other: a module has no config to count by"
+            raise BadInput("names", hf, expected=expected, found=f"{rule}")
+        return stored
 
 
 class StoredModule(StrictRecord):
@@ -147,14 +144,14 @@ class ModuleFamily:
                 stages[stage][name] = declaration
         return stages
 
-    def links(self, config: object) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
+    def links(self, config: object) -> tuple[Sequence[Link], Mapping[str, tuple[int, ...]]]:
         shapes = {
             name: declaration.restored().shape for name, declaration in self.module.declarations.items()
         }
         if not self.rules:
             raise BadInput(
                 self.model_type, "names", expected="a table of Hugging Face's names", found="none",
-                todo="Give names=[Rename(ours, theirs), ...] to describe_module",
+                todo="Give names=[Rule(ours, stored), ...] to describe_module",
             )  # fmt: skip
         blocks = 1 + max(
             (int(n) for name in shapes for n in re.findall(r"(?<=\.)\d+(?=\.)", name)), default=-1
@@ -197,7 +194,7 @@ class Described:
         """Return the declarations of each pipeline stage; ``BadInput`` for a layout that cannot cut it."""
         return self.family.declarations(self.config, layout, split=split)
 
-    def links(self) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
+    def links(self) -> tuple[Sequence[Link], Mapping[str, tuple[int, ...]]]:
         """Return the links to Hugging Face's tensors, and the shapes of these."""
         return self.family.links(self.config)
 
@@ -212,22 +209,20 @@ def check_names(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]], bl
     """Refuse a table of names that leaves out a parameter, names one twice, or names an unknown one."""
     covered: dict[str, str] = {}
     for rule in rules:
-        ours = rule.ours if isinstance(rule, Split) else (rule.ours,)
-        matched = False
-        for i in range(max(blocks, 1)) if "{i}" in rule.hf else (0,):
-            for parameter_name in (template.replace("{i}", str(i)) for template in ours):
+        hf, matched = rule.stored_names[0], False
+        for i in range(max(blocks, 1)) if "i" in rule.numbers else (0,):
+            for parameter_name in (template.replace("{i}", str(i)) for template in rule.our_names):
                 if parameter_name not in shapes:
                     continue
                 matched = True
                 if parameter_name in covered:
-                    both = f"{covered[parameter_name]} and {rule.hf}"
+                    both = f"{covered[parameter_name]} and {hf}"
                     raise BadInput("names", parameter_name, expected="one rule", found=both)
-                covered[parameter_name] = rule.hf
+                covered[parameter_name] = hf
         if not matched:
             near = f"The parameters are {', '.join(list(shapes)[:4])}, ..."
-            raise BadInput(
-                "names", rule.hf, expected="a rule for a parameter", found=f"none named {ours}", todo=near
-            )
+            expected, names = "a rule for a parameter", " and ".join(rule.our_names)
+            raise BadInput("names", hf, expected=expected, found=f"none named {names}", todo=near)
     for name in shapes:
         if name not in covered:
             raise BadInput("names", name, expected="a rule for every parameter", found="none for this one")

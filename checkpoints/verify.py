@@ -5,7 +5,7 @@ and of other weights: are the numbers finite?
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,16 +14,16 @@ from torch import Tensor
 
 from ..parallel_state import BadCheckpoint, BadInput, Box, ParallelState
 from ..parallel_state.collective_errors import together
+from ..storage.catalog import Key, LazyTensor
 from ..storage.crc import Checksum, combine
-from ..storage.finite import look_at
-from ..storage.records import StoredFile
+from ..storage.dtypes import look_at
 from ..storage.safe_open import contained, open_regular
 from ..storage.safetensors_reader import TensorFile
-from ..storage.strict_json import shown
+from ..storage.strict_json import StoredFile, shown
 from ..storage.whole_file import read_whole
-from .damage import damaged
+from .find import damaged
 from .manifest import Manifest
-from .part_table import CheckpointFiles
+from .part_table import checkpoint_files
 from .source import Source
 
 
@@ -32,52 +32,28 @@ def verify(
     manifest: Manifest,
     *,
     files: Sequence[TensorFile] | None = None,
+    seen: Mapping[TensorFile, Checksum] | None = None,
     threads: int = 2,
     progress: Callable[[int], None] = lambda read: None,
 ) -> list[str]:
     """Refuse the checkpoint unless every file is, byte for byte, the one that was written; return the SHA-256
-    (hex) of each, in the manifest's order.
+    (hex) of the bytes that were read of each, in the manifest's order.
 
-    Every byte is read once. ``files``: a source's, of whoever reads on: no header is read again; without them
-    none is kept. ``progress`` is called with the number of bytes read since its last call, from
-    any of ``threads``. An error names an older checkpoint of the run (see ``damage``).
+    Every byte is read once, but those whose sums are in ``seen``. ``files``: a source's, of whoever reads on:
+    no header is read again; without them none is kept. ``progress`` is called with the number of bytes read
+    since its last call, from any of ``threads``. An error names an older checkpoint of the run (see
+    ``damage``).
     """
     directory = Path(directory)
-    open_file = CheckpointFiles(directory, manifest).open if files is None else files.__getitem__
+    unopened = checkpoint_files(directory, manifest) if files is None else []
     digests = [hashlib.sha256() for _ in manifest.files]
-
-    def check(number: int) -> dict[str, int]:
-        file = open_file(number)
-        return verify_file(file, manifest.files[number], checksum_of(file), progress, digests[number].update)
-
-    _verify_all(directory, manifest, check, threads)
-    return [digest.hexdigest() for digest in digests]
-
-
-def verify_rest(
-    directory: Path | str,
-    manifest: Manifest,
-    files: Sequence[TensorFile],
-    seen: Sequence[Checksum],
-    *,
-    threads: int = 2,
-) -> None:
-    """Verify as ``verify`` does, but skip bytes whose sums are in ``seen`` (one checksum for each file)."""
-
-    def check(number: int) -> dict[str, int]:
-        return verify_file(files[number], manifest.files[number], seen[number])
-
-    _verify_all(Path(directory), manifest, check, threads)
-
-
-def _verify_all(
-    directory: Path, manifest: Manifest, check: Callable[[int], dict[str, int]], threads: int
-) -> None:
-    """Check each file with ``check``, which returns the sums of its tensors, then companions and replicas."""
     listed = {name for name, tensor in manifest.tensors.items() if tensor.parts}
 
     def sums_of(number: int) -> dict[str, int]:
-        return {name: crc for name, crc in check(number).items() if name in listed}
+        file = unopened[number].open_anew() if files is None else files[number]
+        summed = checksum_of(file) if seen is None else seen[file]
+        sums = verify_file(file, manifest.files[number], summed, progress, digests[number].update)
+        return {name: crc for name, crc in sums.items() if name in listed}
 
     with ThreadPoolExecutor(threads) as pool:
         sums = list(pool.map(sums_of, range(len(manifest.files))))
@@ -91,6 +67,7 @@ def _verify_all(
                 raise damaged(
                     directory, shown(name), expected="equal replicas", found=f"a difference: {names}"
                 )
+    return [digest.hexdigest() for digest in digests]
 
 
 def verify_weights(source: Source, *, progress: Callable[[int], None] = lambda read: None) -> dict[Path, str]:
@@ -101,18 +78,23 @@ def verify_weights(source: Source, *, progress: Callable[[int], None] = lambda r
     """
     tensors = _Tensors(source)
     digests: dict[Path, str] = {}
-    for number, file in tensors.files.items():
-        seen, keys = checksum_of(file), {key for where, key in tensors.wanted if where == number}
-        packed = {key for key in keys if tensors.packed(number, key)}
+    for file in source.stored_files:
+        seen, keys = checksum_of(file), {key for stored, key in tensors.wanted if stored is file}
+        packed = {key for key in keys if tensors.packed(Key(file, key))}
 
-        def each(key: str, numbers: Tensor, number: int = number) -> None:
-            tensors.take(number, key, numbers)
+        def each(key: str, numbers: Tensor, file: TensorFile = file) -> None:
+            tensors.take(Key(file, key), numbers)
 
         digests[file.path] = read_whole(file, each, keys=keys, at_once=packed, seen=seen, progress=progress)
         verify_sums(file, seen)
     for pair in source.repeated:
-        pair.check(source.path, lambda file, key: tensors.digests[id(file), key].hexdigest())
+        pair.check(source.path, lambda tensor: tensors.digests[_only_key(tensor)].hexdigest())
     return digests
+
+
+def _only_key(tensor: LazyTensor) -> Key:
+    (piece,) = tensor.near(tensor.box)
+    return piece.stored
 
 
 class _Tensors:
@@ -120,61 +102,44 @@ class _Tensors:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self.digests = {
-            (id(file), key): hashlib.sha256() for pair in source.repeated for file, key in pair.places
-        }
+        twice = [tensor for pair in source.repeated for tensor in (pair.first, pair.again)]
+        self.digests = {_only_key(tensor): hashlib.sha256() for tensor in twice}
         names = {
-            (id(file), key): (file, key, name)
-            for pair in source.repeated
-            for name, (file, key) in zip(pair.names, pair.places, strict=True)
+            piece.stored: tensor.name
+            for tensor in (*twice, *source.catalog.values())
+            for piece in tensor.near(tensor.box)
         }
-        for name, whole in source.catalog.items():
-            for part in whole.parts:
-                file = source.files[part.file]
-                names[id(file), part.key] = file, part.key, name
-        #: By file, and the name of a tensor in it: what is made of it, and its name for the user.
+        #: For each tensor in a file on the disk: the one that is made of it, and its name for the user.
         self.wanted = {
-            (id(stored), stored_key): (file, key, name)
-            for file, key, name in names.values()
-            for stored, stored_key in file.made_of(key)
+            Key(*stored): (key, name) for key, name in names.items() for stored in key.file.made_of(key.key)
         }
-        self.files = {id(stored): stored for file in source.files for stored in file.stored_in}
-        self._held: dict[tuple[int, str], Tensor] = {}
+        self._parts: dict[Key, Tensor] = {}
 
-    def packed(self, number: int, key: str) -> bool:
+    def packed(self, stored: Key) -> bool:
         """Return whether a stored tensor is part of another."""
-        file, name, _ = self.wanted[number, key]
-        return id(file) != number or len(file.made_of(name)) > 1
+        key, _ = self.wanted[stored]
+        return key.file is not stored.file or len(key.file.made_of(key.key)) > 1
 
-    def take(self, number: int, key: str, numbers: Tensor) -> None:
+    def take(self, stored: Key, numbers: Tensor) -> None:
         """Look at numbers of a stored tensor, as they come."""
-        file, made, name = self.wanted[number, key]
-        if self.packed(number, key):
-            self._held[number, key] = numbers
-            places = [(id(stored), stored_key) for stored, stored_key in file.made_of(made)]
-            if not all(place in self._held for place in places):
+        key, name = self.wanted[stored]
+        if self.packed(stored):
+            self._parts[stored] = numbers
+            parts = [Key(*part) for part in key.file.made_of(key.key)]
+            if not all(part in self._parts for part in parts):
                 return
-            numbers = file.made_from(made, [self._held.pop(place) for place in places])
+            numbers = key.file.made_from(key.key, [self._parts.pop(part) for part in parts])
         numbers = numbers.contiguous()
         if not look_at(numbers).finite:
             raise BadInput(self._source.path, name, expected="finite numbers", found="a NaN or an infinity")
-        if (digest := self.digests.get((id(file), made))) is not None:
+        if (digest := self.digests.get(key)) is not None:
             digest.update(numbers.view(torch.uint8).numpy().data)
 
 
-def verify_files(
-    directory: Path | str,
-    manifest: Manifest,
-    numbers: Iterable[int],
-    files: Sequence[TensorFile] | None = None,
-) -> None:
-    """Refuse the checkpoint if a byte of these files is not the byte that was written. ``files``: as for
-    ``verify``.
-    """
-    open_file = CheckpointFiles(Path(directory), manifest).open if files is None else files.__getitem__
+def verify_files(manifest: Manifest, files: Sequence[TensorFile], numbers: Iterable[int]) -> None:
+    """Refuse the checkpoint if a byte of these of its ``files`` is not the byte that was written."""
     for number in numbers:
-        file = open_file(number)
-        verify_file(file, manifest.files[number], checksum_of(file))
+        verify_file(files[number], manifest.files[number], checksum_of(files[number]))
 
 
 def checksum_of(file: TensorFile) -> Checksum:
@@ -247,15 +212,21 @@ def _check(path: Path, stored: StoredFile, crc: int) -> None:
 def check_bytes(source: Source, state: ParallelState) -> None:
     """Refuse a checkpoint if one of its bytes has changed; a Hugging Face folder has no checksums to compare.
 
-    Collective. The error is the same on every rank and names the newest older checkpoint that is good. It is
-    also an error if the ranks opened different checkpoints, because a run saved a new one meanwhile.
+    Collective: each rank reads a share of the files. The error is the same on every rank and names the newest
+    older checkpoint that is good. It is also an error if the ranks opened different checkpoints, because a
+    run saved a new one meanwhile.
     """
     manifest = source.manifest
     if manifest is None:
         return
 
+    # A stand-in without groups works by itself.
+    rank, world = (0, 1) if state.file_group is None else (state.rank, state.layout.world)
+
     def check() -> tuple[str, str]:
-        verify_share(source, manifest, state)
+        if rank == 0:
+            verify_companions(source.path, manifest)
+        verify_files(manifest, source.files, range(rank, len(manifest.files), world))
         stated = repr((manifest.step, manifest.files))  # grows with the ranks, so not sent as it is
         return source.path.name, hashlib.sha256(stated.encode()).hexdigest()
 
@@ -267,12 +238,3 @@ def check_bytes(source: Source, state: ParallelState) -> None:
             found=" and ".join(sorted({name for name, _ in opened})),
             todo="A run saved meanwhile: name one of its checkpoints, or try again",
         )
-
-
-def verify_share(source: Source, manifest: Manifest, state: ParallelState) -> None:
-    """Compare this rank's share of the files with their checksums; rank 0 also checks the companions."""
-    # A stand-in without groups works by itself.
-    rank, world = (0, 1) if state.file_group is None else (state.rank, state.layout.world)
-    if rank == 0:
-        verify_companions(source.path, manifest)
-    verify_files(source.path, manifest, range(rank, len(manifest.files), world), source.files)

@@ -118,7 +118,7 @@ def _check_replaced(values: Mapping[str, Any]) -> None:
         each = value if isinstance(value, list | tuple) else (value,)
         paths[name in _OUTPUTS] += [Path(path) for path in each if isinstance(path, str | Path)]
     for output in filter(os.path.isfile, paths[True]):
-        from ..storage.output_file import check_outside
+        from ..storage.output_places import check_outside
 
         check_outside(output, [path for path in paths[False] if os.path.isfile(path)])
 

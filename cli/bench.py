@@ -59,8 +59,9 @@ def bench(
     from ..parallel_state import BadInput
     from ..runs.console import plain_console
     from ..storage.folder_kind import kinds_of
-    from ..storage.output_file import check_output_file, output_file
-    from ..storage.parents import make_parents, remove_empty
+    from ..storage.leftovers import make_parents, remove_empty
+    from ..storage.output_places import check_output_file
+    from ..storage.staging import output_file
 
     parts = PARTS if only is None else tuple(word.strip() for word in only.split(","))
     check_parts(parts)

@@ -119,7 +119,7 @@ def convert(
         for name, transfers in plan.files.items():
             say(f"{name}  {sum(transfer.nbytes for transfer in transfers):,} bytes")
             for transfer in transfers:
-                shape, pieces = list(transfer.box.shape), len(transfer.copies)
+                shape, pieces = list(transfer.box.shape), len(transfer.pieces)
                 say(f"  {transfer.name}  {transfer.dtype} {shape}  from {counted(pieces, 'piece')}")
         return
     with byte_progress(f"{src} -> {dst}", plan.nbytes) as advance:

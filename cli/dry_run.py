@@ -39,7 +39,7 @@ def show_dry_run(
     ``exact``: simulate the rank's step, too, and say who holds the bytes; ``html``: write that as a page.
     """
     from ..runs.console import plain_console
-    from ..storage.output_file import output_file
+    from ..storage.staging import output_file
 
     # The page's file takes its room first: where it cannot be written, nothing is simulated for it.
     with output_file(html, ours=_is_page) if html is not None else nullcontext() as page:

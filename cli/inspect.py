@@ -55,7 +55,7 @@ def inspect(
             console.print(line, markup=False)
         for name, stored in foreign.tensors.items():
             console.print(
-                f"{name}  {stored.dtype} {[*stored.shape]}  {counted(len(stored.chunks), 'part')}",
+                f"{name}  {stored.dtype} {[*stored.shape]}  {counted(len(stored.parts), 'part')}",
                 markup=False,
             )
         return
@@ -82,14 +82,12 @@ def inspect(
             near = get_close_matches(tensor, folder.catalog, n=3)
             todo = f"Nearest: {', '.join(near)}" if near else "Without --tensor all names are listed"
             raise BadInput(folder.path, tensor, expected="a tensor of this name", found="none", todo=todo)
-        from ..parallel_state import Box
-
         whole = folder.catalog[tensor]
         if manifest is not None:
-            verify_files(folder.path, manifest, sorted({part.file for part in whole.parts}), folder.files)
-        values = folder.read(
-            tensor, Box.whole(whole.shape), folder.links(to_hf=manifest is None), finite=False
-        ).double()
+            holding = {piece.stored.file for piece in whole.near(whole.box)}
+            numbers = [number for number, file in enumerate(folder.files) if file in holding]
+            verify_files(manifest, folder.files, numbers)
+        values = whole.read(finite=False).double()
         console.print(
             f"{tensor}  {whole.dtype} {list(whole.shape)}  min {values.min():.6g}  max {values.max():.6g}  "
             f"mean {values.mean():.6g}  std {values.std():.6g}"

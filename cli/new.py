@@ -68,7 +68,8 @@ def new(
     count = int(_asked(gpus, "--gpus", "Number of GPUs"))
     from ..planner.search.new_recipe import new_recipe
     from ..planner.time import machine_named
-    from ..storage.output_file import check_output_file, output_file
+    from ..storage.output_places import check_output_file
+    from ..storage.staging import output_file
 
     check_output_file(out, force=force)
     made = new_recipe(

@@ -133,7 +133,8 @@ def plan(
     from ..planner.search.request import read_request
     from ..planner.search.sweep import found_ones
     from ..planner.time import machine_from_bench, machine_named
-    from ..storage.output_file import check_output_file, output_file
+    from ..storage.output_places import check_output_file
+    from ..storage.staging import output_file
     from .shared.plan_output import is_page, page_of, print_generation, print_head, print_plan
     from .shared.say import say
 

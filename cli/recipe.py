@@ -68,8 +68,9 @@ def recipe(
     from ..recipes.foreign.from_megatron import from_megatron
     from ..recipes.foreign.from_trainer import from_trainer
     from ..recipes.foreign.megatron_arguments import COMMAND, arguments_of, read_arguments
-    from ..storage.output_file import check_output_file, output_file
+    from ..storage.output_places import check_output_file
     from ..storage.small_files import read_json
+    from ..storage.staging import output_file
 
     if out is not None:
         check_output_file(out, force=force)

@@ -44,7 +44,7 @@ def train_tokenizer(
         check_there(file, "text, .jsonl or .parquet", kind="file")
     from ..data.text.text_and_jsonl import check_inputs, paragraphs_of
     from ..data.text.tokenizer_training import train_tokenizer as train
-    from ..storage.output_file import check_place
+    from ..storage.output_places import check_place
 
     check_place(out, inputs)
     check_inputs(inputs)

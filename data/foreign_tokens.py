@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..parallel_state import BadInput, from_os_error
-from ..storage.output_file import check_place
+from ..storage.output_places import check_place
 from ..storage.safe_open import open_regular
 from ..storage.staging import Staging
 from .token_file import TokenFile

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from ..parallel_state import BadInput, from_validation
-from ..storage.records import StrictRecord
 from ..storage.safe_open import read_small, stat_regular
 from ..storage.small_files import read_json
-from ..storage.strict_json import shown
+from ..storage.strict_json import StrictRecord, shown
 from .token_sums import Sums, block_count
 
 #: An index is sealed and names the blocks' checksums.

@@ -33,7 +33,7 @@ from trilith.layers import (
     valid_tokens,
     vocab_parallel_cross_entropy,
 )
-from trilith.models import Rename
+from trilith.models import Rule
 from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize
 from trilith.planner import MemoryPlan, Work, plan_memory, step_traffic
 from trilith.training import Precision, Step, make_adamw, shard_batch, shard_over_data
@@ -178,18 +178,18 @@ def loss(
 
 #: From our names to the plain model's, so that ``plain_model.Transcriber`` can load an export.
 NAMES = [
-    Rename(f"{side}.{{i}}.mix.enter.{gate}.{kind}", f"{side}.{{i}}.mix.{gate}.{kind}")
+    Rule(f"{side}.{{i}}.mix.enter.{gate}.{kind}", f"{side}.{{i}}.mix.{gate}.{kind}")
     for side in ("encoder", "decoder") for gate in ("value", "forget", "gate") for kind in ("weight", "bias")
 ] + [
-    Rename(f"decoder.{{i}}.cross.kv.{projection}.{kind}", f"decoder.{{i}}.cross.{projection}.{kind}")
+    Rule(f"decoder.{{i}}.cross.kv.{projection}.{kind}", f"decoder.{{i}}.cross.{projection}.{kind}")
     for projection in ("k", "v") for kind in ("weight", "bias")
 ] + [
-    Rename(f"{side}.{{i}}.{module}.{kind}", f"{side}.{{i}}.{module}.{kind}")
+    Rule(f"{side}.{{i}}.{module}.{kind}", f"{side}.{{i}}.{module}.{kind}")
     for side in ("encoder", "decoder")
     for module in ("mix_norm", "mix.out", "cross_norm", "cross.q", "cross.out", "up_norm", "up", "down")
     for kind in ("weight", "bias") if side == "decoder" or not module.startswith("cross")
 ] + [
-    Rename(name, name)
+    Rule(name, name)
     for name in ("frames.weight", "frames.bias", "memory_norm.weight", "memory_norm.bias", "embed.weight",
                  "norm.weight", "norm.bias", "head.weight")
 ]  # fmt: skip

@@ -24,7 +24,8 @@ from ..runs.launch import (
     ranks_are_started,
 )
 from ..storage.disk import writing
-from ..storage.output_file import check_output_file, output_file
+from ..storage.output_places import check_output_file
+from ..storage.staging import output_file
 from .continuation import Continuation
 from .request import Prepared, Request, continue_prompts, prepare
 

@@ -1,14 +1,14 @@
 """Floor 3: the zoo; a file has a family, or one and its successors: config, Hugging Face names, block.
 
 Offers ``family_of``, which returns the ``Family`` of a config.json; a family builds a ``CausalLM`` for any
-layout. ``adapted`` adds LoRA to a family. ``published_size`` finds a published model by name. ``Rename``,
-``Split``, ``Stack`` and ``Transpose`` are the rules in a family's table of Hugging Face names.
+layout. ``adapted`` adds LoRA to a family. ``published_size`` finds a published model by name. A ``Rule`` is
+a line of a table of names.
 """
 
 from .base.causal_lm import CausalLM
 from .base.config import ModelConfig
 from .base.family import Family
-from .base.hugging_face_names import Link, Rename, Rule, Split, Stack, Transpose
+from .base.hugging_face_names import Link, Rule, links_of, shapes_of
 from .from_transformers import TransformersFamily
 from .gpt2 import GPT2, GPT2Config
 from .llama import LLAMA, Llama, LlamaConfig
@@ -33,17 +33,15 @@ __all__ = [
     "LoraConfig",
     "ModelConfig",
     "PEFT_PREFIX",
-    "Rename",
     "Rule",
     "Site",
     "Size",
-    "Split",
-    "Stack",
     "TransformersFamily",
-    "Transpose",
     "adapted",
     "family_of",
+    "links_of",
     "published_size",
     "published_sizes",
+    "shapes_of",
     "tiny_config",
 ]

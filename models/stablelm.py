@@ -18,7 +18,7 @@ from .partial_rotary import PartialRotaryConfig
 
 NAMES = LLAMA_NAMES.but(
     {
-        f"attention.{part}_norm": per_expert(f"self_attn.{part}_layernorm.norms.{{e}}.weight")  # per head
+        f"attention.{part}_norm": per_expert(f"self_attn.{part}_layernorm.norms.{{e}}")  # per head
         for part in ("q", "k")
     }
 )

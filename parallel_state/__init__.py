@@ -31,6 +31,7 @@ from .launchers import Launched, launched
 from .layout import AXES, Coordinates, Layout
 from .local_work import check_local_ranks, check_workers
 from .parameters import DeclaredModule, declare_parameter, initialize, local, stored_box
+from .pieces import Piece
 from .process_groups import (
     BACKENDS,
     FILES_TIMEOUT,
@@ -69,6 +70,7 @@ __all__ = [
     "Own",
     "ParallelState",
     "PeerFailed",
+    "Piece",
     "TIMEOUT",
     "Uniform",
     "abandon_process_group",

@@ -73,36 +73,9 @@ class Box:
         """Return this box in the coordinates of ``outer``, which contains it."""
         return self.shift(tuple(map(neg, outer.start)))
 
-    def transposed(self) -> Box:
-        """Return the box of the same elements where the order of all dims is reversed."""
-        return Box(self.start[::-1], self.stop[::-1])
-
-    def with_dims(self, dims: int) -> Box:
-        """Return the same elements with this many dims; leading dims of size 1 at index 0 are added or
-        removed.
-        """
-        added = dims - len(self.start)
-        if added >= 0:
-            return Box((0,) * added + self.start, (1,) * added + self.stop)
-        assert all(
-            bounds == (0, 1) for bounds in zip(self.start[:-added], self.stop[:-added], strict=True)
-        ), self
-        return Box(self.start[-added:], self.stop[-added:])
-
-    def turned(self, dims: int, transpose: bool) -> Box:
-        """Return the same elements with this many dims, whose order is reversed with ``transpose``.
-
-        Where a dim of size 1 at index 0 is added or removed, it is the first of the longer shape, or with
-        ``transpose`` the last.
-
-        >>> Box((2, 5), (4, 9)).turned(3, True)
-        Box(start=(5, 2, 0), stop=(9, 4, 1))
-        """
-        if not transpose:
-            return self.with_dims(dims)
-        if dims < len(self.start):
-            return self.transposed().with_dims(dims)
-        return self.with_dims(dims).transposed()
+    def around(self, other: Box) -> Box:
+        """Return the smallest box that contains both."""
+        return Box(tuple(map(min, self.start, other.start)), tuple(map(max, self.stop, other.stop)))
 
     def narrow(self, dim: int, start: int, stop: int) -> Box:
         """Return the part between ``start`` and ``stop`` of ``dim``, counted from the start of this box."""

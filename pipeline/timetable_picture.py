@@ -12,7 +12,8 @@ from matplotlib.colors import to_rgba
 from matplotlib.patches import Patch
 
 from ..parallel_state import BadInput
-from ..storage.output_file import check_output_file, output_file
+from ..storage.output_places import check_output_file
+from ..storage.staging import output_file
 from .schedule_actions import Kind
 from .timetable import Timetable
 

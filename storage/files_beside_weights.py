@@ -13,9 +13,8 @@ from pathlib import Path
 from ..parallel_state import BadInput
 from .crc import Checksum
 from .disk import Disk
-from .records import StoredFile
 from .safe_open import contained, open_regular, read_small
-from .strict_json import shown
+from .strict_json import StoredFile, shown
 
 #: Any of these is enough for a tokenizer.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")

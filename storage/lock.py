@@ -1,4 +1,9 @@
-"""Lock files with the operating system (flock): one process at a time, no longer than it lives."""
+"""Lock files with the operating system (flock): one process at a time, no longer than it lives.
+
+A folder is locked by many readers at once, against its deletion: a run with ``keep = 1`` deletes a checkpoint
+as soon as the next one is committed. On a file system without such locks a reader may get an error because
+files were deleted.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,12 @@ import errno
 import fcntl
 import os
 import stat
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from ..parallel_state import BadCheckpoint
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool:
@@ -64,3 +74,41 @@ class FileLock:
         if self.fd >= 0 and not os.fstat(self.fd).st_size:
             self.path.unlink(missing_ok=True)
         self.release()
+
+
+class Hold:
+    """Keep retention away from a directory as long as this object lives, or until ``release``."""
+
+    def __init__(self, fd: int) -> None:
+        self._finalizer = weakref.finalize(self, os.close, fd)
+
+    def release(self) -> None:
+        """Release the directory now."""
+        self._finalizer()
+
+
+def hold(directory: Path) -> Hold:
+    """Lock a directory against deletion; ``BadCheckpoint`` if it is being deleted or does not exist."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise BadCheckpoint(directory, expected="a checkpoint", found=reason) from None
+    lock = Hold(fd)
+    with suppress(OSError):  # no such locks here
+        if not try_lock(fd, shared=True):
+            raise BadCheckpoint(directory, expected="a checkpoint", found="one that is being deleted")
+    return lock
+
+
+@contextmanager
+def nobody_reads(directory: Path) -> Iterator[bool]:
+    """Yield whether nobody holds the directory; if so, nobody else can hold it during the ``with`` block."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        free = True
+        with suppress(OSError):
+            free = try_lock(fd)
+        yield free
+    finally:
+        os.close(fd)

@@ -51,6 +51,10 @@ class TensorFile:
         self.path, self.tensors, self.metadata, self.data_begin = path, tensors, metadata, data_begin
         self.identity = identity
 
+    def __repr__(self) -> str:
+        """Return a text that is the same in the next process, for the identity of a plan."""
+        return f"{type(self).__name__}({str(self.path)!r})"
+
     @classmethod
     def open(cls, path: Path | str, *, expected: Container[str] = ()) -> TensorFile:
         """Read and check the header of ``path``.

@@ -5,8 +5,8 @@
     staging.publish(manifest)                                      # manifest last, sync, rename, sync
 
 An output of several files beside each other (``Staging.begin_files``, ``publish_files``) is complete when the
-last of them has its name. Killed at any point, the output is absent or whole; a later run clears what an
-earlier one left.
+last of them has its name; ``output_file`` is for one file. Killed at any point, the output is absent or
+whole; a later run clears what an earlier one left.
 """
 
 from __future__ import annotations
@@ -21,71 +21,13 @@ from pathlib import Path
 
 from ..parallel_state import BadInput, fault
 from .disk import Disk, DiskFailed, writing
-from .file_names import LONGEST_NAME, MANIFEST, leftovers, unfinished
-from .leftovers import bytes_of_leftovers, clear_leftovers, lock_output
+from .file_names import MANIFEST, leftovers, unfinished
+from .leftovers import lock_output, make_parents, remove_empty
 from .lock import FileLock
-from .output_file import check_outside
-from .parents import make_parents, remove_empty
+from .output_places import IsOurs, check_output, check_output_file, nobodys
 from .safe_open import open_regular
 
-_SPARE = 1.1
-_UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
 _IDENTITY = re.compile(r"[0-9a-f]{16}")
-
-
-def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0) -> None:
-    """Refuse an output that cannot be: occupied, an input, not writable, or too small for ``need`` bytes.
-
-    Nothing is created; of an occupied output the lock is removed that a killed run left beside it.
-    """
-    check_outside(output, inputs)
-    if len(os.fsencode(output.name)) > LONGEST_NAME:
-        raise BadInput(output, expected=f"a name of at most {LONGEST_NAME} bytes", found="a longer one")
-    if output.is_symlink():
-        raise BadInput(output, expected="a new directory", found="a link", todo="Name its target instead")
-    if output.exists():
-        if not output.is_dir():
-            raise BadInput(output, expected="a new directory", found="a file", todo="Choose another name")
-        if any(output.iterdir()):
-            clear_leftovers(output, lock_only=True)
-            todo = "Choose another name or remove it first"
-            raise BadInput(
-                output, expected="a new or empty directory", found="one with files in it", todo=todo
-            )
-        if output.samefile("."):  # a new directory takes its place: the shell would be in none
-            place, todo = "the folder that the command runs in", "Name a new folder in it"
-            raise BadInput(output, expected="a new or another directory", found=place, todo=todo)
-    space = os.statvfs(check_home(output))
-    free = space.f_bavail * space.f_frsize
-    need -= bytes_of_leftovers(output)
-    if need * _SPARE > free:
-        expected = f"{_in_bytes(need * _SPARE)} free ({_in_bytes(need)} and a tenth)"
-        raise BadInput(output, expected=expected, found=_in_bytes(free))
-
-
-def _in_bytes(size: float) -> str:
-    """Return a number of bytes in the unit in which it is at least one."""
-    power = min((len(f"{size:.0f}") - 1) // 3, len(_UNITS) - 1)
-    return f"{size / 1000**power:,.{1 if power else 0}f} {_UNITS[power]}"
-
-
-def check_home(output: Path) -> Path:
-    """Return the existing folder in which the output, or folders around it, will be made.
-
-    Refuse it if it is a file or cannot be written to.
-    """
-    for home in Path(os.path.abspath(output)).parents:
-        if home.exists():
-            break
-        if home.is_symlink():
-            raise BadInput(
-                home, expected="a directory", found=f"a link to {os.readlink(home)}, which is absent"
-            )
-    if not home.is_dir():
-        raise BadInput(home, expected="a directory", found="a file", todo="Choose another name")
-    if not os.access(home, os.W_OK | os.X_OK):
-        raise BadInput(home, expected="a directory that we may write to", found="no permission to")
-    return home
 
 
 class Staging:
@@ -260,5 +202,42 @@ def staged(
         if identity is not None:
             staging.leave()
         raise
+    finally:
+        staging.abandon()
+
+
+@contextmanager
+def output_file(
+    out: Path,
+    *,
+    ours: IsOurs = nobodys,
+    force: bool = False,
+    inputs: Iterable[Path] = (),
+    parents: bool = False,
+) -> Iterator[Path]:
+    """Yield the path of an empty file; it gets the name ``out`` when the block ends without an error.
+
+    ``BadInput`` as in ``check_output_file``, also for a file that appears meanwhile, and for an output that
+    another process is writing.
+    """
+    inputs = [*inputs]
+
+    def check() -> None:
+        check_output_file(out, ours=ours, force=force, inputs=inputs, parents=parents)
+
+    staging = Staging.begin_files(out, check)
+    path = staging.directory / out.name
+    try:
+        with writing(out):
+            path.touch()
+            yield path
+            with open(path, "rb") as written:  # a library may have made the file anew
+                os.fsync(written.fileno())
+            try:
+                os.link(path, out)  # unlike a rename, never over a file that appeared meanwhile
+            except OSError:  # it exists, or this file system has no hard links
+                check()
+                os.replace(path, out)
+            Disk().sync_directory(out.parent)
     finally:
         staging.abandon()

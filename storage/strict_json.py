@@ -6,7 +6,9 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from ..parallel_state import BadInput
 
@@ -139,3 +141,20 @@ def deeper(value: object, most: int) -> bool:
         if not level:
             return False
     return True
+
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class StrictRecord(BaseModel):
+    """Define a record with exact types and no unknown fields, which cannot be changed."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class StoredFile(StrictRecord):
+    """Describe one file of the checkpoint: its size in bytes and their CRC-32."""
+
+    name: str
+    size: Count
+    crc32: Annotated[int, Field(ge=0, lt=1 << 32)]

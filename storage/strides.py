@@ -80,3 +80,14 @@ def blocks(box: Box, most: int) -> Iterator[Box]:
                 (*index, start, *box.start[dim + 1 :]),
                 (*(i + 1 for i in index), stop, *box.stop[dim + 1 :]),
             )
+
+
+def slabs(whole: Box, most: int) -> Iterator[Box]:
+    """Yield the box in slabs of whole rows of its first dim, each of at most ``most`` elements or one row."""
+    if not whole.start:
+        yield whole
+        return
+    count = whole.shape[0]
+    rows = max(1, most // max(1, whole.size // max(1, count)))
+    for start in range(0, count, rows):
+        yield whole.narrow(0, start, min(start + rows, count))

@@ -26,7 +26,7 @@ from trilith.checkpoints import ConversionOptions, convert, load, read_source, v
 from trilith.cli.app import run
 from trilith.data import TokenFile
 from trilith.machine.random_files import write_tokens
-from trilith.parallel_state import BadInput, Box
+from trilith.parallel_state import BadInput
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.report.record import read_run
 from trilith.training.run_data import open_data
@@ -109,11 +109,7 @@ def checkpoint(folder):
     if told:  # a damaged newest checkpoint was passed over
         raise Refused(4)
     verify(source.path, source.manifest)
-    links = source.links()
-    numbers = {
-        name: source.read(name, Box.whole(whole.shape), links).numpy().tobytes()
-        for name, whole in source.catalog.items()
-    }
+    numbers = {name: tensor.read().numpy().tobytes() for name, tensor in source.ours.items()}
     companions = {path.name: path.read_bytes() for path in source.companions}
     return source.path.name, source.manifest.model_dump(mode="json", exclude={"version"}), numbers, companions
 

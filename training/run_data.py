@@ -13,8 +13,8 @@ from ..data.vocabulary import check_vocabulary
 from ..parallel_state import BadInput, MachineFailed
 from ..recipes.recipe import Recipe
 from ..storage import companions_in
+from ..storage.output_places import check_home
 from ..storage.remote_folder import RemoteFolder
-from ..storage.staging import check_home
 
 
 @dataclass(frozen=True)

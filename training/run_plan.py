@@ -24,7 +24,7 @@ from ..simulation.kinds_of_blocks import one_block_of_each_kind
 from ..simulation.model_flops import TokenFlops, flops_of_token, flops_per_token
 from ..storage import companions_in
 from ..storage.file_names import CONFIG
-from ..storage.output_file import check_place
+from ..storage.output_places import check_place
 from ..storage.remote_folder import RemoteFolder
 from ..system.addresses import file_in
 from .lora import plan_adapters

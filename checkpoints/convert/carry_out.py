@@ -15,17 +15,17 @@ from ...parallel_state import BadInput, Layout, check_workers, fault
 from ...storage.disk import Disk
 from ...storage.dtypes import TORCH
 from ...storage.files_beside_weights import read_companions
-from ...storage.output_file import check_place
-from ...storage.records import StoredFile
+from ...storage.journal import EVERY, JOURNAL, FinishedWork
+from ...storage.output_places import check_output, check_place
 from ...storage.safetensors_writer import TensorWriter
-from ...storage.staging import Staging, check_output, staged
+from ...storage.staging import Staging, staged
+from ...storage.strict_json import StoredFile
 from ...system import no_garbage_search
 from ..hugging_face.writer import open_file, write_config_and_index
 from ..manifest import Manifest
 from ..manifest_checks import check_plain, read_back
-from ..verify import checksum_of, verify_file, verify_rest, verify_sums
+from ..verify import checksum_of, verify, verify_file, verify_sums
 from .execute import execute
-from .finished_work import EVERY, JOURNAL, FinishedWork
 from .memory_budget import block_within
 from .plan import Form, Plan, identify, plan_conversion
 from .transfer import Group
@@ -234,7 +234,7 @@ def _move(
     source, manifest = plan.source, plan.source.manifest if options.check else None
     block, workers = _memory(plan, options)
     stated = options.check and any(file.sums for file in source.files)
-    seen = [checksum_of(file) for file in source.files] if manifest is not None or stated else []
+    seen = {file: checksum_of(file) for file in source.files} if manifest is not None or stated else {}
     fault("convert.before_data", rank=0)
 
     def sync() -> None:
@@ -245,7 +245,6 @@ def _move(
 
     try:
         report = execute(
-            source.files,
             transfers,
             change=(lambda name: None) if plan.merge is None else plan.merge.change,
             threads=workers,
@@ -263,10 +262,10 @@ def _move(
         raise
     fault("convert.after_data", rank=0)
     if stated:
-        for file, checksum in zip(source.files, seen, strict=True):
+        for file, checksum in seen.items():
             verify_sums(file, checksum)
     if manifest is not None:
-        verify_rest(source.path, manifest, source.files, seen, threads=workers)
+        verify(source.path, manifest, files=source.files, seen=seen, threads=workers)
     for name, count in report.overflows.items():
         todo = "Choose a type with a wider range"
         lost = f"{count:,} that overflow"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 
 from ...parallel_state import BadInput, Box
+from ...storage.catalog import Key, join
 from ...storage.crc import Checksum
-from ...storage.dtypes import TORCH
-from ...storage.finite import look_at, smallest
+from ...storage.dtypes import TORCH, look_at, smallest
+from ...storage.journal import FinishedWork
 from ...storage.safetensors_reader import TensorFile
 from ...storage.safetensors_writer import TensorWriter
 from ...storage.strides import blocks
-from ..copies import Copy, join, turned
-from .finished_work import FinishedWork
-from .transfer import Change, Group, Target, Transfer, check, hull, shared, slabs, source_of, spread
+from .transfer import Change, Group, Target, Transfer, check, shared, slabs, spread
 
 #: Bytes of a block: still in the processor's cache when it is written, and large beside the bookkeeping.
 BLOCK = 4 << 20
@@ -52,21 +51,20 @@ class Report:
 
 
 def execute(
-    files: Sequence[TensorFile],
     transfers: Iterable[tuple[Transfer, Target]],
     *,
     change: Callable[[str], Change | None] = lambda name: None,
     threads: int = 2,
     block: int | None = None,
     allow_nonfinite: bool = False,
-    seen: Sequence[Checksum] = (),
+    seen: Mapping[TensorFile, Checksum] | None = None,
     finished: FinishedWork | None = None,
     progress: Callable[[int], None] = lambda made: None,
 ) -> Report:
-    """Make every target from ``files``; ``Copy.file`` counts in them.
+    """Make every target.
 
     ``change`` returns, for the name of a tensor, a function that changes its numbers block by block.
-    ``block``: bytes of a block; the default is ``BLOCK``. ``seen``: one checksum for each file, which
+    ``block``: bytes of a block; the default is ``BLOCK``. ``seen``: a checksum of each file, which
     collects the sums of the bytes that are read. Work that ``finished`` notes as done is not done again, if
     its bytes in the files have the noted sums. ``progress`` is called with the bytes made since the last
     call, from any of ``threads``. Raises ``BadInput`` for the first number that is not finite, unless
@@ -80,7 +78,7 @@ def execute(
             target.fill_(float("nan"))
         if transfer.box.size:
             groups[shared(transfer)].append((transfer, target))
-    work = _Work(files, change, block or BLOCK, allow_nonfinite, seen, finished, progress)
+    work = _Work(change, block or BLOCK, allow_nonfinite, seen or {}, finished, progress)
     pool = ThreadPoolExecutor(max(1, threads))
     try:
         for done in [pool.submit(work.make, *numbered) for numbered in spread([*groups.values()], threads)]:
@@ -107,15 +105,14 @@ class _Work:
 
     def __init__(
         self,
-        files: Sequence[TensorFile],
         change: Callable[[str], Change | None],
         block: int,
         allow_nonfinite: bool,
-        seen: Sequence[Checksum],
+        seen: Mapping[TensorFile, Checksum],
         finished: FinishedWork | None,
         progress: Callable[[int], None],
     ):
-        self.files, self.change, self.block, self.allow_nonfinite = files, change, block, allow_nonfinite
+        self.change, self.block, self.allow_nonfinite = change, block, allow_nonfinite
         self.seen, self.finished, self.progress = seen, finished, progress
         self.report = Report()
         self.not_zero: set[str] = set()
@@ -129,7 +126,7 @@ class _Work:
         if self._was_made(number, group):
             return
         transfers = [transfer for transfer, _ in group]
-        item = max(self._stored_dtype(copy).itemsize for transfer in transfers for copy in transfer.copies)
+        item = max(_dtype(piece.stored).itemsize for transfer in transfers for piece in transfer.pieces)
         remarkable, made = False, 0
         for block in (block for slab in slabs(transfers) for block in blocks(slab, self.block // item)):
             parts = [(*pair, part) for pair in group if (part := pair[0].box.intersect(block))]
@@ -158,35 +155,34 @@ class _Work:
             self.progress(transfer.nbytes)
         return True
 
-    def _read_block(self, parts: list[tuple[Transfer, Box]]) -> dict[tuple[int, str], _Read]:
+    def _read_block(self, parts: list[tuple[Transfer, Box]]) -> dict[Key, _Read]:
         """Read the stored numbers that these parts need, one smallest box of each stored tensor."""
-        needed: dict[tuple[int, str], Box] = {}
+        needed: dict[Key, Box] = {}
         for transfer, part in parts:
-            for copy in transfer.copies:
-                if (overlap := copy.target.intersect(part)) is not None:
-                    box, place = source_of(copy, overlap), (copy.file, copy.key)
-                    needed[place] = hull(needed[place], box) if place in needed else box
+            for whole in transfer.pieces:
+                if (piece := whole.narrow(part)) is not None:
+                    box, place = piece.hull, piece.stored
+                    needed[place] = needed[place].around(box) if place in needed else box
         read = {}
-        for number, ((index, key), box) in enumerate(needed.items()):
-            file = self.files[index]
-            out = self._buffer(f"read {number}", box.shape, TORCH[file.tensors[key].dtype])
+        for number, (place, box) in enumerate(needed.items()):
+            file, key = place
+            out = self._buffer(f"read {number}", box.shape, _dtype(place))
             file.read(key, box, out=out)
             zero = self._look(file, key, box, out, parts[0][0].name)
-            read[index, key] = _Read(out, box, self._sum(index, key, box, out), zero)
+            read[place] = _Read(out, box, self._sum(file, key, box, out), zero)
         with self._lock:
             self.report.bytes_read += sum(piece.numbers.nbytes for piece in read.values())
         return read
 
-    def _sum(self, index: int, key: str, box: Box, numbers: Tensor) -> int | None:
+    def _sum(self, file: TensorFile, key: str, box: Box, numbers: Tensor) -> int | None:
         """Return the CRC-32 of these numbers, if it is wanted and they are one run of bytes in the file."""
-        file = self.files[index]
         if not self.seen or not box.size:
             return None
         first, *further = islice(file.byte_ranges(key, box), 2)
         if further:
             return None
         offset, _ = first
-        return self.seen[index].add(offset, numbers.reshape(-1).view(torch.uint8).numpy().data)
+        return self.seen[file].add(offset, numbers.reshape(-1).view(torch.uint8).numpy().data)
 
     def _look(self, file: TensorFile, key: str, box: Box, numbers: Tensor, name: str) -> bool:
         """Refuse numbers that are not finite; return whether all are zero."""
@@ -204,17 +200,16 @@ class _Work:
         return seen.zero
 
     def _make_part(
-        self, transfer: Transfer, target: Target, part: Box, read: dict[tuple[int, str], _Read]
+        self, transfer: Transfer, target: Target, part: Box, read: dict[Key, _Read]
     ) -> tuple[int, int]:
         """Write one part; return its bytes, and how many numbers a cast made infinite or zero."""
         pieces, crc, lost = [], None, 0
-        for copy in transfer.copies:
-            if (overlap := copy.target.intersect(part)) is not None:
-                whole = read[copy.file, copy.key]
-                piece = whole.numbers[source_of(copy, overlap).within(whole.box).slices]
-                pieces.append((overlap, turned(copy, piece, overlap)))
-                if piece.shape == whole.numbers.shape and not copy.transpose:
-                    crc = whole.crc
+        for whole in transfer.pieces:
+            if (piece := whole.narrow(part)) is not None:
+                source = read[piece.stored]
+                pieces.append((piece.box, piece.of(source.numbers, source.box.start)))
+                if piece.ordered and piece.hull == source.box:
+                    crc = source.crc
         made, as_read = join(part, pieces, lambda dtype: self._buffer("made", part.shape, dtype))
         if (change := self.change(transfer.name)) is not None:
             made, as_read = change(made, part), False
@@ -257,8 +252,9 @@ class _Work:
             known[use] = torch.empty(size, dtype=torch.uint8)
         return known[use][:size].view(dtype).view(shape)
 
-    def _stored_dtype(self, copy: Copy) -> torch.dtype:
-        return TORCH[self.files[copy.file].tensors[copy.key].dtype]
+
+def _dtype(stored: Key) -> torch.dtype:
+    return TORCH[stored.file.tensors[stored.key].dtype]
 
 
 def _sums(group: Group) -> list[int]:

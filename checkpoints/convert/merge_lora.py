@@ -11,7 +11,7 @@ from torch import Tensor
 from ...layers import lora_scale
 from ...models import PEFT_PREFIX, AdaptedFamily, ModelConfig
 from ...parallel_state import BadInput, Box
-from ...storage.finite import look_at
+from ...storage.dtypes import look_at
 from ..source import Source
 from .transfer import Change
 
@@ -69,7 +69,6 @@ class Merge:
         self._products = products(adapter.family, config)
         links, _ = adapter.family.base.links(config)
         self._turned = {link.hf for link in links if link.transpose}
-        self._links, self._shapes = adapter.links(to_hf=True), adapter.family.links(config)[1]
         self._held = threading.local()
 
     @property
@@ -81,7 +80,7 @@ class Merge:
     def bytes_of_a_worker(self) -> int:
         products = self._products.values()
         return max(
-            4 * sum(Box.whole(self._shapes[name]).size for name in product.factors) for product in products
+            4 * sum(self.adapter.hf[name].box.size for name in product.factors) for product in products
         )
 
     def change(self, name: str) -> Change | None:
@@ -128,9 +127,6 @@ class Merge:
         known: dict[str, tuple[Tensor, Tensor]] = self._held.__dict__
         if product.holder not in known:
             known.clear()
-            a, b = (
-                self.adapter.read(name, Box.whole(self._shapes[name]), self._links).to(dtype)
-                for name in product.factors
-            )
+            a, b = (self.adapter.hf[name].read().to(dtype) for name in product.factors)
             known[product.holder] = a, b
         return known[product.holder]

@@ -14,10 +14,10 @@ from typing import Literal
 
 from ...models import AdaptedFamily
 from ...parallel_state import BadInput, Box, Layout, buffer_names
+from ...storage.catalog import LazyTensor
 from ...storage.dtypes import TORCH, WEIGHTS
 from ...storage.file_names import ADAPTER_MODEL
 from ...system import no_garbage_search
-from ..copies import Links, copies
 from ..hugging_face.writer import MAX_SHARD_SIZE, plan_shards
 from ..lora import read_adapter
 from ..optimizer_state import moment_name
@@ -28,7 +28,7 @@ from .merge_lora import Merge
 from .transfer import Transfer
 
 #: Part of a conversion's identity: another version may number or lay out its work otherwise.
-_PLAN = 3
+_PLAN = 4
 
 Form = Literal["hf", "peft", "sharded"]
 
@@ -68,11 +68,9 @@ def plan_to_hf(source: Source, *, dtype: str | None = None, max_shard_size: int 
     LoRA adapters become PEFT's folder, one file.
     """
     links, shapes = source.described.links()
-    to_hf, fixed = source.links(to_hf=True), _fixed(source)
+    fixed = _fixed(source)
     fixed |= {link.hf for link in links if link.ours in fixed}
-    tensors = {
-        name: _transfer(source, name, Box.whole(shape), to_hf, dtype, fixed) for name, shape in shapes.items()
-    }
+    tensors = {name: _transfer(source.hf[name], source.hf[name].box, dtype, fixed) for name in shapes}
     shards = plan_shards(
         {name: (transfer.dtype, transfer.box.shape) for name, transfer in tensors.items()}, max_shard_size
     )
@@ -107,12 +105,12 @@ def plan_to_sharded(
     table = dict(weights)
     for moment, without in source.moments.items():
         table |= {moment_name(moment, n): parts for n, parts in weights.items() if n not in without}
-    links, fixed = source.links(), _fixed(source)
+    fixed = _fixed(source)
     outputs: list[list[Transfer]] = [[] for _ in range(layout.world)]
     stored = {}
     for name, parts in table.items():
         cast = dtype if name in weights else None
-        made = {part.box: _transfer(source, name, part.box, links, cast, fixed) for part in parts}
+        made = {part.box: _transfer(source.ours[name], part.box, cast, fixed) for part in parts}
         for part in parts:
             outputs[part.file].append(made[part.box])
         stored[name] = StoredTensor(
@@ -139,12 +137,10 @@ def _fixed(source: Source) -> frozenset[str]:
     return buffer_names(stated)
 
 
-def _transfer(
-    source: Source, name: str, box: Box, links: Links, dtype: str | None, fixed: Collection[str]
-) -> Transfer:
-    made, stays = copies(name, box, source.catalog, links), name in fixed
-    stored = source.dtype_of(name, links)
-    return Transfer(name, box, tuple(made), stored if stays or dtype is None else dtype, stays)
+def _transfer(tensor: LazyTensor, box: Box, dtype: str | None, fixed: Collection[str]) -> Transfer:
+    stays = tensor.name in fixed
+    stored = tensor.dtype if stays or dtype is None else dtype
+    return Transfer(tensor.name, box, tuple(tensor.pieces(box)), stored, stays)
 
 
 @no_garbage_search()

@@ -15,20 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...parallel_state import BadInput, Box
+from ...models import shapes_of
+from ...parallel_state import BadInput, Box, Piece
+from ...storage.catalog import LazyTensor
 from ...storage.crc import Checksum
 from ...storage.dtypes import TORCH
-from ...storage.output_file import check_place
-from ...storage.staging import check_output, staged
-from ..foreign.rules import Piece, foreign_shapes, pieces, table_named
+from ...storage.output_places import check_output, check_place
+from ...storage.safetensors_reader import TensorFile
+from ...storage.staging import staged
+from ..foreign.rules import table_named
 from ..optimizer_state import moment_name
 from ..source import Source, read_source
-from ..verify import checksum_of, verify_rest, verify_sums
+from ..verify import checksum_of, verify, verify_sums
 
 #: What some 1.2 kB of an archive and its directory take beside each tensor.
 _BESIDE_A_TENSOR = 4096
 Fill = Callable[[], Tensor]
-Parts = dict[str, list[tuple[str, Piece]]]
+Parts = dict[str, list[tuple[str, Piece[str]]]]
+Seen = Mapping[TensorFile, Checksum] | None
 
 
 def convert_to_dcp(
@@ -58,23 +62,23 @@ def convert_to_dcp(
     if stored is not None and stored.numbers.keys() - {"step"}:
         todo = "DCP has no place for its other numbers: save the weights without the optimizer"
         raise BadInput(source.path, "--to dcp", expected="moments and steps", found=stored.kind, todo=todo)
-    seen = None if manifest is None else [checksum_of(file) for file in source.files]
+    seen = None if manifest is None else {file: checksum_of(file) for file in source.files}
     nested, made = _planned(source, names, seen)
     need = sum(tensor.nbytes + _BESIDE_A_TENSOR for tensor in _flat(nested))
     for file in source.files if manifest is None else ():
         verify_sums(file, checksum_of(file))
     with staged(Path(dst), inputs=[source.path], need=need) as staging:
 
-        def verify() -> None:
-            if manifest is not None and seen is not None:
-                verify_rest(source.path, manifest, source.files, seen)
+        def verify_rest() -> None:
+            if manifest is not None:
+                verify(source.path, manifest, files=source.files, seen=seen)
 
         try:
             _save(nested, made, staging.directory)
         except Exception:  # numbers that are not finite may be what a damaged file looks like
-            verify()
+            verify_rest()
             raise
-        verify()
+        verify_rest()
         staging.publish()
     return source
 
@@ -98,12 +102,9 @@ def _save(nested: dict[str, Any], made: Mapping[str, Fill], folder: Path) -> Non
             raise error.failures[0][0] from None
 
 
-def _planned(
-    source: Source, names: str | None, seen: Sequence[Checksum] | None
-) -> tuple[dict[str, Any], dict[str, Fill]]:
+def _planned(source: Source, names: str | None, seen: Seen) -> tuple[dict[str, Any], dict[str, Fill]]:
     """Return the state dict, of tensors without memory, and what makes each tensor, by its whole name."""
     parts, shapes = _parts(source, names)
-    links = source.links(to_hf=True)
     prefix, optimizer = ("model.", "optim") if names is None else ("", "optimizer")
     weights: dict[str, Any] = {}
     state: dict[str, dict[str, Tensor]] = {}
@@ -111,18 +112,19 @@ def _planned(
     for name, shape in shapes.items():
         for moment in ("", *source.moments):
             stored = [(moment_name(moment, hf) if moment else hf, piece) for hf, piece in parts[name]]
-            if not all(links.stored_name(key) in source.catalog for key, _ in stored):
+            if not all(key in source.hf for key, _ in stored):
                 continue  # the moment of a frozen weight
-            dtypes = {source.dtype_of(key, links) for key, _ in stored}
+            tensors = [(source.hf[key], piece) for key, piece in stored]
+            dtypes = {tensor.dtype for tensor, _ in tensors}
             if len(dtypes) > 1:
                 raise BadInput(source.path, name, expected="one dtype", found=", ".join(sorted(dtypes)))
             empty = torch.empty(shape, dtype=TORCH[dtypes.pop()], device="meta")
             if moment:
                 state.setdefault(name, {})[moment] = empty
-                made[f"{optimizer}.state.{name}.{moment}"] = partial(_read, source, stored, empty, seen)
+                made[f"{optimizer}.state.{name}.{moment}"] = partial(_read, tensors, empty, seen)
             else:
                 weights[name] = empty
-                made[prefix + name] = partial(_read, source, stored, empty, seen)
+                made[prefix + name] = partial(_read, tensors, empty, seen)
     updates = torch.tensor(float(source.updates))
     nested: dict[str, Any] = {"model": weights} if prefix else weights
     if state:
@@ -130,53 +132,27 @@ def _planned(
     return nested, made
 
 
-def _parts(source: Source, names: str | None) -> tuple[Parts, dict[str, tuple[int, ...]]]:
+def _parts(source: Source, names: str | None) -> tuple[Parts, Mapping[str, tuple[int, ...]]]:
     """Return, for each tensor to write, the tensors of Hugging Face that it is made of, and its shape."""
     _, hf = source.family.links(source.model_config)
     if names is None:
-        return {name: [(name, Piece.whole(name, shape))] for name, shape in hf.items()}, hf
-    kind, config, table = source.family.model_type, source.model_config, table_named(names)
-    shapes = foreign_shapes(table, kind, hf, config)
-    pieces_by_name = pieces(table, kind, shapes, hf, config, source.path)
-    if missing := [name for name in hf if name not in pieces_by_name]:
+        return {name: [(name, Piece.plain(Box.whole(shape), name))] for name, shape in hf.items()}, hf
+    links = table_named(names).links(source.family.model_type, hf, source.model_config)
+    if missing := hf.keys() - {link.ours for link in links}:
+        first = next(name for name in hf if name in missing)
         todo = "The table has no rule for it, so the checkpoint would be incomplete"
-        raise BadInput(
-            "convert", f"--names {names}", expected=f"a name for {missing[0]}", found="none", todo=todo
-        )
-    parts: Parts = {name: [] for name in shapes}
-    for name, tensor_pieces in pieces_by_name.items():
-        for piece in tensor_pieces:
-            parts[piece.foreign].append((name, piece))
-    return parts, shapes
+        raise BadInput("convert", f"--names {names}", expected=f"a name for {first}", found="none", todo=todo)
+    parts: Parts = {}
+    for link in links:
+        parts.setdefault(link.hf, []).append((link.ours, link.piece))
+    return parts, shapes_of(links)
 
 
-def _read(
-    source: Source, stored: Sequence[tuple[str, Piece]], empty: Tensor, seen: Sequence[Checksum] | None
-) -> Tensor:
+def _read(stored: Sequence[tuple[LazyTensor, Piece[str]]], empty: Tensor, seen: Seen) -> Tensor:
     """Return a tensor, put together from the tensors of Hugging Face that it is made of."""
-    links = source.links(to_hf=True)
-    whole = Box.whole(tuple(empty.shape))
-    if len(stored) == 1 and stored[0][1] == Piece.whole(stored[0][1].foreign, whole.shape):
-        return source.read(stored[0][0], whole, links, seen=seen)
     made = torch.empty(empty.shape, dtype=empty.dtype)
-    for name, piece in stored:
-        along = {dim: at for at, dim in enumerate(piece.dims) if dim is not None}
-        region = made[
-            tuple(
-                slice(
-                    begin,
-                    begin + piece.steps[along[dim]] * piece.box.shape[along[dim]],
-                    piece.steps[along[dim]],
-                )
-                if dim in along
-                else begin
-                for dim, begin in enumerate(piece.start)
-            )
-        ]
-        numbers = source.read(name, piece.box, links, seen=seen)
-        order = [at for _, at in sorted(along.items())]
-        others = [at for at, dim in enumerate(piece.dims) if dim is None]
-        region.copy_(numbers.permute(*others, *order).reshape(region.shape))
+    for tensor, piece in stored:
+        piece.of(made).copy_(tensor.read(piece.box, seen=seen))
     return made
 
 

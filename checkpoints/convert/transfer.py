@@ -10,11 +10,11 @@ from math import prod
 
 from torch import Tensor
 
-from ...parallel_state import BadCheckpoint, Box
+from ...parallel_state import BadCheckpoint, Box, Piece
+from ...storage.catalog import Key
 from ...storage.coverage import first_flaw
 from ...storage.dtypes import BITS
 from ...storage.safetensors_writer import TensorWriter
-from ..copies import Copy
 
 #: Takes numbers as they are stored, and their box of the whole tensor; returns the numbers to write instead.
 Change = Callable[[Tensor, Box], Tensor]
@@ -22,15 +22,14 @@ Change = Callable[[Tensor, Box], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Hold all copies into one output tensor.
+    """Say what one output tensor is made of: the pieces of ``box`` of the whole tensor ``name``.
 
-    They fill ``box`` of the whole tensor ``name``; the copies' targets are positions in the whole. The tensor
-    is written as ``dtype``, the format's name. ``fixed``: a cast leaves it as it is.
+    It is written as ``dtype``, the format's name. ``fixed``: a cast leaves it as it is.
     """
 
     name: str
     box: Box
-    copies: tuple[Copy, ...]
+    pieces: tuple[Piece[Key], ...]
     dtype: str
     fixed: bool = False
 
@@ -47,21 +46,16 @@ Group = list[tuple[Transfer, Target]]
 
 def check(transfer: Transfer) -> None:
     """Refuse a plan that does not set every element of the box exactly once."""
-    targets = [copy.target for copy in transfer.copies]
-    if flaw := first_flaw(transfer.box, targets):
+    boxes = [piece.box for piece in transfer.pieces]
+    if flaw := first_flaw(transfer.box, boxes):
         raise BadCheckpoint("plan", transfer.name, expected="each element set once", found=str(flaw))
-    assert all(target.intersect(transfer.box) == target for target in targets if target.size), transfer
+    assert all(box.intersect(transfer.box) == box for box in boxes if box.size), transfer
 
 
 def shared(transfer: Transfer) -> object:
     """Return a key; transfers with equal keys read the same rows of the same stored tensors, in one go."""
     rows = (transfer.box.start[:1], transfer.box.stop[:1])
-    return transfer.name, rows, frozenset((copy.file, copy.key, copy.transpose) for copy in transfer.copies)
-
-
-def hull(a: Box, b: Box) -> Box:
-    """Return the smallest box that contains both."""
-    return Box(tuple(map(min, a.start, b.start)), tuple(map(max, a.stop, b.stop)))
+    return transfer.name, rows, frozenset((piece.stored, piece.dims) for piece in transfer.pieces)
 
 
 def spread(groups: Sequence[Group], threads: int) -> list[tuple[int, Group]]:
@@ -77,21 +71,17 @@ def spread(groups: Sequence[Group], threads: int) -> list[tuple[int, Group]]:
 
 def slabs(group: Sequence[Transfer]) -> Iterator[Box]:
     """Cut the box that a group makes where its sources end; a block then mostly lies in one run of a file."""
-    whole = reduce(hull, (transfer.box for transfer in group))
+    whole = reduce(Box.around, (transfer.box for transfer in group))
     if not whole.start:
         yield whole
         return
     ends = {
         end
         for transfer in group
-        for copy in transfer.copies
-        for end in (copy.target.start[0], copy.target.stop[0])
+        for piece in transfer.pieces
+        if piece.dense  # pieces with steps lie between each other, and are read together
+        for end in (piece.box.start[0], piece.box.stop[0])
     }
     first, last = whole.start[0], whole.stop[0]
     for start, stop in pairwise(sorted({first, last} | {end for end in ends if first < end < last})):
         yield whole.narrow(0, start - first, stop - first)
-
-
-def source_of(copy: Copy, part: Box) -> Box:
-    """Return the box of the stored tensor from which ``part`` of the copy's target is copied."""
-    return part.within(copy.target).turned(len(copy.source.start), copy.transpose).shift(copy.source.start)

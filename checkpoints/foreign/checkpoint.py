@@ -1,38 +1,22 @@
-"""Define what a reader of another project's checkpoints gives: tensors by offset, and facts about the model.
+"""Define what a reader of another project's checkpoints gives: its tensors, and facts about the model.
 
 Each format has one file here with one function that reads headers and returns a ``ForeignCheckpoint``; it
 reads no weights. ``formats.py`` lists the formats. Everything after that is the same for all formats:
-``rules.py`` says which foreign tensor is which tensor of Hugging Face, ``catalog.py`` joins the two into
-views of files, and the plan and the executor of a conversion then see a folder of Hugging Face's tensors. So
-streaming, ``--max-ram``, a resumed conversion and the checks need nothing from a format.
+``rules.py`` says which foreign tensor is which tensor of Hugging Face, ``model_tensors.py`` takes the model's
+out of the catalog, and the plan and the executor of a conversion then see a folder of Hugging Face's tensors.
+So streaming, ``--max-ram``, a resumed conversion and the checks need nothing from a format.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...parallel_state import Box
-from ...storage.torch_archive import View, ViewFile
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Say that box ``box`` of a foreign tensor is ``view`` (of the box's shape) in ``file``."""
-
-    box: Box
-    file: ViewFile
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class ForeignTensor:
-    """Describe a whole tensor as the other project names and shapes it; the chunks cover it once."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+from ...models import ModelConfig
+from ...parallel_state import BadInput
+from ...storage.catalog import Catalog
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +54,8 @@ class ForeignCheckpoint:
 
     path: Path
     form: str
-    tensors: dict[str, ForeignTensor]
-    moments: Mapping[str, Mapping[str, ForeignTensor]] = field(default_factory=dict)
+    tensors: Catalog
+    moments: Mapping[str, Catalog] = field(default_factory=dict)
     updates: int | None = None
     step: int | None = None
     stated: dict[str, Stated] = field(default_factory=dict)
@@ -89,9 +73,46 @@ class ForeignCheckpoint:
         """Return a line for each fact about the model that the checkpoint states."""
         return [f"{name} = {stated.text} ({stated.where})" for name, stated in self.stated.items()]
 
-    @property
-    def files(self) -> list[ViewFile]:
-        """Return the files that hold the weights and moments, each once, in order of first use."""
-        tables = [self.tensors, *self.moments.values()]
-        chunks = (chunk for table in tables for tensor in table.values() for chunk in tensor.chunks)
-        return [*{id(chunk.file): chunk.file for chunk in chunks}.values()]
+
+#: Relative difference of two numbers that are the same in fp32.
+_SAME = 1e-6
+
+
+def check_stated(checkpoint: ForeignCheckpoint, config: ModelConfig, where: Path) -> None:
+    """Refuse a config that disagrees with a fact in the checkpoint; the message names both places.
+
+    A fact about an attribute that this family's config does not have is not compared. A checkpoint that
+    states nothing gets a line for the user: names and shapes alone do not show, for example, a wrong number
+    of heads.
+    """
+    if not checkpoint.stated:
+        checkpoint.skipped.append(
+            "it states nothing about the model, so only names and shapes are compared with the config: "
+            "a wrong number of attention heads, for example, is not noticed"
+        )
+    for name, stated in checkpoint.stated.items():
+        if not hasattr(config, name):
+            continue
+        ours = getattr(config, name)
+        if name == "rope_scaling" and not isinstance(stated.value, bool):
+            ours = "no scaling" if ours is None else (ours.rope_type, ours.factor)
+        if not _same(stated.value, ours):
+            raise BadInput(
+                where,
+                name,
+                expected=f"{stated.text}, as {stated.where} says",
+                found=ours,
+                todo="The config is of another model than the checkpoint",
+            )
+
+
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, range | frozenset):
+        return b in a
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, bool):  # something is there or not, such as a scaled rope
+        return a == bool(b)
+    if isinstance(a, int | float) and isinstance(b, int | float):
+        return math.isclose(a, b, rel_tol=_SAME)
+    return a == b

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...parallel_state import BadInput, Box
+from ...parallel_state import BadInput, Box, Piece
+from ...storage.catalog import Catalog, Key, LazyTensor
 from ...storage.coverage import check_coverage
 from ...storage.dtypes import TORCH
 from ...storage.file_names import DCP_METADATA
@@ -22,7 +23,7 @@ from ...storage.strict_json import shown
 from ...storage.torch_archive import Limits, Name, Record, View, ViewFile, ZipEntry, archive_at, read_records
 from ...storage.torch_archive.archive import size_of
 from ...storage.torch_archive.records import Maker
-from .checkpoint import Chunk, ForeignCheckpoint, ForeignTensor
+from .checkpoint import ForeignCheckpoint
 
 FORM = "torch.distributed.checkpoint (DCP)"
 #: The folders in which Accelerate's ``save_state`` writes model and optimizer.
@@ -73,15 +74,13 @@ def _folders(path: Path) -> list[Path]:
 
 def read(path: Path) -> ForeignCheckpoint:
     """Read the headers of a DCP checkpoint; ``BadInput`` names what is missing or of another kind."""
-    tensors: dict[str, ForeignTensor] = {}
-    objects: list[str] = []
+    tensors, objects = Catalog(), list[str]()
     for folder in _folders(path):
         folder_tensors, others = read_tensors(folder)
         tensors |= folder_tensors
         objects += others
-    checkpoint = ForeignCheckpoint(path, FORM, {})
-    moments: dict[str, dict[str, ForeignTensor]] = {"exp_avg": {}, "exp_avg_sq": {}}
-    updates: dict[str, ForeignTensor] = {}
+    checkpoint = ForeignCheckpoint(path, FORM, Catalog())
+    moments, updates = {"exp_avg": Catalog(), "exp_avg_sq": Catalog()}, Catalog()
     for name, tensor in tensors.items():
         if (match := _STATE.fullmatch(name)) is not None:
             (updates if match[2] == "step" else moments[match[2]])[match[1]] = tensor
@@ -103,9 +102,7 @@ def read(path: Path) -> ForeignCheckpoint:
     return checkpoint
 
 
-def read_tensors(
-    path: Path, further: Mapping[str, Maker | None] | None = None
-) -> tuple[dict[str, ForeignTensor], list[str]]:
+def read_tensors(path: Path, further: Mapping[str, Maker | None] | None = None) -> tuple[Catalog, list[str]]:
     """Return the tensors of a DCP checkpoint by their names there, and the names of other objects.
 
     ``further``: names that a writer adds to those of DCP in ``.metadata``.
@@ -131,8 +128,7 @@ def read_tensors(
             check_plain_name(file, where, shown(name)), begin, length,
         )  # fmt: skip
     files = _Files(path)
-    tensors: dict[str, ForeignTensor] = {}
-    objects = []
+    tensors, objects = Catalog(), []
     for name, described in listed.items():
         if isinstance(described, Record) and described.name == f"{_METADATA}BytesStorageMetadata":
             objects.append(str(name))
@@ -142,13 +138,11 @@ def read_tensors(
     return tensors, objects
 
 
-def read_count(tensor: ForeignTensor, path: Path, name: str) -> int:
+def read_count(tensor: LazyTensor, path: Path, name: str) -> int:
     """Return the value of a tensor of one element that counts something, such as steps."""
     if Box.whole(tensor.shape).size != 1 or tensor.dtype not in TORCH:
         raise BadInput(path, shown(name), expected="one number", found=f"{tensor.dtype} {[*tensor.shape]}")
-    view = tensor.chunks[0].view
-    file = ViewFile.of(tensor.chunks[0].file.path)
-    number = float(file.read(file.add(view)).item())
+    number = float(tensor.read(finite=False).item())
     if not number.is_integer():
         raise BadInput(path, shown(name), expected="a whole number", found=number)
     return int(number)
@@ -197,7 +191,7 @@ def _tensor(
     places: Mapping[tuple[str, tuple[int, ...]], tuple[str, int, int]],
     files: _Files,
     where: Path,
-) -> ForeignTensor:
+) -> LazyTensor:
     """Return one tensor; its chunks must cover it once and be what their archives hold."""
     size, chunks, properties = _fields(
         described, "TensorStorageMetadata", where, "size", "chunks", "properties"
@@ -227,14 +221,12 @@ def _tensor(
         if (view.dtype, view.shape) != (stored, sizes):
             actual = f"{view.dtype} {[*view.shape]}"
             raise BadInput(file.path, shown(name), expected=f"{stored} {[*sizes]}", found=actual)
-        made.append(Chunk(box, file, view))
-    check_coverage(where, shown(name), shape, [chunk.box for chunk in made], kind=BadInput)
-    return ForeignTensor(stored, shape, tuple(made))
+        made.append(Piece.plain(box, Key(file, file.add(view))))
+    check_coverage(where, shown(name), shape, [piece.box for piece in made], kind=BadInput)
+    return LazyTensor(name, stored, shape, tuple(made))
 
 
-def _by_weight(
-    moments: Mapping[str, ForeignTensor], weights: Mapping[str, ForeignTensor]
-) -> dict[str, ForeignTensor]:
+def _by_weight(moments: Catalog, weights: Catalog) -> Catalog:
     """Return moments by the full names of their weights, which may have a prefix (``model.``)."""
     first = next(iter(moments), "")
     prefixes = [name.removesuffix(first) for name in weights if name.endswith(first)]
@@ -242,10 +234,10 @@ def _by_weight(
         (prefix for prefix in sorted(prefixes, key=len) if all(prefix + name in weights for name in moments)),
         "",
     )
-    return {prefix + name: moment for name, moment in moments.items()}
+    return Catalog({prefix + name: moment for name, moment in moments.items()})
 
 
-def _updates(steps: Mapping[str, ForeignTensor], path: Path) -> int | None:
+def _updates(steps: Catalog, path: Path) -> int | None:
     """Return how many updates the optimizer made; ``BadInput`` if weights differ in it."""
     made = {name: read_count(tensor, path, name) for name, tensor in steps.items()}
     if len(set(made.values())) > 1:

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...parallel_state import BadInput
-from . import dcp, megatron_dist, megatron_legacy, meta, state_dict
+from ...storage.catalog import Catalog, in_one_file
+from ...storage.torch_archive import open_state_dict
+from . import dcp, megatron_dist, megatron_legacy, meta
 from .checkpoint import ForeignCheckpoint
 
 #: No run has more steps: up to here JSON and a float hold a whole number exactly.
 MOST_STEPS = 2**53
+_TORCH_SAVE, _ENDINGS = "a file of torch.save", (".pt", ".pth", ".bin", ".ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,17 @@ class Format:
         return checkpoint
 
 
+def _is_torch_save(path: Path) -> bool:
+    return path.is_file() and path.name.endswith(_ENDINGS)
+
+
+def _read_torch_save(path: Path) -> ForeignCheckpoint:
+    """Read the headers of one file in which ``torch.save`` wrote a model, or a trainer's dict with one."""
+    file = open_state_dict(path)
+    tensors = Catalog({name: in_one_file(file, name) for name in file.views})
+    return ForeignCheckpoint(path, _TORCH_SAVE, tensors)
+
+
 def _is_gguf(path: Path) -> bool:
     names = [child.name for child in path.iterdir()] if path.is_dir() else [path.name]
     return any(name.endswith(".gguf") for name in names)
@@ -51,7 +65,7 @@ FORMATS: tuple[Format, ...] = (
     Format(megatron_legacy.FORM, megatron_legacy.recognise, megatron_legacy.read),
     Format(dcp.FORM, dcp.recognise, dcp.read),
     Format(meta.FORM, meta.recognise, meta.read),
-    Format(state_dict.FORM, state_dict.recognise, state_dict.read),
+    Format(_TORCH_SAVE, _is_torch_save, _read_torch_save),
     Format("GGUF", _is_gguf, _refuse_gguf),
 )
 

@@ -9,10 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ...parallel_state import BadInput
+from ...storage.safe_open import contained, read_small
+from ...storage.small_files import read_text
 from ...storage.strict_json import shown
 from ...storage.torch_archive import Record
 from ...storage.torch_archive.records import Maker
+from ...system import whole_number
 from .checkpoint import Stated
 
 
@@ -169,3 +174,58 @@ class Arguments:
             # Over the chosen experts only, which is to normalise after the softmax; or over all of them.
             facts["norm_topk_prob"] = ("moe_router_pre_softmax", not self.moe_router_pre_softmax)
         return facts
+
+
+#: Megatron's file that names the newest step, in the folder that ``--save`` named.
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def step_folder(path: Path) -> Path:
+    """Return ``path`` itself or, if it holds Megatron's tracker file, the step's folder that this names."""
+    if not (path / TRACKER).is_file():
+        return path
+    text = read_small(path / TRACKER, 64).decode("ascii", "replace").strip()
+    step = whole_number(text)
+    if text != "release" and step is None:
+        raise BadInput(path / TRACKER, expected="the number of a step, or release", found=shown(text))
+    folder = path / (text if text == "release" else f"iter_{step:07d}")
+    if not folder.is_dir():
+        missing = f"{folder.name}, which is not there"
+        todo = "Name the folder of a step that is there"
+        raise BadInput(path / TRACKER, expected=f"a step in {path}", found=missing, todo=todo)
+    return folder
+
+
+_FILE = "run_config.yaml"
+_MOST_BYTES = 1 << 20
+#: Megatron's arguments whose field has another name.
+_RENAMED = {"num_experts": "num_moe_experts", "use_rope_scaling": "rope_scaling"}
+
+
+def bridge_arguments(folder: Path) -> tuple[dict[str, Any], Path] | None:
+    """Return the model that the folder's file states, and the file; ``None`` if there is none."""
+    if not (folder / _FILE).is_file():
+        return None
+    path = contained(folder, _FILE)
+    text = read_text(path, _MOST_BYTES)
+    if "<<" in text:  # a key that copies others; copies of copies grow without end
+        raise BadInput(path, expected="YAML without merge keys", found="<<")
+    try:
+        stated = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        if isinstance(error, BadInput):
+            raise
+        raise BadInput(path, expected="YAML", found=shown(str(error))) from None
+    model = stated.get("model") if isinstance(stated, dict) else None
+    if not isinstance(model, dict):
+        return None
+    arguments = {name: value for name, value in model.items() if isinstance(name, str)}
+    arguments |= {name: model.get(field) for name, field in _RENAMED.items()}
+    arguments["group_query_attention"] = model.get("num_query_groups") is not None
+    shared = model.get("share_embeddings_and_output_weights")
+    arguments["untie_embeddings_and_output_weights"] = None if shared is None else not shared
+    activation = model.get("activation_func")
+    target = activation.get("_target_") if isinstance(activation, dict) else activation
+    gated = model.get("gated_linear_unit") is True and str(target).endswith("silu")
+    arguments["swiglu"] = True if gated else None
+    return arguments, path

@@ -14,17 +14,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ...parallel_state import BadInput, Box
+from ...parallel_state import BadInput, Box, Piece
+from ...storage.catalog import Catalog, Key, LazyTensor
 from ...storage.safe_open import contained
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
-from ...storage.torch_archive import TorchArchive, View
+from ...storage.torch_archive import TorchArchive, View, ViewFile
 from ...storage.torch_archive.records import Maker
-from .checkpoint import Chunk, ForeignCheckpoint, ForeignTensor
+from .checkpoint import ForeignCheckpoint
 from .dcp import read_tensors
-from .megatron_arguments import NAMES, Arguments
-from .megatron_bridge import bridge_arguments
-from .megatron_folder import step_folder
+from .megatron_arguments import NAMES, Arguments, bridge_arguments, step_folder
 
 FORM = "Megatron torch_dist"
 #: The flag with which Megatron writes moments that do not depend on the ranks.
@@ -70,15 +69,15 @@ def read(path: Path) -> ForeignCheckpoint:
         arguments = Arguments(*stated)
     arguments.check()
     tensors, objects = read_tensors(folder, _NAMES)
-    weights: dict[str, ForeignTensor] = {}
-    states: dict[str, dict[str, ForeignTensor]] = {}
+    weights = Catalog()
+    states: dict[str, Catalog] = {}
     left = [name for name in objects if not _is_extra(name)]
     # Whatever holds the model may be in every name, such as ``module.`` in NeMo's.
     embeddings = (name.removesuffix(_EMBEDDING) for name in tensors if name.endswith(_EMBEDDING))
     prefix = min(embeddings, key=len, default="")
     for stored, tensor in tensors.items():
         if (match := _STATE.fullmatch(stored)) is not None:
-            states.setdefault(match[1], {})[match[2].removeprefix(prefix)] = tensor
+            states.setdefault(match[1], Catalog())[match[2].removeprefix(prefix)] = tensor
         elif _OPTIMIZER.fullmatch(stored):
             left.append(stored)
         elif not _is_extra(stored):
@@ -89,9 +88,9 @@ def read(path: Path) -> ForeignCheckpoint:
     if extra:
         checkpoint.skipped.append(f"{extra} entries _extra_state are not read: they hold no weights")
     _take_states(checkpoint, states, left, common)
-    checkpoint.tensors = dict(_numbered(checkpoint.tensors, folder))
+    checkpoint.tensors = Catalog(_numbered(checkpoint.tensors, folder))
     checkpoint.moments = {
-        kind: dict(_numbered(moment_tensors, folder)) for kind, moment_tensors in checkpoint.moments.items()
+        kind: Catalog(_numbered(tensors, folder)) for kind, tensors in checkpoint.moments.items()
     }
     return checkpoint
 
@@ -102,17 +101,17 @@ def _is_extra(name: str) -> bool:
 
 def _take_states(
     checkpoint: ForeignCheckpoint,
-    states: dict[str, dict[str, ForeignTensor]],
+    states: dict[str, Catalog],
     left: list[str],
     common: Mapping[Any, Any],
 ) -> None:
     """Take the moments and, with them, the optimizer's own weights; say what is left."""
-    moments = {kind: states.get(kind, {}) for kind in ("exp_avg", "exp_avg_sq")}
+    moments = {kind: states.get(kind, Catalog()) for kind in ("exp_avg", "exp_avg_sq")}
     if all(moments.values()):
         checkpoint.moments = {
             kind: _shaped(checkpoint, kind, moment_tensors) for kind, moment_tensors in moments.items()
         }
-        own = states.get("param") or states.get("fp32_param") or {}
+        own = states.get("param") or states.get("fp32_param") or Catalog()
         checkpoint.tensors |= _shaped(checkpoint, "fp32_param", own)
         if own:
             checkpoint.skipped.append(
@@ -143,15 +142,13 @@ def _updates(stored: object) -> int | None:
     return None
 
 
-def _shaped(
-    checkpoint: ForeignCheckpoint, kind: str, states: Mapping[str, ForeignTensor]
-) -> dict[str, ForeignTensor]:
+def _shaped(checkpoint: ForeignCheckpoint, kind: str, states: Catalog) -> Catalog:
     """Return the tensors of a state in the shapes of their weights.
 
     ``fully_sharded_model_space`` cuts each rank's part of a weight as a flat row of numbers. The stored
     tensor then has one more dim: as many indices along each dim as there are parts, and the place in a part.
     """
-    shaped = {}
+    shaped = Catalog()
     for name, state in states.items():
         if (weight := checkpoint.tensors.get(name)) is None:
             todo = "The optimizer and the model are not of one checkpoint"
@@ -174,18 +171,20 @@ def _shaped(
                 checkpoint.path, f"{kind} of {shown(name)}", expected=[*weight.shape], found=[*state.shape]
             )
         size = tuple(m // n for m, n in zip(weight.shape, parts, strict=True))
-        chunks = tuple(piece for chunk in state.chunks for piece in _unflattened(chunk, size))
-        shaped[name] = ForeignTensor(state.dtype, weight.shape, chunks)
+        parts_of = tuple(part for piece in state.near(state.box) for part in _unflattened(piece, size))
+        shaped[name] = LazyTensor(name, state.dtype, weight.shape, parts_of)
     return shaped
 
 
-def _unflattened(chunk: Chunk, size: tuple[int, ...]) -> Iterator[Chunk]:
-    """Yield a flat chunk of a part of ``size`` as boxes of the whole tensor."""
-    corner = tuple(at * n for at, n in zip(chunk.box.start, size, strict=False))
-    first = chunk.box.start[-1]
-    for box, at in _boxes_of(size, first, chunk.box.stop[-1]):
-        begin = chunk.view.begin + (at - first) * chunk.view.itemsize
-        yield Chunk(box.shift(corner), chunk.file, View.row_major(chunk.view.dtype, box.shape, begin))
+def _unflattened(piece: Piece[Key], size: tuple[int, ...]) -> Iterator[Piece[Key]]:
+    """Yield a flat piece of a part of ``size`` as boxes of the whole tensor."""
+    file, key = piece.stored
+    assert isinstance(file, ViewFile), file
+    view, first = file.views[key], piece.box.start[-1]
+    corner = tuple(at * n for at, n in zip(piece.box.start, size, strict=False))
+    for box, at in _boxes_of(size, first, piece.box.stop[-1]):
+        part = View.row_major(view.dtype, box.shape, view.begin + (at - first) * view.itemsize)
+        yield Piece.plain(box.shift(corner), Key(file, file.add(part)))
 
 
 def _boxes_of(size: tuple[int, ...], first: int, last: int) -> Iterator[tuple[Box, int]]:
@@ -206,7 +205,7 @@ def _boxes_of(size: tuple[int, ...], first: int, last: int) -> Iterator[tuple[Bo
             yield Box((number, *box.start), (number + 1, *box.stop)), number * row + at
 
 
-def _numbered(tensors: Mapping[str, ForeignTensor], path: Path) -> Iterator[tuple[str, ForeignTensor]]:
+def _numbered(tensors: Catalog, path: Path) -> Iterator[tuple[str, LazyTensor]]:
     """Yield the tensors with each layer of a stack as a tensor of its own."""
     for name, tensor in tensors.items():
         if (match := _STACK.fullmatch(name)) is None:
@@ -215,20 +214,15 @@ def _numbered(tensors: Mapping[str, ForeignTensor], path: Path) -> Iterator[tupl
         if tensor.shape and tensor.shape[0] > MOST_LAYERS:
             layer_count = f"{tensor.shape[0]:,}"
             raise BadInput(path, shown(name), expected=f"at most {MOST_LAYERS:,} layers", found=layer_count)
-        layers: dict[int, list[Chunk]] = {
+        layers: dict[int, list[Piece[Key]]] = {
             number: [] for number in range(tensor.shape[0] if tensor.shape else 0)
         }
-        for chunk in tensor.chunks:
-            for number in range(chunk.box.start[0], chunk.box.stop[0]):
-                part = chunk.view.narrow(
-                    Box.whole(chunk.view.shape).narrow(
-                        0, number - chunk.box.start[0], number - chunk.box.start[0] + 1
-                    )
-                )
-                view = View(part.dtype, part.shape[1:], part.begin, part.strides[1:])
-                layers[number].append(Chunk(Box(chunk.box.start[1:], chunk.box.stop[1:]), chunk.file, view))
-        for number, chunks in layers.items():
-            yield (
-                f"decoder.layers.{number}.{match[1]}",
-                ForeignTensor(tensor.dtype, tensor.shape[1:], tuple(chunks)),
-            )
+        for piece in tensor.near(tensor.box):
+            first, inner = piece.box.start[0], Box(piece.box.start[1:], piece.box.stop[1:])
+            for number in range(first, piece.box.stop[0]):
+                start = (piece.start[0] + number - first, *piece.start[1:])
+                row = Piece(inner, piece.stored, start, piece.dims[1:], piece.steps[1:])
+                layers[number].append(row)
+        for number, pieces in layers.items():
+            layer = f"decoder.layers.{number}.{match[1]}"
+            yield layer, LazyTensor(layer, tensor.dtype, tensor.shape[1:], tuple(pieces))

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
-from ...parallel_state import BadInput, Box
+from ...parallel_state import BadInput, Box, Piece
+from ...storage.catalog import Catalog, Key, LazyTensor
 from ...storage.safe_open import contained
 from ...storage.strict_json import shown
 from ...storage.torch_archive import TorchArchive, View, ViewFile
-from .checkpoint import Chunk, ForeignCheckpoint, ForeignTensor
-from .megatron_arguments import NAMES, Arguments
+from .checkpoint import ForeignCheckpoint
+from .megatron_arguments import NAMES, Arguments, step_folder
 from .megatron_dist import READABLE
-from .megatron_folder import step_folder
 from .megatron_parts import whole_parts
 
 FORM = "Megatron legacy (mp_rank_XX)"
@@ -71,7 +71,7 @@ def read(path: Path) -> ForeignCheckpoint:
     """Read the headers of all ranks; ``BadInput`` names a rank that is missing or of another model."""
     folder = step_folder(path)
     ranks: list[_Rank] = []
-    checkpoint = ForeignCheckpoint(folder, FORM, {}, names="megatron")
+    checkpoint = ForeignCheckpoint(folder, FORM, Catalog(), names="megatron")
     extra, optimizer, first = 0, False, Arguments(None, folder)
     for rank_folder, matched in _rank_folders(folder):
         name = next(name for name in _FILES if (rank_folder / name).is_file())
@@ -193,15 +193,14 @@ def _renamed(name: str) -> str:
     return name
 
 
-def _whole_tensors(
-    ranks: list[_Rank], arguments: Arguments, folder: Path
-) -> tuple[dict[str, ForeignTensor], list[str]]:
+def _whole_tensors(ranks: list[_Rank], arguments: Arguments, folder: Path) -> tuple[Catalog, list[str]]:
     """Return the whole tensors; a part that several ranks hold is taken from the first.
 
     The names of such tensors whose stated CRC-32 differ between ranks come with them.
     """
     before = _layers_before(ranks, arguments, folder)
-    chunks: dict[str, dict[Box, Chunk]] = defaultdict(dict)
+    keys: dict[str, dict[Box, Key]] = defaultdict(dict)
+    sums: dict[Key, int | None] = {}
     differing: dict[str, None] = {}
     for rank in ranks:
         for stage, model in enumerate(rank.models):
@@ -211,18 +210,20 @@ def _whole_tensors(
                 name = local if match is None else f"decoder.layers.{int(match[1]) + first}.{match[2]}"
                 at = rank.tensor, rank.expert
                 for whole, box, part in whole_parts(name, view, arguments, at, rank.file.path):
-                    known = chunks[whole].setdefault(box, Chunk(box, rank.file, part))
-                    if known.file.sum_of(known.view) != rank.file.sum_of(part):
+                    key = Key(rank.file, rank.file.add(part))
+                    sums[key] = rank.file.sum_of(key.key)
+                    if sums[keys[whole].setdefault(box, key)] != sums[key]:
                         differing[whole] = None
-    whole_tensors = {}
-    for name, parts in chunks.items():
-        kinds = {(chunk.view.dtype, len(box.stop)) for box, chunk in parts.items()}
+    whole_tensors = Catalog()
+    for name, parts in keys.items():
+        kinds = {(file.tensors[key].dtype, len(box.stop)) for box, (file, key) in parts.items()}
         if len(kinds) > 1:
             seen_kinds = " and ".join(f"{dtype} of {dims} dims" for dtype, dims in sorted(kinds))
             raise BadInput(folder, name, expected="tensors of one kind on all ranks", found=seen_kinds)
         shape = tuple(max(stops) for stops in zip(*(box.stop for box in parts), strict=True))
         dtypes = {dtype for dtype, _ in kinds}
-        whole_tensors[name] = ForeignTensor(dtypes.pop(), shape, tuple(parts.values()))
+        pieces = tuple(Piece.plain(box, key) for box, key in parts.items())
+        whole_tensors[name] = LazyTensor(name, dtypes.pop(), shape, pieces)
     return whole_tensors, [*differing]
 
 

@@ -12,11 +12,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ...parallel_state import BadInput, Box
+from ...parallel_state import BadInput, Box, Piece
+from ...storage.catalog import Catalog, Key, LazyTensor, in_one_file
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
 from ...storage.torch_archive import ViewFile, open_state_dict
-from .checkpoint import Chunk, ForeignCheckpoint, ForeignTensor, Stated
+from .checkpoint import ForeignCheckpoint, Stated
 
 FORM = "Meta's consolidated files"
 PARAMS = "params.json"
@@ -60,12 +61,12 @@ def read(path: Path) -> ForeignCheckpoint:
     for file in files[1:]:
         if differing := sorted(names ^ file.views.keys()):
             raise BadInput(file.path, shown(differing[0]), expected=f"the tensors of {files[0].path.name}")
-    tensors = {name: _joined(name, files, params.get("dim")) for name in names}
+    tensors = Catalog({name: _joined(name, files, params.get("dim")) for name in names})
     _check_width(tensors, params.get("dim"), len(files), path)
     return ForeignCheckpoint(path, FORM, tensors, stated=_stated(params, where), names="meta")
 
 
-def _check_width(tensors: dict[str, ForeignTensor], width: object, parts: int, path: Path) -> None:
+def _check_width(tensors: Catalog, width: object, parts: int, path: Path) -> None:
     """Refuse parts that together are narrower than the model: the last ones may be missing."""
     for name, tensor in tensors.items():
         if name.endswith(".wo.weight") and type(width) is int and tensor.shape[1] < width:
@@ -78,7 +79,7 @@ def _check_width(tensors: dict[str, ForeignTensor], width: object, parts: int, p
             )
 
 
-def _joined(name: str, files: list[ViewFile], width: object) -> ForeignTensor:
+def _joined(name: str, files: list[ViewFile], width: object) -> LazyTensor:
     """Return the tensor whose parts lie in the files, one after the other along the dim that Meta cuts."""
     parts = [file.views[name] for file in files]
     first = parts[0]
@@ -86,19 +87,19 @@ def _joined(name: str, files: list[ViewFile], width: object) -> ForeignTensor:
     if name == _EMBEDDING:  # Llama 2 cuts its width, Llama 3 the vocabulary
         dim = 0 if first.shape[1:] == (width,) else 1
     if dim is None:
-        return ForeignTensor(first.dtype, first.shape, (Chunk(Box.whole(first.shape), files[0], first),))
+        return in_one_file(files[0], name)
     if len({(part.dtype, part.shape[:dim], part.shape[dim + 1 :]) for part in parts}) > 1:
         part_shapes = ", ".join(f"{part.dtype} {[*part.shape]}" for part in parts)
         raise BadInput(
             files[0].path.parent, shown(name), expected="parts that differ in one dim", found=part_shapes
         )
-    chunks, at = [], 0
+    pieces, at = [], 0
     for file, part in zip(files, parts, strict=True):
         shift = tuple(at if d == dim else 0 for d in range(len(part.shape)))
-        chunks.append(Chunk(Box.whole(part.shape).shift(shift), file, part))
+        pieces.append(Piece.plain(Box.whole(part.shape).shift(shift), Key(file, name)))
         at += part.shape[dim]
     shape = tuple(at if d == dim else size for d, size in enumerate(first.shape))
-    return ForeignTensor(first.dtype, shape, tuple(chunks))
+    return LazyTensor(name, first.dtype, shape, tuple(pieces))
 
 
 def _stated(params: dict[str, Any], where: Path) -> dict[str, Stated]:

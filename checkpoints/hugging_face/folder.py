@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...parallel_state import BadInput
+from ...storage.catalog import Catalog, in_one_file
 from ...storage.file_names import CONFIG, INDEX, OLD_INDEX, OLD_SINGLE, SINGLE
 from ...storage.files_beside_weights import companions_in
 from ...storage.safe_open import check_plain_name, contained
-from ...storage.safetensors_header import MAX_TENSORS, Entry
+from ...storage.safetensors_header import MAX_TENSORS
 from ...storage.safetensors_reader import TensorFile
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
@@ -34,10 +35,9 @@ class HFFolder:
     tensor at fault.
 
     ``config``: ``config.json``, unchanged but for packed tensors (MXFP4, FP8), which are given as bf16.
-    ``tensors``: for each name the file that holds it and its entry
-    there. ``companions``: the paths of the files to copy along. ``warnings``: lines for the user about odd
-    but harmless facts. Links may lead only into the folder or the Hugging Face cache that it belongs to,
-    unless ``allow_symlinks``.
+    ``catalog``: its tensors. ``companions``: the paths of the files to copy along. ``warnings``: lines for
+    the user about odd but harmless facts. Links may lead only into the folder or the Hugging Face cache that
+    it belongs to, unless ``allow_symlinks``.
     """
 
     def __init__(self, path: Path | str, *, allow_symlinks: bool = False):
@@ -52,17 +52,18 @@ class HFFolder:
         if CONFIG not in names:
             raise BadInput(self.path / CONFIG, expected="the model's configuration", found="no such file")
         self.config = read_json(self._at(CONFIG))
-        self.tensors = self._weights(names)
+        tensors = self._weights(names)
         packing = self.config.get("quantization_config")
-        if isinstance(packing, dict) and (plain := _plain(self.tensors, self.path, packing)) is not None:
-            self.tensors = plain
+        if isinstance(packing, dict) and (plain := _plain(tensors, self.path, packing)) is not None:
+            tensors = plain
             self.config = {key: value for key, value in self.config.items() if key != "quantization_config"}
+        self.catalog = Catalog({name: in_one_file(file, name) for name, file in tensors.items()})
         self.companions = companions_in(self.path, allow_symlinks=allow_symlinks)
 
     def _at(self, name: str) -> Path:
         return contained(self.path, name, allow_symlinks=self._allow_symlinks)
 
-    def _weights(self, names: set[str]) -> dict[str, tuple[TensorFile, Entry]]:
+    def _weights(self, names: set[str]) -> dict[str, TensorFile]:
         if SINGLE in names and INDEX in names:
             raise BadInput(
                 self.path,
@@ -72,14 +73,14 @@ class HFFolder:
             )
         if SINGLE in names:
             file = TensorFile.open(self._at(SINGLE))
-            return {name: (file, entry) for name, entry in file.tensors.items()}
+            return dict.fromkeys(file.tensors, file)
         if INDEX in names:
             return self._sharded(names, INDEX, ".safetensors", TensorFile.open)
         if OLD_INDEX in names:
             return self._sharded(names, OLD_INDEX, ".bin", lambda path, expected: open_state_dict(path))
         if OLD_SINGLE in names:
             file = open_state_dict(self._at(OLD_SINGLE))
-            return {name: (file, entry) for name, entry in file.tensors.items()}
+            return dict.fromkeys(file.tensors, file)
         if pickled := [name for name in sorted(names) if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
             todo = f"`trilith convert {self.path / pickled[0]} OUT --config {self.path}` reads torch.save's"
             raise BadInput(
@@ -91,7 +92,7 @@ class HFFolder:
 
     def _sharded(
         self, names: set[str], index_name: str, ending: str, open_shard: Callable[..., TensorFile]
-    ) -> dict[str, tuple[TensorFile, Entry]]:
+    ) -> dict[str, TensorFile]:
         where = self.path / index_name
         index = read_json(self._at(index_name), _MAX_INDEX)
         promised = _weight_map(index.get("weight_map"), where, ending)
@@ -104,7 +105,7 @@ class HFFolder:
             files[shard] = open_shard(self._at(shard), expected=promised)
         _check_agreement(promised, files, where)
         self._note_oddities(index, files, names, index_name, ending)
-        return {name: (files[shard], files[shard].tensors[name]) for name, shard in promised.items()}
+        return {name: files[shard] for name, shard in promised.items()}
 
     def _note_oddities(
         self,
@@ -132,8 +133,8 @@ class HFFolder:
 
 
 def _plain(
-    tensors: dict[str, tuple[TensorFile, Entry]], path: Path, packing: dict[str, object]
-) -> dict[str, tuple[TensorFile, Entry]] | None:
+    tensors: dict[str, TensorFile], path: Path, packing: dict[str, object]
+) -> dict[str, TensorFile] | None:
     """Return the tensors as bf16, or ``None`` for a packing that is not read; the config then refuses it."""
     if packing.get("quant_method") == "mxfp4":
         return unpacked(tensors, path)
@@ -193,4 +194,4 @@ def _check_agreement(promised: dict[str, str], files: dict[str, TensorFile], whe
 def _what_is(path: Path) -> str:
     if path.exists():
         return "a file"
-    return "nothing there: only local directories are read, download the model first"
+    return "nothing there"

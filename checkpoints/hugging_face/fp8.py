@@ -18,7 +18,6 @@ from ...storage.safetensors_header import Entry
 from ...storage.safetensors_reader import TensorFile
 from ...storage.whole_file import held_tensors
 
-Place = tuple[TensorFile, Entry]
 SCALES = "_scale_inv"
 #: Numbers that are multiplied at once: their fp32 forms are small beside a block of a conversion.
 _AT_ONCE = 1 << 17
@@ -93,18 +92,18 @@ def block_size(packing: Mapping[str, object]) -> tuple[int, int] | None:
     return (high, wide) if whole else None
 
 
-def scaled(tensors: Mapping[str, Place], path: Path, block: tuple[int, int]) -> dict[str, Place]:
+def scaled(tensors: Mapping[str, TensorFile], path: Path, block: tuple[int, int]) -> dict[str, TensorFile]:
     """Return a folder's tensors with one of bf16 in place of each matrix and its factors.
 
     Raises ``BadInput`` for factors without a matrix, and for shapes that do not fit together.
     """
     pairs: dict[str, tuple[TensorFile, TensorFile]] = {}
-    for key, (file, _) in tensors.items():
+    for key, file in tensors.items():
         name = key.removesuffix(SCALES)
         if name != key:
             if name not in tensors:
                 raise BadInput(path, name, expected=f"the matrix of {key}", found="no such tensor")
-            pairs[name] = tensors[name][0], file
+            pairs[name] = tensors[name], file
     made = ScaledFile(path, pairs, block)
     unscaled = {key: place for key, place in tensors.items() if key.removesuffix(SCALES) not in pairs}
-    return unscaled | {name: (made, entry) for name, entry in made.tensors.items()}
+    return unscaled | dict.fromkeys(made.tensors, made)

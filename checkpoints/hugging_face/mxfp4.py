@@ -20,7 +20,6 @@ from ...storage.safetensors_header import Entry
 from ...storage.safetensors_reader import TensorFile
 from ...storage.whole_file import held_tensors
 
-Place = tuple[TensorFile, Entry]
 BLOCKS, SCALES = "_blocks", "_scales"
 _GROUP, _BYTES, _BIAS = 32, 16, 127
 #: Numbers that are unpacked at once, few beside a block of a conversion.
@@ -88,22 +87,22 @@ def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
     return numbers.mul_(_FACTORS[scales.int()].unsqueeze(-1)).flatten(-2)
 
 
-def unpacked(tensors: Mapping[str, Place], path: Path) -> dict[str, Place]:
+def unpacked(tensors: Mapping[str, TensorFile], path: Path) -> dict[str, TensorFile]:
     """Return a folder's tensors with one of bf16 in place of each two that belong together.
 
     Raises ``BadInput`` for one without the other, and for shapes that do not fit together.
     """
     packed: dict[str, tuple[TensorFile, TensorFile]] = {}
-    for key, (file, _) in tensors.items():
+    for key, file in tensors.items():
         name, other = key.removesuffix(BLOCKS), key.removesuffix(BLOCKS) + SCALES
         if key.endswith(BLOCKS):
             if other not in tensors:
                 raise BadInput(path, other, expected=f"the scales of {key}", found="no such tensor")
-            packed[name] = file, tensors[other][0]
+            packed[name] = file, tensors[other]
     made = UnpackedFile(path, packed)
     used = {name + suffix for name in packed for suffix in (BLOCKS, SCALES)}
     others = {name: place for name, place in tensors.items() if name not in used}
-    return others | {name: (made, entry) for name, entry in made.tensors.items()}
+    return others | dict.fromkeys(made.tensors, made)
 
 
 def _shape(file: TensorFile, key: str) -> tuple[int, ...]:

@@ -108,7 +108,7 @@ def launch(
     from ...cluster import SYSTEMS, job_of, operand, render
     from ...parallel_state import BadInput
     from ...recipes.recipe import load_recipe
-    from ...storage.output_file import output_file
+    from ...storage.staging import output_file
 
     job = job_of(
         load_recipe(recipe, overrides or []),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -80,7 +80,7 @@ def _load(question: Question) -> PreTrainedModel:
         raise BadInput(question.folder, expected=expected, found=reason) from error
 
 
-def _counterparts(links: list[Link]) -> dict[str, dict[str, list[slice]]]:
+def _counterparts(links: Sequence[Link]) -> dict[str, dict[str, list[slice]]]:
     """Return their modules for our modules with a weight and for our blocks: for each of theirs, our names
     and the features of its output that belong to them.
     """
@@ -99,7 +99,7 @@ def _counterparts(links: list[Link]) -> dict[str, dict[str, list[slice]]]:
     return counterparts
 
 
-def _gradients(links: list[Link], hf_gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _gradients(links: Sequence[Link], hf_gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the gradients under our names, from those under the names in HF's files."""
     shapes: dict[str, tuple[int, ...]] = {}
     for link in links:

@@ -22,7 +22,7 @@ from ...generation import generate
 from ...layers import gather_logits
 from ...parallel_state import BadInput, PeerFailed
 from ...runs.metrics import read_metrics
-from ...storage.output_file import check_place
+from ...storage.output_places import check_place
 
 VOCABULARY, LENGTH, STEPS = 2000, 96, 100
 CHARACTERS = 1_500_000

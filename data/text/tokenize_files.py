@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from ...parallel_state import BadInput, check_workers
-from ...storage.output_file import check_place
+from ...storage.output_places import check_place
 from ..token_file import TokenFile
 from ..token_writer import TokenWriter
 from .chat_template import Chat

@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from ...parallel_state import BadInput
 from ...storage.disk import Disk
-from ...storage.output_file import check_place
+from ...storage.output_places import check_output, check_place
 from ...storage.small_files import read_text
-from ...storage.staging import check_output, staged
+from ...storage.staging import staged
 from .tokenizer_loading import Tokenizer, load_tokenizer
 
 #: Unigram log probabilities are rounded to multiples of 1/64. Sums below 2**18, some 25,000 tokens, are then

@@ -95,20 +95,13 @@ class Family:
         """Return the declarations of a model or stage that are this family's to load, save and exchange."""
         return declarations(model)
 
-    def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
+    def links(self, config: ModelConfig) -> tuple[Sequence[Link], Mapping[str, tuple[int, ...]]]:
         """Return the links between trilith's and Hugging Face's tensors, and the shapes of Hugging Face's
-        tensors.
+        tensors. They are shared: leave them as they are.
         """
-        (stated,) = self.declarations(config)
-        shapes = {name: declaration.shape for name, declaration in stated.items()}
-        further = multi_token_rules(self.rules, tied=config.tie_word_embeddings)
-        return expand(
-            *(self.rules, shapes, config.num_hidden_layers, config),
-            further=further,
-            further_blocks=config.mtp_blocks,
-        )
+        return _links(self, config)
 
-    def links_of_all(self, config: ModelConfig) -> list[Link]:
+    def links_of_all(self, config: ModelConfig) -> Sequence[Link]:
         """Return the links of every tensor that the built model holds."""
         return self.links(config)[0]
 
@@ -160,3 +153,15 @@ def _declarations(
     family: Family, config: ModelConfig, layout: Layout, split: tuple[int, ...] | None
 ) -> list[dict[str, Declaration]]:
     return [family.declared(model) for model in _stages_on_meta(family, config, layout, split)]
+
+
+@lru_cache(maxsize=16)
+def _links(family: Family, config: ModelConfig) -> tuple[Sequence[Link], Mapping[str, tuple[int, ...]]]:
+    (stated,) = family.declarations(config)
+    shapes = {name: declaration.shape for name, declaration in stated.items()}
+    further = multi_token_rules(family.rules, tied=config.tie_word_embeddings)
+    return expand(
+        *(family.rules, shapes, config.num_hidden_layers, config),
+        further=further,
+        further_blocks=config.mtp_blocks,
+    )

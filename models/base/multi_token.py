@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...layers import AttentionInputs, ReplicatedLinear
 from ...parallel_state import Initial, ParallelState
-from .hugging_face_names import Copy, Rename, Rule
+from .hugging_face_names import Rule
 
 
 class MultiTokenPrediction(nn.Module):
@@ -50,19 +50,17 @@ def multi_token_rules(rules: Iterable[Rule], *, tied: bool) -> list[Rule]:
     embedding and the output layer.
     """
     at = "model.layers.{i}."
-    own = [Rename(f"mtp.{{i}}.{module}", f"{at}{module}") for module in ("enorm", "hnorm", "eh_proj")]
+    own = [Rule(f"mtp.{{i}}.{module}", f"{at}{module}") for module in ("enorm", "hnorm", "eh_proj")]
     copies = [
-        Copy("embed.weight", f"{at}embed_tokens.weight"),
-        Copy("embed.weight" if tied else "head.weight", f"{at}shared_head.head.weight"),
+        Rule("embed.weight", f"{at}embed_tokens.weight", copy=True),
+        Rule("embed.weight" if tied else "head.weight", f"{at}shared_head.head.weight", copy=True),
     ]
-    own += [Rename("mtp.{i}.norm", f"{at}shared_head.norm")]
-    return [*copies, *own, *(_moved(rule) for rule in rules if "{i}" in rule.hf)]
+    own += [Rule("mtp.{i}.norm", f"{at}shared_head.norm")]
+    return [*copies, *own, *(_moved(rule) for rule in rules if "i" in rule.numbers)]
 
 
 def _moved(rule: Rule) -> Rule:
     def move(name: str) -> str:
         return name.replace("layers.{i}.", "mtp.{i}.block.", 1)
 
-    if isinstance(rule.ours, tuple):
-        return replace(rule, ours=tuple(map(move, rule.ours)))
-    return replace(rule, ours=move(rule.ours))
+    return replace(rule, ours=tuple(map(move, rule.our_names)))

@@ -7,25 +7,25 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import overload
 
-from .hugging_face_names import Rename, Rule, Split, Stack, Transpose
+from .hugging_face_names import Rule
 
 #: Hugging Face's name of a module or tensor, or a rule that begins below both names.
 Entry = str | Rule
 
 
 def fused(hf: str, parts: str, *, transpose: bool = False, groups: str = "", dim: int = 0) -> Entry:
-    """Name modules inside ours, such as "q k v", that Hugging Face stores as one; see ``Split``."""
-    return Split(tuple(parts.split()), hf, transpose, groups, dim)
+    """Name modules inside ours, such as "q k v", that Hugging Face stores as one; see ``Rule``."""
+    return Rule(tuple(parts.split()), hf, transpose, groups, dim)
 
 
 def transposed(hf: str) -> Entry:
     """Name a module whose matrix Hugging Face stores as (in, out)."""
-    return Transpose("", hf)
+    return Rule("", hf, transpose=True)
 
 
 def per_expert(hf: str) -> Entry:
     """Name a stack of experts that Hugging Face stores one by one, with ``{e}``."""
-    return Stack("", hf)
+    return Rule("", hf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +70,7 @@ def _rules(table: Mapping[str, Entry], ours_at: str, at: str) -> Iterator[Rule]:
     for name, entry in table.items():
         ours = f"{ours_at}{name}"
         if isinstance(entry, str):
-            yield Rename(ours, f"{at}{entry}")
-        elif isinstance(entry, Split):
-            yield replace(entry, ours=tuple(f"{ours}.{part}" for part in entry.ours), hf=f"{at}{entry.hf}")
+            yield Rule(ours, f"{at}{entry}")
         else:
-            yield replace(entry, ours=ours, hf=f"{at}{entry.hf}")
+            parts = ours if isinstance(entry.ours, str) else tuple(f"{ours}.{part}" for part in entry.ours)
+            yield replace(entry, ours=parts, stored=f"{at}{entry.stored}")

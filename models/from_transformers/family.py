@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...parallel_state import BadInput, Box, Layout
+from ...parallel_state import BadInput, Box, Layout, Piece
 from ..base.config import ModelConfig
 from ..base.family import Family, making
 from ..base.hugging_face_names import Link
@@ -77,7 +77,7 @@ class TransformersFamily(Family):
                 parts, dim = model.fused[hf]
                 before = parts[: parts.index(name)]
                 start[dim] = sum(stated[part].shape[dim] for part in before)
-            links.append(Link(name, whole, hf, whole.shift(tuple(start))))
+            links.append(Link(name, Piece.plain(whole, hf, tuple(start))))
         return links
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ...parallel_state import BadInput, Box
+from ...parallel_state import Piece as StoredPiece
 from ..base.hugging_face_names import Link
 
 
@@ -165,5 +166,6 @@ def _links(name: str, pieces: list[Piece] | None, kind: str) -> list[Link]:
         turned = dims == tuple(reversed(range(len(dims)))) and ours - len(dims) <= 1 and len(dims) > 1
         if not (plain or turned) or (ours > len(dims) and piece.box.shape[0 if plain else -1] != 1):
             raise lost
-        links.append(Link(piece.ours, piece.box, name, piece.at, transpose=turned and not plain))
+        along = tuple(dims.index(dim) if dim in dims else None for dim in range(ours))
+        links.append(Link(piece.ours, StoredPiece(piece.box, name, piece.at.start, along, (1,) * ours)))
     return links

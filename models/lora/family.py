@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
@@ -80,7 +80,7 @@ class AdaptedFamily(Family):
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         return {name: declaration for name, declaration in declarations(model).items() if name in trained}
 
-    def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
+    def links(self, config: ModelConfig) -> tuple[Sequence[Link], Mapping[str, tuple[int, ...]]]:
         """Return the links of the adapters, and the shapes of PEFT's tensors."""
         sites: list[Site | ExpertSite] = [*self.sites(config), *self.stacks(config)]
         links = [link for site in sites for link in site.links(self.lora.rank_of(site.name))]
@@ -89,7 +89,7 @@ class AdaptedFamily(Family):
             shapes[link.hf] = tuple(map(max, shapes.get(link.hf, (0, 0)), link.hf_box.stop))
         return links, shapes
 
-    def links_of_all(self, config: ModelConfig) -> list[Link]:
+    def links_of_all(self, config: ModelConfig) -> Sequence[Link]:
         """Return the links of base and adapters."""
         return [*self.base.links(config)[0], *self.links(config)[0]]
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from ...layers import Experts, linears
-from ...parallel_state import Box
+from ...parallel_state import Box, Piece
 from ..base.config import ModelConfig
 from ..base.family import Family
 from ..base.hugging_face_names import Link
@@ -40,10 +40,9 @@ class Site:
         """Return the links of A and B to PEFT's tensors."""
         a, b = (f"{PEFT_PREFIX}{self.name}.{factor}.weight" for factor in ("lora_A", "lora_B"))
         whole = Box.whole((r, self.in_features))
-        links = [Link(f"{self.inner}.lora_A", whole, a, whole)]
+        links = [Link(f"{self.inner}.lora_A", Piece.plain(whole, a))]
         for module, (start, stop), at in self.parts:
-            box, place = Box((start, 0), (stop, r)), Box((at, 0), (at + stop - start, r))
-            links.append(Link(f"{module}.lora_B", box, b, place))
+            links.append(Link(f"{module}.lora_B", Piece.plain(Box((start, 0), (stop, r)), b, (at, 0))))
         return links
 
 
@@ -78,13 +77,13 @@ class ExpertSite:
         ours = f"{self.layer}.lora_A_{'_'.join(output for output, _, _ in self.outputs)}"
         links = []
         for e in range(experts):
-            rows = Box((e * r, 0), ((e + 1) * r, width))
-            links.append(Link(ours, Box((e, 0, 0), (e + 1, r, width)), a, rows))
+            box = Box((e, 0, 0), (e + 1, r, width))
+            links.append(Link(ours, Piece(box, a, (e * r, 0), (None, 0, 1), (1, 1, 1))))
         for output, start, stop in self.outputs:
             for k in range(r):
-                columns = Box((start, k * experts), (stop, (k + 1) * experts))
                 box = Box((0, 0, k), (experts, stop - start, k + 1))
-                links.append(Link(f"{self.layer}.lora_B_{output}", box, b, columns, transpose=True))
+                piece = Piece(box, b, (start, k * experts), (1, 0, None), (1, 1, 1))
+                links.append(Link(f"{self.layer}.lora_B_{output}", piece))
         return links
 
 

@@ -8,7 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ...storage.output_file import check_output_file, output_file
+from ...storage.output_places import check_output_file
+from ...storage.staging import output_file
 from ..recipe_changes import flat_recipe
 from .chart import Chart, Series, shown
 from .html import folded, table, whole_page

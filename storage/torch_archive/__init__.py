@@ -5,12 +5,10 @@
 is imported or called.
 """
 
-from .archive import TorchArchive, archive_at
+from .archive import TorchArchive, archive_at, open_state_dict, tensors_in
 from .pickle_records import read_records
 from .records import Limits, Name, Record
-from .state_dict import open_state_dict, tensors_in
-from .view import View
-from .view_file import ViewFile
+from .view_file import View, ViewFile
 from .zip_entries import ZipEntry, zip_entries
 
 __all__ = [

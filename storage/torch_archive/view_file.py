@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import torch
 
 from ...parallel_state import BadInput, Box
-from ..dtypes import TORCH
+from ..dtypes import BITS, TORCH
 from ..safe_open import open_regular
 from ..safetensors_header import Entry
 from ..safetensors_reader import TensorFile, fill, identity_of
-from ..strides import Runs, blocks, runs_of
-from .view import View
+from ..strides import Runs, blocks, contiguous, runs_of
 from .zip_entries import ZipEntry
 
 #: Elements that are read at once where the order of dims changes, few beside a block of a conversion.
@@ -32,7 +33,7 @@ class ViewFile(TensorFile):
     def __init__(self, path: Path, size: int, identity: object, stretches: Iterable[ZipEntry] = ()) -> None:
         super().__init__(path, {}, {}, 0, identity)
         self.views: dict[str, View] = {}
-        self._size, self._used = size, set[ZipEntry]()
+        self._size = size
         self.know(stretches)
 
     @classmethod
@@ -53,12 +54,10 @@ class ViewFile(TensorFile):
         """
         key = str(len(self.views)) if key is None else key
         assert key not in self.views, key
-        number = bisect_right(self._begins, view.begin) - 1
         end = self._size
         if self._stretches:
-            inside = self._stretches[max(0, number)]
-            end = inside.end if number >= 0 else -1
-            self._used.add(inside)
+            stretch = self._stretch(view)
+            end = -1 if stretch is None else stretch.end
         if not 0 <= view.begin <= view.stop <= end:
             actual = f"bytes {view.begin:,} to {view.stop:,}"
             raise BadInput(self.path, key, expected=f"bytes before {end:,}", found=actual)
@@ -71,15 +70,20 @@ class ViewFile(TensorFile):
         self.tensors[key] = Entry(view.dtype, view.shape, view.begin, view.begin + nbytes)
         return key
 
-    def sum_of(self, view: View) -> int | None:
+    def keep(self, keys: Collection[str]) -> None:
+        """Forget all other views, and the stretches that only they lie in."""
+        self.views = {key: view for key, view in self.views.items() if key in keys}
+        self.tensors = {key: entry for key, entry in self.tensors.items() if key in keys}
+
+    def sum_of(self, key: str) -> int | None:
         """Return the CRC-32 that the file states for exactly the bytes of a view, or ``None``."""
+        view, stretch = self.views[key], self._stretch(self.views[key])
+        exact = stretch is not None and (stretch.begin, stretch.end) == (view.begin, view.stop)
+        return stretch.crc if stretch is not None and exact else None
+
+    def _stretch(self, view: View) -> ZipEntry | None:
         number = bisect_right(self._begins, view.begin) - 1
-        stretch = self._stretches[number] if number >= 0 else None
-        return (
-            stretch.crc
-            if stretch is not None and (stretch.begin, stretch.end) == (view.begin, view.stop)
-            else None
-        )
+        return self._stretches[number] if number >= 0 else None
 
     @property
     def size(self) -> int:
@@ -89,7 +93,8 @@ class ViewFile(TensorFile):
     @property
     def sums(self) -> Sequence[tuple[int, int, int]]:
         """Return begin, end and CRC-32 of each stretch that holds a view, in order."""
-        return sorted((stretch.begin, stretch.end, stretch.crc) for stretch in self._used)
+        used = {stretch for view in self.views.values() if (stretch := self._stretch(view)) is not None}
+        return sorted((stretch.begin, stretch.end, stretch.crc) for stretch in used)
 
     def state(self) -> tuple[str, object, str]:
         """Return what identifies this content: besides ``TensorFile.state``, the sums in the file itself."""
@@ -128,3 +133,53 @@ class ViewFile(TensorFile):
                 fill(fd, self.path, name, view.begin, runs, piece.reshape(-1).view(torch.uint8).numpy())
                 target[part.within(turned).slices] = piece
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Describe a tensor in a file: its dtype by safetensors' name, its shape, and where its elements lie.
+
+    ``begin``: the byte of the element at index 0. ``strides``: how many elements further the next one lies,
+    along each dim.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    strides: tuple[int, ...]
+
+    @classmethod
+    def row_major(cls, dtype: str, shape: tuple[int, ...], begin: int) -> View:
+        """Return the view of a tensor that lies in one piece from byte ``begin`` on."""
+        return cls(dtype, shape, begin, contiguous(shape))
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of one element."""
+        return BITS[self.dtype] // 8
+
+    @property
+    def stop(self) -> int:
+        """Return the byte after the last one that belongs to the view."""
+        if not prod(self.shape):
+            return self.begin
+        steps = zip(self.shape, self.strides, strict=True)
+        return self.begin + (sum((count - 1) * stride for count, stride in steps) + 1) * self.itemsize
+
+    @property
+    def nested(self) -> bool:
+        """Return whether no two elements share bytes, and the view is as simple as slices, steps and
+        permutations of a row-major tensor make it.
+        """
+        inside = 1
+        steps = [(stride, n) for n, stride in zip(self.shape, self.strides, strict=True) if n > 1]
+        for stride, count in sorted(steps):
+            if stride < inside:
+                return False
+            inside = stride * count
+        return True
+
+    def narrow(self, box: Box) -> View:
+        """Return the part of the view in ``box``."""
+        first = sum(start * stride for start, stride in zip(box.start, self.strides, strict=True))
+        return replace(self, shape=box.shape, begin=self.begin + first * self.itemsize)

@@ -22,8 +22,8 @@ from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.models import family_of, published_size
 from trilith.parallel_state import BadInput, Box, Layout, ParallelState
-from trilith.storage.records import StoredFile
 from trilith.storage.safetensors_header import build_header
+from trilith.storage.strict_json import StoredFile
 
 LLAMA = config("tiny_llama", tie_word_embeddings=False, mlp_bias=True)
 MODELS = {"llama": LLAMA, "llama-tied": config("tiny_llama", attention_bias=False), "gpt2": TINY_GPT2}
@@ -340,7 +340,7 @@ def test_any_box_of_any_tensor_reads_as_its_slice(tmp_path, hf):
     convert(hf, tmp_path / "a", tensor=2, pipeline=2)
     source, whole = read_source(tmp_path / "a"), weights(hf)
     name, box = "model.layers.2.self_attn.o_proj.weight", Box((5, 3), (29, 20))
-    assert torch.equal(source.read(name, box, source.links(to_hf=True)), whole[name][5:29, 3:20])
+    assert torch.equal(source.hf[name].read(box), whole[name][5:29, 3:20])
 
 
 def test_a_transposed_square_matrix_has_the_right_shape_and_only_a_comparison_shows_it_C4(tmp_path, hf):

@@ -14,12 +14,12 @@ from support.kills import Work, kill_at, killed_work
 from support.short_runs import tiny_recipe, train
 from trilith.checkpoints import ConversionOptions, convert, read_source
 from trilith.checkpoints.convert import memory_budget
-from trilith.checkpoints.convert.finished_work import FinishedWork
 from trilith.checkpoints.convert.memory_budget import anonymous_memory, block_within
 from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadCheckpoint, BadInput
 from trilith.storage import TensorWriter
+from trilith.storage.journal import FinishedWork
 from trilith.storage.staging import staged
 from trilith.testing import run_fresh
 

@@ -11,15 +11,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from trilith.checkpoints.convert import execute as execute_module
 from trilith.checkpoints.convert.execute import execute
-from trilith.checkpoints.convert.finished_work import FinishedWork
 from trilith.checkpoints.convert.transfer import Transfer
-from trilith.checkpoints.copies import Copy, Links, Stored, Whole, copies
-from trilith.parallel_state import BadCheckpoint, BadInput, Box
+from trilith.parallel_state import BadCheckpoint, BadInput, Box, Piece
 from trilith.storage import TensorFile, TensorWriter
-from trilith.storage.dtypes import TORCH, name_of
-from trilith.storage.finite import look_at
-
-NO_LINKS = Links(None)
+from trilith.storage.catalog import Key, LazyTensor
+from trilith.storage.catalog import in_one_file as in_file
+from trilith.storage.dtypes import TORCH, look_at, name_of
+from trilith.storage.journal import FinishedWork
 
 
 def cut(shape, cuts):
@@ -35,20 +33,21 @@ def store(directory, name, whole, boxes):
     return [TensorFile.open(directory / f"{i}.safetensors") for i in range(len(boxes))]
 
 
-def catalog(name, whole, boxes):
-    stored = tuple(Stored(i, name, box) for i, box in enumerate(boxes))
-    return {name: Whole(tuple(whole.shape), name_of(whole.dtype), stored)}
+def lazy(files, name, whole, boxes):
+    """Return the tensor of which each file has a box."""
+    parts = tuple(Piece.plain(box, Key(file, name)) for file, box in zip(files, boxes, strict=True))
+    return LazyTensor(name, name_of(whole.dtype), tuple(whole.shape), parts)
 
 
 def in_one_file(folder, whole):
-    """Write a tensor into one file; return the files, and what plans a part of it in some dtype."""
+    """Write a tensor into one file; return what plans a part of it in some dtype."""
     box = Box.whole(tuple(whole.shape))
-    known = catalog("w", whole, [box])
+    known = lazy(store(folder, "w", whole, [box]), "w", whole, [box])
 
     def transfer(dtype="F32", part=box):
-        return Transfer("w", part, tuple(copies("w", part, known, NO_LINKS)), dtype)
+        return Transfer("w", part, tuple(known.pieces(part)), dtype)
 
-    return store(folder, "w", whole, [box]), transfer
+    return transfer
 
 
 @st.composite
@@ -68,8 +67,8 @@ def test_any_cut_into_any_other_in_files_and_in_memory(tmp_path, case, block, th
     for path in tmp_path.iterdir():
         path.unlink()
     whole = torch.randn(shape).bfloat16()
-    files = store(tmp_path, "w", whole, old)
-    plans = [(box, tuple(copies("w", box, catalog("w", whole, old), NO_LINKS))) for box in new]
+    stored = lazy(store(tmp_path, "w", whole, old), "w", whole, old)
+    plans = [(box, tuple(stored.pieces(box))) for box in new]
     paths = {tmp_path / f"new-{i}.safetensors": box for i, box in enumerate(new)}
     writers = [TensorWriter(path, {"w": ("BF16", box.shape)}) for path, box in paths.items()]
     tensors = [torch.zeros(box.shape, dtype=torch.bfloat16) for box in new]
@@ -79,20 +78,20 @@ def test_any_cut_into_any_other_in_files_and_in_memory(tmp_path, case, block, th
             transfers = [
                 (Transfer("w", *plan, "BF16"), one) for plan, one in zip(plans, targets, strict=True)
             ]
-            assert execute(files, transfers, threads=threads).bytes_made == whole.nbytes
+            assert execute(transfers, threads=threads).bytes_made == whole.nbytes
     for (path, box), writer, tensor in zip(paths.items(), writers, tensors, strict=True):
         writer.close()
         assert torch.equal(load_file(path)["w"], whole[box.slices])
         assert torch.equal(tensor, whole[box.slices])
 
 
-def run(files, whole, wanted):
+def run(tensors, wanted):
     made, transfers = {}, []
     for name, boxes in wanted.items():
         made[name] = [torch.empty(box.shape) for box in boxes]
-        plan = [Transfer(name, box, tuple(copies(name, box, whole, NO_LINKS)), "F32") for box in boxes]
+        plan = [Transfer(name, box, tuple(tensors[name].pieces(box)), "F32") for box in boxes]
         transfers += zip(plan, made[name], strict=True)
-    return made, execute(files, transfers)
+    return made, execute(transfers)
 
 
 @pytest.mark.parametrize("old", [1, 2, 8])
@@ -104,7 +103,7 @@ def test_every_byte_is_read_once(tmp_path, monkeypatch, old, new, dim):
     n = whole.shape[dim]
     before = cut((64, 96), {dim: range(n // old, n, n // old)})
     after = cut((64, 96), {dim: range(n // new, n, n // new)})
-    made, report = run(store(tmp_path, "w", whole, before), catalog("w", whole, before), {"w": after})
+    made, report = run({"w": lazy(store(tmp_path, "w", whole, before), "w", whole, before)}, {"w": after})
     assert report.bytes_read == report.bytes_made == whole.nbytes
     assert all(torch.equal(t, whole[b.slices]) for t, b in zip(made["w"], after, strict=True))
 
@@ -112,7 +111,7 @@ def test_every_byte_is_read_once(tmp_path, monkeypatch, old, new, dim):
 def test_replicas_are_read_once(tmp_path):
     whole = torch.randn(64, 96)
     box = Box.whole((64, 96))
-    made, report = run(store(tmp_path, "w", whole, [box]), catalog("w", whole, [box]), {"w": [box] * 8})
+    made, report = run({"w": lazy(store(tmp_path, "w", whole, [box]), "w", whole, [box])}, {"w": [box] * 8})
     assert report.bytes_read == whole.nbytes and report.bytes_made == 8 * whole.nbytes
     assert all(torch.equal(tensor, whole) for tensor in made["w"])
 
@@ -143,10 +142,10 @@ def test_what_is_not_finite_is_refused_where_it_stands(tmp_path, monkeypatch, va
     monkeypatch.setattr(execute_module, "BLOCK", 256)
     whole = torch.randn(40, 10)
     whole[33, 7] = value
-    (files, transfer), out = in_one_file(tmp_path, whole), torch.empty(40, 10)
+    transfer, out = in_one_file(tmp_path, whole), torch.empty(40, 10)
     with pytest.raises(BadInput, match=rf"0.safetensors: w: .*{says} \[33, 7\].*--allow-nonfinite"):
-        execute(files, [(transfer(), out)])
-    execute(files, [(transfer(), out)], allow_nonfinite=True)
+        execute([(transfer(), out)])
+    execute([(transfer(), out)], allow_nonfinite=True)
     assert torch.equal(out, whole) if value == value else bool(out[33, 7].isnan())
 
 
@@ -154,8 +153,8 @@ def test_what_is_not_finite_is_refused_where_it_stands(tmp_path, monkeypatch, va
 def test_C8_casts_count_what_overflows(tmp_path, into):
     whole = torch.randn(10, 10)
     whole[3, 3], whole[4, 4] = 3.4e38, -1e5  # the first overflows bf16 when rounded, both overflow fp16
-    (files, transfer), out = in_one_file(tmp_path, whole), torch.empty(10, 10, dtype=TORCH[into])
-    report = execute(files, [(transfer(into), out)])
+    transfer, out = in_one_file(tmp_path, whole), torch.empty(10, 10, dtype=TORCH[into])
+    report = execute([(transfer(into), out)])
     assert torch.equal(out, whole.to(TORCH[into]))
     assert report.overflows.get("w", 0) == {"BF16": 1, "F16": 2, "F64": 0}[into]
 
@@ -174,8 +173,8 @@ def test_casts_count_every_number_that_they_make_zero(tmp_path, stored, into, ex
     )
     def check(exponents, block):
         whole = torch.tensor([2.0**exponent for exponent in exponents], dtype=torch.float64).to(stored)
-        (files, transfer), out = in_one_file(tmp_path, whole), torch.empty(len(exponents), dtype=into)
-        report = execute(files, [(transfer(name_of(into)), out)], block=block)
+        transfer, out = in_one_file(tmp_path, whole), torch.empty(len(exponents), dtype=into)
+        report = execute([(transfer(name_of(into)), out)], block=block)
         expected = whole.to(into)
         assert torch.equal(out, expected)
         lost = int(((whole != 0) & (expected == 0)).sum())
@@ -187,16 +186,16 @@ def test_casts_count_every_number_that_they_make_zero(tmp_path, stored, into, ex
 
 def test_a_change_on_the_way_is_counted_as_what_it_makes(tmp_path):
     """Merged adapters are sums in fp32, rounded to the base's type."""
-    files, transfer = in_one_file(tmp_path, torch.ones(8, dtype=torch.float16))
+    transfer = in_one_file(tmp_path, torch.ones(8, dtype=torch.float16))
     tiny, out = torch.tensor([1e-9] * 6 + [0.0, 1.0]), torch.empty(8, dtype=torch.float16)
 
     def change(name):
         return lambda numbers, part: tiny[part.slices]
 
-    report = execute(files, [(transfer("F16"), out)], change=change)
+    report = execute([(transfer("F16"), out)], change=change)
     assert report.underflows == {"w": 6} and not report.vanished
     tiny *= 1e-9
-    report = execute(files, [(transfer("F16"), out)], change=change)
+    report = execute([(transfer("F16"), out)], change=change)
     assert report.underflows == {"w": 7} and report.vanished == {"w"}
 
 
@@ -205,8 +204,9 @@ def test_C11_tensors_of_zeros_are_named(tmp_path, monkeypatch):
     mixed = torch.zeros(40)
     mixed[39] = 1
     save_file({"zero": torch.zeros(40), "mixed": mixed}, tmp_path / "f")
-    known = {name: Whole((40,), "F32", (Stored(0, name, Box((0,), (40,))),)) for name in ("zero", "mixed")}
-    _, report = run([TensorFile.open(tmp_path / "f")], known, {name: [Box((0,), (40,))] for name in known})
+    file = TensorFile.open(tmp_path / "f")
+    known = {name: in_file(file, name) for name in ("zero", "mixed")}
+    _, report = run(known, {name: [Box((0,), (40,))] for name in known})
     assert report.zeros == {"zero"}
 
 
@@ -215,14 +215,15 @@ def test_C11_a_resumed_conversion_does_not_take_the_rest_for_all(tmp_path):
     whole = torch.cat((torch.ones(20), torch.zeros(20)))
     save_file({"w": whole}, tmp_path / "f")
     halves = [Box((0,), (20,)), Box((20,), (40,))]
-    copied = [Copy(0, "w", box, box, False) for box in halves]
+    file = TensorFile.open(tmp_path / "f")
+    cut_in_two = [Piece.plain(box, Key(file, "w"), box.start) for box in halves]
 
     def make(again):
         writers = [TensorWriter(tmp_path / f"{i}", {"w": ("F32", (20,))}, again=again) for i in range(2)]
-        plan = [Transfer("w", *one, "F32") for one in zip(halves, [(c,) for c in copied], strict=True)]
+        plan = [Transfer("w", piece.box, (piece,), "F32") for piece in cut_in_two]
         transfers = zip(plan, writers, strict=True)
         finished = FinishedWork(tmp_path / "journal", lambda: None, sync_interval=1)
-        report = execute([TensorFile.open(tmp_path / "f")], transfers, threads=1, finished=finished)
+        report = execute(transfers, threads=1, finished=finished)
         for writer in writers:
             writer.close()
         return report
@@ -235,19 +236,19 @@ def test_C11_a_resumed_conversion_does_not_take_the_rest_for_all(tmp_path):
 def test_a_plan_with_a_hole_or_an_overlap_is_refused_before_anything_is_read(tmp_path):
     box = Box((0,), (4,))
 
-    def copy(a, b):
-        return Copy(0, "w", Box((a,), (b,)), Box((a,), (b,)), False)
+    def piece(a, b):
+        return Piece.plain(Box((a,), (b,)), Key(None, "w"), (a,))
 
-    for plan in ([copy(0, 3)], [copy(0, 2), copy(1, 4)], [copy(0, 2), copy(1, 2), copy(3, 4)]):
+    for plan in ([piece(0, 3)], [piece(0, 2), piece(1, 4)], [piece(0, 2), piece(1, 2), piece(3, 4)]):
         with pytest.raises(BadCheckpoint, match="plan: w: expected each element set once"):
-            execute([], [(Transfer("w", box, tuple(plan), "F32"), torch.empty(4))])
+            execute([(Transfer("w", box, tuple(plan), "F32"), torch.empty(4))])
 
 
 def test_memory_is_nan_until_it_is_set(tmp_path):
-    (files, transfer), out = in_one_file(tmp_path, torch.ones(4)), torch.zeros(4)
+    transfer, out = in_one_file(tmp_path, torch.ones(4)), torch.zeros(4)
     (tmp_path / "0.safetensors").write_bytes(b"changed")
     with pytest.raises(BadCheckpoint):
-        execute(files, [(transfer(), out)])
+        execute([(transfer(), out)])
     assert out.isnan().all()
 
 
@@ -255,15 +256,16 @@ def test_the_first_error_ends_the_work_and_its_threads(tmp_path):
     tensors = {f"w{i}": torch.full((64,), float("nan") if i == 5 else 1.0) for i in range(200)}
     save_file(tensors, tmp_path / "f")
     box = Box((0,), (64,))
-    known = {name: Whole((64,), "F32", (Stored(0, name, box),)) for name in tensors}
+    file = TensorFile.open(tmp_path / "f")
+    known = {name: in_file(file, name) for name in tensors}
     with pytest.raises(BadInput, match="w5: expected finite"):
-        run([TensorFile.open(tmp_path / "f")], known, {name: [box] for name in tensors})
+        run(known, {name: [box] for name in tensors})
     assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]
 
 
 def test_progress_adds_up_and_memory_does_not_grow(tmp_path, monkeypatch):
     whole = torch.randn(512, 1024)
-    files, transfer = in_one_file(tmp_path, whole)
+    transfer = in_one_file(tmp_path, whole)
     sizes, empty = [], torch.empty
 
     def counted(*shape, dtype):
@@ -275,6 +277,6 @@ def test_progress_adds_up_and_memory_does_not_grow(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "empty", counted)
     made = []
     random.Random(0).shuffle(plan)
-    execute(files, plan, threads=1, block=1 << 16, progress=made.append)
+    execute(plan, threads=1, block=1 << 16, progress=made.append)
     assert sum(made) == whole.nbytes and len(made) > 30
     assert sum(sizes) <= 3 << 16

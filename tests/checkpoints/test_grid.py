@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from support.refusals import Refused, refusals
-from trilith.checkpoints.grid import Grid
+from trilith.checkpoints.stored_tensor import Grid
 from trilith.parallel_state import BadCheckpoint, Box, Cut, Declaration, Layout
 
 SIZES = st.sampled_from([1, 2, 3, 4])

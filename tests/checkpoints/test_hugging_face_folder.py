@@ -151,12 +151,12 @@ test_bad_folders_are_refused = refusals(
 
 def test_B7_links_that_are_trusted_and_links_inside(sharded):
     linked_out(sharded)
-    assert "c" in HFFolder(sharded, allow_symlinks=True).tensors
+    assert "c" in HFFolder(sharded, allow_symlinks=True).catalog
     (sharded / TWO).unlink()
     (sharded / "inner").mkdir()
     (sharded.parent / "out.safetensors").rename(sharded / "inner" / "blob")
     (sharded / TWO).symlink_to("inner/blob")
-    assert "c" in HFFolder(sharded).tensors
+    assert "c" in HFFolder(sharded).catalog
 
 
 def move_into_cache(folder, repository):
@@ -174,7 +174,7 @@ def test_B7_the_hugging_face_cache(sharded):
     cache = sharded.parent / "hub" / "models--org--name"
     snapshot = move_into_cache(sharded, cache)
     folder = HFFolder(snapshot)
-    assert sorted(folder.tensors) == ["a", "b", "c"] and len(folder.companions) == 1
+    assert sorted(folder.catalog) == ["a", "b", "c"] and len(folder.companions) == 1
     # a folder that merely looks like one gets no further than blobs/
     (sharded.parent / "secret").write_bytes((cache / "blobs" / "1").read_bytes())
     (snapshot / "config.json").unlink()
@@ -199,8 +199,8 @@ def test_B16_a_pickle_beside_the_weights_is_never_opened(sharded):
     for name in ("pytorch_model.bin", "model.bin", "training_args.bin", "optimizer.pt", "custom.py"):
         (sharded / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     with audited("open") as events:
-        for file, entry in HFFolder(sharded).tensors.values():
-            assert file.read(next(iter(file.tensors))).shape == entry.shape
+        for tensor in HFFolder(sharded).catalog.values():
+            assert tensor.read().shape == tensor.shape
     names = {Path(path).name for _, (path, *_) in events if not isinstance(path, int)}
     assert names == {"config.json", "tokenizer.json", INDEX, ONE, TWO}
 
@@ -270,7 +270,7 @@ def test_transformers_reads_what_is_written(tmp_path, most):
 
     folder = HFFolder(target)
     assert folder.warnings == []
-    assert {name: file.path for name, (file, _) in folder.tensors.items()} == {
+    assert {name: one.parts[0].stored.file.path for name, one in folder.catalog.items()} == {
         name: file.path for file in files for name in file.entries
     }
     assert [path.stat().st_size for path in sorted(target.glob("*.safetensors"))] == [w.size for w in written]

@@ -14,7 +14,7 @@ from trilith.checkpoints.stored_tensor import Part, StoredTensor
 from trilith.parallel_state import BadCheckpoint, Box, Layout
 from trilith.storage import TensorWriter
 from trilith.storage.file_names import MANIFEST
-from trilith.storage.records import StoredFile
+from trilith.storage.strict_json import StoredFile
 
 UP, NORM = torch.arange(32.0).reshape(8, 4), torch.arange(4.0)
 

@@ -35,7 +35,7 @@ from trilith.storage import companions_in
 from trilith.storage.disk import Disk, DiskFailed
 from trilith.storage.file_names import MANIFEST
 from trilith.storage.files_beside_weights import COMPANIONS
-from trilith.storage.records import StoredFile
+from trilith.storage.strict_json import StoredFile
 from trilith.training import check_run
 
 pytestmark = pytest.mark.usefixtures("group_of_one")

@@ -16,11 +16,11 @@ from support.damage import flip_bit
 from support.short_runs import run_recipe, tiny_recipe, train
 from torch import nn
 from trilith.checkpoints import convert, find, load, read_source, save, verify
-from trilith.checkpoints.reading_lock import hold, nobody_reads
-from trilith.checkpoints.retention import delete_old
+from trilith.checkpoints.after_commit import delete_old
 from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
-from trilith.parallel_state import BadCheckpoint, Box
+from trilith.parallel_state import BadCheckpoint
+from trilith.storage.lock import hold, nobody_reads
 from trilith.testing import RankError
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
@@ -44,7 +44,7 @@ def test_retention_leaves_what_is_read_and_deletes_it_with_the_next(tmp_path):
     source = read_source(tmp_path)
     saved(tmp_path, 2, keep=1)
     assert steps_in(tmp_path) == [1, 2]
-    whole = source.read("weight", Box.whole((2, 3)), source.links())
+    whole = source.ours["weight"].read()
     assert torch.equal(whole, torch.ones(2, 3))
     verify(source.path, source.manifest)
     del source, whole

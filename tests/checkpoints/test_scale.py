@@ -24,19 +24,19 @@ from torch import nn
 from trilith.checkpoints import (
     Manifest,
     Progress,
+    after_commit,
     convert_to_dcp,
     load,
+    model_tensors,
     read_source,
-    retention,
     saver,
-    source,
     verify,
 )
-from trilith.checkpoints.grid import Grid
 from trilith.checkpoints.manifest import WITH_GRIDS
 from trilith.checkpoints.optimizer_state import MOMENTS, moment_name
 from trilith.checkpoints.part_table import PartTable
 from trilith.checkpoints.rank_files import files_to_come, stored_tensors, write_file
+from trilith.checkpoints.stored_tensor import Grid
 from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.models import family_of
@@ -99,9 +99,8 @@ def test_what_grids_say_is_read_verified_and_cut_anew_bit_for_bit(stand_in, tmp_
     assert json.loads((folder / MANIFEST).read_text())["version"] == 3
     source = read_source(folder)
     assert len(source.files) == 12  # of 24 ranks: the replicas write nothing
-    links = source.links()
     for name, tensor in whole.items():
-        assert torch.equal(source.read(name, Box.whole(tuple(tensor.shape)), links), tensor), name
+        assert torch.equal(source.ours[name].read(), tensor), name
     assert run(["verify", str(folder)]) == 0
     assert run(["reshard", str(folder), str(tmp_path / "cut"), "--tensor", "2"]) == 0
     assert run(["diff", str(folder), str(tmp_path / "cut")]) == 0
@@ -121,10 +120,9 @@ def test_a_reader_opens_only_the_files_that_it_needs(stand_in):
         source = read_source(stand_in[0])
         assert opened == []
         name = "layers.1.mlp.down.weight"  # cut by columns for tensor ranks, by rows for data ranks
-        shape = source.catalog[name].shape
-        source.read(name, Box((0, 0), (1, 1)), source.links())
+        source.ours[name].read(Box((0, 0), (1, 1)))
         assert opened == ["rank-00012-of-00024.safetensors"]
-        source.read(name, Box.whole(shape), source.links())
+        source.ours[name].read()
         assert len(opened) == len({*opened}) == 6
 
 
@@ -194,7 +192,7 @@ def test_the_manifest_of_405b_on_16384_ranks_is_small_and_says_a_million_parts()
         version=WITH_GRIDS, kind="training", model_type="llama", config=dict(made.hf_config),
         layout=layout, step=1, files=files, tensors=tensors,
     )  # fmt: skip
-    catalog = PartTable(manifest).catalog()
+    catalog = PartTable(manifest).catalog(range(len(files)))
     parts = sum(len(whole.parts) for whole in catalog.values())
     corner = catalog["layers.0.mlp.down.weight"].near(Box((0, 0), (1, 1)))
     assert len([*corner]) == 1  # of 512: the others are not computed
@@ -228,7 +226,7 @@ def test_what_ranks_tell_each_other_of_a_save_does_not_grow_with_the_tensors(lay
 
 def test_nobody_waits_for_the_deletion_of_the_oldest_checkpoint(tmp_path, blocked):
     """Saves return while a deletion is stuck; what is due is deleted before the saver is left."""
-    lines, deletions = list[str](), blocked(retention, "remove_checkpoint")
+    lines, deletions = list[str](), blocked(after_commit, "remove_checkpoint")
     with deletions as (begun, go), saver_of(tmp_path, nn.Linear(2, 2), keep=1, say=lines.append) as saver:
         for step in (1, 2, 3, 4):
             saver.save(Progress(step, Layout()))
@@ -331,7 +329,7 @@ def test_ranks_begin_with_the_checkpoint_that_rank_0_found_whole(stand_in, tmp_p
 
 def hashed(raw):
     """Run the recipe; how many whole tensors of its folder were hashed to be compared."""
-    with mock.patch.object(source, "sha256_of", wraps=source.sha256_of) as hashing:
+    with mock.patch.object(model_tensors, "sha256_of", wraps=model_tensors.sha256_of) as hashing:
         run_recipe(raw)
     return hashing.call_count
 
@@ -384,7 +382,7 @@ def test_no_dcp_folder_is_left_of_a_damaged_checkpoint(tmp_path, damage):
 
 def test_what_cannot_be_deleted_is_told_and_ends_no_run(tmp_path):
     lines = []
-    refusing = mock.patch.object(retention, "remove_checkpoint", side_effect=PermissionError("not yours"))
+    refusing = mock.patch.object(after_commit, "remove_checkpoint", side_effect=PermissionError("not yours"))
     with refusing, saver_of(tmp_path, nn.Linear(2, 2), keep=1, say=lines.append) as saver:
         for step in (1, 2):
             saver.save(Progress(step, Layout()))

@@ -13,7 +13,7 @@ from trilith.checkpoints import convert, describe_module, load, read_source, sav
 from trilith.checkpoints.user_module_family import StoredDeclaration, StoredModule
 from trilith.cli.app import run
 from trilith.layers import Balancing, Experts, MoE, TopKRouter
-from trilith.models import Rename, Stack
+from trilith.models import Rule
 from trilith.parallel_state import Cut, Declaration, Layout, ParallelState, finalize_gradients, initialize
 from trilith.testing import run_parallel
 from trilith.testing.layouts import assemble, pieces
@@ -97,9 +97,9 @@ class Routed(nn.Module):
 
 
 ROUTED_NAMES = (
-    Rename("blocks.{i}.router.weight", "h.{i}.router"),
-    Rename("blocks.{i}.router.bias", "h.{i}.bias"),
-    *(Stack(f"blocks.{{i}}.experts.{one}", f"h.{{i}}.{{e}}.{one}") for one in ("gate", "up", "down")),
+    Rule("blocks.{i}.router.weight", "h.{i}.router"),
+    Rule("blocks.{i}.router.bias", "h.{i}.bias"),
+    *(Rule(f"blocks.{{i}}.experts.{one}", f"h.{{i}}.{{e}}.{one}") for one in ("gate", "up", "down")),
 )
 
 
@@ -220,7 +220,7 @@ def two_dtypes():
 
 
 WEIGHTS = saving(Embedder)
-TWICE = (*NAMES, Rename("blocks.{i}.down.weight", "h.{i}.other"))
+TWICE = (*NAMES, Rule("blocks.{i}.down.weight", "h.{i}.other"))
 test_modules_that_do_not_fit_are_refused_by_name = refusals(
     Refused("width", loading(lambda: Embedder(12)), r"embed\.weight': expected \[37, 12\], found .*8\]",
             code=4, given=WEIGHTS),
@@ -237,6 +237,6 @@ test_modules_that_do_not_fit_are_refused_by_name = refusals(
     Refused("a parameter left out", saving(Embedder, names=NAMES[1:]),
             r"embed\.weight: expected a rule for every parameter"),
     Refused("a parameter named twice", saving(Embedder, names=TWICE), r"blocks\.0\.down.*expected one rule"),
-    Refused("no such parameter", saving(Embedder, names=(*NAMES, Rename("haed", "head"))),
+    Refused("no such parameter", saving(Embedder, names=(*NAMES, Rule("haed", "head"))),
             "head: expected a rule for a parameter, found none named"),
 )  # fmt: skip

@@ -3,13 +3,17 @@
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import trilith
 from support.configs import TINIEST_LLAMA
 from support.families import family_and_config
 from support.pages import Page
-from trilith.checkpoints import load, save
+from trilith.checkpoints import convert, load, save
+from trilith.checkpoints.convert import plan
 from trilith.machine.random_files import write_hf_folder
+from trilith.models.base import family as family_module
+from trilith.storage import safetensors_reader
 
 ROOT = Path(trilith.__path__[0]).resolve()
 
@@ -25,13 +29,9 @@ HELPERS = {
         "checkpoints/described.py": "what a module of a user's is called in files",
         "checkpoints/user_module_family.py": "as above",
         "checkpoints/after_commit.py": "work for after the checkpoint has appeared",
-        "checkpoints/rank_storage.py": "the part of each parameter that this rank stores",
         "checkpoints/find.py": "the folder's name",
         "checkpoints/manifest_checks.py": "what a manifest may say",
-        "checkpoints/grid.py": "how the ranks' parts tile a tensor",
-        "checkpoints/seal.py": "the manifest's own checksum",
         "checkpoints/stored_tensor.py": "one tensor's lines of the manifest",
-        "checkpoints/retention.py": "deletes older checkpoints",
     },
 }
 
@@ -39,6 +39,7 @@ HELPERS = {
 def entered(work):
     """Return the package's files that are entered while ``work`` runs."""
     files = set()
+    family_module._links.cache_clear()  # else the links are those that an earlier test made
 
     def enter(frame, event, argument):
         file = Path(frame.f_code.co_filename)
@@ -66,3 +67,14 @@ def test_a_weight_passes_the_stations_that_are_drawn(tmp_path):
         assert drawn <= files, f"{name} does not enter {drawn - files}"
         others = {file for file in files - drawn if file.startswith("checkpoints/")}
         assert others == HELPERS[name].keys()
+
+
+def test_a_conversion_parses_each_header_once_and_plans_its_shards_once(tmp_path):
+    write_hf_folder(tmp_path / "hf", TINIEST_LLAMA)
+    convert(tmp_path / "hf", tmp_path / "cut", tensor=2)
+    parsing = mock.patch.object(safetensors_reader, "parse_header", wraps=safetensors_reader.parse_header)
+    planning = mock.patch.object(plan, "plan_shards", wraps=plan.plan_shards)
+    with parsing as parse, planning as plan_once:
+        convert(tmp_path / "cut", tmp_path / "back", to="hf")
+    parsed = [call.args[2].name for call in parse.call_args_list]
+    assert len(parsed) == len({*parsed}) == 2 and plan_once.call_count == 1

@@ -10,8 +10,8 @@ from support.short_runs import write_recipe
 from trilith.checkpoints import convert
 from trilith.cli.app import run
 from trilith.parallel_state import BadInput
-from trilith.storage import output_file
 from trilith.storage.disk import DiskFailed
+from trilith.storage.staging import output_file
 
 #: The output of each command that writes one file, and then has ``--force``.
 FILES = {"plan": "html"} | dict.fromkeys(("launch", "report", "recipe", "schedule", "generate"), "out")
@@ -146,24 +146,30 @@ def test_a_run_s_folder_is_not_its_model_s_nor_among_checkpoints(world, tmp_path
         check_refused(["train", str(path), f"out={out}"], world, capfd, "outside")
 
 
-def test_of_two_writers_of_one_new_file_the_first_wins(tmp_path):
+def test_a_second_writer_of_a_file_is_refused_and_so_is_a_file_that_appears(tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(BadInput, match="may have edited"), output_file.output_file(out) as path:
-        path.write_text("second")
-        with output_file.output_file(out) as other:
-            other.write_text("first")
+    with output_file(out) as path:
+        path.write_text("first")
+        with pytest.raises(BadInput, match="another process writing it"), output_file(out):
+            pass
     assert out.read_text() == "first" and [*tmp_path.iterdir()] == [out]
+    out.unlink()
+    with pytest.raises(BadInput, match="may have edited"), output_file(out) as path:
+        path.write_text("second")
+        out.write_text("somebody's")
+    assert out.read_text() == "somebody's" and [*tmp_path.iterdir()] == [out]
 
 
 def test_an_error_leaves_nothing_and_a_killed_writer_s_file_is_removed(tmp_path):
     out = tmp_path / "new" / "folder" / "out"
-    with pytest.raises(DiskFailed, match="full"), output_file.output_file(out, parents=True) as path:
+    with pytest.raises(DiskFailed, match="full"), output_file(out, parents=True) as path:
         path.write_text("half")
         raise OSError("full")
     assert not [*tmp_path.iterdir()]
     mine = tmp_path / "a.tmp-mine"
     mine.write_text("mine")
-    (tmp_path / "a.tmp-0123456789abcdef").write_text("half")
-    with output_file.output_file(tmp_path / "a") as path:
+    (tmp_path / "a.tmp-0123456789abcdef").mkdir()
+    (tmp_path / "a.tmp-0123456789abcdef" / "a").write_text("half")
+    with output_file(tmp_path / "a") as path:
         path.write_text("whole")
     assert {one.name for one in tmp_path.iterdir()} == {"a", "a.tmp-mine"}

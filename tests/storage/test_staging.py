@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 from trilith.checkpoints import Manifest, newest_checkpoint, verify
-from trilith.checkpoints.part_table import CheckpointFiles
+from trilith.checkpoints.part_table import checkpoint_files
 from trilith.checkpoints.stored_tensor import Part, StoredTensor
 from trilith.parallel_state import BadInput, Box, Layout
 from trilith.storage import TensorWriter, staging
 from trilith.storage.disk import Disk, DiskFailed
 from trilith.storage.file_names import MANIFEST
-from trilith.storage.leftovers import clear_unfinished, remove_checkpoint
-from trilith.storage.parents import make_parents, remove_empty
-from trilith.storage.records import StoredFile
-from trilith.storage.staging import Staging, check_output, staged
+from trilith.storage.leftovers import clear_unfinished, make_parents, remove_checkpoint, remove_empty
+from trilith.storage.output_places import check_output
+from trilith.storage.staging import Staging, staged
+from trilith.storage.strict_json import StoredFile
 
 
 def save(output, value, disk=None):
@@ -57,7 +57,7 @@ def read(directory):
     """Return the one value of a whole checkpoint."""
     manifest = Manifest.load(directory)
     verify(directory, manifest)
-    files = CheckpointFiles(directory, manifest)
+    files = checkpoint_files(directory, manifest)
     (value,) = {file.read(name).unique().item() for file in files for name in file.tensors}
     return float(value)
 

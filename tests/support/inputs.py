@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from trilith.checkpoints import Saver, contents_of
-from trilith.checkpoints.seal import seal
+from trilith.checkpoints.manifest import seal
 from trilith.parallel_state import ParallelState
 from trilith.runs.metrics import StepMetrics
 from trilith.storage.file_names import MANIFEST

@@ -11,7 +11,7 @@ from torch import Tensor
 from trilith.checkpoints import read_source
 from trilith.machine.random_files import write_tokens
 from trilith.models import CausalLM, family_of
-from trilith.parallel_state import Box, Layout, ParallelState, initialize
+from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.ranks.pool import run_parallel
 from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.toml_text import to_toml
@@ -88,9 +88,7 @@ def losses(out: Path) -> list[tuple[float, float]]:
 
 def whole_tensors(out: Path) -> dict[str, Tensor]:
     """Return every tensor of the newest checkpoint, whole: weights and both moments."""
-    source = read_source(out)
-    links = source.links()
-    return {name: source.read(name, Box.whole(whole.shape), links) for name, whole in source.catalog.items()}
+    return {name: tensor.read() for name, tensor in read_source(out).ours.items()}
 
 
 def built(layout: Layout | None, precision: Precision, config: dict[str, Any] = TINIEST_LLAMA) -> CausalLM:

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from trilith.checkpoints import Saver, convert, describe_module, save
 from trilith.checkpoints.optimizer_state import adamw, restore_state
-from trilith.checkpoints.rank_storage import stored_parts
+from trilith.checkpoints.rank_files import stored_parts
 from trilith.layers import GatedMLP, VocabParallelEmbedding
 from trilith.machine.random_files import write_hf_folder, write_tokens
-from trilith.models import Rename, Split, Transpose, family_of
+from trilith.models import Rule, family_of
 from trilith.parallel_state import Layout, ParallelState, declarations
 from trilith.ranks.pool import run_parallel
 from trilith.training import make_adamw
@@ -69,11 +69,11 @@ class Embedder(nn.Module):
     """A module of a user's own."""
 
     names = (
-        Rename("embed.weight", "wte"),
-        Split(("blocks.{i}.gate_up.gate.weight", "blocks.{i}.gate_up.up.weight"), "h.{i}.fused"),
-        Transpose("blocks.{i}.down.weight", "h.{i}.down"),
-        Rename("gain.weight", "gain.weight"),
-        Rename("gain.bias", "gain.bias"),
+        Rule("embed.weight", "wte"),
+        Rule(("blocks.{i}.gate_up.gate.weight", "blocks.{i}.gate_up.up.weight"), "h.{i}.fused"),
+        Rule("blocks.{i}.down.weight", "h.{i}.down", transpose=True),
+        Rule("gain.weight", "gain.weight"),
+        Rule("gain.bias", "gain.bias"),
     )
 
     def __init__(self, width: int = 8, *, state: ParallelState | None = None) -> None:

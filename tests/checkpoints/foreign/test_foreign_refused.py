@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 import shutil
+from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from support.damage import flip_bit, truncate
 from support.refusals import Refused, refusals
 from trilith.checkpoints import convert, read_foreign, read_source
-from trilith.checkpoints.foreign.catalog import assemble, assembled
-from trilith.checkpoints.foreign.checkpoint import Chunk, ForeignCheckpoint, ForeignTensor
-from trilith.checkpoints.foreign.rules import Rule, Table, foreign_shapes, pieces
+from trilith.checkpoints.foreign.rules import Table
+from trilith.checkpoints.model_tensors import model_tensors
 from trilith.cli.app import run
-from trilith.models import family_of
-from trilith.parallel_state import BadCheckpoint, BadInput, Box
+from trilith.models import Rule, family_of, shapes_of
+from trilith.parallel_state import BadCheckpoint, BadInput, Box, Piece
+from trilith.storage.catalog import Catalog, Key, LazyTensor, check_covered, renamed
 from trilith.storage.torch_archive import open_state_dict
 
 
@@ -173,21 +174,21 @@ Q, K, V, UP = (
 #: Each kind of rule, and what makes the foreign tensor of block 1 of Hugging Face's.
 KINDS = {
     "interleaved": (
-        Rule(foreign="{i}.q", hf=Q, interleaved="num_attention_heads"),
+        Rule(Q, "{i}.q", interleaved="num_attention_heads"),
         lambda w: w[Q].view(4, 2, 2, 16).transpose(1, 2).reshape(16, 16),
     ),
     "interleaved transposed": (
-        Rule(foreign="{i}.q", hf=Q, interleaved="num_attention_heads", transpose=True),
+        Rule(Q, "{i}.q", interleaved="num_attention_heads", transpose=True),
         lambda w: w[Q].view(4, 2, 2, 16).transpose(1, 2).reshape(16, 16).T,
     ),
     "by groups": (
-        Rule(foreign="{i}.qkv", hf=[Q, K, V], groups="num_key_value_heads"),
+        Rule((Q, K, V), "{i}.qkv", groups="num_key_value_heads"),
         lambda w: torch.cat([w[Q].view(2, 8, 16), w[K].view(2, 4, 16), w[V].view(2, 4, 16)], 1).flatten(0, 1),
     ),
-    "one after the other": (Rule(foreign="{i}.qkv", hf=[Q, K, V]), lambda w: torch.cat([w[Q], w[K], w[V]])),
-    "along columns": (Rule(foreign="{i}.kv", hf=[K, V], dim=1), lambda w: torch.cat([w[K], w[V]], 1)),
-    "stacked blocks": (Rule(foreign="up", hf=UP), lambda w: torch.stack([torch.zeros(24, 16), w[UP]])),
-    "padded": (Rule(foreign="{i}.up", hf=UP, padded=True), lambda w: torch.cat([w[UP], torch.ones(5, 16)])),
+    "one after the other": (Rule((Q, K, V), "{i}.qkv"), lambda w: torch.cat([w[Q], w[K], w[V]])),
+    "along columns": (Rule((K, V), "{i}.kv", dim=1), lambda w: torch.cat([w[K], w[V]], 1)),
+    "stacked blocks": (Rule(UP, "up"), lambda w: torch.stack([torch.zeros(24, 16), w[UP]])),
+    "padded": (Rule(UP, "{i}.up", padded=True), lambda w: torch.cat([w[UP], torch.ones(5, 16)])),
 }
 
 
@@ -214,34 +215,34 @@ def test_any_cut_into_chunks_gives_the_tensors_of_hugging_face(tmp_path_factory,
     path = tmp_path_factory.mktemp("chunks") / "chunks.pt"
     torch.save({str(n): theirs[box.slices].clone() for n, box in enumerate(boxes)}, path)
     file = open_state_dict(path)
-    name = str(rule.foreign).format(i=1)
-    chunks = tuple(Chunk(box, file, file.views[str(n)]) for n, box in enumerate(boxes))
-    checkpoint = ForeignCheckpoint(path, "chunks", {name: ForeignTensor("F32", tuple(theirs.shape), chunks)})
-    wanted = {one.format(i=1): weights[one] for one in ([rule.hf] if isinstance(rule.hf, str) else rule.hf)}
-    made = tried(checkpoint, rule, wanted)
+    name = rule.stored.format(i=1)
+    parts = tuple(Piece.plain(box, Key(file, str(n))) for n, box in enumerate(boxes))
+    stored = LazyTensor(name, "F32", tuple(theirs.shape), parts)
+    wanted = {one.format(i=1): weights[one] for one in rule.our_names}
+    made = tried(stored, rule, wanted)
     for hf, weight in wanted.items():
-        out = torch.full(weight.shape, float("nan"))
-        for part in made[hf]:
-            assert bool(out[part.box.slices].isnan().all())
-            out[part.box.slices] = part.file.read(part.file.add(part.view))
-        assert torch.equal(out, weight)
-    assert foreign_shapes(Table(rule=[rule]), "llama", HF, MODEL)[name] == tuple(theirs.shape) or rule.padded
+        assert torch.equal(made[hf].read(), weight)
+        part = data.draw(st.sampled_from(cut(weight, [[n // 2] for n in weight.shape])))
+        assert torch.equal(made[hf].read(part), weight[part.slices])
+    written = shapes_of(Table(rule=[rule]).links("llama", HF, MODEL))
+    assert written[name] == tuple(theirs.shape) or rule.padded
 
 
-def tried(checkpoint, rule, wanted):
-    """Assemble only the wanted tensors: those of block 1 of a family that has no other ones."""
+def tried(stored, rule, wanted):
+    """Return only the wanted tensors: those of block 1 of a family that has no other ones."""
     hf = {name: tuple(weight.shape) for name, weight in wanted.items()}
-    shapes = {name: one.shape for name, one in checkpoint.tensors.items()}
-    tied = pieces(Table(rule=[rule]), "llama", shapes, hf, MODEL, checkpoint.path)
-    return {
-        name: [*assembled(checkpoint, name, hf[name], tied[name], checkpoint.tensors).chunks] for name in hf
-    }
+    names = defaultdict(list)
+    for link in Table(rule=[rule]).links("llama", hf, MODEL, {stored.name: stored.shape}, "here"):
+        names[link.ours].append(link.piece)
+    made = renamed({stored.name: stored}, names)
+    check_covered("here", made)
+    return made
 
 
 def test_rules_for_other_families_and_uneven_shapes_are_not_used(tmp_path):
-    rule = Rule(foreign="{i}.up", hf=UP, only=["gpt2"])
-    assert pieces(Table(rule=[rule]), "llama", {"1.up": (24, 16)}, HF, MODEL, "here") == {}
+    rule = Rule(UP, "{i}.up", only=("gpt2",))
+    assert Table(rule=[rule]).links("llama", HF, MODEL, {"1.up": (24, 16)}, "here") == []
     with pytest.raises(BadInput, match=r"^here: 1\.up: expected .*\[24, 16\], found \[29, 16\].*wrong table"):
-        pieces(Table(rule=[Rule(foreign="{i}.up", hf=UP)]), "llama", {"1.up": (29, 16)}, HF, MODEL, "here")
+        Table(rule=[Rule(UP, "{i}.up")]).links("llama", HF, MODEL, {"1.up": (29, 16)}, "here")
     with pytest.raises(BadInput, match=r"21 of 21 missing"):
-        assemble(ForeignCheckpoint(tmp_path, "none", {}), Table(rule=[rule]), FAMILY, MODEL)
+        model_tensors(tmp_path, Catalog(), {}, FAMILY, MODEL, Table(rule=[rule]))

@@ -24,7 +24,6 @@ from megatron_models import MODELS
 from support.round_trips import RoundTrip, Source, round_trips
 from trilith.checkpoints import convert, load, read_source, save
 from trilith.cli.app import run
-from trilith.parallel_state import Box
 
 LLAMA = MODELS["llama"]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -121,8 +120,7 @@ test_every_tensor_of_a_megatron_checkpoint_is_hugging_faces_bit_for_bit = round_
 def moment(source, kind, hf):
     """Return a moment by the name of Hugging Face's tensor, of a model whose tensors are alike in both."""
     ours = {link.hf: link.ours for link in source.family.links(source.model_config)[0]}
-    name = f"optimizer.{kind}.{ours[hf]}"
-    return source.read(name, Box.whole(source.catalog[name].shape), source.links())
+    return source.ours[f"optimizer.{kind}.{ours[hf]}"].read()
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_flat"])
@@ -159,10 +157,8 @@ def test_a_run_from_imported_moments_goes_on_as_the_run_that_wrote_them(tmp_path
     source = read_source(save(tmp_path / "own", model, optimizer, step=3))
     hf = {link.ours: link.hf for link in source.family.links(source.model_config)[0]}
     drawn = {
-        (hf[name.partition("optimizer.")[2].partition(".")[2] or name], kind): source.read(
-            name, Box.whole(stored.shape), source.links()
-        )
-        for name, stored in source.catalog.items()
+        (hf[name.partition("optimizer.")[2].partition(".")[2] or name], kind): stored.read()
+        for name, stored in source.ours.items()
         for kind in [name.split(".")[1] if name.startswith("optimizer.") else ""]
     }
     drawn_model = replace(m, draw=lambda name, shape, kind: drawn[name, kind])

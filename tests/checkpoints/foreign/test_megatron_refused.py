@@ -166,9 +166,9 @@ test_checkpoints_of_megatron_that_cannot_be_used_are_refused = refusals(REFUSED)
 def test_a_flipped_bit_in_a_megatron_checkpoint_is_found(tmp_path):
     checkpoint, config = unpacked("gpt2", tmp_path)
     source = read_source(checkpoint, config=config)
-    part = source.catalog["transformer.h.0.mlp.c_fc.weight"].parts[0]
-    file = source.files[part.file]
-    begin, _ = next(file.byte_ranges(part.key))
+    tensor = source.catalog["transformer.h.0.mlp.c_fc.weight"]
+    file, key = next(iter(tensor.near(tensor.box))).stored
+    begin, _ = next(file.byte_ranges(key))
     flip_bit(file.path, begin)
     with pytest.raises(BadCheckpoint, match="CRC-32"):
         convert(checkpoint, tmp_path / "hf", config=config, to="hf")

@@ -1,31 +1,23 @@
-"""Write a command's output file: whole under its name or not at all, and never over a file of others.
-
-    with output_file(out, ours=is_report) as path:   # checks the place; a new file beside it
-        path.write_text(...)
-                                                     # on the disk, then under its name in one step
-
-Killed at any point, the name is absent or as it was; the next call removes what was left beside it.
-"""
+"""Say what may be written where: refuse, before anything is written, an output that would be in the way."""
 
 from __future__ import annotations
 
 import os
-import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..parallel_state import BadInput
 from ..system.addresses import address_of
-from .disk import Disk, writing
-from .file_names import leftovers, unfinished
+from .file_names import LONGEST_NAME
 from .folder_kind import CHECKPOINTS, FolderKind, holds_steps, kinds_of
-from .lock import FileLock
-from .parents import make_parents, remove_empty
+from .leftovers import bytes_of_leftovers, clear_leftovers
 
 #: How many of a file's first and last bytes are read to tell which command wrote it.
 _SEEN = 1 << 16
+#: The room on the disk that is asked for, of what an output needs.
+_SPARE = 1.1
+_UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
 
 #: Takes a file's first and last bytes; returns whether the command that asks has written the file.
 IsOurs = Callable[[bytes], bool]
@@ -129,69 +121,63 @@ def check_output_file(
         raise BadInput(out, expected="a new file", found=actual, todo=todo)
 
 
-@contextmanager
-def output_file(
-    out: Path,
-    *,
-    ours: IsOurs = nobodys,
-    force: bool = False,
-    inputs: Iterable[Path] = (),
-    parents: bool = False,
-) -> Iterator[Path]:
-    """Yield the path of an empty file; it gets the name ``out`` when the block ends without an error.
-
-    ``BadInput`` as in ``check_output_file``, also for a file that appears meanwhile.
-    """
-    inputs = [*inputs]
-    check_output_file(out, ours=ours, force=force, inputs=inputs, parents=parents)
-    with writing(out), _fresh(out) as path:
-        yield path
-        _publish(path, out, ours=ours, force=force, inputs=inputs)
-
-
-@contextmanager
-def _fresh(out: Path) -> Iterator[Path]:
-    """Yield a new file beside ``out``, in folders made for it; it is removed if it has not become ``out``."""
-    made = make_parents(out.parent)
-    _remove_leftovers(out)
-    lock = _begin(out)
-    try:
-        yield lock.path
-        made = []
-    finally:
-        lock.path.unlink(missing_ok=True)
-        lock.release()
-        remove_empty(made)
-
-
-def _publish(fresh: Path, out: Path, *, ours: IsOurs, force: bool, inputs: Iterable[Path]) -> None:
-    with open(fresh, "rb") as written:  # a library may have made the file anew
-        os.fsync(written.fileno())
-    try:
-        os.link(fresh, out)  # unlike a rename, never over a file that appeared meanwhile
-    except OSError:  # it exists, or this file system has no hard links
-        check_output_file(out, ours=ours, force=force, inputs=inputs)
-        os.replace(fresh, out)
-    Disk().sync_directory(out.parent)
-
-
-def _begin(out: Path) -> FileLock:
-    """Make a new file beside ``out``, locked: as long as it is, others leave it alone."""
-    while (lock := FileLock.take(unfinished(out, secrets.token_hex(8)))) is None:
-        pass  # taken for a leftover as soon as it was there
-    return lock
-
-
-def _remove_leftovers(out: Path) -> None:
-    """Remove what killed calls left for this output; a call that is at work holds a lock."""
-    for path in leftovers(out):
-        if path.is_file() and not path.is_symlink() and (lock := FileLock.take(path)) is not None:
-            path.unlink(missing_ok=True)
-            lock.release()
-
-
 def _seen(path: Path) -> bytes:
     with open(path, "rb") as file:
         first = file.read(_SEEN)
         file.seek(max(len(first), os.fstat(file.fileno()).st_size - _SEEN))
         return first + file.read(_SEEN)
+
+
+def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0) -> None:
+    """Refuse an output that cannot be: occupied, an input, not writable, or too small for ``need`` bytes.
+
+    Nothing is created; of an occupied output the lock is removed that a killed run left beside it.
+    """
+    check_outside(output, inputs)
+    if len(os.fsencode(output.name)) > LONGEST_NAME:
+        raise BadInput(output, expected=f"a name of at most {LONGEST_NAME} bytes", found="a longer one")
+    if output.is_symlink():
+        raise BadInput(output, expected="a new directory", found="a link", todo="Name its target instead")
+    if output.exists():
+        if not output.is_dir():
+            raise BadInput(output, expected="a new directory", found="a file", todo="Choose another name")
+        if any(output.iterdir()):
+            clear_leftovers(output, lock_only=True)
+            todo = "Choose another name or remove it first"
+            raise BadInput(
+                output, expected="a new or empty directory", found="one with files in it", todo=todo
+            )
+        if output.samefile("."):  # a new directory takes its place: the shell would be in none
+            place, todo = "the folder that the command runs in", "Name a new folder in it"
+            raise BadInput(output, expected="a new or another directory", found=place, todo=todo)
+    space = os.statvfs(check_home(output))
+    free = space.f_bavail * space.f_frsize
+    need -= bytes_of_leftovers(output)
+    if need * _SPARE > free:
+        expected = f"{_in_bytes(need * _SPARE)} free ({_in_bytes(need)} and a tenth)"
+        raise BadInput(output, expected=expected, found=_in_bytes(free))
+
+
+def _in_bytes(size: float) -> str:
+    """Return a number of bytes in the unit in which it is at least one."""
+    power = min((len(f"{size:.0f}") - 1) // 3, len(_UNITS) - 1)
+    return f"{size / 1000**power:,.{1 if power else 0}f} {_UNITS[power]}"
+
+
+def check_home(output: Path) -> Path:
+    """Return the existing folder in which the output, or folders around it, will be made.
+
+    Refuse it if it is a file or cannot be written to.
+    """
+    for home in Path(os.path.abspath(output)).parents:
+        if home.exists():
+            break
+        if home.is_symlink():
+            raise BadInput(
+                home, expected="a directory", found=f"a link to {os.readlink(home)}, which is absent"
+            )
+    if not home.is_dir():
+        raise BadInput(home, expected="a directory", found="a file", todo="Choose another name")
+    if not os.access(home, os.W_OK | os.X_OK):
+        raise BadInput(home, expected="a directory that we may write to", found="no permission to")
+    return home

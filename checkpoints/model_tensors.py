@@ -1,0 +1,186 @@
+"""Take a model's tensors out of a catalog: each is there, whole, of the config's shape; none is left over.
+
+It is the same for a folder of Hugging Face and for a checkpoint of another project: only the names differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..models import Family, ModelConfig
+from ..parallel_state import BadInput, Piece
+from ..storage.catalog import Catalog, LazyTensor, check_covered, renamed
+from ..storage.dtypes import WEIGHTS
+from ..storage.strides import slabs
+from .foreign.rules import Table
+from .optimizer_state import moment_name
+
+Shape = tuple[int, ...]
+#: The stored pieces that make each tensor of Hugging Face.
+Names = dict[str, list[Piece[str]]]
+#: Elements that are hashed at once.
+_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """Say that a tensor is stored a second time, and must have the same bytes there."""
+
+    first: LazyTensor
+    again: LazyTensor
+    why: str
+    todo: str
+
+    def check(self, where: Path, sha256: Callable[[LazyTensor], str] | None = None) -> None:
+        """Refuse two that differ, by the SHA-256 of the bytes of each."""
+        mine, other = map(sha256 or sha256_of, (self.first, self.again))
+        if mine != other:
+            expected = f"the bytes of {self.first.name} (sha256 {mine[:12]}), {self.why}"
+            differing = f"others (sha256 {other[:12]})"
+            raise BadInput(where, self.again.name, expected=expected, found=differing, todo=self.todo)
+
+
+def sha256_of(tensor: LazyTensor) -> str:
+    """Return the SHA-256 of a tensor's bytes, read in slices of its first dim."""
+    digest = hashlib.sha256()
+    for box in slabs(tensor.box, _AT_ONCE):
+        digest.update(tensor.read(box, finite=False).reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def hf_shapes(family: Family, config: ModelConfig) -> dict[str, Shape]:
+    """Return the shapes of Hugging Face's tensors, with the output layer that a tied model may repeat."""
+    _, shapes = family.links(config)
+    if not family.tied_head or not config.tie_word_embeddings:
+        return dict(shapes)
+    return {**shapes, family.tied_head: next(iter(shapes.values()))}
+
+
+def own_names(stored: Catalog, family: Family, config: ModelConfig) -> Names:
+    """Return the names of a folder of Hugging Face, which may lack the family's optional prefix."""
+    names: Names = {}
+    absent = _absent_prefix(stored, family)
+    for name, shape in hf_shapes(family, config).items():
+        if (tensor := stored.get(name.removeprefix(absent))) is None:
+            continue
+        if tensor.shape != shape:
+            todo = "The config and the weights are not of one model"
+            raise BadInput(_place(tensor), name, expected=[*shape], found=[*tensor.shape], todo=todo)
+        names[name] = [Piece.plain(tensor.box, tensor.name)]
+    return names
+
+
+def table_names(where: Path, stored: Catalog, table: Table, family: Family, config: ModelConfig) -> Names:
+    """Return the names of another project; ``BadInput`` for a tensor of another shape than the model's."""
+    names: Names = {}
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    for link in table.links(family.model_type, hf_shapes(family, config), config, shapes, where):
+        names.setdefault(link.ours, []).append(link.piece)
+    return names
+
+
+def model_tensors(
+    where: Path,
+    stored: Catalog,
+    names: Names,
+    family: Family,
+    config: ModelConfig,
+    table: Table | None = None,
+) -> tuple[Catalog, list[Repeated]]:
+    """Return each tensor of Hugging Face, and those that are stored twice; reads headers only.
+
+    ``table``: the one that the names are of, if they are not a folder's own. ``BadInput`` for a tensor that
+    is missing, left over, quantised, or stored in part.
+    """
+    links, shapes = family.links(config)
+    used = {piece.stored: None for pieces in names.values() for piece in pieces}
+    prefix = "" if table is None else table.prefix
+    ignored = ignored_names(family, config, _absent_prefix(stored, family) if table is None else "")
+    ignored += [] if table is None else map(re.compile, table.ignored)
+    extra = [
+        name
+        for name in sorted(stored.keys() - used.keys())
+        if not any(pattern.fullmatch(name.removeprefix(prefix)) for pattern in ignored)
+    ]
+    _check_names(where, names, extra, family, shapes)
+    for name in used:
+        if stored[name].dtype not in WEIGHTS:
+            expected, todo = f"one of {', '.join(WEIGHTS)}", "Quantised checkpoints are not supported"
+            raise BadInput(_place(stored[name]), name, expected=expected, found=stored[name].dtype, todo=todo)
+    tensors = renamed(stored, names, where)
+    check_covered(where, tensors)
+    repeated = []
+    if family.tied_head in tensors and family.tied_head not in shapes:
+        why = "as tie_word_embeddings says"
+        todo = "Set tie_word_embeddings to false in config.json if the output layer is its own"
+        repeated.append(Repeated(tensors[next(iter(shapes))], tensors[family.tied_head], why, todo))
+    first = {link.ours: link.hf for link in reversed(links) if not link.copy}
+    for link in links:
+        if link.copy:
+            why = "which multi-token prediction shares"
+            todo = "Multi-token prediction with an embedding or output layer of its own is not supported"
+            repeated.append(Repeated(tensors[first[link.ours]], tensors[link.hf], why, todo))
+    return Catalog({name: tensors[name] for name in shapes}), repeated
+
+
+def model_moments(where: Path, moments: Mapping[str, Catalog], names: Names) -> Catalog:
+    """Return the moments of Hugging Face's tensors of these names; ``BadInput`` for one stored in part."""
+    catalog = Catalog()
+    for moment, stored in moments.items():
+        made = renamed(stored, names, where)
+        check_covered(where, made)
+        catalog |= {moment_name(moment, name): tensor for name, tensor in made.items()}
+    return catalog
+
+
+def _absent_prefix(stored: Catalog, family: Family) -> str:
+    """Return the optional prefix of a family if no stored name has it."""
+    prefix = family.optional_prefix
+    return "" if prefix and any(name.startswith(prefix) for name in stored) else prefix
+
+
+def _place(tensor: LazyTensor) -> Path:
+    """Return the file that holds the first part of a tensor."""
+    return next(iter(tensor.near(tensor.box))).stored.file.path
+
+
+def ignored_names(family: Family, config: ModelConfig, absent: str = "") -> list[re.Pattern[str]]:
+    """Return patterns of tensors that may exist and are not read: old buffers, blocks after the last one.
+
+    ``absent``: a prefix that the stored names lack.
+    """
+    old = (re.escape(template.removeprefix(absent)) for template in family.ignorable)
+    numbered = [pattern.replace(re.escape("{i}"), r"\d+") for pattern in old]
+    further = [re.escape(prefix) + ".+" for prefix in further_prefixes(family, config)]
+    return [re.compile(pattern) for pattern in (*numbered, *further)]
+
+
+def further_prefixes(family: Family, config: ModelConfig) -> Iterator[str]:
+    """Yield how the names of blocks begin that predict further tokens and are not read."""
+    if family.further:
+        for number in range(config.num_hidden_layers, config.num_hidden_layers + config.further_blocks):
+            yield family.further.format(i=number)
+
+
+def _check_names(
+    where: Path, names: Names, extra: Sequence[str], family: Family, shapes: Mapping[str, Shape]
+) -> None:
+    """Refuse a model's tensor that has no stored one, and a stored tensor that is of no use."""
+    if missing := [name for name in shapes if name not in names]:
+        todo = "The config or --names is of another model; is num_hidden_layers right, or a shard left out?"
+        if any(name.endswith(other) or other.endswith(name) for name in missing for other in extra):
+            todo = f"The names lack or add a prefix: {extra[0]} is there"
+        elif missing[0] == family.tied_head:
+            todo = "Set tie_word_embeddings to true in config.json if the output layer is the embedding"
+        unused = f"; not used: {', '.join(extra[:3])}" if extra else ""
+        there = f"{len(missing)} of {len(shapes)} missing{unused}"
+        raise BadInput(where, missing[0], expected="a tensor for it", found=there, todo=todo)
+    if extra:
+        todo = "The config does not describe it; nothing is ignored silently"
+        raise BadInput(where, extra[0], expected="no such tensor", found="one", todo=todo)

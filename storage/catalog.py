@@ -1,0 +1,204 @@
+"""Give the whole tensors of any checkpoint by name, to be read a box at a time.
+
+Every reader of files returns a catalog. ``renamed`` makes of it the catalog of other names. A load reads
+boxes of its tensors; a conversion plans over the pieces of such boxes, and reads them in blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..parallel_state import BadCheckpoint, BadInput, Box, Piece
+from .coverage import first_flaw
+from .crc import Checksum
+from .dtypes import TORCH, look_at
+from .safetensors_reader import TensorFile
+
+Shape = tuple[int, ...]
+
+
+class Key(NamedTuple):
+    """Name a tensor in a file."""
+
+    file: TensorFile
+    key: str
+
+
+class ComputedParts(Protocol):
+    """Compute the pieces of a tensor when they are asked for."""
+
+    def near(self, box: Box) -> Iterable[Piece[Key]]:
+        """Return pieces of the tensor among which are all that hold elements of ``box``."""
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """Describe a whole tensor that lies in files: the format's name of its dtype, its shape, its pieces."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    parts: tuple[Piece[Key], ...] | ComputedParts
+
+    @property
+    def box(self) -> Box:
+        """Return the box of all elements."""
+        return Box.whole(self.shape)
+
+    def near(self, box: Box) -> Iterable[Piece[Key]]:
+        """Return pieces of the tensor among which are all that hold elements of ``box``."""
+        return self.parts if isinstance(self.parts, tuple) else self.parts.near(box)
+
+    def pieces(self, box: Box) -> list[Piece[Key]]:
+        """Return the pieces of ``box``; each element is in one of them.
+
+        Raises ``BadCheckpoint`` for a tensor that the files hold only in part.
+        """
+        pieces = [piece for part in self.near(box) if (piece := part.narrow(box)) is not None]
+        covered = sum(piece.box.size for piece in pieces)
+        if covered != box.size:
+            raise BadCheckpoint(
+                "checkpoint", self.name, expected=f"each of {box.size:,} elements once", found=f"{covered:,}",
+                todo="The files do not cover this tensor: it is incomplete or overlaps itself",
+            )  # fmt: skip
+        return pieces
+
+    def read(
+        self,
+        box: Box | None = None,
+        *,
+        finite: bool = True,
+        seen: Mapping[TensorFile, Checksum] | None = None,
+    ) -> Tensor:
+        """Return the elements of ``box`` (default: all) in the stored dtype.
+
+        ``seen``: a checksum of each file, into which the bytes are counted. Raises ``BadInput`` for numbers
+        that are not finite, unless ``finite`` is false.
+        """
+        box = self.box if box is None else box
+        parts = []
+        for (file, key), hull, pieces in _reads(self.pieces(box)):
+            numbers = file.read(key, hull) if seen is None else file.read_counted(key, hull, seen[file])
+            parts += [(piece.box, piece.of(numbers, hull.start), file.path) for piece in pieces]
+        if not parts:
+            return torch.empty(box.shape, dtype=TORCH[self.dtype])  # all of it is padding
+        made = [(part, numbers) for part, numbers, _ in parts]
+        out, _ = join(box, made, lambda dtype: torch.empty(box.shape, dtype=dtype))
+        if finite and not look_at(out).finite:
+            path = next(path for _, numbers, path in parts if not bool(numbers.isfinite().all()))
+            raise BadInput(path, self.name, expected="finite numbers", found="a NaN or an infinity")
+        return out
+
+
+class Catalog(dict[str, LazyTensor]):
+    """Hold tensors by name; one that is not there is an error of the checkpoint."""
+
+    def __missing__(self, name: str) -> LazyTensor:
+        raise BadCheckpoint("checkpoint", name, expected="a tensor", found="none of that name")
+
+    @property
+    def stored_keys(self) -> dict[TensorFile, set[str]]:
+        """Return the files in which tensors lie, in order of first use, and the keys of these there."""
+        keys: dict[TensorFile, set[str]] = {}
+        for tensor in self.values():
+            for piece in tensor.near(tensor.box):
+                keys.setdefault(piece.stored.file, set()).add(piece.stored.key)
+        return keys
+
+
+@dataclass(frozen=True, slots=True)
+class RenamedParts:
+    """Know a tensor by the pieces that it has in tensors of other names."""
+
+    pieces: Sequence[tuple[Piece[str], LazyTensor]]
+
+    def __len__(self) -> int:
+        return sum(len(tensor.parts) for _, tensor in self.pieces)
+
+    def near(self, box: Box) -> Iterator[Piece[Key]]:
+        """Yield the pieces of ``box`` in files."""
+        for whole, tensor in self.pieces:
+            if (piece := whole.narrow(box)) is not None:
+                for part in tensor.near(piece.hull):
+                    if (stored := piece.through(part)) is not None:
+                        yield stored
+
+
+def in_one_file(file: TensorFile, key: str, name: str | None = None) -> LazyTensor:
+    """Return the tensor that lies whole, as ``key``, in one file; ``name``: if it is called otherwise."""
+    entry = file.tensors[key]
+    return LazyTensor(
+        name or key, entry.dtype, entry.shape, (Piece.plain(Box.whole(entry.shape), Key(file, key)),)
+    )
+
+
+def renamed(
+    catalog: Mapping[str, LazyTensor], names: Mapping[str, Sequence[Piece[str]]], where: object = "checkpoint"
+) -> Catalog:
+    """Return the tensors of ``names``, each made of pieces of tensors of ``catalog``; without those for which
+    the catalog has not all. ``BadInput`` names ``where``, and one whose pieces are of several dtypes.
+    """
+    tensors = Catalog()
+    for name, pieces in names.items():
+        if not all(piece.stored in catalog for piece in pieces):
+            continue
+        sources = [catalog[piece.stored] for piece in pieces]
+        first = sources[0]
+        if len(pieces) == 1 and pieces[0] == Piece.plain(first.box, pieces[0].stored):
+            tensors[name] = replace(first, name=name)  # the same tensor, by another name
+            continue
+        if len(dtypes := {source.dtype for source in sources}) > 1:
+            raise BadInput(where, name, expected="one dtype", found=", ".join(sorted(dtypes)))
+        shape = tuple(map(max, zip(*(piece.box.stop for piece in pieces), strict=True)))
+        parts = RenamedParts([*zip(pieces, sources, strict=True)])
+        tensors[name] = LazyTensor(name, first.dtype, shape, parts)
+    return tensors
+
+
+def check_covered(where: object, catalog: Catalog) -> None:
+    """Refuse a tensor of which the files do not hold each element once."""
+    for name, tensor in catalog.items():
+        boxes = [piece.box for piece in tensor.near(tensor.box)]
+        if boxes != [tensor.box] and (flaw := first_flaw(tensor.box, boxes)):
+            todo = "The checkpoint is incomplete: a part of it was not written or not copied"
+            raise BadInput(where, name, expected="each element once", found=str(flaw), todo=todo)
+
+
+def _reads(pieces: Iterable[Piece[Key]]) -> list[tuple[Key, Box, list[Piece[Key]]]]:
+    """Return what to read for the pieces: boxes of stored tensors, each with the pieces that are in it.
+
+    Pieces with steps lie between each other: those whose hulls overlap are read together.
+    """
+    by_key: dict[Key, list[tuple[Box, list[Piece[Key]]]]] = {}
+    for piece in pieces:
+        hull, together = piece.hull, [piece]
+        known = by_key.setdefault(piece.stored, [])
+        if not piece.dense:
+            for overlapping in [read for read in known if read[0].intersect(hull)]:
+                known.remove(overlapping)
+                hull, together = hull.around(overlapping[0]), overlapping[1] + together
+        known.append((hull, together))
+    return [(key, hull, together) for key, reads in by_key.items() for hull, together in reads]
+
+
+def join(
+    box: Box, parts: Sequence[tuple[Box, Tensor]], empty: Callable[[torch.dtype], Tensor]
+) -> tuple[Tensor, bool]:
+    """Put the parts of ``box`` together; return the tensor, and whether it is the only part, not copied.
+
+    ``empty`` allocates the tensor if there are several parts.
+    """
+    first = parts[0][1]
+    if len(parts) == 1 and first.is_contiguous():
+        return first, True
+    made = empty(first.dtype)
+    for part, numbers in parts:
+        made[part.within(box).slices] = numbers
+    return made, False
