@@ -14,7 +14,7 @@ On one device each is ``nn.Linear``. Source: Shoeybi et al. 2019, section 3.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -142,7 +142,7 @@ class ParallelLinear(DeclaredModule):
         weight = Declaration((features, self.in_features), partial=partial)
         return weight, replace(weight, shape=(features,)), None
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, x: Tensor) -> Any:
         """Return the product, or a tuple of products if ``out_features`` was a mapping."""
         if x.shape[-1] != self._width:
             expected, shape = f"{self._width} features on the last dim", f"shape {tuple(x.shape)}"
