@@ -20,6 +20,7 @@ from ..storage.lock import Hold
 from ..storage.safetensors_reader import TensorFile
 from ..storage.small_files import read_json
 from ..storage.torch_archive import ViewFile
+from ..system import no_garbage_search
 from .find import Found, local_folder, newest_checkpoint, open_checkpoint, warn_of
 from .foreign.checkpoint import ForeignCheckpoint, check_stated
 from .foreign.formats import Format, format_of
@@ -152,6 +153,7 @@ class Source:
         return [*{file.path: file for source in self.files for file in source.stored_in}.values()]
 
 
+@no_garbage_search()
 def read_source(
     path: str | Path,
     *,

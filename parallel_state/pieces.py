@@ -7,6 +7,7 @@ counted in elements and never in bytes: packed tensors (FP8, MXFP4) have no stri
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import mul, sub
 from typing import Generic, TypeVar
 
@@ -18,6 +19,12 @@ Shape = tuple[int, ...]
 #: What names the tensor that holds the elements: a name, or a file and a key in it.
 Holder = TypeVar("Holder")
 Other = TypeVar("Other")
+
+
+@lru_cache(maxsize=64)
+def _axes(dims: int) -> tuple[Shape, Shape, Shape]:
+    """Return the start, dims and steps of a plain piece, shared by all: a checkpoint has a million."""
+    return (0,) * dims, tuple(range(dims)), (1,) * dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +49,8 @@ class Piece(Generic[Holder]):
         >>> Piece.plain(Box((4, 0), (6, 3)), "w").narrow(Box((5, 1), (9, 9))).hull
         Box(start=(1, 1), stop=(2, 3))
         """
-        dims = len(box.start)
-        return Piece(box, stored, (0,) * dims if start is None else start, tuple(range(dims)), (1,) * dims)
+        zeros, dims, ones = _axes(len(box.start))
+        return Piece(box, stored, zeros if start is None else start, dims, ones)
 
     @property
     def hull(self) -> Box:

@@ -18,7 +18,7 @@ from support.damage import flip_bit, truncate
 from support.refusals import Refused, refusals
 from trilith.checkpoints import convert, read_foreign, read_source
 from trilith.checkpoints.foreign.rules import Table
-from trilith.checkpoints.model_tensors import model_tensors
+from trilith.checkpoints.model_tensors import model_tensors, own_names
 from trilith.cli.app import run
 from trilith.models import Rule, family_of, shapes_of
 from trilith.parallel_state import BadCheckpoint, BadInput, Box, Piece
@@ -246,3 +246,16 @@ def test_rules_for_other_families_and_uneven_shapes_are_not_used(tmp_path):
         Table(rule=[Rule(UP, "{i}.up")]).links("llama", HF, MODEL, {"1.up": (29, 16)}, "here")
     with pytest.raises(BadInput, match=r"21 of 21 missing"):
         model_tensors(tmp_path, Catalog(), {}, FAMILY, MODEL, Table(rule=[rule]))
+
+
+def test_a_tensor_of_which_a_part_is_missing_is_refused_when_the_model_is_taken_from_the_files(tmp_path):
+    first, *_ = HF
+    boxes = {name: Box.whole(shape) for name, shape in HF.items()}
+    boxes[first] = boxes[first].narrow(0, 1, HF[first][0])
+    stored = Catalog({
+        name: LazyTensor(name, "F32", HF[name], (Piece.plain(box, Key(None, name)),))
+        for name, box in boxes.items()
+    })  # fmt: skip
+    names = own_names(stored, FAMILY, MODEL)
+    with pytest.raises(BadInput, match=f"{first}: expected each element once, found .* by nobody"):
+        model_tensors(tmp_path, stored, names, FAMILY, MODEL)
