@@ -110,6 +110,7 @@ def test_no_output_replaces_an_input(world, capfd, name):
     values = calls.values_of(name, world, world)
     read = [value for key, (value, *_) in values.items() if key not in calls.OUTPUTS]
     read += [str(world / "run" / "metrics.jsonl")] if name == "report" else []
+    read += [str(world / "tokens.bin"), str(world / "tokens.json")] if name == "new" else []
     files = [path for path in read if os.path.isfile(path)]
     assert files or name == "schedule", "it reads none"
     for file in files:
