@@ -71,10 +71,7 @@ def new(
     from ..planner.time import machine_named
     from ..storage.output_file import check_output_file, output_file
 
-    read = [
-        Path(model),
-        *(tokens.with_name(tokens.name + suffix) for suffix in (".bin", ".json", ".docs.npy")),
-    ]
+    read = [Path(model), *TokenPaths.of(tokens).all]
     check_output_file(out, force=force, inputs=read)
     made = new_recipe(
         model, tokens, machine_named(gpu_type.lower()), count,
