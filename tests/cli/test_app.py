@@ -332,6 +332,7 @@ def test_a_command_takes_another_program_s_option(capsys):
         ("schedule interleaved --virtual 2", "--virtual is now --virtual-stages"),
         ("plan explain context --sequence 4096", "--sequence is now --sequence-length"),
         ("generate run --prompts a.txt", "--prompts is now --prompt-file"),
+        ("train --config a.toml", "RECIPE is an argument: write it without --config"),
         ("train --recipe a.toml", "RECIPE is an argument: write it without --recipe"),
         ("doctor --nodes --exclude", "--exclude is now --exclude-faulty"),
     ],
