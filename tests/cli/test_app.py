@@ -111,7 +111,9 @@ def test_every_command_explains_itself(capsys):
     for command in (*COMMANDS, fail, count):
         assert command.__doc__, f"{command.__name__} has no docstring"
         assert run([command.__name__.replace("_", "-"), "--help"], (*COMMANDS, fail, count)) == 0
-        assert command.__doc__.split()[0] in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert command.__doc__.split()[0] in shown
+        assert "…" not in shown, f"the help of {command.__name__} is cut at 80 columns"
 
 
 PROGRAM = [sys.executable, "-P", "-m", "trilith.cli"]
