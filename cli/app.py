@@ -41,7 +41,7 @@ from .quickstart import quickstart
 from .recipe import recipe
 from .report import report
 from .schedule import schedule
-from .shared.aliases import new_names, with_own_names
+from .shared.aliases import what_to_type, with_own_names
 from .tokenize import tokenize
 from .train import train
 from .train_tokenizer import train_tokenizer
@@ -93,12 +93,9 @@ class _Command(_BareFlags, typer.core.TyperCommand):
         self._words = [*args]
         parameters = self.get_params(ctx)
         options = {name for parameter in parameters for name in parameter.opts}
-        arguments = {f"--{each.metavar}".lower(): each.metavar for each in parameters if each.metavar}
-        for word in args[: args.index("--") if "--" in args else None]:
-            if new := new_names(word, options):
-                raise typer.BadParameter(f"{word.partition('=')[0]} is now {' or '.join(new)}", ctx)
-            if word in arguments and word not in options:
-                raise typer.BadParameter(f"{arguments[word]} is an argument: write it without {word}", ctx)
+        arguments = {each.metavar for each in parameters if each.metavar}
+        if refusal := what_to_type(args, options, arguments):
+            raise typer.BadParameter(refusal, ctx)
         rest = super().parse_args(ctx, with_own_names(args, options))
         _check_replaced(ctx.params)
         for parameter in self.get_params(ctx):

@@ -66,17 +66,19 @@ def new(
     tokens = Path(_asked(data, "--data", "Token file (trilith tokenize makes one)"))
     check_tokens_there(tokens)
     count = int(_asked(gpus, "--gpus", "Number of GPUs"))
+    from ..data.token_index import TokenPaths
     from ..planner.search.new_recipe import new_recipe
     from ..planner.time import machine_named
     from ..storage.output_places import check_output_file
     from ..storage.staging import output_file
 
-    check_output_file(out, force=force)
+    read = [Path(model), *TokenPaths.of(tokens).all]
+    check_output_file(out, force=force, inputs=read)
     made = new_recipe(
         model, tokens, machine_named(gpu_type.lower()), count,
         sequence_length=sequence_length, global_batch=global_batch, steps=steps, lora=lora,
     )  # fmt: skip
-    with output_file(out, force=force) as path:
+    with output_file(out, force=force, inputs=read) as path:
         path.write_text(made.text, encoding="utf-8")
     best = made.search.best[0]
     say(f"wrote {out}: {best.choice}, {best.bytes / 1e9:.1f} GB of a GPU")

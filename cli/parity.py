@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .shared.inputs import check_weights_there
-from .shared.options import LARGEST_SEED, PATH_OR_ADDRESS, SCHEDULES, SPLIT, VIRTUAL_STAGES
+from .shared.options import PATH_OR_ADDRESS, SCHEDULES, SPLIT, VIRTUAL_STAGES, check_seed
 
 
 def parity(
@@ -44,13 +44,14 @@ def parity(
         ),
     ] = "float32",
     samples: Annotated[
-        int, typer.Option(min=0, help="number of rows in the batch; 0: at least two for each rank")
+        int,
+        typer.Option(min=0, help="number of rows in the batch; 0: at least two for each rank"),
     ] = 0,
     sequence_length: Annotated[int, typer.Option(min=1, help="number of tokens in a row")] = 32,
     device: Annotated[
         str, typer.Option(help="device to compute on: cpu, or cuda with a GPU for each rank")
     ] = "cpu",
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="seed of the random tokens")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the random tokens", callback=check_seed)] = 0,
     tolerance: Annotated[
         float | None,
         typer.Option(help="largest relative difference that passes; default: depends on --dtype"),

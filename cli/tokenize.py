@@ -58,30 +58,32 @@ def tokenize(
     template_set: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=VALUE",
+            metavar="K=V",
             help="variable of the chat template, such as thinking=false; may be repeated",
         ),
     ] = None,
     show: Annotated[
-        int, typer.Option(min=0, help="number of samples to print, for --chat; learnt tokens are in [[ ]]")
+        int,
+        typer.Option(
+            min=0, metavar="N", help="number of samples to print, for --chat; learnt tokens are in [[ ]]"
+        ),
     ] = 0,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="number of processes; default: one for each available core")
+        int | None,
+        typer.Option(min=1, metavar="N", help="number of processes; default: one for each available core"),
     ] = None,
     origin: Annotated[
         Origin | None,
         typer.Option(
             "--from",
-            metavar="PROGRAM",
+            metavar="NAME",
             help="megatron or datatrove: INPUT holds token ids of that program, a prefix of .bin and .idx or "
             "a .ds file; they are not copied",
         ),
     ] = None,
     target: Annotated[
         Target | None,
-        typer.Option(
-            "--to", metavar="PROGRAM", help="megatron: write .idx too, with which Megatron reads .bin"
-        ),
+        typer.Option("--to", metavar="NAME", help="megatron: write .idx too, with which Megatron reads .bin"),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="show no progress bar")] = False,
 ) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..parallel_state import BadInput
+from ..parallel_state import BadInput, nearest_divisors
 from ..recipes.recipe import Recipe
 
 
@@ -131,9 +131,10 @@ def _hosts(recipe: Recipe, file: str, nodes: int | None, ranks: int | None) -> t
         nodes = -(-world // ranks)
     if nodes * ranks != world:
         raise BadInput(
-            file, "layout", expected=f"{nodes * ranks} ranks for {nodes} nodes x {ranks}",
-            found=f"{recipe.layout}, {world} ranks",
-            todo="Give --nodes and --ranks-per-node whose product is the layout's number of ranks",
+            "launch", "--nodes, --ranks-per-node",
+            expected=f"numbers whose product is {world}, the ranks of {file} ({recipe.layout})",
+            found=f"{nodes} x {ranks}",
+            todo=nearest_divisors("--nodes", world, nodes),
         )  # fmt: skip
     return nodes, ranks
 

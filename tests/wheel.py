@@ -1,13 +1,15 @@
-"""Build wheel and sdist into build/dist and compare what they hold with the folders (`make wheel`).
+"""Build wheel and sdist into build/dist, compare them with the folders, and try the wheel (`make wheel`).
 
 `list` says what `make release` would upload, and that nothing is.
 """
 
 import hashlib
+import os
 import re
 import subprocess
 import sys
 import tarfile
+import tempfile
 import tomllib
 import zipfile
 from email.parser import Parser
@@ -56,6 +58,38 @@ def problems(wheel, sdist):
     )
 
 
+#: What shows that data files are there: recipes, sizes, templates of jobs, topics, the completion's names.
+COMMANDS = (
+    ["--help"],
+    ["train", "llama-3.2-1b-8gpus", "--dry-run"],
+    ["models", "llama-3.2-1b"],
+    ["plan", "explain", "bubble"],
+    ["launch", "slurm", "llama-3.2-1b-8gpus", "--out", "job.sbatch"],
+    ["launch", "jobset", "llama-3.2-1b-8gpus", "--out", "job.yaml"],
+    ["plan", "llama-3.2-1b", "--gpus", "8", "--write", "recipe.toml"],
+)
+
+
+def try_out(wheel):
+    """Install the wheel outside the checkout, with this environment's other packages, and run commands."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "installed"
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(place), str(wheel)]
+        subprocess.run(pip, check=True)
+        environment = {**os.environ, "PYTHONPATH": str(place)}
+        where = [sys.executable, "-c", "import trilith; print(trilith.__file__)"]
+        for words in (where, *([sys.executable, "-m", "trilith", *words] for words in COMMANDS)):
+            done = subprocess.run(
+                words, cwd=folder, env=environment, capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                sys.exit(
+                    f"{done.stdout}{done.stderr}exit code {done.returncode} of {words[1:]} from the wheel"
+                )
+            if words is where and not done.stdout.startswith(folder):
+                sys.exit(f"not the wheel was imported but {done.stdout}")
+
+
 def built():
     """Return the wheel and the sdist."""
     return next(DIST.glob("*.whl")), next(DIST.glob("*.tar.gz"))
@@ -79,7 +113,10 @@ def main():
     subprocess.run([sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(sdist)], check=True)
     if wrong := [*problems(wheel, sdist)]:
         sys.exit("\n".join(wrong))
-    print(f"{wheel.name}, {sdist.name}: every file of the package, and no other")
+    try_out(wheel)
+    print(
+        f"{wheel.name}, {sdist.name}: every file of the package, and no other; {len(COMMANDS)} commands ran"
+    )
 
 
 if __name__ == "__main__":

@@ -39,10 +39,20 @@ def with_own_names(words: Sequence[str], options: Collection[str]) -> list[str]:
     return [*(_own(word, options) for word in words[:end]), *words[end:]]
 
 
-def new_names(word: str, options: Collection[str]) -> list[str]:
-    """Return the options of a command that have the meaning of an option that it has no more."""
-    name = word.partition("=")[0]
-    return [] if name in options else [option for option in RENAMED.get(name, ()) if option in options]
+def what_to_type(words: Sequence[str], options: Collection[str], arguments: Collection[str]) -> str | None:
+    """Return what to write in the place of the first option that a command has no more, or that is an
+    argument of the command; ``None`` if there is none. ``arguments``: their names in the help.
+    """
+    for word in words[: words.index("--") if "--" in words else None]:
+        name = word.partition("=")[0]
+        if not name.startswith("--") or name in options:
+            continue
+        if new := [option for option in RENAMED.get(name, ()) if option in options]:
+            return f"{name} is now {' or '.join(new)}"
+        argument = "RECIPE" if name == "--config" else name.removeprefix("--").upper()
+        if argument in arguments:
+            return f"{argument} is an argument: write it without {name}"
+    return None
 
 
 def _own(word: str, options: Collection[str]) -> str:

@@ -30,6 +30,15 @@ SPLIT = "number of blocks in each pipeline stage, such as 3,2; default: chosen b
 WORKERS = "number of threads that read and write"
 #: The largest seed of a recipe too.
 LARGEST_SEED = 2**53
+
+
+def check_seed(seed: int) -> int:
+    """Return a seed, or refuse it. A range that typer knows would fill a column of the help."""
+    if not 0 <= seed <= LARGEST_SEED:
+        raise typer.BadParameter(f"{seed} is not in the range 0<=x<={LARGEST_SEED}")
+    return seed
+
+
 MAX_RAM = (
     "most memory that the process may hold, such as 800MB or 2GiB; default: no limit, and each worker needs "
     "some 20 MB"

@@ -111,7 +111,9 @@ def test_every_command_explains_itself(capsys):
     for command in (*COMMANDS, fail, count):
         assert command.__doc__, f"{command.__name__} has no docstring"
         assert run([command.__name__.replace("_", "-"), "--help"], (*COMMANDS, fail, count)) == 0
-        assert command.__doc__.split()[0] in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert command.__doc__.split()[0] in shown
+        assert "…" not in shown, f"the help of {command.__name__} is cut at 80 columns"
 
 
 PROGRAM = [sys.executable, "-P", "-m", "trilith.cli"]
@@ -332,6 +334,7 @@ def test_a_command_takes_another_program_s_option(capsys):
         ("schedule interleaved --virtual 2", "--virtual is now --virtual-stages"),
         ("plan explain context --sequence 4096", "--sequence is now --sequence-length"),
         ("generate run --prompts a.txt", "--prompts is now --prompt-file"),
+        ("train --config a.toml", "RECIPE is an argument: write it without --config"),
         ("train --recipe a.toml", "RECIPE is an argument: write it without --recipe"),
         ("doctor --nodes --exclude", "--exclude is now --exclude-faulty"),
     ],

@@ -73,7 +73,7 @@ def test_inspect_shows_the_layout_and_a_tensor(tmp_path, hf, capsys):
 
 def test_a_dry_run_writes_nothing(tmp_path, hf, capsys):
     assert run(["convert", str(hf), str(tmp_path / "a"), "--tensor", "4", "--dry-run"]) == 0
-    assert "layers.2.mlp.down.weight  F32 [32, 12]  from 1 pieces" in capsys.readouterr().out
+    assert "layers.2.mlp.down.weight  F32 [32, 12]  from 1 piece" in capsys.readouterr().out
     assert not (tmp_path / "a").exists()
 
 

@@ -66,6 +66,7 @@ WORK = {
 ELSEWHERE = {
     "quickstart": "trains; tests/training/test_kill_campaign.py kills training",
     "recipe": "writes one file, as report does",
+    "new": "writes one file, as report does",
     "schedule": "writes one file, as report does",
     "generate": "writes one file, as report does",
     "bench": "writes two files, each as report does",

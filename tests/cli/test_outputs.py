@@ -14,7 +14,7 @@ from trilith.storage.disk import DiskFailed
 from trilith.storage.staging import output_file
 
 #: The output of each command that writes one file, and then has ``--force``.
-FILES = {"plan": "html"} | dict.fromkeys(("launch", "report", "recipe", "schedule", "generate"), "out")
+FILES = {"plan": "html"} | dict.fromkeys(("launch", "new", "report", "recipe", "schedule", "generate"), "out")
 #: The output of each command that writes, and what some read that is a folder.
 WRITTEN = {place.command: place.name for place in calls.places() if place.output and not place.key} | FILES
 SOURCES = {"tokenize": "tokenizer"} | dict.fromkeys(("convert", "merge_lora", "generate"), "hf")
@@ -60,7 +60,7 @@ def check_refused(words, world, capfd, says):
 
 
 #: Commands whose files people edit, so that none is taken for the command's own.
-EDITED = ("launch", "recipe")
+EDITED = ("launch", "new", "recipe")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -96,7 +96,7 @@ def test_force_replaces_it_and_its_own_is_replaced_without(world, tmp_path, capf
         assert run([*words, "--force"]) == 0, capfd.readouterr().err
         assert out.read_bytes() != b"mine"
         capfd.readouterr()
-        if name in ("recipe", "launch"):  # they are there to be edited
+        if name in EDITED:  # they are there to be edited
             check_refused(words, world, capfd, "--force")
         else:
             out.write_bytes(out.read_bytes())
@@ -110,6 +110,7 @@ def test_no_output_replaces_an_input(world, capfd, name):
     values = calls.values_of(name, world, world)
     read = [value for key, (value, *_) in values.items() if key not in calls.OUTPUTS]
     read += [str(world / "run" / "metrics.jsonl")] if name == "report" else []
+    read += [str(world / "tokens.bin"), str(world / "tokens.json")] if name == "new" else []
     files = [path for path in read if os.path.isfile(path)]
     assert files or name == "schedule", "it reads none"
     for file in files:

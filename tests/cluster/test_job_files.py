@@ -304,8 +304,13 @@ def launch(why, says, *words, system="slurm", before=lambda folder: None):
 test_jobs_that_cannot_be_are_refused = refusals(
     launch("least-nodes", "--least-nodes: expected --fit with it, found 2", "--least-nodes", "2"),
     launch("too-many", "--least-nodes: expected at most 8, .* 9", "--fit", "--least-nodes", "9"),
-    launch("ranks", "layout: expected 70 ranks for 7 nodes x 10, found", "--nodes", "7"),
-    launch("ranks-of-4", "expected 32 ranks for 4 nodes x 8", "--nodes", "4", "--ranks-per-node", "8"),
+    launch(
+        "ranks",
+        "numbers whose product is 64, .*found 7 x 10. Nearest legal --nodes: 4 or 8",
+        "--nodes",
+        "7",
+    ),
+    launch("ranks-of-4", "product is 64, .*found 4 x 8", "--nodes", "4", "--ranks-per-node", "8"),
     launch("limit", "--warning: expected fewer minutes than the limit of 5, found 5", "--minutes", "5"),
     launch("name", "--name: expected letters, digits, - _ and ., found 'a b'", "--name", "a b"),
     launch("layout", "tensor", "layout.tensor=3", "layout.sequence=true"),

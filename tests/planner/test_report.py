@@ -223,7 +223,7 @@ def test_the_header_of_405b_states_this_layout_and_the_runner_up():
         (
             ["train", "llama-3.1-8b-8gpus", "--dry-run"],
             "dry_run.dry_run",
-            "layout         data_shard 8, zero 3",
+            "layout         data 8, zero 3",
         ),
     ],
 )
