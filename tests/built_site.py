@@ -66,7 +66,7 @@ def faults_of_files():
                 yield f"{name}: {link} leads to no file"
             elif anchor and target in pages and unquote(anchor) not in pages[target].ids:
                 yield f"{name}: {link} leads to no heading"
-        for rest in re.findall(r"```|\*\*\w|\]\([^)]+\)|\|---", "".join(page.text)):
+        for rest in re.findall(r"```|\*\*[A-Za-z]|\]\([^)]+\)|\|---", "".join(page.text)):
             yield f"{name}: {rest} is shown raw"
     for path in [*SITE.rglob("*.css"), *SITE.rglob("*.js")]:
         for url in re.findall(r"(?:url\(|@import |importScripts\()[\"']?(https?://[^\"')]+)", path.read_text("utf-8")):
@@ -81,7 +81,7 @@ LOOK = """(() => {
 })()"""
 SEARCH = """new Promise(done => {
   const field = document.querySelector("input[data-md-component=search-query]")
-  document.querySelector("#__search").checked = true
+  document.querySelector("#__search").click()  // the index is loaded when the search is opened
   field.focus(); field.value = "zbv"; field.dispatchEvent(new Event("keyup", {bubbles: true}))
   field.dispatchEvent(new Event("input", {bubbles: true}))
   let left = 40
@@ -103,6 +103,7 @@ def look(name, screen, scheme, picture):
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": screen == "phone"}
         browser.call("Emulation.setDeviceMetricsOverride", **size)
         browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        browser.call("Emulation.setFocusEmulationEnabled", enabled=True)
         browser.call("Page.navigate", url=(SITE / f"{name}.html").as_uri())
         browser.wait("Page.loadEventFired")
         wrong = browser.call("Runtime.evaluate", expression=LOOK, returnByValue=True)["result"]["value"]

@@ -68,6 +68,8 @@ def test_nothing_on_a_page_shows_raw_on_a_code_host():
 def test_nothing_is_fetched_from_elsewhere():
     assert CONFIG["theme"]["font"] is False and "offline" in CONFIG["plugins"]
     assert not CONFIG["use_directory_urls"]  # plain file names work from a folder
+    (worker,) = CONFIG["extra"]["polyfills"]  # the plugin's own would be fetched
+    assert (ROOT / "docs" / worker).is_file() and "iframe-worker" in worker
     assert "mermaid" not in "".join(page.text for page in pages())  # its script would be fetched
 
 
