@@ -1,9 +1,9 @@
-"""The built site, as ``make site`` leaves it in build/site: links, what it would fetch, and a look in Chromium.
+"""The built site, as ``make site`` leaves it in build/site: links, what it would fetch, a look in Chromium.
 
-Every link of every page leads to a file and a heading; nothing is loaded from elsewhere; no Markdown is left in
-the text. In Chromium, where there is one: a phone and a wide screen, light and dark, from the folder without a
-server, nothing wider than the screen, no complaint, and a search that finds. Screenshots are left in the folder
-that is printed.
+Every link of every page leads to a file and a heading; nothing is loaded from elsewhere; no Markdown is left
+in the text. In Chromium, where there is one: a phone and a wide screen, light and dark, from the folder
+without a server, nothing wider than the screen, no complaint, and a search that finds. Screenshots are left
+in the folder that is printed.
 """
 
 import base64
@@ -37,7 +37,11 @@ class Parsed(HTMLParser):
         self._code += tag in ("code", "pre", "script", "style")
         if tag == "a" and values.get("href"):
             self.links.append(values["href"])
-        if tag in LOADING and values.get(LOADING[tag]) and values.get("rel") not in ("canonical", "prev", "next"):
+        if (
+            tag in LOADING
+            and values.get(LOADING[tag])
+            and values.get("rel") not in ("canonical", "prev", "next")
+        ):
             self.loads.append(values[LOADING[tag]])
 
     def handle_endtag(self, tag):
@@ -69,7 +73,9 @@ def faults_of_files():
         for rest in re.findall(r"```|\*\*[A-Za-z]|\]\([^)]+\)|\|---", "".join(page.text)):
             yield f"{name}: {rest} is shown raw"
     for path in [*SITE.rglob("*.css"), *SITE.rglob("*.js")]:
-        for url in re.findall(r"(?:url\(|@import |importScripts\()[\"']?(https?://[^\"')]+)", path.read_text("utf-8")):
+        for url in re.findall(
+            r"(?:url\(|@import |importScripts\()[\"']?(https?://[^\"')]+)", path.read_text("utf-8")
+        ):
             yield f"{path.relative_to(SITE)}: loads {url}"
 
 
@@ -102,7 +108,9 @@ def look(name, screen, scheme, picture):
             browser.call(f"{domain}.enable")
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": screen == "phone"}
         browser.call("Emulation.setDeviceMetricsOverride", **size)
-        browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        browser.call(
+            "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
+        )
         browser.call("Emulation.setFocusEmulationEnabled", enabled=True)
         browser.call("Page.navigate", url=(SITE / f"{name}.html").as_uri())
         browser.wait("Page.loadEventFired")
@@ -118,7 +126,9 @@ def look(name, screen, scheme, picture):
             wrong.append("a search finds nothing")
         for event in browser.events:
             url = event.get("params", {}).get("request", {}).get("url", "")
-            if event.get("method") == "Network.requestWillBeSent" and not url.startswith(("file:", "data:", "blob:")):
+            if event.get("method") == "Network.requestWillBeSent" and not url.startswith(
+                ("file:", "data:", "blob:")
+            ):
                 wrong.append(f"fetched {url}")
             if event.get("method") == "Runtime.exceptionThrown":
                 wrong.append(f"complained: {event['params']['exceptionDetails'].get('text')}")
