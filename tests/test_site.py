@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support import python_reference, site
-from support.pages import ROOT, Page, pages
+from support.pages import ROOT, Page, broken_links, pages
 
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 #: Pages that code writes.
@@ -82,6 +82,11 @@ def test_links_lead_to_the_same_file_on_the_site():
     assert "```\n[a](b.md)\n```" in site.with_site_links("docs/x.md", "```\n[a](b.md)\n```")
     for path in site.repository_pages():
         assert site.shown(path).startswith("#") or path.endswith(".md"), path
+
+
+@pytest.mark.parametrize("path", ["CHANGELOG.md", "SECURITY.md", "AGENTS.md"])
+def test_other_pages_that_the_site_shows_have_no_broken_link(path):
+    assert broken_links(Page.read(path)) == []
 
 
 @pytest.mark.parametrize("room", python_reference.rooms())
