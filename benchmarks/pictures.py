@@ -70,7 +70,7 @@ def speed(picture: str, benchmarks: tuple[str, ...]) -> None:
     axes.set_yticks(
         range(len(rows)),
         [
-            fill(row["name"].replace("trilith against", "against").replace(", of ", " against "), 52)
+            fill(row["name"].replace("trilith against", "against").replace(", of ", ", against "), 52)
             for row in rows
         ],
         fontsize=9,
