@@ -10,7 +10,7 @@ import typer
 
 def bench(
     out: Annotated[
-        Path, typer.Option(help="folder for bench.json and bench.html; needs room for checkpoints meanwhile")
+        Path, typer.Option(help="output folder; holds temporary checkpoints while it runs")
     ] = Path("trilith-bench"),
     only: Annotated[
         str | None,
@@ -19,7 +19,7 @@ def bench(
         ),
     ] = None,
     minutes: Annotated[
-        float, typer.Option(min=0.1, max=600, help="time after which nothing more is begun")
+        float, typer.Option(min=0.1, max=600, help="start no new measurement after this many minutes")
     ] = 10.0,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda; default: the GPUs if there are any", show_default=False)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ..planner.search.request import Request
     from ..planner.search.sweep import Unmet
 
-
 #: The most numbers that an option with several takes.
 MOST_COUNTS = 64
 
@@ -40,11 +39,13 @@ def plan(
     gpus: Annotated[
         str | None, typer.Option(help="number of GPUs, or several such as 8,16,32 for a scaling curve")
     ] = None,
-    gpu: Annotated[str, typer.Option(help="kind of GPU; a wrong name lists all")] = "h100-80gb",
+    gpu: Annotated[
+        str, typer.Option(help="GPU type, such as h200 or a100-80gb; an unknown one lists all")
+    ] = "h100-80gb",
     machine: Annotated[
         Path | None,
         typer.Option(
-            help="bench.json of `trilith bench` on your machine, in the place of --gpu",
+            help="instead of --gpu: the bench.json of your machine",
             metavar="BENCH.json",
         ),
     ] = None,

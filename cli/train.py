@@ -81,8 +81,8 @@ def train(
     docs/recipe.md lists all keys of a recipe.
 
     After a lost host, --fit goes on with the ranks that are left: all that were started, or --nproc. The
-    planner chooses the layout, one line says which and why, and the curve stays the same. With as many ranks
-    as the recipe has, its layout stays.
+    planner chooses the layout, one line says which and why, and the curve stays the same. If the number
+    of ranks is the recipe's, its layout is used unchanged.
 
     On several hosts, start the command with torchrun on each host. HOST is one of the hosts, and NAME is a
     new name for each run.

@@ -90,11 +90,11 @@ def launch(
     submit: Annotated[bool, typer.Option("--submit", help="hand the written file to the scheduler")] = False,
     force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
 ) -> None:
-    """Write one short file that starts a recipe on many hosts, to be read and adapted.
+    """Write a job file for Slurm or Kubernetes; review it before you submit it.
 
     The recipe's layout gives the number of ranks. The Slurm script asks the run to save before the time
-    limit, and puts the job back into the queue after that or after a node was lost. If the input is bad, the
-    job ends, because a person must look. Nothing is submitted without --submit.
+    limit, and puts the job back into the queue after that or after a node was lost. On bad input or a damaged
+    checkpoint the job is not requeued. Nothing is submitted without --submit.
 
     Examples:
 

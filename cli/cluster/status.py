@@ -17,7 +17,7 @@ def status(
     run: Annotated[Path, typer.Argument(help="folder of a run: the recipe's key out", metavar="RUN")],
     since: Annotated[
         Path | None,
-        typer.Option(help="file on the same disk; starts before it was last changed do not count"),
+        typer.Option(help="ignore starts that are older than this file"),
     ] = None,
     exit_code: Annotated[
         bool, typer.Option("--exit-code", help="end with the run's exit code, or with 1 while it runs")
