@@ -108,14 +108,14 @@ def test_the_reference_imports_nothing_that_it_describes():
 
 #: What a stranger asks, and the page and the words that answer it.
 QUESTIONS = {
-    "how do I train on 8 GPUs": ("docs/layouts.md", "8 GPUs"),
+    "how do I train on 8 GPUs": ("docs/layouts.md", "## Train on 8 GPUs"),
     "what is my checkpoint's format": ("docs/checkpoints.md", "safetensors files and one `manifest.json`"),
     "how do I bring a Megatron checkpoint": ("docs/converting.md", "trilith convert iter_0001000"),
     "why did my run exit with 75": ("docs/environment.md", "| 75 | the run was asked to stop"),
     "what does zbv do": ("docs/pipeline.md", "**`zbv`** (zero bubble, V)"),
     "which models": ("docs/models.md", "| `llama` |"),
     "was this tested on GPUs": ("docs/performance.md", "several GPUs, several real hosts"),
-    "how do I make my own MoE parallel": ("docs/experts.md", "## In your own model"),
+    "how do I make my own MoE parallel": ("docs/experts.md", "## Make your own MoE parallel"),
 }
 
 
