@@ -1,5 +1,5 @@
 # `make check` is exactly what CI runs.
-.PHONY: check lint typecheck pages test quick changed seconds nightly docs models mutants oldest versions faults browser bench wheel \
+.PHONY: check lint typecheck pages test quick changed seconds nightly docs site models mutants oldest versions faults browser bench wheel \
 	stranger release
 
 check: lint typecheck pages test
@@ -41,11 +41,19 @@ nightly:
 	TORCH_DISTRIBUTED_DEBUG=DETAIL python -m pytest -q -m "slow or not slow"
 
 # docs/recipe.md and the tables of docs/training.md, from the help of a recipe's keys; docs/commands.md, from the
-# help of the commands; docs/published_runs.md, from planner/published_runs.toml and the planner.
+# help of the commands; docs/published_runs.md, from planner/published_runs.toml and the planner; docs/python, from the
+# docstrings.
 docs:
 	python -m trilith.recipes.reference
 	python -m trilith.cli.reference
 	python -m trilith.planner.published_runs
+	python tests/support/python_reference.py
+
+# build/site, which works from a folder without a network; then its links and what it would fetch are checked, and it
+# is looked at in Chromium where there is one. Needs pip install -e '.[docs]'.
+site:
+	NO_MKDOCS_2_WARNING=1 python -m mkdocs build --quiet
+	python tests/built_site.py
 
 # docs/models.md: the largest difference that the tests of each family measure; FAMILY=gemma2 measures one of them anew.
 models:

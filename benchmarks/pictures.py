@@ -67,7 +67,14 @@ def speed(picture: str, benchmarks: tuple[str, ...]) -> None:
         axes.plot(row["figure"], place, "o", color=color, markersize=7)
         axes.plot(float(row["goal"].removeprefix(">= ")), place, "|", color="black", markersize=12)
     axes.axvline(1, color="black", linestyle=":", linewidth=1)
-    axes.set_yticks(range(len(rows)), [fill(row["name"], 52) for row in rows], fontsize=9)
+    axes.set_yticks(
+        range(len(rows)),
+        [
+            fill(row["name"].replace("trilith against", "against").replace(", of ", ", against "), 52)
+            for row in rows
+        ],
+        fontsize=9,
+    )
     axes.set_xscale("log", base=2)
     axes.set_xticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
     axes.set_xlim(0.4, 4.5)
@@ -81,7 +88,7 @@ def speed(picture: str, benchmarks: tuple[str, ...]) -> None:
 def grid() -> None:
     """Draw eight ranks as tensor 2 x pipeline 2 x data 2, with what each axis sends."""
     figure, axes = plt.subplots(figsize=(9, 4.4), layout="constrained")
-    tensor, data, pipeline = "#bc4b51", "#1b4965", "#f4a259"
+    tensor, data, pipeline = "#a8323a", "#1b4965", "#9a5b00"
     places = {}
     for rank in range(8):
         t, d, p = rank % 2, rank // 2 % 2, rank // 4

@@ -44,11 +44,10 @@ def doctor(
     """Check in a minute whether a machine, or the nodes of a job, can train.
 
     The doctor looks at versions, GPUs and their links, memory, cores, limits, file systems and environment
-    variables, compiles a small C++ program, and runs an all-reduce between two
-    processes. Each line is ok, a warning
-    (something works, but slowly or not everywhere) or a fault (something will fail), and says what to do. It
-    checks this machine only, and leaves nothing behind. The exit code is 3 if there is a fault. Tested on
-    CPUs and, in part, on one H100; not yet on several GPUs.
+    variables, compiles a small C++ program, and runs an all-reduce between two processes. Each line is ok, a
+    warning (something works, but slowly or not everywhere) or a fault (something will fail), and says what to
+    do. It checks this machine only, and leaves nothing behind. The exit code is 3 if there is a fault.
+    Tested on CPUs and, in part, on one H100; not yet on several GPUs.
 
     With --nodes it compares the nodes of a job: versions, GPUs, speed and free space of the folders, clocks,
     and the TCP link between every two nodes. It names the nodes that differ, are slow or do not answer. Only

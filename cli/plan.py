@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ..planner.search.request import Request
     from ..planner.search.sweep import Unmet
 
-
 #: The most numbers that an option with several takes.
 MOST_COUNTS = 64
 

@@ -66,7 +66,10 @@ def every_command(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
 def reference() -> str:
     """Return docs/commands.md."""
     program = typer.main.get_command(make_app())
-    head = "# Every command\n\n`trilith COMMAND --help` prints the same. `make docs` writes this page.\n"
+    head = (
+        "# Every command\n\nLook here for what a command takes; `trilith COMMAND --help` prints the same. "
+        "`make docs` writes this page.\n"
+    )
     commands = [(f"trilith {name}", command) for name, command in every_command(program)]
     groups = [f"| {name} | {_links(group)} |" for name, group in GROUPS.items()]
     groups = ["| group | commands |", "|---|---|", *groups, ""]

@@ -84,7 +84,8 @@ SECTIONS: list[tuple[str, type[BaseModel]]] = [
 def reference() -> str:
     """Write docs/recipe.md."""
     parts = [
-        "# Every key of a recipe\n\nOn the command line: `trilith train recipe.toml section.key=value`.\n"
+        "# Every key of a recipe\n\nLook here for a key of a recipe. On the command line: "
+        "`trilith train recipe.toml section.key=value`.\n"
     ]
     parts += [f"## `{title}`\n\n{table(model, [])}" for title, model in SECTIONS]
     return "\n".join(parts).replace("`The top`", "The top")

@@ -74,7 +74,7 @@ def chromium():
         os.dup2(high_in, 3)
         os.dup2(high_out, 4)
 
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
         process = subprocess.Popen(
             [program, *options, "--remote-debugging-pipe"],

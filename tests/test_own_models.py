@@ -126,7 +126,7 @@ def page(tmp_path_factory):
 
 def call(file, function, *arguments):
     """Call a function of the page, in a process that knows the page by its file."""
-    return getattr(imported(file, "page_in_a_rank"), function)(*arguments)
+    return getattr(imported(file, f"{Path(file).stem}_in_a_rank"), function)(*arguments)
 
 
 def test_the_proof_holds(page):
@@ -149,8 +149,10 @@ def test_the_model_trains_and_the_commands_for_it_work(page, tmp_path, monkeypat
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
 
 
-def test_a_zoo_model_trains_in_the_pages_own_loop_and_goes_on_in_another_layout(page, tmp_path):
-    whole, parts, file = str(tmp_path / "whole"), str(tmp_path / "parts"), page.__file__
+def test_a_zoo_model_trains_in_the_pages_own_loop_and_goes_on_in_another_layout(tmp_path):
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    file = str(EXAMPLES / "own_loop.py")
+    assert "(../examples/own_loop.py)" in PAGE.text
     expected = run_parallel(call, 1, file, "own_loop", Layout(), whole, 6)[0]
     first = run_parallel(call, 2, file, "own_loop", Layout.of(data=2, zero=2), parts, 3)
     then = run_parallel(call, 3, file, "own_loop", Layout(tensor=3), parts, 6)[0]

@@ -91,11 +91,11 @@ def launch(
     submit: Annotated[bool, typer.Option("--submit", help="hand the written file to the scheduler")] = False,
     force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
 ) -> None:
-    """Write a job file for Slurm or Kubernetes; nothing is started without --submit.
+    """Write a job file for Slurm or Kubernetes; review it before you submit it.
 
     The recipe's layout gives the number of ranks. The Slurm script asks the run to save before the time
-    limit, and puts the job back into the queue after that or after a node was lost. If the input is bad, the
-    job is not requeued. Read the file before you submit it.
+    limit, and puts the job back into the queue after that or after a node was lost. On bad input or a damaged
+    checkpoint the job is not requeued. Nothing is submitted without --submit.
 
     Examples:
 

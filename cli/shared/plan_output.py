@@ -63,7 +63,7 @@ def _print_one(search: Found) -> None:
         console.print(line)
     for word, line in facts(search):
         console.print(f"{word:<14} {line}")
-    console.print(f"\nruled out: {searched(search)}")
+    console.print(f"\nRuled out: {searched(search)}")
     for kind, reason, layouts, example in counted(search):
         console.print(f"  {layouts:>12}  {kind}: {reason}" + (f"; nearest: {example}" if example else ""))
 

@@ -65,8 +65,8 @@ def machine_of(request: Request, gpus: int) -> str:
 def searched(search: Found) -> str:
     """Return how many layouts there are and how many were looked at, in one line."""
     return (
-        f"{search.legal:,} legal layouts; {search.tally.count('memory'):,} of those looked at do not fit "
-        f"{search.request.room / 1e9:.1f} GB; {len(search.timed):,} timed in full"
+        f"of {search.legal:,} legal layouts {search.tally.count('memory'):,} that were tried do not fit in "
+        f"{search.request.room / 1e9:.1f} GB; {len(search.timed):,} were simulated completely"
     )
 
 

@@ -121,25 +121,32 @@ def _finite(points: Points) -> list[tuple[int, float]]:
 
 def _grid(across: _Axis, up: _Axis) -> str:
     parts = []
-    for value in up.ticks(5):
+    heights = up.ticks(5)
+    for value, label in zip(heights, tick_labels(heights), strict=True):
         y = up(value)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y + 5:.1f}" text-anchor="end">{_tick(value)}</text>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y + 5:.1f}" text-anchor="end">{label}</text>')
     for value in across.ticks(5, whole=True):
         x = across(value)
         parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 12}" text-anchor="middle">{value:,.0f}</text>')
     return "".join(parts)
 
 
-def _tick(value: float) -> str:
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if letter == 'k' else size):g}{letter}"
-    plain = f"{value:.3g}"
-    if len(plain) <= 6:
-        return plain
+def tick_labels(ticks: Sequence[float]) -> list[str]:
+    """Return the labels of an axis in one notation: plain, with one letter for thousands, or as powers."""
+    sizes = [abs(tick) for tick in ticks if tick]
+    least, most = min(sizes, default=1.0), max(sizes, default=1.0)
+    if least < 1e-3 or most / least > 1e3:
+        return [_power(tick) for tick in ticks]
+    for size, unit, letter in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if most >= size:
+            return [f"{tick / unit:.6g}{letter}" if tick else "0" for tick in ticks]
+    return [f"{tick:.6g}" for tick in ticks]
+
+
+def _power(value: float) -> str:
     digits, power = f"{value:.2e}".split("e")
-    return f"{float(digits):g}e{int(power)}"
+    return f"{float(digits):g}e{int(power)}" if value else "0"
 
 
 def _resume_line(x: float) -> str:

@@ -15,7 +15,7 @@ from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
 from trilith.runs import terminal as terminal_module
 from trilith.runs.metrics import StepLog, StepMetrics, read_metrics
-from trilith.runs.report.chart import Chart, Series, thinned
+from trilith.runs.report.chart import Chart, Series, thinned, tick_labels
 from trilith.runs.report.page import make_report
 from trilith.runs.report.record import RunRecord, read_run, with_vanished
 from trilith.runs.terminal import Terminal
@@ -329,3 +329,19 @@ def test_a_disk_that_is_full_at_a_resume_keeps_the_metrics(tmp_path, monkeypatch
     with pytest.raises(DiskFailed, match=r"metrics\.jsonl: cannot be written: No space left"):
         StepLog(path, start=1)
     assert path.read_text() == '{"step": 0}\n{"step": 1}\n' and [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize(
+    ("ticks", "labels"),
+    [
+        ([0.0, 2000.0, 4000.0, 10_000.0], ["0", "2k", "4k", "10k"]),
+        ([0.0, 2.5, 5.0], ["0", "2.5", "5"]),
+        ([0.1 * k for k in range(1, 4)], ["0.1", "0.2", "0.3"]),
+        ([0.0, 0.0001, 0.0002], ["0", "1e-4", "2e-4"]),
+        ([0.1, 10.0, 1000.0, 100_000.0], ["1e-1", "1e1", "1e3", "1e5"]),
+        ([100.5, 101.0, 101.5], ["100.5", "101", "101.5"]),
+        ([], []),
+    ],
+)
+def test_an_axis_has_one_notation(ticks, labels):
+    assert tick_labels(ticks) == labels

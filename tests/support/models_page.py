@@ -19,7 +19,10 @@ from trilith.storage.small_files import read_json, read_text
 MEASURED = "measured"
 COLUMNS = ("transformers", *AXES, "ZeRO", "LoRA", "generation", "compile")
 NOT_MEASURED, REFUSED = "not measured", "-"
-HEAD = """# Measured differences
+HEAD = """# Models
+
+Look here for which models there are, and how far each is from transformers; `trilith models` lists sizes
+and abilities.
 
 `make models` runs the tests of every family and writes this page; `make models FAMILY=llama` measures one
 family. A number is the largest relative difference that a test has seen, over losses, gradient norms, every

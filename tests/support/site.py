@@ -102,5 +102,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: Any, files: Any) -> str:
-    """Move the links of a page."""
+    """Move the links of a page; leave what is not documentation out of the search."""
+    if page.file.src_uri.startswith("repository/"):
+        page.meta["search"] = {"exclude": True}
     return with_site_links(repository_path(page.file.src_uri), markdown)
