@@ -1,7 +1,14 @@
 """Run each test of the simulated device in a process of its own: torch cannot forget the device again."""
 
 import pytest
+from trilith.ranks.pickling import FunctionName
+from trilith.system.process_end import leave
 from trilith.testing import run_fresh
+
+
+def call_and_leave(function, args):
+    function.load()(*args)
+    leave(0)
 
 
 @pytest.fixture(scope="session")
@@ -9,7 +16,8 @@ def alone():
     """``alone(function, *args)``: call it in a new process, where it must not raise."""
 
     def run(function, *args):
-        (code,) = run_fresh(function, 1, *args, process_group=False, timeout=300)
+        name = FunctionName.of(function)
+        (code,) = run_fresh(call_and_leave, 1, name, args, process_group=False, timeout=300)
         assert code == 0, code.output
 
     return run

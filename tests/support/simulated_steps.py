@@ -19,6 +19,7 @@ from trilith.simulation.rank import simulated_rank
 from trilith.simulation.record import StepRecord
 from trilith.simulation.wait import Kind, Per
 from trilith.simulation.waits import WAITS
+from trilith.system.process_end import leave
 from trilith.training.loss_scale import LossScale
 from trilith.training.step_sums import StepResult
 from trilith.training.update import Update
@@ -97,6 +98,9 @@ def ledger_of(case: Case, rank: int = 0, kernels: Kernels = "cpu", steps: int = 
 
 
 def write_peaks(cases: Sequence[tuple[Case, Sequence[int]]], file: Path) -> None:
-    """Write the peak of each of the ranks of each case, in a first step: a later one has a few sums more."""
+    """Write the peak of each of the ranks of each case, in a first step: a later one has a few sums more.
+    It ends the process.
+    """
     peaks = [{rank: ledger_of(case, rank, steps=1).peak for rank in ranks} for case, ranks in cases]
     file.write_text(json.dumps(peaks))
+    leave(0)
