@@ -6,7 +6,7 @@ from trilith.system.process_end import leave
 from trilith.testing import run_fresh
 
 
-def call_and_leave(function, args):
+def and_leave(function, args):
     function.load()(*args)
     leave(0)
 
@@ -16,8 +16,7 @@ def alone():
     """``alone(function, *args)``: call it in a new process, where it must not raise."""
 
     def run(function, *args):
-        name = FunctionName.of(function)
-        (code,) = run_fresh(call_and_leave, 1, name, args, process_group=False, timeout=300)
+        (code,) = run_fresh(and_leave, 1, FunctionName.of(function), args, process_group=False, timeout=300)
         assert code == 0, code.output
 
     return run
