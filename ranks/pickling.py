@@ -124,9 +124,9 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_plain(x: torch.Tensor) -> bool:
-    """Return whether the tensor is numbers on the host and nothing else: torch's own way takes 0.2 ms."""
-    more = vars(x) or x.is_quantized or x.is_conj() or x.is_neg()
-    return x.device.type == "cpu" and x.numel() > 0 and not more and (x.is_contiguous() or _shares(x))
+    """Return whether the tensor is numbers on the host and nothing else: torch's own way takes 0.1 ms."""
+    marked = vars(x) or x.is_quantized or x.is_conj() or x.is_neg()
+    return x.device.type == "cpu" and x.numel() > 0 and not marked and (x.is_contiguous() or _shares(x))
 
 
 def _plain(numbers: bytearray, dtype: torch.dtype, shape: torch.Size, requires_grad: bool) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """A plan from one block of each kind is the plan from every block, and is cheap however many there are."""
 
 import tracemalloc
-from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -10,6 +9,7 @@ import torch
 from support.configs import EXPERTS, MODELS
 from support.families import family_and_config
 from support.layout_cases import axes
+from support.plans import shared_pieces
 from torch import nn
 from trilith.layers import Stage
 from trilith.models import LoraConfig, adapted, family_of, published_size
@@ -20,7 +20,6 @@ from trilith.planner.communication import traffic_of
 from trilith.planner.memory import memory_of
 from trilith.planner.sampled_model import SampledModel, sampled
 from trilith.simulation.kinds_of_blocks import block_kinds, build_one_of_each_kind
-from trilith.simulation.pieces import ModelPieces
 from trilith.testing import run_parallel
 from trilith.training import Precision, shard_over_data
 
@@ -50,35 +49,33 @@ def like(plan, other):
     return all(abs(size - vars(other)[kind]) <= 16 for kind, size in vars(plan).items())
 
 
+def assert_planned_alike(alike, work, model, sample):
+    """Parameters, gradients, moments, activations and traffic; return the planned parameters."""
+    held, costs = sample.parameters(work.state), sample.costs(work)
+    with patch("trilith.planner.stage_costs.ModelPieces", partial(shared_pieces, alike)):
+        assert like(memory_of(work, held, costs), plan_memory(work, model))
+        expected = step_traffic(work, model)
+    found = traffic_of(work, held, costs, partial(sample.group, state=work.state))
+    assert sorted(map(str, found)) == sorted(map(str, expected))
+    return held
+
+
 @pytest.mark.parametrize("name", [*MODELS, "multi-token prediction"])
 def test_build_one_of_each_kind_plans_what_all_blocks_plan(name):
-    """Parameters, gradients, moments, activations and traffic: equal for each stage of each layout."""
+    """Equal for each stage of each layout."""
     raw = MODELS.get(name, FURTHER)
     family, config = family_and_config(raw)
-    layouts, traces = [layout for layout in LAYOUTS if fits(raw, layout)], {}
-
-    def pieces_of(model, state):  # stages that are cut alike share the traces of all their blocks
-        pieces, layout = ModelPieces(model, state), state.layout
-        cut = layout.tensor, layout.context, layout.sequence, layout.ring
-        pieces._known, pieces._losses = traces.setdefault(cut, ({}, {}))
-        return pieces
-
+    layouts = [layout for layout in LAYOUTS if fits(raw, layout)]
     assert layouts
     for layout in layouts:
         sample = sampled(family, config, layout)
         for stage, model in enumerate(family.stages_on_meta(config, layout)):
             state = ParallelState.stand_in(layout, layout.first_rank(stage))
-            schedule = "zbv" if layout.v_shape else "1f1b"
-            work = Work(state, config.hidden_size, 64, 2, 4, compute=2, schedule=schedule)
-            work = replace(work, checkpointing="selective")
-            held, costs = sample.parameters(state), sample.costs(work)
+            how = {"schedule": "zbv" if layout.v_shape else "1f1b", "checkpointing": "selective"}
+            work = Work(state, config.hidden_size, 64, 2, 4, compute=2, **how)
+            held = assert_planned_alike(name, work, model, sample)
             assert held.every == rank_parameters(model, state).every
             assert held.every.here + held.every.buffers == sum(p.numel() for p in model.parameters())
-            with patch("trilith.planner.stage_costs.ModelPieces", pieces_of):
-                memory, expected = plan_memory(work, model), step_traffic(work, model)
-            assert like(memory_of(work, held, costs), memory)
-            found = traffic_of(work, held, costs, partial(sample.group, state=state))
-            assert sorted(map(str, found)) == sorted(map(str, expected))
 
 
 def test_adapters_are_planned_on_build_one_of_each_kind():
@@ -92,10 +89,7 @@ def test_adapters_are_planned_on_build_one_of_each_kind():
         work = Work(state, config.hidden_size, 64, 2, 4, compute=2)
         model = family.build(config, state=state, base_dtype=torch.bfloat16)
         sample = sampled(family, config, layout, frozen=torch.bfloat16)
-        held, costs = sample.parameters(state), sample.costs(work)
-        assert like(memory_of(work, held, costs), plan_memory(work, model))
-        found = traffic_of(work, held, costs, partial(sample.group, state=state))
-        assert sorted(map(str, found)) == sorted(map(str, step_traffic(work, model)))
+        assert_planned_alike("adapters", work, model, sample)
 
 
 def constructions(size, layout):

@@ -1,7 +1,14 @@
 """Run each test of the simulated device in a process of its own: torch cannot forget the device again."""
 
 import pytest
+from trilith.ranks.pickling import FunctionName
+from trilith.system.process_end import leave
 from trilith.testing import run_fresh
+
+
+def and_leave(function, args):
+    function.load()(*args)
+    leave(0)
 
 
 @pytest.fixture(scope="session")
@@ -9,7 +16,7 @@ def alone():
     """``alone(function, *args)``: call it in a new process, where it must not raise."""
 
     def run(function, *args):
-        (code,) = run_fresh(function, 1, *args, process_group=False, timeout=300)
+        (code,) = run_fresh(and_leave, 1, FunctionName.of(function), args, process_group=False, timeout=300)
         assert code == 0, code.output
 
     return run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from unittest.mock import patch
 
 from trilith.layers import use_float8
@@ -34,8 +33,13 @@ class RankPlan:
 
 def plans_of(case: Case, *, sends: bool, holds: bool) -> list[RankPlan]:
     """Return the plan of each rank of a case."""
-    shared = partial(_pieces, _cut_alike(case), holds)
-    with patch("trilith.planner.stage_costs.ModelPieces", shared):
+    built = repr((case.config, case.lora, case.frozen, case.float8, case.dtype, case.compute))
+
+    def pieces(model: CausalLM, state: ParallelState) -> ModelPieces:
+        # In the loss the last tensor rank may hold a padded vocabulary, which changes nothing that it sends.
+        return shared_pieces((built, state.at.tensor if holds else None), model, state)
+
+    with patch("trilith.planner.stage_costs.ModelPieces", pieces):
         return [plan_of(case, rank, sends=sends, holds=holds) for rank in range(case.layout.world)]
 
 
@@ -89,18 +93,9 @@ def added(collectives: Iterable[Traffic]) -> Totals:
 _TRACED: dict[object, tuple[dict[object, Piece], dict[object, Trace]]] = {}
 
 
-def _cut_alike(case: Case) -> str:
-    """Return how a case's model is built, and all of its layout that cuts a block."""
-    built = case.config, case.lora, case.frozen, case.float8, case.dtype, case.compute
-    layout = case.layout
-    return repr((built, layout.tensor, layout.context, layout.expert, layout.sequence, layout.ring))
-
-
-def _pieces(alike: str, holds: bool, model: CausalLM, state: ParallelState) -> ModelPieces:
-    """Return pieces that remember the traces of others. What a rank holds in the loss depends on its place
-    among the tensor ranks, of which the last one may have a padded vocabulary; what it sends does not.
-    """
-    pieces = ModelPieces(model, state)
-    place = state.at.tensor if holds else None
-    pieces._known, pieces._losses = _TRACED.setdefault((alike, place), ({}, {}))
+def shared_pieces(alike: object, model: CausalLM, state: ParallelState) -> ModelPieces:
+    """Return pieces that remember the traces of others: of models built alike and cut into equal blocks."""
+    pieces, layout = ModelPieces(model, state), state.layout
+    cut = layout.tensor, layout.context, layout.expert, layout.sequence, layout.ring
+    pieces._known, pieces._losses = _TRACED.setdefault((alike, cut), ({}, {}))
     return pieces
