@@ -109,10 +109,10 @@ class Seen:
             for key in places:
                 shown = key <= query and (self.window is None or query - key < self.window)
                 try:
-                    theirs = bool(self.mask(0, 0, torch.tensor(query), torch.tensor(key)))
+                    sees = bool(self.mask(0, 0, torch.tensor(query), torch.tensor(key)))
                 except Exception as error:  # a mask of values that only a forward has
                     return f"{self.module}: its mask depends on more than places ({type(error).__name__})"
-                if theirs != shown:
+                if sees != shown:
                     rule = "causal" if self.window is None else f"a window of {self.window}"
                     return f"{self.module}: its mask is not {rule}: query {query}, key {key}"
         return ""

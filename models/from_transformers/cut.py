@@ -173,6 +173,9 @@ def cut_modules(
         if path == paths[head] or module is embedding or module not in inner:
             continue
         _cut_module(cutter, plan, path, module)
+    for module in inner:
+        if type(module).__name__.endswith("Indexer"):  # its choice of keys has no gradient
+            module.requires_grad_(False)
     return cutter.fused
 
 

@@ -147,13 +147,13 @@ class Adopted(CausalLM):
         """Return logits on the last stage, hidden states on the others."""
         stage, hf = stage or self.stage, self.__dict__["hf"]
         assert ahead is None, "no multi-token prediction"
-        given: dict[str, Any] = {"use_cache": False}
+        named: dict[str, Any] = {"use_cache": False}
         like = x.new_empty((len(x), x.shape[1], 0), dtype=torch.float32)
         if stage.first and self.state.sequence:
             like = like[:, : x.shape[1] // self.state.tensor_size]
         inputs = AttentionInputs(positions, cache, like=like, state=self.state)
         if self.own_attention:
-            given["attention_mask"] = carrier(inputs, len(x))
+            named["attention_mask"] = carrier(inputs, len(x))
         elif cache is not None or inputs.documents is not None:
             what = "one document a row" if cache is None else "no cache of keys"
             raise BadInput(
@@ -163,14 +163,14 @@ class Adopted(CausalLM):
             places = positions
             if places is None:
                 places = default_positions(like, self.state, embedded=True).unsqueeze(0)
-            given["position_ids"] = places
+            named["position_ids"] = places
         if stage.first:
-            given["input_ids"] = x
+            named["input_ids"] = x
         else:
-            given["inputs_embeds"] = torch.zeros_like(x)  # the first own block is given x in its place
+            named["inputs_embeds"] = torch.zeros_like(x)  # the first own block is given x in its place
         run = hf if stage.last else hf.base_model
         with self._only(stage, None if stage.first else x) as noted:
-            out = run(**given)
+            out = run(**named)
             if not stage.last:
                 return noted()
         logits: Tensor = out.logits
@@ -180,10 +180,10 @@ class Adopted(CausalLM):
     def _only(self, stage: Stage, received: Tensor | None) -> Iterator[Callable[[], Tensor]]:
         """Let the blocks of one stage run, on what was received; yield what gives what they made."""
         places, shown = self.__dict__["blocks"]._modules, self.__dict__["shown"]
-        kept = dict(places)
+        before_this = dict(places)
         for number in self.stage.blocks:
             if number not in stage.blocks:
-                places[str(number)] = Through(kept[str(number)], single=shown.single)
+                places[str(number)] = Through(before_this[str(number)], single=shown.single)
         before = places.get(str(stage.blocks[0] - 1)) if stage.blocks else None
         behind = places.get(str(stage.blocks[-1] + 1)) if stage.blocks else None
         if received is not None:
@@ -195,7 +195,7 @@ class Adopted(CausalLM):
             for module in (before, behind):
                 if isinstance(module, Through):
                     module.received = module.noted = None
-            places.update(kept)
+            places.update(before_this)
 
     @property
     def layers(self) -> dict[str, nn.Module]:  # type: ignore[override]

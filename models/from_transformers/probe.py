@@ -113,10 +113,10 @@ class _Calls:
 
     def left_block(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.order.append(self.number_of[module])
-        given = args[0] if args else kwargs.get("hidden_states")
+        entering = args[0] if args else kwargs.get("hidden_states")
         self.single = isinstance(output, Tensor)
         first = output if self.single else output[0]
-        for x in (given, first):
+        for x in (entering, first):
             self.shapes.add(tuple(x.shape) if isinstance(x, Tensor) else ())
 
     def problem(self, cfg: AdoptedConfig) -> str:
