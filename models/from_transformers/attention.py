@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...layers import AttentionInputs, causal_attention
+from ...layers import AttentionInputs, causal_attention, own_random
 from ...parallel_state import BadInput
 
 #: Under this name transformers' code finds our attention.
@@ -71,11 +71,12 @@ def attention(
         raise BadInput(type(module).__name__, strange, expected=expected, found="one")
     scope = inputs.scope(sliding_window)
     k_BKSE, v_BKSE = scope.extend(module, k_BKSE, v_BKSE)
-    out_BHSE = causal_attention(
-        q_BHSE, k_BKSE, v_BKSE, scope,
-        dropout=dropout, scale=scaling, soft_cap=softcap, sinks=s_aux,
-        backend=getattr(module, "backend", "auto"),
-    )  # fmt: skip
+    with own_random(inputs.state, split=dropout > 0):
+        out_BHSE = causal_attention(
+            q_BHSE, k_BKSE, v_BKSE, scope,
+            dropout=dropout, scale=scaling, soft_cap=softcap, sinks=s_aux,
+            backend=vars(module).get("trilith_backend", "auto"),
+        )  # fmt: skip
     return out_BHSE.transpose(1, 2).contiguous(), None
 
 

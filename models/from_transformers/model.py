@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...layers import AttentionInputs, KeyValueCache, Stage, default_positions
+from ...layers import AttentionInputs, KeyValueCache, PinnedBackend, Stage, default_positions
 from ...parallel_state import BadInput, ParallelState, alone_or, initialize
 from ..base.causal_lm import CausalLM
 from .attention import ATTENTION, carrier
@@ -196,6 +196,19 @@ class Adopted(CausalLM):
                 if isinstance(module, Through):
                     module.received = module.noted = None
             places.update(before_this)
+
+    def pin_attention(self, backend: PinnedBackend) -> None:
+        """Let ``backend`` compute all attention, if attention is ours."""
+        if backend != "auto" and not self.own_attention:
+            kind, why = self.config.model_type, self.shown.no_context
+            raise BadInput(kind, "attention_backend", expected="auto", found=backend, todo=why)
+        for module in self.modules():
+            vars(module)["trilith_backend"] = backend
+
+    @property
+    def can_cache(self) -> bool:  # type: ignore[override]
+        """Tell whether keys and values of earlier tokens can be kept."""
+        return self.own_attention
 
     @property
     def layers(self) -> dict[str, nn.Module]:  # type: ignore[override]
