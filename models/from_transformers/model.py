@@ -19,6 +19,7 @@ from .cut import cut_modules
 from .layers import TiedHead
 from .meta import on_meta
 from .probe import Probed, probed
+from .sequence import without_sequence
 
 
 class Through(nn.Module):
@@ -43,14 +44,15 @@ class Through(nn.Module):
 
 
 class NoTable(nn.Module):
-    """Stand in the place of a table of another stage: give zeros of its width."""
+    """Stand in the place of a table of another stage: give zeros of its width, of any token and place."""
 
     def __init__(self, table: nn.Embedding) -> None:
         super().__init__()
         self.embedding_dim, self.padding_idx = table.embedding_dim, table.padding_idx
+        self.register_buffer("zeros", torch.zeros(1, 1, table.embedding_dim, device="meta"), persistent=False)
 
-    def forward(self, ids: Tensor, *args: Any, **named: Any) -> Tensor:
-        return torch.zeros((*ids.shape, self.embedding_dim), device=ids.device)
+    def forward(self, *args: Any, **named: Any) -> Tensor:
+        return self.zeros
 
 
 class Adopted(CausalLM):
@@ -69,6 +71,7 @@ class Adopted(CausalLM):
         target = torch.empty(0).device
         self.config, self.state = cfg, alone_or(state)
         self.stage = stage = Stage.of(cfg.num_hidden_layers, split=split, state=state)
+        self.whole = without_sequence(self.state)
         self.shown = shown = probed(cfg)
         self.own_attention = not shown.no_context
         made = on_meta(cfg, attention=ATTENTION if self.own_attention else None)
@@ -81,6 +84,8 @@ class Adopted(CausalLM):
                 blocks._modules[str(number)] = Through(block, single=shown.single)
         self._drop_ends(hf, shown)
         here = {*hf.modules()}
+        for table in (module for module in here if isinstance(module, NoTable)):
+            made.constants.append((table, "zeros", torch.zeros(1, 1, table.embedding_dim, device="cpu")))
         constants = [(module, name, value) for module, name, value in made.constants if module in here]
         self.__dict__.update(hf=hf, blocks=blocks, constants=constants)
         self.rotary, self.attentions, self.mtp = {}, (), nn.ModuleDict()
@@ -148,10 +153,9 @@ class Adopted(CausalLM):
         stage, hf = stage or self.stage, self.__dict__["hf"]
         assert ahead is None, "no multi-token prediction"
         named: dict[str, Any] = {"use_cache": False}
-        like = x.new_empty((len(x), x.shape[1], 0), dtype=torch.float32)
-        if stage.first and self.state.sequence:
-            like = like[:, : x.shape[1] // self.state.tensor_size]
-        inputs = AttentionInputs(positions, cache, like=like, state=self.state)
+        length = x.shape[1] * (1 if stage.first or not self.state.sequence else self.state.tensor_size)
+        like = x.new_empty((len(x), length, 0), dtype=torch.float32)
+        inputs = AttentionInputs(positions, cache, like=like, state=self.whole)
         if self.own_attention:
             named["attention_mask"] = carrier(inputs, len(x))
         elif cache is not None or inputs.documents is not None:
@@ -162,7 +166,7 @@ class Adopted(CausalLM):
         if self.shown.takes_positions:
             places = positions
             if places is None:
-                places = default_positions(like, self.state, embedded=True).unsqueeze(0)
+                places = default_positions(like, self.whole, embedded=True).unsqueeze(0)
             named["position_ids"] = places
         if stage.first:
             named["input_ids"] = x
