@@ -1,4 +1,4 @@
-"""Write what ``any_model`` has proved: ``proved.toml`` of the package, and its part of docs/models.md."""
+"""Write what ``any_model`` has proved: ``proved.toml`` of the package, and its part of docs/any_model.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trilith.models import FAMILIES
 from trilith.models.from_transformers.proved import AXES
 
 ROOT = Path(trilith.__file__).parent
-BEGIN = "\n## Models that transformers computes\n"
+BEGIN = "\n## What is proved\n"
 #: Columns of the page: axes, and layouts of the axis that each type must have.
 COLUMNS = ("transformers", "gradients", "data", "ZeRO 0", "tensor", "sequence", "pipeline", "context")
 
@@ -90,7 +90,7 @@ def main() -> None:
             rows[row["kind"]] = row
     ordered = [rows[kind] for kind in sorted(rows)]
     (ROOT / "models/from_transformers/proved.toml").write_text(toml(ordered), encoding="utf-8")
-    models = ROOT / "docs/models.md"
+    models = ROOT / "docs/any_model.md"
     before = models.read_text(encoding="utf-8").partition(BEGIN)[0]
     models.write_text(before.rstrip("\n") + "\n" + page(ordered), encoding="utf-8")
 
