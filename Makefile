@@ -1,5 +1,5 @@
 # `make check` is exactly what CI runs.
-.PHONY: check lint typecheck pages test quick changed seconds nightly docs site models mutants oldest versions faults browser bench wheel \
+.PHONY: check lint typecheck pages test quick changed seconds nightly docs site models any-model mutants oldest versions faults browser bench wheel \
 	stranger release
 
 check: lint typecheck pages test
@@ -61,6 +61,13 @@ models:
 	python -m pytest -q -n 3 -m "slow or not slow" --measured build/measured.json tests/models/test_families.py \
 		tests/layouts/test_families.py $(if $(FAMILY),-k $(FAMILY))
 	PYTHONPATH=tests python -m support.models_page build/measured.json
+
+# docs/any_model.md and models/from_transformers/proved.toml: every causal type of transformers, or TYPES="arcee helium".
+any-model:
+	mkdir -p build
+	rm -f build/any_model.json
+	cd tests && python -m support.any_model ../build/any_model.json $(TYPES)
+	cd tests && python -m support.any_table ../build/any_model.json
 
 # Faults seeded one at a time: does the suite see each of them? Not part of `check`; PART=2/4 is the second of four.
 mutants:

@@ -51,6 +51,7 @@ def generate(
     """
     sampling = sampling or Sampling()
     _check(model, prompts, max_new_tokens, min_new_tokens, stop)
+    cached = cached and model.can_cache
     device = model.state.device if model.state.mesh is not None else next(model.parameters()).device
     tokens_BT, positions_BT = left_padded(prompts, device)
     longest = tokens_BT.shape[1]

@@ -33,6 +33,7 @@ def check_state(model: nn.Module, state: ParallelState, where: str, *, averaged:
         refuse_foreign(model, where, over=state if averaged else None)
     for name, module in model.named_modules():
         module_state = getattr(module, "state", None)
+        module_state = getattr(module_state, "around", None) or module_state
         if (
             isinstance(module_state, ParallelState)
             and module_state.layout.world > 1

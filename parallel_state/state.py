@@ -55,6 +55,8 @@ class ParallelState:
     ) -> None:
         self.layout = layout
         self.rank = rank
+        #: The state of the model around, where a part of it computes as in another layout of the same ranks.
+        self.around: ParallelState | None = None
         self.at: Coordinates = layout.coordinates(rank)
         self.device = device or torch.device("cpu")
         self.mesh = mesh

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..models import AdaptedFamily, LoraConfig, adapted
+from ..models import AdaptedFamily, Family, LoraConfig, TransformersFamily, adapted
 from ..parallel_state import BadInput, ParallelState, dtype_named
 from ..pipeline import bubble
 from ..recipes.recipe import Recipe, with_overrides
@@ -107,6 +107,15 @@ class DryRun:
         )
 
 
+def refuse_adopted(family: Family) -> None:
+    """Refuse a model that transformers computes: its program is not traced for a plan."""
+    if isinstance(family, TransformersFamily):
+        raise BadInput(
+            "plan", "model_type", expected="a family of the zoo", found=family.model_type,
+            todo="A model that transformers computes is trained without a plan: try a few steps of it",
+        )  # fmt: skip
+
+
 def dry_run(recipe: Recipe, *, rank: int | None = None, device: int | None = None) -> DryRun:
     """Compute the dry run of a checked recipe for ``rank``; default: the rank that needs most memory.
 
@@ -117,6 +126,7 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, device: int | None = Non
     recipe = recipe.on(device_here(recipe.device, gpu=(device or recipe.memory.device_gb) is not None))
     planned, missing = plan_without_weights(recipe)
     base = planned.family.base if isinstance(planned.family, AdaptedFamily) else planned.family
+    refuse_adopted(base)
     layout = recipe.layout
     chosen = rank_plan(recipe, planned, rank) if rank is not None else heaviest(recipe, planned)
     parameters = parameters_of(base.on_meta(planned.config))

@@ -14,7 +14,6 @@ from ..layers import (
     checkpoint_blocks,
     compile_blocks,
     routers,
-    set_attention_backend,
     set_auxiliary_losses,
     use_float8,
 )
@@ -179,7 +178,7 @@ def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> CausalLM:
     else:
         model = family.build(plan.config, split=split, state=state, dtype=master)
     freeze(model, plan.groups)
-    set_attention_backend(model, recipe.attention_backend)
+    model.pin_attention(recipe.attention_backend)
     return model
 
 

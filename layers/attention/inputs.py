@@ -50,7 +50,7 @@ class AttentionInputs:
     ) -> None:
         positions = None if positions is None else send(positions, like.device)
         self.cache = cache
-        self._positions, self._state = positions, state
+        self._positions, self.state = positions, state
         self._looked, self._documents = False, positions
         if cache is not None:
             assert positions is not None, "tokens that follow a cache need positions"
@@ -86,8 +86,8 @@ class AttentionInputs:
             else:
                 positions = self._positions
                 if window is not None and positions is None:  # a window needs them, and the host knows them
-                    positions = send(token_places(self._places.shape[-1], self._state), self._places.device)
-                scope = AttentionScope(positions, self.cache, window=window, state=self._state)
+                    positions = send(token_places(self._places.shape[-1], self.state), self._places.device)
+                scope = AttentionScope(positions, self.cache, window=window, state=self.state)
                 self._scopes[window] = scope
         return self._scopes[window]
 
@@ -109,7 +109,7 @@ class AttentionInputs:
         positions = positions.reshape(-1, positions.shape[-1])
         if (here := on_host(positions)) is None:
             return positions
-        in_row = token_places(here.shape[-1], self._state, here.device)
+        in_row = token_places(here.shape[-1], self.state, here.device)
         return None if torch.equal(here, in_row.expand_as(here)) else positions
 
     def last_wanted(self, x_BSD: Tensor) -> Tensor:

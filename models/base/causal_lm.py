@@ -15,12 +15,14 @@ from ...layers import (
     AttentionInputs,
     Dropout,
     KeyValueCache,
+    PinnedBackend,
     RotaryEmbedding,
     Stage,
     VocabParallelEmbedding,
     VocabParallelHead,
     attention_kinds,
     bounded,
+    set_attention_backend,
 )
 from ...parallel_state import Normal, ParallelState, alone_or, local
 from .multi_token import MultiTokenPrediction
@@ -58,6 +60,8 @@ class CausalLM(nn.Module):
     #: Whether the output layer has a bias (GPT-J, Phi).
     biased_head: ClassVar[bool] = False
     head_in_loss = False
+    #: Whether ``forward`` takes a cache.
+    can_cache = True
     #: What ``pipeline.Stages`` is told: the sample that is ``x`` on the first stage, and that each forward
     #: uses all parameters of its stage.
     first_input = "input_ids"
@@ -200,6 +204,10 @@ class CausalLM(nn.Module):
     def rope_changes_at(self) -> set[int]:
         """Return the numbers of tokens above which all of a document's tokens are rotated otherwise."""
         return {rope.by_length for rope in self.rotary.values() if rope.by_length is not None}
+
+    def pin_attention(self, backend: PinnedBackend) -> None:
+        """Let ``backend`` compute all attention."""
+        set_attention_backend(self, backend)
 
     def blocks_of(self, stage: Stage) -> Iterator[nn.Module]:
         """Yield the blocks of one stage, in order."""

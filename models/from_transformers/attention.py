@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...layers import AttentionInputs, causal_attention
+from ...layers import AttentionInputs, causal_attention, own_random
 from ...parallel_state import BadInput
 
 #: Under this name transformers' code finds our attention.
@@ -71,11 +71,12 @@ def attention(
         raise BadInput(type(module).__name__, strange, expected=expected, found="one")
     scope = inputs.scope(sliding_window)
     k_BKSE, v_BKSE = scope.extend(module, k_BKSE, v_BKSE)
-    out_BHSE = causal_attention(
-        q_BHSE, k_BKSE, v_BKSE, scope,
-        dropout=dropout, scale=scaling, soft_cap=softcap, sinks=s_aux,
-        backend=getattr(module, "backend", "auto"),
-    )  # fmt: skip
+    with own_random(inputs.state, split=dropout > 0):
+        out_BHSE = causal_attention(
+            q_BHSE, k_BKSE, v_BKSE, scope,
+            dropout=dropout, scale=scaling, soft_cap=softcap, sinks=s_aux,
+            backend=vars(module).get("trilith_backend", "auto"),
+        )  # fmt: skip
     return out_BHSE.transpose(1, 2).contiguous(), None
 
 
@@ -109,10 +110,10 @@ class Seen:
             for key in places:
                 shown = key <= query and (self.window is None or query - key < self.window)
                 try:
-                    theirs = bool(self.mask(0, 0, torch.tensor(query), torch.tensor(key)))
+                    sees = bool(self.mask(0, 0, torch.tensor(query), torch.tensor(key)))
                 except Exception as error:  # a mask of values that only a forward has
                     return f"{self.module}: its mask depends on more than places ({type(error).__name__})"
-                if theirs != shown:
+                if sees != shown:
                     rule = "causal" if self.window is None else f"a window of {self.window}"
                     return f"{self.module}: its mask is not {rule}: query {query}, key {key}"
         return ""

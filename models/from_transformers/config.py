@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import lru_cache
 from typing import Any, Self
 
 from pydantic import Field
+from pydantic_core import from_json
 
 from ...parallel_state import BadInput, Layout, nearest
 from ..base.config import ModelConfig, check_dtype
@@ -38,11 +40,11 @@ class AdoptedConfig(ModelConfig):
     @property
     def model_type(self) -> str:
         """Return transformers' name of the type."""
-        return str(json.loads(self.raw)["model_type"])
+        return str(from_json(self.raw)["model_type"])
 
     def in_transformers(self) -> Any:
         """Return a new config object of transformers: models write into theirs, and share it."""
-        stated = json.loads(self.raw)
+        stated = from_json(self.raw)
         return config_class(stated.pop("model_type")).from_dict(stated)
 
     @classmethod
@@ -61,7 +63,7 @@ class AdoptedConfig(ModelConfig):
             warnings.warn(f"{where}: auto_map is ignored; no code from a checkpoint is run", stacklevel=2)
         stated = {key: value for key, value in raw.items() if key not in ("model_type", "auto_map")}
         try:
-            config = config_class(kind).from_dict(json.loads(json.dumps(stated)))
+            config = config_class(kind).from_dict(deepcopy(stated))
             known = {**config.to_dict()}
         except Exception as error:  # whatever its own checks raise
             first = str(error).strip().partition("\n")[0][:160]
@@ -119,7 +121,7 @@ class AdoptedConfig(ModelConfig):
     @property
     def experts_of_token(self) -> int:
         """Return how many of a stack of experts one token goes through, as far as the config says."""
-        return int(json.loads(self.raw).get("num_experts_per_tok") or 1)
+        return int(from_json(self.raw).get("num_experts_per_tok") or 1)
 
     @property
     def head_is_last(self) -> bool:
@@ -140,7 +142,7 @@ class AdoptedConfig(ModelConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """Return the dict of a config.json."""
-        stated: dict[str, Any] = json.loads(self.raw)
+        stated: dict[str, Any] = from_json(self.raw)
         return stated
 
 

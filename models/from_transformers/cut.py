@@ -28,6 +28,7 @@ from .layers import (
 from .meta import OnMeta
 from .probe import Probed
 from .proved import better_plans
+from .sequence import enter_and_leave, regions_of, without_sequence
 
 #: Of transformers' tensors that we hold in pieces: our names, in order, and the dim along which they lie.
 Fused = dict[str, tuple[tuple[str, ...], int]]
@@ -153,7 +154,7 @@ def cut_modules(
     """Cut all modules of a model on the meta device, in place; of blocks those of the stage alone."""
     model, kind, cutter = made.model, cfg.model_type, Cutter(made, cfg, state, {})
     here = cutter.here
-    plan = plan_of(model) if here.tensor_size > 1 or here is not None else {}
+    plan = plan_of(model)
     if here.tensor_size > 1 and (why := why_no_tensor(model, kind)):
         raise BadInput(kind, "tensor", expected="1", found=here.tensor_size, todo=why)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -169,10 +170,19 @@ def cut_modules(
     own = None if tied and head.bias is None else head_of(head, kind, law=head_law, state=state)
     put(model, paths[head], placed(head, TiedHead(embedding, own) if tied else own))
     inner = _inner(model, shown, stage)
+    whole = None if state is None or not here.sequence else without_sequence(state)
+    places = [f"{shown.blocks}.{number}" for number in stage.blocks] if shown.blocks and whole else []
+    regions = [region for place in places for region in regions_of(model.get_submodule(place), place)]
     for path, module in [*model.named_modules()]:
         if path == paths[head] or module is embedding or module not in inner:
             continue
+        cutter.state = whole if any(f"{path}.".startswith(f"{region}.") for region in regions) else state
         _cut_module(cutter, plan, path, module)
+    for region in regions:
+        enter_and_leave(model.get_submodule(region), cfg.hidden_size, here)
+    for module in inner:
+        if type(module).__name__.endswith("Indexer"):  # its choice of keys has no gradient
+            module.requires_grad_(False)
     return cutter.fused
 
 
@@ -199,7 +209,7 @@ def _cut_module(cutter: Cutter, plan: Mapping[str, str], path: str, module: nn.M
     for name, _ in module.named_parameters(recurse=False):
         if style_of(plan, f"{path}.{name}") == "local_params":
             cuts[name] = Cut(0)
-    partial = style == "replicated_with_grad_allreduce"
+    partial = style == "replicated_with_grad_allreduce" or here.sequence
     if here.tensor_size > 1 and style in LINEARS and style != "replicate":
         expected, kind = f"a linear for the style {style}", cutter.cfg.model_type
         raise BadInput(kind, path, expected=expected, found=type(module).__name__, todo="Take tensor=1")

@@ -37,7 +37,7 @@ class TransformersFamily(Family):
             "pipeline": shown.no_pipeline,
             "context": shown.no_context,
             "expert": "the experts of adopted models are not spread over ranks",
-            "sequence": "not built for adopted models",
+            "sequence": shown.no_context or shown.no_pipeline,
         }
         for axis, size in sizes.items():
             if int(size) <= (axis != "sequence"):

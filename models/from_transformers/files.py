@@ -123,13 +123,13 @@ def _ordered(piece: Piece, order: Sequence[int]) -> Piece:
     return replace(piece, at=at, dims=tuple(piece.dims[number] for number in order))
 
 
-def file_links(model: Any, held: Sequence[Link], kind: str) -> list[Link]:
+def file_links(model: Any, ours: Sequence[Link], kind: str) -> list[Link]:
     """Return the links of our parameters to the tensors of files, from those to transformers' modules."""
     from transformers.core_model_loading import revert_weight_conversion
 
     pieces: dict[str, list[Piece]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for link in held:
+    for link in ours:
         dims = tuple(range(len(link.ours_box.shape)))
         pieces.setdefault(link.hf, []).append(Piece(link.ours, link.ours_box, link.hf_box, dims))
         shapes[link.hf] = tuple(map(max, shapes.get(link.hf, (0,) * len(dims)), link.hf_box.stop))
@@ -145,7 +145,7 @@ def file_links(model: Any, held: Sequence[Link], kind: str) -> list[Link]:
         raise BadInput(kind, "files", expected=expected, found=f"{type(error).__name__}: {first}") from None
     links = [link for name, tensor in written.items() for link in _links(name, tracer.pieces(tensor), kind)]
     covered = {link.ours for link in links}
-    for link in held:
+    for link in ours:
         if link.ours not in covered:
             expected, actual = "a tensor of files that holds it", "none, by transformers' rules"
             raise BadInput(kind, link.ours, expected=expected, found=actual)

@@ -138,16 +138,16 @@ class CutExperts(nn.Module):
 
 def cut_experts(module: Any, path: str, laws: Mapping[str, Initial], state: ParallelState) -> bool:
     """Cut stacks of experts, (E, 2 F, D) and (E, D, F), in place; tell whether they have this form."""
-    held = dict(module.named_parameters(recurse=False))
-    plain = held.keys() == {"gate_up_proj", "down_proj"} and not getattr(module, "is_transposed", True)
+    stacks = dict(module.named_parameters(recurse=False))
+    plain = stacks.keys() == {"gate_up_proj", "down_proj"} and not getattr(module, "is_transposed", True)
     if (
         not plain
         or not getattr(module, "is_concatenated", False)
         or getattr(module, "has_post_expert_norm", True)
     ):
         return False
-    experts, features, width = held["gate_up_proj"].shape
-    if held["down_proj"].shape != (experts, width, features // 2):
+    experts, features, width = stacks["gate_up_proj"].shape
+    if stacks["down_proj"].shape != (experts, width, features // 2):
         return False
     module._parameters.clear()
     module.state = state

@@ -82,8 +82,8 @@ def _initialize(made: OnMeta, kind: str) -> None:
             expected = "values that transformers' _init_weights sets"
             raise BadInput(kind, where, expected=expected, found="a buffer that it leaves as it is")
     made.constants = [(module, name, module._buffers[name]) for module, name, _ in made.constants]  # type: ignore[misc]
-    kept = [(name, buffer) for name, buffer in model.named_buffers() if name in model.state_dict()]
-    for name, tensor in [*model.named_parameters(), *kept]:
+    stored = [(name, buffer) for name, buffer in model.named_buffers() if name in model.state_dict()]
+    for name, tensor in [*model.named_parameters(), *stored]:
         made.laws[name] = laws.get(id(tensor), OWN)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...layers import AttentionInputs, KeyValueCache, Stage, default_positions
+from ...layers import AttentionInputs, KeyValueCache, PinnedBackend, Stage, default_positions
 from ...parallel_state import BadInput, ParallelState, alone_or, initialize
 from ..base.causal_lm import CausalLM
 from .attention import ATTENTION, carrier
@@ -19,6 +19,7 @@ from .cut import cut_modules
 from .layers import TiedHead
 from .meta import on_meta
 from .probe import Probed, probed
+from .sequence import without_sequence
 
 
 class Through(nn.Module):
@@ -43,14 +44,15 @@ class Through(nn.Module):
 
 
 class NoTable(nn.Module):
-    """Stand in the place of a table of another stage: give zeros of its width."""
+    """Stand in the place of a table of another stage: give zeros of its width, of any token and place."""
 
     def __init__(self, table: nn.Embedding) -> None:
         super().__init__()
         self.embedding_dim, self.padding_idx = table.embedding_dim, table.padding_idx
+        self.register_buffer("zeros", torch.zeros(1, 1, table.embedding_dim, device="meta"), persistent=False)
 
-    def forward(self, ids: Tensor, *args: Any, **named: Any) -> Tensor:
-        return torch.zeros((*ids.shape, self.embedding_dim), device=ids.device)
+    def forward(self, *args: Any, **named: Any) -> Tensor:
+        return self.zeros
 
 
 class Adopted(CausalLM):
@@ -69,6 +71,7 @@ class Adopted(CausalLM):
         target = torch.empty(0).device
         self.config, self.state = cfg, alone_or(state)
         self.stage = stage = Stage.of(cfg.num_hidden_layers, split=split, state=state)
+        self.whole = without_sequence(self.state)
         self.shown = shown = probed(cfg)
         self.own_attention = not shown.no_context
         made = on_meta(cfg, attention=ATTENTION if self.own_attention else None)
@@ -81,6 +84,8 @@ class Adopted(CausalLM):
                 blocks._modules[str(number)] = Through(block, single=shown.single)
         self._drop_ends(hf, shown)
         here = {*hf.modules()}
+        for table in (module for module in here if isinstance(module, NoTable)):
+            made.constants.append((table, "zeros", torch.zeros(1, 1, table.embedding_dim, device="cpu")))
         constants = [(module, name, value) for module, name, value in made.constants if module in here]
         self.__dict__.update(hf=hf, blocks=blocks, constants=constants)
         self.rotary, self.attentions, self.mtp = {}, (), nn.ModuleDict()
@@ -147,13 +152,12 @@ class Adopted(CausalLM):
         """Return logits on the last stage, hidden states on the others."""
         stage, hf = stage or self.stage, self.__dict__["hf"]
         assert ahead is None, "no multi-token prediction"
-        given: dict[str, Any] = {"use_cache": False}
-        like = x.new_empty((len(x), x.shape[1], 0), dtype=torch.float32)
-        if stage.first and self.state.sequence:
-            like = like[:, : x.shape[1] // self.state.tensor_size]
-        inputs = AttentionInputs(positions, cache, like=like, state=self.state)
+        named: dict[str, Any] = {"use_cache": False}
+        length = x.shape[1] * (1 if stage.first or not self.state.sequence else self.state.tensor_size)
+        like = x.new_empty((len(x), length, 0), dtype=torch.float32)
+        inputs = AttentionInputs(positions, cache, like=like, state=self.whole)
         if self.own_attention:
-            given["attention_mask"] = carrier(inputs, len(x))
+            named["attention_mask"] = carrier(inputs, len(x))
         elif cache is not None or inputs.documents is not None:
             what = "one document a row" if cache is None else "no cache of keys"
             raise BadInput(
@@ -162,15 +166,15 @@ class Adopted(CausalLM):
         if self.shown.takes_positions:
             places = positions
             if places is None:
-                places = default_positions(like, self.state, embedded=True).unsqueeze(0)
-            given["position_ids"] = places
+                places = default_positions(like, self.whole, embedded=True).unsqueeze(0)
+            named["position_ids"] = places
         if stage.first:
-            given["input_ids"] = x
+            named["input_ids"] = x
         else:
-            given["inputs_embeds"] = torch.zeros_like(x)  # the first own block is given x in its place
+            named["inputs_embeds"] = torch.zeros_like(x)  # the first own block is given x in its place
         run = hf if stage.last else hf.base_model
         with self._only(stage, None if stage.first else x) as noted:
-            out = run(**given)
+            out = run(**named)
             if not stage.last:
                 return noted()
         logits: Tensor = out.logits
@@ -180,10 +184,10 @@ class Adopted(CausalLM):
     def _only(self, stage: Stage, received: Tensor | None) -> Iterator[Callable[[], Tensor]]:
         """Let the blocks of one stage run, on what was received; yield what gives what they made."""
         places, shown = self.__dict__["blocks"]._modules, self.__dict__["shown"]
-        kept = dict(places)
+        before_this = dict(places)
         for number in self.stage.blocks:
             if number not in stage.blocks:
-                places[str(number)] = Through(kept[str(number)], single=shown.single)
+                places[str(number)] = Through(before_this[str(number)], single=shown.single)
         before = places.get(str(stage.blocks[0] - 1)) if stage.blocks else None
         behind = places.get(str(stage.blocks[-1] + 1)) if stage.blocks else None
         if received is not None:
@@ -195,7 +199,20 @@ class Adopted(CausalLM):
             for module in (before, behind):
                 if isinstance(module, Through):
                     module.received = module.noted = None
-            places.update(kept)
+            places.update(before_this)
+
+    def pin_attention(self, backend: PinnedBackend) -> None:
+        """Let ``backend`` compute all attention, if attention is ours."""
+        if backend != "auto" and not self.own_attention:
+            kind, why = self.config.model_type, self.shown.no_context
+            raise BadInput(kind, "attention_backend", expected="auto", found=backend, todo=why)
+        for module in self.modules():
+            vars(module)["trilith_backend"] = backend
+
+    @property
+    def can_cache(self) -> bool:  # type: ignore[override]
+        """Tell whether keys and values of earlier tokens can be kept."""
+        return self.own_attention
 
     @property
     def layers(self) -> dict[str, nn.Module]:  # type: ignore[override]

@@ -113,10 +113,10 @@ class _Calls:
 
     def left_block(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.order.append(self.number_of[module])
-        given = args[0] if args else kwargs.get("hidden_states")
+        entering = args[0] if args else kwargs.get("hidden_states")
         self.single = isinstance(output, Tensor)
         first = output if self.single else output[0]
-        for x in (given, first):
+        for x in (entering, first):
             self.shapes.add(tuple(x.shape) if isinstance(x, Tensor) else ())
 
     def problem(self, cfg: AdoptedConfig) -> str:
@@ -149,6 +149,14 @@ def _watch(made: OnMeta, blocks: str) -> _Calls:
     return calls
 
 
+def _rope_by_length(config: Any) -> str:
+    """Return the type of a rotation that transformers computes anew by the positions that are there."""
+    stated = getattr(config, "rope_parameters", None) or {}
+    tables = [stated, *(table for table in stated.values() if isinstance(table, dict))]
+    types = [table.get("rope_type") for table in tables]
+    return next((kind for kind in ("dynamic", "longrope") if kind in types), "")
+
+
 _OTHER_MIXERS = (
     "mamba",
     "ssm",
@@ -172,6 +180,8 @@ def _why_not_ours(model: nn.Module, blocks: str, seen: Sequence[Seen], cfg: Adop
         plain = isinstance(module, nn.Conv1d)
         if plain or (name != "conv1d" and any(word in name for word in _OTHER_MIXERS)):
             return f"{type(module).__name__} mixes tokens outside of attention"
+    if rope := _rope_by_length(cfg.in_transformers()):
+        return f"its rotation of type {rope} depends on the longest row that a rank has"
     if not seen:
         return "its blocks do not call transformers' common attention"
     for call in seen:

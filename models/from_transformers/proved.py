@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import tomllib
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ...parallel_state import BadInput
+from ...storage.small_files import read_toml
+from ...system import whole_number
 
 #: What each axis is called in the table, by the key of a layout.
 AXES = ("tensor", "sequence", "pipeline", "context", "expert")
@@ -18,25 +19,25 @@ _HERE = Path(__file__).parent
 @lru_cache
 def proved() -> dict[str, Any]:
     """Return the table that ``make models`` writes: ``transformers``, its version, and ``types``."""
-    return tomllib.loads((_HERE / "proved.toml").read_text(encoding="utf-8"))
+    return read_toml(_HERE / "proved.toml")
 
 
 @lru_cache
 def better_plans() -> dict[str, dict[str, str]]:
     """Return, by type, styles to add to transformers' plan, or to put in the place of some of it."""
-    return tomllib.loads((_HERE / "plans.toml").read_text(encoding="utf-8"))
+    return read_toml(_HERE / "plans.toml")
 
 
 def check_version(kind: str) -> None:
     """Refuse a transformers that is older than the one that tests have proved types with."""
-    wanted, found = proved()["transformers"], version("transformers")
-    if _numbers(found) < _numbers(wanted):
+    wanted, installed = proved()["transformers"], version("transformers")
+    if _numbers(installed) < _numbers(wanted):
         expected, todo = f"at least {wanted} for {kind}", "pip install -U transformers"
-        raise BadInput("transformers", "version", expected=expected, found=found, todo=todo)
+        raise BadInput("transformers", "version", expected=expected, found=installed, todo=todo)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".")[:2] if part.isdigit())
+    return tuple(whole_number(part) or 0 for part in text.split(".")[:2])
 
 
 def why_refused(kind: str) -> str:

@@ -324,24 +324,23 @@ def prove(kind: str, raw: Mapping[str, Any] | None = None, axes: Mapping[str, La
         row.refused["all"] = f"not transformers' own: {row.proved}"
     if "all" in row.refused:
         return row
-    (alone,) = run_parallel(train_all, 1, raw, {"alone": Layout()}, timeout=60)
+    (alone,) = run_parallel(train_all, 1, raw, {"alone": Layout()}, timeout=50)
     one = alone["alone"]
     if isinstance(one, str):
         row.refused["all"] = one
         return row
-    left = dict(axes)
-    while left:
+    try:
+        ranks = run_parallel(train_all, 2, raw, axes, timeout=50)
+    except Exception:  # a rank waits for another: which axis is it?
+        ranks = [{}, {}]
+    for axis, layout in axes.items():
         try:
-            ranks = run_parallel(train_all, 2, raw, left, timeout=60)
+            if not all(axis in rank for rank in ranks):
+                again = run_parallel(train_all, 2, raw, {axis: layout}, timeout=25)
+                ranks = [rank | alone for rank, alone in zip(ranks, again, strict=True)]
+            judge(row, axis, one, [rank[axis] for rank in ranks])
         except Exception as error:
-            axis = next(iter(left))
             row.refused[axis] = f"failed: {str(error).strip()[:160]}"
-            del left[axis]
-            continue
-        done = [axis for axis in left if all(axis in rank for rank in ranks)] or [next(iter(left))]
-        for axis in done:
-            judge(row, axis, one, [rank.get(axis, "failed on another rank") for rank in ranks])
-            del left[axis]
     return row
 
 

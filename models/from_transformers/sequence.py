@@ -1,0 +1,53 @@
+"""Let a block's modules see whole sequences under sequence parallelism, and what is between them pieces.
+
+A module that holds matrices (attention, a feed-forward net, experts) is a region: its tokens are gathered
+where it begins, it computes as without sequence parallelism, and each rank keeps its own tokens of what it
+gives. Norms, and sums of residuals, compute this rank's tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...layers import gather_from_tensor, split_to_tensor
+from ...parallel_state import ParallelState
+
+
+def without_sequence(state: ParallelState) -> ParallelState:
+    """Return the same rank's state in a layout whose activations are whole."""
+    made = copy(state)
+    made.layout, made.around = replace(state.layout, sequence=False), state
+    return made
+
+
+def regions_of(block: nn.Module, path: str) -> list[str]:
+    """Return the paths of a block's modules that hold matrices, or modules with parameters."""
+    return [
+        f"{path}.{name}"
+        for name, child in block.named_children()
+        if any(parameter.dim() > 1 for parameter in child.parameters())
+    ]
+
+
+def enter_and_leave(module: nn.Module, width: int, state: ParallelState) -> None:
+    """Gather the tokens of what a region is given, and split what it gives, in place."""
+
+    def changed(x: Any, change: Callable[..., Tensor]) -> Any:
+        if isinstance(x, tuple):
+            return tuple(changed(part, change) for part in x)
+        states = isinstance(x, Tensor) and x.dim() == 3 and x.shape[-1] == width and x.is_floating_point()
+        return change(x, state, dim=1) if states else x
+
+    def enter(_: nn.Module, args: Any, named: dict[str, Any]) -> Any:
+        return changed(args, gather_from_tensor), {
+            name: changed(x, gather_from_tensor) if name in ("hidden_states", "x", "residual") else x
+            for name, x in named.items()
+        }
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(lambda module, args, output: changed(output, split_to_tensor))

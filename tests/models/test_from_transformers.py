@@ -1,0 +1,196 @@
+"""Models that transformers computes: as transformers itself does, in each layout that is offered."""
+
+import random
+from importlib.metadata import version
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.any_model import LAYOUTS, draw, family, plain, prove, tiny
+from support.short_runs import tiny_recipe, train, write_tokens
+from trilith.checkpoints import convert, load
+from trilith.models import FAMILIES, family_of
+from trilith.models.from_transformers import TransformersFamily, adopted_types
+from trilith.models.from_transformers.config import config_class
+from trilith.models.from_transformers.cut import LINEARS, OTHERS, REFUSED
+from trilith.models.from_transformers.proved import proved
+from trilith.parallel_state import OWN, BadInput, Layout, declarations
+
+TABLE = proved()["types"]
+SAME_VERSION = version("transformers").split(".")[:2] == proved()["transformers"].split(".")[:2]
+of_this_version = pytest.mark.skipif(not SAME_VERSION, reason="the table is of another transformers")
+OFFERED = sorted(kind for kind, row in TABLE.items() if "refused" not in row and kind not in FAMILIES)
+#: Types whose forward has what could be computed twice, left out or cut wrongly, and others by a seed.
+CHOSEN = ["hyperclovax", "apertus", "granite_swa", "ernie4_5_moe"]
+CHOSEN += random.Random(5).sample([kind for kind in OFFERED if kind not in CHOSEN], min(8, len(OFFERED)))
+
+
+@of_this_version
+@pytest.mark.parametrize("kind", CHOSEN)
+def test_a_type_is_transformers_own_in_every_layout_of_the_table(kind):
+    row = prove(kind)
+    assert row.proved.keys() >= {"transformers", "gradients", "data", *TABLE[kind]["axes"]}, row.refused
+
+
+def test_every_style_of_transformers_plans_has_a_row():
+    styles = {
+        style
+        for kind in adopted_types()
+        for style in (getattr(config_class(kind), "base_model_tp_plan", None) or {}).values()
+    }
+    assert styles - {*LINEARS, *OTHERS, *REFUSED} == set()
+
+
+def test_a_style_without_a_row_is_refused(monkeypatch):
+    monkeypatch.setattr(config_class("arcee"), "base_model_tp_plan", {"layers.*.mlp.up_proj": "diagonal"})
+    made = family("arcee")
+    with pytest.raises(BadInput, match=r"model.layers.*: its plan's style diagonal is not known"):
+        made.stages_on_meta(made.from_hf(tiny("arcee", num_hidden_layers=3)), Layout.of(tensor=2))
+
+
+@of_this_version
+@pytest.mark.parametrize("axis", ["tensor", "pipeline", "context", "sequence", "expert"])
+def test_an_axis_that_is_not_proved_is_refused_in_one_line(axis):
+    layout = LAYOUTS.get(axis) or Layout.of(data=2, expert=2)
+    kind = next(kind for kind in OFFERED if axis not in TABLE[kind]["axes"])
+    made = family_of({"model_type": kind})
+    with pytest.raises(BadInput, match=f"layout: {axis}") as refusal:
+        made.check_layout(made.from_hf(tiny(kind)), layout)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_config_that_transformers_refuses_is_refused_in_one_line():
+    for changes, says in (
+        ({"hidden_size": "wide"}, "expected what transformers' arcee reads"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ):
+        with pytest.raises(BadInput, match=says) as refusal:
+            family("arcee").from_hf(tiny("arcee") | changes, "here.json")
+        assert "\n" not in str(refusal.value)
+
+
+def test_a_model_of_several_and_an_encoder_are_refused():
+    for kind, says in (("git", "several in one"), ("bert", "expected a decoder alone")):
+        with pytest.raises(BadInput, match=says):
+            family(kind).from_hf({"model_type": kind})
+
+
+def test_first_values_follow_transformers_laws():
+    """By mean and standard deviation of each tensor, against transformers' own draw of it."""
+    from transformers import AutoModelForCausalLM
+
+    made = family("hyperclovax")
+    config = made.from_hf(tiny("hyperclovax", initializer_range=0.05, pad_token_id=None))
+    torch.manual_seed(0)
+    model, theirs = (
+        made.build(config, device="cpu"),
+        AutoModelForCausalLM.from_config(config.in_transformers()),
+    )
+    for name, tensor in theirs.named_parameters():
+        parameter, ours = tensor.detach(), model.get_parameter(name).detach()[: len(tensor)]
+        assert abs(float(ours.mean() - parameter.mean())) < 0.01, name
+        assert float(ours.std()) == pytest.approx(float(parameter.std()), rel=0.2, abs=1e-6), name
+    assert OWN not in {declaration.initial for declaration in declarations(model).values()}
+
+
+def test_a_model_whose_first_values_are_not_known_starts_from_weights_only(tmp_path):
+    raw = tiny_recipe(
+        tmp_path / "run",
+        write_tokens(tmp_path / "tokens"),
+        model={"config": tiny("apertus", vocab_size=512)},
+        steps=1,
+    )
+    with pytest.raises(Exception, match=r"act_fn.alpha_p: expected an initial"):
+        train(raw)
+
+
+@pytest.mark.parametrize("kind", ["arcee", "olmoe", "ernie4_5_moe", "glm"])
+def test_files_of_transformers_load_and_come_back_bitwise(kind, tmp_path):
+    made = family(kind)
+    config = made.from_hf(tiny(kind))
+    model = made.build(config).to_empty(device="cpu")
+    draw(model, model.state)
+    theirs = plain(config, made, model).float()
+    theirs.save_pretrained(tmp_path / "hf")
+    loaded = load(tmp_path / "hf").model
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, loaded.get_parameter(name)[: len(parameter)]), name
+    convert(tmp_path / "hf", tmp_path / "cut", tensor=2, pipeline=2)
+    convert(tmp_path / "cut", tmp_path / "back", to="hf")
+    before, after = (
+        {
+            name: tensor
+            for file in (tmp_path / place).glob("*.safetensors")
+            for name, tensor in load_file(file).items()
+        }
+        for place in ("hf", "back")
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_rule_that_keeps_no_boxes_is_refused(monkeypatch):
+    from transformers import core_model_loading
+
+    def shifted(self, input_dict, **named):
+        return {name: tensors[0].roll(1) for name, tensors in input_dict.items()}
+
+    monkeypatch.setattr(core_model_loading.SplitModulelist, "convert", shifted)
+    made = family("olmoe")
+    with pytest.raises(BadInput, match="made by renaming, splitting, stacking"):
+        made.links(made.from_hf(tiny("olmoe", num_hidden_layers=2)))
+
+
+def test_a_recipe_trains_an_adopted_model_alike_in_every_layout(tmp_path):
+    tokens, losses = write_tokens(tmp_path / "tokens"), []
+    for number, layout in enumerate(
+        ({}, {"tensor": 2, "pipeline": 2}, {"data": 2, "zero": 3}, {"context": 2})
+    ):
+        raw = tiny_recipe(
+            tmp_path / str(number),
+            tokens,
+            model={"config": tiny("arcee", vocab_size=512)},
+            layout=layout,
+            steps=3,
+        )
+        losses.append([step.loss for step in train(raw)])
+    for run in losses[1:]:
+        assert run == pytest.approx(losses[0], rel=1e-9)
+
+
+def test_packed_documents_do_not_see_each_other():
+    made = family("arcee")
+    model = made.build(made.from_hf(tiny("arcee"))).to_empty(device="cpu").eval()
+    draw(model, model.state)
+    ids = torch.randint(3, 100, (1, 24))
+    positions = torch.cat([torch.arange(10), torch.arange(14)]).unsqueeze(0)
+    apart = torch.cat([model(ids[:, :10]), model(ids[:, 10:])], dim=1)
+    assert torch.allclose(model(ids, positions), apart, atol=1e-5)
+
+
+def test_a_type_with_attention_of_its_own_refuses_packed_documents_and_caches():
+    made = family("gpt_neo")
+    model = made.build(made.from_hf(tiny("gpt_neo"))).to_empty(device="cpu").eval()
+    draw(model, model.state)
+    with pytest.raises(BadInput, match="one document a row"):
+        model(torch.zeros(1, 8, dtype=torch.int64), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]))
+
+
+def test_attention_that_another_model_set_to_eager_stays_ours():
+    """transformers keeps the choice on the config object: eager would take our mask for no mask."""
+    made = family("arcee")
+    model = made.build(made.from_hf(tiny("arcee"))).to_empty(device="cpu").eval()
+    draw(model, model.state)
+    ids = torch.randint(3, 100, (1, 16))
+    before = model(ids)
+    made.from_hf(tiny("arcee")).in_transformers()._attn_implementation = "eager"
+    assert torch.equal(model(ids), before)
+    model.hf.config._attn_implementation = "eager"
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        model(ids)
+
+
+def test_a_type_of_the_zoo_stays_the_zoos():
+    assert family_of({"model_type": "llama"}) is FAMILIES["llama"]
+    assert isinstance(family_of({"model_type": "arcee"}), TransformersFamily)
