@@ -1,4 +1,4 @@
-"""Hold nanoGPT's model (Andrej Karpathy, MIT licence) without dropout, for one device."""
+"""Hold nanoGPT's model (Copyright (c) 2022 Andrej Karpathy, MIT licence), less dropout, for one device."""
 
 from dataclasses import dataclass
 
