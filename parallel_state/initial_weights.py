@@ -54,7 +54,8 @@ class Own:
 
 Initial = Normal | Uniform | LogUniform | Constant | Own
 
-ZERO, OWN = Constant(0.0), Own()
+ZERO = Constant(0.0)
+OWN = Own()
 
 
 def seed_of(*parts: object) -> int:
