@@ -31,7 +31,7 @@ class Through(nn.Module):
     def __init__(self, block: nn.Module, *, single: bool = True) -> None:
         super().__init__()
         # What transformers' code reads of a block before it calls it, such as its kind of attention.
-        plain = {key: value for key, value in vars(block).items() if not key.startswith("_")}
+        plain = {key: member for key, member in vars(block).items() if not key.startswith("_")}
         self.__dict__.update(plain)
         self.single, self.received, self.noted = single, None, None
 
@@ -86,7 +86,7 @@ class Adopted(CausalLM):
         here = {*hf.modules()}
         for table in (module for module in here if isinstance(module, NoTable)):
             made.constants.append((table, "zeros", torch.zeros(1, 1, table.embedding_dim, device="cpu")))
-        constants = [(module, name, value) for module, name, value in made.constants if module in here]
+        constants = [(module, name, numbers) for module, name, numbers in made.constants if module in here]
         self.__dict__.update(hf=hf, blocks=blocks, constants=constants)
         self.rotary, self.attentions, self.mtp = {}, (), nn.ModuleDict()
         self._names = frozenset(signature(hf.forward).parameters)
@@ -117,9 +117,9 @@ class Adopted(CausalLM):
 
     def _restore(self) -> None:
         """Fill the buffers that no file holds, on the device where they are."""
-        for module, name, value in self.__dict__.get("constants", ()):
-            device = next((p.device for p in self.parameters()), value.device)
-            module._buffers[name] = value.to(device)
+        for module, name, numbers in self.__dict__.get("constants", ()):
+            device = next((p.device for p in self.parameters()), numbers.device)
+            module._buffers[name] = numbers.to(device)
 
     @torch.no_grad()
     def _fill(self) -> None:
