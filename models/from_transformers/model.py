@@ -15,7 +15,7 @@ from ...parallel_state import BadInput, ParallelState, alone_or, initialize
 from ..base.causal_lm import CausalLM
 from .attention import ATTENTION, carrier
 from .config import AdoptedConfig
-from .cut import cut_modules
+from .cut import Fused, cut_modules
 from .layers import TiedHead
 from .meta import on_meta
 from .probe import Probed, probed
@@ -33,7 +33,9 @@ class Through(nn.Module):
         # What transformers' code reads of a block before it calls it, such as its kind of attention.
         plain = {key: member for key, member in vars(block).items() if not key.startswith("_")}
         self.__dict__.update(plain)
-        self.single, self.received, self.noted = single, None, None
+        self.single = single
+        self.received: Tensor | None = None
+        self.noted: Any = None
 
     def forward(self, *args: Any, **named: Any) -> Any:
         x = args[0] if args else named.get("hidden_states")
@@ -51,6 +53,8 @@ class NoTable(nn.Module):
         self.embedding_dim, self.padding_idx = table.embedding_dim, table.padding_idx
         self.register_buffer("zeros", torch.zeros(1, 1, table.embedding_dim, device="meta"), persistent=False)
 
+    zeros: Tensor
+
     def forward(self, *args: Any, **named: Any) -> Tensor:
         return self.zeros
 
@@ -63,6 +67,9 @@ class Adopted(CausalLM):
     """
 
     rotary: dict[str, Any]
+    #: transformers' model, whose modules are also this one's, and what its parameters are in pieces.
+    hf: Any
+    fused: Fused
 
     def __init__(
         self, cfg: AdoptedConfig, *, split: Sequence[int] | None = None, state: ParallelState | None = None

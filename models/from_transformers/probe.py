@@ -80,7 +80,7 @@ def path_of_blocks(model: nn.Module, count: int) -> str:
     for path, module in model.named_modules():
         holds = isinstance(module, nn.ModuleList) and len(module) == count
         if holds and all(next(block.parameters(), None) is not None for block in module.children()):
-            return path
+            return str(path)
     return ""
 
 
