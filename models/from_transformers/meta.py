@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -74,14 +74,14 @@ def _initialize(made: OnMeta, kind: str) -> None:
                 raise BadInput(kind, f"{path}.{name}", expected=expected, found=str(buffer.dtype))
     with _recording(laws):
         model.initialize_weights()
-    for module, name, _ in made.constants:
-        numbers = module._buffers[name]
-        assert numbers is not None
-        if numbers.is_floating_point() and bool(numbers.isnan().any()):
+    made.constants = [
+        (module, name, cast(Tensor, module._buffers[name])) for module, name, _ in made.constants
+    ]
+    for module, name, constant in made.constants:
+        if constant.is_floating_point() and bool(constant.isnan().any()):
             where = f"{type(module).__name__}.{name}"
             expected = "values that transformers' _init_weights sets"
             raise BadInput(kind, where, expected=expected, found="a buffer that it leaves as it is")
-    made.constants = [(module, name, module._buffers[name]) for module, name, _ in made.constants]  # type: ignore[misc]
     stored = [(name, buffer) for name, buffer in model.named_buffers() if name in model.state_dict()]
     for name, tensor in [*model.named_parameters(), *stored]:
         made.laws[name] = laws.get(id(tensor), OWN)
