@@ -61,7 +61,7 @@ class AdoptedConfig(ModelConfig):
             check_dtype(key, raw.get(key), where)
         if raw.get("auto_map"):
             warnings.warn(f"{where}: auto_map is ignored; no code from a checkpoint is run", stacklevel=2)
-        stated = {key: value for key, value in raw.items() if key not in ("model_type", "auto_map")}
+        stated = {key: entry for key, entry in raw.items() if key not in ("model_type", "auto_map")}
         try:
             config = config_class(kind).from_dict(deepcopy(stated))
             known = {**config.to_dict()}
@@ -71,7 +71,7 @@ class AdoptedConfig(ModelConfig):
             raise BadInput(where, expected=expected, found=f"{type(error).__name__}: {first}") from None
         for key in cls.unknown_keys(raw):
             warnings.warn(f"{where}: {key[:80]} is unknown and ignored", stacklevel=2)
-        text = {key: value for key, value in known.items() if key not in _FREE} | {"model_type": kind}
+        text = {key: entry for key, entry in known.items() if key not in _FREE} | {"model_type": kind}
         try:
             written = json.dumps(text, sort_keys=True)
         except TypeError as error:
@@ -90,17 +90,17 @@ class AdoptedConfig(ModelConfig):
             raise BadInput(where, "is_decoder", expected="a decoder alone", found="another model")
 
         def number(name: str, default: int) -> int:
-            value = getattr(config, name, None)
-            return value if type(value) is int and value > 0 else default
+            entry = getattr(config, name, None)
+            return entry if type(entry) is int and entry > 0 else default
 
         blocks = number("num_hidden_layers", 0)
         if not 0 < blocks <= MOST_BLOCKS:
             expected = f"1 to {MOST_BLOCKS}"
             raise BadInput(where, "num_hidden_layers", expected=expected, found=blocks)
         fields = {"vocab_size": number("vocab_size", 0), "hidden_size": number("hidden_size", 0)}
-        for key, value in fields.items():
-            if not 0 < value <= 2**24:
-                raise BadInput(where, key, expected="1 to 2**24", found=value)
+        for key, entry in fields.items():
+            if not 0 < entry <= 2**24:
+                raise BadInput(where, key, expected="1 to 2**24", found=entry)
         spread = getattr(config, "initializer_range", 0.02)
         return cls(
             raw=written,

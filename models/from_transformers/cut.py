@@ -190,7 +190,7 @@ def _inner(model: nn.Module, shown: Probed, stage: Stage) -> set[nn.Module]:
     """Return all modules but those of blocks of other stages."""
     others = set[nn.Module]()
     if shown.blocks:
-        for number, block in enumerate(model.get_submodule(shown.blocks)):  # type: ignore[arg-type]
+        for number, block in enumerate(model.get_submodule(shown.blocks).children()):
             others |= {*block.modules()} if number not in stage.blocks else set()
     return {*model.modules()} - others
 

@@ -66,7 +66,7 @@ class TransformersFamily(Family):
 
     def held_links(self, config: ModelConfig) -> list[Link]:
         """Return the links between trilith's tensors and those of transformers' modules."""
-        model = self.on_meta(config)
+        model: Any = self.on_meta(config)
         (stated,) = self.declarations(config)
         links: list[Link] = []
         part_of = {ours: hf for hf, (parts, _) in model.fused.items() for ours in parts}

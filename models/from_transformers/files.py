@@ -57,7 +57,7 @@ class Tracer(TorchFunctionMode):
         return out
 
     def _one(self, name: str, args: Any, kwargs: dict[str, Any]) -> list[Piece] | None:
-        x = args[0] if args else None
+        x: Any = args[0] if args else None
         if name in ("cat", "concat"):
             return self._joined(x, _dim(x[0], args, kwargs, 1))
         pieces = self.pieces(x)

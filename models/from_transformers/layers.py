@@ -64,7 +64,7 @@ class TiedHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         logits = cast(Tensor, self.__dict__["embedding"].project(x))
-        return logits if self.bias is None else logits + local(self.bias)
+        return logits if self.bias is None else logits + local(cast(Tensor, self.bias))
 
 
 class GatheredColumn(ColumnParallelLinear):
@@ -226,7 +226,8 @@ def declare_rest(
             declare_parameter(module, name, stated, state)
             names.append(name)
     if names and state.tensor_size > 1:
-        module.__class__ = localized(type(module), tuple(names))
+        made: Any = localized(cast(Any, type(module)), tuple(names))
+        module.__class__ = made
 
 
 @lru_cache(maxsize=256)

@@ -1,11 +1,11 @@
-"""Make transformers' model without memory, with the law of each first value and the values of its buffers."""
+"""Make transformers' model without memory, with the law of each first value and what buffers hold."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,28 +60,28 @@ def on_meta(cfg: AdoptedConfig, *, attention: str | None) -> OnMeta:
 def _initialize(made: OnMeta, kind: str) -> None:
     model, laws = made.model, dict[int, Initial]()
     for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, Tensor):
+        for name, member in vars(module).items():
+            if isinstance(member, Tensor):
                 todo = "transformers' code keeps a tensor that is neither parameter nor buffer"
                 raise BadInput(kind, f"{path}.{name}", expected="no tensor", found="one", todo=todo)
         for name, buffer in module.named_buffers(recurse=False):
             if name in module._non_persistent_buffers_set:
-                value = torch.full_like(buffer, _unset(buffer.dtype), device="cpu")
-                module._buffers[name] = value
-                made.constants.append((module, name, value))
+                numbers = torch.full_like(buffer, _unset(buffer.dtype), device="cpu")
+                module._buffers[name] = numbers
+                made.constants.append((module, name, numbers))
             elif not buffer.is_floating_point():
                 expected = "floating numbers: transformers keeps others in its files"
                 raise BadInput(kind, f"{path}.{name}", expected=expected, found=str(buffer.dtype))
     with _recording(laws):
         model.initialize_weights()
-    for module, name, _ in made.constants:
-        value = module._buffers[name]
-        assert value is not None
-        if value.is_floating_point() and bool(value.isnan().any()):
+    made.constants = [
+        (module, name, cast(Tensor, module._buffers[name])) for module, name, _ in made.constants
+    ]
+    for module, name, constant in made.constants:
+        if constant.is_floating_point() and bool(constant.isnan().any()):
             where = f"{type(module).__name__}.{name}"
             expected = "values that transformers' _init_weights sets"
             raise BadInput(kind, where, expected=expected, found="a buffer that it leaves as it is")
-    made.constants = [(module, name, module._buffers[name]) for module, name, _ in made.constants]  # type: ignore[misc]
     stored = [(name, buffer) for name, buffer in model.named_buffers() if name in model.state_dict()]
     for name, tensor in [*model.named_parameters(), *stored]:
         made.laws[name] = laws.get(id(tensor), OWN)

@@ -15,7 +15,7 @@ from ...parallel_state import BadInput, ParallelState, alone_or, initialize
 from ..base.causal_lm import CausalLM
 from .attention import ATTENTION, carrier
 from .config import AdoptedConfig
-from .cut import cut_modules
+from .cut import Fused, cut_modules
 from .layers import TiedHead
 from .meta import on_meta
 from .probe import Probed, probed
@@ -31,9 +31,11 @@ class Through(nn.Module):
     def __init__(self, block: nn.Module, *, single: bool = True) -> None:
         super().__init__()
         # What transformers' code reads of a block before it calls it, such as its kind of attention.
-        plain = {key: value for key, value in vars(block).items() if not key.startswith("_")}
+        plain = {key: member for key, member in vars(block).items() if not key.startswith("_")}
         self.__dict__.update(plain)
-        self.single, self.received, self.noted = single, None, None
+        self.single = single
+        self.received: Tensor | None = None
+        self.noted: Any = None
 
     def forward(self, *args: Any, **named: Any) -> Any:
         x = args[0] if args else named.get("hidden_states")
@@ -51,6 +53,8 @@ class NoTable(nn.Module):
         self.embedding_dim, self.padding_idx = table.embedding_dim, table.padding_idx
         self.register_buffer("zeros", torch.zeros(1, 1, table.embedding_dim, device="meta"), persistent=False)
 
+    zeros: Tensor
+
     def forward(self, *args: Any, **named: Any) -> Tensor:
         return self.zeros
 
@@ -63,6 +67,9 @@ class Adopted(CausalLM):
     """
 
     rotary: dict[str, Any]
+    #: transformers' model, whose modules are also this one's, and what its parameters are in pieces.
+    hf: Any
+    fused: Fused
 
     def __init__(
         self, cfg: AdoptedConfig, *, split: Sequence[int] | None = None, state: ParallelState | None = None
@@ -86,7 +93,7 @@ class Adopted(CausalLM):
         here = {*hf.modules()}
         for table in (module for module in here if isinstance(module, NoTable)):
             made.constants.append((table, "zeros", torch.zeros(1, 1, table.embedding_dim, device="cpu")))
-        constants = [(module, name, value) for module, name, value in made.constants if module in here]
+        constants = [(module, name, numbers) for module, name, numbers in made.constants if module in here]
         self.__dict__.update(hf=hf, blocks=blocks, constants=constants)
         self.rotary, self.attentions, self.mtp = {}, (), nn.ModuleDict()
         self._names = frozenset(signature(hf.forward).parameters)
@@ -117,9 +124,9 @@ class Adopted(CausalLM):
 
     def _restore(self) -> None:
         """Fill the buffers that no file holds, on the device where they are."""
-        for module, name, value in self.__dict__.get("constants", ()):
-            device = next((p.device for p in self.parameters()), value.device)
-            module._buffers[name] = value.to(device)
+        for module, name, numbers in self.__dict__.get("constants", ()):
+            device = next((p.device for p in self.parameters()), numbers.device)
+            module._buffers[name] = numbers.to(device)
 
     @torch.no_grad()
     def _fill(self) -> None:

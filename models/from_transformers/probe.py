@@ -80,7 +80,7 @@ def path_of_blocks(model: nn.Module, count: int) -> str:
     for path, module in model.named_modules():
         holds = isinstance(module, nn.ModuleList) and len(module) == count
         if holds and all(next(block.parameters(), None) is not None for block in module.children()):
-            return path
+            return str(path)
     return ""
 
 
@@ -136,8 +136,8 @@ class _Calls:
 
 def _watch(made: OnMeta, blocks: str) -> _Calls:
     model = made.model.eval()
-    for module, name, value in made.constants:
-        module._buffers[name] = value.to("meta")
+    for module, name, numbers in made.constants:
+        module._buffers[name] = numbers.to("meta")
     calls = _Calls(model, blocks)
     tokens = torch.zeros((2, _TOKENS), dtype=torch.int64, device="meta")
     with (
