@@ -85,7 +85,7 @@ class SplitRow(RowParallelLinear):
     """Take whole inputs, of which each rank multiplies its piece."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(split_to_tensor(x, self.state))
+        return cast(Tensor, super().forward(split_to_tensor(x, self.state)))
 
 
 class LatentAndRope(ReplicatedLinear):
@@ -94,7 +94,8 @@ class LatentAndRope(ReplicatedLinear):
     rope_width: int
 
     def forward(self, x: Tensor) -> Tensor:
-        latent, rope = super().forward(x).split([self.out_features - self.rope_width, self.rope_width], -1)
+        both: Tensor = super().forward(x)
+        latent, rope = both.split([both.shape[-1] - self.rope_width, self.rope_width], -1)
         return torch.cat([latent, copy_to_tensor(rope, self.state)], -1)
 
 
