@@ -59,6 +59,7 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
     counts = Counter(axis for row in passed for axis in row["proved"])
     shown = ", ".join(f"{counts[axis]} {axis}" for axis in AXES if counts[axis])
     text = f"""{BEGIN}
+<!-- proved -->
 Of the {len(rows)} causal types of transformers {version("transformers")}, {len(passed)} pass at a tiny size,
 {len(outside)} of them outside the zoo; of these {len(passed)} the axes that pass: {shown}.
 
@@ -94,7 +95,7 @@ def main() -> None:
     (ROOT / "models/from_transformers/proved.toml").write_text(toml(ordered), encoding="utf-8")
     models = ROOT / "docs/any_model.md"
     before = models.read_text(encoding="utf-8").partition(BEGIN)[0]
-    models.write_text(before.rstrip("\n") + "\n" + page(ordered), encoding="utf-8")
+    models.write_text(before.rstrip("\n") + "\n" + page(ordered).rstrip("\n") + "\n<!-- end -->\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
