@@ -17,7 +17,7 @@ CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 #: Pages that code writes.
 GENERATED = {"docs/commands.md", "docs/models.md", "docs/published_runs.md", "docs/recipe.md"}
 #: The most words of README and the pages written by hand.
-MOST_WORDS = 27_350
+MOST_WORDS = 27_450
 
 
 def navigation(entry):
