@@ -3,8 +3,6 @@
 Rank 0 does both in threads, because no rank should wait for thousands of files or for a network.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Say what a model is for its checkpoints: a family of the zoo with its config, or a user's module."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Compare two sources of weights tensor by tensor, across layouts and forms, in bounded memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 There is no pointer file: the folders are looked at.
 """
 
-from __future__ import annotations
-
 import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator

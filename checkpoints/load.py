@@ -1,7 +1,5 @@
 """Load a model, whole or as a rank's part of it, and an optimizer's state; each rank reads what it stores."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field

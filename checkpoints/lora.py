@@ -1,7 +1,5 @@
 """Read LoRA adapters from PEFT's folders, and find the base model that they belong to."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Mapping

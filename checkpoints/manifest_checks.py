@@ -1,7 +1,5 @@
 """Check a manifest: before it is written, that it can be read back; and that what it states is possible."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Collection, Mapping

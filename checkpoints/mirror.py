@@ -6,8 +6,6 @@ An object store has no rename, so the manifest is written last: a folder without
 checkpoint. When a copy is deleted, its manifest is deleted first.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 It is the same for a folder of Hugging Face and for a checkpoint of another project: only the names differ.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ A run's checkpoint has AdamW's two moments, and its memory has the updates. A ch
 the optimizer's class, its moments and its numbers (``StoredOptimizer``).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

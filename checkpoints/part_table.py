@@ -3,8 +3,6 @@
 Every reader goes through here, so it does not matter whether a manifest lists its parts or states a grid.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """List what a rank stores, write its file of a checkpoint, and describe its tensors for the manifest."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Write a checkpoint of any model, in any layout, from a loop of one's own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Write a run's checkpoints: weights, moments, step, data position; at once, or while the run goes on."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace

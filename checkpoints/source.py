@@ -1,7 +1,5 @@
 """Read weights of any form, from a Hugging Face folder or a checkpoint, through one catalog."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

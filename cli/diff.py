@@ -1,7 +1,5 @@
 """``trilith diff A B``."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """Say in one line on standard error why a command failed, and choose its exit code."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Carry out ``trilith tokenize --from``: token files around the token ids of other programs."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 

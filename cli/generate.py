@@ -1,7 +1,5 @@
 """``trilith generate DIR --prompt TEXT``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """``trilith inspect DIR``."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """``trilith merge-lora BASE ADAPTER OUT``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

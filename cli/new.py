@@ -1,7 +1,5 @@
 """``trilith new --model M --data TOKENS --gpus N``."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """``trilith parity HF_DIR --tensor 2 --pipeline 2``."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """``trilith recipe from-deepspeed|from-trainer|from-megatron FILE``."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Write docs/commands.md from the commands' own help: ``make docs``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from textwrap import fill

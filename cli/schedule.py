@@ -1,7 +1,5 @@
 """``trilith schedule zbv --pipeline 4 --micro-batches 8``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """``trilith tokenize INPUT... --tokenizer DIR_OR_MODEL --out PREFIX [--from megatron] [--to megatron]``."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """``trilith train-tokenizer INPUT... --vocab-size N --out FOLDER``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

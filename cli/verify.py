@@ -1,7 +1,5 @@
 """``trilith verify DIR``."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

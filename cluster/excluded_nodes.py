@@ -1,7 +1,5 @@
 """Keep the list of nodes that jobs should not use: ``excluded-nodes`` in the run's folder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

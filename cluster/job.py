@@ -1,7 +1,5 @@
 """Describe a job of a recipe: its hosts, its ranks on each host, and what the scheduler must know."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

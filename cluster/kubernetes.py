@@ -1,7 +1,5 @@
 """Say what the files for Kubernetes state of a job: a TrainJob of Kubeflow Trainer v2, or a plain JobSet."""
 
-from __future__ import annotations
-
 import posixpath
 from pathlib import PurePosixPath
 from typing import Any

@@ -1,7 +1,5 @@
 """List the environment variables that a job on many hosts usually needs, each with its reason."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 #: (name, value, why, only with GPUs)

@@ -5,8 +5,6 @@ In a template ``{{name}}`` is the job's value of that name. A line with a value 
 or ``{{each name.key}}`` is repeated for each element of a list.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

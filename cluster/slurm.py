@@ -1,7 +1,5 @@
 """Say what the sbatch script states of a job: it trains, saves before the time limit, and is queued again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .excluded_nodes import EXCLUDED_NODES

@@ -4,8 +4,6 @@
 ``NAME.ds.metadata`` the name of the tokenizer with the bytes of an id, and the number of ids.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

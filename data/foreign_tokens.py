@@ -5,8 +5,6 @@ pass over them gives what a token file has more: that every id is below the voca
 and checksums by which damage is found later.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ several kinds a mode for each sequence (int8). ``GPTDataset`` reads a sequence f
 ``preprocess_data.py --split-sentences``, a document may have several.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import struct

@@ -8,8 +8,6 @@ may stand where the source would otherwise be a whole draw ahead or behind, slot
 Proportionate progress, 1996).
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Sequence

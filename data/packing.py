@@ -6,8 +6,6 @@ in every epoch and after a resume; epochs shuffle whole rows. Source: Johnson, 1
 al., Efficient sequence packing without cross-contamination, 2021.
 """
 
-from __future__ import annotations
-
 import bisect
 from dataclasses import dataclass
 

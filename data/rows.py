@@ -1,7 +1,5 @@
 """Make rows for a step from a token file: windows of running text, or whole samples."""
 
-from __future__ import annotations
-
 from typing import Literal, Protocol, get_args
 
 import numpy as np

@@ -5,8 +5,6 @@ domain ``2**(2h)`` that holds them. Numbers that fall outside are sent through a
 (cycle walking, Black and Rogaway, 2002). Any position can be asked for alone: the step is the whole state.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Put a token file in place: document starts, checksums and, last of all, the sealed index."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence

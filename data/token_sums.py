@@ -5,8 +5,6 @@ uint32. A hash of the whole file would need the whole file to be read at every s
 pass over each block that is read.
 """
 
-from __future__ import annotations
-
 from array import array
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Check that ids fit a model's vocabulary."""
 
-from __future__ import annotations
-
 from ..parallel_state import BadInput
 
 

@@ -10,8 +10,6 @@
 docs/your_model.md goes through it.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping
 from pathlib import Path

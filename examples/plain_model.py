@@ -4,8 +4,6 @@ It reads frames (B, S, features) and predicts the next of the tokens (B, T). ``c
 model made parallel; ``diff`` the two.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Build one row's new text: without its stop text, and in pieces that never have to be taken back."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 from ..data.text.tokenizer_loading import Tokenizer

@@ -1,7 +1,5 @@
 """Read prompts: given one by one or in a file, as text or as conversations."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Run ``trilith generate`` on its ranks, started here or by torchrun; the first rank writes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """Carry out ``trilith generate``: prompts to ids, a model in its layout, and text as it comes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

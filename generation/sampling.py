@@ -1,7 +1,5 @@
 """Choose the next token: the likeliest, or one drawn from those that temperature, top_k and top_p leave."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 

@@ -17,8 +17,6 @@ same order on all ranks of a group, because these ranks hold parts of the same b
 2016; Korthikanti et al. 2022, section 5.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar

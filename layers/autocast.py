@@ -1,7 +1,5 @@
 """Compute in the dtype that a layer chose, also inside a user's autocast region."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps

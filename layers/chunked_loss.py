@@ -9,8 +9,6 @@ Here one autograd function gives both, so they cannot be separated: such a sched
 twice, which is refused. GPipe, 1F1B and interleaved 1F1B run it once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -19,8 +19,6 @@ rank each pair is the identity and launches nothing. Source: Shoeybi et al. 2019
 al. 2022 (section 4).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Multiply by weights cut along their rows; in backward, send one gradient while others are computed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ the keys of each single rank. Source: Brandon et
 al. 2023 (striped attention, on the imbalance); Llama 3, section 3.3.2; Megatron-LM's context parallelism.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

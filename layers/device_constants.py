@@ -2,8 +2,6 @@
 device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ masks, with no state to save. The masks depend on the layout (a rank draws for t
 with dropout are reproducible within one layout and only statistically alike across layouts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 

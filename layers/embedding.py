@@ -1,7 +1,5 @@
 """Define the embedding and the output layer, whose vocabulary is cut over the tensor axis."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

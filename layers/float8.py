@@ -15,8 +15,6 @@ largest magnitude. Micro-batches, data ranks and context ranks have scales of th
 et al. 2022; torchao's float8 training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

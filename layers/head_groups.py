@@ -1,7 +1,5 @@
 """Cut groups of neighbouring heads that share something, such as what a Mamba-2 token writes along."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

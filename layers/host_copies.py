@@ -1,7 +1,5 @@
 """Remember which numbers of the host were sent to a device, so that nobody waits to fetch them back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

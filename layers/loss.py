@@ -1,7 +1,5 @@
 """Cross entropy over logits whose vocabulary is cut over the tensor axis; the logits are never gathered."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

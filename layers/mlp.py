@@ -1,7 +1,5 @@
 """Define the two feed-forward nets of the zoo: gated (Llama) and plain (GPT-2)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor, nn

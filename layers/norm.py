@@ -1,7 +1,5 @@
 """Normalisation over the hidden dim. Under sequence parallelism each rank normalises its own tokens."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

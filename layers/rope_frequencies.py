@@ -5,8 +5,6 @@ et al. 2024 (longrope); Llama 3.1's release (llama3); transformers 5 (proportion
 transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import ceil, floor, log, pi, sqrt
 

@@ -1,7 +1,5 @@
 """Compute rotary position embedding, in Hugging Face's half-split convention or with neighbours as pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -6,8 +6,6 @@ in the cache: nothing else of the logits' size exists. Compiled, each reading is
 N tokens  V columns of this rank
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache

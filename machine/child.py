@@ -1,7 +1,5 @@
 """Run one measurement in processes of its own: whatever ends them, the caller gets a line that says so."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Say what a machine is: processor, versions, GPUs."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version

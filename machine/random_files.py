@@ -1,7 +1,5 @@
 """Write Hugging Face folders of any size, with no model in memory, and token files, with random content."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Bloom: scores biased by distance in place of positions, a norm after the embedding, qkv by heads."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Cohere's Command R and R7B: parallel branches, norms without bias, rotated neighbours, scaled logits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar

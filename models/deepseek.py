@@ -1,7 +1,5 @@
 """DeepSeek-V2 and V3: multi-head latent attention, and experts in groups beside shared ones."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 

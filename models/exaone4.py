@@ -1,7 +1,5 @@
 """EXAONE 4: norms after each branch and of each head; where blocks have windows, those alone are rotated."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from torch import Tensor, nn

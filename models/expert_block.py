@@ -1,7 +1,5 @@
 """Config fields, names and layers of experts: alone, in groups beside shared ones, and with MTP blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Falcon: parallel branches over few key/value heads, rotated; the first ones (RW) biased by distance."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Gemma, 2 and 3: scaled embeddings, norms by 1 + weight; then norms behind branches, and windows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from math import sqrt

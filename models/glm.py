@@ -1,7 +1,5 @@
 """GLM-4 (0414), with norms behind branches, and GLM-4.5, with experts behind a first few blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

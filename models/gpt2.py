@@ -1,7 +1,5 @@
 """GPT-2.    B batch  S sequence  D hidden"""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import sqrt
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """GPT-NeoX and Pythia: parallel branches with two norms, partly rotated heads, biases, qkv by heads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

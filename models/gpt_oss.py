@@ -1,7 +1,5 @@
 """GPT-OSS: experts that are biased and clamped, a sink for each head, a window in every other block."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """GPT-J: parallel branches with one norm, rotated pairs of neighbours, an output layer with a bias."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

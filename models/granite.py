@@ -1,7 +1,5 @@
 """Granite 3: Llama with four factors; Granite 4: with Mamba-2 in most blocks, and experts in some sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import inf
 from typing import Any, ClassVar, Literal

@@ -1,7 +1,5 @@
 """Config fields of families in which some blocks see a window of tokens, which may have its own rotation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

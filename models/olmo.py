@@ -1,7 +1,5 @@
 """OLMo 2 and 3: norms behind each branch, and over all queries and all keys of a token; then windows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

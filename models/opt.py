@@ -2,8 +2,6 @@
 embeddings are narrower than hidden states.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Define the config fields of Llama's relatives that rotate a share of each head."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

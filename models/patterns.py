@@ -4,8 +4,6 @@ Python's ``re`` tries every way to read a text: of ``(a+)+$`` there are 2 to the
 pattern has a limit on the time that all its searches take together.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Phi 1, 1.5 and 2: GPT-NeoX with one norm for both branches, and a bias in the output layer too."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from torch import Tensor, nn

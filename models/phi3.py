@@ -1,7 +1,5 @@
 """Phi 3, 3.5 and 4: Llama whose queries, keys and values, and gate and up, are stored as one; longrope."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

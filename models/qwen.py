@@ -1,7 +1,5 @@
 """Qwen 2, 2.5 and 3: Llama with biases on queries, keys and values (2), or with normalised heads (3)."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Qwen3-Next and Qwen 3.5's text model: three blocks with a gated delta net to one with gated attention."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Qwen 3 with experts, and Qwen 1.5 and 2 with experts and one more net for all tokens, behind a gate."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 

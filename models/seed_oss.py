@@ -1,7 +1,5 @@
 """Seed-OSS: Llama with biases on queries, keys and values, and dropout of what each branch adds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

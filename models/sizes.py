@@ -1,7 +1,5 @@
 """List the published sizes of models by name: the family, the config, and the number of parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """SmolLM 3: Llama in which some blocks, by default every fourth one, have no positions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 

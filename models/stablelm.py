@@ -1,7 +1,5 @@
 """StableLM: Llama with LayerNorm and partly rotated heads; some normalise heads or have parallel branches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """StarCoder 2: GPT-2's norms, feed-forward and biases with Llama's rotated and grouped heads."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Read the tiny config of a family: the smallest model that has all that the family computes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import cache

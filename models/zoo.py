@@ -1,7 +1,5 @@
 """List the families by Hugging Face's ``model_type``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any

@@ -1,7 +1,5 @@
 """End a phase that ranks go through together with one exchange: all succeed, or all raise one error."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from typing import TypeVar

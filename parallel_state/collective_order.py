@@ -6,8 +6,6 @@ the lines of code that led to it) and compared through torch's key-value store b
 two ranks, whose order differs between the stages of a pipeline by design, are left out.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

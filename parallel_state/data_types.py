@@ -1,7 +1,5 @@
 """Find torch's data types by the names that recipes and commands use."""
 
-from __future__ import annotations
-
 import torch
 
 from .errors import BadInput

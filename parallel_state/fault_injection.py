@@ -6,8 +6,6 @@ second time that the rank comes there. Acts: ``kill`` (SIGKILL), ``stop`` (SIGST
 ``memory`` (none is left), ``sleep:SECONDS``. Once a process.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

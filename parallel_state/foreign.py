@@ -1,7 +1,5 @@
 """Refuse torch's own wrappers (DDP, FSDP) where gradients that they average would be taken for sums."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """Check that a step trains: every trained parameter has a gradient, and not all gradients are zero."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Sequence

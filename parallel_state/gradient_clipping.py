@@ -1,7 +1,5 @@
 """Clip gradients to a largest global norm, in which every element of the whole model counts once."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Sum the gradients that are still partial after backward, over tensor ranks and pipeline ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

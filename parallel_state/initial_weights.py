@@ -4,8 +4,6 @@ A whole matrix is a quilt of tiles, each drawn from a generator of its own; a ra
 box touches and keeps its part of them, so no rank makes more than one tile beyond what it holds.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from itertools import product

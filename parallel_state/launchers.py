@@ -5,8 +5,6 @@ launchers may be set, because mpirun may start its ranks through srun, and both 
 first of these launchers in ``LAUNCHERS`` is used.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Refuse more ranks or workers than one machine can run, before any of them is started."""
 
-from __future__ import annotations
-
 from ..system import most_at_once
 from .errors import BadInput
 

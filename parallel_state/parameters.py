@@ -1,7 +1,5 @@
 """Declare parameters with how they are cut, find their local part, and fill a whole model."""
 
-from __future__ import annotations
-
 from collections.abc import Container
 from typing import cast
 

@@ -1,7 +1,5 @@
 """Start process groups: choose this rank's device and the backends, and check what somebody else started."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Mapping, Sequence

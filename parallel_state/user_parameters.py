@@ -1,7 +1,5 @@
 """Declare how the parameters of a user's own module are cut, and compute their first values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

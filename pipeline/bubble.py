@@ -1,7 +1,5 @@
 """Compute the bubble of a pipeline schedule: the share of a step in which a rank waits, by formula."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from math import ceil
 

@@ -1,7 +1,5 @@
 """Cut a model into stages so that the slowest stage takes as little time as possible."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

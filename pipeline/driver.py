@@ -6,8 +6,6 @@ over the data ranks as soon as those of a micro-batch are there (``zero`` 2 and 
 the stage's last micro-batch (``zero`` 0 and 1), be they made in one backward pass or in two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast

@@ -12,8 +12,6 @@ A stage's output is counted with the activations of its micro-batch until their 
 next one of the same rank is one message, and no copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple

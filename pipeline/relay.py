@@ -1,7 +1,5 @@
 """Run one forward through the stages of a pipeline, one after the other; ranks send on what stages give."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Run the pipeline of a step: one of torch's schedules, by its name, over this rank's stages of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any

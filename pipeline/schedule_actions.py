@@ -4,8 +4,6 @@ The order is that of torch's own classes, but their import takes half a second, 
 test compares both.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache

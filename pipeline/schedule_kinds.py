@@ -14,8 +14,6 @@ dualpipev               two, down and up again          in two       DeepSeek-AI
 ======================  ==============================  ===========  =======================================
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, get_args
 

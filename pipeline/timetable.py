@@ -1,7 +1,5 @@
 """Compute when each rank computes what in a pipeline step: torch's order of actions, timed by unit costs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

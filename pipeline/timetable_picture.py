@@ -1,7 +1,5 @@
 """Draw a timetable: when each rank computes which micro-batch, how long it waits, how much it holds."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any

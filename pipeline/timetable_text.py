@@ -1,7 +1,5 @@
 """Return a timetable as lines of text: one line for each rank, one or two columns for each unit of time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from .timetable import Timetable

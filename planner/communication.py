@@ -22,8 +22,6 @@ has two all-reduces of 4 N numbers together, in at least fp32. Norms, rotation, 
 functions and dropout send nothing.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Compare what a rank needs with the memory of a device: what fits, and what torch's allocator reserves."""
 
-from __future__ import annotations
-
 #: Bytes of a GPU for its context, its libraries' workspaces and NCCL. Assumed, not measured.
 RUNTIME = 3_000_000_000
 

@@ -3,8 +3,6 @@
 Any number of ranks takes seconds: a rank's model is built on the meta device, with no process and no group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -5,8 +5,6 @@ are given back. This matters where the first backward holds more activations tha
 micro-batch, and in a pipeline whose forwards all come before the first backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import mul
 from typing import NamedTuple

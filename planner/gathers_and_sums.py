@@ -3,8 +3,6 @@
 A group is what FSDP gathers at once: a block, or the ``root``, all parameters that are in no block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ..pipeline.schedule_actions import Action, actions

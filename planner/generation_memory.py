@@ -5,8 +5,6 @@ different lengths need a mask over all pairs of their tokens. Reading is an uppe
 hold fewer kinds of blocks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

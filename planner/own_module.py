@@ -1,7 +1,5 @@
 """Trace a module that is not the zoo's: its forward, its loss and their backward, as one piece."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial

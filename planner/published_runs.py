@@ -4,8 +4,6 @@ The rows of ``published_runs.toml`` are data to judge the planner by. No constan
 computed comes from them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

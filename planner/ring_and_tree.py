@@ -3,8 +3,6 @@
 Sources: Patarasu and Yuan 2009 (rings); Sanders, Speck and Traeff 2009 (two trees, as in NCCL).
 """
 
-from __future__ import annotations
-
 
 def ring_wire_bytes(kind: str, given_bytes: float, ranks: int) -> float:
     """Return the bytes that each of the ranks puts on the wire with a ring collective.

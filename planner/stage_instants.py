@@ -1,7 +1,5 @@
 """Find the instants of a stage's actions that may need most memory, and what each needs."""
 
-from __future__ import annotations
-
 from bisect import bisect
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Define the errors of the harness: which ranks failed, in which order, and what each of them printed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from signal import Signals

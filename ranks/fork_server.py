@@ -3,8 +3,6 @@
 ``start`` is its command. It has one thread, so that a fork is whole.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

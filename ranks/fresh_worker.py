@@ -1,7 +1,5 @@
 """Run one call as a rank of ``run_fresh``, and end."""
 
-from __future__ import annotations
-
 import traceback
 from multiprocessing.connection import Connection
 

@@ -1,7 +1,5 @@
 """Define the messages between the parent and a worker."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import struct

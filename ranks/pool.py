@@ -1,7 +1,5 @@
 """Define ``run_parallel``: run a function on many ranks, in processes started once for all calls."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import itertools

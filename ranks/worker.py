@@ -1,7 +1,5 @@
 """Run calls as a rank of the pool, until the parent is gone."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import os

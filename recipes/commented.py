@@ -1,7 +1,5 @@
 """Write a recipe for people: each key with the first words of its own help beside it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Define the sections of a recipe about the update: the optimizer, its groups, spikes, the loss's scale."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field, field_validator

@@ -1,7 +1,5 @@
 """Write docs/recipe.md and the tables of docs/training.md from the keys' own help: ``make docs``."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin

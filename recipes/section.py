@@ -1,7 +1,5 @@
 """Define what every section of a recipe shares."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Annotated, get_args

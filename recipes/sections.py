@@ -1,7 +1,5 @@
 """Define the sections of a recipe: each key, its help, and its allowed values."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator

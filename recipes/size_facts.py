@@ -1,7 +1,5 @@
 """Describe a published size: its parameters, memory and FLOPs, and the dry run to start from."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import gcd
 

@@ -1,7 +1,5 @@
 """Write plain data as TOML."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

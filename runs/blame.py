@@ -1,7 +1,5 @@
 """Name the ranks that failed or fell silent, from what all ranks leave on disk."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

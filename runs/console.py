@@ -1,7 +1,5 @@
 """Print text on a terminal as it is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich.console import Console

@@ -1,7 +1,5 @@
 """Make torch repeat the same numbers, with algorithms that add in one order, for as long as a run lasts."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

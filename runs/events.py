@@ -1,7 +1,5 @@
 """Log events of a run besides its steps: ``events.jsonl``, one JSON line for each event, never rewritten."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Keep torch's record of collectives where a run failed, and say from it which rank waited for which."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

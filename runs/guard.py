@@ -1,7 +1,5 @@
 """Guard a rank's whole run: write its heartbeat, and its last message if it fails."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

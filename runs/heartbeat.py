@@ -5,8 +5,6 @@ the victim of a hang instead of its cause; in the run's folder all ranks, on all
 without a collective.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Get from a command to a running process group: directly for one rank, through torchrun for many."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

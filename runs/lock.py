@@ -4,8 +4,6 @@ The operating system releases the lock when the last process that holds it ends,
 killed run does not block the folder for long; a new run waits some seconds for ranks that still run.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

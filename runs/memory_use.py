@@ -1,7 +1,5 @@
 """Measure the memory of this rank: the device's peak, or that of the process on a CPU."""
 
-from __future__ import annotations
-
 import resource
 import sys
 

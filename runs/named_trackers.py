@@ -1,7 +1,5 @@
 """Make the trackers that a recipe names, with Accelerate's adapters, and let a resumed run go on in them."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import Sequence

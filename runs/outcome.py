@@ -1,7 +1,5 @@
 """Tell from a run's folder how its last start ended: torchrun turns every exit code of a rank into 1."""
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from dataclasses import dataclass

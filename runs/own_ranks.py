@@ -1,7 +1,5 @@
 """Wait for the ranks that this launcher started, and no others, and end those that hang."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

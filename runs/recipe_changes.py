@@ -1,7 +1,5 @@
 """Tell in which keys a run's recipe has changed since the run last started."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ cards and writes one verdict, which all ranks read. So within the timeout an err
 missing or different, and no rank waits for it in a collective.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """State what was asked of a run by the end of a step, so that all ranks act on it after the same step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

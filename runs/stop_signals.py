@@ -1,7 +1,5 @@
 """Stop a run on SIGTERM or SIGINT: finish the step, save, exit with code 75; a second signal does nothing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -6,8 +6,6 @@ step at hand without a checkpoint (exit code 3). The first rank looks for the fi
 the one that it obeys, and tells the other ranks.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 

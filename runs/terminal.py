@@ -1,7 +1,5 @@
 """Print the lines of a run on its terminal."""
 
-from __future__ import annotations
-
 import time
 
 from .console import plain_console

@@ -4,8 +4,6 @@
 save and leave.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

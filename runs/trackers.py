@@ -1,7 +1,5 @@
 """Hand the figures of a run to trackers, such as TensorBoard or Weights & Biases, each figure once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol

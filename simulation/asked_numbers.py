@@ -1,7 +1,5 @@
 """Refuse code of users that asks for numbers, which a trace has not: what it does may depend on them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

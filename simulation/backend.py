@@ -3,8 +3,6 @@
 It cannot be taken back, so do it in a process of its own.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Know a collective among the operators that run, and the axis of the layout over which it sends."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

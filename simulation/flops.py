@@ -1,7 +1,5 @@
 """Count the FLOPs of an operator's call: torch's formulas, and some that torch lacks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from math import prod

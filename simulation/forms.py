@@ -1,7 +1,5 @@
 """Call operators without numbers, and remember the forms of what they give."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple

@@ -15,8 +15,6 @@ dropout                        native_dropout (Dropout.cpp)           a mask, on
 The choice between the two kernels of attention is that of ``sdp_utils.cpp``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast

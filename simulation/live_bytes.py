@@ -4,8 +4,6 @@ Memory that an operator uses only while it runs is not seen. What it leaves behi
 autograd holds it.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Count the bytes that operators read and write: alone, and where a compiler fuses chains of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import prod
 from typing import Any

@@ -1,7 +1,5 @@
 """Describe the tokens of a micro-batch on one rank, and how they are computed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

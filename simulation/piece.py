@@ -1,7 +1,5 @@
 """Hold the traces of one piece of a stage: a block, what is beside the blocks, or the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """Be one rank of any layout, on the simulated device, in this process alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Note what operators without numbers make, keep, send and compute."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

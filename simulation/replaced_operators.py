@@ -4,8 +4,6 @@ Torch composes some operators of others on a device that registers no kernel of 
 a CPU by name. Here a kernel is registered for these, which C++ and the threads of autograd call too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

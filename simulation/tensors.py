@@ -1,7 +1,5 @@
 """Find the tensors in what an operator is given or returns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 

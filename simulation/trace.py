@@ -1,7 +1,5 @@
 """Hold what a trace notes of a piece of a model; bytes of larger micro-batches follow from small ones."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

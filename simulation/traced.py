@@ -5,8 +5,6 @@ are the bytes that are alive after each operator, each collective, and each oper
 Memory that an operator uses only while it runs is not seen.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Describe the places in the code at which the host waits for a device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType

@@ -1,7 +1,5 @@
 """List every place at which the host waits for the device, with its reason; a new one is an error."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Let modules compute without numbers, as on the device that is planned for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 

@@ -4,8 +4,6 @@ Every reader of files returns a catalog. ``renamed`` makes of it the catalog of 
 boxes of its tensors; a conversion plans over the pieces of such boxes, and reads them in blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """Check that boxes tile a tensor with each element owned exactly once, or return the first box that fails."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -3,8 +3,6 @@
 The polynomial arithmetic is zlib's ``crc32_combine`` (Mark Adler), which Python's ``zlib`` does not offer.
 """
 
-from __future__ import annotations
-
 import os
 from bisect import bisect_right
 from collections import deque

@@ -4,8 +4,6 @@ All of them go through one small object, so that a test can record their order a
 promise "a crash leaves the old or the new checkpoint" is tested without cutting the power.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """List the element types of safetensors files, and torch's for them; look whether numbers are finite."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

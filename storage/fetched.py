@@ -5,8 +5,6 @@ next call copies anew. A copy is whole or absent. When the cache is full, the co
 the longest time are deleted, except those that a process is using.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time

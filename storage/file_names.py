@@ -1,7 +1,5 @@
 """Name the files and folders that tell a folder's kind: a checkpoint, a run, a Hugging Face folder."""
 
-from __future__ import annotations
-
 import os
 import re
 from itertools import count

@@ -4,8 +4,6 @@ They are known by name. Whatever else lies in a folder stays there, so no pickle
 system that somebody linked to comes into a checkpoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Decide what kind a folder is, in one place: by files that only that kind has, never by a similar name."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection
 from enum import Enum

@@ -4,8 +4,6 @@ A line of the journal is a record in JSON and the CRC-32 of that text. It is wri
 describes is on the disk. A job that continues compares the records with the files themselves.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

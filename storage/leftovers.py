@@ -1,7 +1,5 @@
 """Remove what killed runs left beside an output; take an output's lock; delete a checkpoint safely."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -1,7 +1,5 @@
 """Say what may be written where: refuse, before anything is written, an output that would be in the way."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ An object store has no rename and no half-written files; a local folder has both
 operations that all of them have: list, write a whole file, read it, remove it.
 """
 
-from __future__ import annotations
-
 import os
 import posixpath
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Open files that somebody else named: only regular ones, inside the given directory, without blocking."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Iterator

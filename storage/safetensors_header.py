@@ -4,8 +4,6 @@ https://huggingface.co/docs/safetensors describes the format; its reader leaves 
 said twice, hundreds of thousands of empty tensors), which are refused here.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Container, Mapping
 from dataclasses import dataclass

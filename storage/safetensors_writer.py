@@ -1,7 +1,5 @@
 """Write one safetensors file whose tensors are known beforehand, in boxes that arrive in any order."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -5,8 +5,6 @@ ever), no larger than a limit, in UTF-8, and with one meaning: no key twice, no 
 deep nesting. Anything else is one line of ``BadInput`` that names the file.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import re

@@ -1,7 +1,5 @@
 """Parse JSON from untrusted sources: refuse what readers could understand in two ways, and never crash."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Compute which bytes of a row-major tensor a box covers: a regular grid of equal runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product

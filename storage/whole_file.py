@@ -1,7 +1,5 @@
 """Read every byte of a file of tensors once, in order: its SHA-256, its own sums, and the numbers in it."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Container, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Tell an address, such as ``s3://bucket/run``, from a path of this machine."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Hold Python's search for garbage (in cycles of objects) back where nearly everything that is made stays."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

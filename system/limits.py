@@ -6,8 +6,6 @@ limit. Both belong to the process: signals reach its main thread alone, so in an
 limited.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import resource

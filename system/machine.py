@@ -3,8 +3,6 @@
 A container may have less than the machine: its limits count.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """End a process: as any script ends, or without taking the interpreter apart."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

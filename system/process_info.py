@@ -4,8 +4,6 @@ A process id alone does not name a process for long, because the system uses it 
 at which the process started it does.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

@@ -1,7 +1,5 @@
 """Keep from the terminal what a library's C++ code writes to standard error."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ This is the one place for it. The rooms above say which file they were at; the c
 room has explained. The module imports nothing of torch, because it must also work where torch cannot load.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Refuse to begin with too little: torch ends the process where the system refuses it a file or memory."""
 
-from __future__ import annotations
-
 import mmap
 import os
 

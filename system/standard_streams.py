@@ -1,7 +1,5 @@
 """Look after the standard streams of a command: closed ones, and an output whose reader has gone."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

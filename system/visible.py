@@ -4,8 +4,6 @@ Names of files and tensors, values of recipes, and generated text may hold chara
 rename the window or turn the reading direction. Each becomes its escape, such as ``\\x1b``.
 """
 
-from __future__ import annotations
-
 import re
 
 #: C0 without tab and line feed, delete, C1, the line and paragraph separators, what turns the direction, and

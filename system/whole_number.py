@@ -1,7 +1,5 @@
 """Read a whole number that somebody else wrote."""
 
-from __future__ import annotations
-
 #: Digits of the longest number that is read: below 2^63, and no program writes more.
 _MOST_DIGITS = 18
 

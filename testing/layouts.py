@@ -5,8 +5,6 @@ but for rounding, as that of a key's bias without rotation: a tensor counts as a
 largest of all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Count the operators that run in a piece of code, and what the collectives among them send."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

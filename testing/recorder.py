@@ -1,7 +1,5 @@
 """Record the inputs and outputs of modules and their gradients, in the order of computation."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Run AdamW over the parameters that a rank stores; weight decay on matrices only, unless a group differs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -3,8 +3,6 @@
 Source: Micikevicius et al. 2018, section 3.2; the numbers are torch's ``GradScaler``'s.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..parallel_state import NotTrained

@@ -1,7 +1,5 @@
 """Stop a run at a value that is not finite, and name step, rank and the first module that produced it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

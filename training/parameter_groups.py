@@ -1,7 +1,5 @@
 """Choose parameters to treat differently, by patterns over their names, ours or Hugging Face's."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """State what fixes the order of a run's samples, and refuse a checkpoint of another order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Open the token files of a run, for training and for evaluation, and name the places out of its reach."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

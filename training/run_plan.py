@@ -1,7 +1,5 @@
 """Plan what a run will build, from its recipe, before any process starts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path

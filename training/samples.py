@@ -1,7 +1,5 @@
 """Count samples, cut them into pieces, and hand each rank its own: tensors by name, a sample in each row."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Skip updates if the loss or the gradient norm is far above those of the last steps."""
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from typing import Any

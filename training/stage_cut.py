@@ -1,7 +1,5 @@
 """Choose the blocks of each stage of a run: by hand, or by their costs, embedding and output counted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

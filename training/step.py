@@ -1,7 +1,5 @@
 """Run one step's forward and backward of any model under any loss, in any layout; gradients ready to clip."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Ranks end a step together, because collectives hold the fast ones back. So a ran
 step without the time that it waited in collectives.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

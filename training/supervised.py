@@ -1,7 +1,5 @@
 """Train a recipe on the ranks of its layout, supervised: if it fails, one message says why."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Train a run: build the model in its layout, start or resume, step, log, save."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Turn a step's gradients into new weights, or skip the step: unscale, clip, decide, update."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

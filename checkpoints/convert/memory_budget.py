@@ -1,7 +1,5 @@
 """Choose the block size and the number of workers that fit into a stated amount of memory."""
 
-from __future__ import annotations
-
 import resource
 
 from ...parallel_state import BadInput

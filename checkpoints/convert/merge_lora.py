@@ -1,7 +1,5 @@
 """Add LoRA adapters to the weights of their base, ``W + scale * B A``, a block at a time, with no model."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ A plan is computed from headers and declarations alone. It can be printed, also 
 the memory of this machine.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ torch's own writer makes the files, a tensor at a time: its planner is given ten
 each one from the source when its turn comes. So memory grows with the largest tensor, not with the model.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Define one step of a conversion, and how such steps are grouped, ordered and cut into blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce

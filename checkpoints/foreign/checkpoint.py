@@ -7,8 +7,6 @@ out of the catalog, and the plan and the executor of a conversion then see a fol
 So streaming, ``--max-ram``, a resumed conversion and the checks need nothing from a format.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ A folder holds ``.metadata``, a pickle that lists every tensor with its chunks a
 ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py``.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """List the formats of other projects that are read, and tell which of them a path holds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

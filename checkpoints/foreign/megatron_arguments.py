@@ -4,8 +4,6 @@ Source: ``megatron/training/arguments.py`` (names and defaults), ``checkpointing
 ``megatron/core/safe_globals.py`` (what else is pickled with them).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ layer as its first dim; here they get names with numbers. Source: ``megatron/cor
 ``optimizer/distrib_optimizer.py``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from math import prod

@@ -6,8 +6,6 @@ and in the shapes of the distributed format, so that one table serves both. Sour
 ``megatron/legacy/model/language_model.py`` (older names).
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ gate first. Experts become one stack. Source: ``megatron/core/tensor_parallel/la
 ``transformer/mlp.py``, ``transformer/moe/experts.py``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -6,8 +6,6 @@ Llama 2; norms and rotary frequencies are the same in every part. Source: ``llam
 meta-llama/llama (2023) and ``llama3`` (2024).
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

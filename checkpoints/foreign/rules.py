@@ -14,8 +14,6 @@ write one::
 The rules are those of the families' tables (see ``Rule``), with Hugging Face's tensors in the place of ours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

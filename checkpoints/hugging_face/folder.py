@@ -5,8 +5,6 @@ runs nothing of them. Whatever makes the folder ambiguous — an index that disa
 files, both an index and a single file, names that lead elsewhere — is refused before any tensor is read.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path

@@ -5,8 +5,6 @@ of ``weight_block_size`` numbers, such as 128 by 128; the last block of a row or
 Source: DeepSeek-V3 (2024), section 3.3.2, and its ``inference/fp8_cast_bf16.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

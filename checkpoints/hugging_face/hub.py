@@ -1,7 +1,5 @@
 """Find the folder that a model's id on the Hugging Face hub stands for; fetch what is not here."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -7,8 +7,6 @@ tensor is (..., 32 G, rows), as transformers unpacks it.
 Source: OCP Microscaling Formats (MX) Specification 1.0, 2023; GPT-OSS's model card (2025), section 2.1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

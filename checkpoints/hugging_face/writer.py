@@ -1,7 +1,5 @@
 """Write a Hugging Face model folder, with its weights in shards as transformers would cut them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from math import prod

@@ -1,7 +1,5 @@
 """``trilith launch SYSTEM RECIPE``."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import subprocess

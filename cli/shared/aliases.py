@@ -2,8 +2,6 @@
 say what options of earlier versions are called.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 #: An option of ours, and the names that others give it. ``--help`` shows ours alone.

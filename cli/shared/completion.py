@@ -1,7 +1,5 @@
 """Complete names in a shell: recipes that are installed with trilith, and published sizes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

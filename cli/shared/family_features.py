@@ -1,7 +1,5 @@
 """Ask each family what it can do: its tiny model is built, or refused, for every axis and feature."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Refuse an input that is not there before the imports that take seconds, such as torch's."""
 
-from __future__ import annotations
-
 import os
 import re
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """Write the model card of an exported folder: its base, the recipe that trained it, its licence."""
 
-from __future__ import annotations
-
 import json
 import re
 from importlib.metadata import version

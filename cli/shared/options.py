@@ -1,7 +1,5 @@
 """Help texts of options that several commands have: their facts live in rooms that take seconds to import."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

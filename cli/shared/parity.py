@@ -1,7 +1,5 @@
 """Compare a folder's model in transformers, here in one process, and here in a layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

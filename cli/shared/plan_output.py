@@ -1,7 +1,5 @@
 """Print what ``trilith plan`` found, and make its page."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from json import dumps
 from textwrap import wrap

@@ -1,7 +1,5 @@
 """Show progress bars in bytes (done, rate, time left) on stderr, if it is a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Run the main job end to end on real text, from a bare machine; check each step and give a figure."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Print for commands: unchanged into a file or a pipe, and made fit for a terminal on a terminal."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from pathlib import Path

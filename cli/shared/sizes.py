@@ -1,7 +1,5 @@
 """Parse and print numbers as people write them: amounts, amounts of bytes, and blocks of stages."""
 
-from __future__ import annotations
-
 import re
 
 from ...system import whole_number

@@ -1,7 +1,5 @@
 """Read the table of what ``trilith plan explain`` explains."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Mapping

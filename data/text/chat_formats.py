@@ -8,8 +8,6 @@
 ===========================  ==========================================================================
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Show samples of a chat set as text: the tokens to be learnt stand in double brackets."""
 
-from __future__ import annotations
-
 from itertools import groupby
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Read rows of Parquet files, and of Arrow files in folders that ``Dataset.save_to_disk`` writes."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path

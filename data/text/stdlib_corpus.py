@@ -1,7 +1,5 @@
 """Real text that every machine has: the sources of Python's own standard library."""
 
-from __future__ import annotations
-
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ The reader cuts bytes at places where a document cannot go on (a line end in JSO
 paragraphs), so the documents do not depend on where the cuts fall.
 """
 
-from __future__ import annotations
-
 import functools
 import gzip
 import zlib

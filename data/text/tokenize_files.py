@@ -1,7 +1,5 @@
 """Tokenize text files into a token file, over several processes; the bytes do not depend on how many."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Encode blocks of documents or conversations to ids, in several processes, in the order of the blocks."""
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 import os

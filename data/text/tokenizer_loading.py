@@ -1,7 +1,5 @@
 """Load a tokenizer, text to ids and back, from a SentencePiece ``.model`` file or a Hugging Face folder."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ bytes, special tokens are not looked for inside a text, and, for unigram, single
 exactly (see ``_round_scores``).
 """
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterable, Iterator

@@ -3,8 +3,6 @@
 B batch  S sequence  D hidden  E head dim  H query heads here  K key/value heads here
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

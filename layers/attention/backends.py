@@ -16,8 +16,6 @@ anything else it takes the first of ``varlen``, ``sdpa`` and ``blockwise`` that 
 ``flex``, because nobody has measured it; a recipe can pin it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec

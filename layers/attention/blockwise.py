@@ -8,8 +8,6 @@ Sources: Milakov and Gimelshein 2018; Dao et al. 2022 (FlashAttention), whose ba
 whole's output and log-sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Compute causal attention over the heads of this rank.    B batch  S sequence  H heads here  E head dim"""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import torch

@@ -1,7 +1,5 @@
 """Say which backend the attention layers of a model get, and pin it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

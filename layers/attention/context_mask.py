@@ -1,7 +1,5 @@
 """State what this context rank's tokens see of the whole sequence, and which blocks of attention follow."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

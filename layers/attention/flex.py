@@ -6,8 +6,6 @@ that a mask hides completely are not computed. Source: Dong et al. 2024 (FlexAtt
 B batch  S sequence  H query heads here  K key/value heads here  E head dim
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Make the rotations and masks of one forward pass, once, for all of its attention layers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 

@@ -4,8 +4,6 @@ Each is compared once a process with scores written out in fp32, for each device
 The ranks that compute one forward together then agree, so that all of them take the kernel or none.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -4,8 +4,6 @@ documents.
 B batch  S tokens of this forward  T tokens so far  K key/value heads here  E head dim
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from ...parallel_state import BadInput

@@ -3,8 +3,6 @@
 B batch  S sequence  T tokens so far  D hidden  R latent  E head dim  H heads here
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

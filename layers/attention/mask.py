@@ -3,8 +3,6 @@
 B batch  S tokens of this forward  T tokens so far  K key/value heads here  E head dim
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

@@ -11,8 +11,6 @@ B batch  S tokens here  H query heads here  K key/value heads here  E head dim
 Sources: Liu et al. 2023 (ring attention); Llama 3, section 3.3.2 (all-gathered keys and values).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any

@@ -5,8 +5,6 @@ B batch  H query heads here  S queries  E head dim
 Sources: Xiao et al. 2023; GPT-OSS's model card (2025), section 2.2.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -3,8 +3,6 @@
 B batch  S sequence  H query heads here  K key/value heads here  E head dim
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -3,8 +3,6 @@
 B batch  S query tokens  T key tokens, of which the queries are the last
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Define the experts of GPT-OSS: with biases, a clamped gate, and 1 added to the upper product."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

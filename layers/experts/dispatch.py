@@ -3,8 +3,6 @@
 N tokens here  K experts a token  M = N K rows  E experts  R ranks of the expert group  D hidden
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

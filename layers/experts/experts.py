@@ -1,7 +1,5 @@
 """Compute experts: many feed-forward nets of one shape, with their weights in stacks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import sqrt
 from typing import Protocol, cast

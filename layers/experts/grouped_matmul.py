@@ -1,7 +1,5 @@
 """Multiply each group of rows with a matrix of its own: the product that experts consist of."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import overload
 

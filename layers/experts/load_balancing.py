@@ -1,7 +1,5 @@
 """Measure how evenly routers use their experts, and move the biases that even it out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

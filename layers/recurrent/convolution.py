@@ -3,8 +3,6 @@
 B batch  R runs  L tokens of a run  C channels here  K kernel size
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 ... heads, rows  N chunks  T tokens of a chunk (queries first, then keys)
 """
 
-from __future__ import annotations
-
 from math import ceil
 
 import torch

@@ -9,8 +9,6 @@ R runs  L tokens of a run  K key heads  G value heads a key head  N chunks  T to
 E key dim  V value dim
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

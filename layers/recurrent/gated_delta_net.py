@@ -3,8 +3,6 @@
 B batch  S sequence  D hidden  K key heads here  H value heads here  E key dim  V value dim
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -3,8 +3,6 @@
 B batch  S sequence  D hidden  H heads here  G groups of heads here  P head dim  N state dim
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

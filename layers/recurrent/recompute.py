@@ -1,7 +1,5 @@
 """Compute a function again in its backward, so that only its inputs are kept."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -10,8 +10,6 @@ tokens.
 B batch  R runs: B on one context rank, otherwise 2 B  L tokens of a run  C channels
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -8,8 +8,6 @@ R runs  L tokens of a run  H heads here  G groups of heads here  N chunks  T tok
 S state dim
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Run every check of the doctor, one after the other."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Check the GPUs: driver, memory and who uses it, the links between them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Check the file systems that a run writes to: room, locks, fsync, the clock of a file server, speed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

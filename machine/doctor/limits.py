@@ -1,7 +1,5 @@
 """Check the host: memory, cores, shared memory, limits, the clock, and variables that matter."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

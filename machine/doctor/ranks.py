@@ -1,7 +1,5 @@
 """Check that ranks reach each other: an all-reduce of two over gloo, and of all GPUs over NCCL."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Check versions, and the compilers that ``compile = true`` needs."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shlex

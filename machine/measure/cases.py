@@ -1,7 +1,5 @@
 """Choose what to measure on a machine: which layouts, shapes and sizes fit its devices and its disk."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path

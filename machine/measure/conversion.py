@@ -1,7 +1,5 @@
 """Measure conversion between Hugging Face folders and sharded checkpoints against a copy of the bytes."""
 
-from __future__ import annotations
-
 import filecmp
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Measure what the parallel layers add to ``torch.nn.Linear`` on one tensor rank: time and kernels."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from functools import partial

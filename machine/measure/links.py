@@ -1,7 +1,5 @@
 """Measure collectives between all ranks of the node, and compare them with the link's stated rate."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Write a report as one HTML page: tables and pictures, no script, no other file, no network."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Iterable, Sequence

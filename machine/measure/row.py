@@ -1,7 +1,5 @@
 """Define a measurement to make and the line of the report that it becomes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Make the measurements of a machine one after the other, each in processes of its own, within a time."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

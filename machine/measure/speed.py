@@ -1,7 +1,5 @@
 """Measure what the device itself can do: matrix products, attention, copies of memory, small operators."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Time real training steps of a recipe: the trainer's own loop, from the data to the update."""
 
-from __future__ import annotations
-
 import os
 import statistics
 from contextlib import nullcontext, suppress

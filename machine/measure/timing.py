@@ -1,7 +1,5 @@
 """Time work on a CPU or a GPU."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Judge nodes by what they said and measured: which differ from most, which are slow, which links fail."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

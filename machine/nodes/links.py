@@ -1,7 +1,5 @@
 """Measure the link between each two nodes: whether it is there, its rate, its latency, and their clocks."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Compare the nodes of a job: a process on each says what its node has, the first rank judges."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Define what families' configs share: Hugging Face's names, strict types, refusal of unsupported fields."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping

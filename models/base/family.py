@@ -1,7 +1,5 @@
 """Define what a family offers to other rooms: its config, its model, and its table of Hugging Face names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Define types of config fields, with the bounds that many families share, and fields with own keys."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 

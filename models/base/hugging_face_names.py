@@ -4,8 +4,6 @@ The tables of families (``names.py``) tie trilith's tensors (``ours``) to Huggin
 projects tie Hugging Face's to theirs. All links of a table cover every element of both sides exactly once.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """List the keys of a config.json that change no forward, or change it as no family does; limit them all."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 B batch  S sequence  D hidden
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Make layers from the fields that configs share; ``options`` are a layer's own words for the rest."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack
 

@@ -1,7 +1,5 @@
 """Rotary settings of a config.json: rope_theta and rope_scaling (transformers 4) or rope_parameters (5)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 

@@ -5,8 +5,6 @@ this forward as an attribute. So recomputation finds its own inputs, and whateve
 fails. B batch  S sequence  H heads here  K key/value heads here  E head dim
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Hold the config of an adopted model: transformers' own, as text, and the numbers that trilith reads."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping

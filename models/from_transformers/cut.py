@@ -1,7 +1,5 @@
 """Cut transformers' modules over the tensor ranks: by the plan that comes with its model, or whole."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

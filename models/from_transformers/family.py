@@ -1,7 +1,5 @@
 """Define the family of a model type that the zoo lacks: all of it follows from transformers' config."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache

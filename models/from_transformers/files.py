@@ -5,8 +5,6 @@ tensors without memory that remember of which parts of our parameters they are m
 not keep these in boxes refuses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

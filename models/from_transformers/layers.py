@@ -1,7 +1,5 @@
 """Put parallel layers in the places of transformers' own, under their names, and declare all that is left."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace

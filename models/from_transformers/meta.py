@@ -1,7 +1,5 @@
 """Make transformers' model without memory, with the law of each first value and what buffers hold."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Watch one forward of transformers' model without memory: what runs before, in and after its blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Read which axes tests have proved of which types, and plans of our own, from two tables."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path

@@ -5,8 +5,6 @@ where it begins, it computes as without sequence parallelism, and each rank keep
 gives. Norms, and sums of residuals, compute this rank's tokens alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """State which LoRA adapters a model gets, in PEFT's terms: rank, scale, modules by Hugging Face's names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Self, TypeVar

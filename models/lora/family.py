@@ -1,7 +1,5 @@
 """Define a family with LoRA: the base is frozen; only the adapters are trained, saved and exchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Find the places for adapters, linear layers and stacks of experts, by Hugging Face's names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache

@@ -5,8 +5,6 @@ in everything but numbers. Arguments: a device, or its type such as "cuda". Torc
 ``torch.cuda`` for a GPU, is asked for what depends on the machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Reach autograd: what a backward pass wants, what follows it, every operator; and the compiler's limits."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Offer torch's tensors without numbers; apart, because importing them takes time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

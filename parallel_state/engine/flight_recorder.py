@@ -1,7 +1,5 @@
 """Ask torch's flight recorder which collectives this rank has called, and which of them have ended."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -10,8 +10,6 @@ functional collectives, with and without ``_coalesced``, is of this kind; its va
 times as long.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 

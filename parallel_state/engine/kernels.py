@@ -1,7 +1,5 @@
 """Call kernels that have no public name in torch: fused attention with its log-sums, float8 products."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

@@ -1,7 +1,5 @@
 """List the names that torch keeps private and we use, and check that this version of torch has them."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterable
 from contextlib import suppress

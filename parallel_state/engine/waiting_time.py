@@ -1,7 +1,5 @@
 """Measure how long this rank waits in collectives during a block of code; outside it nothing is changed."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ of activations, and the gradients that came to these nodes. Torch leaves apart w
 (``_backward.get_param_groups``), and would compute twice what such groups have in common.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Compute formulas from their text, and show each line as plain arithmetic that a reader can redo."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

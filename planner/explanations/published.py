@@ -1,7 +1,5 @@
 """Look up the numbers of a published size that formulas take."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ...models import published_size

@@ -1,7 +1,5 @@
 """Compute lower bounds of the time of layouts, cheaply: without the timetables of their pipelines."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from ...layers import Checkpointing

@@ -5,8 +5,6 @@ stages on a rank, rows of a micro-batch), a mode of activation checkpointing, an
 replicas, offload). If one part is refused, all layouts with this part are left out at once, and counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial

@@ -1,7 +1,5 @@
 """Define a choice of the search: a layout, its schedule, its micro-batches, checkpointing and offload."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

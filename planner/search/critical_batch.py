@@ -1,7 +1,5 @@
 """Estimate the critical batch, beyond which more tokens in a step save few steps."""
 
-from __future__ import annotations
-
 import math
 
 #: Tokens for each parameter, of a training whose tokens nobody states. Source: Hoffmann et al. 2022, table 3.

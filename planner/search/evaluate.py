@@ -1,7 +1,5 @@
 """Compute the memory and the time of a choice, from parts that are computed once for many choices."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache

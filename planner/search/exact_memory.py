@@ -1,7 +1,5 @@
 """Tell who holds a rank's memory at the worst moment of its step, from the record of a simulated step."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from html import escape

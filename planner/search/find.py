@@ -10,8 +10,6 @@ are those of layouts that could have been faster.
 Offload (weights on the host) is tried only if no layout fits without it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -1,7 +1,5 @@
 """List the layouts of ``trilith generate`` on so many GPUs: what a rank holds, and how many rows fit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

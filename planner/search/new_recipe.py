@@ -1,7 +1,5 @@
 """Make a first recipe from a model, a token file and a number of GPUs: the planner chooses the layout."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

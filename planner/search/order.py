@@ -1,7 +1,5 @@
 """Put the fastest layouts of a search in order: of those that are tied, the simplest first."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from .choice import Choice

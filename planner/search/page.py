@@ -1,7 +1,5 @@
 """Write what searches found as one HTML page: no script, no other file, no network."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from html import escape
 

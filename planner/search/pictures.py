@@ -1,7 +1,5 @@
 """Draw what searches found: memory against time, memory by pipeline rank, the timetable, and sweeps."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Choose a run's layout for the ranks that are left, as ``trilith train --fit`` does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

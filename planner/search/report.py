@@ -1,7 +1,5 @@
 """Tell what a search found: as lines and tables of text, as plain data, and as a recipe."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..device_memory import reserved_words

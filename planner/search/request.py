@@ -1,7 +1,5 @@
 """Read the request of a search: the model, the devices and the batch. The search chooses everything else."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """Say in one line why a layout does not fit, and what to change if no layout fits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ...parallel_state import BadInput

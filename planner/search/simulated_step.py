@@ -1,7 +1,5 @@
 """Run one rank's real step on the simulated device, and return what it held and did."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal

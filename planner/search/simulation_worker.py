@@ -3,8 +3,6 @@
 Questions and answers are lines of JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Name the strategy of a layout, and say why the search chose it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

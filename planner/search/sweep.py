@@ -1,7 +1,5 @@
 """Search for several numbers of GPUs or lengths of a row, and tell what was found as one table."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

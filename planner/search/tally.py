@@ -1,7 +1,5 @@
 """Count the layouts that a search leaves out, by reason, with one example of each reason."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 

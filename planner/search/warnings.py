@@ -1,7 +1,5 @@
 """Warn of what a user should know about a layout before it costs a run."""
 
-from __future__ import annotations
-
 from ..explanations.explanation import plain
 from .critical_batch import TOKENS_OF_A_PARAMETER, critical_batch
 from .evaluate import Answer

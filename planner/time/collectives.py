@@ -8,8 +8,6 @@ A ring sends ``(n - 1) / n`` of the bytes for each of its two halves, in ``n - 1
 bytes up and down in as many messages as it is deep; NCCL takes the faster of both, and so does this.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Hold what the data ranks exchange for a group of parameters, and which part of it nothing hides."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from .collectives import Links

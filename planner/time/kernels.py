@@ -6,8 +6,6 @@ is one kernel. Operators are started by the host one after the other; a GPU's wo
 it is shorter, and a CPU does both in turn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal

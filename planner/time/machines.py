@@ -6,8 +6,6 @@ direction of its links. ``MACHINES`` holds the makers' figures; the share of the
 (``simulation/model_flops.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

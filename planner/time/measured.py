@@ -1,7 +1,5 @@
 """Make a machine from the measurements of ``trilith bench``, in place of the table and its assumptions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """Time what a pipeline rank does once a step: sums over ranks, clipping, and the optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hold the predicted time of a step: its parts, and the rate, MFU, time, money and energy that follow."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Time a pipeline stage for one micro-batch: what it computes, and the exchanges that it waits for."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -17,8 +17,6 @@ Exposed is what nothing else is computed beside:
   for a message or takes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial

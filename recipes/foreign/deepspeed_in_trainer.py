@@ -1,7 +1,5 @@
 """Translate a DeepSpeed configuration that Hugging Face's Trainer was given, and would complete."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

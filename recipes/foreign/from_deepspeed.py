@@ -1,7 +1,5 @@
 """Translate a DeepSpeed configuration (``ds_config.json``) to a recipe."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

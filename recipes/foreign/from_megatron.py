@@ -1,7 +1,5 @@
 """Translate the arguments of a Megatron-LM run to a recipe."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...data.megatron import parse_blend

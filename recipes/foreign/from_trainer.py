@@ -1,7 +1,5 @@
 """Translate Hugging Face TrainingArguments (``training_args.json``, by ``to_json_string``) to a recipe."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

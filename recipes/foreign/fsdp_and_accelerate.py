@@ -1,7 +1,5 @@
 """Translate what TrainingArguments holds of FSDP and of accelerate's ``ParallelismConfig`` to a layout."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Megatron resolves its arguments and prints them at the start of a run; a shell g
 So neither is done here.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """Translate Megatron's parallel sizes, and how its optimizer shards, to a layout."""
 
-from __future__ import annotations
-
 import math
 
 from ...parallel_state import BadInput

@@ -1,7 +1,5 @@
 """Translate the shape of Megatron's model to a config of the zoo, or to the name of a published size."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...models import family_of, published_sizes

@@ -1,7 +1,5 @@
 """Say why an argument of Megatron has no counterpart in a recipe."""
 
-from __future__ import annotations
-
 from .translation import NO_COUNTERPART
 
 _ENGINE = "how Megatron does it; what is computed stays the same"

@@ -1,7 +1,5 @@
 """Translate the length of Megatron's run, and how its learning rate rises and falls."""
 
-from __future__ import annotations
-
 from .translation import ForeignConfig, RecipeDraft
 
 #: Our name of each of Megatron's shapes.

@@ -1,7 +1,5 @@
 """Translate mixed precision and the scale of the loss, which several trainers configure alike."""
 
-from __future__ import annotations
-
 import math
 
 from ..optimizer_sections import LossScaleSection

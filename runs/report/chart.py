@@ -1,7 +1,5 @@
 """Draw a line chart as inline SVG: readable without colour, and described in words for screen readers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Write parts of a report as HTML: the page around them, tables, parts that open; every text is escaped."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from html import escape
 

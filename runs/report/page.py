@@ -1,7 +1,5 @@
 """Write a run, or several over each other, as one HTML page: no script, no other file, no network."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape

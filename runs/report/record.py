@@ -1,7 +1,5 @@
 """Read what a run's folder says about the run: its steps, its events, its last recipe."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

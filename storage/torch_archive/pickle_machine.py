@@ -1,7 +1,5 @@
 """Carry out a pickle's opcodes on a stack that holds plain data, names and records, within limits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 

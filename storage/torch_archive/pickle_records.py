@@ -9,8 +9,6 @@ standard library decodes the arguments of single opcodes; it, too, builds number
 Source of the opcodes: Python's ``Lib/pickletools.py``, protocols 2 to 5.
 """
 
-from __future__ import annotations
-
 import pickletools
 from collections.abc import Mapping
 from io import BytesIO

@@ -1,7 +1,5 @@
 """Define the plain data that a pickle becomes, and how much of it a file may ask for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ other. Only the directory at the end and each entry's own header are read. Sourc
 sections 4.3 and 4.5.3.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from dataclasses import dataclass

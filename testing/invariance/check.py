@@ -1,7 +1,5 @@
 """Define ``assert_layout_invariant``: is a user's own module the same in every layout? If not, where from?"""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

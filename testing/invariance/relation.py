@@ -1,7 +1,5 @@
 """Tell how the pieces of an activation, or of its gradient, on the tensor ranks relate to the whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

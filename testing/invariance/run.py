@@ -1,7 +1,5 @@
 """Run a user's module in one layout: take some steps, record everything seen, save and load a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial

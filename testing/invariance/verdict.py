@@ -1,7 +1,5 @@
 """Find, in what ranks recorded of a module, the first thing that differs from one process: what to blame."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product

@@ -1,7 +1,5 @@
 """State what to compare of a model, and compare two observations of it: loss, outputs, gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 

@@ -95,7 +95,9 @@ def main() -> None:
     (ROOT / "models/from_transformers/proved.toml").write_text(toml(ordered), encoding="utf-8")
     models = ROOT / "docs/any_model.md"
     before = models.read_text(encoding="utf-8").partition(BEGIN)[0]
-    models.write_text(before.rstrip("\n") + "\n" + page(ordered).rstrip("\n") + "\n<!-- end -->\n", encoding="utf-8")
+    models.write_text(
+        before.rstrip("\n") + "\n" + page(ordered).rstrip("\n") + "\n<!-- end -->\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":
