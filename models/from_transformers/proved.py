@@ -16,7 +16,7 @@ _HERE = Path(__file__).parent
 
 @lru_cache
 def proved() -> dict[str, Any]:
-    """Return the table that ``make models`` writes: ``transformers``, its version, and ``types``."""
+    """Return the table that ``make any-model`` writes: ``transformers``, its version, and ``types``."""
     return read_toml(_HERE / "proved.toml")
 
 
@@ -40,14 +40,13 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def why_refused(kind: str) -> str:
     """Return why a type is refused whole, or nothing."""
-    return str(proved()["types"].get(kind, {}).get("refused", ""))
+    stated = proved()["types"].get(kind)
+    if stated is None:
+        return f"no test has tried it with transformers {proved()['transformers']}"
+    return str(stated.get("refused", ""))
 
 
 def why_not(kind: str, axis: str) -> str:
-    """Return why an axis is not offered for a type, or nothing."""
-    stated = proved()["types"].get(kind)
-    if stated is None:
-        return f"no test has tried it: `make models` tries types of transformers {proved()['transformers']}"
-    if axis in stated["axes"]:
-        return ""
-    return str(stated.get("why", {}).get(axis, "no test has proved it"))
+    """Return why an axis is not offered for a type of the table, or nothing."""
+    stated = proved()["types"][kind]
+    return "" if axis in stated["axes"] else str(stated.get("why", {}).get(axis, "no test has proved it"))

@@ -194,3 +194,10 @@ def test_attention_that_another_model_set_to_eager_stays_ours():
 def test_a_type_of_the_zoo_stays_the_zoos():
     assert family_of({"model_type": "llama"}) is FAMILIES["llama"]
     assert isinstance(family_of({"model_type": "arcee"}), TransformersFamily)
+
+
+@of_this_version
+def test_a_type_that_no_test_has_tried_is_refused():
+    kind = next(kind for kind in sorted(adopted_types()) if kind not in TABLE and kind not in FAMILIES)
+    with pytest.raises(BadInput, match="no test has tried it"):
+        family_of({"model_type": kind}).from_hf({"model_type": kind})
