@@ -168,7 +168,7 @@ def test_ranks_that_add_wrongly_are_a_fault(monkeypatch):
 
 def test_a_folder_that_does_not_exist_is_refused_also_as_the_working_directory(tmp_path, monkeypatch, capsys):
     assert run(["doctor", "nowhere"]) == 2
-    assert capsys.readouterr().err == "error: nowhere: expected a folder that exists, found none\n"
+    assert capsys.readouterr().err == "error: nowhere: expected a folder, found no such folder\n"
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)

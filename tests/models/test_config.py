@@ -111,7 +111,7 @@ REFUSED = [
     roped(GEMMA3, "gemma3-two-thetas", f"{WINDOW}.rope_theta", **{WINDOW: {"rope_theta": 2e4}}),
     llama("D3", "model_type", {"model_type": ABSENT}),
     llama("D3-null", "model_type", {"model_type": None}),
-    llama("D4", "model_type", {"model_type": "mamba"}),
+    llama("D4", "model_type", {"model_type": "vit"}),
     llama("D4-list", "model_type", {"model_type": ["llama"]}),
     llama("D5", "architectures", {"architectures": ["GPT2LMHeadModel"]}),
     llama("D5-number", "architectures", {"architectures": 5}),

@@ -60,13 +60,6 @@ def test_narrow_counts_from_the_boxs_own_start(box, dim, data):
     assert torch.equal(whole[box.narrow(dim, start, stop).slices], wanted)
 
 
-@given(boxes(2))
-def test_a_transposed_box_holds_the_transposes_elements(box):
-    whole = torch.arange(36).reshape(6, 6)
-    assert torch.equal(whole.T[box.transposed().slices], whole[box.slices].T)
-    assert box.transposed().transposed() == box
-
-
 def test_a_scalar_has_one_element_and_no_dims():
     box = Box.whole(())
     assert (box.size, box.shape, box.intersect(box)) == (1, (), box)

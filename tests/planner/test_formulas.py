@@ -44,7 +44,7 @@ def test_tensor_bytes_of_a_block_are_the_plan_s(tensor, sequence):
 def test_context_bytes_of_a_block_are_the_plan_s(ring):
     work, model = planned(Layout.of(context=4, ring=ring))
     sent = sent_by(model.layers["0"], work, model)
-    row = {"sequence": LENGTH, "micro_batch": ROWS, "key_value_heads": 4, "head_width": 8, "tensor": 1}
+    row = {"sequence_length": LENGTH, "micro_batch": ROWS, "key_value_heads": 4, "head_width": 8, "tensor": 1}
     assert sum(one.wire for one in sent) == values("context", context=4, **row)["ring" if ring else "gather"]
 
 
@@ -110,7 +110,7 @@ def test_flops_of_a_token_are_the_plan_s():
     size = published_size("llama-3.1-405b")
     flops = flops_per_token(size.family.on_meta(size.family.from_hf(size.fields)), 8192)
     matrices = size.parameters - 128256 * 16384 - (2 * 126 + 1) * 16384  # no embedding table, no norms
-    row = {"parameters": matrices, "layers": 126, "width": 16384, "sequence": 8192}
+    row = {"parameters": matrices, "layers": 126, "width": 16384, "sequence_length": 8192}
     stated = values("mfu", rate="2.65M", gpus=16384, peak="989e12", **row)
     assert (stated["causal"], stated["full"]) == (flops.causal, flops.full)
     mfu = Mfu(flops, 16384, 989e12)(2.65e6)

@@ -52,7 +52,7 @@ def test_a_block_of_gpt_3_keeps_the_bytes_of_table_2(flags, each):
     """Korthikanti et al. 2022: ``each`` byte for a token and a hidden number, in 16 bits; scores take
     5 heads x row / hidden = 80.
     """
-    rank = values("memory", *flags, sequence=2048, hidden=12288, heads=96, layers=96)
+    rank = values("memory", *flags, sequence_length=2048, hidden=12288, heads=96, layers=96)
     assert rank["block"] == pytest.approx(2048 * 12288 * each, rel=1e-12)
     assert rank["activations"] == 96 * rank["block"]
 
