@@ -64,7 +64,9 @@ def started_by_ray(recipe, port):
     os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     os.environ["RAY_JOB_ID"] = "01000000"
     dist.init_process_group("gloo")
-    dist.destroy_process_group()  # as the lines of the page do
+    dist.barrier()  # this and the next two as the lines of the page do
+    dist.destroy_process_group()
+    time.sleep(1)
     leave(train(recipe, quiet=True))
 
 
