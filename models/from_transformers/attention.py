@@ -39,7 +39,7 @@ _WATCHERS: list[Callable[..., tuple[Tensor, None]]] = []
 def carrier(inputs: AttentionInputs, rows: int) -> Tensor:
     """Return the mask to give to transformers' code: four dims, so that it is passed on as it is."""
     mask = torch.empty((rows, 1, 1, 1), dtype=torch.bool, device="meta")
-    mask.trilith = inputs  # type: ignore[attr-defined]
+    vars(mask)["trilith"] = inputs
     return mask
 
 
@@ -141,7 +141,7 @@ def watched(seen: list[Seen]) -> Iterator[None]:
         batch_size: int, q_length: int, kv_length: int, *args: Any, mask_function: Any = None, **rest: Any
     ) -> Tensor:
         made = torch.empty((batch_size, 1, q_length, kv_length), dtype=torch.bool, device="meta")
-        made.trilith = mask_function  # type: ignore[attr-defined]
+        vars(made)["trilith"] = mask_function
         return made
 
     ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, mask)

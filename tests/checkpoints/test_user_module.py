@@ -99,7 +99,7 @@ class Routed(nn.Module):
 ROUTED_NAMES = (
     Rule("blocks.{i}.router.weight", "h.{i}.router"),
     Rule("blocks.{i}.router.bias", "h.{i}.bias"),
-    *(Rule(f"blocks.{{i}}.experts.{one}", f"h.{{i}}.{{e}}.{one}") for one in ("gate", "up", "down")),
+    *(Rule(f"blocks.{{i}}.experts.{part}", f"h.{{i}}.{{e}}.{part}") for part in ("gate", "up", "down")),
 )
 
 

@@ -50,7 +50,7 @@ def in_stages(family, name):
 
 
 LAYOUTS = Layouts(
-    [one for family, name in FIRST.items() for one in (*of_family(family, name), *in_stages(family, name))],
+    [case for family, name in FIRST.items() for case in (*of_family(family, name), *in_stages(family, name))],
     at_once=12,
 )
 test_each_family_equals_one_device = LAYOUTS.equal_one_device()

@@ -187,7 +187,7 @@ def test_attention_that_another_model_set_to_eager_stays_ours():
     made.from_hf(tiny("arcee")).in_transformers()._attn_implementation = "eager"
     assert torch.equal(model(ids), before)
     model.hf.config._attn_implementation = "eager"
-    with pytest.raises((RuntimeError, NotImplementedError)):
+    with pytest.raises(RuntimeError, match="meta"):  # the mask has no numbers, so it cannot be added
         model(ids)
 
 

@@ -149,7 +149,7 @@ def test_a_price_that_is_no_number_is_refused_in_one_line(capsys):
 
 
 def test_a_gpu_s_name_may_be_in_capitals_and_a_number_stand_twice(capsys):
-    assert [one["gpus"] for one in told(capsys, "--gpus", "2,1,2", "--gpu-type", "H100-80GB")] == [2, 1]
+    assert [row["gpus"] for row in told(capsys, "--gpus", "2,1,2", "--gpu-type", "H100-80GB")] == [2, 1]
 
 
 @pytest.mark.parametrize("name", ["config.json", "llama.json"])

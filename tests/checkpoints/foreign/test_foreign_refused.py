@@ -218,7 +218,7 @@ def test_any_cut_into_chunks_gives_the_tensors_of_hugging_face(tmp_path_factory,
     name = rule.stored.format(i=1)
     parts = tuple(Piece.plain(box, Key(file, str(n))) for n, box in enumerate(boxes))
     stored = LazyTensor(name, "F32", tuple(theirs.shape), parts)
-    wanted = {one.format(i=1): weights[one] for one in rule.our_names}
+    wanted = {name.format(i=1): weights[name] for name in rule.our_names}
     made = tried(stored, rule, wanted)
     for hf, weight in wanted.items():
         assert torch.equal(made[hf].read(), weight)
