@@ -18,9 +18,19 @@ from ...storage.dtypes import TORCH
 from ...storage.file_names import DCP_METADATA
 from ...storage.safe_open import check_plain_name, contained, open_regular, read_small
 from ...storage.strict_json import shown
-from ...storage.torch_archive import Limits, Name, Record, View, ViewFile, ZipEntry, archive_at, read_records
+from ...storage.torch_archive import (
+    Limits,
+    Maker,
+    Name,
+    OrderedDict,
+    Record,
+    View,
+    ViewFile,
+    ZipEntry,
+    archive_at,
+    read_records,
+)
 from ...storage.torch_archive.archive import size_of
-from ...storage.torch_archive.records import Maker
 from .checkpoint import ForeignCheckpoint
 
 FORM = "torch.distributed.checkpoint (DCP)"
@@ -45,7 +55,7 @@ NAMES: dict[str, Maker | None] = {
     "pathlib.PosixPath": None,
     "pathlib._local.PosixPath": None,
     "torch.Size": size_of,
-    "collections.OrderedDict": lambda args: {},
+    "collections.OrderedDict": OrderedDict.make,
     **dict.fromkeys(_DTYPES),
 }
 #: AdamW's state in an optimizer's flattened state: the weight and the kind of state.
@@ -254,6 +264,6 @@ def _fields(record: object, kind: str, where: Path, *names: str) -> list[Any]:
 
 
 def _sizes(value: object, where: Path, name: str) -> tuple[int, ...]:
-    if not isinstance(value, tuple) or len(value) > 64:
+    if not isinstance(value, tuple) or len(value) > 64 or not all(type(number) is int for number in value):
         raise BadInput(where, shown(name), expected="a size", found=type(value).__name__)
     return value

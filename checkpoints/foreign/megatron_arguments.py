@@ -13,8 +13,7 @@ from ...parallel_state import BadInput
 from ...storage.safe_open import contained, read_small
 from ...storage.small_files import read_text
 from ...storage.strict_json import shown
-from ...storage.torch_archive import Record
-from ...storage.torch_archive.records import Maker
+from ...storage.torch_archive import Maker, Record
 from ...system import whole_number
 from .checkpoint import Stated
 

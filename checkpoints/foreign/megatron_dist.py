@@ -17,8 +17,7 @@ from ...storage.catalog import Catalog, Key, LazyTensor
 from ...storage.safe_open import contained
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
-from ...storage.torch_archive import TorchArchive, View, ViewFile
-from ...storage.torch_archive.records import Maker
+from ...storage.torch_archive import Maker, TorchArchive, View, ViewFile
 from .checkpoint import ForeignCheckpoint
 from .dcp import read_tensors
 from .megatron_arguments import NAMES, Arguments, bridge_arguments, step_folder

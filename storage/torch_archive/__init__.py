@@ -1,19 +1,20 @@
-"""Read files of ``torch.save`` without running their pickles: zip entries, pickle records, strided views.
+"""Read files of ``torch.save`` without running what their pickles name: zip entries, records, strided views.
 
 ``TorchArchive`` finds the tensors of one archive; ``ViewFile`` reads boxes of these tensors by ``pread``.
-``pickle_machine.py`` refuses a pickle that names anything outside a fixed list. Nothing that a pickle names
+``pickle_records.py`` refuses a pickle that names anything outside a fixed list. Nothing that a pickle names
 is imported or called.
 """
 
 from .archive import TorchArchive, archive_at, open_state_dict, tensors_in
-from .pickle_records import read_records
-from .records import Limits, Name, Record
+from .pickle_records import Limits, Maker, Name, OrderedDict, Record, read_records
 from .view_file import View, ViewFile
 from .zip_entries import ZipEntry, zip_entries
 
 __all__ = [
     "Limits",
+    "Maker",
     "Name",
+    "OrderedDict",
     "Record",
     "TorchArchive",
     "View",

@@ -1,4 +1,4 @@
-"""Find the tensors in what ``torch.save`` wrote, by offset, without running the pickle inside.
+"""Find the tensors in what ``torch.save`` wrote, by offset, without running what its pickle names.
 
 An archive is a zip file: ``data.pkl`` describes the object, and each storage is an entry ``data/KEY``. A
 tensor is a view of a storage. Source: ``torch/serialization.py`` (``_save``, ``_load``) and
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from ...parallel_state import BadCheckpoint, BadInput
 from ..crc import crc32
@@ -21,8 +21,7 @@ from ..dtypes import BITS, TORCH
 from ..safe_open import open_regular
 from ..safetensors_header import MAX_TENSORS
 from ..strict_json import shown, what_it_looks_like
-from .pickle_records import read_records
-from .records import Maker, Name
+from .pickle_records import Maker, Name, OrderedDict, read_records
 from .view_file import View, ViewFile
 from .zip_entries import ZipEntry, zip_entries
 
@@ -43,6 +42,9 @@ _STORAGES = {
 class _Storage:
     dtype: str
     entry: ZipEntry
+
+    def __setstate__(self, state: object) -> NoReturn:
+        raise ValueError("a state for a storage")
 
 
 class TorchArchive:
@@ -171,12 +173,6 @@ def _parameter(args: tuple[Any, ...]) -> View:
     return args[0]
 
 
-def _dict(args: tuple[Any, ...]) -> dict[Any, Any]:
-    if args:
-        raise ValueError("an ordered dict with arguments, which torch does not write")
-    return {}
-
-
 def size_of(args: tuple[Any, ...]) -> tuple[int, ...]:
     """Make what stands for a ``torch.Size``: a tuple."""
     (size,) = args
@@ -185,7 +181,7 @@ def size_of(args: tuple[Any, ...]) -> tuple[int, ...]:
 
 #: torch's own names in files of tensors. ``None``: it may stand there, and a record of it is left alone.
 _NAMES: dict[str, Maker | None] = {
-    "collections.OrderedDict": _dict,
+    "collections.OrderedDict": OrderedDict.make,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
     "torch._utils._rebuild_parameter": _parameter,

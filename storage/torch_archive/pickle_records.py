@@ -1,29 +1,151 @@
-"""Read a pickle as plain records. Nothing that it names is imported, looked up or called.
+"""Read a pickle as plain data, without running or importing anything that it names.
 
-A pickle is a program for a small stack machine; Python's own reader imports what the program names and calls
-it. Here the same program builds only numbers, texts, tuples, lists, dicts, ``Name`` (where it names
-something) and ``Record`` (where it would make an object). A name must be in a list of allowed names, or the
-file is refused, so that a reader also knows every kind of record that it can meet. ``pickletools`` of the
-standard library decodes the arguments of single opcodes; it, too, builds numbers and texts only.
+A pickle is a program for a small stack machine: Python's reader imports what the program names and calls it.
+Here Python's reader is given a list of allowed names, and for each a class of our own (see ``Name``), so that
+it calls nothing else; a pickle with another name is refused. Before that, one pass over the opcodes refuses
+what would make Python's reader take memory or time out of proportion to the file, or crash: a place in the
+memo beyond the next free one (it makes room for all between), a length beyond the file's end, a key of tuples
+inside tuples (hashing it may take for ever, or overflow the C stack), and opcodes that torch never writes.
 
-Source of the opcodes: Python's ``Lib/pickletools.py``, protocols 2 to 5.
+Source of the opcodes: Python's ``Lib/pickletools.py``, protocols 2 to 5, and ``Modules/_pickle.c``.
 """
 
+import pickle
 import pickletools
-from collections.abc import Mapping
-from io import BytesIO
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from io import BufferedReader, BytesIO
+from struct import Struct
+from struct import error as struct_error
+from typing import Any, NoReturn
 
 from ...parallel_state import BadInput
+from ...system import no_garbage_search
 from ..strict_json import shown
-from .pickle_machine import CONSTANTS, CONTAINERS, PLAIN, STEPS, Machine
-from .records import USUAL, Limits, Maker
 
-#: Each known opcode with its name and what decodes its argument, if it has one.
-_OPCODES = {
-    opcode.code.encode("latin-1"): (opcode.name, None if opcode.arg is None else opcode.arg.reader)
-    for opcode in pickletools.opcodes
-    if opcode.name in {*STEPS, *PLAIN, *CONSTANTS, "STOP"}
+#: Makes what stands for an object in the result, of the arguments that its name is called with in the file.
+#: A ``ValueError`` says what is wrong with them. The pickle may give a state to what it returns: a class
+#: with ``__setstate__`` must refuse that, or take nothing from it.
+Maker = Callable[[tuple[Any, ...]], object]
+
+
+class Name(type):
+    """Stand for something that a pickle names, such as ``torch.float32``: an own class, with its ``text``.
+
+    To call it is to make a ``Record``, or what ``maker`` makes.
+    """
+
+    text: str
+    maker: Maker | None
+
+
+class Record(metaclass=Name):
+    """Stand for an object: the name of what would make it, its arguments, and its state (mostly a dict)."""
+
+    __slots__ = ("args", "state")
+    args: tuple[Any, ...]
+    state: object
+
+    def __new__(cls, *args: Any) -> Any:
+        """Return what the name's maker makes of the arguments; without a maker, a record of them."""
+        if cls.maker is not None:
+            try:
+                return cls.maker(args)
+            except ValueError as error:
+                if isinstance(error, BadInput):
+                    raise
+                raise ValueError(f"arguments of {cls.text}: {error}") from None
+        record = super().__new__(cls)
+        record.args, record.state = args, None
+        return record
+
+    def __setstate__(self, state: object) -> None:
+        if self.state is not None:
+            raise ValueError(f"two states of a {self.name}")
+        self.state = state
+
+    @property
+    def name(self) -> str:
+        """Return the name of what would make this object."""
+        return type(self).text
+
+    def field(self, key: str) -> Any:
+        """Return a field of the state, or ``None`` if there is none."""
+        return self.state.get(key) if isinstance(self.state, dict) else None
+
+
+class OrderedDict(dict[Any, Any]):
+    """Stand for ``collections.OrderedDict``: a dict. Its attributes (``_metadata``) are left out."""
+
+    __slots__ = ()
+
+    @classmethod
+    def make(cls, args: tuple[Any, ...]) -> "OrderedDict":
+        """Make an empty one, to be filled; see ``Maker``."""
+        if args:
+            raise ValueError("an ordered dict with arguments, which torch does not write")
+        return cls()
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bound what a file may ask for; looked at after each 1,000 opcodes.
+
+    ``nodes``: opcodes, each of which makes at most one object of some 100 bytes. ``containers``: lists,
+    dicts, tuples, records and places in the memo, whatever the file's size; further ones only for every
+    fifth byte, because torch's own files have at most 0.17 of them a byte. ``waiting``: objects that are
+    not yet part of another one.
+    """
+
+    nodes: int = 1_000_000
+    containers: int = 50_000
+    waiting: int = 50_000
+
+
+#: Tuples inside one another, and marks on the stack; bytes of a text, and of an integer.
+_DEEPEST, _LONGEST_TEXT, _LONGEST_INTEGER = 100, 1 << 20, 64
+_TODO = "It is no file of tensors as torch writes it, or damaged; nothing of it was run"
+_NOT_RUN = (
+    "A pickle can run what it names; this one is not run, and no such name belongs to weights. "
+    "Save the tensors alone, or use a file that you trust to write safetensors"
+)
+
+#: What an opcode does: it puts an object on the stack (a text after its length), makes one of others, puts
+#: the topmost, or all above the mark, into the one below.
+_REFUSED, _PROTO, _FRAME, _STOP, _PUSH, _TEXT, _NAME, _PUT, _GET, _MARK, _TUPLE, _OBJECT, _PLACE, _FILL = (
+    range(14)
+)
+_KIND = {
+    **dict.fromkeys(("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "BINFLOAT"), _PUSH),
+    **dict.fromkeys(("EMPTY_LIST", "EMPTY_DICT", "EMPTY_TUPLE"), _PUSH),
+    **dict.fromkeys(("LONG1", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"), _TEXT),
+    **dict.fromkeys(("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"), _TEXT),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT", "MEMOIZE"), _PUT),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _GET),
+    **dict.fromkeys(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"), _TUPLE),
+    **dict.fromkeys(("REDUCE", "NEWOBJ", "STACK_GLOBAL", "BINPERSID"), _OBJECT),
+    **dict.fromkeys(("APPEND", "BUILD"), _PLACE),
+    **dict.fromkeys(("APPENDS", "SETITEM", "SETITEMS"), _FILL),
+    **{"PROTO": _PROTO, "FRAME": _FRAME, "GLOBAL": _NAME, "MARK": _MARK, "STOP": _STOP},
 }
+#: Opcodes that take so many objects; others of their kinds take all above the mark, or one.
+_TAKEN = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "SETITEM": 2, "REDUCE": 2, "NEWOBJ": 2, "STACK_GLOBAL": 2}
+#: Bytes of the number before an argument that states its length, by ``pickletools``' sign for it.
+_LENGTH = {-2: 1, -3: 4, -4: 4, -5: 8}
+_BY_CODE = {ord(opcode.code): opcode for opcode in pickletools.opcodes}
+#: By the opcode's byte: its kind, how many objects it takes, and its bytes with an argument of fixed size or
+#: the length of another one.
+_KINDS, _COUNTS, _SIZES = [_REFUSED] * 256, [0] * 256, [1] * 256
+for _code, _opcode in _BY_CODE.items():
+    _KINDS[_code], _COUNTS[_code] = _KIND.get(_opcode.name, _REFUSED), _TAKEN.get(_opcode.name, 0)
+    if _opcode.arg is not None and _opcode.name != "GLOBAL":
+        _SIZES[_code] += _LENGTH.get(_opcode.arg.n, _opcode.arg.n)
+_FOUR_BYTES = Struct("<I").unpack_from
+_EMPTY, _BLOCK = b"]}", 1000
 
 
 def read_records(
@@ -32,41 +154,143 @@ def read_records(
     allowed: Mapping[str, Maker | None],
     *,
     persistent: Maker | None = None,
-    limits: Limits = USUAL,
+    limits: Limits | None = None,
 ) -> object:
     """Return the object that a pickle describes, as plain data and records.
 
     ``allowed``: the names that may occur, each with what makes its record (``None``: a ``Record``). A mapping
     may answer for more names than it lists. ``persistent`` makes what stands for a persistent id (torch's
-    storages). ``BadInput`` names ``where``, the byte, and what was found there: another name, an opcode that
-    no writer of tensors uses, a size beyond ``limits``, or damage. Shared and cyclic lists stay shared, so a
-    caller that walks the result must count its steps.
+    storages). ``BadInput`` names ``where`` and what was found there: another name, an opcode that no writer
+    of tensors uses, a size beyond ``limits``, or damage. Shared and cyclic lists stay shared, so a caller
+    that walks the result must count its steps.
     """
-    machine, stream = Machine(where, allowed, persistent, limits), BytesIO(raw)
-    containers = limits.containers + len(raw) // 5
     try:
-        for _ in range(limits.nodes):
-            machine.at = stream.tell()
-            code = stream.read(1)
-            if not code:
-                machine.refuse("further opcodes", "the end of the pickle: it was cut short")
-            if code not in _OPCODES:  # before its argument is decoded: some old ones import a codec
-                machine.refuse("an opcode that torch writes", _name_of(code))
-            name, decode = _OPCODES[code]
-            argument = None if decode is None else decode(stream)
-            if name == "STOP":
-                return machine.result()
-            machine.step(name, argument)
-            containers -= name in CONTAINERS
-            if containers < 0:
-                machine.refuse(f"at most one list, dict, tuple or record for 5 of {len(raw):,} bytes", "more")
+        with no_garbage_search():
+            _check_opcodes(raw, where, limits or Limits())
+            return _Unpickler(raw, where, allowed, persistent).load()
     except BadInput:
         raise
-    except (ValueError, TypeError, IndexError, OverflowError) as error:  # decoding failed, an empty stack
-        machine.refuse("a whole pickle", shown(f"{type(error).__name__}: {error}"))
-    machine.refuse(f"at most {limits.nodes:,} opcodes", "more")
+    except (
+        pickle.UnpicklingError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        EOFError,
+        struct_error,
+    ) as error:
+        actual = shown(str(error))
+        raise BadInput(where, "pickle", expected="a whole pickle", found=actual, todo=_TODO) from None
 
 
-def _name_of(code: bytes) -> str:
-    names = {opcode.code: opcode.name for opcode in pickletools.opcodes}
-    return names.get(code.decode("latin-1"), shown(code))
+def _check_opcodes(raw: bytes, where: object, limits: Limits) -> None:
+    """Refuse what costs more than a file of this size may.
+
+    For each object on the stack and in the memo it counts the levels of objects inside one another. Whether
+    the objects are of the right types, Python's reader says.
+    """
+    depths: list[int] = []
+    memo: list[int] = []
+    marks: list[int] = []
+    at, containers, most = 0, 0, limits.containers + len(raw) // 5
+
+    def refuse(at: int, expected: str, found: object) -> NoReturn:
+        raise BadInput(where, f"pickle byte {at:,}", expected=expected, found=found, todo=_TODO)
+
+    for _ in range(0, limits.nodes, _BLOCK):
+        for _ in range(_BLOCK):
+            if at >= len(raw):
+                refuse(at, "further opcodes", "the end of the pickle: it was cut short")
+            code = raw[at]
+            kind, size = _KINDS[code], _SIZES[code]
+            if kind == _PUSH:
+                depths.append(0)
+                containers += code in _EMPTY
+            elif kind == _PUT:
+                index = raw[at + 1] if size == 2 else _FOUR_BYTES(raw, at + 1)[0] if size == 5 else len(memo)
+                if index > len(memo):
+                    refuse(at, f"place {len(memo):,} of the memo, the next one", f"place {index:,}")
+                if index == len(memo):
+                    memo.append(depths[-1])
+                else:
+                    memo[index] = depths[-1]
+            elif kind == _GET:
+                index = raw[at + 1] if size == 2 else _FOUR_BYTES(raw, at + 1)[0]
+                if index >= len(memo):
+                    refuse(at, "an object seen before", f"number {index:,}, which is none")
+                depths.append(memo[index])
+            elif kind == _PLACE:
+                depths.pop()
+            elif kind == _OBJECT:
+                del depths[-(_COUNTS[code] or 1) :]
+                depths.append(0)
+                containers += 1
+            elif kind == _TUPLE:
+                begin = len(depths) - _COUNTS[code] if _COUNTS[code] else marks.pop()
+                depth = 1 + max(depths[begin:], default=0)
+                del depths[begin:]
+                depths.append(depth)
+                containers += 1
+                if depth > _DEEPEST:
+                    refuse(at, f"at most {_DEEPEST} tuples inside one another", "more")
+            elif kind == _FILL:
+                begin = len(depths) - _COUNTS[code] if _COUNTS[code] else marks.pop()
+                if _BY_CODE[code].name != "APPENDS" and max(depths[begin::2], default=0) > 1:
+                    refuse(at, "a key of text or numbers", "tuples inside tuples")
+                del depths[begin:]
+            elif kind == _MARK:
+                marks.append(len(depths))
+            elif kind == _TEXT:
+                length, name = int.from_bytes(raw[at + 1 : at + size], "little"), _BY_CODE[code].name
+                longest = _LONGEST_INTEGER if name == "LONG1" else _LONGEST_TEXT
+                if length > longest or at + size + length > len(raw):
+                    refuse(at, f"at most {longest:,} bytes, before the end", f"{name} of {length:,} bytes")
+                depths.append(0)
+                at += length
+            elif kind == _NAME:
+                depths.append(0)
+                containers += 1
+                at = raw.index(b"\n", raw.index(b"\n", at) + 1)
+            elif kind == _FRAME:
+                if (length := int.from_bytes(raw[at + 1 : at + size], "little")) > len(raw) - at:
+                    refuse(at, "a frame before the end", f"{length:,} bytes")
+            elif kind == _STOP:
+                return
+            elif kind == _REFUSED:
+                opcode = _BY_CODE[code].name if code in _BY_CODE else f"byte {code:#x}"
+                refuse(at, "an opcode that torch writes", opcode)
+            at += size
+        if len(depths) > limits.waiting or len(marks) > _DEEPEST:
+            refuse(at, f"at most {limits.waiting:,} objects, {_DEEPEST} marks that wait", "more")
+        if containers + len(memo) > most:
+            refuse(at, f"at most one list, dict, tuple or record for 5 of {len(raw):,} bytes", "more")
+    refuse(at, f"at most {limits.nodes:,} opcodes", "more")
+
+
+class _Unpickler(pickle.Unpickler):
+    """Python's unpickler in a world in which the allowed names alone exist, each a class of our own."""
+
+    def __init__(
+        self, raw: bytes, where: object, allowed: Mapping[str, Maker | None], persistent: Maker | None
+    ) -> None:
+        super().__init__(BufferedReader(BytesIO(raw)))  # of a reader that cannot peek, it reads byte by byte
+        self._where, self._allowed, self._persistent = where, allowed, persistent
+
+    def find_class(self, module: str, name: str) -> Name:
+        """Return what stands for a name; nothing is imported."""
+        text = f"{module}.{name}"
+        if text not in self._allowed:
+            expected = "names of torch's tensors and of checkpoints"
+            raise BadInput(self._where, "pickle", expected=expected, found=shown(text), todo=_NOT_RUN)
+        return _class_of(text, self._allowed[text])
+
+    def persistent_load(self, reference: Any) -> object:
+        """Return what stands for a storage."""
+        if self._persistent is None or not isinstance(reference, tuple):
+            raise ValueError("a reference to another place")
+        return self._persistent(reference)
+
+
+@lru_cache(maxsize=1024)
+def _class_of(text: str, maker: Maker | None) -> Name:
+    return Name(text, (Record,), {"__slots__": (), "text": text, "maker": maker and staticmethod(maker)})

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -147,6 +148,9 @@ class View:
     shape: tuple[int, ...]
     begin: int
     strides: tuple[int, ...]
+
+    def __setstate__(self, state: object) -> NoReturn:  # a pickle would move a view that was checked
+        raise ValueError("a state for a tensor")
 
     @classmethod
     def row_major(cls, dtype: str, shape: tuple[int, ...], begin: int) -> View:

@@ -83,6 +83,11 @@ PICKLES = {
     "torch.load inside": b"\x80\x02" + name("torch.serialization.load") + text("x") + b"\x85R.",
     "an object of objects": b"\x80\x02" + name("torch.device") + b")R)R.",
     "a state for a number": b"\x80\x02K\x01}b.",
+    "a state for a tensor": tensor()[:-2] + b"(K\x00tbs.",
+    "a state for a storage": tensor(of=storage() + b"(K\x00tb"),
+    "a state for a name": b"\x80\x02" + name("torch.float32") + b"}b.",
+    "a state for a record twice": b"\x80\x02" + name("torch.device") + b")R}b}b.",
+    "an item for a record": b"\x80\x02" + name("torch.device") + b")RK\x01K\x02s.",
     "a key that nests": b"\x80\x02}" + b")" + b"\x85" * 90_000 + b"K\x01s.",
     "deep lists": b"\x80\x02" + b"]" * 400_000 + b"a" * 399_999 + b".",
     "deep marks": b"\x80\x02" + b"(" * 500_000 + b".",
@@ -93,7 +98,13 @@ PICKLES = {
     + b".",
     "a list in itself": b"\x80\x02]q\x00h\x00a.",
     "a dict in itself": b"\x80\x02}q\x00" + text("w") + b"h\x00s.",
+    "a key of tuples in tuples": b"\x80\x02}" + b")\x85\x85K\x01s.",
+    "a key whose tuples are shared": b"\x80\x02)"
+    + b"".join(b"q%ch%c\x86" % (n, n) for n in range(99))
+    + b"}h\x62K\x01s.",
     "a place in the memo that is far": b"\x80\x02}r\xff\xff\xff\xff.",
+    "a place of 20 million in nine bytes": b"\x80\x02}r" + struct.pack("<I", 20_000_000) + b".",
+    "a frame of 2^62": b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"}.",
     "a place in the memo that is empty": b"\x80\x02j\xff\xff\xff\xff.",
     "an integer of 2 GB": b"\x80\x02" + LONG + struct.pack("<i", 2**31 - 1) + b"\x01" * 1000 + b".",
     "an integer of a negative size": b"\x80\x02" + LONG + struct.pack("<i", -5) + b".",
@@ -163,7 +174,7 @@ def test_a_hostile_pickle_is_refused_and_nothing_of_it_is_run(kind, tmp_path):
 
 def test_a_pickle_of_more_opcodes_than_the_limit_is_refused_at_the_limit():
     limits = Limits(nodes=1000)
-    assert read_records(b"\x80\x02]" + b"Na" * 400 + b".", "here", {}, limits=limits) == [None] * 400
+    assert read_records(b"\x80\x02]" + b"Na" * 498 + b".", "here", {}, limits=limits) == [None] * 498
     with pytest.raises(BadInput, match=r"at most 1,000 opcodes"):
         read_records(b"\x80\x02]" + b"Na" * 500 + b".", "here", {}, limits=limits)
 
@@ -187,6 +198,25 @@ def test_a_pickle_makes_no_more_containers_than_torch_needs_for_its_bytes(piece,
         assert tracemalloc.get_traced_memory()[1] < 50 * size
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("a state for a tensor", "a state for a tensor"),
+        ("a state for a storage", "a state for a storage"),
+        ("a key whose tuples are shared", "a key of text or numbers"),
+        ("deep tuples", "at most 100 tuples inside one another"),
+        ("a place of 20 million in nine bytes", "place 0 of the memo, the next one"),
+        ("a frame of 2^62", "a frame before the end"),
+        ("a text of 2 GB", "before the end"),
+        ("an integer of 4 MB", "an opcode that torch writes"),
+    ],
+)
+def test_what_python_s_reader_would_suffer_from_is_refused_by_its_name(kind, message, tmp_path):
+    path = tmp_path / "model.bin"
+    path.write_bytes(packed(PICKLES[kind]))
+    assert message in refused(open_state_dict, path)
 
 
 @pytest.mark.parametrize("kind", ["os.system in protocol 4", "getattr", "deep tuples", "shared lists"])
