@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from .shared.options import CONFIG, DRY_RUN, MAX_RAM, NAMES, PATH_OR_ADDRESS, SPLIT, WORKERS, Strict
+from .shared.options import CONFIG, DRY_RUN, NAMES, PATH_OR_ADDRESS, SPLIT, WORKERS, Strict
 from .shared.say import counted, say
 
 if TYPE_CHECKING:
@@ -61,10 +61,6 @@ def convert(
         ),
     ] = False,
     workers: Annotated[int, typer.Option(min=1, help=WORKERS)] = 2,
-    max_ram: Annotated[
-        str | None,
-        typer.Option(help=MAX_RAM),
-    ] = None,
     verify: Annotated[
         bool,
         typer.Option("--verify", help="read the output again and compare every number with the source"),
@@ -93,15 +89,14 @@ def convert(
     from ..checkpoints import ConversionOptions, carry_out, plan_conversion
     from .shared.model_card import model_card
     from .shared.progress import byte_progress
-    from .shared.sizes import parse_counts, parse_size
+    from .shared.sizes import parse_counts
 
     if to == "dcp":
         other_forms = {"--tensor": tensor > 1, "--pipeline": pipeline > 1, "--split": split, "--dtype": dtype,
-                       "--max-ram": max_ram, "--dry-run": dry_run, "--verify": verify}  # fmt: skip
+                       "--dry-run": dry_run, "--verify": verify}  # fmt: skip
         _to_dcp(src, dst, [option for option, is_set in other_forms.items() if is_set], names, config)
         return
     counts = parse_counts(split, "convert")
-    most = parse_size(max_ram, "--max-ram") if max_ram is not None else None
     plan = plan_conversion(
         src,
         to=to,
@@ -124,7 +119,7 @@ def convert(
         return
     with byte_progress(f"{src} -> {dst}", plan.nbytes) as advance:
         card = model_card(plan.source) if plan.layout is None else None
-        options = ConversionOptions(workers=workers, max_ram=most, progress=advance, card=card)
+        options = ConversionOptions(workers=workers, progress=advance, card=card)
         carry_out(plan, dst, allow_nonfinite=allow_nonfinite, options=options)
     for warning in plan.source.warnings:
         say(f"warning: {warning}", err=True)

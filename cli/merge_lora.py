@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .shared.inputs import check_weights_there
-from .shared.options import MAX_RAM, PATH_OR_ADDRESS, WORKERS, Strict
+from .shared.options import PATH_OR_ADDRESS, WORKERS, Strict
 from .shared.say import counted, say
 
 
@@ -27,10 +27,6 @@ def merge_lora(
     ],
     out: Annotated[Path, typer.Argument(help="new Hugging Face folder", metavar="OUT")],
     workers: Annotated[int, typer.Option(min=1, help=WORKERS)] = 2,
-    max_ram: Annotated[
-        str | None,
-        typer.Option(help=MAX_RAM),
-    ] = None,
     strict: Strict = False,
 ) -> None:
     """Add LoRA adapters to the weights of their base model.
@@ -42,7 +38,7 @@ def merge_lora(
     Examples:
 
         trilith merge-lora Llama-3.2-1B lora-run merged
-        trilith merge-lora Llama-3.2-1B adapter merged --max-ram 2GiB
+        trilith merge-lora Llama-3.2-1B adapter merged
     """
     check_weights_there(base, "a Hugging Face folder or a checkpoint")
     check_weights_there(adapter, "a PEFT folder or a LoRA run's folder")
@@ -50,15 +46,13 @@ def merge_lora(
     from ..parallel_state import check_workers
     from .shared.model_card import model_card
     from .shared.progress import byte_progress
-    from .shared.sizes import parse_size
 
-    most = parse_size(max_ram, "--max-ram") if max_ram is not None else None
     check_workers(workers, "merge-lora")
     plan = plan_merge(base, adapter)
     with byte_progress(f"{base} + {adapter} -> {out}", plan.nbytes) as advance:
         assert plan.merge is not None
         card = model_card(plan.merge.adapter, base=base)
-        options = ConversionOptions(workers=workers, max_ram=most, progress=advance, card=card)
+        options = ConversionOptions(workers=workers, progress=advance, card=card)
         carry_out(plan, out, options=options)
     for warning in plan.source.warnings:
         say(f"warning: {warning}", err=True)

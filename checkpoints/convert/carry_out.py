@@ -23,8 +23,7 @@ from ..hugging_face.writer import open_file, write_config_and_index
 from ..manifest import Manifest
 from ..manifest_checks import check_plain, read_back
 from ..verify import checksum_of, verify, verify_file, verify_sums
-from .execute import execute
-from .memory_budget import block_within
+from .execute import BLOCK, execute
 from .plan import Form, Plan, identify, plan_conversion
 from .transfer import Group
 
@@ -33,13 +32,11 @@ from .transfer import Group
 class ConversionOptions:
     """Set how a conversion runs, without effect on its result.
 
-    ``max_ram`` (bytes) bounds all memory of the process, including what it holds already; ``None`` asks only
-    that memory does not grow with the model (some 20 MB for each worker). ``note_every`` is in bytes.
-    ``card``: the text of the README.md beside weights in Hugging Face's form.
+    Each worker takes some 20 MB, however large the model is. ``note_every`` is in bytes. ``card``: the text
+    of the README.md beside weights in Hugging Face's form.
     """
 
     workers: int = 2
-    max_ram: int | None = None
     check: bool = True
     note_every: int = EVERY
     progress: Callable[[int], None] = lambda done: None
@@ -206,20 +203,6 @@ def _config(plan: Plan) -> dict[str, Any]:
     return config
 
 
-def _memory(plan: Plan, options: ConversionOptions) -> tuple[int, int]:
-    """Return the bytes of a block and the number of workers.
-
-    A merge holds a block in fp32 as well, and the adapter's factors.
-    """
-    if plan.merge is None:
-        return block_within(options.max_ram, options.workers)
-    factors = options.workers * plan.merge.bytes_of_a_worker
-    block, workers = block_within(
-        None if options.max_ram is None else options.max_ram - factors, options.workers
-    )
-    return block // 2, workers
-
-
 def _move(
     plan: Plan,
     transfers: Group,
@@ -230,7 +213,6 @@ def _move(
 ) -> None:
     """Move the numbers; a checkpoint's checksums are taken from what is read, and compared at the end."""
     source, manifest = plan.source, plan.source.manifest if options.check else None
-    block, workers = _memory(plan, options)
     stated = options.check and any(file.sums for file in source.files)
     seen = {file: checksum_of(file) for file in source.files} if manifest is not None or stated else {}
     fault("convert.before_data", rank=0)
@@ -245,8 +227,8 @@ def _move(
         report = execute(
             transfers,
             change=(lambda name: None) if plan.merge is None else plan.merge.change,
-            threads=workers,
-            block=block,
+            threads=options.workers,
+            block=BLOCK if plan.merge is None else BLOCK // 2,  # a merge holds it in fp32 as well
             allow_nonfinite=allow_nonfinite,
             seen=seen,
             finished=FinishedWork(staging.directory / JOURNAL, sync, sync_interval=options.note_every),
@@ -263,7 +245,7 @@ def _move(
         for file, checksum in seen.items():
             verify_sums(file, checksum)
     if manifest is not None:
-        verify(source.path, manifest, files=source.files, seen=seen, threads=workers)
+        verify(source.path, manifest, files=source.files, seen=seen, threads=options.workers)
     for name, count in report.overflows.items():
         todo = "Choose a type with a wider range"
         lost = f"{count:,} that overflow"

@@ -24,11 +24,10 @@ from ...storage.safetensors_writer import TensorWriter
 from ...storage.strides import blocks
 from .transfer import Change, Group, Target, Transfer, check, shared, slabs, spread
 
-#: Bytes of a block: still in the processor's cache when it is written, and large beside the bookkeeping.
+#: Bytes of a block: still in the processor's cache when it is written, and large beside the bookkeeping. A
+#: worker holds at most four at once: the numbers read, the part made of them, its cast, and the file range
+#: that a read spans.
 BLOCK = 4 << 20
-#: A worker holds at most so many blocks at once: the numbers read, the part made of them, its cast, and
-#: the file range that a read spans.
-BLOCKS_OF_A_WORKER = 4
 
 
 @dataclass

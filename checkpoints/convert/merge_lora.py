@@ -57,7 +57,7 @@ class Merge:
     """Add a LoRA adapter to the tensors of its base, which go by their Hugging Face names.
 
     The sum is computed in at least fp32, whatever the stored dtypes. A thread holds the factors of one linear
-    at a time, at most ``bytes_of_a_worker``.
+    at a time.
     """
 
     def __init__(self, base: Source, adapter: Source) -> None:
@@ -73,13 +73,6 @@ class Merge:
     def identity(self) -> object:
         """Return a value that differs whenever the adapter would add other numbers."""
         return self._lora, [file.state() for file in self.adapter.files]
-
-    @property
-    def bytes_of_a_worker(self) -> int:
-        products = self._products.values()
-        return max(
-            4 * sum(self.adapter.hf[name].box.size for name in product.factors) for product in products
-        )
 
     def change(self, name: str) -> Change | None:
         """Return the function that adds the adapter to this tensor, or ``None`` if it has no adapter."""

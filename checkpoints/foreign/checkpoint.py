@@ -4,7 +4,7 @@ Each format has one file here with one function that reads headers and returns a
 reads no weights. ``formats.py`` lists the formats. Everything after that is the same for all formats:
 ``rules.py`` says which foreign tensor is which tensor of Hugging Face, ``model_tensors.py`` takes the model's
 out of the catalog, and the plan and the executor of a conversion then see a folder of Hugging Face's tensors.
-So streaming, ``--max-ram``, a resumed conversion and the checks need nothing from a format.
+So streaming, a resumed conversion and the checks need nothing from a format.
 """
 
 import math

@@ -37,10 +37,6 @@ def check_seed(seed: int) -> int:
     return seed
 
 
-MAX_RAM = (
-    "most memory that the process may hold, such as 800MB or 2GiB; default: no limit, and each worker needs "
-    "some 20 MB"
-)
 #: Beside the annotation of a text that names a path of this machine, an address or a model of the hub: what
 #: is annotated ``Path`` is a path of this machine alone.
 PATH_OR_ADDRESS = "path or address"

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import threading
 from contextlib import suppress
 from unittest import mock
 
@@ -13,15 +12,11 @@ from support.folders import contents
 from support.kills import Work, kill_at, killed_work
 from support.short_runs import tiny_recipe, train
 from trilith.checkpoints import ConversionOptions, convert, read_source
-from trilith.checkpoints.convert import memory_budget
-from trilith.checkpoints.convert.memory_budget import anonymous_memory, block_within
-from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadCheckpoint, BadInput
 from trilith.storage import TensorWriter
 from trilith.storage.journal import FinishedWork
 from trilith.storage.staging import staged
-from trilith.testing import run_fresh
 
 FORMS = {
     "to-sharded": ("hf", {"tensor": 2, "pipeline": 3}),
@@ -172,47 +167,3 @@ def test_an_interrupt_keeps_what_was_written_and_an_error_does_not(tmp_path, sou
         assert len(list(tmp_path.glob("out.tmp-*"))) == left
         assert not list(tmp_path.glob("*.tmp-lock"))
     convert(sources / "hf", tmp_path / "out", tensor=2)
-
-
-def test_too_little_memory_is_refused_with_figures():
-    with pytest.raises(BadInput, match=r"--max-ram: expected at least [\d,]+ MB .*, found 1 MB"):
-        block_within(1 << 20, 2)
-
-
-def test_a_process_of_any_size_converts_where_no_memory_is_asked_for(tmp_path, sources, monkeypatch):
-    monkeypatch.setattr(memory_budget, "anonymous_memory", lambda: 1 << 40)
-    assert run(["convert", str(sources / "hf"), str(tmp_path / "out"), "--tensor", "2"]) == 0
-    assert run(["convert", str(sources / "hf"), str(tmp_path / "not"), "--max-ram", "1GiB"]) == 2
-
-
-def test_memory_asked_for_bounds_blocks_and_workers():
-    now = anonymous_memory()
-    block, workers = block_within(now + (64 << 20), 8)
-    assert workers == 8 and block % 4096 == 0 and 8 * (4 * block + (4 << 20)) <= 64 << 20
-    assert block_within(now + (6 << 20), 8)[1] == 1
-    assert block_within(1 << 40, 8) == block_within(None, 8) == (4 << 20, 8)
-
-
-def convert_and_watch(src, dst, room):
-    """Exit code 0 if this process stayed below what it may use."""
-    before, peak, done = anonymous_memory(), [0], threading.Event()
-
-    def watch():
-        while not done.wait(0.002):
-            peak[0] = max(peak[0], anonymous_memory())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    convert(src, dst, tensor=2, options=ConversionOptions(workers=2, max_ram=before + room))
-    done.set()
-    watcher.join()
-    print(f"{(peak[0] - before) / 1e6:.0f} MB of {room / 1e6:.0f} MB")
-    raise SystemExit(0 if before < peak[0] <= before + room else 1)
-
-
-def test_memory_stays_below_what_was_asked_C7(tmp_path):
-    config = {**TINY_LLAMA, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 60000}
-    write_hf_folder(tmp_path / "hf", config)
-    arguments = str(tmp_path / "hf"), str(tmp_path / "out"), 24 << 20
-    (code,) = run_fresh(convert_and_watch, 1, *arguments, process_group=False)
-    assert code == 0, code.output

@@ -107,8 +107,7 @@ def test_the_stored_format_stays_and_the_sum_is_rounded_once(made, name, tmp_pat
 def test_a_block_at_a_time_comes_to_the_same(made, name, tmp_path, monkeypatch):
     _, folder = made(name)
     assert merge(folder, tmp_path / "out") == 0
-    budget = importlib.import_module("trilith.checkpoints.convert.memory_budget")
-    monkeypatch.setattr(budget, "BLOCK", 1000)
+    monkeypatch.setattr(importlib.import_module("trilith.checkpoints.convert.carry_out"), "BLOCK", 2000)
     assert merge(folder, tmp_path / "small", "base", "--workers", "3") == 0
     assert_close(weights(tmp_path / "out"), weights(tmp_path / "small"), rtol=1e-6, atol=1e-7)
 

@@ -1,5 +1,6 @@
 """FP8 weights of DeepSeek-V3 and MXFP4 ones of GPT-OSS are read as the bf16 of transformers."""
 
+import importlib
 import json
 from functools import cache
 from types import SimpleNamespace
@@ -15,7 +16,6 @@ from support.round_trips import RoundTrip, Source, round_trips
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from trilith.checkpoints import convert, load, read_source
-from trilith.checkpoints.convert import memory_budget
 from trilith.checkpoints.hugging_face import fp8, mxfp4
 from trilith.checkpoints.hugging_face.fp8 import SCALES as FACTORS
 from trilith.checkpoints.hugging_face.mxfp4 import BLOCKS, SCALES, unpack
@@ -206,7 +206,7 @@ def test_a_conversion_of_packed_weights_never_reads_much_at_once(packed, tmp_pat
         return stored
 
     monkeypatch.setattr(TensorFile, "read", counted)
-    monkeypatch.setattr(memory_budget, "BLOCK", 4096)
+    monkeypatch.setattr(importlib.import_module("trilith.checkpoints.convert.carry_out"), "BLOCK", 4096)
     monkeypatch.setattr(module, "_AT_ONCE", at_once)
     convert(packed.folder, tmp_path / "out", tensor=1)
     assert 0 < max(sizes) <= most_bytes < max(one.nbytes for one in packed.shards[0].values()) // 2

@@ -44,12 +44,7 @@ WORDS = [
     (f"plan llama-3.2-1b --gpus {','.join(map(str, range(1, 500)))}", "at most 64 numbers"),
     ("convert hf out --workers 1000000", "workers"),
     ("merge-lora hf hf out --workers 1000000", "workers"),
-    ("merge-lora hf hf out --max-ram 0", "1 byte"),
     ("tokenize a.txt --tokenizer hf --out out --workers 1000000", "workers"),
-    ("convert hf out --max-ram 0", "1 byte"),
-    ("convert hf out --max-ram 2000000TB", "EiB"),
-    (f"convert hf out --max-ram {'9' * 400}", "--max-ram"),
-    ("convert hf out --max-ram 1e3", "--max-ram"),
     ("train recipe.toml --dry-run --device-memory 99999999999999TiB", "EiB"),
 ]
 
@@ -88,7 +83,7 @@ def test_what_no_machine_can_run_is_refused_in_one_line_before_anything_is_touch
 def test_every_option_for_workers_stands_in_the_table():
     for command in COMMANDS:
         options = inspect.signature(command).parameters.keys()
-        for option in options & {"workers", "nproc", "max_ram", "measure"}:
+        for option in options & {"workers", "nproc", "measure"}:
             words = f"{command.__name__.replace('_', '-')} .*--{option.replace('_', '-')}"
             assert any(re.match(words, line) for line, _ in WORDS), words
 
@@ -157,9 +152,9 @@ def test_a_timetable_beyond_the_limit_is_not_computed(name, stages, virtual, ove
 )
 def test_a_size_is_one_that_a_machine_can_have_or_refused(text):
     try:
-        assert 1 <= parse_size(text, "--max-ram") <= LARGEST
+        assert 1 <= parse_size(text, "--device-memory") <= LARGEST
     except BadInput as error:
-        assert error.where == "--max-ram" and len(str(error)) < 300
+        assert error.where == "--device-memory" and len(str(error)) < 300
 
 
 def test_more_text_than_the_limit_is_refused_by_the_training_of_a_tokenizer(tmp_path, monkeypatch, capsys):

@@ -92,8 +92,6 @@ test_a_conversion_or_a_comparison_that_cannot_be_is_refused_by_option = refusals
         command(f"convert hf out {words}", says, write_model)
         for words, says in (
             ("--to hf --split 2,1", "--to hf: expected no layout"),
-            ("--max-ram '12 parsecs'", "--max-ram: expected a size"),
-            ("--max-ram 1MB", "--max-ram: expected at least"),
             ("--split a", "--split: expected numbers"),
             ("--dtype int8", "--dtype: expected one of"),
         )
