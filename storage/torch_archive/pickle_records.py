@@ -50,12 +50,7 @@ class Record(metaclass=Name):
     def __new__(cls, *args: Any) -> Any:
         """Return what the name's maker makes of the arguments; without a maker, a record of them."""
         if cls.maker is not None:
-            try:
-                return cls.maker(args)
-            except ValueError as error:
-                if isinstance(error, BadInput):
-                    raise
-                raise ValueError(f"arguments of {cls.text}: {error}") from None
+            return cls.maker(args)
         record = super().__new__(cls)
         record.args, record.state = args, None
         return record
@@ -179,8 +174,9 @@ def read_records(
         EOFError,
         struct_error,
     ) as error:
-        actual = shown(str(error))
-        raise BadInput(where, "pickle", expected="a whole pickle", found=actual, todo=_TODO) from None
+        raise BadInput(
+            where, "pickle", expected="a whole pickle", found=shown(str(error), 200), todo=_TODO
+        ) from None
 
 
 def _check_opcodes(raw: bytes, where: object, limits: Limits) -> None:
