@@ -63,7 +63,6 @@ PRIVATE_TORCH = {
 
 #: Files that read or parse by themselves and not through ``storage/small_files.py``, and why.
 READERS = {
-    "recipes/reference.py": "the pages of the documentation, for make docs",
     "cli/shared/topics.py": "a table of our own, which --help reads without torch",
     "cli/shared/completion.py": "a table of our own, which a shell completes from without torch",
     "storage/strict_json.py": "the one parser of JSON",

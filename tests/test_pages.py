@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.commands_page import reference as reference_of_commands
 from support.configs import TINY_LLAMA, TINY_MIXTRAL
 from support.pages import (
     ROOT,
@@ -22,12 +23,12 @@ from support.pages import (
     refused_commands,
     unknown_keys,
 )
+from support.recipe_page import SECTIONS, reference, with_tables
 from support.short_runs import run_recipe, tiny_recipe, write_recipe
 from support.topics import values
 from transformers import LlamaConfig, LlamaForCausalLM
 from trilith.checkpoints import convert
 from trilith.cli.app import COMMANDS, run
-from trilith.cli.reference import reference as reference_of_commands
 from trilith.layers import routers
 from trilith.machine.random_files import write_tokens
 from trilith.models import LoraConfig, adapted
@@ -35,7 +36,6 @@ from trilith.pipeline import bubble_share
 from trilith.planner.explanations.explanation import readable
 from trilith.recipes import Recipe, optimizer_sections, sections
 from trilith.recipes.recipe import parse_recipe
-from trilith.recipes.reference import SECTIONS, reference, with_tables
 from trilith.runs.metrics import read_metrics
 from trilith.testing import run_parallel
 from trilith.training.run_plan import plan

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import typer.main
 from support.command_lines import NAMES, VALID, values_of, words_of
+from support.commands_page import EXAMPLES, every_command
 from trilith.cli.app import COMMANDS, GROUPS, make_app, run
 from trilith.cli.errors import explain
-from trilith.cli.reference import EXAMPLES, every_command
 from trilith.cli.shared.aliases import ALIASES, RENAMED, with_own_names
 from trilith.cli.shared.options import TESTED
 from trilith.parallel_state import BadCheckpoint, BadInput, PeerFailed

@@ -14,8 +14,9 @@ from typing import Any
 import trilith
 import typer.main
 from trilith.cli.app import make_app
-from trilith.cli.reference import every_command
-from trilith.recipes.reference import SECTIONS
+
+from support.commands_page import every_command
+from support.recipe_page import SECTIONS
 
 ROOT = Path(trilith.__path__[0]).resolve()
 _FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)

@@ -6,9 +6,8 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-
-from . import optimizer_sections, sections
-from .recipe import Recipe
+from trilith.recipes import optimizer_sections, sections
+from trilith.recipes.recipe import Recipe
 
 #: A table in docs/training.md: the section's class, perhaps some of its keys, the table.
 TABLE = re.compile(r"<!-- (\w+)(?:: ([\w ]+))? -->\n(.*?)<!-- end -->", re.DOTALL)

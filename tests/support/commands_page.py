@@ -6,10 +6,9 @@ from textwrap import fill
 from typing import Any
 
 import typer.main
+from trilith.cli.app import GROUPS, make_app
+from trilith.cli.shared.aliases import ALIASES
 from typer.main import get_command_name
-
-from .app import GROUPS, make_app
-from .shared.aliases import ALIASES
 
 EXAMPLES = "Examples:\n"
 
