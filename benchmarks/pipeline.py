@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from measure import Row, at_most
+from sleeping_stages import measured_timetable
 from trilith.pipeline import SCHEDULE_NAMES, bubble, layout_of
-from trilith.pipeline.sleeping_stages import measured_timetable
 
 RANKS, MICRO_BATCHES, SECONDS = 4, 8, 0.25
 

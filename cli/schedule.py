@@ -15,16 +15,6 @@ def schedule(
     virtual_stages: Annotated[int | None, typer.Option(min=1, help=VIRTUAL_STAGES)] = None,
     out: Annotated[Path | None, typer.Option(help="picture to write, in .png, .svg or .pdf")] = None,
     force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
-    measure: Annotated[
-        bool,
-        typer.Option(
-            "--measure",
-            help="run the schedule on local processes that sleep instead of computing, and time it",
-        ),
-    ] = False,
-    unit: Annotated[
-        float, typer.Option(min=0.001, max=60, help="seconds that a rank's forward takes, for --measure")
-    ] = 0.2,
 ) -> None:
     """Show the timetable of a pipeline schedule and how long each rank waits.
 
@@ -35,18 +25,15 @@ def schedule(
     Examples:
 
         trilith schedule 1f1b
-        trilith schedule zbv --pipeline 4 --micro-batches 8 --measure --out zbv.png
+        trilith schedule zbv --pipeline 4 --micro-batches 8 --out zbv.png
     """
-    from ..parallel_state import check_local_ranks
-    from ..pipeline import Timetable, bubble, layout_of, timetable
+    from ..pipeline import bubble, layout_of, timetable
     from ..pipeline.timetable_text import timetable_lines
     from ..runs.console import plain_console
 
     name = name.lower()
-    if measure:
-        check_local_ranks(pipeline)
     if out is not None:
-        from ..pipeline.timetable_picture import check_picture, draw_timetables
+        from ..pipeline.timetable_picture import check_picture, draw_timetable
 
         check_picture(out, force=force)
     layout = layout_of(name, pipeline, virtual_stages)
@@ -62,24 +49,15 @@ def schedule(
     if layout.virtual_stages > 1:
         console.print("small letters: the rank's later stages")
     console.print("")
-    tables: dict[str, Timetable] = {"computed": computed}
-    if measure:
-        from ..pipeline.sleeping_stages import measured_timetable
-
-        with console.status("running"):
-            tables["measured"] = measured_timetable(
-                name, layout, micro_batches, unit=unit / layout.virtual_stages
-            )
-    heads = "".join(f"{f'waits, {kind}':>18}" for kind in tables)
-    console.print(f"{'':<9}{'stages':<12}{'held at once':>13}{heads}")
+    console.print(f"{'':<9}{'stages':<12}{'held at once':>13}{'waits':>18}")
     for rank in range(pipeline):
         numbers = " ".join(map(str, layout.stages_of(rank)))
-        idle = "".join(f"{table.idle(rank):>18.1%}" for table in tables.values())
-        console.print(f"rank {rank:<4}{numbers:<12}{computed.most_held(rank):>13}{idle}")
-    of_all = "".join(f"{table.bubble:>18.1%}" for table in tables.values())
-    console.print(f"{'all':<34}{of_all}; by the formula {bubble(name, layout, micro_batches):.1%}")
+        held_at_once = f"{computed.most_held(rank):>13}"
+        console.print(f"rank {rank:<4}{numbers:<12}{held_at_once}{computed.idle(rank):>18.1%}")
+    console.print(
+        f"{'all':<34}{computed.bubble:>18.1%}; by the formula {bubble(name, layout, micro_batches):.1%}"
+    )
     if out is not None:
-        units = {"computed": "units of a stage's forward", "measured": "seconds"}
         shape = f"{pipeline} ranks, {layout.stages} stages, {micro_batches} micro-batches"
-        draw_timetables(out, f"{name}: {shape}", tables, units, force=force)
+        draw_timetable(out, f"{name}: {shape}", computed, force=force)
         console.print(f"wrote {out}")

@@ -33,7 +33,7 @@ MEANING: dict[Kind, str] = {
 
 
 def check_picture(out: Path, *, force: bool = False) -> None:
-    """Refuse a file that ``draw_timetables`` would not write, before anything is computed for it."""
+    """Refuse a file that ``draw_timetable`` would not write, before anything is computed for it."""
     if out.suffix not in FORMATS:
         expected = f"a name that ends in {', '.join(FORMATS)}"
         raise BadInput("schedule", "--out", expected=expected, found=str(out))
@@ -44,31 +44,20 @@ def _is_picture(seen: bytes) -> bool:
     return seen.startswith((b"\x89PNG", b"<?xml", b"%PDF")) and _MARK.encode() in seen
 
 
-def draw_timetables(
-    out: Path, title: str, tables: dict[str, Timetable], units: dict[str, str], *, force: bool = False
-) -> None:
-    """Write a picture, in one of ``FORMATS``, of one or more timetables of the same step, by name.
+def draw_timetable(out: Path, title: str, table: Timetable, *, force: bool = False) -> None:
+    """Write a picture, in one of ``FORMATS``, of a step's timetable.
 
-    ``units``: what the time of each is measured in. ``BadInput`` for a file that exists and is no such
-    picture, unless ``force``.
+    ``BadInput`` for a file that exists and is no such picture, unless ``force``.
     """
     matplotlib.use("Agg")
-    ranks = max(len(table.ranks) for table in tables.values())
-    length = max(len(rank) for table in tables.values() for rank in table.ranks)
-    figure, rows = plt.subplots(
-        len(tables),
-        2,
-        figsize=(min(24, max(11, 3 + 0.27 * length)), 1.1 + len(tables) * (1.2 + 0.42 * ranks)),
-        width_ratios=(6, 1.4),
-        squeeze=False,
-        layout="constrained",
-    )
-    for (name, table), (times, sums) in zip(tables.items(), rows, strict=True):
-        draw_times(times, table)
-        times.set_title(f"{name}: {table.bubble:.1%} of the step is waiting", loc="left", fontsize=10)
-        times.set_xlabel(units[name], fontsize=9)
-        _draw_sums(sums, table)
-    legend = legend_of(tables.values())
+    width = min(24, max(11, 3 + 0.27 * max(map(len, table.ranks))))
+    size = width, 2.3 + 0.42 * len(table.ranks)
+    figure, (times, sums) = plt.subplots(1, 2, figsize=size, width_ratios=(6, 1.4), layout="constrained")
+    draw_times(times, table)
+    times.set_title(f"{table.bubble:.1%} of the step is waiting", loc="left", fontsize=10)
+    times.set_xlabel("units of a stage's forward", fontsize=9)
+    _draw_sums(sums, table)
+    legend = legend_of([table])
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     figure.legend(handles=legend, loc="outside lower left", ncols=len(legend), fontsize=9, frameon=False)
     kind, key = out.suffix.removeprefix("."), "Software" if out.suffix == ".png" else "Creator"

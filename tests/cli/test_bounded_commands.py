@@ -37,7 +37,6 @@ WORDS = [
     ("parity hf --data 1000000", "at most"),
     ("parity hf --tensor 10000000", "--tensor"),
     ("parity hf --pipeline 1000", "at most"),
-    ("schedule gpipe --pipeline 1000 --micro-batches 4 --measure --out a.svg", "at most"),
     ("schedule 1f1b --pipeline 1000000 --out a.svg", "stages x micro-batches"),
     ("schedule zbv --micro-batches 1000000000", "stages x micro-batches"),
     ("schedule interleaved --virtual-stages 1000000", "stages x micro-batches"),
@@ -83,7 +82,7 @@ def test_what_no_machine_can_run_is_refused_in_one_line_before_anything_is_touch
 def test_every_option_for_workers_stands_in_the_table():
     for command in COMMANDS:
         options = inspect.signature(command).parameters.keys()
-        for option in options & {"workers", "nproc", "measure"}:
+        for option in options & {"workers", "nproc"}:
             words = f"{command.__name__.replace('_', '-')} .*--{option.replace('_', '-')}"
             assert any(re.match(words, line) for line, _ in WORDS), words
 

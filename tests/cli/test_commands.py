@@ -158,14 +158,6 @@ def test_it_prints_and_draws(tmp_path, capsys):
         assert re.search(f"^{line}", printed, re.MULTILINE), line
 
 
-def test_a_measured_run_waits_at_least_as_long_as_the_formula_says(capsys):
-    words = ["1F1B", "--pipeline", "2", "--micro-batches", "4", "--measure", "--unit", "0.05"]
-    assert run(["schedule", *words]) == 0
-    (computed, measured, formula) = re.findall(r"([\d.]+)%", capsys.readouterr().out.splitlines()[-1])
-    assert computed == formula == "20.0"
-    assert 19.5 < float(measured) < 90
-
-
 @pytest.mark.parametrize("command", ["schedule", "parity"])
 def test_the_help_names_every_schedule_and_how_many_stages_each_has(command, capsys):
     run([command, "--help"])

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from ..parallel_state import Layout, ParallelState
-from ..ranks.pool import run_parallel
-from .relay import Travels
-from .runner import make_schedule
-from .schedule_actions import Action, Kind, actions
-from .timetable import UNIT_COSTS, Timed, Timetable
+from trilith.parallel_state import Layout, ParallelState
+from trilith.pipeline.relay import Travels
+from trilith.pipeline.runner import make_schedule
+from trilith.pipeline.schedule_actions import Action, Kind, actions
+from trilith.pipeline.timetable import UNIT_COSTS, Timed, Timetable
+from trilith.ranks.pool import run_parallel
 
 _Note = Callable[[Kind], None]
 
