@@ -248,13 +248,13 @@ def _hugging_face(
     again = Catalog({pair.again.name: pair.again for pair in repeated})
     files = [*Catalog(catalog | again).stored_keys]
     further = tuple(further_prefixes(family, config))
-    if unread := [name for name in stored if further and name.startswith(further)]:
-        folder.warnings.append(
-            f"{path}: {len(unread)} tensors of blocks that predict further tokens are not read, as by "
-            f"transformers: {unread[0]}, ... (docs/experts.md: multi-token prediction)"
-        )
+    unread = [name for name in stored if further and name.startswith(further)]
+    warnings = [
+        f"{path}: {len(unread)} tensors of blocks that predict further tokens are not read, as by "
+        f"transformers: {unread[0]}, ... (docs/experts.md: multi-token prediction)"
+    ] if unread else []  # fmt: skip
     return Source(
-        path, folder.config, folder.companions, files, catalog, None, folder.warnings,
+        path, folder.config, folder.companions, files, catalog, None, warnings,
         module=module, repeated=repeated,
     )  # fmt: skip
 

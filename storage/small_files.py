@@ -7,7 +7,6 @@ deep nesting. Anything else is one line of ``BadInput`` that names the file.
 
 import codecs
 import json
-import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -33,25 +32,6 @@ BY_HAND = 1 << 20
 CONFIGURATION = 16 << 20
 #: The most bytes of a log that grows by a line a step, and of a file of prompts.
 LOG = 1 << 30
-
-#: TOML's strings (quotes may lack their end, which is the parser's to refuse) and comments. No part of a
-#: match is tried twice, so that the time grows with the text alone.
-_TEXT_OR_COMMENT = re.compile(
-    r'"""(?:[^"\\]|\\.?|"(?!""))*+(?:""")?'
-    r"|'''(?:[^']|'(?!''))*+(?:''')?"
-    r'|"(?:[^"\\\n]|\\.?)*+"?'
-    r"|'[^'\n]*+'?"
-    r"|#[^\n]*+",
-    re.DOTALL,
-)
-#: A dotted key that names more levels than there may be. Python's parser takes time that grows with the
-#: square of the levels.
-_LONG_KEY = re.compile(rf"(?<![\w-])[\w-]++(?:[ \t]*+\.[ \t]*+[\w-]++){{{DEEPEST}}}")
-
-
-def _placeholder(match: re.Match[str]) -> str:
-    """Stand for a string as a key without dots, and for a comment as nothing."""
-    return "" if match[0].startswith("#") else "s"
 
 
 def refuse_pointer(raw: bytes, path: Path, *, kind: type[BadInput] = BadInput) -> None:
@@ -80,8 +60,6 @@ def read_toml(path: Path, limit: int = BY_HAND) -> dict[str, Any]:
 def parse_toml(text: str, where: object) -> dict[str, Any]:
     """Parse TOML of at most ``DEEPEST`` nested levels; ``BadInput`` that names ``where`` and the line."""
     try:
-        if _LONG_KEY.search(_TEXT_OR_COMMENT.sub(_placeholder, text)):
-            raise RecursionError
         value = tomllib.loads(text, parse_float=finite_float)
         if deeper(value, DEEPEST):
             raise RecursionError

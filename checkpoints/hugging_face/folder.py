@@ -19,7 +19,6 @@ from ...storage.safetensors_reader import TensorFile
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
 from ...storage.torch_archive import open_state_dict
-from ...system import whole_number
 from .fp8 import block_size, scaled
 from .mxfp4 import unpacked
 
@@ -33,15 +32,13 @@ class HFFolder:
     tensor at fault.
 
     ``config``: ``config.json``, unchanged but for packed tensors (MXFP4, FP8), which are given as bf16.
-    ``catalog``: its tensors. ``companions``: the paths of the files to copy along. ``warnings``: lines for
-    the user about odd but harmless facts. Links may lead only into the folder or the Hugging Face cache that
-    it belongs to, unless ``allow_symlinks``.
+    ``catalog``: its tensors. ``companions``: the paths of the files to copy along. Links may lead only into
+    the folder or the Hugging Face cache that it belongs to, unless ``allow_symlinks``.
     """
 
     def __init__(self, path: Path | str, *, allow_symlinks: bool = False):
         self.path = Path(path)
         self._allow_symlinks = allow_symlinks
-        self.warnings: list[str] = []
         if not self.path.is_dir():
             raise BadInput(
                 self.path, expected="the folder of a Hugging Face model", found=_what_is(self.path)
@@ -102,32 +99,7 @@ class HFFolder:
                 )
             files[shard] = open_shard(self._at(shard), expected=promised)
         _check_agreement(promised, files, where)
-        self._note_oddities(index, files, names, index_name, ending)
         return {name: files[shard] for name, shard in promised.items()}
-
-    def _note_oddities(
-        self,
-        index: dict[str, object],
-        files: dict[str, TensorFile],
-        names: set[str],
-        index_name: str,
-        ending: str,
-    ) -> None:
-        metadata = index.get("metadata")
-        stated = metadata.get("total_size") if isinstance(metadata, dict) else None
-        total = sum(entry.nbytes for file in files.values() for entry in file.tensors.values())
-        if stated is not None and stated != total:
-            where = self.path / index_name
-            self.warnings.append(f"{where}: total_size says {shown(stated)}, the tensors have {total}")
-        counted = {name.rpartition("-of-")[2].removesuffix(ending) for name in files if "-of-" in name}
-        for count in sorted(counted):
-            if (stated_count := whole_number(count)) is not None and stated_count != len(files):
-                self.warnings.append(f"{self.path}: shards are named -of-{count}, but there are {len(files)}")
-        stray = sorted(name for name in names if name.endswith(ending) and name not in files)
-        if stray:
-            self.warnings.append(
-                f"{self.path}: not named in {index_name} and not read: {', '.join(stray[:3])}"
-            )
 
 
 def _plain(

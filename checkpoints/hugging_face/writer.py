@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...storage.disk import Disk
 from ...storage.dtypes import BITS
-from ...storage.file_names import ADAPTER_CONFIG, CONFIG, INDEX, SINGLE
+from ...storage.file_names import ADAPTER_CONFIG, CONFIG, INDEX
 from ...storage.safetensors_writer import TensorWriter
 
 Spec = tuple[str, tuple[int, ...]]  # dtype by the format's name, and shape
@@ -17,30 +17,16 @@ MAX_SHARD_SIZE = 5 * 10**9
 
 
 def plan_shards(tensors: Mapping[str, Spec], max_shard_size: int = MAX_SHARD_SIZE) -> dict[str, list[str]]:
-    """File name -> the tensors in it, in order.
+    """Return file name -> the tensors in it, in order, as huggingface_hub cuts them."""
+    from huggingface_hub import split_state_dict_into_shards_factory
 
-    The cut is huggingface_hub's ``split_torch_state_dict_into_shards``: a file is closed when the next tensor
-    would take it past ``max_shard_size`` bytes, and a tensor larger than that has a file to itself.
-    """
-    shards: list[list[str]] = []
-    current: list[str] = []
-    filled = 0
-    for name, (dtype, shape) in tensors.items():
-        size = prod(shape) * BITS[dtype] // 8
-        if size > max_shard_size:
-            shards.append([name])
-            continue
-        if filled + size > max_shard_size:
-            shards.append(current)
-            current, filled = [], 0
-        current.append(name)
-        filled += size
-    if current:
-        shards.append(current)
-    if len(shards) < 2:
-        return {SINGLE: shards[0] if shards else []}
-    count = len(shards)
-    return {f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(shards, 1)}
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda spec: prod(spec[1]) * BITS[spec[0]] // 8,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    return split.filename_to_tensors
 
 
 def open_file(path: Path, tensors: Mapping[str, Spec], *, again: bool = False) -> TensorWriter:

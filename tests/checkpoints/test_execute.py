@@ -263,7 +263,7 @@ def test_the_first_error_ends_the_work_and_its_threads(tmp_path):
     assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]
 
 
-def test_progress_adds_up_and_memory_does_not_grow(tmp_path, monkeypatch):
+def test_progress_adds_up_and_memory_does_not_grow_C7(tmp_path, monkeypatch):
     whole = torch.randn(512, 1024)
     transfer = in_one_file(tmp_path, whole)
     sizes, empty = [], torch.empty

