@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..system import no_garbage_search
+from .shared.say import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -99,7 +100,7 @@ def _show(
     )
     console.print(
         f"global batch   {planned.recipe.data.global_batch:,} samples, {planned.tokens:,} tokens; "
-        f"{planned.micro_batches:,} micro-batches of {planned.recipe.data.micro_batch} a rank; "
+        f"{counted(planned.micro_batches, 'micro-batch', 'es')} of {planned.recipe.data.micro_batch} a rank; "
         f"pipeline bubble {planned.bubble:.1%}"
     )
     if layout.pipeline > 1:
