@@ -60,7 +60,7 @@ GROUPS: Mapping[str, tuple[Callable[..., None], ...]] = {
 }
 COMMANDS = tuple(command for group in GROUPS.values() for command in group)
 
-#: The columns of a terminal that examples fit in.
+#: The columns of a terminal that examples fit in, with a margin of one on each side.
 _COLUMNS = 80
 #: The options that name a file to write, which may replace another.
 _OUTPUTS = ("out", "write", "html")
@@ -188,7 +188,7 @@ def unwrapped(text: str) -> str:
     continue long ones on the next line as a shell does.
     """
     text = re.sub(r"(?<=\S)\n(?=\S)| \\\n +", " ", python_inspect.cleandoc(text))
-    return re.sub(rf"^    .{{{_COLUMNS - 4},}}$", _continued, text, flags=re.MULTILINE)
+    return re.sub(rf"^    .{{{_COLUMNS - 5},}}$", _continued, text, flags=re.MULTILINE)
 
 
 def _continued(line: re.Match[str]) -> str:

@@ -81,6 +81,7 @@ def _show(
     console.print(f"layout         {layout}{f': {layout.world:,} ranks' if layout.world > 1 else ''}")
     from ..planner.device_memory import reserved_words
     from ..planner.dry_run import dry_run
+    from ..recipes.checks import without_effect
     from ..planner.search.exact_memory import (
         HOLDERS_HEAD,
         KINDS_HEAD,
@@ -103,6 +104,8 @@ def _show(
         f"{counted(planned.micro_batches, 'micro-batch', 'es')} of {planned.recipe.data.micro_batch} a rank; "
         f"pipeline bubble {planned.bubble:.1%}"
     )
+    for line in without_effect(planned.recipe):
+        console.print(f"note           {line}")
     if layout.pipeline > 1:
         console.print(f"stages         {planned.cut}")
     console.print(

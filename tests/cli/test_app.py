@@ -382,7 +382,7 @@ def test_a_former_command_is_the_command_that_has_its_meaning(capsys):
 def test_examples_fit_on_a_terminal():
     for name, command in EVERY.items():
         lines = command.help.partition(EXAMPLES)[2].splitlines()
-        assert max(map(len, lines)) < 80, name
+        assert max(map(len, lines)) <= 78, name  # a terminal of 80 with its margins
 
 
 def test_no_command_has_an_old_option_beside_its_new_one():

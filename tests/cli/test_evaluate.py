@@ -31,7 +31,10 @@ def figures(capfd, *words):
 ROWS = ("--sequence-length", "16", "--rows", "7", "--dtype", "fp64")
 
 
-@pytest.mark.parametrize("layout", [(), ("--tensor", "2"), ("--pipeline", "2", "--batch", "3")])
+PIPELINE = ("--pipeline", "2", "--batch", "3")
+
+
+@pytest.mark.parametrize("layout", [(), ("--tensor", "2"), pytest.param(PIPELINE, marks=pytest.mark.slow)])
 def test_it_is_the_loss_of_a_run_in_every_layout(place, capfd, layout):
     *_, last = read_metrics(place / "run" / "metrics.jsonl")
     shown = figures(capfd, place / "run", place / "held-out", *ROWS, *layout)
