@@ -81,7 +81,6 @@ def _show(
     console.print(f"layout         {layout}{f': {layout.world:,} ranks' if layout.world > 1 else ''}")
     from ..planner.device_memory import reserved_words
     from ..planner.dry_run import dry_run
-    from ..recipes.checks import without_effect
     from ..planner.search.exact_memory import (
         HOLDERS_HEAD,
         KINDS_HEAD,
@@ -90,6 +89,7 @@ def _show(
         largest_holders,
         make_step_page,
     )
+    from ..recipes.checks import without_effect
 
     planned = dry_run(loaded, rank=rank, device=device)
     shown, memory = planned.rank, planned.rank.memory
