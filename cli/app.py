@@ -23,12 +23,14 @@ from ..system import check_enough, refusal_of, visible
 from ..system.addresses import address_of
 from ..system.standard_streams import drop_output, name_standard_output, print_any_character, reader_is_gone
 from .bench import bench
+from .chat import chat
 from .cluster.launch import launch
 from .cluster.status import status
-from .convert import convert, reshard
+from .convert import convert
 from .diff import diff
 from .doctor import doctor
 from .errors import INTERRUPTED, explain, write_error
+from .evaluate import evaluate
 from .generate import generate
 from .inspect import inspect
 from .merge_lora import merge_lora
@@ -41,7 +43,7 @@ from .quickstart import quickstart
 from .recipe import recipe
 from .report import report
 from .schedule import schedule
-from .shared.aliases import what_to_type, with_own_names
+from .shared.aliases import COMMANDS_OF_OTHERS, what_to_type, with_own_command, with_own_names
 from .tokenize import tokenize
 from .train import train
 from .train_tokenizer import train_tokenizer
@@ -51,13 +53,15 @@ from .verify import verify
 #: inside the function, so that ``trilith --help`` answers at once.
 GROUPS: Mapping[str, tuple[Callable[..., None], ...]] = {
     "Start": (quickstart, doctor, bench, models),
-    "Weights": (convert, reshard, inspect, diff, verify, parity, merge_lora),
+    "Weights": (convert, inspect, diff, verify, parity, merge_lora),
     "Data": (tokenize, train_tokenizer),
-    "Train": (new, train, status, report, generate, launch, recipe),
+    "Train": (new, train, status, report, evaluate, generate, chat, launch, recipe),
     "Plan": (plan, schedule),
 }
 COMMANDS = tuple(command for group in GROUPS.values() for command in group)
 
+#: The columns of a terminal that examples fit in, with a margin of one on each side.
+_COLUMNS = 80
 #: The options that name a file to write, which may replace another.
 _OUTPUTS = ("out", "write", "html")
 #: Commands that print while they work: a reader that goes away, such as ``head``, leaves their work undone.
@@ -124,6 +128,8 @@ class _Program(_BareFlags, typer.core.TyperGroup):
     """Look a command up by two words first: ``plan explain`` stands beside ``plan``."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if hint := COMMANDS_OF_OTHERS.get(args[0]):
+            ctx.fail(f"No such command '{args[0]}'. {hint}")
         two = " ".join(args[:2])
         return super().resolve_command(ctx, [two, *args[2:]] if two in self.commands else args)
 
@@ -178,8 +184,20 @@ def _group(
 
 
 def unwrapped(text: str) -> str:
-    """Join the lines of each paragraph, so that a terminal of any width wraps them; keep indented lines."""
-    return re.sub(r"(?<=\S)\n(?=\S)", " ", python_inspect.cleandoc(text))
+    """Join the lines of each paragraph, so that a terminal of any width wraps them; keep indented lines, and
+    continue long ones on the next line as a shell does.
+    """
+    text = re.sub(r"(?<=\S)\n(?=\S)| \\\n +", " ", python_inspect.cleandoc(text))
+    return re.sub(rf"^    .{{{_COLUMNS - 5},}}$", _continued, text, flags=re.MULTILINE)
+
+
+def _continued(line: re.Match[str]) -> str:
+    lines = [""]
+    for word in re.findall(r"(?:[^\s\"]|\"[^\"]*\")+", line[0]):
+        if len(lines[-1]) + len(word) > _COLUMNS - 10 and word != "\\":
+            lines.append("   ")
+        lines[-1] += f" {word}"
+    return " \\\n".join(f"   {line}" for line in lines)
 
 
 def _options(
@@ -274,7 +292,7 @@ def _as_options(words: Sequence[str]) -> list[str]:
             return [*command, "--help"]
         case ["version"]:
             return ["--version"]
-    return [*words]
+    return with_own_command(words)
 
 
 def _check_text(words: Sequence[str]) -> None:

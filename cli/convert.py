@@ -1,4 +1,4 @@
-"""``trilith convert SRC DST``, and ``trilith reshard SRC DST``, which converts to a checkpoint."""
+"""``trilith convert SRC DST``."""
 
 from __future__ import annotations
 
@@ -70,13 +70,16 @@ def convert(
 ) -> None:
     """Convert weights between Hugging Face, checkpoints and layouts.
 
-    A sharded checkpoint has TENSOR x PIPELINE files of weights, one for each rank. Memory does not grow with
-    the model. DST appears only when it is complete; if the command is killed, the same command continues.
+    A sharded checkpoint has TENSOR x PIPELINE files of weights, one for each rank, and a run's optimizer
+    moments too. A run loads a checkpoint of any layout: cut one if each host should have only the files of
+    its own ranks. Memory does not grow with the model. DST appears only when it is complete; if the command
+    is killed, the same command continues.
 
     Examples:
 
         trilith convert Llama-3.2-1B sharded --tensor 4 --pipeline 2
         trilith convert sharded other --tensor 2
+        trilith convert run cut --tensor 2 --pipeline 2
         trilith convert other Llama-again --to hf
         trilith convert s3://bucket/run Llama-again --to hf
         trilith convert lora-run adapter --to peft
@@ -155,25 +158,3 @@ def _compare(source: Source, dst: Path, dtype: str | None) -> None:
         f"{dst}: read back, "
         + ("every number is the source's" if dtype is None else "names and shapes are the source's")
     )
-
-
-def reshard(
-    src: Annotated[str, typer.Argument(help="checkpoint or a run's folder", metavar="SRC"), PATH_OR_ADDRESS],
-    dst: Annotated[Path, typer.Argument(help="new folder for the checkpoint", metavar="DST")],
-    tensor: Annotated[int, typer.Option(min=1, help="number of tensor-parallel ranks to cut for")] = 1,
-    pipeline: Annotated[int, typer.Option(min=1, help="number of pipeline stages to cut for")] = 1,
-    split: Annotated[str | None, typer.Option(help=SPLIT)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN)] = False,
-    strict: Strict = False,
-) -> None:
-    """Cut a checkpoint for another layout, optimizer moments included.
-
-    The result has one file for each of TENSOR x PIPELINE ranks. A run does not need this command: it loads a
-    checkpoint of any layout. Use it when each host should have only the files of its own ranks.
-
-    Examples:
-
-        trilith reshard run cut --tensor 2 --pipeline 2
-        trilith reshard run cut --tensor 2 --dry-run
-    """
-    convert(src, dst, to="sharded", tensor=tensor, pipeline=pipeline, split=split, dry_run=dry_run)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..system import no_garbage_search
+from .shared.say import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -88,6 +89,7 @@ def _show(
         largest_holders,
         make_step_page,
     )
+    from ..recipes.checks import without_effect
 
     planned = dry_run(loaded, rank=rank, device=device)
     shown, memory = planned.rank, planned.rank.memory
@@ -99,9 +101,11 @@ def _show(
     )
     console.print(
         f"global batch   {planned.recipe.data.global_batch:,} samples, {planned.tokens:,} tokens; "
-        f"{planned.micro_batches:,} micro-batches of {planned.recipe.data.micro_batch} a rank; "
+        f"{counted(planned.micro_batches, 'micro-batch', 'es')} of {planned.recipe.data.micro_batch} a rank; "
         f"pipeline bubble {planned.bubble:.1%}"
     )
+    for line in without_effect(planned.recipe):
+        console.print(f"note           {line}")
     if layout.pipeline > 1:
         console.print(f"stages         {planned.cut}")
     console.print(

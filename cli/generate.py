@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .shared.options import FORCE, LARGEST_SEED, PATH_OR_ADDRESS, Strict
+from .shared.options import ADAPTER, DEVICE, DTYPE, FORCE, LARGEST_SEED, PATH_OR_ADDRESS, Strict
 from .shared.say import say
 
 
@@ -66,17 +66,10 @@ def generate(
         int, typer.Option(min=1, help="number of tensor-parallel ranks, as local processes")
     ] = 1,
     pipeline: Annotated[int, typer.Option(min=1, help="number of pipeline stages, as local processes")] = 1,
-    dtype: Annotated[
-        str, typer.Option(help="data type of weights and arithmetic: float32, bfloat16, ...")
-    ] = "float32",
-    device: Annotated[
-        str, typer.Option(help="device to compute on: auto (a GPU where there is one), cpu or cuda")
-    ] = "auto",
+    dtype: Annotated[str, typer.Option(help=DTYPE)] = "float32",
+    device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer folder; default: DIR")] = None,
-    adapter: Annotated[
-        Path | None,
-        typer.Option(help="LoRA adapters to add: PEFT folder or a LoRA run's folder"),
-    ] = None,
+    adapter: Annotated[Path | None, typer.Option(help=ADAPTER)] = None,
     status: Annotated[Path | None, typer.Option(hidden=True)] = None,
     strict: Strict = False,
 ) -> None:

@@ -76,7 +76,7 @@ def parity(
     check_weights_there(folder, "a Hugging Face folder")
     from pydantic import ValidationError
 
-    from ..parallel_state import BadInput, dtype_named, from_validation
+    from ..parallel_state import BadInput, dtype_name, dtype_named, from_validation
     from ..pipeline import schedule_kind
     from ..recipes.sections import LayoutSection
     from ..runs.console import plain_console
@@ -116,7 +116,9 @@ def parity(
     for comparison in comparisons:
         where = "" if comparison.first is None else f"{comparison.first.kind} of {comparison.first.name}"
         verdict = f"differs first in the {where}" if where else "the same"
-        console.print(f"{comparison.what}: {verdict} (allowed {comparison.tolerance:.0e}, {dtype})")
+        console.print(
+            f"{comparison.what}: {verdict} (allowed {comparison.tolerance:.0e}, {dtype_name(dtype)})"
+        )
         for worst in (comparison.worst(kind) for kind in ("output", "loss", "gradient")):
             console.print(f"  largest difference of {worst.kind:<8} {worst.relative:.1e}  {worst.name}")
         for part in comparison.differences if print_all else ():

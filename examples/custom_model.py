@@ -4,7 +4,7 @@
     python examples/custom_model.py dry-run --tensor 2 --data 4 --zero 3
     torchrun --nproc-per-node 4 examples/custom_model.py train --tensor 2 --pipeline 2 --out run
     torchrun --nproc-per-node 2 examples/custom_model.py train --data 2 --zero 3 --out run --steps 60
-    trilith reshard run cut --tensor 2
+    trilith convert run cut --tensor 2
     trilith convert run exported --to hf
 
 docs/your_model.md goes through it.

@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
 from ..parallel_state import Layout
+from ..runs.command_ranks import leave_figures, start_ranks
 from ..runs.guard import watched
 from ..runs.heartbeat import this_start
 from ..runs.launch import (
@@ -16,7 +16,6 @@ from ..runs.launch import (
     check_local,
     device_here,
     device_words,
-    launch,
     own_rank,
     process_group,
     ranks_are_started,
@@ -26,9 +25,6 @@ from ..storage.output_places import check_output_file
 from ..storage.staging import output_file
 from .continuation import Continuation
 from .request import Prepared, Request, continue_prompts, prepare
-
-#: In the status folder, what the first rank has to say at the end: the ranks' stderr is torchrun's.
-_FIGURES = "figures"
 
 
 def run_generation(
@@ -59,12 +55,7 @@ def run_generation(
         check_local(layout, device=device)
     if layout.world > 1 and not ranks_are_started():
         prepare(request, layout)  # bad input is said once and at once, before any rank starts
-        with tempfile.TemporaryDirectory(prefix="trilith-generate-") as folder:
-            code = launch([*words, "--status", folder], layout.world, Path(folder))
-            figures = Path(folder) / _FIGURES
-            if figures.exists():
-                note(figures.read_text())
-        return code
+        return start_ranks(words, layout.world, note)
     check_launch(layout, device=device)
     with ExitStack() as stack:
         if status is not None:
@@ -90,7 +81,7 @@ def run_generation(
         if first:
             if stream is not None:
                 write("\n")
-            _tell(f"{done} on {device_words(device)}", note, status)
+            leave_figures(f"{done} on {device_words(device)}", note, status)
     return 0
 
 
@@ -145,10 +136,3 @@ def _rows(
                 file.flush()
 
     return line
-
-
-def _tell(done: str, note: Callable[[str], None], status: Path | None) -> None:
-    if status is None:
-        note(done)
-    else:
-        (status / _FIGURES).write_text(done)

@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from ..checkpoints import Source, load_source, read_source, with_adapter
 from ..data.text.tokenizer_loading import Tokenizer, load_tokenizer
 from ..data.vocabulary import check_vocabulary
+from ..models import CausalLM
 from ..parallel_state import BadInput, Layout, ParallelState, dtype_named
 from ..runs.launch import own_rank
 from ..storage.small_files import read_json
@@ -95,6 +98,18 @@ class Figures:
         return f"{self.tokens} tokens in {self.seconds:.2f} s, {self.tokens / self.seconds:.1f} tokens/s"
 
 
+def loaded_model(
+    source: Source, adapter: Source | None, *, dtype: torch.dtype, state: ParallelState
+) -> CausalLM:
+    """Return this rank's part of a model, and of the adapters for it, with the weights of these sources."""
+    model = (adapter or source).family.build(source.model_config, state=state, dtype=dtype)
+    model.to_empty(device=state.device)
+    for weights_source in (source, adapter):
+        if weights_source is not None:
+            load_source(weights_source, model)
+    return model
+
+
 def continue_prompts(
     request: Request,
     prepared: Prepared,
@@ -106,13 +121,7 @@ def continue_prompts(
     """Generate for all prompts, on every rank. ``on_row`` is told each prompt's continuation when its batch
     is done; ``on_text``, for a single prompt, its pieces as they come.
     """
-    source, adapter = prepared.source, prepared.adapter
-    family = (adapter or source).family
-    model = family.build(source.model_config, state=state, dtype=dtype_named(request.dtype))
-    model.to_empty(device=state.device)
-    for weights_source in (source, adapter):
-        if weights_source is not None:
-            load_source(weights_source, model)
+    model = loaded_model(prepared.source, prepared.adapter, dtype=dtype_named(request.dtype), state=state)
     began, tokens = time.perf_counter(), 0
     for first, rows in _batches(prepared.ids, request.batch):
         watch = [Continuation(prepared.tokenizer, ids, prepared.stop, request.stop) for ids in rows]

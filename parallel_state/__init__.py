@@ -8,7 +8,7 @@ whole model; and the errors that users meet.
 from .boxes import Box, shared_units
 from .collective_errors import rank_at_fault, together
 from .collective_order import CollectiveOrder
-from .data_types import dtype_named
+from .data_types import dtype_name, dtype_named
 from .declaration import BUFFER_DTYPE, Cut, Declaration, buffer_names, declarations, padded_rows
 from .errors import (
     BadCheckpoint,
@@ -84,6 +84,7 @@ __all__ = [
     "declare",
     "declare_parameter",
     "divide_gradients",
+    "dtype_name",
     "dtype_named",
     "fault",
     "finalize_gradients",

@@ -10,10 +10,21 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+#: What else is typed for one of them, or for float8.
+SPELLINGS = {
+    **{"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8"},
+    **{f"torch.{name}": name for name in DTYPES},
+}
+
+
+def dtype_name(name: str) -> str:
+    """Return the name of a data type as recipes have it: ``bfloat16`` for ``bf16``."""
+    return SPELLINGS.get(name, name)
 
 
 def dtype_named(name: str, where: str = "recipe", key: str = "dtype") -> torch.dtype:
-    """Return the torch dtype with this name; raise ``BadInput`` if there is none."""
-    if name not in DTYPES:
+    """Return the torch dtype with this name or spelling; raise ``BadInput`` if there is none."""
+    dtype = DTYPES.get(dtype_name(name))
+    if dtype is None:
         raise BadInput(where, key, expected=f"one of {', '.join(DTYPES)}", found=repr(name))
-    return DTYPES[name]
+    return dtype

@@ -135,6 +135,23 @@ def _idle(recipe: Recipe) -> Iterator[Rule]:
     yield Rule(idle, "watch.activation_norms", expected, "watch.norms = 0")
 
 
+def without_effect(recipe: Recipe) -> list[str]:
+    """Return a line for each key of the layout that does nothing on so few ranks; a layout with more may be
+    chosen on the command line, so they are not refused.
+    """
+    layout = recipe.layout_section
+    needs = {
+        "sequence": (layout.sequence, "tensor", layout.tensor),
+        "ring": (layout.ring, "context", layout.context),
+        "virtual_stages": (layout.virtual_stages is not None, "pipeline", layout.pipeline),
+    }
+    return [
+        f"layout.{key} has no effect with {axis} = 1"
+        for key, (is_set, axis, ranks) in needs.items()
+        if is_set and ranks == 1
+    ]
+
+
 def check_memory_of_pipeline(memory: MemorySection, layout: Layout, name: str, where: str) -> None:
     """Refuse what saves memory elsewhere, but not under the schedule ``name``, or at twice the cost."""
     waits = layout.pipeline > 1 and (name == "gpipe" or schedule_kind(name).two_backwards)

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from ..layers import PinnedBackend, Scaling
 from ..models import family_of, published_size
 from ..models.base.keys import DENIED, check_keys
-from ..parallel_state import TIMEOUT, BadInput, Layout, from_validation
+from ..parallel_state import TIMEOUT, BadInput, Layout, dtype_name, from_validation
 from ..pipeline import ScheduleName
 from ..runs.stop_signals import GRACE
 from ..storage.small_files import parse_toml, read_json, read_toml
@@ -100,6 +100,11 @@ class Recipe(Section):
     """further measurements to write while training"""
     debug: DebugSection = DebugSection()
     """extra checks while training; they slow the run"""
+
+    @field_validator("dtype", "compute", "reduce", mode="before")
+    @classmethod
+    def _spelled_out(cls, value: object) -> object:
+        return dtype_name(value) if isinstance(value, str) else value
 
     @property
     def layout(self) -> Layout:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -10,7 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from support import changed, lanes, run_times
+from support.pages import ROOT
 
 
 @pytest.mark.parametrize(
@@ -163,3 +166,35 @@ def test_the_oldest_versions_are_those_that_the_project_declares():
     declared = [re.fullmatch(r"(torch|transformers)>=([\d.]+),<.+", line) for line in project["dependencies"]]
     versions = [f"{match[1]}=={match[2]}.*" for match in declared if match]
     assert len(versions) == 2 and f"-e '.[test]' {' '.join(versions)}\n" in commands.stdout
+
+
+def workflow_commands():
+    """Yield the name of a workflow's job and each command that it runs, in order."""
+    for file in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        for name, job in yaml.safe_load(file.read_text(encoding="utf-8"))["jobs"].items():
+            for step in job["steps"]:
+                if "run" in step:
+                    yield f"{file.stem} {name}", step["run"]
+
+
+def test_what_workflows_run_is_there():
+    """Targets of make, scripts, extras; ``make versions`` alone makes an environment of its own."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    installed = {"check check"}  # its script installs
+    for job, line in workflow_commands():
+        for command in line.split(" && "):
+            match shlex.split(command.replace("${{ matrix.versions }}", "newest")):
+                case ["make", target, *variables]:
+                    done = subprocess.run(
+                        ["make", "-n", target, *variables], cwd=ROOT, capture_output=True, check=False
+                    )
+                    assert done.returncode == 0, done.stderr
+                    assert job in installed or target == "versions", f"{job}: nothing is installed"
+                case ["bash", script]:
+                    assert (ROOT / script).is_file()
+                case ["python", "-m", "pip", "install", "-q", *what]:
+                    installed.add(job)
+                    named = {extra for word in what for extra in re.findall(r"\w+(?=[,\]])", word)}
+                    assert named <= set(extras)
+                case words:
+                    raise AssertionError(f"{job}: {words}")

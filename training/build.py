@@ -20,7 +20,7 @@ from ..layers import (
 from ..models import AdaptedFamily
 from ..parallel_state import BadInput, ParallelState, dtype_named
 from ..parallel_state.engine import accelerator
-from ..recipes.checks import decay_steps
+from ..recipes.checks import decay_steps, without_effect
 from ..recipes.recipe import Recipe
 from ..recipes.sections import ExpertsSection, MemorySection
 from ..simulation.model_flops import Mfu, peak_flops
@@ -128,6 +128,7 @@ def choices(recipe: Recipe, plan: RunPlan, state: ParallelState) -> list[str]:
     """Return a line on each choice that the recipe has left open: learning rate, stages, kernels."""
     line = schedule_of(recipe)[1]
     lines = [line] if line else []
+    lines += without_effect(recipe)
     if plan.companions and plan.source is None and recipe.model.tokenizer is None:
         lines.append(f"tokenizer: {plan.companions[0].parent}, that of the token file")
     if plan.split is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...models import AdaptedFamily
-from ...parallel_state import BadInput, Box, Layout, buffer_names
+from ...parallel_state import BadInput, Box, Layout, buffer_names, dtype_name
 from ...storage.catalog import LazyTensor
 from ...storage.dtypes import TORCH, WEIGHTS
 from ...storage.file_names import ADAPTER_MODEL
@@ -213,6 +213,6 @@ def _dtype_name(dtype: str | None) -> str | None:
     if dtype is None:
         return None
     names = {str(TORCH[name]).removeprefix("torch."): name for name in WEIGHTS}
-    if dtype not in names:
+    if dtype_name(dtype) not in names:
         raise BadInput("convert", "--dtype", expected=f"one of {', '.join(names)}", found=repr(dtype))
-    return names[dtype]
+    return names[dtype_name(dtype)]

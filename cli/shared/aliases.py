@@ -1,5 +1,5 @@
 """Take the options that users of Megatron-LM and vLLM type for the options of the same meaning here, and
-say what options of earlier versions are called.
+say what options of earlier versions, and commands of other programs, are called.
 """
 
 from collections.abc import Collection, Sequence
@@ -25,6 +25,25 @@ RENAMED = {
     "--prompts": ("--prompt-file",),
     "--exclude": ("--exclude-faulty",),
 }
+#: A command of an earlier version, and the words that have its meaning.
+FORMER_COMMANDS = {"reshard": ["convert", "--to", "sharded"]}
+#: Commands of other programs, and what to type here.
+COMMANDS_OF_OTHERS = {
+    "download": "`hf download MODEL --local-dir FOLDER` downloads a model; hf was installed with trilith",
+    **dict.fromkeys(
+        ("finetune", "finetune_lora", "pretrain", "sft"),
+        "A recipe says what is trained: `trilith new` writes one, `trilith train RECIPE` trains",
+    ),
+    **dict.fromkeys(("init", "config"), "`trilith new` writes a recipe"),
+    **dict.fromkeys(("prepare", "preprocess"), "`trilith tokenize TEXT --tokenizer FOLDER --out tokens`"),
+    **dict.fromkeys(
+        ("eval", "evaluation"), "`trilith evaluate DIR TOKENS` computes the loss on a token file"
+    ),
+    **dict.fromkeys(("infer", "inference", "sample"), "`trilith generate DIR --prompt TEXT`"),
+    **dict.fromkeys(("export", "import"), "`trilith convert SRC DST`; --to hf writes a Hugging Face folder"),
+    **dict.fromkeys(("merge", "merge_lora"), "`trilith merge-lora BASE ADAPTER OUT`"),
+    "serve": "Export with `trilith convert SRC DST --to hf`, and serve that folder with vLLM, for example",
+}
 _OWN = {alias: option for option, aliases in ALIASES.items() for alias in aliases}
 
 
@@ -35,6 +54,12 @@ def with_own_names(words: Sequence[str], options: Collection[str]) -> list[str]:
     """
     end = words.index("--") if "--" in words else len(words)
     return [*(_own(word, options) for word in words[:end]), *words[end:]]
+
+
+def with_own_command(words: Sequence[str]) -> list[str]:
+    """Return a command line's words with a former command replaced by what has its meaning."""
+    first = next((place for place, word in enumerate(words) if not word.startswith("-")), 0)
+    return [*words[:first], *FORMER_COMMANDS.get(words[first], [words[first]]), *words[first + 1 :]]
 
 
 def what_to_type(words: Sequence[str], options: Collection[str], arguments: Collection[str]) -> str | None:

@@ -25,6 +25,9 @@ SCHEDULES = "gpipe, 1f1b, interleaved, interleaved-zero-bubble, zbv, dualpipev"
 VIRTUAL_STAGES = "number of stages on each pipeline rank; default: 2, or 1 with gpipe, 1f1b"
 FORCE = "replace an existing file that somebody may have edited, or that another program wrote"
 SPLIT = "number of blocks in each pipeline stage, such as 3,2; default: chosen by trilith"
+DTYPE = "data type of weights and arithmetic: float32, bfloat16, ..."
+DEVICE = "device to compute on: auto (a GPU where there is one), cpu or cuda"
+ADAPTER = "LoRA adapters to add: PEFT folder or a LoRA run's folder"
 WORKERS = "number of threads that read and write"
 #: The largest seed of a recipe too.
 LARGEST_SEED = 2**53

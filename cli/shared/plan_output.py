@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from json import dumps
 from textwrap import wrap
 
-from ...parallel_state import BadInput, dtype_named
+from ...parallel_state import BadInput, dtype_name, dtype_named
 from ...planner.search.find import Found
 from ...planner.search.generation_layouts import GenerationChoice, generation_layouts
 from ...planner.search.page import MARK, make_page, make_sweep_page
@@ -93,8 +93,8 @@ def print_generation(requests: Sequence[Request], dtype: str, json: bool) -> Non
     data, first = choices[0].request.recipe.data, choices[0].request
     most = max((choice.request for choice in choices), key=lambda choice: choice.gpus)
     say(
-        f"{first.name} on {machine_of(most, most.gpus)}: GB of the rank that needs most, numbers in {dtype}; "
-        f"a GPU may hold {first.room / 1e9:.1f} GB"
+        f"{first.name} on {machine_of(most, most.gpus)}: GB of the rank that needs most, "
+        f"numbers in {dtype_name(dtype)}; a GPU may hold {first.room / 1e9:.1f} GB"
     )
     head = ("GPUs", "tokens of a row", "layout", "weights", f"cache of {data.global_batch:,} rows", "reading",
             "GB in all", "rows that fit")  # fmt: skip

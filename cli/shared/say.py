@@ -26,9 +26,9 @@ def format_warning(
     return f"warning: {' '.join(visible(str(message)).split())}\n"
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number of things in words: ``1 file``, ``2 files``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def counted(number: int, noun: str, ending: str = "s") -> str:
+    """Return a number of things in words: ``1 file``, ``2 files``; ``ending``: of several."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{ending}"
 
 
 def say(text: str, *, nl: bool = True, err: bool = False) -> None:

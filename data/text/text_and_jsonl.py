@@ -25,6 +25,11 @@ LARGEST_DOCUMENT = 4 * LARGEST_TEXT
 #: Gzip reaches at most 1032 times.
 MOST_UNPACKED, UNPACKED_FREELY = 1100, 2**26
 
+#: Endings of files that are no texts, and what to do.
+NO_TEXTS = {
+    ".json": "Write one object a line",
+    ".toml": "A recipe is for trilith train; a text to learn ends in .txt",
+}
 #: The keys that a record of a chat set may have; a table's other columns are not read.
 CHAT_KEYS = (
     *("messages", "conversations", "prompt", "completion", "instruction", "input", "output"),
@@ -67,10 +72,8 @@ def check_inputs(paths: list[Path], *, chat: bool = False) -> int:
         total += stat_regular(path).st_size
         if path.name.endswith((".parquet", ".zst")):
             need("pyarrow", path)
-        if _inner_name(path).endswith(".json"):
-            raise BadInput(
-                path, expected=".jsonl, .txt or .parquet", found=".json", todo="Write one object a line"
-            )
+        if (ending := Path(_inner_name(path)).suffix) in NO_TEXTS:
+            raise BadInput(path, expected=".jsonl, .txt or .parquet", found=ending, todo=NO_TEXTS[ending])
         if chat and not _inner_name(path).endswith((".jsonl", ".parquet")):
             raise BadInput(path, expected="conversations in .jsonl or .parquet", found="another kind of file")
     return total

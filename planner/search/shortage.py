@@ -52,12 +52,7 @@ def none_fits(request: Request, tally: Tally) -> BadInput:
     reasons = [reason for reason in tally if reason.kind == "memory"]
     nearest = min(reasons, key=lambda reason: reason.excess, default=None)
     example = "more with every layout" if nearest is None else nearest.example
-    gpus = request.gpus
-    ways = []
-    for doubling in range(1, _DOUBLINGS + 1):
-        if (least := _least(replace(request, gpus=gpus << doubling))) is not None and least <= request.room:
-            ways.append(f"--gpus {gpus << doubling} ({least / 1e9:.1f} GB)")
-            break
+    ways = _numbers_of_gpus(request)
     larger = sorted((machine for machine in MACHINES.values() if machine.memory > request.machine.memory),
                     key=lambda machine: machine.memory)  # fmt: skip
     share = request.room / request.machine.memory
@@ -78,10 +73,26 @@ def none_fits(request: Request, tally: Tally) -> BadInput:
     )
 
 
-def _least(request: Request) -> int | None:
+def _numbers_of_gpus(request: Request) -> list[str]:
+    """Return the first double of the GPUs that is enough, and the first one with offload if it is smaller."""
+    ways: list[str] = []
+    offloads: tuple[bool, ...] = (False, True)
+    for number in (request.gpus << doubling for doubling in range(1, _DOUBLINGS + 1)):
+        for offload in offloads:
+            least = _least(replace(request, gpus=number), offload=offload)
+            if least is None or least > request.room:
+                continue
+            if not offload:
+                return [*ways, f"--gpus {number} ({least / 1e9:.1f} GB)"]
+            ways.append(f"--gpus {number} with memory.offload ({least / 1e9:.1f} GB)")
+            offloads = (False,)
+    return ways
+
+
+def _least(request: Request, *, offload: bool = True) -> int | None:
     """Return the fewest bytes that the heaviest rank of a layout needs; ``None`` if no layout is legal."""
     evaluator, best = Evaluator(request), None
-    for cut in candidates(request, Tally(), offload=True):
+    for cut in candidates(request, Tally(), offload=offload):
         if cut.layout.sequence != (cut.layout.tensor > 1) or cut.layout.ring:
             continue
         try:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from support.command_lines import NAMES, VALID, values_of, words_of
 from support.commands_page import EXAMPLES, every_command
 from trilith.cli.app import COMMANDS, GROUPS, make_app, run
 from trilith.cli.errors import explain
-from trilith.cli.shared.aliases import ALIASES, RENAMED, with_own_names
+from trilith.cli.shared.aliases import ALIASES, COMMANDS_OF_OTHERS, FORMER_COMMANDS, RENAMED, with_own_names
 from trilith.cli.shared.options import TESTED
 from trilith.parallel_state import BadCheckpoint, BadInput, PeerFailed
 
@@ -359,6 +360,29 @@ def test_a_refusal_of_usage_reads_well(line, start, capsys):
 @pytest.mark.parametrize("name", ["doctor", "bench"])
 def test_commands_that_look_at_a_machine_say_on_what_they_were_tested(name):
     assert TESTED in " ".join(EVERY[name].help.split())
+
+
+@pytest.mark.parametrize("name", COMMANDS_OF_OTHERS)
+def test_a_command_of_another_program_is_refused_with_what_to_type_here(name, capsys):
+    hint = COMMANDS_OF_OTHERS[name]
+    assert run([name, "x"]) == 2
+    assert capsys.readouterr().err == f"error: No such command '{name}'. {hint}. See trilith --help\n"
+    assert name not in EVERY
+    for line in re.findall(r"`trilith (.*?)`", hint):
+        assert line.split()[0] in EVERY
+
+
+def test_a_former_command_is_the_command_that_has_its_meaning(capsys):
+    for name, words in FORMER_COMMANDS.items():
+        assert name not in EVERY and words[0] in EVERY
+        assert run(["--debug", name, "--help"]) == 0
+        assert f"trilith {words[0]} " in capsys.readouterr().out
+
+
+def test_examples_fit_on_a_terminal():
+    for name, command in EVERY.items():
+        lines = command.help.partition(EXAMPLES)[2].splitlines()
+        assert max(map(len, lines)) <= 78, name  # a terminal of 80 with its margins
 
 
 def test_no_command_has_an_old_option_beside_its_new_one():

@@ -19,7 +19,7 @@ from support.trials import INTERRUPTED, Trial, check, tree
 from trilith.cli.app import run
 
 #: Commands that work for long once their input is right.
-LONG = {"quickstart", "parity", "doctor", "bench", "train", "plan", "generate"}
+LONG = {"quickstart", "parity", "doctor", "bench", "train", "plan", "generate", "evaluate", "chat"}
 #: Commands that may find a difference.
 COMPARES = {"diff", "parity"}
 AT_ONCE = 20

@@ -81,6 +81,7 @@ test_texts_that_cannot_be_tokenized_are_refused_by_file_and_line = refusals(
     text("text-not-utf-8", "in.txt", b"a\nb\n\xe9\n", r"in\.txt:3: .*0xe9"),
     text("F1-empty-file", "in.txt", b"", r"^in\.txt: text: expected at least one document, found none"),
     text("json-array", "in.json", b"[]", "one object a line"),
+    text("recipe", "recipe.toml", b"steps = 1", "A recipe is for trilith train"),
     text("gz-cut-short", "in.txt.gz", gzip.compress(b"a" * 999)[:-9], r"in\.txt\.gz"),
     text("gz-that-is-not", "in.txt.gz", b"plain text", r"in\.txt\.gz"),
     text("gz-damaged-inside", "in.txt.gz", gzip.compress(b"")[:10] + b"\xff" * 20, r"in\.txt\.gz"),

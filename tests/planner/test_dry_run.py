@@ -70,6 +70,19 @@ def test_the_command_in_a_recipes_comment_is_one(name):
         assert folder == recipe.model.init_from and folder.endswith("-Instruct")
 
 
+def test_keys_of_the_layout_that_do_nothing_are_said(capsys):
+    words = ["train", "llama-3.2-1b-1gpu", "--dry-run"]
+    assert run(words) == 0 and "note " not in capsys.readouterr().out
+    idle = ["layout.sequence=true", "layout.virtual_stages=2", "layout.ring=true"]
+    assert run([*words, *idle]) == 0
+    notes = re.findall(r"^note +layout\.(.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert notes == [
+        "sequence has no effect with tensor = 1",
+        "ring has no effect with context = 1",
+        "virtual_stages has no effect with pipeline = 1",
+    ]
+
+
 def test_a_shipped_recipe_goes_by_its_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run(["train", "llama-3.2-1b-1gpu", "--dry-run"]) == 0

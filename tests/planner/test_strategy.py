@@ -224,7 +224,7 @@ test_plans_that_cannot_be_are_refused = refusals(
     ),
     plan(
         "model-that-does-not-fit",
-        "of 3.6 GB.*What would fit: --gpus 64",
+        "of 3.6 GB.*What would fit: --gpus 64 with memory.offload .*; or --gpus 128 ",
         *("--gpu-type", "rtx-4090", "--sequence-length", "1024", "--global-batch", "4", "--headroom", "0.85"),
         gpus="1",
         model="llama-3.1-8b",

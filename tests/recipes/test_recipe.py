@@ -41,6 +41,12 @@ def test_overrides_are_toml_values_and_bare_words(recipe):
     assert (loaded.optimizer.lr, loaded.stop_after) == (1e-4, 3)
 
 
+def test_short_names_of_data_types_are_those_of_torch(recipe):
+    short = load_recipe(recipe, ["dtype=fp32", "compute=bf16", "reduce=torch.float32"])
+    assert short == load_recipe(recipe, ["dtype=float32", "compute=bfloat16", "reduce=float32"])
+    assert load_recipe(recipe, ["compute=fp8"]).compute == "float8"
+
+
 def test_zero_puts_the_data_ranks_on_the_right_axis(recipe):
     plain = load_recipe(recipe, ["layout.data=4"]).layout
     sharded = load_recipe(recipe, ["layout.data=4", "layout.zero=2", "layout.data_replicate=2"]).layout

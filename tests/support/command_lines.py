@@ -36,7 +36,6 @@ VALID: dict[str, dict[str, list[str]]] = {
     "doctor": {"folders": ["{}"]},
     "bench": {"+": ["--device=cpu", "--quick", "--only=speed"]},
     "convert": {"src": ["{}/hf"]},
-    "reshard": {"src": ["{}/sharded"]},
     "inspect": {"source": ["{}/hf"]},
     "diff": {"a": ["{}/hf"], "b": ["{}/sharded"]},
     "verify": {"source": ["{}/sharded"]},
@@ -55,6 +54,14 @@ VALID: dict[str, dict[str, list[str]]] = {
     "report": {"runs": ["{}/run"]},
     "merge_lora": {"base": ["{}/hf"], "adapter": ["{}/adapter"]},
     "recipe": {"origin": ["from-deepspeed"], "file": ["{}/deepspeed.json"]},
+    "evaluate": {
+        **{"source": ["{}/hf"], "tokens": ["{}/tokens"], "adapter": ["{}/adapter"]},
+        "+": ["--rows=1", "--sequence-length=16"],
+    },
+    "chat": {
+        **{"source": ["{}/hf"], "tokenizer": ["{}/templated"], "adapter": ["{}/adapter"]},
+        "+": ["--max-new-tokens=1"],
+    },
     "schedule": {"name": ["1f1b"], "+": ["--pipeline=2", "--micro-batches=2"]},
     "generate": {
         **{"source": ["{}/hf"], "prompt_file": ["{}/prompts.txt"], **TOKENIZER, "adapter": ["{}/adapter"]},
@@ -181,6 +188,8 @@ def make_inputs(folder: Path) -> None:
     convert(folder / "hf", folder / "sharded", tensor=1)
     shutil.copytree(GOOD, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)  # as new files
     train_tokenizer([(folder / "text.txt").read_text()], folder / "tokenizer", vocab_size=300)
+    shutil.copytree(folder / "tokenizer", folder / "templated")
+    shutil.copyfile(folder / "template.jinja", folder / "templated" / "chat_template.jinja")
     write_tokens(folder / "tokens")
     write_adapter(folder / "adapter", folder / "hf")
     data = f'[data]\ntokens = "{folder}/tokens"\nsequence_length = 16\nglobal_batch = 1\n'

@@ -1,5 +1,6 @@
 """Write docs/commands.md from the commands' own help: ``make docs``."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from textwrap import fill
@@ -45,6 +46,7 @@ def section(name: str, command: Any) -> str:
     ]
     if parameters:
         lines += ["| argument or option | meaning | default |", "|---|---|---|", *map(row, parameters), ""]
+    examples = re.sub(r" \\\n +", " ", examples)
     block = "\n".join(line.removeprefix("    ") for line in examples.strip("\n").splitlines())
     return "\n".join(lines) + f"\n```bash\n{block.strip()}\n```\n"
 

@@ -50,9 +50,15 @@ KEYS = [
 TEXT_SUFFIXES = {".json", ".jsonl", ".toml", ".txt", ".jinja", ".index", ".log", ".yaml", ""}
 #: The argument with which a command reads a run's folder, here ``trained``, which has a checkpoint.
 READS_RUN = {
-    **dict.fromkeys(("convert", "reshard"), "src"),
-    **dict.fromkeys(("inspect", "verify", "generate"), "source"),
-    **{"diff": "b", "parity": "folder", "status": "run", "report": "runs", "merge_lora": "base"},
+    **dict.fromkeys(("inspect", "verify", "generate", "evaluate"), "source"),
+    **{
+        "convert": "src",
+        "diff": "b",
+        "parity": "folder",
+        "status": "run",
+        "report": "runs",
+        "merge_lora": "base",
+    },
     **{"train": "recipe: out"},
 }
 #: What ``recipe`` reads of each trainer.

@@ -1,0 +1,73 @@
+"""``trilith evaluate DIR TOKENS``."""
+
+import json as to_json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .shared.options import ADAPTER, DEVICE, DTYPE, PATH_OR_ADDRESS, Strict
+from .shared.say import counted, say
+
+
+def evaluate(
+    context: typer.Context,
+    source: Annotated[
+        str,
+        typer.Argument(help="Hugging Face folder, checkpoint, or a run's folder", metavar="DIR"),
+        PATH_OR_ADDRESS,
+    ],
+    tokens: Annotated[Path, typer.Argument(help="token file of trilith tokenize", metavar="TOKENS")],
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="tokens of a row; default: 2048, or the most that the model takes"),
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="number of rows, drawn as with seed 0; default: all")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, max=2**16, help="number of rows computed at once")] = 4,
+    tensor: Annotated[
+        int, typer.Option(min=1, help="number of tensor-parallel ranks, as local processes")
+    ] = 1,
+    pipeline: Annotated[int, typer.Option(min=1, help="number of pipeline stages, as local processes")] = 1,
+    dtype: Annotated[str, typer.Option(help=DTYPE)] = "float32",
+    device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
+    adapter: Annotated[Path | None, typer.Option(help=ADAPTER)] = None,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object, for programs")] = False,
+    status: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    strict: Strict = False,
+) -> None:
+    """Compute the loss and the perplexity of a model on a token file.
+
+    The loss is the mean over all tokens that count (of conversations: the assistant's), in nats; it is what a
+    run with these tokens in its section [evaluation] prints, and the same in every layout. Rows are cut as in
+    training. Perplexities of models with different tokenizers are not comparable. For tasks such as MMLU
+    export the model (`trilith convert DIR OUT --to hf`) and run lm-eval on the folder.
+
+    Examples:
+
+        trilith evaluate Llama-3.2-1B held-out --dtype bf16
+        trilith evaluate run held-out --sequence-length 1024 --rows 200
+        trilith evaluate Llama-3.2-1B chat --adapter chat-run --json
+    """
+    from .shared.inputs import check_tokens_there, check_weights_there
+
+    check_weights_there(source, "a Hugging Face folder or a checkpoint")
+    check_tokens_there(tokens)
+    from ..parallel_state import Layout
+    from ..training.evaluate_weights import Question, run_evaluation
+
+    def note(text: str) -> None:
+        figures = to_json.loads(text)
+        if json:
+            say(text)
+            return
+        rows = f"{counted(figures['rows'], 'row')} of {figures['sequence_length']:,}"
+        counts = f"{counted(figures['tokens'], 'token')} of {rows}"
+        perplexity = "inf" if figures["perplexity"] is None else f"{figures['perplexity']:.4g}"
+        say(f"loss {figures['loss']:.4f}  perplexity {perplexity}  over {counts}")
+
+    question = Question(source, tokens, sequence_length, rows, batch, dtype, adapter)
+    layout = Layout.of(tensor=tensor, pipeline=pipeline)
+    code = run_evaluation(question, layout, words=context.obj, note=note, device=device, status=status)
+    raise typer.Exit(code)

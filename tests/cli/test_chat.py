@@ -1,0 +1,88 @@
+"""``trilith chat``: each message is answered as ``generate --chat`` answers the conversation up to it."""
+
+import io
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from support.configs import TINY_LLAMA
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from trilith.cli.app import run
+from trilith.data.text.tokenizer_training import train_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("chat") / "model"
+    train_tokenizer(["The quick brown fox jumps over the lazy dog.\n" * 20], path, vocab_size=300)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    torch.manual_seed(0)
+    config = {**TINY_LLAMA, "vocab_size": 300, "max_position_embeddings": 128, "initializer_range": 0.5}
+    model = LlamaForCausalLM(LlamaConfig(**config))
+    # A run of byte tokens that is no UTF-8 is decoded otherwise as it grows: this model writes words.
+    pieces = AutoTokenizer.from_pretrained(path).get_vocab()
+    odd = [number for piece, number in pieces.items() if piece.startswith("<")]
+    model.get_input_embeddings().weight.data[odd] = 0.0
+    model.save_pretrained(path)
+    return path
+
+
+def said(model, monkeypatch, capfd, text, *options):
+    """Return what a conversation prints on stdout and on stderr."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    assert run(["chat", str(model), "--device", "cpu", "--max-new-tokens", "6", *options]) == 0
+    return capfd.readouterr()
+
+
+def answered(model, tmp_path, capfd, *conversations):
+    """Return the texts with which ``generate`` answers conversations."""
+    file = tmp_path / "conversations.jsonl"
+    file.write_text("".join(f"{json.dumps({'messages': messages})}\n" for messages in conversations))
+    out = tmp_path / "answers.jsonl"
+    words = ["generate", str(model), "--prompt-file", str(file), "--max-new-tokens", "6", "--out", str(out)]
+    assert run([*words, "--device", "cpu", "--force"]) == 0
+    capfd.readouterr()
+    return [json.loads(line)["text"] for line in out.read_text().splitlines()]
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+def test_each_message_is_answered_after_all_before_it_until_a_new_conversation(
+    model, tmp_path, monkeypatch, capfd
+):
+    first = [turn("system", "Be short."), turn("user", "the fox")]
+    (answer,) = answered(model, tmp_path, capfd, first)
+    second = [*first, turn("assistant", answer), turn("user", "the dog")]
+    anew = [turn("system", "Be short."), turn("user", "the dog")]
+    expected = [answer, *answered(model, tmp_path, capfd, second, anew)]
+    assert expected[1] != expected[2]  # the second answer sees the first message
+    text = "the fox\n\nthe dog\n/new\nthe dog\n"
+    printed = said(model, monkeypatch, capfd, text, "--system", "Be short.")
+    assert printed.out == "".join(f"{answer}\n" for answer in expected)
+    assert f"{model} on cpu; /new begins anew" in printed.err
+
+
+def test_a_message_that_is_too_long_is_not_answered_and_does_not_end_the_chat(model, monkeypatch, capfd):
+    printed = said(model, monkeypatch, capfd, f"{'the fox ' * 200}\nthe dog\n")
+    assert "not answered. /new begins anew" in printed.err
+    assert printed.out == said(model, monkeypatch, capfd, "the dog\n").out
+
+
+def test_a_model_without_a_template_is_refused_before_anything_is_read(model, tmp_path, monkeypatch, capfd):
+    for file in model.iterdir():
+        if file.name != "chat_template.jinja":
+            shutil.copy(file, tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the fox\n"))
+    assert run(["chat", str(tmp_path)]) == 2
+    assert (
+        capfd.readouterr().err == f"error: {tmp_path}: chat_template: expected one, for a chat, found none\n"
+    )

@@ -1,0 +1,74 @@
+"""``trilith evaluate``: the loss that a run's evaluation prints, in every layout, and what it refuses."""
+
+import json
+
+import pytest
+from support.inputs import write_adapter
+from support.short_runs import tiny_recipe, train
+from trilith.checkpoints import convert
+from trilith.cli.app import run
+from trilith.machine.random_files import write_tokens
+from trilith.runs.metrics import read_metrics
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Make a run that has evaluated 7 of its held-out rows, and its weights in Hugging Face format."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    for name in ("tokens", "held-out"):
+        write_tokens(folder / name)
+    raw = tiny_recipe(folder / "run", folder / "tokens", steps=2, seed=0)
+    train(raw | {"evaluation": {"tokens": str(folder / "held-out"), "every": 2, "samples": 7}})
+    convert(folder / "run", folder / "hf", to="hf")
+    return folder
+
+
+def figures(capfd, *words):
+    assert run(["evaluate", *map(str, words), "--device", "cpu", "--json"]) == 0
+    return json.loads(capfd.readouterr().out)
+
+
+ROWS = ("--sequence-length", "16", "--rows", "7", "--dtype", "fp64")
+
+
+PIPELINE = ("--pipeline", "2", "--batch", "3")
+
+
+@pytest.mark.parametrize("layout", [(), ("--tensor", "2"), pytest.param(PIPELINE, marks=pytest.mark.slow)])
+def test_it_is_the_loss_of_a_run_in_every_layout(place, capfd, layout):
+    *_, last = read_metrics(place / "run" / "metrics.jsonl")
+    shown = figures(capfd, place / "run", place / "held-out", *ROWS, *layout)
+    assert shown["loss"] == pytest.approx(last["evaluation_loss"], rel=1e-10)
+    assert shown["perplexity"] == pytest.approx(last["evaluation_perplexity"], rel=1e-9)
+    assert (shown["rows"], shown["tokens"], shown["sequence_length"]) == (7, 112, 16)
+
+
+def test_a_hugging_face_folder_has_the_loss_of_its_run_and_adapters_change_it(place, capfd):
+    own = figures(capfd, place / "run", place / "held-out", *ROWS)
+    assert figures(capfd, place / "hf", place / "held-out", *ROWS) == own
+    write_adapter(place / "adapter", place / "hf")
+    adapted = figures(capfd, place / "hf", place / "held-out", *ROWS, "--adapter", place / "adapter")
+    assert adapted["loss"] != own["loss"] and adapted["rows"] == 7
+
+
+def test_all_rows_are_taken_at_the_length_of_the_model_and_printed_in_a_line(place, capfd):
+    assert run(["evaluate", str(place / "hf"), str(place / "held-out"), "--device", "cpu"]) == 0
+    printed = capfd.readouterr().out
+    own = figures(capfd, place / "hf", place / "held-out")
+    assert own["rows"] > 7 and own["tokens"] == own["rows"] * own["sequence_length"]
+    counts = f"{own['tokens']:,} tokens of {own['rows']} rows of {own['sequence_length']}"
+    assert printed == f"loss {own['loss']:.4f}  perplexity {own['perplexity']:.4g}  over {counts}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--sequence-length", "100000"], "evaluate: --sequence-length: expected at most"),
+        (["--tensor", "3"], "tensor"),
+        (["--dtype", "int3"], "evaluate: --dtype: expected one of"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(place, capfd, words, says):
+    assert run(["evaluate", str(place / "hf"), str(place / "held-out"), "--device", "cpu", *words]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("error: ") and says in err and err.count("\n") == 1
