@@ -189,7 +189,7 @@ def _why_not_ours(model: nn.Module, blocks: str, seen: Sequence[Seen], cfg: Adop
         return f"its rotation of type {rope} depends on the longest row that a rank has"
     if not seen:
         return "its blocks do not call transformers' common attention"
-    for call in seen:
+    for call in dict.fromkeys(seen):
         if problem := call.problem():
             return problem
     return ""

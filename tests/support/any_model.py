@@ -175,7 +175,11 @@ def stepped(raw: Mapping[str, Any], state: ParallelState) -> tuple[nn.Module, St
     shard_over_data(model, state, Precision(torch.float64, torch.float64, torch.float64))
     model.to_empty(device=state.device)
     draw(model, state)
-    return model, Step(model, TokenLoss(model), micro_batch=2 // layout.data_shard or 1)
+    # Under a pipeline and under ZeRO in two micro-batches, else in one, which one process takes too.
+    rows = SAMPLES // layout.data
+    return model, Step(
+        model, TokenLoss(model), micro_batch=rows // 2 if layout.pipeline > 1 or layout.zero else rows
+    )
 
 
 def observed(model: nn.Module, step: Step, state: ParallelState, steps: int = 2) -> Observation:
