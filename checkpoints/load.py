@@ -113,7 +113,9 @@ def _sources(
     else:
         module = None if described is None or described.module is None else described
         mtp = described is not None and module is None and described.config.mtp_blocks > 0
-        source = read_source(place, module=module, mtp=mtp, whole=whole)
+        raw = {} if described is None or module is not None else described.config.to_hf()
+        implementation = raw.get("implementation", "auto")
+        source = read_source(place, module=module, mtp=mtp, implementation=implementation, whole=whole)
     if described is not None and not isinstance(described.family, AdaptedFamily):
         check_whole(source, BadCheckpoint)
         if adapter is not None:

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from ..models import Family, LoraConfig, ModelConfig, adapted, family_of
+from ..models import Family, Implementation, LoraConfig, ModelConfig, adapted, family_of, implemented_by
 from ..parallel_state import BadInput, Piece
 from ..storage.catalog import Catalog, renamed
 from ..storage.file_names import CONFIG, MANIFEST
@@ -160,6 +160,7 @@ def read_source(
     config: str | Path | None = None,
     names: str | None = None,
     mtp: bool = False,
+    implementation: Implementation = "auto",
     whole: bool = True,
     compare: bool = True,
 ) -> Source:
@@ -170,9 +171,10 @@ def read_source(
     up in the Hugging Face cache, or downloaded (see ``hub``). A folder of two kinds is refused;
     ``kind_of_folder`` says how to name one of them. ``module`` reads a Hugging Face folder of a model that is
     not in the zoo. ``mtp``: a Hugging Face folder's blocks of multi-token prediction are part of the model,
-    whatever its config says. A checkpoint of another project needs ``config``, a Hugging Face folder of the
-    same model (its weights are not read), and may need ``names``, a table (see ``foreign/rules.py``).
-    ``whole``: look whether each file of a checkpoint is there, and read both of two tensors of a Hugging Face
+    whatever its config says. ``implementation``: whose code is to compute the model; a checkpoint of ours
+    says so itself. One of another project needs ``config``, a Hugging Face folder of the same model (its
+    weights are not read), and may need ``names``, a table (see ``foreign/rules.py``). ``whole``: look
+    whether each file of a checkpoint is there, and read both of two tensors of a Hugging Face
     folder that must be one; where many ranks open a source, one of them does it. Without ``compare`` these
     two are left to the caller, who reads them anyway (``Source.repeated``). Raises ``BadInput`` or
     ``BadCheckpoint`` for a source that is none of these, lacks something, or is not what its config says.
@@ -183,17 +185,17 @@ def read_source(
         raise BadInput(path, expected="a Hugging Face folder or a checkpoint", found=actual, todo=todo)
     path, kind = kind_of_folder(path, SOURCES)
     if kind is FolderKind.OTHER and (form := format_of(path)) is not None:
-        return _foreign(path, form, config, names)
+        return _foreign(path, form, config, names, implementation)
     if config is not None or names is not None:
         actual, todo = kind.value, "Leave out --config and --names: it has a config and names of its own"
         raise BadInput(path, expected="a checkpoint of another project", found=actual, todo=todo)
     match kind:
         case FolderKind.CHECKPOINT:
-            return _sharded(open_checkpoint(path, whole=whole))
+            return _sharded(open_checkpoint(path, whole=whole), implementation)
         case FolderKind.CHECKPOINTS | FolderKind.RUN:
             newest = newest_checkpoint(path / CHECKPOINTS if kind is FolderKind.RUN else path, whole=whole)
             warn_of(newest.passed_over)
-            return _sharded(newest)
+            return _sharded(newest, implementation)
         case FolderKind.ADAPTER:
             todo = f"`trilith merge-lora BASE {path} OUT` makes a whole model of them and their base"
             actual = "LoRA adapters without their base"
@@ -202,7 +204,7 @@ def read_source(
             todo = "Run the command that makes it again" if kind is FolderKind.UNFINISHED else ""
             expected = "a Hugging Face folder or a checkpoint"
             raise BadInput(path, expected=expected, found=kind.value, todo=todo)
-    return _hugging_face(path, allow_symlinks, module, mtp, whole and compare)
+    return _hugging_face(path, allow_symlinks, module, mtp, whole and compare, implementation)
 
 
 def foreign_format(path: str | Path) -> Format | None:
@@ -219,11 +221,14 @@ def read_foreign(path: str | Path) -> ForeignCheckpoint | None:
     return None if form is None else form.read(Path(path))
 
 
-def _sharded(checkpoint: Found) -> Source:
+def _sharded(checkpoint: Found, implementation: Implementation) -> Source:
     path, manifest = checkpoint.directory, checkpoint.manifest
     # Earlier releases took along whatever a tokenizer's folder held.
     companions = [path / companion.name for companion in manifest.companions if companion.name in COMPANIONS]
     config, files = dict(manifest.config), checkpoint_files(path, manifest)
+    if implemented_by(config, implementation) != config:
+        actual, todo = "the zoo's names", f"Convert it back first: trilith convert {path} OUT --to hf"
+        raise BadInput(path, "implementation", expected="transformers' names", found=actual, todo=todo)
     module = None if manifest.module is None else described_module(manifest.module, config)
     return Source(
         path, config, companions, files, PartTable(manifest).catalog(files), manifest,
@@ -232,11 +237,15 @@ def _sharded(checkpoint: Found) -> Source:
 
 
 def _hugging_face(
-    path: Path, allow_symlinks: bool, module: Described | None, mtp: bool, compare: bool
+    path: Path,
+    links: bool,
+    module: Described | None,
+    mtp: bool,
+    compare: bool,
+    implementation: Implementation,
 ) -> Source:
-    folder = HFFolder(path, allow_symlinks=allow_symlinks)
-    if mtp:
-        folder.config["mtp"] = True
+    folder = HFFolder(path, allow_symlinks=links)
+    folder.config = implemented_by(folder.config, implementation) | ({"mtp": True} if mtp else {})
     if (described := module) is None:
         family = family_of(folder.config, str(path / CONFIG))
         described = Described(family, family.from_hf(folder.config, str(path / CONFIG)))
@@ -259,12 +268,14 @@ def _hugging_face(
     )  # fmt: skip
 
 
-def _foreign(path: Path, form: Format, config_folder: str | Path | None, names: str | None) -> Source:
+def _foreign(
+    path: Path, form: Format, config_folder: str | Path | None, names: str | None, by: Implementation
+) -> Source:
     if config_folder is None:
         todo = "Say --config with a Hugging Face folder (config.json, tokenizer) of the same model"
         raise BadInput(path, expected="the model's config", found=f"{form.name}, which has none", todo=todo)
     where = local_folder(config_folder)
-    raw = read_json(where / CONFIG if where.is_dir() else where)
+    raw = implemented_by(read_json(where / CONFIG if where.is_dir() else where), by)
     family = family_of(raw, str(where))
     config = family.from_hf(raw, str(where))
     checkpoint = form.read(path)

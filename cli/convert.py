@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from .shared.options import CONFIG, DRY_RUN, NAMES, PATH_OR_ADDRESS, SPLIT, WORKERS, Strict
+from .shared.options import CONFIG, DRY_RUN, IMPLEMENTATION, NAMES, PATH_OR_ADDRESS, SPLIT, WORKERS, Strict
 from .shared.say import counted, say
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def convert(
     split: Annotated[str | None, typer.Option(help=SPLIT)] = None,
     config: Annotated[str | None, typer.Option(help=CONFIG), PATH_OR_ADDRESS] = None,
     names: Annotated[str | None, typer.Option(help=NAMES)] = None,
+    implementation: Annotated[Literal["auto", "transformers"], typer.Option(help=IMPLEMENTATION)] = "auto",
     dtype: Annotated[
         str | None, typer.Option(help="data type to cast weights to: bfloat16, float16, float32 or float64")
     ] = None,
@@ -110,6 +111,7 @@ def convert(
         allow_symlinks=allow_symlinks,
         config=config,
         names=names,
+        implementation=implementation,
     )
     if plan.source.foreign is not None:
         say(f"{src}: {plan.source.foreign.summary()}")

@@ -36,9 +36,13 @@ def models(
     there are experts, how many of them compute one token), the memory of the weights, the FLOPs of a
     token, and a dry run to start from. A recipe trains a size from scratch with `model.size = "NAME"`.
 
+    Types that transformers computes (docs/any_model.md) are listed by the axes that tests have proved; with
+    the name of one the command tells why others are refused.
+
     With --show it draws the size, or the first published size of the family, or its tiny test model: what
     each kind of block computes, and what it sends under tensor and sequence parallelism; of each parameter
-    the shape, how the axes of a layout cut it, and its name in Hugging Face's files.
+    the shape, how the axes of a layout cut it, and its name in Hugging Face's files. A type that
+    transformers computes is drawn at its default sizes, without what it sends.
 
     Examples:
 
@@ -47,22 +51,28 @@ def models(
         trilith models llama-3.1-405b
         trilith models mixtral-8x7b --json
         trilith models gemma2 --show
+        trilith models arcee --show
     """
     from ..models import FAMILIES, published_size, published_sizes
+    from ..models.from_transformers.proved import proved
 
+    adopted = proved()["types"].keys() - FAMILIES.keys()
     if show:
         _print_shown(name, json)
     elif name is None:
         _print_families(list(FAMILIES.values()), json)
     elif name in FAMILIES and name not in published_sizes():
         _print_sizes(FAMILIES[name], json)
+    elif name in adopted:
+        _print_adopted(name, json)
     else:
-        published_size(name, "models", also=FAMILIES)
+        published_size(name, "models", also=(*FAMILIES, *adopted))
         _print_size(name, json)
 
 
 def _print_shown(name: str | None, as_json: bool) -> None:
     from ..models import FAMILIES, family_of, published_size, published_sizes, tiny_config
+    from ..models.from_transformers.proved import proved
     from ..parallel_state import BadInput
     from ..runs.console import plain_console
     from .shared.shown_model import shown_model
@@ -74,7 +84,9 @@ def _print_shown(name: str | None, as_json: bool) -> None:
     title, fields = name, tiny_config(name) if name in FAMILIES else None
     if name in FAMILIES and name not in sizes:
         title = next((size.name for size in sizes.values() if size.family.model_type == name), "")
-    if fields is None or title:
+    if name not in FAMILIES and name in proved()["types"]:
+        title, fields = "default sizes", {"model_type": name}
+    elif fields is None or title:
         fields = {**published_size(title, "models", also=FAMILIES).fields}
     family = family_of(fields, name)
     console = plain_console(soft_wrap=True)
@@ -87,6 +99,7 @@ def _print_families(families: list[Family], as_json: bool) -> None:
     from dataclasses import asdict
 
     from ..models import published_sizes
+    from ..models.from_transformers.proved import offered, proved
     from ..runs.console import plain_console
     from .shared.family_features import AXES, features_of
 
@@ -103,6 +116,13 @@ def _print_families(families: list[Family], as_json: bool) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         console.print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
+    console.print(f"\ntypes that transformers {proved()['transformers']} or later computes, by proved axes")
+    kinds_by_axes: dict[tuple[str, ...], list[str]] = {}
+    for kind, axes in offered().items():
+        if kind not in sizes:
+            kinds_by_axes.setdefault(axes, []).append(kind)
+    for axes, kinds in sorted(kinds_by_axes.items(), key=lambda row: -len(row[1])):
+        console.print(f"  {', '.join(axes) or 'data alone'}: {', '.join(kinds)}")
     console.print("\npublished sizes")
     for key, names in sizes.items():
         if names:
@@ -119,6 +139,23 @@ def _row(features: Features) -> tuple[str, ...]:
 
 def _word(can: bool) -> str:
     return "yes" if can else "-"
+
+
+def _print_adopted(kind: str, as_json: bool) -> None:
+    from ..models.from_transformers.proved import AXES, proved, why_not, why_refused
+    from ..runs.console import plain_console
+
+    refused = why_refused(kind)
+    reasons = {} if refused else {axis: why for axis in AXES if (why := why_not(kind, axis))}
+    axes = [] if refused else [axis for axis in AXES if axis not in reasons]
+    if as_json:
+        _print_json({"axes": axes, "refused": refused or reasons})
+        return
+    console = plain_console(soft_wrap=True)
+    console.print(f"{kind}: computed by transformers {proved()['transformers']} or later")
+    console.print(f"refused        {refused}" if refused else f"proved axes    {', '.join(axes) or 'data'}")
+    for axis, why in reasons.items():
+        console.print(f"{axis:<14} refused: {why}")
 
 
 def _print_sizes(family: Family, as_json: bool) -> None:

@@ -1,11 +1,11 @@
 """``trilith parity HF_DIR --tensor 2 --pipeline 2``."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from .shared.inputs import check_weights_there
-from .shared.options import PATH_OR_ADDRESS, SCHEDULES, SPLIT, VIRTUAL_STAGES, check_seed
+from .shared.options import IMPLEMENTATION, PATH_OR_ADDRESS, SCHEDULES, SPLIT, VIRTUAL_STAGES, check_seed
 
 
 def parity(
@@ -46,6 +46,7 @@ def parity(
         typer.Option(min=0, help="number of rows in the batch; 0: at least two for each rank"),
     ] = 0,
     sequence_length: Annotated[int, typer.Option(min=1, help="number of tokens in a row")] = 32,
+    implementation: Annotated[Literal["auto", "transformers"], typer.Option(help=IMPLEMENTATION)] = "auto",
     device: Annotated[
         str, typer.Option(help="device to compute on: cpu, or cuda with a GPU for each rank")
     ] = "cpu",
@@ -101,6 +102,7 @@ def parity(
         length=sequence_length,
         seed=seed,
         device=device,
+        implementation=implementation,
     )
     if question.dtype not in TOLERANCES:
         known = ", ".join(str(known_dtype).removeprefix("torch.") for known_dtype in TOLERANCES)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 from ..parallel_state import BadInput
 from .base.family import Family
@@ -53,6 +53,16 @@ _EVERY = (
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _EVERY}
 
 
+#: Whose code computes a model: the zoo's if it has the family, or transformers' in any case.
+Implementation = Literal["auto", "transformers"]
+
+
+def implemented_by(raw: Mapping[str, Any], implementation: Implementation) -> dict[str, Any]:
+    """Return a config.json's dict that says itself that transformers computes a type of the zoo."""
+    told = implementation != "auto" and raw.get("model_type") in FAMILIES
+    return {**raw, "implementation": implementation} if told else dict(raw)
+
+
 def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:
     """Return the family of a config.json's dict. Raises ``BadInput`` for an unknown type or a
     contradiction.
@@ -65,7 +75,8 @@ def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:
             found="no such key" if raw else "an object without any key",
             todo="Take the config.json that came with the model; `trilith models` lists the types",
         )  # fmt: skip
-    adopted = family_of_type(kind) if isinstance(kind, str) and kind not in FAMILIES else None
+    zoo = kind in FAMILIES and raw.get("implementation") != "transformers"
+    adopted = family_of_type(kind) if isinstance(kind, str) and not zoo else None
     if adopted is None and (not isinstance(kind, str) or kind not in FAMILIES):
         near = get_close_matches(str(kind).lower(), FAMILIES, n=1, cutoff=0.7)
         expected = (

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, field_validator
 
 from ..layers import PinnedBackend, Scaling
-from ..models import family_of, published_size
+from ..models import family_of, implemented_by, published_size
 from ..models.base.keys import DENIED, check_keys
 from ..parallel_state import TIMEOUT, BadInput, Layout, dtype_name, from_validation
 from ..pipeline import ScheduleName
@@ -224,6 +224,7 @@ def read_config(section: ModelSection) -> dict[str, Any]:
         if section.size is not None:
             fields = published_size(section.size).with_fields(fields)
         _check_written(fields)
+    fields = implemented_by(fields, section.implementation)
     return fields if section.mtp is None else {**fields, "mtp": True}
 
 

@@ -7,7 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from ..data.rows import Documents, Overlong, Samples
 from ..layers import Checkpointing
-from ..models import LoraConfig
+from ..models import Implementation, LoraConfig
 from ..parallel_state import FILES_TIMEOUT, Layout
 from ..pipeline import ScheduleName, schedule_kind
 from ..runs.named_trackers import TrackerName
@@ -27,6 +27,9 @@ class ModelSection(Section):
     with that model's config; together with size it replaces fields of the size"""
     size: str | None = None
     """the name of a published size of a model to start from scratch; `trilith models` lists them"""
+    implementation: Implementation = "auto"
+    """whose code computes the blocks: auto, the zoo's if it has the family, else transformers'; transformers,
+    its code also for a family of the zoo (docs/any_model.md)"""
     mtp: float | None = Field(default=None, gt=0, le=10)
     """factor of the loss of multi-token prediction, whose blocks are then read and trained (DeepSeek-V3: 0.3,
     later 0.1); default: these blocks are left out"""

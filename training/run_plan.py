@@ -67,7 +67,12 @@ def plan(recipe: Recipe) -> Plan:
     check_run_folder(recipe)
     if recipe.model.init_from is not None:
         mtp = recipe.model.mtp is not None
-        source = read_source(recipe.model.init_from, mtp=mtp, whole=own_rank() == 0)
+        source = read_source(
+            recipe.model.init_from,
+            mtp=mtp,
+            implementation=recipe.model.implementation,
+            whole=own_rank() == 0,
+        )
         if source.adapter is not None:
             todo = f"`trilith merge-lora BASE {source.path} OUT` makes one, or name them as lora.init_from"
             kind = "LoRA adapters"

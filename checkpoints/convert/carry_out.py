@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...models import AdaptedFamily
+from ...models import AdaptedFamily, Implementation
 from ...parallel_state import BadInput, Layout, check_workers, fault
 from ...storage.disk import Disk
 from ...storage.dtypes import TORCH
@@ -59,6 +59,7 @@ def convert(
     allow_symlinks: bool = False,
     config: str | Path | None = None,
     names: str | None = None,
+    implementation: Implementation = "auto",
     options: ConversionOptions = ConversionOptions(),  # frozen, so one for all calls does no harm
 ) -> Plan:
     """Write ``src`` to ``dst``: cut for ``tensor`` x ``pipeline``, or as a Hugging Face folder.
@@ -68,12 +69,12 @@ def convert(
     copied between checkpoints; a Hugging Face folder holds weights only. ``dtype`` (``bfloat16`` and so on)
     casts the weights; a number that overflows is refused. Every byte of a checkpoint is compared with its
     checksum, unless ``options.check`` is false. A failure leaves nothing behind; if the process is killed,
-    the same call continues. ``config`` and ``names`` are for checkpoints of other projects (see
-    ``read_source``). ``options.progress`` is called with the bytes written since its last call.
+    the same call continues. ``config``, ``names`` and ``implementation``: see
+    ``read_source``. ``options.progress`` is called with the bytes written since its last call.
     """
     plan = plan_conversion(
         src, to=to, tensor=tensor, pipeline=pipeline, split=split, dtype=dtype, allow_symlinks=allow_symlinks,
-        config=config, names=names,
+        config=config, names=names, implementation=implementation,
     )  # fmt: skip
     carry_out(plan, dst, allow_nonfinite=allow_nonfinite, options=options)
     return plan

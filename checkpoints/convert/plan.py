@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ...models import AdaptedFamily
+from ...models import AdaptedFamily, Implementation
 from ...parallel_state import BadInput, Box, Layout, buffer_names, dtype_name
 from ...storage.catalog import LazyTensor
 from ...storage.dtypes import TORCH, WEIGHTS
@@ -153,9 +153,12 @@ def plan_conversion(
     allow_symlinks: bool = False,
     config: str | Path | None = None,
     names: str | None = None,
+    implementation: Implementation = "auto",
 ) -> Plan:
     """Return the plan of ``convert``, made from headers only; raises what ``convert`` would raise."""
-    source = read_source(src, allow_symlinks=allow_symlinks, config=config, names=names)
+    source = read_source(
+        src, allow_symlinks=allow_symlinks, config=config, names=names, implementation=implementation
+    )
     name = _dtype_name(dtype)
     whole: Form = "hf" if source.adapter is None else "peft"
     form = to or ("sharded" if source.manifest is None or tensor * pipeline > 1 else whole)

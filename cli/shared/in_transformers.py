@@ -34,7 +34,7 @@ def observe_alone(question: Question) -> Observation:
 
     disable_progress_bar()
 
-    source = read_source(question.folder)
+    source = read_source(question.folder, implementation=question.implementation)
     links, _ = source.family.links(source.model_config)
     model = _load(question)
     if any(routers(source.family.on_meta(source.model_config))):

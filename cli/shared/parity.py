@@ -28,7 +28,8 @@ MOST_TOKENS = 2**18
 def check(question: Question) -> None:
     """Refuse, before anything starts, a layout that cannot hold the model or a batch that cannot be cut."""
     check_local(question.layout, device=question.device)
-    source, layout = read_source(question.folder), question.layout
+    source = read_source(question.folder, implementation=question.implementation)
+    layout = question.layout
     check_whole(source)
     if not (source.path / CONFIG).exists():
         expected, todo = "a Hugging Face folder", "`trilith convert FOLDER OUT --to hf` makes one"

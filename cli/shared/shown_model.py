@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ...models import Family, ModelConfig
+from ...models import Family, ModelConfig, TransformersFamily
 from ...parallel_state import BadInput, Declaration, Layout
 from ...planner import sampled
 from ...simulation.kinds_of_blocks import block_kinds
@@ -37,21 +37,23 @@ def shown_model(family: Family, config: ModelConfig) -> Iterator[str]:
     rows = {name: (*_row(name, declaration), names[name]) for name, declaration in declared.items()}
     widths = [max(map(len, column)) for column in zip(*rows.values(), strict=True)]
     lines = {name: _line(row, widths) for name, row in rows.items()}
-    inner = ("layers.", "mtp.")
-    ends = ("norm.", "head.")
-    yield from (line for name, line in lines.items() if not name.startswith((*inner, *ends)))
+    paths = {module: path for path, module in model.named_modules()}
+    places = {number: f"{paths[block]}." for number, block in model.numbered_blocks().items()}
+    first = min(index for index, name in enumerate(lines) if name.startswith(places[0]))
+    ends = {name for name in [*lines][first:] if not name.startswith(("mtp.", *places.values()))}
+    yield from (line for name, line in [*lines.items()][:first] if name not in ends)
     for own in numbers.values():
         yield ""
         yield f"{_places(own)}: {type(model.layers[str(own[0])]).__name__}"
         yield from (f"    {line}" for line in picture(model.layers[str(own[0])]))
-        yield from (line for name, line in lines.items() if name.startswith(f"layers.{own[0]}."))
+        yield from (line for name, line in lines.items() if name.startswith(places[own[0]]))
         yield from _sent(family, config, own[0])
     for number in config.mtp_numbers if config.mtp_blocks else ():
         yield ""
         yield f"block {number}: predicts further tokens"
         yield from (line for name, line in lines.items() if name.startswith(f"mtp.{number}."))
     yield ""
-    yield from (line for name, line in lines.items() if name.startswith(ends))
+    yield from (line for name, line in lines.items() if name in ends)
     yield from _around(model)
 
 
@@ -100,6 +102,8 @@ def _places(numbers: Sequence[int]) -> str:
 
 def _sent(family: Family, config: ModelConfig, number: int) -> Iterator[str]:
     """Tell the collectives of a block's step under tensor and sequence parallelism, off its trace."""
+    if isinstance(family, TransformersFamily):  # a block of transformers' is not called alone
+        return
     try:
         sample = sampled(family, config, _CUT)
     except BadInput as error:

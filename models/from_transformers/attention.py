@@ -5,6 +5,7 @@ this forward as an attribute. So recomputation finds its own inputs, and whateve
 fails. B batch  S sequence  H heads here  K key/value heads here  E head dim
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def unknown(rest: dict[str, Any]) -> str:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Seen:
     """Hold what one attention call of a probe was given."""
 
@@ -103,17 +104,18 @@ class Seen:
             return f"{self.module} calls attention without a mask"
         if self.causal is False:
             return f"{self.module} says is_causal=False"
-        places = _places(self.window)
-        for query in places:
-            for key in places:
-                shown = key <= query and (self.window is None or query - key < self.window)
-                try:
-                    sees = bool(self.mask(0, 0, torch.tensor(query), torch.tensor(key)))
-                except Exception as error:  # a mask of values that only a forward has
-                    return f"{self.module}: its mask depends on more than places ({type(error).__name__})"
-                if sees != shown:
-                    rule = "causal" if self.window is None else f"a window of {self.window}"
-                    return f"{self.module}: its mask is not {rule}: query {query}, key {key}"
+        places = torch.tensor(_places(self.window), device="cpu")
+        query, key = places[:, None], places[None, :]
+        shown = (key <= query) & (query - key < (self.window or math.inf))
+        rows = torch.vmap(self.mask, (None, None, None, 0))
+        try:  # mapped over places, as transformers makes masks
+            sees = torch.vmap(rows, (None, None, 0, None))(0, 0, places, places)
+        except Exception as error:  # a mask of values that only a forward has
+            return f"{self.module}: its mask depends on more than places ({type(error).__name__})"
+        for row, column in (sees != shown).nonzero().tolist():
+            rule = "causal" if self.window is None else f"a window of {self.window}"
+            wrong = f"query {int(places[row])}, key {int(places[column])}"
+            return f"{self.module}: its mask is not {rule}: {wrong}"
         return ""
 
 

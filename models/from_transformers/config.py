@@ -114,7 +114,7 @@ class AdoptedConfig(ModelConfig):
     @classmethod
     def unknown_keys(cls, raw: Mapping[str, Any]) -> list[str]:
         """Return the keys that transformers' config class does not name."""
-        return sorted(raw.keys() - readable_keys(str(raw["model_type"])) - INERT)
+        return sorted(raw.keys() - readable_keys(str(raw["model_type"])) - INERT - {"implementation"})
 
     @property
     def experts_of_token(self) -> int:

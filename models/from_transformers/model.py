@@ -28,12 +28,12 @@ class Through(nn.Module):
     ``received``: what it gives instead. ``noted``: what it was given last.
     """
 
-    def __init__(self, block: nn.Module, *, single: bool = True) -> None:
+    def __init__(self, block: nn.Module, *, outputs: int = 0) -> None:
         super().__init__()
         # What transformers' code reads of a block before it calls it, such as its kind of attention.
         plain = {key: member for key, member in vars(block).items() if not key.startswith("_")}
         self.__dict__.update(plain)
-        self.single = single
+        self.others = [None] * (outputs - 1) if outputs else None
         self.received: Tensor | None = None
         self.noted: Any = None
 
@@ -42,7 +42,7 @@ class Through(nn.Module):
         self.noted = x
         if self.received is not None:
             x = self.received
-        return x if self.single else (x, None, None)
+        return x if self.others is None else (x, *self.others)
 
 
 class NoTable(nn.Module):
@@ -70,6 +70,7 @@ class Adopted(CausalLM):
     #: transformers' model, whose modules are also this one's, and what its parameters are in pieces.
     hf: Any
     fused: Fused
+    embedding_width: int
 
     def __init__(
         self, cfg: AdoptedConfig, *, split: Sequence[int] | None = None, state: ParallelState | None = None
@@ -88,7 +89,7 @@ class Adopted(CausalLM):
         blocks = hf.get_submodule(shown.blocks) if shown.blocks else nn.ModuleList()
         for number, block in enumerate(blocks):
             if number not in stage.blocks:
-                blocks._modules[str(number)] = Through(block, single=shown.single)
+                blocks._modules[str(number)] = Through(block, outputs=shown.outputs)
         self._drop_ends(hf, shown)
         here = {*hf.modules()}
         for table in (module for module in here if isinstance(module, NoTable)):
@@ -109,7 +110,10 @@ class Adopted(CausalLM):
         dropped = [] if self.stage.first else [*shown.entry]
         dropped += [] if self.stage.last else [*shown.exit]
         embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+        self.__dict__["embedding_width"] = embedding.embedding_dim
         for path in dropped:
+            if any(path.startswith(f"{other}.") for other in dropped):
+                continue
             module = hf.get_submodule(path)
             if module is embedding and self.stage.last and isinstance(head, TiedHead):
                 continue
@@ -178,7 +182,8 @@ class Adopted(CausalLM):
         if stage.first:
             named["input_ids"] = x
         else:
-            named["inputs_embeds"] = torch.zeros_like(x)  # the first own block is given x in its place
+            # The first own block is given x in the place of what the model makes of these.
+            named["inputs_embeds"] = x.new_zeros(*x.shape[:2], self.embedding_width)
         run = hf if stage.last else hf.base_model
         with self._only(stage, None if stage.first else x) as noted:
             out = run(**named)
@@ -194,7 +199,7 @@ class Adopted(CausalLM):
         before_this = dict(places)
         for number in self.stage.blocks:
             if number not in stage.blocks:
-                places[str(number)] = Through(before_this[str(number)], single=shown.single)
+                places[str(number)] = Through(before_this[str(number)], outputs=shown.outputs)
         before = places.get(str(stage.blocks[0] - 1)) if stage.blocks else None
         behind = places.get(str(stage.blocks[-1] + 1)) if stage.blocks else None
         if received is not None:

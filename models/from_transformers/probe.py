@@ -23,14 +23,13 @@ class Probed:
     """State what one forward showed, and why the model cannot be cut into stages or over context ranks.
 
     ``blocks``: path of the list of blocks; ``entry``, ``exit``: modules with parameters that run before and
-    after them. ``single``: whether a block returns a tensor, or a tuple that begins with one. ``local``:
-    paths of the attention modules that all tokens mix in, if ours can compute them (``no_context`` is empty).
+    after them. ``outputs``: how many members the tuple has that a block returns, 0 for a bare tensor.
     """
 
     blocks: str
     entry: tuple[str, ...] = ()
     exit: tuple[str, ...] = ()
-    single: bool = True
+    outputs: int = 0
     takes_positions: bool = True
     no_pipeline: str = ""
     no_context: str = ""
@@ -68,7 +67,7 @@ def _probed(cfg: AdoptedConfig) -> Probed:
         return Probed(blocks, no_pipeline=why, no_context=no_context or why, takes_positions=takes)
     no_context = no_context or _why_not_ours(made.model, blocks, seen, cfg)
     return Probed(
-        blocks, tuple(calls.entry), tuple(calls.exit), calls.single, takes,
+        blocks, tuple(calls.entry), tuple(calls.exit), calls.outputs, takes,
         calls.problem(cfg), no_context,
     )  # fmt: skip
 
@@ -91,8 +90,9 @@ class _Calls:
         self.order: list[int] = []
         self.entry: dict[str, None] = {}
         self.exit: dict[str, None] = {}
-        self.single, self.shapes = True, set[tuple[int, ...]]()
-        self.twice = False
+        self.outputs, self.shapes = 0, set[tuple[int, ...]]()
+        self.besides: list[Tensor] = []
+        self.shared = ""
         self.bare = [
             name for name, _ in model.named_parameters()
             if model.get_submodule(name.rpartition(".")[0]) not in self.inner
@@ -111,10 +111,16 @@ class _Calls:
 
     def left_block(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.order.append(self.number_of[module])
-        entering = args[0] if args else kwargs.get("hidden_states")
-        self.single = isinstance(output, Tensor)
-        first = output if self.single else output[0]
-        for x in (entering, first):
+        named = dict(zip(signature(module.forward).parameters, args, strict=False)) | kwargs
+        entering = next(iter(named.values()), None)
+        for name, member in [*named.items()][1:]:
+            of_block = any(member is tensor for tensor in self.besides)
+            if isinstance(member, Tensor) and (of_block or member.requires_grad):
+                self.shared = self.shared or name
+        members = output if isinstance(output, tuple) else (output,)
+        self.outputs = len(members) if isinstance(output, tuple) else 0
+        self.besides += [member for member in members[1:] if isinstance(member, Tensor)]
+        for x in (entering, members[0]):
             self.shapes.add(tuple(x.shape) if isinstance(x, Tensor) else ())
 
     def problem(self, cfg: AdoptedConfig) -> str:
@@ -123,6 +129,8 @@ class _Calls:
             return "its blocks do not run once each, in order"
         if self.shapes != {(2, _TOKENS, cfg.hidden_size)}:
             return "what its blocks pass on is not (batch, sequence, hidden_size)"
+        if self.shared:
+            return f"its blocks are given {self.shared} beside hidden states, which alone stages send"
         called = {*self.entry, *self.exit}
         if both := self.entry.keys() & self.exit.keys():
             return f"{min(both)} runs before and after blocks"
@@ -140,7 +148,6 @@ def _watch(made: OnMeta, blocks: str) -> _Calls:
     tokens = torch.zeros((2, _TOKENS), dtype=torch.int64, device="meta")
     with (
         torch.device("meta"),
-        torch.no_grad(),
         patch("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None),
     ):  # it reads places, which have no values here
         model(input_ids=tokens, use_cache=False)
@@ -182,7 +189,7 @@ def _why_not_ours(model: nn.Module, blocks: str, seen: Sequence[Seen], cfg: Adop
         return f"its rotation of type {rope} depends on the longest row that a rank has"
     if not seen:
         return "its blocks do not call transformers' common attention"
-    for call in seen:
+    for call in dict.fromkeys(seen):
         if problem := call.problem():
             return problem
     return ""

@@ -46,6 +46,12 @@ def why_refused(kind: str) -> str:
     return str(stated.get("refused", ""))
 
 
+def offered() -> dict[str, tuple[str, ...]]:
+    """Return the types that pass, and of each the axes that tests have proved."""
+    rows = proved()["types"].items()
+    return {kind: tuple(row["axes"]) for kind, row in rows if "refused" not in row}
+
+
 def why_not(kind: str, axis: str) -> str:
     """Return why an axis is not offered for a type of the table, or nothing."""
     stated = proved()["types"][kind]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...models import ModelConfig
+from ...models import Implementation, ModelConfig
 from ...parallel_state import Layout, seed_of
 from ..layouts import Observation, Pieces, assemble, differences, join, random_rows
 
@@ -16,7 +16,7 @@ class Question:
     """Hold a model's folder, the layout to try, and the batch: ``samples`` x ``length`` random tokens.
 
     ``folder`` is a Hugging Face folder; the layout may be cut by hand with ``split``. ``device``: of every
-    run, ``cpu`` or ``cuda``, where each rank has a GPU of its own.
+    run, ``cpu`` or ``cuda``, where each rank has a GPU of its own. ``implementation``: as in a recipe.
     """
 
     folder: str
@@ -28,6 +28,7 @@ class Question:
     length: int = 32
     seed: int = 0
     device: str = "cpu"
+    implementation: Implementation = "auto"
 
     def batch(self, config: ModelConfig) -> tuple[Tensor, Tensor]:
         """Return (input_ids, labels), both (samples, length) int64; ignored labels are spread unevenly."""

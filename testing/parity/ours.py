@@ -53,7 +53,7 @@ def observe_ours(question: Question, *, timeout: float = 600) -> Observation:
 def observe_rank(question: Question) -> Observation:
     """Observe the loss and this rank's pieces of outputs and gradients, in a group of the layout's ranks."""
     state = ParallelState.start(question.layout, device=question.device)
-    source = read_source(question.folder)
+    source = read_source(question.folder, implementation=question.implementation)
     family, config = source.family, source.model_config
     input_ids, labels = question.batch(config)
     each = len(input_ids) // question.layout.data

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from trilith.parallel_state import (
 )
 from trilith.parallel_state.engine import local_data
 from trilith.parallel_state.initial_weights import fill
-from trilith.testing import run_parallel
+from trilith.ranks import RankError, run_parallel
 from trilith.testing.layouts import Observation, assemble, differences, observe, random_rows
 from trilith.training import Precision, Step, TokenLoss, shard_over_data
 
@@ -168,88 +168,97 @@ def batch() -> Batch:
     return Batch(ids + 3, torch.where(labels < 0, labels, labels + 3))
 
 
-def train(raw: Mapping[str, Any], layout: Layout, steps: int = 2) -> Observation:
-    """Take two steps in a layout, on this rank."""
-    warnings.simplefilter("ignore")
-    state = ParallelState.start(layout)
-    made = family(str(raw["model_type"]))
-    whole, config = batch(), made.from_hf(raw)
-    each = SAMPLES // layout.data
-    rows = slice(state.data_index * each, (state.data_index + 1) * each)
-    precision = Precision(torch.float64, torch.float64, torch.float64)
-
-    def build() -> tuple[nn.Module, Callable[[Any], Tensor]]:
-        model = made.build(config, state=state, dtype=torch.float64)
-        shard_over_data(model, state, precision)
-        model.to_empty(device=state.device)
-        draw(model, state)
-        return model, Step(model, TokenLoss(model), micro_batch=2 // layout.data_shard or 1)
-
-    mine = Batch(whole.input_ids[rows], whole.labels[rows])
-    return observe(
-        build, [mine] * steps, state, lr=1e-2, clip=lambda model: clip_gradients(model, 0.1, state=state)
+def stepped(raw: Mapping[str, Any], state: ParallelState) -> tuple[nn.Module, Step]:
+    """Return the model on this rank, with weights drawn by their names, and the step that trains it."""
+    made, layout = family(str(raw["model_type"])), state.layout
+    model = made.build(made.from_hf(raw), state=state, dtype=torch.float64)
+    shard_over_data(model, state, Precision(torch.float64, torch.float64, torch.float64))
+    model.to_empty(device=state.device)
+    draw(model, state)
+    # Under a pipeline and under ZeRO in two micro-batches, else in one, which one process takes too.
+    rows = SAMPLES // layout.data
+    return model, Step(
+        model, TokenLoss(model), micro_batch=rows // 2 if layout.pipeline > 1 or layout.zero else rows
     )
 
 
-def train_all(raw: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, Any]:
-    """Train in each of these layouts of as many ranks; of one that fails, return what it said."""
-    seen: dict[str, Any] = {}
+def observed(model: nn.Module, step: Step, state: ParallelState, steps: int = 2) -> Observation:
+    """Take steps with this rank's rows of the batch."""
+    whole, each = batch(), SAMPLES // state.layout.data
+    rows = slice(state.data_index * each, (state.data_index + 1) * each)
+    mine = Batch(whole.input_ids[rows], whole.labels[rows])
+
+    def clip(model: nn.Module) -> Tensor:
+        return clip_gradients(model, 0.1, state=state)
+
+    return observe(lambda: (model, step), [mine] * steps, state, lr=1e-2, clip=clip)
+
+
+def train_all(raw: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, Observation]:
+    """Train in each of these layouts of as many ranks; an error names its axis, and ends all of the ranks."""
+    warnings.simplefilter("ignore")
+    seen: dict[str, Observation] = {}
     for axis, layout in layouts.items():
+        state = ParallelState.start(layout)
         try:
             with InFp64():
-                seen[axis] = train(raw, layout)
-        except BadInput as error:
-            seen[axis] = f"refused: {error.todo or error}"
+                seen[axis] = observed(*stepped(raw, state), state)
         except Exception as error:
-            seen[axis] = (
-                f"failed: {type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
-            )
-            if layout.world > 1:
-                import torch.distributed as dist
-
-                del dist
-                break  # the other rank may be elsewhere
+            raise AxisError(axis, words(error)) from error
     return seen
 
 
-def reference(raw: Mapping[str, Any]) -> Row:
-    """Compare logits, loss and gradients of one process with transformers' own."""
+class AxisError(Exception):
+    """Say in which layout a rank failed, and how."""
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
+def words(error: BaseException) -> str:
+    """Return the first line of what an error says, or of the error that it began with."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, BadInput):
+        return error.todo or str(error)
+    return f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+
+
+def reference(raw: Mapping[str, Any]) -> tuple[Row, Observation]:
+    """Train in one process, and compare its logits, first loss and gradients with transformers' own."""
     kind = str(raw["model_type"])
-    made, row = family(kind), Row(kind)
-    config = made.from_hf(raw)
-    ours = made.build(config, dtype=torch.float64).to_empty(device="cpu")
-    draw(ours, ours.state)
+    made, row, state = family(kind), Row(kind), ParallelState.alone()
+    config, given = made.from_hf(raw), batch()
+    ours, step = stepped(raw, state)
     theirs = plain(config, made, ours)
     for training in (False, True):
         ours.train(training), theirs.train(training)
-        given = batch()
-        logits, wanted = ours(given.input_ids), theirs(input_ids=given.input_ids, use_cache=False).logits
-        row.proved["transformers"] = max(
-            row.proved.get("transformers", 0.0), apart(logits[..., :VOCABULARY], wanted)
-        )
-    for output in (logits, wanted):
-        nn.functional.cross_entropy(
-            output.flatten(0, 1), given.labels.flatten(), ignore_index=-100
-        ).backward()
-    links = made.held_links(config)
+        with torch.no_grad():
+            logits = ours(given.input_ids)
+        wanted = theirs(input_ids=given.input_ids, use_cache=False).logits
+        gap = apart(logits[..., :VOCABULARY], wanted)
+        row.proved["transformers"] = max(row.proved.get("transformers", 0.0), gap)
+    loss = nn.functional.cross_entropy(wanted.flatten(0, 1), given.labels.flatten(), ignore_index=-100)
+    loss.backward()
+    causal(ours, row)
+    ours.train()
+    seen = observed(ours, step, state)
+    gaps = [abs(seen.losses[0] / float(loss) - 1)]
     named = dict(theirs.named_parameters())
     largest = max(float(p.grad.abs().max()) for p in named.values() if p.grad is not None)
-    parameters = dict(ours.named_parameters())
-    for link in links:
-        grad = parameters[link.ours].grad
-        if link.hf not in named or grad is None:
+    for link in made.held_links(config):
+        if link.hf not in named or link.ours not in seen.gradients:
             continue
+        piece = seen.gradients[link.ours][2][link.ours_box.slices]
         of_theirs = named[link.hf].grad
-        piece = torch.zeros(()) if of_theirs is None else of_theirs[link.hf_box.slices]
-        scale = max(float(piece.abs().max()), 1e-7 * largest)
-        gap = (
-            float((grad[link.ours_box.slices].reshape(piece.shape) - piece).abs().max()) / scale
-            if of_theirs is not None
-            else float(grad.abs().max()) / largest
-        )
-        row.proved["gradients"] = max(row.proved.get("gradients", 0.0), gap)
-    causal(ours, row)
-    return row
+        if of_theirs is None:
+            gaps.append(float(piece.abs().max()) / largest)
+            continue
+        wanted = of_theirs[link.hf_box.slices]
+        scale = max(float(wanted.abs().max()), 1e-7 * largest)
+        gaps.append(float((piece.reshape(wanted.shape) - wanted).abs().max()) / scale)
+    row.proved["gradients"] = max(gaps)
+    return row, seen
 
 
 def causal(model: nn.Module, row: Row) -> None:
@@ -315,40 +324,35 @@ def prove(kind: str, raw: Mapping[str, Any] | None = None, axes: Mapping[str, La
     try:
         raw = raw or tiny(kind)
         with InFp64():
-            row = reference(raw)
-    except BadInput as error:
-        return Row(kind, refused={"all": str(error)})
+            row, one = reference(raw)
     except Exception as error:
-        return Row(kind, refused={"all": f"failed: {type(error).__name__}: {str(error).strip()[:200]}"})
-    if not row.proved["transformers"] <= NEAR or not row.proved.get("gradients", 1.0) <= 1e-4:
+        return Row(kind, refused={"all": str(error) if isinstance(error, BadInput) else words(error)})
+    if not row.proved["transformers"] <= NEAR or not row.proved["gradients"] <= 1e-4:
         row.refused["all"] = f"not transformers' own: {row.proved}"
-    if "all" in row.refused:
-        return row
-    (alone,) = run_parallel(train_all, 1, raw, {"alone": Layout()}, timeout=50)
-    one = alone["alone"]
-    if isinstance(one, str):
-        row.refused["all"] = one
-        return row
-    try:
-        ranks = run_parallel(train_all, 2, raw, axes, timeout=50)
-    except Exception:  # a rank waits for another: which axis is it?
-        ranks = [{}, {}]
+    made, left = family(kind), dict(axes) if "all" not in row.refused else {}
     for axis, layout in axes.items():
         try:
-            if not all(axis in rank for rank in ranks):
-                again = run_parallel(train_all, 2, raw, {axis: layout}, timeout=25)
-                ranks = [rank | alone for rank, alone in zip(ranks, again, strict=True)]
+            made.check_layout(made.from_hf(raw), layout)
+        except BadInput as error:
+            row.refused[axis] = error.todo or str(error)
+            left.pop(axis, None)
+    while left:
+        try:
+            ranks = run_parallel(train_all, 2, raw, left, timeout=50)
+        except RankError as error:
+            # One that raised names its axis; of ranks that wait for each other the first axis is to blame.
+            failed, *_ = error.cause.args if isinstance(error.cause, AxisError) else left
+            row.refused[failed] = str(error.cause or error).partition("\n")[0]
+            del left[failed]
+            continue
+        for axis in left:
             judge(row, axis, one, [rank[axis] for rank in ranks])
-        except Exception as error:
-            row.refused[axis] = f"failed: {str(error).strip()[:160]}"
+        break
     return row
 
 
-def judge(row: Row, axis: str, one: Observation, ranks: list[Any]) -> None:
-    words = [each for each in ranks if isinstance(each, str)]
-    if words:
-        row.refused[axis] = words[0].removeprefix("refused: ")
-        return
+def judge(row: Row, axis: str, one: Observation, ranks: list[Observation]) -> None:
+    """Compare what ranks saw with what one process saw."""
     gaps = [
         abs(a - b) / abs(a)
         for rank in ranks
