@@ -204,7 +204,7 @@ def _asked(
     if recipe.compute == "float8" or planned.groups or recipe.attention_backend != "auto":
         model = model_on_meta(recipe, planned, work.state)
         if recipe.compute == "float8":
-            multiply_in_float8(model, recipe)
+            multiply_in_float8(model, recipe, work.state)
         parameters = rank_parameters(model, work.state)
         return parameters, stage_costs(work, model), parameters.numbered.__getitem__
     frozen = dtype_named(recipe.compute_dtype)

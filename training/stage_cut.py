@@ -13,7 +13,9 @@ from ..simulation.model_flops import flops_of_config
 
 @dataclass(frozen=True, slots=True)
 class StageCut:
-    """State the number of blocks of each stage, and its cost in FLOPs of one token's forward."""
+    """State the number of blocks of each stage, and its cost in FLOPs of one token's forward, if it is known
+    (``costs`` is empty for a user's module).
+    """
 
     counts: tuple[int, ...]
     costs: tuple[float, ...]
@@ -32,7 +34,12 @@ class StageCut:
         for rank in range(self.layout.pipeline):
             numbers = self.layout.stages_of(rank)
             blocks = " and ".join(_span(stages[number].blocks) for number in numbers)
+            if not self.costs:
+                ranks.append(blocks)
+                continue
             ranks.append(f"{blocks} ({sum(self.costs[number] for number in numbers) / unit:,.3g})")
+        if not self.costs:
+            return f"blocks {', '.join(ranks)}"
         return (
             f"blocks {', '.join(ranks)} ({name} of a token's forward, ends counted); "
             f"the slowest stage takes {self.slowest:.2f} of the mean"
