@@ -47,7 +47,9 @@ def check_recipe(recipe: Recipe, where: str) -> None:
     check_schedule(name, layout, check_batch(recipe.data, layout, where), where)
     check_memory_of_pipeline(recipe.memory, layout, name, where)
     check_rules(_ranks(recipe, layout), where)
-    layout.check_length(recipe.data.sequence_length, where, "data.sequence_length")
+    data = recipe.data
+    if data.module is None or layout.context > 1 or "sequence_length" in data.model_fields_set:
+        layout.check_length(data.sequence_length, where, "data.sequence_length")
 
 
 def _model(recipe: Recipe, where: str) -> Iterator[Rule]:

@@ -14,6 +14,7 @@ from ..layers import (
     attention_backends,
     checkpoint_blocks,
     compile_blocks,
+    numbered_blocks,
     routers,
     set_attention_backend,
     set_auxiliary_losses,
@@ -31,7 +32,7 @@ from .callbacks import Callback, ModelFlops, StepLines, Traces
 from .evaluation import Evaluation, Evaluator
 from .learning_rate import Schedule, scaled_rate
 from .loss_scale import LossScale
-from .own_module import OwnFamily, needs_memory, numbered_blocks
+from .own_module import OwnFamily, needs_memory
 from .parameter_groups import freeze
 from .parameter_norms import NormLog
 from .precision import Precision

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from pydantic import Field
@@ -49,11 +49,20 @@ class OwnConfig(ModelConfig):
         return False
 
 
+class OwnRun(Protocol):
+    """Define what a module's run adds to the checks of a layout (``OwnParts``)."""
+
+    def check_layout(self, family: OwnFamily, config: OwnConfig, layout: Layout) -> None:
+        """Refuse a layout that the run's loss or the module's blocks cannot have."""
+
+
 @dataclass(frozen=True)
 class OwnFamily(Family):
     """Be the family of a user's module; ``code`` makes it."""
 
     code: OwnCode = field(kw_only=True)
+    #: The run's loss and samples, once they are made.
+    parts: OwnRun | None = field(default=None, kw_only=True, compare=False)
 
     def build(
         self,
@@ -78,6 +87,11 @@ class OwnFamily(Family):
             describe_module(model, config=stated)
         return model
 
+    @property
+    def takes_split(self) -> bool:
+        """Tell whether the class is told the number of blocks of each stage."""
+        return names(self.code.entry, "split")
+
     def check_layout(self, config: ModelConfig, layout: Layout) -> None:
         """Refuse a layout that the module cannot be cut into."""
         self._check_known(layout, None)
@@ -87,6 +101,9 @@ class OwnFamily(Family):
                 todo = "Keep self.stage = Stage.of(blocks, state=state), and make the blocks of it"
                 expected = "a Stage in its attribute `stage`, with pipeline ranks"
                 raise BadInput("recipe", "model.module", expected=expected, found="none", todo=todo)
+        if self.parts is not None:
+            assert isinstance(config, OwnConfig)
+            self.parts.check_layout(self, config, layout)
 
     def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
         """Return links of each parameter to itself: nobody else has names for them."""
@@ -96,7 +113,7 @@ class OwnFamily(Family):
         return links, shapes
 
     def _check_known(self, layout: Layout, split: Sequence[int] | None) -> None:
-        if split is not None and not names(self.code.entry, "split"):
+        if split is not None and not self.takes_split:
             expected, todo = "absent for a class without the keyword split", "Stage.of takes split= as well"
             raise BadInput("recipe", "layout.split", expected=expected, found=list(split), todo=todo)
         if names(self.code.entry, "state"):
@@ -142,26 +159,6 @@ def _vocabulary(model: nn.Module) -> int:
 
 def _refuse_kind(kind: str) -> NoReturn:
     raise BadInput("recipe", "model.module", expected="a subclass of torch.nn.Module", found=kind)
-
-
-def stage_parts(model: nn.Module) -> tuple[Stage, ...]:
-    """Return the stages of the model that a module holds, or one that is all of it."""
-    stage = getattr(model, "stage", None)
-    return stage.parts if isinstance(stage, Stage) else (Stage(tuple(range(len(find_blocks(model))))),)
-
-
-def numbered_blocks(model: nn.Module) -> dict[int, nn.Module]:
-    """Return a module's blocks by their numbers over the whole model: those that it says itself, or else its
-    members in order, with the numbers of its stages.
-    """
-    if hasattr(model, "numbered_blocks"):
-        own: dict[int, nn.Module] = model.numbered_blocks()
-        return own
-    blocks = find_blocks(model)
-    numbers = [number for part in stage_parts(model) for number in part.blocks]
-    if len(numbers) != len(blocks):
-        numbers = [*range(len(blocks))]
-    return dict(zip(numbers, blocks, strict=True))
 
 
 def needs_memory(model: nn.Module) -> bool:

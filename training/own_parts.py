@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -37,11 +37,30 @@ class OwnParts:
     loss: Any
     samples: Mapping[str, Tensor]
     items: ItemBatches | None
+    #: What the recipe says of the tokens in a row.
+    length: int
+    #: What a planner has found out about the module and its loss, by layout.
+    known: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def check_layout(self, family: OwnFamily, config: OwnConfig, layout: Layout) -> None:
+        """Refuse context ranks for a loss that does not say what they cut, and for a module with a block that
+        sends nothing between them.
+        """
+        if layout.context == 1:
+            return
+        loss = as_loss(self.loss, ParallelState.stand_in(layout))
+        refuse_uncut(loss, layout)
+        for name in loss.sequence.keys() & self.samples.keys():
+            dim = loss.sequence[name]
+            if (length := self.samples[name].shape[dim]) != self.length:
+                expected = f"{length}, dim {dim} of {name}, which context ranks cut"
+                raise BadInput("recipe", "data.sequence_length", expected=expected, found=self.length)
+        _check_exchange(family, config, layout, self.samples, loss.sequence)
 
 
 def own_parts(recipe: Recipe, family: OwnFamily, config: OwnConfig) -> OwnParts:
-    """Make the recipe's loss and data sets; ``BadInput`` for those that do not fit module and layout."""
-    data, layout, loss, items = recipe.data, recipe.layout, own_loss(recipe), None
+    """Make the recipe's loss and data sets; ``BadInput`` for those that do not fit the module."""
+    data, loss, items = recipe.data, own_loss(recipe), None
     if data.module is None:
         text = ["input_ids", "labels"] + ["positions"] * (data.documents == "separate")
         like = {name: ((data.sequence_length,), torch.int64) for name in text}
@@ -54,17 +73,7 @@ def own_parts(recipe: Recipe, family: OwnFamily, config: OwnConfig) -> OwnParts:
         for name, (shape, dtype) in like.items()
     }
     _check_taken(family.on_meta(config), samples)
-    if layout.context > 1:
-        bound = as_loss(loss, ParallelState.stand_in(layout))
-        refuse_uncut(bound, layout)
-        for name in bound.sequence.keys() & samples.keys():
-            dim = bound.sequence[name]
-            if (length := samples[name].shape[dim]) != data.sequence_length:
-                expected = f"{length}, dim {dim} of {name}, which context ranks cut"
-                found = data.sequence_length
-                raise BadInput("recipe", "data.sequence_length", expected=expected, found=found)
-        _check_exchange(family, config, layout, samples, bound.sequence)
-    return OwnParts(loss, samples, items)
+    return OwnParts(loss, samples, items, data.sequence_length)
 
 
 def own_loss(recipe: Recipe) -> Any:

@@ -27,7 +27,7 @@ from ..storage.output_places import check_place
 from ..storage.remote_folder import RemoteFolder
 from ..system.addresses import file_in
 from .lora import plan_adapters
-from .own_module import own_family, stage_parts
+from .own_module import own_family
 from .own_parts import OwnParts, own_parts
 from .parameter_groups import assign, freeze, names_of
 from .run_data import HeldOut, open_data, open_held_out, tokenizer_of
@@ -125,17 +125,17 @@ def plan(recipe: Recipe) -> Plan:
 def _plan_own(recipe: Recipe) -> Plan:
     """Plan a run of the user's module that the recipe names."""
     layout, (family, config) = recipe.layout, own_family(recipe)
+    own = own_parts(recipe, family, config)
+    family = replace(family, parts=own)
     family.check_layout(config, layout)
-    models = family.stages_on_meta(config, layout, split=recipe.split)
     if recipe.experts is not None:
         check_experts(recipe.experts, family, config, adapters=False)
-    stages = {part.number: len(part.blocks) for model in models for part in stage_parts(model)}
-    cut = StageCut(tuple(stages[number] for number in sorted(stages)), (), layout)
+    cut = cut_stages(family, config, layout, recipe.data.sequence_length, split=recipe.split)
     folder = recipe.model.tokenizer
     return Plan(
         family, config, {}, [] if folder is None else tokenizer_files(Path(folder)),
         groups=assign(recipe.optimizer.groups, names_of(family, config)),
-        cut=cut, loss_chunk=0, own=own_parts(recipe, family, config),
+        cut=cut, loss_chunk=0, own=own,
     )  # fmt: skip
 
 

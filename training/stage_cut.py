@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
-from ..layers import all_stages, split_blocks
+from ..layers import all_stages, split_blocks, stage_parts
 from ..models import AdaptedFamily, Family, ModelConfig
 from ..parallel_state import Layout
 from ..pipeline.cut import cut_by_cost, stage_costs
 from ..simulation.model_flops import flops_of_config
+from .own_module import OwnFamily
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,10 @@ def cut_stages(
 ) -> StageCut:
     """Cut a model into the stages of a layout; ``BadInput`` for more stages than blocks or a bad split."""
     family = family.base if isinstance(family, AdaptedFamily) else family
+    if isinstance(family, OwnFamily):  # whose code cuts it
+        models: list[Any] = [*family.stages_on_meta(config, layout, split=split)]
+        held = {part.number: len(part.blocks) for model in models for part in stage_parts(model)}
+        return StageCut(tuple(held[number] for number in sorted(held)), (), layout)
     counts = split_blocks(config.num_hidden_layers, layout.stages, split)  # refuses what cannot be
     blocks, embedding, head = _forward_flops(family, config, sequence_length)
     if split is None:
