@@ -61,8 +61,10 @@ class ItemBatches(SampleOrder):
 
     def _item(self, source: int, number: int) -> dict[str, Tensor]:
         """Return an item; ``BadInput`` for what is not a dict of tensors."""
-        where = f"{self._key}: item {number}" if len(self._sources) == 1 else (
-            f"{self._key}[{source}]: item {number}"
+        where = (
+            f"{self._key}: item {number}"
+            if len(self._sources) == 1
+            else (f"{self._key}[{source}]: item {number}")
         )
         item = _call(lambda: self._sources[source][number], where, "an item")
         expected = "a dict of tensors by name"

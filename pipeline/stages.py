@@ -54,6 +54,7 @@ class Stages:
         self._takes = keyword_test(model)
         #: What each stage of the whole model gives, in order, for micro-batches of the present shape.
         self._outputs: list[StageOutput] = []
+        self._assumed = False
         #: From the tensors of the last stage to the model's output.
         self._joined: Callable[[tuple[Tensor, ...]], Any] = tuple
         #: What the random numbers of the next runs follow from, if anything; the runs of each stage since.
@@ -79,7 +80,7 @@ class Stages:
     def fit(self, micro_batch: Samples) -> None:
         """Prepare for micro-batches of these shapes. Collective over all ranks, for a trial run."""
         layout, group, self._pipeline = self.state.layout, None, None
-        if layout.pipeline == 1:
+        if layout.pipeline == 1 or self._assumed:
             return
         if hasattr(self.model, "hidden_shape"):
             assert self.first_input is not None and self.dtype is not None
@@ -105,7 +106,7 @@ class Stages:
 
     def assume(self, outputs: Sequence[StageOutput]) -> None:
         """Take for known what each stage of the model gives, in place of ``fit``: a plan starts no ranks."""
-        self._outputs = [*outputs]
+        self._outputs, self._assumed = [*outputs], True
 
     @property
     def outputs(self) -> Sequence[StageOutput]:

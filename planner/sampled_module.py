@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from ..layers import checkpoint_blocks, numbered_blocks
 from ..parallel_state import Layout, ParallelState
 from ..pipeline.stages import StageOutput
 from ..simulation.model_flops import TokenFlops
@@ -62,15 +63,21 @@ class SampledModule:
 
     def costs(self, work: Work, split: Sequence[int] | None = None) -> list[StageCost]:
         """Return the costs of each stage of the rank of ``work``."""
-        key = *self._cut(work.state, split), work.batch
+        mode, interval = work.checkpointing, work.checkpoint_every
+        key = *self._cut(work.state, split), work.batch, mode, interval
         if key not in self._costs:
-            model, outputs = self._model(work.state, split), self._between(work, split)
+            model, outputs = self._model(work.state, split), self.outputs(work, split)
+            if mode != "none":  # in place, so of a model of its own
+                model = self.family.build(self.config, split=self._stated(split), state=work.state)
+                keeps = work.layout.context == 1
+                blocks = numbered_blocks(model).items()
+                checkpoint_blocks(blocks, mode, interval=interval, keep_attention=keeps)
             self._costs[key] = module_stages(work, model, self.own.samples, self.own.loss, outputs)
         return self._costs[key]
 
     def given(self, work: Work) -> tuple[int, ...]:
         """Return ``Work.given``: what each stage gives."""
-        return bytes_given(self._between(work, None)) if work.layout.pipeline > 1 else ()
+        return bytes_given(self.outputs(work, None)) if work.layout.pipeline > 1 else ()
 
     def flops(self, sequence_length: int) -> TokenFlops:
         """Count the FLOPs of a token of the whole module; attention counts with all else that is no product
@@ -102,7 +109,7 @@ class SampledModule:
         """Return the split for a class that takes one; others cut themselves, as the split says."""
         return split if self.family.takes_split else None
 
-    def _between(self, work: Work, split: Sequence[int] | None) -> list[StageOutput]:
+    def outputs(self, work: Work, split: Sequence[int] | None) -> list[StageOutput]:
         """Return what each stage gives for one micro-batch."""
         layout = work.layout
         key = *self._cut(ParallelState.stand_in(layout), split), work.micro_batch, work.compute

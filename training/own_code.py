@@ -69,9 +69,7 @@ def _run(source: str, path: Path, key: str) -> ModuleType:
     return module
 
 
-def call_own(
-    code: OwnCode, arguments: Mapping[str, Any], key: str, *, within: str, **given: Any
-) -> Any:
+def call_own(code: OwnCode, arguments: Mapping[str, Any], key: str, *, within: str, **given: Any) -> Any:
     """Return ``code.entry(**arguments, **given)``; of ``given`` the keywords that it names.
 
     Raises ``BadInput`` about ``key`` for arguments that do not fit, and about ``within`` for what it raises.
