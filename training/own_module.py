@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, cast
 
@@ -82,10 +82,16 @@ class OwnFamily(Family):
             model = call_own(self.code, arguments, "model.arguments", within="model.module", **given)
         if not isinstance(model, nn.Module):
             _refuse_kind(type(model).__name__)
-        if not hasattr(model, "family"):
-            stated = {"module": self.code.name, "arguments": arguments}
-            describe_module(model, config=stated)
+        stated = None if hasattr(model, "family") else {"module": self.code.name, "arguments": arguments}
+        describe_module(model, config=stated, build=self._maker(arguments))
         return model
+
+    def _maker(self, arguments: Mapping[str, Any]) -> Callable[[ParallelState], nn.Module] | None:
+        """Return the function that makes the module for a state, if its class knows states."""
+        if not names(self.code.entry, "state"):
+            return None
+        key, within = "model.arguments", "model.module"
+        return lambda state: call_own(self.code, arguments, key, within=within, state=state)
 
     @property
     def takes_split(self) -> bool:
