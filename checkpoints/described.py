@@ -1,34 +1,49 @@
 """Say what a model is for its checkpoints: a family of the zoo with its config, or a user's module."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
+from ..layers import Stage
 from ..models import Family, Rule
-from ..parallel_state import BadInput, Declaration, ParallelState, declarations
+from ..parallel_state import BadInput, Declaration, Layout, ParallelState, declarations
 from ..parallel_state.collective_errors import together
 from .user_module_family import Described, StoredModule, described_module
 
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """Hold what a user's module is called elsewhere: its config.json and its table of names."""
+    """Hold what a user's module is called elsewhere, its config.json and its table of names, and how it is
+    built.
+    """
 
     config: Mapping[str, Any] = field(default_factory=dict)
     names: Sequence[Rule] = ()
+    build: Callable[[ParallelState], nn.Module] | None = None
 
 
 def describe_module(
-    model: nn.Module, *, config: Mapping[str, Any] | None = None, names: Sequence[Rule] = ()
+    model: nn.Module,
+    *,
+    config: Mapping[str, Any] | None = None,
+    names: Sequence[Rule] = (),
+    build: Callable[[ParallelState], nn.Module] | None = None,
 ) -> None:
     """Leave with a user's module what its checkpoints say of it, for exports and for ``load`` of them.
 
     ``config``: the model's config.json, or any plain data to rebuild the module from. ``names``: the table of
-    Hugging Face's names. A model that a family of the zoo built needs none.
+    Hugging Face's names. ``build``: a function that makes the module for a state, as ``Model(state=state)``
+    does; with it ``reshard`` cuts the checkpoints into any number of stages. A model that a family of the zoo
+    built needs none. What is not given stays as an earlier call has said.
     """
-    model.__dict__["family"] = ModuleNames(dict(config or {}), tuple(names))
+    before = getattr(model, "family", None)
+    known = before if isinstance(before, ModuleNames) else ModuleNames()
+    model.__dict__["family"] = ModuleNames(
+        known.config if config is None else dict(config), tuple(names) or known.names, build or known.build
+    )
 
 
 def describe(model: nn.Module, state: ParallelState) -> Described:
@@ -40,7 +55,9 @@ def describe(model: nn.Module, state: ParallelState) -> Described:
     if isinstance(family, Family):
         return Described(family, model.config)
     marked = family if isinstance(family, ModuleNames) else ModuleNames()
-    described = described_module(StoredModule.of(_gather_stages(model, state), marked.names), marked.config)
+    blocks = () if marked.build is None else _of_one_block(marked.build)
+    stored = StoredModule.of(_gather_stages(model, state), marked.names, blocks)
+    described = described_module(stored, marked.config)
     if marked.names:
         described.links()
     return described
@@ -54,6 +71,20 @@ def check_memory(model: nn.Module, where: str) -> None:
                 where, name, expected="a parameter with memory", found="one on the meta device",
                 todo='Build the model with device="cpu", or call model.to_empty(device=...) before',
             )  # fmt: skip
+
+
+def _of_one_block(build: Callable[[ParallelState], nn.Module]) -> list[dict[str, Declaration]]:
+    """Return the declarations of each stage where a stage has one block; empty for a module without stages.
+
+    It is built on the meta device, a block at a time.
+    """
+    with torch.device("meta"):
+        stage = getattr(build(ParallelState.alone()), "stage", None)
+        layout = Layout(pipeline=len(stage.blocks)) if isinstance(stage, Stage) else Layout()
+        if layout.pipeline == 1:
+            return []
+        states = (ParallelState.stand_in(layout, rank) for rank in range(layout.world))
+        return [declarations(build(state)) for state in states]
 
 
 def _gather_stages(model: nn.Module, state: ParallelState) -> list[dict[str, Declaration]]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue
 from torch import nn
 
-from ..layers import VOCABULARY_MULTIPLE, padded_vocabulary
+from ..layers import VOCABULARY_MULTIPLE, all_stages, padded_vocabulary
 from ..models import Family, Link, Rule
 from ..models.base.hugging_face_names import expand
 from ..parallel_state import BadInput, Cut, Declaration, Layout, declarations
@@ -43,6 +43,8 @@ class StoredDeclaration(StrictRecord):
     experts: bool = False
     buffer: bool = False
     stages: tuple[int, ...] = (0,)
+    #: The stages that hold it where each stage has one block; empty if that is not known.
+    blocks: tuple[int, ...] = ()
 
     def restored(self) -> Declaration:
         cut = None if self.cut is None else Cut(**self.cut.model_dump())
@@ -85,14 +87,24 @@ class StoredRule(StrictRecord):
 
 
 class StoredModule(StrictRecord):
-    """Describe a user's module: its checkpoint can be cut anew, compared and exported without its code."""
+    """Describe a user's module: its checkpoint can be cut anew, compared and exported without its code.
+
+    ``blocks``: number of blocks, if it is known which stage holds what for any number of stages.
+    """
 
     pipeline: int = 1
+    blocks: int = Field(default=0, ge=0, le=2**16)
     declarations: dict[str, StoredDeclaration]
     names: tuple[StoredRule, ...] = ()
 
     @classmethod
-    def of(cls, stages: Sequence[Mapping[str, Declaration]], names: Iterable[Rule]) -> StoredModule:
+    def of(
+        cls,
+        stages: Sequence[Mapping[str, Declaration]],
+        names: Iterable[Rule],
+        blocks: Sequence[Collection[str]] = (),
+    ) -> StoredModule:
+        """Record each stage's declarations; ``blocks``: the names of each stage of one block."""
         stored: dict[str, StoredDeclaration] = {}
         for number, stage in enumerate(stages):
             for name, declaration in stage.items():
@@ -104,7 +116,12 @@ class StoredModule(StrictRecord):
                     experts=declaration.experts, buffer=declaration.buffer, stages=(*where, number),
                 )  # fmt: skip
         rules = tuple(map(StoredRule.of, names))
-        return cls(pipeline=len(stages), declarations=stored, names=rules)
+        if {name for block in blocks for name in block} != stored.keys():
+            blocks = ()
+        for name, declaration in stored.items() if blocks else ():
+            holders = tuple(number for number, block in enumerate(blocks) if name in block)
+            stored[name] = declaration.model_copy(update={"blocks": holders})
+        return cls(pipeline=len(stages), blocks=len(blocks), declarations=stored, names=rules)
 
 
 @dataclass(frozen=True)
@@ -123,18 +140,19 @@ class ModuleFamily:
     def declarations(
         self, config: object, layout: Layout | None = None, *, split: Sequence[int] | None = None
     ) -> list[dict[str, Declaration]]:
-        """Return each stage's declarations, for one stage or for as many as the run that wrote the
-        checkpoint.
-
-        Refuse any other number of stages.
+        """Return each stage's declarations: for one stage, for as many as the run that wrote the checkpoint,
+        and where the module was described with its ``build`` for any number.
         """
         layout, stored = layout or Layout(), self.module
+        if stored.blocks and layout.pipeline > 1:
+            return self._cut(layout, split)
         if layout.pipeline not in (1, stored.pipeline) or split is not None:
             raise BadInput(
                 "layout", "pipeline" if split is None else "split",
                 expected="1" + (f" or {stored.pipeline}, as it was written" if stored.pipeline > 1 else ""),
                 found=layout.pipeline if split is None else list(split),
-                todo="The module's own code says what its stages hold: load cuts it in any layout",
+                todo="The module's own code says what its stages hold: load cuts it in any layout; "
+                "describe_module(model, build=...) lets commands do so too",
             )  # fmt: skip
         stages: list[dict[str, Declaration]] = [{} for _ in range(layout.pipeline)]
         for name, stored_declaration in stored.declarations.items():
@@ -142,6 +160,17 @@ class ModuleFamily:
             declaration.check(layout, name)
             for stage in stored_declaration.stages if layout.pipeline > 1 else (0,):
                 stages[stage][name] = declaration
+        return stages
+
+    def _cut(self, layout: Layout, split: Sequence[int] | None) -> list[dict[str, Declaration]]:
+        """Return the declarations of any number of stages."""
+        stages: list[dict[str, Declaration]] = []
+        for stage in all_stages(self.module.blocks, layout.pipeline, split):
+            stages.append({})
+            for name, stored in self.module.declarations.items():
+                if not {*stored.blocks}.isdisjoint(stage.blocks):
+                    stages[-1][name] = stored.restored()
+                    stages[-1][name].check(layout, name)
         return stages
 
     def links(self, config: object) -> tuple[Sequence[Link], Mapping[str, tuple[int, ...]]]:

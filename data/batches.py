@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..layers import IGNORE
 from ..parallel_state import BadInput, ParallelState
@@ -55,12 +57,57 @@ class Mixture:
         return max(file.vocab_size for file in self.files)
 
 
-class GlobalBatches:
+class SampleOrder:
+    """Say which sample each row of a step is: the same for any number of data ranks.
+
+    An epoch gives each sample of a source once, in an order of its own. If a step needs more than the epoch
+    has left, the next epoch follows in the same batch. ``lengths``: number of samples of each source.
+    """
+
+    def __init__(self, interleave: Interleave, lengths: Sequence[int], global_batch: int, seed: int) -> None:
+        self._interleave, self._lengths = interleave, lengths
+        self.global_batch, self.seed = global_batch, seed
+        positions_of(0, global_batch)  # refuses a batch of nothing
+        permute([], 1, seed, 0)  # refuses a bad seed
+
+    def resized(self, global_batch: int) -> Self:
+        """Return the same rows in the same order, in batches of another size."""
+        positions_of(0, global_batch)  # refuses a batch of nothing
+        other = copy(self)
+        other.global_batch = global_batch
+        return other
+
+    @property
+    def samples(self) -> int:
+        """Return the number of different rows over all sources."""
+        return sum(self._lengths)
+
+    def sample_ids(
+        self, step: int, data_index: int = 0, data_size: int = 1
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return, for each row of the batch, the number of its source and the row's number in that source."""
+        return self._numbers(step, piece_of(self.global_batch, data_index, data_size))
+
+    def _numbers(self, step: int, rows: range) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        sources, draws = self._interleave.locate(positions_in(step, self.global_batch, rows))
+        ids = np.empty_like(draws)
+        for source in np.unique(sources):
+            here = sources == source
+            ids[here] = ids_at(draws[here], self._lengths[source], self.seed, stream=int(source))
+        return sources, ids
+
+    def _shared(self, fingerprints: Sequence[str]) -> str:
+        """Return what a manifest keeps of several sources: what each is, and its share."""
+        if len(fingerprints) == 1:
+            return fingerprints[0]
+        shares = zip(self._interleave.shares, fingerprints, strict=True)
+        return " + ".join(f"{share}/{self._interleave.period} of {each}" for share, each in shares)
+
+
+class GlobalBatches(SampleOrder):
     """Make batches of ``global_batch`` rows of ``sequence_length`` tokens each.
 
-    Running text gives windows, a chat set whole samples: see ``rows``. An epoch gives each row of a file
-    once, in an order of its own. If a step needs more rows than the epoch has left, the next epoch follows in
-    the same batch.
+    Running text gives windows, a chat set whole samples: see ``rows``.
 
     ``BadInput`` for a file that does not fill one window, or whose samples do not fit.
     """
@@ -78,54 +125,21 @@ class GlobalBatches:
     ) -> None:
         if sequence_length < 1:
             raise BadInput("data", "sequence_length", expected="at least 1", found=sequence_length)
-        self.sequence_length, self.global_batch, self.seed = sequence_length, global_batch, seed
-        self.vocab_size = tokens.vocab_size
+        self.sequence_length, self.vocab_size = sequence_length, tokens.vocab_size
         mixture = tokens if isinstance(tokens, Mixture) else Mixture([(tokens, 1)])
-        self._interleave, self.files = mixture.interleave, mixture.files
+        self.files = mixture.files
         self._rows = [rows_of(file, sequence_length, documents, samples, overlong) for file in mixture.files]
-        positions_of(0, global_batch)  # refuses a batch of nothing
-        permute([], 1, seed, 0)  # refuses a bad seed
-
-    def resized(self, global_batch: int) -> GlobalBatches:
-        """Return the same rows in the same order, in batches of another size."""
-        positions_of(0, global_batch)  # refuses a batch of nothing
-        other = copy(self)
-        other.global_batch = global_batch
-        return other
+        super().__init__(mixture.interleave, [len(rows) for rows in self._rows], global_batch, seed)
 
     @property
     def fingerprint(self) -> str:
         """Return what a manifest keeps: the files' fingerprints, how each makes its rows, and the shares."""
-        if len(self._rows) == 1:
-            return self._rows[0].fingerprint
-        shares = zip(self._interleave.shares, self._rows, strict=True)
-        return " + ".join(
-            f"{share}/{self._interleave.period} of {rows.fingerprint}" for share, rows in shares
-        )
+        return self._shared([rows.fingerprint for rows in self._rows])
 
     @property
     def packed(self) -> bool:
         """Return whether rows may hold several documents, which do not see each other."""
         return any(rows.separate for rows in self._rows)
-
-    @property
-    def samples(self) -> int:
-        """Return the number of different rows over all files."""
-        return sum(len(rows) for rows in self._rows)
-
-    def sample_ids(
-        self, step: int, data_index: int = 0, data_size: int = 1
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return, for each row of the batch, the number of its file and the row's number in that file."""
-        return self._numbers(step, piece_of(self.global_batch, data_index, data_size))
-
-    def _numbers(self, step: int, rows: range) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        sources, draws = self._interleave.locate(positions_in(step, self.global_batch, rows))
-        ids = np.empty_like(draws)
-        for source in np.unique(sources):
-            here = sources == source
-            ids[here] = ids_at(draws[here], len(self._rows[source]), self.seed, stream=int(source))
-        return sources, ids
 
     def batch(self, step: int, data_index: int = 0, data_size: int = 1) -> Batch:
         """Return what data rank ``data_index`` of ``data_size`` gets at ``step`` (from 0).
@@ -166,24 +180,42 @@ class GlobalBatches:
         return count
 
 
+class StepRows(Protocol):
+    """Define what ``MicroBatches`` takes: ``GlobalBatches``, or ``ItemBatches``."""
+
+    global_batch: int
+    sequence_length: int
+
+    def rows(self, step: int, rows: range) -> Batch | dict[str, Tensor]:
+        """Return these rows of the global batch of ``step``."""
+        ...
+
+
 class MicroBatches:
     """Read rows for the next micro-batch only: a step begins at once, whatever its number of rows.
 
     A pipeline's schedule takes all micro-batches at once: there the rank's rows are one batch. Each part is
     checked on the host, before it is copied to a device that could only stop with an id beyond
-    ``vocab_size``.
+    ``vocab_size``. With ``named`` the rank's rows are tensors by name, for a loss that knows no ``Batch``.
     """
 
     def __init__(
-        self, batches: GlobalBatches, state: ParallelState, *, micro_batch: int, vocab_size: int
+        self,
+        batches: StepRows,
+        state: ParallelState,
+        *,
+        micro_batch: int,
+        vocab_size: int,
+        named: bool = False,
     ) -> None:
-        self._batches, self._state, self._vocab_size = batches, state, vocab_size
+        self._batches, self._state, self._vocab_size, self._named = batches, state, vocab_size, named
         self._rows = piece_of(batches.global_batch, state.data_index, state.layout.data)
-        size = len(self._rows) if state.layout.pipeline > 1 else micro_batch
+        self._at_once = named or state.layout.pipeline > 1
+        size = len(self._rows) if self._at_once else micro_batch
         self._size, self._parts = size, len(self._rows) // size
 
     @contextmanager
-    def running(self, start: int, stop: int, *, ahead: int) -> Iterator[Callable[[int], Batch | BatchParts]]:
+    def running(self, start: int, stop: int, *, ahead: int) -> Iterator[Callable[[int], Any]]:
         """Give the function that returns the batch of each step from ``start`` to ``stop - 1``, in order.
 
         While a step computes, threads make up to ``ahead`` of the next micro-batches, and count the labels of
@@ -194,26 +226,29 @@ class MicroBatches:
             Prefetch(self._part, start * count, stop * count, ahead=ahead, device=device) as part_of,
             Prefetch(self._labels, start, stop, ahead=ahead, device=device) as labels_of,
         ):
-            yield lambda step: self._batch(step, labels_of(step), part_of)
+            yield lambda step: self._batch(step, labels_of, part_of)
 
-    def batch(self, step: int) -> Batch | BatchParts:
+    def batch(self, step: int) -> Any:
         """Return the batch of any step, whose parts are made by the caller's thread."""
-        return self._batch(step, self._labels(step), self._part)
+        return self._batch(step, self._labels, self._part)
 
-    def _batch(self, step: int, labels: int, part_of: Callable[[int], Batch]) -> Batch | BatchParts:
-        if self._state.layout.pipeline > 1:
+    def _batch(self, step: int, labels_of: Callable[[int], int], part_of: Callable[[int], Any]) -> Any:
+        if self._at_once:
             return part_of(step)
         numbers = range(step * self._parts, (step + 1) * self._parts)
-        return BatchParts(
-            len(self._rows), self._batches.sequence_length, labels, (part_of(number) for number in numbers)
-        )
+        parts = (part_of(number) for number in numbers)
+        return BatchParts(len(self._rows), self._batches.sequence_length, labels_of(step), parts)
 
     def _labels(self, step: int) -> int:
+        assert isinstance(self._batches, GlobalBatches)
         return self._batches.count_labels(step, self._rows)
 
-    def _part(self, number: int) -> Batch:
+    def _part(self, number: int) -> Batch | dict[str, Tensor]:
         """Return a micro-batch; they are numbered from the first of step 0."""
         step, part = divmod(number, self._parts)
         begin = self._rows.start + part * self._size
         rows = self._batches.rows(step, range(begin, begin + self._size))
-        return rows.check_ids(self._vocab_size)
+        if isinstance(rows, Batch):
+            rows = rows.check_ids(self._vocab_size)
+            return rows.samples() if self._named else rows
+        return rows

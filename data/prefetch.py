@@ -58,8 +58,12 @@ class Prefetch(Generic[Made]):
 
     def _made(self, number: int) -> Made:
         made = self._make(number)
-        if isinstance(made, Batch) and accelerator.copies_from_pinned(self._device):
+        if not accelerator.copies_from_pinned(self._device):
+            return made
+        if isinstance(made, Batch):
             return cast(Made, made.pinned())
+        if isinstance(made, dict):
+            return cast(Made, {name: sample.pin_memory() for name, sample in made.items()})
         return made
 
     def _begin(self) -> None:

@@ -74,7 +74,7 @@ from .recurrent.gated_delta_net import GatedDeltaNet
 from .recurrent.mamba2 import Mamba2
 from .rope_frequencies import inverse_frequencies, yarn_scale
 from .rotary import Rope, RotaryEmbedding
-from .stage import Stage, all_stages, find_blocks, split_blocks
+from .stage import Stage, all_stages, find_blocks, numbered_blocks, split_blocks, stage_parts
 from .token_losses import IGNORE
 
 __all__ = [
@@ -141,6 +141,8 @@ __all__ = [
     "documents",
     "enter_tensor",
     "find_blocks",
+    "numbered_blocks",
+    "stage_parts",
     "gather_from_tensor",
     "gather_logits",
     "gather_sequence",

@@ -109,3 +109,23 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         else:
             blocks += find_blocks(child)
     return [*dict.fromkeys(blocks)]
+
+
+def stage_parts(model: nn.Module) -> tuple[Stage, ...]:
+    """Return the stages of the model that a module holds, or one that is all of it."""
+    stage = getattr(model, "stage", None)
+    return stage.parts if isinstance(stage, Stage) else (Stage(tuple(range(len(find_blocks(model))))),)
+
+
+def numbered_blocks(model: nn.Module) -> dict[int, nn.Module]:
+    """Return a module's blocks by their numbers over the whole model: those that it says itself, or else its
+    members in order, with the numbers of its stages.
+    """
+    if hasattr(model, "numbered_blocks"):
+        own: dict[int, nn.Module] = model.numbered_blocks()
+        return own
+    blocks = find_blocks(model)
+    numbers = [number for part in stage_parts(model) for number in part.blocks]
+    if len(numbers) != len(blocks):
+        numbers = [*range(len(blocks))]
+    return dict(zip(numbers, blocks, strict=True))

@@ -6,7 +6,7 @@ What goes between stages follows from ``hidden_shape`` of the model, or from a t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,7 @@ class Stages:
         self._takes = keyword_test(model)
         #: What each stage of the whole model gives, in order, for micro-batches of the present shape.
         self._outputs: list[StageOutput] = []
+        self._assumed = False
         #: From the tensors of the last stage to the model's output.
         self._joined: Callable[[tuple[Tensor, ...]], Any] = tuple
         #: What the random numbers of the next runs follow from, if anything; the runs of each stage since.
@@ -79,7 +80,7 @@ class Stages:
     def fit(self, micro_batch: Samples) -> None:
         """Prepare for micro-batches of these shapes. Collective over all ranks, for a trial run."""
         layout, group, self._pipeline = self.state.layout, None, None
-        if layout.pipeline == 1:
+        if layout.pipeline == 1 or self._assumed:
             return
         if hasattr(self.model, "hidden_shape"):
             assert self.first_input is not None and self.dtype is not None
@@ -103,6 +104,34 @@ class Stages:
                 raise error or answer[0]
             self._outputs += answer
 
+    def assume(self, outputs: Sequence[StageOutput]) -> None:
+        """Take for known what each stage of the model gives, in place of ``fit``: a plan starts no ranks."""
+        self._outputs, self._assumed = [*outputs], True
+
+    @property
+    def outputs(self) -> Sequence[StageOutput]:
+        """Return what each stage of the model gives, as far as it is known."""
+        return self._outputs
+
+    def describe(self, number: int, micro_batch: Samples) -> StageOutput:
+        """Return what a stage of this rank gives, from a run of it on zeros; those before it are known."""
+        return self._try(number, micro_batch)
+
+    def run_stage(
+        self,
+        number: int,
+        x: Tensor | None,
+        micro_batch: Samples,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return the model's output of its last stage, and of others what is sent for one micro-batch.
+
+        ``x``: what the stage before has sent; ``None`` for the first stage.
+        """
+        received = () if x is None else _split(x, self._outputs[number - 1])
+        made = self._run(number, received, micro_batch, extra)
+        return made if number == self.state.layout.stages - 1 else _as_one(_tensors(made))
+
     def forward(
         self, micro_batch: Samples, of_stage: Callable[[int], Mapping[str, Any]] = lambda number: {}
     ) -> Any:
@@ -117,14 +146,14 @@ class Stages:
 
         def run(number: int, x: Tensor | None) -> Tensor | None:
             nonlocal output
-            received = () if x is None else _split(x, self._outputs[number - 1])
-            made = self._run(number, received, micro_batch, of_stage(number))
+            made = self.run_stage(number, x, micro_batch, of_stage(number))
             if number == self.state.layout.stages - 1:
                 output = made
                 return None
-            return _as_one(_tensors(made)).to(self._outputs[number][0].dtype)
+            sent: Tensor = made
+            return sent.to(self._outputs[number][0].dtype)
 
-        through_stages([*self.parts], run, lambda number: _sent(self._outputs[number - 1]), self.state)
+        through_stages([*self.parts], run, lambda number: sent_as(self._outputs[number - 1]), self.state)
         return output
 
     def train(
@@ -144,7 +173,7 @@ class Stages:
                 name=schedule,
                 microbatches=count // micro_batch,
                 entry=Travels((micro_batch,), torch.int64),
-                travels=[_sent(output) for output in self._outputs],
+                travels=[sent_as(output) for output in self._outputs],
                 state=self.state,
                 trains_all=getattr(self.model, "trains_all", False),
             )
@@ -271,7 +300,7 @@ def _tensors(output: Any) -> tuple[Tensor, ...]:
     return tensors
 
 
-def _sent(output: StageOutput) -> Travels:
+def sent_as(output: StageOutput) -> Travels:
     """Describe the one tensor that is sent for several, with a row for each sample."""
     if len(output) == 1:
         return output[0]

@@ -143,13 +143,13 @@ def _between_stages(work: Work) -> list[Traffic]:
 
     Between two stages on the same rank (the lowest of a V) nothing is sent.
     """
-    layout = work.layout
-    borders = 0
+    layout, sizes = work.layout, list[int]()
     for number in layout.stages_of(work.at.pipeline):
         for other in (number - 1, number + 1):
-            borders += 0 <= other < layout.stages and layout.rank_of_stage(other) != work.at.pipeline
-    count = work.micro_batches * borders
-    return [Traffic("pipeline", "send", "hidden states", count, count * work.between_blocks, layout.pipeline)]
+            if 0 <= other < layout.stages and layout.rank_of_stage(other) != work.at.pipeline:
+                sizes.append(work.given_by(min(number, other)))
+    count, size = work.micro_batches * len(sizes), work.micro_batches * sum(sizes)
+    return [Traffic("pipeline", "send", "hidden states", count, size, layout.pipeline)]
 
 
 def _gathers(work: Work, group: Group, count: int, apart: int) -> list[Traffic]:

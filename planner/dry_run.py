@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ..models import AdaptedFamily, Family, LoraConfig, TransformersFamily, adapted
-from ..parallel_state import BadInput, ParallelState, dtype_named
+from ..parallel_state import BadInput, Layout, ParallelState, dtype_named
 from ..pipeline import bubble
 from ..recipes.recipe import Recipe, with_overrides
 from ..runs.launch import device_here
@@ -140,12 +140,18 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, device: int | None = Non
         micro_batches,
         bubble(recipe.pipeline_schedule, layout, micro_batches) if layout.pipeline > 1 else 0.0,
         planned.cut,
-        flops_of(recipe, planned),
+        _flops(recipe, planned),
         device,
         room,
         _remedies(recipe, room) if too_much and room is not None else [],
         missing + out_of_reach(recipe, planned.config.vocab_size),
     )
+
+
+def _flops(recipe: Recipe, planned: Plan) -> TokenFlops:
+    if planned.own is None:
+        return flops_of(recipe, planned)
+    return sampled(planned.family, planned.config, Layout()).flops(recipe.data.sequence_length)
 
 
 def heaviest(recipe: Recipe, planned: Plan) -> RankPlan:
@@ -170,7 +176,7 @@ def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
 
 def work_of(recipe: Recipe, planned: Plan, rank: int = 0) -> Work:
     """Return the step of one rank of the recipe's layout, as the planner describes it."""
-    return Work(
+    work = Work(
         ParallelState.stand_in(recipe.layout, rank),
         planned.config.hidden_size,
         recipe.data.sequence_length,
@@ -183,6 +189,10 @@ def work_of(recipe: Recipe, planned: Plan, rank: int = 0) -> Work:
         offload=recipe.memory.offload,
         **sizes_of(recipe),
     )
+    if planned.own is None:
+        return work
+    given = sampled(planned.family, planned.config, recipe.layout).given(work)
+    return replace(work, given=given, trains_all=False)
 
 
 def predicted_step(recipe: Recipe, planned: Plan, machine: Machine) -> StepTime:
@@ -201,10 +211,11 @@ def _asked(
     """Return a rank's parameters, its stages' costs and the parameters of a block by its number: from one
     block of each kind, or from every block where the recipe treats some of them differently.
     """
-    if recipe.compute == "float8" or planned.groups or recipe.attention_backend != "auto":
+    whole = recipe.compute == "float8" or planned.groups or recipe.attention_backend != "auto"
+    if whole and planned.own is None:
         model = model_on_meta(recipe, planned, work.state)
         if recipe.compute == "float8":
-            multiply_in_float8(model, recipe)
+            multiply_in_float8(model, recipe, work.state)
         parameters = rank_parameters(model, work.state)
         return parameters, stage_costs(work, model), parameters.numbered.__getitem__
     frozen = dtype_named(recipe.compute_dtype)

@@ -1,7 +1,8 @@
-"""Trace a module that is not the zoo's: its forward, its loss and their backward, as one piece."""
+"""Trace a module that is not the zoo's, stage by stage: its forward, its loss and their backward."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -9,19 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import Checkpointing
-from ..parallel_state import BadInput
-from ..pipeline.stages import keyword_test
+from ..parallel_state import BadInput, ParallelState
+from ..pipeline import Stages
+from ..pipeline.relay import Travels
+from ..pipeline.stages import StageOutput, sent_as
 from ..simulation.asked_numbers import line_of_user, numbers_refused
+from ..simulation.micro_batch import MicroBatch
 from ..simulation.piece import Piece
+from ..simulation.recorder import Recorder
 from ..simulation.trace import Trace
 from ..simulation.traced import trace
-from ..simulation.without_numbers import device_of, empty, shapes_only
-from .rank_parameters import has_pieces
+from ..simulation.without_numbers import DTYPES, device_of, empty, shapes_only
+from .rank_parameters import has_pieces, parts_of_module
 from .stage_costs import Pieces, StageCost, stage_costs
 from .step_shape import Work
 
 #: What ``Step`` takes: a function that returns the sum of the losses and how many they are, or a ``Loss``.
 Loss = Callable[..., Any]
+_NOTHING = Trace(kept=0, made=0, forward=0, weights=0)
 
 
 def stages_of(
@@ -30,80 +36,141 @@ def stages_of(
     """Return the pieces of the stages of a rank that holds ``model``, the zoo's or another module."""
     if has_pieces(model):
         return stage_costs(work, model)
-    return [module_stage(work, model, samples, loss)]
+    return module_stages(work, model, samples, loss)
 
 
-def module_stage(
-    work: Work, model: nn.Module, samples: Mapping[str, Tensor] | None, loss: Loss | None
-) -> StageCost:
-    """Return the one stage of the rank of ``work``, whose module is ``model``.
+def module_stages(
+    work: Work,
+    model: nn.Module,
+    samples: Mapping[str, Tensor] | None,
+    loss: Loss | None,
+    outputs: Sequence[StageOutput] | None = None,
+) -> list[StageCost]:
+    """Return a stage for each that the rank of ``work`` holds of a module, ``model``.
 
     ``samples``: the tensors that ``forward`` and ``loss`` are given, of at least one micro-batch; only their
-    shapes and dtypes count. A later stage of a pipeline is given the hidden states of the one before, too.
-    Raises ``BadInput`` for a rank with several stages, for samples or a loss that are missing, and for a
-    module that cannot be traced.
+    shapes and dtypes count. ``outputs``: what each stage of the model gives (``outputs_of``); by default
+    hidden states as ``hidden_shape`` of the model or ``work`` says. Raises ``BadInput`` for samples or a loss
+    that are missing, and for a module that cannot be traced.
     """
     layout = work.layout
-    if layout.virtual_stages > 1:
-        expected = "1 for a module of your own, whose stages cannot be told apart"
-        raise BadInput("plan", "virtual_stages", expected=expected, found=layout.virtual_stages)
-    (number,) = layout.stages_of(work.at.pipeline)
-    first, last = number == 0, number == layout.stages - 1
-    if samples is None or (last and loss is None):
+    numbers = layout.stages_of(work.at.pipeline)
+    if samples is None or (layout.stages - 1 in numbers and loss is None):
         raise BadInput(
             "plan", "samples" if samples is None else "loss",
             expected="the samples and the loss of a step, which a plan traces", found="none",
             todo="plan_memory(work, model, samples=batch, loss=loss) takes what Step takes",
         )  # fmt: skip
-    dims = getattr(loss, "sequence", {})
-    part = {name: _like(x, work, dims.get(name)) for name, x in samples.items()}
-    whole = Piece(partial(_take, work, model, part, loss if last else None, first))
-    nothing = Piece(lambda mode, in_two: Trace(kept=0, made=0, forward=0, weights=0), what="loss")
-    behind = Pieces((whole,))
-    return StageCost(first, {}, behind, frozenset(), None, nothing if last else None, behind)
+    part = micro_batch_of(work, samples, getattr(loss, "sequence", {}))
+    stages = Stages(model, work.state)
+    stages.assume(outputs or _hidden_states(work, model, part))
+    costs = []
+    for number, parameters in zip(numbers, parts_of_module(model), strict=True):
+        first, last = number == 0, number == layout.stages - 1
+        taken = partial(_take, work, model, stages, number, part, loss if last else None, parameters)
+        behind = Pieces((Piece(taken),))
+        end = Piece(lambda mode, in_two: _NOTHING, what="loss") if last else None
+        costs.append(StageCost(first, {}, behind, frozenset(), None, end, behind, leads=number == numbers[0]))
+    return costs
+
+
+def micro_batch_of(work: Work, samples: Mapping[str, Tensor], dims: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return a micro-batch of such samples on the meta device; context ranks have cut ``dims``."""
+    part = {}
+    for name, x in samples.items():
+        shape = [work.micro_batch, *x.shape[1:]]
+        if (dim := dims.get(name)) is not None:
+            shape[dim] //= work.layout.context
+        part[name] = torch.empty(shape, dtype=x.dtype, device="meta")
+    return part
+
+
+def outputs_of(
+    build: Callable[[ParallelState], nn.Module], work: Work, part: Mapping[str, Tensor]
+) -> list[StageOutput]:
+    """Return what each stage of a module gives for a micro-batch, by a run of them on shapes alone.
+
+    ``build``: makes the module of a stand-in's rank, on the meta device.
+    """
+    layout, outputs = work.layout, list[StageOutput]()
+    batch = MicroBatch(work.micro_batch, 1, work.compute, gpu=False)
+    stages: dict[int, Stages] = {}
+    for number in range(layout.stages):
+        rank = layout.rank_of_stage(number)
+        if rank not in stages:
+            state = ParallelState.stand_in(layout, layout.first_rank(rank))
+            stages[rank] = Stages(build(state), state)
+        here = stages[rank]
+        here.assume(outputs)
+        with shapes_only([here.model], batch), Recorder(), numbers_refused(), told(here.model):
+            zeros = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in part.items()}
+            outputs.append(here.describe(number, zeros))
+    return outputs
+
+
+def bytes_given(outputs: Sequence[StageOutput]) -> tuple[int, ...]:
+    """Return the bytes of what each stage gives, as it is sent."""
+    sent = (sent_as(output).meta() for output in outputs)
+    return tuple(tensor.numel() * tensor.element_size() for tensor in sent)
+
+
+def _hidden_states(work: Work, model: nn.Module, part: Mapping[str, Tensor]) -> list[StageOutput]:
+    layout, tensor = work.layout, work.layout.tensor if work.state.sequence else 1
+    shape: tuple[int, ...] = (work.micro_batch, work.batch.length // tensor, work.hidden)
+    first = getattr(model, "first_input", None)
+    if first is not None and hasattr(model, "hidden_shape"):
+        shape = tuple(cast(Any, model).hidden_shape(part[first]))
+    return [(Travels(shape, DTYPES[work.compute]),)] * layout.stages
 
 
 def _take(
     work: Work,
     model: nn.Module,
+    stages: Stages,
+    number: int,
     samples: Mapping[str, Tensor],
     loss: Loss | None,
-    first: bool,
+    parameters: Sequence[nn.Parameter],
     mode: Checkpointing,
     in_two: bool,
 ) -> Trace:
-    takes, of_first = keyword_test(model), getattr(model, "first_input", None)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    mine = [names[id(parameter)] for parameter in parameters]
     with shapes_only([model], work.batch):
         part = {name: torch.empty_like(x, device=device_of(work.batch)) for name, x in samples.items()}
-        keywords = {name: x for name, x in part.items() if takes(name)}
-        inputs = () if of_first is None else (part[of_first],)
+        fakes = dict(model.named_parameters())
 
         def run(x: Tensor) -> Any:
             with numbers_refused():
-                output = model(*(inputs if first else (x,)), **keywords)
+                output = stages.run_stage(number, x if number else None, part)
             return output if loss is None else _summed(loss, work)(output, part)
 
         def make() -> Tensor:
-            return empty(shape, work.batch)
+            return empty(sent_as(stages.outputs[number - 1]).shape if number else (0,), work.batch)
 
-        tensor = work.layout.tensor if work.state.sequence else 1
-        shape = (0,) if first else (work.micro_batch, work.batch.length // tensor, work.hidden)
-        if inputs and not first:
-            shape = tuple(cast(Any, model).hidden_shape(*inputs))
-        try:
+        with told(model):
+            others = [fake for name, fake in fakes.items() if name not in mine]
             return trace(
-                run, make, [*model.parameters()], reached=not first, in_two=in_two, scalar=loss is not None
-            )
-        except BadInput:
-            raise
-        except Exception as error:  # whatever a user's code raises where numbers are missing
-            message = str(error).splitlines()[0] if str(error) else type(error).__name__
-            place = line_of_user(error.__traceback__)
-            raise BadInput(
-                "plan", type(model).__name__, expected="a forward and a backward that run on shapes alone",
-                found=f"{message} ({place})" if place else message,
-                todo="Let nothing depend on numbers that a device computes, or state the size",
-            ) from error  # fmt: skip
+                run, make, [fakes[name] for name in mine], others=others, reached=number > 0,
+                in_two=in_two and number > 0, scalar=loss is not None,
+            )  # fmt: skip
+
+
+@contextmanager
+def told(model: nn.Module) -> Iterator[None]:
+    """Turn what a user's code raises where numbers are missing into one line."""
+    try:
+        yield
+    except BadInput:
+        raise
+    except Exception as error:
+        message = str(error).splitlines()[0] if str(error) else type(error).__name__
+        place = line_of_user(error.__traceback__)
+        raise BadInput(
+            "plan", type(model).__name__, expected="a forward and a backward that run on shapes alone",
+            found=f"{message} ({place})" if place else message,
+            todo="Let nothing depend on numbers that a device computes, or state the size",
+        ) from error  # fmt: skip
 
 
 def _summed(loss: Loss, work: Work) -> Callable[..., Tensor]:
@@ -115,11 +182,3 @@ def _summed(loss: Loss, work: Work) -> Callable[..., Tensor]:
     takes = "state" in inspect.signature(loss).parameters
     function = partial(loss, state=work.state) if takes else loss
     return lambda output, samples: function(output, samples)[0]
-
-
-def _like(x: Tensor, work: Work, dim: int | None) -> Tensor:
-    """Return a micro-batch of such samples without numbers; context ranks cut ``dim``."""
-    shape = [work.micro_batch, *x.shape[1:]]
-    if dim is not None:
-        shape[dim] //= work.layout.context
-    return torch.empty(shape, dtype=x.dtype, device="meta")

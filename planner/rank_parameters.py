@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
 
-from ..layers import Stage, find_blocks
+from ..layers import Stage, find_blocks, numbered_blocks, stage_parts
 from ..parallel_state import BUFFER_DTYPE, Declaration, ParallelState, declarations
 
 if TYPE_CHECKING:
@@ -196,8 +196,35 @@ def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
     for name, declaration in declarations(model).items():
         members.setdefault(block_of.get(name, ""), []).append((named[name], declaration))
     groups = {name: count_parameters(parameters, state) for name, parameters in members.items()}
-    root = groups.pop("", Group())
-    return RankParameters(root, (tuple(Counter(groups.values()).items()),), exit=root.trained)
+    root, paths = groups.pop("", Group()), {id(module): path for path, module in model.named_modules()}
+    stages = [
+        Counter(groups[paths[id(block)]] for block in blocks if paths[id(block)] in groups)
+        for blocks in _blocks_of_parts(model)
+    ]
+    return RankParameters(root, tuple(tuple(stage.items()) for stage in stages), exit=root.trained)
+
+
+def _blocks_of_parts(model: nn.Module) -> list[list[nn.Module]]:
+    """Return the blocks of each stage that a user's module holds; all in the first one if their numbers are
+    not those of its stages.
+    """
+    numbered, parts = numbered_blocks(model), stage_parts(model)
+    if {*numbered} != {number for part in parts for number in part.blocks}:
+        return [[*numbered.values()], *([] for _ in parts[1:])]
+    return [[numbered[number] for number in part.blocks] for part in parts]
+
+
+def parts_of_module(model: nn.Module) -> list[list[nn.Parameter]]:
+    """Return the parameters that each stage of a user's module may use: of its own blocks, and of none."""
+    stages = _blocks_of_parts(model)
+    of_stage = [{id(weight) for block in blocks for weight in block.parameters()} for blocks in stages]
+    if not all(of_stage):  # it is not known whose the blocks are
+        return [[*model.parameters()] for _ in stages]
+    of_blocks = set().union(*of_stage)
+    return [
+        [weight for weight in model.parameters() if id(weight) in own or id(weight) not in of_blocks]
+        for own in of_stage
+    ]
 
 
 def zoo_parameters(

@@ -19,8 +19,11 @@ from ..layers import Scaling, Stage, all_stages
 from ..models import Family, ModelConfig
 from ..parallel_state import Layout, ParallelState
 from ..simulation.kinds_of_blocks import block_kinds, one_block_of_each_kind
+from ..simulation.model_flops import TokenFlops, flops_of_token
 from ..simulation.pieces import ModelPieces
+from ..training.own_module import OwnConfig, OwnFamily
 from .rank_parameters import Group, RankParameters, count_module, zoo_parameters
+from .sampled_module import SampledModule, sampled_module
 from .stage_costs import StageCost, stage_cost
 from .step_shape import Work
 
@@ -129,6 +132,14 @@ class SampledModel:
         kinds = {number: self.kinds[number] for number in part.blocks}
         return stage_cost(work, part, blocks, kinds, self.pieces)
 
+    def flops(self, sequence_length: int) -> TokenFlops:
+        """Count the FLOPs of a token of the whole model."""
+        return flops_of_token(self.family, self.config, sequence_length)
+
+    def given(self, work: Work) -> tuple[int, ...]:
+        """Return ``Work.given``: between all stages go hidden states."""
+        return ()
+
     def block(self, number: int) -> nn.Module:
         """Return a block like the one of this number."""
         return self._blocks[self.kinds[number]]
@@ -152,8 +163,13 @@ def sampled(
     *,
     frozen: torch.dtype | None = None,
     float8: Scaling | None = None,
-) -> SampledModel:
-    """Return the sampled model for this layout; see ``one_block_of_each_kind``."""
+) -> SampledModel | SampledModule:
+    """Return the sampled model for this layout; see ``one_block_of_each_kind``. A user's module is planned
+    as a whole, stage by stage.
+    """
+    if isinstance(family, OwnFamily):
+        assert isinstance(config, OwnConfig)
+        return sampled_module(family, config, layout)
     return _sampled(family, one_block_of_each_kind(family, config, layout, frozen=frozen, float8=float8))
 
 

@@ -98,6 +98,8 @@ class StageCost:
     loss: Piece | None = None
     behind: Pieces = Pieces(())
     further: Mapping[int, Piece] = field(default_factory=dict)
+    #: Of a user's module: whether it is the rank's first stage, with which all blocks of the rank are timed.
+    leads: bool = False
     _alike: dict[tuple[Checkpointing, int], list[Alike]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )

@@ -225,6 +225,8 @@ class StageInstants:
         They are needed in a block, with the gradients that wait in the blocks behind it, or in the norm at
         the end.
         """
+        if not self.stage.blocks:  # a user's module, whose stage is one piece
+            return float(max(part.first_part for part in self.stage.beside.parts))
         # The gradient of logits is written over them.
         most, behind = 0.0, self.stage.beside.waiting - self.logits
         for kind, _ in self.reached:

@@ -39,6 +39,9 @@ class Work:
     offload: bool = False
     #: Whether RMSNorm, dropout and attention that drops are one kernel each (CUDA), or several (a CPU).
     fused: bool = True
+    #: Of a user's module: the bytes that each stage of the model gives to the next one for a micro-batch;
+    #: without them all give hidden states.
+    given: tuple[int, ...] = ()
     #: Whether every micro-batch gives every trained parameter a gradient, as in the zoo's models.
     trains_all: bool = True
 
@@ -63,8 +66,16 @@ class Work:
 
     @property
     def between_blocks(self) -> int:
-        """Return the bytes that a block gives to the next one for a micro-batch, and a stage to the next."""
+        """Return the bytes that a block gives to the next one for a micro-batch, and a stage to the next: of
+        a user's module the most that a stage gives.
+        """
+        if self.given:
+            return max(self.given)
         return self.whole // (self.layout.tensor if self.state.sequence else 1)
+
+    def given_by(self, stage: int) -> int:
+        """Return the bytes that a stage gives to the next one for a micro-batch."""
+        return self.given[stage] if self.given else self.between_blocks
 
 
 def sizes_of(recipe: Recipe) -> dict[str, Any]:

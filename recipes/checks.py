@@ -11,7 +11,7 @@ from ..models import Family, ModelConfig, published_size
 from ..parallel_state import BadInput, Layout, nearest_multiples
 from ..pipeline import check_recomputation, check_schedule, schedule_kind
 from .optimizer_sections import OptimizerSection
-from .sections import DataSection, ExpertsSection, MemorySection
+from .sections import DataSection, EvaluationSection, ExpertsSection, MemorySection
 
 if TYPE_CHECKING:
     from .recipe import Recipe
@@ -37,6 +37,8 @@ def check_rules(rules: Iterable[Rule], where: str) -> None:
 def check_recipe(recipe: Recipe, where: str) -> None:
     """Refuse numbers that do not fit each other, before anything is read or started."""
     check_rules(_model(recipe, where), where)
+    check_rules(_data(recipe), where)
+    check_rules(_own_model(recipe), where)
     check_rules(_optimizer(recipe.optimizer, recipe.steps), where)
     check_rules(_precision(recipe), where)
     layout, name = recipe.layout, recipe.pipeline_schedule
@@ -45,21 +47,85 @@ def check_recipe(recipe: Recipe, where: str) -> None:
     check_schedule(name, layout, check_batch(recipe.data, layout, where), where)
     check_memory_of_pipeline(recipe.memory, layout, name, where)
     check_rules(_ranks(recipe, layout), where)
-    layout.check_length(recipe.data.sequence_length, where, "data.sequence_length")
+    data = recipe.data
+    if data.module is None or layout.context > 1 or "sequence_length" in data.model_fields_set:
+        layout.check_length(data.sequence_length, where, "data.sequence_length")
 
 
 def _model(recipe: Recipe, where: str) -> Iterator[Rule]:
     """Yield the rules by which a recipe names exactly one model."""
     model = recipe.model
     size, config = model.size, model.config
-    missing = size is None and model.init_from is None and config is None
-    yield Rule(missing, "model", "init_from, config or size", model.model_dump())
+    missing = size is None and model.init_from is None and config is None and model.module is None
+    stated = model.model_dump(exclude={"module", "arguments"})
+    yield Rule(missing, "model", "init_from, config, size or module", stated)
     if size is not None:
         published_size(size, f"{where}: model.size")
         todo = "Leave size out: the weights have a config of their own"
         yield Rule(model.init_from is not None, "model.size", "no init_from beside it", size, todo)
         todo = "Fields in [model.config] replace those of the size"
         yield Rule(isinstance(config, str), "model.size", "no path in model.config beside it", size, todo)
+
+
+def _data(recipe: Recipe) -> Iterator[Rule]:
+    """Yield the rules by which a recipe names its data, token files or data sets of the user's own."""
+    sections: dict[str, DataSection | EvaluationSection] = {"data": recipe.data}
+    if recipe.evaluation is not None:
+        sections["evaluation"] = recipe.evaluation
+    for name, section in sections.items():
+        both = section.tokens is not None and section.module is not None
+        neither = section.tokens is None and section.module is None
+        yield Rule(neither, f"{name}.tokens", "a token file, or data sets of your own in module", "neither")
+        yield Rule(both, f"{name}.module", "none beside tokens", section.module)
+        idle = bool(section.arguments) and section.module is None
+        yield Rule(idle, f"{name}.arguments", f"{name}.module beside it", "none")
+        count, several = _count(section.module), isinstance(section.arguments, list)
+        expected = f"a table, or a list of {count}, one a data set"
+        uneven = several and len(section.arguments) != count
+        yield Rule(uneven, f"{name}.arguments", expected, f"a list of {len(section.arguments)}")
+    data, stated = recipe.data, recipe.data.model_fields_set
+    unstated = data.tokens is not None and "sequence_length" not in stated
+    yield Rule(unstated, "data.sequence_length", "the number of tokens in a row", "none")
+    for key in ("documents", "samples", "overlong"):
+        idle = data.module is not None and key in stated
+        yield Rule(idle, f"data.{key}", "absent with data.module, whose items are rows", getattr(data, key))
+    if recipe.evaluation is not None:
+        other = (recipe.evaluation.module is None) != (data.module is None)
+        expected = "module, as in [data]" if data.module is not None else "tokens, as in [data]"
+        yield Rule(other, "evaluation", expected, "the other")
+
+
+def _count(names: str | list[str] | None) -> int:
+    return len(names) if isinstance(names, list) else 1
+
+
+def _own_model(recipe: Recipe) -> Iterator[Rule]:
+    """Yield what only a module of the user's own has, and what it cannot have."""
+    model, own = recipe.model, recipe.model.module is not None
+    expected = "model.module, a model of your own, beside it"
+    yield Rule(bool(model.arguments) and not own, "model.arguments", expected, "none")
+    yield Rule(recipe.loss is not None and not own, "loss", expected, "none")
+    yield Rule(recipe.data.module is not None and not own, "data.module", expected, "none")
+    if not own:
+        return
+    todo = 'module = "my_loss.py:MyLoss" in [loss], or the function that your own loop would give Step'
+    yield Rule(recipe.loss is None, "loss", "the loss of model.module", "none", todo)
+    optimizer, beside = recipe.optimizer, "absent beside model.module"
+    for key in ("config", "size", "mtp"):
+        stated = getattr(model, key)
+        yield Rule(stated is not None, f"model.{key}", beside, stated)
+    yield Rule(recipe.lora is not None, "lora", f"{beside}, whose code may attach adapters", "one")
+    for key in ("label_smoothing", "z_loss"):
+        factor = getattr(optimizer, key)
+        yield Rule(factor > 0, f"optimizer.{key}", f"0: {_LOSS}", factor)
+    chunk = recipe.memory.loss_chunk
+    yield Rule(chunk not in ("auto", 0), "memory.loss_chunk", f"auto or 0: {_LOSS}", chunk)
+    norms = recipe.watch.activation_norms
+    yield Rule(norms, "watch.activation_norms", f"false {beside}".replace("absent ", ""), norms)
+
+
+#: Why a key of the loss of the next token does nothing.
+_LOSS = "a module's loss is its own"
 
 
 def _optimizer(section: OptimizerSection, steps: int) -> Iterator[Rule]:

@@ -28,6 +28,7 @@ from .sections import (
     ExpertsSection,
     LayoutSection,
     LoraSection,
+    LossSection,
     MemorySection,
     ModelSection,
     Section,
@@ -79,13 +80,15 @@ class Recipe(Section):
     log_every: int = Field(default=10, ge=1)
     """steps between progress lines on the terminal"""
     model: ModelSection
-    """the model: pretrained weights, or a config to start from scratch"""
+    """the model: pretrained weights, a config to start from scratch, or a module of your own"""
+    loss: LossSection | None = None
+    """the loss of a module of your own"""
     lora: LoraSection | None = None
     """LoRA: train adapters and leave the model as it is"""
     layout_section: LayoutSection = Field(default=LayoutSection(), alias="layout")
     """number of ranks along each parallel axis"""
     data: DataSection
-    """the token files, and the size of rows and batches"""
+    """the token files or samples of your own, and the size of rows and batches"""
     optimizer: OptimizerSection = OptimizerSection()
     """AdamW and its learning-rate schedule"""
     experts: ExpertsSection | None = None

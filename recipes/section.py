@@ -44,9 +44,19 @@ def _whole(text: str) -> str:
     return text
 
 
+def _code(text: str) -> str:
+    """Refuse what does not name something in a Python file."""
+    file, _, name = text.rpartition(":")
+    if not file.endswith(".py") or not name.isidentifier() or "\0" in text:
+        raise PydanticCustomError("code", "Input should be file.py:Name, such as my_model.py:MyModel")
+    return text
+
+
 PathText = Annotated[str, AfterValidator(_path), AfterValidator(_local)]
 #: What is read may also be at an address, such as ``s3://bucket/run``; checkpoints are copied to one.
 PathOrAddress = Annotated[str, AfterValidator(_path), AfterValidator(_whole)]
+#: Something in a Python file of the user's own, which is run.
+CodeName = Annotated[str, AfterValidator(_code), AfterValidator(_local)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[_Beta, _Beta], Strict(False)]  # from a list
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]

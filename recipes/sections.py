@@ -11,10 +11,13 @@ from ..models import Implementation, LoraConfig
 from ..parallel_state import FILES_TIMEOUT, Layout
 from ..pipeline import ScheduleName, schedule_kind
 from ..runs.named_trackers import TrackerName
-from .section import MOST_AHEAD, Blocks, PathOrAddress, PathText, Ranks, Rows, Stages, Step, Wait
+from .section import MOST_AHEAD, Blocks, CodeName, PathOrAddress, PathText, Ranks, Rows, Stages, Step, Wait
 from .section import Section as Section
 
 TokenFiles = Annotated[list[PathOrAddress], Field(min_length=1)]
+CodeNames = Annotated[list[CodeName], Field(min_length=1)]
+#: Keywords of a constructor or a function.
+Arguments = dict[str, Any]
 
 
 class ModelSection(Section):
@@ -36,6 +39,21 @@ class ModelSection(Section):
     tokenizer: PathText | None = None
     """tokenizer folder to copy into checkpoints and exports; default: that of init_from, or of the token file
     where it still is"""
+    module: CodeName | None = None
+    """a model of your own, `file.py:Class`: an nn.Module whose keyword `state` is its place in the layout;
+    the file is run (docs/your_model.md)"""
+    arguments: Arguments = Field(default={})
+    """keywords of that class"""
+
+
+class LossSection(Section):
+    """A loss of your own, for a model of your own; see docs/your_model.md."""
+
+    module: CodeName
+    """`file.py:name` of a `Loss`, its class, or a function of (output, samples) that returns a sum and a
+    count; the file is run"""
+    arguments: Arguments = Field(default={})
+    """keywords of that class or function"""
 
 
 class LoraSection(LoraConfig):
@@ -96,14 +114,20 @@ class LayoutSection(Section):
 
 
 class DataSection(Section):
-    """Choose the data to train on: token files written by `trilith tokenize`, named without their suffix."""
+    """Choose the data to train on: token files written by `trilith tokenize`, or samples of your own."""
 
-    tokens: PathOrAddress | TokenFiles
+    tokens: PathOrAddress | TokenFiles | None = None
     """token file, or a list of token files to mix; names have no suffix"""
+    module: CodeName | CodeNames | None = None
+    """in place of tokens, for a model of your own: `file.py:Class` of a data set, or a list of them to mix;
+    it has a length, and each item is a dict of tensors; the file is run (docs/your_model.md)"""
+    arguments: Arguments | list[Arguments] = Field(default={})
+    """keywords of the data sets' classes: the same for all, or a list with those of each"""
     weights: list[float] | None = None
-    """share of each token file in the mixture; default: its size"""
-    sequence_length: int = Field(ge=1, le=2**30)
-    """number of tokens in a row"""
+    """share of each token file or data set in the mixture; default: its size"""
+    sequence_length: int = Field(default=1, ge=1, le=2**30)
+    """number of tokens in a row; required with tokens; with module: number of tokens that an item counts for
+    in tokens a second, and that context ranks cut"""
     global_batch: Rows
     """number of rows in a step, over all ranks"""
     micro_batch: Rows = 1
@@ -180,10 +204,14 @@ class CheckpointSection(Section):
 
 
 class EvaluationSection(Section):
-    """Compute the loss on tokens that are not trained on."""
+    """Compute the loss on data that is not trained on."""
 
-    tokens: PathOrAddress | TokenFiles
+    tokens: PathOrAddress | TokenFiles | None = None
     """held-out token file or files, cut into rows as those of [data]"""
+    module: CodeName | CodeNames | None = None
+    """where [data] has a module: the held-out data set or sets, `file.py:Class`"""
+    arguments: Arguments | list[Arguments] = Field(default={})
+    """keywords of the data sets' classes"""
     every: int = Field(default=100, ge=1)
     """number of steps between evaluations; the last step is evaluated too"""
     samples: int = Field(default=64, ge=1)

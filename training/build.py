@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ..layers import (
     Balancing,
     attention_backends,
     checkpoint_blocks,
     compile_blocks,
+    numbered_blocks,
     routers,
+    set_attention_backend,
     set_auxiliary_losses,
     use_float8,
 )
@@ -29,6 +32,7 @@ from .callbacks import Callback, ModelFlops, StepLines, Traces
 from .evaluation import Evaluation, Evaluator
 from .learning_rate import Schedule, scaled_rate
 from .loss_scale import LossScale
+from .own_module import OwnFamily, needs_memory
 from .parameter_groups import freeze
 from .parameter_norms import NormLog
 from .precision import Precision
@@ -51,7 +55,8 @@ class Built:
     The step makes the gradients, and the update uses them.
     """
 
-    model: CausalLM
+    #: A ``CausalLM``, or the user's module.
+    model: Any
     optimizer: torch.optim.Optimizer
     step: Step
     update: Update
@@ -65,15 +70,17 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Built:
     master, compute = dtype_named(recipe.dtype), dtype_named(recipe.compute_dtype)
     precision = Precision(master, compute, dtype_named(recipe.reduce or recipe.dtype))
     model = model_on_meta(recipe, plan, state)
-    unquantized = multiply_in_float8(model, recipe) if recipe.compute == "float8" else []
+    unquantized = multiply_in_float8(model, recipe, state) if recipe.compute == "float8" else []
     count = len([*routers(plan.family.on_meta(plan.config))])  # of all stages
     if recipe.experts is not None:
         _keep_even(model, recipe.experts, count)
     if recipe.compiles:
-        compile_blocks(model.numbered_blocks().values(), or_without=recipe.compile == "auto")
-    spare_memory(model, recipe.memory, plan.loss_chunk)
+        compile_blocks(numbered_blocks(model).values(), or_without=recipe.compile == "auto")
+    spare_memory(model, recipe.memory, plan.loss_chunk, state)
     shard_over_data(model, state, precision, offload=recipe.memory.offload)
-    model.to_empty(device=resting_device(state, offload=recipe.memory.offload))
+    resting = resting_device(state, offload=recipe.memory.offload)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model.to_empty(device=resting)
     wanted = recipe.optimizer
     optimizer = make_adamw(
         model,
@@ -83,16 +90,13 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Built:
         weight_decay=wanted.weight_decay,
         groups=plan.groups,
     )
-    loss = TokenLoss(
+    step = Step(
         model,
-        label_smoothing=wanted.label_smoothing,
-        z_loss=wanted.z_loss,
-        mtp=recipe.model.mtp or 0.0,
-        chunk=plan.loss_chunk,
-        sums=dtype_named(recipe.reduce) if recipe.reduce else None,
-        compiled=recipe.compiles and accelerator.has_compiled_losses(state.device),
+        _token_loss(model, recipe, plan.loss_chunk, state) if plan.own is None else plan.own.loss,
+        micro_batch=recipe.data.micro_batch,
+        schedule=recipe.pipeline_schedule,
+        state=state,
     )
-    step = Step(model, loss, micro_batch=recipe.data.micro_batch, schedule=recipe.pipeline_schedule)
     bias_rate = recipe.experts.bias_rate if recipe.experts is not None else 0.0
     update = Update(
         model,
@@ -101,8 +105,22 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Built:
         loss_scale=LossScale(recipe.loss_scale) if compute == torch.float16 else None,
         spikes=Spikes(wanted.skip_spikes) if wanted.skip_spikes else None,
         balancing=Balancing(model, rate=bias_rate, state=state) if count else None,
+        state=state,
     )
     return Built(model, optimizer, step, update, schedule_of(recipe)[0], unquantized)
+
+
+def _token_loss(model: CausalLM, recipe: Recipe, chunk: int, state: ParallelState) -> TokenLoss:
+    """Return the loss of the next token that the recipe asks for."""
+    return TokenLoss(
+        model,
+        label_smoothing=recipe.optimizer.label_smoothing,
+        z_loss=recipe.optimizer.z_loss,
+        mtp=recipe.model.mtp or 0.0,
+        chunk=chunk,
+        sums=dtype_named(recipe.reduce) if recipe.reduce else None,
+        compiled=recipe.compiles and accelerator.has_compiled_losses(state.device),
+    )
 
 
 def measurements(
@@ -110,9 +128,11 @@ def measurements(
 ) -> list[Callback]:
     """Return what the recipe asks to be measured beside the steps, in the order of the calls."""
     watch, state = recipe.watch, step.state
-    peak = watch.peak_flops or peak_flops(state.device, step.dtype)
-    callbacks = [
-        ModelFlops(Mfu(flops_of(recipe, plan), state.layout.world, peak)),
+    callbacks: list[Callback] = []
+    if plan.own is None:  # whose FLOPs are known
+        peak = watch.peak_flops or peak_flops(state.device, step.dtype)
+        callbacks.append(ModelFlops(Mfu(flops_of(recipe, plan), state.layout.world, peak)))
+    callbacks += [
         Stragglers(state, interval=recipe.log_every, times=watch.slow_rank, compiled=recipe.compiles),
         StepLines(),
     ]
@@ -143,7 +163,7 @@ def choices(recipe: Recipe, plan: RunPlan, state: ParallelState) -> list[str]:
     return lines
 
 
-def _keep_even(model: CausalLM, wanted: ExpertsSection, count: int) -> None:
+def _keep_even(model: nn.Module, wanted: ExpertsSection, count: int) -> None:
     """Set the routers' losses as the recipe says; each is a part of a mean over all routers."""
     balance = None if wanted.balance is None else wanted.balance / count
     set_auxiliary_losses(model, balance=balance, z_loss=wanted.z_loss / count)
@@ -167,12 +187,21 @@ def schedule_of(recipe: Recipe) -> tuple[Schedule, str]:
     return schedule, scaling_note
 
 
-def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> CausalLM:
+def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> Any:
     """Return this rank's part of the model without memory; for any rank, if the state is a stand-in.
 
-    Frozen weights have the dtype that the step computes in: more digits would not be used.
+    Frozen weights have the dtype that the step computes in: more digits would not be used. A user's module
+    whose constructor computes something, such as buffers, is made with memory for a real rank.
     """
     family, split, master = plan.family, plan.split, dtype_named(recipe.dtype)
+    if isinstance(family, OwnFamily):
+        made = family.build(plan.config, split=recipe.split, state=state, dtype=master)
+        if state.mesh is not None and needs_memory(made):
+            resting = resting_device(state, offload=recipe.memory.offload)
+            made = family.build(plan.config, split=recipe.split, state=state, dtype=master, device=resting)
+        freeze(made, plan.groups)
+        set_attention_backend(made, recipe.attention_backend)
+        return made
     if isinstance(family, AdaptedFamily):
         frozen = dtype_named(recipe.compute_dtype)
         model = family.build(plan.config, split=split, state=state, dtype=master, base_dtype=frozen)
@@ -183,12 +212,12 @@ def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> CausalLM:
     return model
 
 
-def multiply_in_float8(model: CausalLM, recipe: Recipe) -> list[str]:
+def multiply_in_float8(model: nn.Module, recipe: Recipe, state: ParallelState) -> list[str]:
     """Let the blocks' linears multiply in float8, in place; return the names of the weights that do not fit.
 
     Raises ``BadInput`` for a GPU that has no float8.
     """
-    scaling, device = recipe.float8_scaling or "tensorwise", model.state.device
+    scaling, device = recipe.float8_scaling or "tensorwise", state.device
     if accelerator.is_accelerator(device):
         needed, capability = (9, 0) if scaling == "rowwise" else (8, 9), accelerator.capability(device)
         if capability < needed:
@@ -197,11 +226,12 @@ def multiply_in_float8(model: CausalLM, recipe: Recipe) -> list[str]:
     return use_float8(model, scaling)
 
 
-def spare_memory(model: CausalLM, memory: MemorySection, loss_chunk: int) -> None:
+def spare_memory(model: Any, memory: MemorySection, loss_chunk: int, state: ParallelState) -> None:
     """Set activation checkpointing and where the logits are made, in place; call it before FSDP.
 
     ``loss_chunk``: number of tokens, 0 for the whole logits.
     """
-    whole, blocks = model.state.context_size == 1, model.numbered_blocks().items()
+    whole, blocks = state.context_size == 1, numbered_blocks(model).items()
     checkpoint_blocks(blocks, memory.checkpointing, interval=memory.every, keep_attention=whole)
-    model.head_in_loss = loss_chunk > 0
+    if hasattr(model, "head_in_loss"):
+        model.head_in_loss = loss_chunk > 0

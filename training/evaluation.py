@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..data.batch import Batch, BatchParts
+from ..data.batch import BatchParts
+from ..data.batches import GlobalBatches
 from ..data.shuffle import piece_of
 from ..layers import IGNORE
 from ..runs.metrics import StepMetrics
@@ -34,20 +35,26 @@ class Evaluator:
         self.step, self.held_out, self.state = step, held_out, step.state
 
     def __call__(self) -> float:
-        held_out, size = self.held_out, self.step.micro_batch
-        share = piece_of(held_out.batches.global_batch, self.state.data_index, self.state.layout.data)
+        held_out, size, batches = self.held_out, self.step.micro_batch, self.held_out.batches
+        share = piece_of(batches.global_batch, self.state.data_index, self.state.layout.data)
+        if self.step.loss.count_labels is None:  # a user's loss, which takes tensors by name
+            rows = self._rows(share)
+            return float(self.step.evaluate(rows if isinstance(rows, dict) else rows.samples()).loss)
+        assert isinstance(batches, GlobalBatches)
         counted = range(share.start, max(share.start, min(share.stop, held_out.samples)))
-        labels = held_out.batches.count_labels(0, counted)
+        labels = batches.count_labels(0, counted)
         parts = (
             self._rows(range(begin, min(begin + size, share.stop)))
             for begin in range(share.start, share.stop, size)
         )
-        batch = BatchParts(len(share), held_out.batches.sequence_length, labels, parts)
+        batch = BatchParts(len(share), batches.sequence_length, labels, parts)
         return float(self.step.evaluate(batch).loss)
 
-    def _rows(self, rows: range) -> Batch:
+    def _rows(self, rows: range) -> Any:
         """Return held-out rows; those behind the samples do not count."""
         batch = self.held_out.batches.rows(0, rows)
+        if isinstance(batch, dict):
+            return batch
         beyond = (torch.tensor(rows) >= self.held_out.samples).unsqueeze(1)
         return batch._replace(labels=batch.labels.masked_fill(beyond, IGNORE))
 

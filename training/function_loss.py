@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..layers.host_copies import change_alike
-from ..parallel_state import BadInput, ParallelState
+from ..parallel_state import BadInput, Layout, ParallelState
 from ..parallel_state.engine import accelerator
 from .loss import Fault, Loss, Scales, Sums
 from .samples import Samples
@@ -91,6 +91,16 @@ def as_loss(loss: Any, state: ParallelState) -> Loss:
     if own.collect is not None and own.whole_step is None:
         raise BadInput("step", f"{name}.whole_step", expected="a method, beside collect", found="none")
     return own
+
+
+def refuse_uncut(loss: Loss, layout: Layout) -> None:
+    """Refuse context ranks for a loss that does not say what they cut."""
+    if layout.context > 1 and not loss.sequence:
+        raise BadInput(
+            "layout", "context", expected="1 for a loss that names no sequence", found=layout.context,
+            todo='FunctionLoss(loss, sequence={"tokens": 1, "labels": 1}) names what ranks cut, and the '
+            "model's attention must look at other ranks' keys",
+        )  # fmt: skip
 
 
 def sum_and_count(returned: Any) -> tuple[Tensor, Tensor | float]:

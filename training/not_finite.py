@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..data.batch import Batch, BatchParts
 from ..layers import find_blocks
 from ..parallel_state import ParallelState, PeerFailed, declarations
 from ..parallel_state.engine import local_data
@@ -36,7 +35,7 @@ class Origin:
     module: str
 
 
-def find_first_non_finite(step: Step, number: int, batch: Batch | BatchParts) -> NoReturn:
+def find_first_non_finite(step: Step, number: int, batch: Any) -> NoReturn:
     """Raise ``PeerFailed`` that names the first module whose output is not finite; call it before the update.
 
     All ranks must call it, which they do because loss and norm are the same on every rank. It runs the

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..models.base.hugging_face_names import Link
-from ..parallel_state import declarations
+from ..parallel_state import ParallelState, declarations, state_of
 from ..parallel_state.engine import local_data
 from ..runs.metrics import StepLog, StepMetrics
 from .callbacks import Callback
@@ -43,7 +43,7 @@ class NormLog(Callback):
 
     def begin(self, trainer: Trainer, start: int) -> None:
         links = trainer.plan.family.links_of_all(trainer.plan.config)
-        self.norms = Norms(trainer.model, links)
+        self.norms = Norms(trainer.model, links, state=trainer.state)
         if self.with_activations:
             self.activations = Activations(trainer.model, links)
         if trainer.first:
@@ -81,8 +81,10 @@ class NormLog(Callback):
 class Norms:
     """Compute 2-norms of the weights and gradients of a model in its layout. Collective over all ranks."""
 
-    def __init__(self, model: CausalLM, links: Iterable[Link]) -> None:
-        self.model, self.state = model, model.state
+    def __init__(
+        self, model: nn.Module, links: Iterable[Link], *, state: ParallelState | None = None
+    ) -> None:
+        self.model, self.state = model, state_of(model, state)
         self.names = hugging_face_names(model, links)
         everywhere: list[list[str] | None] = [None] * self.state.layout.world
         dist.all_gather_object(everywhere, sorted(set(self.names.values())))

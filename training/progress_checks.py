@@ -1,11 +1,16 @@
-"""State what fixes the order of a run's samples, and refuse a checkpoint of another order."""
+"""State what a run's checkpoints have in common and what fixes the order of its samples, and refuse a
+checkpoint of another order.
+"""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints import Progress
-from ..parallel_state import BadInput
+from torch import nn
+
+from ..checkpoints import Contents, Described, Progress, contents_of
+from ..parallel_state import BadInput, ParallelState
 from ..recipes.recipe import Recipe
 from .run_plan import RunPlan
 
@@ -39,3 +44,17 @@ def check_progress(
                 newest, f"data.{key}", expected=progress.data.get(key), found=value,
                 todo="Resume with the data that the run began with, or start a new run with init_from",
             )  # fmt: skip
+
+
+def contents_of_run(plan: RunPlan, model: nn.Module, state: ParallelState) -> Contents:
+    """Return what the checkpoints of a run have in common. Collective for a user's module."""
+    if plan.own is not None:
+        return replace(contents_of(model, None, state), companions=plan.companions)
+    return Contents(
+        Described(plan.family, plan.config),
+        plan.hf_config,
+        plan.split,
+        plan.companions,
+        adapter=plan.adapter,
+        frozen=frozenset(name for name, group in plan.groups.items() if group.freeze),
+    )

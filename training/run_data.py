@@ -1,31 +1,38 @@
 """Open the token files of a run, for training and for evaluation, and name the places out of its reach."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..data.batches import GlobalBatches, Mixture
+from ..data.items import ItemBatches
 from ..data.text.tokenizer_loading import fingerprint_of_folder
 from ..data.token_file import TokenFile
 from ..data.vocabulary import check_vocabulary
 from ..parallel_state import BadInput, MachineFailed
 from ..recipes.recipe import Recipe
+from ..recipes.sections import DataSection, EvaluationSection
 from ..storage import companions_in
 from ..storage.output_places import check_home
 from ..storage.remote_folder import RemoteFolder
+from .own_code import call_own, own_code
 
 
 @dataclass(frozen=True)
 class HeldOut:
     """Hold the held-out data's batches; only the first ``samples`` rows of the first batch count."""
 
-    batches: GlobalBatches
+    batches: GlobalBatches | ItemBatches
     samples: int
 
 
-def open_data(recipe: Recipe) -> GlobalBatches:
-    """Open the run's batches; ``BadInput`` for what the token files cannot give."""
+def open_data(recipe: Recipe) -> GlobalBatches | ItemBatches:
+    """Open the run's batches; ``BadInput`` for what the token files, or the user's data sets, cannot give."""
     data = recipe.data
+    if data.module is not None:
+        return _own(recipe, data, "data", data.weights, data.global_batch)
+    assert data.tokens is not None
     return _open(recipe, data.tokens, data.weights, data.global_batch)
 
 
@@ -37,10 +44,21 @@ def open_held_out(recipe: Recipe, vocab_size: int) -> HeldOut | None:
     section = recipe.evaluation
     if section is None:
         return None
+    unit = recipe.layout.data * (1 if recipe.loss is None else recipe.data.micro_batch)
+    if section.module is not None:
+        items = _own(recipe, section, "evaluation", None, 1)
+        samples = min(section.samples, items.samples)
+        if samples % unit:
+            raise BadInput(
+                "recipe", "evaluation.samples", found=samples,
+                expected=f"a multiple of data x micro_batch = {unit}, of {items.samples} items",
+            )  # fmt: skip
+        return HeldOut(items.resized(samples), samples)
+    assert section.tokens is not None
     rows = _open(recipe, section.tokens, None, 1)
     check_vocabulary(rows.vocab_size, vocab_size, "recipe: evaluation.tokens")
-    samples, ranks = min(section.samples, rows.samples), recipe.layout.data
-    return HeldOut(rows.resized(-(-samples // ranks) * ranks), samples)
+    samples = min(section.samples, rows.samples)
+    return HeldOut(rows.resized(-(-samples // unit) * unit), samples)
 
 
 def out_of_reach(recipe: Recipe, vocab_size: int) -> list[str]:
@@ -59,10 +77,12 @@ def out_of_reach(recipe: Recipe, vocab_size: int) -> list[str]:
     return missing
 
 
-def tokenizer_of(batches: GlobalBatches) -> list[Path]:
+def tokenizer_of(batches: GlobalBatches | ItemBatches) -> list[Path]:
     """Return the files of the tokenizer that made the tokens: none unless the token file names a folder, as
     `trilith tokenize` lets it, and this is still there with the same ids.
     """
+    if isinstance(batches, ItemBatches):
+        return []
     file = batches.files[0]
     folder = file.path.parent / file.index.tokenizer
     try:
@@ -82,13 +102,45 @@ def _reach(mirror: str | None) -> None:
     folder.sizes()
 
 
+def _own(
+    recipe: Recipe,
+    section: DataSection | EvaluationSection,
+    key: str,
+    weights: list[float] | None,
+    global_batch: int,
+) -> ItemBatches:
+    """Make the user's data sets, and batches of their items."""
+    assert section.module is not None
+    modules = [section.module] if isinstance(section.module, str) else section.module
+    stated = section.arguments
+    arguments = stated if isinstance(stated, list) else [stated] * len(modules)
+    check_weights(weights, len(modules))
+    sources = []
+    for name, keywords in zip(modules, arguments, strict=True):
+        code = own_code(name, f"{key}.module")
+        if not callable(code.entry):
+            expected, kind = "a class, or a function that makes a data set", type(code.entry).__name__
+            raise BadInput("recipe", f"{key}.module", expected=expected, found=kind)
+        source = call_own(code, keywords, f"{key}.arguments", within=f"{key}.module")
+        shown = json.dumps(keywords, sort_keys=True, default=str)
+        sources.append((source, f"{name.rpartition(':')[2]}({shown}) of a file with SHA-256 {code.digest}"))
+    length, seed = recipe.data.sequence_length, recipe.seed
+    return ItemBatches(sources, weights, length, global_batch, seed, key=f"{key}.module")
+
+
+def check_weights(weights: list[float] | None, count: int) -> None:
+    """Refuse shares of a mixture that are not one for each of its sources."""
+    if weights is not None and len(weights) != count:
+        expected = f"{count} numbers, one a file"
+        raise BadInput("recipe", "data.weights", expected=expected, found=weights)
+
+
 def _open(
     recipe: Recipe, tokens: str | Sequence[str], weights: list[float] | None, global_batch: int
 ) -> GlobalBatches:
     names = [tokens] if isinstance(tokens, str) else tokens
     files = [TokenFile.open(Path(name)) for name in names]
-    if weights is not None and len(weights) != len(files):
-        raise BadInput("recipe", "data.weights", expected=f"{len(files)} numbers, one a file", found=weights)
+    check_weights(weights, len(files))
     source: TokenFile | Mixture = files[0]
     if len(files) > 1:
         source = Mixture(list(zip(files, weights or [float(len(f.tokens)) for f in files], strict=True)))

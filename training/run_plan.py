@@ -7,6 +7,7 @@ from typing import Any
 
 from ..checkpoints import Source, StoredAdapter, check_plain, newest_in, read_source
 from ..data.batches import GlobalBatches
+from ..data.items import ItemBatches
 from ..data.vocabulary import check_vocabulary
 from ..layers import AttentionCall, attention_calls, automatic_chunk
 from ..models import Family, ModelConfig, family_of
@@ -26,6 +27,8 @@ from ..storage.output_places import check_place
 from ..storage.remote_folder import RemoteFolder
 from ..system.addresses import file_in
 from .lora import plan_adapters
+from .own_module import own_family
+from .own_parts import OwnParts, own_parts
 from .parameter_groups import assign, freeze, names_of
 from .run_data import HeldOut, open_data, open_held_out, tokenizer_of
 from .stage_cut import StageCut, cut_stages
@@ -48,6 +51,8 @@ class Plan:
     cut: StageCut = field(kw_only=True)
     #: Number of tokens whose logits exist at once; 0: those of a micro-batch.
     loss_chunk: int = field(kw_only=True)
+    #: What a run of a user's module has beside it.
+    own: OwnParts | None = field(default=None, kw_only=True)
 
     @property
     def split(self) -> tuple[int, ...] | None:
@@ -65,6 +70,9 @@ def plan(recipe: Recipe) -> Plan:
     companions: list[Path] = []
     source: Source | None = None
     check_run_folder(recipe)
+    check_trackers(recipe.watch.trackers)
+    if recipe.model.module is not None:
+        return _plan_own(recipe)
     if recipe.model.init_from is not None:
         mtp = recipe.model.mtp is not None
         source = read_source(
@@ -100,7 +108,6 @@ def plan(recipe: Recipe) -> Plan:
         )
     if recipe.experts is not None:
         check_experts(recipe.experts, family, config, adapters=recipe.lora is not None)
-    check_trackers(recipe.watch.trackers)
     adapter: StoredAdapter | None = None
     if recipe.lora is not None:
         if source is None:
@@ -117,6 +124,23 @@ def plan(recipe: Recipe) -> Plan:
     return Plan(
         family, config, hf_config, companions, source, adapter, groups,
         cut=cut, loss_chunk=loss_chunk_of(recipe, config),
+    )  # fmt: skip
+
+
+def _plan_own(recipe: Recipe) -> Plan:
+    """Plan a run of the user's module that the recipe names."""
+    layout, (family, config) = recipe.layout, own_family(recipe)
+    own = own_parts(recipe, family, config)
+    family = replace(family, parts=own)
+    family.check_layout(config, layout)
+    if recipe.experts is not None:
+        check_experts(recipe.experts, family, config, adapters=False)
+    cut = cut_stages(family, config, layout, recipe.data.sequence_length, split=recipe.split)
+    folder = recipe.model.tokenizer
+    return Plan(
+        family, config, {}, [] if folder is None else tokenizer_files(Path(folder)),
+        groups=assign(recipe.optimizer.groups, names_of(family, config)),
+        cut=cut, loss_chunk=0, own=own,
     )  # fmt: skip
 
 
@@ -153,7 +177,7 @@ def loss_chunk_of(recipe: Recipe, config: ModelConfig) -> int:
 class RunPlan(Plan):
     """Hold a plan and the run's opened token files: what a process needs before it builds the model."""
 
-    batches: GlobalBatches = field(kw_only=True)
+    batches: GlobalBatches | ItemBatches = field(kw_only=True)
     #: The data of evaluation, if the recipe has one.
     held_out: HeldOut | None = field(kw_only=True)
     #: Each kind of attention, by its name in words; none over context ranks.
@@ -168,17 +192,19 @@ def check_run(recipe: Recipe) -> RunPlan:
     planned = plan(recipe)
     if recipe.checkpoint.mirror is not None:
         RemoteFolder(recipe.checkpoint.mirror)  # refuses a URL that no installed package understands
-    batches = open_data(recipe)
-    check_vocabulary(batches.vocab_size, planned.config.vocab_size, "recipe: data.tokens")
+    items = None if planned.own is None else planned.own.items
+    batches = items or open_data(recipe)
+    if isinstance(batches, GlobalBatches):
+        check_vocabulary(batches.vocab_size, planned.config.vocab_size, "recipe: data.tokens")
     held_out = open_held_out(recipe, planned.config.vocab_size)
-    if planned.source is None and recipe.model.tokenizer is None:
+    if recipe.model.init_from is None and recipe.model.tokenizer is None:
         planned = replace(planned, companions=tokenizer_of(batches))
     attention = attention_calls(
         planned.family.on_meta(planned.config),
         recipe.device,
         dtype_named(recipe.compute_dtype),
         length=recipe.data.sequence_length,
-        packed=batches.packed,
+        packed=isinstance(batches, GlobalBatches) and batches.packed,
         backend=recipe.attention_backend,
     )
     if recipe.layout.context > 1:  # blocks of attention, which nothing chooses

@@ -3,17 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
-from ..layers import all_stages, split_blocks
+from ..layers import all_stages, split_blocks, stage_parts
 from ..models import AdaptedFamily, Family, ModelConfig
 from ..parallel_state import Layout
 from ..pipeline.cut import cut_by_cost, stage_costs
 from ..simulation.model_flops import flops_of_config
+from .own_module import OwnFamily
 
 
 @dataclass(frozen=True, slots=True)
 class StageCut:
-    """State the number of blocks of each stage, and its cost in FLOPs of one token's forward."""
+    """State the number of blocks of each stage, and its cost in FLOPs of one token's forward, if it is known
+    (``costs`` is empty for a user's module).
+    """
 
     counts: tuple[int, ...]
     costs: tuple[float, ...]
@@ -32,7 +36,12 @@ class StageCut:
         for rank in range(self.layout.pipeline):
             numbers = self.layout.stages_of(rank)
             blocks = " and ".join(_span(stages[number].blocks) for number in numbers)
+            if not self.costs:
+                ranks.append(blocks)
+                continue
             ranks.append(f"{blocks} ({sum(self.costs[number] for number in numbers) / unit:,.3g})")
+        if not self.costs:
+            return f"blocks {', '.join(ranks)}"
         return (
             f"blocks {', '.join(ranks)} ({name} of a token's forward, ends counted); "
             f"the slowest stage takes {self.slowest:.2f} of the mean"
@@ -53,6 +62,10 @@ def cut_stages(
 ) -> StageCut:
     """Cut a model into the stages of a layout; ``BadInput`` for more stages than blocks or a bad split."""
     family = family.base if isinstance(family, AdaptedFamily) else family
+    if isinstance(family, OwnFamily):  # whose code cuts it
+        models: list[Any] = [*family.stages_on_meta(config, layout, split=split)]
+        held = {part.number: len(part.blocks) for model in models for part in stage_parts(model)}
+        return StageCut(tuple(held[number] for number in sorted(held)), (), layout)
     counts = split_blocks(config.num_hidden_layers, layout.stages, split)  # refuses what cannot be
     blocks, embedding, head = _forward_flops(family, config, sequence_length)
     if split is None:

@@ -28,7 +28,7 @@ from ..parallel_state.engine import fsdp_modules, is_sharded
 from ..pipeline import Stages, check_schedule, schedule_kind
 from .compute_weights import computing
 from .evaluation import evaluating
-from .function_loss import as_loss
+from .function_loss import as_loss, refuse_uncut
 from .loss import Loss
 from .precision import compute_dtype, reduce_dtype
 from .samples import Samples, count_samples, cut_over_context, rows_of_step, some_samples
@@ -178,12 +178,7 @@ class Step:
             todo = "Call shard_over_data(model, state, Precision(...)) before"
             expected = f"one shared over data={data} ranks"
             raise BadInput("step", "model", expected=expected, found="none", todo=todo)
-        if layout.context > 1 and not self.loss.sequence:
-            raise BadInput(
-                "layout", "context", expected="1 for a loss that names no sequence", found=layout.context,
-                todo='FunctionLoss(loss, sequence={"tokens": 1, "labels": 1}) names what ranks cut, and the '
-                "model's attention must look at other ranks' keys",
-            )  # fmt: skip
+        refuse_uncut(self.loss, layout)
         for name, router in () if self.loss.count is not None else routers(model):
             if router.balance or router.z_loss:
                 raise BadInput(

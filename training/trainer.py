@@ -10,8 +10,6 @@ from typing import Any
 import torch
 
 from ..checkpoints import (
-    Contents,
-    Described,
     Progress,
     Saver,
     begin_moments,
@@ -19,7 +17,6 @@ from ..checkpoints import (
     newest_of_run,
     restore_if_none,
 )
-from ..data.batch import Batch, BatchParts
 from ..data.batches import MicroBatches
 from ..parallel_state import CollectiveOrder, NotTrained, ParallelState, fault, initialize, seed_of
 from ..parallel_state.engine import accelerator
@@ -40,7 +37,7 @@ from .build import build, choices, measurements
 from .callbacks import Callback, Callbacks, EventLog, MetricsLog, TrackerLog
 from .lora import first_adapters
 from .not_finite import find_first_non_finite
-from .progress_checks import check_progress, sample_order
+from .progress_checks import check_progress, contents_of_run, sample_order
 from .run_plan import RunPlan, agree_on_weights, check_run
 from .step_sums import StepResult
 from .update import Updated
@@ -86,6 +83,7 @@ class Trainer:
             state,
             micro_batch=recipe.data.micro_batch,
             vocab_size=self.plan.config.vocab_size,
+            named=self.plan.own is not None,
         )
         built = build(recipe, self.plan, state)
         self.model, self.optimizer, self.step = built.model, built.optimizer, built.step
@@ -150,7 +148,7 @@ class Trainer:
             raise NotTrained(f"step {number + 1}: {error}") from error
         self._seconds = time.perf_counter() - began
 
-    def _batch(self, number: int, batch_of: Callable[[int], Batch | BatchParts]) -> Batch | BatchParts:
+    def _batch(self, number: int, batch_of: Callable[[int], Any]) -> Any:
         """Return a step's batch, with the random numbers and the learning rate of this step set."""
         self.at("step", number + 1)
         torch.manual_seed(random_seed(self.recipe.seed, number, self.state))
@@ -158,7 +156,7 @@ class Trainer:
         set_learning_rate(self.optimizer, self.schedule.rate(number))
         return batch
 
-    def _gradients(self, number: int, batch: Batch | BatchParts) -> StepResult:
+    def _gradients(self, number: int, batch: Any) -> StepResult:
         """Run forward and backward; the gradients are then whole, and not yet clipped."""
         fault("step.forward", rank=self.state.rank, step=number + 1)
         scale = self.update.scale
@@ -225,21 +223,16 @@ class Trainer:
         return CollectiveOrder(self.state, interval=debug.every or 1, timeout=timeout)
 
     def _saver(self) -> Saver:
+        saving = self.recipe.checkpoint
         return Saver(
             self.checkpoints,
             self.model,
             self.optimizer,
-            Contents(
-                Described(self.plan.family, self.plan.config),
-                self.plan.hf_config,
-                self.plan.split,
-                self.plan.companions,
-                adapter=self.plan.adapter,
-                frozen=frozenset(name for name, group in self.plan.groups.items() if group.freeze),
-            ),
-            keep=self.recipe.checkpoint.keep,
-            background=self.recipe.checkpoint.background,
-            mirror=self.recipe.checkpoint.mirror,
+            contents_of_run(self.plan, self.model, self.state),
+            state=self.state,
+            keep=saving.keep,
+            background=saving.background,
+            mirror=saving.mirror,
             say=self.events.note_save,
         )
 
@@ -263,14 +256,15 @@ class Trainer:
             )  # so a checkpoint of adapters for another base is refused
         if newest is not None:
             plan.let_go()
-            progress = load(newest, self.model, self.optimizer)
+            progress = load(newest, self.model, self.optimizer, state=self.state)
             check_progress(self.recipe, plan, newest, progress, say=self.terminal.say)
             self.update.restore(progress.memory)
             self.terminal.say(f"resumed from {newest} (written by {progress.layout})")
             self.resumed = (newest, progress)
             return progress.step
-        if lora is None and source is not None:
-            load(source, self.model)
+        weights = source or self.recipe.model.init_from
+        if lora is None and weights is not None:
+            load(weights, self.model, state=self.state)
             say(f"weights from {self.recipe.model.init_from}")
         elif lora is None:
             initialize(self.model, self.recipe.seed, state=self.state)

@@ -25,6 +25,7 @@ from ...recipes.checks import (
 )
 from ...recipes.recipe import Recipe
 from ...recipes.sections import DataSection, MemorySection
+from ...training.own_module import OwnFamily
 from .choice import Choice
 from .request import Request
 from .tally import Tally
@@ -257,8 +258,10 @@ class _Legal:
     def _modes_of(self, name: ScheduleName, layout: Layout) -> tuple[Checkpointing, ...]:
         key = name, layout.pipeline > 1
         if key not in self._modes:
+            # A user's module is timed as it is, each stage in one piece.
+            modes = MODES[:1] if isinstance(self.family, OwnFamily) else MODES
             self._modes[key] = tuple(
-                mode for mode in MODES if self._ask(partial(self._mode, mode, name, layout))
+                mode for mode in modes if self._ask(partial(self._mode, mode, name, layout))
             )
         return self._modes[key]
 

@@ -16,6 +16,7 @@ from ..device_memory import reserved_bytes
 from ..memory import MemoryPlan, Need, memory_of, needs_of_rank
 from ..rank_parameters import RankParameters
 from ..sampled_model import SampledModel, sampled
+from ..sampled_module import SampledModule
 from ..stage_costs import StageCost
 from ..step_shape import Work, sizes_of
 from ..time import StepTime, StepTimer
@@ -82,14 +83,14 @@ class Evaluator:
         self._needs: dict[Any, list[Need]] = {}
         self._parts: dict[Any, Any] = {}
 
-    def model(self, layout: Layout) -> SampledModel:
+    def model(self, layout: Layout) -> SampledModel | SampledModule:
         """Return one block of each kind, cut as the layout says; ``BadInput`` if the model forbids it."""
         return self._model(_bare(layout))
 
     def work(self, choice: Choice, pipeline: int = 0) -> Work:
         """Describe a step of a choice on the first rank of a pipeline rank."""
         layout = choice.layout
-        return Work(
+        work = Work(
             self._state(layout, pipeline),
             self.request.config.hidden_size,
             self._length,
@@ -101,6 +102,8 @@ class Evaluator:
             offload=choice.offload,
             **self.sizes,
         )
+        given = self.model(layout).given(work)
+        return replace(work, given=given) if given else work
 
     def memory(self, choice: Choice, pipeline: int) -> MemoryPlan:
         """Return the memory of the first rank of a pipeline rank."""
@@ -202,7 +205,7 @@ class Evaluator:
         works = [replace(self.work(choice), micro_batches=2 - once, loss_chunk=chunk) for chunk in chunks]
         return min(self._timer_of(choice, work, compiled).least_of_stages() / (2 - once) for work in works)
 
-    def _sampled(self, bare: Layout) -> SampledModel:
+    def _sampled(self, bare: Layout) -> SampledModel | SampledModule:
         request, recipe = self.request, self.request.recipe
         return sampled(request.family, request.config, bare, frozen=self._frozen, float8=recipe.scaling)
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ...parallel_state import BadInput, Layout
+from ...training.own_module import OwnFamily
 from ..generation_memory import GenerationMemory, generation_memory, rows_that_fit
 from .candidates import divisors
 from .request import Request
@@ -53,6 +54,9 @@ def generation_layouts(request: Request, dtype: torch.dtype) -> list[GenerationC
     Rows and their length are those of the request's batch. Raises ``BadInput`` if no layout is legal, or not
     even one row fits in any.
     """
+    if isinstance(request.family, OwnFamily):
+        expected, actual = "a model that writes text, of the zoo", "a module of your own"
+        raise BadInput("plan", "--generate", expected=expected, found=actual)
     family, config, data, tally = request.family, request.config, request.recipe.data, Tally()
     room, length, choices = request.room - request.runtime, request.recipe.data.sequence_length, []
     for tensor in divisors(request.gpus):

@@ -23,8 +23,12 @@ from ...simulation.replaced_operators import CPU, replaced
 from ...simulation.waits import WAITS
 from ...training.build import Built, build
 from ...training.compute_weights import ComputeWeights
+from ...training.own_module import OwnConfig, OwnFamily
 from ...training.run_plan import Plan, plan
+from ...training.samples import some_samples
 from ...training.step_sums import StepResult
+from ..dry_run import work_of
+from ..sampled_module import sampled_module
 
 Kernels = Literal["gpu", "cpu"]
 #: Pieces of the timeline: as many as a picture has columns.
@@ -47,8 +51,28 @@ def simulate_step(
     rows, length = recipe.data.global_batch // recipe.layout.data, recipe.data.sequence_length
     with ledger_of_rank(recipe.layout, rank, kernels) as (state, ledger):
         built = build(recipe, planned, state)
-        batch = _batch(rows, length, planned.config.vocab_size)
+        own = planned.own
+        batch: Any = _batch(rows, length, planned.config.vocab_size)
+        if own is not None:
+            batch = {name: torch.zeros(rows, *x.shape[1:], dtype=x.dtype) for name, x in own.samples.items()}
+            _assume_stages(built, recipe, planned, batch)
         return simulated_steps(ledger, built, [batch] * 2, built.update, kernels)
+
+
+def _assume_stages(built: Built, recipe: Recipe, planned: Plan, batch: dict[str, Tensor]) -> None:
+    """Tell the step of a user's module what its stages give: one rank alone cannot try them all."""
+    layout, stages, size = recipe.layout, built.step.stages, recipe.data.micro_batch
+    if layout.pipeline == 1:
+        return
+    assert isinstance(planned.family, OwnFamily) and isinstance(planned.config, OwnConfig)
+    planner = sampled_module(planned.family, planned.config, layout)
+    outputs = planner.outputs(work_of(recipe, planned), recipe.split)
+    stages.assume(outputs)
+    if stages.has_last:  # which also tells what the loss is given
+        stages.describe(
+            layout.stages - 1,
+            {name: x.to(built.step.device) for name, x in some_samples(batch, 0, size).items()},
+        )
 
 
 @contextmanager
@@ -64,7 +88,7 @@ def ledger_of_rank(layout: Any, rank: int, kernels: Kernels) -> Iterator[tuple[P
 def simulated_steps(
     ledger: Ledger,
     built: Built | Any,
-    batches: Sequence[Batch],
+    batches: Sequence[Any],
     update: Callable[[StepResult], object],
     kernels: Kernels,
 ) -> StepRecord:
@@ -72,7 +96,7 @@ def simulated_steps(
 
     ``built``: the rank's model, step and optimizer. ``update``: what follows the launch of a step.
     """
-    model, optimizer, state = built.model, built.optimizer, built.model.state
+    model, optimizer, state = built.model, built.optimizer, built.step.state
     ledger.name(model)
     begin_moments(model, optimizer)
     moments = [

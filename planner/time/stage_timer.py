@@ -13,6 +13,7 @@ from ...simulation.record import Collective
 from ..gathers_and_sums import root_stays, sums, sums_of_replicas
 from ..rank_parameters import Group, RankParameters
 from ..sampled_model import SampledModel
+from ..sampled_module import SampledModule
 from ..stage_costs import Alike, StageCost
 from ..step_shape import Work
 from .collectives import Links
@@ -50,7 +51,12 @@ class StageTimer:
     """
 
     def __init__(
-        self, model: SampledModel, work: Work, kernels: Kernels, links: Links, known: dict[Any, Any]
+        self,
+        model: SampledModel | SampledModule,
+        work: Work,
+        kernels: Kernels,
+        links: Links,
+        known: dict[Any, Any],
     ) -> None:
         self.model, self.work, self.layout = model, work, work.layout
         self.kernels, self.links = kernels, links
@@ -82,7 +88,16 @@ class StageTimer:
             self._loss(stage_seconds, stage.loss)
         if self._has_root(stage):
             self._accumulate(stage_seconds, parameters().root, 1)
+        for group, count in self._in_one_piece(stage, parameters):
+            self._accumulate(stage_seconds, group, count)
         return stage_seconds
+
+    def _in_one_piece(
+        self, stage: StageCost, parameters: Callable[[], RankParameters]
+    ) -> tuple[tuple[Group, int], ...]:
+        """Return the blocks of a stage that is one piece, a user's module's; with the rank's first one."""
+        first = not stage.blocks and stage.leads
+        return parameters().blocks if first else ()
 
     def exchanging(
         self, alone: StageSeconds, stage: StageCost, parameters: Callable[[], RankParameters]
@@ -102,6 +117,11 @@ class StageTimer:
         ]
         if self._has_root(stage):
             exchanges.append((self.around(parameters().root, 0.0, 0.0, root=True), 1))
+        pieces = self._in_one_piece(stage, parameters)
+        count = sum(number for _, number in pieces)
+        for group, number in pieces:  # each beside its share of what the stage computes
+            share = alone.costs["F"] / count, alone.costs["B"] / count
+            exchanges.append((self.around(group, *share), number))
         for (forward, inputs, weights), count in exchanges:
             stage_seconds.add("forward", "data", forward, count)
             stage_seconds.add("inputs", "data", inputs, count)

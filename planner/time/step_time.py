@@ -25,11 +25,11 @@ from typing import Any
 from ...parallel_state import Layout, ParallelState
 from ...pipeline.schedule_actions import Kind
 from ...pipeline.timetable import step_length
-from ...simulation.model_flops import flops_of_token
 from ...simulation.without_numbers import DTYPES
 from ..memory import MemoryPlan, memory_of
 from ..rank_parameters import RankParameters
 from ..sampled_model import SampledModel
+from ..sampled_module import SampledModule
 from ..stage_costs import StageCost
 from ..step_shape import Work
 from .collectives import Links
@@ -55,7 +55,7 @@ class StepTimer:
 
     def __init__(
         self,
-        model: SampledModel,
+        model: SampledModel | SampledModule,
         work: Work,
         machine: Machine,
         *,
@@ -188,7 +188,7 @@ class StepTimer:
         parts["data"] += self._exchange
         parts["optimizer"] = self._updates
         parts["checkpoint"] = checkpoint
-        flops = flops_of_token(self.model.family, self.model.config, self.work.sequence_length)
+        flops = self.model.flops(self.work.sequence_length)
         tokens = self.work.micro_batch * rounds * layout.data * self.work.sequence_length
         return StepTime(
             parts, tokens, layout.world, flops, self.machine.stated or self.machine.peak(self.dtype), busy,

@@ -62,6 +62,7 @@ def table(model: type[BaseModel], keys: list[str]) -> str:
 SECTIONS: list[tuple[str, type[BaseModel]]] = [
     ("The top", Recipe),
     ("[model]", sections.ModelSection),
+    ("[loss]", sections.LossSection),
     ("[lora]", sections.LoraSection),
     ("[layout]", sections.LayoutSection),
     ("[data]", sections.DataSection),

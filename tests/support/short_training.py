@@ -108,7 +108,7 @@ def build_rank(case: Case, state: ParallelState) -> Parts:
         assert use_float8(model, case.float8) == []
     if case.compiled:
         compile_blocks(model.numbered_blocks().values(), backend=case.compiled)
-    spare_memory(model, case.memory, case.memory.stated_chunk)
+    spare_memory(model, case.memory, case.memory.stated_chunk, model.state)
     shard_over_data(model, state, precision, offload=case.memory.offload)
     model.to_empty(device=resting_device(state, offload=case.memory.offload))
     loss = TokenLoss(

@@ -1,0 +1,131 @@
+"""Plan any rank of any layout of a user's module, whose stages are built and traced as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from torch import nn
+
+from ..layers import checkpoint_blocks, numbered_blocks
+from ..parallel_state import Layout, ParallelState
+from ..pipeline.stages import StageOutput
+from ..simulation.model_flops import TokenFlops
+from ..training.own_module import OwnConfig, OwnFamily
+from ..training.own_parts import OwnParts
+from .own_module import bytes_given, micro_batch_of, module_stages, outputs_of
+from .rank_parameters import Group, RankParameters, rank_parameters
+from .stage_costs import StageCost
+from .step_shape import Work
+
+
+class SampledModule:
+    """Answer for a user's module what ``SampledModel`` does for one of the zoo.
+
+    The model of each pipeline rank is built on the meta device, and each of its stages is one piece.
+    """
+
+    def __init__(self, family: OwnFamily, config: OwnConfig) -> None:
+        assert isinstance(family.parts, OwnParts)
+        self.family, self.config, self.own = family, config, family.parts
+        self._models: dict[object, nn.Module] = {}
+        self._held: dict[object, RankParameters] = {}
+        self._outputs: dict[object, list[StageOutput]] = {}
+        self._costs: dict[object, list[StageCost]] = {}
+        self._numbers: dict[object, int] = {}
+
+    def shapes(
+        self, layout: Layout, split: Sequence[int] | None, checkpoint_every: int
+    ) -> list[tuple[int, ...]]:
+        """Return, for each pipeline rank, a number for each of its stages, of which no two are alike."""
+        cut = layout.pipeline, layout.virtual_stages, layout.v_shape, split and tuple(split)
+        number = self._numbers.setdefault
+        return [
+            tuple(number((cut, stage), len(self._numbers)) for stage in layout.stages_of(rank))
+            for rank in range(layout.pipeline)
+        ]
+
+    def parameters(self, state: ParallelState, split: Sequence[int] | None = None) -> RankParameters:
+        """Count the parameters of a rank."""
+        key = state.layout, state.rank
+        if key not in self._held:
+            self._held[key] = rank_parameters(self._model(state, split), state)
+        return self._held[key]
+
+    def group(self, number: int, state: ParallelState) -> Group:
+        """Count the parameters of a block: nobody asks, as no stage has blocks that are pieces."""
+        raise AssertionError(number)
+
+    def block(self, number: int) -> nn.Module:
+        """Return a block like that of a number: nobody asks."""
+        raise AssertionError(number)
+
+    def costs(self, work: Work, split: Sequence[int] | None = None) -> list[StageCost]:
+        """Return the costs of each stage of the rank of ``work``."""
+        mode, interval = work.checkpointing, work.checkpoint_every
+        key = *self._cut(work.state, split), work.batch, mode, interval
+        if key not in self._costs:
+            model, outputs = self._model(work.state, split), self.outputs(work, split)
+            if mode != "none":  # in place, so of a model of its own
+                model = self.family.build(self.config, split=self._stated(split), state=work.state)
+                keeps = work.layout.context == 1
+                blocks = numbered_blocks(model).items()
+                checkpoint_blocks(blocks, mode, interval=interval, keep_attention=keeps)
+            self._costs[key] = module_stages(work, model, self.own.samples, self.own.loss, outputs)
+        return self._costs[key]
+
+    def given(self, work: Work) -> tuple[int, ...]:
+        """Return ``Work.given``: what each stage gives."""
+        return bytes_given(self.outputs(work, None)) if work.layout.pipeline > 1 else ()
+
+    def flops(self, sequence_length: int) -> TokenFlops:
+        """Count the FLOPs of a token of the whole module; attention counts with all else that is no product
+        with weights.
+        """
+        work = Work(ParallelState.alone(), 1, sequence_length, 1, 1, fused=False)
+        model = cast(nn.Module, self.family.on_meta(self.config))
+        (stage,) = module_stages(work, model, self.own.samples, self.own.loss)
+        (piece,) = stage.beside.parts
+        figures = piece.matrices, piece.other, piece.trained
+        return TokenFlops(*(figure / sequence_length for figure in figures))
+
+    def _cut(self, state: ParallelState, split: Sequence[int] | None) -> tuple[Any, ...]:
+        """Return all of a rank that its model depends on, which is not the data ranks but for experts'."""
+        layout, at = state.layout, state.at
+        place = layout.data_place(at, experts=True)[2] if layout.expert > 1 else 0
+        cut = layout.tensor, layout.context, layout.expert, layout.sequence, layout.ring
+        pipeline = layout.pipeline, layout.virtual_stages, layout.v_shape, split and tuple(split)
+        return *cut, *pipeline, at.pipeline, at.tensor, at.context, place
+
+    def _model(self, state: ParallelState, split: Sequence[int] | None) -> nn.Module:
+        key = self._cut(state, split)
+        if key not in self._models:
+            made = self.family.build(self.config, split=self._stated(split), state=state)
+            self._models[key] = made
+        return self._models[key]
+
+    def _stated(self, split: Sequence[int] | None) -> Sequence[int] | None:
+        """Return the split for a class that takes one; others cut themselves, as the split says."""
+        return split if self.family.takes_split else None
+
+    def outputs(self, work: Work, split: Sequence[int] | None) -> list[StageOutput]:
+        """Return what each stage gives for one micro-batch."""
+        layout = work.layout
+        key = *self._cut(ParallelState.stand_in(layout), split), work.micro_batch, work.compute
+        if key not in self._outputs:
+            here = replace(work, state=ParallelState.stand_in(layout))
+            part = micro_batch_of(here, self.own.samples, getattr(self.own.loss, "sequence", {}))
+            self._outputs[key] = outputs_of(lambda state: self._model(state, split), here, part)
+        return self._outputs[key]
+
+
+def sampled_module(family: OwnFamily, config: OwnConfig, layout: Layout) -> SampledModule:
+    """Return the module's plan for layouts that cut its layers alike; the same object for the same cut."""
+    assert isinstance(family.parts, OwnParts)
+    key = layout.tensor, layout.context, layout.expert, layout.sequence, layout.ring
+    known = family.parts.known
+    if key not in known:
+        known[key] = SampledModule(family, config)
+    made: SampledModule = known[key]
+    return made

@@ -1,0 +1,111 @@
+"""Run a Python file that a recipe names, the user's own, and take a class, function or object from it."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from ..parallel_state import BadInput
+from ..simulation.asked_numbers import line_of_user
+from ..storage.small_files import read_text
+from ..system import visible
+
+
+class OwnCode(NamedTuple):
+    """Hold what a file calls by a name, that name, and the SHA-256 of the file."""
+
+    entry: Any
+    name: str
+    digest: str
+
+
+#: The files that ran in this process, by path, each with its digest.
+_ran: dict[str, tuple[str, ModuleType]] = {}
+
+
+def own_code(name: str, key: str) -> OwnCode:
+    """Return what ``file.py:name`` is. The file runs once in a process, and again if its bytes have changed.
+
+    It is imported under its own name, and the folder that it is in is the last place where its imports look.
+    Raises ``BadInput`` about ``key`` for no such file, an error in it, and no such name.
+    """
+    file, _, entry = name.rpartition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise BadInput("recipe", key, expected="a Python file", found=f"no file {visible(file)}")
+    source = read_text(path)
+    digest, place = hashlib.sha256(source.encode()).hexdigest(), str(path.resolve())
+    if _ran.get(place, ("",))[0] != digest:
+        _ran[place] = digest, _run(source, Path(place), key)
+    module = _ran[place][1]
+    if not hasattr(module, entry):
+        public = [known for known in vars(module) if not known.startswith("_")]
+        near = ", ".join(get_close_matches(entry, public, n=3, cutoff=0.5))
+        todo = f"Nearest: {near}" if near else ""
+        raise BadInput("recipe", key, expected=f"a name in {visible(file)}", found=entry, todo=todo)
+    return OwnCode(getattr(module, entry), name, digest)
+
+
+def _run(source: str, path: Path, key: str) -> ModuleType:
+    name = path.stem
+    if (known := sys.modules.get(name)) is not None and getattr(known, "__file__", "") != str(path):
+        name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    sys.modules[name] = module
+    try:
+        exec(compile(source, str(path), "exec"), vars(module))
+    except Exception as error:
+        del sys.modules[name]
+        raise refused(error, key, expected="a file that can be imported") from error
+    return module
+
+
+def call_own(code: OwnCode, arguments: Mapping[str, Any], key: str, *, within: str, **given: Any) -> Any:
+    """Return ``code.entry(**arguments, **given)``; of ``given`` the keywords that it names.
+
+    Raises ``BadInput`` about ``key`` for arguments that do not fit, and about ``within`` for what it raises.
+    """
+    named = {name: entry for name, entry in given.items() if names(code.entry, name)}
+    try:
+        inspect.signature(code.entry).bind(**arguments, **named)
+    except TypeError as error:
+        expected = f"the keywords of {code.name.rpartition(':')[2]}{inspect.signature(code.entry)}"
+        raise BadInput("recipe", key, expected=expected, found=error) from None
+    except ValueError:  # a signature that Python does not know
+        pass
+    try:
+        return code.entry(**arguments, **named)
+    except BadInput:
+        raise
+    except Exception as error:
+        shown = ", ".join(f"{name}={entry!r}" for name, entry in arguments.items())
+        raise refused(error, within, expected=f"one that can be made with ({shown})"[:160]) from error
+
+
+def names(function: Callable[..., Any], keyword: str) -> bool:
+    """Tell whether a function, or a class, takes a keyword of this name."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    return keyword in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
+
+
+def refused(error: Exception, key: str, *, expected: str) -> BadInput:
+    """Return the refusal for an error of the user's code: one line with the place in his file."""
+    place = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else ""
+    place = place or line_of_user(error.__traceback__)
+    first = str(error).partition("\n")[0][:160]
+    found = f"{type(error).__name__}: {first}" + (f" ({place})" if place else "")
+    return BadInput("recipe", key, expected=expected, found=visible(found))

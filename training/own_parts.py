@@ -1,0 +1,167 @@
+"""Make what a run of a user's module has beside it, its loss and its samples, and check that they fit."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data.items import ItemBatches
+from ..layers import find_blocks
+from ..parallel_state import BadInput, Layout, ParallelState
+from ..pipeline import Stages
+from ..recipes.recipe import Recipe
+from ..simulation.micro_batch import MicroBatch
+from ..simulation.recorder import Recorder
+from ..simulation.without_numbers import shapes_only
+from .function_loss import as_loss, refuse_uncut
+from .loss import Loss
+from .own_code import call_own, names, own_code, refused
+from .own_module import OwnConfig, OwnFamily
+from .run_data import open_data
+
+
+@dataclass(frozen=True)
+class OwnParts:
+    """Hold what a run of a user's module has beside it.
+
+    ``loss``: as ``Step`` takes it. ``samples``: the form of a micro-batch of whole rows, on the meta device.
+    ``items``: batches of the user's data sets, unless the data are token files.
+    """
+
+    loss: Any
+    samples: Mapping[str, Tensor]
+    items: ItemBatches | None
+    #: What the recipe says of the tokens in a row.
+    length: int
+    #: What a planner has found out about the module and its loss, by layout.
+    known: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def check_layout(self, family: OwnFamily, config: OwnConfig, layout: Layout) -> None:
+        """Refuse context ranks for a loss that does not say what they cut, and for a module with a block that
+        sends nothing between them.
+        """
+        if layout.context == 1:
+            return
+        loss = as_loss(self.loss, ParallelState.stand_in(layout))
+        refuse_uncut(loss, layout)
+        for name in loss.sequence.keys() & self.samples.keys():
+            dim = loss.sequence[name]
+            if (length := self.samples[name].shape[dim]) != self.length:
+                expected = f"{length}, dim {dim} of {name}, which context ranks cut"
+                raise BadInput("recipe", "data.sequence_length", expected=expected, found=self.length)
+        _check_exchange(family, config, layout, self.samples, loss.sequence)
+
+
+def own_parts(recipe: Recipe, family: OwnFamily, config: OwnConfig) -> OwnParts:
+    """Make the recipe's loss and data sets; ``BadInput`` for those that do not fit the module."""
+    data, loss, items = recipe.data, own_loss(recipe), None
+    if data.module is None:
+        text = ["input_ids", "labels"] + ["positions"] * (data.documents == "separate")
+        like = {name: ((data.sequence_length,), torch.int64) for name in text}
+    else:
+        items = open_data(recipe)
+        assert isinstance(items, ItemBatches)
+        like = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in items.first.items()}
+    samples = {
+        name: torch.empty((data.micro_batch, *shape), dtype=dtype, device="meta")
+        for name, (shape, dtype) in like.items()
+    }
+    _check_taken(family.on_meta(config), samples)
+    return OwnParts(loss, samples, items, data.sequence_length)
+
+
+def own_loss(recipe: Recipe) -> Any:
+    """Return the loss that the recipe names; ``BadInput`` for what is none."""
+    section, key = recipe.loss, "loss.arguments"
+    assert section is not None
+    code, arguments = own_code(section.module, "loss.module"), section.arguments
+    entry = code.entry
+    if isinstance(entry, type) and issubclass(entry, Loss):
+        return call_own(code, arguments, key, within="loss.module")
+    if isinstance(entry, Loss):
+        if arguments:
+            raise BadInput("recipe", key, expected="none for an object", found=", ".join(arguments))
+        return entry
+    if not callable(entry) or isinstance(entry, type):
+        kind = entry.__name__ if isinstance(entry, type) else type(entry).__name__
+        expected = "a Loss, a class of it, or a function of (output, samples)"
+        raise BadInput("recipe", "loss.module", expected=expected, found=kind)
+    for name in arguments:
+        if not names(entry, name):
+            expected = f"keywords of {entry.__name__}{inspect.signature(entry)}"
+            raise BadInput("recipe", key, expected=expected, found=name)
+    return partial(entry, **arguments) if arguments else entry
+
+
+def _check_taken(model: nn.Module, samples: Mapping[str, Tensor]) -> None:
+    """Refuse data without a sample that the module's forward asks for by name."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    asked = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+    ]
+    first = getattr(model, "first_input", None)
+    for name in [*asked, *([] if first is None else [first])]:
+        if name not in samples:
+            todo = "The keywords of forward name the samples that it is given"
+            expected, actual = f"a sample {name}, which the model's forward takes", ", ".join(samples)
+            raise BadInput("recipe", "data", expected=expected, found=actual, todo=todo)
+
+
+def _check_exchange(
+    family: OwnFamily,
+    config: OwnConfig,
+    layout: Layout,
+    samples: Mapping[str, Tensor],
+    dims: Mapping[str, int],
+) -> None:
+    """Refuse context ranks for a module with a block that sends nothing between them: its tokens would see
+    only those of their own rank.
+    """
+    cut = Layout(tensor=layout.tensor, context=layout.context, sequence=layout.sequence, ring=layout.ring)
+    model: nn.Module = family.stages_on_meta(config, cut)[0]
+    blocks = {path: block for path, block in model.named_modules() if block in find_blocks(model)}
+    sent = dict.fromkeys(blocks, 0)
+
+    def looking(path: str, recorder: Recorder, sign: int) -> Callable[..., None]:
+        def look(*_: Any) -> None:
+            exchanges = (collective.axis == "context" for collective in recorder.collectives)
+            sent[path] += sign * sum(exchanges)
+
+        return look
+
+    hooks = []
+    with shapes_only([model], MicroBatch(1, 1, gpu=False)), Recorder() as recorder, torch.no_grad():
+        for path, block in blocks.items():
+            hooks.append(block.register_forward_pre_hook(looking(path, recorder, -1)))
+            hooks.append(block.register_forward_hook(looking(path, recorder, 1)))
+        part = {name: _cut(sample, dims.get(name), layout.context) for name, sample in samples.items()}
+        try:
+            Stages(model, ParallelState.stand_in(cut)).forward(part)
+        except BadInput:
+            raise
+        except Exception as error:  # whatever a user's code raises where numbers are missing
+            expected = "a forward that runs on a context rank's piece of the samples"
+            raise refused(error, "model.module", expected=expected) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+    apart = next((path for path, exchanges in sent.items() if not exchanges), None)
+    if apart is not None or not sent:
+        raise BadInput(
+            "recipe", "layout.context", found=layout.context,
+            expected=f"1: {apart or 'the model'} sends nothing between context ranks",
+            todo="A block's tokens see those of other ranks by trilith's causal_attention",
+        )  # fmt: skip
+
+
+def _cut(sample: Tensor, dim: int | None, ranks: int) -> Tensor:
+    shape = [size // ranks if place == dim else size for place, size in enumerate(sample.shape)]
+    return torch.zeros(shape, dtype=sample.dtype)
