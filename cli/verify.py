@@ -75,8 +75,6 @@ def verify(
             hashes = zip(read.values(), [path.name for path in read], strict=True)
     for digest, name in hashes:
         say(f"{digest}  {name}")
-    if manifest is not None and not manifest.sealed:
-        say("manifest.json has no seal (it is of an earlier release): damage to it would not be noticed")
     url = as_url(source)
     where = f"{weights.path}" if url is None else f"{url}, copied to {weights.path}"
     say(f"{where}: complete and unaltered" if manifest else f"{where}: complete and finite")
