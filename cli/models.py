@@ -64,7 +64,7 @@ def models(
 def _print_shown(name: str | None, as_json: bool) -> None:
     from ..models import FAMILIES, family_of, published_size, published_sizes, tiny_config
     from ..parallel_state import BadInput
-    from ..runs.console import plain_console
+    from ..runs.terminal import plain_console
     from .shared.shown_model import shown_model
 
     if name is None or as_json:
@@ -87,7 +87,7 @@ def _print_families(families: list[Family], as_json: bool) -> None:
     from dataclasses import asdict
 
     from ..models import published_sizes
-    from ..runs.console import plain_console
+    from ..runs.terminal import plain_console
     from .shared.family_features import AXES, features_of
 
     sizes: dict[str, list[str]] = {family.model_type: [] for family in families}
@@ -123,7 +123,7 @@ def _word(can: bool) -> str:
 
 def _print_sizes(family: Family, as_json: bool) -> None:
     from ..models import published_sizes
-    from ..runs.console import plain_console
+    from ..runs.terminal import plain_console
 
     sizes = [size for size in published_sizes().values() if size.family is family]
     if as_json:
@@ -139,7 +139,7 @@ def _print_sizes(family: Family, as_json: bool) -> None:
 def _print_size(name: str, as_json: bool) -> None:
     from ..models import published_size
     from ..recipes.size_facts import size_facts
-    from ..runs.console import plain_console
+    from ..runs.terminal import plain_console
 
     facts = size_facts(published_size(name))
     size = facts.size

@@ -216,7 +216,7 @@ def _search(requests: Sequence[Request]) -> list[Found | Unmet]:
     from ..parallel_state import BadInput
     from ..planner.search.find import SHOWN, find_layouts
     from ..planner.search.sweep import Unmet, found_ones
-    from ..runs.console import plain_console
+    from ..runs.terminal import plain_console
 
     console = plain_console(stderr=True)
     results: list[Found | Unmet] = []

@@ -17,7 +17,7 @@ from ..recipes.checks import check_experts
 from ..recipes.optimizer_sections import ParameterGroup
 from ..recipes.recipe import Recipe, read_config
 from ..runs.launch import device_here, own_rank
-from ..runs.named_trackers import check_trackers
+from ..runs.trackers import check_trackers
 from ..simulation.kinds_of_blocks import one_block_of_each_kind
 from ..simulation.model_flops import TokenFlops, flops_of_token, flops_per_token
 from ..storage import companions_in

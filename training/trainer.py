@@ -29,9 +29,18 @@ from ..runs.heartbeat import Heartbeat
 from ..runs.launch import device_words
 from ..runs.memory_use import memory_used
 from ..runs.metrics import StepMetrics
-from ..runs.requests import Requests, agree_on_requests
-from ..runs.stop_signals import Preempted, StopSignals, why_stopped
-from ..runs.switches import KILL, SAVE, STOP, Killed, Switches
+from ..runs.requests import (
+    KILL,
+    SAVE,
+    STOP,
+    Killed,
+    Preempted,
+    Requests,
+    StopSignals,
+    Switches,
+    agree_on_requests,
+    why_stopped,
+)
 from ..runs.terminal import Terminal
 from ..runs.trackers import Tracker
 from ..system import manual_gc

@@ -10,7 +10,7 @@ def byte_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.progress import TransferSpeedColumn as Speed
 
-    from ...runs.console import plain_console
+    from ...runs.terminal import plain_console
 
     console = plain_console(stderr=True)
     columns = (
@@ -31,7 +31,7 @@ def token_progress(total: int, *, quiet: bool) -> Iterator[Callable[[int, int], 
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.progress import TransferSpeedColumn as Speed
 
-    from ...runs.console import plain_console
+    from ...runs.terminal import plain_console
 
     console = plain_console(stderr=True)
     columns = (
