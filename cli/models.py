@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .shared.completion import size_names
+from .shared.options import size_names
 
 if TYPE_CHECKING:
     from ..models import Family
@@ -138,8 +138,8 @@ def _print_sizes(family: Family, as_json: bool) -> None:
 
 def _print_size(name: str, as_json: bool) -> None:
     from ..models import published_size
-    from ..recipes.size_facts import size_facts
     from ..runs.terminal import plain_console
+    from .shared.shown_model import size_facts
 
     facts = size_facts(published_size(name))
     size = facts.size

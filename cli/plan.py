@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..system import no_garbage_search
-from .shared.completion import model_names
-from .shared.options import FORCE
+from .shared.options import FORCE, model_names
 from .shared.sizes import parse_amount, parse_counts
 
 if TYPE_CHECKING:

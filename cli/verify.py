@@ -57,7 +57,7 @@ def verify(
     from ..checkpoints.verify import verify_weights
     from ..runs.report.record import check_step
     from ..system.addresses import as_url
-    from .shared.progress import byte_progress
+    from .shared.say import byte_progress
 
     weights = read_source(source, config=config, names=names, compare=False)
     for warning in weights.warnings:
@@ -85,7 +85,7 @@ def verify_tokens(source: str) -> None:
     from ..data.token_file import TokenFile
     from ..data.token_index import TokenPaths
     from ..system.addresses import as_url
-    from .shared.progress import byte_progress
+    from .shared.say import byte_progress
 
     name = TokenPaths.of(source).name
     file = TokenFile.open(name)

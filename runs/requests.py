@@ -22,8 +22,6 @@ import torch.distributed as dist
 from ..parallel_state import ParallelState, PeerFailed
 from ..system.process_info import process_info
 
-STOP, SAVE, KILL = "stop", "save", "kill"
-
 
 class Killed(PeerFailed):
     """Report that the run was ended by the file ``kill``: nothing was saved after the last checkpoint."""
@@ -31,6 +29,8 @@ class Killed(PeerFailed):
 
 class Switches:
     """Look for the files in a run's folder; ``here``: whether this rank does (the others see none)."""
+
+    names = stop, save, kill = "stop", "save", "kill"
 
     def __init__(self, folder: Path, *, here: bool) -> None:
         self._folder, self._here = folder, here
@@ -142,9 +142,9 @@ def agree_on_requests(
 
     Signals and errors reach ranks at different moments. Collective over all ranks.
     """
-    asked = signals.asked(state.rank) or switches.on(STOP)
+    asked = signals.asked(state.rank) or switches.on(Switches.stop)
     stop, save, kill, any_failed, most_memory = all_reduce_max(
-        state, asked, switches.on(SAVE), switches.on(KILL), failed, memory
+        state, asked, switches.on(Switches.save), switches.on(Switches.kill), failed, memory
     )
     return Requests(stop, bool(save), bool(kill), bool(any_failed)), most_memory
 

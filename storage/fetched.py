@@ -13,9 +13,8 @@ from pathlib import Path
 
 from ..parallel_state import BadInput
 from ..system.addresses import note_copy
-from .disk import Disk
+from .disk import Disk, FileLock, try_lock
 from .leftovers import remove_checkpoint
-from .lock import FileLock, try_lock
 from .remote_folder import RemoteFailed, RemoteFolder
 from .staging import staged
 

@@ -20,10 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..parallel_state import BadInput, fault
-from .disk import Disk, DiskFailed, writing
+from .disk import Disk, DiskFailed, FileLock, writing
 from .file_names import MANIFEST, leftovers, unfinished
 from .leftovers import lock_output, make_parents, remove_empty
-from .lock import FileLock
 from .output_places import IsOurs, check_output, check_output_file, nobodys
 from .safe_open import open_regular
 

@@ -64,10 +64,9 @@ PRIVATE_TORCH = {
 #: Files that read or parse by themselves and not through ``storage/small_files.py``, and why.
 READERS = {
     "cli/shared/topics.py": "a table of our own, which --help reads without torch",
-    "cli/shared/completion.py": "a table of our own, which a shell completes from without torch",
+    "cli/shared/options.py": "a table of our own, which a shell completes from without torch",
     "storage/strict_json.py": "the one parser of JSON",
-    "storage/small_files.py": "the one reader",
-    "storage/journal.py": "bytes of our own, cut off where a kill cut them",
+    "storage/small_files.py": "the one reader, and journals, whose bytes are our own",
     "system/process_info.py": "/proc",
     "system/machine.py": "/proc and /sys",
     "parallel_state/collective_order.py": "a store between ranks, no file",
@@ -75,8 +74,7 @@ READERS = {
     "runs/flight_recorder.py": "torch's own texts, no file",
     "runs/rendezvous.py": "a store between ranks, no file",
     "data/text/chat_formats.py": "a text inside a record, no file",
-    "data/text/stdlib_corpus.py": "Python's own sources",
-    "cli/shared/quickstart.py": "compares two files that it has just written",
+    "cli/shared/quickstart.py": "Python's own sources, and compares two files that it has just written",
     "generation/ranks.py": "a file of its own rank, in a temporary folder",
 }
 

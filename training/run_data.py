@@ -7,7 +7,7 @@ from pathlib import Path
 from ..data.batches import GlobalBatches, Mixture
 from ..data.text.tokenizer_loading import fingerprint_of_folder
 from ..data.token_file import TokenFile
-from ..data.vocabulary import check_vocabulary
+from ..data.token_index import check_vocabulary
 from ..parallel_state import BadInput, MachineFailed
 from ..recipes.recipe import Recipe
 from ..storage import companions_in

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..checkpoints import Source, StoredAdapter, check_plain, newest_in, read_source
 from ..data.batches import GlobalBatches
-from ..data.vocabulary import check_vocabulary
+from ..data.token_index import check_vocabulary
 from ..layers import AttentionCall, attention_calls, automatic_chunk
 from ..models import Family, ModelConfig, family_of
 from ..parallel_state import BadInput, ParallelState, dtype_named

@@ -13,9 +13,9 @@ from ...parallel_state import BadInput, Layout, check_workers, fault
 from ...storage.disk import Disk
 from ...storage.dtypes import TORCH
 from ...storage.files_beside_weights import read_companions
-from ...storage.journal import EVERY, JOURNAL, FinishedWork
 from ...storage.output_places import check_output, check_place
 from ...storage.safetensors_writer import TensorWriter
+from ...storage.small_files import EVERY, JOURNAL, FinishedWork
 from ...storage.staging import Staging, staged
 from ...storage.strict_json import StoredFile
 from ...system import no_garbage_search

@@ -8,8 +8,7 @@ from typing import Any, get_args
 from ...runs.trackers import TrackerName
 from .deepspeed_in_trainer import deepspeed_file, with_arguments
 from .fsdp_and_accelerate import check_shards, fsdp, into_deepspeed, parallelism, read_sizes
-from .precision import half_dtype, set_compute
-from .translation import NO_COUNTERPART, ForeignConfig, RecipeDraft
+from .translation import NO_COUNTERPART, ForeignConfig, RecipeDraft, half_dtype, set_compute
 
 #: Keys that say nothing about what is trained, or what is so here anyway.
 _MEANINGLESS = {

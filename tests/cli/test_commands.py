@@ -17,12 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trilith.checkpoints import convert
 from trilith.cli import main
 from trilith.cli.app import run
+from trilith.cli.shared.shown_model import size_facts
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.models import FAMILIES, published_size, published_sizes
 from trilith.pipeline import SCHEDULE_NAMES, schedule_kind
 from trilith.planner.dry_run import dry_run
 from trilith.recipes.recipe import load_recipe
-from trilith.recipes.size_facts import size_facts
 from trilith.simulation.model_flops import flops_per_token
 
 
