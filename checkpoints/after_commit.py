@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from ..parallel_state import BadCheckpoint, BadInput, MachineFailed
+from ..storage.disk import Hold, hold, nobody_reads
 from ..storage.file_names import DAMAGED, set_aside_name
 from ..storage.leftovers import remove_checkpoint
-from ..storage.lock import Hold, hold, nobody_reads
 from .find import complete_checkpoints, step_directory, step_of
 from .manifest import Manifest
 from .mirror import Mirror

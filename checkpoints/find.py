@@ -15,10 +15,10 @@ from pathlib import Path
 
 from ..parallel_state import BadCheckpoint, ParallelState
 from ..parallel_state.collective_errors import together
+from ..storage.disk import Hold, hold
 from ..storage.fetched import fetched
 from ..storage.file_names import DAMAGED, MANIFEST, STEP_NAME, finished_name, set_aside_name
 from ..storage.folder_kind import CHECKPOINTS, holds_steps
-from ..storage.lock import Hold, hold
 from ..storage.remote_folder import RemoteFolder
 from ..system.addresses import as_url
 from .hugging_face.hub import FILES, from_hub

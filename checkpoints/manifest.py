@@ -25,8 +25,6 @@ from .stored_tensor import StoredTensor
 from .user_module_family import StoredModule
 
 VERSION: Final = 2
-#: The version before, whose manifests have no seal.
-_UNSEALED: Final = 1
 #: What a run writes: the parts of its tensors follow grids.
 WITH_GRIDS: Final = 3
 MAX_BYTES = 1 << 30
@@ -65,7 +63,7 @@ class Manifest(StrictRecord):
     with both moments. ``module``: for a model that no family describes, how its tensors are cut.
     """
 
-    version: Literal[1, 2, 3] = VERSION
+    version: Literal[2, 3] = VERSION
     kind: Literal["weights", "training"]
     model_type: str
     config: dict[str, JsonValue]
@@ -113,12 +111,14 @@ class Manifest(StrictRecord):
     def parse(cls, raw: bytes, where: object) -> Manifest:
         """Parse the manifest in these bytes; checks its form and its seal only."""
         version = parse_object(raw, where, kind=BadCheckpoint).get("version")
-        if type(version) is not int or version not in (_UNSEALED, VERSION, WITH_GRIDS):
+        if type(version) is not int or version not in (VERSION, WITH_GRIDS):
             todo = "It was written by another release" if isinstance(version, int) else ""
-            expected = f"{_UNSEALED}, {VERSION} or {WITH_GRIDS}"
+            if version == 1:
+                todo = "A manifest of version 1 has no seal: with trilith 0.2.0, reshard writes it anew"
+            expected = f"{VERSION} or {WITH_GRIDS}"
             raise BadCheckpoint(where, "version", expected=expected, found=shown(version), todo=todo)
         try:
-            return cls.model_validate_json(raw if version == _UNSEALED else open_seal(raw, where))
+            return cls.model_validate_json(open_seal(raw, where))
         except ValidationError as error:
             raise from_validation(where, error, kind=BadCheckpoint) from None
 
@@ -137,13 +137,6 @@ class Manifest(StrictRecord):
         read.check(directory)
         read.check_place(directory)
         return raw
-
-    @property
-    def sealed(self) -> bool:
-        """Tell whether damage to the manifest itself is noticed; checkpoints of earlier releases have no
-        seal.
-        """
-        return self.version != _UNSEALED
 
     def check(self, where: object) -> None:
         """Refuse a manifest that contradicts itself: names, indices, boxes, or elements not owned once."""

@@ -10,11 +10,11 @@ from typing import Any, cast
 from ..models import Family, Implementation, LoraConfig, ModelConfig, adapted, family_of, implemented_by
 from ..parallel_state import BadInput, Piece
 from ..storage.catalog import Catalog, renamed
+from ..storage.disk import Hold
 from ..storage.file_names import CONFIG, MANIFEST
 from ..storage.files_beside_weights import COMPANIONS, companions_in
 from ..storage.folder_kind import CHECKPOINTS, SOURCES, FolderKind, kind_of_folder
 from ..storage.leftovers import why_absent
-from ..storage.lock import Hold
 from ..storage.safetensors_reader import TensorFile
 from ..storage.small_files import read_json
 from ..storage.torch_archive import ViewFile

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, JsonValue
 from torch import nn
 
-from ..layers import VOCABULARY_MULTIPLE, all_stages, padded_vocabulary
+from ..layers import all_stages
 from ..models import Family, Link, Rule
 from ..models.base.hugging_face_names import expand
 from ..parallel_state import BadInput, Cut, Declaration, Layout, declarations
@@ -29,15 +29,11 @@ class StoredCut(StrictRecord):
 
 
 class StoredDeclaration(StrictRecord):
-    """Record how a parameter is cut over the ranks (see ``parallel_state.Declaration``), and its stages.
-
-    ``rows``: in checkpoints of the first version, whose ``shape`` is the padded one, the true rows of dim 0.
-    """
+    """Record how a parameter is cut over the ranks (see ``parallel_state.Declaration``), and its stages."""
 
     shape: tuple[int, ...]
     cut: StoredCut | None = None
     multiple: int | None = Field(default=None, ge=1, le=2**24)
-    rows: int | None = Field(default=None, ge=1)
     partial: tuple[str, ...] = ()
     ends: bool = False
     experts: bool = False
@@ -48,13 +44,8 @@ class StoredDeclaration(StrictRecord):
 
     def restored(self) -> Declaration:
         cut = None if self.cut is None else Cut(**self.cut.model_dump())
-        shape, multiple = self.shape, self.multiple
-        if self.rows is not None and shape:
-            rows, *rest = shape
-            multiple = VOCABULARY_MULTIPLE if padded_vocabulary(self.rows) == rows else rows
-            shape = (self.rows, *rest)
         return Declaration(
-            shape, cut=cut, multiple=multiple, partial=self.partial, ends=self.ends,
+            self.shape, cut=cut, multiple=self.multiple, partial=self.partial, ends=self.ends,
             experts=self.experts, buffer=self.buffer,
         )  # fmt: skip
 

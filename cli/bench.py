@@ -55,7 +55,7 @@ def bench(
     from ..machine.measure.row import Case, Row
     from ..machine.measure.run import check_parts, report_json
     from ..parallel_state import BadInput
-    from ..runs.console import plain_console
+    from ..runs.terminal import plain_console
     from ..storage.folder_kind import kinds_of
     from ..storage.leftovers import make_parents, remove_empty
     from ..storage.output_places import check_output_file

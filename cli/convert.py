@@ -92,7 +92,7 @@ def convert(
     check_weights_there(src, "a Hugging Face folder or a checkpoint")
     from ..checkpoints import ConversionOptions, carry_out, plan_conversion
     from .shared.model_card import model_card
-    from .shared.progress import byte_progress
+    from .shared.say import byte_progress
     from .shared.sizes import parse_counts
 
     if to == "dcp":

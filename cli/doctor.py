@@ -65,7 +65,7 @@ def doctor(
             check_there(folder, "a folder")
     from ..machine import diagnose
     from ..parallel_state import BadInput
-    from ..runs.console import plain_console
+    from ..runs.terminal import plain_console
 
     for folder in (Path.cwd(), *(folders or ())):  # the first one may have been deleted
         if not folder.is_dir() and not nodes:
@@ -123,7 +123,7 @@ def _print_table(title: str, findings: Sequence[Finding]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..runs.console import plain_console
+    from ..runs.terminal import plain_console
 
     table = Table(title=title, title_justify="left")
     for column in ("", "check", "found", "what to do"):

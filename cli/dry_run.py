@@ -39,7 +39,7 @@ def show_dry_run(
 
     ``exact``: simulate the rank's step, too, and say who holds the bytes; ``html``: write that as a page.
     """
-    from ..runs.console import plain_console
+    from ..runs.terminal import plain_console
     from ..storage.staging import output_file
 
     # The page's file takes its room first: where it cannot be written, nothing is simulated for it.
@@ -71,7 +71,7 @@ def _show(
     page: Path | None,
 ) -> DryRun:
     from ..recipes.recipe import load_recipe
-    from ..runs.console import plain_console
+    from ..runs.terminal import plain_console
     from .shared.sizes import parse_size
 
     device = parse_size(device_memory, "--device-memory") if device_memory is not None else None
@@ -140,7 +140,7 @@ def _show(
 
 def _simulated(recipe: Recipe, rank: int) -> StepRecord:
     from ..planner.search import Worker
-    from ..runs.console import plain_console
+    from ..runs.terminal import plain_console
 
     worker = Worker()
     try:

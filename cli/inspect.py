@@ -44,7 +44,7 @@ def inspect(
 
     from ..checkpoints import read_foreign, read_source, verify_files
     from ..parallel_state import BadInput, buffer_names
-    from ..runs.console import plain_console
+    from ..runs.terminal import plain_console
 
     console = plain_console(soft_wrap=True)
     if config is None and (foreign := read_foreign(source)) is not None:

@@ -45,7 +45,7 @@ def merge_lora(
     from ..checkpoints import ConversionOptions, carry_out, plan_merge
     from ..parallel_state import check_workers
     from .shared.model_card import model_card
-    from .shared.progress import byte_progress
+    from .shared.say import byte_progress
 
     check_workers(workers, "merge-lora")
     plan = plan_merge(base, adapter)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .shared.completion import size_names
+from .shared.options import size_names
 
 if TYPE_CHECKING:
     from ..models import Family
@@ -74,7 +74,7 @@ def _print_shown(name: str | None, as_json: bool) -> None:
     from ..models import FAMILIES, family_of, published_size, published_sizes, tiny_config
     from ..models.from_transformers.proved import proved
     from ..parallel_state import BadInput
-    from ..runs.console import plain_console
+    from ..runs.terminal import plain_console
     from .shared.shown_model import shown_model
 
     if name is None or as_json:
@@ -100,7 +100,7 @@ def _print_families(families: list[Family], as_json: bool) -> None:
 
     from ..models import published_sizes
     from ..models.from_transformers.proved import offered, proved
-    from ..runs.console import plain_console
+    from ..runs.terminal import plain_console
     from .shared.family_features import AXES, features_of
 
     sizes: dict[str, list[str]] = {family.model_type: [] for family in families}
@@ -143,7 +143,7 @@ def _word(can: bool) -> str:
 
 def _print_adopted(kind: str, as_json: bool) -> None:
     from ..models.from_transformers.proved import AXES, proved, why_not, why_refused
-    from ..runs.console import plain_console
+    from ..runs.terminal import plain_console
 
     refused = why_refused(kind)
     reasons = {} if refused else {axis: why for axis in AXES if (why := why_not(kind, axis))}
@@ -160,7 +160,7 @@ def _print_adopted(kind: str, as_json: bool) -> None:
 
 def _print_sizes(family: Family, as_json: bool) -> None:
     from ..models import published_sizes
-    from ..runs.console import plain_console
+    from ..runs.terminal import plain_console
 
     sizes = [size for size in published_sizes().values() if size.family is family]
     if as_json:
@@ -175,8 +175,8 @@ def _print_sizes(family: Family, as_json: bool) -> None:
 
 def _print_size(name: str, as_json: bool) -> None:
     from ..models import published_size
-    from ..recipes.size_facts import size_facts
-    from ..runs.console import plain_console
+    from ..runs.terminal import plain_console
+    from .shared.shown_model import size_facts
 
     facts = size_facts(published_size(name))
     size = facts.size

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from .shared.completion import size_names
 from .shared.inputs import NoSuchInput, check_model_there, check_tokens_there
-from .shared.options import FORCE
+from .shared.options import FORCE, size_names
 from .shared.say import say
 
 

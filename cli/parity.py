@@ -80,7 +80,7 @@ def parity(
     from ..parallel_state import BadInput, dtype_name, dtype_named, from_validation
     from ..pipeline import schedule_kind
     from ..recipes.sections import LayoutSection
-    from ..runs.console import plain_console
+    from ..runs.terminal import plain_console
     from ..testing.parity.case import Question
     from .shared.parity import TOLERANCES, check, compare_with_transformers
     from .shared.sizes import parse_counts

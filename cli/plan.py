@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..system import no_garbage_search
-from .shared.completion import model_names
-from .shared.options import FORCE
+from .shared.options import FORCE, model_names
 from .shared.sizes import parse_amount, parse_counts
 
 if TYPE_CHECKING:
@@ -216,7 +215,7 @@ def _search(requests: Sequence[Request]) -> list[Found | Unmet]:
     from ..parallel_state import BadInput
     from ..planner.search.find import SHOWN, find_layouts
     from ..planner.search.sweep import Unmet, found_ones
-    from ..runs.console import plain_console
+    from ..runs.terminal import plain_console
 
     console = plain_console(stderr=True)
     results: list[Found | Unmet] = []

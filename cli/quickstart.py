@@ -26,7 +26,7 @@ def quickstart(
     from rich.table import Table
     from rich.text import Text
 
-    from ..runs.console import plain_console
+    from ..runs.terminal import plain_console
     from .shared.quickstart import Quickstart
 
     console = plain_console()

@@ -29,7 +29,7 @@ def schedule(
     """
     from ..pipeline import bubble, layout_of, timetable
     from ..pipeline.timetable_text import timetable_lines
-    from ..runs.console import plain_console
+    from ..runs.terminal import plain_console
 
     name = name.lower()
     if out is not None:

@@ -6,10 +6,73 @@ from typing import Annotated
 
 import typer
 
-from .foreign_tokens import Origin, index_files
 from .shared.inputs import check_there
 from .shared.options import INPUTS, JSON_KEY
 from .shared.say import counted, say
+
+#: The parameters of ``trilith tokenize`` that mean something where nothing is tokenized.
+_MEANT = {"inputs", "tokenizer", "out", "origin", "quiet"}
+
+
+class Origin(StrEnum):
+    """Say which program wrote the token ids."""
+
+    megatron = "megatron"
+    datatrove = "datatrove"
+
+
+def index_files(
+    context: typer.Context, inputs: list[Path], tokenizer: Path, out: Path, origin: Origin, *, quiet: bool
+) -> None:
+    """Write an index for each file of ``inputs``, and print the recipe's lines for more than one."""
+    from ..data.datatrove import datatrove_files, read_datatrove
+    from ..data.foreign_tokens import index_tokens
+    from ..data.megatron import parse_blend, read_megatron
+    from ..data.text.tokenizer_loading import load_tokenizer
+    from ..parallel_state import BadInput
+    from ..recipes.commented import to_toml
+    from .shared.say import byte_progress
+
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name not in _MEANT and source is not None and source.name == "COMMANDLINE":
+            expected = "no option that says how to tokenize: the tokens are there"
+            raise BadInput("tokenize", "--from", expected=expected, found=parameter.opts[0])
+    weights: list[float] | None = None
+    if origin is Origin.megatron:
+        prefixes, weights = parse_blend([str(path) for path in inputs], "tokenize")
+        files = [read_megatron(Path(prefix)) for prefix in prefixes]
+    else:
+        files = [read_datatrove(file) for path in inputs for file in datatrove_files(path)]
+    loaded = load_tokenizer(tokenizer)
+    names = [out] if len(files) == 1 else [out / foreign.path.stem for foreign in files]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise BadInput(
+            "tokenize", "INPUT", expected="files with different names", found=f"two called {twice.name}",
+            todo="Give each its own --out",
+        )  # fmt: skip
+    for name, foreign in zip(names, files, strict=True):
+        with byte_progress(str(name), 0 if quiet else foreign.size) as advance:
+            file = index_tokens(
+                foreign,
+                name,
+                vocab_size=loaded.vocab_size,
+                eos_id=loaded.eos_id,
+                bos_id=loaded.bos_id,
+                tokenizer_fingerprint=loaded.fingerprint,
+                on_progress=advance,
+            )
+        index = file.index
+        start = "no start token" if index.bos_id is None else f"the start token, id {index.bos_id}"
+        documents = counted(index.documents, "document")
+        say(
+            f"{name}: {index.tokens:,} tokens in {documents}, {index.dtype}, which stay in "
+            f"{foreign.path}; the documents have {start}"
+        )
+    if len(names) > 1:
+        say(f"[data]\ntokens = {to_toml([str(name) for name in names])}")
+        if weights is not None:
+            say(f"weights = {to_toml(weights)}")
 
 
 class Target(StrEnum):
@@ -110,13 +173,12 @@ def tokenize(
         return
     import time
 
-    from ..data.text.chat_show import shown, warnings_of
-    from ..data.text.chat_template import Chat
+    from ..data.text.chat_template import Chat, shown, warnings_of
     from ..data.text.text_and_jsonl import check_inputs
     from ..data.text.tokenize_files import tokenize as make_token_file
     from ..data.text.tokenizer_loading import load_tokenizer
     from ..parallel_state import BadInput
-    from .shared.progress import token_progress
+    from .shared.say import token_progress
 
     if show and not (chat or chat_template or template_set):
         raise BadInput("tokenize", "--show", expected="--chat with it", found=show)

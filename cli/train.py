@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .shared.completion import recipe_names
 from .shared.inputs import check_recipe_there
-from .shared.options import Strict
+from .shared.options import Strict, recipe_names
 
 if TYPE_CHECKING:
     from ..training.supervised import Fit

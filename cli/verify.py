@@ -57,7 +57,7 @@ def verify(
     from ..checkpoints.verify import verify_weights
     from ..runs.report.record import check_step
     from ..system.addresses import as_url
-    from .shared.progress import byte_progress
+    from .shared.say import byte_progress
 
     weights = read_source(source, config=config, names=names, compare=False)
     for warning in weights.warnings:
@@ -75,8 +75,6 @@ def verify(
             hashes = zip(read.values(), [path.name for path in read], strict=True)
     for digest, name in hashes:
         say(f"{digest}  {name}")
-    if manifest is not None and not manifest.sealed:
-        say("manifest.json has no seal (it is of an earlier release): damage to it would not be noticed")
     url = as_url(source)
     where = f"{weights.path}" if url is None else f"{url}, copied to {weights.path}"
     say(f"{where}: complete and unaltered" if manifest else f"{where}: complete and finite")
@@ -87,7 +85,7 @@ def verify_tokens(source: str) -> None:
     from ..data.token_file import TokenFile
     from ..data.token_index import TokenPaths
     from ..system.addresses import as_url
-    from .shared.progress import byte_progress
+    from .shared.say import byte_progress
 
     name = TokenPaths.of(source).name
     file = TokenFile.open(name)

@@ -6,19 +6,81 @@ or ``{{each name.key}}`` is repeated for each element of a list.
 """
 
 import json
+import posixpath
 import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from ..parallel_state import BadInput
 from ..storage.small_files import read_text
+from .excluded_nodes import EXCLUDED_NODES
 from .job import SYSTEMS, Job
-from .kubernetes import pod_values
-from .network import optional, variables
-from .slurm import slurm_values
+
+#: What stands for a pod's working directory, which is gone with the pod, if the recipe's ``out`` is relative.
+_WORKING = "/claim"
+#: What an image needs or a pod mounts: a claim that is mounted there or around it would hide it.
+_TAKEN = "/bin /boot /dev /etc /lib /lib32 /lib64 /proc /run /sbin /sys /usr /var/run"
+#: Where the launchers of a JobSet meet, on its first pod.
+_PORT = 29400
+
+
+def pod_values(job: Job) -> dict[str, Any]:
+    """Return the values of the YAML templates that are no fields of the job."""
+    assert job.warning is not None
+    folder = _claimed(job)
+    words = [*job.words, *([f"out={folder}"] if folder != job.out else [])]
+    return {
+        # Kubernetes replaces $(NAME), and takes $$ for a $.
+        "command": [word.replace("$", "$$") for word in words],
+        "meeting": [
+            f"--rdzv-endpoint={job.name}-node-0-0.{job.name}:{_PORT}",
+            f"--rdzv-id={job.name}",
+        ],
+        "port": _PORT,
+        "claim": f"{job.name}-run" if job.claim is None else job.claim,
+        "folder": folder,
+        # A folder of its own for each path: the runs on one claim do not meet.
+        "inside": folder.removeprefix("/"),
+        "grace": 60 * job.warning,
+        "deadline": None if job.minutes is None else 60 * (job.minutes - job.warning),
+    }
+
+
+def _claimed(job: Job) -> str:
+    """Return the run's folder as its pods know it, absolute: there the run's part of the claim is mounted."""
+    out = posixpath.normpath(job.out)
+    if ":" in out or out.split("/")[0] == "..":
+        expected = "a path without :, not above the working directory, for Kubernetes to mount"
+        raise BadInput("launch", "out", expected=expected, found=repr(job.out))
+    folder = PurePosixPath("/", posixpath.join(_WORKING, out).lstrip("/"))
+    taken = [PurePosixPath(place) for place in _TAKEN.split()]
+    if any(folder.is_relative_to(place) or place.is_relative_to(folder) for place in taken):
+        expected = f"a folder of the run, neither in nor around {_TAKEN}"
+        raise BadInput("launch", "out", expected=expected, found=repr(job.out))
+    return str(folder)
+
+
+def slurm_values(job: Job) -> dict[str, Any]:
+    """Return the values of ``job.sbatch`` that are no fields of the job."""
+    assert job.minutes is not None and job.warning is not None and job.spares is not None
+    least = (job.least_nodes or 1) if job.fit else job.nodes
+    most = job.nodes + job.spares
+    return {
+        "command": job.words,
+        "range": f"{least}-{most}" if least < job.nodes else most,
+        # Told the tasks of a node, Slurm takes the fewest nodes of a range, else all that are free.
+        "launchers": None if least < job.nodes else 1,
+        "shrinks": least if least < job.nodes else None,
+        "least_nodes": least,
+        "spares": f"{job.spares} more" if job.spares else "no spare nodes",
+        "time": f"{job.minutes // 60:02d}:{job.minutes % 60:02d}:00",
+        "seconds": 60 * job.warning,
+        "excluded": EXCLUDED_NODES,
+    }
+
 
 Place = Literal["bash", "yaml", "directive", "comment"]
 
@@ -100,3 +162,30 @@ def _common(job: Job) -> dict[str, Any]:
         "gpus": job.ranks if job.gpu else None,
         "cores": None if job.gpu else job.ranks,
     }
+
+
+#: (name, value, why, only with GPUs)
+VARIABLES = (
+    ("OMP_NUM_THREADS", "1", "one thread a rank; more only where a rank has cores to spare", False),
+    ("TRITON_CACHE_DIR", "/tmp/triton", "compiled kernels on the host's own disk", True),
+    ("NCCL_DEBUG", "WARN", "say why a connection fails", True),
+    ("TORCH_FR_BUFFER_SIZE", "2000", "the flight recorder keeps the last 2,000 collectives", True),
+    ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "and writes them to a file when one of them times out", True),
+)
+#: The same, to be set by whoever knows the network: written as comments.
+OPTIONAL = (
+    ("NCCL_SOCKET_IFNAME", "eth0", "the interface by which hosts meet, if it is not found", True),
+    ("GLOO_SOCKET_IFNAME", "eth0", "the same for gloo, which saves and signals use", False),
+    ("NCCL_IB_HCA", "mlx5", "the InfiniBand cards to use", True),
+    ("FI_PROVIDER", "efa", "on AWS with EFA", True),
+)
+
+
+def variables(*, gpu: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield name, value and reason of each variable that the file sets."""
+    return ((name, value, why) for name, value, why, only in VARIABLES if gpu or not only)
+
+
+def optional(*, gpu: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield name, example value and reason of each variable that depends on the network."""
+    return ((name, value, why) for name, value, why, only in OPTIONAL if gpu or not only)

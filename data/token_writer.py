@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from ..parallel_state import BadInput
 from ..storage.disk import writing
-from ..storage.journal import Journal
+from ..storage.small_files import Journal
 from ..storage.staging import Staging
 from .megatron import check_for_megatron, write_megatron_index
 from .token_file import TokenFile

@@ -10,7 +10,7 @@ import torch
 
 from ..checkpoints import Source, load_source, read_source, with_adapter
 from ..data.text.tokenizer_loading import Tokenizer, load_tokenizer
-from ..data.vocabulary import check_vocabulary
+from ..data.token_index import check_vocabulary
 from ..models import CausalLM
 from ..parallel_state import BadInput, Layout, ParallelState, dtype_named
 from ..runs.launch import own_rank

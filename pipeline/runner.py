@@ -18,7 +18,6 @@ from .schedule_kinds import check_recomputation, check_schedule, schedule_kind
 @cache
 def schedule_classes() -> dict[str, Any]:
     """Return torch's class of each schedule."""
-    engine.require(engine.PIPELINING)
     return {
         "gpipe": pipelining.ScheduleGPipe,
         "1f1b": pipelining.Schedule1F1B,

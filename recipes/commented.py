@@ -1,5 +1,6 @@
 """Write a recipe for people: each key with the first words of its own help beside it."""
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +9,16 @@ from pydantic import BaseModel
 
 from .recipe import Recipe
 from .section import sections_of
-from .toml_text import to_toml
+
+
+def to_toml(value: Any) -> str:
+    """Return plain data as TOML."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {to_toml(entry)}" for key, entry in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(to_toml, value)) + "]"
+    return json.dumps(value)  # strings, numbers and booleans are written alike in both
+
 
 #: Columns of a line with its comment.
 _WIDTH = 110

@@ -14,7 +14,7 @@ from ..models import family_of, implemented_by, published_size
 from ..models.base.keys import DENIED, check_keys
 from ..parallel_state import TIMEOUT, BadInput, Layout, dtype_name, from_validation
 from ..pipeline import ScheduleName
-from ..runs.stop_signals import GRACE
+from ..runs.requests import GRACE
 from ..storage.small_files import parse_toml, read_json, read_toml
 from ..storage.strict_json import DEEPEST
 from .checks import check_recipe, compile_rules

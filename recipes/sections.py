@@ -10,7 +10,7 @@ from ..layers import Checkpointing
 from ..models import Implementation, LoraConfig
 from ..parallel_state import FILES_TIMEOUT, Layout
 from ..pipeline import ScheduleName, schedule_kind
-from ..runs.named_trackers import TrackerName
+from ..runs.trackers import TrackerName
 from .section import MOST_AHEAD, Blocks, CodeName, PathOrAddress, PathText, Ranks, Rows, Stages, Step, Wait
 from .section import Section as Section
 

@@ -20,7 +20,7 @@ from typing import IO, Self
 from ..parallel_state import MachineFailed, from_os_error
 from ..storage.small_files import read_json
 from ..system.process_info import has_process_info, process_info, start_of
-from .stop_signals import PREEMPTED
+from .requests import PREEMPTED
 
 #: A rank whose file is older than this many seconds is silent. Ranks beat once a second.
 SILENT_AFTER = 4.0

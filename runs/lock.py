@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..parallel_state import BadInput, ParallelState, together
-from ..storage.lock import FileLock, try_lock
+from ..storage.disk import FileLock, try_lock
 from .heartbeat import clear_status, make_folder, new_start, status_folder, this_start
 
 #: Seconds to wait for the ranks of a run that has just failed to be gone.

@@ -8,7 +8,7 @@ from stat import S_ISREG
 
 from ..parallel_state import BadInput, PeerFailed
 from .heartbeat import RankStatus, all_status, first_failure, status_folder
-from .stop_signals import PREEMPTED
+from .requests import PREEMPTED
 
 
 @dataclass(frozen=True)

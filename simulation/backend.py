@@ -27,18 +27,6 @@ NAME = "simulated"
 #: The process group's backend, for tensors on the host and on the device.
 GROUP = "simulated_group"
 
-#: The private names of torch that are used here: (module, attribute) pairs, as in ``engine.PRIVATE``.
-PRIVATE = (
-    ("torch._subclasses.fake_tensor", "FakeTensor"),
-    ("torch._subclasses.fake_tensor", "FakeTensorMode"),
-    ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
-    ("torch.testing._internal.distributed.fake_pg", "_create_fake_pg"),
-    ("torch.utils.backend_registration", "_setup_privateuseone_for_python_backend"),
-    ("torch._C", "_set_only_lift_cpu_tensors"),
-    ("torch.distributed.tensor.debug", "_clear_sharding_prop_cache"),
-)
-
-
 #: Called where the host waits for all of a stream or an event; the device that is entered notes it.
 WAITING: list[Callable[[], object]] = []
 

@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..parallel_state import BadInput
+from ..parallel_state import BadCheckpoint, BadInput
 from ..system.addresses import note_copy
-from .disk import Disk
+from .disk import Disk, FileLock, Hold, hold, nobody_reads
 from .leftovers import remove_checkpoint
-from .lock import FileLock, try_lock
 from .remote_folder import RemoteFailed, RemoteFolder
 from .staging import staged
 
@@ -26,7 +25,7 @@ _LOCK, _LOOK_EVERY = "fetching.lock", 0.2
 #: Names of the folders of copies: hashes of what was copied.
 _DIGEST = 32
 #: Folders that this process uses, locked until it ends.
-_in_use: dict[Path, int] = {}
+_in_use: dict[Path, Hold] = {}
 
 
 def fetched(url: str, wanted: Callable[[str], bool]) -> Path:
@@ -78,13 +77,13 @@ def _use(target: Path) -> bool:
     """Keep a folder from being deleted while this process lives; false if it is not there."""
     if target not in _in_use:
         try:
-            fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
+            use = hold(target)
+        except BadCheckpoint:  # it is not there, or somebody deletes it
             return False
-        if not (try_lock(fd, shared=True) and target.exists()):  # somebody deletes it
-            os.close(fd)
+        if not target.exists():
+            use.release()
             return False
-        _in_use[target] = fd
+        _in_use[target] = use
     os.utime(target)
     return True
 
@@ -114,15 +113,12 @@ def _make_room(url: str, need: int) -> None:
 
 def _delete(copy: Path) -> bool:
     """Delete a copy that no process uses; return whether it is gone."""
-    fd = os.open(copy, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        if not try_lock(fd):
-            return False
-        remove_checkpoint(copy)
-    finally:
-        os.close(fd)
-    Disk().remove_tree(copy.parent)
-    return True
+    with nobody_reads(copy) as free:
+        if free:
+            remove_checkpoint(copy)
+    if free:
+        Disk().remove_tree(copy.parent)
+    return free
 
 
 def most_bytes() -> float:

@@ -9,9 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..parallel_state import BadInput, fault
-from .disk import Disk, DiskFailed, writing
+from .disk import Disk, DiskFailed, FileLock, try_lock, writing
 from .file_names import beside, finished_name, leftovers, unfinished
-from .lock import FileLock, try_lock
 
 #: In the name of a lock, as in all that is left beside an output: nobody's own file is called so.
 _LOCK = ".tmp-lock"

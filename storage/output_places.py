@@ -29,6 +29,10 @@ def nobodys(seen: bytes) -> bool:
 def check_place(output: Path, inputs: Iterable[Path] = ()) -> None:
     """Refuse an output that would lie in an input's folder, in a checkpoint, or among a run's checkpoints."""
     check_outside(output, inputs)
+    _check_apart(output)
+
+
+def _check_apart(output: Path) -> None:
     for folder in _around(output):
         if reserved := _kept_by_runs(folder):
             todo = "Choose a place outside"
@@ -126,14 +130,28 @@ def _seen(path: Path) -> bytes:
         return first + file.read(_SEEN)
 
 
-def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0) -> None:
+def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0, apart: bool = False) -> None:
     """Refuse an output that cannot be: occupied, an input, not writable, or too small for ``need`` bytes.
 
+    ``apart``: nor may it lie in a checkpoint or among a run's; a checkpoint that is there is an occupied one.
     Nothing is created; of an occupied output the lock is removed that a killed run left beside it.
     """
     check_outside(output, inputs)
     if len(os.fsencode(output.name)) > LONGEST_NAME:
         raise BadInput(output, expected=f"a name of at most {LONGEST_NAME} bytes", found="a longer one")
+    check_free(output)
+    if apart:
+        _check_apart(output)
+    space = os.statvfs(check_home(output))
+    free = space.f_bavail * space.f_frsize
+    need -= bytes_of_leftovers(output)
+    if need * _SPARE > free:
+        expected = f"{_in_bytes(need * _SPARE)} free ({_in_bytes(need)} and a tenth)"
+        raise BadInput(output, expected=expected, found=_in_bytes(free))
+
+
+def check_free(output: Path) -> None:
+    """Refuse an output that is there already, unless it is an empty folder."""
     if output.is_symlink():
         raise BadInput(output, expected="a new directory", found="a link", todo="Name its target instead")
     if output.exists():
@@ -148,12 +166,6 @@ def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0) ->
         if output.samefile("."):  # a new directory takes its place: the shell would be in none
             place, todo = "the folder that the command runs in", "Name a new folder in it"
             raise BadInput(output, expected="a new or another directory", found=place, todo=todo)
-    space = os.statvfs(check_home(output))
-    free = space.f_bavail * space.f_frsize
-    need -= bytes_of_leftovers(output)
-    if need * _SPARE > free:
-        expected = f"{_in_bytes(need * _SPARE)} free ({_in_bytes(need)} and a tenth)"
-        raise BadInput(output, expected=expected, found=_in_bytes(free))
 
 
 def _in_bytes(size: float) -> str:

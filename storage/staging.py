@@ -20,11 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..parallel_state import BadInput, fault
-from .disk import Disk, DiskFailed, writing
+from .disk import Disk, DiskFailed, FileLock, writing
 from .file_names import MANIFEST, leftovers, unfinished
 from .leftovers import lock_output, make_parents, remove_empty
-from .lock import FileLock
-from .output_places import IsOurs, check_output, check_output_file, nobodys
+from .output_places import IsOurs, check_free, check_output, check_output_file, nobodys
 from .safe_open import open_regular
 
 _IDENTITY = re.compile(r"[0-9a-f]{16}")
@@ -47,20 +46,18 @@ class Staging:
         inputs: Iterable[Path] = (),
         need: int = 0,
         identity: str | None = None,
+        apart: bool = False,
         disk: Disk | None = None,
     ) -> Staging:
         """Check that a directory ``output`` can be, lock it, and make the directory to write into.
 
         ``identity``, 16 hexadecimal digits, names that directory (a conversion gives the hash of its plan);
-        if it is there, left by a run that was killed, it is taken up as it is.
+        if it is there, left by a run that was killed, it is taken up as it is. ``apart``: see
+        ``check_output``.
         """
-        output, inputs = Path(output), [*inputs]
-
-        def check() -> None:
-            check_output(output, inputs=inputs, need=need)
-
-        check()
-        return cls._begin(output, identity, disk or Disk(), check)
+        output = Path(output)
+        check_output(output, inputs=inputs, need=need, apart=apart)
+        return cls._begin(output, identity, disk or Disk(), lambda: check_free(output))
 
     @classmethod
     def begin_files(
@@ -188,6 +185,7 @@ def staged(
     inputs: Iterable[Path] = (),
     need: int = 0,
     identity: str | None = None,
+    apart: bool = False,
     disk: Disk | None = None,
 ) -> Iterator[Staging]:
     """Run ``Staging.begin`` as a context: an error that leaves it before ``publish`` leaves nothing behind.
@@ -195,7 +193,7 @@ def staged(
     With an ``identity`` an interrupt (Ctrl-C) keeps the files, as a kill does, so that the work can be
     continued.
     """
-    staging = Staging.begin(output, inputs=inputs, need=need, identity=identity, disk=disk)
+    staging = Staging.begin(output, inputs=inputs, need=need, identity=identity, apart=apart, disk=disk)
     try:
         yield staging
     except KeyboardInterrupt:

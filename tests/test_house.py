@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import trilith
-from trilith.parallel_state import engine
+from support.private_names import FULLY_SHARDED, PIPELINING, PRIVATE
 
 ROOT = Path(trilith.__path__[0]).resolve()
 
@@ -53,6 +53,7 @@ PRIVATE_TORCH = {
     "parallel_state/engine/gloo_all_gather.py": "the same",
     "parallel_state/engine/kernels.py": "the same",
     "parallel_state/engine/local_tensors.py": "the same",
+    "parallel_state/engine/supported_torch.py": "the same",
     "ranks/worker.py": "empties a cache of torch's between calls, which a library never needs",
     "simulation/backend.py": "makes a device of Python, for which torch has no public door",
     "simulation/kernels.py": "calls kernels that torch would call after asking a driver",
@@ -64,10 +65,9 @@ PRIVATE_TORCH = {
 #: Files that read or parse by themselves and not through ``storage/small_files.py``, and why.
 READERS = {
     "cli/shared/topics.py": "a table of our own, which --help reads without torch",
-    "cli/shared/completion.py": "a table of our own, which a shell completes from without torch",
+    "cli/shared/options.py": "a table of our own, which a shell completes from without torch",
     "storage/strict_json.py": "the one parser of JSON",
-    "storage/small_files.py": "the one reader",
-    "storage/journal.py": "bytes of our own, cut off where a kill cut them",
+    "storage/small_files.py": "the one reader, and journals, whose bytes are our own",
     "system/process_info.py": "/proc",
     "system/machine.py": "/proc and /sys",
     "parallel_state/collective_order.py": "a store between ranks, no file",
@@ -75,8 +75,7 @@ READERS = {
     "runs/flight_recorder.py": "torch's own texts, no file",
     "runs/rendezvous.py": "a store between ranks, no file",
     "data/text/chat_formats.py": "a text inside a record, no file",
-    "data/text/stdlib_corpus.py": "Python's own sources",
-    "cli/shared/quickstart.py": "compares two files that it has just written",
+    "cli/shared/quickstart.py": "Python's own sources, and compares two files that it has just written",
     "generation/ranks.py": "a file of its own rank, in a temporary folder",
 }
 
@@ -238,7 +237,7 @@ def named_packages(node):
 
 def private_torch(files):
     """Private names imported from torch, private attributes of its modules, and what the engine lists."""
-    listed = {name for owner, name in (*engine.PRIVATE, *engine.FULLY_SHARDED) if name.startswith("_")}
+    listed = {name for owner, name in (*PRIVATE, *FULLY_SHARDED) if name.startswith("_")}
     found = []
     for path, text in files.items():
         names = [(line, name) for line, name in imported(path, text) if name.split(".")[0] == "torch"]
@@ -598,9 +597,9 @@ def replaced_in_torch(cls):
     return {name for name in own for base in theirs if name in vars(base)}
 
 
-def test_what_torch_does_not_promise_is_looked_for_at_the_start():
+def test_what_torch_does_not_promise_is_on_the_list_that_a_test_looks_for():
     """Private names in the engine, those of FSDP's groups, and methods that a pipeline's stage replaces."""
-    listed = {name for _, name in (*engine.PRIVATE, *engine.FULLY_SHARDED, *engine.PIPELINING)}
+    listed = {name for _, name in (*PRIVATE, *FULLY_SHARDED, *PIPELINING)}
     files = sorted((ROOT / "parallel_state/engine").glob("*.py"))
     nodes = [node for file in files for node in nodes_of(file.read_text())]
     own = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
@@ -609,7 +608,7 @@ def test_what_torch_does_not_promise_is_looked_for_at_the_start():
     of_groups = {node.attr for node in attributes if dotted_name(node.value) == "group"} & GROUP
     from trilith.pipeline.driver import DrivenStage
 
-    parts = {part for path, _ in (*engine.PRIVATE, *engine.FULLY_SHARDED) for part in path.split(".")}
+    parts = {part for path, _ in (*PRIVATE, *FULLY_SHARDED) for part in path.split(".")}
     assert private - own - listed - parts == set()
     assert of_groups == GROUP and listed >= GROUP
     assert {"backward_one_chunk"} < replaced_in_torch(DrivenStage) <= listed

@@ -12,9 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..parallel_state.engine import accelerator
 from ..recipes.sections import WatchSection
-from ..runs.events import Events
+from ..runs.events import Events, plain_recipe, recipe_changes
 from ..runs.metrics import StepLog, StepMetrics
-from ..runs.recipe_changes import plain_recipe, recipe_changes
 from ..runs.trackers import Tracker, Trackers
 from ..simulation.model_flops import Mfu
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..checkpoints import Source, read_source, with_adapter
 from ..data.batches import GlobalBatches
 from ..data.token_file import TokenFile
-from ..data.vocabulary import check_vocabulary
+from ..data.token_index import check_vocabulary
 from ..generation.request import loaded_model
 from ..parallel_state import BadInput, Layout, dtype_named
 from ..runs.command_ranks import leave_figures, start_ranks

@@ -9,7 +9,7 @@ from ..data.batches import GlobalBatches, Mixture
 from ..data.items import ItemBatches
 from ..data.text.tokenizer_loading import fingerprint_of_folder
 from ..data.token_file import TokenFile
-from ..data.vocabulary import check_vocabulary
+from ..data.token_index import check_vocabulary
 from ..parallel_state import BadInput, MachineFailed
 from ..recipes.recipe import Recipe
 from ..recipes.sections import DataSection, EvaluationSection

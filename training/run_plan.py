@@ -8,7 +8,7 @@ from typing import Any
 from ..checkpoints import Source, StoredAdapter, check_plain, newest_in, read_source
 from ..data.batches import GlobalBatches
 from ..data.items import ItemBatches
-from ..data.vocabulary import check_vocabulary
+from ..data.token_index import check_vocabulary
 from ..layers import AttentionCall, attention_calls, automatic_chunk
 from ..models import Family, ModelConfig, family_of
 from ..parallel_state import BadInput, ParallelState, dtype_named
@@ -18,7 +18,7 @@ from ..recipes.checks import check_experts
 from ..recipes.optimizer_sections import ParameterGroup
 from ..recipes.recipe import Recipe, read_config
 from ..runs.launch import device_here, own_rank
-from ..runs.named_trackers import check_trackers
+from ..runs.trackers import check_trackers
 from ..simulation.kinds_of_blocks import one_block_of_each_kind
 from ..simulation.model_flops import TokenFlops, flops_of_token, flops_per_token
 from ..storage import companions_in

@@ -27,7 +27,7 @@ from ..runs.launch import (
 )
 from ..runs.lock import inherits_lock, lock_folder, only_run_in
 from ..runs.rendezvous import wait_as_spare
-from ..runs.stop_signals import StopSignals
+from ..runs.requests import StopSignals
 from ..runs.trackers import Tracker
 from .callbacks import Callback
 from .run_plan import RunPlan, check_run

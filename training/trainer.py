@@ -26,9 +26,7 @@ from ..runs.heartbeat import Heartbeat
 from ..runs.launch import device_words
 from ..runs.memory_use import memory_used
 from ..runs.metrics import StepMetrics
-from ..runs.requests import Requests, agree_on_requests
-from ..runs.stop_signals import Preempted, StopSignals, why_stopped
-from ..runs.switches import KILL, SAVE, STOP, Killed, Switches
+from ..runs.requests import Killed, Preempted, Requests, StopSignals, Switches, agree_on_requests, why_stopped
 from ..runs.terminal import Terminal
 from ..runs.trackers import Tracker
 from ..system import manual_gc
@@ -110,7 +108,7 @@ class Trainer:
         finite, or a parameter without a gradient, all ranks stop before the update: raises ``PeerFailed``;
         with float16 they skip the step together.
         """
-        for name in (STOP, SAVE, KILL):
+        for name in Switches.names:
             self.switches.off(name)  # meant for an earlier start
         start = self._start()
         stop = min(self.recipe.steps, self.recipe.stop_after or self.recipe.steps)
@@ -200,18 +198,18 @@ class Trainer:
             saver.wait()
         saver.poll()
         if requests.kill:
-            self.switches.off(KILL)
-            raise Killed(f"ended after step {done} by the file {self.out / KILL}")
+            self.switches.off(Switches.kill)
+            raise Killed(f"ended after step {done} by the file {self.out / Switches.kill}")
         interval = self.recipe.checkpoint.every
         due = bool(interval) and done % interval == 0
         if done == stop or requests.stop or requests.save or due:
             self.at("save", done)
             order = sample_order(self.recipe, self.plan)
             saver.save(Progress(done, self.state.layout, order, self.update.remember()))
-            self.switches.off(SAVE)
+            self.switches.off(Switches.save)
         if requests.stop and done < stop:
             saver.wait()
-            self.switches.off(STOP)
+            self.switches.off(Switches.stop)
             why = why_stopped(requests.stop)
             raise Preempted(f"{why}: saved after step {done}; the same command goes on from there")
 

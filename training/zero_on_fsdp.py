@@ -70,7 +70,6 @@ def shard_over_data(
         return model
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard  # half a second
 
-    engine.require(engine.FULLY_SHARDED)
     regather, mesh, policy = state.layout.zero == 3, fsdp_mesh(state), precision.policy
     # Pages of a host without accelerator need no pinning, and cannot be.
     resting = (

@@ -13,9 +13,8 @@ from ...parallel_state import BadInput, Layout, check_workers, fault
 from ...storage.disk import Disk
 from ...storage.dtypes import TORCH
 from ...storage.files_beside_weights import read_companions
-from ...storage.journal import EVERY, JOURNAL, FinishedWork
-from ...storage.output_places import check_output, check_place
 from ...storage.safetensors_writer import TensorWriter
+from ...storage.small_files import EVERY, JOURNAL, FinishedWork
 from ...storage.staging import Staging, staged
 from ...storage.strict_json import StoredFile
 from ...system import no_garbage_search
@@ -99,9 +98,7 @@ def carry_out(
 
 def _write(plan: Plan, dst: Path, identity: str, allow_nonfinite: bool, options: ConversionOptions) -> None:
     inputs = [plan.source.path, *([] if plan.merge is None else [plan.merge.adapter.path])]
-    check_output(dst, inputs=inputs)  # first: a checkpoint that is there is taken, and not a wrong place
-    check_place(dst, inputs)
-    with staged(dst, inputs=inputs, need=plan.nbytes, identity=identity) as staging:
+    with staged(dst, inputs=inputs, need=plan.nbytes, identity=identity, apart=True) as staging:
         if staging.goes_on:
             plan.source.warnings.append(f"{dst}: a command that wrote it was killed; its work was used")
         keep = {*plan.files, JOURNAL}

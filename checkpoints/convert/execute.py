@@ -18,9 +18,9 @@ from ...parallel_state import BadInput, Box
 from ...storage.catalog import Key, join
 from ...storage.crc import Checksum
 from ...storage.dtypes import TORCH, look_at, smallest
-from ...storage.journal import FinishedWork
 from ...storage.safetensors_reader import TensorFile
 from ...storage.safetensors_writer import TensorWriter
+from ...storage.small_files import FinishedWork
 from ...storage.strides import blocks
 from .transfer import Change, Group, Target, Transfer, check, shared, slabs, spread
 

@@ -18,7 +18,7 @@ from ...parallel_state import BadInput, Box, Piece
 from ...storage.catalog import LazyTensor
 from ...storage.crc import Checksum
 from ...storage.dtypes import TORCH
-from ...storage.output_places import check_output, check_place
+from ...storage.output_places import check_output
 from ...storage.safetensors_reader import TensorFile
 from ...storage.staging import staged
 from ..foreign.rules import table_named
@@ -50,8 +50,7 @@ def convert_to_dcp(
     killed, the call begins anew.
     """
     source = read_source(src, config=config)
-    check_output(Path(dst), inputs=[source.path])
-    check_place(Path(dst), [source.path])
+    check_output(Path(dst), inputs=[source.path], apart=True)
     if source.adapter is not None:
         todo = f"`trilith merge-lora BASE {source.path} OUT` makes a whole model of them and their base"
         raise BadInput(source.path, "--to dcp", expected="a whole model", found="LoRA adapters", todo=todo)

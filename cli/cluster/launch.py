@@ -8,9 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..shared.completion import recipe_names
 from ..shared.inputs import check_recipe_there
-from ..shared.options import FORCE
+from ..shared.options import FORCE, recipe_names
 from ..shared.say import counted, say
 
 

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ...system.addresses import address_of
-from .completion import model_names, recipe_names
+from .options import model_names, recipe_names
 
 #: A name such as "meta-llama/Llama-3.2-1B", which may be that of a model of the hub.
 _OF_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

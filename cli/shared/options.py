@@ -1,5 +1,7 @@
 """Help texts of options that several commands have: their facts live in rooms that take seconds to import."""
 
+import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -53,3 +55,24 @@ TESTED = "Tested on CPUs and, in part, on one H100; not yet on several GPUs."
 DRY_RUN = "print the plan and write nothing"
 INPUTS = "text, .jsonl or .parquet files, each also as .gz or .zst, or folders of Hugging Face datasets"
 JSON_KEY = "name of the JSON key or Parquet column that holds the text"
+
+
+_ROOT = Path(__file__).parents[2]
+
+
+def recipe_names(incomplete: str) -> list[str]:
+    """Return the names of installed recipes that begin so."""
+    names = (path.stem for path in (_ROOT / "recipes").glob("*.toml"))
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+def size_names(incomplete: str) -> list[str]:
+    """Return the published sizes that begin so."""
+    table = (_ROOT / "models" / "sizes.toml").read_text(encoding="utf-8")
+    names = re.findall(r'^\["(.+)"\]$', table, re.MULTILINE)  # trilith.models, which reads it, imports torch
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+def model_names(incomplete: str) -> list[str]:
+    """Return the published sizes and the installed recipes that begin so."""
+    return [*size_names(incomplete), *recipe_names(incomplete)]

@@ -12,8 +12,8 @@ from ...planner.search.report import HEAD, as_json, asked, counted, facts, machi
 from ...planner.search.request import Request
 from ...planner.search.strategy import reasons
 from ...planner.search.sweep import Unmet, asked_in_sweep, sweep_head, sweep_json, sweep_rows, sweep_warnings
-from ...runs.console import plain_console
 from ...runs.report.html import is_page_with
+from ...runs.terminal import plain_console
 from .say import say
 
 #: Characters: the least of a column of layouts, the longest line of a column's name, and more than any table.

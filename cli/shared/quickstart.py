@@ -3,8 +3,9 @@
 import os
 import subprocess
 import sys
+import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 
 from ...checkpoints import complete_checkpoints, convert, load
-from ...data.text.stdlib_corpus import paragraphs, standard_library
 from ...data.text.tokenizer_loading import load_tokenizer
 from ...data.text.tokenizer_training import train_tokenizer
 from ...data.token_writer import TokenWriter
@@ -22,6 +22,34 @@ from ...parallel_state import BadInput, PeerFailed
 from ...runs.metrics import read_metrics
 from ...storage.output_places import check_place
 from .model_card import CARD
+
+
+def standard_library(limit: int) -> Iterator[str]:
+    """Yield the standard library's modules as texts, sorted by name, up to ``limit`` characters in all."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left = limit
+    for path in sorted(root.glob("*.py")) + sorted(root.glob("[a-z]*/*.py")):
+        if left <= 0:
+            return
+        if "site-packages" in path.parts or "test" in path.parts:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")[:left]
+        except (OSError, UnicodeDecodeError):
+            continue
+        left -= len(text)
+        if text:
+            yield text
+    if left == limit:
+        raise BadInput(
+            root, expected="the sources of Python's standard library", found="no readable .py file"
+        )
+
+
+def paragraphs(text: str) -> list[str]:
+    """Return the pieces between blank lines, whitespace kept."""
+    return [part for part in text.split("\n\n") if part.strip()]
+
 
 VOCABULARY, LENGTH, STEPS = 2000, 96, 100
 CHARACTERS = 1_500_000

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ...parallel_state import BadInput
 from ...storage.disk import Disk
-from ...storage.output_places import check_output, check_place
+from ...storage.output_places import check_output
 from ...storage.small_files import read_text
 from ...storage.staging import staged
 from .tokenizer_loading import Tokenizer, load_tokenizer
@@ -65,8 +65,7 @@ def train_tokenizer(
     if not 260 <= vocab_size <= MOST_IDS:
         expected = f"from 260 (3 special, 256 bytes) to {MOST_IDS:,}"
         raise BadInput("tokenizer", "vocab_size", expected=expected, found=vocab_size)
-    check_place(folder)
-    check_output(folder)
+    check_output(folder, apart=True)
     template = None if chat_template is None else read_text(chat_template)
     model = _train(texts, vocab_size, model_type)
     _write(folder, model, model_type, template)

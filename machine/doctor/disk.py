@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...storage.lock import try_lock
+from ...storage.disk import try_lock
 from ...system.machine import file_system_of
 from ..finding import Finding
 

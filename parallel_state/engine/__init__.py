@@ -1,6 +1,6 @@
-"""Use torch's private names, in this room only, and check that this version of torch still has them.
+"""Use torch's private names, in this room only, of versions of torch that are known to have them.
 
-Offers collectives that ``torch.compile`` can trace, kernels, access to FSDP's internals, and ``self_check``.
+Offers collectives that ``torch.compile`` can trace, kernels, and access to FSDP's internals.
 """
 
 from . import accelerator
@@ -61,16 +61,12 @@ from .local_tensors import (
     local_data,
     tensors_in,
 )
-from .private_names import COMPILER, FULLY_SHARDED, PIPELINING, PRIVATE, require, self_check
+from .supported_torch import require_supported
 from .waiting_time import Waited, waiting_time
 from .weight_gradients import compute_weight_gradients
 
 __all__ = [
     "AdamW",
-    "COMPILER",
-    "FULLY_SHARDED",
-    "PIPELINING",
-    "PRIVATE",
     "ReplicaSums",
     "TorchDispatchMode",
     "Waited",
@@ -117,11 +113,10 @@ __all__ = [
     "recorded_collectives",
     "reduce_scatter",
     "reduce_scatter_start",
-    "require",
+    "require_supported",
     "ring_exchange_start",
     "ring_exchange_wait",
     "scaled_mm",
-    "self_check",
     "sum_gradients",
     "sum_on_one_rank",
     "tensors_in",

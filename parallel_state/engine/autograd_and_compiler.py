@@ -107,9 +107,6 @@ def _runs(function: Any) -> bool:
 
 def allow_graphs(count: int) -> None:
     """Let ``torch.compile`` make so many graphs of one function; beyond 8 it would give up."""
-    from .private_names import COMPILER, require  # whose first import looks at torch's other modules
-
-    require(COMPILER)
     config: Any = importlib.import_module("torch._dynamo.config")
     config.recompile_limit = max(config.recompile_limit, count)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, count)

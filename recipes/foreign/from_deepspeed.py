@@ -5,8 +5,7 @@ from typing import Any
 
 from ...parallel_state import BadInput
 from .fsdp_and_accelerate import ULYSSES
-from .precision import half_dtype, set_compute, set_loss_scale
-from .translation import NO_COUNTERPART, ForeignConfig, RecipeDraft
+from .translation import NO_COUNTERPART, ForeignConfig, RecipeDraft, half_dtype, set_compute, set_loss_scale
 
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
 _DTYPES = {

@@ -8,8 +8,7 @@ from .megatron_layout import layout
 from .megatron_model import model_shape
 from .megatron_reasons import reason_of
 from .megatron_schedule import steps_and_schedule
-from .precision import half_dtype, set_compute, set_loss_scale
-from .translation import ForeignConfig, RecipeDraft
+from .translation import ForeignConfig, RecipeDraft, half_dtype, set_compute, set_loss_scale
 
 
 def from_megatron(arguments: Arguments, where: str, *, ranks: int | None = None) -> RecipeDraft:

@@ -5,11 +5,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from ...runs.named_trackers import TrackerName
+from ...runs.trackers import TrackerName
 from .deepspeed_in_trainer import deepspeed_file, with_arguments
 from .fsdp_and_accelerate import check_shards, fsdp, into_deepspeed, parallelism, read_sizes
-from .precision import half_dtype, set_compute
-from .translation import NO_COUNTERPART, ForeignConfig, RecipeDraft
+from .translation import NO_COUNTERPART, ForeignConfig, RecipeDraft, half_dtype, set_compute
 
 #: Keys that say nothing about what is trained, or what is so here anyway.
 _MEANINGLESS = {

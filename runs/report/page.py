@@ -8,7 +8,7 @@ from typing import Any
 
 from ...storage.output_places import check_output_file
 from ...storage.staging import output_file
-from ..recipe_changes import flat_recipe
+from ..events import flat_recipe
 from .chart import Chart, Series, shown
 from .html import folded, table, whole_page
 from .record import RunRecord, read_run, with_vanished

@@ -1,6 +1,5 @@
 """Other places to copy to and from, and a kill at each operation on the disk or on a store."""
 
-import os
 import secrets
 import sys
 import threading
@@ -180,7 +179,7 @@ def url(request, tmp_path):
 
 def _end_use():
     while fetched._in_use:
-        os.close(fetched._in_use.popitem()[1])
+        fetched._in_use.popitem()[1].release()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from trilith.checkpoints import ConversionOptions, convert, read_source
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.parallel_state import BadCheckpoint, BadInput
 from trilith.storage import TensorWriter
-from trilith.storage.journal import FinishedWork
+from trilith.storage.small_files import FinishedWork
 from trilith.storage.staging import staged
 
 FORMS = {

@@ -17,7 +17,7 @@ from trilith.storage import TensorFile, TensorWriter
 from trilith.storage.catalog import Key, LazyTensor
 from trilith.storage.catalog import in_one_file as in_file
 from trilith.storage.dtypes import TORCH, look_at, name_of
-from trilith.storage.journal import FinishedWork
+from trilith.storage.small_files import FinishedWork
 
 
 def cut(shape, cuts):

@@ -78,12 +78,10 @@ def raw(change):
 SHARD, TOKENIZER = "tensor-01-of-02.safetensors", "tokenizer.json"
 
 
-def test_a_manifest_of_the_release_before_the_seal_is_read_and_known_as_unsealed(checkpoint):
-    sealed = Manifest.load(checkpoint)
+def test_a_manifest_of_the_version_before_the_seal_is_refused_by_its_name(checkpoint):
     change_manifest(checkpoint, lambda manifest: manifest.update(version=1), sealed=False)
-    old = Manifest.load(checkpoint)
-    assert sealed.sealed and not old.sealed
-    assert old.model_copy(update={"version": 2}) == sealed
+    with pytest.raises(BadCheckpoint, match=r"version: expected 2 or 3, found 1\. .* has no seal.*0\.2\.0"):
+        Manifest.load(checkpoint)
 
 
 def test_every_single_flipped_bit_of_a_manifest_is_refused(checkpoint):
@@ -182,7 +180,7 @@ test_what_is_no_whole_checkpoint_is_refused = refusals(
     damaged("G5-truncated", raw(lambda text: text[:-20]), "valid JSON"),
     damaged("G5-empty", raw(lambda text: b""), "valid JSON"),
     damaged("G5-not-JSON", raw(lambda text: b"\x80\x04."), "UTF-8"),
-    damaged("G5-version-99", field(version=99), "version: expected 1, 2 or 3, found 99"),
+    damaged("G5-version-99", field(version=99), "version: expected 2 or 3, found 99"),
     damaged("G5-no-version", left_out("version"), "version"),
     damaged("G5-version-true", field(version=True), "version"),
     damaged("G5-no-layout", left_out("layout"), "layout"),

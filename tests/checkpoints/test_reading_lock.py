@@ -20,7 +20,7 @@ from trilith.checkpoints.after_commit import delete_old
 from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadCheckpoint
-from trilith.storage.lock import hold, nobody_reads
+from trilith.storage.disk import hold, nobody_reads
 from trilith.testing import RankError
 
 pytestmark = pytest.mark.usefixtures("group_of_one")

@@ -13,7 +13,7 @@ from trilith.checkpoints import convert, load, save
 from trilith.checkpoints.convert import plan
 from trilith.machine.random_files import write_hf_folder
 from trilith.models.base import family as family_module
-from trilith.storage import safetensors_reader
+from trilith.storage import output_places, safetensors_reader
 
 ROOT = Path(trilith.__path__[0]).resolve()
 
@@ -69,12 +69,14 @@ def test_a_weight_passes_the_stations_that_are_drawn(tmp_path):
         assert others == HELPERS[name].keys()
 
 
-def test_a_conversion_parses_each_header_once_and_plans_its_shards_once(tmp_path):
+def test_a_conversion_parses_each_header_once_plans_shards_once_and_checks_its_place_once(tmp_path):
     write_hf_folder(tmp_path / "hf", TINIEST_LLAMA)
     convert(tmp_path / "hf", tmp_path / "cut", tensor=2)
     parsing = mock.patch.object(safetensors_reader, "parse_header", wraps=safetensors_reader.parse_header)
     planning = mock.patch.object(plan, "plan_shards", wraps=plan.plan_shards)
-    with parsing as parse, planning as plan_once:
+    placing = mock.patch.object(output_places, "check_outside", wraps=output_places.check_outside)
+    with parsing as parse, planning as plan_once, placing as place_once:
         convert(tmp_path / "cut", tmp_path / "back", to="hf")
     parsed = [call.args[2].name for call in parse.call_args_list]
     assert len(parsed) == len({*parsed}) == 2 and plan_once.call_count == 1
+    assert place_once.call_count == 1

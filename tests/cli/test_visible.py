@@ -22,8 +22,8 @@ from trilith.cli.shared import say as say_module
 from trilith.generation import ranks as generate_run
 from trilith.generation.request import Request
 from trilith.machine.random_files import write_hf_folder
-from trilith.runs import console as console_module
 from trilith.runs import launch
+from trilith.runs import terminal as console_module
 from trilith.system import visible
 
 ROOT = Path(say_module.__file__).parent
@@ -191,7 +191,7 @@ def test_a_run_in_a_folder_with_brackets_prints_its_name(tmp_path, capfd):
 def test_every_console_is_the_plain_one():
     files = [file for name in ("cli", "runs", "testing") for file in (ROOT.parents[1] / name).glob("*.py")]
     made = {file.name for file in files if "rich.console" in file.read_text()}
-    assert made == {"console.py"}, "text goes through runs/console.py"
+    assert made == {"terminal.py"}, "text goes through runs/terminal.py"
 
 
 def test_commands_print_in_one_way():

@@ -24,8 +24,7 @@ from trilith.cli.app import run
 from trilith.data import TokenFile, token_writer
 from trilith.data.text import tokenize_workers
 from trilith.data.text.chat_formats import Conversation
-from trilith.data.text.chat_show import shown
-from trilith.data.text.chat_template import Chat, ChatTemplate
+from trilith.data.text.chat_template import Chat, ChatTemplate, shown
 from trilith.data.text.text_and_jsonl import read_blocks
 from trilith.data.text.tokenize_files import tokenize
 from trilith.data.text.tokenizer_loading import FolderTokenizer, load_tokenizer

@@ -15,8 +15,8 @@ from trilith.data.mixture import LONGEST_PERIOD, Interleave
 from trilith.data.rows import SampleRows, rows_of
 from trilith.data.shuffle import permute, positions_of
 from trilith.data.text.chat_formats import conversation_of
+from trilith.data.token_index import check_vocabulary
 from trilith.data.token_writer import TokenWriter
-from trilith.data.vocabulary import check_vocabulary
 from trilith.layers import IGNORE
 
 

@@ -19,8 +19,7 @@ from trilith.data.batches import GlobalBatches
 from trilith.data.token_index import TokenPaths
 from trilith.data.token_writer import TokenWriter
 from trilith.parallel_state import BadInput
-from trilith.storage.disk import Disk, DiskFailed
-from trilith.storage.lock import FileLock
+from trilith.storage.disk import Disk, DiskFailed, FileLock
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
 WRITTEN = ["data.bin", "data.docs.npy", "data.json", "data.sums"]

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import suppress
+from importlib.metadata import requires
 from unittest import mock
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 import torch.distributed as dist
 from support.configs import KEYS
 from support.families import family_and_config
+from support.private_names import PRIVATE, self_check
 from torch.distributed.device_mesh import DeviceMesh
 from trilith.parallel_state import AXES, BadInput, Layout, ParallelState, engine, rank_at_fault, together
+from trilith.parallel_state.engine.supported_torch import BEFORE, SINCE
 from trilith.parallel_state.state import fsdp_mesh
 from trilith.testing import RankError, run_parallel
 
@@ -21,13 +24,22 @@ LLAMA_405B = {
 }
 
 
-def test_torch_has_every_private_name_that_the_engine_uses():
-    assert engine.self_check() == []
+def test_torch_has_every_private_name_that_is_used():
+    assert self_check() == []
+
+
+def test_another_torch_than_the_packages_range_is_refused():
+    (pinned,) = (need for need in requires("trilith") if need.startswith("torch"))
+    since, before = (".".join(map(str, version)) for version in (SINCE, BEFORE))
+    assert {*pinned.removeprefix("torch").split(",")} == {f">={since}", f"<{before}"}
+    for version in ("2.10.1", f"{before}.0", "3.0"):
+        with pytest.raises(ImportError, match=rf"torch {version}: trilith needs torch 2\.11 to 2\.13"):
+            engine.require_supported(version)
 
 
 def test_the_self_check_names_what_a_torch_lacks():
-    private = (*engine.PRIVATE, ("torch.ops._c10d_functional", "no_such_op"), ("torch.nowhere.at_all", "x"))
-    assert engine.self_check(private) == ["torch.ops._c10d_functional.no_such_op", "torch.nowhere.at_all.x"]
+    private = (*PRIVATE, ("torch.ops._c10d_functional", "no_such_op"), ("torch.nowhere.at_all", "x"))
+    assert self_check(private) == ["torch.ops._c10d_functional.no_such_op", "torch.nowhere.at_all.x"]
 
 
 def test_405b_is_planned_on_the_meta_device_without_processes():

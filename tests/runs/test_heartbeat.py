@@ -14,11 +14,11 @@ import pytest
 from trilith.cli.app import run
 from trilith.parallel_state import BadInput
 from trilith.runs import heartbeat
-from trilith.runs.blame import blame, blame_together
+from trilith.runs.guard import blame, blame_together
 from trilith.runs.heartbeat import Heartbeat, RankStatus, first_failure, read_status, status_folder
+from trilith.runs.launch import OwnRanks
 from trilith.runs.outcome import outcome
-from trilith.runs.own_ranks import OwnRanks
-from trilith.runs.stop_signals import PREEMPTED
+from trilith.runs.requests import PREEMPTED
 from trilith.system.process_info import adopting_orphans, children_of, start_of
 
 #: This process, as the status of a rank names it.
@@ -54,8 +54,8 @@ class Clock:
 
     def __init__(self, folder, monkeypatch):
         self.folder, self.now, self.began = folder, 0.0, time.time()
-        monkeypatch.setattr("trilith.runs.blame.time.monotonic", lambda: self.now)
-        monkeypatch.setattr("trilith.runs.blame.time.sleep", self.sleep)
+        monkeypatch.setattr("trilith.runs.guard.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("trilith.runs.guard.time.sleep", self.sleep)
         self.beating = {0}
 
     def sleep(self, seconds):
@@ -189,7 +189,7 @@ def test_a_failure_is_looked_for_by_one_rank_and_not_by_each(tmp_path, monkeypat
         reads.append(path)
         return read(path)
 
-    monkeypatch.setattr("trilith.runs.blame._WAIT", 0.0)
+    monkeypatch.setattr("trilith.runs.guard._WAIT", 0.0)
     with ExitStack() as stack:
         beats = [stack.enter_context(Heartbeat(tmp_path, rank, world)) for rank in range(world)]
         for beat in beats:
@@ -197,7 +197,7 @@ def test_a_failure_is_looked_for_by_one_rank_and_not_by_each(tmp_path, monkeypat
         beats[3].at("step", 7)
         beats[3].end(5, "out of luck")
         monkeypatch.setattr("trilith.runs.heartbeat.read_json", counted)
-        monkeypatch.setattr("trilith.runs.blame.read_json", counted)
+        monkeypatch.setattr("trilith.runs.guard.read_json", counted)
         accused = [blame_together(beat) for beat in beats if beat is not beats[3]]
         assert accused == ["rank 3 failed in step of step 7: out of luck"] * (world - 1)
         assert len(reads) < 4 * world
@@ -289,7 +289,7 @@ def test_only_a_rank_of_this_start_is_taken_for_hanging(tmp_path, torchrun, run,
     pid, started = rank_of(torchrun)
     leave(tmp_path, 0, run=run, code=2, **HERE, started=start_of(os.getpid()))
     leave(tmp_path, 1, run=run, **HERE | {"pid": pid}, started=started + off)
-    with mock.patch("trilith.runs.own_ranks._HANGING_AFTER", 0.2):
+    with mock.patch("trilith.runs.launch._HANGING_AFTER", 0.2):
         assert OwnRanks(torchrun, tmp_path, "ours").wait() == 0
     assert torchrun.stdout is not None
     assert (int(torchrun.stdout.read()) != 0) == ended
@@ -301,7 +301,7 @@ def test_a_process_that_somebody_else_started_is_left_alone(tmp_path, torchrun):
     leave(tmp_path, 0, run="ours", code=2, **HERE, started=start_of(os.getpid()))
     leave(tmp_path, 1, run="ours", **HERE | {"pid": stranger.pid}, started=start_of(stranger.pid))
     try:
-        with mock.patch("trilith.runs.own_ranks._HANGING_AFTER", 0.2):
+        with mock.patch("trilith.runs.launch._HANGING_AFTER", 0.2):
             OwnRanks(torchrun, tmp_path, "ours").wait()
         assert stranger.poll() is None
     finally:

@@ -11,8 +11,7 @@ from support.short_runs import tiny_recipe
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import BadInput
 from trilith.recipes.recipe import parse_recipe
-from trilith.runs.named_trackers import check_trackers
-from trilith.runs.trackers import Trackers
+from trilith.runs.trackers import Trackers, check_trackers
 from trilith.training import run
 
 

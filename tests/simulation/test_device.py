@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.configs import TINIEST_LLAMA
+from support.private_names import SIMULATED, self_check
 from support.short_training import Case
 from support.simulated_steps import step_counts
 from torch.distributed.tensor import DTensor, Shard
 from trilith.layers import GatedMLP
 from trilith.layers.host_copies import change_alike, on_host, send
-from trilith.parallel_state import Layout, engine
+from trilith.parallel_state import Layout
 from trilith.parallel_state.engine import local_data
 from trilith.simulation import WAITS, Mixed, simulated_rank
-from trilith.simulation.backend import PRIVATE
 from trilith.simulation.device import NewWait
 
 
@@ -197,5 +197,5 @@ def test_every_place_on_the_list_of_waits_is_a_function_of_today():
 
 
 def test_this_torch_has_the_private_names_that_the_device_needs():
-    assert engine.self_check(PRIVATE) == []
+    assert self_check(SIMULATED) == []
     assert "trilith.simulation.backend" in sys.modules

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 from support.damage import flip_bit
-from trilith.storage.disk import Disk
-from trilith.storage.journal import Journal
-from trilith.storage.lock import FileLock
+from trilith.storage.disk import Disk, FileLock
+from trilith.storage.small_files import Journal
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ def test_tensorboard_has_each_step_once_after_a_resume(place):
 
 
 def test_tensorboard_that_is_not_installed_is_named(place, monkeypatch):
-    monkeypatch.setattr("trilith.runs.named_trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("trilith.runs.trackers.find_spec", lambda name: None)
     raw = tiny_recipe(place / "none", place / "tokens", watch={"trackers": ["tensorboard"]})
     with pytest.raises(BadInput, match=r"tensorboard: .*pip install tensorboard accelerate"):
         plan(parse_recipe(raw))

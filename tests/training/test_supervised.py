@@ -13,8 +13,7 @@ from trilith.machine.random_files import write_tokens
 from trilith.recipes import parse_recipe
 from trilith.runs.heartbeat import status_folder
 from trilith.runs.metrics import read_metrics
-from trilith.runs.stop_signals import Preempted
-from trilith.runs.switches import Killed
+from trilith.runs.requests import Killed, Preempted
 from trilith.testing import run_parallel
 from trilith.training import run, run_plan, supervised
 

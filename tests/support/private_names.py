@@ -1,4 +1,6 @@
-"""List the names that torch keeps private and we use, and check that this version of torch has them."""
+"""List the names that torch keeps private and trilith uses, and say which of them a torch lacks."""
+
+from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
@@ -50,7 +52,7 @@ PRIVATE = (
     ("torch.distributed.distributed_c10d", "_resolve_process_group"),
 )
 
-#: The same for parameters that are cut or sharded, checked when a model is first shared over data ranks.
+#: The same for parameters that are cut or sharded.
 FULLY_SHARDED = (
     ("torch.distributed.tensor.DTensor", "_local_tensor"),
     ("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state"),
@@ -70,14 +72,13 @@ FULLY_SHARDED = (
     (f"{_FSDP}_param.FSDPParam", "offload_to_cpu"),
 )
 
-#: The same for compiled blocks, checked when some are first compiled: importing torch's compiler takes half a
-#: second, and many runs compile nothing.
+#: The same for compiled blocks.
 COMPILER = (
     ("torch._dynamo.config", "accumulated_recompile_limit"),
     ("torch._dynamo.config", "recompile_limit"),
 )
 
-#: The same for pipelines, checked when they are first used: importing torch's takes half a second.
+#: The same for pipelines.
 PIPELINING = (
     ("torch.distributed.pipelining._backward", "stage_backward_input"),
     ("torch.distributed.pipelining.PipelineStage", "backward_state"),
@@ -92,8 +93,22 @@ PIPELINING = (
 )
 
 
-def self_check(names: Iterable[tuple[str, str]] = (*PRIVATE, *FULLY_SHARDED, *COMPILER)) -> list[str]:
-    """Return which of the names this torch lacks; none in the supported versions (2.11 to 2.13).
+#: The same for the device of Python.
+SIMULATED = (
+    ("torch._subclasses.fake_tensor", "FakeTensor"),
+    ("torch._subclasses.fake_tensor", "FakeTensorMode"),
+    ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
+    ("torch.testing._internal.distributed.fake_pg", "_create_fake_pg"),
+    ("torch.utils.backend_registration", "_setup_privateuseone_for_python_backend"),
+    ("torch._C", "_set_only_lift_cpu_tensors"),
+    ("torch.distributed.tensor.debug", "_clear_sharding_prop_cache"),
+)
+
+
+def self_check(
+    names: Iterable[tuple[str, str]] = (*PRIVATE, *FULLY_SHARDED, *COMPILER, *PIPELINING, *SIMULATED),
+) -> list[str]:
+    """Return which of the names this torch lacks; none in the supported versions.
 
     An attribute that only objects of a class have is looked for in the code of the class's methods.
     """
@@ -114,14 +129,3 @@ def _has(path: str, name: str) -> bool:
     classes = owner.__mro__ if isinstance(owner, type) else ()
     codes = [getattr(method, "__code__", None) for cls in classes for method in vars(cls).values()]
     return any(name in code.co_names for code in codes if code is not None)
-
-
-def require(names: Iterable[tuple[str, str]]) -> None:
-    """Raise ``ImportError`` unless this torch has the names; for a module that cannot do without them."""
-    if missing := self_check(names):
-        raise ImportError(
-            f"torch {torch.__version__} lacks {', '.join(missing)}: trilith needs torch 2.11 to 2.13"
-        )
-
-
-require(PRIVATE)
