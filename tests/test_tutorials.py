@@ -5,6 +5,7 @@ import difflib
 import importlib.util
 import json
 import re
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -50,10 +51,10 @@ def models(tmp_path_factory):
     model = LlamaForCausalLM(
         LlamaConfig(**(TINY_LLAMA | {"vocab_size": 400, "max_position_embeddings": 2048}))
     )
-    for name in ("SmolLM2-135M", "SmolLM2-135M-Instruct"):
-        train_tokenizer([GPU.text, CHAT.text], folder / name, vocab_size=400)
-        model.save_pretrained(folder / name)
-        (folder / name / "chat_template.jinja").write_text(template, encoding="utf-8")
+    train_tokenizer([GPU.text, CHAT.text], folder / "SmolLM2-135M", vocab_size=400)
+    model.save_pretrained(folder / "SmolLM2-135M")
+    (folder / "SmolLM2-135M" / "chat_template.jinja").write_text(template, encoding="utf-8")
+    shutil.copytree(folder / "SmolLM2-135M", folder / "SmolLM2-135M-Instruct")
     (folder / "my-text.txt").write_text(GPU.text * 8, encoding="utf-8")
     return folder
 
