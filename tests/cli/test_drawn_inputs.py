@@ -21,7 +21,7 @@ from trilith.cli.app import run
 #: Commands that work for long once their input is right.
 LONG = {"quickstart", "parity", "doctor", "bench", "train", "plan", "generate", "evaluate", "chat"}
 #: Seconds after which such a command is interrupted, in the rows of each suite and in the nightly ones.
-WORKS, WORKS_AT_NIGHT = 0.7, 2.0
+WORKS, WORKS_AT_NIGHT = 0.4, 2.0
 #: Commands that may find a difference.
 COMPARES = {"diff", "parity"}
 AT_ONCE = 20
