@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import importlib.util
+import io
 import json
 import re
 import shutil
@@ -91,11 +92,13 @@ def test_a_first_run_goes_as_shown(place, capfd):
     assert Path("first-run/report.html").exists() and Path("exported/model.safetensors").exists()
 
 
-def test_a_chat_model_learns_and_is_exported_as_shown(place, capfd):
+def test_a_chat_model_learns_and_is_exported_as_shown(place, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Which layer cuts columns?\n"))
     recipe_of(CHAT)
     Path("chat.jsonl").write_text("".join(CHAT.blocks("jsonl")), encoding="utf-8")
     for words in CHAT.commands():
-        more = {"train": SMALLER, "generate": ["--max-new-tokens", "2"]}.get(words[0], [])
+        short = ["--max-new-tokens", "2"]
+        more = {"train": SMALLER, "generate": short, "chat": short}.get(words[0], [])
         assert run([*words, *more]) == 0, words
     printed = capfd.readouterr().out
     (shown,) = CHAT.blocks("text")
