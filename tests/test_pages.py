@@ -25,7 +25,7 @@ from support.pages import (
 from support.short_runs import run_recipe, tiny_recipe, write_recipe
 from support.topics import values
 from transformers import LlamaConfig, LlamaForCausalLM
-from trilith.checkpoints import convert
+from trilith.checkpoints import Manifest, convert
 from trilith.cli.app import COMMANDS, run
 from trilith.cli.reference import reference as reference_of_commands
 from trilith.cli.shared.aliases import FORMER_COMMANDS
@@ -128,6 +128,13 @@ def test_the_version_is_written_in_one_place():
     ):
         assert f"version: {version}" not in (ROOT / name).read_text(), name
         assert not re.search(rf"trilith[ =]+{re.escape(version)}", (ROOT / name).read_text()), name
+
+
+def test_every_key_of_a_manifest_is_in_the_table():
+    rows = Page.read("docs/checkpoints.md").rows("`manifest.json`")
+    keys = {key for row in rows for key in re.findall(r"`(\w+)`", row[0])}
+    stated = {field.alias or name for name, field in Manifest.model_fields.items()}
+    assert keys == stated | {"seal"}
 
 
 def test_the_changelog_names_every_command():
