@@ -78,7 +78,7 @@ READERS = {
     "data/text/chat_formats.py": "a text inside a record, no file",
     "data/text/stdlib_corpus.py": "Python's own sources",
     "cli/shared/quickstart.py": "compares two files that it has just written",
-    "generation/ranks.py": "a file of its own rank, in a temporary folder",
+    "generation/ranks.py": "a line that this command has written",
 }
 
 #: Files that may load a pickle, and why: no file that a user names is ever among what they load.
