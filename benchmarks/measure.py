@@ -43,13 +43,16 @@ def in_turn(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[
 
 
 def ratio(name: str, ours: list[float], theirs: list[float], *, goal: float | None = None) -> Row:
-    """Return how many times as fast as theirs ours is: the median over the rounds of their seconds / ours."""
-    found = sorted(b / a for a, b in zip(ours, theirs, strict=True))
-    median = statistics.median(found)
-    row = Row(name, median, found[0], found[-1])
+    """Return how many times as fast as theirs ours is: the median over the rounds of their seconds / ours.
+
+    The seconds beside it are those of the round that has the median, so that they have this ratio.
+    """
+    rounds = sorted((b / a, a, b) for a, b in zip(ours, theirs, strict=True))
+    median, own_seconds, their_seconds = rounds[(len(rounds) - 1) // 2]
+    row = Row(name, median, rounds[0][0], rounds[-1][0])
     if goal is not None:
         row.goal, row.good = f">= {goal}", median >= goal
-    row.details = {"ours, s": statistics.median(ours), "theirs, s": statistics.median(theirs)}
+    row.details = {"ours, s": own_seconds, "theirs, s": their_seconds}
     return row
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect as python_inspect
 import os
-import re
 import shlex
 import sys
 import traceback
@@ -44,6 +42,7 @@ from .recipe import recipe
 from .report import report
 from .schedule import schedule
 from .shared.aliases import COMMANDS_OF_OTHERS, what_to_type, with_own_command, with_own_names
+from .shared.help_text import help_text
 from .tokenize import tokenize
 from .train import train
 from .train_tokenizer import train_tokenizer
@@ -60,8 +59,6 @@ GROUPS: Mapping[str, tuple[Callable[..., None], ...]] = {
 }
 COMMANDS = tuple(command for group in GROUPS.values() for command in group)
 
-#: The columns of a terminal that examples fit in, with a margin of one on each side.
-_COLUMNS = 80
 #: The options that name a file to write, which may replace another.
 _OUTPUTS = ("out", "write", "html")
 #: Commands that print while they work: a reader that goes away, such as ``head``, leaves their work undone.
@@ -175,29 +172,12 @@ def _group(
         context_settings={"help_option_names": ["-h", "--help"]},
         **options,
     )
-    app.callback(help=unwrapped(callback.__doc__ or ""))(callback)
+    app.callback(help=help_text(callback.__doc__ or ""))(callback)
     panels = {command.__name__: name for name, group in GROUPS.items() for command in group}
     for command in commands:
-        help_text = unwrapped(command.__doc__ or "")
-        app.command(cls=_Command, help=help_text, rich_help_panel=panels.get(command.__name__))(command)
+        text = help_text(command.__doc__ or "")
+        app.command(cls=_Command, help=text, rich_help_panel=panels.get(command.__name__))(command)
     return app
-
-
-def unwrapped(text: str) -> str:
-    """Join the lines of each paragraph, so that a terminal of any width wraps them; keep indented lines, and
-    continue long ones on the next line as a shell does.
-    """
-    text = re.sub(r"(?<=\S)\n(?=\S)| \\\n +", " ", python_inspect.cleandoc(text))
-    return re.sub(rf"^    .{{{_COLUMNS - 5},}}$", _continued, text, flags=re.MULTILINE)
-
-
-def _continued(line: re.Match[str]) -> str:
-    lines = [""]
-    for word in re.findall(r"(?:[^\s\"]|\"[^\"]*\")+", line[0]):
-        if len(lines[-1]) + len(word) > _COLUMNS - 10 and word != "\\":
-            lines.append("   ")
-        lines[-1] += f" {word}"
-    return " \\\n".join(f"   {line}" for line in lines)
 
 
 def _options(

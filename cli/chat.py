@@ -80,6 +80,8 @@ def chat(
 
 def _lines() -> Iterator[str]:
     """Yield what is typed, after a prompt on a terminal, or the lines of a pipe."""
+    if sys.stdin is None:  # closed by whoever started this
+        return
     prompt = "> " if sys.stdin.isatty() else ""
     while True:
         try:

@@ -55,19 +55,19 @@ def evaluate(
     check_weights_there(source, "a Hugging Face folder or a checkpoint")
     check_tokens_there(tokens)
     from ..parallel_state import Layout
-    from ..training.evaluate_weights import Question, run_evaluation
+    from ..training.evaluate_weights import Figures, Question, run_evaluation
 
-    def note(text: str) -> None:
-        figures = to_json.loads(text)
+    def show(figures: Figures) -> str:
         if json:
-            say(text)
-            return
-        rows = f"{counted(figures['rows'], 'row')} of {figures['sequence_length']:,}"
-        counts = f"{counted(figures['tokens'], 'token')} of {rows}"
-        perplexity = "inf" if figures["perplexity"] is None else f"{figures['perplexity']:.4g}"
-        say(f"loss {figures['loss']:.4f}  perplexity {perplexity}  over {counts}")
+            return to_json.dumps(vars(figures))
+        rows = f"{counted(figures.rows, 'row')} of {figures.sequence_length:,}"
+        perplexity = "inf" if figures.perplexity is None else f"{figures.perplexity:.4g}"
+        tokens = counted(figures.tokens, "token")
+        return f"loss {figures.loss:.4f}  perplexity {perplexity}  over {tokens} of {rows}"
 
     question = Question(source, tokens, sequence_length, rows, batch, dtype, adapter)
     layout = Layout.of(tensor=tensor, pipeline=pipeline)
-    code = run_evaluation(question, layout, words=context.obj, note=note, device=device, status=status)
+    code = run_evaluation(
+        question, layout, words=context.obj, show=show, note=say, device=device, status=status
+    )
     raise typer.Exit(code)

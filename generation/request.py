@@ -1,17 +1,19 @@
 """Carry out ``trilith generate``: prompts to ids, a model in its layout, and text as it comes."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..checkpoints import Source, load_source, read_source, with_adapter
 from ..data.text.tokenizer_loading import Tokenizer, load_tokenizer
 from ..data.token_index import check_vocabulary
-from ..models import CausalLM
 from ..parallel_state import BadInput, Layout, ParallelState, dtype_named
 from ..runs.launch import own_rank
 from ..storage.small_files import read_json
@@ -19,6 +21,9 @@ from .continuation import Continuation
 from .generate import check_length, generate
 from .prompts import Prompt, prompt_ids
 from .sampling import Sampling
+
+if TYPE_CHECKING:
+    from ..models import CausalLM
 
 GENERATION_CONFIG = "generation_config.json"
 

@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ..storage.small_files import read_text
 from .launch import launch
 
 #: In the status folder, what the first rank has to say at the end: the ranks' stderr is torchrun's.
@@ -19,7 +20,7 @@ def start_ranks(words: Sequence[str], world: int, note: Callable[[str], None]) -
         code = launch([*words, "--status", folder], world, Path(folder))
         figures = Path(folder) / _FIGURES
         if figures.exists():
-            note(figures.read_text())
+            note(read_text(figures))
     return code
 
 

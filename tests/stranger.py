@@ -61,7 +61,7 @@ class Stranger:
 
     def type(self, *words, into=None, says=""):
         """Run a command; ``into``: the file that gets its output; ``says``: what the output must hold."""
-        began = time.monotonic()
+        began, computed = time.monotonic(), _computed()
         done = subprocess.run(
             [str(word) for word in words],
             cwd=self.folder,
@@ -71,19 +71,31 @@ class Stranger:
             text=True,
             check=False,
         )
-        self.rows.append((time.monotonic() - began, " ".join(str(word).partition("\n")[0] for word in words)))
+        line = " ".join(str(word).partition("\n")[0] for word in words)
+        self.rows.append((time.monotonic() - began, _computed() - computed, line))
         if into is not None:
             (self.folder / into).write_text(done.stdout, encoding="utf-8")
         if done.returncode or says not in done.stdout:
             self.table()
-            sys.exit(f"{done.stdout[-3000:]}\nexit code {done.returncode} of {self.rows[-1][1]}")
+            sys.exit(f"{done.stdout[-3000:]}\nexit code {done.returncode} of {line}")
         return done.stdout
 
+    @property
+    def seconds(self):
+        """Return the seconds of all commands so far."""
+        return sum(seconds for seconds, *_ in self.rows)
+
     def table(self):
-        """Print what each command took."""
-        for seconds, words in self.rows:
-            print(f"{seconds:7.1f} s  {words[:110]}")
-        print(f"{sum(seconds for seconds, _ in self.rows):7.1f} s  in all")
+        """Print what each command took, and how much of it a processor."""
+        for seconds, computed, words in self.rows:
+            print(f"{seconds:7.1f} s  {computed:6.1f} s of processor  {words[:100]}")
+        computed = sum(computed for _, computed, _ in self.rows)
+        print(f"{self.seconds:7.1f} s  {computed:6.1f} s of processor  in all", flush=True)
+
+
+def _computed():
+    """Return the seconds of processor time of all commands that have ended."""
+    return sum(os.times()[2:4])
 
 
 def walk(stranger, wheel):
@@ -142,7 +154,7 @@ def main():
     stranger = Stranger(folder)
     walk(stranger, wheel)
     stranger.table()
-    if (minutes := sum(seconds for seconds, _ in stranger.rows) / 60) > LIMIT:
+    if (minutes := stranger.seconds / 60) > LIMIT:
         sys.exit(f"{minutes:.1f} minutes, more than {LIMIT}")
     shutil.rmtree(folder)
 

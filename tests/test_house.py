@@ -76,7 +76,7 @@ READERS = {
     "runs/rendezvous.py": "a store between ranks, no file",
     "data/text/chat_formats.py": "a text inside a record, no file",
     "cli/shared/quickstart.py": "Python's own sources, and compares two files that it has just written",
-    "generation/ranks.py": "a file of its own rank, in a temporary folder",
+    "generation/ranks.py": "a line that this command has written",
 }
 
 #: Files that may load a pickle, and why: of what a user names, only the last loads any, and imports nothing.

@@ -27,8 +27,9 @@ from support.recipe_page import SECTIONS, reference, with_tables
 from support.short_runs import run_recipe, tiny_recipe, write_recipe
 from support.topics import values
 from transformers import LlamaConfig, LlamaForCausalLM
-from trilith.checkpoints import convert
+from trilith.checkpoints import Manifest, convert
 from trilith.cli.app import COMMANDS, run
+from trilith.cli.shared.aliases import FORMER_COMMANDS
 from trilith.layers import routers
 from trilith.machine.random_files import write_tokens
 from trilith.models import LoraConfig, adapted
@@ -129,10 +130,21 @@ def test_the_version_is_written_in_one_place():
         assert not re.search(rf"trilith[ =]+{re.escape(version)}", (ROOT / name).read_text()), name
 
 
+def test_every_key_of_a_manifest_is_in_the_table():
+    rows = Page.read("docs/checkpoints.md").rows("`manifest.json`")
+    keys = {key for row in rows for key in re.findall(r"`(\w+)`", row[0])}
+    stated = {field.alias or name for name, field in Manifest.model_fields.items()}
+    assert keys == stated | {"seal"}
+
+
 def test_the_changelog_names_every_command():
-    (line,) = re.findall(r"- Commands: (.*?)\.\n", (ROOT / "CHANGELOG.md").read_text(), re.DOTALL)
+    """Those of the first release in one line, later ones under what came after it."""
+    later, _, first = (ROOT / "CHANGELOG.md").read_text().partition("\n## 0.2.0 ")
+    (line,) = re.findall(r"- Commands: (.*?)\.\n", first, re.DOTALL)
     commands = {command.__name__.replace("_", "-") for command in COMMANDS}
-    assert set(re.findall(r"`([\w-]+)`", line)) == commands
+    released = set(re.findall(r"`([\w-]+)`", line))
+    assert released - commands == FORMER_COMMANDS.keys()
+    assert commands - released <= set(re.findall(r"`trilith ([\w-]+)", later))
     assert commands <= set(re.findall(r"^## `trilith ([\w-]+)`", reference_of_commands(), re.MULTILINE))
 
 

@@ -3,8 +3,10 @@
 import contextlib
 import difflib
 import importlib.util
+import io
 import json
 import re
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -50,10 +52,10 @@ def models(tmp_path_factory):
     model = LlamaForCausalLM(
         LlamaConfig(**(TINY_LLAMA | {"vocab_size": 400, "max_position_embeddings": 2048}))
     )
-    for name in ("SmolLM2-135M", "SmolLM2-135M-Instruct"):
-        train_tokenizer([GPU.text, CHAT.text], folder / name, vocab_size=400)
-        model.save_pretrained(folder / name)
-        (folder / name / "chat_template.jinja").write_text(template, encoding="utf-8")
+    train_tokenizer([GPU.text, CHAT.text], folder / "SmolLM2-135M", vocab_size=400)
+    model.save_pretrained(folder / "SmolLM2-135M")
+    (folder / "SmolLM2-135M" / "chat_template.jinja").write_text(template, encoding="utf-8")
+    shutil.copytree(folder / "SmolLM2-135M", folder / "SmolLM2-135M-Instruct")
     (folder / "my-text.txt").write_text(GPU.text * 8, encoding="utf-8")
     return folder
 
@@ -90,11 +92,13 @@ def test_a_first_run_goes_as_shown(place, capfd):
     assert Path("first-run/report.html").exists() and Path("exported/model.safetensors").exists()
 
 
-def test_a_chat_model_learns_and_is_exported_as_shown(place, capfd):
+def test_a_chat_model_learns_and_is_exported_as_shown(place, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Which layer cuts columns?\n"))
     recipe_of(CHAT)
     Path("chat.jsonl").write_text("".join(CHAT.blocks("jsonl")), encoding="utf-8")
     for words in CHAT.commands():
-        more = {"train": SMALLER, "generate": ["--max-new-tokens", "2"]}.get(words[0], [])
+        short = ["--max-new-tokens", "2"]
+        more = {"train": SMALLER, "generate": short, "chat": short}.get(words[0], [])
         assert run([*words, *more]) == 0, words
     printed = capfd.readouterr().out
     (shown,) = CHAT.blocks("text")

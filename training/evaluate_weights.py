@@ -1,6 +1,5 @@
 """Run ``trilith evaluate`` on its ranks: the loss of stored weights on a token file, as a run computes it."""
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -39,6 +38,17 @@ class Question:
 
 
 @dataclass(frozen=True)
+class Figures:
+    """Report the mean loss in nats over the tokens that count, and its perplexity, ``None`` if too large."""
+
+    loss: float
+    perplexity: float | None
+    tokens: int
+    rows: int
+    sequence_length: int
+
+
+@dataclass(frozen=True)
 class _Opened:
     source: Source
     adapter: Source | None
@@ -50,11 +60,12 @@ def run_evaluation(
     layout: Layout,
     *,
     words: Sequence[str],
+    show: Callable[[Figures], str],
     note: Callable[[str], None],
     device: str = "auto",
     status: Path | None = None,
 ) -> int:
-    """Give ``note`` one JSON object of figures; return the exit code.
+    """Give ``note`` the figures as ``show`` writes them; return the exit code.
 
     ``words`` are the command's own, with which a layout of several ranks starts them; ``status`` is the
     folder that they were then given.
@@ -77,15 +88,10 @@ def run_evaluation(
         dtype = dtype_named(question.dtype)
         model = loaded_model(opened.source, opened.adapter, dtype=dtype, state=state)
         loss = Evaluator(Step(model, TokenLoss(model), micro_batch=question.batch), held_out)()
-        figures = {
-            "loss": loss,
-            "perplexity": perplexity(loss),
-            "tokens": batches.count_labels(0, range(held_out.samples)),
-            "rows": held_out.samples,
-            "sequence_length": batches.sequence_length,
-        }
+        tokens = batches.count_labels(0, range(held_out.samples))
+        figures = Figures(loss, perplexity(loss), tokens, held_out.samples, batches.sequence_length)
         if own_rank() == 0:
-            leave_figures(json.dumps(figures), note, status)
+            leave_figures(show(figures), note, status)
     return 0
 
 

@@ -10,7 +10,7 @@ from support.short_runs import tiny_recipe, write_recipe
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trilith.cli.app import run
 from trilith.data.text.tokenizer_training import train_tokenizer
-from trilith.generation import ranks as generate_run
+from trilith.runs import command_ranks
 from trilith.system.process_end import leave
 from trilith.testing import run_fresh
 
@@ -142,7 +142,7 @@ def test_a_layout_starts_its_ranks_with_the_same_words(folder, capfd, monkeypatc
         (status / "figures").write_text("so many tokens")
         return 3
 
-    monkeypatch.setattr(generate_run, "launch", launch)
+    monkeypatch.setattr(command_ranks, "launch", launch)
     asked = words(folder, "-p", "dog", "--tensor", "2", "--pipeline", "2")
     assert run(asked) == 3
     ((arguments, world),) = started

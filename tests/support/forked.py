@@ -177,6 +177,7 @@ def _become(work: Callable[[], int], folder: Path, err: int) -> None:
         for source, fd in ((nowhere, 0), (nowhere, 1), (err, 2)):
             os.dup2(source, fd)
         os.closerange(3, 4096)
+        sys.stdin = os.fdopen(0, closefd=False)
         sys.stdout = os.fdopen(1, "w", closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         code = work()

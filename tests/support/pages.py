@@ -56,6 +56,12 @@ class Page:
         code = "".join(block for _, block in _FENCE.findall(self.text))
         return [shlex.split(line, comments=True) for line in re.findall(r"^ *trilith (.*)$", code, re.M)]
 
+    def started_by_others(self) -> list[list[str]]:
+        """Return the words after ``trilith`` of lines in which srun or torchrun starts it."""
+        code = "".join(block for _, block in _FENCE.findall(self.text))
+        lines = re.findall(r"^ *(?:srun|torchrun) .* trilith (\w.*)$", code, re.M)
+        return [shlex.split(line, comments=True) for line in lines]
+
     def run_python(self) -> dict[str, Any]:
         """Run all blocks of Python as one program; return its names."""
         names: dict[str, Any] = {"__name__": "__main__"}
@@ -106,7 +112,8 @@ def refused_commands(page: Page) -> list[str]:
     In the text capitals stand for the reader's own words, and a command may stand without its arguments.
     """
     quoted = [code for code in page.quoted() if re.match(r"trilith (?!.*\b[A-Z]+\b)", code)]
-    lines = [(words, False) for words in page.commands() if "[OPTIONS]" not in words]
+    commands = [*page.commands(), *page.started_by_others()]
+    lines = [(words, False) for words in commands if "[OPTIONS]" not in words]
     lines += [(shlex.split(code)[1:], True) for code in quoted]
     refused = []
     for words, named in lines:
