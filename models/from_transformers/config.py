@@ -59,12 +59,15 @@ class AdoptedConfig(ModelConfig):
             check_dtype(key, raw.get(key), where)
         if raw.get("auto_map"):
             warnings.warn(f"{where}: auto_map is ignored; no code from a checkpoint is run", stacklevel=2)
+        if raw.get("output_router_logits"):
+            lost = "the balance loss that transformers adds is not computed"
+            warnings.warn(f"{where}: output_router_logits is ignored; {lost}", stacklevel=2)
         stated = {key: entry for key, entry in raw.items() if key not in ("model_type", "auto_map")}
         try:
             config = config_class(kind).from_dict(deepcopy(stated))
             known = {**config.to_dict()}
         except Exception as error:  # whatever its own checks raise
-            first = str(error).strip().partition("\n")[0][:160]
+            first = " ".join(str(error).split())[:200]
             expected = f"what transformers' {kind} reads"
             raise BadInput(where, expected=expected, found=f"{type(error).__name__}: {first}") from None
         for key in cls.unknown_keys(raw):
@@ -157,12 +160,5 @@ def readable_keys(kind: str) -> frozenset[str]:
     from inspect import signature
 
     made = config_class(kind)
-    return frozenset(
-        {
-            *made().to_dict(),
-            *made.attribute_map,
-            *signature(made.__init__).parameters,
-            "rope_scaling",
-            "rope_theta",
-        }
-    )
+    keys = {*made().to_dict(), *made.attribute_map, *signature(made.__init__).parameters}
+    return frozenset(keys | {"rope_scaling", "rope_theta"})

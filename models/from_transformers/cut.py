@@ -9,6 +9,7 @@ from torch import nn
 
 from ...layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, Stage
 from ...parallel_state import BadInput, Cut, ParallelState, alone_or
+from ..base.keys import names
 from .config import AdoptedConfig
 from .layers import (
     GatheredColumn,
@@ -70,7 +71,7 @@ class Cutter:
             stated[leaf] = replace(stated[leaf], initial=self.made.laws[f"{path}.{leaf}"])
 
 
-Style = Callable[[Cutter, str, Any, Any], None]
+Style = Callable[[Cutter, str, Any, Any], object]
 
 
 def _unit(owner: nn.Module, features: int) -> int:
@@ -96,32 +97,22 @@ def _latent(cutter: Cutter, path: str, module: Any, owner: Any) -> None:
 LINEARS: dict[str, Style] = {
     "colwise": _column,
     "rowwise": _row,
-    "colwise_gather_output": lambda cutter, path, module, owner: _ignore(
-        cutter.linear(path, module, GatheredColumn)
-    ),
-    "rowwise_split_input": lambda cutter, path, module, owner: _ignore(cutter.linear(path, module, SplitRow)),
+    "colwise_gather_output": lambda cutter, path, module, owner: cutter.linear(path, module, GatheredColumn),
+    "rowwise_split_input": lambda cutter, path, module, owner: cutter.linear(path, module, SplitRow),
     "packed_colwise": lambda cutter, path, module, owner: cutter.packed(path, module),
     "mla_kv_a_proj": _latent,
-    "replicate": lambda cutter, path, module, owner: _ignore(cutter.linear(path, module, ReplicatedLinear)),
+    "replicate": lambda cutter, path, module, owner: cutter.linear(path, module, ReplicatedLinear),
 }
 #: Styles of modules that are no linears, and of the embedding and the output layer, which are always cut.
-OTHERS = {
-    "replicated_with_grad_allreduce",
-    "local_params",
-    "moe_tp_experts",
-    "embedding_rowwise",
-    "embedding_colwise",
-}
+OTHERS = names("""
+    replicated_with_grad_allreduce local_params moe_tp_experts packed_rowwise
+    embedding_rowwise embedding_colwise
+""")
 #: Styles that no tensor axis is offered for, with the reason.
 REFUSED = {
-    "packed_rowwise": "inputs of several products in one are not cut yet",
     "all_reduce": "a sum that its module makes itself is not known",
     "moe_identity_expert": "experts that give back their input are not cut yet",
 }
-
-
-def _ignore(_: object) -> None:
-    return None
 
 
 def style_of(plan: Mapping[str, str], path: str) -> str | None:
@@ -199,13 +190,16 @@ def _cut_module(cutter: Cutter, plan: Mapping[str, str], path: str, module: nn.M
     if type(module) is nn.Linear:
         LINEARS[style if style in LINEARS else "replicate"](cutter, path, module, owner)
         return
-    if style == "moe_tp_experts" and cut_experts(module, path, cutter.made.laws, here):
+    packed = (style_of(plan, f"{path}.gate_up_proj") or "").startswith("packed")
+    if style == "moe_tp_experts" and (
+        dim := cut_experts(module, path, cutter.made.laws, here, packed=packed)
+    ):
         parts = tuple(f"{path}.{name}" for name in ("gate_proj", "up_proj"))
-        cutter.fused[f"{path}.gate_up_proj"] = parts, 1
+        cutter.fused[f"{path}.gate_up_proj"] = parts, dim
         return
     cuts: dict[str, Cut] = {}
     for name, _ in module.named_parameters(recurse=False):
-        if style_of(plan, f"{path}.{name}") == "local_params":
+        if style_of(plan, f"{path}.{name}") in ("local_params", "colwise"):
             cuts[name] = Cut(0)
     partial = style == "replicated_with_grad_allreduce" or here.sequence
     if here.tensor_size > 1 and style in LINEARS and style != "replicate":
@@ -214,8 +208,14 @@ def _cut_module(cutter: Cutter, plan: Mapping[str, str], path: str, module: nn.M
     declare_rest(module, path, cutter.made.laws, here, partial=partial, cut=cuts)
 
 
-def _check_shared(model: Any, kind: str, embedding: nn.Module, head: nn.Module) -> None:
-    """Refuse a parameter of several places, other than the embedding that is the output layer too."""
+def _check_shared(model: Any, kind: str, embedding: Any, head: Any) -> None:
+    """Refuse a parameter of several places, other than the embedding that is the output layer too.
+
+    Of the output layer's bias, which the module around it names as well, the other name goes.
+    """
+    for module in model.modules() if getattr(head, "bias", None) is not None else ():
+        if module is not head and module._parameters.get("bias") is head.bias:
+            module._parameters["bias"] = None
     seen: dict[int, str] = {}
     ends = {id(getattr(embedding, "weight", None)), id(getattr(head, "weight", None))}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,20 +1,37 @@
 """Models that transformers computes: as transformers itself does, in each layout that is offered."""
 
+import os
 import random
 from importlib.metadata import version
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.any_model import LAYOUTS, draw, family, plain, prove, tiny
+from support import any_table
+from support.any_model import (
+    LAYOUTS,
+    AxisError,
+    InFp64,
+    draw,
+    family,
+    plain,
+    prove,
+    reference,
+    tiny,
+    train_all,
+    words,
+)
 from support.short_runs import tiny_recipe, train, write_tokens
-from trilith.checkpoints import convert, load
+from trilith.checkpoints import convert, differences, load, read_source
 from trilith.models import FAMILIES, family_of
 from trilith.models.from_transformers import TransformersFamily, adopted_types
 from trilith.models.from_transformers.config import config_class
 from trilith.models.from_transformers.cut import LINEARS, OTHERS, REFUSED
-from trilith.models.from_transformers.proved import proved
+from trilith.models.from_transformers.probe import probed
+from trilith.models.from_transformers.proved import offered, proved
 from trilith.parallel_state import OWN, BadInput, Layout, declarations
+from trilith.recipes.recipe import parse_recipe
+from trilith.training.run_plan import plan
 
 TABLE = proved()["types"]
 SAME_VERSION = version("transformers").split(".")[:2] == proved()["transformers"].split(".")[:2]
@@ -23,23 +40,73 @@ OFFERED = sorted(kind for kind, row in TABLE.items() if "refused" not in row and
 #: Types whose forward has what could be computed twice, left out or cut wrongly, and others by a seed.
 CHOSEN = ["hyperclovax", "apertus", "granite_swa", "ernie4_5_moe"]
 CHOSEN += random.Random(5).sample([kind for kind in OFFERED if kind not in CHOSEN], min(8, len(OFFERED)))
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+#: Families of the zoo that transformers computes as well.
+ZOO = random.Random(5).sample(sorted(offered().keys() & FAMILIES), 3)
 
 
 @of_this_version
 @pytest.mark.parametrize("kind", CHOSEN)
 def test_a_type_is_transformers_own_in_every_layout_of_the_table(kind):
-    axes = {axis: LAYOUTS[axis] for axis in ("data", *TABLE[kind]["axes"])}
+    axes = {axis: LAYOUTS[axis] for axis in ("data", *offered()[kind])}
     row = prove(kind, short(tiny(kind)), axes)
     assert row.proved.keys() == {"transformers", "gradients", *axes}, row.refused
 
 
 def short(raw):
     """Return the config of two blocks, if its blocks are all alike, or alike but for the first."""
-    return (
-        raw
-        if any(isinstance(value, list) and len(value) == 4 for value in raw.values())
-        else raw | {"num_hidden_layers": 2}
-    )
+    by_block = any(isinstance(value, list) and len(value) == 4 for value in raw.values())
+    return raw if by_block else raw | {"num_hidden_layers": 2}
+
+
+@of_this_version
+@pytest.mark.parametrize("kind", ZOO)
+def test_a_family_of_the_zoo_is_the_same_by_either_code_and_transformers(kind):
+    with InFp64():
+        row, _ = reference(short(tiny(kind)))
+    assert row.proved["zoo"] < 1e-6 and row.proved["gradients"] < 1e-9 and row.proved["transformers"] < 1e-9
+
+
+@of_this_version
+@pytest.mark.parametrize("kind", ["electra", "bamba"])
+def test_stages_of_narrow_embeddings_and_of_blocks_that_give_tuples_equal_one_process(kind):
+    row = prove(kind, short(tiny(kind)), {"pipeline": LAYOUTS["pipeline"]})
+    assert "pipeline" in row.proved, row.refused
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("glm_moe_dsa", "its blocks are given prev_topk_indices beside hidden states"),
+        ("gemma4_text", "its blocks are given per_layer_input beside hidden states"),
+        ("hrm_text", "blocks in its code"),
+    ],
+)
+def test_blocks_that_share_more_than_hidden_states_are_not_cut_into_stages(kind, says):
+    made = family(kind)
+    with pytest.raises(BadInput, match=f"layout: pipeline: .*{says}"):
+        made.check_layout(made.from_hf(tiny(kind)), Layout.of(pipeline=2))
+
+
+def test_one_rank_that_fails_ends_the_proof_of_its_axis_alone(monkeypatch):
+    monkeypatch.setattr("support.any_model.train_all", train_or_fail)
+    row = prove("arcee", short(tiny("arcee")), {axis: LAYOUTS[axis] for axis in ("pipeline", "ZeRO 0")})
+    assert row.refused == {"pipeline": "failed: ValueError: of the last rank"} and "ZeRO 0" in row.proved
+
+
+def train_or_fail(raw, layouts):
+    """Train, but fail on one rank of a pipeline, where the other waits for it."""
+    if "pipeline" in layouts:
+        if int(os.environ["RANK"]):
+            raise AxisError("pipeline", words(ValueError("of the last rank\nand more")))
+        return train_all(raw, {"pipeline": LAYOUTS["pipeline"]})
+    return train_all(raw, layouts)
+
+
+@of_this_version
+def test_the_page_is_that_of_the_table():
+    page = any_table.PAGE.read_text(encoding="utf-8")
+    assert any_table.written(page, proved()) == page
 
 
 def test_every_style_of_transformers_plans_has_a_row():
@@ -62,7 +129,7 @@ def test_a_style_without_a_row_is_refused(monkeypatch):
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "context", "sequence", "expert"])
 def test_an_axis_that_is_not_proved_is_refused_in_one_line(axis):
     layout = LAYOUTS.get(axis) or Layout.of(data=2, expert=2)
-    kind = next(kind for kind in OFFERED if axis not in TABLE[kind]["axes"])
+    kind = next(kind for kind in OFFERED if axis not in offered()[kind])
     made = family_of({"model_type": kind})
     with pytest.raises(BadInput, match=f"layout: {axis}") as refusal:
         made.check_layout(made.from_hf(tiny(kind)), layout)
@@ -167,6 +234,75 @@ def test_a_recipe_trains_an_adopted_model_alike_in_every_layout(tmp_path):
         losses.append([step.loss for step in train(raw)])
     for run in losses[1:]:
         assert run == pytest.approx(losses[0], rel=1e-9)
+
+
+def test_a_recipe_trains_a_family_of_the_zoo_by_transformers_code_too(tmp_path, capsys):
+    made = family("llama")
+    config = made.from_hf(tiny("llama", vocab_size=512))
+    model = made.build(config).to_empty(device="cpu")
+    draw(model, model.state)
+    plain(config, made, model).save_pretrained(tmp_path / "hf")
+    tokens, runs = write_tokens(tmp_path / "tokens"), {}
+    for way in ("auto", "transformers"):
+        chosen = {"init_from": str(tmp_path / "hf"), "config": None, "implementation": way}
+        runs[way] = [step.loss for step in train(tiny_recipe(tmp_path / way, tokens, model=chosen, steps=2))]
+    assert runs["transformers"] == pytest.approx(runs["auto"], rel=1e-6)
+    assert isinstance(read_source(tmp_path / "transformers").family, TransformersFamily)
+    assert read_source(tmp_path / "auto").family is FAMILIES["llama"]
+    convert(tmp_path / "transformers", tmp_path / "back", to="hf")
+    assert read_source(tmp_path / "back").family is FAMILIES["llama"]
+    convert(tmp_path / "hf", tmp_path / "cut", tensor=2, implementation="transformers")
+    assert not [*differences(read_source(tmp_path / "hf"), read_source(tmp_path / "cut"))]
+    with pytest.raises(BadInput, match="expected transformers' names, found the zoo's names") as refusal:
+        read_source(tmp_path / "auto", implementation="transformers")
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_balance_loss_that_is_not_computed_is_named():
+    with pytest.warns(UserWarning, match="output_router_logits is ignored; the balance loss"):
+        family("olmoe").from_hf(tiny("olmoe", output_router_logits=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "layout", "says"),
+    [
+        ("qwen3_next", {}, {"context": 2}, "its attention is not transformers' common one"),
+        ("lfm2", {}, {"context": 2}, "Lfm2ShortConv mixes tokens outside of attention"),
+        ("phimoe", {}, {"context": 2}, "its mask is not causal: query 8, key 0"),
+        ("arcee", {"rope_parameters": DYNAMIC}, {"context": 2}, "layout: context: expected 1 for arcee"),
+        ("arcee", {}, {"tensor": 4}, "2 units of 16 on dim 0: expected a number that tensor=4 divides"),
+        ("olmoe", {}, {"data": 2, "expert": 2}, "the experts of adopted models are not spread over ranks"),
+        ("arcee", {}, {"pipeline": 8}, "pipeline: expected at most 4, found 8"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(kind, config, layout, says):
+    made = family(kind)
+    with pytest.raises(BadInput, match=says) as refusal:
+        made.declarations(made.from_hf(tiny(kind, **config)), Layout.of(**layout))
+    assert "\n" not in str(refusal.value)
+
+
+def test_attention_of_a_module_whose_name_only_looks_like_another_mixer_is_ours():
+    assert probed(family("seed_oss").from_hf(tiny("seed_oss"))).no_context == ""
+
+
+def test_logits_in_chunks_are_refused_where_code_may_follow_the_output_layer(tmp_path):
+    raw = tiny_recipe(
+        tmp_path / "run",
+        write_tokens(tmp_path / "tokens"),
+        model={"config": tiny("arcee", vocab_size=512)},
+        memory={"loss_chunk": 64},
+    )
+    with pytest.raises(BadInput, match=r"memory.loss_chunk: expected 0 or auto"):
+        plan(parse_recipe(raw))
+
+
+@pytest.mark.parametrize("kind", ["gemma", "minicpm3", "olmoe"])
+def test_embeddings_that_scale_and_buffers_outside_files_are_those_of_transformers(kind):
+    """Every layout would agree without a factor of the embedding, or with rotations from bare memory."""
+    with InFp64():
+        row, _ = reference(short(tiny(kind)))
+    assert row.proved["transformers"] < 1e-9 and row.proved["gradients"] < 1e-9 and not row.refused
 
 
 def test_packed_documents_do_not_see_each_other():
