@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import nn
 
-from ..layers import checkpoint_blocks, numbered_blocks
+from ..layers import Scaling, checkpoint_blocks, numbered_blocks
+from ..models import Family, ModelConfig
 from ..parallel_state import Layout, ParallelState
 from ..pipeline.stages import StageOutput
 from ..simulation.model_flops import TokenFlops
@@ -16,6 +18,7 @@ from ..training.own_module import OwnConfig, OwnFamily
 from ..training.own_parts import OwnParts
 from .own_module import bytes_given, micro_batch_of, module_stages, outputs_of
 from .rank_parameters import Group, RankParameters, rank_parameters
+from .sampled_model import SampledModel, sampled
 from .stage_costs import StageCost
 from .step_shape import Work
 
@@ -25,6 +28,9 @@ class SampledModule:
 
     The model of each pipeline rank is built on the meta device, and each of its stages is one piece.
     """
+
+    #: No stage has blocks that are pieces of their own.
+    kinds: tuple[int, ...] = ()
 
     def __init__(self, family: OwnFamily, config: OwnConfig) -> None:
         assert isinstance(family.parts, OwnParts)
@@ -118,6 +124,21 @@ class SampledModule:
             part = micro_batch_of(here, self.own.samples, getattr(self.own.loss, "sequence", {}))
             self._outputs[key] = outputs_of(lambda state: self._model(state, split), here, part)
         return self._outputs[key]
+
+
+def planned_model(
+    family: Family,
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    frozen: torch.dtype | None = None,
+    float8: Scaling | None = None,
+) -> SampledModel | SampledModule:
+    """Return what plans a model: one block of each kind of the zoo's (``sampled``), or a user's module."""
+    if isinstance(family, OwnFamily):
+        assert isinstance(config, OwnConfig)
+        return sampled_module(family, config, layout)
+    return sampled(family, config, layout, frozen=frozen, float8=float8)
 
 
 def sampled_module(family: OwnFamily, config: OwnConfig, layout: Layout) -> SampledModule:
