@@ -57,8 +57,9 @@ def tokens(tmp_path_factory):
 
 
 TENSOR, PIPELINE = {"tensor": 2, "sequence": True}, {"pipeline": 2}
-LAYOUTS = [TENSOR, PIPELINE, {"data": 2, "zero": 3}, {"pipeline": 2, "schedule": "zbv"}, {"data": 2, "zero": 1},
-           {"pipeline": 2, "schedule": "interleaved"}, {"tensor": 2, "pipeline": 2}]  # fmt: skip
+V, INTERLEAVED = ({"pipeline": 2, "schedule": name} for name in ("zbv", "interleaved"))
+ZERO_1, ZERO_3 = ({"data": 2, "zero": zero} for zero in (1, 3))
+LAYOUTS = [TENSOR, PIPELINE, ZERO_3, V, ZERO_1, INTERLEAVED, {"tensor": 2, "pipeline": 2}]
 CONTEXT = [{"context": 2}, {"context": 2, "ring": True}, {"context": 2, "pipeline": 2}]
 
 
