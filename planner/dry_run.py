@@ -191,8 +191,8 @@ def work_of(recipe: Recipe, planned: Plan, rank: int = 0) -> Work:
     )
     if planned.own is None:
         return work
-    given = planned_model(planned.family, planned.config, recipe.layout).given(work)
-    return replace(work, given=given, trains_all=False)
+    sent = planned_model(planned.family, planned.config, recipe.layout).sent(work)
+    return replace(work, sent=sent, trains_all=False)
 
 
 def predicted_step(recipe: Recipe, planned: Plan, machine: Machine) -> StepTime:

@@ -134,8 +134,8 @@ class SampledModel:
         """Count the FLOPs of a token of the whole model."""
         return flops_of_token(self.family, self.config, sequence_length)
 
-    def given(self, work: Work) -> tuple[int, ...]:
-        """Return ``Work.given``: between all stages go hidden states."""
+    def sent(self, work: Work) -> tuple[int, ...]:
+        """Return ``Work.sent``: between all stages go hidden states."""
         return ()
 
     def block(self, number: int) -> nn.Module:

@@ -12,11 +12,11 @@ from torch import nn
 from ..layers import Scaling, checkpoint_blocks, numbered_blocks
 from ..models import Family, ModelConfig
 from ..parallel_state import Layout, ParallelState
-from ..pipeline.stages import StageOutput
+from ..pipeline.relay import StageOutput
 from ..simulation.model_flops import TokenFlops
-from ..training.own_module import OwnConfig, OwnFamily
+from ..training.own.module import OwnConfig, OwnFamily
 from ..training.own_parts import OwnParts
-from .own_module import bytes_given, micro_batch_of, module_stages, outputs_of
+from .own_module import bytes_sent, micro_batch_of, module_stages, outputs_of
 from .rank_parameters import Group, RankParameters, rank_parameters
 from .sampled_model import SampledModel, sampled
 from .stage_costs import StageCost
@@ -81,9 +81,9 @@ class SampledModule:
             self._costs[key] = module_stages(work, model, self.own.samples, self.own.loss, outputs)
         return self._costs[key]
 
-    def given(self, work: Work) -> tuple[int, ...]:
-        """Return ``Work.given``: what each stage gives."""
-        return bytes_given(self.outputs(work, None)) if work.layout.pipeline > 1 else ()
+    def sent(self, work: Work) -> tuple[int, ...]:
+        """Return ``Work.sent``: what each stage gives."""
+        return bytes_sent(self.outputs(work, None)) if work.layout.pipeline > 1 else ()
 
     def flops(self, sequence_length: int) -> TokenFlops:
         """Count the FLOPs of a token of the whole module; attention counts with all else that is no product

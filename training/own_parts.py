@@ -21,8 +21,8 @@ from ..simulation.recorder import Recorder
 from ..simulation.without_numbers import shapes_only
 from .function_loss import as_loss, refuse_uncut
 from .loss import Loss
-from .own_code import call_own, check_keywords, own_code, refused
-from .own_module import OwnConfig, OwnFamily
+from .own.code import call_own, check_keywords, own_code, refused
+from .own.module import OwnConfig, OwnFamily
 from .run_data import open_data
 
 

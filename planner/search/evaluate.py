@@ -102,8 +102,8 @@ class Evaluator:
             offload=choice.offload,
             **self.sizes,
         )
-        given = self.model(layout).given(work)
-        return replace(work, given=given) if given else work
+        sent = self.model(layout).sent(work)
+        return replace(work, sent=sent) if sent else work
 
     def memory(self, choice: Choice, pipeline: int) -> MemoryPlan:
         """Return the memory of the first rank of a pipeline rank."""

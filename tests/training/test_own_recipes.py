@@ -21,7 +21,7 @@ from trilith.planner.dry_run import dry_run
 from trilith.planner.search import Worker
 from trilith.ranks import RankError
 from trilith.recipes.recipe import parse_recipe
-from trilith.training.own_code import own_code
+from trilith.training.own.code import own_code
 from trilith.training.run_plan import plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -155,6 +155,19 @@ def test_a_plain_class_trains_over_data_ranks(tmp_path):
     train(recipe("vit", tmp_path, "one", **changes))
     train(recipe("vit", tmp_path, "two", layout={"data": 2, "zero": 3}, **changes))
     assert losses(tmp_path / "two") == [pytest.approx(step, abs=1e-10) for step in losses(tmp_path / "one")]
+
+
+def test_what_a_constructor_computes_is_there(tmp_path):
+    """A model is made without memory where that loses nothing: a buffer would be lost."""
+    text = (EXAMPLES / "vit_plain.py").read_text()
+    kept = "self.register_buffer('factor', torch.full((1,), 3.0), persistent=False)"
+    for name, line in (("buffer", kept), ("number", "self.factor = 3.0")):
+        file = tmp_path / f"{name}.py"
+        changed = text.replace("        self.patch, count", f"        {line}\n        self.patch, count")
+        file.write_text(changed.replace("self.head(x[:, 0])", "self.head(x[:, 0]) * self.factor"))
+        module = {"model": {"module": f"{file}:ViT"}, "loss": {"module": f"{file}:loss"}, "steps": 1}
+        train(recipe("vit", tmp_path, name, **module))
+    assert losses(tmp_path / "buffer") == losses(tmp_path / "number")
 
 
 @pytest.mark.parametrize(

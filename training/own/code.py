@@ -11,10 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ..parallel_state import BadInput
-from ..simulation.asked_numbers import line_of_user
-from ..storage.small_files import read_text
-from ..system import visible
+from ...parallel_state import BadInput
+from ...simulation.asked_numbers import line_of_user
+from ...storage.small_files import read_text
+from ...system import visible
 
 
 class OwnCode(NamedTuple):
@@ -69,12 +69,12 @@ def _run(source: str, path: Path, key: str) -> ModuleType:
     return module
 
 
-def call_own(code: OwnCode, arguments: Mapping[str, Any], key: str, *, within: str, **given: Any) -> Any:
-    """Return ``code.entry(**arguments, **given)``; of ``given`` the keywords that it names.
+def call_own(code: OwnCode, arguments: Mapping[str, Any], key: str, *, within: str, **offered: Any) -> Any:
+    """Return ``code.entry(**arguments, **offered)``; of ``offered`` the keywords that it names.
 
     Raises ``BadInput`` about ``key`` for arguments that do not fit, and about ``within`` for what it raises.
     """
-    named = {name: entry for name, entry in given.items() if names(code.entry, name)}
+    named = {name: entry for name, entry in offered.items() if names(code.entry, name)}
     check_keywords(code, arguments, key)
     try:
         if (signature := _signature(code.entry)) is not None:
@@ -128,5 +128,5 @@ def refused(error: Exception, key: str, *, expected: str) -> BadInput:
     place = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else ""
     place = place or line_of_user(error.__traceback__)
     first = str(error).partition("\n")[0][:160]
-    found = f"{type(error).__name__}: {first}" + (f" ({place})" if place else "")
-    return BadInput("recipe", key, expected=expected, found=visible(found))
+    message = f"{type(error).__name__}: {first}" + (f" ({place})" if place else "")
+    return BadInput("recipe", key, expected=expected, found=visible(message))
