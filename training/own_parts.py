@@ -60,19 +60,19 @@ class OwnParts:
 
 def own_parts(recipe: Recipe, family: OwnFamily, config: OwnConfig) -> OwnParts:
     """Make the recipe's loss and data sets; ``BadInput`` for those that do not fit the module."""
-    data, loss, items = recipe.data, own_loss(recipe), None
-    text = ["input_ids", "labels"] + ["positions"] * (data.documents == "separate")
-    first = {name: torch.empty(data.sequence_length, dtype=torch.int64, device="meta") for name in text}
-    if data.module is not None:
+    rows, loss, items = recipe.data, own_loss(recipe), None
+    text = ["input_ids", "labels"] + ["positions"] * (rows.documents == "separate")
+    first = {name: torch.empty(rows.sequence_length, dtype=torch.int64, device="meta") for name in text}
+    if rows.module is not None:
         made = open_data(recipe)
         assert isinstance(made, ItemBatches)
         items, first = made, made.first
     samples = {
-        name: torch.empty((data.micro_batch, *x.shape), dtype=x.dtype, device="meta")
+        name: torch.empty((rows.micro_batch, *x.shape), dtype=x.dtype, device="meta")
         for name, x in first.items()
     }
     _check_taken(family.on_meta(config), samples)
-    return OwnParts(loss, samples, items, data.sequence_length)
+    return OwnParts(loss, samples, items, rows.sequence_length)
 
 
 def own_loss(recipe: Recipe) -> Any:
