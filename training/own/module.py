@@ -12,7 +12,7 @@ from pydantic import Field
 from pydantic_core import from_json
 from torch import Tensor, nn
 
-from ...checkpoints import describe_module
+from ...checkpoints.described import describe_build
 from ...layers import Stage, VocabParallelEmbedding, find_blocks
 from ...models import Family, Link, ModelConfig
 from ...models.base.family import making
@@ -83,8 +83,8 @@ class OwnFamily(Family):
             model = call_own(self.code, arguments, "model.arguments", within="model.module", **keywords)
         if not isinstance(model, nn.Module):
             _refuse_kind(type(model).__name__)
-        stated = None if hasattr(model, "family") else {"module": self.code.name, "arguments": arguments}
-        describe_module(model, config=stated, build=self._maker(arguments))
+        stated = {"module": self.code.name, "arguments": arguments}
+        describe_build(model, stated, self._maker(arguments))
         return model
 
     def _maker(self, arguments: Mapping[str, Any]) -> Callable[[ParallelState], nn.Module] | None:
