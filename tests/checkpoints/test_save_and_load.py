@@ -141,6 +141,35 @@ def test_every_number_of_an_optimizer_goes_along_to_dcp(tmp_path):
     assert all(torch.equal(state["gain.weight"][key], number) for key, number in kept.items())
 
 
+def grouped(layout, rates):
+    """Return a model whose gain has another learning rate, on the ranks of a layout."""
+    state = ParallelState.alone() if layout.world == 1 else ParallelState.start(layout)
+    model = shard_over_data(Embedder(state=state), state, Precision())
+    initialize(model, 1, state=state)
+    named = [*model.named_parameters()]
+    groups = [[p for n, p in named if n.startswith("gain") == gain] for gain in (False, True)]
+    pairs = zip(groups, rates, strict=True)
+    return state, model, torch.optim.AdamW([{"params": group, "lr": rate} for group, rate in pairs])
+
+
+def loaded_rates(root, layout):
+    state, model, optimizer = grouped(layout, (1.0, 1.0))
+    load(root, model, optimizer, state=state)
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def test_each_group_goes_on_with_its_learning_rate_in_any_layout(tmp_path):
+    """As decayed by then; and a group of parameters that had two is refused."""
+    _, model, optimizer = grouped(Layout(), (0.5, 0.25))
+    moved(model, optimizer, 0)
+    optimizer.param_groups[1]["lr"] /= 10
+    save(tmp_path, model, optimizer, step=1)
+    for layout in (Layout(), Layout.of(data=2, zero=3)):
+        assert run_parallel(loaded_rates, layout.world, str(tmp_path), layout)[0] == [0.5, 0.025]
+    with pytest.raises(BadInput, match=r"optimizer\.lr: .* found .* with 0\.5 and gain\.bias with 0\.025"):
+        load(tmp_path, model, torch.optim.AdamW(model.parameters()))
+
+
 def test_an_optimizer_without_state_is_saved_without_moments(tmp_path):
     model = nn.Linear(3, 2)
     folder = save(tmp_path, model, torch.optim.AdamW(model.parameters()), step=4)
