@@ -1,7 +1,7 @@
 """Say what a model is for its checkpoints: a family of the zoo with its config, or a user's module."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,13 +37,19 @@ def describe_module(
     ``config``: the model's config.json, or any plain data to rebuild the module from. ``names``: the table of
     Hugging Face's names. ``build``: a function that makes the module for a state, as ``Model(state=state)``
     does; with it ``reshard`` cuts the checkpoints into any number of stages. A model that a family of the zoo
-    built needs none. What is not given stays as an earlier call has said.
+    built needs none.
     """
-    before = getattr(model, "family", None)
-    known = before if isinstance(before, ModuleNames) else ModuleNames()
-    model.__dict__["family"] = ModuleNames(
-        known.config if config is None else dict(config), tuple(names) or known.names, build or known.build
-    )
+    model.__dict__["family"] = ModuleNames(dict(config or {}), tuple(names), build)
+
+
+def describe_build(
+    model: nn.Module, config: Mapping[str, Any], build: Callable[[ParallelState], nn.Module] | None
+) -> None:
+    """Leave with a module how it is built, and ``config`` if nobody has described it."""
+    described = getattr(model, "family", None)
+    if not isinstance(described, ModuleNames):
+        described = ModuleNames(dict(config))
+    model.__dict__["family"] = replace(described, build=described.build or build)
 
 
 def describe(model: nn.Module, state: ParallelState) -> Described:

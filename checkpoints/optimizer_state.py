@@ -40,10 +40,11 @@ class StoredNumber(StrictRecord):
 
 class StoredOptimizer(StrictRecord):
     """Record an optimizer's class, and what it keeps: each moment with the trained parameters that have none
-    yet, and the numbers.
+    yet, and the numbers. ``lr``: the learning rate of each trained parameter, that of its group.
     """
 
     kind: str
+    lr: StoredNumber | None = None
     moments: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     numbers: dict[str, StoredNumber] = Field(default_factory=dict)
 
@@ -73,8 +74,11 @@ def begin_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def restore_state(model: nn.Module, optimizer: torch.optim.Optimizer, stored: StoredOptimizer) -> None:
     """Replace what the optimizer keeps: its numbers, and zeros for the moments, which are filled afterwards.
 
-    Raises ``BadInput`` for an option that needs a moment which was not kept.
+    Raises ``BadInput`` for an option that needs a moment which was not kept, and for a group of parameters
+    that had several learning rates.
     """
+    if stored.lr is not None:
+        _restore_rates(model, optimizer, stored.lr)
     options = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():
         if parameter not in options or not parameter.requires_grad:
@@ -97,6 +101,26 @@ def restore_state(model: nn.Module, optimizer: torch.optim.Optimizer, stored: St
         optimizer.state.pop(parameter, None)
         if parameter_state:
             optimizer.state[parameter] = parameter_state
+
+
+def _restore_rates(model: nn.Module, optimizer: torch.optim.Optimizer, lr: StoredNumber) -> None:
+    """Give each group the learning rate that its parameters had."""
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for group in optimizer.param_groups:
+        rates = {lr.of.get(names[each], lr.value): names[each] for each in group["params"] if each in names}
+        rates.pop(None, None)
+        if len(rates) > 1:
+            (rate, name), (other_rate, other) = list(rates.items())[:2]
+            raise BadInput(
+                "load", "optimizer.lr", expected="parameters in the groups of the saved optimizer",
+                found=f"{name} with {rate:g} and {other} with {other_rate:g} in one group",
+                todo="Make the optimizer with the same groups, or leave it out to begin anew",
+            )  # fmt: skip
+        for rate in rates:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
 
 def _restored(dtype: str, value: float, device: torch.device) -> Tensor | float:
@@ -164,15 +188,20 @@ def gather_optimizer(
 ) -> StoredOptimizer:
     """Return what a checkpoint states of an optimizer, from one rank of each stage. Collective."""
 
-    def here() -> dict[str, Kept]:
+    def here() -> dict[str, tuple[Kept, float | None]]:
         check_optimizer(where, model, optimizer)
+        rates = {each: float(group["lr"]) for group in optimizer.param_groups for each in group["params"]}
         trained = [
             (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
         ]
-        entries = {name: dict(_entries(where, name, parameter, optimizer)) for name, parameter in trained}
+        entries = {
+            name: (dict(_entries(where, name, parameter, optimizer)), rates.get(parameter))
+            for name, parameter in trained
+        }
         return entries if state.rank == state.layout.first_rank(state.at.pipeline) else {}
 
-    everywhere = {name: entries for rank in together(here, state) for name, entries in rank.items()}
+    gathered = {name: entries for rank in together(here, state) for name, entries in rank.items()}
+    everywhere = {name: entries for name, (entries, _) in gathered.items()}
     moments: dict[str, tuple[str, ...]] = {}
     numbers: dict[str, StoredNumber] = {}
     for key in dict.fromkeys(key for entries in everywhere.values() for key in entries):
@@ -184,8 +213,17 @@ def gather_optimizer(
                 name for name, entries in everywhere.items() if key not in entries or name in values
             )
         if values:
-            (dtype, value), _ = Counter(values.values()).most_common(1)[0]
+            (dtype, _), _ = Counter(values.values()).most_common(1)[0]
             each = {name: values[name][1] if name in values else None for name in everywhere}
-            of = {name: other for name, other in each.items() if other != value}
-            numbers[key] = StoredNumber(dtype=dtype, value=value, of=of)
-    return StoredOptimizer(kind=type(optimizer).__name__, moments=moments, numbers=numbers)
+            numbers[key] = _stored(dtype, each)
+    rates = {name: rate for name, (_, rate) in gathered.items()}
+    lr = _stored("float", rates) if any(rate is not None for rate in rates.values()) else None
+    return StoredOptimizer(kind=type(optimizer).__name__, lr=lr, moments=moments, numbers=numbers)
+
+
+def _stored(dtype: str, values: Mapping[str, float | None]) -> StoredNumber:
+    """Record a number of each parameter: the most common one, and those of others."""
+    known = [number for number in values.values() if number is not None]
+    usual, _ = Counter(known).most_common(1)[0]
+    of = {name: number for name, number in values.items() if number != usual}
+    return StoredNumber(dtype=dtype, value=usual, of=of)

@@ -109,9 +109,9 @@ class StoredModule(StrictRecord):
         rules = tuple(map(StoredRule.of, names))
         if {name for block in blocks for name in block} != stored.keys():
             blocks = ()
-        for name, declaration in stored.items() if blocks else ():
+        for name in stored if blocks else ():
             holders = tuple(number for number, block in enumerate(blocks) if name in block)
-            stored[name] = declaration.model_copy(update={"blocks": holders})
+            stored[name] = stored[name].model_copy(update={"blocks": holders})
         return cls(pipeline=len(stages), blocks=len(blocks), declarations=stored, names=rules)
 
 
@@ -135,7 +135,8 @@ class ModuleFamily:
         and where the module was described with its ``build`` for any number.
         """
         layout, stored = layout or Layout(), self.module
-        if stored.blocks and layout.pipeline > 1:
+        as_written = layout.pipeline == stored.pipeline and split is None
+        if stored.blocks and layout.pipeline > 1 and not as_written:
             return self._cut(layout, split)
         if layout.pipeline not in (1, stored.pipeline) or split is not None:
             raise BadInput(

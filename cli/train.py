@@ -141,9 +141,10 @@ def _print_next_commands(recipe: Path, overrides: list[str]) -> None:
     if not checkpoints:
         return
     commands = [["report", out]]
+    own = trained.model.module is not None
     if trained.lora is not None:
         commands.append(["merge-lora", base or "BASE", out, out / "merged"])
-    else:
+    elif not own:
         if any(checkpoints[-1].rglob("tokenizer*")):
             commands.append(["generate", out, "--prompt", "Once upon a time"])
         commands.append(["convert", out, out / "hf", "--to", "hf"])

@@ -53,11 +53,11 @@ class ItemBatches(SampleOrder):
     def rows(self, step: int, rows: range) -> dict[str, Tensor]:
         """Return these items, which follow one another, of the global batch of ``step``, on dim 0."""
         sources, numbers = self._numbers(step, rows)
-        items = [
+        samples = [
             self._checked(self._item(source, number), source, number)
             for source, number in zip(sources.tolist(), numbers.tolist(), strict=True)
         ]
-        return {name: torch.stack([item[name] for item in items]) for name in self.first}
+        return {name: torch.stack([sample[name] for sample in samples]) for name in self.first}
 
     def _item(self, source: int, number: int) -> dict[str, Tensor]:
         """Return an item; ``BadInput`` for what is not a dict of tensors."""
@@ -66,22 +66,22 @@ class ItemBatches(SampleOrder):
             if len(self._sources) == 1
             else (f"{self._key}[{source}]: item {number}")
         )
-        item = _call(lambda: self._sources[source][number], where, "an item")
+        sample = _call(lambda: self._sources[source][number], where, "an item")
         expected = "a dict of tensors by name"
-        if not isinstance(item, Mapping) or not item:
-            kind = "an empty one" if isinstance(item, Mapping) else type(item).__name__
+        if not isinstance(sample, Mapping) or not sample:
+            kind = "an empty one" if isinstance(sample, Mapping) else type(sample).__name__
             raise BadInput("recipe", where, expected=expected, found=kind)
-        for name, tensor in item.items():
+        for name, tensor in sample.items():
             if not isinstance(name, str) or not isinstance(tensor, Tensor):
                 raise BadInput(
                     "recipe", where, expected=expected, found=f"{name!r}: {type(tensor).__name__}",
                     todo="torch.as_tensor makes one of a number or an array",
                 )  # fmt: skip
-        return {name: tensor.detach() for name, tensor in item.items()}
+        return {name: tensor.detach() for name, tensor in sample.items()}
 
-    def _checked(self, item: dict[str, Tensor], source: int, number: int) -> dict[str, Tensor]:
+    def _checked(self, sample: dict[str, Tensor], source: int, number: int) -> dict[str, Tensor]:
         """Return an item that is like the first one."""
-        if (form := _form(item)) != (like := _form(self.first)):
+        if (form := _form(sample)) != (like := _form(self.first)):
             differs = next(name for name in {**like, **form} if form.get(name) != like.get(name))
             place = f"{self._key}[{source}]" if len(self._sources) > 1 else self._key
             raise BadInput(
@@ -89,12 +89,13 @@ class ItemBatches(SampleOrder):
                 expected=f"{differs}: {like.get(differs, 'absent')}, as in the first item",
                 found=form.get(differs, "none"), todo="Pad items to one length, or cut them",
             )  # fmt: skip
-        return item
+        return sample
 
 
-def _form(item: Mapping[str, Tensor]) -> dict[str, str]:
+def _form(sample: Mapping[str, Tensor]) -> dict[str, str]:
     return {
-        name: f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}" for name, tensor in item.items()
+        name: f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}"
+        for name, tensor in sample.items()
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from torch import nn
 
@@ -111,13 +112,13 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     return [*dict.fromkeys(blocks)]
 
 
-def stage_parts(model: nn.Module) -> tuple[Stage, ...]:
+def stage_parts(model: Any) -> tuple[Stage, ...]:
     """Return the stages of the model that a module holds, or one that is all of it."""
     stage = getattr(model, "stage", None)
     return stage.parts if isinstance(stage, Stage) else (Stage(tuple(range(len(find_blocks(model))))),)
 
 
-def numbered_blocks(model: nn.Module) -> dict[int, nn.Module]:
+def numbered_blocks(model: Any) -> dict[int, nn.Module]:
     """Return a module's blocks by their numbers over the whole model: those that it says itself, or else its
     members in order, with the numbers of its stages.
     """

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..parallel_state import ParallelState
+from ..parallel_state import BadInput, ParallelState
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,10 @@ class Travels:
         """Return such a tensor without memory."""
         floating = self.dtype.is_floating_point
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=floating)
+
+
+#: Each tensor that a stage gives for one micro-batch.
+StageOutput = tuple[Travels, ...]
 
 
 def through_stages(
@@ -67,3 +73,33 @@ def exchange(way: Callable[..., object], x: Tensor, peer: int, group: dist.Proce
     """
     for work in dist.batch_isend_irecv([dist.P2POp(way, x, group=group, group_peer=peer)]):
         work.wait()
+
+
+def tensors_of(output: Any) -> tuple[Tensor, ...]:
+    """Return the tensors that a stage gives, in order."""
+    tensors = tuple(output.values()) if isinstance(output, dict) else output
+    tensors = tensors if isinstance(tensors, tuple) else (tensors,)
+    if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
+        raise BadInput("stage", "output", expected="a tensor or a tuple of them", found=type(output).__name__)
+    return tensors
+
+
+def sent_as(output: StageOutput) -> Travels:
+    """Describe the one tensor that is sent for several, with a row for each sample."""
+    if len(output) == 1:
+        return output[0]
+    width = sum(prod(tensor.shape[1:]) for tensor in output)
+    return Travels((output[0].shape[0], width), output[0].dtype)
+
+
+def as_one(tensors: tuple[Tensor, ...]) -> Tensor:
+    """Return one tensor that is sent for several, with a row for each sample."""
+    return tensors[0] if len(tensors) == 1 else torch.cat([tensor.flatten(1) for tensor in tensors], dim=1)
+
+
+def split_sent(x: Tensor, output: StageOutput) -> tuple[Tensor, ...]:
+    """Return the tensors for which one was sent."""
+    if len(output) == 1:
+        return (x,)
+    pieces = x.split([prod(tensor.shape[1:]) for tensor in output], dim=1)
+    return tuple(piece.view(len(x), *like.shape[1:]) for piece, like in zip(pieces, output, strict=True))

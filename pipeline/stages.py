@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from ..layers import Stage
 from ..parallel_state import BadInput, ParallelState, PeerFailed, refuse_held_twice, seed_of
 from ..parallel_state.engine import accelerator, is_sharded
-from .relay import Travels, through_stages
+from .relay import StageOutput, Travels, as_one, sent_as, split_sent, tensors_of, through_stages
 
 if TYPE_CHECKING:
     from .driver import StageModule
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 #: Tensors by name, each with the samples on dim 0.
 Samples = Mapping[str, Tensor]
-#: Each tensor that a stage gives for one micro-batch.
-StageOutput = tuple[Travels, ...]
 
 
 class Stages:
@@ -128,9 +125,9 @@ class Stages:
 
         ``x``: what the stage before has sent; ``None`` for the first stage.
         """
-        received = () if x is None else _split(x, self._outputs[number - 1])
+        received = () if x is None else split_sent(x, self._outputs[number - 1])
         made = self._run(number, received, micro_batch, extra)
-        return made if number == self.state.layout.stages - 1 else _as_one(_tensors(made))
+        return made if number == self.state.layout.stages - 1 else as_one(tensors_of(made))
 
     def forward(
         self, micro_batch: Samples, of_stage: Callable[[int], Mapping[str, Any]] = lambda number: {}
@@ -191,7 +188,7 @@ class Stages:
 
     def _loss_of(self, output: Tensor, numbers: Tensor) -> Tensor:
         assert self._loss is not None, "only train runs the schedule"
-        return self._loss(self._joined(_split(output, self._outputs[-1])), int(numbers[0]))
+        return self._loss(self._joined(split_sent(output, self._outputs[-1])), int(numbers[0]))
 
     def _module(self, number: int) -> StageModule:
         """Return a stage as a module of its own, which shares the model's parameters."""
@@ -201,7 +198,7 @@ class Stages:
 
         # A sample may be called x too.
         def forward(x: Tensor, /, **samples: Tensor) -> Tensor:
-            return _as_one(_tensors(self._run(number, _split(x, received) if number else (), samples)))
+            return as_one(tensors_of(self._run(number, split_sent(x, received) if number else (), samples)))
 
         part = self.parts[number] or getattr(model, "stage", None)
         modules = model.uses(part) if hasattr(model, "uses") else [model]
@@ -247,7 +244,7 @@ class Stages:
             self._joined = lambda tensors: dict(zip(names, tensors, strict=True))
         elif last:
             self._joined = tuple if isinstance(output, tuple) else lambda tensors: tensors[0]
-        tensors = _tensors(output)
+        tensors = tensors_of(output)
         for tensor in tensors if len(tensors) > 1 or not last else ():
             if len(tensor) != rows or tensor.dtype != tensors[0].dtype:
                 raise BadInput(
@@ -290,30 +287,3 @@ def keyword_test(model: nn.Module) -> Callable[[str], bool]:
         return lambda name: True
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {parameter.name for parameter in parameters if parameter.kind in kinds}.__contains__
-
-
-def _tensors(output: Any) -> tuple[Tensor, ...]:
-    tensors = tuple(output.values()) if isinstance(output, dict) else output
-    tensors = tensors if isinstance(tensors, tuple) else (tensors,)
-    if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
-        raise BadInput("stage", "output", expected="a tensor or a tuple of them", found=type(output).__name__)
-    return tensors
-
-
-def sent_as(output: StageOutput) -> Travels:
-    """Describe the one tensor that is sent for several, with a row for each sample."""
-    if len(output) == 1:
-        return output[0]
-    width = sum(prod(tensor.shape[1:]) for tensor in output)
-    return Travels((output[0].shape[0], width), output[0].dtype)
-
-
-def _as_one(tensors: tuple[Tensor, ...]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat([tensor.flatten(1) for tensor in tensors], dim=1)
-
-
-def _split(x: Tensor, output: StageOutput) -> tuple[Tensor, ...]:
-    if len(output) == 1:
-        return (x,)
-    pieces = x.split([prod(tensor.shape[1:]) for tensor in output], dim=1)
-    return tuple(piece.view(len(x), *like.shape[1:]) for piece, like in zip(pieces, output, strict=True))

@@ -147,7 +147,7 @@ def _between_stages(work: Work) -> list[Traffic]:
     for number in layout.stages_of(work.at.pipeline):
         for other in (number - 1, number + 1):
             if 0 <= other < layout.stages and layout.rank_of_stage(other) != work.at.pipeline:
-                sizes.append(work.given_by(min(number, other)))
+                sizes.append(work.sent_by(min(number, other)))
     count, size = work.micro_batches * len(sizes), work.micro_batches * sum(sizes)
     return [Traffic("pipeline", "send", "hidden states", count, size, layout.pipeline)]
 

@@ -26,7 +26,7 @@ from .communication import Traffic, traffic_of
 from .device_memory import reserved_bytes, runtime_of, usable
 from .memory import MemoryPlan, memory_of
 from .rank_parameters import Group, RankParameters, rank_parameters
-from .sampled_model import sampled
+from .sampled_module import planned_model
 from .stage_costs import StageCost, stage_costs
 from .step_shape import Work, sizes_of
 from .suggestions import Change, Remedy, changes_that_fit
@@ -151,7 +151,7 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, device: int | None = Non
 def _flops(recipe: Recipe, planned: Plan) -> TokenFlops:
     if planned.own is None:
         return flops_of(recipe, planned)
-    return sampled(planned.family, planned.config, Layout()).flops(recipe.data.sequence_length)
+    return planned_model(planned.family, planned.config, Layout()).flops(recipe.data.sequence_length)
 
 
 def heaviest(recipe: Recipe, planned: Plan) -> RankPlan:
@@ -191,14 +191,16 @@ def work_of(recipe: Recipe, planned: Plan, rank: int = 0) -> Work:
     )
     if planned.own is None:
         return work
-    given = sampled(planned.family, planned.config, recipe.layout).given(work)
-    return replace(work, given=given, trains_all=False)
+    sent = planned_model(planned.family, planned.config, recipe.layout).sent(work)
+    return replace(work, sent=sent, trains_all=False)
 
 
 def predicted_step(recipe: Recipe, planned: Plan, machine: Machine) -> StepTime:
     """Return the time of a step of the recipe on a machine, without what saving adds."""
     frozen = dtype_named(recipe.compute_dtype)
-    sample = sampled(planned.family, planned.config, recipe.layout, frozen=frozen, float8=recipe.scaling)
+    sample = planned_model(
+        planned.family, planned.config, recipe.layout, frozen=frozen, float8=recipe.scaling
+    )
     work = work_of(recipe, planned)
     peak = "float8" if recipe.compute == "float8" else recipe.compute_dtype
     timer = StepTimer(sample, work, machine, split=planned.split, compiled=recipe.compiles, dtype=peak)
@@ -219,7 +221,7 @@ def _asked(
         parameters = rank_parameters(model, work.state)
         return parameters, stage_costs(work, model), parameters.numbered.__getitem__
     frozen = dtype_named(recipe.compute_dtype)
-    sample = sampled(planned.family, planned.config, recipe.layout, frozen=frozen)
+    sample = planned_model(planned.family, planned.config, recipe.layout, frozen=frozen)
     group = partial(sample.group, state=work.state)
     return sample.parameters(work.state, planned.split), sample.costs(work, planned.split), group
 

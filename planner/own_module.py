@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from ..layers import Checkpointing
 from ..parallel_state import BadInput, ParallelState
 from ..pipeline import Stages
-from ..pipeline.relay import Travels
-from ..pipeline.stages import StageOutput, sent_as
+from ..pipeline.relay import StageOutput, Travels, sent_as
 from ..simulation.asked_numbers import line_of_user, numbers_refused
 from ..simulation.micro_batch import MicroBatch
 from ..simulation.piece import Piece
@@ -108,7 +107,7 @@ def outputs_of(
     return outputs
 
 
-def bytes_given(outputs: Sequence[StageOutput]) -> tuple[int, ...]:
+def bytes_sent(outputs: Sequence[StageOutput]) -> tuple[int, ...]:
     """Return the bytes of what each stage gives, as it is sent."""
     sent = (sent_as(output).meta() for output in outputs)
     return tuple(tensor.numel() * tensor.element_size() for tensor in sent)

@@ -197,11 +197,11 @@ def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
         members.setdefault(block_of.get(name, ""), []).append((named[name], declaration))
     groups = {name: count_parameters(parameters, state) for name, parameters in members.items()}
     root, paths = groups.pop("", Group()), {id(module): path for path, module in model.named_modules()}
-    stages = [
+    counts = [
         Counter(groups[paths[id(block)]] for block in blocks if paths[id(block)] in groups)
         for blocks in _blocks_of_parts(model)
     ]
-    return RankParameters(root, tuple(tuple(stage.items()) for stage in stages), exit=root.trained)
+    return RankParameters(root, tuple(tuple(count.items()) for count in counts), exit=root.trained)
 
 
 def _blocks_of_parts(model: nn.Module) -> list[list[nn.Module]]:

@@ -21,9 +21,7 @@ from ..parallel_state import Layout, ParallelState
 from ..simulation.kinds_of_blocks import block_kinds, one_block_of_each_kind
 from ..simulation.model_flops import TokenFlops, flops_of_token
 from ..simulation.pieces import ModelPieces
-from ..training.own_module import OwnConfig, OwnFamily
 from .rank_parameters import Group, RankParameters, count_module, zoo_parameters
-from .sampled_module import SampledModule, sampled_module
 from .stage_costs import StageCost, stage_cost
 from .step_shape import Work
 
@@ -136,8 +134,8 @@ class SampledModel:
         """Count the FLOPs of a token of the whole model."""
         return flops_of_token(self.family, self.config, sequence_length)
 
-    def given(self, work: Work) -> tuple[int, ...]:
-        """Return ``Work.given``: between all stages go hidden states."""
+    def sent(self, work: Work) -> tuple[int, ...]:
+        """Return ``Work.sent``: between all stages go hidden states."""
         return ()
 
     def block(self, number: int) -> nn.Module:
@@ -163,13 +161,8 @@ def sampled(
     *,
     frozen: torch.dtype | None = None,
     float8: Scaling | None = None,
-) -> SampledModel | SampledModule:
-    """Return the sampled model for this layout; see ``one_block_of_each_kind``. A user's module is planned
-    as a whole, stage by stage.
-    """
-    if isinstance(family, OwnFamily):
-        assert isinstance(config, OwnConfig)
-        return sampled_module(family, config, layout)
+) -> SampledModel:
+    """Return the sampled model for this layout; see ``one_block_of_each_kind``."""
     return _sampled(family, one_block_of_each_kind(family, config, layout, frozen=frozen, float8=float8))
 
 

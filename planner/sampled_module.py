@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import nn
 
-from ..layers import checkpoint_blocks, numbered_blocks
+from ..layers import Scaling, checkpoint_blocks, numbered_blocks
+from ..models import Family, ModelConfig
 from ..parallel_state import Layout, ParallelState
-from ..pipeline.stages import StageOutput
+from ..pipeline.relay import StageOutput
 from ..simulation.model_flops import TokenFlops
-from ..training.own_module import OwnConfig, OwnFamily
+from ..training.own.module import OwnConfig, OwnFamily
 from ..training.own_parts import OwnParts
-from .own_module import bytes_given, micro_batch_of, module_stages, outputs_of
+from .own_module import bytes_sent, micro_batch_of, module_stages, outputs_of
 from .rank_parameters import Group, RankParameters, rank_parameters
+from .sampled_model import SampledModel, sampled
 from .stage_costs import StageCost
 from .step_shape import Work
 
@@ -25,6 +28,9 @@ class SampledModule:
 
     The model of each pipeline rank is built on the meta device, and each of its stages is one piece.
     """
+
+    #: No stage has blocks that are pieces of their own.
+    kinds: tuple[int, ...] = ()
 
     def __init__(self, family: OwnFamily, config: OwnConfig) -> None:
         assert isinstance(family.parts, OwnParts)
@@ -75,9 +81,9 @@ class SampledModule:
             self._costs[key] = module_stages(work, model, self.own.samples, self.own.loss, outputs)
         return self._costs[key]
 
-    def given(self, work: Work) -> tuple[int, ...]:
-        """Return ``Work.given``: what each stage gives."""
-        return bytes_given(self.outputs(work, None)) if work.layout.pipeline > 1 else ()
+    def sent(self, work: Work) -> tuple[int, ...]:
+        """Return ``Work.sent``: what each stage gives."""
+        return bytes_sent(self.outputs(work, None)) if work.layout.pipeline > 1 else ()
 
     def flops(self, sequence_length: int) -> TokenFlops:
         """Count the FLOPs of a token of the whole module; attention counts with all else that is no product
@@ -118,6 +124,21 @@ class SampledModule:
             part = micro_batch_of(here, self.own.samples, getattr(self.own.loss, "sequence", {}))
             self._outputs[key] = outputs_of(lambda state: self._model(state, split), here, part)
         return self._outputs[key]
+
+
+def planned_model(
+    family: Family,
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    frozen: torch.dtype | None = None,
+    float8: Scaling | None = None,
+) -> SampledModel | SampledModule:
+    """Return what plans a model: one block of each kind of the zoo's (``sampled``), or a user's module."""
+    if isinstance(family, OwnFamily):
+        assert isinstance(config, OwnConfig)
+        return sampled_module(family, config, layout)
+    return sampled(family, config, layout, frozen=frozen, float8=float8)
 
 
 def sampled_module(family: OwnFamily, config: OwnConfig, layout: Layout) -> SampledModule:

@@ -41,7 +41,7 @@ class Work:
     fused: bool = True
     #: Of a user's module: the bytes that each stage of the model gives to the next one for a micro-batch;
     #: without them all give hidden states.
-    given: tuple[int, ...] = ()
+    sent: tuple[int, ...] = ()
     #: Whether every micro-batch gives every trained parameter a gradient, as in the zoo's models.
     trains_all: bool = True
 
@@ -69,13 +69,13 @@ class Work:
         """Return the bytes that a block gives to the next one for a micro-batch, and a stage to the next: of
         a user's module the most that a stage gives.
         """
-        if self.given:
-            return max(self.given)
+        if self.sent:
+            return max(self.sent)
         return self.whole // (self.layout.tensor if self.state.sequence else 1)
 
-    def given_by(self, stage: int) -> int:
+    def sent_by(self, stage: int) -> int:
         """Return the bytes that a stage gives to the next one for a micro-batch."""
-        return self.given[stage] if self.given else self.between_blocks
+        return self.sent[stage] if self.sent else self.between_blocks
 
 
 def sizes_of(recipe: Recipe) -> dict[str, Any]:

@@ -47,9 +47,9 @@ def check_recipe(recipe: Recipe, where: str) -> None:
     check_schedule(name, layout, check_batch(recipe.data, layout, where), where)
     check_memory_of_pipeline(recipe.memory, layout, name, where)
     check_rules(_ranks(recipe, layout), where)
-    data = recipe.data
-    if data.module is None or layout.context > 1 or "sequence_length" in data.model_fields_set:
-        layout.check_length(data.sequence_length, where, "data.sequence_length")
+    of_tokens = recipe.data.module is None or "sequence_length" in recipe.data.model_fields_set
+    if of_tokens or layout.context > 1:
+        layout.check_length(recipe.data.sequence_length, where, "data.sequence_length")
 
 
 def _model(recipe: Recipe, where: str) -> Iterator[Rule]:
@@ -83,15 +83,15 @@ def _data(recipe: Recipe) -> Iterator[Rule]:
         expected = f"a table, or a list of {count}, one a data set"
         uneven = several and len(section.arguments) != count
         yield Rule(uneven, f"{name}.arguments", expected, f"a list of {len(section.arguments)}")
-    data, stated = recipe.data, recipe.data.model_fields_set
-    unstated = data.tokens is not None and "sequence_length" not in stated
+    rows, stated = recipe.data, recipe.data.model_fields_set
+    unstated = rows.tokens is not None and "sequence_length" not in stated
     yield Rule(unstated, "data.sequence_length", "the number of tokens in a row", "none")
     for key in ("documents", "samples", "overlong"):
-        idle = data.module is not None and key in stated
-        yield Rule(idle, f"data.{key}", "absent with data.module, whose items are rows", getattr(data, key))
+        idle = rows.module is not None and key in stated
+        yield Rule(idle, f"data.{key}", "absent with data.module, whose items are rows", getattr(rows, key))
     if recipe.evaluation is not None:
-        other = (recipe.evaluation.module is None) != (data.module is None)
-        expected = "module, as in [data]" if data.module is not None else "tokens, as in [data]"
+        other = (recipe.evaluation.module is None) != (rows.module is None)
+        expected = "module, as in [data]" if rows.module is not None else "tokens, as in [data]"
         yield Rule(other, "evaluation", expected, "the other")
 
 

@@ -4,12 +4,14 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.pages import Page
+from support.short_runs import losses, train
 from trilith.checkpoints import describe_module, load
 from trilith.cli.app import run
 from trilith.models.base.hugging_face_names import expand
@@ -159,6 +161,18 @@ def test_a_zoo_model_trains_in_the_pages_own_loop_and_goes_on_in_another_layout(
     losses = [*map(sum, zip(*first, strict=True)), *then]
     assert losses == pytest.approx(expected, rel=1e-4) and len(losses) == 6
     assert run(["verify", parts]) == 0
+
+
+def test_the_recipe_trains(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (recipe,) = map(tomllib.loads, PAGE.blocks("toml"))
+    for name in ("my_model.py", "my_data.py"):
+        (tmp_path / name).write_text(Path(page.__file__).read_text())
+    for section in ("model", "loss", "data"):
+        recipe[section]["module"] = str(tmp_path / recipe[section]["module"])
+    train(recipe | {"device": "cpu", "out": str(tmp_path / "run"), "steps": 3})
+    first, _, last = losses(tmp_path / "run")
+    assert last < first
 
 
 def test_the_refusals_are_worded_as_shown(page):

@@ -32,7 +32,7 @@ from .callbacks import Callback, ModelFlops, StepLines, Traces
 from .evaluation import Evaluation, Evaluator
 from .learning_rate import Schedule, scaled_rate
 from .loss_scale import LossScale
-from .own_module import OwnFamily, needs_memory
+from .own.module import OwnFamily, needs_memory
 from .parameter_groups import freeze
 from .parameter_norms import NormLog
 from .precision import Precision

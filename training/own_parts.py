@@ -21,8 +21,8 @@ from ..simulation.recorder import Recorder
 from ..simulation.without_numbers import shapes_only
 from .function_loss import as_loss, refuse_uncut
 from .loss import Loss
-from .own_code import call_own, names, own_code, refused
-from .own_module import OwnConfig, OwnFamily
+from .own.code import call_own, check_keywords, own_code, refused
+from .own.module import OwnConfig, OwnFamily
 from .run_data import open_data
 
 
@@ -60,20 +60,19 @@ class OwnParts:
 
 def own_parts(recipe: Recipe, family: OwnFamily, config: OwnConfig) -> OwnParts:
     """Make the recipe's loss and data sets; ``BadInput`` for those that do not fit the module."""
-    data, loss, items = recipe.data, own_loss(recipe), None
-    if data.module is None:
-        text = ["input_ids", "labels"] + ["positions"] * (data.documents == "separate")
-        like = {name: ((data.sequence_length,), torch.int64) for name in text}
-    else:
-        items = open_data(recipe)
-        assert isinstance(items, ItemBatches)
-        like = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in items.first.items()}
+    rows, loss, items = recipe.data, own_loss(recipe), None
+    text = ["input_ids", "labels"] + ["positions"] * (rows.documents == "separate")
+    first = {name: torch.empty(rows.sequence_length, dtype=torch.int64, device="meta") for name in text}
+    if rows.module is not None:
+        made = open_data(recipe)
+        assert isinstance(made, ItemBatches)
+        items, first = made, made.first
     samples = {
-        name: torch.empty((data.micro_batch, *shape), dtype=dtype, device="meta")
-        for name, (shape, dtype) in like.items()
+        name: torch.empty((rows.micro_batch, *x.shape), dtype=x.dtype, device="meta")
+        for name, x in first.items()
     }
     _check_taken(family.on_meta(config), samples)
-    return OwnParts(loss, samples, items, data.sequence_length)
+    return OwnParts(loss, samples, items, rows.sequence_length)
 
 
 def own_loss(recipe: Recipe) -> Any:
@@ -92,10 +91,7 @@ def own_loss(recipe: Recipe) -> Any:
         kind = entry.__name__ if isinstance(entry, type) else type(entry).__name__
         expected = "a Loss, a class of it, or a function of (output, samples)"
         raise BadInput("recipe", "loss.module", expected=expected, found=kind)
-    for name in arguments:
-        if not names(entry, name):
-            expected = f"keywords of {entry.__name__}{inspect.signature(entry)}"
-            raise BadInput("recipe", key, expected=expected, found=name)
+    check_keywords(code, arguments, key)
     return partial(entry, **arguments) if arguments else entry
 
 

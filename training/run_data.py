@@ -16,7 +16,7 @@ from ..recipes.sections import DataSection, EvaluationSection
 from ..storage import companions_in
 from ..storage.output_places import check_home
 from ..storage.remote_folder import RemoteFolder
-from .own_code import call_own, own_code
+from .own.code import call_own, own_code
 
 
 @dataclass(frozen=True)

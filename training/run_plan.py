@@ -27,7 +27,7 @@ from ..storage.output_places import check_place
 from ..storage.remote_folder import RemoteFolder
 from ..system.addresses import file_in
 from .lora import plan_adapters
-from .own_module import own_family
+from .own.module import own_family
 from .own_parts import OwnParts, own_parts
 from .parameter_groups import assign, freeze, names_of
 from .run_data import HeldOut, open_data, open_held_out, tokenizer_of

@@ -10,7 +10,7 @@ from ..models import AdaptedFamily, Family, ModelConfig
 from ..parallel_state import Layout
 from ..pipeline.cut import cut_by_cost, stage_costs
 from ..simulation.model_flops import flops_of_config
-from .own_module import OwnFamily
+from .own.module import OwnFamily
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ def cut_stages(
     family = family.base if isinstance(family, AdaptedFamily) else family
     if isinstance(family, OwnFamily):  # whose code cuts it
         models: list[Any] = [*family.stages_on_meta(config, layout, split=split)]
-        held = {part.number: len(part.blocks) for model in models for part in stage_parts(model)}
-        return StageCut(tuple(held[number] for number in sorted(held)), (), layout)
+        blocks_of = {part.number: len(part.blocks) for model in models for part in stage_parts(model)}
+        return StageCut(tuple(blocks_of[number] for number in sorted(blocks_of)), (), layout)
     counts = split_blocks(config.num_hidden_layers, layout.stages, split)  # refuses what cannot be
     blocks, embedding, head = _forward_flops(family, config, sequence_length)
     if split is None:

@@ -56,9 +56,13 @@ def convert_to_dcp(
         raise BadInput(source.path, "--to dcp", expected="a whole model", found="LoRA adapters", todo=todo)
     manifest = source.manifest
     stored = None if manifest is None else manifest.optimizer
-    if stored is not None and stored.numbers.keys() - {"step"}:
-        todo = "DCP has no place for its other numbers: save the weights without the optimizer"
-        raise BadInput(source.path, "--to dcp", expected="moments and steps", found=stored.kind, todo=todo)
+    for key, number in {} if stored is None else stored.numbers.items():
+        if number.dtype in ("int", "float"):
+            todo = "DCP pickles such a number, which trilith does not: save the weights without the optimizer"
+            actual = f"{stored.kind}, whose {key} is no tensor" if stored is not None else key
+            raise BadInput(
+                source.path, "--to dcp", expected="tensors of an optimizer", found=actual, todo=todo
+            )
     seen = None if manifest is None else {file: checksum_of(file) for file in source.files}
     nested, made = _planned(source, names, seen)
     need = sum(tensor.nbytes + _BESIDE_A_TENSOR for tensor in _flat(nested))
@@ -122,18 +126,49 @@ def _planned(source: Source, names: str | None, seen: Seen) -> tuple[dict[str, A
             else:
                 weights[name] = empty
                 made[prefix + name] = partial(_read, tensors, empty, seen)
-    updates = torch.tensor(float(source.updates))
     nested: dict[str, Any] = {"model": weights} if prefix else weights
     if state:
-        nested[optimizer] = {"state": {name: moments | {"step": updates} for name, moments in state.items()}}
+        numbers_of = _numbers(source)
+        nested[optimizer] = {
+            "state": {
+                name: moments | numbers_of([hf for hf, _ in parts[name]]) for name, moments in state.items()
+            }
+        }
     return nested, made
+
+
+def _numbers(source: Source) -> Callable[[Sequence[str]], dict[str, Tensor]]:
+    """Return a function from a tensor's parts, by Hugging Face's names, to the optimizer's numbers of it."""
+    stored = None if source.manifest is None else source.manifest.optimizer
+    if stored is None:
+        updates = torch.tensor(float(source.updates))
+        return lambda parts: {"step": updates}
+    ours: dict[str, list[str]] = {}
+    for link in source.described.links()[0]:
+        ours.setdefault(link.hf, []).append(link.ours)
+
+    def numbers_of(parts: Sequence[str]) -> dict[str, Tensor]:
+        numbers = {}
+        for key, number in stored.numbers.items():
+            values = {number.of.get(name, number.value) for part in parts for name in ours[part]}
+            if len(values) > 1:
+                raise BadInput(
+                    source.path, f"optimizer.{key}", expected=f"one number for {parts[0]}",
+                    found=", ".join(map(str, values)), todo="Save the weights without the optimizer",
+                )  # fmt: skip
+            if (value := values.pop()) is not None:
+                numbers[key] = torch.tensor(value, dtype=getattr(torch, number.dtype))
+        return numbers
+
+    return numbers_of
 
 
 def _parts(source: Source, names: str | None) -> tuple[Parts, Mapping[str, tuple[int, ...]]]:
     """Return, for each tensor to write, the tensors of Hugging Face that it is made of, and its shape."""
-    _, hf = source.family.links(source.model_config)
     if names is None:
+        _, hf = source.described.links()
         return {name: [(name, Piece.plain(Box.whole(shape), name))] for name, shape in hf.items()}, hf
+    _, hf = source.family.links(source.model_config)
     links = table_named(names).links(source.family.model_type, hf, source.model_config)
     if missing := hf.keys() - {link.ours for link in links}:
         first = next(name for name in hf if name in missing)

@@ -25,7 +25,7 @@ from ...recipes.checks import (
 )
 from ...recipes.recipe import Recipe
 from ...recipes.sections import DataSection, MemorySection
-from ...training.own_module import OwnFamily
+from ...training.own.module import OwnFamily
 from .choice import Choice
 from .request import Request
 from .tally import Tally

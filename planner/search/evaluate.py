@@ -15,8 +15,8 @@ from ...training.stage_cut import StageCut, cut_stages
 from ..device_memory import reserved_bytes
 from ..memory import MemoryPlan, Need, memory_of, needs_of_rank
 from ..rank_parameters import RankParameters
-from ..sampled_model import SampledModel, sampled
-from ..sampled_module import SampledModule
+from ..sampled_model import SampledModel
+from ..sampled_module import SampledModule, planned_model
 from ..stage_costs import StageCost
 from ..step_shape import Work, sizes_of
 from ..time import StepTime, StepTimer
@@ -102,8 +102,8 @@ class Evaluator:
             offload=choice.offload,
             **self.sizes,
         )
-        given = self.model(layout).given(work)
-        return replace(work, given=given) if given else work
+        sent = self.model(layout).sent(work)
+        return replace(work, sent=sent) if sent else work
 
     def memory(self, choice: Choice, pipeline: int) -> MemoryPlan:
         """Return the memory of the first rank of a pipeline rank."""
@@ -207,7 +207,7 @@ class Evaluator:
 
     def _sampled(self, bare: Layout) -> SampledModel | SampledModule:
         request, recipe = self.request, self.request.recipe
-        return sampled(request.family, request.config, bare, frozen=self._frozen, float8=recipe.scaling)
+        return planned_model(request.family, request.config, bare, frozen=self._frozen, float8=recipe.scaling)
 
     def _cut(self, pipeline: int, virtual: int, v_shape: bool) -> StageCut:
         layout = Layout.of(pipeline=pipeline, virtual_stages=virtual, v_shape=v_shape)

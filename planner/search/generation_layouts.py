@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ...parallel_state import BadInput, Layout
-from ...training.own_module import OwnFamily
+from ...training.own.module import OwnFamily
 from ..generation_memory import GenerationMemory, generation_memory, rows_that_fit
 from .candidates import divisors
 from .request import Request

@@ -23,7 +23,7 @@ from ...simulation.replaced_operators import CPU, replaced
 from ...simulation.waits import WAITS
 from ...training.build import Built, build
 from ...training.compute_weights import ComputeWeights
-from ...training.own_module import OwnConfig, OwnFamily
+from ...training.own.module import OwnConfig, OwnFamily
 from ...training.run_plan import Plan, plan
 from ...training.samples import some_samples
 from ...training.step_sums import StepResult

@@ -12,6 +12,7 @@ from support.refusals import Refused, refusals
 from support.strangers import STUBS
 from support.written_before import Embedder
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from trilith.checkpoints import Loaded, Manifest, describe_module, differences, load, read_source, save
 from trilith.cli.app import run
 from trilith.machine.random_files import write_hf_folder
@@ -116,13 +117,57 @@ def test_what_is_kept_of_a_single_number_comes_back_too(name, tmp_path):
     check_goes_on(name, tmp_path / "alone", begun(name, tmp_path, Scaled), Scaled)
 
 
-def test_the_state_goes_along_into_a_converted_checkpoint(tmp_path, capsys):
+def test_the_state_goes_along_into_a_converted_checkpoint(tmp_path):
     whole, cut, expected = tmp_path / "alone", tmp_path / "cut", begun("NAdam", tmp_path)
     assert run(["reshard", str(whole), str(cut), "--tensor", "2"]) == 0
     assert run(["diff", str(whole), str(cut)]) == 0
     check_goes_on("NAdam", cut, expected)
-    assert run(["convert", str(whole), str(tmp_path / "dcp"), "--to", "dcp"]) == 2
-    assert "expected moments and steps, found NAdam" in capsys.readouterr().err
+
+
+def test_every_number_of_an_optimizer_goes_along_to_dcp(tmp_path):
+    """NAdam's product of momenta too."""
+    model = Embedder(state=ParallelState.alone())
+    initialize(model, 1)
+    ours = torch.optim.NAdam(model.parameters(), 0.01)
+    moved(model, ours, 0)
+    save(tmp_path / "run", model, ours, step=1)
+    assert run(["convert", str(tmp_path / "run"), str(tmp_path / "dcp"), "--to", "dcp"]) == 0
+    kept = ours.state[model.gain.weight]
+    assert {*kept} == {"step", "mu_product", "exp_avg", "exp_avg_sq"}
+    state = {
+        name: {key: torch.zeros_like(number) for key, number in kept.items()} for name in ("gain.weight",)
+    }
+    dcp.load({"optim": {"state": state}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert all(torch.equal(state["gain.weight"][key], number) for key, number in kept.items())
+
+
+def grouped(layout, rates):
+    """Return a model whose gain has another learning rate, on the ranks of a layout."""
+    state = ParallelState.alone() if layout.world == 1 else ParallelState.start(layout)
+    model = shard_over_data(Embedder(state=state), state, Precision())
+    initialize(model, 1, state=state)
+    named = [*model.named_parameters()]
+    groups = [[p for n, p in named if n.startswith("gain") == gain] for gain in (False, True)]
+    pairs = zip(groups, rates, strict=True)
+    return state, model, torch.optim.AdamW([{"params": group, "lr": rate} for group, rate in pairs])
+
+
+def loaded_rates(root, layout):
+    state, model, optimizer = grouped(layout, (1.0, 1.0))
+    load(root, model, optimizer, state=state)
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def test_each_group_goes_on_with_its_learning_rate_in_any_layout(tmp_path):
+    """As decayed by then; and a group of parameters that had two is refused."""
+    _, model, optimizer = grouped(Layout(), (0.5, 0.25))
+    moved(model, optimizer, 0)
+    optimizer.param_groups[1]["lr"] /= 10
+    save(tmp_path, model, optimizer, step=1)
+    for layout in (Layout(), Layout.of(data=2, zero=3)):
+        assert run_parallel(loaded_rates, layout.world, str(tmp_path), layout)[0] == [0.5, 0.025]
+    with pytest.raises(BadInput, match=r"optimizer\.lr: .* found .* with 0\.5 and gain\.bias with 0\.025"):
+        load(tmp_path, model, torch.optim.AdamW(model.parameters()))
 
 
 def test_an_optimizer_without_state_is_saved_without_moments(tmp_path):

@@ -174,7 +174,7 @@ test_a_bad_recipe_is_refused = refusals(
         {"size": "llama-3.2-2b"},
         "model.size: expected the name of a published size, .* llama-3.2-1b",
     ),
-    refused_model("no model", {}, "model: expected init_from, config or size"),
+    refused_model("no model", {}, "model: expected init_from, config, size or module"),
     refused_model("a key that a size does not read", LLAMA_1B | {"config": {"rope_thetta": 5e5}}, UNREAD),
     refused_model("a key that a config does not read", {"config": TINY_LLAMA | {"rope_thetta": 5e5}}, UNREAD),
     Refused(

@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ..parallel_state import BadInput
-from ..simulation.asked_numbers import line_of_user
-from ..storage.small_files import read_text
-from ..system import visible
+from ...parallel_state import BadInput
+from ...simulation.asked_numbers import line_of_user
+from ...storage.small_files import read_text
+from ...system import visible
 
 
 class OwnCode(NamedTuple):
@@ -69,19 +69,18 @@ def _run(source: str, path: Path, key: str) -> ModuleType:
     return module
 
 
-def call_own(code: OwnCode, arguments: Mapping[str, Any], key: str, *, within: str, **given: Any) -> Any:
-    """Return ``code.entry(**arguments, **given)``; of ``given`` the keywords that it names.
+def call_own(code: OwnCode, arguments: Mapping[str, Any], key: str, *, within: str, **offered: Any) -> Any:
+    """Return ``code.entry(**arguments, **offered)``; of ``offered`` the keywords that it names.
 
     Raises ``BadInput`` about ``key`` for arguments that do not fit, and about ``within`` for what it raises.
     """
-    named = {name: entry for name, entry in given.items() if names(code.entry, name)}
+    named = {name: entry for name, entry in offered.items() if names(code.entry, name)}
+    check_keywords(code, arguments, key)
     try:
-        inspect.signature(code.entry).bind(**arguments, **named)
+        if (signature := _signature(code.entry)) is not None:
+            signature.bind(**arguments, **named)
     except TypeError as error:
-        expected = f"the keywords of {code.name.rpartition(':')[2]}{inspect.signature(code.entry)}"
-        raise BadInput("recipe", key, expected=expected, found=error) from None
-    except ValueError:  # a signature that Python does not know
-        pass
+        raise BadInput("recipe", key, expected=_keywords(code), found=error) from None
     try:
         return code.entry(**arguments, **named)
     except BadInput:
@@ -91,12 +90,34 @@ def call_own(code: OwnCode, arguments: Mapping[str, Any], key: str, *, within: s
         raise refused(error, within, expected=f"one that can be made with ({shown})"[:160]) from error
 
 
+def check_keywords(code: OwnCode, arguments: Iterable[str], key: str) -> None:
+    """Refuse an argument that a function or class has no keyword for."""
+    signature = _signature(code.entry)
+    for name in arguments if signature is not None else ():
+        if signature is not None and not names(code.entry, name):
+            known = [parameter for parameter in signature.parameters if parameter != "state"]
+            near = ", ".join(get_close_matches(name, known, n=1, cutoff=0.5))
+            todo = f"Nearest: {near}" if near else ""
+            raise BadInput("recipe", key, expected=_keywords(code), found=name, todo=todo)
+
+
+def _keywords(code: OwnCode) -> str:
+    return f"the keywords of {code.name.rpartition(':')[2]}{_signature(code.entry)}"
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """Return a signature, if Python knows it."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
 def names(function: Callable[..., Any], keyword: str) -> bool:
     """Tell whether a function, or a class, takes a keyword of this name."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
+    if (signature := _signature(function)) is None:
         return False
+    parameters = signature.parameters
     return keyword in parameters or any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
     )
@@ -107,5 +128,5 @@ def refused(error: Exception, key: str, *, expected: str) -> BadInput:
     place = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else ""
     place = place or line_of_user(error.__traceback__)
     first = str(error).partition("\n")[0][:160]
-    found = f"{type(error).__name__}: {first}" + (f" ({place})" if place else "")
-    return BadInput("recipe", key, expected=expected, found=visible(found))
+    message = f"{type(error).__name__}: {first}" + (f" ({place})" if place else "")
+    return BadInput("recipe", key, expected=expected, found=visible(message))

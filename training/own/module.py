@@ -9,16 +9,17 @@ from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from pydantic import Field
+from pydantic_core import from_json
 from torch import Tensor, nn
 
-from ..checkpoints import describe_module
-from ..layers import Stage, VocabParallelEmbedding, find_blocks
-from ..models import Family, Link, ModelConfig
-from ..models.base.family import making
-from ..models.base.fields import Whole
-from ..parallel_state import BadInput, Box, Layout, ParallelState, Piece, alone_or
-from ..recipes.recipe import Recipe
-from .own_code import OwnCode, call_own, names, own_code
+from ...checkpoints.described import describe_build
+from ...layers import Stage, VocabParallelEmbedding, find_blocks
+from ...models import Family, Link, ModelConfig
+from ...models.base.family import making
+from ...models.base.fields import Whole
+from ...parallel_state import BadInput, Box, Layout, ParallelState, Piece, alone_or
+from ...recipes.recipe import Recipe
+from .code import OwnCode, call_own, names, own_code
 
 #: Of a vocabulary and of positions: no bound is known.
 UNKNOWN = 2**31 - 1
@@ -75,15 +76,15 @@ class OwnFamily(Family):
     ) -> Any:
         """Return the module, or this rank's stages of it, on ``device``."""
         assert isinstance(config, OwnConfig)
-        arguments: dict[str, Any] = json.loads(config.arguments)
+        arguments: dict[str, Any] = from_json(config.arguments)
         self._check_known(alone_or(state).layout, split)
-        given = {"state": state} | ({} if split is None else {"split": split})
+        keywords: dict[str, Any] = {"state": state} | ({} if split is None else {"split": split})
         with making(dtype, device):
-            model = call_own(self.code, arguments, "model.arguments", within="model.module", **given)
+            model = call_own(self.code, arguments, "model.arguments", within="model.module", **keywords)
         if not isinstance(model, nn.Module):
             _refuse_kind(type(model).__name__)
-        stated = None if hasattr(model, "family") else {"module": self.code.name, "arguments": arguments}
-        describe_module(model, config=stated, build=self._maker(arguments))
+        stated = {"module": self.code.name, "arguments": arguments}
+        describe_build(model, stated, self._maker(arguments))
         return model
 
     def _maker(self, arguments: Mapping[str, Any]) -> Callable[[ParallelState], nn.Module] | None:

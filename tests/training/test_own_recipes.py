@@ -1,0 +1,429 @@
+"""Recipes of a user's own module, loss and data sets: one run in every layout, planned, resumed, refused."""
+
+import difflib
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from support.refusals import Refused, refusal_of, refusals
+from support.short_runs import losses, train, whole_tensors
+from trilith.cli.app import run
+from trilith.data.batches import GlobalBatches, Mixture
+from trilith.data.items import ItemBatches
+from trilith.data.token_file import TokenFile
+from trilith.machine.random_files import write_tokens
+from trilith.parallel_state import initialize
+from trilith.planner.dry_run import dry_run
+from trilith.planner.search import Worker
+from trilith.ranks import RankError
+from trilith.recipes.recipe import parse_recipe
+from trilith.training.own.code import own_code
+from trilith.training.run_plan import plan
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+#: Of each example: the class, the loss, the data set or the length of rows of tokens.
+MODELS = {
+    "t5": ("T5", "loss", "Reversed"),
+    "vit": ("ViT", "loss", "Stripes"),
+    "latent": ("Decoder", "cut_loss", None),
+}
+
+
+def recipe(name, folder, out="run", **changes):
+    model, loss, items = MODELS[name]
+    file = EXAMPLES / f"{name}_parallel.py"
+    data = {"global_batch": 8, "micro_batch": 1}
+    if items is None:
+        data |= {"tokens": str(folder / "tokens"), "sequence_length": 16}
+    else:
+        data |= {"module": f"{EXAMPLES / 'own_data.py'}:{items}"}
+    raw = {
+        "out": str(folder / out), "steps": 4, "seed": 3, "device": "cpu", "dtype": "float64",
+        "model": {"module": f"{file}:{model}"}, "loss": {"module": f"{file}:{loss}"}, "data": data,
+        "layout": {}, "optimizer": {"lr": 1e-2, "clip": 0.5}, "checkpoint": {"keep": 10},
+    }  # fmt: skip
+    for key, value in changes.items():
+        raw[key] = raw[key] | value if isinstance(value, dict) and key in raw else value
+    return raw
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return write_tokens(tmp_path_factory.mktemp("own") / "tokens", vocab_size=97).parent
+
+
+TENSOR, PIPELINE = {"tensor": 2, "sequence": True}, {"pipeline": 2}
+V, INTERLEAVED = ({"pipeline": 2, "schedule": name} for name in ("zbv", "interleaved"))
+ZERO_1, ZERO_3 = ({"data": 2, "zero": zero} for zero in (1, 3))
+LAYOUTS = [TENSOR, PIPELINE, ZERO_3, V, ZERO_1, INTERLEAVED, {"tensor": 2, "pipeline": 2}]
+CONTEXT = [{"context": 2}, {"context": 2, "ring": True}, {"context": 2, "pipeline": 2}]
+
+
+def drawn(name):
+    """Draw the layout that a run begins in, and the one in which it goes on."""
+    rng = random.Random(name)
+    pairs = [rng.sample(LAYOUTS, 2) for _ in range(2)]
+    if name == "latent":
+        pairs[0][0], pairs[1][1] = rng.sample(CONTEXT, 2)
+    return pairs
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_recipe_of_a_users_module_equals_one_process_and_goes_on_in_another_layout(name, tokens, tmp_path):
+    folder = tokens if name == "latent" else tmp_path
+    held_out = {"evaluation": {"every": 2, "samples": 16}}
+    _, _, items = MODELS[name]
+    if items is None:
+        held_out["evaluation"]["tokens"] = str(folder / "tokens")
+    else:
+        held_out["evaluation"] |= {"module": f"{EXAMPLES / 'own_data.py'}:{items}", "arguments": {"seed": 1}}
+    whole = train(recipe(name, folder, f"{name}-whole", **held_out))
+    expected, weights = losses(folder / f"{name}-whole"), whole_tensors(folder / f"{name}-whole")
+    assert expected[-1] != expected[0] and len(expected) == 4
+    for number, (first, second) in enumerate(drawn(name)):
+        out = f"{name}-{number}"
+        train(recipe(name, folder, out, layout=first, stop_after=2))
+        then = train(recipe(name, folder, out, layout=second, **held_out))
+        found = losses(folder / out)
+        assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=0, atol=1e-10), (
+            first,
+            second,
+        )
+        for key, tensor in whole_tensors(folder / out).items():
+            assert torch.allclose(tensor, weights[key], rtol=0, atol=1e-10), (key, first, second)
+        assert then[-1].evaluation_loss == pytest.approx(whole[-1].evaluation_loss, abs=1e-10)
+
+
+def test_its_checkpoint_is_cut_into_any_number_of_stages_verified_and_reported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(recipe("t5", tmp_path, steps=1, layout=PIPELINE))
+    assert run(["reshard", "run", "cut", "--tensor", "2", "--pipeline", "4"]) == 0
+    assert run(["verify", "cut"]) == 0
+    assert run(["diff", "run", "cut"]) == 0
+    assert run(["reshard", "cut", "again", "--pipeline", "3"]) == 0
+    assert run(["diff", "again", "run"]) == 0
+    assert run(["report", "run"]) == 0
+    with safe_open("again/pipeline-01-of-03.tensor-00-of-01.safetensors", "pt") as file:
+        names = {name for name in file.keys() if not name.startswith("optimizer.")}  # noqa: SIM118
+    blocks = {match[1] for name in names if (match := re.match(r"blocks\.(\d)\.", name))}
+    assert blocks == {"1", "2"} and "memory_norm.weight" in names and "distances.2.table.weight" in names
+
+
+def theirs(name):
+    """Return the plain model's name of a parameter."""
+    return re.sub(r"\.(qkv|kv)\.", ".", name).replace("net.up.", "net.0.").replace("net.down.", "net.2.")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plain_model_and_the_parallel_one_are_one_in_at_most_40_lines(name):
+    files = [(EXAMPLES / f"{name}_{form}.py").read_text().splitlines() for form in ("plain", "parallel")]
+    lines = [line for line in difflib.ndiff(*files) if line.startswith("+ ") and line[2:].strip()]
+    assert len(lines) <= 40
+    model, _, items = MODELS[name]
+    plain, ours = (
+        own_code(f"{EXAMPLES / f'{name}_{form}.py'}:{model}", "model.module").entry().double()
+        for form in ("plain", "parallel")
+    )
+    initialize(ours, 3)
+    mine = dict(ours.named_parameters())
+    renamed = {theirs(key): key for key in mine}
+    rows = {key: mine[ours_key][: len(plain.get_parameter(key))] for key, ours_key in renamed.items()}
+    plain.load_state_dict({key: value.detach() for key, value in rows.items()})
+    if items is None:
+        ids = torch.randint(97, (2, 9))
+        samples = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+    else:
+        data = own_code(f"{EXAMPLES / 'own_data.py'}:{items}", "data.module").entry()
+        samples = {key: torch.stack([data[0][key], data[1][key]]) for key in data[0]}
+    taken = {key: value for key, value in samples.items() if key not in ("labels", "kind")}
+    for form, made in (("plain", plain), ("parallel", ours)):
+        loss = own_code(f"{EXAMPLES / f'{name}_{form}.py'}:loss", "loss.module").entry
+        given = {} if form == "plain" or name == "vit" else {"state": None}
+        loss(made(**taken), samples, **given)[0].backward()
+    for key, ours_key in renamed.items():
+        expected, found = plain.get_parameter(key).grad, mine[ours_key].grad
+        assert torch.allclose(found[: len(expected)], expected, rtol=1e-9, atol=1e-12), key
+
+
+def test_a_plain_class_trains_over_data_ranks(tmp_path):
+    file = EXAMPLES / "vit_plain.py"
+    changes = {"model": {"module": f"{file}:ViT"}, "loss": {"module": f"{file}:loss"}, "steps": 2}
+    train(recipe("vit", tmp_path, "one", **changes))
+    train(recipe("vit", tmp_path, "two", layout={"data": 2, "zero": 3}, **changes))
+    assert losses(tmp_path / "two") == [pytest.approx(step, abs=1e-10) for step in losses(tmp_path / "one")]
+
+
+def test_what_a_constructor_computes_is_there(tmp_path):
+    """A model is made without memory where that loses nothing: a buffer would be lost."""
+    text = (EXAMPLES / "vit_plain.py").read_text()
+    kept = "self.register_buffer('factor', torch.full((1,), 3.0), persistent=False)"
+    for name, line in (("buffer", kept), ("number", "self.factor = 3.0")):
+        file = tmp_path / f"{name}.py"
+        changed = text.replace("        self.patch, count", f"        {line}\n        self.patch, count")
+        file.write_text(changed.replace("self.head(x[:, 0])", "self.head(x[:, 0]) * self.factor"))
+        module = {"model": {"module": f"{file}:ViT"}, "loss": {"module": f"{file}:loss"}, "steps": 1}
+        train(recipe("vit", tmp_path, name, **module))
+    assert losses(tmp_path / "buffer") == losses(tmp_path / "number")
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"data": 2, "zero": 3}, PIPELINE, {"pipeline": 2, "schedule": "zbv"}], ids=str
+)
+def test_it_is_planned_before_it_starts(layout, tmp_path):
+    checked = parse_recipe(recipe("t5", tmp_path, dtype="float32", layout=layout))
+    planned = dry_run(checked)
+    assert planned.parameters == 15912 and planned.rank.memory.total > 12 * planned.rank.stored
+    sent = {traffic.axis: traffic for traffic in planned.rank.traffic}
+    if "pipeline" in layout:  # both sides of a border, of 8 micro-batches: 6 words twice, and the biases
+        borders = 1 if "schedule" not in layout else 2
+        assert sent["pipeline"].bytes == 8 * borders * 4 * (2 * 6 * 16 + 4 * 6 * 6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "most"),
+    [
+        ({"data": 2, "zero": 3}, 1.05),
+        *(
+            pytest.param({"pipeline": 2, "schedule": name}, 1.125, marks=pytest.mark.slow)
+            for name in ("1f1b", "zbv", "interleaved", "interleaved-zero-bubble")
+        ),
+    ],
+)
+def test_its_memory_is_that_of_a_simulated_step(layout, most, tokens):
+    """Of several stages a rank the plan is up to an eighth above: each is counted in one piece."""
+    changes = {"model": {"arguments": {"dim": 64, "latent": 16}}, "data": {"sequence_length": 64}}
+    checked = parse_recipe(recipe("latent", tokens, dtype="float32", layout=layout, **changes))
+    worker = Worker()
+    try:
+        peak = worker.simulate(checked, 1).peak
+    finally:
+        worker.close()
+    assert 0.98 < dry_run(checked, rank=1).rank.memory.total / peak < most
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_items_come_in_the_order_of_token_files(several, tmp_path):
+    """Also mixed: by the same shares, each source in an order of its own, over the ends of epochs."""
+    sizes = [7, 12] if several else [7]
+    files = [
+        TokenFile.open(write_tokens(tmp_path / f"t{n}", count=4 * size + 1)) for n, size in enumerate(sizes)
+    ]
+    weights = [3.0, 1.0] if several else None
+    source = Mixture(list(zip(files, weights, strict=True))) if several else files[0]
+    tokens = GlobalBatches(source, 4, 6, 5)
+    sets = [[{"n": torch.tensor([k, n])} for n in range(size)] for k, size in enumerate(sizes)]
+    items = ItemBatches([(each, f"set {k}") for k, each in enumerate(sets)], weights, 4, 6, 5)
+    for step in range(5):
+        sources, numbers = tokens.sample_ids(step)
+        rows = items.rows(step, range(6))["n"]
+        assert rows.tolist() == [list(pair) for pair in zip(sources.tolist(), numbers.tolist(), strict=True)]
+        assert torch.equal(items.rows(step, range(2, 4))["n"], rows[2:4])
+
+
+def test_a_run_does_not_go_on_with_data_of_a_changed_file(tmp_path):
+    file = tmp_path / "data.py"
+    file.write_text((EXAMPLES / "own_data.py").read_text())
+    changes = {"data": {"module": f"{file}:Stripes"}, "steps": 2}
+    train(recipe("vit", tmp_path, stop_after=1, **changes))
+    file.write_text(file.read_text().replace("0.3 *", "0.4 *"))
+    expected = r"data\.fingerprint: expected 64 items of Stripes\(\{\}\) of a file with SHA-256"
+    with pytest.raises(RankError, match=expected):
+        train(recipe("vit", tmp_path, **changes))
+
+
+OWN = """
+import torch
+from torch import nn
+from trilith.training import FunctionLoss
+class Net(nn.Module):
+    def __init__(self, dim, *, state=None):
+        super().__init__()
+        if dim > 9: raise RuntimeError("too wide")
+        self.net = nn.Linear(dim, dim)
+    def forward(self, *, x): return self.net(x)
+class Rows:
+    def __init__(self, kind="good"): self.kind = kind
+    def __len__(self): return 0 if self.kind == "empty" else 4
+    def __getitem__(self, number):
+        if self.kind == "breaks": raise KeyError("nothing there")
+        if self.kind == "list": return [1]
+        if self.kind == "array": return {"x": [1.0]}
+        if self.kind == "uneven": return {"x": torch.zeros(2 + number)}
+        return {"y" if self.kind == "other" else "x": torch.zeros(4, 4)}
+def total(output, samples): return output.sum(), output.numel()
+cut = FunctionLoss(total, sequence={"x": 1})
+class NoLoss: pass
+number = 3
+"""
+
+
+def own(why, says, call=None, **changes):
+    """A recipe of such a file that is refused before anything starts."""
+
+    def raw(folder):
+        file = f"{folder}/own.py"
+        made = {
+            "out": str(folder / "run"), "steps": 1, "device": "cpu",
+            "model": {"module": f"{file}:Net", "arguments": {"dim": 4}}, "loss": {"module": f"{file}:total"},
+            "data": {"module": f"{file}:Rows", "global_batch": 4},
+        }  # fmt: skip
+        for key, value in changes.items():
+            for name, entry in value.items():
+                text = entry.replace("FILE", file) if isinstance(entry, str) else entry
+                section = made.setdefault(key, {})
+                section.pop(name, None) if text is None else section.__setitem__(name, text)
+        return made
+
+    def refuse(folder):
+        checked = plan(parse_recipe(raw(folder)))
+        assert checked.own is not None
+        checked.own.items.rows(0, range(4))
+
+    return Refused(why, refuse, says, given=lambda folder: (folder / "own.py").write_text(OWN))
+
+
+test_what_a_recipe_of_ones_own_cannot_say = refusals(
+    own(
+        "no such file",
+        "model.module: expected a Python file, found no file .*none.py",
+        model={"module": "none.py:A"},
+    ),
+    own(
+        "no such class", "expected a name in own.py, found Nett. Nearest: Net", model={"module": "FILE:Nett"}
+    ),
+    own("no name", r"model.module: .*file.py:Name, such as", model={"module": "own.py"}),
+    own("no module", "expected a subclass of torch.nn.Module, found Rows", model={"module": "FILE:Rows"}),
+    own(
+        "an argument that it lacks",
+        r"model.arguments: expected the keywords of Net\(dim, \*, state=None\), found dmi. Nearest: dim",
+        model={"arguments": {"dmi": 3}},
+    ),
+    own("an argument that is not there", "missing a required argument: 'dim'", model={"arguments": {}}),
+    own(
+        "arguments that it refuses",
+        r"one that can be made with \(dim=10\), found RuntimeError: too wide \(.*own.py:8\)",
+        model={"arguments": {"dim": 10}},
+    ),
+    own(
+        "arguments alone",
+        "model.arguments: expected model.module, a model of your own, beside it",
+        model={"module": None, "size": "smollm2-135m"},
+    ),
+    own(
+        "a loss that is none",
+        "expected a Loss, a class of it, or a function .* found NoLoss",
+        loss={"module": "FILE:NoLoss"},
+    ),
+    own("a number as loss", "loss.module: expected a Loss.* found int", loss={"module": "FILE:number"}),
+    own(
+        "an argument that a loss lacks",
+        r"loss.arguments: expected the keywords of total\(output, samples\), found x",
+        loss={"arguments": {"x": 1}},
+    ),
+    own(
+        "arguments of an object",
+        "loss.arguments: expected none for an object, found x",
+        loss={"module": "FILE:cut", "arguments": {"x": 1}},
+    ),
+    own(
+        "no data",
+        "data.tokens: expected a token file, or data sets of your own in module, found neither",
+        data={"module": None},
+    ),
+    own(
+        "both data",
+        "data.module: expected none beside tokens",
+        data={"tokens": "tokens", "sequence_length": 4},
+    ),
+    own(
+        "an empty set", "a data set with at least one item, found none", data={"arguments": {"kind": "empty"}}
+    ),
+    own(
+        "a set that breaks",
+        "item 0: expected an item, found KeyError: 'nothing there'",
+        data={"arguments": {"kind": "breaks"}},
+    ),
+    own(
+        "an item that is no dict",
+        "item 0: expected a dict of tensors by name, found list",
+        data={"arguments": {"kind": "list"}},
+    ),
+    own("an item of a list", "found 'x': list. torch.as_tensor", data={"arguments": {"kind": "array"}}),
+    own(
+        "items of two lengths",
+        r"item \d: expected x: float32 \[2\], as in the first item, found float32 \[\d\]. Pad",
+        data={"arguments": {"kind": "uneven"}},
+    ),
+    own(
+        "a sample that is missing",
+        "data: expected a sample x, which the model's forward takes, found y",
+        data={"arguments": {"kind": "other"}},
+    ),
+    own(
+        "a list of arguments",
+        "data.arguments: expected a table, or a list of 1",
+        data={"arguments": [{}, {}]},
+    ),
+    own("shares", "data.weights: expected 1 numbers", data={"weights": [1.0, 2.0]}),
+    own(
+        "documents of items",
+        "data.documents: expected absent with data.module",
+        data={"documents": "separate"},
+    ),
+    own(
+        "a split",
+        "layout.split: expected absent for a class without the keyword split",
+        layout={"split": [1]},
+    ),
+    own(
+        "context without a sequence",
+        "context: expected 1 for a loss that names no sequence",
+        layout={"context": 2},
+        data={"sequence_length": 4},
+    ),
+    own(
+        "context where nothing is exchanged",
+        "layout.context: expected 1: the model sends nothing between context ranks",
+        layout={"context": 2},
+        data={"sequence_length": 4},
+        loss={"module": "FILE:cut"},
+    ),
+    own(
+        "another length",
+        "data.sequence_length: expected 4, dim 1 of x, which context ranks cut, found 8",
+        layout={"context": 2},
+        data={"sequence_length": 8},
+        loss={"module": "FILE:cut"},
+    ),
+    own(
+        "smoothing",
+        "optimizer.label_smoothing: expected 0: a module's loss is its own",
+        optimizer={"label_smoothing": 0.1},
+    ),
+    own(
+        "a config beside",
+        "model.config: expected absent beside model.module",
+        model={"config": "config.json"},
+    ),
+)
+
+
+def test_ranks_that_a_class_does_not_know_are_refused(tmp_path):
+    """Attention to all patches, tables of distances, and a plain class."""
+    plain = {"model": {"module": f"{EXAMPLES / 'vit_plain.py'}:ViT"}, "layout": {"tensor": 2}}
+    words = refusal_of(lambda: plan(parse_recipe(recipe("vit", tmp_path, **plain))))
+    assert "layout.tensor: expected 1 for a class without the keyword state, found 2" in words
+    file = tmp_path / "cut.py"
+    file.write_text(
+        "import t5_parallel\nfrom trilith.training import FunctionLoss\n"
+        "cut = FunctionLoss(t5_parallel.loss, sequence={'source': 1, 'tokens': 1, 'labels': 1})\n"
+    )
+    sys.path.append(str(EXAMPLES))
+    length = {"sequence_length": 8, "arguments": {"length": 8}}
+    raw = recipe("t5", tmp_path, layout={"context": 2}, loss={"module": f"{file}:cut"}, data=length)
+    words = refusal_of(lambda: plan(parse_recipe(raw)))
+    assert "layout.context: expected 1: distances.0 sends nothing between context ranks, found 2" in words
