@@ -11,10 +11,10 @@ from .evaluation import Evaluator
 from .function_loss import FunctionLoss
 from .learning_rate import Schedule
 from .loss import Fault, Loss, Sums, Term
-from .loss_scale import LossScale
 from .precision import Precision
 from .run_plan import RunPlan, check_run
 from .samples import shard_batch
+from .skipped_updates import LossScale
 from .step import Step
 from .step_sums import StepResult
 from .supervised import run

@@ -31,13 +31,12 @@ from .adamw import make_adamw
 from .callbacks import Callback, ModelFlops, StepLines, Traces
 from .evaluation import Evaluation, Evaluator
 from .learning_rate import Schedule, scaled_rate
-from .loss_scale import LossScale
 from .own.module import OwnFamily, needs_memory
 from .parameter_groups import freeze
 from .parameter_norms import NormLog
 from .precision import Precision
 from .run_plan import Plan, RunPlan, flops_of
-from .spikes import Spikes
+from .skipped_updates import LossScale, Spikes
 from .step import Step
 from .stragglers import Stragglers
 from .token_loss import TokenLoss

@@ -52,7 +52,8 @@ class Figures:
 class _Opened:
     source: Source
     adapter: Source | None
-    held_out: HeldOut
+    batches: GlobalBatches
+    samples: int
 
 
 def run_evaluation(
@@ -81,15 +82,17 @@ def run_evaluation(
         if status is not None:
             stack.enter_context(watched(status, own_rank(), layout.world, run=this_start()))
         opened = _open(question, layout)
-        held_out, batches = opened.held_out, opened.held_out.batches
+        batches, samples = opened.batches, opened.samples
         # A run may save meanwhile, and each rank chooses its newest checkpoint.
         alike = {"device": device, "question": repr(question), "source": str(opened.source.path)}
         state = stack.enter_context(process_group(layout, device=device, alike=alike))
         dtype = dtype_named(question.dtype)
         model = loaded_model(opened.source, opened.adapter, dtype=dtype, state=state)
-        loss = Evaluator(Step(model, TokenLoss(model), micro_batch=question.batch), held_out)()
-        tokens = batches.count_labels(0, range(held_out.samples))
-        figures = Figures(loss, perplexity(loss), tokens, held_out.samples, batches.sequence_length)
+        loss = Evaluator(
+            Step(model, TokenLoss(model), micro_batch=question.batch), HeldOut(batches, samples)
+        )()
+        tokens = batches.count_labels(0, range(samples))
+        figures = Figures(loss, perplexity(loss), tokens, samples, batches.sequence_length)
         if own_rank() == 0:
             leave_figures(show(figures), note, status)
     return 0
@@ -109,4 +112,4 @@ def _open(question: Question, layout: Layout) -> _Opened:
         raise BadInput("evaluate", "--sequence-length", expected=f"at most {most:,}", found=f"{length:,}")
     batches = GlobalBatches(file, length, 1, 0)
     rows = batches.samples if question.rows is None else min(question.rows, batches.samples)
-    return _Opened(source, adapter, HeldOut(batches.resized(rows), rows))
+    return _Opened(source, adapter, batches.resized(rows), rows)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from ..layers import Balance, Balancing
 from ..parallel_state import GradientClipping, ParallelState, refuse_untrained, state_of
-from .loss_scale import LossScale
-from .spikes import Spikes
+from .skipped_updates import LossScale, Spikes
 from .step_sums import StepResult
 
 

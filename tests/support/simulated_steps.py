@@ -20,7 +20,7 @@ from trilith.simulation.record import StepRecord
 from trilith.simulation.wait import Kind, Per
 from trilith.simulation.waits import WAITS
 from trilith.system.process_end import leave
-from trilith.training.loss_scale import LossScale
+from trilith.training.skipped_updates import LossScale
 from trilith.training.step_sums import StepResult
 from trilith.training.update import Update
 
