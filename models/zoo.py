@@ -59,7 +59,8 @@ Implementation = Literal["auto", "transformers"]
 
 def implemented_by(raw: Mapping[str, Any], implementation: Implementation) -> dict[str, Any]:
     """Return a config.json's dict that says itself that transformers computes a type of the zoo."""
-    chosen = implementation != "auto" and raw.get("model_type") in FAMILIES
+    kind = raw.get("model_type")
+    chosen = implementation != "auto" and isinstance(kind, str) and kind in FAMILIES
     return {**raw, "implementation": implementation} if chosen else dict(raw)
 
 
@@ -75,9 +76,10 @@ def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:
             found="no such key" if raw else "an object without any key",
             todo="Take the config.json that came with the model; `trilith models` lists the types",
         )  # fmt: skip
-    zoo = kind in FAMILIES and raw.get("implementation") != "transformers"
-    adopted = family_of_type(kind) if isinstance(kind, str) and not zoo else None
-    if adopted is None and (not isinstance(kind, str) or kind not in FAMILIES):
+    zoo = isinstance(kind, str) and kind in FAMILIES
+    mine = zoo and raw.get("implementation") != "transformers"
+    adopted = family_of_type(kind) if isinstance(kind, str) and not mine else None
+    if adopted is None and not zoo:
         near = get_close_matches(str(kind).lower(), FAMILIES, n=1, cutoff=0.7)
         expected = (
             f"one of the {len(FAMILIES)} types that `trilith models` lists, or another of transformers'"
