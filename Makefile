@@ -44,8 +44,8 @@ nightly:
 # help of the commands; docs/published_runs.md, from planner/published_runs.toml and the planner; docs/python, from the
 # docstrings.
 docs:
-	python tests/support/recipe_page.py
-	python tests/support/commands_page.py
+	python tools/recipe_page.py
+	python tools/commands_page.py
 	python -m trilith.planner.published_runs
 	python tests/support/python_reference.py
 

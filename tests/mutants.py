@@ -63,7 +63,7 @@ MUTANTS = read_mutants()
 
 def code_files():
     """Return the package's own files."""
-    away = {"tests", "benchmarks", "examples", "build"}
+    away = {"tests", "tools", "benchmarks", "examples", "build"}
     found = (path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
     return sorted(path for path in found if path.parts[0] not in away and not path.parts[0].startswith("."))
 

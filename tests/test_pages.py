@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.commands_page import reference as reference_of_commands
+from commands_page import reference as reference_of_commands
+from recipe_page import SECTIONS, reference, with_tables
 from support.configs import TINY_LLAMA, TINY_MIXTRAL
 from support.pages import (
     ROOT,
@@ -23,7 +24,6 @@ from support.pages import (
     refused_commands,
     unknown_keys,
 )
-from support.recipe_page import SECTIONS, reference, with_tables
 from support.short_runs import run_recipe, tiny_recipe, write_recipe
 from support.topics import values
 from transformers import LlamaConfig, LlamaForCausalLM

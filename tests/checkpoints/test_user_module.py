@@ -143,7 +143,7 @@ def test_a_routers_bias_is_saved_with_the_module_in_fp32(tmp_path):
 
 def test_everything_that_is_declared_but_the_start_is_stored():
     declared = {one.name for one in fields(Declaration)} - {"initial"}
-    assert declared | {"stages", "rows", "blocks"} == set(StoredDeclaration.model_fields)
+    assert declared | {"stages", "blocks"} == set(StoredDeclaration.model_fields)
     every = Declaration((3, 8), Cut(1, unit=2), 4, ("tensor",), True, True, True)
     (stored,) = StoredModule.of([{"x": every}], ()).declarations.values()
     assert stored.restored() == every

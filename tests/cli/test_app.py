@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from commands_page import EXAMPLES, every_command
 from support.command_lines import NAMES, VALID, values_of, words_of
-from support.commands_page import EXAMPLES, every_command
 from trilith.cli.app import COMMANDS, GROUPS, make_app, run
 from trilith.cli.errors import explain
 from trilith.cli.shared.aliases import ALIASES, COMMANDS_OF_OTHERS, FORMER_COMMANDS, RENAMED, with_own_names

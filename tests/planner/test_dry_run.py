@@ -108,7 +108,7 @@ def test_a_wheel_holds_the_recipes_and_runs(tmp_path):
     """Built from a copy: setuptools leaves a folder behind in what it builds from."""
     source, place = tmp_path / "source", tmp_path / "place"
     skipped = shutil.ignore_patterns(
-        ".*", "build", "tests", "benchmarks", "docs", "examples", "*.egg-info", "__pycache__"
+        ".*", "build", "tests", "tools", "benchmarks", "docs", "examples", "*.egg-info", "__pycache__"
     )
     shutil.copytree(RECIPES.parent, source, ignore=skipped)
     files = code_and_tables(source) - {"pyproject.toml"}

@@ -13,10 +13,9 @@ from typing import Any
 
 import trilith
 import typer.main
+from commands_page import every_command
+from recipe_page import SECTIONS
 from trilith.cli.app import make_app
-
-from support.commands_page import every_command
-from support.recipe_page import SECTIONS
 
 ROOT = Path(trilith.__path__[0]).resolve()
 _FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
