@@ -32,11 +32,13 @@ def check_there(name: str | Path, expected: str, *, kind: str = "folder") -> Non
 
 
 def check_weights_there(name: str | Path, expected: str, *, kind: str = "folder") -> None:
-    """Raise ``NoSuchInput`` as ``check_there`` does, unless the name may be that of a model of the hub, of a
-    token file, or of what a killed command left: then another file's name has this one in it.
+    """Raise ``NoSuchInput`` as ``check_there`` does, unless the name may be that of a model of the hub (as
+    ``from_hub`` tells), of a token file, or of what a killed command left: then another file's name has this
+    one in it.
     """
     path = Path(name)
-    if _OF_THE_HUB.fullmatch(str(name)) or path.name in ("", ".."):
+    of_the_hub = _OF_THE_HUB.fullmatch(str(name)) and not os.path.lexists(path.parent)
+    if of_the_hub or path.name in ("", ".."):
         return
     try:
         others = os.listdir(path.parent)

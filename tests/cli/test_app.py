@@ -246,12 +246,15 @@ def test_a_first_path_that_is_not_there_is_refused_within_half_a_second_by_every
     pathless = {name for name in NAMES if not any("{}" in str(each) for each in VALID[name].values())}
     assert pathless == PATHLESS - {"new"}, "new has options alone"
     lines = [first_path(name) for name in NAMES if name not in PATHLESS]
+    (tmp_path / "runs").mkdir()  # so that this is no model of the hub
+    lines += [["verify", "runs/nothere"], ["convert", "runs/nothere", "out"]]
     words = [sys.executable, "-P", "-c", REFUSED, json.dumps(lines)]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
     for line, refusal in zip(done.stdout.splitlines(), done.stderr.splitlines(), strict=True):
         command, code, seconds, torch_is_imported = json.loads(line)
         assert code == 2 and not torch_is_imported and seconds < 0.5, line
-        assert refusal.startswith("error: nothere: expected ") and "found no such f" in refusal, command
+        start = ("error: nothere: expected ", "error: runs/nothere: expected ")
+        assert refusal.startswith(start) and "found no such f" in refusal, command
 
 
 @pytest.mark.parametrize("words", [(), ("-h",), ("help",), ("--help",)])

@@ -55,7 +55,7 @@ WORK = {
     "to sharded": (["convert", "hf", "{out}", "--tensor", "2", "--pipeline", "3"], "out"),
     "to hf": (["convert", "sharded", "{out}", "--to", "hf"], "out"),
     "to peft": (["convert", "lora-run", "{out}", "--to", "peft"], "out"),
-    "reshard": (["reshard", "run", "{out}", "--tensor", "4"], "out"),
+    "reshard": (["convert", "run", "{out}", "--to", "sharded", "--tensor", "4"], "out"),
     "merge-lora": (["merge-lora", "hf", "adapter", "{out}"], "out"),
     "tokenize": ([*TOKENIZE, "a.txt", "--split-paragraphs", "--workers", "2"], "out.json"),
     "tokenize chat": ([*TOKENIZE, "chat.jsonl", "--chat", "--workers", "1"], "out.json"),

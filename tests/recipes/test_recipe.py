@@ -6,7 +6,7 @@ from operator import attrgetter
 import pytest
 from support.configs import TINY_LLAMA
 from support.refusals import Refused, refusals
-from support.short_runs import tiny_recipe, train
+from support.short_runs import run_and_listen, tiny_recipe, train
 from trilith.checkpoints import read_source
 from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
@@ -14,6 +14,7 @@ from trilith.models import GPT2Config, published_size
 from trilith.planner.dry_run import dry_run
 from trilith.recipes import load_recipe
 from trilith.recipes.recipe import parse_recipe, read_config
+from trilith.testing import run_parallel
 
 RECIPE = """
 out = "run"
@@ -210,6 +211,13 @@ def test_fields_beside_a_size_replace_its_own_under_each_of_their_names(tmp_path
         model = parse_recipe(recipe_of(tmp_path, {"size": "gpt2", "config": fields})).model
         config = GPT2Config.from_hf(read_config(model))
         assert config == published_size("gpt2").config.model_copy(update={"num_hidden_layers": 3})
+
+
+def test_a_run_says_which_keys_of_its_layout_do_nothing(tmp_path):
+    write_tokens(tmp_path / "tokens")
+    raw = tiny_recipe(tmp_path / "run", tmp_path / "tokens", steps=1, layout={"sequence": True})
+    _, lines = run_parallel(run_and_listen, 1, raw)[0]
+    assert lines.splitlines().count("layout.sequence has no effect with tensor = 1") == 1
 
 
 def test_a_run_of_a_size_writes_every_field_into_its_checkpoints(tmp_path):
