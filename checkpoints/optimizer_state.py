@@ -107,8 +107,10 @@ def _restore_rates(model: nn.Module, optimizer: torch.optim.Optimizer, lr: Store
     """Give each group the learning rate that its parameters had."""
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for group in optimizer.param_groups:
-        rates = {lr.of.get(names[each], lr.value): names[each] for each in group["params"] if each in names}
-        rates.pop(None, None)
+        rates: dict[float, str] = {}
+        for name in (names[each] for each in group["params"] if each in names):
+            if (rate := lr.of.get(name, lr.value)) is not None:
+                rates.setdefault(rate, name)
         if len(rates) > 1:
             (rate, name), (other_rate, other) = list(rates.items())[:2]
             raise BadInput(
