@@ -110,12 +110,12 @@ def _restore_rates(model: nn.Module, optimizer: torch.optim.Optimizer, lr: Store
         rates: dict[float, str] = {}
         for name in (names[each] for each in group["params"] if each in names):
             if (rate := lr.of.get(name, lr.value)) is not None:
-                rates[rate] = name
+                rates.setdefault(rate, name)
         if len(rates) > 1:
-            (first, name), (second, other) = list(rates.items())[:2]
+            (rate, name), (other_rate, other) = list(rates.items())[:2]
             raise BadInput(
                 "load", "optimizer.lr", expected="parameters in the groups of the saved optimizer",
-                found=f"{name} with {first:g} and {other} with {second:g} in one group",
+                found=f"{name} with {rate:g} and {other} with {other_rate:g} in one group",
                 todo="Make the optimizer with the same groups, or leave it out to begin anew",
             )  # fmt: skip
         for rate in rates:

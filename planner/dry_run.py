@@ -192,7 +192,8 @@ def work_of(recipe: Recipe, planned: Plan, rank: int = 0) -> Work:
     if planned.own is None:
         return work
     sent = planned_model(planned.family, planned.config, recipe.layout).sent(work)
-    return replace(work, sent=sent, trains_all=False)
+    trains_all = getattr(planned.family.on_meta(planned.config), "trains_all", False)
+    return replace(work, sent=sent, trains_all=trains_all)
 
 
 def predicted_step(recipe: Recipe, planned: Plan, machine: Machine) -> StepTime:

@@ -92,6 +92,8 @@ def read_request(
         raw["model"] = _as_base(raw["model"], name)
     if sequence_length is not None:
         data["sequence_length"] = sequence_length
+    elif "sequence_length" not in data and data.get("module") is not None:
+        data["sequence_length"] = 1  # as a recipe counts an item
     elif "sequence_length" not in data:
         data["sequence_length"] = min(_LONGEST, _positions(raw["model"]))
     if global_batch is not None:
@@ -202,7 +204,7 @@ def _positions(model: Mapping[str, Any]) -> int:
 
 def _as_base(model: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the [model] section for adapters: they need weights, whose config a plan reads from here."""
-    if "init_from" in model:
+    if "init_from" in model or "module" in model:
         return model
     config = model.get("config")
     folder = Path(config).parent if isinstance(config, str) and Path(config).name == CONFIG else None

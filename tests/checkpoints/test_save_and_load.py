@@ -166,7 +166,7 @@ def test_each_group_goes_on_with_its_learning_rate_in_any_layout(tmp_path):
     save(tmp_path, model, optimizer, step=1)
     for layout in (Layout(), Layout.of(data=2, zero=3)):
         assert run_parallel(loaded_rates, layout.world, str(tmp_path), layout)[0] == [0.5, 0.025]
-    with pytest.raises(BadInput, match=r"optimizer\.lr: .* found .* with 0\.5 and gain\.bias with 0\.025"):
+    with pytest.raises(BadInput, match=r"optimizer\.lr: .* found .* with 0\.5 and gain\.weight with 0\.025"):
         load(tmp_path, model, torch.optim.AdamW(model.parameters()))
 
 

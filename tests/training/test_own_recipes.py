@@ -1,6 +1,7 @@
 """Recipes of a user's own module, loss and data sets: one run in every layout, planned, resumed, refused."""
 
 import difflib
+import json
 import random
 import re
 import sys
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from support.refusals import Refused, refusal_of, refusals
-from support.short_runs import losses, train, whole_tensors
+from support.short_runs import losses, train, whole_tensors, write_recipe
 from trilith.cli.app import run
 from trilith.data.batches import GlobalBatches, Mixture
 from trilith.data.items import ItemBatches
@@ -222,6 +223,34 @@ def test_items_come_in_the_order_of_token_files(several, tmp_path):
         rows = items.rows(step, range(6))["n"]
         assert rows.tolist() == [list(pair) for pair in zip(sources.tolist(), numbers.tolist(), strict=True)]
         assert torch.equal(items.rows(step, range(2, 4))["n"], rows[2:4])
+
+
+def test_data_sets_are_mixed_each_with_its_arguments(tmp_path):
+    names = [f"{EXAMPLES / 'own_data.py'}:Stripes"] * 2
+    data = {"module": names, "weights": [3.0, 1.0], "arguments": [{"items": 16}, {"items": 5, "seed": 1}]}
+    planned = plan(parse_recipe(recipe("vit", tmp_path, data=data)))
+    assert planned.own.items.samples == 21
+    sources, _ = planned.own.items.sample_ids(0)
+    assert sources.tolist().count(1) == 2 and "3/4 of 16 items" in planned.own.items.fingerprint
+
+
+def test_a_run_may_begin_with_the_weights_of_another(tmp_path):
+    train(recipe("vit", tmp_path, "first", steps=1))
+    model, still = {"init_from": str(tmp_path / "first")}, {"lr": 1e-300, "weight_decay": 0.0}
+    train(recipe("vit", tmp_path, "second", steps=1, layout=TENSOR, model=model, optimizer=still))
+    first, second = (whole_tensors(tmp_path / out) for out in ("first", "second"))
+    weights = [name for name in first if not name.startswith("optimizer.")]
+    assert all(torch.equal(first[name], second[name]) for name in weights)
+
+
+def test_the_fastest_layout_is_searched_for(tmp_path, capsys):
+    file = write_recipe(tmp_path / "vit.toml", recipe("vit", tmp_path, dtype="float32"))
+    assert run(["plan", str(file), "--gpus", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    keys = [set(each["recipe"]["layout"]) for each in found["layouts"]]
+    assert found["legal"] > 20 and any("tensor" in each for each in keys)
+    assert run(["plan", str(file), "--gpus", "2", "--generate"]) == 2
+    assert "a model that writes text" in capsys.readouterr().err
 
 
 def test_a_run_does_not_go_on_with_data_of_a_changed_file(tmp_path):
