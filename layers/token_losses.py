@@ -198,9 +198,14 @@ def _inner(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def rows_at_once(columns: int, *, gpu: bool) -> int:
+    """Return how many rows of so many logits are computed at once."""
+    return max((_BLOCK if gpu else BLOCK_ON_CPU) // max(columns, 1), 1)
+
+
 def _blocks(x: Tensor) -> Iterator[slice]:
     """Cut the rows into blocks of so many numbers as are computed at once."""
-    count = max((BLOCK_ON_CPU if accelerator.is_host(x.device) else _BLOCK) // max(x.shape[-1], 1), 1)
+    count = rows_at_once(x.shape[-1], gpu=not accelerator.is_host(x.device))
     return (slice(start, start + count) for start in range(0, max(len(x), 1), count))
 
 

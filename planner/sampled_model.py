@@ -8,7 +8,8 @@ alike (tensor, context, expert) share even these.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
@@ -36,10 +37,12 @@ class SampledModel:
     """Hold one block of each kind of a model, and its ends, for all layouts that cut a block alike.
 
     The results are those of ``rank_parameters`` and ``stage_costs`` on the built stages. Shared: ``sampled``
-    returns the same object for the same arguments.
+    returns the same object for the same arguments. ``among``: returns that of as many context ranks.
     """
 
-    def __init__(self, family: Family, model: CausalLM) -> None:
+    def __init__(
+        self, family: Family, model: CausalLM, among: Callable[[int], SampledModel] | None = None
+    ) -> None:
         self.family, self.config, self._model = family, model.config, model
         self.kinds = block_kinds(family, model.config)
         self._blocks: dict[int, nn.Module] = {}
@@ -50,7 +53,8 @@ class SampledModel:
         self._shape_numbers: dict[object, int] = {}
         self._counted: dict[object, Group] = {}
         self._held: dict[object, RankParameters] = {}
-        self.pieces = ModelPieces(model, model.state)
+        self._of_ranks = among
+        self.pieces = ModelPieces(model, model.state, None if among is None else self._among)
         self._costs: dict[object, StageCost] = {}
 
     def _stage(self, state: ParallelState, split: Sequence[int] | None) -> tuple[Stage, tuple[Numbers, ...]]:
@@ -138,6 +142,12 @@ class SampledModel:
         """Return ``Work.sent``: between all stages go hidden states."""
         return ()
 
+    def _among(self, ranks: int, kind: int) -> tuple[ModelPieces, nn.Module]:
+        """Return the pieces of the model on so many context ranks, and its block of this kind."""
+        assert self._of_ranks is not None
+        sample = self._of_ranks(ranks)
+        return sample.pieces, sample._blocks[kind]
+
     def block(self, number: int) -> nn.Module:
         """Return a block like the one of this number."""
         return self._blocks[self.kinds[number]]
@@ -163,9 +173,16 @@ def sampled(
     float8: Scaling | None = None,
 ) -> SampledModel:
     """Return the sampled model for this layout; see ``one_block_of_each_kind``."""
-    return _sampled(family, one_block_of_each_kind(family, config, layout, frozen=frozen, float8=float8))
+    model = one_block_of_each_kind(family, config, layout, frozen=frozen, float8=float8)
+    return _sampled(family, model, frozen, float8)
 
 
 @lru_cache(maxsize=64)
-def _sampled(family: Family, model: CausalLM) -> SampledModel:
-    return SampledModel(family, model)
+def _sampled(
+    family: Family, model: CausalLM, frozen: torch.dtype | None, float8: Scaling | None
+) -> SampledModel:
+    def among(ranks: int) -> SampledModel:
+        cut = replace(model.state.layout, context=ranks)
+        return sampled(family, model.config, cut, frozen=frozen, float8=float8)
+
+    return SampledModel(family, model, among)

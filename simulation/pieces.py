@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,23 +20,21 @@ from ..layers import (
     KeyValueCache,
     attention_kinds,
     checkpoint_blocks,
-    chunked_cross_entropy,
-    vocab_parallel_cross_entropy,
 )
 from ..parallel_state import ParallelState
+from .loss_traces import LossTraces, output_of
 from .micro_batch import MicroBatch
 from .piece import Piece
 from .recorder import Recorder, noted
-from .trace import Trace, of_more_rows, of_more_tokens
+from .trace import Trace, of_more_rounds, of_more_rows
 from .traced import trace
-from .without_numbers import DTYPES, device_of, empty, ids_of, shapes_only
+from .without_numbers import device_of, empty, ids_of, shapes_only
 
 if TYPE_CHECKING:
     from ..models import CausalLM
 
-#: The most rows of a micro-batch for which a block is traced; tokens of a short loss over logits.
-_FEW_ROWS = 3
-_FEW_TOKENS = 1024
+#: The most rows of a micro-batch, and context ranks, for which a block is traced.
+_FEW_ROWS, _FEW_RANKS = 3, 5
 
 
 class Generation(NamedTuple):
@@ -52,12 +49,18 @@ class ModelPieces:
 
     ``model``: of any rank of a layout, with at least one block of each kind and the ends that are asked for,
     on the meta device. ``kind``: tells a block's kind; blocks of equal kinds are traced once.
+    ``among``: returns the pieces of the same model on so many context ranks, and its block of a kind.
     """
 
-    def __init__(self, model: CausalLM, state: ParallelState) -> None:
-        self.model, self.state = model, state
+    def __init__(
+        self,
+        model: CausalLM,
+        state: ParallelState,
+        among: Callable[[int, Any], tuple[ModelPieces, nn.Module]] | None = None,
+    ) -> None:
+        self.model, self.state, self._among = model, state, among
         self._known: dict[object, Piece] = {}
-        self._losses: dict[object, Trace] = {}
+        self._losses = LossTraces(model, state)
 
     def _remember(self, key: object, make: Callable[[], Piece]) -> Piece:
         if key not in self._known:
@@ -77,6 +80,15 @@ class ModelPieces:
                 two, three = (piece.under(mode, in_two=in_two) for piece in few)
                 if (extended := of_more_rows(two, three, batch.rows)) is not None:
                     return extended
+            if self._among is not None and (ranks := self.state.context_size) > _FEW_RANKS:
+                fewer = [self._among(few, kind) for few in (4, 5)]
+                # A rank computes with the keys and values of one rank after the other.
+                four, five = (
+                    pieces.block(alike, batch, reached=reached, kind=kind).under(mode, in_two=in_two)
+                    for pieces, alike in fewer
+                )
+                if (extended := of_more_rounds(four, five, ranks - 4)) is not None:
+                    return extended
             with shapes_only([block], batch), self._under(block, mode):
                 inputs = self._inputs(batch, block)
                 return trace(
@@ -92,6 +104,10 @@ class ModelPieces:
         """
 
         def take(mode: Checkpointing, in_two: bool) -> Trace:
+            if batch.rows > _FEW_ROWS:
+                two, three = (self.tables(blocks, replace(batch, rows=rows)).kept for rows in (2, 3))
+                kept_bytes = two + (batch.rows - 2) * (three - two)
+                return Trace(kept=kept_bytes, made=0, forward=0, weights=0)
             with shapes_only([*blocks.values()], batch):
                 with Recorder() as shared:
                     inputs = self._inputs(batch, *blocks.values())
@@ -163,62 +179,12 @@ class ModelPieces:
         return self._remember(("prediction", place, batch, reached), lambda: self._piece(take))
 
     def loss(self, batch: MicroBatch, *, chunk: int, sums: int) -> Piece:
-        """Return the piece of the loss over the logits, or, in chunks, over the hidden states.
-
-        A loss computes some rows at a time, in many operators. Its bytes grow by the same number for each
-        token, so of more tokens than three times a few, or than three chunks, so many are traced.
-        """
+        """Return the piece of the loss over the logits, or, in chunks, over the hidden states."""
 
         def take(mode: Checkpointing, in_two: bool) -> Trace:
-            few = chunk or _FEW_TOKENS
-            uneven = self.state.sequence and few % self.state.tensor_size
-            if batch.count <= 3 * few or uneven:
-                return self._loss(replace(batch, rows=1, length=batch.count), chunk, sums)
-            two, three = (
-                self._loss(replace(batch, rows=1, length=times * few), chunk, sums) for times in (2, 3)
-            )
-            return of_more_tokens(two, three, batch.count / few)
+            return self._losses.take(replace(batch, rows=1, length=batch.count), chunk, sums)
 
         return self._remember(("loss", batch, chunk, sums), lambda: self._piece(take, what="loss"))
-
-    def _loss(self, batch: MicroBatch, chunk: int, sums: int) -> Trace:
-        key = "traced loss", batch, chunk, sums
-        if key not in self._losses:
-            self._losses[key] = self._trace_loss(batch, chunk, sums)
-        return self._losses[key]
-
-    def _trace_loss(self, batch: MicroBatch, chunk: int, sums: int) -> Trace:
-        model, size, count = self.model, self.model.config.vocab_size, 1 + len(self.model.mtp)
-        modules = self._output(False)
-
-        def run(x: Tensor) -> Tensor:
-            labels = ids_of(batch)
-            if not chunk:
-                labels = labels.repeat(count, 1)
-                return vocab_parallel_cross_entropy(x, labels, size, overwrite=True, state=self.state).sum()
-            losses = [
-                chunked_cross_entropy(
-                    part,
-                    model.head_weight,
-                    labels,
-                    size,
-                    chunk=chunk,
-                    bias=model.head_bias,
-                    logit_cap=model.logit_cap,
-                    sums=DTYPES[sums],
-                    state=self.state,
-                )
-                for part in x.chunk(count)
-            ]
-            return sum(losses[1:], losses[0])
-
-        with shapes_only(modules, batch):
-            if chunk:
-                make = self._hidden(batch, rows=batch.rows * count, width=model.config.embedding_width)
-            else:
-                shape = (batch.rows * count, batch.length, len(model.head_weight))
-                make = partial(empty, shape, batch)
-            return trace(run, make, [], others=_parameters(modules), scalar=True)
 
     def generation(self, blocks: Mapping[int, nn.Module], batch: MicroBatch) -> Generation:
         """Return what blocks of these kinds hold where prompts as long as the rows are read."""
@@ -242,9 +208,7 @@ class ModelPieces:
         return Piece(take, ranks=self.state.tensor_size, **options)
 
     def _output(self, in_loss: bool) -> list[nn.Module]:
-        if in_loss:
-            return []
-        return [self.model.embed if self.model.config.tie_word_embeddings else self.model.head]
+        return [] if in_loss else [output_of(self.model)]
 
     def _hidden(self, batch: MicroBatch, *, rows: int = 0, width: int = 0) -> Callable[[], Tensor]:
         """Return what makes hidden states as they are between the blocks."""

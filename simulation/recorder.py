@@ -1,7 +1,7 @@
 """Note what operators without numbers make, keep, send and compute."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -46,6 +46,9 @@ class Operator:
     fused: int | None = 0
 
 
+#: What a trace notes that something ran.
+Step = Operator | Collective | str
+
 #: The forwards that run now of modules that a backward may compute again.
 _FORWARDS: list[object] = []
 
@@ -80,6 +83,8 @@ class Recorder(TorchDispatchMode):
         self.phase: Phase = "forward"
         self.at = self.now = 0
         self.collectives: list[Collective] = []
+        #: The place of each operator that starts a kernel, each collective, and other operators' names.
+        self._steps: list[int | Collective | str] = [""]
         #: Whether a weight is trained, by the numbers of casts of it.
         self._casts: dict[int, bool] = {}
         #: Fields of operators in order; the bytes of the last chain are added to its first one when it ends.
@@ -132,11 +137,13 @@ class Recorder(TorchDispatchMode):
         name, phase = known.name, self.phase
         if _FORWARDS and phase == "backward":
             phase = "again"
+        self._steps.append(name)
         if known.kind is not None:
             self.end_chain()
             group = next(word for word in reversed(args) if isinstance(word, str))
             axis = self._axes.get(group, group.removeprefix(STAND_IN))
-            self.collectives.append(Collective(axis, known.kind, args[0].nbytes, phase))
+            self._steps[-1] = Collective(axis, known.kind, args[0].nbytes, phase)
+            self.collectives.append(self._steps[-1])
         elif known.starts:
             flops = flops_of_call(name, func, args, kwargs, out) if known.multiplies else 0
             trained = gradient = causal = False
@@ -159,6 +166,7 @@ class Recorder(TorchDispatchMode):
                     chain.made.add(self._name(tensor), tensor)
             fused = None if known.fuses and chain.first < len(self._operators) else moved
             fields = [name, phase, flops, moved, known.product, trained, gradient, causal, fused]
+            self._steps[-1] = len(self._operators)
             self._operators.append(fields)
 
     def _trained(self, tensor: Tensor) -> bool | None:
@@ -193,6 +201,12 @@ class Recorder(TorchDispatchMode):
         """Return the operators that started a kernel, in order."""
         self.end_chain()
         return tuple(Operator(*fields) for fields in self._operators)
+
+    def steps(self, operators: Sequence[Operator]) -> list[Step]:
+        """Return each operator of ``operators``, each collective, and the names of what is neither, in order;
+        first of all nothing.
+        """
+        return [operators[step] if isinstance(step, int) else step for step in self._steps]
 
     def number(self, tensor: Tensor) -> int | None:
         """Return the number of a tensor's storage, if it was made here."""

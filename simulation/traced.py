@@ -162,12 +162,14 @@ def trace(
         hook.remove()
     for weight in all_weights:
         weight.grad = None
+    operators = recorder.operators
     return Trace(
         **results,
         **{name: max(values, default=0) for name, values in instants.items()},
         collectives=tuple(recorder.collectives),
-        operators=recorder.operators,
+        operators=operators,
         instants=instants,
+        steps=recorder.steps(operators),
     )
 
 

@@ -1,21 +1,24 @@
 """Traces of more rows and tokens follow from those of few; a seeded fault changes what is traced."""
 
 import random
-from collections import Counter
 
 import pytest
 import torch
 from support.configs import MODELS
 from trilith.layers import RowParallelLinear, leave_tensor
-from trilith.models import family_of
+from trilith.models import family_of, published_size
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.planner import sampled
 from trilith.simulation import forms, pieces
+from trilith.simulation.loss_traces import LossTraces
 from trilith.simulation.micro_batch import MicroBatch
 from trilith.simulation.pieces import ModelPieces
 from trilith.simulation.recorder import Recorder
+from trilith.simulation.trace import of_more_rounds
 from trilith.simulation.traced import trace, without_numbers
 
+#: Whose states come from the ranks before, not from all in turn.
+RECURRENT = ("qwen3_next", "qwen3_5_text", "granitemoehybrid")
 FAMILIES = sorted(name for name in MODELS if "-" not in name)
 ROWS, LENGTH = 2, 64
 
@@ -113,19 +116,52 @@ def test_more_rows_of_a_micro_batch_follow_from_two_and_three(family, monkeypatc
     assert extended == whole and extended.instants
 
 
+QUICK = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "bloom")
+OTHERS = [pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family not in QUICK]
+
+
+@pytest.mark.parametrize("family", [*QUICK, *OTHERS])
+def test_more_context_ranks_follow_from_three_and_four(family, monkeypatch):
+    """A block's trace equals that of all ranks, around a ring and with gathered keys, in a drawn mode."""
+    raw, draw = MODELS[family], random.Random(family)
+    for ring in (False, True):
+        layout = Layout(context=draw.randint(6, 9), ring=ring)
+        try:
+            model = sampled(family_of(raw), family_of(raw).from_hf(raw), layout)
+        except BadInput:  # not every family can be cut so
+            return
+        mode, in_two = draw.choice([("none", True), ("none", False), ("selective", False), ("full", False)])
+        kind, batch = draw.choice(model.kinds), MicroBatch(2, 64, 2, gpu=True)
+        monkeypatch.setattr(pieces, "_FEW_RANKS", 9)
+        block = model._blocks[kind]
+        whole = ModelPieces(model.pieces.model, model.pieces.state).block(
+            block, batch, reached=True, kind=kind
+        )
+        whole = whole.under(mode, in_two=in_two)
+        monkeypatch.setattr(pieces, "_FEW_RANKS", 5)
+        extended = model.pieces.block(block, batch, reached=True, kind=kind).under(mode, in_two=in_two)
+        assert extended == whole and extended.instants == whole.instants
+        few = [model._among(ranks, kind)[0].block(block, batch, reached=True, kind=kind) for ranks in (4, 5)]
+        few = [piece.under(mode, in_two=in_two) for piece in few]
+        assert family in RECURRENT or of_more_rounds(*few, layout.context - 4) == whole
+
+
+CHUNKS = [(0, 2048), (1024, 1024), (100_000, 1024), (384, 2368)]
+
+
 @pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(tensor=2, sequence=True)], ids=str)
-@pytest.mark.parametrize("chunk", [0, 8])
-def test_more_tokens_of_a_loss_follow_from_two_and_three_parts(chunk, layout, monkeypatch):
-    monkeypatch.setattr(pieces, "_FEW_TOKENS", 8)
-    model = sampled(family_of(MODELS["llama"]), family_of(MODELS["llama"]).from_hf(MODELS["llama"]), layout)
-    batch = MicroBatch(2, 42, 2, gpu=True)
-    extended = model.pieces.loss(batch, chunk=chunk, sums=4).plain
-    whole = model.pieces._loss(MicroBatch(1, 84, 2, gpu=True), chunk, 4)
-    for bytes_of in ("kept", "forward", "backward", "gradients"):
-        assert getattr(extended, bytes_of) == pytest.approx(getattr(whole, bytes_of), rel=1e-3), bytes_of
-    assert Counter(extended.collectives) == Counter(whole.collectives)
-    flops = [sum(operator.flops for operator in each.operators) for each in (extended, whole)]
-    assert flops[0] == pytest.approx(flops[1], rel=1e-3)
+@pytest.mark.parametrize(("chunk", "tokens"), CHUNKS, ids=str)
+@pytest.mark.parametrize("size", ["llama-3.2-1b", "gemma-2-2b"])
+def test_more_tokens_of_a_loss_follow_from_few_rounds(size, chunk, tokens, layout, monkeypatch):
+    """A loss's trace is equal to that of all its chunks, and of all the rows that each reads at once."""
+    size, batch, steps = published_size(size), MicroBatch(1, tokens, 2, gpu=True), []
+    sample = sampled(size.family, size.config, layout).pieces
+    losses = LossTraces(sample.model, sample.state)
+    whole, take = losses._trace(batch, chunk, 4), losses._trace
+    monkeypatch.setattr(losses, "_trace", lambda *asked: steps.append(take(*asked)) or steps[-1])
+    extended = losses.take(batch, chunk, 4)
+    assert extended == whole and extended.instants == whole.instants
+    assert max(len(each.steps) for each in steps) < len(whole.steps)
 
 
 def test_a_compiler_reads_once_what_a_chain_is_given_and_writes_what_is_used_after_it():

@@ -97,5 +97,5 @@ def shared_pieces(alike: object, model: CausalLM, state: ParallelState) -> Model
     """Return pieces that remember the traces of others: of models built alike and cut into equal blocks."""
     pieces, layout = ModelPieces(model, state), state.layout
     cut = layout.tensor, layout.context, layout.expert, layout.sequence, layout.ring
-    pieces._known, pieces._losses = _TRACED.setdefault((alike, cut), ({}, {}))
+    pieces._known, pieces._losses._known = _TRACED.setdefault((alike, cut), ({}, {}))
     return pieces
