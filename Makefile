@@ -47,7 +47,7 @@ docs:
 	python tools/recipe_page.py
 	python tools/commands_page.py
 	python -m trilith.planner.published_runs
-	python tests/support/python_reference.py
+	python tools/python_reference.py
 
 # build/site, which works from a folder without a network; then its links and what it would fetch are checked, and it
 # is looked at in Chromium where there is one. Needs pip install -e '.[docs]'.

@@ -9,8 +9,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import python_reference
 import yaml
-from support import python_reference, site
+from support import site
 from support.pages import ROOT, Page, broken_links, pages
 
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "python"
 #: Methods of Python and torch that a class has anyway.
 _SHOWN_DUNDERS = {"__call__"}
