@@ -191,9 +191,7 @@ def work_of(recipe: Recipe, planned: Plan, rank: int = 0) -> Work:
     )
     if planned.own is None:
         return work
-    sent = planned_model(planned.family, planned.config, recipe.layout).sent(work)
-    trains_all = getattr(planned.family.on_meta(planned.config), "trains_all", False)
-    return replace(work, sent=sent, trains_all=trains_all)
+    return planned_model(planned.family, planned.config, recipe.layout).informed(work)
 
 
 def predicted_step(recipe: Recipe, planned: Plan, machine: Machine) -> StepTime:

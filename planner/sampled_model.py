@@ -138,9 +138,9 @@ class SampledModel:
         """Count the FLOPs of a token of the whole model."""
         return flops_of_token(self.family, self.config, sequence_length)
 
-    def sent(self, work: Work) -> tuple[int, ...]:
-        """Return ``Work.sent``: between all stages go hidden states."""
-        return ()
+    def informed(self, work: Work) -> Work:
+        """Return the step as it is: between all stages go hidden states."""
+        return work
 
     def _among(self, ranks: int, kind: int) -> tuple[ModelPieces, nn.Module]:
         """Return the pieces of the model on so many context ranks, and its block of this kind."""

@@ -81,9 +81,11 @@ class SampledModule:
             self._costs[key] = module_stages(work, model, self.own.samples, self.own.loss, outputs)
         return self._costs[key]
 
-    def sent(self, work: Work) -> tuple[int, ...]:
-        """Return ``Work.sent``: what each stage gives."""
-        return bytes_sent(self.outputs(work, None)) if work.layout.pipeline > 1 else ()
+    def informed(self, work: Work) -> Work:
+        """Return the step with what each stage gives, and whether it trains all parameters."""
+        sent = bytes_sent(self.outputs(work, None)) if work.layout.pipeline > 1 else ()
+        trains_all = getattr(self.family.on_meta(self.config), "trains_all", False)
+        return replace(work, sent=sent, trains_all=trains_all)
 
     def flops(self, sequence_length: int) -> TokenFlops:
         """Count the FLOPs of a token of the whole module; attention counts with all else that is no product

@@ -102,8 +102,7 @@ class Evaluator:
             offload=choice.offload,
             **self.sizes,
         )
-        sent = self.model(layout).sent(work)
-        return replace(work, sent=sent) if sent else work
+        return self.model(layout).informed(work)
 
     def memory(self, choice: Choice, pipeline: int) -> MemoryPlan:
         """Return the memory of the first rank of a pipeline rank."""

@@ -67,7 +67,7 @@ CONTEXT = [{"context": 2}, {"context": 2, "ring": True}, {"context": 2, "pipelin
 def drawn(name):
     """Draw the layout that a run begins in, and the one in which it goes on."""
     rng = random.Random(name)
-    pairs = [rng.sample(LAYOUTS, 2) for _ in range(2)]
+    pairs = [rng.sample(LAYOUTS, 2) for _ in range(1 if name == "vit" else 2)]
     if name == "latent":
         pairs[0][0], pairs[1][1] = rng.sample(CONTEXT, 2)
     return pairs
@@ -184,12 +184,13 @@ def test_it_is_planned_before_it_starts(layout, tmp_path):
         assert sent["pipeline"].bytes == 8 * borders * 4 * (2 * 6 * 16 + 4 * 6 * 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "most"),
     [
-        ({"data": 2, "zero": 3}, 1.05),
+        (ZERO_3, 1.05),
         *(
-            pytest.param({"pipeline": 2, "schedule": name}, 1.125, marks=pytest.mark.slow)
+            ({"pipeline": 2, "schedule": name}, 1.125)
             for name in ("1f1b", "zbv", "interleaved", "interleaved-zero-bubble")
         ),
     ],
