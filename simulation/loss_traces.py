@@ -1,4 +1,4 @@
-"""Trace the loss of a micro-batch, whose chunks and rows are computed a few at a time, from fewer of them."""
+"""Trace the loss of a micro-batch, which takes chunks and rows one after the other, from fewer of them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..layers import chunked_cross_entropy, vocab_parallel_cross_entropy
 from ..layers.token_losses import LossTerms, rows_at_once
 from ..parallel_state import ParallelState
 from .micro_batch import MicroBatch
-from .trace import Trace, of_more_rounds
+from .trace import Trace, of_more_rounds, of_more_tokens
 from .traced import trace
 from .without_numbers import DTYPES, empty, ids_of, shapes_only
 
 if TYPE_CHECKING:
     from ..models import CausalLM
 
-#: The fewest rounds, beside what is left over, of a loop that is traced.
-_FEW_ROUNDS = 3
+#: Tokens of a short loss over logits, and the fewest rounds, beside what is left over, that are traced.
+_FEW_TOKENS, _FEW_ROUNDS = 1024, 3
 
 
 def output_of(model: CausalLM) -> nn.Module:
@@ -39,40 +39,38 @@ class LossTraces:
         self._cut_over = state.tensor_size if state.sequence else 1
 
     def take(self, batch: MicroBatch, chunk: int, sums: int) -> Trace:
-        """Return the trace of the loss of one row; a loss takes a chunk after the other, and in each a few
-        rows of logits after the other, so that it follows from fewer of them.
+        """Return the trace of the loss of a micro-batch of one row, in chunks or of all logits at once.
+
+        Its bytes grow by the same number for each token, so of more tokens than three times a few, or than
+        three chunks, so many are traced.
         """
+        few = chunk or _FEW_TOKENS
+        uneven = self.state.sequence and few % self.state.tensor_size
+        if batch.length <= 3 * few or uneven:
+            return self._of_tokens(batch, chunk, sums)
+        two, three = (self._of_tokens(replace(batch, length=times * few), chunk, sums) for times in (2, 3))
+        return of_more_tokens(two, three, batch.length / few)
+
+    def _of_tokens(self, batch: MicroBatch, chunk: int, sums: int) -> Trace:
         key = batch, chunk, sums
         if key not in self._known:
-            fewer = self._fewer_chunks(batch, chunk, sums) or self._fewer_rows(batch, chunk, sums)
-            self._known[key] = fewer or self._trace(batch, chunk, sums)
+            self._known[key] = self._of_fewer_rows(batch, chunk, sums) or self._trace(batch, chunk, sums)
         return self._known[key]
 
-    def _fewer_chunks(self, batch: MicroBatch, chunk: int, sums: int) -> Trace | None:
-        step = lcm(chunk, self._cut_over)
-        if not chunk or (rounds := (batch.length - _FEW_ROUNDS * chunk) // step) < 2:
-            return None
-        few, more = (
-            self.take(replace(batch, length=batch.length - left * step), chunk, sums)
-            for left in (rounds, rounds - 1)
-        )
-        return of_more_rounds(few, more, rounds)
-
-    def _fewer_rows(self, batch: MicroBatch, chunk: int, sums: int) -> Trace | None:
+    def _of_fewer_rows(self, batch: MicroBatch, chunk: int, sums: int) -> Trace | None:
+        """Return the trace of a loss, which reads a few rows of logits at a time, from fewer rows."""
         count, head = 1 + len(self.model.mtp), self.model.head_weight
         whole, of_token = (min(chunk, batch.length), 1) if chunk else (batch.length, count)
         columns = LossTerms(self.model.config.vocab_size).true_columns(len(head), self.state)
         block = rows_at_once(columns, gpu=batch.gpu)
         step = lcm(block, self._cut_over * count)
-        # The last chunk may be a smaller one, and stays so.
-        least = max(_FEW_ROUNDS * block, batch.length % whole * of_token + 1)
-        if (rounds := (whole * of_token - least) // step) < 2:
+        if (rounds := (whole * of_token - _FEW_ROUNDS * block) // step) < 2 or batch.length % whole:
             return None
 
         def fewer(left: int) -> Trace:
-            tokens = left * step // of_token
-            length = batch.length - batch.length // whole * tokens
-            return self.take(replace(batch, length=length), chunk and whole - tokens, sums)
+            tokens = whole - left * step // of_token
+            length = batch.length // whole * tokens
+            return self._of_tokens(replace(batch, length=length), chunk and tokens, sums)
 
         return of_more_rounds(fewer(rounds), fewer(rounds - 1), rounds)
 

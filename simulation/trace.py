@@ -1,5 +1,6 @@
 """Hold what a trace notes of a piece of a model; bytes of larger micro-batches follow from small ones."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -55,34 +56,34 @@ def of_more_rows(two: Trace, three: Trace, rows: int) -> Trace | None:
     ]
     if lengths[0] != lengths[1]:
         return None
-    more = _Affine(rows - 2)
-    instants = {name: [*map(more, sizes, three.instants[name])] for name, sizes in two.instants.items()}
+    affine = _Affine(rows - 2)
+    instants = {name: [*map(affine, sizes, three.instants[name])] for name, sizes in two.instants.items()}
     return replace(
-        more.sizes(two, three, instants),
-        collectives=tuple(map(more.collective, two.collectives, three.collectives)),
-        operators=tuple(map(more.operator, two.operators, three.operators)),
+        affine.sizes(two, three, instants),
+        collectives=tuple(map(affine.collective, two.collectives, three.collectives)),
+        operators=tuple(map(affine.operator, two.operators, three.operators)),
     )
 
 
-def of_more_rounds(few: Trace, more: Trace, rounds: int) -> Trace | None:
-    """Return the trace of a loop with so many rounds more than ``few`` has, of which ``more`` has one more;
+def of_more_rounds(few: Trace, longer: Trace, rounds: int) -> Trace | None:
+    """Return the trace of a loop with so many rounds more than ``few`` has, of which ``longer`` has one more;
     ``None`` if these differ by more than that.
 
     Each round runs the same operators, and may leave something. What is made for all rounds at once has bytes
     that are affine in their number.
     """
     larger, steps, instants = _Affine(rounds), list[Step](), {name: list[int]() for name in few.instants}
-    begins = len(few.instants["forward"]), len(more.instants["forward"])
-    if (parts := _parts(few.steps, more.steps)) is None:
+    begins = len(few.instants["forward"]), len(longer.instants["forward"])
+    if (parts := _parts(few.steps, longer.steps)) is None:
         return None
     for start, end, first, last in parts:
         if start < end:
-            steps += map(larger.step, few.steps[start:end], more.steps[first:last])
+            steps += map(larger.step, few.steps[start:end], longer.steps[first:last])
         else:
-            steps += more.steps[first:last] * rounds
+            steps += longer.steps[first:last] * rounds
         for name, sizes in instants.items():
             # A backward's instants come after those of the forward.
-            of_few, of_more = few.instants[name], more.instants[name]
+            of_few, of_more = few.instants[name], longer.instants[name]
             here, there = (0, 0) if name == "forward" else begins
             i, j = max(start - here, 0), max(first - there, 0)
             stop, until = max(end - here, 0), min(max(last - there, 0), len(of_more))
@@ -93,28 +94,28 @@ def of_more_rounds(few: Trace, more: Trace, rounds: int) -> Trace | None:
                 for number in range(rounds):
                     sizes += [size + before + number * each for size in of_more[j:until]]
     return replace(
-        larger.sizes(few, more, instants),
+        larger.sizes(few, longer, instants),
         collectives=tuple(step for step in steps if isinstance(step, Collective)),
         operators=tuple(step for step in steps if isinstance(step, Operator)),
         steps=steps,
     )
 
 
-def _parts(few: Sequence[Step], more: Sequence[Step]) -> list[tuple[int, int, int, int]] | None:
+def _parts(few: Sequence[Step], longer: Sequence[Step]) -> list[tuple[int, int, int, int]] | None:
     """Return where the steps of both are that correspond, and where, in none of ``few``, another round of
-    ``more`` is; ``None`` if they differ otherwise.
+    ``longer`` is; ``None`` if they differ otherwise.
     """
-    names, more_names = [*map(_name_of, few), ""], [*map(_name_of, more), ""]
+    names, more_names = [*map(_name_of, few), ""], [*map(_name_of, longer), ""]
     parts, i, j, start, first = list[tuple[int, int, int, int]](), 0, 0, 0, 0
-    while i < len(few) or j < len(more):
+    while i < len(few) or j < len(longer):
         if i < len(few) and names[i] == more_names[j]:
             i, j = i + 1, j + 1
             continue
         length = next(
             (
                 length
-                for length in (len(more) - len(few), *range(1, min(j, len(more) - j) + 1))
-                if 0 < length <= min(j, len(more) - j)
+                for length in (len(longer) - len(few), *range(1, min(j, len(longer) - j) + 1))
+                if 0 < length <= min(j, len(longer) - j)
                 and more_names[j + length] == names[i]
                 and more_names[j : j + length] == more_names[j - length : j]
             ),
@@ -123,7 +124,7 @@ def _parts(few: Sequence[Step], more: Sequence[Step]) -> list[tuple[int, int, in
         if not length:
             return None
         # A loop's last round may be a smaller one, and what follows may begin as a round does.
-        unlike = [back for back in range(1, length + 1) if few[i - back] != more[j - back]]
+        unlike = [back for back in range(1, length + 1) if few[i - back] != longer[j - back]]
         i, j = i - max(unlike, default=0), j - max(unlike, default=0)
         parts += [(start, i, first, j), (i, i, j, j + length)]
         start, first = i, j = i, j + length
@@ -135,7 +136,7 @@ def _name_of(step: Step) -> str:
 
 
 class _Affine:
-    """Compute sizes of so many ``further`` rows, or rounds of a loop, from those of a few and of one more."""
+    """Compute sizes of so many ``further`` rows, or rounds of a loop, from those of few and of one more."""
 
     def __init__(self, further: int) -> None:
         self.further = further
@@ -151,11 +152,11 @@ class _Affine:
         sizes |= {name: max(values) for name, values in instants.items() if values}
         return Trace(**sizes, instants=instants, steps=two.steps)
 
-    def step(self, few: Step, more: Step) -> Step:
-        if isinstance(few, Operator) and isinstance(more, Operator):
-            return self.operator(few, more)
-        if isinstance(few, Collective) and isinstance(more, Collective):
-            return self.collective(few, more)
+    def step(self, few: Step, longer: Step) -> Step:
+        if isinstance(few, Operator) and isinstance(longer, Operator):
+            return self.operator(few, longer)
+        if isinstance(few, Collective) and isinstance(longer, Collective):
+            return self.collective(few, longer)
         return few
 
     def collective(self, two: Collective, three: Collective) -> Collective:
@@ -167,3 +168,36 @@ class _Affine:
         fused = None if two.fused is None or three.fused is None else self(two.fused, three.fused)
         flops, moved = self(two.flops, three.flops), self(two.moved, three.moved)
         return replace(two, flops=flops, moved=moved, fused=fused)
+
+
+def of_more_tokens(two: Trace, three: Trace, times: float) -> Trace:
+    """Return the trace of ``times`` as many tokens as a part has, from those of two and three parts.
+
+    Bytes are affine in the tokens. A part that is computed by itself adds operators and collectives;
+    otherwise the same ones are given more bytes.
+    """
+    sizes: dict[str, Any] = {
+        name: int(size + (times - 2) * (getattr(three, name) - size))
+        for name, size in vars(two).items()
+        if isinstance(size, int)
+    }
+    rest = times / 2 % 1
+
+    def part(operator: Operator) -> Operator:
+        fused = None if operator.fused is None else int(operator.fused * rest)
+        flops, moved = int(operator.flops * rest), int(operator.moved * rest)
+        return replace(operator, flops=flops, moved=moved, fused=fused)
+
+    operators = two.operators * int(times / 2) + (tuple(map(part, two.operators)) if rest else ())
+    return Trace(**sizes, collectives=_of_parts(two, three, times), operators=operators)
+
+
+def _of_parts(two: Trace, three: Trace, times: float) -> tuple[Collective, ...]:
+    grown = Counter(two.collectives) - Counter(three.collectives)
+    of_all = [replace(collective, bytes=int(collective.bytes * times / 2)) for collective in grown.elements()]
+    at_once = Counter(replace(collective, bytes=collective.bytes * 3 // 2) for collective in grown.elements())
+    of_part = [*(Counter(three.collectives) - Counter(two.collectives) - at_once).elements()]
+    rest = times % 1
+    last = [replace(collective, bytes=int(collective.bytes * rest)) for collective in of_part if rest]
+    before = Counter(two.collectives) - grown
+    return *before.elements(), *of_part * (int(times) - 2), *last, *of_all
