@@ -25,7 +25,6 @@ from support.pages import (
     unknown_keys,
 )
 from support.short_runs import run_recipe, tiny_recipe, write_recipe
-from support.topics import values
 from transformers import LlamaConfig, LlamaForCausalLM
 from trilith.checkpoints import Manifest, convert
 from trilith.cli.app import COMMANDS, run
@@ -33,8 +32,6 @@ from trilith.cli.shared.aliases import FORMER_COMMANDS
 from trilith.layers import routers
 from trilith.machine.random_files import write_tokens
 from trilith.models import LoraConfig, adapted
-from trilith.pipeline import bubble_share
-from trilith.planner.explanations.explanation import readable
 from trilith.recipes import Recipe, optimizer_sections, sections
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.metrics import read_metrics
@@ -278,25 +275,6 @@ def test_training_from_python_works_as_shown(tmp_path, monkeypatch):
 # docs/techniques.md: figures
 
 TECHNIQUES = Page.read("docs/techniques.md")
-WRONG = TECHNIQUES.rows("Figures in circulation that are wrong")
-#: The same figures by the functions of a plan, in the order of the rows.
-BY_FORMULA = [
-    readable(bubble_share(4, 16), "share"),
-    readable(1 - bubble_share(4, 16), "share"),
-    readable(values("training-time", parameters="70B", tokens="15T")["C"], "FLOPs").removesuffix(" FLOPs"),
-    f"{54 * 24 * 16384:,}",
-    f"{values('memory', parameters='175B', tensor=8, pipeline=128)['weights'] / 1e9:.3g} GB",
-    f"{16384 // (8 * 16)}",
-]
-
-
-@pytest.mark.parametrize(("row", "by_formula"), [*zip(WRONG, BY_FORMULA, strict=True)])
-def test_a_corrected_figure_is_what_its_arithmetic_and_the_formulas_give(row, by_formula):
-    claim, right, _, arithmetic = row
-    value = eval(arithmetic.strip("`"), {})
-    assert right in (f"{100 * value:.3g} %", f"{value:.3g} GB", f"{value:,.0f}", f"{value:.4g}")
-    assert right not in claim and right == by_formula
-
 
 #: Beginnings of rows of the textbook's figures, and which of their numbers the command beside them prints.
 FIGURES = {
