@@ -53,8 +53,12 @@ def open_file(path: Path, tensors: Mapping[str, Spec], *, again: bool = False) -
 def write_config_and_index(
     directory: Path, config: Mapping[str, object], files: Sequence[TensorWriter], *, adapters: bool = False
 ) -> None:
-    """Write what belongs to closed files of weights, the index last; with ``adapters``, PEFT's."""
-    _write_json(directory / (ADAPTER_CONFIG if adapters else CONFIG), config)
+    """Write what belongs to closed files of weights, the index last; with ``adapters``, PEFT's.
+
+    A folder of Hugging Face's does not say whose code computed its model.
+    """
+    neutral = {key: value for key, value in config.items() if key != "implementation"}
+    _write_json(directory / (ADAPTER_CONFIG if adapters else CONFIG), neutral)
     if len(files) > 1:
         entries = [entry for file in files for entry in file.entries.values()]
         total = {

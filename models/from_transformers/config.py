@@ -64,7 +64,7 @@ class AdoptedConfig(ModelConfig):
             config = config_class(kind).from_dict(deepcopy(stated))
             known = {**config.to_dict()}
         except Exception as error:  # whatever its own checks raise
-            first = str(error).strip().partition("\n")[0][:160]
+            first = " ".join(str(error).split())[:200]
             expected = f"what transformers' {kind} reads"
             raise BadInput(where, expected=expected, found=f"{type(error).__name__}: {first}") from None
         for key in cls.unknown_keys(raw):

@@ -214,8 +214,14 @@ def _cut_module(cutter: Cutter, plan: Mapping[str, str], path: str, module: nn.M
     declare_rest(module, path, cutter.made.laws, here, partial=partial, cut=cuts)
 
 
-def _check_shared(model: Any, kind: str, embedding: nn.Module, head: nn.Module) -> None:
-    """Refuse a parameter of several places, other than the embedding that is the output layer too."""
+def _check_shared(model: Any, kind: str, embedding: Any, head: Any) -> None:
+    """Refuse a parameter of several places, other than the embedding that is the output layer too.
+
+    Of the output layer's bias, which the module around it names as well, the other name goes.
+    """
+    for module in model.modules() if getattr(head, "bias", None) is not None else ():
+        if module is not head and module._parameters.get("bias") is head.bias:
+            module._parameters["bias"] = None
     seen: dict[int, str] = {}
     ends = {id(getattr(embedding, "weight", None)), id(getattr(head, "weight", None))}
     for name, parameter in model.named_parameters(remove_duplicate=False):

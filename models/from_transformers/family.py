@@ -68,10 +68,11 @@ class TransformersFamily(Family):
         (stated,) = self.declarations(config)
         links: list[Link] = []
         part_of = {ours: hf for hf, (parts, _) in model.fused.items() for ours in parts}
+        tied = getattr(model.hf, "all_tied_weights_keys", None) or {}
         for name, declaration in stated.items():
-            whole, hf = Box.whole(declaration.shape), part_of.get(name, name)
+            whole, hf = Box.whole(declaration.shape), part_of.get(name, tied.get(name, name))
             start = [0] * len(declaration.shape)
-            if hf != name:
+            if name in part_of:
                 parts, dim = model.fused[hf]
                 before = parts[: parts.index(name)]
                 start[dim] = sum(stated[part].shape[dim] for part in before)

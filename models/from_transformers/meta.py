@@ -81,7 +81,7 @@ def _initialize(made: OnMeta, kind: str) -> None:
             expected = "values that transformers' _init_weights sets"
             raise BadInput(kind, where, expected=expected, found="a buffer that it leaves as it is")
     stored = [(name, buffer) for name, buffer in model.named_buffers() if name in model.state_dict()]
-    for name, tensor in [*model.named_parameters(), *stored]:
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *stored]:
         made.laws[name] = laws.get(id(tensor), OWN)
 
 

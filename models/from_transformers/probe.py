@@ -1,5 +1,6 @@
 """Watch one forward of transformers' model without memory: what runs before, in and after its blocks."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -162,28 +163,17 @@ def _rope_by_length(config: Any) -> str:
     return next((kind for kind in ("dynamic", "longrope") if kind in types), "")
 
 
-_OTHER_MIXERS = (
-    "mamba",
-    "ssm",
-    "recurrent",
-    "linearattention",
-    "lightning",
-    "deltanet",
-    "deltaattention",
-    "indexer",
-    "conv",
-    "rwkv",
-    "lstm",
-    "ngram",
+#: In names of classes that mix tokens otherwise than by attention; transformers' Conv1D is a linear.
+_OTHER_MIXERS = re.compile(
+    "Mamba|SSM|Ssm|Recurrent|LinearAttention|Lightning|DeltaNet|DeltaAttention|Indexer|Conv(?!1D)|R[Ww][Kk][Vv]|"
+    "LSTM|[Nn]gram"
 )
 
 
 def _why_not_ours(model: nn.Module, blocks: str, seen: Sequence[Seen], cfg: AdoptedConfig) -> str:
     """Return why our attention does not compute the model's, or nothing."""
     for module in model.get_submodule(blocks).modules():
-        name = type(module).__name__.lower()
-        plain = isinstance(module, nn.Conv1d)
-        if plain or (name != "conv1d" and any(word in name for word in _OTHER_MIXERS)):
+        if _OTHER_MIXERS.search(type(module).__name__):
             return f"{type(module).__name__} mixes tokens outside of attention"
     if rope := _rope_by_length(cfg.in_transformers()):
         return f"its rotation of type {rope} depends on the longest row that a rank has"

@@ -16,7 +16,9 @@ _HERE = Path(__file__).parent
 
 @lru_cache
 def proved() -> dict[str, Any]:
-    """Return the table that ``make any-model`` writes: ``transformers``, its version, and ``types``."""
+    """Return the table that ``make any-model`` writes: ``transformers``, its version, and ``types``, each
+    with its largest difference by axis, and ``why`` other axes are refused.
+    """
     return read_toml(_HERE / "proved.toml")
 
 
@@ -48,11 +50,11 @@ def why_refused(kind: str) -> str:
 
 def offered() -> dict[str, tuple[str, ...]]:
     """Return the types that pass, and of each the axes that tests have proved."""
-    rows = proved()["types"].items()
-    return {kind: tuple(row["axes"]) for kind, row in rows if "refused" not in row}
+    rows = {kind: row["proved"] for kind, row in proved()["types"].items() if "refused" not in row}
+    return {kind: tuple(axis for axis in AXES if axis in gaps) for kind, gaps in rows.items()}
 
 
 def why_not(kind: str, axis: str) -> str:
     """Return why an axis is not offered for a type of the table, or nothing."""
     stated = proved()["types"][kind]
-    return "" if axis in stated["axes"] else str(stated.get("why", {}).get(axis, "no test has proved it"))
+    return "" if axis in stated["proved"] else str(stated.get("why", {}).get(axis, "no test has proved it"))

@@ -13,7 +13,7 @@ from trilith.models import FAMILIES, family_of
 from trilith.models.from_transformers import TransformersFamily, adopted_types
 from trilith.models.from_transformers.config import config_class
 from trilith.models.from_transformers.cut import LINEARS, OTHERS, REFUSED
-from trilith.models.from_transformers.proved import proved
+from trilith.models.from_transformers.proved import offered, proved
 from trilith.parallel_state import OWN, BadInput, Layout, declarations
 
 TABLE = proved()["types"]
@@ -28,7 +28,7 @@ CHOSEN += random.Random(5).sample([kind for kind in OFFERED if kind not in CHOSE
 @of_this_version
 @pytest.mark.parametrize("kind", CHOSEN)
 def test_a_type_is_transformers_own_in_every_layout_of_the_table(kind):
-    axes = {axis: LAYOUTS[axis] for axis in ("data", *TABLE[kind]["axes"])}
+    axes = {axis: LAYOUTS[axis] for axis in ("data", *offered()[kind])}
     row = prove(kind, short(tiny(kind)), axes)
     assert row.proved.keys() == {"transformers", "gradients", *axes}, row.refused
 
@@ -62,7 +62,7 @@ def test_a_style_without_a_row_is_refused(monkeypatch):
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "context", "sequence", "expert"])
 def test_an_axis_that_is_not_proved_is_refused_in_one_line(axis):
     layout = LAYOUTS.get(axis) or Layout.of(data=2, expert=2)
-    kind = next(kind for kind in OFFERED if axis not in TABLE[kind]["axes"])
+    kind = next(kind for kind in OFFERED if axis not in offered()[kind])
     made = family_of({"model_type": kind})
     with pytest.raises(BadInput, match=f"layout: {axis}") as refusal:
         made.check_layout(made.from_hf(tiny(kind)), layout)

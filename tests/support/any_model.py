@@ -7,13 +7,21 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from trilith.checkpoints import convert, load, read_source, save
+from trilith.checkpoints import differences as differences_of_files
 from trilith.data import Batch
+from trilith.layers import set_auxiliary_losses
+from trilith.models import FAMILIES, implemented_by
 from trilith.models.from_transformers import TransformersFamily, family_of_type
+from trilith.models.from_transformers import family as proved
 from trilith.models.from_transformers.config import config_class
 from trilith.parallel_state import (
     BadInput,
@@ -31,7 +39,7 @@ from trilith.ranks import RankError, run_parallel
 from trilith.testing.layouts import Observation, assemble, differences, observe, random_rows
 from trilith.training import Precision, Step, TokenLoss, shard_over_data
 
-#: Layouts of two ranks by the axis that each proves.
+#: Layouts by the axis that each proves.
 LAYOUTS = {
     "tensor": Layout.of(tensor=2),
     "sequence": Layout.of(tensor=2, sequence=True),
@@ -39,8 +47,9 @@ LAYOUTS = {
     "data": Layout.of(data=2, zero=3),
     "ZeRO 0": Layout.of(data=2),
     "context": Layout.of(context=2),
+    "tensor x pipeline": Layout.of(tensor=2, pipeline=2),
 }
-LENGTH, SAMPLES, VOCABULARY = 32, 4, 130
+LENGTH, SAMPLES, VOCABULARY, MOST = 32, 4, 130, 3_000_000
 #: How far a layout may be from one process, and ours from transformers where that casts to fp32 inside.
 SAME, NEAR = 1e-9, 1e-7
 
@@ -63,7 +72,9 @@ SMALL: dict[str, Any] = {
     "attention_chunk_size": 8, "intermediate_size_mlp": 96, "dim_model_base": 32, "index_n_heads": 2,
     "index_head_dim": 16, "index_topk": 8, "word_embed_proj_dim": 64, "rotary_dim": 8, "n_inner": 96,
     "num_nextn_predict_layers": 0, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
-    "mtp_num_layers": 0,
+    "mtp_num_layers": 0, "linear_head_dim": 8, "linear_num_heads": 4, "unpadded_vocab_size": VOCABULARY,
+    "num_kv_shared_layers": 0, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+    "indexer_budget": 8, "indexer_compress_ratio": 2, "hc_lowrank": 8, "ple_embed_dim": 8,
 }  # fmt: skip
 #: Keys that are no factor of the forward pass, by a part of their names; those of dropouts become 0.
 _OFF = ("dropout", "drop", "jitter", "pdrop", "layerdrop")
@@ -84,8 +95,24 @@ _LEAVE = (
 )
 #: What the scheme above gets wrong, by type.
 SPECIAL: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "xmod"),
+        {"pad_token_id": 0},
+    ),
+    "roberta-prelayernorm": {"pad_token_id": 0},
     "glm4_moe_lite": {"num_key_value_heads": 4},
     "minicpm3": {"num_key_value_heads": 4},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8, "n_groups": 1},
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
+    "zaya": {"num_experts_per_tok": 1},
+    "xglm": {"pad_token_id": 0, "ffn_dim": 96},
+    "modernbert-decoder": {"pad_token_id": 0, "local_attention": 16},
 }
 
 
@@ -229,6 +256,8 @@ def reference(raw: Mapping[str, Any]) -> tuple[Row, Observation]:
     kind = str(raw["model_type"])
     made, row, state = family(kind), Row(kind), ParallelState.alone()
     config, given = made.from_hf(raw), batch()
+    size = sum(parameter.numel() for parameter in made.on_meta(config).parameters())
+    assert size < MOST, f"its config here is not tiny: {size:,} parameters"
     ours, step = stepped(raw, state)
     theirs = plain(config, made, ours)
     for training in (False, True):
@@ -242,7 +271,10 @@ def reference(raw: Mapping[str, Any]) -> tuple[Row, Observation]:
     loss.backward()
     causal(ours, row)
     ours.train()
-    seen = observed(ours, step, state)
+    if kind in FAMILIES:
+        seen, row.proved["zoo"] = beside_zoo(ours, step)
+    else:
+        seen = observed(ours, step, state)
     gaps = [abs(seen.losses[0] / float(loss) - 1)]
     named = dict(theirs.named_parameters())
     largest = max(float(p.grad.abs().max()) for p in named.values() if p.grad is not None)
@@ -257,8 +289,41 @@ def reference(raw: Mapping[str, Any]) -> tuple[Row, Observation]:
         wanted = of_theirs[link.hf_box.slices]
         scale = max(float(wanted.abs().max()), 1e-7 * largest)
         gaps.append(float((piece.reshape(wanted.shape) - wanted).abs().max()) / scale)
-    row.proved["gradients"] = max(gaps)
+    row.proved["gradients"] = max(gaps, key=lambda gap: (gap != gap, gap))
     return row, seen
+
+
+def beside_zoo(ours: nn.Module, step: Step) -> tuple[Observation, float]:
+    """Train the model, and return how far the first loss and gradients of the zoo's own model are from its,
+    by the names in files. Asserts that both write the same bytes of the same file.
+    """
+    with TemporaryDirectory() as place, patch(f"{proved.__name__}.why_refused", lambda kind: ""):
+        there = Path(place)
+        convert(save(there / "ours", ours), there / "hf", to="hf")
+        zoo = cast(Any, load(there / "hf", dtype=torch.float64).model)
+        assert type(zoo) is FAMILIES[zoo.family.model_type].model
+        convert(save(there / "zoo", zoo), there / "again", to="hf")
+        assert not [*differences_of_files(read_source(there / "hf"), read_source(there / "again"))]
+        set_auxiliary_losses(zoo.train(), balance=0.0, z_loss=0.0)
+        loss = Step(zoo, TokenLoss(zoo), micro_batch=SAMPLES)(batch())
+        with torch.no_grad():
+            for parameter in zoo.parameters():
+                parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        theirs = read_source(save(there / "zoo gradients", zoo)).hf
+        seen = observed(ours, step, step.state)
+        with torch.no_grad():
+            for name, parameter in ours.named_parameters():
+                parameter.zero_()
+                if name in seen.gradients:
+                    tensor = seen.gradients[name][2]
+                    parameter.data[: len(tensor)] = tensor
+        mine = read_source(save(there / "our gradients", ours)).hf
+        assert mine.keys() == theirs.keys()
+        pairs = [(mine[name].read(), theirs[name].read()) for name in mine]
+    largest = max(float(wanted.abs().max()) for _, wanted in pairs)
+    gaps = [float((a - b).abs().max()) / max(float(b.abs().max()), 1e-7 * largest) for a, b in pairs]
+    gaps.append(abs(seen.losses[0] / float(loss.detach()) - 1))
+    return seen, max(gaps, key=lambda gap: (gap != gap, gap))  # one that is no number before all
 
 
 def causal(model: nn.Module, row: Row) -> None:
@@ -284,6 +349,8 @@ class InFp64(TorchFunctionMode):
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             if kwargs.get("dtype") is torch.float32:
                 kwargs = kwargs | {"dtype": torch.float64}
+        if func is torch.full and isinstance(args[1], float):
+            kwargs = {"dtype": torch.float64} | kwargs
         return func(*args, **kwargs)
 
 
@@ -322,12 +389,13 @@ def prove(kind: str, raw: Mapping[str, Any] | None = None, axes: Mapping[str, La
     """Return what is proved of a type."""
     warnings.simplefilter("ignore")
     try:
-        raw = raw or tiny(kind)
+        raw = implemented_by(raw or tiny(kind), "transformers")
         with InFp64():
             row, one = reference(raw)
     except Exception as error:
         return Row(kind, refused={"all": str(error) if isinstance(error, BadInput) else words(error)})
-    if not row.proved["transformers"] <= NEAR or not row.proved["gradients"] <= 1e-4:
+    gradients = (row.proved["gradients"], row.proved.get("zoo", 0.0))
+    if not row.proved["transformers"] <= NEAR or not all(gap <= 1e-4 for gap in gradients):
         row.refused["all"] = f"not transformers' own: {row.proved}"
     made, left = family(kind), dict(axes) if "all" not in row.refused else {}
     for axis, layout in axes.items():
@@ -337,17 +405,19 @@ def prove(kind: str, raw: Mapping[str, Any] | None = None, axes: Mapping[str, La
             row.refused[axis] = error.todo or str(error)
             left.pop(axis, None)
     while left:
+        world = min(layout.world for layout in left.values())
+        layouts = {axis: layout for axis, layout in left.items() if layout.world == world}
         try:
-            ranks = run_parallel(train_all, 2, raw, left, timeout=50)
+            ranks = run_parallel(train_all, world, raw, layouts, timeout=50)
         except RankError as error:
             # One that raised names its axis; of ranks that wait for each other the first axis is to blame.
-            failed, *_ = error.cause.args if isinstance(error.cause, AxisError) else left
+            failed, *_ = error.cause.args if isinstance(error.cause, AxisError) else layouts
             row.refused[failed] = str(error.cause or error).partition("\n")[0]
             del left[failed]
             continue
-        for axis in left:
+        for axis in layouts:
             judge(row, axis, one, [rank[axis] for rank in ranks])
-        break
+            del left[axis]
     return row
 
 

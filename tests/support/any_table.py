@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,30 +13,39 @@ from typing import Any
 import trilith
 from trilith.models import FAMILIES
 from trilith.models.from_transformers.proved import AXES
+from trilith.storage.small_files import read_toml
+
+from support.any_model import LAYOUTS
 
 ROOT = Path(trilith.__file__).parent
+TABLE, PAGE = ROOT / "models/from_transformers/proved.toml", ROOT / "docs/any_model.md"
 BEGIN = "\n## What is proved\n"
 #: Columns of the page: axes, and layouts of the axis that each type must have.
-COLUMNS = ("transformers", "gradients", "data", "ZeRO 0", "tensor", "sequence", "pipeline", "context")
+COLUMNS = ("transformers", "gradients", "zoo", *LAYOUTS)
 
 
-def toml(rows: Sequence[Mapping[str, Any]]) -> str:
+def toml(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the table of the package."""
-    lines = [
-        "# Written by `make models`: what is proved of each causal type of transformers, and why no more."
-    ]
-    lines += [f'transformers = "{version("transformers")}"', ""]
-    for row in sorted(rows, key=lambda row: str(row["kind"])):
-        lines.append(f'[types."{row["kind"]}"]')
-        if refused := whole(row):
-            lines += [f"refused = {json.dumps(line(refused))}", ""]
+    lines = ["# Written by `make any-model`: what is proved of each causal type of transformers, as largest"]
+    lines += ["# relative differences, and why no more.", f'transformers = "{version("transformers")}"', ""]
+    for kind, row in sorted(rows.items()):
+        lines.append(f'[types."{kind}"]')
+        if "refused" in row:
+            lines += [f"refused = {json.dumps(row['refused'])}", ""]
             continue
-        lines.append(f"axes = {json.dumps([axis for axis in AXES if axis in row['proved']])}")
-        lines += [
-            f"why.{axis} = {json.dumps(line(why))}" for axis, why in row["refused"].items() if axis in AXES
-        ]
+        named = {json.dumps(axis) if " " in axis else axis: gap for axis, gap in row["proved"].items()}
+        lines.append(f"proved = {{ {', '.join(f'{axis} = {gap:.0e}' for axis, gap in named.items())} }}")
+        lines += [f"why.{axis} = {json.dumps(why)}" for axis, why in row.get("why", {}).items()]
         lines.append("")
     return "\n".join(lines)
+
+
+def row_of(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of the table for a line of JSON that ``any_model`` wrote."""
+    if refused := whole(said):
+        return {"refused": line(refused)}
+    why = {axis: line(reason) for axis, reason in said["refused"].items() if axis in AXES}
+    return {"proved": said["proved"], "why": why}
 
 
 def whole(row: Mapping[str, Any]) -> str:
@@ -52,52 +61,55 @@ def line(text: str) -> str:
     return text.partition("\n")[0].removeprefix("failed: ")[:200]
 
 
-def page(rows: Sequence[Mapping[str, Any]]) -> str:
+def page(table: Mapping[str, Any]) -> str:
     """Return the part of the page."""
-    passed = [row for row in rows if not whole(row)]
-    outside = [row for row in passed if row["kind"] not in FAMILIES]
-    counts = Counter(axis for row in passed for axis in row["proved"])
+    rows = table["types"]
+    passed = {kind: row for kind, row in rows.items() if "refused" not in row}
+    outside = passed.keys() - FAMILIES.keys()
+    counts = Counter(axis for row in passed.values() for axis in row["proved"])
     shown = ", ".join(f"{counts[axis]} {axis}" for axis in AXES if counts[axis])
     text = f"""{BEGIN}
 <!-- proved -->
-Of the {len(rows)} causal types of transformers {version("transformers")}, {len(passed)} pass at a tiny size,
+Of the {len(rows)} causal types of transformers {table["transformers"]}, {len(passed)} pass at a tiny size,
 {len(outside)} of them outside the zoo; of these {len(passed)} the axes that pass: {shown}.
 
 A number is the largest relative difference in fp64 (code that casts to fp32 inside runs in fp64 there): of
-logits and gradients to transformers on one device, and of losses, gradients and weights after two steps in
-the layout to one process. `-`: refused, for the reason below the table.
+logits, and of loss and gradients, to transformers on one device; of loss and gradients to the zoo's own
+model, if the zoo has the family, from the same file, which both write back alike; and of losses, gradients
+and weights after two steps in the layout to one process. `-`: not tried, or refused for the reason below
+the table.
 
 | type | {" | ".join(COLUMNS)} |
 |{"---|" * (len(COLUMNS) + 1)}
 """
-    for row in passed:
+    for kind, row in passed.items():
         cells = [f"{row['proved'][column]:.0e}" if column in row["proved"] else "-" for column in COLUMNS]
-        text += f"| `{row['kind']}` | {' | '.join(cells)} |\n"
+        text += f"| `{kind}` | {' | '.join(cells)} |\n"
     text += "\nRefused axes:\n\n"
     reasons: dict[str, list[str]] = {}
-    for row in passed:
-        for axis, why in row["refused"].items():
-            reasons.setdefault(f"{axis}: {line(why)}", []).append(f"`{row['kind']}`")
+    for kind, row in passed.items():
+        for axis, why in row.get("why", {}).items():
+            reasons.setdefault(f"{axis}: {why}", []).append(f"`{kind}`")
     text += "".join(f"- {why}: {', '.join(kinds)}\n" for why, kinds in sorted(reasons.items()))
     text += "\nTypes refused whole:\n\n"
-    text += "".join(f"- `{row['kind']}`: {line(whole(row))}\n" for row in rows if whole(row))
+    text += "".join(f"- `{kind}`: {row['refused']}\n" for kind, row in rows.items() if "refused" in row)
     return text
 
 
+def written(before: str, table: Mapping[str, Any]) -> str:
+    """Return the text of the page, with its part anew."""
+    return before.partition(BEGIN)[0].rstrip("\n") + "\n" + page(table).rstrip("\n") + "\n<!-- end -->\n"
+
+
 def main() -> None:
-    """Write both from the lines of JSON that ``any_model`` wrote; later lines of a type win."""
-    rows: dict[str, Mapping[str, Any]] = {}
+    """Put the lines of JSON that ``any_model`` wrote into both; types that it did not try stay."""
+    rows = dict(read_toml(TABLE)["types"])
     for file in sys.argv[1:]:
         for text in Path(file).read_text(encoding="utf-8").splitlines():
             row = json.loads(text)
-            rows[row["kind"]] = row
-    ordered = [rows[kind] for kind in sorted(rows)]
-    (ROOT / "models/from_transformers/proved.toml").write_text(toml(ordered), encoding="utf-8")
-    models = ROOT / "docs/any_model.md"
-    before = models.read_text(encoding="utf-8").partition(BEGIN)[0]
-    models.write_text(
-        before.rstrip("\n") + "\n" + page(ordered).rstrip("\n") + "\n<!-- end -->\n", encoding="utf-8"
-    )
+            rows[row["kind"]] = row_of(row)
+    TABLE.write_text(toml(rows), encoding="utf-8")
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), read_toml(TABLE)), encoding="utf-8")
 
 
 if __name__ == "__main__":
