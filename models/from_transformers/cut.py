@@ -109,12 +109,12 @@ OTHERS = {
     "replicated_with_grad_allreduce",
     "local_params",
     "moe_tp_experts",
+    "packed_rowwise",
     "embedding_rowwise",
     "embedding_colwise",
 }
 #: Styles that no tensor axis is offered for, with the reason.
 REFUSED = {
-    "packed_rowwise": "inputs of several products in one are not cut yet",
     "all_reduce": "a sum that its module makes itself is not known",
     "moe_identity_expert": "experts that give back their input are not cut yet",
 }
@@ -199,13 +199,16 @@ def _cut_module(cutter: Cutter, plan: Mapping[str, str], path: str, module: nn.M
     if type(module) is nn.Linear:
         LINEARS[style if style in LINEARS else "replicate"](cutter, path, module, owner)
         return
-    if style == "moe_tp_experts" and cut_experts(module, path, cutter.made.laws, here):
+    packed = (style_of(plan, f"{path}.gate_up_proj") or "").startswith("packed")
+    if style == "moe_tp_experts" and (
+        dim := cut_experts(module, path, cutter.made.laws, here, packed=packed)
+    ):
         parts = tuple(f"{path}.{name}" for name in ("gate_proj", "up_proj"))
-        cutter.fused[f"{path}.gate_up_proj"] = parts, 1
+        cutter.fused[f"{path}.gate_up_proj"] = parts, dim
         return
     cuts: dict[str, Cut] = {}
     for name, _ in module.named_parameters(recurse=False):
-        if style_of(plan, f"{path}.{name}") == "local_params":
+        if style_of(plan, f"{path}.{name}") in ("local_params", "colwise"):
             cuts[name] = Cut(0)
     partial = style == "replicated_with_grad_allreduce" or here.sequence
     if here.tensor_size > 1 and style in LINEARS and style != "replicate":

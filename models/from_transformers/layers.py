@@ -119,45 +119,47 @@ class CutExperts(nn.Module):
     """
 
     state: ParallelState
+    #: The dim of gate and up along which features lie.
+    features_dim: int
 
-    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        x, weights = copy_to_tensor(x, self.state), copy_to_tensor(weights, self.state)
+    def forward(self, *given: Tensor) -> Tensor:
+        given = tuple(copy_to_tensor(x, self.state) if x.is_floating_point() else x for x in given)
         with _reading(self):
-            y = cast(Any, super()).forward(x, index, weights)
+            y = cast(Any, super()).forward(*given)
         return reduce_from_tensor(y, self.state)
 
     @property
     def gate_up_proj(self) -> Tensor:
-        return torch.cat([_read(self, "gate_proj"), _read(self, "up_proj")], dim=1)
+        return torch.cat([_read(self, "gate_proj"), _read(self, "up_proj")], dim=self.features_dim)
 
     @property
     def down_proj(self) -> Tensor:
         return _read(self, "down_proj")
 
 
-def cut_experts(module: Any, path: str, laws: Mapping[str, Initial], state: ParallelState) -> bool:
-    """Cut stacks of experts, (E, 2 F, D) and (E, D, F), in place; tell whether they have this form."""
+def cut_experts(
+    module: Any, path: str, laws: Mapping[str, Initial], state: ParallelState, *, packed: bool
+) -> int:
+    """Cut stacks of experts, (E, 2 F, D) and (E, D, F) or both transposed, in place; return the dim of 2 F,
+    or 0 if they have another form. ``packed``: the plan says that gate and up lie one after the other.
+    """
     stacks = dict(module.named_parameters(recurse=False))
-    plain = stacks.keys() == {"gate_up_proj", "down_proj"} and not getattr(module, "is_transposed", True)
-    if (
-        not plain
-        or not getattr(module, "is_concatenated", False)
-        or getattr(module, "has_post_expert_norm", True)
-    ):
-        return False
-    experts, features, width = stacks["gate_up_proj"].shape
-    if stacks["down_proj"].shape != (experts, width, features // 2):
-        return False
+    concatenated = getattr(module, "is_concatenated", packed)
+    if stacks.keys() != {"gate_up_proj", "down_proj"} or not concatenated:
+        return 0
+    if getattr(module, "has_post_expert_norm", False):
+        return 0
+    both, down = list(stacks["gate_up_proj"].shape), list(stacks["down_proj"].shape)
+    dim = next((dim for dim in (1, 2) if down[3 - dim] * 2 == both[dim] and down[dim] == both[3 - dim]), 0)
+    if not dim:
+        return 0
     module._parameters.clear()
-    module.state = state
-    law, down = (laws[f"{path}.{name}"] for name in ("gate_up_proj", "down_proj"))
-    for name in ("gate_proj", "up_proj"):
-        stated = Declaration((experts, features // 2, width), Cut(1), initial=law)
-        declare_parameter(module, name, stated, state)
-    stated = Declaration((experts, width, features // 2), Cut(2), initial=down)
-    declare_parameter(module, "down_proj", stated, state)
+    module.state, module.features_dim, both[dim] = state, dim, both[dim] // 2
+    for name, shape, cut in (("gate_proj", both, dim), ("up_proj", both, dim), ("down_proj", down, 3 - dim)):
+        law = laws[f"{path}.{name if name == 'down_proj' else 'gate_up_proj'}"]
+        declare_parameter(module, name, Declaration(tuple(shape), Cut(cut), initial=law), state)
     module.__class__ = type(type(module).__name__, (CutExperts, type(module)), {})
-    return True
+    return dim
 
 
 def put(model: nn.Module, path: str, module: nn.Module) -> None:

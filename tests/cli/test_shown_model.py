@@ -6,8 +6,10 @@ import pytest
 from support.configs import MODELS
 from support.families import family_and_config
 from trilith.cli.app import run
+from trilith.cli.shared import family_features
 from trilith.cli.shared.shown_model import shown_model
 from trilith.models import FAMILIES, published_size
+from trilith.models.from_transformers.proved import offered
 from trilith.simulation.kinds_of_blocks import block_kinds
 
 FIRST = {family: next(row for row in MODELS if MODELS[row]["model_type"] == family) for family in FAMILIES}
@@ -52,6 +54,29 @@ def test_a_family_is_shown_by_its_first_published_size(capsys):
     assert f"{config.vocab_size} x {config.hidden_size}" in out
     assert "blocks 0, 2, 4" in out and "after_mlp(mlp(mlp_norm(x)))" in out
     assert "the output layer is the embedding\nlogits bounded by 30\n" in out
+
+
+def test_adopted_types_are_listed_by_their_axes_and_shown_with_their_cut(capsys, monkeypatch):
+    monkeypatch.setattr(
+        family_features, "features_of", lambda family: family_features.Features((), (), False)
+    )
+    assert run(["models"]) == 0
+    listed = capsys.readouterr().out.partition("or later computes, by proved axes\n")[2].partition("\n\n")[0]
+    rows = dict(line.strip().split(": ") for line in listed.splitlines())
+    adopted = {kind for kind in offered() if kind not in FAMILIES}
+    assert {kind: tuple(axes.split(", ")) for axes, kinds in rows.items() for kind in kinds.split(", ")} == {
+        kind: offered()[kind] or ("data alone",) for kind in adopted
+    }
+    assert run(["models", "axk2"]) == 0
+    out = capsys.readouterr().out
+    assert "\nproved axes    tensor, " in out and "\ncontext        refused: AXK2Indexer mixes tokens" in out
+    assert run(["models", "arcee", "--show"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("default sizes: arcee (ArceeForCausalLM)\n")
+    assert re.search(
+        r"layers.0.mlp.down_proj.weight +2560 x 18432 +dim 1 over tensor +model.layers.0.mlp", out
+    )
+    assert out.index("embed_tokens") < out.index("block") < out.index("lm_head.weight")
 
 
 def test_a_model_without_a_name_is_not_shown(capsys):

@@ -1,15 +1,29 @@
 """Models that transformers computes: as transformers itself does, in each layout that is offered."""
 
+import os
 import random
 from importlib.metadata import version
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.any_model import LAYOUTS, draw, family, plain, prove, tiny
+from support import any_table
+from support.any_model import (
+    LAYOUTS,
+    AxisError,
+    InFp64,
+    draw,
+    family,
+    plain,
+    prove,
+    reference,
+    tiny,
+    train_all,
+    words,
+)
 from support.short_runs import tiny_recipe, train, write_tokens
-from trilith.checkpoints import convert, load
-from trilith.models import FAMILIES, family_of
+from trilith.checkpoints import convert, differences, load, read_source
+from trilith.models import FAMILIES, family_of, implemented_by
 from trilith.models.from_transformers import TransformersFamily, adopted_types
 from trilith.models.from_transformers.config import config_class
 from trilith.models.from_transformers.cut import LINEARS, OTHERS, REFUSED
@@ -23,6 +37,8 @@ OFFERED = sorted(kind for kind, row in TABLE.items() if "refused" not in row and
 #: Types whose forward has what could be computed twice, left out or cut wrongly, and others by a seed.
 CHOSEN = ["hyperclovax", "apertus", "granite_swa", "ernie4_5_moe"]
 CHOSEN += random.Random(5).sample([kind for kind in OFFERED if kind not in CHOSEN], min(8, len(OFFERED)))
+#: Families of the zoo that transformers computes as well.
+ZOO = random.Random(5).sample(sorted(offered().keys() & FAMILIES), 3)
 
 
 @of_this_version
@@ -35,11 +51,58 @@ def test_a_type_is_transformers_own_in_every_layout_of_the_table(kind):
 
 def short(raw):
     """Return the config of two blocks, if its blocks are all alike, or alike but for the first."""
-    return (
-        raw
-        if any(isinstance(value, list) and len(value) == 4 for value in raw.values())
-        else raw | {"num_hidden_layers": 2}
-    )
+    by_block = any(isinstance(value, list) and len(value) == 4 for value in raw.values())
+    return raw if by_block else raw | {"num_hidden_layers": 2}
+
+
+@of_this_version
+@pytest.mark.parametrize("kind", ZOO)
+def test_a_family_of_the_zoo_is_the_same_by_either_code_and_transformers(kind):
+    with InFp64():
+        row, _ = reference(implemented_by(short(tiny(kind)), "transformers"))
+    assert row.proved["zoo"] < 1e-6 and row.proved["gradients"] < 1e-9 and row.proved["transformers"] < 1e-9
+
+
+@of_this_version
+@pytest.mark.parametrize("kind", ["electra", "bamba"])
+def test_stages_of_narrow_embeddings_and_of_blocks_that_give_tuples_equal_one_process(kind):
+    row = prove(kind, short(tiny(kind)), {"pipeline": LAYOUTS["pipeline"]})
+    assert "pipeline" in row.proved, row.refused
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("glm_moe_dsa", "its blocks are given prev_topk_indices beside hidden states"),
+        ("gemma4_text", "its blocks are given per_layer_input beside hidden states"),
+        ("hrm_text", "blocks in its code"),
+    ],
+)
+def test_blocks_that_share_more_than_hidden_states_are_not_cut_into_stages(kind, says):
+    made = family(kind)
+    with pytest.raises(BadInput, match=f"layout: pipeline: .*{says}"):
+        made.check_layout(made.from_hf(tiny(kind)), Layout.of(pipeline=2))
+
+
+def test_one_rank_that_fails_ends_the_proof_of_its_axis_alone(monkeypatch):
+    monkeypatch.setattr("support.any_model.train_all", train_or_fail)
+    row = prove("arcee", short(tiny("arcee")), {axis: LAYOUTS[axis] for axis in ("pipeline", "ZeRO 0")})
+    assert row.refused == {"pipeline": "failed: ValueError: of the last rank"} and "ZeRO 0" in row.proved
+
+
+def train_or_fail(raw, layouts):
+    """Train, but fail on one rank of a pipeline, where the other waits for it."""
+    if "pipeline" in layouts:
+        if int(os.environ["RANK"]):
+            raise AxisError("pipeline", words(ValueError("of the last rank\nand more")))
+        return train_all(raw, {"pipeline": LAYOUTS["pipeline"]})
+    return train_all(raw, layouts)
+
+
+@of_this_version
+def test_the_page_is_that_of_the_table():
+    page = any_table.PAGE.read_text(encoding="utf-8")
+    assert any_table.written(page, proved()) == page
 
 
 def test_every_style_of_transformers_plans_has_a_row():
@@ -167,6 +230,28 @@ def test_a_recipe_trains_an_adopted_model_alike_in_every_layout(tmp_path):
         losses.append([step.loss for step in train(raw)])
     for run in losses[1:]:
         assert run == pytest.approx(losses[0], rel=1e-9)
+
+
+def test_a_recipe_trains_a_family_of_the_zoo_by_transformers_code_too(tmp_path, capsys):
+    made = family("llama")
+    config = made.from_hf(tiny("llama", vocab_size=512))
+    model = made.build(config).to_empty(device="cpu")
+    draw(model, model.state)
+    plain(config, made, model).save_pretrained(tmp_path / "hf")
+    tokens, runs = write_tokens(tmp_path / "tokens"), {}
+    for way in ("auto", "transformers"):
+        chosen = {"init_from": str(tmp_path / "hf"), "config": None, "implementation": way}
+        runs[way] = [step.loss for step in train(tiny_recipe(tmp_path / way, tokens, model=chosen, steps=2))]
+    assert runs["transformers"] == pytest.approx(runs["auto"], rel=1e-6)
+    assert isinstance(read_source(tmp_path / "transformers").family, TransformersFamily)
+    assert read_source(tmp_path / "auto").family is FAMILIES["llama"]
+    convert(tmp_path / "transformers", tmp_path / "back", to="hf")
+    assert read_source(tmp_path / "back").family is FAMILIES["llama"]
+    convert(tmp_path / "hf", tmp_path / "cut", tensor=2, implementation="transformers")
+    assert not [*differences(read_source(tmp_path / "hf"), read_source(tmp_path / "cut"))]
+    with pytest.raises(BadInput, match="expected transformers' names, found the zoo's names") as refusal:
+        read_source(tmp_path / "auto", implementation="transformers")
+    assert "\n" not in str(refusal.value)
 
 
 def test_packed_documents_do_not_see_each_other():

@@ -93,13 +93,12 @@ _LEAVE = (
     "ratio",
     "percent",
 )
+#: Types whose places count from the padding token.
+_PADDED = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "xmod")
+_PADDED += ("roberta-prelayernorm",)
 #: What the scheme above gets wrong, by type.
 SPECIAL: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "xmod"),
-        {"pad_token_id": 0},
-    ),
-    "roberta-prelayernorm": {"pad_token_id": 0},
+    **{kind: {"pad_token_id": 0} for kind in _PADDED},
     "glm4_moe_lite": {"num_key_value_heads": 4},
     "minicpm3": {"num_key_value_heads": 4},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
@@ -187,6 +186,8 @@ def draw(model: nn.Module, state: ParallelState) -> None:
             fill(part, box, declaration.shape, Normal(0.3 if flat else 0.1), seed_of(0, name))
             if flat and not name.endswith("bias"):
                 part.add_(0.5)
+            if declaration.buffer and len(box.shape) > 2:  # of tokens by tokens: none sees later ones
+                part.tril_()
 
 
 def batch() -> Batch:
