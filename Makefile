@@ -63,7 +63,7 @@ models:
 	PYTHONPATH=tests python -m support.models_page build/measured.json
 
 # docs/any_model.md and models/from_transformers/proved.toml, from every causal type of transformers; with
-# TYPES="arcee helium" these alone are tried, and nothing but build/any_model.json is written.
+# TYPES="arcee helium" these alone are tried, and the others keep their rows.
 any-model:
 	mkdir -p build
 	rm -f build/any_model.json

@@ -59,6 +59,9 @@ class AdoptedConfig(ModelConfig):
             check_dtype(key, raw.get(key), where)
         if raw.get("auto_map"):
             warnings.warn(f"{where}: auto_map is ignored; no code from a checkpoint is run", stacklevel=2)
+        if raw.get("output_router_logits"):
+            lost = "the balance loss that transformers adds is not computed"
+            warnings.warn(f"{where}: output_router_logits is ignored; {lost}", stacklevel=2)
         stated = {key: entry for key, entry in raw.items() if key not in ("model_type", "auto_map")}
         try:
             config = config_class(kind).from_dict(deepcopy(stated))

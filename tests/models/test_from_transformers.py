@@ -23,12 +23,15 @@ from support.any_model import (
 )
 from support.short_runs import tiny_recipe, train, write_tokens
 from trilith.checkpoints import convert, differences, load, read_source
-from trilith.models import FAMILIES, family_of, implemented_by
+from trilith.models import FAMILIES, family_of
 from trilith.models.from_transformers import TransformersFamily, adopted_types
 from trilith.models.from_transformers.config import config_class
 from trilith.models.from_transformers.cut import LINEARS, OTHERS, REFUSED
+from trilith.models.from_transformers.probe import probed
 from trilith.models.from_transformers.proved import offered, proved
 from trilith.parallel_state import OWN, BadInput, Layout, declarations
+from trilith.recipes.recipe import parse_recipe
+from trilith.training.run_plan import plan
 
 TABLE = proved()["types"]
 SAME_VERSION = version("transformers").split(".")[:2] == proved()["transformers"].split(".")[:2]
@@ -37,6 +40,7 @@ OFFERED = sorted(kind for kind, row in TABLE.items() if "refused" not in row and
 #: Types whose forward has what could be computed twice, left out or cut wrongly, and others by a seed.
 CHOSEN = ["hyperclovax", "apertus", "granite_swa", "ernie4_5_moe"]
 CHOSEN += random.Random(5).sample([kind for kind in OFFERED if kind not in CHOSEN], min(8, len(OFFERED)))
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 #: Families of the zoo that transformers computes as well.
 ZOO = random.Random(5).sample(sorted(offered().keys() & FAMILIES), 3)
 
@@ -59,7 +63,7 @@ def short(raw):
 @pytest.mark.parametrize("kind", ZOO)
 def test_a_family_of_the_zoo_is_the_same_by_either_code_and_transformers(kind):
     with InFp64():
-        row, _ = reference(implemented_by(short(tiny(kind)), "transformers"))
+        row, _ = reference(short(tiny(kind)))
     assert row.proved["zoo"] < 1e-6 and row.proved["gradients"] < 1e-9 and row.proved["transformers"] < 1e-9
 
 
@@ -252,6 +256,53 @@ def test_a_recipe_trains_a_family_of_the_zoo_by_transformers_code_too(tmp_path, 
     with pytest.raises(BadInput, match="expected transformers' names, found the zoo's names") as refusal:
         read_source(tmp_path / "auto", implementation="transformers")
     assert "\n" not in str(refusal.value)
+
+
+def test_a_balance_loss_that_is_not_computed_is_named():
+    with pytest.warns(UserWarning, match="output_router_logits is ignored; the balance loss"):
+        family("olmoe").from_hf(tiny("olmoe", output_router_logits=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "layout", "says"),
+    [
+        ("qwen3_next", {}, {"context": 2}, "its attention is not transformers' common one"),
+        ("lfm2", {}, {"context": 2}, "Lfm2ShortConv mixes tokens outside of attention"),
+        ("phimoe", {}, {"context": 2}, "its mask is not causal: query 8, key 0"),
+        ("arcee", {"rope_parameters": DYNAMIC}, {"context": 2}, "layout: context: expected 1 for arcee"),
+        ("arcee", {}, {"tensor": 4}, "2 units of 16 on dim 0: expected a number that tensor=4 divides"),
+        ("olmoe", {}, {"data": 2, "expert": 2}, "the experts of adopted models are not spread over ranks"),
+        ("arcee", {}, {"pipeline": 8}, "pipeline: expected at most 4, found 8"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(kind, config, layout, says):
+    made = family(kind)
+    with pytest.raises(BadInput, match=says) as refusal:
+        made.declarations(made.from_hf(tiny(kind, **config)), Layout.of(**layout))
+    assert "\n" not in str(refusal.value)
+
+
+def test_attention_of_a_module_whose_name_only_looks_like_another_mixer_is_ours():
+    assert probed(family("seed_oss").from_hf(tiny("seed_oss"))).no_context == ""
+
+
+def test_logits_in_chunks_are_refused_where_code_may_follow_the_output_layer(tmp_path):
+    raw = tiny_recipe(
+        tmp_path / "run",
+        write_tokens(tmp_path / "tokens"),
+        model={"config": tiny("arcee", vocab_size=512)},
+        memory={"loss_chunk": 64},
+    )
+    with pytest.raises(BadInput, match=r"memory.loss_chunk: expected 0 or auto"):
+        plan(parse_recipe(raw))
+
+
+@pytest.mark.parametrize("kind", ["gemma", "minicpm3", "olmoe"])
+def test_embeddings_that_scale_and_buffers_outside_files_are_those_of_transformers(kind):
+    """Every layout would agree without a factor of the embedding, or with rotations from bare memory."""
+    with InFp64():
+        row, _ = reference(short(tiny(kind)))
+    assert row.proved["transformers"] < 1e-9 and row.proved["gradients"] < 1e-9 and not row.refused
 
 
 def test_packed_documents_do_not_see_each_other():

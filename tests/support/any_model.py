@@ -103,7 +103,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "minicpm3": {"num_key_value_heads": 4},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    **{kind: {"layer_types": ["conv", "full_attention"] * 2} for kind in ("lfm2", "lfm2_moe")},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "falcon_h1": {"mamba_d_ssm": 128},
     "cohere_compass_text": {
@@ -254,7 +254,7 @@ def words(error: BaseException) -> str:
 
 def reference(raw: Mapping[str, Any]) -> tuple[Row, Observation]:
     """Train in one process, and compare its logits, first loss and gradients with transformers' own."""
-    kind = str(raw["model_type"])
+    kind, raw = str(raw["model_type"]), implemented_by(raw, "transformers")
     made, row, state = family(kind), Row(kind), ParallelState.alone()
     config, given = made.from_hf(raw), batch()
     size = sum(parameter.numel() for parameter in made.on_meta(config).parameters())
@@ -390,7 +390,7 @@ def prove(kind: str, raw: Mapping[str, Any] | None = None, axes: Mapping[str, La
     """Return what is proved of a type."""
     warnings.simplefilter("ignore")
     try:
-        raw = implemented_by(raw or tiny(kind), "transformers")
+        raw = raw or tiny(kind)
         with InFp64():
             row, one = reference(raw)
     except Exception as error:
