@@ -17,22 +17,16 @@ from torch import Tensor, nn
 
 from ...layers import AttentionInputs, causal_attention, own_random
 from ...parallel_state import BadInput
+from ..base.keys import names
 
 #: Under this name transformers' code finds our attention.
 ATTENTION = "trilith"
 
 #: Keywords of attention calls that say nothing that ours must know.
-_SILENT = {
-    "is_causal",
-    "position_ids",
-    "use_cache",
-    "output_attentions",
-    "past_key_values",
-    "cache_position",
-    "output_router_logits",
-    "logits_to_keep",
-    "return_dict",
-}
+_SILENT = names("""
+    is_causal position_ids use_cache output_attentions past_key_values cache_position output_router_logits
+    logits_to_keep return_dict
+""")
 #: What notes the calls of a probe, while one runs.
 _WATCHERS: list[Callable[..., tuple[Tensor, None]]] = []
 

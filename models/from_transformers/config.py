@@ -160,12 +160,5 @@ def readable_keys(kind: str) -> frozenset[str]:
     from inspect import signature
 
     made = config_class(kind)
-    return frozenset(
-        {
-            *made().to_dict(),
-            *made.attribute_map,
-            *signature(made.__init__).parameters,
-            "rope_scaling",
-            "rope_theta",
-        }
-    )
+    keys = {*made().to_dict(), *made.attribute_map, *signature(made.__init__).parameters}
+    return frozenset(keys | {"rope_scaling", "rope_theta"})

@@ -9,6 +9,7 @@ from torch import nn
 
 from ...layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, Stage
 from ...parallel_state import BadInput, Cut, ParallelState, alone_or
+from ..base.keys import names
 from .config import AdoptedConfig
 from .layers import (
     GatheredColumn,
@@ -70,7 +71,7 @@ class Cutter:
             stated[leaf] = replace(stated[leaf], initial=self.made.laws[f"{path}.{leaf}"])
 
 
-Style = Callable[[Cutter, str, Any, Any], None]
+Style = Callable[[Cutter, str, Any, Any], object]
 
 
 def _unit(owner: nn.Module, features: int) -> int:
@@ -96,32 +97,22 @@ def _latent(cutter: Cutter, path: str, module: Any, owner: Any) -> None:
 LINEARS: dict[str, Style] = {
     "colwise": _column,
     "rowwise": _row,
-    "colwise_gather_output": lambda cutter, path, module, owner: _ignore(
-        cutter.linear(path, module, GatheredColumn)
-    ),
-    "rowwise_split_input": lambda cutter, path, module, owner: _ignore(cutter.linear(path, module, SplitRow)),
+    "colwise_gather_output": lambda cutter, path, module, owner: cutter.linear(path, module, GatheredColumn),
+    "rowwise_split_input": lambda cutter, path, module, owner: cutter.linear(path, module, SplitRow),
     "packed_colwise": lambda cutter, path, module, owner: cutter.packed(path, module),
     "mla_kv_a_proj": _latent,
-    "replicate": lambda cutter, path, module, owner: _ignore(cutter.linear(path, module, ReplicatedLinear)),
+    "replicate": lambda cutter, path, module, owner: cutter.linear(path, module, ReplicatedLinear),
 }
 #: Styles of modules that are no linears, and of the embedding and the output layer, which are always cut.
-OTHERS = {
-    "replicated_with_grad_allreduce",
-    "local_params",
-    "moe_tp_experts",
-    "packed_rowwise",
-    "embedding_rowwise",
-    "embedding_colwise",
-}
+OTHERS = names("""
+    replicated_with_grad_allreduce local_params moe_tp_experts packed_rowwise
+    embedding_rowwise embedding_colwise
+""")
 #: Styles that no tensor axis is offered for, with the reason.
 REFUSED = {
     "all_reduce": "a sum that its module makes itself is not known",
     "moe_identity_expert": "experts that give back their input are not cut yet",
 }
-
-
-def _ignore(_: object) -> None:
-    return None
 
 
 def style_of(plan: Mapping[str, str], path: str) -> str | None:

@@ -172,12 +172,8 @@ def cut_embedding(
     module: nn.Module, kind: str, *, ends: bool, law: Initial, state: ParallelState | None
 ) -> None:
     """Cut the rows of an embedding, in place."""
-    if (
-        not isinstance(module, nn.Embedding)
-        or module.max_norm is not None
-        or module.sparse
-        or module.scale_grad_by_freq
-    ):
+    plain = isinstance(module, nn.Embedding) and module.max_norm is None
+    if not plain or module.sparse or module.scale_grad_by_freq:
         raise BadInput(kind, "embedding", expected="torch's, without norms", found=type(module).__name__)
     rows, width = module.weight.shape
     made = VocabParallelEmbedding(rows, width, ends=ends, initial=law, state=state)
@@ -246,7 +242,6 @@ def localized(module_class: type[nn.Module], names: tuple[str, ...]) -> type[nn.
     return type(module_class.__name__, (module_class,), members)
 
 
-def placed(module: nn.Module, made: Any, **attributes: Any) -> Any:
-    """Give a layer of our own the training mode of the one that it replaces, and further attributes."""
-    vars(made).update(attributes)
+def placed(module: nn.Module, made: Any) -> Any:
+    """Give a layer of our own the training mode of the one that it replaces."""
     return made.train(module.training)

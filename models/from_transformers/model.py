@@ -245,10 +245,6 @@ class Adopted(CausalLM):
         wanted = embedding.weight if isinstance(head, TiedHead) else head.weight
         return next(name for name, parameter in self.named_parameters() if parameter is wanted)
 
-    def numbered_blocks(self) -> dict[int, nn.Module]:
-        """Return all blocks on this rank by their numbers."""
-        return {int(number): block for number, block in self.layers.items()}
-
     def blocks_of(self, stage: Stage) -> Iterator[nn.Module]:
         """Yield the blocks of one stage, in order."""
         return (self.layers[str(number)] for number in stage.blocks)

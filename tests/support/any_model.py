@@ -95,10 +95,9 @@ _LEAVE = (
 )
 #: Types whose places count from the padding token.
 _PADDED = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "xmod")
-_PADDED += ("roberta-prelayernorm",)
 #: What the scheme above gets wrong, by type.
 SPECIAL: dict[str, dict[str, Any]] = {
-    **{kind: {"pad_token_id": 0} for kind in _PADDED},
+    **{kind: {"pad_token_id": 0} for kind in (*_PADDED, "roberta-prelayernorm")},
     "glm4_moe_lite": {"num_key_value_heads": 4},
     "minicpm3": {"num_key_value_heads": 4},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
