@@ -59,8 +59,8 @@ Implementation = Literal["auto", "transformers"]
 
 def implemented_by(raw: Mapping[str, Any], implementation: Implementation) -> dict[str, Any]:
     """Return a config.json's dict that says itself that transformers computes a type of the zoo."""
-    told = implementation != "auto" and raw.get("model_type") in FAMILIES
-    return {**raw, "implementation": implementation} if told else dict(raw)
+    chosen = implementation != "auto" and raw.get("model_type") in FAMILIES
+    return {**raw, "implementation": implementation} if chosen else dict(raw)
 
 
 def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:

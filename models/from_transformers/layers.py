@@ -122,10 +122,10 @@ class CutExperts(nn.Module):
     #: The dim of gate and up along which features lie.
     features_dim: int
 
-    def forward(self, *given: Tensor) -> Tensor:
-        given = tuple(copy_to_tensor(x, self.state) if x.is_floating_point() else x for x in given)
+    def forward(self, *inputs: Tensor) -> Tensor:
+        entered = (copy_to_tensor(x, self.state) if x.is_floating_point() else x for x in inputs)
         with _reading(self):
-            y = cast(Any, super()).forward(*given)
+            y = cast(Any, super()).forward(*entered)
         return reduce_from_tensor(y, self.state)
 
     @property
@@ -168,9 +168,7 @@ def put(model: nn.Module, path: str, module: nn.Module) -> None:
     model.get_submodule(above)._modules[leaf] = module
 
 
-def cut_embedding(
-    module: nn.Module, kind: str, *, ends: bool, law: Initial, state: ParallelState | None
-) -> None:
+def cut_embedding(module: Any, kind: str, *, ends: bool, law: Initial, state: ParallelState | None) -> None:
     """Cut the rows of an embedding, in place."""
     plain = isinstance(module, nn.Embedding) and module.max_norm is None
     if not plain or module.sparse or module.scale_grad_by_freq:
