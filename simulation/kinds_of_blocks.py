@@ -32,7 +32,9 @@ def signature(block: nn.Module) -> object:
 
 def _settings(attributes: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in attributes.items():
-        if isinstance(value, int | float | str | tuple | None):
+        if (
+            isinstance(value, int | float | str | tuple | None) and name != "layer_idx"
+        ):  # transformers' number
             yield name, repr(value)
 
 

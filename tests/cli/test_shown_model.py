@@ -76,6 +76,7 @@ def test_adopted_types_are_listed_by_their_axes_and_shown_with_their_cut(capsys,
     assert re.search(
         r"layers.0.mlp.down_proj.weight +2560 x 18432 +dim 1 over tensor +model.layers.0.mlp", out
     )
+    assert "\nblocks 0-31: ArceeDecoderLayer\n" in out
     assert out.index("embed_tokens") < out.index("block") < out.index("lm_head.weight")
 
 
