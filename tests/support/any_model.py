@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from trilith.checkpoints import convert, load, read_source, save
 from trilith.checkpoints import differences as differences_of_files
 from trilith.data import Batch
-from trilith.layers import set_auxiliary_losses
+from trilith.layers import KeyValueCache, set_auxiliary_losses
 from trilith.models import FAMILIES, implemented_by
 from trilith.models.from_transformers import TransformersFamily, family_of_type
 from trilith.models.from_transformers import family as proved
@@ -326,7 +326,7 @@ def beside_zoo(ours: nn.Module, step: Step) -> tuple[Observation, float]:
     return seen, max(gaps, key=lambda gap: (gap != gap, gap))  # one that is no number before all
 
 
-def causal(model: nn.Module, row: Row) -> None:
+def causal(model: Any, row: Row) -> None:
     """Refuse a model in which a token changes what comes before it."""
     model.eval()
     given = batch().input_ids
@@ -336,6 +336,22 @@ def causal(model: nn.Module, row: Row) -> None:
         gap = apart(model(changed)[:, : LENGTH // 2], model(given)[:, : LENGTH // 2])
     if not gap < 1e-9:
         row.refused["all"] = f"a token sees later ones: logits change by {gap:.0e}"
+    if model.can_cache:
+        of_documents(model, given[:1], row)
+
+
+@torch.no_grad()
+def of_documents(model: nn.Module, ids: Tensor, row: Row) -> None:
+    """Refuse a model whose documents in a row see each other, or that computes otherwise with a cache."""
+    positions, cut = torch.arange(LENGTH).unsqueeze(0), LENGTH // 3
+    packed = model(ids, torch.cat([positions[:, :cut], positions[:, : LENGTH - cut]], dim=1))
+    gap = apart(packed, torch.cat([model(ids[:, :cut]), model(ids[:, cut:])], dim=1))
+    cache = KeyValueCache(1, LENGTH)
+    for start, stop in ((0, cut), (cut, LENGTH - 1), (LENGTH - 1, LENGTH)):
+        last = model(ids[:, start:stop], positions[:, start:stop], cache)
+    gap = max(gap, apart(last, model(ids)[:, -1:]))
+    if not gap < 1e-9:
+        row.refused["all"] = f"packed documents or a cache change logits by {gap:.0e}"
 
 
 class InFp64(TorchFunctionMode):
