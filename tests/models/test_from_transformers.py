@@ -68,10 +68,18 @@ def test_a_family_of_the_zoo_is_the_same_by_either_code_and_transformers(kind):
 
 
 @of_this_version
-@pytest.mark.parametrize("kind", ["electra", "bamba"])
-def test_stages_of_narrow_embeddings_and_of_blocks_that_give_tuples_equal_one_process(kind):
-    row = prove(kind, short(tiny(kind)), {"pipeline": LAYOUTS["pipeline"]})
-    assert "pipeline" in row.proved, row.refused
+@pytest.mark.parametrize(
+    ("kind", "axis"),
+    [
+        ("electra", "pipeline"),  # whose embedding is narrower than its blocks
+        ("bamba", "pipeline"),  # whose blocks give tuples
+        ("llama4_text", "tensor"),  # whose stacks of experts are transposed
+        ("mimo_v2_flash", "tensor"),  # whose attention has a parameter for each head
+    ],
+)
+def test_an_axis_of_a_type_equals_one_process(kind, axis):
+    row = prove(kind, short(tiny(kind)), {axis: LAYOUTS[axis]})
+    assert axis in row.proved, row.refused
 
 
 @pytest.mark.parametrize(
@@ -298,9 +306,11 @@ def test_logits_in_chunks_are_refused_where_code_may_follow_the_output_layer(tmp
         plan(parse_recipe(raw))
 
 
-@pytest.mark.parametrize("kind", ["gemma", "minicpm3", "olmoe"])
-def test_embeddings_that_scale_and_buffers_outside_files_are_those_of_transformers(kind):
-    """Every layout would agree without a factor of the embedding, or with rotations from bare memory."""
+@pytest.mark.parametrize("kind", ["gemma", "minicpm3", "roformer"])
+def test_one_process_is_transformers_own(kind):
+    """Every layout would agree without a factor of the embedding, with rotations from bare memory, or with an
+    output layer whose bias two modules name.
+    """
     with InFp64():
         row, _ = reference(short(tiny(kind)))
     assert row.proved["transformers"] < 1e-9 and row.proved["gradients"] < 1e-9 and not row.refused
