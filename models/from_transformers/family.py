@@ -16,7 +16,7 @@ from .files import file_links
 from .meta import on_meta
 from .model import Adopted
 from .probe import probed
-from .proved import AXES, check_version, why_not, why_refused
+from .proved import AXES, NO_EXPERTS, check_version, why_not, why_refused
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TransformersFamily(Family):
         reasons = {
             "pipeline": shown.no_pipeline,
             "context": shown.no_context,
-            "expert": "the experts of adopted models are not spread over ranks",
+            "expert": NO_EXPERTS,
             "sequence": shown.no_context or shown.no_pipeline,
         }
         for axis, size in sizes.items():

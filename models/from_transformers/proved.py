@@ -11,6 +11,7 @@ from ...system import whole_number
 
 #: What each axis is called in the table, by the key of a layout.
 AXES = ("tensor", "sequence", "pipeline", "context", "expert")
+NO_EXPERTS = "the experts of adopted models are not spread over ranks"
 _HERE = Path(__file__).parent
 
 
@@ -57,4 +58,5 @@ def offered() -> dict[str, tuple[str, ...]]:
 def why_not(kind: str, axis: str) -> str:
     """Return why an axis is not offered for a type of the table, or nothing."""
     stated = proved()["types"][kind]
-    return "" if axis in stated["proved"] else str(stated.get("why", {}).get(axis, "no test has proved it"))
+    unknown = NO_EXPERTS if axis == "expert" else "no test has proved it"
+    return "" if axis in stated["proved"] else str(stated.get("why", {}).get(axis, unknown))

@@ -49,7 +49,7 @@ LAYOUTS = {
     "context": Layout.of(context=2),
     "tensor x pipeline": Layout.of(tensor=2, pipeline=2),
 }
-LENGTH, SAMPLES, VOCABULARY, MOST = 32, 4, 130, 3_000_000
+LENGTH, SAMPLES, VOCABULARY, MOST = 32, 4, 130, 4_000_000
 #: How far a layout may be from one process, and ours from transformers where that casts to fp32 inside.
 SAME, NEAR = 1e-9, 1e-7
 
