@@ -108,8 +108,7 @@ class Seen:
             return f"{self.module}: its mask depends on more than places ({type(error).__name__})"
         for row, column in (sees != shown).nonzero().tolist():
             rule = "causal" if self.window is None else f"a window of {self.window}"
-            wrong = f"query {int(places[row])}, key {int(places[column])}"
-            return f"{self.module}: its mask is not {rule}: {wrong}"
+            return f"{self.module}: its mask is not {rule}: query {places[row]}, key {places[column]}"
         return ""
 
 

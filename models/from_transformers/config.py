@@ -53,8 +53,7 @@ class AdoptedConfig(ModelConfig):
         check_keys(raw, where)
         kind = str(raw["model_type"])
         if raw.get("quantization_config") is not None:
-            expected = "absent: quantised weights are not read"
-            raise BadInput(where, "quantization_config", expected=expected, found="one")
+            raise BadInput(where, "quantization_config", expected="absent: they are not read", found="one")
         for key in ("dtype", "torch_dtype"):
             check_dtype(key, raw.get(key), where)
         if raw.get("auto_map"):
@@ -72,10 +71,14 @@ class AdoptedConfig(ModelConfig):
             raise BadInput(where, expected=expected, found=f"{type(error).__name__}: {first}") from None
         for key in cls.unknown_keys(raw):
             warnings.warn(f"{where}: {key[:80]} is unknown and ignored", stacklevel=2)
-        text = {key: entry for key, entry in known.items() if key not in _FREE} | {"model_type": kind}
+        # No checkpoint holds infinity, but where it is a type's default it comes back by itself.
+        usual, free = config_class(kind)().to_dict(), {*_FREE}
+        endless = [key for key, entry in known.items() if "Infinity" in json.dumps(entry, default=str)]
+        free |= {key for key in endless if known[key] == usual.get(key)}
+        text = {key: entry for key, entry in known.items() if key not in free} | {"model_type": kind}
         try:
-            written = json.dumps(text, sort_keys=True)
-        except TypeError as error:
+            written = json.dumps(text, sort_keys=True, allow_nan=False)
+        except (TypeError, ValueError) as error:
             raise BadInput(where, expected="numbers, texts and lists", found=str(error)) from None
         return cls._read(config, written, where)
 
@@ -96,8 +99,7 @@ class AdoptedConfig(ModelConfig):
 
         blocks = number("num_hidden_layers", 0)
         if not 0 < blocks <= MOST_BLOCKS:
-            expected = f"1 to {MOST_BLOCKS}"
-            raise BadInput(where, "num_hidden_layers", expected=expected, found=blocks)
+            raise BadInput(where, "num_hidden_layers", expected=f"1 to {MOST_BLOCKS}", found=blocks)
         fields = {"vocab_size": number("vocab_size", 0), "hidden_size": number("hidden_size", 0)}
         for key, entry in fields.items():
             if not 0 < entry <= 2**24:

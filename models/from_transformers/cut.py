@@ -198,8 +198,8 @@ def _cut_module(cutter: Cutter, plan: Mapping[str, str], path: str, module: nn.M
         cutter.fused[f"{path}.gate_up_proj"] = parts, dim
         return
     cuts: dict[str, Cut] = {}
-    for name, _ in module.named_parameters(recurse=False):
-        if style_of(plan, f"{path}.{name}") in ("local_params", "colwise"):
+    for name, parameter in module.named_parameters(recurse=False):
+        if style_of(plan, f"{path}.{name}") in ["local_params", *["colwise"] * (parameter.dim() == 1)]:
             cuts[name] = Cut(0)
     partial = style == "replicated_with_grad_allreduce" or here.sequence
     if here.tensor_size > 1 and style in LINEARS and style != "replicate":

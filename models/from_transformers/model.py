@@ -31,8 +31,7 @@ class Through(nn.Module):
     def __init__(self, block: nn.Module, *, outputs: int = 0) -> None:
         super().__init__()
         # What transformers' code reads of a block before it calls it, such as its kind of attention.
-        plain = {key: member for key, member in vars(block).items() if not key.startswith("_")}
-        self.__dict__.update(plain)
+        self.__dict__.update({key: own for key, own in vars(block).items() if not key.startswith("_")})
         self.others = [None] * (outputs - 1) if outputs else None
         self.received: Tensor | None = None
         self.noted: Any = None

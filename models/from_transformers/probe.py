@@ -118,8 +118,8 @@ class _Calls:
             of_block = any(member is tensor for tensor in self.besides)
             if isinstance(member, Tensor) and (of_block or member.requires_grad):
                 self.shared = self.shared or name
-        members = output if isinstance(output, tuple) else (output,)
-        self.outputs = len(members) if isinstance(output, tuple) else 0
+        members = [output] if isinstance(output, Tensor) else [*output]
+        self.outputs = 0 if isinstance(output, Tensor) else len(members)
         self.besides += [member for member in members[1:] if isinstance(member, Tensor)]
         for x in (entering, members[0]):
             self.shapes.add(tuple(x.shape) if isinstance(x, Tensor) else ())

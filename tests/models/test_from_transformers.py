@@ -267,6 +267,14 @@ def test_a_recipe_trains_a_family_of_the_zoo_by_transformers_code_too(tmp_path, 
     assert "\n" not in str(refusal.value)
 
 
+def test_infinite_numbers_of_a_type_are_not_in_its_checkpoints():
+    made = family("mamba2")
+    config = made.from_hf(tiny("mamba2"))
+    assert "Infinity" not in config.raw and config.in_transformers().time_step_limit[1] == float("inf")
+    with pytest.raises(BadInput, match="expected numbers, texts and lists"):
+        made.from_hf(tiny("mamba2", time_step_limit=[0.5, float("inf")]))
+
+
 def test_a_balance_loss_that_is_not_computed_is_named():
     with pytest.warns(UserWarning, match="output_router_logits is ignored; the balance loss"):
         family("olmoe").from_hf(tiny("olmoe", output_router_logits=True))
