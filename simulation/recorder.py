@@ -142,8 +142,9 @@ class Recorder(TorchDispatchMode):
             self.end_chain()
             group = next(word for word in reversed(args) if isinstance(word, str))
             axis = self._axes.get(group, group.removeprefix(STAND_IN))
-            self._steps[-1] = Collective(axis, known.kind, args[0].nbytes, phase)
-            self.collectives.append(self._steps[-1])
+            collective = Collective(axis, known.kind, args[0].nbytes, phase)
+            self._steps[-1] = collective
+            self.collectives.append(collective)
         elif known.starts:
             flops = flops_of_call(name, func, args, kwargs, out) if known.multiplies else 0
             trained = gradient = causal = False

@@ -80,7 +80,7 @@ def of_more_rounds(few: Trace, longer: Trace, rounds: int) -> Trace | None:
         if start < end:
             steps += map(larger.step, few.steps[start:end], longer.steps[first:last])
         else:
-            steps += longer.steps[first:last] * rounds
+            steps += [*longer.steps[first:last]] * rounds
         for name, sizes in instants.items():
             # A backward's instants come after those of the forward.
             of_few, of_more = few.instants[name], longer.instants[name]
