@@ -10,14 +10,14 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from ..models import AdaptedFamily
+from ..models import AdaptedFamily, implementation_of
 from ..parallel_state import BadCheckpoint, BadInput, Layout, ParallelState, check_state, state_of
 from ..parallel_state.collective_errors import all_succeed, together
 from ..storage.dtypes import TORCH
 from ..storage.file_names import MANIFEST
 from .described import check_memory, describe
 from .find import newest_in
-from .lora import check_same_base, read_adapter, stored_adapter
+from .lora import base_for, check_same_base, read_adapter, stored_adapter
 from .manifest import StoredAdapter
 from .manifest_checks import Progress, check_progress
 from .optimizer_state import adamw, check_optimizer, moment_name, moment_of, restore_state
@@ -138,8 +138,12 @@ def with_adapter(
     if source.adapter is not None and adapter is None:
         if source.adapter.base is None:
             raise BadInput(source.path, "base", expected="the path of a model", found="none")
-        adapter, source = source.path, read_source(source.adapter.base, whole=whole)
-    return source, None if adapter is None else read_adapter(adapter, source, whole=whole)
+        base = read_source(source.adapter.base, implementation=implementation_of(source.config), whole=whole)
+        return base, read_adapter(source.path, base, whole=whole)
+    if adapter is None:
+        return source, None
+    source = base_for(adapter, source)
+    return source, read_adapter(adapter, source, whole=whole)
 
 
 def load_source(source: Source, model: nn.Module, state: ParallelState | None = None) -> None:

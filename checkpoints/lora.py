@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..models import AdaptedFamily, LoraConfig, adapted
+from ..models import AdaptedFamily, LoraConfig, adapted, implementation_of
 from ..parallel_state import BadCheckpoint, BadInput, Box
 from ..storage.catalog import Catalog, in_one_file
 from ..storage.dtypes import WEIGHTS
@@ -73,6 +73,17 @@ def read_adapter(path: str | Path, base: Source, *, whole: bool = True) -> Sourc
     return source
 
 
+def base_for(adapter: str | Path, base: Source) -> Source:
+    """Return the base as adapters' checkpoint has it: computed by the zoo's code, or by transformers'."""
+    path, kind = kind_of_folder(local_folder(adapter), ADAPTERS)
+    if kind is FolderKind.ADAPTER:
+        return base
+    implementation = implementation_of(read_source(path, whole=False).config)
+    if implementation == implementation_of(base.config):
+        return base
+    return read_source(base.path, implementation=implementation)
+
+
 def read_lora(path: str | Path) -> LoraConfig:
     """Return the LoRA config of a PEFT folder or a LoRA checkpoint; reads neither weights nor base."""
     path, kind = kind_of_folder(local_folder(path), ADAPTERS)
@@ -96,7 +107,7 @@ def read_converted(path: Path, source: Source) -> Source:
     """Open the result of a conversion of ``source``, in any form."""
     if kind_of_folder(path)[1] is FolderKind.ADAPTER:
         return _peft_folder(path, replace(source, adapter=None))
-    return read_source(path, module=source.module)
+    return read_source(path, module=source.module, implementation=implementation_of(source.config))
 
 
 def check_base(adapter: StoredAdapter, base: Source, where: object) -> None:

@@ -127,7 +127,7 @@ class Manifest(StrictRecord):
         it.
         """
         fields = self.model_dump(mode="json", exclude_defaults=True)
-        fields["version"] = max(self.version, VERSION)
+        fields["version"] = self.version
         return seal(text_of({name: fields[name] for name in type(self).model_fields if name in fields}))
 
     def accepted_bytes(self, directory: Path) -> bytes:

@@ -6,10 +6,10 @@ the optimizer's class, its moments and its numbers (``StoredOptimizer``).
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from torch import Tensor, nn
 
 from ..parallel_state import BadInput, ParallelState
@@ -26,6 +26,12 @@ _SHAPES = "tensors of the parameter's shape and dtype, and single numbers"
 Kept = dict[str, tuple[str, float] | None]
 
 
+def _number_type(name: str) -> str:
+    if name not in ("int", "float") and not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ValueError("no type of a number that torch has")
+    return name
+
+
 class StoredNumber(StrictRecord):
     """Record a number that an optimizer keeps of each parameter, such as ``step``.
 
@@ -33,7 +39,7 @@ class StoredNumber(StrictRecord):
     for those without.
     """
 
-    dtype: str
+    dtype: Annotated[str, AfterValidator(_number_type)]
     value: float
     of: dict[str, float | None] = Field(default_factory=dict)
 

@@ -14,6 +14,8 @@ from .shared.say import counted, say
 if TYPE_CHECKING:
     from ..checkpoints import Source
 
+_WORKERS = 2
+
 
 def convert(
     src: Annotated[
@@ -61,7 +63,7 @@ def convert(
             "cache are always followed)",
         ),
     ] = False,
-    workers: Annotated[int, typer.Option(min=1, help=WORKERS)] = 2,
+    workers: Annotated[int, typer.Option(min=1, help=WORKERS)] = _WORKERS,
     verify: Annotated[
         bool,
         typer.Option("--verify", help="read the output again and compare every number with the source"),
@@ -97,7 +99,9 @@ def convert(
 
     if to == "dcp":
         other_forms = {"--tensor": tensor > 1, "--pipeline": pipeline > 1, "--split": split, "--dtype": dtype,
-                       "--dry-run": dry_run, "--verify": verify}  # fmt: skip
+                       "--dry-run": dry_run, "--verify": verify, "--allow-nonfinite": allow_nonfinite,
+                       "--allow-symlinks": allow_symlinks, "--workers": workers != _WORKERS,
+                       "--implementation": implementation != "auto"}  # fmt: skip
         _to_dcp(src, dst, [option for option, is_set in other_forms.items() if is_set], names, config)
         return
     counts = parse_counts(split, "convert")

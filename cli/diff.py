@@ -41,6 +41,7 @@ def diff(
 
     from ..checkpoints import differences, foreign_format, read_source, verify
     from ..checkpoints.verify import checksum_of, verify_sums
+    from ..models import implementation_of
     from ..parallel_state import BadInput
 
     reading = {path: (config, names) if foreign_format(path) else (None, None) for path in (a, b)}
@@ -48,7 +49,12 @@ def diff(
         expected = "a checkpoint of another project among the two"
         raise BadInput("diff", "--config, --names", expected=expected, found="none")
     first = read_source(a, config=reading[a][0], names=reading[a][1])
-    second = read_source(b, module=first.module, config=reading[b][0], names=reading[b][1])
+    way = implementation_of(first.config)
+    second = read_source(
+        b, module=first.module, config=reading[b][0], names=reading[b][1], implementation=way
+    )
+    if (other := implementation_of(second.config)) != way:  # a Hugging Face folder has the names of either
+        first = read_source(a, config=reading[a][0], names=reading[a][1], implementation=other)
     for source in (first, second):
         if source.manifest is not None:
             verify(source.path, source.manifest, files=source.files)

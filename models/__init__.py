@@ -17,7 +17,7 @@ from .lora.family import AdaptedFamily, adapted
 from .lora.targets import PEFT_PREFIX, Site
 from .sizes import Size, published_size, published_sizes
 from .tiny_config import tiny_config
-from .zoo import FAMILIES, Implementation, family_of, implemented_by
+from .zoo import FAMILIES, Implementation, family_of, implementation_of, implemented_by
 
 __all__ = [
     "AdaptedFamily",
@@ -40,6 +40,7 @@ __all__ = [
     "TransformersFamily",
     "adapted",
     "family_of",
+    "implementation_of",
     "implemented_by",
     "links_of",
     "published_size",

@@ -64,6 +64,11 @@ def implemented_by(raw: Mapping[str, Any], implementation: Implementation) -> di
     return {**raw, "implementation": implementation} if chosen else dict(raw)
 
 
+def implementation_of(raw: Mapping[str, Any]) -> Implementation:
+    """Return whose code computes the model of a config.json's dict, as the dict says itself."""
+    return "transformers" if raw.get("implementation") == "transformers" else "auto"
+
+
 def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:
     """Return the family of a config.json's dict. Raises ``BadInput`` for an unknown type or a
     contradiction.
@@ -77,7 +82,7 @@ def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:
             todo="Take the config.json that came with the model; `trilith models` lists the types",
         )  # fmt: skip
     zoo = isinstance(kind, str) and kind in FAMILIES
-    mine = zoo and raw.get("implementation") != "transformers"
+    mine = zoo and implementation_of(raw) == "auto"
     adopted = family_of_type(kind) if isinstance(kind, str) and not mine else None
     if adopted is None and not zoo:
         near = get_close_matches(str(kind).lower(), FAMILIES, n=1, cutoff=0.7)

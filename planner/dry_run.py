@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ..models import AdaptedFamily, Family, LoraConfig, TransformersFamily, adapted
+from ..models import AdaptedFamily, Family, LoraConfig, adapted
 from ..parallel_state import BadInput, Layout, ParallelState, dtype_named
 from ..pipeline import bubble
 from ..recipes.recipe import Recipe, with_overrides
@@ -107,7 +107,7 @@ class DryRun:
 
 def refuse_adopted(family: Family) -> None:
     """Refuse a model that transformers computes: its program is not traced for a plan."""
-    if isinstance(family, TransformersFamily):
+    if family.adopted:
         raise BadInput(
             "plan", "model_type", expected="a family of the zoo", found=family.model_type,
             todo="A model that transformers computes is trained without a plan: try a few steps of it",

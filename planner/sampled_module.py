@@ -54,7 +54,7 @@ class SampledModule:
 
     def parameters(self, state: ParallelState, split: Sequence[int] | None = None) -> RankParameters:
         """Count the parameters of a rank."""
-        key = state.layout, state.rank
+        key = state.layout, state.rank, split and tuple(split)
         if key not in self._held:
             self._held[key] = rank_parameters(self._model(state, split), state)
         return self._held[key]

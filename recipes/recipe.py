@@ -226,8 +226,9 @@ def read_config(section: ModelSection) -> dict[str, Any]:
         fields = dict(section.config or {})
         if section.size is not None:
             fields = published_size(section.size).with_fields(fields)
-        _check_written(fields)
     fields = implemented_by(fields, section.implementation)
+    if not isinstance(section.config, str):
+        _check_written(fields)
     return fields if section.mtp is None else {**fields, "mtp": True}
 
 

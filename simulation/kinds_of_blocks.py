@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..layers import Scaling, use_float8
-from ..models import AdaptedFamily, Family, ModelConfig, TransformersFamily
+from ..models import AdaptedFamily, Family, ModelConfig
 from ..parallel_state import Layout, ParallelState
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _with_shared_blocks(family: Family, kinds: Sequence[int]) -> Family:
     """Return the family with a model class that makes one block of each kind and uses it again."""
     if isinstance(family, AdaptedFamily):
         return replace(family, base=_with_shared_blocks(family.base, kinds))
-    if isinstance(family, TransformersFamily):  # whose code makes all blocks at once
+    if family.adopted:  # whose code makes all blocks at once
         return family
     whole = family.model
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from ..layers import AttentionLayer, MoE
-from ..models import TransformersFamily
 from ..parallel_state import declarations
 from .kinds_of_blocks import signature
 from .micro_batch import MicroBatch
@@ -128,7 +127,7 @@ def forward_flops(model: CausalLM, sequence_length: int) -> ModelFlops:
     """Count the FLOPs of a token's forward on one device, traced in fp32; the model may be on the meta
     device.
     """
-    if isinstance(model.family, TransformersFamily):
+    if model.family.adopted:
         return _of_weights(model, sequence_length)
     pieces = ModelPieces(model, model.state)
     # Products with weights have as many for each token of a short row; a recurrence has from a chunk on.

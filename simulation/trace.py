@@ -62,6 +62,7 @@ def of_more_rows(two: Trace, three: Trace, rows: int) -> Trace | None:
         affine.sizes(two, three, instants),
         collectives=tuple(map(affine.collective, two.collectives, three.collectives)),
         operators=tuple(map(affine.operator, two.operators, three.operators)),
+        steps=(),  # those of two rows
     )
 
 

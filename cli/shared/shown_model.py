@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ...models import Family, ModelConfig, Size, TransformersFamily
+from ...models import Family, ModelConfig, Size
 from ...parallel_state import BadInput, Declaration, Layout
 from ...planner import sampled
 from ...simulation.kinds_of_blocks import block_kinds
@@ -105,7 +105,7 @@ def _places(numbers: Sequence[int]) -> str:
 
 def _sent(family: Family, config: ModelConfig, number: int) -> Iterator[str]:
     """Tell the collectives of a block's step under tensor and sequence parallelism, off its trace."""
-    if isinstance(family, TransformersFamily):  # a block of transformers' is not called alone
+    if family.adopted:  # a block of transformers' is not called alone
         return
     try:
         sample = sampled(family, config, _CUT)

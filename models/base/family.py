@@ -47,6 +47,11 @@ class Family:
     #: Checkpoints of the bare model lack it (the first GPT-2's do); what we write has it.
     optional_prefix: str = ""
 
+    @property
+    def adopted(self) -> bool:
+        """Tell whether transformers' code computes the models: no block of them is called by itself."""
+        return False
+
     def build(
         self,
         config: ModelConfig,

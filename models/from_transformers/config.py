@@ -53,7 +53,9 @@ class AdoptedConfig(ModelConfig):
         check_keys(raw, where)
         kind = str(raw["model_type"])
         if raw.get("quantization_config") is not None:
-            raise BadInput(where, "quantization_config", expected="absent: they are not read", found="one")
+            raise BadInput(
+                where, "quantization_config", expected="absent: quantised weights are not read", found="one"
+            )
         for key in ("dtype", "torch_dtype"):
             check_dtype(key, raw.get(key), where)
         if raw.get("auto_map"):

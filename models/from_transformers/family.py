@@ -26,6 +26,11 @@ class TransformersFamily(Family):
     #: Whether to take axes that no test has proved for the type.
     trusted: bool = False
 
+    @property
+    def adopted(self) -> bool:
+        """Tell yes."""
+        return True
+
     def check_layout(self, config: ModelConfig, layout: Layout) -> None:
         """Refuse axes that the model cannot be cut over, or that no test has proved, each with the reason."""
         assert isinstance(config, AdoptedConfig)

@@ -28,6 +28,11 @@ class AdaptedFamily(Family):
     base: Family = field(kw_only=True)
     lora: LoraConfig = field(kw_only=True)
 
+    @property
+    def adopted(self) -> bool:
+        """Tell whether transformers' code computes the base."""
+        return self.base.adopted
+
     def build(
         self,
         config: ModelConfig,

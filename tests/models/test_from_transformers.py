@@ -23,7 +23,8 @@ from support.any_model import (
 )
 from support.short_runs import tiny_recipe, train, write_tokens
 from trilith.checkpoints import convert, differences, load, read_source
-from trilith.models import FAMILIES, family_of
+from trilith.cli.app import run
+from trilith.models import FAMILIES, AdaptedFamily, family_of
 from trilith.models.from_transformers import TransformersFamily, adopted_types
 from trilith.models.from_transformers.config import config_class
 from trilith.models.from_transformers.cut import LINEARS, OTHERS, REFUSED
@@ -240,8 +241,8 @@ def test_a_recipe_trains_an_adopted_model_alike_in_every_layout(tmp_path):
             steps=3,
         )
         losses.append([step.loss for step in train(raw)])
-    for run in losses[1:]:
-        assert run == pytest.approx(losses[0], rel=1e-9)
+    for losses_here in losses[1:]:
+        assert losses_here == pytest.approx(losses[0], rel=1e-9)
 
 
 def test_a_recipe_trains_a_family_of_the_zoo_by_transformers_code_too(tmp_path, capsys):
@@ -265,6 +266,16 @@ def test_a_recipe_trains_a_family_of_the_zoo_by_transformers_code_too(tmp_path, 
     with pytest.raises(BadInput, match="expected transformers' names, found the zoo's names") as refusal:
         read_source(tmp_path / "auto", implementation="transformers")
     assert "\n" not in str(refusal.value)
+    words = ["convert", str(tmp_path / "cut"), str(tmp_path / "compared"), "--to", "hf", "--verify"]
+    assert run(words) == 0, capsys.readouterr()
+    for pair in (("cut", "hf"), ("hf", "cut")):  # a Hugging Face folder is the same for both
+        assert run(["diff", *(str(tmp_path / name) for name in pair)]) == 0, capsys.readouterr()
+    chosen = {"init_from": str(tmp_path / "hf"), "config": None, "implementation": "transformers"}
+    lora = {"r": 2, "target_modules": ["q_proj"]}
+    train(tiny_recipe(tmp_path / "lora", tokens, model=chosen, steps=1, lora=lora))
+    assert isinstance(load(tmp_path / "lora").model.family, AdaptedFamily)
+    merged = ["merge-lora", *(str(tmp_path / name) for name in ("hf", "lora", "merged"))]
+    assert run(merged) == 0, capsys.readouterr()
 
 
 def test_infinite_numbers_of_a_type_are_not_in_its_checkpoints():

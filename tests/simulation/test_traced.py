@@ -122,7 +122,7 @@ OTHERS = [pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if
 
 
 @pytest.mark.parametrize("family", [*QUICK, *OTHERS])
-def test_more_context_ranks_follow_from_three_and_four(family, monkeypatch):
+def test_more_context_ranks_follow_from_four_and_five(family, monkeypatch):
     """A block's trace equals that of all ranks, around a ring and with gathered keys, in a drawn mode."""
     raw, draw = MODELS[family], random.Random(family)
     for ring in (False, True):
