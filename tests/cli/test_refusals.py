@@ -72,7 +72,7 @@ test_a_bad_recipe_is_refused_by_key = refusals(
     *(command(f'train recipe.toml "{change}"', CHANGES[change], write_recipe) for change in ALONE),
     command(
         "train bare.toml",
-        "steps, data.sequence_length, data.global_batch: expected a value each, found nothing",
+        "steps, data.global_batch: expected a value each, found nothing",
         lambda folder: (folder / "bare.toml").write_text("out = 'run'\n[model]\n[data]\ntokens = 'a'\n"),
         why="all keys that a recipe needs and has not",
     ),
@@ -110,7 +110,7 @@ test_a_conversion_or_a_comparison_that_cannot_be_is_refused_by_option = refusals
         for words, out in (("convert", " a"), ("inspect", ""), ("verify", ""))
     ),
     command("inspect hf --tensor model.norm.weigt", "Nearest: model.norm.weight", write_model),
-    command("models bert", "found 'bert'. `trilith models` lists them"),
+    command("models resnet", "found 'resnet'. `trilith models` lists them"),
     command("models llama3-8b", "found 'llama3-8b'. Nearest: llama-3-8b"),
     command("models mixtrl", "Nearest: mixtral"),
 )

@@ -356,7 +356,7 @@ def commands(first):
 def test_the_page_s_commands_write_jobs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert len(commands("launch")) == 6
+    assert len(commands("launch")) == 5
     for words in commands("launch"):
         assert run([*words, "--force"]) == 0, words
     spared = (tmp_path / "llama-3.1-8b-8gpus.sbatch").read_text()
