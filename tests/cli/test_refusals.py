@@ -110,7 +110,7 @@ test_a_conversion_or_a_comparison_that_cannot_be_is_refused_by_option = refusals
         for words, out in (("convert", " a"), ("inspect", ""), ("verify", ""))
     ),
     command("inspect hf --tensor model.norm.weigt", "Nearest: model.norm.weight", write_model),
-    command("models resnet", "found 'resnet'. `trilith models` lists them"),
+    command("models zzz", "found 'zzz'. `trilith models` lists them"),
     command("models llama3-8b", "found 'llama3-8b'. Nearest: llama-3-8b"),
     command("models mixtrl", "Nearest: mixtral"),
 )

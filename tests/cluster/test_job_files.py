@@ -360,7 +360,7 @@ def test_the_page_s_commands_write_jobs(tmp_path, monkeypatch):
     for words in commands("launch"):
         assert run([*words, "--force"]) == 0, words
     spared = (tmp_path / "llama-3.1-8b-8gpus.sbatch").read_text()
-    assert "#SBATCH --nodes=2\n" in spared and "layout.data=16" in spared
+    assert "#SBATCH --nodes=3\n" in spared and "layout.data=16" in spared
 
 
 @pytest.mark.slow
