@@ -18,8 +18,12 @@ from trilith.data.items import ItemBatches
 from trilith.data.token_file import TokenFile
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import initialize
-from trilith.planner.dry_run import dry_run
+from trilith.planner.dry_run import dry_run, work_of
 from trilith.planner.search import Worker
+from trilith.planner.search.choice import Choice
+from trilith.planner.search.evaluate import Evaluator
+from trilith.planner.search.request import request_of
+from trilith.planner.time import machine_named
 from trilith.ranks import RankError
 from trilith.recipes.recipe import parse_recipe
 from trilith.training.own.code import own_code
@@ -182,6 +186,41 @@ def test_it_is_planned_before_it_starts(layout, tmp_path):
     if "pipeline" in layout:  # both sides of a border, of 8 micro-batches: 6 words twice, and the biases
         borders = 1 if "schedule" not in layout else 2
         assert sent["pipeline"].bytes == 8 * borders * 4 * (2 * 6 * 16 + 4 * 6 * 6)
+
+
+WIDENING = """
+import torch
+from torch import nn
+from trilith.layers import Stage
+class Widening(nn.Module):
+    hidden_dims = (4, 6, 8, 4)
+    def __init__(self, *, split=None, state=None):
+        super().__init__()
+        self.stage = Stage.of(3, split=split, state=state)
+        widths = [self.hidden_dims[block : block + 2] for block in self.stage.blocks]
+        self.blocks = nn.Sequential(*(nn.Linear(*width) for width in widths))
+    def forward(self, hidden=None, *, x):
+        return self.blocks(x if self.stage.first else hidden)
+class Rows:
+    def __len__(self): return 4
+    def __getitem__(self, number): return {"x": torch.zeros(4)}
+def total(output, samples): return output.sum(), output.numel()
+"""
+
+
+@pytest.mark.parametrize(("split", "width"), [([1, 2], 6), ([2, 1], 8)])
+def test_what_stages_send_is_planned_for_the_split_of_the_recipe(split, width, tmp_path):
+    """Each block is wider than the one before it."""
+    (file := tmp_path / "widening.py").write_text(WIDENING)
+    raw = {
+        "out": str(tmp_path / "run"), "steps": 1, "device": "cpu", "model": {"module": f"{file}:Widening"},
+        "loss": {"module": f"{file}:total"}, "data": {"module": f"{file}:Rows", "global_batch": 4},
+        "layout": {"pipeline": 2, "split": split},
+    }  # fmt: skip
+    checked = parse_recipe(raw)
+    assert work_of(checked, plan(checked)).sent[0] == 4 * width
+    evaluator = Evaluator(request_of("widening", raw, machine_named("h100-80gb"), 2))
+    assert evaluator.work(Choice(checked.layout)).sent[0] == 4 * width
 
 
 @pytest.mark.slow

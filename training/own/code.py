@@ -34,8 +34,8 @@ _ran: dict[str, tuple[str, ModuleType]] = {}
 def own_code(name: str, key: str) -> OwnCode:
     """Return what ``file.py:name`` is. The file runs once in a process, and again if its bytes have changed.
 
-    It is imported under its own name, unless an installed module has it, and its folder is the last place where
-    its imports look.
+    It is imported under its own name, unless an installed module has that. The folder that it is in is the
+    last place where its imports look.
     Raises ``BadInput`` about ``key`` for no such file, an error in it, and no such name.
     """
     file, _, entry = name.rpartition(":")
