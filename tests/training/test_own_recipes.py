@@ -26,6 +26,7 @@ from trilith.planner.search.request import request_of
 from trilith.planner.time import machine_named
 from trilith.ranks import RankError
 from trilith.recipes.recipe import parse_recipe
+from trilith.recipes.sections import ModelSection
 from trilith.training.own.code import own_code
 from trilith.training.run_plan import plan
 
@@ -330,6 +331,10 @@ number = 3
 """
 
 
+#: Keys that mean nothing beside ``model.module``.
+BESIDE = {"config": "config.json", "size": "smollm2-135m", "mtp": 0.3, "implementation": "transformers"}
+
+
 def own(why, says, call=None, **changes):
     """A recipe of such a file that is refused before anything starts."""
 
@@ -473,12 +478,25 @@ test_what_a_recipe_of_ones_own_cannot_say = refusals(
         "optimizer.label_smoothing: expected 0: a module's loss is its own",
         optimizer={"label_smoothing": 0.1},
     ),
-    own(
-        "a config beside",
-        "model.config: expected absent beside model.module",
-        model={"config": "config.json"},
+    *(
+        own(
+            f"{key} beside",
+            f"model.{key}: expected {'auto' if key == 'implementation' else 'absent'} beside model.module",
+            model={key: entry},
+        )
+        for key, entry in BESIDE.items()
     ),
 )
+
+
+def test_each_key_of_the_model_is_used_beside_a_module_or_refused():
+    """A file of weights and a tokenizer are used."""
+    assert BESIDE.keys() == ModelSection.model_fields.keys() - {
+        "module",
+        "arguments",
+        "init_from",
+        "tokenizer",
+    }
 
 
 def test_ranks_that_a_class_does_not_know_are_refused(tmp_path):
