@@ -332,7 +332,12 @@ number = 3
 
 
 #: Keys that mean nothing beside ``model.module``.
-BESIDE = {"config": "config.json", "size": "smollm2-135m", "mtp": 0.3, "implementation": "transformers"}
+BESIDE = {
+    "config": ("absent", "config.json"),
+    "size": ("absent", "smollm2-135m"),
+    "mtp": ("absent", 0.3),
+    "implementation": ("auto", "transformers"),
+}
 
 
 def own(why, says, call=None, **changes):
@@ -479,24 +484,15 @@ test_what_a_recipe_of_ones_own_cannot_say = refusals(
         optimizer={"label_smoothing": 0.1},
     ),
     *(
-        own(
-            f"{key} beside",
-            f"model.{key}: expected {'auto' if key == 'implementation' else 'absent'} beside model.module",
-            model={key: entry},
-        )
-        for key, entry in BESIDE.items()
+        own(f"{key} beside", f"model.{key}: expected {want} beside model.module", model={key: entry})
+        for key, (want, entry) in BESIDE.items()
     ),
 )
 
 
 def test_each_key_of_the_model_is_used_beside_a_module_or_refused():
-    """A file of weights and a tokenizer are used."""
-    assert BESIDE.keys() == ModelSection.model_fields.keys() - {
-        "module",
-        "arguments",
-        "init_from",
-        "tokenizer",
-    }
+    used = {"module", "arguments", "init_from", "tokenizer"}
+    assert BESIDE.keys() == ModelSection.model_fields.keys() - used
 
 
 def test_ranks_that_a_class_does_not_know_are_refused(tmp_path):

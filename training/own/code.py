@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from ...parallel_state import BadInput
-from ...parallel_state.user_errors import refused
+from ...parallel_state.user_errors import refused as refused
 from ...storage.small_files import read_text
 from ...system import visible
 
