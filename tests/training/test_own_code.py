@@ -10,13 +10,13 @@ from trilith.training.own.code import call_own, own_code
 
 
 @pytest.fixture
-def imported(monkeypatch):
-    """Give back what an import of the user's files leaves in the process."""
+def imported(monkeypatch, tmp_path):
+    """Remove what the user's files leave in the process."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    before = set(sys.modules)
     yield
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 def write(folder, name, text):
