@@ -19,7 +19,7 @@ from typer.main import get_command_name
 
 from ..system import check_enough, refusal_of, visible
 from ..system.addresses import address_of
-from ..system.standard_streams import drop_output, name_standard_output, print_any_character, reader_is_gone
+from ..system.standard_streams import drop_output, name_standard_output, pass_any_character, reader_is_gone
 from .bench import bench
 from .chat import chat
 from .cluster.launch import launch
@@ -227,7 +227,7 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
     processes); 4 for a checkpoint that cannot be used; 70 for what was not foreseen; 130 for an interrupt.
     ``--debug``, before the command's name, shows the traceback first.
     """
-    print_any_character()
+    pass_any_character()
     # What a command makes it must be able to read again, and to remove if it fails.
     os.umask(os.umask(0o077) & 0o077)
     try:

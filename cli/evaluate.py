@@ -39,10 +39,12 @@ def evaluate(
 ) -> None:
     """Compute the loss and the perplexity of a model on a token file.
 
-    The loss is the mean over all tokens that count (of conversations: the assistant's), in nats; it is what a
-    run with these tokens in its section [evaluation] prints, and the same in every layout. Rows are cut as in
-    training. Perplexities of models with different tokenizers are not comparable. For tasks such as MMLU
-    export the model (`trilith convert DIR OUT --to hf`) and run lm-eval on the folder.
+    The loss is the mean over all tokens that count (of conversations: the assistant's), in nats, the same in
+    every layout. Rows are cut as in training by default: documents are joined, samples packed, overlong ones
+    refused. A run's evaluation prints the loss of `evaluation.samples` rows (64), drawn with its own seed and
+    cut as its section [data] says: the same number where the rows are the same. Perplexities of models with
+    different tokenizers are not comparable. For tasks such as MMLU export the model (`trilith convert DIR OUT
+    --to hf`) and run lm-eval on the folder.
 
     Examples:
 

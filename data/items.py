@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..parallel_state import BadInput
+from ..parallel_state.user_errors import refused
 from .batches import SampleOrder
 from .mixture import Interleave
 
@@ -105,8 +106,5 @@ def _call(ask: Any, where: str, expected: str) -> Any:
         return ask()
     except BadInput:
         raise
-    except Exception as error:
-        first = str(error).partition("\n")[0][:160]
-        raise BadInput(
-            "recipe", where, expected=expected, found=f"{type(error).__name__}: {first}"
-        ) from error
+    except (Exception, SystemExit) as error:
+        raise refused(error, where, expected=expected) from error

@@ -191,7 +191,7 @@ def work_of(recipe: Recipe, planned: Plan, rank: int = 0) -> Work:
     )
     if planned.own is None:
         return work
-    return planned_model(planned.family, planned.config, recipe.layout).informed(work)
+    return planned_model(planned.family, planned.config, recipe.layout).informed(work, planned.split)
 
 
 def predicted_step(recipe: Recipe, planned: Plan, machine: Machine) -> StepTime:

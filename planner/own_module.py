@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from ..layers import Checkpointing
 from ..parallel_state import BadInput, ParallelState
+from ..parallel_state.user_errors import line_of_user
 from ..pipeline import Stages
 from ..pipeline.relay import StageOutput, Travels, sent_as
-from ..simulation.asked_numbers import line_of_user, numbers_refused
+from ..simulation.asked_numbers import numbers_refused
 from ..simulation.micro_batch import MicroBatch
 from ..simulation.piece import Piece
 from ..simulation.recorder import Recorder
@@ -162,7 +163,7 @@ def told(model: nn.Module) -> Iterator[None]:
         yield
     except BadInput:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         place = line_of_user(error.__traceback__)
         raise BadInput(

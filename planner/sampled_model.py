@@ -138,7 +138,7 @@ class SampledModel:
         """Count the FLOPs of a token of the whole model."""
         return flops_of_token(self.family, self.config, sequence_length)
 
-    def informed(self, work: Work) -> Work:
+    def informed(self, work: Work, split: Sequence[int] | None) -> Work:
         """Return the step as it is: between all stages go hidden states."""
         return work
 

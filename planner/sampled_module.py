@@ -81,9 +81,9 @@ class SampledModule:
             self._costs[key] = module_stages(work, model, self.own.samples, self.own.loss, outputs)
         return self._costs[key]
 
-    def informed(self, work: Work) -> Work:
+    def informed(self, work: Work, split: Sequence[int] | None) -> Work:
         """Return the step with what each stage gives, and whether it trains all parameters."""
-        sent = bytes_sent(self.outputs(work, None)) if work.layout.pipeline > 1 else ()
+        sent = bytes_sent(self.outputs(work, split)) if work.layout.pipeline > 1 else ()
         trains_all = getattr(self.family.on_meta(self.config), "trains_all", False)
         return replace(work, sent=sent, trains_all=trains_all)
 

@@ -114,6 +114,8 @@ def _own_model(recipe: Recipe) -> Iterator[Rule]:
     for key in ("config", "size", "mtp"):
         stated = getattr(model, key)
         yield Rule(stated is not None, f"model.{key}", beside, stated)
+    expected, chosen = beside.replace("absent", "auto"), model.implementation
+    yield Rule(chosen != "auto", "model.implementation", expected, chosen)
     yield Rule(recipe.lora is not None, "lora", f"{beside}, whose code may attach adapters", "one")
     for key in ("label_smoothing", "z_loss"):
         factor = getattr(optimizer, key)

@@ -3,9 +3,10 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 
-_PACKAGE = __name__.partition(".")[0]
+from ..parallel_state.user_errors import PACKAGE, package_of
+
 _REFUSED = [False]
 
 
@@ -27,28 +28,14 @@ def refuse_numbers(operator: str) -> None:
     """Raise ``NumbersAsked`` if code that is not this package's asks for what an operator reads."""
     frame: FrameType | None = sys._getframe(1)
     while _REFUSED[0] and frame is not None:
-        if (package := _package_of(frame)) not in ("torch", _PACKAGE) or not _between(frame):
-            if package != _PACKAGE:
+        if (package := package_of(frame)) not in ("torch", PACKAGE) or not _between(frame):
+            if package != PACKAGE:
                 raise NumbersAsked(f"{operator} asks for numbers")
             return
         frame = frame.f_back
 
 
-def line_of_user(trace: TracebackType | None) -> str:
-    """Return the innermost place of a traceback that is neither torch's nor this package's; maybe none."""
-    place = ""
-    while trace is not None:
-        if _package_of(trace.tb_frame) not in ("torch", _PACKAGE):
-            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return place
-
-
-def _package_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
-
-
 def _between(frame: FrameType) -> bool:
     """Tell whether a frame stands between the code that asks and the operator: torch's, or a trace's."""
     name = str(frame.f_globals.get("__name__", ""))
-    return name.startswith(("torch.", f"{_PACKAGE}.simulation.")) or name == "torch"
+    return name.startswith(("torch.", f"{PACKAGE}.simulation.")) or name == "torch"

@@ -24,12 +24,14 @@ def open_closed_streams() -> None:
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 (it stays open)
 
 
-def print_any_character() -> None:
+def pass_any_character() -> None:
     """Let standard output write out characters that its encoding lacks, as ``\\xfc``, instead of failing: of
-    a locale without UTF-8, for example. Standard error does by itself.
+    a locale without UTF-8, for example (standard error does by itself); and let standard input give the
+    replacement character for bytes that its encoding lacks.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")
+    for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stdin, "replace")):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors=errors)
 
 
 def reader_is_gone() -> bool:

@@ -67,6 +67,7 @@ def test_a_page_names_nothing_that_does_not_exist(page, check):
         (broken_links, "see [this](training.md#no-such-heading)"),
         (refused_commands, "`trilith convert --no-such`"),
         (refused_commands, "`trilith no-such`"),
+        (refused_commands, "`reshard` cuts it"),
         (refused_commands, "```bash\ntrilith convert only-one\n```"),
         (unknown_keys, "```toml\n[layout]\ntensors = 2\n```"),
         (unknown_keys, "```toml\n[layouts]\ntensor = 2\n```"),

@@ -102,7 +102,7 @@ class Evaluator:
             offload=choice.offload,
             **self.sizes,
         )
-        return self.model(layout).informed(work)
+        return self.model(layout).informed(work, self._split(layout))
 
     def memory(self, choice: Choice, pipeline: int) -> MemoryPlan:
         """Return the memory of the first rank of a pipeline rank."""
@@ -184,12 +184,11 @@ class Evaluator:
 
     def _timer_of(self, choice: Choice, work: Work, compiled: bool) -> StepTimer:
         layout, bare = choice.layout, _without_data(choice.layout)
-        split = self.cut(layout.pipeline, layout.virtual_stages, layout.v_shape).counts
         return StepTimer(
             self.model(layout),
             work,
             self.request.machine,
-            split=split if layout.pipeline > 1 else None,
+            split=self._split(layout),
             compiled=compiled,
             dtype="float8" if self.request.recipe.compute == "float8" else "",
             parameters=lambda rank: self._held(layout, rank),
@@ -213,6 +212,11 @@ class Evaluator:
         return cut_stages(
             self.request.family, self.request.config, layout, self._length, split=self.request.recipe.split
         )
+
+    def _split(self, layout: Layout) -> Sequence[int] | None:
+        """Return the number of blocks of each stage, if there are several."""
+        cut = self.cut(layout.pipeline, layout.virtual_stages, layout.v_shape)
+        return cut.counts if layout.pipeline > 1 else None
 
     def _changed(self, choice: Choice) -> Recipe:
         """Return the recipe with a choice's keys, unchecked: for questions whose answer is in the recipe."""
@@ -239,14 +243,12 @@ class Evaluator:
 
     def _costs_of(self, layout: Layout, micro_batch: int, loss_chunk: int, pipeline: int) -> list[StageCost]:
         """Return the costs of a rank's stages, in which schedule and checkpointing have no part."""
-        split = self.cut(layout.pipeline, layout.virtual_stages, layout.v_shape).counts
         work = replace(self.work(Choice(layout, "1f1b", micro_batch), pipeline), loss_chunk=loss_chunk)
-        return self.model(layout).costs(work, split if layout.pipeline > 1 else None)
+        return self.model(layout).costs(work, self._split(layout))
 
     def _held_by(self, layout: Layout, pipeline: int) -> RankParameters:
-        split = self.cut(layout.pipeline, layout.virtual_stages, layout.v_shape).counts
         state = self._state(layout, pipeline)
-        return self.model(layout).parameters(state, split if layout.pipeline > 1 else None)
+        return self.model(layout).parameters(state, self._split(layout))
 
 
 def _first_rank(layout: Layout, pipeline: int) -> ParallelState:

@@ -71,6 +71,12 @@ def test_each_message_is_answered_after_all_before_it_until_a_new_conversation(
     assert f"{model} on cpu; /new begins anew" in printed.err
 
 
+def test_bytes_that_are_no_text_are_replacement_characters(model, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the \xff fox\n"), encoding="utf-8"))
+    assert run(["chat", str(model), "--device", "cpu", "--max-new-tokens", "6"]) == 0
+    assert capfd.readouterr().out == said(model, monkeypatch, capfd, "the \ufffd fox\n").out
+
+
 def test_a_message_that_is_too_long_is_not_answered_and_does_not_end_the_chat(model, monkeypatch, capfd):
     printed = said(model, monkeypatch, capfd, f"{'the fox ' * 200}\nthe dog\n")
     assert "not answered. /new begins anew" in printed.err

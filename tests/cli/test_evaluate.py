@@ -43,6 +43,16 @@ def test_it_is_the_loss_of_a_run_in_every_layout(place, capfd, layout):
     assert (shown["rows"], shown["tokens"], shown["sequence_length"]) == (7, 112, 16)
 
 
+def test_all_rows_are_those_of_a_run_of_any_seed_that_evaluates_all(place, capfd):
+    raw = tiny_recipe(place / "seed-5", place / "tokens", steps=1, seed=5)
+    (last,) = train(raw | {"evaluation": {"tokens": str(place / "held-out"), "samples": 10**6}})
+    all_rows = ROWS[:2] + ROWS[4:]
+    shown = figures(capfd, place / "seed-5", place / "held-out", *all_rows)
+    assert shown["loss"] == pytest.approx(last.evaluation_loss, rel=1e-10) and shown["rows"] > 64
+    drawn = figures(capfd, place / "seed-5", place / "held-out", *ROWS)
+    assert drawn["loss"] != pytest.approx(last.evaluation_loss, rel=1e-6)
+
+
 def test_a_hugging_face_folder_has_the_loss_of_its_run_and_adapters_change_it(place, capfd):
     own = figures(capfd, place / "run", place / "held-out", *ROWS)
     assert figures(capfd, place / "hf", place / "held-out", *ROWS) == own

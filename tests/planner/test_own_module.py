@@ -102,11 +102,12 @@ def as_list(x):
 @pytest.mark.parametrize(
     ("between", "operator"),
     [(first_words, "nonzero"), (scaled, "aten::_local_scalar_dense"), (as_list, "tolist"),
-     (torch.linalg.eigvals, "eig"), (lambda x: x.view(3, -1), "shape '[3, -1]'")],
+     (torch.linalg.eigvals, "eig"), (lambda x: x.view(3, -1), "shape '[3, -1]'"),
+     (lambda x: sys.exit("enough"), "enough")],
 )  # fmt: skip
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_module_that_no_shapes_can_run_is_refused_by_operator_and_line(between, operator, fused):
-    """Also where a branch would be taken, and where shapes do not fit."""
+    """Also where a branch would be taken, where shapes do not fit, and where the code ends the process."""
     state = ParallelState.alone()
     work = Work(state, 16, 8, 1, 1, fused=fused)
     with pytest.raises(BadInput) as refused:

@@ -16,6 +16,7 @@ import typer.main
 from commands_page import every_command
 from recipe_page import SECTIONS
 from trilith.cli.app import make_app
+from trilith.cli.shared.aliases import FORMER_COMMANDS
 
 ROOT = Path(trilith.__path__[0]).resolve()
 _FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
@@ -105,16 +106,20 @@ def _commands() -> dict[str, Any]:
     return dict(every_command(typer.main.get_command(make_app())))
 
 
+_FORMER = [[name] for name in FORMER_COMMANDS]
+
+
 def refused_commands(page: Page) -> list[str]:
     """Find command lines, in blocks and in the text, that the command does not accept.
 
-    In the text capitals stand for the reader's own words, and a command may stand without its arguments.
+    In the text capitals stand for the reader's own words, and a command may stand without its arguments. A
+    command of an earlier version is not accepted, nor is its bare name in the text.
     """
     quoted = [code for code in page.quoted() if re.match(r"trilith (?!.*\b[A-Z]+\b)", code)]
     commands = [*page.commands(), *page.started_by_others()]
     lines = [(words, False) for words in commands if "[OPTIONS]" not in words]
     lines += [(shlex.split(code)[1:], True) for code in quoted]
-    refused = []
+    refused = [f"{code}: a former name" for code in page.quoted() if code.split()[:1] in _FORMER]
     for words, named in lines:
         names = [" ".join(words[:n]) for n in range(1, len(words) + 1)]
         name = max((name for name in names if name in _commands()), key=len, default=names[0])

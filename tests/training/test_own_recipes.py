@@ -18,10 +18,15 @@ from trilith.data.items import ItemBatches
 from trilith.data.token_file import TokenFile
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import initialize
-from trilith.planner.dry_run import dry_run
+from trilith.planner.dry_run import dry_run, work_of
 from trilith.planner.search import Worker
+from trilith.planner.search.choice import Choice
+from trilith.planner.search.evaluate import Evaluator
+from trilith.planner.search.request import request_of
+from trilith.planner.time import machine_named
 from trilith.ranks import RankError
 from trilith.recipes.recipe import parse_recipe
+from trilith.recipes.sections import ModelSection
 from trilith.training.own.code import own_code
 from trilith.training.run_plan import plan
 
@@ -184,6 +189,41 @@ def test_it_is_planned_before_it_starts(layout, tmp_path):
         assert sent["pipeline"].bytes == 8 * borders * 4 * (2 * 6 * 16 + 4 * 6 * 6)
 
 
+WIDENING = """
+import torch
+from torch import nn
+from trilith.layers import Stage
+class Widening(nn.Module):
+    hidden_dims = (4, 6, 8, 4)
+    def __init__(self, *, split=None, state=None):
+        super().__init__()
+        self.stage = Stage.of(3, split=split, state=state)
+        widths = [self.hidden_dims[block : block + 2] for block in self.stage.blocks]
+        self.blocks = nn.Sequential(*(nn.Linear(*width) for width in widths))
+    def forward(self, hidden=None, *, x):
+        return self.blocks(x if self.stage.first else hidden)
+class Rows:
+    def __len__(self): return 4
+    def __getitem__(self, number): return {"x": torch.zeros(4)}
+def total(output, samples): return output.sum(), output.numel()
+"""
+
+
+@pytest.mark.parametrize(("split", "width"), [([1, 2], 6), ([2, 1], 8)])
+def test_what_stages_send_is_planned_for_the_split_of_the_recipe(split, width, tmp_path):
+    """Each block is wider than the one before it."""
+    (file := tmp_path / "widening.py").write_text(WIDENING)
+    raw = {
+        "out": str(tmp_path / "run"), "steps": 1, "device": "cpu", "model": {"module": f"{file}:Widening"},
+        "loss": {"module": f"{file}:total"}, "data": {"module": f"{file}:Rows", "global_batch": 4},
+        "layout": {"pipeline": 2, "split": split},
+    }  # fmt: skip
+    checked = parse_recipe(raw)
+    assert work_of(checked, plan(checked)).sent[0] == 4 * width
+    evaluator = Evaluator(request_of("widening", raw, machine_named("h100-80gb"), 2))
+    assert evaluator.work(Choice(checked.layout)).sent[0] == 4 * width
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "most"),
@@ -289,6 +329,15 @@ cut = FunctionLoss(total, sequence={"x": 1})
 class NoLoss: pass
 number = 3
 """
+
+
+#: Keys that mean nothing beside ``model.module``.
+BESIDE = {
+    "config": ("absent", "config.json"),
+    "size": ("absent", "smollm2-135m"),
+    "mtp": ("absent", 0.3),
+    "implementation": ("auto", "transformers"),
+}
 
 
 def own(why, says, call=None, **changes):
@@ -434,12 +483,16 @@ test_what_a_recipe_of_ones_own_cannot_say = refusals(
         "optimizer.label_smoothing: expected 0: a module's loss is its own",
         optimizer={"label_smoothing": 0.1},
     ),
-    own(
-        "a config beside",
-        "model.config: expected absent beside model.module",
-        model={"config": "config.json"},
+    *(
+        own(f"{key} beside", f"model.{key}: expected {want} beside model.module", model={key: entry})
+        for key, (want, entry) in BESIDE.items()
     ),
 )
+
+
+def test_each_key_of_the_model_is_used_beside_a_module_or_refused():
+    used = {"module", "arguments", "init_from", "tokenizer"}
+    assert BESIDE.keys() == ModelSection.model_fields.keys() - used
 
 
 def test_ranks_that_a_class_does_not_know_are_refused(tmp_path):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from ...parallel_state import BadInput
-from ...simulation.asked_numbers import line_of_user
+from ...parallel_state.user_errors import refused as refused
 from ...storage.small_files import read_text
 from ...system import visible
 
@@ -32,7 +34,8 @@ _ran: dict[str, tuple[str, ModuleType]] = {}
 def own_code(name: str, key: str) -> OwnCode:
     """Return what ``file.py:name`` is. The file runs once in a process, and again if its bytes have changed.
 
-    It is imported under its own name, and the folder that it is in is the last place where its imports look.
+    It is imported under its own name, unless an installed module has that. The folder that it is in is the
+    last place where its imports look.
     Raises ``BadInput`` about ``key`` for no such file, an error in it, and no such name.
     """
     file, _, entry = name.rpartition(":")
@@ -53,20 +56,31 @@ def own_code(name: str, key: str) -> OwnCode:
 
 
 def _run(source: str, path: Path, key: str) -> ModuleType:
-    name = path.stem
-    if (known := sys.modules.get(name)) is not None and getattr(known, "__file__", "") != str(path):
-        name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    module = ModuleType(name)
-    module.__file__ = str(path)
+    """Run a file's text as a module: the text whose digest is known, and no bytecode is written or read."""
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    sys.modules[name] = module
+    name = _module_name(path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=SourceFileLoader(name, str(path)))
+    assert spec is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        exec(compile(source, str(path), "exec"), vars(module))
-    except Exception as error:
+        exec(compile(source, str(path), "exec", dont_inherit=True), vars(module))
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise refused(error, key, expected="a file that can be imported") from error
     return module
+
+
+def _module_name(path: Path) -> str:
+    """Return the file's own name, unless an import of it gives another file; then one that nothing has."""
+    name = path.stem
+    if "." not in name:
+        known = sys.modules.get(name)
+        spec = importlib.util.find_spec(name) if known is None else None
+        origin = spec.origin if spec is not None else getattr(known, "__file__", None)
+        if (known is None and spec is None) or (origin and Path(origin).resolve() == path):
+            return name
+    return f"{name.replace('.', '_')}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
 
 
 def call_own(code: OwnCode, arguments: Mapping[str, Any], key: str, *, within: str, **offered: Any) -> Any:
@@ -85,7 +99,7 @@ def call_own(code: OwnCode, arguments: Mapping[str, Any], key: str, *, within: s
         return code.entry(**arguments, **named)
     except BadInput:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         shown = ", ".join(f"{name}={entry!r}" for name, entry in arguments.items())
         raise refused(error, within, expected=f"one that can be made with ({shown})"[:160]) from error
 
@@ -121,12 +135,3 @@ def names(function: Callable[..., Any], keyword: str) -> bool:
     return keyword in parameters or any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
     )
-
-
-def refused(error: Exception, key: str, *, expected: str) -> BadInput:
-    """Return the refusal for an error of the user's code: one line with the place in his file."""
-    place = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else ""
-    place = place or line_of_user(error.__traceback__)
-    first = str(error).partition("\n")[0][:160]
-    message = f"{type(error).__name__}: {first}" + (f" ({place})" if place else "")
-    return BadInput("recipe", key, expected=expected, found=visible(message))

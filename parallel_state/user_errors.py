@@ -1,0 +1,39 @@
+"""Say in one line what the user's own code raised, with the place in his file."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType, TracebackType
+
+from ..system import visible
+from .errors import BadInput
+
+#: This package: no code of its files is the user's.
+PACKAGE = __name__.partition(".")[0]
+
+
+def refused(error: BaseException, key: str, *, expected: str) -> BadInput:
+    """Return the refusal for an error of the user's code: one line with the place in his file."""
+    place = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else ""
+    place = place or line_of_user(error.__traceback__)
+    first = str(error).partition("\n")[0][:160]
+    message = f"{type(error).__name__}: {first}" + (f" ({place})" if place else "")
+    return BadInput("recipe", key, expected=expected, found=visible(message))
+
+
+def line_of_user(trace: TracebackType | None) -> str:
+    """Return the innermost place of a traceback that is not in Python's library, torch or this package; maybe
+    none.
+    """
+    place = ""
+    while trace is not None:
+        package = package_of(trace.tb_frame)
+        if package not in ("torch", PACKAGE) and package not in sys.stdlib_module_names:
+            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
+
+
+def package_of(frame: FrameType) -> str:
+    """Return the name of the package whose code a frame runs."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

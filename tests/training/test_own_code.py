@@ -1,0 +1,104 @@
+"""A Python file of the user's own runs as Python runs it, hides no other module, and cannot end a command."""
+
+import importlib.util
+import sys
+
+import pytest
+from support.refusals import Refused, refusals
+from trilith.data.items import ItemBatches
+from trilith.training.own.code import call_own, own_code
+
+
+@pytest.fixture
+def imported(monkeypatch, tmp_path):
+    """Remove what the user's files leave in the process."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def write(folder, name, text):
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def test_annotations_are_what_the_file_says(tmp_path, imported):
+    file = write(tmp_path, "annotated.py", "class Options:\n    width: int = 3\n")
+    assert own_code(f"{file}:Options", "model.module").entry.__annotations__ == {"width": int}
+
+
+@pytest.mark.parametrize("name", ["calendar", "filelock", "trilith"])
+def test_a_file_hides_no_installed_module_of_its_name(name, tmp_path, imported, monkeypatch):
+    """Of the standard library or installed; imported before it, or later."""
+    for late in (False, True):
+        if late:
+            monkeypatch.delitem(sys.modules, name)
+        file = write(tmp_path / str(late), f"{name}.py", f"import {name}\nentry = {name}\nhere = __name__\n")
+        there = own_code(f"{file}:entry", "data.module").entry
+        assert there.__spec__.origin != str(file) and not hasattr(there, "here")
+        assert importlib.util.find_spec(name).origin == there.__spec__.origin
+        assert own_code(f"{file}:here", "data.module").entry in sys.modules
+        if name == "trilith":  # loaded once, and never from anew
+            return
+
+
+@pytest.mark.parametrize("name", ["of_mine", "of.mine", "of-mine"])
+def test_a_file_of_another_name_is_found_under_it(name, tmp_path, imported):
+    file = write(tmp_path, f"{name}.py", "class Net:\n    pass\n")
+    kind = own_code(f"{file}:Net", "model.module").entry
+    spec = importlib.util.find_spec(kind.__module__)
+    assert spec is not None and spec.origin == str(file)
+    if name == "of_mine":
+        neighbour = write(tmp_path, "neighbour.py", "import of_mine\n")
+        assert own_code(f"{neighbour}:of_mine", "loss.module").entry.Net is kind
+
+
+ENDS = "from argparse import ArgumentParser\nimport sys\n"
+
+
+def ended(why, says, body, ask):
+    def call(folder):
+        ask(f"{folder}/ends.py")
+
+    return Refused(why, call, says, given=lambda folder: write(folder, "ends.py", ENDS + body))
+
+
+def make(file):
+    call_own(own_code(f"{file}:Data", "data.module"), {}, "data.arguments", within="data.module")
+
+
+def items(file):
+    ItemBatches([(own_code(f"{file}:Data", "data.module").entry(), "")], None, 1, 1, 0)
+
+
+LENGTH = "class Data:\n    def __len__(self): return 4\n"
+test_a_file_that_ends_the_process_is_refused = refusals(
+    ended("at once", r"data.module: expected a file .* SystemExit: 3 \(.*ends.py:3\)", "sys.exit(3)\n", make),
+    ended(
+        "by a parser",
+        r"SystemExit: 2 \(.*ends.py:3\)",
+        "ArgumentParser().parse_args(['--no-such'])\n",
+        make,
+    ),
+    ended(
+        "in a constructor",
+        r"one that can be made with .* SystemExit: no data \(.*ends.py:4\)",
+        "class Data:\n    def __init__(self): sys.exit('no data')\n",
+        make,
+    ),
+    ended(
+        "in an item",
+        r"item 0: expected an item, found SystemExit: 4 \(.*ends.py:5\)",
+        f"{LENGTH}    def __getitem__(self, number): sys.exit(4)\n",
+        items,
+    ),
+    ended(
+        "with an error in an item, whose place is shown",
+        r"item 0: expected an item, found KeyError: 0 \(.*ends.py:5\)",
+        f"{LENGTH}    def __getitem__(self, number): return {{}}[number]\n",
+        items,
+    ),
+)
