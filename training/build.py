@@ -139,7 +139,8 @@ def measurements(
         callbacks.append(NormLog(interval=watch.norms, activations=watch.activation_norms, track=track))
     callbacks.append(Traces(watch.trace_steps, watch.trace_ranks))
     if recipe.evaluation is not None and plan.held_out is not None:
-        callbacks.append(Evaluation(Evaluator(step, plan.held_out), interval=recipe.evaluation.every))
+        evaluate = Evaluator(step, plan.held_out, named=plan.own is not None)
+        callbacks.append(Evaluation(evaluate, interval=recipe.evaluation.every))
     return callbacks
 
 

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import math
 import random
 import re
 import sys
@@ -16,6 +17,7 @@ from trilith.cli.app import run
 from trilith.data.batches import GlobalBatches, Mixture
 from trilith.data.items import ItemBatches
 from trilith.data.token_file import TokenFile
+from trilith.layers import IGNORE
 from trilith.machine.random_files import write_tokens
 from trilith.parallel_state import initialize
 from trilith.planner.dry_run import dry_run
@@ -23,7 +25,7 @@ from trilith.planner.search import Worker
 from trilith.ranks import RankError
 from trilith.recipes.recipe import parse_recipe
 from trilith.training.own.code import own_code
-from trilith.training.run_plan import plan
+from trilith.training.run_plan import check_run, plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 #: Of each example: the class, the loss, the data set or the length of rows of tokens.
@@ -224,6 +226,56 @@ def test_items_come_in_the_order_of_token_files(several, tmp_path):
         rows = items.rows(step, range(6))["n"]
         assert rows.tolist() == [list(pair) for pair in zip(sources.tolist(), numbers.tolist(), strict=True)]
         assert torch.equal(items.rows(step, range(2, 4))["n"], rows[2:4])
+
+
+@pytest.mark.parametrize("name", ["latent", "t5"])
+@pytest.mark.parametrize("form", ["plain", "parallel"])
+def test_a_token_without_a_label_is_not_counted(name, form):
+    """Padding and what a chat set does not teach."""
+    loss = own_code(f"{EXAMPLES / f'{name}_{form}.py'}:loss", "loss.module").entry
+    labels = torch.randint(31, (2, 6))
+    labels[1, 2:] = IGNORE
+    given = {} if form == "plain" else {"state": None}
+    total, count = loss(torch.zeros(2, 6, 97 if name == "latent" else 31), {"labels": labels}, **given)
+    assert count == 8 and float(total) == pytest.approx(8 * math.log(97 if name == "latent" else 31))
+
+
+def test_held_out_rows_are_whole_micro_batches(tokens, tmp_path):
+    """A loss of one's own would count the rows that fill up the last one."""
+    held_out = {"tokens": str(tokens / "tokens"), "samples": 5}
+    for layout, micro_batch in (({}, 4), ({"data": 2}, 1)):
+        raw = recipe("latent", tokens, layout=layout, data={"micro_batch": micro_batch}, evaluation=held_out)
+        words = refusal_of(lambda raw=raw: check_run(parse_recipe(raw)))
+        assert "evaluation.samples: expected a multiple of data x micro_batch" in words
+    raw["evaluation"]["samples"] = 4
+    assert check_run(parse_recipe(raw)).held_out.samples == 4
+
+
+COUNTING = """
+from trilith.training import Loss, Sums
+class Counting(Loss):
+    def __call__(self, output, samples, scales):
+        return Sums({"loss": output.double().square().sum() * scales["loss"]})
+    def count(self, samples):
+        return {"loss": len(next(iter(samples.values())))}
+    def count_labels(self, labels):
+        return {"loss": labels}
+"""
+
+
+@pytest.mark.parametrize("name", ["latent", "vit"])
+def test_a_loss_that_counts_labels_is_evaluated(name, tokens, tmp_path):
+    _, _, items = MODELS[name]
+    held_out = (
+        {"tokens": str(tokens / "tokens")}
+        if items is None
+        else {"module": f"{EXAMPLES / 'own_data.py'}:{items}"}
+    )
+    file = tmp_path / "counting.py"
+    file.write_text(COUNTING)
+    changes = {"loss": {"module": f"{file}:Counting"}, "evaluation": held_out | {"samples": 8}}
+    (step,) = train(recipe(name, tokens, f"counted-{name}", steps=1, **changes))
+    assert math.isfinite(step.evaluation_loss)
 
 
 def test_data_sets_are_mixed_each_with_its_arguments(tmp_path):
