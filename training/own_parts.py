@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,7 @@ from ..simulation.recorder import Recorder
 from ..simulation.without_numbers import shapes_only
 from .function_loss import as_loss, refuse_uncut
 from .loss import Loss
-from .own.code import call_own, check_keywords, own_code, refused
+from .own.code import OwnCode, call_own, check_keywords, own_code, refused
 from .own.module import OwnConfig, OwnFamily
 from .run_data import open_data
 
@@ -39,6 +40,8 @@ class OwnParts:
     items: ItemBatches | None
     #: What the recipe says of the tokens in a row.
     length: int
+    #: What module and loss are, by key of the recipe: their arguments, and the digests of their files.
+    code: Mapping[str, str]
     #: What a planner has found out about the module and its loss, by layout.
     known: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -72,7 +75,18 @@ def own_parts(recipe: Recipe, family: OwnFamily, config: OwnConfig) -> OwnParts:
         for name, x in first.items()
     }
     _check_taken(family.on_meta(config), samples)
-    return OwnParts(loss, samples, items, rows.sequence_length)
+    assert recipe.loss is not None
+    code = {
+        "model.arguments": config.arguments,
+        "model.module": _shown(family.code),
+        "loss.arguments": json.dumps(recipe.loss.arguments, sort_keys=True, default=str),
+        "loss.module": _shown(own_code(recipe.loss.module, "loss.module")),
+    }
+    return OwnParts(loss, samples, items, rows.sequence_length, code)
+
+
+def _shown(code: OwnCode) -> str:
+    return f"{code.name.rpartition(':')[2]} of a file with SHA-256 {code.digest}"
 
 
 def own_loss(recipe: Recipe) -> Any:

@@ -12,17 +12,18 @@ import pytest
 import torch
 from safetensors import safe_open
 from support.refusals import Refused, refusal_of, refusals
-from support.short_runs import losses, train, whole_tensors, write_recipe
+from support.short_runs import losses, run_and_listen, run_recipe, train, whole_tensors, write_recipe
 from trilith.cli.app import run
 from trilith.data.batches import GlobalBatches, Mixture
 from trilith.data.items import ItemBatches
 from trilith.data.token_file import TokenFile
 from trilith.layers import IGNORE
 from trilith.machine.random_files import write_tokens
-from trilith.parallel_state import initialize
+from trilith.parallel_state import ParallelState, initialize
 from trilith.planner.dry_run import dry_run
 from trilith.planner.search import Worker
 from trilith.ranks import RankError
+from trilith.ranks.pool import run_parallel
 from trilith.recipes.recipe import parse_recipe
 from trilith.training.own.code import own_code
 from trilith.training.run_plan import check_run, plan
@@ -315,6 +316,43 @@ def test_a_run_does_not_go_on_with_data_of_a_changed_file(tmp_path):
     expected = r"data\.fingerprint: expected 64 items of Stripes\(\{\}\) of a file with SHA-256"
     with pytest.raises(RankError, match=expected):
         train(recipe("vit", tmp_path, **changes))
+
+
+def test_a_run_does_not_go_on_with_another_model(tokens, tmp_path):
+    """Of one shape: with other arguments it is refused, with changed code said."""
+    file = tmp_path / "latent.py"
+    file.write_text((EXAMPLES / "latent_parallel.py").read_text())
+    own = {"model": {"module": f"{file}:Decoder"}, "loss": {"module": f"{file}:cut_loss"}}
+    train(recipe("latent", tokens, "another", steps=2, stop_after=1, **own))
+    arguments = {"model": own["model"] | {"arguments": {"heads": 2}}}
+    with pytest.raises(RankError, match=r'recipe: model\.arguments: expected {}, .* found {"heads": 2}'):
+        train(recipe("latent", tokens, "another", steps=2, **own | arguments))
+    file.write_text(file.read_text().replace("x + self.mix(", "x - self.mix("))
+    _, lines = run_parallel(run_and_listen, 1, recipe("latent", tokens, "another", steps=2, **own))[0]
+    for key, name in (("model.module", "Decoder"), ("loss.module", "cut_loss")):
+        assert f"{key}: {name} of a file with SHA-256 {own_code(f'{file}:{name}', key).digest}" in lines
+    _, lines = run_parallel(run_and_listen, 1, recipe("latent", tokens, "another", steps=3, **own))[0]
+    assert "SHA-256" not in lines
+
+
+def train_own_copy(folders, raw):
+    """Train with this rank's copy of a file."""
+    folder = folders[ParallelState.start(parse_recipe(raw).layout).rank]
+    run_recipe(json.loads(json.dumps(raw).replace("COPY", folder)))
+
+
+@pytest.mark.parametrize("key", ["model", "loss", "data", "evaluation"])
+def test_ranks_with_different_copies_of_a_file_are_refused(key, tmp_path):
+    names = {"model": "vit_parallel", "loss": "vit_parallel", "data": "own_data", "evaluation": "own_data"}
+    text = (EXAMPLES / f"{names[key]}.py").read_text()
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "copy.py").write_text(f"{text}\n# copy {number}\n")
+    entry = {"model": "ViT", "loss": "loss"}.get(key, "Stripes")
+    raw = recipe("vit", tmp_path, layout={"data": 2}, steps=1, **{key: {"module": f"COPY/copy.py:{entry}"}})
+    folders = [str(tmp_path / str(number)) for number in range(2)]
+    with pytest.raises(RankError, match=r"the same on every rank.*, found rank 1"):
+        run_parallel(train_own_copy, 2, folders, raw)
 
 
 OWN = """
