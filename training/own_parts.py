@@ -16,12 +16,14 @@ from ..data.items import ItemBatches
 from ..layers import find_blocks
 from ..parallel_state import BadInput, Layout, ParallelState
 from ..pipeline import Stages
+from ..recipes.optimizer_sections import ParameterGroup
 from ..recipes.recipe import Recipe
 from ..simulation.micro_batch import MicroBatch
 from ..simulation.recorder import Recorder
 from ..simulation.without_numbers import shapes_only
 from .function_loss import as_loss, refuse_uncut
 from .loss import Loss
+from .model_settings import multiply_in_float8, set_up_own
 from .own.code import OwnCode, call_own, check_keywords, own_code, refused
 from .own.module import OwnConfig, OwnFamily
 from .run_data import open_data
@@ -42,6 +44,8 @@ class OwnParts:
     length: int
     #: What module and loss are, by key of the recipe: their arguments, and the digests of their files.
     code: Mapping[str, str]
+    #: Sets in the module, for a state, what the recipe says of it: what is frozen, and how it multiplies.
+    set_up: Callable[[nn.Module, ParallelState], None]
     #: What a planner has found out about the module and its loss, by layout.
     known: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -61,7 +65,9 @@ class OwnParts:
         _check_exchange(family, config, layout, self.samples, loss.sequence)
 
 
-def own_parts(recipe: Recipe, family: OwnFamily, config: OwnConfig) -> OwnParts:
+def own_parts(
+    recipe: Recipe, family: OwnFamily, config: OwnConfig, groups: Mapping[str, ParameterGroup]
+) -> OwnParts:
     """Make the recipe's loss and data sets; ``BadInput`` for those that do not fit the module."""
     rows, loss, items = recipe.data, own_loss(recipe), None
     text = ["input_ids", "labels"] + ["positions"] * (rows.documents == "separate")
@@ -82,7 +88,13 @@ def own_parts(recipe: Recipe, family: OwnFamily, config: OwnConfig) -> OwnParts:
         "loss.arguments": json.dumps(recipe.loss.arguments, sort_keys=True, default=str),
         "loss.module": _shown(own_code(recipe.loss.module, "loss.module")),
     }
-    return OwnParts(loss, samples, items, rows.sequence_length, code)
+
+    def set_up(model: nn.Module, state: ParallelState) -> None:
+        set_up_own(model, recipe, groups)
+        if recipe.compute == "float8":
+            multiply_in_float8(model, recipe, state)
+
+    return OwnParts(loss, samples, items, rows.sequence_length, code, set_up)
 
 
 def _shown(code: OwnCode) -> str:

@@ -130,7 +130,8 @@ def plan(recipe: Recipe) -> Plan:
 def _plan_own(recipe: Recipe) -> Plan:
     """Plan a run of the user's module that the recipe names."""
     layout, (family, config) = recipe.layout, own_family(recipe)
-    own = own_parts(recipe, family, config)
+    groups = assign(recipe.optimizer.groups, names_of(family, config))
+    own = own_parts(recipe, family, config, groups)
     family = replace(family, parts=own)
     family.check_layout(config, layout)
     if recipe.experts is not None:
@@ -139,8 +140,7 @@ def _plan_own(recipe: Recipe) -> Plan:
     folder = recipe.model.tokenizer
     return Plan(
         family, config, {}, [] if folder is None else tokenizer_files(Path(folder)),
-        groups=assign(recipe.optimizer.groups, names_of(family, config)),
-        cut=cut, loss_chunk=0, own=own,
+        groups=groups, cut=cut, loss_chunk=0, own=own,
     )  # fmt: skip
 
 

@@ -187,6 +187,23 @@ def test_it_is_planned_before_it_starts(layout, tmp_path):
         assert sent["pipeline"].bytes == 8 * borders * 4 * (2 * 6 * 16 + 4 * 6 * 6)
 
 
+def test_frozen_groups_and_float8_are_planned(tmp_path):
+    """The parameters by their names, and the work of their gradients by what is left of it."""
+
+    def planned(**changes):
+        model = {"arguments": {"dim": 32}}
+        return dry_run(parse_recipe(recipe("vit", tmp_path, dtype="float32", model=model) | changes))
+
+    plain, model = planned(), own_code(f"{EXAMPLES / 'vit_parallel.py'}:ViT", "model.module").entry(dim=32)
+    frozen = planned(optimizer={"lr": 1e-2, "groups": [{"match": "blocks", "freeze": True}]})
+    still = sum(parameter.numel() for parameter in model.blocks.parameters())
+    assert frozen.rank.trained == plain.rank.trained - still
+    assert frozen.rank.memory.moments == plain.rank.memory.moments - 8 * still
+    assert frozen.rank.memory.gradients == plain.rank.memory.gradients - 4 * still
+    assert frozen.flops.trained < plain.flops.trained == frozen.flops.matrices
+    assert planned(compute="float8").rank.memory.block != planned(compute="bfloat16").rank.memory.block
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "most"),
