@@ -227,6 +227,18 @@ def test_its_memory_is_that_of_a_simulated_step(layout, most, tokens):
     assert 0.98 < dry_run(checked, rank=1).rank.memory.total / peak < most
 
 
+def test_commands_that_compute_say_that_a_module_is_not_theirs(tokens, tmp_path, capsys):
+    out = str(tmp_path / "run")
+    train(recipe("latent", tokens, out, steps=1))
+    for words in (
+        ["evaluate", out, str(tokens / "tokens")],
+        ["generate", out, "--prompt", "ab"],
+        ["chat", out],
+    ):
+        assert run(words) == 2
+        assert "expected a model of the zoo, found a module's checkpoint" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_items_come_in_the_order_of_token_files(several, tmp_path):
     """Also mixed: by the same shares, each source in an order of its own, over the ends of epochs."""
