@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..data.items import ItemBatches
 from ..layers import find_blocks
+from ..models import Family, ModelConfig
 from ..parallel_state import BadInput, Layout, ParallelState
 from ..pipeline import Stages
 from ..recipes.optimizer_sections import ParameterGroup
@@ -21,12 +22,13 @@ from ..recipes.recipe import Recipe
 from ..simulation.micro_batch import MicroBatch
 from ..simulation.recorder import Recorder
 from ..simulation.without_numbers import shapes_only
-from .function_loss import as_loss, refuse_uncut
+from .function_loss import FunctionLoss, as_loss, refuse_uncut
 from .loss import Loss
 from .model_settings import multiply_in_float8, set_up_own
 from .own.code import OwnCode, call_own, check_keywords, own_code, refused
 from .own.module import OwnConfig, OwnFamily
 from .run_data import open_data
+from .samples import Samples
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class OwnParts:
             return
         loss = as_loss(self.loss, ParallelState.stand_in(layout))
         refuse_uncut(loss, layout)
+        _check_dims(self.samples, loss.sequence, "loss.module")
         for name in loss.sequence.keys() & self.samples.keys():
             dim = loss.sequence[name]
             if (length := self.samples[name].shape[dim]) != self.length:
@@ -80,7 +83,7 @@ def own_parts(
         name: torch.empty((rows.micro_batch, *x.shape), dtype=x.dtype, device="meta")
         for name, x in first.items()
     }
-    _check_taken(family.on_meta(config), samples)
+    _check_taken(family.on_meta(config), samples, "data")
     assert recipe.loss is not None
     code = {
         "model.arguments": config.arguments,
@@ -112,29 +115,68 @@ def own_loss(recipe: Recipe) -> Any:
     if isinstance(entry, Loss):
         if arguments:
             raise BadInput("recipe", key, expected="none for an object", found=", ".join(arguments))
+        if isinstance(entry, FunctionLoss):
+            _check_called(entry.function, {})
         return entry
     if not callable(entry) or isinstance(entry, type):
         kind = entry.__name__ if isinstance(entry, type) else type(entry).__name__
         expected = "a Loss, a class of it, or a function of (output, samples)"
         raise BadInput("recipe", "loss.module", expected=expected, found=kind)
     check_keywords(code, arguments, key)
+    _check_called(entry, arguments)
     return partial(entry, **arguments) if arguments else entry
 
 
-def _check_taken(model: nn.Module, samples: Mapping[str, Tensor]) -> None:
-    """Refuse data without a sample that the module's forward asks for by name."""
-    parameters = inspect.signature(model.forward).parameters.values()
+def _check_called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Refuse a loss that cannot be called with an output, samples and these arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # not known to Python
+        return
+    shown = f"{getattr(function, '__name__', type(function).__name__)}{signature}"
+    state = {"state": None} if "state" in signature.parameters else {}
+    try:
+        signature.bind_partial(None, None)
+    except TypeError:
+        expected = "a function of (output, samples)"
+        raise BadInput("recipe", "loss.module", expected=expected, found=shown) from None
+    try:
+        signature.bind(None, None, **{**arguments, **state})
+    except TypeError as error:
+        raise BadInput("recipe", "loss.arguments", expected=f"those of {shown}", found=error) from None
+
+
+def _check_taken(model: nn.Module, samples: Mapping[str, Tensor], key: str) -> None:
+    """Refuse data without a sample that the module's forward asks for."""
+    parameters = [*inspect.signature(model.forward).parameters.values()]
+    first = getattr(model, "first_input", None)
+    if first is not None and parameters and parameters[0].kind is not inspect.Parameter.KEYWORD_ONLY:
+        del parameters[0]  # given without its name
     asked = [
         parameter.name
         for parameter in parameters
-        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and parameter.default is parameter.empty
     ]
-    first = getattr(model, "first_input", None)
-    for name in [*asked, *([] if first is None else [first])]:
+    for name in [*([] if first is None else [first]), *asked]:
         if name not in samples:
             todo = "The keywords of forward name the samples that it is given"
             expected, actual = f"a sample {name}, which the model's forward takes", ", ".join(samples)
-            raise BadInput("recipe", "data", expected=expected, found=actual, todo=todo)
+            raise BadInput("recipe", key, expected=expected, found=actual, todo=todo)
+
+
+def _check_dims(samples: Mapping[str, Tensor], dims: Mapping[str, int], key: str) -> None:
+    """Refuse a dim of the sequence that a sample lacks."""
+    for name in dims.keys() & samples.keys():
+        dim, count = dims[name], samples[name].ndim
+        if type(dim) is not int or not -count <= dim < count:
+            raise BadInput("recipe", key, expected=f"a dim of {name}, which has {count}", found=repr(dim))
+
+
+def check_held_out(parts: OwnParts, family: Family, config: ModelConfig, rows: Samples) -> None:
+    """Refuse held-out data without a sample that the module's forward asks for. ``rows``: some of them."""
+    _check_taken(family.on_meta(config), rows, "evaluation")
+    _check_dims(rows, getattr(parts.loss, "sequence", {}), "evaluation")
 
 
 def _check_exchange(

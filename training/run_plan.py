@@ -28,7 +28,7 @@ from ..storage.remote_folder import RemoteFolder
 from ..system.addresses import file_in
 from .lora import plan_adapters
 from .own.module import own_family
-from .own_parts import OwnParts, own_parts
+from .own_parts import OwnParts, check_held_out, own_parts
 from .parameter_groups import assign, freeze, names_of
 from .run_data import HeldOut, open_data, open_held_out, tokenizer_of
 from .stage_cut import StageCut, cut_stages
@@ -197,6 +197,10 @@ def check_run(recipe: Recipe) -> RunPlan:
     if isinstance(batches, GlobalBatches):
         check_vocabulary(batches.vocab_size, planned.config.vocab_size, "recipe: data.tokens")
     held_out = open_held_out(recipe, planned.config.vocab_size)
+    if planned.own is not None and held_out is not None:
+        rows = held_out.batches.rows(0, range(1))
+        named = rows if isinstance(rows, dict) else rows.samples()
+        check_held_out(planned.own, planned.family, planned.config, named)
     if recipe.model.init_from is None and recipe.model.tokenizer is None:
         planned = replace(planned, companions=tokenizer_of(batches))
     attention = attention_calls(

@@ -394,6 +394,11 @@ class Net(nn.Module):
         if dim > 9: raise RuntimeError("too wide")
         self.net = nn.Linear(dim, dim)
     def forward(self, *, x): return self.net(x)
+class Plain(Net):
+    def forward(self, x): return self.net(x)
+class First(Net):
+    first_input = "y"
+    def forward(self, h, x): return self.net(h)
 class Rows:
     def __init__(self, kind="good"): self.kind = kind
     def __len__(self): return 0 if self.kind == "empty" else 4
@@ -405,6 +410,11 @@ class Rows:
         return {"y" if self.kind == "other" else "x": torch.zeros(4, 4)}
 def total(output, samples): return output.sum(), output.numel()
 cut = FunctionLoss(total, sequence={"x": 1})
+deep = FunctionLoss(total, sequence={"x": 3})
+word = FunctionLoss(total, sequence={"x": "1"})
+def weighted(output, samples, weight): return weight * output.sum(), output.numel()
+def alone(output): return output.sum(), output.numel()
+short = FunctionLoss(alone)
 class NoLoss: pass
 number = 3
 """
@@ -428,7 +438,7 @@ def own(why, says, call=None, **changes):
         return made
 
     def refuse(folder):
-        checked = plan(parse_recipe(raw(folder)))
+        checked = check_run(parse_recipe(raw(folder)))
         assert checked.own is not None
         checked.own.items.rows(0, range(4))
 
@@ -511,6 +521,56 @@ test_what_a_recipe_of_ones_own_cannot_say = refusals(
         "a sample that is missing",
         "data: expected a sample x, which the model's forward takes, found y",
         data={"arguments": {"kind": "other"}},
+    ),
+    own(
+        "a sample that is missing without a bare star",
+        "data: expected a sample x, which the model's forward takes, found y",
+        model={"module": "FILE:Plain"},
+        data={"arguments": {"kind": "other"}},
+    ),
+    own(
+        "a first input that is missing",
+        "data: expected a sample y, which the model's forward takes, found x",
+        model={"module": "FILE:First"},
+    ),
+    own(
+        "held-out items without a sample",
+        "evaluation: expected a sample x, which the model's forward takes, found y",
+        evaluation={"module": "FILE:Rows", "arguments": {"kind": "other"}, "samples": 4},
+    ),
+    own(
+        "a loss without its argument",
+        r"loss.arguments: expected those of weighted\(output, samples, weight\), found missing .*'weight'",
+        loss={"module": "FILE:weighted"},
+    ),
+    own(
+        "an argument in the output's place",
+        r"loss.arguments: expected those of weighted.* found multiple values for argument 'output'",
+        loss={"module": "FILE:weighted", "arguments": {"output": 1, "weight": 2}},
+    ),
+    own(
+        "a loss of the output alone",
+        r"loss.module: expected a function of \(output, samples\), found alone\(output\)",
+        loss={"module": "FILE:alone"},
+    ),
+    own(
+        "the function of an object",
+        r"loss.module: expected a function of \(output, samples\), found alone\(output\)",
+        loss={"module": "FILE:short"},
+    ),
+    own(
+        "a dim that the sample lacks",
+        r"loss.module: expected a dim of x, which has 3, found 3",
+        layout={"context": 2},
+        data={"sequence_length": 4},
+        loss={"module": "FILE:deep"},
+    ),
+    own(
+        "a dim that is no number",
+        r"loss.module: expected a dim of x, which has 3, found '1'",
+        layout={"context": 2},
+        data={"sequence_length": 4},
+        loss={"module": "FILE:word"},
     ),
     own(
         "a list of arguments",
