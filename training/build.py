@@ -19,7 +19,7 @@ from ..layers import (
     set_auxiliary_losses,
 )
 from ..models import AdaptedFamily
-from ..parallel_state import ParallelState, dtype_named
+from ..parallel_state import ParallelState, dtype_named, seed_of
 from ..parallel_state.engine import accelerator
 from ..recipes.checks import decay_steps, without_effect
 from ..recipes.recipe import Recipe
@@ -197,7 +197,11 @@ def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> Any:
         made = family.build(plan.config, split=recipe.split, state=state, dtype=master)
         if state.mesh is not None and needs_memory(made):
             resting = resting_device(state, offload=recipe.memory.offload)
-            made = family.build(plan.config, split=recipe.split, state=state, dtype=master, device=resting)
+            with accelerator.fork_random(state.device):  # what a constructor draws follows the seed
+                torch.manual_seed(seed_of(recipe.seed, "module"))
+                made = family.build(
+                    plan.config, split=recipe.split, state=state, dtype=master, device=resting
+                )
         set_up_own(made, recipe, plan.groups)
         return made
     if isinstance(family, AdaptedFamily):

@@ -174,6 +174,31 @@ def test_what_a_constructor_computes_is_there(tmp_path):
     assert losses(tmp_path / "buffer") == losses(tmp_path / "number")
 
 
+def losses_after_numbers(raw, count):
+    """Train in a process that has drawn so many random numbers before."""
+    before = torch.random.get_rng_state()
+    torch.manual_seed(count)
+    steps = run_recipe(raw)
+    torch.random.set_rng_state(before)
+    return [step.loss for step in steps]
+
+
+def test_what_a_constructor_draws_follows_the_seed(tmp_path):
+    text = (EXAMPLES / "vit_plain.py").read_text()
+    line = "self.register_buffer('factor', torch.rand(1) + 1, persistent=False)"
+    file = tmp_path / "drawn.py"
+    changed = text.replace("        self.patch, count", f"        {line}\n        self.patch, count")
+    file.write_text(changed.replace("self.head(x[:, 0])", "self.head(x[:, 0]) * self.factor"))
+    own = {"model": {"module": f"{file}:ViT"}, "loss": {"module": f"{file}:loss"}, "steps": 1}
+    first, second, third = (
+        run_parallel(
+            losses_after_numbers, 1, recipe("vit", tmp_path, f"drawn-{number}", **own, seed=seed), number
+        )[0]
+        for number, seed in enumerate((3, 3, 4))
+    )
+    assert first == second != third
+
+
 @pytest.mark.parametrize(
     "layout", [{}, {"data": 2, "zero": 3}, PIPELINE, {"pipeline": 2, "schedule": "zbv"}], ids=str
 )
