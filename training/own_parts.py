@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.batches import GlobalBatches
 from ..data.items import ItemBatches
 from ..layers import find_blocks
 from ..models import Family, ModelConfig
-from ..parallel_state import BadInput, Layout, ParallelState
+from ..parallel_state import BadInput, Layout, MachineFailed, ParallelState
 from ..pipeline import Stages
 from ..recipes.optimizer_sections import ParameterGroup
 from ..recipes.recipe import Recipe
@@ -73,12 +74,14 @@ def own_parts(
 ) -> OwnParts:
     """Make the recipe's loss and data sets; ``BadInput`` for those that do not fit the module."""
     rows, loss, items = recipe.data, own_loss(recipe), None
-    text = ["input_ids", "labels"] + ["positions"] * (rows.documents == "separate")
-    first = {name: torch.empty(rows.sequence_length, dtype=torch.int64, device="meta") for name in text}
+    first: Mapping[str, Tensor]
     if rows.module is not None:
         made = open_data(recipe)
         assert isinstance(made, ItemBatches)
         items, first = made, made.first
+    else:
+        text = ["input_ids", "labels"] + ["positions"] * _packed(recipe)
+        first = {name: torch.empty(rows.sequence_length, dtype=torch.int64, device="meta") for name in text}
     samples = {
         name: torch.empty((rows.micro_batch, *x.shape), dtype=x.dtype, device="meta")
         for name, x in first.items()
@@ -98,6 +101,16 @@ def own_parts(
             multiply_in_float8(model, recipe, state)
 
     return OwnParts(loss, samples, items, rows.sequence_length, code, set_up)
+
+
+def _packed(recipe: Recipe) -> bool:
+    """Tell whether rows of tokens have positions: those of a chat set always do."""
+    try:
+        opened = open_data(recipe)
+    except (BadInput, MachineFailed):  # a plan needs no token file; check_run refuses it
+        return recipe.data.documents == "separate"
+    assert isinstance(opened, GlobalBatches)
+    return opened.packed
 
 
 def _shown(code: OwnCode) -> str:

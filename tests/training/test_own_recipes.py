@@ -8,11 +8,13 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from support.refusals import Refused, refusal_of, refusals
 from support.short_runs import losses, run_and_listen, run_recipe, train, whole_tensors, write_recipe
+from support.token_files import write_token_file
 from trilith.cli.app import run
 from trilith.data.batches import GlobalBatches, Mixture
 from trilith.data.items import ItemBatches
@@ -172,6 +174,37 @@ def test_what_a_constructor_computes_is_there(tmp_path):
         module = {"model": {"module": f"{file}:ViT"}, "loss": {"module": f"{file}:loss"}, "steps": 1}
         train(recipe("vit", tmp_path, name, **module))
     assert losses(tmp_path / "buffer") == losses(tmp_path / "number")
+
+
+PLACED = """
+from latent_parallel import Decoder, loss
+class Placed(Decoder):
+    def forward(self, *, input_ids, positions):
+        assert positions.shape == input_ids.shape
+        return super().forward(input_ids=input_ids)
+"""
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_module_may_take_the_positions_of_packed_rows(chat, tmp_path):
+    """A chat set always has them, running text with documents = "separate"."""
+    (tmp_path / "placed.py").write_text(PLACED)
+    sys.path.append(str(EXAMPLES))
+    documents = [np.arange(n, n + 9) for n in range(40)]
+    targets = [np.ones(9, dtype=np.uint8)] * len(documents) if chat else None
+    write_token_file(tmp_path / "chat", documents, targets, vocab_size=97)
+    own = {
+        key: {"module": f"{tmp_path / 'placed.py'}:{name}"}
+        for key, name in (("model", "Placed"), ("loss", "loss"))
+    }
+    raw = recipe("latent", tmp_path, steps=1, data={"tokens": str(tmp_path / "chat")}, **own)
+    if not chat:
+        words = refusal_of(lambda: plan(parse_recipe(raw)))
+        assert "expected a sample positions, which the model's forward takes" in words
+        raw["data"]["documents"] = "separate"
+    assert "positions" in plan(parse_recipe(raw)).own.samples
+    (step,) = train(raw)
+    assert math.isfinite(step.loss)
 
 
 def losses_after_numbers(raw, count):
