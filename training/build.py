@@ -29,11 +29,11 @@ from .adamw import make_adamw
 from .callbacks import Callback, ModelFlops, StepLines, Traces
 from .evaluation import Evaluation, Evaluator
 from .learning_rate import Schedule, scaled_rate
-from .model_settings import multiply_in_float8, set_up_own
 from .own.module import OwnFamily, needs_memory
+from .own_parts import set_up_own
 from .parameter_groups import freeze
 from .parameter_norms import NormLog
-from .precision import Precision
+from .precision import Precision, multiply_in_float8
 from .run_plan import Plan, RunPlan, flops_of
 from .skipped_updates import LossScale, Spikes
 from .step import Step

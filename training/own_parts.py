@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..data.batches import GlobalBatches
 from ..data.items import ItemBatches
-from ..layers import find_blocks
+from ..layers import find_blocks, set_attention_backend
 from ..models import Family, ModelConfig
 from ..parallel_state import BadInput, Layout, MachineFailed, ParallelState
 from ..pipeline import Stages
@@ -25,9 +25,10 @@ from ..simulation.recorder import Recorder
 from ..simulation.without_numbers import shapes_only
 from .function_loss import FunctionLoss, as_loss, refuse_uncut
 from .loss import Loss
-from .model_settings import multiply_in_float8, set_up_own
 from .own.code import OwnCode, call_own, check_keywords, own_code, refused
 from .own.module import OwnConfig, OwnFamily
+from .parameter_groups import freeze
+from .precision import multiply_in_float8
 from .run_data import open_data
 from .samples import Samples
 
@@ -115,6 +116,12 @@ def _packed(recipe: Recipe) -> bool:
 
 def _shown(code: OwnCode) -> str:
     return f"{code.name.rpartition(':')[2]} of a file with SHA-256 {code.digest}"
+
+
+def set_up_own(model: nn.Module, recipe: Recipe, groups: Mapping[str, ParameterGroup]) -> None:
+    """Freeze what the recipe's groups say, and choose the attention, of a user's module; in place."""
+    freeze(model, groups)
+    set_attention_backend(model, recipe.attention_backend)
 
 
 def own_loss(recipe: Recipe) -> Any:

@@ -2,7 +2,7 @@
 user's own code, and refuse a checkpoint or a rank of another run.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from .run_plan import RunPlan
 
 def identity_of_run(recipe: Recipe, plan: RunPlan) -> dict[str, Any]:
     """Return what determines the order of samples, besides the step, and what a user's own code is."""
-    own = {} if plan.own is None else plan.own.code
-    return own | {
+    own: Mapping[str, str] = {} if plan.own is None else plan.own.code
+    return {
+        **own,
         "fingerprint": plan.batches.fingerprint,
         "sequence_length": recipe.data.sequence_length,
         "global_batch": recipe.data.global_batch,
@@ -42,7 +43,7 @@ def check_progress(
     if not progress.data:  # of another project, converted
         say(f"{newest} states no data: the samples are those of step {progress.step} here")
         return
-    own = {} if plan.own is None else plan.own.code
+    own: Mapping[str, str] = {} if plan.own is None else plan.own.code
     for key, value in identity_of_run(recipe, plan).items():
         stored = progress.data.get(key)
         if stored == value or (key in own and stored is None):  # of a run before this was kept
