@@ -69,10 +69,10 @@ def check_ranks_alike(recipe: Recipe, plan: RunPlan, state: ParallelState) -> No
     first, *others = together(lambda: facts, state)
     for rank, other in enumerate(others, start=1):
         for key, value in first.items():
-            if other[key] != value:
+            if other.get(key) != value:
                 raise BadInput(
                     "recipe", key, expected=f"{value}, the same on every rank",
-                    found=f"rank {rank}: {other[key]}",
+                    found=f"rank {rank}: {other.get(key)}",
                     todo="Copy the files of one host to all, or name them in a folder that all share",
                 )  # fmt: skip
 
