@@ -90,7 +90,8 @@ class Source:
 
     @property
     def model_config(self) -> ModelConfig:
-        """Return the config of a model of the zoo."""
+        """Return the config of a model of the zoo; ``BadInput`` as ``family``."""
+        _ = self.family
         return cast(ModelConfig, self.described.config)
 
     @property

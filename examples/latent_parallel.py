@@ -68,11 +68,11 @@ class Decoder(nn.Module):
         return self.head(self.norm(x)) if stage.last else x
 
 
-def loss(logits: Tensor, samples: dict[str, Tensor], *, state: ParallelState) -> tuple[Tensor, int]:
-    """Return the sum over the tokens, and how many they are."""
+def loss(logits: Tensor, samples: dict[str, Tensor], *, state: ParallelState) -> tuple[Tensor, Tensor]:
+    """Return the sum over the tokens that have a label, and how many they are."""
     labels = samples["labels"]
     losses = tl.vocab_parallel_cross_entropy(logits, labels, 97, state=state)
-    return losses.sum(), labels.numel()
+    return losses.sum(), (labels != -100).sum()
 
 
 cut_loss = FunctionLoss(loss, sequence={"input_ids": 1, "labels": 1})

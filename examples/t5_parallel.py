@@ -94,8 +94,8 @@ class T5(nn.Module):
         return self.head(self.norm(y)) if stage.last else (x, y, bias)
 
 
-def loss(logits: Tensor, samples: dict[str, Tensor], *, state: ParallelState) -> tuple[Tensor, int]:
-    """Return the sum over the tokens, and how many they are."""
+def loss(logits: Tensor, samples: dict[str, Tensor], *, state: ParallelState) -> tuple[Tensor, Tensor]:
+    """Return the sum over the tokens that have a label, and how many they are."""
     labels = samples["labels"]
     losses = tl.vocab_parallel_cross_entropy(logits, labels, 31, state=state)
-    return losses.sum(), labels.numel()
+    return losses.sum(), (labels != -100).sum()

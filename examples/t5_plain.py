@@ -86,8 +86,8 @@ class T5(nn.Module):
         return self.head(self.norm(y))
 
 
-def loss(logits: Tensor, samples: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """Return the sum over the tokens, and how many they are."""
+def loss(logits: Tensor, samples: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the sum over the tokens that have a label, and how many they are."""
     labels = samples["labels"]
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    return losses.sum(), labels.numel()
+    return losses.sum(), (labels != -100).sum()

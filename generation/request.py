@@ -65,8 +65,8 @@ def prepare(request: Request, layout: Layout) -> Prepared:
         raise BadInput("generate", "--stop", expected="text that ends a continuation", found="none")
     first = own_rank() == 0
     source, adapter = with_adapter(read_source(request.source, whole=first), request.adapter, whole=first)
-    tokenizer = load_tokenizer(request.tokenizer or source.path)
     config = source.model_config
+    tokenizer = load_tokenizer(request.tokenizer or source.path)
     check_vocabulary(tokenizer.vocab_size, config.vocab_size, request.tokenizer or source.path)
     (adapter or source).family.declarations(config, layout)  # refuses a layout that cannot cut the model
     dtype_named(request.dtype, "generate", "--dtype")

@@ -17,8 +17,9 @@ from ..recipes.recipe import Recipe, with_overrides
 from ..runs.launch import device_here
 from ..simulation.model_flops import TokenFlops, parameters_of
 from ..system.addresses import can_be_read
-from ..training.build import model_on_meta, multiply_in_float8
+from ..training.build import model_on_meta
 from ..training.lora import recipe_shape
+from ..training.precision import multiply_in_float8
 from ..training.run_data import out_of_reach
 from ..training.run_plan import Plan, flops_of, loss_chunk_of, plan
 from ..training.stage_cut import StageCut

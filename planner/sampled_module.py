@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -74,7 +74,7 @@ class SampledModule:
         if key not in self._costs:
             model, outputs = self._model(work.state, split), self.outputs(work, split)
             if mode != "none":  # in place, so of a model of its own
-                model = self.family.build(self.config, split=self._stated(split), state=work.state)
+                model = self._made(work.state, split)
                 keeps = work.layout.context == 1
                 blocks = numbered_blocks(model).items()
                 checkpoint_blocks(blocks, mode, interval=interval, keep_attention=keeps)
@@ -92,7 +92,7 @@ class SampledModule:
         with weights.
         """
         work = Work(ParallelState.alone(), 1, sequence_length, 1, 1, fused=False)
-        model = cast(nn.Module, self.family.on_meta(self.config))
+        model = self._made(work.state, None)
         (stage,) = module_stages(work, model, self.own.samples, self.own.loss)
         (piece,) = stage.beside.parts
         figures = piece.matrices, piece.other, piece.trained
@@ -109,9 +109,14 @@ class SampledModule:
     def _model(self, state: ParallelState, split: Sequence[int] | None) -> nn.Module:
         key = self._cut(state, split)
         if key not in self._models:
-            made = self.family.build(self.config, split=self._stated(split), state=state)
-            self._models[key] = made
+            self._models[key] = self._made(state, split)
         return self._models[key]
+
+    def _made(self, state: ParallelState, split: Sequence[int] | None) -> nn.Module:
+        """Make the stages of a rank, set up as the recipe says."""
+        model: nn.Module = self.family.build(self.config, split=self._stated(split), state=state)
+        self.own.set_up(model, state)
+        return model
 
     def _stated(self, split: Sequence[int] | None) -> Sequence[int] | None:
         """Return the split for a class that takes one; others cut themselves, as the split says."""

@@ -16,12 +16,10 @@ from ..layers import (
     compile_blocks,
     numbered_blocks,
     routers,
-    set_attention_backend,
     set_auxiliary_losses,
-    use_float8,
 )
 from ..models import AdaptedFamily
-from ..parallel_state import BadInput, ParallelState, dtype_named
+from ..parallel_state import ParallelState, dtype_named, seed_of
 from ..parallel_state.engine import accelerator
 from ..recipes.checks import decay_steps, without_effect
 from ..recipes.recipe import Recipe
@@ -32,9 +30,10 @@ from .callbacks import Callback, ModelFlops, StepLines, Traces
 from .evaluation import Evaluation, Evaluator
 from .learning_rate import Schedule, scaled_rate
 from .own.module import OwnFamily, needs_memory
+from .own_parts import set_up_own
 from .parameter_groups import freeze
 from .parameter_norms import NormLog
-from .precision import Precision
+from .precision import Precision, multiply_in_float8
 from .run_plan import Plan, RunPlan, flops_of
 from .skipped_updates import LossScale, Spikes
 from .step import Step
@@ -139,7 +138,8 @@ def measurements(
         callbacks.append(NormLog(interval=watch.norms, activations=watch.activation_norms, track=track))
     callbacks.append(Traces(watch.trace_steps, watch.trace_ranks))
     if recipe.evaluation is not None and plan.held_out is not None:
-        callbacks.append(Evaluation(Evaluator(step, plan.held_out), interval=recipe.evaluation.every))
+        evaluate = Evaluator(step, plan.held_out, named=plan.own is not None)
+        callbacks.append(Evaluation(evaluate, interval=recipe.evaluation.every))
     return callbacks
 
 
@@ -197,9 +197,12 @@ def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> Any:
         made = family.build(plan.config, split=recipe.split, state=state, dtype=master)
         if state.mesh is not None and needs_memory(made):
             resting = resting_device(state, offload=recipe.memory.offload)
-            made = family.build(plan.config, split=recipe.split, state=state, dtype=master, device=resting)
-        freeze(made, plan.groups)
-        set_attention_backend(made, recipe.attention_backend)
+            with accelerator.fork_random(state.device):  # what a constructor draws follows the seed
+                torch.manual_seed(seed_of(recipe.seed, "module"))
+                made = family.build(
+                    plan.config, split=recipe.split, state=state, dtype=master, device=resting
+                )
+        set_up_own(made, recipe, plan.groups)
         return made
     if isinstance(family, AdaptedFamily):
         frozen = dtype_named(recipe.compute_dtype)
@@ -209,20 +212,6 @@ def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> Any:
     freeze(model, plan.groups)
     model.pin_attention(recipe.attention_backend)
     return model
-
-
-def multiply_in_float8(model: nn.Module, recipe: Recipe, state: ParallelState) -> list[str]:
-    """Let the blocks' linears multiply in float8, in place; return the names of the weights that do not fit.
-
-    Raises ``BadInput`` for a GPU that has no float8.
-    """
-    scaling, device = recipe.float8_scaling or "tensorwise", state.device
-    if accelerator.is_accelerator(device):
-        needed, capability = (9, 0) if scaling == "rowwise" else (8, 9), accelerator.capability(device)
-        if capability < needed:
-            expected = "a GPU of compute capability {}.{} or later with float8".format(*needed)
-            raise BadInput("recipe", "compute", expected=expected, found="{}.{}".format(*capability))
-    return use_float8(model, scaling)
 
 
 def spare_memory(model: Any, memory: MemorySection, loss_chunk: int, state: ParallelState) -> None:

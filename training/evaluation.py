@@ -28,16 +28,17 @@ class Evaluator:
 
     The result is equal on every rank. There is no gradient, no dropout and no label smoothing, and torch's
     random state does not change. If the number of samples is not a multiple of the data ranks, the last ranks
-    get additional rows that do not count.
+    get additional rows that do not count; ``open_held_out`` has none for a user's loss. ``named``: the loss
+    takes tensors by name, as of ``MicroBatches``.
     """
 
-    def __init__(self, step: Step, held_out: HeldOut) -> None:
-        self.step, self.held_out, self.state = step, held_out, step.state
+    def __init__(self, step: Step, held_out: HeldOut, *, named: bool = False) -> None:
+        self.step, self.held_out, self.state, self.named = step, held_out, step.state, named
 
     def __call__(self) -> float:
         held_out, size, batches = self.held_out, self.step.micro_batch, self.held_out.batches
         share = piece_of(batches.global_batch, self.state.data_index, self.state.layout.data)
-        if self.step.loss.count_labels is None:  # a user's loss, which takes tensors by name
+        if self.named:
             rows = self._rows(share)
             return float(self.step.evaluate(rows if isinstance(rows, dict) else rows.samples()).loss)
         assert isinstance(batches, GlobalBatches)

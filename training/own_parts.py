@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,19 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.batches import GlobalBatches
 from ..data.items import ItemBatches
-from ..layers import find_blocks
-from ..parallel_state import BadInput, Layout, ParallelState
+from ..layers import find_blocks, set_attention_backend
+from ..models import Family, ModelConfig
+from ..parallel_state import BadInput, Layout, MachineFailed, ParallelState
 from ..pipeline import Stages
+from ..recipes.optimizer_sections import ParameterGroup
 from ..recipes.recipe import Recipe
 from ..simulation.micro_batch import MicroBatch
 from ..simulation.recorder import Recorder
 from ..simulation.without_numbers import shapes_only
-from .function_loss import as_loss, refuse_uncut
+from .function_loss import FunctionLoss, as_loss, refuse_uncut
 from .loss import Loss
-from .own.code import call_own, check_keywords, own_code, refused
+from .own.code import OwnCode, call_own, check_keywords, own_code, refused
 from .own.module import OwnConfig, OwnFamily
+from .parameter_groups import freeze
+from .precision import multiply_in_float8
 from .run_data import open_data
+from .samples import Samples
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,10 @@ class OwnParts:
     items: ItemBatches | None
     #: What the recipe says of the tokens in a row.
     length: int
+    #: What module and loss are, by key of the recipe: their arguments, and the digests of their files.
+    code: Mapping[str, str]
+    #: Sets in the module, for a state, what the recipe says of it: what is frozen, and how it multiplies.
+    set_up: Callable[[nn.Module, ParallelState], None]
     #: What a planner has found out about the module and its loss, by layout.
     known: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -50,6 +61,7 @@ class OwnParts:
             return
         loss = as_loss(self.loss, ParallelState.stand_in(layout))
         refuse_uncut(loss, layout)
+        _check_dims(self.samples, loss.sequence, "loss.module")
         for name in loss.sequence.keys() & self.samples.keys():
             dim = loss.sequence[name]
             if (length := self.samples[name].shape[dim]) != self.length:
@@ -58,21 +70,58 @@ class OwnParts:
         _check_exchange(family, config, layout, self.samples, loss.sequence)
 
 
-def own_parts(recipe: Recipe, family: OwnFamily, config: OwnConfig) -> OwnParts:
+def own_parts(
+    recipe: Recipe, family: OwnFamily, config: OwnConfig, groups: Mapping[str, ParameterGroup]
+) -> OwnParts:
     """Make the recipe's loss and data sets; ``BadInput`` for those that do not fit the module."""
     rows, loss, items = recipe.data, own_loss(recipe), None
-    text = ["input_ids", "labels"] + ["positions"] * (rows.documents == "separate")
-    first = {name: torch.empty(rows.sequence_length, dtype=torch.int64, device="meta") for name in text}
+    first: Mapping[str, Tensor]
     if rows.module is not None:
         made = open_data(recipe)
         assert isinstance(made, ItemBatches)
         items, first = made, made.first
+    else:
+        text = ["input_ids", "labels"] + ["positions"] * _packed(recipe)
+        first = {name: torch.empty(rows.sequence_length, dtype=torch.int64, device="meta") for name in text}
     samples = {
         name: torch.empty((rows.micro_batch, *x.shape), dtype=x.dtype, device="meta")
         for name, x in first.items()
     }
-    _check_taken(family.on_meta(config), samples)
-    return OwnParts(loss, samples, items, rows.sequence_length)
+    _check_taken(family.on_meta(config), samples, "data")
+    assert recipe.loss is not None
+    code = {
+        "model.arguments": config.arguments,
+        "model.module": _shown(family.code),
+        "loss.arguments": json.dumps(recipe.loss.arguments, sort_keys=True, default=str),
+        "loss.module": _shown(own_code(recipe.loss.module, "loss.module")),
+    }
+
+    def set_up(model: nn.Module, state: ParallelState) -> None:
+        set_up_own(model, recipe, groups)
+        if recipe.compute == "float8":
+            multiply_in_float8(model, recipe, state)
+
+    return OwnParts(loss, samples, items, rows.sequence_length, code, set_up)
+
+
+def _packed(recipe: Recipe) -> bool:
+    """Tell whether rows of tokens have positions: those of a chat set always do."""
+    try:
+        opened = open_data(recipe)
+    except (BadInput, MachineFailed):  # a plan needs no token file; check_run refuses it
+        return recipe.data.documents == "separate"
+    assert isinstance(opened, GlobalBatches)
+    return opened.packed
+
+
+def _shown(code: OwnCode) -> str:
+    return f"{code.name.rpartition(':')[2]} of a file with SHA-256 {code.digest}"
+
+
+def set_up_own(model: nn.Module, recipe: Recipe, groups: Mapping[str, ParameterGroup]) -> None:
+    """Freeze what the recipe's groups say, and choose the attention, of a user's module; in place."""
+    freeze(model, groups)
+    set_attention_backend(model, recipe.attention_backend)
 
 
 def own_loss(recipe: Recipe) -> Any:
@@ -86,29 +135,68 @@ def own_loss(recipe: Recipe) -> Any:
     if isinstance(entry, Loss):
         if arguments:
             raise BadInput("recipe", key, expected="none for an object", found=", ".join(arguments))
+        if isinstance(entry, FunctionLoss):
+            _check_called(entry.function, {})
         return entry
     if not callable(entry) or isinstance(entry, type):
         kind = entry.__name__ if isinstance(entry, type) else type(entry).__name__
         expected = "a Loss, a class of it, or a function of (output, samples)"
         raise BadInput("recipe", "loss.module", expected=expected, found=kind)
     check_keywords(code, arguments, key)
+    _check_called(entry, arguments)
     return partial(entry, **arguments) if arguments else entry
 
 
-def _check_taken(model: nn.Module, samples: Mapping[str, Tensor]) -> None:
-    """Refuse data without a sample that the module's forward asks for by name."""
-    parameters = inspect.signature(model.forward).parameters.values()
+def _check_called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Refuse a loss that cannot be called with an output, samples and these arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # not known to Python
+        return
+    shown = f"{getattr(function, '__name__', type(function).__name__)}{signature}"
+    state = {"state": None} if "state" in signature.parameters else {}
+    try:
+        signature.bind_partial(None, None)
+    except TypeError:
+        expected = "a function of (output, samples)"
+        raise BadInput("recipe", "loss.module", expected=expected, found=shown) from None
+    try:
+        signature.bind(None, None, **{**arguments, **state})
+    except TypeError as error:
+        raise BadInput("recipe", "loss.arguments", expected=f"those of {shown}", found=error) from None
+
+
+def _check_taken(model: nn.Module, samples: Mapping[str, Tensor], key: str) -> None:
+    """Refuse data without a sample that the module's forward asks for."""
+    parameters = [*inspect.signature(model.forward).parameters.values()]
+    first = getattr(model, "first_input", None)
+    if first is not None and parameters and parameters[0].kind is not inspect.Parameter.KEYWORD_ONLY:
+        del parameters[0]  # given without its name
     asked = [
         parameter.name
         for parameter in parameters
-        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and parameter.default is parameter.empty
     ]
-    first = getattr(model, "first_input", None)
-    for name in [*asked, *([] if first is None else [first])]:
+    for name in [*([] if first is None else [first]), *asked]:
         if name not in samples:
             todo = "The keywords of forward name the samples that it is given"
             expected, actual = f"a sample {name}, which the model's forward takes", ", ".join(samples)
-            raise BadInput("recipe", "data", expected=expected, found=actual, todo=todo)
+            raise BadInput("recipe", key, expected=expected, found=actual, todo=todo)
+
+
+def _check_dims(samples: Mapping[str, Tensor], dims: Mapping[str, int], key: str) -> None:
+    """Refuse a dim of the sequence that a sample lacks."""
+    for name in dims.keys() & samples.keys():
+        dim, count = dims[name], samples[name].ndim
+        if type(dim) is not int or not -count <= dim < count:
+            raise BadInput("recipe", key, expected=f"a dim of {name}, which has {count}", found=repr(dim))
+
+
+def check_held_out(parts: OwnParts, family: Family, config: ModelConfig, rows: Samples) -> None:
+    """Refuse held-out data without a sample that the module's forward asks for. ``rows``: some of them."""
+    _check_taken(family.on_meta(config), rows, "evaluation")
+    _check_dims(rows, getattr(parts.loss, "sequence", {}), "evaluation")
 
 
 def _check_exchange(

@@ -8,6 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ..layers import use_float8
+from ..parallel_state import BadInput, ParallelState
+from ..parallel_state.engine import accelerator
+from ..recipes.recipe import Recipe
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -56,3 +61,17 @@ def reduce_dtype(model: nn.Module) -> torch.dtype | None:
 def _stated_precision(model: nn.Module) -> Precision | None:
     precision = model.__dict__.get("precision")
     return precision if isinstance(precision, Precision) else None
+
+
+def multiply_in_float8(model: nn.Module, recipe: Recipe, state: ParallelState) -> list[str]:
+    """Let the blocks' linears multiply in float8, in place; return the names of the weights that do not fit.
+
+    Raises ``BadInput`` for a GPU that has no float8.
+    """
+    scaling, device = recipe.float8_scaling or "tensorwise", state.device
+    if accelerator.is_accelerator(device):
+        needed, capability = (9, 0) if scaling == "rowwise" else (8, 9), accelerator.capability(device)
+        if capability < needed:
+            expected = "a GPU of compute capability {}.{} or later with float8".format(*needed)
+            raise BadInput("recipe", "compute", expected=expected, found="{}.{}".format(*capability))
+    return use_float8(model, scaling)

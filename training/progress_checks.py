@@ -1,8 +1,8 @@
-"""State what a run's checkpoints have in common and what fixes the order of its samples, and refuse a
-checkpoint of another order.
+"""State what a run's checkpoints have in common and what fixes its numbers, the order of samples and the
+user's own code, and refuse a checkpoint or a rank of another run.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,16 @@ from torch import nn
 
 from ..checkpoints import Contents, Described, Progress, contents_of
 from ..parallel_state import BadInput, ParallelState
+from ..parallel_state.collective_errors import together
 from ..recipes.recipe import Recipe
 from .run_plan import RunPlan
 
 
-def sample_order(recipe: Recipe, plan: RunPlan) -> dict[str, Any]:
-    """Return what determines the order of samples, besides the step."""
+def identity_of_run(recipe: Recipe, plan: RunPlan) -> dict[str, Any]:
+    """Return what determines the order of samples, besides the step, and what a user's own code is."""
+    own: Mapping[str, str] = {} if plan.own is None else plan.own.code
     return {
+        **own,
         "fingerprint": plan.batches.fingerprint,
         "sequence_length": recipe.data.sequence_length,
         "global_batch": recipe.data.global_batch,
@@ -28,7 +31,9 @@ def sample_order(recipe: Recipe, plan: RunPlan) -> dict[str, Any]:
 def check_progress(
     recipe: Recipe, plan: RunPlan, newest: Path, progress: Progress, *, say: Callable[[str], None]
 ) -> None:
-    """Refuse to resume from ``newest`` with other samples, or with samples in another order."""
+    """Refuse to resume from ``newest`` with other samples, with samples in another order, or with other
+    arguments of a user's module; say what else of his own code has changed.
+    """
     if progress.step > recipe.steps:
         raise BadInput(
             "recipe", "steps", expected=f"at least {progress.step}, the step of {newest}",
@@ -38,12 +43,38 @@ def check_progress(
     if not progress.data:  # of another project, converted
         say(f"{newest} states no data: the samples are those of step {progress.step} here")
         return
-    for key, value in sample_order(recipe, plan).items():
-        if progress.data.get(key) != value:
+    own: Mapping[str, str] = {} if plan.own is None else plan.own.code
+    for key, value in identity_of_run(recipe, plan).items():
+        stored = progress.data.get(key)
+        if stored == value or (key in own and stored is None):  # of a run before this was kept
+            continue
+        if key == "model.arguments":
+            todo = "A resumed run cannot change its model: start a new run with model.init_from"
+            expected = f"{stored}, with which {newest} was trained"
+            raise BadInput("recipe", key, expected=expected, found=value, todo=todo)
+        if key in own:
+            say(f"{key}: {value}; up to step {progress.step} it was {stored}")
+        else:
             raise BadInput(
                 newest, f"data.{key}", expected=progress.data.get(key), found=value,
                 todo="Resume with the data that the run began with, or start a new run with init_from",
             )  # fmt: skip
+
+
+def check_ranks_alike(recipe: Recipe, plan: RunPlan, state: ParallelState) -> None:
+    """Refuse ranks with different copies of the data or of the user's own code. Collective."""
+    facts = identity_of_run(recipe, plan)
+    if plan.held_out is not None:
+        facts["evaluation.fingerprint"] = plan.held_out.batches.fingerprint
+    first, *others = together(lambda: facts, state)
+    for rank, other in enumerate(others, start=1):
+        for key, value in first.items():
+            if other.get(key) != value:
+                raise BadInput(
+                    "recipe", key, expected=f"{value}, the same on every rank",
+                    found=f"rank {rank}: {other.get(key)}",
+                    todo="Copy the files of one host to all, or name them in a folder that all share",
+                )  # fmt: skip
 
 
 def contents_of_run(plan: RunPlan, model: nn.Module, state: ParallelState) -> Contents:

@@ -48,17 +48,22 @@ def open_held_out(recipe: Recipe, vocab_size: int) -> HeldOut | None:
     if section.module is not None:
         items = _own(recipe, section, "evaluation", None, 1)
         samples = min(section.samples, items.samples)
-        if samples % unit:
-            raise BadInput(
-                "recipe", "evaluation.samples", found=samples,
-                expected=f"a multiple of data x micro_batch = {unit}, of {items.samples} items",
-            )  # fmt: skip
+        _check_whole(samples, unit, f"{items.samples} items")
         return HeldOut(items.resized(samples), samples)
     assert section.tokens is not None
     rows = _open(recipe, section.tokens, None, 1)
     check_vocabulary(rows.vocab_size, vocab_size, "recipe: evaluation.tokens")
     samples = min(section.samples, rows.samples)
+    if recipe.loss is not None:  # which would count the rows that fill up the last micro-batch
+        _check_whole(samples, unit, f"{rows.samples} rows")
     return HeldOut(rows.resized(-(-samples // unit) * unit), samples)
+
+
+def _check_whole(samples: int, unit: int, there: str) -> None:
+    """Refuse a number of held-out samples that is not one of whole micro-batches on each data rank."""
+    if samples % unit:
+        expected = f"a multiple of data x micro_batch = {unit}, of {there}"
+        raise BadInput("recipe", "evaluation.samples", expected=expected, found=samples)
 
 
 def out_of_reach(recipe: Recipe, vocab_size: int) -> list[str]:

@@ -28,7 +28,7 @@ from ..storage.remote_folder import RemoteFolder
 from ..system.addresses import file_in
 from .lora import plan_adapters
 from .own.module import own_family
-from .own_parts import OwnParts, own_parts
+from .own_parts import OwnParts, check_held_out, own_parts
 from .parameter_groups import assign, freeze, names_of
 from .run_data import HeldOut, open_data, open_held_out, tokenizer_of
 from .stage_cut import StageCut, cut_stages
@@ -130,7 +130,8 @@ def plan(recipe: Recipe) -> Plan:
 def _plan_own(recipe: Recipe) -> Plan:
     """Plan a run of the user's module that the recipe names."""
     layout, (family, config) = recipe.layout, own_family(recipe)
-    own = own_parts(recipe, family, config)
+    groups = assign(recipe.optimizer.groups, names_of(family, config))
+    own = own_parts(recipe, family, config, groups)
     family = replace(family, parts=own)
     family.check_layout(config, layout)
     if recipe.experts is not None:
@@ -139,8 +140,7 @@ def _plan_own(recipe: Recipe) -> Plan:
     folder = recipe.model.tokenizer
     return Plan(
         family, config, {}, [] if folder is None else tokenizer_files(Path(folder)),
-        groups=assign(recipe.optimizer.groups, names_of(family, config)),
-        cut=cut, loss_chunk=0, own=own,
+        groups=groups, cut=cut, loss_chunk=0, own=own,
     )  # fmt: skip
 
 
@@ -197,6 +197,10 @@ def check_run(recipe: Recipe) -> RunPlan:
     if isinstance(batches, GlobalBatches):
         check_vocabulary(batches.vocab_size, planned.config.vocab_size, "recipe: data.tokens")
     held_out = open_held_out(recipe, planned.config.vocab_size)
+    if planned.own is not None and held_out is not None:
+        rows = held_out.batches.rows(0, range(1))
+        named = rows if isinstance(rows, dict) else rows.samples()
+        check_held_out(planned.own, planned.family, planned.config, named)
     if recipe.model.init_from is None and recipe.model.tokenizer is None:
         planned = replace(planned, companions=tokenizer_of(batches))
     attention = attention_calls(

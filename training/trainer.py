@@ -35,7 +35,7 @@ from .build import build, choices, measurements
 from .callbacks import Callback, Callbacks, EventLog, MetricsLog, TrackerLog
 from .lora import first_adapters
 from .not_finite import find_first_non_finite
-from .progress_checks import check_progress, contents_of_run, sample_order
+from .progress_checks import check_progress, check_ranks_alike, contents_of_run, identity_of_run
 from .run_plan import RunPlan, agree_on_weights, check_run
 from .step_sums import StepResult
 from .update import Updated
@@ -69,6 +69,7 @@ class Trainer:
             recipe = recipe.on("cuda" if accelerator.is_accelerator(state.device) else "cpu")
         self.recipe, self.state = recipe, state
         self.plan = agree_on_weights(plan or check_run(recipe), recipe, state)
+        check_ranks_alike(recipe, self.plan, state)
         self.out, self.made = Path(recipe.out), time.monotonic()
         self.beat, self.signals = beat, signals or StopSignals()
         self.first = state.rank == 0
@@ -204,8 +205,8 @@ class Trainer:
         due = bool(interval) and done % interval == 0
         if done == stop or requests.stop or requests.save or due:
             self.at("save", done)
-            order = sample_order(self.recipe, self.plan)
-            saver.save(Progress(done, self.state.layout, order, self.update.remember()))
+            identity = identity_of_run(self.recipe, self.plan)
+            saver.save(Progress(done, self.state.layout, identity, self.update.remember()))
             self.switches.off(Switches.save)
         if requests.stop and done < stop:
             saver.wait()

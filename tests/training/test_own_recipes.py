@@ -2,22 +2,26 @@
 
 import difflib
 import json
+import math
 import random
 import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from support.refusals import Refused, refusal_of, refusals
-from support.short_runs import losses, train, whole_tensors, write_recipe
+from support.short_runs import losses, run_and_listen, run_recipe, train, whole_tensors, write_recipe
+from support.token_files import write_token_file
 from trilith.cli.app import run
 from trilith.data.batches import GlobalBatches, Mixture
 from trilith.data.items import ItemBatches
 from trilith.data.token_file import TokenFile
+from trilith.layers import IGNORE
 from trilith.machine.random_files import write_tokens
-from trilith.parallel_state import initialize
+from trilith.parallel_state import ParallelState, initialize
 from trilith.planner.dry_run import dry_run, work_of
 from trilith.planner.search import Worker
 from trilith.planner.search.choice import Choice
@@ -25,10 +29,11 @@ from trilith.planner.search.evaluate import Evaluator
 from trilith.planner.search.request import request_of
 from trilith.planner.time import machine_named
 from trilith.ranks import RankError
+from trilith.ranks.pool import run_parallel
 from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.sections import ModelSection
 from trilith.training.own.code import own_code
-from trilith.training.run_plan import plan
+from trilith.training.run_plan import check_run, plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 #: Of each example: the class, the loss, the data set or the length of rows of tokens.
@@ -176,6 +181,62 @@ def test_what_a_constructor_computes_is_there(tmp_path):
     assert losses(tmp_path / "buffer") == losses(tmp_path / "number")
 
 
+PLACED = """
+from latent_parallel import Decoder, loss
+class Placed(Decoder):
+    def forward(self, *, input_ids, positions):
+        assert positions.shape == input_ids.shape
+        return super().forward(input_ids=input_ids)
+"""
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_module_may_take_the_positions_of_packed_rows(chat, tmp_path):
+    """A chat set always has them, running text with documents = "separate"."""
+    (tmp_path / "placed.py").write_text(PLACED)
+    sys.path.append(str(EXAMPLES))
+    documents = [np.arange(n, n + 9) for n in range(40)]
+    targets = [np.ones(9, dtype=np.uint8)] * len(documents) if chat else None
+    write_token_file(tmp_path / "chat", documents, targets, vocab_size=97)
+    own = {
+        key: {"module": f"{tmp_path / 'placed.py'}:{name}"}
+        for key, name in (("model", "Placed"), ("loss", "loss"))
+    }
+    raw = recipe("latent", tmp_path, steps=1, data={"tokens": str(tmp_path / "chat")}, **own)
+    if not chat:
+        words = refusal_of(lambda: plan(parse_recipe(raw)))
+        assert "expected a sample positions, which the model's forward takes" in words
+        raw["data"]["documents"] = "separate"
+    assert "positions" in plan(parse_recipe(raw)).own.samples
+    (step,) = train(raw)
+    assert math.isfinite(step.loss)
+
+
+def losses_after_numbers(raw, count):
+    """Train in a process that has drawn so many random numbers before."""
+    before = torch.random.get_rng_state()
+    torch.manual_seed(count)
+    steps = run_recipe(raw)
+    torch.random.set_rng_state(before)
+    return [step.loss for step in steps]
+
+
+def test_what_a_constructor_draws_follows_the_seed(tmp_path):
+    text = (EXAMPLES / "vit_plain.py").read_text()
+    line = "self.register_buffer('factor', torch.rand(1) + 1, persistent=False)"
+    file = tmp_path / "drawn.py"
+    changed = text.replace("        self.patch, count", f"        {line}\n        self.patch, count")
+    file.write_text(changed.replace("self.head(x[:, 0])", "self.head(x[:, 0]) * self.factor"))
+    own = {"model": {"module": f"{file}:ViT"}, "loss": {"module": f"{file}:loss"}, "steps": 1}
+    first, second, third = (
+        run_parallel(
+            losses_after_numbers, 1, recipe("vit", tmp_path, f"drawn-{number}", **own, seed=seed), number
+        )[0]
+        for number, seed in enumerate((3, 3, 4))
+    )
+    assert first == second != third
+
+
 @pytest.mark.parametrize(
     "layout", [{}, {"data": 2, "zero": 3}, PIPELINE, {"pipeline": 2, "schedule": "zbv"}], ids=str
 )
@@ -224,6 +285,23 @@ def test_what_stages_send_is_planned_for_the_split_of_the_recipe(split, width, t
     assert evaluator.work(Choice(checked.layout)).sent[0] == 4 * width
 
 
+def test_frozen_groups_and_float8_are_planned(tmp_path):
+    """The parameters by their names, and the work of their gradients by what is left of it."""
+
+    def planned(**changes):
+        model = {"arguments": {"dim": 32}}
+        return dry_run(parse_recipe(recipe("vit", tmp_path, dtype="float32", model=model) | changes))
+
+    plain, model = planned(), own_code(f"{EXAMPLES / 'vit_parallel.py'}:ViT", "model.module").entry(dim=32)
+    frozen = planned(optimizer={"lr": 1e-2, "groups": [{"match": "blocks", "freeze": True}]})
+    still = sum(parameter.numel() for parameter in model.blocks.parameters())
+    assert frozen.rank.trained == plain.rank.trained - still
+    assert frozen.rank.memory.moments == plain.rank.memory.moments - 8 * still
+    assert frozen.rank.memory.gradients == plain.rank.memory.gradients - 4 * still
+    assert frozen.flops.trained < plain.flops.trained == frozen.flops.matrices
+    assert planned(compute="float8").rank.memory.block != planned(compute="bfloat16").rank.memory.block
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "most"),
@@ -247,6 +325,18 @@ def test_its_memory_is_that_of_a_simulated_step(layout, most, tokens):
     assert 0.98 < dry_run(checked, rank=1).rank.memory.total / peak < most
 
 
+def test_commands_that_compute_say_that_a_module_is_not_theirs(tokens, tmp_path, capsys):
+    out = str(tmp_path / "run")
+    train(recipe("latent", tokens, out, steps=1))
+    for words in (
+        ["evaluate", out, str(tokens / "tokens")],
+        ["generate", out, "--prompt", "ab"],
+        ["chat", out],
+    ):
+        assert run(words) == 2
+        assert "expected a model of the zoo, found a module's checkpoint" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_items_come_in_the_order_of_token_files(several, tmp_path):
     """Also mixed: by the same shares, each source in an order of its own, over the ends of epochs."""
@@ -264,6 +354,56 @@ def test_items_come_in_the_order_of_token_files(several, tmp_path):
         rows = items.rows(step, range(6))["n"]
         assert rows.tolist() == [list(pair) for pair in zip(sources.tolist(), numbers.tolist(), strict=True)]
         assert torch.equal(items.rows(step, range(2, 4))["n"], rows[2:4])
+
+
+@pytest.mark.parametrize("name", ["latent", "t5"])
+@pytest.mark.parametrize("form", ["plain", "parallel"])
+def test_a_token_without_a_label_is_not_counted(name, form):
+    """Padding and what a chat set does not teach."""
+    loss = own_code(f"{EXAMPLES / f'{name}_{form}.py'}:loss", "loss.module").entry
+    labels = torch.randint(31, (2, 6))
+    labels[1, 2:] = IGNORE
+    given = {} if form == "plain" else {"state": None}
+    total, count = loss(torch.zeros(2, 6, 97 if name == "latent" else 31), {"labels": labels}, **given)
+    assert count == 8 and float(total) == pytest.approx(8 * math.log(97 if name == "latent" else 31))
+
+
+def test_held_out_rows_are_whole_micro_batches(tokens, tmp_path):
+    """A loss of one's own would count the rows that fill up the last one."""
+    held_out = {"tokens": str(tokens / "tokens"), "samples": 5}
+    for layout, micro_batch in (({}, 4), ({"data": 2}, 1)):
+        raw = recipe("latent", tokens, layout=layout, data={"micro_batch": micro_batch}, evaluation=held_out)
+        words = refusal_of(lambda raw=raw: check_run(parse_recipe(raw)))
+        assert "evaluation.samples: expected a multiple of data x micro_batch" in words
+    raw["evaluation"]["samples"] = 4
+    assert check_run(parse_recipe(raw)).held_out.samples == 4
+
+
+COUNTING = """
+from trilith.training import Loss, Sums
+class Counting(Loss):
+    def __call__(self, output, samples, scales):
+        return Sums({"loss": output.double().square().sum() * scales["loss"]})
+    def count(self, samples):
+        return {"loss": len(next(iter(samples.values())))}
+    def count_labels(self, labels):
+        return {"loss": labels}
+"""
+
+
+@pytest.mark.parametrize("name", ["latent", "vit"])
+def test_a_loss_that_counts_labels_is_evaluated(name, tokens, tmp_path):
+    _, _, items = MODELS[name]
+    held_out = (
+        {"tokens": str(tokens / "tokens")}
+        if items is None
+        else {"module": f"{EXAMPLES / 'own_data.py'}:{items}"}
+    )
+    file = tmp_path / "counting.py"
+    file.write_text(COUNTING)
+    changes = {"loss": {"module": f"{file}:Counting"}, "evaluation": held_out | {"samples": 8}}
+    (step,) = train(recipe(name, tokens, f"counted-{name}", steps=1, **changes))
+    assert math.isfinite(step.evaluation_loss)
 
 
 def test_data_sets_are_mixed_each_with_its_arguments(tmp_path):
@@ -305,6 +445,43 @@ def test_a_run_does_not_go_on_with_data_of_a_changed_file(tmp_path):
         train(recipe("vit", tmp_path, **changes))
 
 
+def test_a_run_does_not_go_on_with_another_model(tokens, tmp_path):
+    """Of one shape: with other arguments it is refused, with changed code said."""
+    file = tmp_path / "latent.py"
+    file.write_text((EXAMPLES / "latent_parallel.py").read_text())
+    own = {"model": {"module": f"{file}:Decoder"}, "loss": {"module": f"{file}:cut_loss"}}
+    train(recipe("latent", tokens, "another", steps=2, stop_after=1, **own))
+    arguments = {"model": own["model"] | {"arguments": {"heads": 2}}}
+    with pytest.raises(RankError, match=r'recipe: model\.arguments: expected {}, .* found {"heads": 2}'):
+        train(recipe("latent", tokens, "another", steps=2, **own | arguments))
+    file.write_text(file.read_text().replace("x + self.mix(", "x - self.mix("))
+    _, lines = run_parallel(run_and_listen, 1, recipe("latent", tokens, "another", steps=2, **own))[0]
+    for key, name in (("model.module", "Decoder"), ("loss.module", "cut_loss")):
+        assert f"{key}: {name} of a file with SHA-256 {own_code(f'{file}:{name}', key).digest}" in lines
+    _, lines = run_parallel(run_and_listen, 1, recipe("latent", tokens, "another", steps=3, **own))[0]
+    assert "SHA-256" not in lines
+
+
+def train_own_copy(folders, raw):
+    """Train with this rank's copy of a file."""
+    folder = folders[ParallelState.start(parse_recipe(raw).layout).rank]
+    run_recipe(json.loads(json.dumps(raw).replace("COPY", folder)))
+
+
+@pytest.mark.parametrize("key", ["model", "loss", "data", "evaluation"])
+def test_ranks_with_different_copies_of_a_file_are_refused(key, tmp_path):
+    names = {"model": "vit_parallel", "loss": "vit_parallel", "data": "own_data", "evaluation": "own_data"}
+    text = (EXAMPLES / f"{names[key]}.py").read_text()
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "copy.py").write_text(f"{text}\n# copy {number}\n")
+    entry = {"model": "ViT", "loss": "loss"}.get(key, "Stripes")
+    raw = recipe("vit", tmp_path, layout={"data": 2}, steps=1, **{key: {"module": f"COPY/copy.py:{entry}"}})
+    folders = [str(tmp_path / str(number)) for number in range(2)]
+    with pytest.raises(RankError, match=r"the same on every rank.*, found rank 1"):
+        run_parallel(train_own_copy, 2, folders, raw)
+
+
 OWN = """
 import torch
 from torch import nn
@@ -315,6 +492,11 @@ class Net(nn.Module):
         if dim > 9: raise RuntimeError("too wide")
         self.net = nn.Linear(dim, dim)
     def forward(self, *, x): return self.net(x)
+class Plain(Net):
+    def forward(self, x): return self.net(x)
+class First(Net):
+    first_input = "y"
+    def forward(self, h, x): return self.net(h)
 class Rows:
     def __init__(self, kind="good"): self.kind = kind
     def __len__(self): return 0 if self.kind == "empty" else 4
@@ -326,6 +508,11 @@ class Rows:
         return {"y" if self.kind == "other" else "x": torch.zeros(4, 4)}
 def total(output, samples): return output.sum(), output.numel()
 cut = FunctionLoss(total, sequence={"x": 1})
+deep = FunctionLoss(total, sequence={"x": 3})
+word = FunctionLoss(total, sequence={"x": "1"})
+def weighted(output, samples, weight): return weight * output.sum(), output.numel()
+def alone(output): return output.sum(), output.numel()
+short = FunctionLoss(alone)
 class NoLoss: pass
 number = 3
 """
@@ -358,7 +545,7 @@ def own(why, says, call=None, **changes):
         return made
 
     def refuse(folder):
-        checked = plan(parse_recipe(raw(folder)))
+        checked = check_run(parse_recipe(raw(folder)))
         assert checked.own is not None
         checked.own.items.rows(0, range(4))
 
@@ -441,6 +628,56 @@ test_what_a_recipe_of_ones_own_cannot_say = refusals(
         "a sample that is missing",
         "data: expected a sample x, which the model's forward takes, found y",
         data={"arguments": {"kind": "other"}},
+    ),
+    own(
+        "a sample that is missing without a bare star",
+        "data: expected a sample x, which the model's forward takes, found y",
+        model={"module": "FILE:Plain"},
+        data={"arguments": {"kind": "other"}},
+    ),
+    own(
+        "a first input that is missing",
+        "data: expected a sample y, which the model's forward takes, found x",
+        model={"module": "FILE:First"},
+    ),
+    own(
+        "held-out items without a sample",
+        "evaluation: expected a sample x, which the model's forward takes, found y",
+        evaluation={"module": "FILE:Rows", "arguments": {"kind": "other"}, "samples": 4},
+    ),
+    own(
+        "a loss without its argument",
+        r"loss.arguments: expected those of weighted\(output, samples, weight\), found missing .*'weight'",
+        loss={"module": "FILE:weighted"},
+    ),
+    own(
+        "an argument in the output's place",
+        r"loss.arguments: expected those of weighted.* found multiple values for argument 'output'",
+        loss={"module": "FILE:weighted", "arguments": {"output": 1, "weight": 2}},
+    ),
+    own(
+        "a loss of the output alone",
+        r"loss.module: expected a function of \(output, samples\), found alone\(output\)",
+        loss={"module": "FILE:alone"},
+    ),
+    own(
+        "the function of an object",
+        r"loss.module: expected a function of \(output, samples\), found alone\(output\)",
+        loss={"module": "FILE:short"},
+    ),
+    own(
+        "a dim that the sample lacks",
+        r"loss.module: expected a dim of x, which has 3, found 3",
+        layout={"context": 2},
+        data={"sequence_length": 4},
+        loss={"module": "FILE:deep"},
+    ),
+    own(
+        "a dim that is no number",
+        r"loss.module: expected a dim of x, which has 3, found '1'",
+        layout={"context": 2},
+        data={"sequence_length": 4},
+        loss={"module": "FILE:word"},
     ),
     own(
         "a list of arguments",
