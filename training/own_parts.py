@@ -193,10 +193,15 @@ def _check_dims(samples: Mapping[str, Tensor], dims: Mapping[str, int], key: str
             raise BadInput("recipe", key, expected=f"a dim of {name}, which has {count}", found=repr(dim))
 
 
-def check_held_out(parts: OwnParts, family: Family, config: ModelConfig, rows: Samples) -> None:
-    """Refuse held-out data without a sample that the module's forward asks for. ``rows``: some of them."""
+def check_held_out(
+    parts: OwnParts, family: Family, config: ModelConfig, rows: Samples, layout: Layout
+) -> None:
+    """Refuse held-out data without a sample that the module's forward asks for, or without a dim that context
+    ranks cut. ``rows``: some of them.
+    """
     _check_taken(family.on_meta(config), rows, "evaluation")
-    _check_dims(rows, getattr(parts.loss, "sequence", {}), "evaluation")
+    if layout.context > 1:
+        _check_dims(rows, getattr(parts.loss, "sequence", {}), "evaluation")
 
 
 def _check_exchange(

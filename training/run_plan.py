@@ -200,7 +200,7 @@ def check_run(recipe: Recipe) -> RunPlan:
     if planned.own is not None and held_out is not None:
         rows = held_out.batches.rows(0, range(1))
         named = rows if isinstance(rows, dict) else rows.samples()
-        check_held_out(planned.own, planned.family, planned.config, named)
+        check_held_out(planned.own, planned.family, planned.config, named, recipe.layout)
     if recipe.model.init_from is None and recipe.model.tokenizer is None:
         planned = replace(planned, companions=tokenizer_of(batches))
     attention = attention_calls(

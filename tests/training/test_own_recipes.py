@@ -212,6 +212,23 @@ def test_a_module_may_take_the_positions_of_packed_rows(chat, tmp_path):
     assert math.isfinite(step.loss)
 
 
+def test_held_out_samples_have_the_dims_that_context_ranks_cut(tmp_path):
+    (tmp_path / "rows.py").write_text(
+        "import torch\n"
+        "def rows(*sizes):\n"
+        "    return [{name: torch.zeros(sizes, dtype=torch.int64) for name in ('input_ids', 'labels')}] * 8\n"
+        "def row(): return rows(16)\n"
+        "def number(): return rows()\n"
+    )
+    names = {
+        key: f"{tmp_path / 'rows.py'}:{name}" for key, name in (("data", "row"), ("evaluation", "number"))
+    }
+    raw = recipe("latent", tmp_path, layout={"context": 2}, evaluation={"module": names["evaluation"]})
+    raw["data"] = {"module": names["data"], "sequence_length": 16, "global_batch": 8}
+    words = refusal_of(lambda: check_run(parse_recipe(raw)))
+    assert re.search(r"evaluation: expected a dim of (input_ids|labels), which has 1, found 1", words)
+
+
 def losses_after_numbers(raw, count):
     """Train in a process that has drawn so many random numbers before."""
     before = torch.random.get_rng_state()
