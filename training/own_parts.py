@@ -236,7 +236,7 @@ def _check_exchange(
             Stages(model, ParallelState.stand_in(cut)).forward(part)
         except BadInput:
             raise
-        except Exception as error:  # whatever a user's code raises where numbers are missing
+        except (Exception, SystemExit) as error:  # whatever a user's code raises where numbers are missing
             expected = "a forward that runs on a context rank's piece of the samples"
             raise refused(error, "model.module", expected=expected) from error
         finally:
@@ -252,5 +252,7 @@ def _check_exchange(
 
 
 def _cut(sample: Tensor, dim: int | None, ranks: int) -> Tensor:
-    shape = [size // ranks if place == dim else size for place, size in enumerate(sample.shape)]
+    shape = [*sample.shape]
+    if dim is not None:
+        shape[dim] //= ranks
     return torch.zeros(shape, dtype=sample.dtype)

@@ -407,7 +407,7 @@ def prove(kind: str, raw: Mapping[str, Any] | None = None, axes: Mapping[str, La
     try:
         raw = raw or tiny(kind)
         with InFp64():
-            row, one = reference(raw)
+            row, alone = reference(raw)
     except Exception as error:
         return Row(kind, refused={"all": str(error) if isinstance(error, BadInput) else words(error)})
     gradients = (row.proved["gradients"], row.proved.get("zoo", 0.0))
@@ -432,24 +432,24 @@ def prove(kind: str, raw: Mapping[str, Any] | None = None, axes: Mapping[str, La
             del left[failed]
             continue
         for axis in layouts:
-            judge(row, axis, one, [rank[axis] for rank in ranks])
+            judge(row, axis, alone, [rank[axis] for rank in ranks])
             del left[axis]
     return row
 
 
-def judge(row: Row, axis: str, one: Observation, ranks: list[Observation]) -> None:
+def judge(row: Row, axis: str, alone: Observation, ranks: list[Observation]) -> None:
     """Compare what ranks saw with what one process saw."""
     gaps = [
         abs(a - b) / abs(a)
         for rank in ranks
-        for a, b in zip(one.losses + one.norms, rank.losses + rank.norms, strict=True)
+        for a, b in zip(alone.losses + alone.norms, rank.losses + rank.norms, strict=True)
     ]
     try:
         for what in ("gradients", "parameters"):
             gaps += [
                 gap
                 for _, gap in differences(
-                    assemble([getattr(one, what)]), [getattr(rank, what) for rank in ranks]
+                    assemble([getattr(alone, what)]), [getattr(rank, what) for rank in ranks]
                 )
             ]
     except AssertionError as error:

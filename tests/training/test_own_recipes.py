@@ -119,7 +119,8 @@ def test_its_checkpoint_is_cut_into_any_number_of_stages_verified_and_reported(t
     assert run(["diff", "again", "run"]) == 0
     assert run(["report", "run"]) == 0
     with safe_open("again/pipeline-01-of-03.tensor-00-of-01.safetensors", "pt") as file:
-        names = {name for name in file.keys() if not name.startswith("optimizer.")}  # noqa: SIM118
+        stored = file.keys()
+    names = {name for name in stored if not name.startswith("optimizer.")}
     blocks = {match[1] for name in names if (match := re.match(r"blocks\.(\d)\.", name))}
     assert blocks == {"1", "2"} and "memory_norm.weight" in names and "distances.2.table.weight" in names
 
@@ -511,6 +512,12 @@ class Net(nn.Module):
     def forward(self, *, x): return self.net(x)
 class Plain(Net):
     def forward(self, x): return self.net(x)
+class Piece(Net):
+    def forward(self, *, x):
+        if x.shape[1] != 2: raise RuntimeError("no half of the row")
+        return self.net(x)
+class Leaves(Net):
+    def forward(self, *, x): raise SystemExit(3)
 class First(Net):
     first_input = "y"
     def forward(self, h, x): return self.net(h)
@@ -525,6 +532,7 @@ class Rows:
         return {"y" if self.kind == "other" else "x": torch.zeros(4, 4)}
 def total(output, samples): return output.sum(), output.numel()
 cut = FunctionLoss(total, sequence={"x": 1})
+behind = FunctionLoss(total, sequence={"x": -2})
 deep = FunctionLoss(total, sequence={"x": 3})
 word = FunctionLoss(total, sequence={"x": "1"})
 def weighted(output, samples, weight): return weight * output.sum(), output.numel()
@@ -721,6 +729,22 @@ test_what_a_recipe_of_ones_own_cannot_say = refusals(
     own(
         "context where nothing is exchanged",
         "layout.context: expected 1: the model sends nothing between context ranks",
+        layout={"context": 2},
+        data={"sequence_length": 4},
+        loss={"module": "FILE:cut"},
+    ),
+    own(
+        "a dim that counts from the last one",
+        "layout.context: expected 1: the model sends nothing between context ranks",
+        model={"module": "FILE:Piece"},
+        layout={"context": 2},
+        data={"sequence_length": 4},
+        loss={"module": "FILE:behind"},
+    ),
+    own(
+        "a forward that ends the process",
+        "model.module: expected a forward that runs on a context rank's piece .* SystemExit: 3",
+        model={"module": "FILE:Leaves"},
         layout={"context": 2},
         data={"sequence_length": 4},
         loss={"module": "FILE:cut"},
