@@ -58,6 +58,12 @@ def test_rows_run_in_one_call_and_once(calls):
     assert calls.rows == [["first", "second", "third"]]
 
 
+def test_a_table_runs_no_row_of_another_table_of_its_file(calls):
+    table = Layouts(ROWS[:2])
+    table.record(ROWS[0], object())
+    assert calls.rows == [["first", "second"]]
+
+
 def test_the_row_that_breaks_a_call_fails_with_its_own_error_and_its_neighbours_pass(calls):
     calls.broken = lambda names: "second" in names
     found = outcomes(Layouts(ROWS))

@@ -425,8 +425,10 @@ class Layouts:
         return record
 
     def _beside(self, row: Row, chosen: Iterable[Row]) -> list[Row]:
-        started, world = {row.why, *self._records, *self._failed}, row.case.layout.world
-        waiting = [one for one in chosen if one.case.layout.world == world and one.why not in started]
+        """Return further rows of this table: those of another table of the file are that one's to run."""
+        names = {one.why for one in self.rows} - {row.why, *self._records, *self._failed}
+        world = row.case.layout.world
+        waiting = [one for one in chosen if one.case.layout.world == world and one.why in names]
         return waiting[: self.at_once - 1]
 
     def _run(self, rows: Sequence[Row]) -> None:
