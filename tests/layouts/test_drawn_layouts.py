@@ -264,8 +264,12 @@ def drawn(ranks, seed, count):
     return [draw(ranks, seed, number) for number in range(count)]
 
 
-# Cases are drawn in the tests, not where these are collected: a draw plans many recipes.
-@pytest.mark.parametrize(("ranks", "number"), [(4, 0), (4, 1), (4, 2), (8, 0)])
+# Cases are drawn in the tests, not where these are collected: a draw plans many recipes. Eight ranks are slow
+# here; ``test_more_choices`` has some in every run.
+@pytest.mark.parametrize(
+    ("ranks", "number"),
+    [(4, 0), (4, 2), *(pytest.param(*drawn, marks=pytest.mark.slow) for drawn in ((4, 1), (8, 0)))],
+)
 def test_a_legal_layout_equals_one_device(ranks, number):
     assert_one_device_s_training(draw(ranks, 0, number))
 
