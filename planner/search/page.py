@@ -5,7 +5,7 @@ from html import escape
 
 from ...runs.report.html import folded, table, whole_page
 from .find import Found
-from .pictures import memory_of_stages, pareto, sweep, timetable_of
+from .pictures import memory_of_stages, pareto, step_of_rank, sweep, timetable_of
 from .report import HEAD, asked, counted, facts, recipe_toml, rows, searched
 from .strategy import reasons
 from .sweep import Unmet, asked_in_sweep, found_ones, sweep_head, sweep_rows, sweep_warnings
@@ -31,6 +31,11 @@ def make_page(search: Found) -> str:
         "<h2>Memory of the fastest layout</h2>",
         f"<figure><figcaption>By pipeline rank</figcaption>{memory_of_stages(search)}</figure>",
         *_schedule(search),
+        "<h2>Step of the fastest layout</h2>",
+        '<figure class="broad"><figcaption>What the busiest rank spends a step on</figcaption>'
+        f"{step_of_rank(search)}</figure>",
+        "<p>Exchanges are drawn as far as nothing is computed beside them. Inside a forward or a backward "
+        "the parts follow each other here; in truth each block has its own.</p>",
         "<h2>Why the others fall</h2>",
         f"<p>{escape(searched(search))}</p>",
         table(counted(search), head=("", "reason", "layouts", "example")),

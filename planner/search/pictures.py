@@ -1,4 +1,4 @@
-"""Draw what searches found: memory against time, memory by pipeline rank, the timetable, and sweeps."""
+"""Draw what searches found: memory against time, memory by rank, the timetable, a rank's step, sweeps."""
 
 import io
 import re
@@ -8,11 +8,15 @@ from typing import Any
 
 from ...pipeline.timetable import few_micro_batches, timetable
 from ...simulation.record import StepRecord
+from ..time import PARTS
+from ..time.rank_step import rank_step
 from .find import Found
 
 #: Colours that can be read on light and dark paper, and that of text.
 _COLOURS = ("#3b82c4", "#b0802f", "#4d9a5b", "#a05195", "#c2544f", "#3aa0a0", "#8a8f3c", "#7a6fd0", "#8a6d5b")
 _INK = "#7a8088"
+#: Bars of one part of a step above which they are drawn as an image.
+_MOST_BARS = 200
 
 
 def pareto(search: Found) -> str:
@@ -109,11 +113,37 @@ def timetable_of(search: Found) -> str:
     axes.set_yticks(range(0, layout.pipeline, max(1, layout.pipeline // 16)))
     axes.set_yticklabels([str(int(rank)) for rank in axes.get_yticks()])
     axes.tick_params(colors=_INK, labelsize=10)
-    axes.set_xlabel("seconds" + (f", of a step with {drawn} of {whole:,} micro-batches" * (drawn < whole)))
+    axes.set_xlabel("seconds" + _few(drawn, whole))
     axes.set_ylabel("pipeline rank")
     patches = legend_of([table])
     figure.legend(handles=patches, loc="outside upper left", ncols=len(patches), frameon=False, fontsize=10)
     return _svg(figure)
+
+
+def step_of_rank(search: Found) -> str:
+    """Return SVG: what the busiest pipeline rank of the fastest layout spends a step on, over time.
+
+    Of a step with many micro-batches only as many are drawn as show how it begins, goes on and ends.
+    """
+    best, request = search.best[0], search.request
+    layout, schedule = best.choice.layout, best.choice.schedule
+    whole = best.choice.micro_batches(request.recipe.data.global_batch)
+    drawn = few_micro_batches(schedule, layout, whole)
+    spans = rank_step(schedule, layout, drawn, best.time)
+    parts = [part for part in PARTS if any(span.part == part for span in spans)]
+    figure, axes = _figure(1, 1.2 + 0.32 * len(parts), width=12)
+    for row, (part, colour) in enumerate(zip(parts, cycle((*_COLOURS, _INK)))):
+        bars = [(span.start, span.seconds) for span in spans if span.part == part]
+        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour).set_rasterized(len(bars) > _MOST_BARS)
+    axes.set_yticks(range(len(parts)), parts)
+    axes.invert_yaxis()
+    axes.set_xlim(0, spans[-1].start + spans[-1].seconds)
+    axes.set_xlabel("seconds" + _few(drawn, whole))
+    return _svg(figure)
+
+
+def _few(drawn: int, whole: int) -> str:
+    return f", of a step with {drawn} of {whole:,} micro-batches" if drawn < whole else ""
 
 
 def memory_of_step(record: StepRecord) -> str:

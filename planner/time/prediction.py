@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from ...pipeline.schedule_actions import Kind
 from ...simulation.model_flops import Mfu, TokenFlops, Utilization
+from .stage_seconds import StageSeconds
 
 #: The parts of a step, in the order in which they are shown.
 PARTS = (
@@ -48,6 +49,10 @@ class StepTime:
     stages: Sequence[Mapping[Kind, float]]
     sending: float
     source: str
+    #: The same seconds of each stage, by direction and part, without sends between stages.
+    by_direction: Sequence[StageSeconds]
+    #: Seconds that come once a step, after the micro-batches, by part; in ``parts`` too.
+    once: Mapping[str, float]
 
     @property
     def seconds(self) -> float:

@@ -185,14 +185,14 @@ class StepTimer:
             alone = self._length(costs_of, 0.0)
             parts["bubble"] = max(0.0, alone * _ROUNDED - busy[slowest])
             parts["pipeline"] = self._length(*self._with_messages) - alone
-        parts["data"] += self._exchange
-        parts["optimizer"] = self._updates
-        parts["checkpoint"] = checkpoint
+        once = {"data": self._exchange, "optimizer": self._updates, "checkpoint": checkpoint}
+        for name, seconds in once.items():
+            parts[name] += seconds
         flops = self.model.flops(self.work.sequence_length)
         tokens = self.work.micro_batch * rounds * layout.data * self.work.sequence_length
         return StepTime(
             parts, tokens, layout.world, flops, self.machine.stated or self.machine.peak(self.dtype), busy,
-            *self._with_messages, self.machine.efficiency.source,
+            *self._with_messages, self.machine.efficiency.source, self._stages, once,
         )  # fmt: skip
 
     def least(self) -> float:

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from trilith.planner import Work, sampled
 from trilith.planner.time import MACHINES, PARTS, StepTimer, machine_from_bench, machine_named, spending
 from trilith.planner.time.collectives import Links, group_of, placement
 from trilith.planner.time.kernels import Kernels
+from trilith.planner.time.rank_step import rank_step
 from trilith.simulation.recorder import Operator
 from trilith.simulation.trace import Trace
 
@@ -29,6 +31,30 @@ def predicted(size, layout, machine=H100, **given):
     shape = {"sequence_length": 4096, "micro_batch": 1, "micro_batches": 8, "compute": 2} | given
     work = Work(ParallelState.stand_in(layout), config.hidden_size, **shape)
     return StepTimer(sampled(family, config, layout), work, machine, **options).time()
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        (Layout.of(tensor=2, data=4, zero=3), {"checkpointing": "full"}),
+        (Layout.of(data=2, pipeline=4, zero=1), {}),
+        (Layout.of(context=2, pipeline=2, virtual_stages=2, v_shape=True), {"schedule": "zbv"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("machine", [H100, replace(H100, asynchronous=False)], ids=("beside", "waits"))
+def test_a_rank_s_step_has_the_seconds_of_each_part(layout, options, machine):
+    time = predicted(MODELS["llama"] | {"num_hidden_layers": 8}, layout, machine, micro_batches=8, **options)
+    spans = rank_step(options.get("schedule", "1f1b"), layout, 8, time)
+    assert all(left.start + left.seconds == right.start for left, right in pairwise(spans))
+    seconds = Counter()
+    for span in spans:
+        seconds[span.part] += span.seconds
+    assert layout.pipeline > 1 or not {"bubble", "pipeline"} & seconds.keys()
+    waits = {"bubble", "pipeline"}  # of which the prediction says how much less it would be without messages
+    for part in {*PARTS} - waits:
+        assert seconds[part] == pytest.approx(time.parts[part], rel=1e-8), part
+    assert sum(seconds.values()) == pytest.approx(time.seconds, rel=1e-7)
 
 
 def test_groups_lie_on_nodes_as_ranks_are_numbered():
