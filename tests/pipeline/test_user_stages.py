@@ -140,7 +140,7 @@ def test_selective_checkpointing_is_refused_where_a_backward_has_two_parts(sched
     with pytest.raises(BadInput, match=f"memory.checkpointing: expected none with .*{schedule}.*selective"):
         make_schedule(
             [StageModule(model.forward, [model])] * 2, loss, name=schedule, microbatches=4, entry=count,
-            travels=count, state=state,
+            travels=[count] * 4, state=state,
         )  # fmt: skip
 
 
