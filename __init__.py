@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checkpoints import convert, describe_module, load, save, verify
+    from .checkpoints import convert, describe_module, load, newest_of_run, save, verify
     from .generation import generate
     from .layers import ColumnParallelLinear, RowParallelLinear
     from .models import CausalLM, family_of
@@ -53,6 +53,7 @@ __all__ = [
     "load",
     "load_recipe",
     "make_adamw",
+    "newest_of_run",
     "run",
     "run_parallel",
     "save",

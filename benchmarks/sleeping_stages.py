@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from trilith.parallel_state import Layout, ParallelState
+from trilith.pipeline.driver import StageModule
 from trilith.pipeline.relay import Travels
 from trilith.pipeline.runner import make_schedule
 from trilith.pipeline.schedule_actions import Action, Kind, actions
@@ -60,12 +61,12 @@ def slept_rank(
     stages = [SleepingStage(number, costs, unit) for number in numbers]
     travels = Travels((1, 1), torch.float32)
     schedule = make_schedule(
-        stages,
+        [StageModule(stage, [stage]) for stage in stages],
         lambda output, target: output.sum(),
         name=name,
         microbatches=micro_batches,
         entry=travels,
-        travels=travels,
+        travels=[travels] * layout.stages,
         state=state,
     )
     whole = torch.zeros(micro_batches, 1)

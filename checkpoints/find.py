@@ -192,13 +192,14 @@ def newest_at(url: str) -> tuple[str, list[str]]:
 
 
 def newest_of_run(
-    root: Path, state: ParallelState, *, say: Callable[[str], None] = lambda text: None
+    root: str | Path, state: ParallelState, *, say: Callable[[str], None] = lambda text: None
 ) -> Path | None:
     """Return the newest complete checkpoint in a run's folder, or ``None``; the same on every rank.
 
     Collective: rank 0 looks and tells the others. For each incomplete checkpoint that it skips, ``say`` gets
     the reason.
     """
+    root = Path(root)
 
     def look() -> tuple[str | None, tuple[str, ...]]:
         names = [] if state.rank or not root.is_dir() else sorted(path.name for path in root.iterdir())

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from trilith.checkpoints import describe_module, load, save
+from trilith.checkpoints import describe_module, load, newest_of_run, save
 from trilith.layers import (
     ColumnParallelLinear,
     LayerNorm,
@@ -213,7 +213,7 @@ def train(layout: Layout, out: Path | None, steps: int, *, seed: int = 0) -> lis
     initialize(model, seed, state=state)
     optimizer = make_adamw(model, lr=1e-2)
     step, losses, first = Step(model, loss, micro_batch=1, state=state), [], 0
-    if out is not None and any(out.glob("step-*")):
+    if out is not None and newest_of_run(out, state):
         first = load(out, model, optimizer, state=state).step
     for number in range(first, steps):
         mean = step(shard_batch(batch(number), state))

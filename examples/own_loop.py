@@ -1,9 +1,7 @@
 """Train a model of the zoo in a loop of your own; docs/your_model.md names what differs from torch."""
 
-from pathlib import Path
-
 import torch
-from trilith.checkpoints import load, save
+from trilith.checkpoints import load, newest_of_run, save
 from trilith.layers import valid_tokens, vocab_parallel_cross_entropy
 from trilith.models import LLAMA
 from trilith.parallel_state import ParallelState, clip_gradients, finalize_gradients, initialize
@@ -32,7 +30,7 @@ def own_loop(layout, folder, steps):
     shard_over_data(model, state, Precision())
     initialize(model, 0, state=state)
     optimizer, first, losses = make_adamw(model, lr=1e-2), 0, []
-    if any(Path(folder).glob("step-*")):
+    if newest_of_run(folder, state):
         first = load(folder, model, optimizer).step
     for number in range(first, steps):
         whole = batch(number)  # alike on every rank, so each knows how many tokens the step has

@@ -1,6 +1,6 @@
-"""Run one forward through the stages of a pipeline, one after the other; ranks send on what stages give."""
+"""Send what a pipeline's stages give: several tensors as one, between ranks that all connect first."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..parallel_state import BadInput, ParallelState
+from ..parallel_state import BadInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,29 +27,6 @@ class Travels:
 
 #: Each tensor that a stage gives for one micro-batch.
 StageOutput = tuple[Travels, ...]
-
-
-def through_stages(
-    stages: Sequence[int],
-    run: Callable[[int, Tensor | None], Tensor | None],
-    input_of: Callable[[int], Travels],
-    state: ParallelState,
-) -> None:
-    """Run this rank's ``stages``, by their numbers in the whole model; collective over the pipeline.
-
-    ``run(stage, x)`` computes one and returns what is sent on; of the last stage nothing is. ``x`` is what
-    the stage before gave, ``None`` for the first. ``input_of(stage)`` describes it where it is received.
-    """
-    rank_of, here, x = state.layout.rank_of_stage, state.at.pipeline, None
-    for stage in stages:
-        if stage and (before := rank_of(stage - 1)) != here:
-            expected = input_of(stage)
-            x = torch.empty(expected.shape, dtype=expected.dtype, device=state.device)
-            exchange(dist.irecv, x, before, state.pipeline_group)
-        x = run(stage, x if stage else None)
-        if stage < state.layout.stages - 1 and (after := rank_of(stage + 1)) != here:
-            assert x is not None, "each stage but the last gives something"
-            exchange(dist.isend, x.contiguous(), after, state.pipeline_group)
 
 
 def greet(peers: Iterable[int], group: dist.ProcessGroup, device: torch.device) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule
 
@@ -37,46 +37,37 @@ class Pipeline:
             dict.fromkeys(root for stage in stages for root in stage.root or ())
         )
 
-    def step(
-        self, *inputs: Tensor, target: Tensor | None = None, return_outputs: bool = False, **keywords: Any
-    ) -> tuple[list[Tensor], Any]:
+    def step(self, *inputs: Tensor, target: Tensor | None = None, **keywords: Any) -> None:
         """Run one step; collective over the pipeline. Dim 0 of each tensor is cut into the micro-batches.
 
         ``inputs`` are the model's, on the rank that holds the first stage; ``target`` is the loss function's,
-        on the rank with the last; ``keywords`` go to every stage's forward by name. Returns the losses of the
-        micro-batches, in order, on the rank with the last stage, and there on request the outputs. Gradients
-        are in ``.grad``, added to what was there, summed over the data ranks.
+        on the rank with the last; ``keywords`` go to every stage's forward by name. Gradients are in
+        ``.grad``, added to what was there, summed over the data ranks.
         """
-        losses: list[Tensor] = []
         if not self._greeted and engine.accelerator.is_accelerator(self._state.device):
             greet(neighbours(self._state), self._state.pipeline_group, self._state.device)
         self._greeted = True
         before_schedule(self._roots, zero=self._zero)
-        outputs = self._schedule.step(
-            *inputs, target=target, losses=losses, return_outputs=return_outputs, **keywords
-        )
+        self._schedule.step(*inputs, target=target, return_outputs=False, **keywords)
         after_schedule(self._roots)
-        return [loss.detach() for loss in losses], outputs
 
 
 def make_schedule(
-    stages: Sequence[nn.Module],
+    stages: Sequence[StageModule],
     loss: Callable[[Tensor, Tensor], Tensor],
     *,
     name: str,
     microbatches: int,
     entry: Travels,
-    travels: Travels | Sequence[Travels],
+    travels: Sequence[Travels],
     state: ParallelState,
     trains_all: bool = False,
 ) -> Pipeline:
-    """Make the schedule ``name`` over this rank's stages, the modules that ``layout.stages_of`` numbers.
+    """Make the schedule ``name`` over this rank's stages, those that ``layout.stages_of`` numbers.
 
-    A stage takes and gives one tensor like ``travels``; if ``travels`` is a sequence, each stage of the model
-    gives its own entry. The model's first stage takes one tensor like ``entry``. Its last stage gives the
-    first argument of ``loss(given, target)``, which returns the micro-batch's share of the step's loss. The
-    stages may be views of one model (``StageModule``), and may be sharded by FSDP's ``fully_shard``.
-    ``trains_all``: see ``DrivenStage``.
+    Each stage of the model gives one tensor like its entry of ``travels``, which the next one takes. The
+    first takes one like ``entry``. The last gives the first argument of ``loss(given, target)``, which
+    returns the micro-batch's share of the step's loss. ``trains_all``: see ``DrivenStage``.
 
     Shapes between stages are stated, not found out by a trial run. Raises ``BadInput`` for an unknown name,
     and for micro-batches or stages that the schedule cannot run.
@@ -85,30 +76,28 @@ def make_schedule(
     check_schedule(name, layout, microbatches)
     numbers = layout.stages_of(state.at.pipeline)
     assert len(stages) == len(numbers), f"{len(stages)} modules for the stages {numbers}"
-    stage_travels = [travels] * layout.stages if isinstance(travels, Travels) else travels
-    seats = [stage if isinstance(stage, StageModule) else _seat(stage) for stage in stages]
-    if any(recomputes_operators(module) for seat in seats for module in seat.modules()):
+    if any(recomputes_operators(module) for stage in stages for module in stage.modules()):
         check_recomputation(name, "selective")
     driven = [
         DrivenStage(
-            seat,
+            stage,
             number,
             layout.stages,
             state.device,
-            takes=(stage_travels[number - 1] if number else entry).meta(),
-            gives=stage_travels[number].meta(),
+            takes=(travels[number - 1] if number else entry).meta(),
+            gives=travels[number].meta(),
             group=state.pipeline_group,
             zero=layout.zero,
             trains_all=trains_all,
         )
-        for seat, number in zip(seats, numbers, strict=True)
+        for stage, number in zip(stages, numbers, strict=True)
     ]
     several = schedule_kind(name).virtual_stages > 1
     # The loss of a micro-batch is its share of the step's mean, so gradients are summed as they are.
     schedule = schedule_classes()[name](
         driven if several else driven[0], microbatches, loss_fn=loss, scale_grads=False
     )
-    return Pipeline(schedule, seats, state=state)
+    return Pipeline(schedule, stages, state=state)
 
 
 def neighbours(state: ParallelState) -> list[int]:
@@ -117,7 +106,3 @@ def neighbours(state: ParallelState) -> list[int]:
     beside = {number + step for number in layout.stages_of(here) for step in (-1, 1)}
     ranks = {layout.rank_of_stage(number) for number in beside if 0 <= number < layout.stages}
     return sorted(ranks - {here})
-
-
-def _seat(module: nn.Module) -> StageModule:
-    return StageModule(module, [module], module if isinstance(module, FSDPModule) else None)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..layers import Stage
 from ..parallel_state import BadInput, ParallelState, PeerFailed, refuse_held_twice, seed_of
 from ..parallel_state.engine import accelerator, is_sharded
-from .relay import StageOutput, Travels, as_one, sent_as, split_sent, tensors_of, through_stages
+from .relay import StageOutput, Travels, as_one, exchange, sent_as, split_sent, tensors_of
 
 if TYPE_CHECKING:
     from .driver import StageModule
@@ -50,7 +50,7 @@ class Stages:
         self.has_last = state.layout.stages - 1 in self.parts
         self._takes = keyword_test(model)
         #: What each stage of the whole model gives, in order, for micro-batches of the present shape.
-        self._outputs: list[StageOutput] = []
+        self.outputs: list[StageOutput] = []
         self._assumed = False
         #: From the tensors of the last stage to the model's output.
         self._joined: Callable[[tuple[Tensor, ...]], Any] = tuple
@@ -82,16 +82,16 @@ class Stages:
         if hasattr(self.model, "hidden_shape"):
             assert self.first_input is not None and self.dtype is not None
             sent = Travels(tuple(self.model.hidden_shape(micro_batch[self.first_input])), self.dtype)
-            self._outputs, self._joined = [(sent,)] * layout.stages, lambda tensors: tensors[0]
+            self.outputs, self._joined = [(sent,)] * layout.stages, lambda tensors: tensors[0]
             return
         refuse_held_twice(self.model, self.state)
-        self._outputs, group = [], self.state.pipeline_group
+        self.outputs, group = [], self.state.pipeline_group
         for number in range(layout.stages):
             holder, error = layout.rank_of_stage(number), None
             answer: list[Any] = [None]
             if holder == self.state.at.pipeline:
                 try:
-                    answer = [self._try(number, micro_batch)]
+                    answer = [self.describe(number, micro_batch)]
                 except Exception as failure:
                     error, failed = failure, f"{type(failure).__name__}: {failure}"
                     failed = f"stage {number} failed in its trial run: {failed}"
@@ -99,20 +99,44 @@ class Stages:
             dist.broadcast_object_list(answer, src=dist.get_global_rank(group, holder), group=group)
             if isinstance(answer[0], Exception):  # on every rank: none waits for a stage that failed
                 raise error or answer[0]
-            self._outputs += answer
+            self.outputs += answer
 
     def assume(self, outputs: Sequence[StageOutput]) -> None:
         """Take for known what each stage of the model gives, in place of ``fit``: a plan starts no ranks."""
-        self._outputs, self._assumed = [*outputs], True
+        self.outputs, self._assumed = [*outputs], True
 
-    @property
-    def outputs(self) -> Sequence[StageOutput]:
-        """Return what each stage of the model gives, as far as it is known."""
-        return self._outputs
+    def describe(self, number: int, samples: Samples) -> StageOutput:
+        """Return what a stage of this rank gives, from a run of it on zeros; those before it are known.
 
-    def describe(self, number: int, micro_batch: Samples) -> StageOutput:
-        """Return what a stage of this rank gives, from a run of it on zeros; those before it are known."""
-        return self._try(number, micro_batch)
+        Random state and model stay as they are.
+        """
+        device, rows = self.state.device, len(next(iter(samples.values())))
+        with torch.no_grad(), accelerator.fork_random(device):
+            zeros = [
+                torch.zeros(sent.shape, dtype=sent.dtype, device=device)
+                for sent in (self.outputs[number - 1] if number else ())
+            ]
+            self._seed = None
+            output = self._run(number, tuple(zeros), samples)
+        last = number == self.state.layout.stages - 1
+        if isinstance(output, dict) and not last:
+            raise BadInput(
+                "stage", "output", expected="a tensor or a tuple of them between stages", found="a dict",
+                todo="Give its values as a tuple: the next stage gets them by position, in order",
+            )  # fmt: skip
+        if isinstance(output, dict):
+            names = tuple(output)
+            self._joined = lambda tensors: dict(zip(names, tensors, strict=True))
+        elif last:
+            self._joined = tuple if isinstance(output, tuple) else lambda tensors: tensors[0]
+        tensors = tensors_of(output)
+        for tensor in tensors if len(tensors) > 1 or not last else ():
+            if len(tensor) != rows or tensor.dtype != tensors[0].dtype:
+                raise BadInput(
+                    "stage", "output", expected=f"tensors of one dtype, {rows} samples on dim 0",
+                    found=f"{tensor.dtype} {tuple(tensor.shape)}",
+                )  # fmt: skip
+        return tuple(Travels(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
     def run_stage(
         self,
@@ -125,7 +149,7 @@ class Stages:
 
         ``x``: what the stage before has sent; ``None`` for the first stage.
         """
-        received = () if x is None else split_sent(x, self._outputs[number - 1])
+        received = () if x is None else split_sent(x, self.outputs[number - 1])
         made = self._run(number, received, micro_batch, extra)
         return made if number == self.state.layout.stages - 1 else as_one(tensors_of(made))
 
@@ -137,21 +161,22 @@ class Stages:
         ``of_stage(number)``: further keywords of one stage. Collective over the pipeline. In a pipeline
         ``fit`` comes first.
         """
-        output: Any = None
-        if self.state.layout.pipeline == 1:
+        layout, here, x = self.state.layout, self.state.at.pipeline, None
+        if layout.pipeline == 1:
             return self._run(0, (), {**micro_batch}, of_stage(0))
-
-        def run(number: int, x: Tensor | None) -> Tensor | None:
-            nonlocal output
-            made = self.run_stage(number, x, micro_batch, of_stage(number))
-            if number == self.state.layout.stages - 1:
-                output = made
-                return None
-            sent: Tensor = made
-            return sent.to(self._outputs[number][0].dtype)
-
-        through_stages([*self.parts], run, lambda number: sent_as(self._outputs[number - 1]), self.state)
-        return output
+        group = self.state.pipeline_group
+        for number in self.parts:
+            if number and (before := layout.rank_of_stage(number - 1)) != here:
+                sent = sent_as(self.outputs[number - 1])
+                x = torch.empty(sent.shape, dtype=sent.dtype, device=self.state.device)
+                exchange(dist.irecv, x, before, group)
+            output = self.run_stage(number, x if number else None, micro_batch, of_stage(number))
+            if number == layout.stages - 1:
+                return output
+            x = output.to(self.outputs[number][0].dtype)
+            if (after := layout.rank_of_stage(number + 1)) != here:
+                exchange(dist.isend, x.contiguous(), after, group)
+        return None
 
     def train(
         self, samples: Samples, loss: Callable[[Any, int], Tensor], *, schedule: str, micro_batch: int
@@ -170,7 +195,7 @@ class Stages:
                 name=schedule,
                 microbatches=count // micro_batch,
                 entry=Travels((micro_batch,), torch.int64),
-                travels=[sent_as(output) for output in self._outputs],
+                travels=[sent_as(output) for output in self.outputs],
                 state=self.state,
                 trains_all=getattr(self.model, "trains_all", False),
             )
@@ -188,13 +213,13 @@ class Stages:
 
     def _loss_of(self, output: Tensor, numbers: Tensor) -> Tensor:
         assert self._loss is not None, "only train runs the schedule"
-        return self._loss(self._joined(split_sent(output, self._outputs[-1])), int(numbers[0]))
+        return self._loss(self._joined(split_sent(output, self.outputs[-1])), int(numbers[0]))
 
     def _module(self, number: int) -> StageModule:
         """Return a stage as a module of its own, which shares the model's parameters."""
         from .driver import StageModule
 
-        model, received = self.model, self._outputs[number - 1] if number else ()
+        model, received = self.model, self.outputs[number - 1] if number else ()
 
         # A sample may be called x too.
         def forward(x: Tensor, /, **samples: Tensor) -> Tensor:
@@ -222,36 +247,6 @@ class Stages:
         if not number and self.first_input is not None:
             received = (samples[self.first_input],)
         return self.model(*received, **keywords, **(extra or {}))
-
-    def _try(self, number: int, samples: Samples) -> StageOutput:
-        """Run a stage on zeros and describe what it gives; random state and model stay as they are."""
-        device, rows = self.state.device, len(next(iter(samples.values())))
-        with torch.no_grad(), accelerator.fork_random(device):
-            zeros = [
-                torch.zeros(sent.shape, dtype=sent.dtype, device=device)
-                for sent in (self._outputs[number - 1] if number else ())
-            ]
-            self._seed = None
-            output = self._run(number, tuple(zeros), samples)
-        last = number == self.state.layout.stages - 1
-        if isinstance(output, dict) and not last:
-            raise BadInput(
-                "stage", "output", expected="a tensor or a tuple of them between stages", found="a dict",
-                todo="Give its values as a tuple: the next stage gets them by position, in order",
-            )  # fmt: skip
-        if isinstance(output, dict):
-            names = tuple(output)
-            self._joined = lambda tensors: dict(zip(names, tensors, strict=True))
-        elif last:
-            self._joined = tuple if isinstance(output, tuple) else lambda tensors: tensors[0]
-        tensors = tensors_of(output)
-        for tensor in tensors if len(tensors) > 1 or not last else ():
-            if len(tensor) != rows or tensor.dtype != tensors[0].dtype:
-                raise BadInput(
-                    "stage", "output", expected=f"tensors of one dtype, {rows} samples on dim 0",
-                    found=f"{tensor.dtype} {tuple(tensor.shape)}",
-                )  # fmt: skip
-        return tuple(Travels(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
 
 def parts_of(model: nn.Module, state: ParallelState) -> tuple[Stage | None, ...]:

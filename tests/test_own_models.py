@@ -1,5 +1,6 @@
 """The examples and docs/your_model.md: one model in every layout; trained, cut anew, exported, imported."""
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -129,6 +130,16 @@ def page(tmp_path_factory):
 def call(file, function, *arguments):
     """Call a function of the page, in a process that knows the page by its file."""
     return getattr(imported(file, f"{Path(file).stem}_in_a_rank"), function)(*arguments)
+
+
+def test_a_loop_of_ones_own_is_short_and_the_page_imports_trilith_and_torch_alone():
+    tree = ast.parse("\n".join(PAGE.blocks("python")))
+    (loop,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "train")
+    assert loop.end_lineno - loop.lineno + 1 <= 25
+    nodes = [*ast.walk(tree)]
+    modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    assert {module.partition(".")[0] for module in modules} == {"trilith", "torch"}
 
 
 def test_the_proof_holds(page):

@@ -206,25 +206,27 @@ def drawn(loss: str, count: int, seed: int = 0) -> list[Trial]:
 
 
 def under_every_schedule(name: str, *, whole: bool = False) -> list[Trial]:
-    """Return layouts of four ranks: each schedule with one of ZeRO 0 to 3, tensor ranks, and context ranks if
-    the loss cuts sequences, in turn; or if ``whole`` with each of them. Last come replicas of shards.
+    """Return layouts of four ranks: every other schedule, and for the next name the ones between, with one of
+    ZeRO 0 to 3, tensor ranks, and context ranks if the loss cuts sequences, in turn; or if ``whole`` each
+    schedule with each of them. Last come replicas of shards, for one of the names.
     """
     beside: list[dict[str, Any]] = [{"data": 2, "zero": zero} for zero in range(4)]
     beside += [{"tensor": 2, "sequence": True}]
     if name not in STRANGERS:
         beside += [{"context": 2}, {"context": 2, "ring": True}]
     first, trials = sorted([*STRANGERS, name]).index(name), list[Trial]()
-    for number, schedule in enumerate(SCHEDULE_NAMES):
+    for number, schedule in enumerate(SCHEDULE_NAMES if whole else SCHEDULE_NAMES[first % 2 :: 2]):
         kind = schedule_kind(schedule)
         stages: dict[str, Any] = {
             "pipeline": 2,
             "virtual_stages": kind.virtual_stages,
             "v_shape": kind.v_shape,
         }
-        for axes in beside if whole else [beside[(number + first) % len(beside)]]:
+        for axes in beside if whole else [beside[(number + 3 * first) % len(beside)]]:
             layout = Layout.of(**stages, **axes)
             trials.append(Trial(name, layout, schedule, 4 // layout.data))
-    replicas = [Layout.of(data=4, zero=zero, data_replicate=2) for zero in ((1, 2, 3) if whole else (2,))]
+    stages_of_zero = (1, 2, 3) if whole else (2,) * (first == 2)
+    replicas = [Layout.of(data=4, zero=zero, data_replicate=2) for zero in stages_of_zero]
     return [*trials, *(Trial(name, layout) for layout in replicas)]
 
 

@@ -106,6 +106,12 @@ def tokens(tmp_path_factory):
     return write_tokens(tmp_path_factory.mktemp("tokens") / "tokens")
 
 
+@pytest.fixture(scope="session")
+def make_in():
+    """Return what makes a run in a folder, for a fixture of a module."""
+    return Run
+
+
 @pytest.fixture
 def make(tmp_path):
     return lambda steps: Run(tmp_path, steps)

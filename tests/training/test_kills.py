@@ -43,7 +43,7 @@ def in_a_save(why, at, rank, saved, *, slow=False):
         )
 
 
-def a_full_disk(name, background):
+def a_full_disk(name, background, *, slow=False):
     return Kill(
         name,
         "rank=1;at=checkpoint.before_data;step=4;act=enospc",
@@ -52,6 +52,7 @@ def a_full_disk(name, background):
         says=("No space left on device",) * 2,
         cause=1,
         changes=[background],
+        slow=slow,
     )
 
 
@@ -74,9 +75,9 @@ def a_slow_writer(rank, *, slow=False):
         f"K9-a-rank-{rank}-that-writes-slowly-holds-up-nobody",
         f"rank={rank};at=checkpoint.amid_data;step=10;act=sleep:1",
         codes=(0, 0),
-        saved=[10, 20, 30],
+        saved=[10, 20],
         changes=[BACKGROUND, "checkpoint.every=10", "checkpoint.keep=5", "timeout=20"],
-        steps=30,
+        steps=20,
         slow=slow,
     )
 
@@ -89,11 +90,11 @@ test_a_fault_leaves_the_old_checkpoints_or_the_new_one_and_the_run_goes_on = kil
     *in_a_save("K6-after-the-exchange", "checkpoint.before_manifest;step=4", 1, [2, 4], slow=True),
     *in_a_save("K7-before-the-manifest", "checkpoint.before_manifest;step=4", 0, [2]),
     *in_a_save("K7-between-manifest-and-rename", "commit.before_rename;time=2", 0, [2], slow=True),
-    *in_a_save("K7-between-rename-and-sync", "commit.after_rename;time=2", 0, [2, 4]),
+    *in_a_save("K7-between-rename-and-sync", "commit.after_rename;time=2", 0, [2, 4], slow=True),
     *in_a_save("K8-before-retention", "checkpoint.before_retention;step=4", 0, [2, 4], slow=True),
     *in_a_save("K8-amid-retention", "commit.amid_removal;time=1", 0, [4]),
     a_full_disk("K5_G21-a-full-disk", AT_ONCE),
-    a_full_disk("K5_G21-a-full-disk-K9", BACKGROUND),
+    a_full_disk("K5_G21-a-full-disk-K9", BACKGROUND, slow=True),
     the_only_checkpoint("K11-the-only-checkpoint", AT_ONCE),
     the_only_checkpoint("K11-the-only-checkpoint-K9", BACKGROUND, slow=True),
     a_slow_writer(0, slow=True),
@@ -297,8 +298,6 @@ SOAKED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "kills", [pytest.param(3, id="K19-short"), pytest.param(50, id="K19", marks=pytest.mark.slow)]
-)
-def test_kills_at_random_moments_lose_nothing_that_was_committed(make, kills):
-    soak(make(1000), kills, seed=kills)
+@pytest.mark.slow  # test_kill_campaign.py kills at random moments in the default suite too
+def test_kills_at_random_moments_lose_nothing_that_was_committed_K19(make):
+    soak(make(1000), 50, seed=50)

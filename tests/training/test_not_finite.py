@@ -106,7 +106,7 @@ def test_a_bad_weight_whose_product_is_summed_inside_the_module_is_its_rank_s(tm
     assert text.startswith("step 3: rank 1: the output of layers.1.mlp.down is not finite")
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+@pytest.mark.parametrize("layout", ["dp2", pytest.param("tp2", marks=pytest.mark.slow)])
 def test_a_bad_output_on_one_rank_is_named(tmp_path, tokens, layout):
     text = said(tmp_path, tokens, layout, output)
     assert text.startswith("step 3: rank 1: the output of layers.2.attention is not finite")

@@ -77,14 +77,17 @@ CONTEXT = [{"context": 2}, {"context": 2, "ring": True}, {"context": 2, "pipelin
 def drawn(name):
     """Draw the layout that a run begins in, and the one in which it goes on."""
     rng = random.Random(name)
-    pairs = [rng.sample(LAYOUTS, 2) for _ in range(1 if name == "vit" else 2)]
+    pairs = [rng.sample(LAYOUTS, 2) for _ in range(2)]
     if name == "latent":
         pairs[0][0], pairs[1][1] = rng.sample(CONTEXT, 2)
     return pairs
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_recipe_of_a_users_module_equals_one_process_and_goes_on_in_another_layout(name, tokens, tmp_path):
+@pytest.mark.parametrize("pairs", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_recipe_of_a_users_module_equals_one_process_and_goes_on_in_another_layout(
+    name, pairs, tokens, tmp_path
+):
     folder = tokens if name == "latent" else tmp_path
     held_out = {"evaluation": {"every": 2, "samples": 16}}
     _, _, items = MODELS[name]
@@ -95,7 +98,7 @@ def test_a_recipe_of_a_users_module_equals_one_process_and_goes_on_in_another_la
     whole = train(recipe(name, folder, f"{name}-whole", **held_out))
     expected, weights = losses(folder / f"{name}-whole"), whole_tensors(folder / f"{name}-whole")
     assert expected[-1] != expected[0] and len(expected) == 4
-    for number, (first, second) in enumerate(drawn(name)):
+    for number, (first, second) in enumerate(drawn(name)[:pairs]):
         out = f"{name}-{number}"
         train(recipe(name, folder, out, layout=first, stop_after=2))
         then = train(recipe(name, folder, out, layout=second, **held_out))

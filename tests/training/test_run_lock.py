@@ -63,14 +63,21 @@ def start_impatiently(arguments, launched):
         leave(run(["train", *arguments]))
 
 
+@pytest.fixture(scope="module")
+def begun(make_in, tmp_path_factory):
+    """Return a run that has stopped after two steps; a start that is refused leaves it so."""
+    run = make_in(tmp_path_factory.mktemp("begun"), 4)
+    assert run.ranks("stop_after=2") == [0, 0]
+    return run
+
+
 @pytest.mark.parametrize(
     ("ranks", "launched", "changes"),
     [(2, True, []), (1, True, ONE_RANK), (1, False, ONE_RANK), (1, False, [])],
     ids=["ranks-of-torchrun", "rank-of-torchrun", "one-rank", "launcher"],
 )
-def test_a_second_start_waits_says_so_and_touches_nothing(make, ranks, launched, changes):
-    run = make(4)
-    assert run.ranks("stop_after=2") == [0, 0]
+def test_a_second_start_waits_says_so_and_touches_nothing(begun, ranks, launched, changes):
+    run = begun
     arguments = [str(run.recipe), "--quiet", *changes]
     with lock_folder(run.out):  # forgets the status of the run that ended
         (run.out / "status" / "rank0.json").write_text("of the run that has the folder")

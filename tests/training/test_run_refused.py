@@ -4,6 +4,7 @@ Who refuses needs no ranks: it is the plan that each process makes, or the one r
 """
 
 from functools import partial
+from shutil import copytree
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -157,12 +158,20 @@ def go_on(folder, changes):
     Trainer(recipe(folder, **changes), ParallelState.alone(), quiet=True).run()
 
 
+#: By the changes that they began with: runs that have stopped, of which each row takes a copy.
+_stopped = {}
+
+
 def resumed(why, says, *, code=2, harm=lambda folder: None, began=None, **changes):
     """A run that has stopped after two steps, ``began`` with changes of its own, and does not go on."""
 
     def given(folder):
-        write_tokens(folder / "tokens")
-        go_on(folder, {**(began or {}), "stop_after": 2})
+        if (begun := _stopped.get(key := repr(began))) is None:
+            begun = _stopped[key] = folder.parent / f"stopped-{len(_stopped)}"
+            begun.mkdir()
+            write_tokens(begun / "tokens")
+            go_on(begun, {**(began or {}), "stop_after": 2})
+        copytree(begun, folder, dirs_exist_ok=True)
         harm(folder)
 
     return Refused(why, lambda folder: go_on(folder, changes), says, code=code, given=given)

@@ -4,12 +4,11 @@ import math
 
 import pytest
 import torch
-from support.refusals import Refused, refusal_of, refusals
+from support.refusals import Refused, refusals
 from torch import nn
 from trilith.layers import ColumnParallelLinear, VocabParallelEmbedding
-from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
-from trilith.testing import run_parallel
-from trilith.training import Precision, Step, shard_batch, shard_over_data
+from trilith.parallel_state import BadInput, Layout, ParallelState
+from trilith.training import Step, shard_batch
 
 
 class Given(nn.Module):
@@ -28,40 +27,6 @@ def squares(y, samples):
 
 
 X = {"x": torch.arange(16.0).view(4, 4)}
-
-
-def test_gradients_of_an_earlier_step_are_refused_and_zeros_are_not():
-    model = Given()
-    step = Step(model, squares, micro_batch=2)
-    first = step(X)
-    expected = model.linear.weight.grad
-    assert expected is not None
-    expected = expected.clone()
-    with pytest.raises(
-        BadInput, match=r"step: gradients: expected none, or zeros, .* optimizer\.zero_grad\(\)"
-    ):
-        step(X)
-    for set_to_none in (True, False):
-        model.zero_grad(set_to_none=set_to_none)
-        assert torch.equal(step(X), first)
-        found = model.linear.weight.grad
-        assert found is not None and torch.equal(found, expected)
-
-
-def stale_on_the_last_rank(layout):
-    state = ParallelState.start(layout)
-    model = shard_over_data(Given(), state, Precision())
-    initialize(model, 1, state=state)
-    step = Step(model, squares, micro_batch=2, state=state)
-    step(X)
-    if state.rank == 0:
-        model.zero_grad()
-    return refusal_of(lambda: step(X))
-
-
-def test_every_rank_refuses_what_one_has_left():
-    said = run_parallel(stale_on_the_last_rank, 2, Layout.of(data=2, zero=3))
-    assert said[0] == said[1] and "found those of an earlier step" in said[0]
 
 
 PACKS = {

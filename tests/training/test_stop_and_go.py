@@ -29,15 +29,16 @@ ONLY_LAST = {
     "model": {"config": config("tiny_llama", tie_word_embeddings=False)},
 }
 ONE_PROCESS = {"layout": {}}
+ZERO1, PP3 = {"data": 2, "zero": 1}, {"pipeline": 3, "split": [1, 1, 1]}
 
 
 def same(why, layout, *, slow=False, **recipe):
     return StopAndGo(why, [{}, {}], {"layout": layout, "steps": 3, **recipe}, slow=slow)
 
 
-def other(why, before, after, *, slow=False):
+def other(why, *layouts, slow=False):
     recipe = {"steps": 4, "data": {"micro_batch": 1}}
-    return StopAndGo(why, [{"layout": before}, {"layout": after}], recipe, slow=slow)
+    return StopAndGo(why, [{"layout": layout} for layout in layouts], recipe, slow=slow)
 
 
 def evaluated(folder):
@@ -50,7 +51,7 @@ test_a_run_that_stops_and_goes_on_equals_one_that_was_never_stopped = stop_and_g
     same("D1-tp2", {"tensor": 2}, slow=True),
     same("D1-sp", {"tensor": 2, "sequence": True}, slow=True),
     same("D1-dp2", {"data": 2}, slow=True),
-    same("D1-zero1", {"data": 2, "zero": 1}, slow=True),
+    same("D1-zero1", ZERO1, slow=True),
     same("D1-zero3", {"data": 2, "zero": 3}),
     same("D1-tp2-pp2", {"tensor": 2, "pipeline": 2}, slow=True),
     same("D1-dropout-tp2", {"tensor": 2}, **GPT2),
@@ -58,19 +59,22 @@ test_a_run_that_stops_and_goes_on_equals_one_that_was_never_stopped = stop_and_g
     same("D1-dropout-cp2", {"context": 2, "ring": True}, **GPT2),
     same("D1-cp2-zero1", {"context": 2, "zero": 1}, slow=True),
     same("D1-dropout-zbv", {"pipeline": 2, "schedule": "zbv"}, **FOUR_GPT2),
-    other("D4-tp2-to-one", {"tensor": 2}, {}),
+    # A start more of one run costs less than two runs; the pairs alone are run at night.
+    other("D4-tp2-pp2-to-zero1-to-cp2-to-one", {"tensor": 2, "pipeline": 2}, ZERO1, {"context": 2}, {}),
+    other("D4-zero3-to-pp3-to-tp2", {"data": 2, "zero": 3}, PP3, {"tensor": 2}),
+    other("D4-tp2-to-one", {"tensor": 2}, {}, slow=True),
     other("D4-one-to-tp4-sp", {}, {"tensor": 4, "sequence": True}, slow=True),
     other("D4-dp2-to-zero1", {"data": 2}, {"data": 4, "zero": 1}, slow=True),
     other("D4-pp2-to-tp2", {"pipeline": 2}, {"tensor": 2}, slow=True),
-    other("D4-tp2-pp2-to-zero1", {"tensor": 2, "pipeline": 2}, {"data": 2, "zero": 1}),
-    other("D4-cp2-zero1-to-tp2", {"context": 2, "data": 2, "zero": 1}, {"tensor": 2}),
+    other("D4-tp2-pp2-to-zero1", {"tensor": 2, "pipeline": 2}, ZERO1, slow=True),
+    other("D4-cp2-zero1-to-tp2", {"context": 2, "data": 2, "zero": 1}, {"tensor": 2}, slow=True),
     other("D4-dp2-to-cp2", {"data": 2}, {"context": 2}, slow=True),
-    other("D4-zero3-to-pp3", {"data": 4, "zero": 3}, {"pipeline": 3, "split": [1, 1, 1]}),
+    other("D4-zero3-to-pp3", {"data": 4, "zero": 3}, PP3, slow=True),
     other("D4-zero2-to-tp2-zero3", {"data": 2, "zero": 2}, {"tensor": 2, "data": 2, "zero": 3}, slow=True),
     StopAndGo(
         "D2-saving-in-the-background-changes-no-bit",
         [{"checkpoint": {"background": True, "every": 1}}] * 2,
-        {"layout": {"tensor": 2, "data": 2, "zero": 1}, "steps": 3},
+        {"layout": ZERO1, "steps": 3},
         whole={},
     ),
     StopAndGo(
@@ -96,15 +100,19 @@ test_a_run_that_stops_and_goes_on_equals_one_that_was_never_stopped = stop_and_g
         {**MIXTRAL, "layout": {"data": 4, "expert": 4, "zero": 3}},
         slow=True,
     ),
-    StopAndGo("groups-in-one-layout", [{}, {}], {**GROUPS, "layout": {"tensor": 2}, "steps": 4}),
-    *(
-        StopAndGo(why, [{"layout": layout}] * 2, {**GROUPS, "steps": 4}, whole=ONE_PROCESS)
-        for why, layout in {
-            "groups-pp2-first-stage-frozen-but-for-one": {"pipeline": 2, "split": [1, 2]},
-            "groups-zero3": {"data": 2, "zero": 3},
-        }.items()
+    StopAndGo("groups-in-one-layout", [ONE_PROCESS] * 2, {**GROUPS, "steps": 4}, whole=ONE_PROCESS),
+    StopAndGo(
+        "groups-pp2-first-stage-frozen-but-for-one",
+        [{"layout": {"pipeline": 2, "split": [1, 2]}}] * 2,
+        {**GROUPS, "steps": 4},
+        whole=ONE_PROCESS,
     ),
-    StopAndGo("groups-into-tensor-ranks", [{}, {"layout": {"tensor": 2}}], {**GROUPS, "steps": 4}),
+    StopAndGo(
+        "groups-zero3-into-tensor-ranks",
+        [{"layout": {"data": 2, "zero": 3}}, {"layout": {"tensor": 2}}],
+        {**GROUPS, "steps": 4},
+        whole=ONE_PROCESS,
+    ),
     StopAndGo(
         "groups-a-stage-of-which-nothing-is-trained",
         [{"layout": {"pipeline": 2, "split": [1, 2]}}] * 2,

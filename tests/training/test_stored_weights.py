@@ -121,7 +121,7 @@ def trained(layout, copies, changes):
     ("layout", "changes"),
     [
         (Layout.of(data=2), {"tie_word_embeddings": True}),
-        (Layout.of(data=2, tensor=2, sequence=True), {}),
+        pytest.param(Layout.of(data=2, tensor=2, sequence=True), {}, marks=pytest.mark.slow),
         (Layout.of(data=2, pipeline=2), {}),
         (Layout.of(data=2, expert=2), MODELS["mixtral"]),
     ],

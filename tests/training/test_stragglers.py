@@ -30,7 +30,10 @@ def run_with_a_late_rank(raw):
     return dist.Work.wait is before
 
 
-@pytest.mark.parametrize("layout", [{"data": 2, "zero": 3}, {"tensor": 2}, {"pipeline": 2}], ids=str)
+LAYOUTS = [{"data": 2, "zero": 3}, {"pipeline": 2}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_rank_that_sleeps_is_named_with_its_host(tmp_path, tokens, layout):
     raw = tiny_recipe(
         tmp_path / "late", tokens, steps=3, log_every=2, layout=layout, watch={"slow_rank": 2.0}

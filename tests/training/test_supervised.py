@@ -112,7 +112,7 @@ STOPPED = "75: asked to stop: saved after step 3; the same command goes on from 
 @pytest.mark.parametrize(
     ("name", "world", "said", "steps"),
     [
-        ("stop", 1, STOPPED, [3]),
+        pytest.param("stop", 1, STOPPED, [3], marks=pytest.mark.slow),
         ("stop", 2, STOPPED, [3]),
         ("save", 1, "finished", [3, 6]),
         ("kill", 2, "3: ended after step 3 by the file {}", []),
