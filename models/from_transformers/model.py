@@ -65,6 +65,8 @@ class Adopted(CausalLM):
     ranks; attention is ours where the family has proved that it is the model's (``probe``).
     """
 
+    #: Nothing of it is called alone: a plan traces whole stages.
+    entry = None  # type: ignore[assignment]
     rotary: dict[str, Any]
     #: transformers' model, whose modules are also this one's, and what its parameters are in pieces.
     hf: Any
