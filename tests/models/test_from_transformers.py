@@ -14,9 +14,11 @@ from support.any_model import (
     InFp64,
     draw,
     family,
+    observed,
     plain,
     prove,
     reference,
+    stepped,
     tiny,
     train_all,
     words,
@@ -30,7 +32,9 @@ from trilith.models.from_transformers.config import config_class
 from trilith.models.from_transformers.cut import LINEARS, OTHERS, REFUSED
 from trilith.models.from_transformers.probe import probed
 from trilith.models.from_transformers.proved import offered, proved
-from trilith.parallel_state import OWN, BadInput, Layout, declarations
+from trilith.parallel_state import OWN, BadInput, Layout, ParallelState, declarations
+from trilith.parallel_state.engine import local_data
+from trilith.ranks import run_parallel
 from trilith.recipes.recipe import parse_recipe
 from trilith.training.run_plan import plan
 
@@ -101,6 +105,35 @@ def test_one_rank_that_fails_ends_the_proof_of_its_axis_alone(monkeypatch):
     monkeypatch.setattr("support.any_model.train_all", train_or_fail)
     row = prove("arcee", short(tiny("arcee")), {axis: LAYOUTS[axis] for axis in ("pipeline", "ZeRO 0")})
     assert row.refused == {"pipeline": "failed: ValueError: of the last rank"} and "ZeRO 0" in row.proved
+
+
+def drop_and_train(raw, layout):
+    """Train with dropout; return what this rank saw, and a number of each weight that it holds whole."""
+    state = ParallelState.start(layout) if layout.world > 1 else ParallelState.alone()
+    with InFp64(), torch.random.fork_rng():
+        model, step = stepped(raw, state)
+        torch.manual_seed(5)
+        seen = observed(model.train(), step, state)
+    whole = {name for name, stated in declarations(model).items() if stated.cut is None}
+    return seen, {name: float(local_data(model.get_parameter(name)).sum()) for name in whole}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "same"),
+    [
+        ("gpt2", {"n_layer": 2, "resid_pdrop": 0.2, "embd_pdrop": 0.2}, True),
+        ("gpt2", {"n_layer": 2, "attn_pdrop": 0.2}, True),  # each tensor rank has all heads
+        ("arcee", {"num_hidden_layers": 2, "attention_dropout": 0.2}, False),  # each has heads of its own
+    ],
+)
+def test_tensor_ranks_drop_the_same_of_what_they_all_have(kind, changes, same):
+    raw = tiny(kind, **changes)
+    alone, _ = drop_and_train(raw, Layout())
+    kept_all, _ = drop_and_train(raw | {key: 0.0 for key in changes if "drop" in key}, Layout())
+    (seen, weights), (_, others) = run_parallel(drop_and_train, 2, raw, Layout.of(tensor=2))
+    assert weights == others
+    assert seen.losses[0] != pytest.approx(kept_all.losses[0], rel=1e-6)
+    assert (seen.losses == pytest.approx(alone.losses, rel=1e-9)) == same
 
 
 def train_or_fail(raw, layouts):
