@@ -24,8 +24,8 @@ from trilith.machine.random_files import write_hf_folder
 
 from training import Contender, difference
 
-#: Hidden 1,024, 8 blocks: 165 million parameters.
-SHAPE = llama(1024, 8, ids=32000, heads=16, groups=8, tie_word_embeddings=False)
+#: Hidden 1,024, 8 blocks: 111 million parameters.
+SHAPE = llama(1024, 8, ids=8192, heads=16, groups=8, tie_word_embeddings=False)
 WAYS = {"adopted": "transformers", "zoo": "auto"}
 #: Of a mixture outside the zoo: 0.8 GB of experts a block in bf16, which files hold one by one.
 MIXTURE: dict[str, Any] = {
