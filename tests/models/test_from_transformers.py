@@ -35,6 +35,10 @@ from trilith.models.from_transformers.probe import probed
 from trilith.models.from_transformers.proved import offered, proved
 from trilith.parallel_state import OWN, BadInput, Layout, ParallelState, declarations
 from trilith.parallel_state.engine import local_data
+from trilith.planner.dry_run import dry_run
+from trilith.planner.search.generation_layouts import generation_layouts
+from trilith.planner.search.request import request_of
+from trilith.planner.time import machine_named
 from trilith.ranks import run_parallel
 from trilith.recipes.recipe import parse_recipe
 from trilith.training.run_plan import plan
@@ -378,6 +382,32 @@ def test_losses_that_need_more_of_a_model_than_its_logits_are_refused(kind, chan
     with pytest.raises(BadInput, match=says) as refusal:
         plan(parse_recipe(tiny_recipe(tmp_path / "run", tokens, model=model, **changes)))
     assert "\n" not in str(refusal.value)
+
+
+def test_a_recipe_is_planned_as_it_sets_the_model_up():
+    """Frozen groups, recomputation and adapters; ``tests/layouts/test_held.py`` measures what ranks hold."""
+
+    def planned(rank=0, **changes):
+        model = {"config": tiny("arcee", vocab_size=512)}
+        more = {"model": model, "layout": {"pipeline": 2}, "dtype": "float32"} | changes
+        return dry_run(parse_recipe(tiny_recipe("run", "tokens", **more)), rank=rank).rank
+
+    made = family("arcee")
+    model = made.on_meta(made.from_hf(tiny("arcee", vocab_size=512)))
+    ranks = [planned(rank) for rank in range(2)]
+    assert sum(rank.trained for rank in ranks) == sum(weight.numel() for weight in model.parameters())
+    assert all(rank.memory.moments == 8 * rank.trained for rank in ranks)
+    assert sum(sent.bytes for sent in ranks[0].traffic if sent.axis == "pipeline") == 4 * 2 * 16 * 64 * 4
+    frozen = planned(optimizer={"groups": [{"match": "mlp", "freeze": True}]})
+    mlp = sum(weight.numel() for weight in model.layers["0"].mlp.parameters())
+    assert frozen.trained == ranks[0].trained - 3 * mlp  # of the four blocks the first stage has three
+    again = planned(memory={"checkpointing": "full"})
+    assert again.memory.activations < ranks[0].memory.activations / 2
+    lora = planned(model={"init_from": "none", "implementation": "transformers"}, lora={"r": 2})
+    assert 0 < lora.memory.moments == 8 * lora.trained < ranks[0].memory.moments / 4
+    with pytest.raises(BadInput, match="--generate: expected a family of the zoo, found arcee"):
+        raw = tiny_recipe("run", "tokens", model={"config": tiny("arcee", vocab_size=512)})
+        generation_layouts(request_of("arcee", raw, machine_named("h100-80gb"), 2), torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", ["gemma", "minicpm3", "roformer"])
