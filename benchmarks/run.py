@@ -11,6 +11,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 TITLES = {
+    "adopted": "Models of transformers, beside the zoo and cp",
     "conversion": "Conversion against cp and transformers",
     "resharding": "Resharding against cp and torch.distributed.checkpoint",
     "loss": "Output layer and loss against torch's",

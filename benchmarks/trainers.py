@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,6 +27,7 @@ from trilith.machine.measure.cases import SMALL
 
 LENGTH, MICRO, RATE, DECAY, BETAS = 512, 2, 1e-3, 0.1, (0.9, 0.95)
 CONFIG = SMALL | {"tie_word_embeddings": False}
+USUAL: dict[str, Any] = {"config": CONFIG}
 Step = Callable[[Tensor], float]
 
 
@@ -104,8 +106,14 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def planned(dtype: torch.dtype, layout: dict[str, Any], rows: int, compiled: bool = False) -> tuple[Any, Any]:
-    """Return the recipe that this library's contenders train, and its plan."""
+def planned(
+    dtype: torch.dtype,
+    layout: dict[str, Any],
+    rows: int,
+    compiled: bool = False,
+    model: dict[str, Any] = USUAL,
+) -> tuple[Any, Any]:
+    """Return the recipe that this library's contenders train, and its plan; ``model``: its table."""
     from trilith.recipes.recipe import parse_recipe
     from trilith.training.run_plan import plan
 
@@ -116,7 +124,7 @@ def planned(dtype: torch.dtype, layout: dict[str, Any], rows: int, compiled: boo
             "compile": compiled,
             "dtype": str(dtype).removeprefix("torch."),
             "layout": layout,
-            "model": {"config": CONFIG},
+            "model": model,
             "data": {"tokens": "-", "sequence_length": LENGTH, "global_batch": rows, "micro_batch": MICRO},
             "optimizer": {"lr": RATE, "weight_decay": DECAY, "betas": [*BETAS], "clip": 1.0},
         }
@@ -124,14 +132,21 @@ def planned(dtype: torch.dtype, layout: dict[str, Any], rows: int, compiled: boo
     return recipe, plan(recipe)
 
 
-def ours(folder: str, dtype: torch.dtype, layout: dict[str, Any], rows: int, compiled: bool) -> Step:
+def ours(
+    folder: str,
+    dtype: torch.dtype,
+    layout: dict[str, Any],
+    rows: int,
+    compiled: bool,
+    model: dict[str, Any] = USUAL,
+) -> Step:
     """Return a step of this library, from a recipe as ``trilith train`` has it."""
     from trilith.checkpoints import begin_moments, load
     from trilith.data.batch import Batch
     from trilith.parallel_state import ParallelState
     from trilith.training.build import build
 
-    recipe, made = planned(dtype, layout, rows, compiled)
+    recipe, made = planned(dtype, layout, rows, compiled, model)
     state = ParallelState.start(recipe.layout)
     parts = build(recipe, made, state)
     load(folder, parts.model)
@@ -150,9 +165,9 @@ def main() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.init_process_group("gloo")
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[wanted["dtype"]]
-    common = (wanted["folder"], dtype)
+    common, model = (wanted["folder"], dtype), wanted.get("model", USUAL)
     if wanted["side"] == "ours":
-        step = ours(*common, wanted["layout"], wanted["rows"], wanted["compiled"])
+        step = ours(*common, wanted["layout"], wanted["rows"], wanted["compiled"], model)
     elif wanted["side"] == "pipelining":
         from stage_trainer import staged
 
@@ -167,20 +182,22 @@ def main() -> None:
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     for _ in sys.stdin:
-        rows = torch.randint(CONFIG["vocab_size"], (wanted["rows"], LENGTH + 1), generator=generator)
-        loss = step(rows)
+        ids = model["config"]["vocab_size"]
+        rows = torch.randint(ids, (wanted["rows"], LENGTH + 1), generator=generator)
+        began = time.process_time()
+        loss, processor = step(rows), time.process_time() - began
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        sys.stdout.write(json.dumps({"loss": loss, "memory": most}) + "\n")
+        sys.stdout.write(json.dumps({"loss": loss, "memory": most, "processor": processor}) + "\n")
         sys.stdout.flush()
     dist.destroy_process_group()
 
 
-def save_model(folder: Path) -> None:
+def save_model(folder: Path, config: dict[str, Any] = CONFIG) -> None:
     """Save transformers' model with random weights, which every contender starts from."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     model.save_pretrained(folder)
 
 

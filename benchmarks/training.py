@@ -42,6 +42,7 @@ class Contender:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.losses: list[float] = []
+        self.processor: list[float] = []
         self.memory = 0.0
         self.ranks = []
         for rank in range(world):
@@ -65,7 +66,8 @@ class Contender:
         found = [json.loads(self._answer(rank, "{")) for rank in self.ranks]
         seconds = time.perf_counter() - began
         self.losses.append(found[0]["loss"])
-        self.memory = max(one["memory"] for one in found)
+        self.processor.append(sum(answer["processor"] for answer in found))
+        self.memory = max(answer["memory"] for answer in found)
         return seconds
 
     @staticmethod

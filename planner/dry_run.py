@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ..models import AdaptedFamily, Family, LoraConfig, adapted
+from ..models import AdaptedFamily, LoraConfig, adapted
 from ..parallel_state import BadInput, Layout, ParallelState, dtype_named
 from ..pipeline import bubble
 from ..recipes.recipe import Recipe, with_overrides
@@ -27,7 +27,7 @@ from .communication import Traffic, traffic_of
 from .device_memory import reserved_bytes, runtime_of, usable
 from .memory import MemoryPlan, memory_of
 from .rank_parameters import Group, RankParameters, rank_parameters
-from .sampled_module import planned_model
+from .sampled_module import Asked, planned_model
 from .stage_costs import StageCost, stage_costs
 from .step_shape import Work, sizes_of
 from .suggestions import Change, Remedy, changes_that_fit
@@ -106,15 +106,6 @@ class DryRun:
         )
 
 
-def refuse_adopted(family: Family) -> None:
-    """Refuse a model that transformers computes: its program is not traced for a plan."""
-    if family.adopted:
-        raise BadInput(
-            "plan", "model_type", expected="a family of the zoo", found=family.model_type,
-            todo="A model that transformers computes is trained without a plan: try a few steps of it",
-        )  # fmt: skip
-
-
 def dry_run(recipe: Recipe, *, rank: int | None = None, device: int | None = None) -> DryRun:
     """Compute the dry run of a checked recipe for ``rank``; default: the rank that needs most memory.
 
@@ -125,7 +116,6 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, device: int | None = Non
     recipe = recipe.on(device_here(recipe.device, gpu=(device or recipe.memory.device_gb) is not None))
     planned, missing = plan_without_weights(recipe)
     base = planned.family.base if isinstance(planned.family, AdaptedFamily) else planned.family
-    refuse_adopted(base)
     layout = recipe.layout
     chosen = rank_plan(recipe, planned, rank) if rank is not None else heaviest(recipe, planned)
     parameters = parameters_of(base.on_meta(planned.config))
@@ -197,10 +187,7 @@ def work_of(recipe: Recipe, planned: Plan, rank: int = 0) -> Work:
 
 def predicted_step(recipe: Recipe, planned: Plan, machine: Machine) -> StepTime:
     """Return the time of a step of the recipe on a machine, without what saving adds."""
-    frozen = dtype_named(recipe.compute_dtype)
-    sample = planned_model(
-        planned.family, planned.config, recipe.layout, frozen=frozen, float8=recipe.scaling
-    )
+    sample = planned_model(planned.family, planned.config, recipe.layout, _asked_of(recipe, planned))
     work = work_of(recipe, planned)
     peak = "float8" if recipe.compute == "float8" else recipe.compute_dtype
     timer = StepTimer(sample, work, machine, split=planned.split, compiled=recipe.compiles, dtype=peak)
@@ -214,16 +201,20 @@ def _asked(
     block of each kind, or from every block where the recipe treats some of them differently.
     """
     whole = recipe.compute == "float8" or planned.groups or recipe.attention_backend != "auto"
-    if whole and planned.own is None:
+    if whole and planned.own is None and not planned.family.adopted:
         model = model_on_meta(recipe, planned, work.state)
         if recipe.compute == "float8":
             multiply_in_float8(model, recipe, work.state)
         parameters = rank_parameters(model, work.state)
         return parameters, stage_costs(work, model), parameters.numbered.__getitem__
-    frozen = dtype_named(recipe.compute_dtype)
-    sample = planned_model(planned.family, planned.config, recipe.layout, frozen=frozen)
+    sample = planned_model(planned.family, planned.config, recipe.layout, _asked_of(recipe, planned))
     group = partial(sample.group, state=work.state)
     return sample.parameters(work.state, planned.split), sample.costs(work, planned.split), group
+
+
+def _asked_of(recipe: Recipe, planned: Plan) -> Asked:
+    groups, frozen = tuple(sorted(planned.groups.items())), dtype_named(recipe.compute_dtype)
+    return Asked(groups, recipe.scaling, recipe.attention_backend, frozen)
 
 
 def plan_without_weights(recipe: Recipe) -> tuple[Plan, list[str]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import Checkpointing
+from ..models import CausalLM
 from ..parallel_state import BadInput, ParallelState
 from ..parallel_state.user_errors import line_of_user
 from ..pipeline import Stages
@@ -21,6 +22,7 @@ from ..simulation.recorder import Recorder
 from ..simulation.trace import Trace
 from ..simulation.traced import trace
 from ..simulation.without_numbers import DTYPES, device_of, empty, shapes_only
+from ..training.token_loss import TokenLoss
 from .rank_parameters import has_pieces, parts_of_module
 from .stage_costs import Pieces, StageCost, stage_costs
 from .step_shape import Work
@@ -33,9 +35,14 @@ _NOTHING = Trace(kept=0, made=0, forward=0, weights=0)
 def stages_of(
     work: Work, model: nn.Module, samples: Mapping[str, Tensor] | None = None, loss: Loss | None = None
 ) -> list[StageCost]:
-    """Return the pieces of the stages of a rank that holds ``model``, the zoo's or another module."""
+    """Return the pieces of the stages of a rank that holds ``model``, the zoo's or another module. Of a
+    language model that transformers computes, samples and loss are known.
+    """
     if has_pieces(model):
         return stage_costs(work, model)
+    if isinstance(model, CausalLM):
+        ids = torch.empty((1, work.sequence_length), dtype=torch.int64, device="meta")
+        samples, loss = {"input_ids": ids, "labels": ids}, TokenLoss(model)
     return module_stages(work, model, samples, loss)
 
 

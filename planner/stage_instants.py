@@ -111,6 +111,8 @@ class StageInstants:
         if kind == "F" and loss is not None:
             working: float = max(loss.plain.forward, loss.plain.backward)
             working += 0 if self.cut and self.logits else loss.kept
+            if not stage.blocks:  # one piece, in whose trace the loss is
+                working = float(max(part.plain.forward for part in stage.beside.parts))
             yield without_gradients("loss", working, self.gradients * first)
         elif kind == "I":
             yield without_gradients("inputs", self._in_first_part(), gathered=2 * self.largest)

@@ -262,7 +262,9 @@ def check_experts(section: ExpertsSection, family: Family, config: ModelConfig, 
     expected = f"0: the routers of {family.model_type} have no biases"
     todo = "experts.balance keeps such experts evenly used"
     frozen = "0 with [lora]: the biases belong to the base, which is frozen"
+    ours = "a model of the zoo: transformers' code gives no losses of its routers"
     rules = (
+        Rule(family.adopted, "experts", ours, family.model_type),
         Rule(not models_routers, "experts", "a model with experts", family.model_type),
         Rule(rate > 0 and unbiased, "experts.bias_rate", expected, rate, todo),
         Rule(rate > 0 and adapters, "experts.bias_rate", frozen, rate),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...layers import AttentionInputs, causal_attention, own_random
 from ...parallel_state import BadInput
 from ..base.keys import names
+from .layers import has_part_of_outputs
 
 #: Under this name transformers' code finds our attention.
 ATTENTION = "trilith"
@@ -64,7 +65,8 @@ def attention(
         raise BadInput(type(module).__name__, strange, expected=expected, found="one")
     scope = inputs.scope(sliding_window)
     k_BKSE, v_BKSE = scope.extend(module, k_BKSE, v_BKSE)
-    with own_random(inputs.state, split=dropout > 0):
+    # Ranks with heads of their own drop their own scores; where each has all heads, they drop the same ones.
+    with own_random(inputs.state, split=dropout > 0 and has_part_of_outputs(module)):
         out_BHSE = causal_attention(
             q_BHSE, k_BKSE, v_BKSE, scope,
             dropout=dropout, scale=scaling, soft_cap=softcap, sinks=s_aux,

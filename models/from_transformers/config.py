@@ -2,7 +2,8 @@
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import lru_cache
 from typing import Any, Self
@@ -19,6 +20,8 @@ from ..base.keys import INERT, MOST_BLOCKS, check_keys
 _FREE = INERT - {"model_type", "is_decoder", "pad_token_id", "pretraining_tp", "chunk_size_feed_forward"}
 
 
+#: The largest sizes that are read.
+_MOST = {"num_hidden_layers": MOST_BLOCKS, "vocab_size": 2**24, "hidden_size": 2**24}
 #: Types that decode whatever their ``is_decoder`` says.
 _DECODERS = {"gpt_neox", "gpt_neox_japanese"}
 
@@ -43,7 +46,8 @@ class AdoptedConfig(ModelConfig):
     def in_transformers(self) -> Any:
         """Return a new config object of transformers: models write into theirs, and share it."""
         stated = from_json(self.raw)
-        return config_class(stated.pop("model_type")).from_dict(stated)
+        with quiet():  # ids of tokens that the text leaves out have their defaults
+            return config_class(stated.pop("model_type")).from_dict(stated)
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], where: str = "config.json") -> Self:
@@ -74,7 +78,7 @@ class AdoptedConfig(ModelConfig):
         for key in cls.unknown_keys(raw):
             warnings.warn(f"{where}: {key[:80]} is unknown and ignored", stacklevel=2)
         # No checkpoint holds infinity, but where it is a type's default it comes back by itself.
-        usual, free = config_class(kind)().to_dict(), {*_FREE}
+        usual, free = usual_config(kind).to_dict(), {*_FREE}
         endless = [key for key, entry in known.items() if "Infinity" in json.dumps(entry, default=str)]
         free |= {key for key in endless if known[key] == usual.get(key)}
         text = {key: entry for key, entry in known.items() if key not in free} | {"model_type": kind}
@@ -99,19 +103,15 @@ class AdoptedConfig(ModelConfig):
             entry = getattr(config, name, None)
             return entry if type(entry) is int and entry > 0 else default
 
-        blocks = number("num_hidden_layers", 0)
-        if not 0 < blocks <= MOST_BLOCKS:
-            raise BadInput(where, "num_hidden_layers", expected=f"1 to {MOST_BLOCKS}", found=blocks)
-        fields = {"vocab_size": number("vocab_size", 0), "hidden_size": number("hidden_size", 0)}
-        for key, entry in fields.items():
-            if not 0 < entry <= 2**24:
-                raise BadInput(where, key, expected="1 to 2**24", found=entry)
+        fields = {key: number(key, 0) for key in _MOST}
+        for key, most in _MOST.items():
+            if not 0 < fields[key] <= most:
+                raise BadInput(where, key, expected=f"1 to {most}", found=fields[key])
         spread = getattr(config, "initializer_range", 0.02)
         return cls(
             raw=written,
             **fields,
             intermediate_size=number("intermediate_size", 0),
-            num_hidden_layers=blocks,
             num_attention_heads=number("num_attention_heads", 1),
             max_position_embeddings=number("max_position_embeddings", 2**31 - 1),
             tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
@@ -158,11 +158,31 @@ def config_class(kind: str) -> Any:
     return CONFIG_MAPPING[kind]
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let transformers' logger say errors alone."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+@lru_cache
+def usual_config(kind: str) -> Any:
+    """Return transformers' config of a type with all defaults, of which it warns where they do not fit."""
+    with quiet():
+        return config_class(kind)()
+
+
 @lru_cache
 def readable_keys(kind: str) -> frozenset[str]:
     """Return the keys that transformers' config class of a type reads."""
     from inspect import signature
 
-    made = config_class(kind)
-    keys = {*made().to_dict(), *made.attribute_map, *signature(made.__init__).parameters}
+    made = usual_config(kind)
+    keys = {*made.to_dict(), *made.attribute_map, *signature(type(made).__init__).parameters}
     return frozenset(keys | {"rope_scaling", "rope_theta"})

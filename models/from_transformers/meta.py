@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from ...parallel_state import OWN, BadInput, Constant, Initial, Normal, Uniform
 from .attention import registered
-from .config import AdoptedConfig
+from .config import AdoptedConfig, quiet
 
 
 @dataclass
@@ -29,20 +30,17 @@ class OnMeta:
 def on_meta(cfg: AdoptedConfig, *, attention: str | None) -> OnMeta:
     """Make the model in torch's default dtype. Raises ``BadInput`` for what cannot be held as declared."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
     config, kind, dtype = cfg.in_transformers(), cfg.model_type, torch.get_default_dtype()
     registered()
     # torch's grouped products have no fp64.
     experts = "eager" if dtype == torch.float64 else "grouped_mm"
     try:
-        with torch.device("meta"):
+        with quiet(), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         model.config._experts_implementation = experts  # after the model has checked it: most have none
         made = OnMeta(model)
-        with torch.device("cpu"), torch.no_grad():
+        with quiet(), torch.device("cpu"), torch.no_grad():
             _initialize(made, kind)
     except BadInput:
         raise
@@ -50,8 +48,6 @@ def on_meta(cfg: AdoptedConfig, *, attention: str | None) -> OnMeta:
         first = str(error).strip().partition("\n")[0][:160]
         expected = "a model that transformers makes without memory"
         raise BadInput(kind, expected=expected, found=f"{type(error).__name__}: {first}") from None
-    finally:
-        logging.set_verbosity(before)
     return made
 
 
@@ -141,10 +137,6 @@ def _recording(laws: dict[int, Initial]) -> Iterator[None]:
 
         return record
 
-    for name, original in originals.items():
-        setattr(initialization, name, recorder(name, original))
-    try:
+    recorders = {name: recorder(name, original) for name, original in originals.items()}
+    with patch.multiple(initialization, **recorders):
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(initialization, name, original)

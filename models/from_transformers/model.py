@@ -16,7 +16,7 @@ from ..base.causal_lm import CausalLM
 from .attention import ATTENTION, carrier
 from .config import AdoptedConfig
 from .cut import Fused, cut_modules
-from .layers import TiedHead
+from .layers import TiedHead, put
 from .meta import on_meta
 from .probe import Probed, probed
 from .sequence import without_sequence
@@ -65,6 +65,8 @@ class Adopted(CausalLM):
     ranks; attention is ours where the family has proved that it is the model's (``probe``).
     """
 
+    #: Nothing of it is called alone: a plan traces whole stages.
+    entry = None  # type: ignore[assignment]
     rotary: dict[str, Any]
     #: transformers' model, whose modules are also this one's, and what its parameters are in pieces.
     hf: Any
@@ -116,9 +118,7 @@ class Adopted(CausalLM):
             module = hf.get_submodule(path)
             if module is embedding and self.stage.last and isinstance(head, TiedHead):
                 continue
-            stand_in = NoTable(module) if isinstance(module, nn.Embedding) else Through(module)
-            above, _, leaf = path.rpartition(".")
-            hf.get_submodule(above)._modules[leaf] = stand_in
+            put(hf, path, NoTable(module) if isinstance(module, nn.Embedding) else Through(module))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adopted:
         super()._apply(fn, recurse)
@@ -240,13 +240,8 @@ class Adopted(CausalLM):
     @property
     def head_name(self) -> str:
         """Return the name of the output layer's weight, on the last stage."""
-        head, embedding = self.hf.get_output_embeddings(), self.hf.get_input_embeddings()
-        wanted = embedding.weight if isinstance(head, TiedHead) else head.weight
+        wanted = self.hf.get_output_embeddings().weight
         return next(name for name, parameter in self.named_parameters() if parameter is wanted)
-
-    def blocks_of(self, stage: Stage) -> Iterator[nn.Module]:
-        """Yield the blocks of one stage, in order."""
-        return (self.layers[str(number)] for number in stage.blocks)
 
     def uses(self, stage: Stage) -> list[nn.Module]:
         """Return the modules that one stage of this rank computes with."""

@@ -258,8 +258,9 @@ class _Legal:
     def _modes_of(self, name: ScheduleName, layout: Layout) -> tuple[Checkpointing, ...]:
         key = name, layout.pipeline > 1
         if key not in self._modes:
-            # A user's module is timed as it is, each stage in one piece.
-            modes = MODES[:1] if isinstance(self.family, OwnFamily) else MODES
+            # What is traced whole is timed as it is, each stage in one piece.
+            traced = isinstance(self.family, OwnFamily) or self.family.adopted
+            modes = MODES[:1] if traced else MODES
             self._modes[key] = tuple(
                 mode for mode in modes if self._ask(partial(self._mode, mode, name, layout))
             )

@@ -16,7 +16,7 @@ from ..device_memory import reserved_bytes
 from ..memory import MemoryPlan, Need, memory_of, needs_of_rank
 from ..rank_parameters import RankParameters
 from ..sampled_model import SampledModel
-from ..sampled_module import SampledModule, planned_model
+from ..sampled_module import Asked, Traced, planned_model
 from ..stage_costs import StageCost
 from ..step_shape import Work, sizes_of
 from ..time import StepTime, StepTimer
@@ -83,7 +83,7 @@ class Evaluator:
         self._needs: dict[Any, list[Need]] = {}
         self._parts: dict[Any, Any] = {}
 
-    def model(self, layout: Layout) -> SampledModel | SampledModule:
+    def model(self, layout: Layout) -> SampledModel | Traced:
         """Return one block of each kind, cut as the layout says; ``BadInput`` if the model forbids it."""
         return self._model(_bare(layout))
 
@@ -203,9 +203,10 @@ class Evaluator:
         works = [replace(self.work(choice), micro_batches=2 - once, loss_chunk=chunk) for chunk in chunks]
         return min(self._timer_of(choice, work, compiled).least_of_stages() / (2 - once) for work in works)
 
-    def _sampled(self, bare: Layout) -> SampledModel | SampledModule:
+    def _sampled(self, bare: Layout) -> SampledModel | Traced:
         request, recipe = self.request, self.request.recipe
-        return planned_model(request.family, request.config, bare, frozen=self._frozen, float8=recipe.scaling)
+        asked = Asked(float8=recipe.scaling, frozen=self._frozen)
+        return planned_model(request.family, request.config, bare, asked)
 
     def _cut(self, pipeline: int, virtual: int, v_shape: bool) -> StageCut:
         layout = Layout.of(pipeline=pipeline, virtual_stages=virtual, v_shape=v_shape)

@@ -57,6 +57,9 @@ def generation_layouts(request: Request, dtype: torch.dtype) -> list[GenerationC
     if isinstance(request.family, OwnFamily):
         expected, actual = "a model that writes text, of the zoo", "a module of your own"
         raise BadInput("plan", "--generate", expected=expected, found=actual)
+    if request.family.adopted:
+        expected, kind = "a family of the zoo", request.family.model_type
+        raise BadInput("plan", "--generate", expected=expected, found=f"{kind}, which transformers computes")
     family, config, data, tally = request.family, request.config, request.recipe.data, Tally()
     room, length, choices = request.room - request.runtime, request.recipe.data.sequence_length, []
     for tensor in divisors(request.gpus):

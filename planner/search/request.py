@@ -14,7 +14,7 @@ from ...simulation.model_flops import Parameters, parameters_of
 from ...storage.file_names import CONFIG
 from ...storage.small_files import read_json
 from ..device_memory import runtime_of, usable
-from ..dry_run import plan_without_weights, refuse_adopted
+from ..dry_run import plan_without_weights
 from ..time import Machine
 
 #: Tokens of a step if nobody says how many rows: those of Llama 3 at first (Grattafiori et al. 2024, 3.4).
@@ -124,7 +124,6 @@ def request_of(
         todo = "Of these `trilith train RECIPE --dry-run` plans one layout at a time"
         raise BadInput(f"plan {name}", "MODEL", expected=expected, found="one of these", todo=todo)
     planned, _ = plan_without_weights(recipe)
-    refuse_adopted(planned.family)
     return Request(
         name, recipe, raw, planned.family, planned.config, machine, gpus,
         room=usable(machine.memory, recipe.memory.headroom), tokens=tokens,

@@ -13,7 +13,7 @@ from ...simulation.record import Collective
 from ..gathers_and_sums import root_stays, sums, sums_of_replicas
 from ..rank_parameters import Group, RankParameters
 from ..sampled_model import SampledModel
-from ..sampled_module import SampledModule
+from ..sampled_module import Traced
 from ..stage_costs import Alike, StageCost
 from ..step_shape import Work
 from .collectives import Links
@@ -52,7 +52,7 @@ class StageTimer:
 
     def __init__(
         self,
-        model: SampledModel | SampledModule,
+        model: SampledModel | Traced,
         work: Work,
         kernels: Kernels,
         links: Links,

@@ -29,7 +29,7 @@ from ...simulation.without_numbers import DTYPES
 from ..memory import MemoryPlan, memory_of
 from ..rank_parameters import RankParameters
 from ..sampled_model import SampledModel
-from ..sampled_module import SampledModule
+from ..sampled_module import Traced
 from ..stage_costs import StageCost
 from ..step_shape import Work
 from .collectives import Links
@@ -55,7 +55,7 @@ class StepTimer:
 
     def __init__(
         self,
-        model: SampledModel | SampledModule,
+        model: SampledModel | Traced,
         work: Work,
         machine: Machine,
         *,

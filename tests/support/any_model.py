@@ -109,6 +109,30 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
     },
     "zaya": {"num_experts_per_tok": 1},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "reformer": {  # whose positions are those of rows that it trains on
+        "axial_pos_shape": [4, 8],
+        "axial_pos_embds_dim": [16, 48],
+        "attention_head_size": 16,
+        "feed_forward_size": 96,
+        "local_attn_chunk_length": 8,
+        "lsh_attn_chunk_length": 8,
+        "num_buckets": 4,
+        "hash_seed": 1,
+    },
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "num_key_value_heads": 4,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "mamba_headdim": 16,
+    },
     "xglm": {"pad_token_id": 0, "ffn_dim": 96},
     "modernbert-decoder": {"pad_token_id": 0, "local_attention": 16},
 }
