@@ -283,12 +283,22 @@ def test_a_key_of_a_recipe_with_dashes_is_answered_with_the_way(capsys):
     assert "layout.tensor=VALUE" in capsys.readouterr().err
 
 
-def test_errors_are_red_on_a_terminal_alone(monkeypatch, capsys):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    for on, start in ((False, "error: "), (True, "\x1b[31m\x1b[1merror\x1b[0m: ")):
-        monkeypatch.setattr("sys.stderr.isatty", lambda on=on: on)
-        assert run(["verify", "--nothing"]) == 2
-        assert capsys.readouterr().err.startswith(start)
+@pytest.mark.parametrize(
+    ("terminal", "no_color", "red"),
+    [
+        (None, "", False),  # no terminal
+        ("xterm", "", True),  # an empty NO_COLOR is none
+        ("xterm", "1", False),
+        ("dumb", "", False),
+    ],
+)
+def test_errors_are_red_on_a_terminal_with_colours_alone(terminal, no_color, red, monkeypatch, capsys):
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", terminal or "xterm")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal is not None)
+    assert run(["verify", "--nothing"]) == 2
+    start = "\x1b[31m\x1b[1merror\x1b[0m: " if red else "error: "
+    assert capsys.readouterr().err.startswith(start)
 
 
 @pytest.mark.parametrize(
