@@ -65,7 +65,7 @@ def _one_graph(module: nn.Module) -> bool:
 def keep_compiled_code() -> None:
     """Let torch store compiled code in the user's cache folder, where it outlives a restart of the machine.
 
-    Torch's own default, the folder for temporary files, stays where that folder cannot be written to. A folder
+    Torch's own default, the folder for temporary files, stays where that one cannot be written to. A folder
     that the user has set stays.
     """
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
