@@ -23,6 +23,7 @@ from support.pages import (
     pages,
     refused_commands,
     unknown_keys,
+    wrong_programs,
 )
 from support.short_runs import run_recipe, tiny_recipe, write_recipe
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -53,7 +54,7 @@ OTHER_PYTHON = {
 
 
 @pytest.mark.parametrize(
-    "check", [broken_links, refused_commands, unknown_keys, missing_files, inner_imports]
+    "check", [broken_links, refused_commands, unknown_keys, missing_files, inner_imports, wrong_programs]
 )
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_a_page_names_nothing_that_does_not_exist(page, check):
@@ -76,6 +77,14 @@ def test_a_page_names_nothing_that_does_not_exist(page, check):
         (missing_files, "see `models/no_such.py`"),
         (missing_files, "see `tests/test_pages.py::test_no_such`"),
         (inner_imports, "```python\nfrom trilith.layers.linear import Linear\n```"),
+        (refused_commands, "```bash\npip install -e . && trilith quikstart\n```"),
+        (wrong_programs, "```bash\npip install -e '.[dta]'\n```"),
+        (wrong_programs, "```bash\npip install trilith\n```"),
+        (wrong_programs, "```bash\nmake no-such\n```"),
+        (wrong_programs, "```bash\npip install -e . && pytest tests/no_such.py\n```"),
+        (wrong_programs, "```bash\npython examples/no_such.py prove\n```"),
+        (wrong_programs, "```bash\ntorchrun --nproc-per-node 2 no_such.py\n```"),
+        (wrong_programs, "```bash\ntrillith train recipe.toml\n```"),
     ],
 )
 def test_a_mistake_on_a_page_is_found(check, text):
