@@ -73,6 +73,8 @@ def test_a_page_names_nothing_that_does_not_exist(page, check):
         (unknown_keys, "```toml\n[layout]\ntensors = 2\n```"),
         (unknown_keys, "```toml\n[layouts]\ntensor = 2\n```"),
         (unknown_keys, "say `layout.tensors`"),
+        (unknown_keys, "`trilith train recipe.toml debug.collective=true`"),
+        (unknown_keys, "```bash\ntrilith train recipe.toml step=3\n```"),
         (unknown_keys, "say `computed = float8`"),
         (missing_files, "see `models/no_such.py`"),
         (missing_files, "see `tests/test_pages.py::test_no_such`"),

@@ -167,11 +167,18 @@ def _stated(raw: dict[str, Any], section: str = "") -> Iterator[tuple[str | None
 
 
 def unknown_keys(page: Page) -> list[str]:
-    """Find keys that no recipe has: in blocks of TOML, and in the text ``section.key`` or ``key = value``."""
+    """Find keys that no recipe has: in blocks of TOML, in commands, and in the text ``section.key`` or
+    ``key = value``.
+    """
     known, stated = _keys(), list[tuple[str | None, str]]()
     for block in page.blocks("toml") if page.has("toml") else []:
         raw = tomllib.loads(block)
         stated += [] if "rule" in raw else [*_stated(raw)]  # rules of foreign names are no recipe
+    quoted = [shlex.split(code)[1:] for code in page.quoted() if code.startswith("trilith train ")]
+    for words in [*page.commands(), *page.started_by_others(), *quoted]:
+        keys = re.findall(r"^([a-z_.]+)=", "\n".join(words), re.M) if words[0] in ("train", "launch") else []
+        stated += [(section, name) for section, _, name in (key.rpartition(".") for key in keys)]
+    stated = [key for key in stated if key != ("section", "key")]  # which stand for the reader's own
     for code in page.quoted():
         match = re.fullmatch(r"(?:([a-z_]+)\.)?([a-z_0-9]+)( ?= ?[^=]+)?", code)
         if match is None or match[2] in ("toml", "json"):
@@ -179,7 +186,7 @@ def unknown_keys(page: Page) -> list[str]:
         if match[1] in known or (match[3] and not match[1] and page.path not in _OTHER_NAMES):
             stated.append((match[1], match[2]))
     known[None] = set().union(*known.values())  # a key that is named without its section
-    return [f"{section}.{key}" for section, key in stated if key not in known[section]]
+    return [f"{section}.{key}" for section, key in stated if key not in known.get(section, ())]
 
 
 def missing_files(page: Page) -> list[str]:
