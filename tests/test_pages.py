@@ -324,6 +324,32 @@ def test_the_page_and_the_container_name_the_same_versions_of_all_packages():
     assert {re.split(r"[<>=;\[ ]", package)[0] for package in wanted} - {"trilith"} == rows.keys()
 
 
+def in_words(wanted):
+    """Return a range of versions as the pages have it: "2.11 to 2.13", "5.17 to 5.x", "2 or later", "any"."""
+    match = re.search(r">=([\d.]+)(?:,<(\d+)(?:\.(\d+))?)?", wanted)
+    if match is None:
+        return "any"
+    least, major, minor = match.groups()
+    if major is None:
+        return f"{least} or later"
+    return f"{least} to {int(major) - 1}.x" if minor is None else f"{least} to {major}.{int(minor) - 1}"
+
+
+def test_the_versions_that_pages_allow_are_those_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["trackers"], *extras["tensorboard"]]
+    allowed = {re.split(r"[<>=;\[ ]", package)[0]: in_words(package) for package in wanted}
+    rows = Page.read("docs/install.md").rows("Versions that go together")
+    assert {name.split(",")[0]: range_ for name, _, range_ in rows} == {
+        name: words for name, words in allowed.items() if name != "trilith"
+    }
+    readme = Page.read("README.md").text
+    assert f"torch {allowed['torch']} · transformers {allowed['transformers']} · " in readme
+    python = in_words(project["requires-python"]).replace("later", "newer")
+    assert f"\nPython {python} · " in readme
+
+
 #: The name stands in no registry: whoever takes it there would run code wherever it is installed by name.
 BY_NAME = re.compile(r"pip3? install(?: (?![&|;#])[^\s`]+){0,6} ['\"]*trilith\b")
 

@@ -22,6 +22,7 @@ from support.any_model import (
     words,
 )
 from support.short_runs import tiny_recipe, train, write_tokens
+from support.versions import of_proved_transformers
 from trilith.checkpoints import convert, differences, load, read_source
 from trilith.cli.app import run
 from trilith.models import FAMILIES, AdaptedFamily, family_of
@@ -34,6 +35,7 @@ from trilith.parallel_state import OWN, BadInput, Layout, declarations
 from trilith.recipes.recipe import parse_recipe
 from trilith.training.run_plan import plan
 
+pytestmark = of_proved_transformers
 TABLE = proved()["types"]
 SAME_VERSION = version("transformers").split(".")[:2] == proved()["transformers"].split(".")[:2]
 of_this_version = pytest.mark.skipif(not SAME_VERSION, reason="the table is of another transformers")
