@@ -324,6 +324,21 @@ def test_the_page_and_the_container_name_the_same_versions_of_all_packages():
     assert {re.split(r"[<>=;\[ ]", package)[0] for package in wanted} - {"trilith"} == rows.keys()
 
 
+def test_the_page_of_the_environment_names_every_variable_that_is_read():
+    rooms = [file.parent for file in ROOT.glob("*/__init__.py") if file.parent.name != "tests"]
+    code = "".join(file.read_text(encoding="utf-8") for room in rooms for file in room.rglob("*.py"))
+    asked = r'environ(?:\.get|\.setdefault)?[(\[]\s*"([A-Z_]+)"|"([A-Z_]+)" (?:not )?in os\.environ'
+    read = {name or other for name, other in re.findall(asked, code)}
+    page = Page.read("docs/environment.md")
+    named = {
+        name for row in page.rows("Variables that trilith reads") for name in re.findall(r"[A-Z_]+", row[0])
+    }
+    ours = {"TRILITH_FAULT", "_TRILITH_COMPLETE"}  # of tests, of the shell
+    assert len(read) > 10 and not [
+        name for name in read - named - ours if not name.startswith(("SLURM", "TORCHELASTIC_"))
+    ]
+
+
 def in_words(wanted):
     """Return a range of versions as the pages have it: "2.11 to 2.13", "5.17 to 5.x", "2 or later", "any"."""
     match = re.search(r">=([\d.]+)(?:,<(\d+)(?:\.(\d+))?)?", wanted)
