@@ -11,6 +11,7 @@ from support.configs import TINY_LLAMA
 from support.pages import ROOT, Page
 from trilith.cli.app import run
 from trilith.data.text.tokenizer_training import train_tokenizer
+from trilith.machine.measure import cases
 from trilith.parallel_state import clip_gradients, finalize_gradients
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import run_fresh
@@ -142,3 +143,12 @@ def test_the_figures_of_conversion_and_training_are_those_of_their_tables():
     shown = [(f"{row['figure']:.2f}", f"{row['low']:.2f} to {row['high']:.2f}") for row in training]
     cells = Page.read("docs/performance.md").rows("Measured on two CPU cores")
     assert len(cells) == 9 and not [row for row in cells if (row[2], row[3]) not in shown]
+
+
+def test_the_trained_model_has_as_many_parameters_as_the_page_and_the_bench_say():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        millions = round(LlamaForCausalLM(LlamaConfig(**cases.SMALL)).num_parameters() / 1e6)
+    assert f"a Llama of {millions} million parameters" in Page.read("docs/performance.md").text
+    assert cases._SIZES["cpu"].name == f"Llama of {millions} M"
