@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands_page import reference as reference_of_commands
-from recipe_page import SECTIONS, reference, with_tables
+from recipe_page import EXAMPLES, SECTIONS, reference, with_tables
 from support.configs import TINY_LLAMA, TINY_MIXTRAL
 from support.pages import (
     ROOT,
@@ -162,6 +162,24 @@ def test_a_key_that_takes_more_than_words_says_so():
     assert "; one of `true`, `false`, `auto` |" in page  # compile
     assert "; one of `auto`, a number |" in page  # memory.loss_chunk
     assert "; some of `tensorboard`, `wandb`, `mlflow`, `trackio` |" in page  # watch.trackers, a list
+
+
+@pytest.mark.parametrize(("title", "model"), SECTIONS, ids=[title for title, _ in SECTIONS])
+def test_a_section_of_the_reference_has_an_example_that_a_recipe_takes(title, model):
+    raw = tomllib.loads(EXAMPLES[title])
+    for name in [] if title == "The top" else title.strip("[]").split("."):
+        raw = raw[name]
+    for table in raw if isinstance(raw, list) else [raw]:
+        assert table and model.model_validate(table)
+    assert f"```toml\n{EXAMPLES[title]}```\n" in Page.read("docs/recipe.md").text
+
+
+def test_the_reference_lists_the_shipped_recipes():
+    rows = Page.read("docs/recipe.md").rows("Shipped recipes")
+    names = {path.stem for path in (ROOT / "recipes").glob("*.toml")}
+    assert {row[0].strip("`") for row in rows} == names
+    for path in (ROOT / "recipes").glob("*.toml"):
+        assert tomllib.loads(path.read_text())["data"]["tokens"] == "tokens"
 
 
 def test_the_reference_has_every_section():

@@ -145,6 +145,15 @@ def test_the_figures_of_conversion_and_training_are_those_of_their_tables():
     assert len(cells) == 9 and not [row for row in cells if (row[2], row[3]) not in shown]
 
 
+def test_the_readme_shows_what_quickstart_prints_and_how_far_predictions_were():
+    quickstart = (ROOT / "cli" / "shared" / "quickstart.py").read_text()
+    name, figure = re.search(r"checks such as `(.+?)`: `(.+?)`", PAGE.text).groups()
+    assert f'"{name}"' in quickstart and re.fullmatch(r"\d\.\de-\d\d apart over 100 steps", figure)
+    (readme,) = re.findall(r"published steps took (\S+) times as long in the median", PAGE.text)
+    (page,) = re.findall(r"as predicted, in the median (\S+) times", Page.read("docs/performance.md").text)
+    assert readme == page
+
+
 def test_the_trained_model_has_as_many_parameters_as_the_page_and_the_bench_say():
     from transformers import LlamaConfig, LlamaForCausalLM
 
