@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
 #: Characters of a failed program's output that are kept.
 KEPT = 6000
 
@@ -99,6 +98,7 @@ def machine_facts(device: str) -> dict[str, Any]:
     """Return versions, the GPU as nvidia-smi names it, and the commit of the tree."""
     import torch
     import transformers
+    from measure import commit
     from trilith.machine.facts import host
 
     facts: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "commit": commit(), **host()}
@@ -112,14 +112,6 @@ def machine_facts(device: str) -> dict[str, Any]:
         ]
         facts["GPU"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
     return facts
-
-
-def commit() -> str:
-    """Return the commit of the checkout, or what the environment says where there is no git."""
-    if noted := os.environ.get("TRILITH_COMMIT"):
-        return noted
-    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -108,8 +108,17 @@ class Peak:
             self.bytes = max(self.bytes, anonymous(self._pid))
 
 
+def commit() -> str:
+    """Return the commit of the checkout, or what the environment says where there is no git."""
+    if noted := os.environ.get("TRILITH_COMMIT"):
+        return noted
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=8", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def machine() -> dict[str, object]:
-    facts: dict[str, object] = {"date": time.strftime("%Y-%m-%d"), **host()}
+    """Return the date, the commit of the tree that is measured, the machine, its load, and the versions."""
+    facts: dict[str, object] = {"date": time.strftime("%Y-%m-%d"), "commit": commit(), **host()}
     return facts | {"load at the start": round(os.getloadavg()[0], 2)}
 
 

@@ -95,7 +95,7 @@ class _Command(_BareFlags, typer.core.TyperCommand):
         parameters = self.get_params(ctx)
         options = {name for parameter in parameters for name in parameter.opts}
         arguments = {each.metavar for each in parameters if each.metavar}
-        if refusal := what_to_type(args, options, arguments):
+        if not ctx.resilient_parsing and (refusal := what_to_type(args, options, arguments)):
             raise typer.BadParameter(refusal, ctx)
         rest = super().parse_args(ctx, with_own_names(args, options))
         _check_replaced(ctx.params)
@@ -272,6 +272,10 @@ def _as_options(words: Sequence[str]) -> list[str]:
             return [*command, "--help"]
         case ["version"]:
             return ["--version"]
+        case ["--install-completion" | "--show-completion" as option, word, *_]:
+            raise typer.BadParameter(
+                f"{option} is for the shell in which it is typed. Leave out {visible(word)}"
+            )
     return with_own_command(words)
 
 

@@ -13,9 +13,10 @@ USAGE, PREEMPTED, INTERRUPTED = 2, 75, 130
 
 
 def write_error(code: int, message: str) -> None:
-    """Write the line of a failure, in colour on a terminal (unless ``NO_COLOR`` is set)."""
+    """Write the line of a failure, in colour on a terminal that has them (unless ``NO_COLOR`` is set)."""
     word, color = ("stopped", "yellow") if code == PREEMPTED else ("error", "red")
-    if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
+    dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+    if sys.stderr.isatty() and not os.environ.get("NO_COLOR") and not dumb:
         word = typer.style(word, fg=color, bold=True)
     sys.stderr.write(f"{word}: {message}\n")
 

@@ -5,7 +5,15 @@ from typing import Annotated, Literal
 import typer
 
 from .shared.inputs import check_weights_there
-from .shared.options import IMPLEMENTATION, PATH_OR_ADDRESS, SCHEDULES, SPLIT, VIRTUAL_STAGES, check_seed
+from .shared.options import (
+    IMPLEMENTATION,
+    PATH_OR_ADDRESS,
+    SCHEDULES,
+    SPLIT,
+    VIRTUAL_STAGES,
+    check_seed,
+    schedule_names,
+)
 
 
 def parity(
@@ -32,7 +40,9 @@ def parity(
     ring: Annotated[
         bool, typer.Option("--ring", help="use ring attention over the context-parallel ranks")
     ] = False,
-    schedule: Annotated[str, typer.Option(help=f"pipeline schedule: {SCHEDULES}")] = "1f1b",
+    schedule: Annotated[
+        str, typer.Option(help=f"pipeline schedule: {SCHEDULES}", autocompletion=schedule_names)
+    ] = "1f1b",
     virtual_stages: Annotated[int | None, typer.Option(min=1, help=VIRTUAL_STAGES)] = None,
     split: Annotated[str | None, typer.Option(help=SPLIT)] = None,
     dtype: Annotated[

@@ -5,11 +5,14 @@ from typing import Annotated
 
 import typer
 
-from .shared.options import FORCE, SCHEDULES, VIRTUAL_STAGES
+from .shared.options import FORCE, SCHEDULES, VIRTUAL_STAGES, schedule_names
 
 
 def schedule(
-    name: Annotated[str, typer.Argument(help=f"pipeline schedule: {SCHEDULES}", metavar="NAME")],
+    name: Annotated[
+        str,
+        typer.Argument(help=f"pipeline schedule: {SCHEDULES}", metavar="NAME", autocompletion=schedule_names),
+    ],
     pipeline: Annotated[int, typer.Option(min=2, help="number of pipeline ranks")] = 4,
     micro_batches: Annotated[int, typer.Option(min=1, help="number of micro-batches in a step")] = 8,
     virtual_stages: Annotated[int | None, typer.Option(min=1, help=VIRTUAL_STAGES)] = None,

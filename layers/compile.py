@@ -5,6 +5,7 @@ break.
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,16 @@ def _one_graph(module: nn.Module) -> bool:
 def keep_compiled_code() -> None:
     """Let torch store compiled code in the user's cache folder, where it outlives a restart of the machine.
 
-    Torch's own default is the folder for temporary files. A folder that the user has set stays.
+    Torch's own default, the folder for temporary files, stays where that one cannot be written to. A folder
+    that the user has set stays.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home / "trilith" / "inductor"))
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trilith" / "inductor"
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 def or_plain(plain: Callable[..., Any], compiled: Callable[..., Any], name: str) -> Callable[..., Any]:

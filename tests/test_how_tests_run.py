@@ -177,6 +177,16 @@ def workflow_commands():
                     yield f"{file.stem} {name}", step["run"]
 
 
+def test_workflows_may_only_read_and_use_actions_of_the_host_by_version():
+    for file in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        workflow = yaml.safe_load(file.read_text(encoding="utf-8"))
+        assert workflow["permissions"] == {"contents": "read"}
+        for job in workflow["jobs"].values():
+            assert job["timeout-minutes"] <= 120 and job["runs-on"] == "ubuntu-latest"
+            used = [step["uses"] for step in job["steps"] if "uses" in step]
+            assert used == ["actions/checkout@v4", "actions/setup-python@v5"]
+
+
 def test_what_workflows_run_is_there():
     """Targets of make, scripts, extras; ``make versions`` alone makes an environment of its own."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands_page import reference as reference_of_commands
-from recipe_page import SECTIONS, reference, with_tables
+from recipe_page import EXAMPLES, SECTIONS, reference, with_tables
 from support.configs import TINY_LLAMA, TINY_MIXTRAL
 from support.pages import (
     ROOT,
@@ -23,6 +23,7 @@ from support.pages import (
     pages,
     refused_commands,
     unknown_keys,
+    wrong_programs,
 )
 from support.short_runs import run_recipe, tiny_recipe, write_recipe
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -53,7 +54,7 @@ OTHER_PYTHON = {
 
 
 @pytest.mark.parametrize(
-    "check", [broken_links, refused_commands, unknown_keys, missing_files, inner_imports]
+    "check", [broken_links, refused_commands, unknown_keys, missing_files, inner_imports, wrong_programs]
 )
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_a_page_names_nothing_that_does_not_exist(page, check):
@@ -72,10 +73,20 @@ def test_a_page_names_nothing_that_does_not_exist(page, check):
         (unknown_keys, "```toml\n[layout]\ntensors = 2\n```"),
         (unknown_keys, "```toml\n[layouts]\ntensor = 2\n```"),
         (unknown_keys, "say `layout.tensors`"),
+        (unknown_keys, "`trilith train recipe.toml debug.collective=true`"),
+        (unknown_keys, "```bash\ntrilith train recipe.toml step=3\n```"),
         (unknown_keys, "say `computed = float8`"),
         (missing_files, "see `models/no_such.py`"),
         (missing_files, "see `tests/test_pages.py::test_no_such`"),
         (inner_imports, "```python\nfrom trilith.layers.linear import Linear\n```"),
+        (refused_commands, "```bash\npip install -e . && trilith quikstart\n```"),
+        (wrong_programs, "```bash\npip install -e '.[dta]'\n```"),
+        (wrong_programs, "```bash\npip install trilith\n```"),
+        (wrong_programs, "```bash\nmake no-such\n```"),
+        (wrong_programs, "```bash\npip install -e . && pytest tests/no_such.py\n```"),
+        (wrong_programs, "```bash\npython examples/no_such.py prove\n```"),
+        (wrong_programs, "```bash\ntorchrun --nproc-per-node 2 no_such.py\n```"),
+        (wrong_programs, "```bash\ntrillith train recipe.toml\n```"),
     ],
 )
 def test_a_mistake_on_a_page_is_found(check, text):
@@ -151,6 +162,24 @@ def test_a_key_that_takes_more_than_words_says_so():
     assert "; one of `true`, `false`, `auto` |" in page  # compile
     assert "; one of `auto`, a number |" in page  # memory.loss_chunk
     assert "; some of `tensorboard`, `wandb`, `mlflow`, `trackio` |" in page  # watch.trackers, a list
+
+
+@pytest.mark.parametrize(("title", "model"), SECTIONS, ids=[title for title, _ in SECTIONS])
+def test_a_section_of_the_reference_has_an_example_that_a_recipe_takes(title, model):
+    raw = tomllib.loads(EXAMPLES[title])
+    for name in [] if title == "The top" else title.strip("[]").split("."):
+        raw = raw[name]
+    for table in raw if isinstance(raw, list) else [raw]:
+        assert table and model.model_validate(table)
+    assert f"```toml\n{EXAMPLES[title]}```\n" in Page.read("docs/recipe.md").text
+
+
+def test_the_reference_lists_the_shipped_recipes():
+    rows = Page.read("docs/recipe.md").rows("Shipped recipes")
+    names = {path.stem for path in (ROOT / "recipes").glob("*.toml")}
+    assert {row[0].strip("`") for row in rows} == names
+    for path in (ROOT / "recipes").glob("*.toml"):
+        assert tomllib.loads(path.read_text())["data"]["tokens"] == "tokens"
 
 
 def test_the_reference_has_every_section():
@@ -311,6 +340,47 @@ def test_the_page_and_the_container_name_the_same_versions_of_all_packages():
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["trackers"], *extras["tensorboard"]]
     assert {re.split(r"[<>=;\[ ]", package)[0] for package in wanted} - {"trilith"} == rows.keys()
+
+
+def test_the_page_of_the_environment_names_every_variable_that_is_read():
+    rooms = [file.parent for file in ROOT.glob("*/__init__.py") if file.parent.name != "tests"]
+    code = "".join(file.read_text(encoding="utf-8") for room in rooms for file in room.rglob("*.py"))
+    asked = r'environ(?:\.get|\.setdefault)?[(\[]\s*"([A-Z_]+)"|"([A-Z_]+)" (?:not )?in os\.environ'
+    read = {name or other for name, other in re.findall(asked, code)}
+    page = Page.read("docs/environment.md")
+    named = {
+        name for row in page.rows("Variables that trilith reads") for name in re.findall(r"[A-Z_]+", row[0])
+    }
+    ours = {"TRILITH_FAULT", "_TRILITH_COMPLETE"}  # of tests, of the shell
+    assert len(read) > 10 and not [
+        name for name in read - named - ours if not name.startswith(("SLURM", "TORCHELASTIC_"))
+    ]
+
+
+def in_words(wanted):
+    """Return a range of versions as the pages have it: "2.11 to 2.13", "5.17 to 5.x", "2 or later", "any"."""
+    match = re.search(r">=([\d.]+)(?:,<(\d+)(?:\.(\d+))?)?", wanted)
+    if match is None:
+        return "any"
+    least, major, minor = match.groups()
+    if major is None:
+        return f"{least} or later"
+    return f"{least} to {int(major) - 1}.x" if minor is None else f"{least} to {major}.{int(minor) - 1}"
+
+
+def test_the_versions_that_pages_allow_are_those_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["trackers"], *extras["tensorboard"]]
+    allowed = {re.split(r"[<>=;\[ ]", package)[0]: in_words(package) for package in wanted}
+    rows = Page.read("docs/install.md").rows("Versions that go together")
+    assert {name.split(",")[0]: range_ for name, _, range_ in rows} == {
+        name: words for name, words in allowed.items() if name != "trilith"
+    }
+    readme = Page.read("README.md").text
+    assert f"torch {allowed['torch']} · transformers {allowed['transformers']} · " in readme
+    python = in_words(project["requires-python"]).replace("later", "newer")
+    assert f"\nPython {python} · " in readme
 
 
 #: The name stands in no registry: whoever takes it there would run code wherever it is installed by name.

@@ -79,13 +79,126 @@ SECTIONS: list[tuple[str, type[BaseModel]]] = [
 ]
 
 
+#: An example of each section, whose table stands above it.
+EXAMPLES = {
+    "The top": """\
+out = "runs/first"
+steps = 1000
+compute = "bfloat16"                     # weights and moments stay in float32
+model = { init_from = "Llama-3.2-1B" }
+data = { tokens = "tokens", sequence_length = 2048, global_batch = 32, micro_batch = 2 }
+""",
+    "[model]": """\
+[model]
+size = "llama-3.2-1b"                    # random weights; init_from = "Llama-3.2-1B" starts from a folder's
+""",
+    "[loss]": """\
+[loss]
+module = "my_model.py:loss"
+""",
+    "[lora]": """\
+[lora]
+r = 16
+lora_alpha = 32
+target_modules = ["q_proj", "v_proj"]
+""",
+    "[layout]": """\
+[layout]                                 # 16 ranks
+tensor = 2
+sequence = true
+pipeline = 2
+schedule = "1f1b"
+data = 4
+zero = 1
+""",
+    "[data]": """\
+[data]
+tokens = ["wiki", "code"]
+weights = [3, 1]
+sequence_length = 4096
+global_batch = 128
+micro_batch = 2
+""",
+    "[optimizer]": """\
+[optimizer]
+lr = 3e-4
+warmup = 2000
+schedule = "cosine"
+weight_decay = 0.1
+clip = 1.0
+""",
+    "[[optimizer.groups]]": """\
+[[optimizer.groups]]
+match = "embed_tokens|lm_head"
+lr_scale = 0.1
+""",
+    "[optimizer.skip_spikes]": """\
+[optimizer.skip_spikes]
+deviations = 8.0
+""",
+    "[loss_scale]": """\
+[loss_scale]                             # with compute = "float16"
+growth_interval = 1000
+""",
+    "[experts]": """\
+[experts]
+balance = 0.01
+z_loss = 0.001
+""",
+    "[memory]": """\
+[memory]
+checkpointing = "selective"
+loss_chunk = 1024
+""",
+    "[checkpoint]": """\
+[checkpoint]
+every = 500
+keep = 3
+background = true
+""",
+    "[evaluation]": """\
+[evaluation]
+tokens = "held-out"
+every = 500
+samples = 256
+""",
+    "[watch]": """\
+[watch]
+trackers = ["tensorboard"]
+norms = 100
+""",
+    "[debug]": """\
+[debug]
+collectives = true
+""",
+}
+
+
+def section(title: str, model: type[BaseModel]) -> str:
+    """Write a section: its table and its example."""
+    return f"## `{title}`\n\n{table(model, [])}\n```toml\n{EXAMPLES[title]}```\n"
+
+
+def shipped(recipes: Path = Path(sections.__file__).parent) -> str:
+    """Write the table of the recipes that come with trilith, by the first sentence of each."""
+    lines = ["| recipe | for |", "|---|---|"]
+    for file in sorted(recipes.glob("*.toml")):
+        comment = file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        lines.append(f"| `{file.stem}` | {re.split(r'[.,:](?: |$)', comment)[0]} |")
+    return "\n".join(lines) + "\n"
+
+
 def reference() -> str:
     """Write docs/recipe.md."""
     parts = [
         "# Every key of a recipe\n\nLook here for a key of a recipe. On the command line: "
         "`trilith train recipe.toml section.key=value`.\n"
     ]
-    parts += [f"## `{title}`\n\n{table(model, [])}" for title, model in SECTIONS]
+    parts += [section(title, model) for title, model in SECTIONS]
+    parts += [
+        "## Shipped recipes\n\n`trilith train NAME` takes one by its name. Each reads the token file "
+        f"`tokens`, and its file says what was predicted.\n\n{shipped()}"
+    ]
     return "\n".join(parts).replace("`The top`", "The top")
 
 

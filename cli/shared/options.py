@@ -73,6 +73,11 @@ def size_names(incomplete: str) -> list[str]:
     return sorted(name for name in names if name.startswith(incomplete))
 
 
+def schedule_names(incomplete: str) -> list[str]:
+    """Return the pipeline schedules that begin so."""
+    return [name for name in SCHEDULES.split(", ") if name.startswith(incomplete.lower())]
+
+
 def model_names(incomplete: str) -> list[str]:
     """Return the published sizes and the installed recipes that begin so."""
     return [*size_names(incomplete), *recipe_names(incomplete)]

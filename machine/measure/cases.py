@@ -26,7 +26,7 @@ CPU_RANKS = 2
 #: Share of a device's free memory that a plan may take: the allocator needs some room between its blocks.
 _FILLED = 0.92
 _MODES = ("eager", "compiled")
-#: The shape for a CPU: 58 million parameters, of which half are embeddings.
+#: The shape for a CPU: 56 million parameters, most of them embeddings.
 SMALL = llama(512, 8, ids=32000)
 
 
@@ -60,7 +60,7 @@ _SIZES = {
     ),
     "cpu": Sizes(
         side=1024, copied=128, sent=16, layers=((16, 8),), rounds=50, blocks=20, steps=10,
-        saving=10, room=1e9, name="Llama of 58 M", model=SMALL,
+        saving=10, room=1e9, name="Llama of 56 M", model=SMALL,
     ),
     "quick": Sizes(
         side=128, copied=4, sent=1, layers=((16, 8),), rounds=5, blocks=2, steps=2,

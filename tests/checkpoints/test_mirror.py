@@ -178,9 +178,13 @@ def another_model(folder):
     written(folder / "run", 1, width=3)
 
 
+def with_tokens(folder):
+    write_tokens(folder / "tokens")
+
+
 def begin_recipe(folder):
-    tokens = write_tokens(folder.parent / f"{folder.name}-tokens")
-    check_run(parse_recipe(tiny_recipe(folder / "run", tokens, checkpoint={"mirror": "nosuch://bucket"})))
+    raw = tiny_recipe(folder / "run", folder / "tokens", checkpoint={"mirror": "nosuch://bucket"})
+    check_run(parse_recipe(raw))
 
 
 def restore_recipe(folder):
@@ -195,7 +199,7 @@ test_a_place_that_cannot_be_a_mirror_is_refused_before_the_first_step = refusals
     Refused("around", begin("run", "run/steps"), "outside the run's folder, found one around it"),
     Refused("another run", begin("mirror"), "no checkpoints, found step-00000005", given=another_run),
     Refused("another model", begin("mirror", width=8), "same model", given=another_model),
-    Refused("unknown store in a recipe", begin_recipe, r"checkpoint\.mirror|nosuch"),
+    Refused("unknown store in a recipe", begin_recipe, r"checkpoint\.mirror|nosuch", given=with_tokens),
     Refused("no mirror to restore from", restore_recipe, r"checkpoint\.restore: expected checkpoint\.mirror"),
 )  # fmt: skip
 

@@ -283,28 +283,47 @@ def test_a_key_of_a_recipe_with_dashes_is_answered_with_the_way(capsys):
     assert "layout.tensor=VALUE" in capsys.readouterr().err
 
 
-def test_errors_are_red_on_a_terminal_alone(monkeypatch, capsys):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    for on, start in ((False, "error: "), (True, "\x1b[31m\x1b[1merror\x1b[0m: ")):
-        monkeypatch.setattr("sys.stderr.isatty", lambda on=on: on)
-        assert run(["verify", "--nothing"]) == 2
-        assert capsys.readouterr().err.startswith(start)
+@pytest.mark.parametrize(
+    ("terminal", "no_color", "red"),
+    [
+        (None, "", False),  # no terminal
+        ("xterm", "", True),  # an empty NO_COLOR is none
+        ("xterm", "1", False),
+        ("dumb", "", False),
+    ],
+)
+def test_errors_are_red_on_a_terminal_with_colours_alone(terminal, no_color, red, monkeypatch, capsys):
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", terminal or "xterm")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal is not None)
+    assert run(["verify", "--nothing"]) == 2
+    start = "\x1b[31m\x1b[1merror\x1b[0m: " if red else "error: "
+    assert capsys.readouterr().err.startswith(start)
 
 
 @pytest.mark.parametrize(
     ("words", "names"),
     [("trilith ver", {"verify"}), ("trilith train llama-3.2", {"llama-3.2-1b-1gpu", "llama-3.2-1b-8gpus"}),
      ("trilith plan gpt-j", {"gpt-j-6b"}),
-     ("trilith models pythia-1", {"pythia-160m", "pythia-1.4b", "pythia-12b"})],
+     ("trilith models pythia-1", {"pythia-160m", "pythia-1.4b", "pythia-12b"}),
+     ("trilith schedule z", {"zbv"}), ("trilith parity hf --schedule 1", {"1f1b"}),
+     ("trilith plan --gpu h", set())],  # an option of an earlier version: no error amid the line
 )  # fmt: skip
-def test_a_shell_completes_commands_recipes_and_sizes(words, names, monkeypatch, capsys):
+def test_a_shell_completes_commands_recipes_sizes_and_schedules(words, names, monkeypatch, capsys):
     monkeypatch.setenv("_TRILITH_COMPLETE", "complete_bash")
     monkeypatch.setenv("_TYPER_COMPLETE_ARGS", words)
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
     with pytest.raises(SystemExit):
         run([])
-    assert set(capsys.readouterr().out.split()) == names
+    printed = capsys.readouterr()
+    assert set(printed.out.split()) == names and not printed.err
+
+
+@pytest.mark.parametrize("option", ["--install-completion", "--show-completion"])
+def test_completion_of_another_shell_than_the_own_is_refused(option, capsys):
+    assert run([option, "tcsh"]) == 2
+    assert f"{option} is for the shell in which it is typed. Leave out tcsh" in capsys.readouterr().err
 
 
 def test_options_of_other_programs_are_taken_for_ours_where_a_command_has_them():

@@ -5,6 +5,7 @@ import re
 import pytest
 from support.configs import MODELS
 from support.families import family_and_config
+from support.versions import of_proved_transformers
 from trilith.cli.app import run
 from trilith.cli.shared import family_features
 from trilith.cli.shared.shown_model import shown_model
@@ -56,6 +57,7 @@ def test_a_family_is_shown_by_its_first_published_size(capsys):
     assert "the output layer is the embedding\nlogits bounded by 30\n" in out
 
 
+@of_proved_transformers
 def test_adopted_types_are_listed_by_their_axes_and_shown_with_their_cut(capsys, monkeypatch):
     monkeypatch.setattr(
         family_features, "features_of", lambda family: family_features.Features((), (), False)

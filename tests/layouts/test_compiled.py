@@ -157,11 +157,15 @@ def test_what_torch_fails_to_compile_runs_without_if_nobody_asked_for_it():
         other(x)
 
 
-def test_compiled_code_is_kept_in_the_user_s_cache_unless_told_where(monkeypatch):
+def test_compiled_code_is_kept_in_the_user_s_cache_unless_told_where(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # nothing can be written there
     keep_compiled_code()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/somewhere/trilith/inductor"
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_compiled_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "trilith" / "inductor")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
     keep_compiled_code()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"

@@ -25,6 +25,7 @@ from support.any_model import (
 )
 from support.nightly import some
 from support.short_runs import tiny_recipe, train, write_tokens
+from support.versions import of_proved_transformers
 from trilith.checkpoints import convert, differences, load, read_source
 from trilith.cli.app import run
 from trilith.models import FAMILIES, AdaptedFamily, family_of
@@ -43,6 +44,7 @@ from trilith.ranks import run_parallel
 from trilith.recipes.recipe import parse_recipe
 from trilith.training.run_plan import plan
 
+pytestmark = of_proved_transformers
 TABLE = proved()["types"]
 SAME_VERSION = version("transformers").split(".")[:2] == proved()["transformers"].split(".")[:2]
 of_this_version = pytest.mark.skipif(not SAME_VERSION, reason="the table is of another transformers")

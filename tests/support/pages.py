@@ -117,6 +117,9 @@ def refused_commands(page: Page) -> list[str]:
     """
     quoted = [code for code in page.quoted() if re.match(r"trilith (?!.*\b[A-Z]+\b)", code)]
     commands = [*page.commands(), *page.started_by_others()]
+    commands += [
+        shlex.split(line, comments=True) for line in re.findall(r"&& trilith (.*)$", page.text, re.M)
+    ]
     lines = [(words, False) for words in commands if "[OPTIONS]" not in words]
     lines += [(shlex.split(code)[1:], True) for code in quoted]
     refused = [f"{code}: a former name" for code in page.quoted() if code.split()[:1] in _FORMER]
@@ -164,11 +167,18 @@ def _stated(raw: dict[str, Any], section: str = "") -> Iterator[tuple[str | None
 
 
 def unknown_keys(page: Page) -> list[str]:
-    """Find keys that no recipe has: in blocks of TOML, and in the text ``section.key`` or ``key = value``."""
+    """Find keys that no recipe has: in blocks of TOML, in commands, and in the text ``section.key`` or
+    ``key = value``.
+    """
     known, stated = _keys(), list[tuple[str | None, str]]()
     for block in page.blocks("toml") if page.has("toml") else []:
         raw = tomllib.loads(block)
         stated += [] if "rule" in raw else [*_stated(raw)]  # rules of foreign names are no recipe
+    quoted = [shlex.split(code)[1:] for code in page.quoted() if code.startswith("trilith train ")]
+    for words in [*page.commands(), *page.started_by_others(), *quoted]:
+        keys = re.findall(r"^([a-z_.]+)=", "\n".join(words), re.M) if words[0] in ("train", "launch") else []
+        stated += [(section, name) for section, _, name in (key.rpartition(".") for key in keys)]
+    stated = [key for key in stated if key != ("section", "key")]  # which stand for the reader's own
     for code in page.quoted():
         match = re.fullmatch(r"(?:([a-z_]+)\.)?([a-z_0-9]+)( ?= ?[^=]+)?", code)
         if match is None or match[2] in ("toml", "json"):
@@ -176,7 +186,7 @@ def unknown_keys(page: Page) -> list[str]:
         if match[1] in known or (match[3] and not match[1] and page.path not in _OTHER_NAMES):
             stated.append((match[1], match[2]))
     known[None] = set().union(*known.values())  # a key that is named without its section
-    return [f"{section}.{key}" for section, key in stated if key not in known[section]]
+    return [f"{section}.{key}" for section, key in stated if key not in known.get(section, ())]
 
 
 def missing_files(page: Page) -> list[str]:
@@ -191,6 +201,52 @@ def missing_files(page: Page) -> list[str]:
         if not text or (test and f"def {test}(" not in text and f"\n{test} = " not in text):
             missing.append(f"{file}::{test}" if test else file)
     return missing
+
+
+#: Programs in blocks whose words nothing here can check: they need a network, or are the reader's own.
+_OTHER_PROGRAMS = ("accelerate", "aws", "hf", "mkdir", "mpirun", "sbatch", "vllm", ".")
+
+
+def wrong_programs(page: Page) -> list[str]:
+    """Find lines of blocks that start another program on what is not there: extras of pip, targets of make,
+    scripts of Python and torchrun, files and folders of pytest; and programs that no page should need.
+    """
+    own = re.findall(r"^# (\w+\.py)\b", page.text, re.MULTILINE)  # files that the page shows
+    wrong = []
+    for language, block in _FENCE.findall(page.text):
+        lines = [line.strip() for line in block.splitlines() if line.strip()]
+        if language != "bash" and not any(re.match(r"(trilith|torchrun|srun|pip) ", line) for line in lines):
+            continue
+        for line in lines:
+            for command in shlex.split(line, comments=True) and re.split(r" && ", line):
+                if not _is_there(shlex.split(command, comments=True), own):
+                    wrong.append(command)
+    return wrong
+
+
+def _is_there(words: list[str], own: list[str]) -> bool:
+    """Return whether the first words of a command line are a program that is known, with what is there."""
+    match words:
+        case ["trilith", *_]:
+            return True  # refused_commands
+        case ["torchrun" | "srun", *_] if "trilith" in words:
+            return True
+        case [program, *_] if program in _OTHER_PROGRAMS:
+            return True
+        case ["pip", "install", *what]:
+            project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+            extras = {name for word in what for name in re.findall(r"[\w]+(?=[,\]])", word)}
+            return extras <= {*project["optional-dependencies"]} and not {"trilith"} & {*what}
+        case ["make", target, *_]:
+            return f"\n{target}:" in (ROOT / "Makefile").read_text(encoding="utf-8")
+        case ["pytest", *words]:
+            return all((ROOT / word).exists() for word in words if word.startswith("tests"))
+        case ["python" | "python3", "-c" | "-m", *_]:
+            return True
+        case ["python" | "torchrun" | "srun", *words]:
+            scripts = [word for word in words if word.endswith(".py")]
+            return len(scripts) == 1 and (scripts[0] in own or (ROOT / scripts[0]).is_file())
+    return False
 
 
 def inner_imports(page: Page) -> list[str]:
