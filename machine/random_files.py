@@ -18,6 +18,7 @@ from ..models import family_of
 from ..parallel_state import Box
 from ..storage.dtypes import TORCH
 
+#: The most numbers that are drawn; a larger folder repeats them.
 _DRAWN = 1 << 22
 
 
@@ -31,18 +32,20 @@ def write_hf_folder(
     """
     family = family_of(config)
     _, shapes = family.links(family.from_hf(config))
-    pool = torch.from_numpy(np.random.default_rng(0).standard_normal(_DRAWN, dtype=np.float32)).to(
-        TORCH[dtype]
-    )
+    count = min(_DRAWN, sum(torch.Size(shape).numel() for shape in shapes.values()))
+    drawn = np.random.default_rng(0).standard_normal(count, dtype=np.float32)
+    pool = torch.from_numpy(drawn).to(TORCH[dtype])
     folder.mkdir(parents=True)
     spec = {name: (dtype, shape) for name, shape in shapes.items()}
     shards = plan_shards(spec, max_shard_size)
     files = [open_file(folder / file, {n: spec[n] for n in names}) for file, names in shards.items()]
     file_of = {name: file for file in files for name in file.entries}
     for number, (name, shape) in enumerate(shapes.items()):
-        flat = torch.empty(torch.Size(shape).numel(), dtype=pool.dtype)
-        for at in range(0, flat.numel(), _DRAWN):
-            flat[at : at + _DRAWN] = pool.roll(number)[: flat.numel() - at]
+        flat, at, begin = torch.empty(torch.Size(shape).numel(), dtype=pool.dtype), 0, -number % count
+        while at < flat.numel():  # each tensor begins elsewhere in the pool, and goes round
+            piece = pool[begin : begin + flat.numel() - at]
+            flat[at : at + len(piece)] = piece
+            at, begin = at + len(piece), 0
         file_of[name].write(name, Box.whole(shape), flat.view(shape))
     size = sum(file.close().size for file in files)
     write_config_and_index(folder, family.to_hf(family.from_hf(config)), files)

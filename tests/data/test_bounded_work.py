@@ -10,6 +10,7 @@ import struct
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.draws import drawn
 from trilith.data.text import chat_template, parquet_and_arrow, text_and_jsonl, tokenizer_loading
 from trilith.data.text.chat_formats import Conversation
 from trilith.data.text.chat_template import Chat
@@ -64,7 +65,7 @@ def zstd_bomb(unit, blocks):
     )
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=drawn(8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(blocks=st.integers(20_000, 30_000), unit=st.sampled_from([97, 10, 32]), lines=st.booleans())
 def test_a_zstandard_bomb_is_refused_in_little_memory(tmp_path, blocks, unit, lines):
     """Files of 80 KB to 120 KB become 2.6 to 4 GB, as one long document or as empty lines."""
@@ -188,7 +189,7 @@ def ask(folder, text):
     loaded.chat([{"role": "user", "content": "a"}])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=drawn(24), deadline=None)
 @given(
     text=st.recursive(
         st.sampled_from(["{{ 'ab' * 9 }}", "{{ 2 ** 9 }}", "x"]),
