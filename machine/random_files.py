@@ -1,6 +1,7 @@
 """Write Hugging Face folders of any size, with no model in memory, and token files, with random content."""
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from ..models import family_of
 from ..parallel_state import Box
 from ..storage.dtypes import TORCH
 
-#: The most numbers that are drawn; a larger folder repeats them.
-_DRAWN = 1 << 22
+
+@cache
+def _pool() -> torch.Tensor:
+    """Return the numbers that every folder is filled with."""
+    return torch.from_numpy(np.random.default_rng(0).standard_normal(1 << 22, dtype=np.float32))
 
 
 def write_hf_folder(
@@ -32,16 +36,14 @@ def write_hf_folder(
     """
     family = family_of(config)
     _, shapes = family.links(family.from_hf(config))
-    count = min(_DRAWN, sum(torch.Size(shape).numel() for shape in shapes.values()))
-    drawn = np.random.default_rng(0).standard_normal(count, dtype=np.float32)
-    pool = torch.from_numpy(drawn).to(TORCH[dtype])
+    pool = _pool()
     folder.mkdir(parents=True)
     spec = {name: (dtype, shape) for name, shape in shapes.items()}
     shards = plan_shards(spec, max_shard_size)
     files = [open_file(folder / file, {n: spec[n] for n in names}) for file, names in shards.items()]
     file_of = {name: file for file in files for name in file.entries}
     for number, (name, shape) in enumerate(shapes.items()):
-        flat, at, begin = torch.empty(torch.Size(shape).numel(), dtype=pool.dtype), 0, -number % count
+        flat, at, begin = torch.empty(torch.Size(shape).numel(), dtype=TORCH[dtype]), 0, -number % len(pool)
         while at < flat.numel():  # each tensor begins elsewhere in the pool, and goes round
             piece = pool[begin : begin + flat.numel() - at]
             flat[at : at + len(piece)] = piece
