@@ -1,6 +1,7 @@
 """Write Hugging Face folders of any size, with no model in memory, and token files, with random content."""
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,11 @@ from ..models import family_of
 from ..parallel_state import Box
 from ..storage.dtypes import TORCH
 
-_DRAWN = 1 << 22
+
+@cache
+def _pool() -> torch.Tensor:
+    """Return the numbers that every folder is filled with."""
+    return torch.from_numpy(np.random.default_rng(0).standard_normal(1 << 22, dtype=np.float32))
 
 
 def write_hf_folder(
@@ -31,18 +36,18 @@ def write_hf_folder(
     """
     family = family_of(config)
     _, shapes = family.links(family.from_hf(config))
-    pool = torch.from_numpy(np.random.default_rng(0).standard_normal(_DRAWN, dtype=np.float32)).to(
-        TORCH[dtype]
-    )
+    pool = _pool()
     folder.mkdir(parents=True)
     spec = {name: (dtype, shape) for name, shape in shapes.items()}
     shards = plan_shards(spec, max_shard_size)
     files = [open_file(folder / file, {n: spec[n] for n in names}) for file, names in shards.items()]
     file_of = {name: file for file in files for name in file.entries}
     for number, (name, shape) in enumerate(shapes.items()):
-        flat = torch.empty(torch.Size(shape).numel(), dtype=pool.dtype)
-        for at in range(0, flat.numel(), _DRAWN):
-            flat[at : at + _DRAWN] = pool.roll(number)[: flat.numel() - at]
+        flat, at, begin = torch.empty(torch.Size(shape).numel(), dtype=TORCH[dtype]), 0, -number % len(pool)
+        while at < flat.numel():  # each tensor begins elsewhere in the pool, and goes round
+            piece = pool[begin : begin + flat.numel() - at]
+            flat[at : at + len(piece)] = piece
+            at, begin = at + len(piece), 0
         file_of[name].write(name, Box.whole(shape), flat.view(shape))
     size = sum(file.close().size for file in files)
     write_config_and_index(folder, family.to_hf(family.from_hf(config)), files)

@@ -20,7 +20,7 @@ search_less_often()  # all that is imported from here on stays
 
 import torch
 from hypothesis import settings
-from support import lanes, run_times
+from support import draws, lanes, run_times
 from support.models_page import MEASURED
 from trilith.ranks import pool, processes
 from trilith.system import search_garbage_rarely
@@ -41,8 +41,9 @@ processes.templates.preload = [
     "support.short_runs",
 ]
 BEGIN = time.monotonic()
-settings.register_profile("trilith", deadline=None, derandomize=True)
-settings.register_profile("quick", settings.get_profile("trilith"), max_examples=20)
+settings.register_profile(draws.ALL, deadline=None, derandomize=True)
+settings.register_profile("trilith", settings.get_profile(draws.ALL), max_examples=50)
+settings.register_profile("quick", settings.get_profile(draws.ALL), max_examples=20)
 
 #: Every process that a test starts inherits this variable, and is known by it after its parent has ended.
 MARK = f"{os.getpid()}-{time.time_ns()}"
@@ -63,7 +64,8 @@ def pytest_cmdline_main(config):
 
 
 def pytest_configure(config):
-    settings.load_profile("quick" if config.getoption("quick") else "trilith")
+    default = "trilith" if config.getoption("markexpr") == "not slow" else draws.ALL
+    settings.load_profile("quick" if config.getoption("quick") else default)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from support.draws import drawn
 from trilith.checkpoints.convert import execute as execute_module
 from trilith.checkpoints.convert.execute import execute
 from trilith.checkpoints.convert.transfer import Transfer
@@ -60,7 +61,7 @@ def reshards(draw):
     return shape, cut(shape, some()), cut(shape, some())
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=drawn(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(reshards(), st.integers(8, 200), st.integers(1, 3))
 def test_any_cut_into_any_other_in_files_and_in_memory(tmp_path, case, block, threads):
     shape, old, new = case

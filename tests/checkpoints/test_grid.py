@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from support.draws import drawn
 from support.refusals import Refused, refusals
 from trilith.checkpoints.stored_tensor import Grid
 from trilith.parallel_state import BadCheckpoint, Box, Cut, Declaration, Layout
@@ -52,7 +53,7 @@ def declared(draw, layout):
     )
 
 
-@settings(max_examples=200)
+@settings(max_examples=drawn(200))
 @given(st.data())
 def test_a_grid_gives_each_rank_the_box_that_it_stores_and_owns(data):
     layout = data.draw(layouts())

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.configs import TINIEST_LLAMA
+from support.draws import drawn
 from support.forked import obey_permissions, run_forked
 from support.inputs import saver_of
 from support.refusals import Refused, refusals
@@ -101,7 +102,7 @@ test_configs_that_no_checkpoint_can_hold_are_refused_before_the_first_step = ref
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=drawn(40))
 @given(value=values)
 def test_what_save_takes_it_gives_back_and_else_it_writes_nothing(tmp_path_factory, value):
     root, model = tmp_path_factory.mktemp("saved") / "m", nn.Linear(2, 2)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import FrozenInstanceError
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -70,12 +71,12 @@ def moved(model, optimizer, number):
     optimizer.step()
 
 
-def saved_again(name, root, layouts):
-    """Load what one device saved, and save it again, in each of the layouts."""
-    for number, layout in enumerate(layouts):
+def saved_again(names, root, layouts):
+    """Load what one device saved with each optimizer, and save it again, in each of the layouts."""
+    for name, (number, layout) in product(names, enumerate(layouts)):
         state, model, optimizer = made(name, layout)
-        assert load(f"{root}/alone", model, optimizer, state=state).step == 2
-        save(f"{root}/{number}", model, optimizer, step=2, state=state)
+        assert load(f"{root}/{name}/alone", model, optimizer, state=state).step == 2
+        save(f"{root}/{name}/{number}", model, optimizer, step=2, state=state)
 
 
 def begun(name, root, module=Late):
@@ -100,16 +101,18 @@ def check_goes_on(name, place, expected, module=Late):
         assert torch.equal(parameter[rows], other[rows]), key
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_goes_on_bit_for_bit_through_any_layout(name, tmp_path):
-    expected = begun(name, tmp_path)
-    run_parallel(saved_again, 2, name, str(tmp_path), [Layout(tensor=2), Layout.of(data=2, zero=3)])
-    stated = Manifest.load(tmp_path / "alone" / "step-00000002").optimizer
-    assert stated is not None and stated.kind == name.partition("-")[0]
-    for place in (tmp_path / "alone", tmp_path / "0", tmp_path / "1"):
-        assert Manifest.load(place / "step-00000002").optimizer == stated
-        assert [*differences(read_source(tmp_path / "alone"), read_source(place))] == []
-        check_goes_on(name, place, expected)
+def test_every_optimizer_goes_on_bit_for_bit_through_any_layout(tmp_path):
+    expected = {name: begun(name, tmp_path / name) for name in OPTIMIZERS}
+    layouts = [Layout(tensor=2), Layout.of(data=2, zero=3)]
+    run_parallel(saved_again, 2, [*OPTIMIZERS], str(tmp_path), layouts)
+    for name in OPTIMIZERS:
+        alone = tmp_path / name / "alone"
+        stated = Manifest.load(alone / "step-00000002").optimizer
+        assert stated is not None and stated.kind == name.partition("-")[0]
+        for place in (alone, tmp_path / name / "0", tmp_path / name / "1"):
+            assert Manifest.load(place / "step-00000002").optimizer == stated, name
+            assert [*differences(read_source(alone), read_source(place))] == [], name
+            check_goes_on(name, place, expected[name])
 
 
 @pytest.mark.parametrize("name", ["AdamW", "ASGD", "NAdam"])

@@ -121,12 +121,20 @@ PROGRAM = [sys.executable, "-P", "-m", "trilith.cli"]
 LONG = ["schedule", "1f1b", "--pipeline=4", "--micro-batches=400"]
 
 
-def test_a_reader_that_stops_is_no_error():
+@pytest.mark.parametrize(
+    "words",
+    [
+        LONG,
+        ["--help"],
+        pytest.param(["train", "llama-3.2-1b-1gpu", "--dry-run"], marks=pytest.mark.slow),  # imports torch
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_reader_that_stops_is_no_error(words):
     """Neither for what is printed by rich, as typer's help is, nor for plain text."""
-    for words in (LONG, ["--help"], ["train", "llama-3.2-1b-1gpu", "--dry-run"]):
-        with subprocess.Popen([*PROGRAM, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-            process.stdout.close()
-            assert process.stderr.read() == b"" and process.wait(timeout=60) == 0, words
+    with subprocess.Popen([*PROGRAM, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait(timeout=60) == 0
 
 
 def test_with_closed_streams_no_file_takes_their_place(tmp_path):

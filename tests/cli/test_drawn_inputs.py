@@ -20,13 +20,13 @@ from trilith.cli.app import run
 
 #: Commands that work for long once their input is right.
 LONG = {"quickstart", "parity", "doctor", "bench", "train", "plan", "generate", "evaluate", "chat"}
-#: Those of them that start new interpreters, which notice an interrupt only once they have imported torch.
-STARTS = {"quickstart", "doctor", "bench"}
-#: Seconds after which such a command is interrupted; the larger number for these, and for nightly rows.
+#: Seconds after which such a command is interrupted; the larger number for nightly rows.
 WORKS, WORKS_LONGER = 0.4, 2.0
 #: Commands that may find a difference.
 COMPARES = {"diff", "parity"}
-AT_ONCE = 20
+#: What is drawn in a fork: the first few in the default suite, the others with the slow tests.
+FEW, AT_ONCE, ALL = 6, 20, 200
+DRAWS = [range(FEW), range(FEW, AT_ONCE), *(range(at, at + AT_ONCE) for at in range(AT_ONCE, ALL, AT_ONCE))]
 ROWS = Path(__file__).parents[1] / "recipes"
 #: What is drawn: a kind, and the commands that it is for.
 KINDS = [("input", NAMES), ("output", OUTPUTS), ("run", READS_RUN), ("origin", ["recipe"])]
@@ -53,18 +53,20 @@ def as_users_do():
 
 
 @pytest.mark.parametrize(
-    "first",
-    [pytest.param(first, marks=pytest.mark.slow if first else []) for first in range(0, 200, AT_ONCE)],
+    "numbers",
+    [
+        pytest.param(draws, id=str(draws.start), marks=pytest.mark.slow if draws.start else [])
+        for draws in DRAWS
+    ],
 )
 @pytest.mark.parametrize(("kind", "command"), [(kind, name) for kind, names in KINDS for name in names])
-def test_a_drawn_input_is_refused_in_one_line_or_taken(more_inputs, folder, kind, command, first):
+def test_a_drawn_input_is_refused_in_one_line_or_taken(more_inputs, folder, kind, command, numbers):
     before, trials, left, places = tree(more_inputs), [], [], []
     makes_at_once = kind == "output" and command in ("quickstart", "bench")  # and would work for long
-    count = AT_ONCE // 4 if makes_at_once else AT_ONCE
-    for number in range(first, first + count):
+    for number in numbers[: AT_ONCE // 4] if makes_at_once else numbers:
         where = folder()
         drawn = draw(command, number, more_inputs, where, kind)
-        works = 0.1 if makes_at_once else WORKS_LONGER if first or command in STARTS else WORKS
+        works = 0.1 if makes_at_once else WORKS_LONGER if numbers.start else WORKS
         work = works if command in LONG else 0.0
         codes = {0, 2, 4} | ({1} if command in COMPARES else set())
         trials.append(Trial(where, drawn.words, codes, names=drawn.names, work=work))
@@ -143,7 +145,7 @@ def test_a_locale_or_a_home_of_little_use_changes_nothing(inputs, folder, surrou
         (where / "tmp").mkdir()
         # The doctor alone says that torch's compiler has no cache.
         code = 3 if command == "doctor" and surroundings is no_cache else 0
-        works = WORKS_LONGER if command in STARTS else WORKS
+        works = WORKS_LONGER if command == "doctor" else WORKS
         work = works if command in LONG else 0.0
         trials.append(Trial(where, words(command, inputs, where), {code}, work=work))
     check(trials, surroundings)

@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -105,23 +106,30 @@ def groups(faults):
         yield [fault for fault in kind if fault not in ALONE], first
 
 
+#: Commands with the places that they read, or those that they write.
+SIDES = {
+    f"{command}-{'outputs' if output else 'inputs'}": side
+    for command in NAMES
+    for output in (False, True)
+    if (side := [place for place in places() if place.command == command and place.output == output])
+}
 CASES = [
-    pytest.param(place, faults, id=f"{place}-{'-'.join(faults)}", marks=[] if first else pytest.mark.slow)
-    for place in places()
-    for faults, first in groups(OUTPUT_FAULTS if place.output else INPUT_FAULTS)
+    pytest.param(side, faults, id=f"{name}-{'-'.join(faults)}", marks=[] if first else pytest.mark.slow)
+    for name, side in SIDES.items()
+    for faults, first in groups(OUTPUT_FAULTS if side[0].output else INPUT_FAULTS)
 ]
 
 
-@pytest.mark.parametrize(("place", "faults"), CASES)
-def test_a_fault_is_one_line_and_leaves_nothing(inputs, folder, place, faults):
+@pytest.mark.parametrize(("side", "faults"), CASES)
+def test_a_fault_is_one_line_and_leaves_nothing(inputs, folder, side, faults):
     if {*faults} & {*MOUNTS} and not forked.may_mount():
         # A container may forbid mounts; "full-disk" and "read-only" make such faults without them.
         pytest.skip("this system does not let the user mount")
     if "device" in faults and os.geteuid():
         # The kernel lets only root make a device; "dev-zero" is one that every user has.
         pytest.skip("only root may make a device")
-    trials = []
-    for fault in faults:
+    trials, mounted = [], []
+    for place, fault in product(side, faults):
         where = folder()
         path = path_of(fault, where, place.suffix)
         (OUTPUT_FAULTS if place.output else INPUT_FAULTS)[fault](path)
@@ -131,26 +139,29 @@ def test_a_fault_is_one_line_and_leaves_nothing(inputs, folder, place, faults):
         if fault == "full-disk":
             says = str(where)  # the file that is being written
         trials.append(Trial(where, line, CODES.get(fault, {2, 4}), says))
+        if fault in MOUNTS:
+            mounted.append((MOUNTS[fault], path.parent))
     before = tree(inputs), [tree(trial.where) for trial in trials]
-    stays = "full" in faults[0] and place.command in STAYS
+    stays = "full" in faults[0] and side[0].command in STAYS
     empty = {}
 
     def limit():
         forked.obey_permissions()
         if faults == ["full-disk"]:
             forked.small_files_only(16)
-        for fault in {*faults} & {*MOUNTS}:
+        if mounted:
             forked.own_mounts()
-            MOUNTS[fault](path.parent)
-            empty.update(tree(path.parent))
+        for mount, place in mounted:
+            mount(place)
+            empty[place] = tree(place)
 
-    def look_into_the_mount():
-        """Nobody else sees it, so its content is looked at in the fork."""
-        if {*faults} & {*MOUNTS} and not stays:
-            left = (name for name in tree(path.parent) if name not in empty)
+    def look_into_the_mounts():
+        """Nobody else sees them, so their content is looked at in the fork."""
+        for _, place in mounted if not stays else ():
+            left = (name for name in tree(place) if name not in empty[place])
             print(*left, end="", file=sys.stderr, flush=True)
 
-    check(trials, limit, look_into_the_mount)
+    check(trials, limit, look_into_the_mounts)
     assert tree(inputs) == before[0], faults
     assert stays or [tree(trial.where) for trial in trials] == before[1], faults
 
@@ -164,21 +175,22 @@ FOLDERS = [place for place in places() if not place.output and not place.suffix]
 
 
 @pytest.mark.parametrize("fault", cheap(INSIDE_FAULTS, first={"pipe"}))
-@pytest.mark.parametrize("place", FOLDERS, ids=str)
-def test_a_fault_inside_a_folder_is_one_line_or_without_effect(inputs, folder, place, fault):
+def test_a_fault_inside_a_folder_is_one_line_or_without_effect(inputs, folder, fault):
     """Damage each file in turn. A command that does not need the file succeeds."""
-    good, trials = Path(place.good.format(inputs)), []
-    found = good.rglob("*") if good.is_dir() else good.parent.glob(f"{good.name}.*")
-    files = sorted(path.relative_to(good.parent) for path in found if path.is_file())
-    for file in files:
-        where = folder()
-        for each in files:
-            (where / each).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(good.parent / each, where / each)
-        (where / file).unlink()
-        INSIDE_FAULTS[fault](where / file)
-        line = words(place.command, inputs, where, place, str(where / good.name))
-        trials.append(Trial(where, line, {0, 2, 4}))
+    trials = []
+    for place in FOLDERS:
+        good = Path(place.good.format(inputs))
+        found = good.rglob("*") if good.is_dir() else good.parent.glob(f"{good.name}.*")
+        files = sorted(path.relative_to(good.parent) for path in found if path.is_file())
+        for file in files:
+            where = folder()
+            for each in files:
+                (where / each).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(good.parent / each, where / each)
+            (where / file).unlink()
+            INSIDE_FAULTS[fault](where / file)
+            line = words(place.command, inputs, where, place, str(where / good.name))
+            trials.append(Trial(where, line, {0, 2, 4}))
     before = tree(inputs), [tree(trial.where) for trial in trials]
     codes = check(trials, forked.obey_permissions)
     assert tree(inputs) == before[0]
@@ -209,18 +221,28 @@ TOO_LITTLE = {
 }
 
 
-@pytest.mark.parametrize("what", cheap(TOO_LITTLE, first={"descriptors-3", "memory-1-MiB", "threads"}))
-@pytest.mark.parametrize("command", NAMES)
-def test_too_little_of_something_is_one_line_and_leaves_nothing(inputs, folder, command, what):
-    if command in LONG and what == "memory-300-MiB":
+#: Those that are tried in the default suite.
+WANTED_FIRST = {"descriptors-3", "memory-1-MiB", "threads"}
+#: What each command leaves to the next as it was, so that all share a fork; memory it keeps.
+WANTING = [
+    pytest.param(what, group, id=f"{what}-{name}", marks=[] if what in WANTED_FIRST else pytest.mark.slow)
+    for what in TOO_LITTLE
+    for name, group in ({name: [name] for name in NAMES} if "memory" in what else {"all": NAMES}).items()
+]
+
+
+@pytest.mark.parametrize(("what", "commands"), WANTING)
+def test_too_little_of_something_is_one_line_and_leaves_nothing(inputs, folder, what, commands):
+    if {*commands} <= LONG and what == "memory-300-MiB":
         # Enough memory to begin: nothing is refused, and the whole work of these would follow.
         pytest.skip("it goes on, for minutes")
-    where = folder()
-    trial = Trial(where, words(command, inputs, where), {3} if "descriptors" in what else {0, 3})
-    before = tree(where), tree(inputs)
-    (code,) = check([trial], TOO_LITTLE[what])
-    assert tree(inputs) == before[1]
-    assert code == 0 or command in STAYS or tree(where) == before[0], trial.words
+    allowed = {3} if "descriptors" in what else {0, 3}
+    trials = [Trial(where := folder(), words(name, inputs, where), allowed) for name in commands]
+    before = tree(inputs), [tree(trial.where) for trial in trials]
+    codes = check(trials, TOO_LITTLE[what])
+    assert tree(inputs) == before[0]
+    for trial, code, left in zip(trials, codes, before[1], strict=True):
+        assert code == 0 or trial.words[0] in STAYS or tree(trial.where) == left, trial.words
 
 
 def test_a_deleted_working_directory_is_one_line_or_without_effect(inputs, folder):

@@ -12,6 +12,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.command_lines import call_command
+from support.draws import drawn
 from support.pages import Page
 from support.refusals import Refused, refusals
 from trilith.cli.app import run
@@ -186,7 +187,7 @@ SLURM_JOB_NODELIST=n1 SLURM_JOB_ID=1
 """
 
 
-def drawn(system, recipe, text, what):
+def file_of(system, recipe, text, what):
     """Return the file of a job in which one value is the text, and the words that each rank is to run."""
     file = text if what == "recipe" else "r.toml"
     overrides = [f"run_name={text if what == 'override' else 'a'}"]
@@ -206,16 +207,16 @@ def drawn(system, recipe, text, what):
 )
 def test_what_a_user_gives_is_the_same_in_the_file_or_is_refused(system, what, tmp_path):
     recipe = load_recipe("llama-3.2-1b-1gpu")
-    plain, _ = drawn(system, recipe, "n1", what)
+    plain, _ = file_of(system, recipe, "n1", what)
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=drawn(25), deadline=None)
     @given(text=texts)
     @example(text="n1\ntouch x")
     @example(text="$(HOME) $$")
     @example(text="-x")
     def check(text):
         try:
-            file, job = drawn(system, recipe, text, what)
+            file, job = file_of(system, recipe, text, what)
         except BadInput as error:
             assert str(error).isprintable()
             assert str(error).startswith(f"launch: {KNOWN.get(what, f'--{what}')}: ")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.draws import drawn
 from support.short_runs import run_recipe, tiny_recipe
 from support.token_files import write_token_file
 from trilith.data import Batch, TokenFile
@@ -69,7 +70,7 @@ def kinds(tmp_path_factory):
     return file, Mixture([(file, 2), (other, 1)]), Mixture([(chat, 2), (other, 1)])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=drawn(40), deadline=None)
 @given(step=st.integers(0, 10**9), seed=st.integers(0, 2**40))
 def test_ranks_pieces_in_order_are_the_global_batch_D5(kinds, step, seed):
     for tokens in kinds:
@@ -82,7 +83,7 @@ def test_ranks_pieces_in_order_are_the_global_batch_D5(kinds, step, seed):
                 assert tensor is None or torch.equal(torch.cat(of_ranks), tensor)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=drawn(40), deadline=None)
 @given(
     kind=st.integers(0, 3), step=st.integers(0, 10**9), start=st.integers(0, 3), data_size=st.integers(1, 3),
     micro_batch=st.sampled_from([1, 2, 4]), pipeline=st.integers(1, 2), ahead=st.sampled_from([0, 1, 3]),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.draws import drawn
 from support.token_files import write_token_file
 from trilith.data.batches import GlobalBatches
 from trilith.data.mixture import LONGEST_PERIOD, Interleave
@@ -53,7 +54,7 @@ def test_separate_documents_restart_and_do_not_predict_each_other(tmp_path):
     assert filled(joined, 0) == (list(range(7)), list(range(1, 8)), list(range(7)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=drawn(100), deadline=None)
 @given(documents=samples, length=st.integers(1, 12))
 def test_separate_windows_know_the_document_of_every_token(tmp_path_factory, documents, length):
     tokens = [token for ids, _ in documents for token in ids]
@@ -71,7 +72,7 @@ def test_separate_windows_know_the_document_of_every_token(tmp_path_factory, doc
             assert positions[place] == min(place, sum(owner[i] == owner[at] for i in range(at)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=drawn(100), deadline=None)
 @given(documents=samples, length=st.integers(8, 20), packed=st.booleans())
 def test_every_sample_stands_whole_in_one_row_and_only_targets_are_labels(
     tmp_path_factory, documents, length, packed
@@ -136,7 +137,7 @@ def best_fit_decreasing(lengths, room):
     return rows
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=drawn(300), deadline=None)
 @given(case=lengths_in_a_room)
 def test_packed_rows_are_those_of_best_fit_decreasing(case):
     room, lengths = case
@@ -172,13 +173,13 @@ def test_small_and_power_of_two_sizes_are_permutations(n):
     np.testing.assert_array_equal(np.sort(permute(np.arange(n), n, 3, 1)), np.arange(n))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=drawn(300), deadline=None)
 @given(n=st.integers(1, 5000), seed=seeds, epoch=epochs)
 def test_every_epoch_is_a_permutation(n, seed, epoch):
     np.testing.assert_array_equal(np.sort(permute(np.arange(n), n, seed, epoch)), np.arange(n))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=drawn(100), deadline=None)
 @given(n=st.integers(1, 5000), seed=seeds, epoch=epochs, data=st.data())
 def test_an_index_goes_to_the_same_place_alone_and_in_any_company(n, seed, epoch, data):
     indices = data.draw(st.lists(st.integers(0, n - 1), max_size=20))
@@ -224,7 +225,7 @@ def test_the_order_is_fixed_for_all_time():
     assert ids_at(positions_of(3, 6), 10, 7).tolist() == [4, 8, 0, 4, 9, 7]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=drawn(25), deadline=None)
 @given(n=st.integers(1, 200), batch=st.integers(1, 50), seed=seeds)
 def test_steps_lie_end_to_end_over_the_epochs(n, batch, seed):
     ids = np.concatenate([ids_at(positions_of(step, batch), n, seed) for step in range(3 * n // batch + 1)])
@@ -272,7 +273,7 @@ def test_a_position_has_the_same_draw_alone_and_in_any_company(weights, position
     assert (alone[0][0], alone[1][0]) == (among[0][1], among[1][1])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=drawn(25), deadline=None)
 @given(weights=weights)
 def test_shares_are_the_weights_or_the_nearest_that_a_period_holds(weights):
     mixing = Interleave(weights)

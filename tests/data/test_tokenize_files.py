@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.damage import flip_bit
+from support.draws import drawn
 from support.token_files import bytes_of, documents_of, stop_tokenizing, write_json_lines, zstd
 from trilith.cli.app import run
 from trilith.cli.tokenize import tokenize as command
@@ -116,7 +117,7 @@ def test_progress_reaches_the_size_of_the_inputs(folder, tmp_path):
 lines = st.lists(st.sampled_from(["", " ", "\t\r", "a", " b", "cc\r", "é", "\x0b"]), max_size=30)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=drawn(150), deadline=None)
 @given(lines=lines, last=st.sampled_from(["", "\n"]), size=st.integers(1, 40))
 def test_paragraphs_do_not_depend_on_where_blocks_are_cut(tmp_path_factory, lines, last, size):
     path = tmp_path_factory.mktemp("cut") / "in.txt"
@@ -260,7 +261,7 @@ def check_equal(path, folder, out):
 
 
 @pytest.mark.usefixtures("a_mark_for_each_of_many_blocks")
-@settings(RESUMED, max_examples=12)
+@settings(RESUMED, max_examples=drawn(20))
 @given(way=st.sampled_from(("in place", "renamed over", "not")), put_back=st.booleans(), at=st.integers(2, 9))
 def test_an_input_that_changed_between_is_wholly_the_new_one(folder, way, put_back, at):
     with tempfile.TemporaryDirectory() as name:
@@ -279,7 +280,7 @@ def test_an_input_that_changed_between_is_wholly_the_new_one(folder, way, put_ba
 
 
 @pytest.mark.usefixtures("a_mark_for_each_of_many_blocks")
-@settings(RESUMED, max_examples=25)
+@settings(RESUMED, max_examples=drawn(40))
 @given(file=st.floats(0, 1, exclude_max=True), bit=st.floats(0, 1, exclude_max=True))
 def test_a_flipped_bit_in_what_a_stop_left_has_no_effect(folder, file, bit):
     with tempfile.TemporaryDirectory() as name:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.draws import drawn
 from support.token_files import documents_of, stop_tokenizing, write_json_lines
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
@@ -76,7 +77,7 @@ def test_seen_and_unseen_parts_of_the_standard_library_give_equal_ids(pair):
     agree(pair, "".join(PARTS))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=drawn(200), deadline=None)
 @given(
     text=st.text(st.one_of(st.sampled_from(" \t\n▁aebt<s>/0x1-="), st.characters(codec="utf-8")), max_size=60)
 )

@@ -117,12 +117,21 @@ def test_ranks_that_wait_for_each_other_in_two_groups_are_named_with_their_lines
     assert second.startswith("after 2 s rank 1 waits at collective 4")
 
 
+SELECTIVE = {"checkpointing": "selective"}
 LAYOUTS = [
-    ({"tensor": 2, "sequence": True}, {"memory": {"checkpointing": "selective"}}),
-    ({"pipeline": 2}, {"memory": {"loss_chunk": 5}}),
     ({"data": 2, "zero": 3}, {"checkpoint": {"every": 1, "background": True}}),
-    ({"tensor": 2, "pipeline": 2}, {"model": {"config": TINY_GPT2}}),
-    ({"data": 2, "context": 2, "zero": 2}, {}),
+    (
+        {"tensor": 2, "pipeline": 2},
+        {"model": {"config": TINY_GPT2}, "memory": SELECTIVE},
+    ),
+    ({"data": 2, "context": 2, "zero": 2}, {"memory": {"loss_chunk": 5}}),
+    *(
+        pytest.param(layout, {"memory": memory}, marks=pytest.mark.slow)
+        for layout, memory in (
+            ({"tensor": 2, "sequence": True}, SELECTIVE),
+            ({"pipeline": 2}, {"loss_chunk": 5}),
+        )
+    ),
 ]
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.draws import drawn
 from torch import nn
 from trilith.parallel_state import (
     BadInput,
@@ -47,7 +48,7 @@ def declared(draw, tensor):
     return Declaration(tuple(shape), cut=cut, multiple=multiple, ends=draw(st.booleans()))
 
 
-@settings(max_examples=200)
+@settings(max_examples=drawn(200))
 @given(layouts(), st.data())
 def test_owners_cover_every_true_element_exactly_once(layout, data):
     stated = data.draw(declared(layout.tensor))
@@ -68,7 +69,7 @@ def test_owners_cover_every_true_element_exactly_once(layout, data):
     assert sum(stated.true_part(box).size for box in owned) == torch.Size(stated.shape).numel()
 
 
-@settings(max_examples=200)
+@settings(max_examples=drawn(200))
 @given(layouts(), st.data())
 def test_boxes_are_what_chunk_gives(layout, data):
     stated = data.draw(declared(layout.tensor))

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -234,6 +235,9 @@ def _end_left(before: set[int]) -> bool:
 def _end_group(pid: int) -> bool:
     """End the child's remaining processes; return whether there were any."""
     for _ in range(1000):  # its own children may need a moment after it, and a core of a busy machine
+        with suppress(ChildProcessError):
+            while os.waitpid(-pid, os.WNOHANG)[0]:  # such as a compiler of an interrupted command
+                pass
         try:
             os.killpg(pid, 0)
         except ProcessLookupError:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from trilith.ranks import fork_server, processes
 from trilith.runs import torchrun_agent as agent
 from trilith.system.process_end import leave
 
@@ -30,8 +35,10 @@ class Forked:
         env: Mapping[str, str],
         *,
         stdin: int | None = None,
+        stdout: Any = None,
         stderr: Any = None,
         session: bool = False,
+        keep: Sequence[int] = (),
     ) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
@@ -44,10 +51,12 @@ class Forked:
                 signal.signal(number, signal.SIG_DFL)
             if session:
                 os.setsid()
-            for fd, place in ((stdin, 0), (stderr.fileno() if stderr else None, 2)):
-                if fd is not None:
-                    os.dup2(fd, place)
-            os.closerange(3, 4096)
+            streams = [(stream.fileno() if stream else None, fd) for stream, fd in ((stdout, 1), (stderr, 2))]
+            for source, fd in ((stdin, 0), *streams):
+                if source is not None:
+                    os.dup2(source, fd)
+            for first, last in pairwise([2, *sorted(keep), 4096]):
+                os.closerange(first + 1, last)
             os.environ.clear()
             os.environ.update(env)
             main(words)
@@ -81,6 +90,23 @@ class Forked:
         """Send the signal unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
+
+
+def fork_templates() -> None:
+    """Let each template that this process starts from now on be a fork of it, which imports nothing."""
+
+    def be_a_template(words: Sequence[str]) -> None:
+        atexit._clear()  # what the test's process does at its end is not for ranks to do
+        leave(fork_server.main(int(words[0])))
+
+    def start(
+        words: Sequence[str], *, env: Mapping[str, str], pass_fds: list[int], stdout: Any, **_: Any
+    ) -> Forked:
+        how: dict[str, Any] = {"stdout": stdout, "stderr": stdout, "session": True, "keep": pass_fds}
+        return Forked(be_a_template, [str(fd) for fd in pass_fds], env, **how)
+
+    like = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
+    mock.patch.object(processes, "subprocess", like).start()
 
 
 def launch_forked(command: Command, words: list[str], folder: str) -> None:

@@ -17,6 +17,7 @@ from trilith.planner.search import find
 from trilith.ranks import pool, processes
 
 from support import forked
+from support.forked_launch import fork_templates
 
 #: Seconds after which a command counts as hanging, on a machine that others use; those of a refusal, also
 #: after the work began; and those after which a command must have begun with its work.
@@ -83,6 +84,7 @@ def check(
         # other files' here, which would be closed with these objects.
         _OF_PARENT.append((pool._pool, processes.templates._templates))
         pool._pool, processes.templates._templates = pool.Pool(), []
+        fork_templates()
         printed = os.memfd_create("stdout")
         if any(trial.work for trial in trials):  # a limit of files' sizes would count for it, too
             os.dup2(printed, 1)

@@ -58,7 +58,8 @@ def asked(folder, layout=None, **changes):
     [
         ("llama", Layout.of(tensor=2, pipeline=2, sequence=True)),
         ("llama", Layout.of(tensor=2, context=2, sequence=True, ring=True)),
-        ("llama", Layout(pipeline=2, virtual_stages=2, v_shape=True)),
+        # Several stages a rank are in the default suite where a module that differs is named.
+        pytest.param("llama", Layout(pipeline=2, virtual_stages=2, v_shape=True), marks=pytest.mark.slow),
         ("mixtral", Layout.of(data=2, expert=2, zero=1)),
         ("gpt2", Layout.of(tensor=2, data=2, zero=3)),
         # In the default suite tests/models/test_families.py has mixtures with shared experts, and norms of

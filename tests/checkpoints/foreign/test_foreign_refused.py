@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.damage import flip_bit, truncate
+from support.draws import drawn
 from support.refusals import Refused, refusals
 from trilith.checkpoints import convert, read_foreign, read_source
 from trilith.checkpoints.foreign.rules import Table
@@ -201,7 +202,7 @@ def cut(tensor, ends):
     return boxes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=drawn(60), deadline=None)
 @given(st.sampled_from(sorted(KINDS)), st.data())
 def test_any_cut_into_chunks_gives_the_tensors_of_hugging_face(tmp_path_factory, kind, data):
     rule, make = KINDS[kind]
