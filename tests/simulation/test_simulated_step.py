@@ -156,7 +156,7 @@ def kernels():
     case = replace(CASE, layout=Layout(), length=64, samples=1)
     for which, operator in {"gpu": "flash_attention", "cpu": "flash_attention_for_cpu"}.items():
         record = ledger_of(case, kernels=which)
-        with mock.patch.object(forms, "_kind", lambda func: None):  # nothing is remembered
+        with mock.patch.object(forms, "_kind", lambda func: None):  # so that nothing is remembered
             assert ledger_of(case, kernels=which) == record
         names = {one.name for one in record.operators if "attention" in one.name}
         name = f"aten::_scaled_dot_product_{operator}"
