@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parallel_state.engine import TorchDispatchMode, accelerator
+from ..parallel_state.engine import UncompiledMode, accelerator
 from .backend import NAME, WAITING, FakeTensorMode, copy_from_host_in_sight
-from .tensors import tensors_in, with_tensors
+from .forms import remembered
+from .tensors import DEVICE, device_of, tensors_in, with_tensors
 from .wait import Kind, Locals, Wait, Waits
 
 _HOUSE, _HERE = Path(__file__).resolve().parents[1], Path(__file__).resolve().parent
-_TORCH = Path(torch.__file__).resolve().parent
+_TORCH = Path(torch.__file__).parent  # as its functions name their files
 #: Beginnings of the names of operators that make a tensor and start no kernel.
 _ALLOCATE = ("aten::empty", "aten::new_empty")
 
@@ -36,7 +37,7 @@ class NewWait(AssertionError):
     """Report a place that is not on the list and at which the host waits for the device."""
 
 
-class SimulatedDevice(TorchDispatchMode):
+class SimulatedDevice(UncompiledMode):
     """Be the device while it is entered. Raises ``Mixed``, and ``NewWait`` for what is not in ``waits``; with
     ``strict=False`` only the first, and what is read at another place is zero.
 
@@ -70,6 +71,8 @@ class SimulatedDevice(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is DEVICE:
+            return device_of(args[0])
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
         copy_from_host_in_sight()  # autograd computes in a thread of its own
@@ -89,7 +92,7 @@ class SimulatedDevice(TorchDispatchMode):
             args, call.kwargs = with_tensors((args, call.kwargs), self._here)
         else:
             call.check_places()
-        made = self._on_device(func, *args, **call.kwargs)
+        made = remembered(func, args, call.kwargs, self._fake)
         if not func.is_view and not call.name.startswith(_ALLOCATE):
             self.kernels[call.name] += 1
             self.moved += sum(tensor.nbytes for tensor in (*call.given, *tensors_in(made)))
@@ -138,7 +141,8 @@ class _Call:
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs, self.name = func, args, kwargs, func.name().split(".")[0]
         self.given = list(tensors_in((args, kwargs)))
-        self.here, self.host = ([x for x in self.given if x.device.type == kind] for kind in (NAME, "cpu"))
+        places = [(x, device_of(x).type) for x in self.given]
+        self.here, self.host = ([x for x, place in places if place == kind] for kind in (NAME, "cpu"))
         device = kwargs.get("device")
         self.wanted = None if device is None else torch.device(device).type
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..parallel_state import engine
-from .tensors import tensors_of
+from .tensors import device_of, tensors_of
 
 #: The forms of what an operator gives, by the operator and the forms of its arguments: of torch's tensors on
 #: the "meta" device, and of its fake ones.
@@ -16,93 +16,85 @@ _FORMS: dict[object, Any] = {}
 
 
 class _Form(NamedTuple):
-    """Hold what a tensor is but its numbers. ``offset``: where it begins in its storage, if that is another
-    tensor's.
-    """
+    """Hold what a tensor is but its numbers."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    offset: int = 0
 
 
-class _Part(NamedTuple):
-    """Hold what an operator gives: a form and the place of the argument whose storage it is, or a value."""
-
-    form: _Form | None
-    base: int | None = None
-    value: Any = None
-
-
-def remembered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def remembered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fakes: Any = None) -> Any:
     """Return what an operator gives. Torch finds forms in Python, which takes long, so that they are
-    remembered; of an operator that changes its first argument, that it may.
+    remembered; of an operator that changes its first argument, that it may. Views take torch no time.
 
-    On the "meta" device views are torch's own: they take no time there. Of fake tensors nothing is remembered
-    where another mode is to see the operator, such as a second recorder.
+    ``fakes``: torch's mode of fake tensors to compute in, instead of the one that is entered. Of fake tensors
+    nothing is remembered where another mode is to see the operator, such as a second recorder.
     """
-    mode = engine.fake_mode()
-    kind = _kind(func)
+    mode, kind = fakes or engine.fake_mode(), _kind(func)
     if kind is None or (kind == "view" if mode is None else engine.other_modes()):
-        return func(*args, **kwargs)
+        return _call(func, args, kwargs, fakes)
+    if kind == "view":
+        if not _is_own(args[0], mode):
+            return _call(func, args, kwargs, fakes)
+        from ..parallel_state.engine.fake_tensors import view_of_fake
+
+        return view_of_fake(mode, func, args, kwargs)
     form = _form if mode is None else _fake_form
     try:
         named = [(name, form(value)) for name, value in kwargs.items()]
         key = mode is None, torch.get_default_dtype(), func, *map(form, args), *named
         known = _FORMS.get(key)
     except TypeError:  # an argument that has no hash
-        return func(*args, **kwargs)
+        return _call(func, args, kwargs, fakes)
     if known is None:
-        out = func(*args, **kwargs)
+        out = _call(func, args, kwargs, fakes)
         if (known := _known(kind, args, out, mode)) is not None:
             _FORMS[key] = known
         return out
     if kind == "changes":
         return args[0]
     several, parts = known
-    made = tuple(_make(part, args, mode) for part in parts)
+    made = tuple(_make(part, mode) for part in parts)
     return several(made) if several else made[0]
 
 
-def _make(part: _Part, args: Sequence[Any], mode: Any) -> Any:
-    if part.form is None:
-        return part.value
-    shape, stride, dtype, device, offset = part.form
+def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fakes: Any) -> Any:
+    if fakes is None:
+        return func(*args, **kwargs)
+    with fakes:
+        return func(*args, **kwargs)
+
+
+def _make(part: _Form | float | None, mode: Any) -> Any:
+    if not isinstance(part, _Form):
+        return part
+    shape, stride, dtype, device = part
     if mode is None:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
     from ..parallel_state.engine.fake_tensors import make_fake
 
-    base = None if part.base is None else args[part.base]
-    return make_fake(mode, shape, stride, dtype, device, base=base, offset=offset)
+    return make_fake(mode, shape, stride, dtype, device)
 
 
-def _known(kind: str, args: Sequence[Any], out: Any, mode: Any) -> tuple[Any, Sequence[_Part]] | None:
-    """Return what is remembered of an operator that has given ``out``, if it may be."""
+def _known(kind: str, args: Sequence[Any], out: Any, mode: Any) -> tuple[Any, Sequence[Any]] | None:
+    """Return what is remembered of an operator that has given ``out``, forms and numbers, if it may be."""
     if kind == "changes":
         return (None, ()) if _is_own(args[0], mode) else None
     several = type(out) if isinstance(out, tuple | list) else None
-    places = {
-        value.untyped_storage()._cdata: place for place, value in enumerate(args) if isinstance(value, Tensor)
-    }
     known = {tensor.untyped_storage()._cdata for tensor in tensors_of(args)}
-    parts = []
+    parts = list[_Form | float | None]()
     for x in out if several else (out,):
-        if not isinstance(x, Tensor):
-            parts.append(_Part(None, value=x))
+        if x is None or isinstance(x, int | float):
+            parts.append(x)
             continue
-        if not _is_own(x, mode):
+        if not (isinstance(x, Tensor) and _is_own(x, mode)):
             return None
-        storage = x.untyped_storage()
-        form, base = _Form(x.shape, x.stride(), x.dtype, x.device, int(x.storage_offset())), None
-        if storage._cdata in known:
-            if mode is None or (base := places.get(storage._cdata)) is None:
-                return None
-        elif storage.nbytes() != _bytes(form):
+        storage, form = x.untyped_storage(), _Form(x.shape, x.stride(), x.dtype, device_of(x))
+        if storage._cdata in known or storage.nbytes() != _bytes(form):
             return None
-        else:
-            known.add(storage._cdata)
-        parts.append(_Part(form, base))
+        known.add(storage._cdata)
+        parts.append(form)
     return several, parts
 
 
@@ -113,8 +105,6 @@ def _is_own(x: Any, mode: Any) -> bool:
 
 def _bytes(form: _Form) -> int:
     """Return the bytes of the storage that a new tensor of this form has."""
-    if form.offset:
-        return -1
     last = sum((size - 1) * step for size, step in zip(form.shape, form.stride, strict=True))
     return (0 not in form.shape) * (last + 1) * form.dtype.itemsize
 
@@ -129,7 +119,7 @@ def _fake_form(value: Any) -> Any:
     if isinstance(value, Tensor):
         if getattr(value, "constant", value) is not None:
             raise TypeError("a tensor whose number torch knows")
-        return value.shape, value.stride(), value.dtype, value.device, value.storage_offset()
+        return value.shape, value.stride(), value.dtype, device_of(value), value.storage_offset()
     return tuple(map(_fake_form, value)) if isinstance(value, list) else (type(value), value)
 
 
@@ -142,7 +132,7 @@ def _kind(func: Any) -> str | None:
     schema = func._schema
     if torch.Tag.pointwise in func.tags and schema.name.endswith("_"):
         return "changes"
-    if func.is_view:
+    if func.is_view or schema.name == "aten::_unsafe_view":
         return "view"
     new = not schema.is_mutable and all(
         result.alias_info is None and "[]" not in str(result.type) for result in schema.returns

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ..parallel_state.engine import (
-    TorchDispatchMode,
+    UncompiledMode,
     backward_number,
     forward_number,
     group_of_call,
@@ -33,7 +33,7 @@ from ..parallel_state.engine import (
 from .collectives import collective_of
 from .flops import flops_of_call
 from .record import Collective, Holder, OperatorSums
-from .tensors import tensors_in
+from .tensors import DEVICE, device_of, tensors_in
 
 #: What runs: a module's forward, the same again in a backward, a backward, and what follows all of them.
 PHASES = ("forward", "recomputation", "backward", "update")
@@ -63,7 +63,7 @@ class _Storage:
         return self.changes[before - 1][1] if before else 0
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(UncompiledMode):
     """Count what operators leave on ``devices``, types such as "cpu", while this context is entered.
 
     ``heads``: the modules, by name, that make logits. ``now`` and ``peak``: bytes, the most after any
@@ -123,8 +123,10 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is DEVICE:
+            return device_of(args[0])
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # half of all calls: what is asked of a tensor
+        if func.namespace == "prim":
             return func(*args, **kwargs)
         read = [*self._storages((args, kwargs))]
         out = func(*args, **kwargs)
@@ -246,7 +248,7 @@ class Ledger(TorchDispatchMode):
 
     def _storages(self, value: object) -> Iterator[torch.UntypedStorage]:
         for tensor in tensors_in(value):
-            if tensor.device.type in self.devices:
+            if device_of(tensor).type in self.devices:
                 yield (local_data(tensor) if is_dtensor(tensor) else tensor).untyped_storage()
 
 

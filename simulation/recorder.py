@@ -10,14 +10,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..parallel_state.engine import TorchDispatchMode
+from ..parallel_state.engine import UncompiledMode
 from ..parallel_state.process_groups import STAND_IN
 from .asked_numbers import refuse_numbers
 from .flops import flops_of_call, is_causal, multiplies
 from .forms import remembered
 from .memory_traffic import Chain, fuses, moved_by, read_by
 from .record import Collective
-from .tensors import tensors_of
+from .tensors import DEVICE, device_of, tensors_of
 
 #: When something runs: in the forward, when a backward computes the forward again, or in the backward.
 Phase = Literal["forward", "again", "backward"]
@@ -66,17 +66,12 @@ def noted(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(UncompiledMode):
     """Note each storage that operators make and when it goes, and what the operators do.
 
     ``now``: the bytes alive that were made while it was entered. ``weights``: those of parameters, by the ids
     of their storages, with whether they are trained. A number that the host reads is 0.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Let torch call this mode as it is: else it imports its compiler, and asks it at each operator."""
-        return False
 
     def __init__(self, weights: dict[int, bool] | None = None, axes: dict[str, str] | None = None) -> None:
         super().__init__()
@@ -98,8 +93,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _DEVICE:  # half of all calls
-            return args[0].device
+        if func is DEVICE:
+            return device_of(args[0])
         kwargs = kwargs or {}
         if func is _NUMBER or func is _PLACES:
             refuse_numbers(func.name())
@@ -239,7 +234,7 @@ class Recorder(TorchDispatchMode):
 
 _PLACES = torch.ops.aten.nonzero.default
 _NUMBER = torch.ops.aten._local_scalar_dense.default
-_WAIT, _DEVICE = torch.ops._c10d_functional.wait_tensor.default, torch.ops.prim.device.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _NO_KERNEL = frozenset(
     f"aten::{name}"
     for name in (

@@ -6,6 +6,7 @@ Offers collectives that ``torch.compile`` can trace, kernels, and access to FSDP
 from . import accelerator
 from .autograd_and_compiler import (
     TorchDispatchMode,
+    UncompiledMode,
     after_backward,
     allow_graphs,
     backward_number,
@@ -69,6 +70,7 @@ __all__ = [
     "AdamW",
     "ReplicaSums",
     "TorchDispatchMode",
+    "UncompiledMode",
     "Waited",
     "abort_groups",
     "accelerator",

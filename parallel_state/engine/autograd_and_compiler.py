@@ -15,6 +15,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 outside_modes = _disable_current_modes
 
 
+class UncompiledMode(TorchDispatchMode):
+    """Be a mode that torch calls as it is: else it imports its compiler, and asks it at each operator."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 @contextmanager
 def without_compiler() -> Iterator[None]:
     """Keep torch from importing its compiler inside this context, where nothing may be compiled.

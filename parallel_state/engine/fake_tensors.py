@@ -1,8 +1,10 @@
 """Offer torch's tensors without numbers; apart, because importing them takes time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
@@ -14,15 +16,20 @@ def make_fake(
     stride: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    base: FakeTensor | None = None,
-    offset: int = 0,
 ) -> FakeTensor:
-    """Make a fake tensor of this form without asking ``mode``; ``base``: whose storage it looks into."""
+    """Make a fake tensor of this form without asking ``mode``."""
     with in_kernel_invocation_manager(mode):
-        if base is None:
-            elem = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        else:
-            elem = torch.empty((0,), dtype=dtype, device="meta")
-            elem.set_(base.untyped_storage(), offset, shape, stride)
+        elem = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     return FakeTensor(mode, elem, device)
+
+
+def view_of_fake(mode: FakeTensorMode, view: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Return what an operator gives that looks into its first argument, a fake tensor, without asking
+    ``mode``.
+    """
+    with in_kernel_invocation_manager(mode):
+        made = view(*args, **kwargs)
+    device = args[0].fake_device
+    if isinstance(made, Tensor):
+        return FakeTensor(mode, made, device)
+    return type(made)(FakeTensor(mode, part, device) for part in made)

@@ -22,6 +22,8 @@ from trilith.simulation.traced import trace, without_numbers
 RECURRENT = ("qwen3_next", "qwen3_5_text", "granitemoehybrid")
 FAMILIES = sorted(name for name in MODELS if "-" not in name)
 ROWS, LENGTH = 2, 64
+QUICK = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "bloom")
+OTHERS = [pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family not in QUICK]
 
 
 def model_of(name, state, device="cpu"):
@@ -43,8 +45,7 @@ def test_a_block_with_shared_experts_sends_what_one_with_a_feed_forward_does(nam
         assert len(sent[0].plain.collectives) == (8 if sequence else 4)
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_next"])
+@pytest.mark.parametrize(("name", "mode"), [("mixtral", "none"), ("qwen3_next", "full")])
 def test_what_is_remembered_of_fake_tensors_is_what_torch_gives(name, mode, monkeypatch):
     state = ParallelState.stand_in(Layout.of(tensor=2, context=2))
     block = next(iter((model := model_of(name, state, "meta")).layers.values()))
@@ -100,7 +101,7 @@ def test_what_a_checkpointed_block_keeps_is_cut_over_the_tensor_ranks_under_sequ
     assert kept == [ROWS * LENGTH * config.hidden_size * batch.compute // ranks for ranks in (1, 1, 2)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*QUICK, *OTHERS])
 def test_more_rows_of_a_micro_batch_follow_from_two_and_three(family, monkeypatch):
     """Bytes, collectives and FLOPs are affine in the rows: equal to a trace of all rows, in a drawn mode."""
     raw, draw = MODELS[family], random.Random(family)
@@ -115,10 +116,6 @@ def test_more_rows_of_a_micro_batch_follow_from_two_and_three(family, monkeypatc
     monkeypatch.setattr(pieces, "_FEW_ROWS", 8)
     whole = model.pieces.block(block, batch, reached=True, kind="whole").under(mode)
     assert extended == whole and extended.instants
-
-
-QUICK = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "bloom")
-OTHERS = [pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family not in QUICK]
 
 
 @pytest.mark.parametrize("family", [*QUICK, *OTHERS])
