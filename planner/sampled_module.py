@@ -96,6 +96,14 @@ class Traced:
             self._models[key] = self._made(state, split)
         return self._models[key]
 
+    def informed(self, work: Work, split: Sequence[int] | None) -> Work:
+        """Return the step as it is: between all stages go hidden states."""
+        return work
+
+    def flops(self, sequence_length: int) -> TokenFlops:
+        """Count the FLOPs of a token of the whole model."""
+        raise NotImplementedError
+
     def _made(self, state: ParallelState, split: Sequence[int] | None) -> nn.Module:
         """Make the stages of a rank, set up as the recipe says."""
         raise NotImplementedError
@@ -173,10 +181,6 @@ class SampledAdopted(Traced):
         super().__init__()
         self.family, self.config, self.asked = family, config, asked
 
-    def informed(self, work: Work, split: Sequence[int] | None) -> Work:
-        """Return the step as it is: between all stages go hidden states."""
-        return work
-
     def flops(self, sequence_length: int) -> TokenFlops:
         """Count the FLOPs of a token of the whole model, by the sizes of its weights."""
         return flops_of_token(self.family, self.config, sequence_length)
@@ -186,7 +190,7 @@ class SampledAdopted(Traced):
 
     def _made(self, state: ParallelState, split: Sequence[int] | None) -> CausalLM:
         family, asked = self.family, self.asked
-        frozen = {"base_dtype": asked.frozen} if isinstance(family, AdaptedFamily) else {}
+        frozen: dict[str, Any] = {"base_dtype": asked.frozen} if isinstance(family, AdaptedFamily) else {}
         model = family.build(self.config, split=split, state=state, **frozen)
         freeze(model, dict(asked.groups))
         model.pin_attention(asked.backend)

@@ -139,8 +139,8 @@ def drop_and_train(raw, layout):
 @pytest.mark.parametrize(
     ("kind", "changes", "same"),
     [
-        ("gpt2", {"n_layer": 2, "resid_pdrop": 0.2, "embd_pdrop": 0.2}, True),
-        ("gpt2", {"n_layer": 2, "attn_pdrop": 0.2}, True),  # each tensor rank has all heads
+        # Each tensor rank has all heads.
+        ("gpt2", {"n_layer": 2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}, True),
         ("arcee", {"num_hidden_layers": 2, "attention_dropout": 0.2}, False),  # each has heads of its own
     ],
 )
