@@ -13,15 +13,15 @@ from ..layers import chunked_cross_entropy, vocab_parallel_cross_entropy
 from ..layers.token_losses import LossTerms, rows_at_once
 from ..parallel_state import ParallelState
 from .micro_batch import MicroBatch
-from .trace import Trace, of_more_rounds, of_more_tokens
+from .trace import Trace, of_more_rounds
 from .traced import trace
 from .without_numbers import DTYPES, empty, ids_of, shapes_only
 
 if TYPE_CHECKING:
     from ..models import CausalLM
 
-#: Tokens of a short loss over logits, and the fewest rounds, beside what is left over, that are traced.
-_FEW_TOKENS, _FEW_ROUNDS = 1024, 3
+#: The fewest rounds, beside what is left over, that are traced.
+_FEW_ROUNDS = 3
 
 
 def output_of(model: CausalLM) -> nn.Module:
@@ -39,23 +39,23 @@ class LossTraces:
         self._cut_over = state.tensor_size if state.sequence else 1
 
     def take(self, batch: MicroBatch, chunk: int, sums: int) -> Trace:
-        """Return the trace of the loss of a micro-batch of one row, in chunks or of all logits at once.
-
-        Its bytes grow by the same number for each token, so of more tokens than three times a few, or than
-        three chunks, so many are traced.
-        """
-        few = chunk or _FEW_TOKENS
-        uneven = self.state.sequence and few % self.state.tensor_size
-        if batch.length <= 3 * few or uneven:
-            return self._of_tokens(batch, chunk, sums)
-        two, three = (self._of_tokens(replace(batch, length=times * few), chunk, sums) for times in (2, 3))
-        return of_more_tokens(two, three, batch.length / few)
-
-    def _of_tokens(self, batch: MicroBatch, chunk: int, sums: int) -> Trace:
+        """Return the trace of the loss of a micro-batch of one row, in chunks or of all logits at once."""
         key = batch, chunk, sums
         if key not in self._known:
-            self._known[key] = self._of_fewer_rows(batch, chunk, sums) or self._trace(batch, chunk, sums)
+            extended = self._of_fewer_chunks(batch, chunk, sums) or self._of_fewer_rows(batch, chunk, sums)
+            self._known[key] = extended or self._trace(batch, chunk, sums)
         return self._known[key]
+
+    def _of_fewer_chunks(self, batch: MicroBatch, chunk: int, sums: int) -> Trace | None:
+        """Return the trace of a loss, which takes one chunk after the other, from fewer chunks."""
+        uneven = chunk % self._cut_over
+        if not chunk or uneven or (rounds := batch.length // chunk - _FEW_ROUNDS) < 2:
+            return None
+        few, longer = (
+            self.take(replace(batch, length=batch.length - left * chunk), chunk, sums)
+            for left in (rounds, rounds - 1)
+        )
+        return of_more_rounds(few, longer, rounds)
 
     def _of_fewer_rows(self, batch: MicroBatch, chunk: int, sums: int) -> Trace | None:
         """Return the trace of a loss, which reads a few rows of logits at a time, from fewer rows."""
@@ -70,7 +70,7 @@ class LossTraces:
         def fewer(left: int) -> Trace:
             tokens = whole - left * step // of_token
             length = batch.length // whole * tokens
-            return self._of_tokens(replace(batch, length=length), chunk and tokens, sums)
+            return self.take(replace(batch, length=length), chunk and tokens, sums)
 
         return of_more_rounds(fewer(rounds), fewer(rounds - 1), rounds)
 

@@ -1,6 +1,5 @@
 """Hold what a trace notes of a piece of a model; bytes of larger micro-batches follow from small ones."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -169,36 +168,3 @@ class _Affine:
         fused = None if two.fused is None or three.fused is None else self(two.fused, three.fused)
         flops, moved = self(two.flops, three.flops), self(two.moved, three.moved)
         return replace(two, flops=flops, moved=moved, fused=fused)
-
-
-def of_more_tokens(two: Trace, three: Trace, times: float) -> Trace:
-    """Return the trace of ``times`` as many tokens as a part has, from those of two and three parts.
-
-    Bytes are affine in the tokens. A part that is computed by itself adds operators and collectives;
-    otherwise the same ones are given more bytes.
-    """
-    sizes: dict[str, Any] = {
-        name: int(size + (times - 2) * (getattr(three, name) - size))
-        for name, size in vars(two).items()
-        if isinstance(size, int)
-    }
-    rest = times / 2 % 1
-
-    def part(operator: Operator) -> Operator:
-        fused = None if operator.fused is None else int(operator.fused * rest)
-        flops, moved = int(operator.flops * rest), int(operator.moved * rest)
-        return replace(operator, flops=flops, moved=moved, fused=fused)
-
-    operators = two.operators * int(times / 2) + (tuple(map(part, two.operators)) if rest else ())
-    return Trace(**sizes, collectives=_of_parts(two, three, times), operators=operators)
-
-
-def _of_parts(two: Trace, three: Trace, times: float) -> tuple[Collective, ...]:
-    grown = Counter(two.collectives) - Counter(three.collectives)
-    of_all = [replace(collective, bytes=int(collective.bytes * times / 2)) for collective in grown.elements()]
-    at_once = Counter(replace(collective, bytes=collective.bytes * 3 // 2) for collective in grown.elements())
-    of_part = [*(Counter(three.collectives) - Counter(two.collectives) - at_once).elements()]
-    rest = times % 1
-    last = [replace(collective, bytes=int(collective.bytes * rest)) for collective in of_part if rest]
-    before = Counter(two.collectives) - grown
-    return *before.elements(), *of_part * (int(times) - 2), *last, *of_all

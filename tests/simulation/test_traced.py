@@ -1,7 +1,6 @@
 """Traces of more rows and tokens follow from those of few; a seeded fault changes what is traced."""
 
 import random
-from collections import Counter
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from trilith.layers import RowParallelLinear, leave_tensor
 from trilith.models import family_of, published_size
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.planner import sampled
-from trilith.simulation import forms, loss_traces, pieces
+from trilith.simulation import forms, pieces
 from trilith.simulation.loss_traces import LossTraces
 from trilith.simulation.micro_batch import MicroBatch
 from trilith.simulation.pieces import ModelPieces
@@ -144,36 +143,21 @@ def test_more_context_ranks_follow_from_four_and_five(family, monkeypatch):
         assert family in RECURRENT or of_more_rounds(*few, layout.context - 4) == whole
 
 
-CHUNKS = [(0, 2048), (1024, 1024), (100_000, 1024), (1280, 2560)]
+CHUNKS = [(0, 2048), (1024, 1024), (100_000, 1024), (1280, 2560), (256, 2000)]
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(tensor=2, sequence=True)], ids=str)
 @pytest.mark.parametrize(("chunk", "tokens"), CHUNKS, ids=str)
 @pytest.mark.parametrize("size", ["llama-3.2-1b", "gemma-2-2b"])
-def test_more_rows_of_logits_follow_from_few_that_are_read_at_once(size, chunk, tokens, layout, monkeypatch):
+def test_a_long_loss_follows_from_few_rows_and_chunks(size, chunk, tokens, layout, monkeypatch):
     size, batch, steps = published_size(size), MicroBatch(1, tokens, 2, gpu=True), []
     sample = sampled(size.family, size.config, layout).pieces
     losses = LossTraces(sample.model, sample.state)
     whole, take = losses._trace(batch, chunk, 4), losses._trace
     monkeypatch.setattr(losses, "_trace", lambda *asked: steps.append(take(*asked)) or steps[-1])
-    extended = losses._of_tokens(batch, chunk, 4)
+    extended = losses.take(batch, chunk, 4)
     assert extended == whole and extended.instants == whole.instants
     assert max(len(each.steps) for each in steps) < len(whole.steps)
-
-
-@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(tensor=2, sequence=True)], ids=str)
-@pytest.mark.parametrize("chunk", [0, 8])
-def test_more_tokens_of_a_loss_follow_from_two_and_three_parts(chunk, layout, monkeypatch):
-    monkeypatch.setattr(loss_traces, "_FEW_TOKENS", 8)
-    model = sampled(family_of(MODELS["llama"]), family_of(MODELS["llama"]).from_hf(MODELS["llama"]), layout)
-    batch = MicroBatch(2, 42, 2, gpu=True)
-    extended = model.pieces.loss(batch, chunk=chunk, sums=4).plain
-    whole = model.pieces._losses._of_tokens(MicroBatch(1, 84, 2, gpu=True), chunk, 4)
-    for bytes_of in ("kept", "forward", "backward", "gradients"):
-        assert getattr(extended, bytes_of) == pytest.approx(getattr(whole, bytes_of), rel=1e-3), bytes_of
-    assert Counter(extended.collectives) == Counter(whole.collectives)
-    flops = [sum(operator.flops for operator in each.operators) for each in (extended, whole)]
-    assert flops[0] == pytest.approx(flops[1], rel=1e-3)
 
 
 def test_a_compiler_reads_once_what_a_chain_is_given_and_writes_what_is_used_after_it():
