@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import Checkpointing
-from ..models import CausalLM
+from ..models import Family
 from ..parallel_state import BadInput, ParallelState
 from ..parallel_state.user_errors import line_of_user
 from ..pipeline import Stages
@@ -40,9 +40,10 @@ def stages_of(
     """
     if has_pieces(model):
         return stage_costs(work, model)
-    if isinstance(model, CausalLM):
+    family: Family | None = getattr(model, "family", None)
+    if samples is None and family is not None and family.adopted:
         ids = torch.empty((1, work.sequence_length), dtype=torch.int64, device="meta")
-        samples, loss = {"input_ids": ids, "labels": ids}, TokenLoss(model)
+        samples, loss = {"input_ids": ids, "labels": ids}, TokenLoss(cast(Any, model))
     return module_stages(work, model, samples, loss)
 
 

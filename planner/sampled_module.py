@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..layers import PinnedBackend, Scaling, checkpoint_blocks, numbered_blocks, use_float8
-from ..models import AdaptedFamily, CausalLM, Family, ModelConfig
+from ..models import AdaptedFamily, Family, ModelConfig
 from ..parallel_state import Layout, ParallelState
 from ..pipeline.relay import StageOutput
 from ..recipes.optimizer_sections import ParameterGroup
@@ -24,6 +24,9 @@ from .rank_parameters import Group, RankParameters, rank_parameters
 from .sampled_model import SampledModel, sampled
 from .stage_costs import StageCost
 from .step_shape import Work
+
+if TYPE_CHECKING:
+    from ..models import CausalLM
 
 
 class Traced:

@@ -125,10 +125,14 @@ def watched(seen: list[Seen]) -> Iterator[None]:
     """Let attention calls note what they are given instead of computing."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+    callers = set[nn.Module]()
+
     def note(
         module: nn.Module, q_BHSE: Tensor, v_BKSE: Tensor, mask: Any, window: int | None, rest: dict[str, Any]
     ) -> tuple[Tensor, None]:
-        strange = unknown(rest)
+        # A cache has one set of keys for a module.
+        strange = unknown(rest) or ("a second set of keys" if module in callers else "")
+        callers.add(module)
         causal = rest.get("is_causal", getattr(module, "is_causal", True))
         seen.append(Seen(type(module).__name__, getattr(mask, "trilith", None), window, strange, causal))
         batch, heads, length, _ = q_BHSE.shape

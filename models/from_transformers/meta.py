@@ -137,6 +137,6 @@ def _recording(laws: dict[int, Initial]) -> Iterator[None]:
 
         return record
 
-    recorders = {name: recorder(name, original) for name, original in originals.items()}
+    recorders: dict[str, Any] = {name: recorder(name, original) for name, original in originals.items()}
     with patch.multiple(initialization, **recorders):
         yield

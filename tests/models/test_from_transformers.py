@@ -354,6 +354,7 @@ def test_a_balance_loss_that_is_not_computed_is_named():
         ("qwen3_next", {}, {"context": 2}, "its attention is not transformers' common one"),
         ("lfm2", {}, {"context": 2}, "Lfm2ShortConv mixes tokens outside of attention"),
         ("phimoe", {}, {"context": 2}, "its mask is not causal: query 8, key 0"),
+        ("diffllama", {}, {"context": 2}, "DiffLlamaAttention gives attention a second set of keys"),
         ("arcee", {"rope_parameters": DYNAMIC}, {"context": 2}, "layout: context: expected 1 for arcee"),
         ("arcee", {}, {"tensor": 4}, "2 units of 16 on dim 0: expected a number that tensor=4 divides"),
         ("olmoe", {}, {"data": 2, "expert": 2}, "the experts of adopted models are not spread over ranks"),

@@ -109,6 +109,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
     },
     "zaya": {"num_experts_per_tok": 1},
+    "ctrl": {"dff": 96},
+    "roc_bert": {
+        **{f"{kind}_vocab_size": 40 for kind in ("pronunciation", "shape")},
+        **{f"{kind}_embed_dim": 16 for kind in ("pronunciation", "shape")},
+    },
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
