@@ -1,5 +1,6 @@
 """``trilith new --model M --data TOKENS --gpus N``."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -79,7 +80,8 @@ def new(
         path.write_text(made.text, encoding="utf-8")
     best = made.search.best[0]
     say(f"wrote {out}: {best.choice}, {best.bytes / 1e9:.1f} GB of a GPU")
-    say(f"next: trilith train {out} --dry-run\n      trilith train {out}")
+    command = shlex.join(["trilith", "train", str(out)])
+    say(f"next: {command} --dry-run\n      {command}")
 
 
 def _asked(value: object, option: str, question: str) -> str:

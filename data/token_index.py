@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -164,7 +165,8 @@ def _command(path: Path) -> str:
     """Return what makes an index here: out of a text, or of Megatron's files of this name."""
     name = TokenPaths.of(path).name
     beside = TokenPaths(name).megatron.is_file()
-    return f"trilith tokenize {name} --from megatron --out {name}" if beside else "trilith tokenize"
+    words = [str(name), "--from", "megatron", "--out", str(name)] if beside else []
+    return shlex.join(["trilith", "tokenize", *words])
 
 
 def check_tokens(path: Path, index: TokenIndex) -> None:

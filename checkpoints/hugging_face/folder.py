@@ -5,6 +5,7 @@ runs nothing of them. Whatever makes the folder ambiguous — an index that disa
 files, both an index and a single file, names that lead elsewhere — is refused before any tensor is read.
 """
 
+import shlex
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -77,7 +78,8 @@ class HFFolder:
             file = open_state_dict(self._at(OLD_SINGLE))
             return dict.fromkeys(file.tensors, file)
         if pickled := [name for name in sorted(names) if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
-            todo = f"`trilith convert {self.path / pickled[0]} OUT --config {self.path}` reads torch.save's"
+            words = ["trilith", "convert", str(self.path / pickled[0]), "OUT", "--config", str(self.path)]
+            todo = f"`{shlex.join(words)}` reads torch.save's"
             raise BadInput(
                 self.path, expected=f"{SINGLE} or {INDEX}", found="only pickled weights", todo=todo
             )

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -77,6 +78,8 @@ def check_tokens_there(name: Path) -> None:
     """Raise ``NoSuchInput`` where no token file of this name is."""
     if address_of(name) is None and not os.path.lexists(f"{name}.json"):
         text = os.path.lexists(name)
-        todo = f"trilith tokenize {name if text else 'TEXT'} --tokenizer FOLDER --out tokens"
+        todo = (
+            f"trilith tokenize {shlex.quote(str(name)) if text else 'TEXT'} --tokenizer FOLDER --out tokens"
+        )
         kind = "another file" if text else "no such file"
         raise NoSuchInput(name, expected="a token file", found=kind, todo=todo)

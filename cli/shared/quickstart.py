@@ -1,6 +1,7 @@
 """Run the main job end to end on real text, from a bare machine; check each step and give a figure."""
 
 import os
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -250,7 +251,7 @@ class Quickstart:
 
     def trilith(self, *arguments: object) -> None:
         words = [str(argument) for argument in arguments]
-        self.say(f"  $ trilith {' '.join(words)}")
+        self.say(f"  $ trilith {shlex.join(words)}")
         launched = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
         environment = {name: value for name, value in os.environ.items() if name not in launched}
         environment.setdefault("OMP_NUM_THREADS", "1")  # so small a model is no faster with more

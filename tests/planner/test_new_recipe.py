@@ -19,6 +19,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_what_it_says_to_type_next_can_be_typed(folder, capsys):
+    assert run(["new", "--model", "hf", "--data", "tokens", "--gpus", "1", "--out", "my é.toml"]) == 0
+    printed = capsys.readouterr().out
+    assert "next: trilith train 'my é.toml' --dry-run\n      trilith train 'my é.toml'\n" in printed
+
+
 @pytest.mark.parametrize(
     "words", [("hf", "2"), ("hf", "1", "--lora", "4"), ("smollm2-135m", "8"), ("hf/config.json", "1")]
 )
