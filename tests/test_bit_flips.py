@@ -247,7 +247,7 @@ def campaign(made, count, resumes, seed):
 @pytest.mark.parametrize(
     ("count", "resumes"),
     [
-        pytest.param(60, 1, id="short"),
+        pytest.param(120, 1, id="short"),
         pytest.param(2000, 20, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(3000)]),
     ],
 )

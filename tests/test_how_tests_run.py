@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from support import changed, lanes, run_times
+from hypothesis import settings
+from support import changed, draws, lanes, run_times
 from support.pages import ROOT
 
 
@@ -104,6 +105,25 @@ def test_quick_leaves_out_a_function_whose_parameters_together_took_long(conftes
         "a.py::long",
         "a.py::since[x]",
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"markexpr": "not slow"}, 3),
+        ({"markexpr": "slow"}, 10),
+        ({"markexpr": "slow or not slow"}, 10),
+        ({"markexpr": "not slow", "quick": True}, 3),
+    ],
+    ids=str,
+)
+def test_all_examples_are_drawn_where_the_slow_tests_run(options, count, conftest):
+    before = settings.get_current_profile_name()
+    try:
+        conftest.pytest_configure(SimpleNamespace(getoption=options.get))
+        assert draws.drawn(10) == count
+    finally:
+        settings.load_profile(before)
 
 
 def test_a_change_reaches_the_rooms_that_import_it():

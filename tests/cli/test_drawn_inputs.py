@@ -25,7 +25,7 @@ WORKS, WORKS_LONGER = 0.4, 2.0
 #: Commands that may find a difference.
 COMPARES = {"diff", "parity"}
 #: What is drawn in a fork: the first few in the default suite, the others with the slow tests.
-FEW, AT_ONCE, ALL = 6, 20, 200
+FEW, AT_ONCE, ALL = 4, 20, 200
 DRAWS = [range(FEW), range(FEW, AT_ONCE), *(range(at, at + AT_ONCE) for at in range(AT_ONCE, ALL, AT_ONCE))]
 ROWS = Path(__file__).parents[1] / "recipes"
 #: What is drawn: a kind, and the commands that it is for.

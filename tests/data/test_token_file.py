@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.damage import flip_bit
-from support.draws import drawn
 from support.token_files import bytes_of, documents_of, write_token_file
 from trilith.cli.app import run
 from trilith.data import TokenFile, token_sums
@@ -236,7 +235,7 @@ def answer(read):
 
 
 @settings(
-    max_examples=drawn(150),
+    max_examples=150,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
