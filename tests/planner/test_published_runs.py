@@ -108,6 +108,13 @@ def test_what_the_sources_report_of_memory_is_the_plan_with_what_differs_by_name
     assert not any(row.run.differs or row.run.counts for row in found if not row.run.gibibytes)
 
 
+def test_the_page_of_measurements_says_how_long_published_steps_took(found):
+    times = [one.times_slower for one in found]
+    words = f"took {min(times):.2f} to {max(times):.2f} times as long as predicted, in the median "
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert f"{words}{median(times):.2f} times" in page
+
+
 def test_nothing_that_computes_a_plan_reads_the_published_rows():
     own = {"planner/published_runs.py"}
     files = {str(file.relative_to(ROOT)): file.read_text() for file in (ROOT / "planner").rglob("*.py")}
