@@ -34,7 +34,7 @@ def remembered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fakes:
     mode, kind = fakes or engine.fake_mode(), _kind(func)
     if kind is None or (kind == "view" if mode is None else engine.other_modes()):
         return _call(func, args, kwargs, fakes)
-    if kind == "view":
+    if kind == "view" and mode is not None:
         if not _is_own(args[0], mode):
             return _call(func, args, kwargs, fakes)
         from ..parallel_state.engine.fake_tensors import view_of_fake
