@@ -31,7 +31,8 @@ def remembered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], fakes:
     ``fakes``: torch's mode of fake tensors to compute in, instead of the one that is entered. Of fake tensors
     nothing is remembered where another mode is to see the operator, such as a second recorder.
     """
-    mode, kind = fakes or engine.fake_mode(), _kind(func)
+    mode: Any = fakes or engine.fake_mode()
+    kind = _kind(func)
     if kind is None or (kind == "view" if mode is None else engine.other_modes()):
         return _call(func, args, kwargs, fakes)
     if kind == "view" and mode is not None:

@@ -210,11 +210,10 @@ class ModelPieces:
     def _output(self, in_loss: bool) -> list[nn.Module]:
         return [] if in_loss else [output_of(self.model)]
 
-    def _hidden(self, batch: MicroBatch, *, rows: int = 0, width: int = 0) -> Callable[[], Tensor]:
+    def _hidden(self, batch: MicroBatch) -> Callable[[], Tensor]:
         """Return what makes hidden states as they are between the blocks."""
         length = batch.length // (self.state.tensor_size if self.state.sequence else 1)
-        shape = (rows or batch.rows, length, width or self.model.config.hidden_size)
-        return lambda: empty(shape, batch)
+        return lambda: empty((batch.rows, length, self.model.config.hidden_size), batch)
 
     def _inputs(self, batch: MicroBatch, *blocks: nn.Module) -> AttentionInputs:
         with Recorder():  # a mask is made from positions, which the host reads

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..parallel_state.engine import UncompiledMode
 from ..parallel_state.process_groups import STAND_IN
 from .asked_numbers import refuse_numbers
+from .collectives import collective_of
 from .flops import flops_of_call, is_causal, multiplies
 from .forms import remembered
 from .memory_traffic import Chain, fuses, moved_by, read_by
@@ -247,13 +248,6 @@ _PRODUCTS = frozenset(
 )
 #: What keeps a weight's numbers, but for their precision and a scale.
 _CASTING = frozenset(("aten::_to_copy", "aten::mul", "aten::clone"))
-_KINDS = {
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "exchange",
-}
 
 
 class _Known(NamedTuple):
@@ -273,8 +267,7 @@ class _Known(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _known(func: Any) -> _Known:
-    name = func.name().split(".")[0]
-    space, _, short = name.partition("::")
-    kind = _KINDS.get(short) if space == "_c10d_functional" else None
+    name, kind, _ = collective_of(func)
+    kind = kind if func.namespace == "_c10d_functional" else None
     starts = not func.is_view and name not in _NO_KERNEL
     return _Known(name, kind, starts, fuses(name, func), multiplies(name, func), name in _PRODUCTS)
