@@ -63,15 +63,15 @@ def left(raw):
     return found
 
 
-BF16 = {"dtype": "float32", "compute": "bfloat16"}
 SPARING = {"checkpointing": "full", "loss_chunk": 8, "offload": True}
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"layout": {"data": 2, "zero": 3}, **BF16},
-        {"layout": {"tensor": 2, "sequence": True}, "memory": {"checkpointing": "selective"}},
+        {"memory": {"checkpointing": "selective"}, "dtype": "float32", "compute": "bfloat16"},
+        {"layout": {"data": 2, "zero": 3}},
+        {"layout": {"tensor": 2, "sequence": True}},
         {"layout": {"data": 2}, "watch": {"norms": 1, "activation_norms": True}, "memory": SPARING},
         {"layout": {"context": 2}},
         {"layout": {"data": 2, "expert": 2}, "model": {"config": MODELS["mixtral"]}},

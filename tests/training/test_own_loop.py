@@ -41,14 +41,17 @@ from trilith.training import Precision, Step, make_adamw, shard_over_data
 
 
 def made(layout):
+    """Make a model whose last norm, which the last stage has, is frozen, and its optimizer."""
     model = built(layout, Precision(*[torch.float64] * 3))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith("norm."))
     return model, make_adamw(model, lr=1e-2)
 
 
 def moved(model, optimizer, number):
     """Take a step with the gradient of the weights' squares, so that it needs no batch."""
     for parameter in model.parameters():
-        parameter.grad = parameter.detach() * (number + 1)
+        parameter.grad = parameter.detach() * (number + 1) if parameter.requires_grad else None
     optimizer.step()
     optimizer.zero_grad()
 
