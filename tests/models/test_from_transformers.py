@@ -282,7 +282,8 @@ def test_a_rule_that_keeps_no_boxes_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     "layout",
     [
-        {"tensor": 2, "pipeline": 2},
+        {"pipeline": 2},
+        pytest.param({"tensor": 2, "pipeline": 2}, marks=pytest.mark.slow),
         pytest.param({"data": 2, "zero": 3}, marks=pytest.mark.slow),
         pytest.param({"context": 2}, marks=pytest.mark.slow),
     ],

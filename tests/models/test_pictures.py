@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.configs import MODELS, VARIANTS
 from support.families import family_and_config
+from support.nightly import some
 from trilith.models import FAMILIES
 from trilith.simulation.kinds_of_blocks import block_kinds
 
@@ -52,7 +53,7 @@ def blocks_of(family):
         yield from ((block, lambda model=model: model(IDS)) for block in kinds.values())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some(FAMILIES, 12))
 @torch.no_grad()
 def test_the_picture_of_a_block_is_its_forward(family):
     drawn, had = {}, {}
