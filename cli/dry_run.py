@@ -39,6 +39,7 @@ def show_dry_run(
 
     ``exact``: simulate the rank's step, too, and say who holds the bytes; ``html``: write that as a page.
     """
+    from ..planner.device_memory import LESS_UNUSED
     from ..runs.terminal import plain_console
     from ..storage.staging import output_file
 
@@ -58,7 +59,8 @@ def show_dry_run(
     else:
         used, room, share = planned.rank.total, planned.room, 1 - planned.recipe.memory.headroom
         space = f"{used / 1e9:,.1f} of {room / 1e9:,.1f} GB, {share:.0%} of the device's"
-        console.print(f"fits           {space}")
+        wasteful = planned.rank.runtime and planned.device and planned.rank.reserved > planned.device
+        console.print(f"fits           {space}" + (f", only with {LESS_UNUSED}" if wasteful else ""))
 
 
 def _show(
