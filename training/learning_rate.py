@@ -103,7 +103,7 @@ def schedule_of(recipe: Recipe) -> tuple[Schedule, str]:
 def rate_change(recipe: Recipe, before: Mapping[str, Any], step: int) -> str:
     """Return a line if the recipe of the last start, as plain data, had another learning rate at ``step``."""
     try:
-        then = schedule_of(parse_recipe(before))[0].rate(step)
+        then = schedule_of(parse_recipe(dict(before)))[0].rate(step)
     except ValueError:  # of another version, whose keys these are not
         return ""
     now = schedule_of(recipe)[0].rate(step)
