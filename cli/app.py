@@ -194,7 +194,7 @@ def _options(
 
     A layout is the number of ranks along each parallel axis. It changes neither the model nor its results,
     so a run, a checkpoint or a conversion may move between layouts at any time. `trilith COMMAND --help`
-    explains a command and shows examples.
+    explains a command and shows examples. The pages lie in docs/ of the repository; README.md lists them.
 
     Exit codes: 0 success, also if the reader of the output stops (`| head`) and no work is left undone; 1 a
     comparison found a difference, or a measurement failed; 2 bad input; 3 a rank failed, or the machine ran

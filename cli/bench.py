@@ -104,6 +104,6 @@ def bench(
         with output_file(file, parents=True) as path:
             path.write_text(text, encoding="utf-8")
     console.print(f"wrote {files[0]} and {files[1]}: please send both")
-    console.print(f"{TESTED} docs/gpu.md says what that leaves open.")
+    console.print(f"{TESTED} docs/gpu.md of the repository says what that leaves open.")
     if any(row.status in ("failed", "differs") for row in report.rows):
         raise typer.Exit(1)

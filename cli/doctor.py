@@ -135,7 +135,7 @@ def _print_table(title: str, findings: Sequence[Finding]) -> None:
     console.print(table)
     counts = {level: sum(finding.level == level for finding in findings) for level in colours}
     console.print(", ".join(f"{count} {level}" for level, count in counts.items()))
-    console.print(f"{TESTED} docs/gpu.md says what that leaves open.", style="dim")
+    console.print(f"{TESTED} docs/gpu.md of the repository says what that leaves open.", style="dim")
 
 
 def _end(findings: Sequence[Finding]) -> None:

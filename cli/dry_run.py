@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: About as many bytes as a page has.
 _ROOM_FOR_PAGE = 2**17
 #: Columns of numbers.
-_NUMBERS = ("GB", "share", "ranks", "number", "GB on the wire")
+_NUMBERS = ("GB", "MB", "MB on the wire", "share", "ranks", "number", "GB on the wire")
 
 
 @no_garbage_search(hide=True)
@@ -39,6 +39,7 @@ def show_dry_run(
 
     ``exact``: simulate the rank's step, too, and say who holds the bytes; ``html``: write that as a page.
     """
+    from ..planner.device_memory import LESS_UNUSED
     from ..runs.terminal import plain_console
     from ..storage.staging import output_file
 
@@ -58,7 +59,8 @@ def show_dry_run(
     else:
         used, room, share = planned.rank.total, planned.room, 1 - planned.recipe.memory.headroom
         space = f"{used / 1e9:,.1f} of {room / 1e9:,.1f} GB, {share:.0%} of the device's"
-        console.print(f"fits           {space}")
+        wasteful = planned.rank.runtime and planned.device and planned.rank.reserved > planned.device
+        console.print(f"fits           {space}" + (f", only with {LESS_UNUSED}" if wasteful else ""))
 
 
 def _show(
@@ -97,7 +99,7 @@ def _show(
     console.print(f"device         {planned.recipe.device}")
     console.print(
         f"parameters     {planned.parameters:,}{active}; rank {shown.rank} computes with "
-        f"{shown.parameters:,}, stores {shown.stored:,}, trains {shown.trained:,} of these"
+        f"{shown.parameters:,}, stores {shown.stored:,}, trains {shown.trained:,}"
     )
     console.print(
         f"global batch   {planned.recipe.data.global_batch:,} samples, {planned.tokens:,} tokens; "
@@ -108,17 +110,19 @@ def _show(
         console.print(f"note           {line}")
     if layout.pipeline > 1:
         console.print(f"stages         {planned.cut}")
+    flops, prefix = (1e9, "G") if planned.flops.causal >= 1e8 else (1e6, "M")
     console.print(
-        f"model FLOPs    {planned.flops.full / 1e9:,.2f} G a token counting all of attention, "
-        f"{planned.flops.causal / 1e9:,.2f} G counting the causal half"
+        f"model FLOPs    {planned.flops.full / flops:,.2f} {prefix} a token counting all of attention, "
+        f"{planned.flops.causal / flops:,.2f} {prefix} counting the causal half"
     )
+    unit, scale = ("GB", 1e9) if shown.total >= 1e9 else ("MB", 1e6)
     sizes = memory.parts(0) | {"runtime (assumed)": shown.runtime}
-    rows = [(kind, f"{size / 1e9:,.2f}") for kind, size in sizes.items() if kind != "runtime"]
-    table = _table(f"memory of rank {shown.rank}", ("kind", "GB"), rows)
+    rows = [(kind, f"{size / scale:,.2f}") for kind, size in sizes.items() if kind != "runtime"]
+    table = _table(f"memory of rank {shown.rank}", ("kind", unit), rows)
     table.add_section()
-    table.add_row("at the worst moment", f"{shown.total / 1e9:,.2f}")
+    table.add_row("at the worst moment", f"{shown.total / scale:,.2f}")
     if memory.host:
-        table.add_row("beside, on the host", f"{memory.host / 1e9:,.2f}")
+        table.add_row("beside, on the host", f"{memory.host / scale:,.2f}")
     console.print(table)
     if shown.runtime:
         console.print(f"reserved       {reserved_words(shown.reserved, planned.device)}")
@@ -169,7 +173,8 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Ta
 
 
 def _sent(traffic: Sequence[Traffic], rank: int) -> Table:
-    head = ("over", "ranks", "kind", "of", "number", "GB on the wire")
+    unit, scale = ("GB", 1e9) if max(sent.wire for sent in traffic) >= 1e9 else ("MB", 1e6)
+    head = ("over", "ranks", "kind", "of", "number", f"{unit} on the wire")
     rows = [
         (
             sent.axis,
@@ -177,7 +182,7 @@ def _sent(traffic: Sequence[Traffic], rank: int) -> Table:
             sent.kind.replace("_", "-"),
             sent.what,
             f"{sent.count:,}",
-            f"{sent.wire / 1e9:,.2f}",
+            f"{sent.wire / scale:,.2f}",
         )
         for sent in traffic
     ]

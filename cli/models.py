@@ -36,8 +36,8 @@ def models(
     there are experts, how many of them compute one token), the memory of the weights, the FLOPs of a
     token, and a dry run to start from. A recipe trains a size from scratch with `model.size = "NAME"`.
 
-    Types that transformers computes (docs/any_model.md) are listed by the axes that tests have proved; with
-    the name of one the command tells why others are refused.
+    Types that transformers computes (docs/any_model.md of the repository) are listed by the axes that tests
+    have proved; with the name of one the command tells why others are refused.
 
     With --show it draws the size, or the first published size of the family, or its tiny test model: what
     each kind of block computes, and what it sends under tensor and sequence parallelism; of each parameter
@@ -54,7 +54,7 @@ def models(
         trilith models arcee --show
     """
     from ..models import FAMILIES, published_size, published_sizes
-    from ..models.from_transformers.proved import proved
+    from ..models.from_transformers.proved import offered, proved
 
     adopted = proved()["types"].keys() - FAMILIES.keys()
     if show:
@@ -66,7 +66,7 @@ def models(
     elif name in adopted:
         _print_adopted(name, json)
     else:
-        published_size(name, "models", also=(*FAMILIES, *adopted))
+        published_size(name, "models", also=(*FAMILIES, *offered()))
         _print_size(name, json)
 
 

@@ -106,8 +106,8 @@ def plan(
     The search lists every legal layout, with each pipeline schedule, ZeRO stage, size of a micro-batch and
     mode of activation checkpointing, and times each layout that fits and could be the fastest. It prints the
     fastest layout of each cut of the model, up to ten: the same that timing every legal layout would give.
-    Times are predictions: docs/planning.md says what they rest on, and explains what is printed. `trilith
-    train RECIPE --dry-run` accepts the recipe that --write makes.
+    Times are predictions: docs/planning.md of the repository says what they rest on, and explains
+    what is printed. `trilith train RECIPE --dry-run` accepts the recipe that --write makes.
 
     With --generate the command lists, for `trilith generate`, what a rank holds in each layout: weights, the
     cache of keys and values of --global-batch rows of --sequence-length tokens, and how many rows fit.

@@ -20,8 +20,8 @@ def plan_explain() -> None:
     """Explain a figure of parallel training: formula, numbers, result.
 
     Each topic prints what is given, then one line of arithmetic for each result, so that you can redo it by
-    hand. Every number is an option. Tests hold these formulas equal to the plans of real models, and
-    docs/techniques.md lists figures in circulation that they correct.
+    hand. Every number is an option. Tests hold these formulas equal to the plans of real models; the
+    page docs/techniques.md of the repository lists figures in circulation with the command for each.
 
     Examples:
 

@@ -205,8 +205,8 @@ def tokenize(
     )
     if how is None:
         start = file.index.bos_id
-        beginning = "no start token" if start is None else f"the start token, id {start}"
-        say(f"each document begins with {beginning}")
+        beginning = "without a start token" if start is None else f"with the start token, id {start}"
+        say(f"each document begins {beginning}")
     if (targets := file.index.targets) is not None:
         say(
             f"{out}.targets: {targets.tokens:,} tokens to learn, {targets.tokens / count:.0%}; "

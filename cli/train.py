@@ -77,7 +77,7 @@ def train(
     The command starts one local process for each rank of the layout. A run with a complete checkpoint in its
     folder resumes from it, also in another layout. After SIGTERM or Ctrl-C the run finishes its step, saves
     and exits with code 75. A dry run plans any number of ranks on this machine, without data and without GPU.
-    docs/recipe.md lists all keys of a recipe.
+    docs/recipe.md of the repository lists all keys of a recipe.
 
     After a lost host, --fit goes on with the ranks that are left: all that were started, or --nproc. The
     planner chooses the layout, one line says which and why, and the curve stays the same. If the number

@@ -90,6 +90,15 @@ class Section(BaseModel):
         return value
 
 
+#: Keys as other trainers write them, and how they are written here.
+COMMON_NAMES = {
+    "learning_rate": "lr",
+    "batch_size": "global_batch",
+    "max_steps": "steps",
+    "seq_length": "sequence_length",
+}
+
+
 def nearest_key(model: type[BaseModel], error: ValidationError) -> str:
     """Return what to do about an unknown key of ``model``: where other sections have this key, or the known
     keys of its section nearest to it, or else all keys of its section.
@@ -103,6 +112,8 @@ def nearest_key(model: type[BaseModel], error: ValidationError) -> str:
         for name, kind in sections_of(model).items()
         if kind is not None and key in sections_of(kind)
     ]
+    if (known := COMMON_NAMES.get(key)) and known in sections_of(section):
+        return f"Nearest: {'.'.join([*sections, known])}"
     if elsewhere:
         return f"Nearest: {', '.join(elsewhere)}"
     all_keys = f"The keys of {'.'.join(sections)}: {', '.join(sections_of(section))}" if sections else ""

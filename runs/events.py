@@ -100,14 +100,19 @@ def plain_recipe(recipe: Mapping[str, Any]) -> dict[str, bool | int | float | st
     }
 
 
-def recipe_changes(events: Path, recipe: Mapping[str, Any]) -> list[str]:
-    """Return a text such as ``compute: "float32", now "bfloat16"`` for each key that differs from the recipe
-    in the run's last event that has one.
-    """
+def last_recipe(events: Path) -> dict[str, Any]:
+    """Return the recipe of the run's last event that has one, as plain data; empty if none has."""
     before = [event["recipe"] for event in read_events(events) if isinstance(event.get("recipe"), dict)]
+    return before[-1] if before else {}
+
+
+def recipe_changes(before: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
+    """Return a text such as ``compute: "float32", now "bfloat16"`` for each key that differs from the recipe
+    of the last start.
+    """
     if not before:
         return []
-    then, now = flat_recipe(before[-1]), flat_recipe(dict(recipe))
+    then, now = flat_recipe(dict(before)), flat_recipe(dict(recipe))
     return [
         f"{key}: {then.get(key, 'null')}, now {now.get(key, 'null')}"
         for key in dict.fromkeys([*now, *then])

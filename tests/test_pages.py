@@ -177,7 +177,7 @@ def test_a_section_of_the_reference_has_an_example_that_a_recipe_takes(title, mo
 def test_the_reference_lists_the_shipped_recipes():
     rows = Page.read("docs/recipe.md").rows("Shipped recipes")
     names = {path.stem for path in (ROOT / "recipes").glob("*.toml")}
-    assert {row[0].strip("`") for row in rows} == names
+    assert {row[0] for row in rows} == {f"[`{name}`](../recipes/{name}.toml)" for name in names}
     for path in (ROOT / "recipes").glob("*.toml"):
         assert tomllib.loads(path.read_text())["data"]["tokens"] == "tokens"
 

@@ -81,6 +81,9 @@ def test_links_lead_to_the_same_file_on_the_site():
     assert site.with_site_links("README.md", text) == expected
     assert site.with_site_links("docs/python/index.md", "[a](../../README.md)") == "[a](../index.md)"
     assert "```\n[a](b.md)\n```" in site.with_site_links("docs/x.md", "```\n[a](b.md)\n```")
+    for name in site.names_in("recipes"):  # a folder's page links to its files
+        assert name.endswith(".toml") and f"- [{name}](recipes/{name})\n" in site.shown("recipes")
+        assert f"recipes/{name}" in site.repository_pages()
     for path in site.repository_pages():
         assert site.shown(path).startswith("#") or path.endswith(".md"), path
 

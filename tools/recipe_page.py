@@ -184,7 +184,7 @@ def shipped(recipes: Path = Path(sections.__file__).parent) -> str:
     lines = ["| recipe | for |", "|---|---|"]
     for file in sorted(recipes.glob("*.toml")):
         comment = file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-        lines.append(f"| `{file.stem}` | {re.split(r'[.,:](?: |$)', comment)[0]} |")
+        lines.append(f"| [`{file.stem}`](../recipes/{file.name}) | {re.split(r'[.,:](?: |$)', comment)[0]} |")
     return "\n".join(lines) + "\n"
 
 

@@ -21,14 +21,14 @@ from ..layers import (
 from ..models import AdaptedFamily
 from ..parallel_state import ParallelState, dtype_named, seed_of
 from ..parallel_state.engine import accelerator
-from ..recipes.checks import decay_steps, without_effect
+from ..recipes.checks import without_effect
 from ..recipes.recipe import Recipe
 from ..recipes.sections import ExpertsSection, MemorySection
 from ..simulation.model_flops import Mfu, peak_flops
 from .adamw import make_adamw
 from .callbacks import Callback, ModelFlops, StepLines, Traces
 from .evaluation import Evaluation, Evaluator
-from .learning_rate import Schedule, scaled_rate
+from .learning_rate import Schedule, schedule_of
 from .own.module import OwnFamily, needs_memory
 from .own_parts import set_up_own
 from .parameter_groups import freeze
@@ -166,24 +166,6 @@ def _keep_even(model: nn.Module, wanted: ExpertsSection, count: int) -> None:
     """Set the routers' losses as the recipe says; each is a part of a mean over all routers."""
     balance = None if wanted.balance is None else wanted.balance / count
     set_auxiliary_losses(model, balance=balance, z_loss=wanted.z_loss / count)
-
-
-def schedule_of(recipe: Recipe) -> tuple[Schedule, str]:
-    """Return the run's learning rates, and a line on how the peak follows from the batch, if it does."""
-    wanted = recipe.optimizer
-    peak, scaling_note = scaled_rate(
-        wanted.lr, wanted.scale_lr, batch=recipe.data.global_batch, reference=wanted.reference_batch
-    )
-    schedule = Schedule(
-        wanted.schedule,
-        peak,
-        recipe.steps,
-        warmup=wanted.warmup,
-        minimum=wanted.minimum_ratio,
-        decay=decay_steps(wanted, recipe.steps),
-        shape=wanted.decay_shape,
-    )
-    return schedule, scaling_note
 
 
 def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> Any:

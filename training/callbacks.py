@@ -12,10 +12,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..parallel_state.engine import accelerator
 from ..recipes.sections import WatchSection
-from ..runs.events import Events, plain_recipe, recipe_changes
+from ..runs.events import Events, last_recipe, plain_recipe, recipe_changes
 from ..runs.metrics import StepLog, StepMetrics
 from ..runs.trackers import Tracker, Trackers
 from ..simulation.model_flops import Mfu
+from .learning_rate import rate_change
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -216,8 +217,11 @@ class EventLog(Callback):
         if resumed is None:
             self.events.note("started", start, **facts, weights=recipe.model.init_from)
             return
-        if changes := self.events.path and recipe_changes(self.events.path, facts["recipe"]):
+        before = last_recipe(self.events.path) if self.events.path else {}
+        if changes := recipe_changes(before, facts["recipe"]):
             self.terminal.say(f"changed in the recipe since the last start: {'; '.join(changes)}")
+        if before and (change := rate_change(recipe, before, start)):
+            self.terminal.say(change)
         checkpoint, progress = resumed
         self.events.note(
             "resumed", start, **facts, checkpoint=checkpoint.name, written_by=str(progress.layout)

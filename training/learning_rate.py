@@ -5,9 +5,15 @@ begins at zero and is one step behind. After the warm-up the curves are those of
 ``get_*_schedule``, number for number.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from ..recipes.checks import decay_steps
+from ..recipes.recipe import Recipe, parse_recipe
 
 #: Without a warm-up to take it from, the time scale of the inverse square root, as in transformers.
 _TIMESCALE = 10_000
@@ -74,3 +80,33 @@ def scaled_rate(lr: float, rule: str | None, *, batch: int, reference: int | Non
     peak = lr * (math.sqrt(ratio) if rule == "sqrt" else ratio)
     factor = f"sqrt({batch} / {reference})" if rule == "sqrt" else f"{batch} / {reference}"
     return peak, f"learning rate {peak:.6g} = {lr:g} x {factor}, for a batch of {batch} samples"
+
+
+def schedule_of(recipe: Recipe) -> tuple[Schedule, str]:
+    """Return the run's learning rates, and a line on how the peak follows from the batch, if it does."""
+    wanted = recipe.optimizer
+    peak, scaling_note = scaled_rate(
+        wanted.lr, wanted.scale_lr, batch=recipe.data.global_batch, reference=wanted.reference_batch
+    )
+    schedule = Schedule(
+        wanted.schedule,
+        peak,
+        recipe.steps,
+        warmup=wanted.warmup,
+        minimum=wanted.minimum_ratio,
+        decay=decay_steps(wanted, recipe.steps),
+        shape=wanted.decay_shape,
+    )
+    return schedule, scaling_note
+
+
+def rate_change(recipe: Recipe, before: Mapping[str, Any], step: int) -> str:
+    """Return a line if the recipe of the last start, as plain data, had another learning rate at ``step``."""
+    try:
+        then = schedule_of(parse_recipe(dict(before)))[0].rate(step)
+    except ValueError:  # of another version, whose keys these are not
+        return ""
+    now = schedule_of(recipe)[0].rate(step)
+    if f"{then:.2e}" == f"{now:.2e}":
+        return ""
+    return f"learning rate of step {step + 1}: {now:.2e}, by the recipe of the last start {then:.2e}"

@@ -59,6 +59,9 @@ def check_recipe_there(recipe: str | Path) -> None:
     todo = "" if Path(recipe).suffix == ".toml" else f"These come with trilith: {', '.join(names)}"
     if not os.path.lexists(recipe):
         raise NoSuchInput(recipe, expected="a recipe", found="no such file", todo=todo)
+    if os.path.isdir(recipe):
+        todo = f'A recipe trains the model in it: model = {{ init_from = "{recipe}" }}'
+        raise NoSuchInput(recipe, expected="a recipe, a TOML file", found="a folder", todo=todo)
 
 
 def check_model_there(model: str) -> None:

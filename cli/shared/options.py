@@ -49,7 +49,7 @@ CONFIG = (
     "for a checkpoint of another project: Hugging Face folder of the same model, for its config and tokenizer"
 )
 IMPLEMENTATION = "whose code computes the model: auto, the zoo's if it has the family; transformers, its own"
-NAMES = "for a checkpoint of another project: table of names (titan, meta) or a TOML file of rules"
+NAMES = "for a checkpoint of another project: table of names (megatron, meta, titan) or a TOML file of rules"
 #: On what the commands that look at a machine were tested; their help says it too.
 TESTED = "Tested on CPUs and, in part, on one H100; not yet on several GPUs."
 DRY_RUN = "print the plan and write nothing"

@@ -199,7 +199,9 @@ class Quickstart:
 
     def compare_with_transformers(self) -> None:
         from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()
         self.say("Loading the export in transformers")
         hf_model: Any = AutoModelForCausalLM.from_pretrained(self.out / "hf", dtype=torch.float32)
         model = load(self.out / "hf").model

@@ -49,7 +49,11 @@ def _cores() -> Finding:
     usable, here = usable_cores(), os.cpu_count() or 1
     load, name = os.getloadavg()[0], processor_name()
     text = f"{usable} of {here} usable{f', {name}' if name else ''}; load {load:.1f}"
-    todo = "Other programs are at work: timings will vary" if load > max(1.0, usable / 2) else ""
+    todo = (
+        "Other programs are at work: timings will vary; OMP_NUM_THREADS=1 can make ranks much faster"
+        if load > max(1.0, usable / 2)
+        else ""
+    )
     return Finding.unless(GROUP, "cores", text, todo)
 
 

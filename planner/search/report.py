@@ -96,7 +96,12 @@ def facts(search: Found) -> list[tuple[str, str]]:
     if request.machine.name in MACHINES:
         least, usual, most = TIMES_SLOWER
         took = f"took {least:g} to {most:g} times as long as predicted, in the median {usual:g} times"
-        lines.append(("published", f"steps of runs that others published {took} (docs/published_runs.md)"))
+        lines.append(
+            (
+                "published",
+                f"steps of runs that others published {took} (docs/published_runs.md of the repository)",
+            )
+        )
         lines.append(("range", _range(best.time)))
     lines += [("training", run_facts(search))] if request.tokens is not None else []
     return lines + [("warning", line) for line in warnings(request, best)]

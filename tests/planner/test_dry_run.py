@@ -88,6 +88,10 @@ def test_a_shipped_recipe_goes_by_its_name(tmp_path, monkeypatch, capsys):
     assert run(["train", "llama-3.2-1b-1gpu", "--dry-run"]) == 0
     printed, rank = capsys.readouterr().out, dry_run(load_recipe("llama-3.2-1b-1gpu")).rank
     assert "fits" in printed and f"reserved       about {rank.reserved / 1e9:.1f} GB, if 15% of" in printed
+    assert "only with" not in printed
+    tight = f"{rank.total * 1.1 / 1e9:.2f}GB"
+    assert run(["train", "llama-3.2-1b-1gpu", "--dry-run", "--device-memory", tight]) == 0
+    assert capsys.readouterr().out.endswith(", only with PYTORCH_ALLOC_CONF=expandable_segments:True\n")
     assert rank.reserved - rank.runtime == pytest.approx(rank.memory.total / 0.85)
     assert "program        eager" in printed
     assert run(["train", "llama-3.2-1b-1gpu", "--dry-run", "compile=false"]) == 0

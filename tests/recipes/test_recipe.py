@@ -11,6 +11,7 @@ from trilith.checkpoints import read_source
 from trilith.cli.app import run
 from trilith.machine.random_files import write_tokens
 from trilith.models import GPT2Config, published_size
+from trilith.parallel_state import BadInput
 from trilith.planner.dry_run import dry_run
 from trilith.recipes import load_recipe
 from trilith.recipes.recipe import parse_recipe, read_config
@@ -241,3 +242,12 @@ def test_keys_that_a_family_reads_or_knows_to_be_harmless_are_accepted(tmp_path,
     more = {"rope_theta": 5e5, "use_sliding_window": False, "bos_token_id": 1}
     config = {"config": model.get("config", {}) | more}
     assert read_config(parse_recipe(recipe_of(tmp_path, model | config)).model)["rope_theta"] == 5e5
+
+
+@pytest.mark.parametrize(("section", "key"), [("optimizer", "learning_rate"), ("data", "batch_size")])
+def test_a_key_as_other_trainers_write_it_names_ours(section, key):
+    ours = {"learning_rate": "lr", "batch_size": "global_batch"}[key]
+    whole = {"out": "run", "steps": 2, "model": {"init_from": "model"}}
+    whole |= {"data": {"tokens": "tokens", "sequence_length": 8, "global_batch": 2}}
+    with pytest.raises(BadInput, match=rf"Nearest: {section}\.{ours}$"):
+        parse_recipe(whole | {section: whole.get(section, {}) | {key: 1}})

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from trilith.cli.shared.family_features import AXES, features_of
-from trilith.models import FAMILIES
+from trilith.models import FAMILIES, published_sizes
 from trilith.parallel_state import Layout
 from trilith.storage.small_files import read_json, read_text
 
@@ -24,6 +24,10 @@ HEAD = """# Models
 Look here for which models there are, and how far each is from transformers; `trilith models` lists sizes
 and abilities.
 
+{models}
+
+## Measured
+
 `make models` runs the tests of every family and writes this page; `make models FAMILY=llama` measures one
 family. A number is the largest relative difference that a test has seen, over losses, gradient norms, every
 gradient and every weight of a tiny model of the family.
@@ -35,8 +39,8 @@ gradient and every weight of a tiny model of the family.
 - **generation**: how many of 128 greedy tokens differ from those of transformers.
 - `-`: the family refuses it. `not measured`: nobody has run these tests for the family yet.
 
-Every family predicts the next token. Encoders (BERT, ModernBERT) and their masked-language-model loss are not
-built.
+Every family predicts the next token. Encoders and their masked-language-model loss are not built; BERT and
+its kin are [computed by transformers' code](any_model.md) as decoders alone.
 
 """
 
@@ -67,7 +71,8 @@ def refused(family: str) -> set[str]:
 
 def cells_of(page: str) -> Cells:
     """Return the cells of an earlier page, by family and column."""
-    rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("|")]
+    lines = page[max(0, page.find("| family | transformers")) :].splitlines()
+    rows = [line.strip("|").split("|") for line in lines if line.startswith("|")]
     if len(rows) < 2:
         return {}
     columns = [one.strip() for one in rows[0]]
@@ -90,13 +95,18 @@ def with_measured(cells: Cells, measured: Iterable[tuple[str, Sequence[str], flo
 
 def page(cells: Mapping[str, Mapping[str, str]]) -> str:
     """Return the page, a row for each family of the zoo."""
+    by_family: dict[str, list[str]] = {}
+    for name, size in published_sizes().items():
+        by_family.setdefault(size.family.model_type, []).append(f"`{name}`")
+    sizes = ["| published models | family |", "|---|---|"]
+    sizes += [f"| {', '.join(names)} | `{family}` |" for family, names in by_family.items()]
     lines = [f"| family | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
     for family in FAMILIES:
         without, known = refused(family), cells.get(family, {})
         measured = [NOT_MEASURED if known.get(one, REFUSED) == REFUSED else known[one] for one in COLUMNS]
         row = [REFUSED if one in without else cell for one, cell in zip(COLUMNS, measured, strict=True)]
         lines.append(f"| `{family}` | {' | '.join(row)} |")
-    return HEAD + "\n".join(lines) + "\n"
+    return HEAD.replace("{models}", "\n".join(sizes)) + "\n".join(lines) + "\n"
 
 
 def write_page(file: Path, measured: Iterable[tuple[str, Sequence[str], float]]) -> None:

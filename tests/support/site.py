@@ -61,14 +61,19 @@ def with_site_links(path: str, text: str) -> str:
     return "".join(parts)
 
 
+def names_in(path: str) -> list[str]:
+    """Return the files that a folder's page lists: recipes and pages, where it has some, without code."""
+    names = sorted(child.name for child in (ROOT / path).iterdir())
+    texts = [name for name in names if name.endswith((".toml", ".md", ".json"))]
+    return texts or [name for name in names if name.endswith(".py") and name != "__init__.py"]
+
+
 def shown(path: str) -> str:
     """Return a file outside of docs as Markdown: a page as it is, other text as code, a folder as a list."""
     file = ROOT / path
     if file.is_dir():
-        names = sorted(
-            child.name for child in file.iterdir() if child.suffix in (".toml", ".md", ".json", ".py")
-        )
-        return f"# {path}\n\n" + "".join(f"- `{path}/{name}`\n" for name in names if name != "__init__.py")
+        folder = posixpath.basename(path)
+        return f"# {path}\n\n" + "".join(f"- [{name}]({folder}/{name})\n" for name in names_in(path))
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".md":
         return text
@@ -85,7 +90,9 @@ def repository_pages() -> list[str]:
         if path in seen or not (ROOT / path).exists():
             continue
         seen.append(path)
-        if path.endswith(".md"):
+        if (ROOT / path).is_dir():
+            queue += [f"{path.rstrip('/')}/{name}" for name in names_in(path)]
+        elif path.endswith(".md"):
             queue += targets(path, (ROOT / path).read_text(encoding="utf-8"))
     return sorted(path for path in seen if path == "README.md" or not path.startswith("docs/"))
 
@@ -101,8 +108,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+#: What a search shows last: names of code, and tables that other pages explain.
+LAST_IN_SEARCH = ("python/", "published_runs.md", "any_model.md")
+
+
 def on_page_markdown(markdown: str, page: Page, config: Any, files: Any) -> str:
     """Move the links of a page; leave what is not documentation out of the search."""
     if page.file.src_uri.startswith("repository/"):
         page.meta["search"] = {"exclude": True}
+    elif page.file.src_uri.startswith(LAST_IN_SEARCH):
+        page.meta["search"] = {"boost": 0.2}
     return with_site_links(repository_path(page.file.src_uri), markdown)

@@ -128,7 +128,9 @@ class OwnFamily(Family):
         for axis in _AXES:
             if (size := getattr(layout, axis)) > 1:
                 expected = "1 for a class without the keyword state"
-                todo = "Data ranks need nothing of it; for the others see docs/your_model.md"
+                todo = (
+                    "Data ranks need nothing of it; for the others see docs/your_model.md of the repository"
+                )
                 raise BadInput("recipe", f"layout.{axis}", expected=expected, found=size, todo=todo)
 
 
