@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import os
 import signal
@@ -102,8 +103,16 @@ def fork_templates() -> None:
     def start(
         words: Sequence[str], *, env: Mapping[str, str], pass_fds: list[int], stdout: Any, **_: Any
     ) -> Forked:
-        how: dict[str, Any] = {"stdout": stdout, "stderr": stdout, "session": True, "keep": pass_fds}
-        return Forked(be_a_template, [str(fd) for fd in pass_fds], env, **how)
+        # Libraries, such as Arrow, close files of theirs in each fork by numbers that may be other files'
+        # here; none of them is so high, and ``select`` takes it.
+        requests, printed = (
+            fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 900) for fd in (*pass_fds, stdout.fileno())
+        )
+        with open(printed, "wb") as output:
+            how: dict[str, Any] = {"stdout": output, "stderr": output, "session": True, "keep": [requests]}
+            template = Forked(be_a_template, [str(requests)], env, **how)
+        os.close(requests)
+        return template
 
     like = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
     mock.patch.object(processes, "subprocess", like).start()
