@@ -102,7 +102,10 @@ def test_a_prompt_is_the_beginning_of_the_sample(tmp_path, splits):
     (tmp_path / "chat.jinja").write_text(marks)
     folder = tmp_path / "t"
     trained = train_tokenizer(
-        ["The quick brown fox: a b c.\n" * 9], folder, vocab_size=290, chat_template=None if splits else tmp_path / "chat.jinja"
+        ["The quick brown fox: a b c.\n" * 9],
+        folder,
+        vocab_size=290,
+        chat_template=None if splits else tmp_path / "chat.jinja",
     )
     if splits:
         (folder / "chat_template.jinja").write_text(marks)
