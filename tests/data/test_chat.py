@@ -101,12 +101,8 @@ def test_a_prompt_is_the_beginning_of_the_sample(tmp_path, splits):
     marks = MARKED.replace("<|im_start|>", "<s>").replace("<|im_end|>", "</s>")
     (tmp_path / "chat.jinja").write_text(marks)
     folder = tmp_path / "t"
-    trained = train_tokenizer(
-        ["The quick brown fox: a b c.\n" * 9],
-        folder,
-        vocab_size=290,
-        chat_template=None if splits else tmp_path / "chat.jinja",
-    )
+    text, template = "The quick brown fox: a b c.\n" * 9, None if splits else tmp_path / "chat.jinja"
+    trained = train_tokenizer([text], folder, vocab_size=290, chat_template=template)
     if splits:
         (folder / "chat_template.jinja").write_text(marks)
     tokenizer = load_tokenizer(folder)
