@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ..data.text.tokenizer_loading import Message
-from ..parallel_state import BadInput, Layout, dtype_named
+from ..parallel_state import Layout, dtype_named
 from ..runs.launch import check_launch, device_here, device_words, process_group
 from .continuation import Continuation
-from .generate import check_length, generate
+from .generate import generate, most_new_tokens
 from .prompts import prompt_ids
 from .request import Request, loaded_model, prepare
 
@@ -26,11 +26,12 @@ def converse(
     """Answer each line as a user's message; ``write`` gets the pieces of the answers as they come.
 
     The tokenizer's chat template writes the conversation. The request's prompts do not count. A blank line is
-    passed over. ``BadInput`` before the weights are read if there is no template.
+    passed over. An answer has at most the tokens that the model's positions leave, and a message that leaves
+    none is not answered. ``BadInput`` before the weights are read if there is no template.
     """
     device = device_here(device)
     check_launch(Layout(), device=device)
-    prepared = prepare(replace(request, prompts=["Hello"], chat=True), Layout())
+    prepared = prepare(replace(request, prompts=["Hello"], chat=True, max_new_tokens=1), Layout())
     most = prepared.source.model_config.max_position_embeddings
     with process_group(Layout(), device=device) as state:
         model = loaded_model(prepared.source, prepared.adapter, dtype=dtype_named(request.dtype), state=state)
@@ -44,11 +45,11 @@ def converse(
             ids = prompt_ids(
                 messages, prepared.tokenizer, chat=True, system=request.system, where=f"message {number + 1}"
             )
-            try:
-                check_length(len(ids), request.max_new_tokens, most)
-            except BadInput as error:
+            room = most_new_tokens(len(ids), most)
+            if room < 1:
                 messages.pop()
-                note(f"{error}; not answered. {ANEW} begins anew")
+                full = f"{len(ids)} tokens do not fit the model's {most} positions"
+                note(f"the conversation is too long: {full}; not answered. {ANEW} begins anew")
                 continue
             answer = Continuation(prepared.tokenizer, ids, prepared.stop, request.stop)
 
@@ -59,7 +60,7 @@ def converse(
             (tokens,) = generate(
                 model,
                 [ids],
-                max_new_tokens=request.max_new_tokens,
+                max_new_tokens=min(room, request.max_new_tokens),
                 sampling=request.sampling,
                 stop=prepared.stop,
                 seed=request.seed,
@@ -69,3 +70,7 @@ def converse(
             answer.close(tokens)
             write(f"{answer.rest()}\n")
             messages.append({"role": "assistant", "content": answer.text})
+            if len(tokens) == request.max_new_tokens and tokens[-1] not in prepared.stop:
+                note(f"the answer is cut at {len(tokens)} tokens: --max-new-tokens allows more")
+            elif len(tokens) == room and tokens[-1] not in prepared.stop:
+                note(f"the conversation fills the model's {most} positions: {ANEW} begins anew")

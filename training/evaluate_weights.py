@@ -16,7 +16,7 @@ from ..runs.guard import watched
 from ..runs.heartbeat import this_start
 from ..runs.launch import check_launch, check_local, device_here, own_rank, process_group, ranks_are_started
 from .evaluation import Evaluator, perplexity
-from .run_data import HeldOut
+from .run_data import HeldOut, check_tokenizer
 from .step import Step
 from .token_loss import TokenLoss
 
@@ -111,5 +111,6 @@ def _open(question: Question, layout: Layout) -> _Opened:
     if length > most:
         raise BadInput("evaluate", "--sequence-length", expected=f"at most {most:,}", found=f"{length:,}")
     batches = GlobalBatches(file, length, 1, 0)
+    check_tokenizer(batches, source.path, "evaluate")
     rows = batches.samples if question.rows is None else min(question.rows, batches.samples)
     return _Opened(source, adapter, batches.resized(rows), rows)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from ..data.batches import GlobalBatches, Mixture
 from ..data.items import ItemBatches
-from ..data.text.tokenizer_loading import fingerprint_of_folder
+from ..data.text.tokenizer_loading import fingerprint_of_folder, load_tokenizer
 from ..data.token_file import TokenFile
 from ..data.token_index import check_vocabulary
 from ..parallel_state import BadInput, MachineFailed
 from ..recipes.recipe import Recipe
 from ..recipes.sections import DataSection, EvaluationSection
-from ..storage import companions_in
+from ..storage import VOCABULARIES, companions_in
 from ..storage.output_places import check_home
 from ..storage.remote_folder import RemoteFolder
 from .own.code import call_own, own_code
@@ -95,6 +95,29 @@ def tokenizer_of(batches: GlobalBatches | ItemBatches) -> list[Path]:
         return companions_in(folder) if same else []
     except (BadInput, OSError):  # what lies there now is no tokenizer
         return []
+
+
+def check_tokenizer(batches: GlobalBatches | ItemBatches, folder: Path, key: str) -> None:
+    """Refuse tokens of another tokenizer than the model's, which is in ``folder``: its ids mean other words.
+
+    Where either is unknown nothing is compared.
+    """
+    names = [name for name in VOCABULARIES if (folder / name).exists()]
+    if not names or isinstance(batches, ItemBatches):
+        return
+    known = [fingerprint_of_folder(folder)]
+    if "tokenizer.model" in names:  # by itself it gives the ids of its folder
+        known.append(load_tokenizer(folder / "tokenizer.model").fingerprint)
+    for file in batches.files:
+        stated = file.index.tokenizer_fingerprint
+        if stated and stated not in known:
+            raise BadInput(
+                key,
+                file.path,
+                expected=f"tokens of the model's tokenizer, {folder} ({known[0][:12]})",
+                found=f"those of another one, {file.index.tokenizer or 'unnamed'} ({stated[:12]})",
+                todo=f"Tokenize the text with --tokenizer {folder}",
+            )
 
 
 def _reach(mirror: str | None) -> None:

@@ -30,7 +30,7 @@ from .lora import plan_adapters
 from .own.module import own_family
 from .own_parts import OwnParts, check_held_out, own_parts
 from .parameter_groups import assign, freeze, names_of
-from .run_data import HeldOut, open_data, open_held_out, tokenizer_of
+from .run_data import HeldOut, check_tokenizer, open_data, open_held_out, tokenizer_of
 from .stage_cut import StageCut, cut_stages
 
 
@@ -197,6 +197,11 @@ def check_run(recipe: Recipe) -> RunPlan:
     if isinstance(batches, GlobalBatches):
         check_vocabulary(batches.vocab_size, planned.config.vocab_size, "recipe: data.tokens")
     held_out = open_held_out(recipe, planned.config.vocab_size)
+    if (folder := recipe.model.tokenizer) is None and planned.source is not None:
+        folder = str(planned.source.path)
+    for key, opened in {"data": batches, "evaluation": held_out and held_out.batches}.items():
+        if opened is not None and folder is not None:
+            check_tokenizer(opened, Path(folder), f"recipe: {key}.tokens")
     if planned.own is not None and held_out is not None:
         rows = held_out.batches.rows(0, range(1))
         named = rows if isinstance(rows, dict) else rows.samples()

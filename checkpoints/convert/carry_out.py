@@ -18,6 +18,7 @@ from ...storage.small_files import EVERY, JOURNAL, FinishedWork
 from ...storage.staging import Staging, staged
 from ...storage.strict_json import StoredFile
 from ...system import no_garbage_search
+from ..hugging_face.for_transformers import for_transformers
 from ..hugging_face.writer import open_file, write_config_and_index
 from ..manifest import Manifest
 from ..manifest_checks import check_plain, read_back
@@ -128,14 +129,16 @@ def _write_files(plan: Plan, staging: Staging, allow_nonfinite: bool, options: C
         for writer in writers:
             writer.abandon()
     (staging.directory / JOURNAL).unlink(missing_ok=True)
-    companions = read_companions(plan.source.companions)
+    config, companions = _config(plan), read_companions(plan.source.companions)
+    if plan.layout is None and plan.source.manifest is not None:
+        config, companions = for_transformers(config, companions)
     for companion in companions:
         companion.write(staging.directory)
     if plan.layout is None:
         adapters = plan.source.adapter is not None
         if options.card is not None:
             Disk().write_file(staging.directory / "README.md", options.card.encode())
-        write_config_and_index(staging.directory, _config(plan), writers, adapters=adapters)
+        write_config_and_index(staging.directory, config, writers, adapters=adapters)
         staging.publish()
         return
     files = [

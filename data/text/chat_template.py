@@ -26,6 +26,7 @@ from ...system import OverLimit, bounded
 from ..token_file import TokenFile
 from .chat_formats import Conversation
 from .tokenizer_loading import (
+    CHAT_OPTIONS,
     TEMPLATE_MEMORY,
     TEMPLATE_SECONDS,
     FolderTokenizer,
@@ -87,7 +88,7 @@ class ChatTemplate:
     def __init__(
         self, tokenizer: FolderTokenizer, file: Path | None, variables: Mapping[str, str] | None = None
     ) -> None:
-        self._tokenizer = tokenizer.backend
+        self._loaded, self._tokenizer = tokenizer, tokenizer.backend
         self._where = file or tokenizer.path
         self.text = read_text(file) if file is not None else _own(tokenizer)
         self.marked = _MARKED.search(_COMMENT.sub("", self.text)) is not None
@@ -111,7 +112,6 @@ class ChatTemplate:
 
         A token is learnt if any of its characters is the assistant's. ``where`` names the sample in errors.
         """
-        options = {"return_offsets_mapping": True, "split_special_tokens": False}
         text = self._text(conversation.messages, conversation, where)
         try:
             text.encode()
@@ -125,7 +125,7 @@ class ChatTemplate:
                 where,
                 return_dict=True,
                 return_assistant_tokens_mask=True,
-                tokenizer_kwargs=options,
+                tokenizer_kwargs={"return_offsets_mapping": True, **CHAT_OPTIONS},
             )
             ids: list[int] = encoding["input_ids"]
             learnt = np.array(encoding["assistant_masks"], dtype=np.uint8)
@@ -135,8 +135,7 @@ class ChatTemplate:
                 learnt[_ends(encoding) <= len(prompt)] = 0
             return ids, learnt
         spans = self._spans(text, conversation, where)
-        with refuse_panics(where, self._tokenizer):
-            encoding = self._tokenizer(text, add_special_tokens=False, verbose=False, **options)
+        encoding = self._loaded.encode_written(text, return_offsets_mapping=True)
         ends = _ends(encoding)
         starts = np.array([start for start, _ in encoding["offset_mapping"]], dtype=np.int64)
         learnt = np.zeros(len(starts), dtype=np.uint8)

@@ -23,6 +23,9 @@ TEMPLATE_SECONDS, TEMPLATE_MEMORY = 5.0, 2**29
 #: No tokenizer file may be larger (the largest public ones are near 35 MB). Unit: bytes.
 LARGEST_FILE = 256 * 2**20
 
+#: How the text of a chat template is encoded, whatever the tokenizer does with other texts.
+CHAT_OPTIONS = {"split_special_tokens": False}
+
 #: How SentencePiece names the pieces that stand for a byte.
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
@@ -206,7 +209,17 @@ class FolderTokenizer:
         except Exception as error:  # whatever Jinja, or the template itself, raises
             reason = " ".join(str(error).split())[:200]
             raise BadInput(self.path, "chat_template", expected="to accept it", found=reason) from error
-        return self.encode(text)
+        ids: list[int] = self.encode_written(text)["input_ids"]
+        return ids
+
+    def encode_written(self, text: str, **options: Any) -> Any:
+        """Encode what a chat template wrote: special tokens that it spells become these tokens, also where
+        the tokenizer splits those of other texts. Samples and prompts are both encoded here.
+        """
+        check_length(text)
+        text.encode()
+        with refuse_panics(self.path, self.backend):
+            return self.backend(text, add_special_tokens=False, verbose=False, **CHAT_OPTIONS, **options)
 
 
 @contextmanager

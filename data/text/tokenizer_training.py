@@ -49,7 +49,8 @@ def train_tokenizer(
     The folder holds ``tokenizer.model`` (SentencePiece), ``tokenizer.json``, ``tokenizer_config.json`` and
     ``special_tokens_map.json``. ``AutoTokenizer.from_pretrained(folder)`` gives the ids of the ``.model`` on
     any text, and decoding gives the text back; only U+2581 comes back as the blank that it stands for.
-    ``<unk>``, ``<s>`` and ``</s>`` are ids 0, 1 and 2 and are never read out of a text that spells them.
+    ``<unk>``, ``<s>`` and ``</s>`` are ids 0, 1 and 2 and are never read out of a text that spells them,
+    unless there is a chat template: transformers encodes what it writes as it does any text.
 
     One exception: beside a ``config.json`` of ``model_type`` qwen2, transformers 5.23 puts Qwen's own
     pipeline in place of whatever tokenizer the folder holds.
@@ -147,7 +148,7 @@ def _write(folder: Path, model: bytes, model_type: str, template: str | None) ->
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True,
+        "split_special_tokens": template is None,  # else transformers would split those of the template too
         **special,
     }
     files = {

@@ -323,6 +323,27 @@ def test_a_cast_is_told_in_the_config(tmp_path):
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_an_export_has_the_tokenizers_end_and_encodes_its_template(tmp_path):
+    hf_folder(eos_token_id=None)(tmp_path)
+    hf, out = tmp_path / "hf", tmp_path / "out"
+    tokens = [{"id": number, "content": content} for number, content in ((1, "<s>"), (3, "</s>"), (999, "x"))]
+    stated = {"eos_token": {"content": "</s>"}, "bos_token": "x", "split_special_tokens": True}
+    files = {"tokenizer.json": {"added_tokens": tokens}, "tokenizer_config.json": stated}
+    for name, content in (files | {"generation_config.json": {"top_k": 5}}).items():
+        (hf / name).write_text(json.dumps(content))
+    (hf / "chat_template.jinja").touch()
+    CUT(tmp_path)
+    convert(out, tmp_path / "back", to="hf")
+
+    def read(name):
+        return json.loads((tmp_path / "back" / name).read_text())
+
+    config = read("config.json")
+    assert (config["eos_token_id"], config.get("bos_token_id")) == (3, None)  # x has no row
+    assert read("generation_config.json") == {"top_k": 5, "eos_token_id": 3}
+    assert read("tokenizer_config.json") == stated | {"split_special_tokens": False}
+
+
 @pytest.mark.parametrize("to", ["hf", "sharded"])
 def test_a_cast_that_makes_some_numbers_zero_says_how_many(tmp_path, hf, to, capsys):
     edit(hf, {NORM: torch.tensor([1.0] * 5 + [1e-9] * 27)})

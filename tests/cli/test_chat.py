@@ -79,8 +79,19 @@ def test_bytes_that_are_no_text_are_replacement_characters(model, monkeypatch, c
 
 def test_a_message_that_is_too_long_is_not_answered_and_does_not_end_the_chat(model, monkeypatch, capfd):
     printed = said(model, monkeypatch, capfd, f"{'the fox ' * 200}\nthe dog\n")
-    assert "not answered. /new begins anew" in printed.err
+    assert "do not fit the model's 128 positions; not answered. /new begins anew" in printed.err
     assert printed.out == said(model, monkeypatch, capfd, "the dog\n").out
+
+
+def test_an_answer_is_cut_where_the_model_has_no_more_positions(model, monkeypatch, capfd):
+    """More tokens are allowed than the model has positions, as by the default of a small model."""
+    text, options = "the fox\nand\n/new\nthe fox\n", ("--max-new-tokens", "1000", "--dtype", "fp64")
+    printed = said(model, monkeypatch, capfd, text, *options)
+    answer = printed.out[: len(printed.out) // 2]
+    assert printed.err.count("the conversation fills the model's 128 positions: /new begins anew") == 2
+    assert printed.err.count("not answered. /new begins anew") == 1 and printed.out == answer * 2
+    cut = said(model, monkeypatch, capfd, "the fox\n", *options[2:])
+    assert answer.startswith(cut.out.strip("\n")) and "at 6 tokens: --max-new-tokens allows more" in cut.err
 
 
 def test_a_model_without_a_template_is_refused_before_anything_is_read(model, tmp_path, monkeypatch, capfd):

@@ -1,12 +1,15 @@
 """``trilith evaluate``: the loss that a run's evaluation prints, in every layout, and what it refuses."""
 
 import json
+import shutil
 
 import pytest
 from support.inputs import write_adapter
 from support.short_runs import tiny_recipe, train
+from support.token_files import write_token_file
 from trilith.checkpoints import convert
 from trilith.cli.app import run
+from trilith.data.text.tokenizer_loading import fingerprint_of_folder
 from trilith.machine.random_files import write_tokens
 from trilith.runs.metrics import read_metrics
 
@@ -68,6 +71,17 @@ def test_all_rows_are_taken_at_the_length_of_the_model_and_printed_in_a_line(pla
     assert own["rows"] > 7 and own["tokens"] == own["rows"] * own["sequence_length"]
     counts = f"{own['tokens']:,} tokens of {own['rows']} rows of {own['sequence_length']}"
     assert printed == f"loss {own['loss']:.4f}  perplexity {own['perplexity']:.4g}  over {counts}\n"
+
+
+def test_tokens_of_another_tokenizer_are_refused(place, capfd):
+    shutil.copytree(place / "hf", place / "named")
+    (place / "named" / "tokenizer.json").write_text("{}")
+    own = fingerprint_of_folder(place / "named")
+    for name, fingerprint, code in (("theirs", "b", 2), ("unnamed", "", 0), ("ours", own, 0)):
+        write_token_file(place / name, [range(20)] * 9, vocab_size=20, tokenizer_fingerprint=fingerprint)
+        words = ["evaluate", str(place / "named"), str(place / name), *ROWS]
+        assert run([*words, "--device", "cpu"]) == code
+        assert ("tokens of the model's tokenizer" in capfd.readouterr().err) == bool(code)
 
 
 @pytest.mark.parametrize(

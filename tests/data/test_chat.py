@@ -96,6 +96,24 @@ def test_of_a_prompt_nothing_is_learnt_whoever_speaks(tokenizer, tmp_path, text)
     assert learnt(tokenizer, ids, targets) == ["the end<|im_end|>\n"]
 
 
+@pytest.mark.parametrize("splits", [False, True], ids=["trained with the template", "template added later"])
+def test_a_prompt_is_the_beginning_of_the_sample(tmp_path, splits):
+    marks = MARKED.replace("<|im_start|>", "<s>").replace("<|im_end|>", "</s>")
+    (tmp_path / "chat.jinja").write_text(marks)
+    folder = tmp_path / "t"
+    text, template = "The quick brown fox: a b c.\n" * 9, None if splits else tmp_path / "chat.jinja"
+    trained = train_tokenizer([text], folder, vocab_size=290, chat_template=template)
+    if splits:
+        (folder / "chat_template.jinja").write_text(marks)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.fingerprint == trained.fingerprint
+    ids, _ = ChatTemplate(tokenizer, None).encode(Conversation(TALK), "here")
+    prompt = tokenizer.chat(TALK[:-1])
+    assert (ids[: len(prompt)], ids[0], ids[-2]) == (prompt, tokenizer.bos_id, tokenizer.eos_id)
+    theirs = tokenizer.backend.apply_chat_template(TALK[:-1], add_generation_prompt=True)["input_ids"]
+    assert splits or theirs == prompt
+
+
 def test_a_template_that_rewrites_the_past_is_refused_with_the_place(tokenizer, tmp_path):
     talk = [{**message, "thought": "hmm. "} for message in TALK[1:]]
     forgetful = template(tokenizer, tmp_path, FORGETFUL)

@@ -8,9 +8,11 @@ from shutil import copytree
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.configs import TINY_GLM, TINY_LLAMA, TINY_MIXTRAL, config
+from support.configs import TINIEST_LLAMA, TINY_GLM, TINY_LLAMA, TINY_MIXTRAL, config
 from support.refusals import Refused, refusals
 from support.short_runs import tiny_recipe
+from support.token_files import write_token_file
+from trilith.data.text.tokenizer_loading import fingerprint_of_folder
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.models import LoraConfig, adapted, family_of
 from trilith.parallel_state import ParallelState
@@ -244,6 +246,27 @@ def many_ids(key):
     return Refused(f"{section}-of-more-ids-than-the-model-has", call, says, given=given)
 
 
+def other_tokenizer(key, kind):
+    """Tokens of another tokenizer than the one that the recipe names, or that lies beside its base."""
+
+    def given(folder):
+        write_hf_folder(folder / "base", TINIEST_LLAMA)
+        (folder / "base" / "tokenizer.json").write_text("{}")
+        for name in ("tokens", "held-out"):
+            made_by = "b" if name == key else fingerprint_of_folder(folder / "base")
+            write_token_file(folder / name, [range(20)] * 20, vocab_size=20, tokenizer_fingerprint=made_by)
+
+    def call(folder):
+        base = str(folder / "base")
+        model = {"tokenizer": base} if kind == "named" else {"config": None, "init_from": base}
+        held_out = {"tokens": str(folder / "held-out"), "samples": 3}
+        check_run(recipe(folder, evaluation=held_out, model={"config": TINIEST_LLAMA} | model))
+
+    section = {"tokens": "data", "held-out": "evaluation"}[key]
+    says = rf"{section}\.tokens: {key}: expected tokens of the model's tokenizer, base .*another one.* \(b\)"
+    return Refused(f"{section}-of-another-tokenizer-{kind}", call, says, given=given)
+
+
 def refused(why, says, use, **changes):
     """A recipe, and its tokens, that something refuses."""
 
@@ -261,6 +284,8 @@ NOT_PLANNED = "expected a recipe without float8 and without frozen groups"
 test_a_run_is_refused_before_any_rank_starts = refusals(
     many_ids("tokens"),
     many_ids("held-out"),
+    other_tokenizer("tokens", "named"),
+    other_tokenizer("held-out", "of the base"),
     refused("ranks-need-a-file", r"a file, which the 2 ranks can read.*torchrun", run, layout={"tensor": 2}),
     refused(
         "trackers-that-are-objects-need-a-launcher",
