@@ -275,9 +275,9 @@ def test_an_interrupted_job_with_the_other_choice_begins_anew(starting, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("choice", "begin"), [([], "the start token, id 1"), (["--no-bos"], "no start token")]
+    ("choice", "begin"), [([], "with the start token, id 1"), (["--no-bos"], "without a start token")]
 )
 def test_tokenize_says_what_each_document_begins_with(choice, begin, starting, tmp_path, capsys):
     words = ["tokenize", str(texts(tmp_path / "in.jsonl")), "--tokenizer", str(starting), *choice]
     assert run([*words, "--out", str(tmp_path / "out")]) == 0
-    assert f"each document begins with {begin}\n" in capsys.readouterr().out
+    assert f"each document begins {begin}\n" in capsys.readouterr().out
