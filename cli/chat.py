@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .shared.options import ADAPTER, DEVICE, DTYPE, LARGEST_SEED, PATH_OR_ADDRESS, Strict
-from .shared.say import say
+from .shared.say import pieces_of_text, say
 
 
 def chat(
@@ -69,13 +69,14 @@ def chat(
         dtype=dtype,
         adapter=adapter,
     )
-    converse(
-        request,
-        _lines(),
-        write=lambda text: say(text, nl=False),
-        note=lambda text: say(text, err=True),
-        device=device,
-    )
+    with pieces_of_text() as write:
+        converse(
+            request,
+            _lines(),
+            write=write,
+            note=lambda text: say(text, err=True),
+            device=device,
+        )
 
 
 def _lines() -> Iterator[str]:

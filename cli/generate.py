@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .shared.options import ADAPTER, DEVICE, DTYPE, FORCE, LARGEST_SEED, PATH_OR_ADDRESS, Strict
-from .shared.say import say
+from .shared.say import pieces_of_text, say
 
 
 def generate(
@@ -111,15 +111,16 @@ def generate(
         adapter=adapter,
     )
     layout = Layout.of(tensor=tensor, pipeline=pipeline)
-    code = run_generation(
-        request,
-        layout,
-        words=context.obj,
-        write=lambda text: say(text, nl=False),
-        note=lambda text: say(text, err=True),
-        device=device,
-        out=out,
-        force=force,
-        status=status,
-    )
+    with pieces_of_text() as write:
+        code = run_generation(
+            request,
+            layout,
+            words=context.obj,
+            write=write,
+            note=lambda text: say(text, err=True),
+            device=device,
+            out=out,
+            force=force,
+            status=status,
+        )
     raise typer.Exit(code)

@@ -13,11 +13,18 @@ from pathlib import Path
 
 from ..parallel_state import BadInput, ParallelState, together
 from ..storage.disk import FileLock, try_lock
+from ..storage.folder_kind import CHECKPOINTS, holds_steps
 from .heartbeat import clear_status, make_folder, new_start, status_folder, this_start
+from .requests import Switches
 
 #: Seconds to wait for the ranks of a run that has just failed to be gone.
 _PATIENCE = 10.0
 _STANDARD_INPUT = 0
+#: What a folder may hold before its first run: what a job leaves there, requests to a run, a status without a
+#: lock, what a file system makes.
+_BEFORE_A_RUN = {"job-started", "excluded-nodes", "status", CHECKPOINTS, "lost+found", *Switches.names}
+#: The same, by endings: recipes, scripts and logs.
+_OF_A_JOB = (".toml", ".sh", ".sbatch", ".yaml", ".log", ".out", ".err")
 
 
 def _say(line: str) -> None:
@@ -83,21 +90,25 @@ def _file(folder: Path) -> Path:
     return folder / "run.lock"
 
 
-def _refuse_logs_of_others(folder: Path) -> None:
-    """Refuse a folder with logs that no run wrote: a new run would overwrite them."""
-    if _file(folder).exists() or (folder / "events.jsonl").exists():
+def _refuse_folder_of_others(folder: Path) -> None:
+    """Refuse a folder with files that are no run's: a new run would write among them, or over them."""
+    if _file(folder).exists() or (folder / "events.jsonl").exists() or holds_steps(folder / CHECKPOINTS):
         return
-    for log in (folder / "metrics.jsonl", folder / "norms.jsonl"):
-        if log.exists():
-            expected, todo = "a new folder, or a run's", "Choose another folder, or move it away"
-            written = f"{log}, which no run of trilith wrote"
-            raise BadInput("recipe", "out", expected=expected, found=written, todo=todo)
+    strange = [
+        path.name
+        for path in folder.iterdir()
+        if path.name not in _BEFORE_A_RUN and path.suffix not in _OF_A_JOB and not path.name.startswith(".")
+    ]
+    if strange:
+        expected, todo = "a new folder, or a run's", "Choose another folder, or move it away"
+        written = f"{folder / min(strange)}, which no run of trilith wrote"
+        raise BadInput("recipe", "out", expected=expected, found=written, todo=todo)
 
 
 def _take(folder: Path, patience: float | None, say: Callable[[str], None]) -> FileLock:
     """Wait for the lock; then delete the status of an earlier run's ranks."""
     make_folder(folder)
-    _refuse_logs_of_others(folder)
+    _refuse_folder_of_others(folder)
     patience = _PATIENCE if patience is None else patience
     deadline, announced = time.monotonic() + patience, False
     while (lock := _try_to_take(folder)) is None:

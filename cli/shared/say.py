@@ -3,7 +3,7 @@
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import typer
@@ -38,6 +38,25 @@ def say(text: str, *, nl: bool = True, err: bool = False) -> None:
     stream = sys.stderr if err else sys.stdout
     # color: typer would else take sequences out of what goes into a pipe.
     typer.echo(visible(text) if stream.isatty() else text, nl=nl, err=err, color=True)
+
+
+@contextmanager
+def pieces_of_text() -> Iterator[Callable[[str], None]]:
+    """Yield what prints text piece by piece; a failure within a line ends it, so that its error has one."""
+    last = "\n"
+
+    def write(text: str) -> None:
+        nonlocal last
+        last = text or last
+        say(text, nl=False)
+
+    try:
+        yield write
+    except BaseException:
+        if not last.endswith("\n"):
+            with suppress(OSError):  # nobody may be reading any more
+                say("")
+        raise
 
 
 @contextmanager

@@ -6,8 +6,10 @@ import shutil
 import pytest
 import torch
 from support.configs import TINY_LLAMA
+from support.damage import flip_bit
 from support.short_runs import tiny_recipe, write_recipe
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from trilith.checkpoints import convert
 from trilith.cli.app import run
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.runs import command_ranks
@@ -62,6 +64,15 @@ def test_one_prompt_is_written_as_it_grows_and_is_transformers_text(folder, capf
     out, err = capfd.readouterr()
     assert out == expected(folder, "The quick") + "\n"
     assert err.startswith("12 tokens in ") and err.endswith(" tokens/s on cpu\n")
+
+
+def test_an_error_after_the_prompt_begins_a_line(folder, tmp_path, capfd):
+    convert(folder, tmp_path / "cut")
+    (weights,) = (tmp_path / "cut").glob("*.safetensors")
+    flip_bit(weights, -1)
+    assert run(words(tmp_path / "cut", "--prompt", "The quick")) == 4
+    out, err = capfd.readouterr()
+    assert out == "The quick\n" and err.startswith("error: ")
 
 
 def rows(text):

@@ -150,6 +150,36 @@ def test_who_takes_the_folder_forgets_what_an_earlier_run_s_ranks_said_and_no_ot
         assert run != again
 
 
+def enter_alone(folder):
+    with only_run_in(folder, ParallelState.alone(), patience=0):
+        pass
+
+
+def test_a_folder_of_other_files_is_no_place_for_a_run(tmp_path):
+    texts, begun = tmp_path / "texts", tmp_path / "begun"
+    for folder in (texts, begun / "checkpoints" / "step-00000001"):
+        folder.mkdir(parents=True)
+    for place in (texts, begun):
+        (place / "part0.txt").write_text("a text")
+    before = everything(texts)
+    with pytest.raises(
+        BadInput, match=r"new folder, or a run's, found .*part0\.txt, which no run of trilith"
+    ):
+        enter_alone(texts)
+    assert everything(texts) == before
+    enter_alone(begun)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first", "after-a-start"])
+def test_what_a_job_or_a_former_start_left_is_no_other_file(tmp_path, again):
+    for name in ("job-started", "excluded-nodes", "stop", "recipe.toml", "job-1.log", ".nfs01"):
+        (tmp_path / name).touch()
+    if again:
+        enter_alone(tmp_path)
+        (tmp_path / "report.html").touch()
+    enter_alone(tmp_path)
+
+
 @pytest.mark.parametrize("log", ["metrics.jsonl", "norms.jsonl"])
 def test_logs_that_no_run_wrote_are_not_begun_anew(make, log):
     run = make(3)
