@@ -43,11 +43,11 @@ def evaluate(
     """Compute the loss and the perplexity of a model on a token file.
 
     The loss is the mean over all tokens that count (of conversations: the assistant's), in nats, the same in
-    every layout. A row has the length of the run's; rows are otherwise cut as in training by default: documents
-    are joined, samples packed, overlong ones refused. A run's evaluation prints the loss of
-    `evaluation.samples` rows (64), drawn with its own seed and cut as its section [data] says: the same number
-    where the rows are the same. Perplexities of models with different tokenizers are not comparable. For tasks
-    such as MMLU export the model (`trilith convert DIR OUT --to hf`) and run lm-eval on the folder.
+    every layout. A row has the length of the run's; rows are otherwise cut as in training by default:
+    documents are joined, samples packed, overlong ones refused. A run's evaluation prints the loss of
+    `evaluation.samples` rows (64), drawn with its own seed and cut as its section [data] says: the same
+    number where the rows are the same. Perplexities of models with different tokenizers are not comparable.
+    For tasks such as MMLU export the model (`trilith convert DIR OUT --to hf`) and run lm-eval on the folder.
 
     Examples:
 
