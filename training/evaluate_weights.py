@@ -118,6 +118,6 @@ def _open(question: Question, layout: Layout) -> _Opened:
 
 def _trained_length(source: Source) -> int | None:
     """Return ``data.sequence_length`` of the run that wrote a checkpoint; ``None`` for other weights."""
-    position = {} if source.manifest is None else source.manifest.data_position or {}
-    length = position.get("sequence_length")
-    return length if type(length) is int and length > 0 else None
+    position = None if source.manifest is None else source.manifest.data_position
+    length = position.get("sequence_length") if isinstance(position, dict) else None
+    return length if isinstance(length, int) and length > 0 else None

@@ -57,7 +57,7 @@ def check_progress(
             say(f"{key}: {value}; up to step {progress.step} it was {stored}")
         else:
             raise BadInput(
-                newest, f"data.{key}", expected=progress.data.get(key), found=f"{value}{_files_of(key, plan)}",
+                newest, f"data.{key}", expected=stored, found=f"{value}{_files_of(key, plan)}",
                 todo="Resume with the data that the run began with, or start a new run with init_from",
             )  # fmt: skip
 

@@ -199,9 +199,10 @@ def check_run(recipe: Recipe) -> RunPlan:
     held_out = open_held_out(recipe, planned.config.vocab_size)
     if (folder := recipe.model.tokenizer) is None and planned.source is not None:
         folder = str(planned.source.path)
-    for key, opened in {"data": batches, "evaluation": held_out and held_out.batches}.items():
-        if opened is not None and folder is not None:
-            check_tokenizer(opened, Path(folder), f"recipe: {key}.tokens")
+    if folder is not None:
+        check_tokenizer(batches, Path(folder), "recipe: data.tokens")
+        if held_out is not None:
+            check_tokenizer(held_out.batches, Path(folder), "recipe: evaluation.tokens")
     if planned.own is not None and held_out is not None:
         rows = held_out.batches.rows(0, range(1))
         named = rows if isinstance(rows, dict) else rows.samples()
