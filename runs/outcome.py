@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from stat import S_ISREG
+from typing import Any
 
 from ..parallel_state import BadInput, PeerFailed
 from .events import read_events
@@ -67,7 +68,7 @@ def _before(run: Path) -> str:
     A start that has begun to train has noted its own failure as the run's last event.
     """
     ends = {"finished": "finished", "stopped": "stopped and saved"}
-    event = next(reversed(read_events(run / "events.jsonl")), {})
+    event: dict[str, Any] = next(reversed(read_events(run / "events.jsonl")), {})
     end = ends.get(event.get("event", ""))
     return "" if end is None else f"; before that start the run {end} after step {event['step']}"
 
