@@ -272,6 +272,7 @@ def _hugging_face(
 def _foreign(
     path: Path, form: Format, config_folder: str | Path | None, names: str | None, by: Implementation
 ) -> Source:
+    checkpoint = form.read(path)  # first: what cannot be read needs no config
     if config_folder is None:
         todo = "Say --config with a Hugging Face folder (config.json, tokenizer) of the same model"
         raise BadInput(path, expected="the model's config", found=f"{form.name}, which has none", todo=todo)
@@ -279,7 +280,6 @@ def _foreign(
     raw = implemented_by(read_json(where / CONFIG if where.is_dir() else where), by)
     family = family_of(raw, str(where))
     config = family.from_hf(raw, str(where))
-    checkpoint = form.read(path)
     check_stated(checkpoint, config, where)
     stored, table = checkpoint.tensors, choose_table(checkpoint, names, hf_shapes(family, config))
     pieces = table_names(path, stored, table, family, config)

@@ -20,7 +20,10 @@ def evaluate(
     tokens: Annotated[Path, typer.Argument(help="token file of trilith tokenize", metavar="TOKENS")],
     sequence_length: Annotated[
         int | None,
-        typer.Option(min=1, help="tokens of a row; default: 2048, or the most that the model takes"),
+        typer.Option(
+            min=1,
+            help="tokens of a row; default: those of the run, else 2048 or the most that the model takes",
+        ),
     ] = None,
     rows: Annotated[
         int | None, typer.Option(min=1, help="number of rows, drawn as with seed 0; default: all")
@@ -40,11 +43,11 @@ def evaluate(
     """Compute the loss and the perplexity of a model on a token file.
 
     The loss is the mean over all tokens that count (of conversations: the assistant's), in nats, the same in
-    every layout. Rows are cut as in training by default: documents are joined, samples packed, overlong ones
-    refused. A run's evaluation prints the loss of `evaluation.samples` rows (64), drawn with its own seed and
-    cut as its section [data] says: the same number where the rows are the same. Perplexities of models with
-    different tokenizers are not comparable. For tasks such as MMLU export the model (`trilith convert DIR OUT
-    --to hf`) and run lm-eval on the folder.
+    every layout. A row has the length of the run's; rows are otherwise cut as in training by default:
+    documents are joined, samples packed, overlong ones refused. A run's evaluation prints the loss of
+    `evaluation.samples` rows (64), drawn with its own seed and cut as its section [data] says: the same
+    number where the rows are the same. Perplexities of models with different tokenizers are not comparable.
+    For tasks such as MMLU export the model (`trilith convert DIR OUT --to hf`) and run lm-eval on the folder.
 
     Examples:
 

@@ -82,6 +82,17 @@ class SampleOrder:
         """Return the number of different rows over all sources."""
         return sum(self._lengths)
 
+    def described(self, steps: int) -> str:
+        """Return in words how many rows there are, and how often a run of so many steps takes each."""
+        drawn, period = steps * self.global_batch, self._interleave.period
+        pairs = zip(self._interleave.shares, self._lengths, strict=True)
+        epochs = sorted(drawn * share / period / length for share, length in pairs)
+        sources = f" of {len(epochs)} sources" if epochs[1:] else ""
+        rows = "row" if self.samples == 1 else "rows"
+        ends = [f"{n:,.0f}" if n >= 100 else f"{n:.3g}" for n in (epochs[0], epochs[-1])]
+        span = " to ".join(dict.fromkeys(ends))
+        return f"{self.samples:,} {rows}{sources}, {span} {'epoch' if span == '1' else 'epochs'}"
+
     def sample_ids(
         self, step: int, data_index: int = 0, data_size: int = 1
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

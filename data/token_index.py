@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,7 +144,8 @@ def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:
 
 def read_index(path: Path) -> TokenIndex:
     """Read the index; each field has the right type and is within bounds."""
-    _size_of(path, todo=f"Make it with: {_command(path)}")
+    _check_there(path)
+    _size_of(path)
     content = read_json(path, _LARGEST_INDEX)
     version = content.get("version", VERSION)
     if type(version) is not int or version != VERSION:
@@ -161,11 +163,25 @@ def read_index(path: Path) -> TokenIndex:
     return index
 
 
+def _check_there(index: Path) -> None:
+    """Refuse a name without a token file; it may be that of a text, which is to be tokenized first."""
+    if os.path.lexists(index):
+        return
+    name, command = TokenPaths.of(index).name, _command(index)
+    if not name.exists():
+        raise BadInput(
+            name, expected="a token file", found=f"no {index.name}", todo=f"Make it with: {command}"
+        )
+    kind = "a folder" if name.is_dir() else "another file"
+    raise BadInput(name, expected="a token file", found=kind, todo=f"Tokenize its text first: {command}")
+
+
 def _command(path: Path) -> str:
     """Return what makes an index here: out of a text, or of Megatron's files of this name."""
     name = TokenPaths.of(path).name
-    beside = TokenPaths(name).megatron.is_file()
-    words = [str(name), "--from", "megatron", "--out", str(name)] if beside else []
+    words = [str(name), "--from", "megatron", "--out", str(name)]
+    if not TokenPaths(name).megatron.is_file():
+        words = [str(name) if name.exists() else "TEXT", "--tokenizer", "FOLDER", "--out", "tokens"]
     return shlex.join(["trilith", "tokenize", *words])
 
 
@@ -232,9 +248,9 @@ def check_offsets(offsets: Any, documents: int, tokens: int, where: object) -> N
         raise BadInput(where, f"offset {at + 1}", expected=f"more than {offsets[at]}", found=offsets[at + 1])
 
 
-def _size_of(path: Path, todo: str = "") -> int:
+def _size_of(path: Path) -> int:
     """Return the size of a regular, non-empty file without opening it: a pipe would block for ever."""
-    size = stat_regular(path, todo=todo).st_size
+    size = stat_regular(path).st_size
     if size == 0:
         raise BadInput(path, expected="content", found="an empty file")
     return size

@@ -2,11 +2,13 @@
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from stat import S_ISREG
+from typing import Any
 
 from ..parallel_state import BadInput, PeerFailed
+from .events import read_events
 from .heartbeat import RankStatus, all_status, first_failure, status_folder
 from .requests import PREEMPTED
 
@@ -39,7 +41,8 @@ def outcome(run: Path, *, since: Path | None = None) -> Outcome:
         )  # fmt: skip
     start = max(known, key=lambda status: status.time).run
     ranks = sorted((status for status in known if status.run == start), key=lambda status: status.rank)
-    return _judged(ranks, first_failure(folder, run=start))
+    last = _judged(ranks, first_failure(folder, run=start))
+    return replace(last, text=last.text + _before(run)) if last.code == BadInput.exit_code else last
 
 
 def _judged(ranks: list[RankStatus], failure: RankStatus | None) -> Outcome:
@@ -57,6 +60,17 @@ def _judged(ranks: list[RankStatus], failure: RankStatus | None) -> Outcome:
     if failure is not None:
         return Outcome(PREEMPTED, f"stopped and saved after step {last}; the same command goes on")
     return Outcome(0, f"finished after step {last}")
+
+
+def _before(run: Path) -> str:
+    """Return how the run ended before a start that was refused and did nothing; empty if it had not begun.
+
+    A start that has begun to train has noted its own failure as the run's last event.
+    """
+    ends = {"finished": "finished", "stopped": "stopped and saved"}
+    event: dict[str, Any] = next(reversed(read_events(run / "events.jsonl")), {})
+    end = ends.get(event.get("event", ""))
+    return "" if end is None else f"; before that start the run {end} after step {event['step']}"
 
 
 def _changed(path: Path) -> float:

@@ -147,7 +147,7 @@ def choices(recipe: Recipe, plan: RunPlan, state: ParallelState) -> list[str]:
     """Return a line on each choice that the recipe has left open: learning rate, stages, kernels."""
     line = schedule_of(recipe)[1]
     lines = [line] if line else []
-    lines += without_effect(recipe)
+    lines += [f"data: {plan.batches.described(recipe.steps)}", *without_effect(recipe)]
     if plan.companions and plan.source is None and recipe.model.tokenizer is None:
         lines.append(f"tokenizer: {plan.companions[0].parent}, that of the token file")
     if plan.split is not None:

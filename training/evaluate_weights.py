@@ -20,7 +20,7 @@ from .run_data import HeldOut, check_tokenizer
 from .step import Step
 from .token_loss import TokenLoss
 
-#: The length of a row unless another one is asked for, or the model takes less.
+#: The length of a row unless another one is asked for, a run trained with another, or the model takes less.
 _LENGTH = 2048
 
 
@@ -107,10 +107,17 @@ def _open(question: Question, layout: Layout) -> _Opened:
     dtype_named(question.dtype, "evaluate", "--dtype")
     file = TokenFile.open(question.tokens)
     check_vocabulary(file.vocab_size, config.vocab_size, question.tokens)
-    length = question.sequence_length or min(_LENGTH, most)
+    length = question.sequence_length or _trained_length(adapter or source) or min(_LENGTH, most)
     if length > most:
         raise BadInput("evaluate", "--sequence-length", expected=f"at most {most:,}", found=f"{length:,}")
     batches = GlobalBatches(file, length, 1, 0)
     check_tokenizer(batches, source.path, "evaluate")
     rows = batches.samples if question.rows is None else min(question.rows, batches.samples)
     return _Opened(source, adapter, batches.resized(rows), rows)
+
+
+def _trained_length(source: Source) -> int | None:
+    """Return ``data.sequence_length`` of the run that wrote a checkpoint; ``None`` for other weights."""
+    position = None if source.manifest is None else source.manifest.data_position
+    length = position.get("sequence_length") if isinstance(position, dict) else None
+    return length if isinstance(length, int) and length > 0 else None

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..checkpoints import Contents, Described, Progress, contents_of
+from ..data.batches import GlobalBatches
 from ..parallel_state import BadInput, ParallelState
 from ..parallel_state.collective_errors import together
 from ..recipes.recipe import Recipe
@@ -56,9 +57,15 @@ def check_progress(
             say(f"{key}: {value}; up to step {progress.step} it was {stored}")
         else:
             raise BadInput(
-                newest, f"data.{key}", expected=progress.data.get(key), found=value,
+                newest, f"data.{key}", expected=stored, found=f"{value}{_files_of(key, plan)}",
                 todo="Resume with the data that the run began with, or start a new run with init_from",
             )  # fmt: skip
+
+
+def _files_of(key: str, plan: RunPlan) -> str:
+    """Return the names of the token files that a fingerprint stands for, as the end of a message."""
+    files = plan.batches.files if isinstance(plan.batches, GlobalBatches) else []
+    return f", of {', '.join(str(file.path) for file in files)}" if key == "fingerprint" and files else ""
 
 
 def check_ranks_alike(recipe: Recipe, plan: RunPlan, state: ParallelState) -> None:

@@ -42,6 +42,9 @@ def _is_torch_save(path: Path) -> bool:
 
 def _read_torch_save(path: Path) -> ForeignCheckpoint:
     """Read the headers of one file in which ``torch.save`` wrote a model, or a trainer's dict with one."""
+    if path.with_name(f"{path.name.removesuffix('.bin')}.docs.npy").exists():
+        todo = "Name the run or the model that the tokens are for"
+        raise BadInput(path, expected="weights", found="a token file", todo=todo)
     file = open_state_dict(path)
     tensors = Catalog({name: in_one_file(file, name) for name in file.views})
     return ForeignCheckpoint(path, _TORCH_SAVE, tensors)

@@ -1,7 +1,7 @@
 """What transformers needs of an exported folder, besides the weights, to generate as trilith does."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
@@ -31,8 +31,8 @@ class _Vocabulary(BaseModel):
 
 
 def for_transformers(
-    config: dict[str, Any], companions: Sequence[Companion]
-) -> tuple[dict[str, Any], Sequence[Companion]]:
+    config: dict[str, Any], companions: list[Companion]
+) -> tuple[dict[str, Any], list[Companion]]:
     """Return the config and the companions of an exported folder, made from those of a checkpoint.
 
     ``bos_token_id`` and ``eos_token_id`` that the config lacks are the tokenizer's, and

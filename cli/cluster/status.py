@@ -50,7 +50,9 @@ def status(
     say(last_start.text)
     if why:
         records = read_records_of(status_folder(run))
-        for line in who_waits(records) or [f"{len(records)} ranks left a record of collectives: none waited"]:
+        none = "no rank left a record of collectives"
+        none = f"{len(records)} ranks left a record of collectives: none waited" if records else none
+        for line in who_waits(records) or [none]:
             say(line)
     if exit_code:
         raise typer.Exit(STILL_RUNNING if last_start.code is None else last_start.code)

@@ -73,6 +73,13 @@ def test_all_rows_are_taken_at_the_length_of_the_model_and_printed_in_a_line(pla
     assert printed == f"loss {own['loss']:.4f}  perplexity {own['perplexity']:.4g}  over {counts}\n"
 
 
+def test_rows_are_as_long_as_in_the_run_unless_asked_otherwise(place, capfd):
+    words = (place / "held-out", *ROWS[2:])
+    own = figures(capfd, place / "run", *words)
+    assert own == figures(capfd, place / "run", place / "held-out", *ROWS) and own["sequence_length"] == 16
+    assert figures(capfd, place / "run", *words, "--sequence-length", "8")["sequence_length"] == 8
+
+
 def test_tokens_of_another_tokenizer_are_refused(place, capfd):
     shutil.copytree(place / "hf", place / "named")
     (place / "named" / "tokenizer.json").write_text("{}")

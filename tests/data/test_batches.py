@@ -41,6 +41,20 @@ def make(tmp_path):
     return lambda name, *arguments: numbers(tmp_path / name, *arguments)
 
 
+@pytest.mark.parametrize(
+    ("weights", "steps", "words"),
+    [
+        ([1], 5, "10 rows, 1 epoch"),
+        ([1], 1234, "10 rows, 247 epochs"),
+        ([3, 1], 5, "20 rows of 2 sources, 0.25 to 0.75 epochs"),
+    ],
+)
+def test_rows_and_epochs_are_said(weights, steps, words, tmp_path):
+    files = [write_token_file(tmp_path / str(number), [range(81)]) for number in range(len(weights))]
+    mixture = Mixture(list(zip(files, weights, strict=True)))
+    assert GlobalBatches(mixture, 8, 2, seed=0).described(steps) == words
+
+
 def test_samples_are_windows_and_labels_are_the_next_tokens(make):
     data = GlobalBatches(make("a", 50), 8, 6, seed=1)
     input_ids, labels, positions = data.batch(0)

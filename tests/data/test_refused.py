@@ -206,6 +206,17 @@ test_token_files_that_do_not_fit_are_refused = refusals(
             ("F7-others", of_another, "CRC-32" if name == "tokens" else "sha256"),
         )
     ),
+    Refused(
+        "a-text",
+        lambda folder: TokenFile.open(folder / "part 0.txt"),
+        r"expected a token file, found another file\. Tokenize its text first: .* '.*part 0\.txt'",
+        given=lambda folder: (folder / "part 0.txt").write_text("a text"),
+    ),
+    Refused(
+        "nothing",
+        lambda folder: TokenFile.open(folder / "nope"),
+        r"^nope: expected a token file, found no nope\.json\. Make it with: trilith tokenize TEXT",
+    ),
     index("F5-uint16-for-a-vocabulary-of-128256", "uint32", vocab_size=128_256),
     index("F5-wrong-width", "36 bytes", dtype="uint32"),
     index("F5-signed-type", "dtype", dtype="int16"),

@@ -14,6 +14,7 @@ import pytest
 from trilith.cli.app import run
 from trilith.parallel_state import BadInput
 from trilith.runs import heartbeat
+from trilith.runs.events import Events
 from trilith.runs.guard import blame, blame_together
 from trilith.runs.heartbeat import Heartbeat, RankStatus, first_failure, read_status, status_folder
 from trilith.runs.launch import OwnRanks
@@ -231,6 +232,24 @@ def test_the_code_is_that_of_the_rank_that_failed_by_itself(codes, code, text, t
     ended(tmp_path, *codes)
     found = outcome(tmp_path)
     assert (found.code, found.text) == (code, text)
+
+
+@pytest.mark.parametrize(
+    ("code", "events", "before"),
+    [
+        (2, ["started", "finished"], "; before that start the run finished after step 60"),
+        (2, ["started", "stopped"], "; before that start the run stopped and saved after step 60"),
+        (2, ["finished", "resumed", "failed"], ""),  # it began to train
+        (3, ["finished"], ""),
+    ],
+)
+def test_a_refused_start_does_not_hide_how_the_run_ended(code, events, before, tmp_path):
+    ended(tmp_path, code)
+    facts = {"goal": 60, "world": 1, "layout": "", "checkpoint": "", "written_by": ""}
+    for event in events:
+        Events(tmp_path / "events.jsonl").note(event, 60, **facts)
+    last = outcome(tmp_path)
+    assert (last.code, last.text) == (code, f"rank 0 failed with code {code}: of 0{before}")
 
 
 def test_a_rank_that_fell_silent_is_lost(tmp_path):

@@ -1,5 +1,6 @@
 """Checkpoints of a run: which one it goes on from, which ones stay, and what it says."""
 
+import re
 import shutil
 
 import pytest
@@ -36,7 +37,9 @@ def test_a_run_says_on_what_device_it_computes_and_that_it_was_another(make, cap
     recipe = make(4)
     command = ["train", str(recipe.recipe), "layout.data=1", "layout.zero=0"]
     assert run([*command, "stop_after=2"]) == 0
-    assert capfd.readouterr().out.startswith("device: cpu\n")
+    out = capfd.readouterr().out
+    assert out.startswith("device: cpu\n")
+    assert re.search(r"^data: \d+ rows, [\d.]+ epochs$", out, re.MULTILINE)
     events = recipe.out / "events.jsonl"
     (event, *_) = read_events(events)
     assert event["recipe"]["device"] == "cpu"  # found out: the recipe says auto

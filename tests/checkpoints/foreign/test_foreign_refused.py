@@ -21,6 +21,7 @@ from trilith.checkpoints import convert, read_foreign, read_source
 from trilith.checkpoints.foreign.rules import Table
 from trilith.checkpoints.model_tensors import model_tensors, own_names
 from trilith.cli.app import run
+from trilith.machine.random_files import write_tokens
 from trilith.models import Rule, family_of, shapes_of
 from trilith.parallel_state import BadCheckpoint, BadInput, Box, Piece
 from trilith.storage.catalog import Catalog, Key, LazyTensor, check_covered, renamed
@@ -124,6 +125,14 @@ def read(folder):
     return read_foreign(folder / "titan")
 
 
+def gguf(folder):
+    (folder / "x.gguf").write_bytes(b"GGUF")
+
+
+def converted_alone(name):
+    return lambda folder: convert(folder / name, folder / "out")
+
+
 CHUNK, PART = "__1_0.distcp", "consolidated.01.pth"
 REFUSED = [
     of_another_model("titan", r"model\.layers\.2\..*9 of 30 missing", num_hidden_layers=3),
@@ -147,7 +156,10 @@ REFUSED = [
     Refused("steps that differ", read, "as many updates of every weight", given=steps_that_differ),
     *(Refused(f"step {step}", read, f"step'?: expected .*, found {re.escape(step)}", given=at_step(step))
       for step in ("-1", "1.5", "nan", "1e+30")),
-    Refused("GGUF", copied("x.gguf"), "GGUF", given=lambda folder: (folder / "x.gguf").write_bytes(b"GGUF")),
+    *(Refused(f"GGUF {why}", call, "found GGUF. Take the safetensors", given=gguf)
+      for why, call in (("with a config", copied("x.gguf")), ("without", converted_alone("x.gguf")))),
+    Refused("a token file", converted_alone("chat.bin"), "chat.bin: expected weights, found a token file",
+            given=lambda folder: write_tokens(folder / "chat")),
     *(Refused(method, lambda folder: convert(folder, folder / "out"),
               f"quantization_config.*{method}.*Take the model", given=quantised(method))
       for method in ("awq", "gptq")),
