@@ -1,7 +1,7 @@
 """Open the token files of a run, for training and for evaluation, and name the places out of its reach."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,19 +105,23 @@ def check_tokenizer(batches: GlobalBatches | ItemBatches, folder: Path, key: str
     names = [name for name in VOCABULARIES if (folder / name).exists()]
     if not names or isinstance(batches, ItemBatches):
         return
-    known = [fingerprint_of_folder(folder)]
-    if "tokenizer.model" in names:  # by itself it gives the ids of its folder
-        known.append(load_tokenizer(folder / "tokenizer.model").fingerprint)
     for file in batches.files:
         stated = file.index.tokenizer_fingerprint
-        if stated and stated not in known:
+        if stated and stated not in _fingerprints(folder, names):
             raise BadInput(
                 key,
                 file.path,
-                expected=f"tokens of the model's tokenizer, {folder} ({known[0][:12]})",
+                expected=f"tokens of the model's tokenizer, {folder} ({fingerprint_of_folder(folder)[:12]})",
                 found=f"those of another one, {file.index.tokenizer or 'unnamed'} ({stated[:12]})",
                 todo=f"Tokenize the text with --tokenizer {folder}",
             )
+
+
+def _fingerprints(folder: Path, names: Sequence[str]) -> Iterator[str]:
+    """Yield the fingerprints under which token files know a folder's tokenizer."""
+    yield fingerprint_of_folder(folder)
+    if "tokenizer.model" in names:  # by itself it gives the ids of its folder
+        yield load_tokenizer(folder / "tokenizer.model").fingerprint
 
 
 def _reach(mirror: str | None) -> None:

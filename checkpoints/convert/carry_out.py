@@ -12,7 +12,7 @@ from ...models import AdaptedFamily, Implementation
 from ...parallel_state import BadInput, Layout, check_workers, fault
 from ...storage.disk import Disk
 from ...storage.dtypes import TORCH
-from ...storage.files_beside_weights import Companion, read_companions
+from ...storage.files_beside_weights import read_companions
 from ...storage.safetensors_writer import TensorWriter
 from ...storage.small_files import EVERY, JOURNAL, FinishedWork
 from ...storage.staging import Staging, staged
@@ -130,7 +130,7 @@ def _write_files(plan: Plan, staging: Staging, allow_nonfinite: bool, options: C
             writer.abandon()
     (staging.directory / JOURNAL).unlink(missing_ok=True)
     config = _config(plan)
-    companions: Sequence[Companion] = read_companions(plan.source.companions)
+    companions = [*read_companions(plan.source.companions)]
     if plan.layout is None and plan.source.manifest is not None:
         config, companions = for_transformers(config, companions)
     for companion in companions:
