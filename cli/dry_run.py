@@ -115,7 +115,7 @@ def _show(
         f"model FLOPs    {planned.flops.full / flops:,.2f} {prefix} a token counting all of attention, "
         f"{planned.flops.causal / flops:,.2f} {prefix} counting the causal half"
     )
-    unit, scale = ("GB", 1e9) if shown.total >= 1e9 else ("MB", 1e6)
+    unit, scale = _unit(shown.total)
     sizes = memory.parts(0) | {"runtime (assumed)": shown.runtime}
     rows = [(kind, f"{size / scale:,.2f}") for kind, size in sizes.items() if kind != "runtime"]
     table = _table(f"memory of rank {shown.rank}", ("kind", unit), rows)
@@ -172,8 +172,13 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Ta
     return table
 
 
+def _unit(largest: float) -> tuple[str, float]:
+    """Return in what bytes are told of which so many are the most, and how many of them it is."""
+    return ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
+
+
 def _sent(traffic: Sequence[Traffic], rank: int) -> Table:
-    unit, scale = ("GB", 1e9) if max(sent.wire for sent in traffic) >= 1e9 else ("MB", 1e6)
+    unit, scale = _unit(max(sent.wire for sent in traffic))
     head = ("over", "ranks", "kind", "of", "number", f"{unit} on the wire")
     rows = [
         (

@@ -16,6 +16,7 @@ from ..data.text.tokenizer_loading import Tokenizer, load_tokenizer
 from ..data.token_index import check_vocabulary
 from ..parallel_state import BadInput, Layout, ParallelState, dtype_named
 from ..runs.launch import own_rank
+from ..storage.files_beside_weights import GENERATION_CONFIG
 from ..storage.small_files import read_json
 from .continuation import Continuation
 from .generate import check_length, generate
@@ -24,8 +25,6 @@ from .sampling import Sampling
 
 if TYPE_CHECKING:
     from ..models import CausalLM
-
-GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True)

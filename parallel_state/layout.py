@@ -158,6 +158,11 @@ class Layout:
         return self.data_shard * self.data_replicate
 
     @property
+    def block_cut(self) -> tuple[int, int, int, bool, bool]:
+        """Return all that decides what a rank has of a block: tensor, context, expert, sequence, ring."""
+        return self.tensor, self.context, self.expert, self.sequence, self.ring
+
+    @property
     def stages(self) -> int:
         """Return the number of stages that the model's blocks are cut into."""
         return self.pipeline * self.virtual_stages

@@ -170,10 +170,10 @@ class RankParameters:
 
 
 def has_pieces(model: nn.Module) -> TypeGuard[CausalLM]:
-    """Tell whether a model says which modules come before its blocks, so that blocks and ends are planned
-    apart; another module is one piece.
+    """Tell whether blocks and ends of a model are planned apart, as it says (``in_pieces``); another module
+    is one piece.
     """
-    return isinstance(getattr(model, "entry", None), list)
+    return getattr(model, "in_pieces", False) is True
 
 
 def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from ..models import CausalLM
 
 
-class Traced:
+class Traced(ABC):
     """Answer for a model what ``SampledModel`` does for one of the zoo, whatever its code.
 
     The model of each pipeline rank is built on the meta device, and each of its stages is one piece.
@@ -89,9 +90,8 @@ class Traced:
         """Return all of a rank that its model depends on, which is not the data ranks but for experts'."""
         layout, at = state.layout, state.at
         place = layout.data_place(at, experts=True)[2] if layout.expert > 1 else 0
-        cut = layout.tensor, layout.context, layout.expert, layout.sequence, layout.ring
         pipeline = layout.pipeline, layout.virtual_stages, layout.v_shape, split and tuple(split)
-        return *cut, *pipeline, at.pipeline, at.tensor, at.context, place
+        return *layout.block_cut, *pipeline, at.pipeline, at.tensor, at.context, place
 
     def _model(self, state: ParallelState, split: Sequence[int] | None) -> nn.Module:
         key = self._cut(state, split)
@@ -103,17 +103,17 @@ class Traced:
         """Return the step as it is: between all stages go hidden states."""
         return work
 
+    @abstractmethod
     def flops(self, sequence_length: int) -> TokenFlops:
         """Count the FLOPs of a token of the whole model."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _made(self, state: ParallelState, split: Sequence[int] | None) -> nn.Module:
         """Make the stages of a rank, set up as the recipe says."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _traced(self, work: Work, model: nn.Module, split: Sequence[int] | None) -> list[StageCost]:
         """Trace the stages of a rank."""
-        raise NotImplementedError
 
 
 class SampledModule(Traced):
@@ -220,19 +220,15 @@ def planned_model(
         return sampled_module(family, config, layout)
     if family.adopted:
         family.check_layout(config, layout)
-        return _adopted(family, config, asked, _cut_of(layout))
+        return _adopted(family, config, asked, layout.block_cut)
     return sampled(family, config, layout, frozen=asked.frozen, float8=asked.float8)
 
 
 def sampled_module(family: OwnFamily, config: OwnConfig, layout: Layout) -> SampledModule:
     """Return the module's plan for layouts that cut its layers alike; the same object for the same cut."""
     assert isinstance(family.parts, OwnParts)
-    key, known = _cut_of(layout), family.parts.known
+    key, known = layout.block_cut, family.parts.known
     if key not in known:
         known[key] = SampledModule(family, config)
     made: SampledModule = known[key]
     return made
-
-
-def _cut_of(layout: Layout) -> tuple[object, ...]:
-    return layout.tensor, layout.context, layout.expert, layout.sequence, layout.ring

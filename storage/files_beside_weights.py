@@ -18,16 +18,18 @@ from .strict_json import StoredFile, shown
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 #: The files that decide a tokenizer's ids.
 DECIDE_IDS = (*VOCABULARIES, "merges.txt", "added_tokens.json")
+#: What transformers reads of a tokenizer and of generation, and where a chat template may lie.
+TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 #: Every file that travels along.
 COMPANIONS = tuple(
     sorted(
         {
             *DECIDE_IDS,
-            "chat_template.jinja",
-            "chat_template.json",
-            "generation_config.json",
+            *CHAT_TEMPLATES,
+            GENERATION_CONFIG,
+            TOKENIZER_CONFIG,
             "special_tokens_map.json",
-            "tokenizer_config.json",
             "vocab.txt",
         }
     )

@@ -7,11 +7,15 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from ...parallel_state import BadInput
-from ...storage.files_beside_weights import Companion
+from ...storage.files_beside_weights import (
+    CHAT_TEMPLATES,
+    GENERATION_CONFIG,
+    TOKENIZER_CONFIG,
+    Companion,
+)
 from ...storage.strict_json import parse_object
 
-_GENERATION, _TOKENIZER, _VOCABULARY = "generation_config.json", "tokenizer_config.json", "tokenizer.json"
-_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+_VOCABULARY = "tokenizer.json"
 
 
 class _Token(BaseModel):
@@ -42,12 +46,12 @@ def for_transformers(
     """
     files = {companion.name: companion for companion in companions}
     try:
-        tokenizer = _Tokenizer.model_validate(_content(files, _TOKENIZER))
+        tokenizer = _Tokenizer.model_validate(_content(files, TOKENIZER_CONFIG))
         if ids := _missing_ids(tokenizer, files, config):
-            _put(files, _GENERATION, ids)
-        templated = tokenizer.chat_template or any(name in files for name in _TEMPLATES)
+            _put(files, GENERATION_CONFIG, ids)
+        templated = tokenizer.chat_template or any(name in files for name in CHAT_TEMPLATES)
         if templated and tokenizer.split_special_tokens:
-            _put(files, _TOKENIZER, {"split_special_tokens": False})
+            _put(files, TOKENIZER_CONFIG, {"split_special_tokens": False})
     except (BadInput, ValidationError):
         return config, companions
     return config | ids, [*files.values()]

@@ -60,8 +60,8 @@ class CausalLM(nn.Module):
     #: Whether the output layer has a bias (GPT-J, Phi).
     biased_head: ClassVar[bool] = False
     head_in_loss = False
-    #: Whether ``forward`` takes a cache.
-    can_cache = True
+    #: Whether blocks and ends can be called by themselves, as a plan does that traces one of each kind.
+    in_pieces = True
     #: What ``pipeline.Stages`` is told: the sample that is ``x`` on the first stage, and that each forward
     #: uses all parameters of its stage.
     first_input = "input_ids"
@@ -193,6 +193,11 @@ class CausalLM(nn.Module):
             initial=self.initial,
             state=self.state,
         )
+
+    @property
+    def can_cache(self) -> bool:
+        """Tell whether ``forward`` takes a cache."""
+        return True
 
     @property
     def entry(self) -> list[nn.Module]:

@@ -65,8 +65,7 @@ class Adopted(CausalLM):
     ranks; attention is ours where the family has proved that it is the model's (``probe``).
     """
 
-    #: Nothing of it is called alone: a plan traces whole stages.
-    entry = None  # type: ignore[assignment]
+    in_pieces = False
     rotary: dict[str, Any]
     #: transformers' model, whose modules are also this one's, and what its parameters are in pieces.
     hf: Any
@@ -227,7 +226,7 @@ class Adopted(CausalLM):
             vars(module)["trilith_backend"] = backend
 
     @property
-    def can_cache(self) -> bool:  # type: ignore[override]  # the zoo's is a fact of the class
+    def can_cache(self) -> bool:
         """Tell whether keys and values of earlier tokens can be kept."""
         return self.own_attention
 

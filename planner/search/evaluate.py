@@ -259,13 +259,12 @@ def _first_rank(layout: Layout, pipeline: int) -> ParallelState:
 
 def _without_data(layout: Layout) -> Layout:
     """Return the layout with as few data ranks as its experts allow, which share nothing."""
-    return _made(layout.tensor, layout.context, layout.expert, layout.sequence, layout.ring,
-                 layout.pipeline, layout.virtual_stages, layout.v_shape)  # fmt: skip
+    return _made(*layout.block_cut, layout.pipeline, layout.virtual_stages, layout.v_shape)
 
 
 def _bare(layout: Layout) -> Layout:
     """Return the layout with one pipeline rank, and with as few data ranks as its experts allow."""
-    return _made(layout.tensor, layout.context, layout.expert, layout.sequence, layout.ring, 1, 1, False)
+    return _made(*layout.block_cut, 1, 1, False)
 
 
 @lru_cache(maxsize=8192)

@@ -103,17 +103,15 @@ def timetable_of(search: Found) -> str:
     """
     from ...pipeline.timetable_picture import draw_times, legend_of
 
-    best, request = search.best[0], search.request
-    layout, schedule = best.choice.layout, best.choice.schedule
-    whole = best.choice.micro_batches(request.recipe.data.global_batch)
-    drawn = few_micro_batches(schedule, layout, whole)
-    table = timetable(schedule, layout, drawn, best.time.stages, best.time.sending)
+    best, (drawn, axis) = search.best[0], _drawn(search)
+    layout = best.choice.layout
+    table = timetable(best.choice.schedule, layout, drawn, best.time.stages, best.time.sending)
     figure, axes = _figure(1, min(9.0, 1.5 + 0.3 * layout.pipeline), width=12)
     draw_times(axes, table)
     axes.set_yticks(range(0, layout.pipeline, max(1, layout.pipeline // 16)))
     axes.set_yticklabels([str(int(rank)) for rank in axes.get_yticks()])
     axes.tick_params(colors=_INK, labelsize=10)
-    axes.set_xlabel("seconds" + _few(drawn, whole))
+    axes.set_xlabel(axis)
     axes.set_ylabel("pipeline rank")
     patches = legend_of([table])
     figure.legend(handles=patches, loc="outside upper left", ncols=len(patches), frameon=False, fontsize=10)
@@ -125,11 +123,8 @@ def step_of_rank(search: Found) -> str:
 
     Of a step with many micro-batches only as many are drawn as show how it begins, goes on and ends.
     """
-    best, request = search.best[0], search.request
-    layout, schedule = best.choice.layout, best.choice.schedule
-    whole = best.choice.micro_batches(request.recipe.data.global_batch)
-    drawn = few_micro_batches(schedule, layout, whole)
-    spans = rank_step(schedule, layout, drawn, best.time)
+    best, (drawn, axis) = search.best[0], _drawn(search)
+    spans = rank_step(best.choice.schedule, best.choice.layout, drawn, best.time)
     parts = [part for part in PARTS if any(span.part == part for span in spans)]
     figure, axes = _figure(1, 1.2 + 0.32 * len(parts), width=12)
     for row, (part, colour) in enumerate(zip(parts, cycle((*_COLOURS, _INK)))):
@@ -138,12 +133,16 @@ def step_of_rank(search: Found) -> str:
     axes.set_yticks(range(len(parts)), parts)
     axes.invert_yaxis()
     axes.set_xlim(0, spans[-1].start + spans[-1].seconds)
-    axes.set_xlabel("seconds" + _few(drawn, whole))
+    axes.set_xlabel(axis)
     return _svg(figure)
 
 
-def _few(drawn: int, whole: int) -> str:
-    return f", of a step with {drawn} of {whole:,} micro-batches" if drawn < whole else ""
+def _drawn(search: Found) -> tuple[int, str]:
+    """Return how many micro-batches of the fastest layout are drawn, and the name of the axis of time."""
+    choice = search.best[0].choice
+    whole = choice.micro_batches(search.request.recipe.data.global_batch)
+    drawn = few_micro_batches(choice.schedule, choice.layout, whole)
+    return drawn, "seconds" + (f", of a step with {drawn} of {whole:,} micro-batches" * (drawn < whole))
 
 
 def memory_of_step(record: StepRecord) -> str:

@@ -95,7 +95,6 @@ _TRACED: dict[object, tuple[dict[object, Piece], dict[object, Trace]]] = {}
 
 def shared_pieces(alike: object, model: CausalLM, state: ParallelState) -> ModelPieces:
     """Return pieces that remember the traces of others: of models built alike and cut into equal blocks."""
-    pieces, layout = ModelPieces(model, state), state.layout
-    cut = layout.tensor, layout.context, layout.expert, layout.sequence, layout.ring
-    pieces._known, pieces._losses._known = _TRACED.setdefault((alike, cut), ({}, {}))
+    pieces = ModelPieces(model, state)
+    pieces._known, pieces._losses._known = _TRACED.setdefault((alike, state.layout.block_cut), ({}, {}))
     return pieces
