@@ -14,6 +14,11 @@ from .base.family import Family
 from .zoo import family_of
 
 _TABLE = Path(__file__).with_name("sizes.toml")
+#: The fields whose values a row begins with, behind the number of parameters.
+STANDARD = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,18 +50,16 @@ class Size:
 @cache
 def published_sizes() -> Mapping[str, Size]:
     """Return every row of the table, in its order."""
-    raw = read_toml(_TABLE)
-
-    def fields_of(name: str) -> dict[str, Any]:
-        row: dict[str, Any] = {**raw[name]}
-        fields = fields_of(row.pop("like")) if "like" in row else {}
-        return fields | dict.fromkeys(row.pop("null", ())) | row
-
     sizes = {}
-    for name in raw:
-        fields = fields_of(name)
-        parameters = fields.pop("parameters")
-        sizes[name] = Size(name, fields, parameters)
+    for model_type, groups in read_toml(_TABLE).items():
+        for group in groups:
+            rows, null = group.pop("sizes"), group.pop("null", ())
+            further = group.pop("further", ())
+            columns = group.pop("columns", (*STANDARD, *further))
+            shared = {"model_type": model_type, **dict.fromkeys(null), **group}
+            for name, (parameters, *values) in rows.items():
+                fields = shared | dict(zip(columns, values, strict=True))
+                sizes[name] = Size(name, fields, parameters)
     return sizes
 
 

@@ -8,32 +8,6 @@ from torch import Tensor
 
 from ..parallel_state import BUFFER_DTYPE
 
-#: Bits of one element of every type that the format knows.
-BITS = {
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
-}
-
 #: The types that torch holds one element at a time; F4 and F6 pack several in a byte and are left out.
 TORCH = {
     "BOOL": torch.bool,
@@ -56,6 +30,9 @@ TORCH = {
     "I64": torch.int64,
     "U64": torch.uint64,
 }
+
+#: Bits of one element of every type that the format knows.
+BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, **{name: 8 * dtype.itemsize for name, dtype in TORCH.items()}}
 
 #: The types of trained weights; every other one means a quantised checkpoint.
 WEIGHTS = ("F16", "BF16", "F32", "F64")

@@ -69,7 +69,8 @@ def recipe_names(incomplete: str) -> list[str]:
 def size_names(incomplete: str) -> list[str]:
     """Return the published sizes that begin so."""
     table = (_ROOT / "models" / "sizes.toml").read_text(encoding="utf-8")
-    names = re.findall(r'^\["(.+)"\]$', table, re.MULTILINE)  # trilith.models, which reads it, imports torch
+    # Read by lines: trilith.models, which reads it whole, imports torch.
+    names = re.findall(r'^sizes\."(.+)" = ', table, re.MULTILINE)
     return sorted(name for name in names if name.startswith(incomplete))
 
 

@@ -43,6 +43,11 @@ def test_every_key_of_a_row_is_one_that_its_family_reads(recwarn):
     assert [str(one.message) for one in recwarn] == []
 
 
+def test_mistral_has_a_window_in_its_first_version_alone():
+    windows = [published_size(f"mistral-7b-v0.{n}").config.sliding_window for n in (1, 3)]
+    assert windows == [4096, None]
+
+
 def test_an_unknown_name_is_refused_with_the_nearest_names():
     with pytest.raises(BadInput, match=r"found 'llama-3\.1-9b'. Nearest: llama-3\.1-8b, "):
         published_size("llama-3.1-9b")

@@ -1,6 +1,6 @@
 """Small configs for tests, read by name from JSON files.
 
-``config("llama")`` is the tiny model of a family, with shapes that hide nothing: see ``models/tiny.json``.
+``config("llama")`` is the tiny model of a family, with shapes that hide nothing: see ``models/tiny.toml``.
 The others stand in ``configs/``; those of ``configs/variants/`` change some fields of one that they are
 ``like``, and those of ``configs/published/`` have every key of a published file: see ``configs/README.md``.
 """
