@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import lcm
 
+from ..system import counted
 from .errors import BadInput, nearest, nearest_divisors, nearest_multiples
 
 #: Mesh axes from the slowest to the fastest (Megatron's order: neighbours in rank are neighbours in tensor).
@@ -229,7 +230,8 @@ class Layout:
                 "world size",
                 expected=f"{self.world} = {product}",
                 found=world,
-                todo=f"Start {self.world} ranks (torchrun --nproc-per-node {self.world}) or change an axis",
+                todo=f"Start {counted(self.world, 'rank')} (torchrun --nproc-per-node {self.world}) "
+                "or change an axis",
             )
 
     @property

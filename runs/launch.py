@@ -31,7 +31,7 @@ from ..parallel_state import (
     launched,
     own_device,
 )
-from ..system import visible
+from ..system import counted, visible
 from ..system.process_info import adopting_orphans, children_of, environment_of, process_info
 from .guard import blame
 from .heartbeat import RankStatus, first_failure, make_folder, new_start, read_status
@@ -178,7 +178,7 @@ def process_group(
     if dist.is_initialized():
         raise BadInput(
             "run", "process group", expected="none yet: a run makes its own",
-            found=f"one of {dist.get_world_size()} ranks",
+            found=f"one of {counted(dist.get_world_size(), 'rank')}",
             todo="Call run before Accelerator(), or torch.distributed.destroy_process_group() before it",
         )  # fmt: skip
     here, world, rank = launched(), layout.world, own_rank()

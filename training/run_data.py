@@ -16,6 +16,7 @@ from ..recipes.sections import DataSection, EvaluationSection
 from ..storage import VOCABULARIES, companions_in
 from ..storage.output_places import check_home
 from ..storage.remote_folder import RemoteFolder
+from ..system import counted
 from .own.code import call_own, own_code
 
 
@@ -48,14 +49,14 @@ def open_held_out(recipe: Recipe, vocab_size: int) -> HeldOut | None:
     if section.module is not None:
         items = _own(recipe, section, "evaluation", None, 1)
         samples = min(section.samples, items.samples)
-        _check_whole(samples, unit, f"{items.samples} items")
+        _check_whole(samples, unit, counted(items.samples, "item"))
         return HeldOut(items.resized(samples), samples)
     assert section.tokens is not None
     rows = _open(recipe, section.tokens, None, 1)
     check_vocabulary(rows.vocab_size, vocab_size, "recipe: evaluation.tokens")
     samples = min(section.samples, rows.samples)
     if recipe.loss is not None:  # which would count the rows that fill up the last micro-batch
-        _check_whole(samples, unit, f"{rows.samples} rows")
+        _check_whole(samples, unit, counted(rows.samples, "row"))
     return HeldOut(rows.resized(-(-samples // unit) * unit), samples)
 
 
@@ -163,7 +164,7 @@ def _own(
 def check_weights(weights: list[float] | None, count: int) -> None:
     """Refuse shares of a mixture that are not one for each of its sources."""
     if weights is not None and len(weights) != count:
-        expected = f"{count} numbers, one a file"
+        expected = f"{counted(count, 'number')}, one a file"
         raise BadInput("recipe", "data.weights", expected=expected, found=weights)
 
 

@@ -22,6 +22,7 @@ from ...layers import gather_logits
 from ...parallel_state import BadInput, PeerFailed
 from ...runs.metrics import read_metrics
 from ...storage.output_places import check_place
+from ...system import counted
 from .model_card import CARD
 
 
@@ -176,7 +177,7 @@ class Quickstart:
         complete = len(ours) == len(alone) == STEPS
         self.check(
             "curve: 4 processes, stopped, resumed on 2, against 1 process",
-            f"{worst:.1e} apart over {len(ours)} steps",
+            f"{worst:.1e} apart over {counted(len(ours), 'step')}",
             "<= 1e-8",
             complete and worst <= 1e-8,
         )

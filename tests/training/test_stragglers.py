@@ -48,7 +48,7 @@ def test_a_rank_that_sleeps_is_named_with_its_host(tmp_path, tokens, layout):
         run_parallel(run_recipe, 2, unseen)
         assert losses(tmp_path / "late") == losses(tmp_path / "unseen")
         page = make_report([read_run(tmp_path / "late")])
-        assert f"rank 1 on {socket.gethostname()}: 1 times, up to" in page
+        assert f"rank 1 on {socket.gethostname()}: 1 time, up to" in page
 
 
 def test_ranks_are_compared_with_those_that_do_the_same_work():
@@ -75,7 +75,7 @@ def test_a_report_lists_slow_ranks_by_how_often_they_were_slow(tmp_path):
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read_run(tmp_path).slow_ranks == [
-        *("rank 5 on b: 2 times, up to 2.5 x the median", "rank 1 on a: 1 times, up to 3.0 x the median")
+        *("rank 5 on b: 2 times, up to 2.5 x the median", "rank 1 on a: 1 time, up to 3.0 x the median")
     ]
 
 
