@@ -258,6 +258,9 @@ class Quickstart:
         launched = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
         environment = {name: value for name, value in os.environ.items() if name not in launched}
         environment.setdefault("OMP_NUM_THREADS", "1")  # so small a model is no faster with more
-        done = subprocess.run([sys.executable, "-m", "trilith.cli", *words], env=environment, check=False)
+        hidden = ["--no-next"] * (words[0] == "train")  # what is next, the quickstart itself does
+        done = subprocess.run(
+            [sys.executable, "-m", "trilith.cli", *words, *hidden], env=environment, check=False
+        )
         if done.returncode:
             raise PeerFailed(f"`trilith {' '.join(words)}` ended with exit code {done.returncode}")

@@ -243,7 +243,7 @@ HOST = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "changes"), HOST, ids=str)
+@pytest.mark.parametrize(("layout", "changes"), HOST, ids=["replicas", "zero-1", "zero-3", "lora"])
 def test_cpu_ranks_that_cannot_fit_the_host_are_refused_to_the_byte(tmp_path, monkeypatch, layout, changes):
     monkeypatch.chdir(tmp_path)
     write_hf_folder(tmp_path / "base", TINY_LLAMA)

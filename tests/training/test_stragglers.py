@@ -17,20 +17,33 @@ from trilith.training import trainer
 from trilith.training.stragglers import slowest_of
 
 
-def run_with_a_late_rank(raw):
-    """Run with rank 1 late in step 2, the one that is measured; return whether torch is as it was."""
+def run_with_a_late_rank(raw, hosts=None):
+    """Run with rank 1 late in step 2, the one that is measured; return whether torch is as it was. ``hosts``:
+    the names of the ranks' hosts, if they are to be several.
+    """
 
     def late(point, *, rank, step):
         if point == "step.forward" and rank == 1 and step == 2:
             time.sleep(0.5)
 
     before = dist.Work.wait
-    with mock.patch.object(trainer, "fault", late):
+    with mock.patch.object(trainer, "fault", late), pytest.MonkeyPatch.context() as patch:
+        if hosts is not None:
+            patch.setattr(socket, "gethostname", lambda: hosts[dist.get_rank()])
         run_recipe(raw)
     return dist.Work.wait is before
 
 
 LAYOUTS = [{"data": 2, "zero": 3}, {"pipeline": 2}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("hosts", [None, ["a", "b"]], ids=["one host", "two hosts"])
+def test_unless_asked_a_slow_rank_is_named_among_several_hosts_alone(tmp_path, tokens, hosts):
+    """CPU ranks of one host take its cores from each other, and no rank is to blame."""
+    raw = tiny_recipe(tmp_path / "late", tokens, steps=3, log_every=2, layout={"data": 2})
+    assert run_parallel(run_with_a_late_rank, 2, raw, hosts) == [True, True]
+    named = [line.get("slow_host") for line in read_metrics(tmp_path / "late" / "metrics.jsonl")]
+    assert named == [None, "b" if hosts else None, None]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
