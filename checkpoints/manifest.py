@@ -20,6 +20,7 @@ from ..parallel_state import BadCheckpoint, Layout, from_validation
 from ..storage.file_names import MANIFEST, STEP_NAME, rank_and_world
 from ..storage.safe_open import check_plain_name, contained, open_regular, read_small
 from ..storage.strict_json import Count, StoredFile, StrictRecord, parse_object, shown
+from ..system import counted
 from .optimizer_state import MOMENTS, StoredOptimizer
 from .stored_tensor import StoredTensor
 from .user_module_family import StoredModule
@@ -178,13 +179,16 @@ class Manifest(StrictRecord):
         """Check that each file has a rank, and that file names give the layout's number of ranks."""
         world = self.layout.world
         if not len(self.files) <= world <= _MOST_RANKS:
-            expected = f"from {len(self.files):,} ranks, one a file, up to {_MOST_RANKS:,}"
+            expected = f"from {counted(len(self.files), 'rank')}, one a file, up to {_MOST_RANKS:,}"
             raise BadCheckpoint(where, "layout", expected=expected, found=f"{world:,}")
         for file in self.files:
             numbers = rank_and_world(file.name)
             if numbers is not None and numbers[1] != world:
                 raise BadCheckpoint(
-                    where, "layout", expected=f"{numbers[1]:,} ranks, as {file.name} says", found=world
+                    where,
+                    "layout",
+                    expected=f"{counted(numbers[1], 'rank')}, as {file.name} says",
+                    found=world,
                 )
 
     def _check_files(self, directory: Path) -> None:

@@ -18,7 +18,7 @@ from ..storage.leftovers import why_absent
 from ..storage.safetensors_reader import TensorFile
 from ..storage.small_files import read_json
 from ..storage.torch_archive import ViewFile
-from ..system import no_garbage_search
+from ..system import counted, no_garbage_search
 from .find import Found, local_folder, newest_checkpoint, open_checkpoint, warn_of
 from .foreign.checkpoint import ForeignCheckpoint, check_stated
 from .foreign.formats import Format, format_of
@@ -260,8 +260,8 @@ def _hugging_face(
     further = tuple(further_prefixes(family, config))
     unread = [name for name in stored if further and name.startswith(further)]
     warnings = [
-        f"{path}: {len(unread)} tensors of blocks that predict further tokens are not read, as by "
-        f"transformers: {unread[0]}, ... (docs/experts.md: multi-token prediction)"
+        f"{path}: not read, as by transformers: {counted(len(unread), 'tensor')} of blocks that predict "
+        f"further tokens, such as {unread[0]} (docs/experts.md: multi-token prediction)"
     ] if unread else []  # fmt: skip
     return Source(
         path, folder.config, folder.companions, files, catalog, None, warnings,
@@ -288,7 +288,7 @@ def _foreign(
         pair.check(path)
     used = {piece.stored for name in pieces for piece in pieces[name]}
     if without := sorted({name for kind in checkpoint.moments.values() for name in used - kind.keys()}):
-        others = f" and {len(without) - 1} more weights" if without[1:] else ""
+        others = f" and {counted(len(without) - 1, 'other weight')}" if without[1:] else ""
         checkpoint.skipped.append(f"the moments are left out: there are none of {without[0]}{others}")
         checkpoint.moments = {}
     catalog |= model_moments(path, checkpoint.moments, {name: pieces[name] for name in catalog})

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from ..system import counted
 from .shared.options import CONFIG, DRY_RUN, IMPLEMENTATION, NAMES, PATH_OR_ADDRESS, SPLIT, WORKERS, Strict
-from .shared.say import counted, say
+from .shared.say import say
 
 if TYPE_CHECKING:
     from ..checkpoints import Source

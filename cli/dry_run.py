@@ -7,8 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..system import no_garbage_search
-from .shared.say import counted
+from ..system import counted, no_garbage_search
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -80,7 +79,8 @@ def _show(
     loaded, console = load_recipe(recipe, overrides), plain_console(soft_wrap=True)
     layout = loaded.layout
     # All else takes seconds.
-    console.print(f"layout         {layout}{f': {layout.world:,} ranks' if layout.world > 1 else ''}")
+    ranks = f": {counted(layout.world, 'rank')}" if layout.world > 1 else ""
+    console.print(f"layout         {layout}{ranks}")
     from ..planner.device_memory import reserved_words
     from ..planner.dry_run import dry_run
     from ..planner.search.exact_memory import (
@@ -102,8 +102,8 @@ def _show(
         f"{shown.parameters:,}, stores {shown.stored:,}, trains {shown.trained:,}"
     )
     console.print(
-        f"global batch   {planned.recipe.data.global_batch:,} samples, {planned.tokens:,} tokens; "
-        f"{counted(planned.micro_batches, 'micro-batch', 'es')} of {planned.recipe.data.micro_batch} a rank; "
+        f"global batch   {counted(planned.recipe.data.global_batch, 'sample')}, {planned.tokens:,} tokens; "
+        f"{counted(planned.micro_batches, 'micro-batch')} of {planned.recipe.data.micro_batch} a rank; "
         f"pipeline bubble {planned.bubble:.1%}"
     )
     for line in without_effect(planned.recipe):

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
+from ..system import counted
 from .shared.options import ADAPTER, DEVICE, DTYPE, PATH_OR_ADDRESS, Strict
-from .shared.say import counted, say
+from .shared.say import say
 
 
 def evaluate(

@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
+from ..system import counted
 from .shared.options import CONFIG, NAMES, PATH_OR_ADDRESS
-from .shared.say import counted
 
 
 def inspect(

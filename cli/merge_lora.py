@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
+from ..system import counted
 from .shared.inputs import check_weights_there
 from .shared.options import PATH_OR_ADDRESS, WORKERS, Strict
-from .shared.say import counted, say
+from .shared.say import say
 
 
 def merge_lora(

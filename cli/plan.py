@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..system import no_garbage_search
+from ..system import counted, no_garbage_search
 from .shared.options import FORCE, model_names
 from .shared.sizes import parse_amount, parse_counts
 
@@ -223,7 +223,7 @@ def _search(requests: Sequence[Request]) -> list[Found | Unmet]:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         for request in requests:
-            task = progress.add_task(f"{request.gpus:,} GPUs: listing layouts", total=None)
+            task = progress.add_task(f"{counted(request.gpus, 'GPU')}: listing layouts", total=None)
 
             def show_progress(search: Found, task: TaskID = task) -> None:
                 words = f"{search.settled:,} of {search.legal:,} layouts settled, {len(search.best)} found"

@@ -1,5 +1,6 @@
 """``trilith quickstart``."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -38,5 +39,11 @@ def quickstart(
         table.add_row(check.what, check.figure, check.goal, "ok" if check.passed else Text("FAILED", "red"))
     console.print(table)
     console.print(f"curves: {out / 'loss.png'}   model: {out / 'hf'}   run: {out / 'run'}")
+    for lead, words in (
+        ("next:", ["report", out / "run"]),
+        ("     ", ["generate", out / "hf", "--prompt", "def main():"]),
+        ("     ", ["train", out / "recipe.toml", f"out={out / 'longer'}", "steps=1000"]),
+    ):
+        console.print(f"{lead} trilith {shlex.join(map(str, words))}", soft_wrap=True)
     if not all(check.passed for check in checks):
         raise typer.Exit(1)

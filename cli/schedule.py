@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ..system import counted
 from .shared.options import FORCE, SCHEDULES, VIRTUAL_STAGES, schedule_names
 
 
@@ -61,6 +62,6 @@ def schedule(
         f"{'all':<34}{computed.bubble:>18.1%}; by the formula {bubble(name, layout, micro_batches):.1%}"
     )
     if out is not None:
-        shape = f"{pipeline} ranks, {layout.stages} stages, {micro_batches} micro-batches"
+        shape = f"{counted(pipeline, 'rank')}, {layout.stages} stages, {micro_batches} micro-batches"
         draw_timetable(out, f"{name}: {shape}", computed, force=force)
         console.print(f"wrote {out}")

@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
+from ..system import counted
 from .shared.inputs import check_there
 from .shared.options import INPUTS, JSON_KEY
-from .shared.say import counted, say
+from .shared.say import say
 
 #: The parameters of ``trilith tokenize`` that mean something where nothing is tokenized.
 _MEANT = {"inputs", "tokenizer", "out", "origin", "quiet"}
@@ -210,7 +211,7 @@ def tokenize(
     if (targets := file.index.targets) is not None:
         say(
             f"{out}.targets: {targets.tokens:,} tokens to learn, {targets.tokens / count:.0%}; "
-            f"{targets.left_out:,} samples left out: nothing of the assistant's in them"
+            f"{counted(targets.left_out, 'sample')} left out: nothing of the assistant's in them"
         )
         loaded = load_tokenizer(tokenizer)
         for warning in warnings_of(file, how, loaded, tokenizer) if how is not None else []:

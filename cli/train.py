@@ -71,6 +71,7 @@ def train(
         ),
     ] = None,
     strict: Strict = False,
+    next_commands: Annotated[bool, typer.Option("--next/--no-next", hidden=True)] = True,
 ) -> None:
     """Train a model as a recipe says, or resume its training.
 
@@ -126,7 +127,7 @@ def train(
 
         chosen = layout_for
     code = run(recipe, overrides or [], ranks=nproc, quiet=quiet, fit=chosen)
-    if code == 0 and not quiet and "RANK" not in os.environ:
+    if code == 0 and next_commands and not quiet and "RANK" not in os.environ:
         _print_next_commands(recipe, overrides or [])
     raise typer.Exit(code)
 

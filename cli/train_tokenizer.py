@@ -25,7 +25,11 @@ def train_tokenizer(
     model_type: Annotated[Literal["bpe", "unigram"], typer.Option(help="algorithm of SentencePiece")] = "bpe",
     json_key: Annotated[str, typer.Option(help=JSON_KEY)] = "text",
     chat_template: Annotated[
-        Path | None, typer.Option(help="Jinja file with the chat template to store in the folder")
+        Path | None,
+        typer.Option(
+            help="Jinja file with the chat template to store in the folder; text that spells a special "
+            "token, such as </s>, is then read as that token, as by most tokenizers"
+        ),
     ] = None,
 ) -> None:
     """Train a SentencePiece tokenizer that transformers can read.

@@ -4,8 +4,9 @@ from typing import Annotated
 
 import typer
 
+from ..system import counted
 from .shared.options import CONFIG, NAMES, PATH_OR_ADDRESS, Strict
-from .shared.say import counted, say
+from .shared.say import say
 
 
 def verify(

@@ -19,6 +19,7 @@ from ..parallel_state import BadInput
 from ..storage.disk import writing
 from ..storage.small_files import Journal
 from ..storage.staging import Staging
+from ..system import counted
 from .megatron import check_for_megatron, write_megatron_index
 from .token_file import TokenFile
 from .token_index import VERSION, TargetIndex, TokenIndex, TokenPaths, dtype_for, little_endian
@@ -184,7 +185,7 @@ class TokenWriter:
                 self._paths.targets,
                 "tokens to learn",
                 expected="at least one",
-                found=f"none in {self.left_out} samples",
+                found=f"none in {counted(self.left_out, 'sample')}",
                 todo="The chat template marks no text as the assistant's",
             )
         for open_file in self._files.values():

@@ -6,6 +6,7 @@ from dataclasses import replace
 from ..data.text.tokenizer_loading import Message
 from ..parallel_state import Layout, dtype_named
 from ..runs.launch import check_launch, device_here, device_words, process_group
+from ..system import counted
 from .continuation import Continuation
 from .generate import generate, most_new_tokens
 from .prompts import prompt_ids
@@ -71,6 +72,6 @@ def converse(
             write(f"{answer.rest()}\n")
             messages.append({"role": "assistant", "content": answer.text})
             if len(tokens) == request.max_new_tokens and tokens[-1] not in prepared.stop:
-                note(f"the answer is cut at {len(tokens)} tokens: --max-new-tokens allows more")
+                note(f"the answer is cut at {counted(len(tokens), 'token')}: --max-new-tokens allows more")
             elif len(tokens) == room and tokens[-1] not in prepared.stop:
                 note(f"the conversation fills the model's {most} positions: {ANEW} begins anew")

@@ -18,6 +18,7 @@ from ..parallel_state import BadInput, Layout, ParallelState, dtype_named
 from ..runs.launch import own_rank
 from ..storage.files_beside_weights import GENERATION_CONFIG
 from ..storage.small_files import read_json
+from ..system import counted
 from .continuation import Continuation
 from .generate import check_length, generate
 from .prompts import Prompt, prompt_ids
@@ -99,7 +100,8 @@ class Figures:
     seconds: float
 
     def __str__(self) -> str:
-        return f"{self.tokens} tokens in {self.seconds:.2f} s, {self.tokens / self.seconds:.1f} tokens/s"
+        rate = self.tokens / self.seconds
+        return f"{counted(self.tokens, 'token')} in {self.seconds:.2f} s, {rate:.1f} tokens/s"
 
 
 def loaded_model(

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..parallel_state import BadInput, ParallelState, alone_or, nearest
+from ..system import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def split_blocks(num_layers: int, stages: int, split: Sequence[int] | None = Non
             raise BadInput(
                 "layout",
                 "split",
-                expected=f"{stages} counts of at least 1 that add up to {num_layers} blocks",
+                expected=f"{counted(stages, 'count')} of at least 1 that add up to {num_layers} blocks",
                 found=counts,
             )
         return counts

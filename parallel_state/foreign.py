@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..system import counted
 from .engine import is_dtensor, is_sharded, parameters_of, ranks_of
 from .errors import BadInput
 from .state import ParallelState
@@ -41,7 +42,7 @@ def check_state(model: nn.Module, state: ParallelState, where: str, *, averaged:
     if state.layout.world == 1:
         for name, parameter in model.named_parameters():
             if is_dtensor(parameter) and parameter.device_mesh.size() > 1:
-                _refuse_state(where, name, f"{parameter.device_mesh.size()} ranks", state)
+                _refuse_state(where, name, f"{counted(parameter.device_mesh.size(), 'rank')}", state)
 
 
 def _refuse_state(where: str, name: str, cut_for: str, state: ParallelState) -> None:

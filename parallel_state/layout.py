@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import lcm
 
+from ..system import counted
 from .errors import BadInput, nearest, nearest_divisors, nearest_multiples
 
 #: Mesh axes from the slowest to the fastest (Megatron's order: neighbours in rank are neighbours in tensor).
@@ -223,13 +224,15 @@ class Layout:
     def check_world(self, world: int) -> None:
         """Refuse a launch whose number of ranks is not the product of the axes."""
         if world != self.world:
-            product = " x ".join(f"{axis} {getattr(self, axis)}" for axis in reversed(AXES))
+            axes = {axis: getattr(self, axis) for axis in ("tensor", "context", "pipeline", "data")}
+            product = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
+            data, rest = divmod(world * self.data, self.world)
             raise BadInput(
                 "layout",
-                "world size",
-                expected=f"{self.world} = {product}",
-                found=world,
-                todo=f"Start {self.world} ranks (torchrun --nproc-per-node {self.world}) or change an axis",
+                expected=counted(self.world, "rank") + (f" = {product}" if product else ", the default"),
+                found=f"{world:,} started",
+                todo=("Change an axis" if rest else f"Say layout.data={data}")
+                + f", or start {counted(self.world, 'rank')} (torchrun --nproc-per-node {self.world})",
             )
 
     @property

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..layers import Stage
 from ..parallel_state import BadInput, ParallelState, PeerFailed, refuse_held_twice, seed_of
 from ..parallel_state.engine import accelerator, is_sharded
+from ..system import counted
 from .relay import StageOutput, Travels, as_one, exchange, sent_as, split_sent, tensors_of
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class Stages:
         for tensor in tensors if len(tensors) > 1 or not last else ():
             if len(tensor) != rows or tensor.dtype != tensors[0].dtype:
                 raise BadInput(
-                    "stage", "output", expected=f"tensors of one dtype, {rows} samples on dim 0",
+                    "stage", "output", expected=f"tensors of one dtype, {counted(rows, 'sample')} on dim 0",
                     found=f"{tensor.dtype} {tuple(tensor.shape)}",
                 )  # fmt: skip
         return tuple(Travels(tuple(tensor.shape), tensor.dtype) for tensor in tensors)

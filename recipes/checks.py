@@ -10,6 +10,7 @@ from ..layers import routers
 from ..models import Family, ModelConfig, published_size
 from ..parallel_state import BadInput, Layout, nearest_multiples
 from ..pipeline import check_recomputation, check_schedule, schedule_kind
+from ..system import counted
 from .optimizer_sections import OptimizerSection
 from .sections import DataSection, EvaluationSection, ExpertsSection, MemorySection
 
@@ -136,7 +137,7 @@ def _optimizer(section: OptimizerSection, steps: int) -> Iterator[Rule]:
     wsd, schedule = section.schedule == "wsd", f'schedule = "{section.schedule}"'
     yield Rule(section.decay is not None and not wsd, "optimizer.decay", expected, schedule)
     decay, room = decay_steps(section, steps), steps - section.warmup
-    expected = f"at most the {max(0, room)} steps after the warm-up"
+    expected = f"at most the {counted(max(0, room), 'step')} after the warm-up"
     yield Rule(wsd and decay > room, "optimizer.decay", expected, decay)
     half = (section.scale_lr is None) != (section.reference_batch is None)
     pair = f"scale_lr = {section.scale_lr}, reference_batch = {section.reference_batch}"

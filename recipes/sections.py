@@ -227,9 +227,10 @@ class WatchSection(Section):
     """name under which a tracker lists runs together"""
     peak_flops: float | None = Field(default=None, gt=0)
     """peak FLOP/s of one device in the compute data type, for MFU; default: looked up by the device's name"""
-    slow_rank: float = Field(default=1.5, ge=0)
+    slow_rank: float | None = Field(default=None, ge=0)
     """name the slowest rank if its own work in a step, without waiting for others, takes more than this many
-    times the median; measured every log_every steps; 0: not measured"""
+    times the median; measured every log_every steps; 0: not measured; default: 1.5, and not measured on CPU
+    ranks of one host, which take its cores from each other"""
     norms: int = Field(default=0, ge=0)
     """number of steps between norms of every weight and gradient in norms.jsonl; 0: none"""
     activation_norms: bool = False

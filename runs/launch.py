@@ -31,7 +31,7 @@ from ..parallel_state import (
     launched,
     own_device,
 )
-from ..system import visible
+from ..system import counted, visible
 from ..system.process_info import adopting_orphans, children_of, environment_of, process_info
 from .guard import blame
 from .heartbeat import RankStatus, first_failure, make_folder, new_start, read_status
@@ -119,7 +119,17 @@ def check_device(device: str) -> None:
         expected, todo = f"auto, {' or '.join(BACKENDS)}", "cuda is a GPU of NVIDIA or AMD"
         raise BadInput("device", expected=expected, found=repr(device)[:80], todo=todo)
     if device == "cuda" and not torch.cuda.is_available():
-        raise BadInput("recipe", "device", expected="cpu: this machine has no CUDA device", found="cuda")
+        raise BadInput("device", "cuda", expected="a GPU that torch sees", found=no_gpu(), todo=NO_GPU)
+
+
+#: What to do about a GPU that torch does not see.
+NO_GPU = "Compute with cpu or auto; `trilith doctor` says more"
+
+
+def no_gpu() -> str:
+    """Say why torch sees no GPU, as far as its build tells."""
+    built = torch.version.cuda or torch.version.hip
+    return f"none: this torch, {torch.__version__}, is a build for CPUs" if built is None else "none"
 
 
 def device_here(device: str, *, gpu: bool = False) -> str:
@@ -178,7 +188,7 @@ def process_group(
     if dist.is_initialized():
         raise BadInput(
             "run", "process group", expected="none yet: a run makes its own",
-            found=f"one of {dist.get_world_size()} ranks",
+            found=f"one of {counted(dist.get_world_size(), 'rank')}",
             todo="Call run before Accelerator(), or torch.distributed.destroy_process_group() before it",
         )  # fmt: skip
     here, world, rank = launched(), layout.world, own_rank()

@@ -1,11 +1,12 @@
 """Floor 0: the operating system; imports no torch.
 
 Offers ``refusal_of``, which says in plain words what the system refused, ``bounded`` work within a limit of
-memory and time, ``visible``, which makes text fit for a terminal, ``whole_number``, which reads a number that
-somebody else wrote, ``quiet_libraries``, and four ways to search less for garbage: in starts, in plans, in
-training (``manual_gc``) and in tests.
+memory and time, ``visible``, which makes text fit for a terminal, ``counted``, which writes a number of
+things, ``whole_number``, which reads a number that somebody else wrote, ``quiet_libraries``, and four ways to
+search less for garbage: in starts, in plans, in training (``manual_gc``) and in tests.
 """
 
+from .counted import counted
 from .garbage import manual_gc, no_garbage_search, search_garbage_rarely, search_less_often
 from .limits import OverLimit, bounded, most_at_once
 from .quiet import quiet_libraries
@@ -19,6 +20,7 @@ __all__ = [
     "Refusal",
     "bounded",
     "check_enough",
+    "counted",
     "most_at_once",
     "no_garbage_search",
     "quiet_libraries",

@@ -20,18 +20,23 @@ class FileSystem:
     mounted_at: str
 
 
-def memory_available() -> int | None:
-    """Return the bytes that new processes can use; ``None`` where the system does not say."""
-    available = [
-        kilobytes * 1024
-        for line in _lines(_PROC / "meminfo")
-        if line.startswith("MemAvailable:") and (kilobytes := _first_number(line)) is not None
-    ]
+def memory_available(*, swap: bool = False) -> int | None:
+    """Return the bytes that new processes can use; ``None`` where the system does not say. ``swap``: those
+    that are free there, too.
+    """
+    available = _meminfo("MemAvailable:")
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     if limit is not None:
         files = [line for line in _lines(_CGROUP / "memory.stat") if line.startswith("file ")]
         available.append(limit - (used or 0) + sum(_first_number(line) or 0 for line in files))
-    return min(available, default=None)
+    least = min(available, default=None)
+    return least + sum(_meminfo("SwapFree:")) if least is not None and swap else least
+
+
+def _meminfo(name: str) -> list[int]:
+    """Return the bytes of the lines of this name, each a number of kilobytes."""
+    lines = [line for line in _lines(_PROC / "meminfo") if line.startswith(name)]
+    return [1024 * kilobytes for line in lines if (kilobytes := _first_number(line)) is not None]
 
 
 def usable_cores() -> int:

@@ -11,6 +11,7 @@ import sys
 import tomllib
 from functools import cache
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -409,8 +410,26 @@ def names_that_say_little(files):
     return [f"{len(places)} names that say little: {places}"] if len(places) > MOST_SAY_LITTLE else []
 
 
+#: A number right before the plural of what messages count: "1 ranks".
+PLURAL = re.compile(r" (?:GPU|rank|node|step|row|file|sample|document)s\b(?!/)")
+
+
+def plurals(files):
+    """Formatted numbers before a plural, unless they are constants or said otherwise (``or``, ``if``)."""
+    return [
+        f"{path}:{text.lineno}: use counted() of trilith.system"
+        for path, source in files.items()
+        for text in nodes_of(source)
+        if isinstance(text, ast.JoinedStr)
+        for number, words in pairwise(text.values)
+        if isinstance(words, ast.Constant) and PLURAL.match(str(words.value))
+        if isinstance(number, ast.FormattedValue) and not isinstance(number.value, ast.BoolOp | ast.IfExp)
+        if not ast.unparse(number.value).rpartition(".")[2].isupper()
+    ]
+
+
 RULES = [upward_imports, users_of_testing, circles, flat_drawers, absolute_imports, private_torch]
-RULES += [classes_of_the_zoo, own_readers, unpicklers, own_numbers, endless_caches, long_files]
+RULES += [classes_of_the_zoo, own_readers, unpicklers, own_numbers, endless_caches, long_files, plurals]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -466,6 +485,7 @@ def test_names_say_what_they_hold():
             "planner/a.py",
             "if TYPE_CHECKING:\n    x = 1\nelse:\n    from ..models import CausalLM",
         ),
+        (plurals, "cli/a.py", 'f"{len(ranks):,} ranks wait"'),
         (endless_caches, "models/a.py", "@cache\ndef f(config): ..."),
         (endless_caches, "models/a.py", "@functools.cache\ndef f(*, config): ..."),
         (endless_caches, "models/a.py", "@lru_cache(maxsize=None)\ndef f(config): ..."),
@@ -504,6 +524,7 @@ def test_the_rule_catches_what_it_forbids(rule, path, text):
         (classes_of_the_zoo, "planner/a.py", "if TYPE_CHECKING:\n    from ..models import CausalLM"),
         (endless_caches, "models/a.py", "@cache\ndef f(): ...\n@lru_cache(maxsize=4)\ndef g(x): ..."),
         (long_files, "models/a.py", "\n" * LIMIT),
+        (plurals, "cli/a.py", """f"{MOST} ranks, {counted(n, 'rank')}, {rate} tokens/s, {rate} rows/s\""""),
         (names_that_say_nothing, "data/a.py", "f(found=count)\nfault.found\nfor row in rows:\n    g(row)"),
         (names_that_say_little, "data/a.py", "value = 1\n" * MOST_SAY_LITTLE),
     ],

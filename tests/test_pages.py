@@ -262,7 +262,7 @@ def test_files_are_tokenized_packed_and_trained_on_as_shown(tmp_path, monkeypatc
     for words in page.commands():
         assert run(words) == 0, words
     out = capsys.readouterr().out
-    assert "[[ColumnParallelLinear.</s>]]" in out and "1 samples left out" in out
+    assert "[[ColumnParallelLinear.</s>]]" in out and "1 sample left out" in out
     assert len(read_metrics(Path("run") / "metrics.jsonl")) == 4
 
 

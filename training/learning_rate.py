@@ -14,6 +14,7 @@ from typing import Any
 
 from ..recipes.checks import decay_steps
 from ..recipes.recipe import Recipe, parse_recipe
+from ..system import counted
 
 #: Without a warm-up to take it from, the time scale of the inverse square root, as in transformers.
 _TIMESCALE = 10_000
@@ -79,7 +80,7 @@ def scaled_rate(lr: float, rule: str | None, *, batch: int, reference: int | Non
     ratio = batch / reference
     peak = lr * (math.sqrt(ratio) if rule == "sqrt" else ratio)
     factor = f"sqrt({batch} / {reference})" if rule == "sqrt" else f"{batch} / {reference}"
-    return peak, f"learning rate {peak:.6g} = {lr:g} x {factor}, for a batch of {batch} samples"
+    return peak, f"learning rate {peak:.6g} = {lr:g} x {factor}, for a batch of {counted(batch, 'sample')}"
 
 
 def schedule_of(recipe: Recipe) -> tuple[Schedule, str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..data.batches import GlobalBatches, Mixture
 from ..data.items import ItemBatches
+from ..data.text.tokenizer_identity import give_the_same_ids
 from ..data.text.tokenizer_loading import fingerprint_of_folder, load_tokenizer
 from ..data.token_file import TokenFile
 from ..data.token_index import check_vocabulary
@@ -16,6 +17,7 @@ from ..recipes.sections import DataSection, EvaluationSection
 from ..storage import VOCABULARIES, companions_in
 from ..storage.output_places import check_home
 from ..storage.remote_folder import RemoteFolder
+from ..system import counted
 from .own.code import call_own, own_code
 
 
@@ -48,14 +50,14 @@ def open_held_out(recipe: Recipe, vocab_size: int) -> HeldOut | None:
     if section.module is not None:
         items = _own(recipe, section, "evaluation", None, 1)
         samples = min(section.samples, items.samples)
-        _check_whole(samples, unit, f"{items.samples} items")
+        _check_whole(samples, unit, counted(items.samples, "item"))
         return HeldOut(items.resized(samples), samples)
     assert section.tokens is not None
     rows = _open(recipe, section.tokens, None, 1)
     check_vocabulary(rows.vocab_size, vocab_size, "recipe: evaluation.tokens")
     samples = min(section.samples, rows.samples)
     if recipe.loss is not None:  # which would count the rows that fill up the last micro-batch
-        _check_whole(samples, unit, f"{rows.samples} rows")
+        _check_whole(samples, unit, counted(rows.samples, "row"))
     return HeldOut(rows.resized(-(-samples // unit) * unit), samples)
 
 
@@ -88,19 +90,28 @@ def tokenizer_of(batches: GlobalBatches | ItemBatches) -> list[Path]:
     """
     if isinstance(batches, ItemBatches):
         return []
-    file = batches.files[0]
+    folder = _tokenizer_beside(batches.files[0])
+    try:
+        return [] if folder is None else companions_in(folder)
+    except (BadInput, OSError):
+        return []
+
+
+def _tokenizer_beside(file: TokenFile) -> Path | None:
+    """Return the folder that a token file names, if it still has the tokenizer that made the tokens."""
     folder = file.path.parent / file.index.tokenizer
     try:
         same = file.index.tokenizer and fingerprint_of_folder(folder) == file.index.tokenizer_fingerprint
-        return companions_in(folder) if same else []
     except (BadInput, OSError):  # what lies there now is no tokenizer
-        return []
+        return None
+    return folder if same else None
 
 
 def check_tokenizer(batches: GlobalBatches | ItemBatches, folder: Path, key: str) -> None:
     """Refuse tokens of another tokenizer than the model's, which is in ``folder``: its ids mean other words.
 
-    Where either is unknown nothing is compared.
+    Where either is unknown nothing is compared. Files of other bytes are read, where those of the tokens
+    are still there: a tokenizer that was saved again gives the same ids.
     """
     names = [name for name in VOCABULARIES if (folder / name).exists()]
     if not names or isinstance(batches, ItemBatches):
@@ -108,12 +119,16 @@ def check_tokenizer(batches: GlobalBatches | ItemBatches, folder: Path, key: str
     for file in batches.files:
         stated = file.index.tokenizer_fingerprint
         if stated and stated not in _fingerprints(folder, names):
+            theirs = _tokenizer_beside(file)
+            if theirs is not None and give_the_same_ids(folder, theirs):
+                continue
             raise BadInput(
                 key,
                 file.path,
                 expected=f"tokens of the model's tokenizer, {folder} ({fingerprint_of_folder(folder)[:12]})",
                 found=f"those of another one, {file.index.tokenizer or 'unnamed'} ({stated[:12]})",
-                todo=f"Tokenize the text with --tokenizer {folder}",
+                todo=f"Tokenize the text with --tokenizer {folder}. If both give the same ids, put the "
+                "tokenizer's files of the tokens in place of the model's",
             )
 
 
@@ -163,7 +178,7 @@ def _own(
 def check_weights(weights: list[float] | None, count: int) -> None:
     """Refuse shares of a mixture that are not one for each of its sources."""
     if weights is not None and len(weights) != count:
-        expected = f"{count} numbers, one a file"
+        expected = f"{counted(count, 'number')}, one a file"
         raise BadInput("recipe", "data.weights", expected=expected, found=weights)
 
 

@@ -25,6 +25,7 @@ from ..storage import companions_in
 from ..storage.file_names import CONFIG
 from ..storage.output_places import check_place
 from ..storage.remote_folder import RemoteFolder
+from ..system import counted
 from ..system.addresses import file_in
 from .lora import plan_adapters
 from .own.module import own_family
@@ -260,7 +261,7 @@ def _check_mtp(recipe: Recipe, config: ModelConfig, where: str) -> None:
     if recipe.lora is not None and blocks:
         expected = "absent with LoRA, which trains no blocks of multi-token prediction"
     elif blocks:
-        expected = f"a factor: {where} says that the model has {blocks} blocks of multi-token prediction"
+        expected = f"a factor: {where} states {counted(blocks, 'block')} of multi-token prediction"
     else:
         expected = f"absent: the model of {where} has no blocks of multi-token prediction"
     raise BadInput("recipe", "model.mtp", expected=expected, found="none" if factor is None else factor)

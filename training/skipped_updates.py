@@ -6,6 +6,7 @@ from typing import Any
 
 from ..parallel_state import NotTrained
 from ..recipes.optimizer_sections import LossScaleSection, SpikeSection
+from ..system import counted
 
 #: So many overflows in a row stop a run: from the usual 2^16, or Megatron's 2^32, the scale is then below 1.
 MOST_OVERFLOWS = 40
@@ -32,8 +33,8 @@ class LossScale:
         self.overflows += 1
         if self.overflows >= MOST_OVERFLOWS:
             raise NotTrained(
-                f"{self.overflows} steps in a row were skipped, down to a loss scale of {self.value:g}: "
-                "gradients overflow at each; set a smaller loss_scale.initial"
+                f"{counted(self.overflows, 'step')} in a row were skipped, down to a loss scale of "
+                f"{self.value:g}: gradients overflow at each; set a smaller loss_scale.initial"
             )
         lower = self.value / 2
         if lower < self.section.minimum:

@@ -26,6 +26,7 @@ from ..parallel_state import (
 )
 from ..parallel_state.engine import fsdp_modules, is_sharded
 from ..pipeline import Stages, check_schedule, schedule_kind
+from ..system import counted
 from .compute_weights import computing
 from .evaluation import evaluating
 from .function_loss import as_loss, refuse_uncut
@@ -176,7 +177,7 @@ class Step:
             refuse_foreign(model, "step")  # a state of one rank, and a wrapper that averages over several
         if data > 1 and not is_sharded(model):
             todo = "Call shard_over_data(model, state, Precision(...)) before"
-            expected = f"one shared over data={data} ranks"
+            expected = f"one shared over data={data}"
             raise BadInput("step", "model", expected=expected, found="none", todo=todo)
         refuse_uncut(self.loss, layout)
         for name, router in () if self.loss.count is not None else routers(model):
@@ -204,7 +205,7 @@ class Step:
             if first is not None and not parts and first not in samples:
                 raise BadInput("batch", first, expected="the model's first input", found=", ".join(samples))
             if rows % self.micro_batch and (training or not self.stages.states_shapes):
-                expected = f"a divisor of the {rows} samples of a data rank"
+                expected = f"a divisor of the {counted(rows, 'sample')} of a data rank"
                 raise BadInput("step", "micro_batch", expected=expected, found=self.micro_batch)
             counts, counts_here = nothing, state.counts_here and state.at.pipeline == 0
             if parts:

@@ -18,6 +18,8 @@ from ..parallel_state.engine import Waited, waiting_time
 from ..runs.metrics import StepMetrics
 from .callbacks import Callback
 
+#: How many times the median's time is slow, unless a recipe says.
+_SLOW = 1.5
 #: Seconds by which a rank may be slower whatever the ratio: steps of tiny models vary by as much.
 _NOISE = 0.05
 
@@ -26,10 +28,12 @@ class Stragglers(Callback):
     """Measure every ``interval``-th step of a run, on every rank.
 
     A rank is slow if its own work takes more than ``times`` the median of the ranks of its pipeline stage,
-    which do the same work, and more than ``_NOISE``; 0 measures nothing. ``compiled``: the blocks are.
+    which do the same work, and more than ``_NOISE``; 0 measures nothing. ``None``: ``_SLOW``, but CPU ranks
+    that are all on one host take its cores from each other, so that the first measured step is the last one.
+    ``compiled``: the blocks are.
     """
 
-    def __init__(self, state: ParallelState, *, interval: int, times: float, compiled: bool) -> None:
+    def __init__(self, state: ParallelState, *, interval: int, times: float | None, compiled: bool) -> None:
         self._state, self._interval, self._times, self._compiled = state, interval, times, compiled
         self._waited: Waited | None = None
         self._hosts: list[str] = []
@@ -38,7 +42,7 @@ class Stragglers(Callback):
     def around(self, number: int) -> Iterator[None]:
         """Measure step ``number``, from 0, if its turn has come."""
         self._waited = None
-        if not self._times or self._state.layout.world == 1 or (number + 1) % self._interval:
+        if self._times == 0 or self._state.layout.world == 1 or (number + 1) % self._interval:
             yield
             return
         with waiting_time(self._state.device, compiled=self._compiled) as self._waited:
@@ -56,9 +60,12 @@ class Stragglers(Callback):
         if not self._hosts:
             self._hosts = [""] * layout.world
             dist.all_gather_object(self._hosts, socket.gethostname())
+        if self._times is None:
+            on_one_host = self._state.device.type == "cpu" and len(set(self._hosts)) == 1
+            self._times = 0.0 if on_one_host else _SLOW
         stages = [layout.coordinates(rank).pipeline for rank in range(layout.world)]
         rank, times = slowest_of(seconds, stages)
-        if times <= self._times or seconds[rank] - seconds[rank] / times < _NOISE:
+        if not self._times or times <= self._times or seconds[rank] - seconds[rank] / times < _NOISE:
             return None
         return {"slow_rank": rank, "slow_host": self._hosts[rank], "slow_times": times}
 

@@ -29,7 +29,9 @@ from ..runs.lock import inherits_lock, lock_folder, only_run_in
 from ..runs.rendezvous import wait_as_spare
 from ..runs.requests import StopSignals
 from ..runs.trackers import Tracker
+from ..system import counted
 from .callbacks import Callback
+from .host_memory import check_host_memory
 from .run_plan import RunPlan, check_run
 from .trainer import Trainer
 
@@ -95,6 +97,7 @@ def run(
         layout.check_world(ranks)
     check_local(layout, device=loaded.device)
     plan = check_run(loaded)  # bad input is said once and at once, before any rank starts
+    check_host_memory(loaded, plan)
     if layout.world == 1:
         train(plan)
         return 0
@@ -102,14 +105,17 @@ def run(
         raise BadInput(
             "run", "trackers" if trackers else "callbacks",
             expected="ranks that torchrun has started, or one rank",
-            found=f"{layout.world} ranks to start, which cannot be handed an object",
+            found=f"{counted(layout.world, 'rank')} to start, which cannot be handed an object",
             todo="Start your script with torchrun",
         )  # fmt: skip
     if file is None:
         raise BadInput(
-            "run", "recipe", expected=f"a file, which the {layout.world} ranks can read", found="a Recipe",
+            "run",
+            "recipe",
+            expected=f"a file, which the {counted(layout.world, 'rank')} can read",
+            found="a Recipe",
             todo="Give the file's name, or start the ranks with torchrun",
-        )  # fmt: skip
+        )
     plan.let_go()  # the ranks make plans of their own
     options = {"--quiet": quiet, "--fit": fit, "--strict": STRICT.get()}
     arguments = ["train", file, *overrides, *(option for option, is_set in options.items() if is_set)]

@@ -29,7 +29,7 @@ from ..runs.metrics import StepMetrics
 from ..runs.requests import Killed, Preempted, Requests, StopSignals, Switches, agree_on_requests, why_stopped
 from ..runs.terminal import Terminal
 from ..runs.trackers import Tracker
-from ..system import manual_gc
+from ..system import counted, manual_gc
 from .adamw import set_learning_rate
 from .build import build, choices, measurements
 from .callbacks import Callback, Callbacks, EventLog, MetricsLog, TrackerLog
@@ -90,7 +90,8 @@ class Trainer:
         if names := built.unquantized:
             examples = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             self.terminal.say(
-                f"float8: {len(names)} weights stay in bfloat16 (a side is no multiple of 16): {examples}"
+                f"float8: {counted(len(names), 'weight')} in bfloat16 (a side is no multiple of 16): "
+                f"{examples}"
             )
         #: The checkpoint from which the run goes on, and what it states of its run.
         self.resumed: tuple[Path, Progress] | None = None

@@ -17,7 +17,7 @@ from ...storage.safetensors_writer import TensorWriter
 from ...storage.small_files import EVERY, JOURNAL, FinishedWork
 from ...storage.staging import Staging, staged
 from ...storage.strict_json import StoredFile
-from ...system import no_garbage_search
+from ...system import counted, no_garbage_search
 from ..hugging_face.for_transformers import for_transformers
 from ..hugging_face.writer import open_file, write_config_and_index
 from ..manifest import Manifest
@@ -259,7 +259,7 @@ def _move(
             source.path, name, expected="few numbers too small for the type", found=lost, todo=todo
         )
     source.warnings.extend(
-        f"{name}: {count:,} numbers are too small for the type and became zero"
+        f"{name}: {counted(count, 'number')} too small for the type became zero"
         for name, count in sorted(report.underflows.items())
     )
     source.warnings.extend(

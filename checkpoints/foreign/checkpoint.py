@@ -15,6 +15,7 @@ from pathlib import Path
 from ...models import ModelConfig
 from ...parallel_state import BadInput
 from ...storage.catalog import Catalog
+from ...system import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class ForeignCheckpoint:
         dtypes = sorted({tensor.dtype for tensor in self.tensors.values()})
         moments = "moments of AdamW" if self.moments else "no moments"
         step = "" if self.step is None else f", step {self.step}"
-        return f"{self.form}: {len(self.tensors)} weights in {', '.join(dtypes)}, {moments}{step}"
+        return f"{self.form}: {counted(len(self.tensors), 'weight')} in {', '.join(dtypes)}, {moments}{step}"
 
     def facts(self) -> list[str]:
         """Return a line for each fact about the model that the checkpoint states."""

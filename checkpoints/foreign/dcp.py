@@ -31,6 +31,7 @@ from ...storage.torch_archive import (
     read_records,
 )
 from ...storage.torch_archive.archive import size_of
+from ...system import counted
 from .checkpoint import ForeignCheckpoint
 
 FORM = "torch.distributed.checkpoint (DCP)"
@@ -100,7 +101,7 @@ def read(path: Path) -> ForeignCheckpoint:
             checkpoint.tensors[name] = tensor
     if objects:
         checkpoint.skipped.append(
-            f"{len(objects)} entries beside the weights are not read: {objects[0]}, ..."
+            f"not read: {counted(len(objects), 'entry')} beside the weights, such as {objects[0]}"
         )
     if any(moments.values()):
         checkpoint.moments = {

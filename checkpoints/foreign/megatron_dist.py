@@ -18,6 +18,7 @@ from ...storage.safe_open import contained
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
 from ...storage.torch_archive import Maker, TorchArchive, View, ViewFile
+from ...system import counted
 from .checkpoint import ForeignCheckpoint
 from .dcp import read_tensors
 from .megatron_arguments import NAMES, Arguments, bridge_arguments, step_folder
@@ -83,7 +84,7 @@ def read(path: Path) -> ForeignCheckpoint:
     checkpoint = ForeignCheckpoint(folder, FORM, weights, names="megatron", stated=arguments.stated())
     checkpoint.step = common["iteration"] if type(common.get("iteration")) is int else None
     if extra:
-        checkpoint.skipped.append(f"{extra} entries _extra_state are not read: they hold no weights")
+        checkpoint.skipped.append(f"not read: {counted(extra, 'entry')} _extra_state, without weights")
     _take_states(checkpoint, states, left, common)
     checkpoint.tensors = Catalog(_numbered(checkpoint.tensors, folder))
     checkpoint.moments = {
@@ -117,12 +118,14 @@ def _take_states(
         checkpoint.updates = _updates(common.get("optimizer"))
     elif unreadable := [name for name in left if _OPTIMIZER.fullmatch(name)]:
         checkpoint.skipped.append(
-            f"no moments: the {len(unreadable)} entries of the optimizer ({unreadable[0]}, ...) depend on "
-            f"the ranks that wrote them. Megatron writes readable ones with {READABLE}"
+            f"no moments: {counted(len(unreadable), 'entry')} of the optimizer, such as {unreadable[0]}, "
+            f"which the ranks that wrote them alone could read. Megatron writes readable ones with {READABLE}"
         )
         left = [name for name in left if name not in unreadable]
     if left:
-        checkpoint.skipped.append(f"{len(left)} entries beside the weights are not read: {left[0]}, ...")
+        checkpoint.skipped.append(
+            f"not read: {counted(len(left), 'entry')} beside the weights, such as {left[0]}"
+        )
 
 
 def _updates(stored: object) -> int | None:

@@ -18,6 +18,7 @@ from ...storage.catalog import Catalog, Key, LazyTensor
 from ...storage.safe_open import contained
 from ...storage.strict_json import shown
 from ...storage.torch_archive import TorchArchive, View, ViewFile
+from ...system import counted
 from .checkpoint import ForeignCheckpoint
 from .megatron_arguments import NAMES, Arguments, step_folder
 from .megatron_dist import READABLE
@@ -103,13 +104,13 @@ def read(path: Path) -> ForeignCheckpoint:
     checkpoint.tensors, differing = _whole_tensors(ranks, first, folder)
     if differing:
         checkpoint.skipped.append(
-            f"{len(differing)} tensors that several ranks hold differ between them, such as {differing[0]}: "
-            "the first rank's is taken"
+            f"the first rank's copy is taken of {counted(len(differing), 'tensor')} which the "
+            f"ranks do not hold alike, such as {differing[0]}"
         )
     if first.untie_embeddings_and_output_weights is not True:
         checkpoint.tensors.pop("output_layer.weight", None)  # the last stage's copy of the embedding
     if extra:
-        checkpoint.skipped.append(f"{extra} entries _extra_state are not read: they hold no weights")
+        checkpoint.skipped.append(f"not read: {counted(extra, 'entry')} _extra_state, without weights")
     if optimizer or any(folder.glob("mp_rank_*/*optim.pt")):
         checkpoint.skipped.append(
             "no moments: in this format they depend on the ranks that wrote them. Megatron writes readable "

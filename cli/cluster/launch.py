@@ -8,9 +8,10 @@ from typing import Annotated, Literal
 
 import typer
 
+from ...system import counted
 from ..shared.inputs import check_recipe_there
 from ..shared.options import FORCE, recipe_names
-from ..shared.say import counted, say
+from ..shared.say import say
 
 
 def launch(

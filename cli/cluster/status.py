@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ...system import counted
 from ..shared.inputs import check_there
 from ..shared.say import say
 
@@ -51,7 +52,9 @@ def status(
     if why:
         records = read_records_of(status_folder(run))
         none = "no rank left a record of collectives"
-        none = f"{len(records)} ranks left a record of collectives: none waited" if records else none
+        none = (
+            f"{counted(len(records), 'rank')} left a record of collectives: none waited" if records else none
+        )
         for line in who_waits(records) or [none]:
             say(line)
     if exit_code:

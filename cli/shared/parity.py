@@ -10,6 +10,7 @@ from ...parallel_state import BadInput, Layout
 from ...pipeline import check_schedule
 from ...runs.launch import check_local
 from ...storage.file_names import CONFIG
+from ...system import counted
 from ...testing.parity.case import Comparison, Question, compare
 from ...testing.parity.ours import observe_ours
 from .in_transformers import observe_hf
@@ -39,7 +40,7 @@ def check(question: Question) -> None:
     if question.length > most:
         raise BadInput("parity", "--sequence-length", expected=f"at most {most}", found=question.length)
     if question.samples * question.length > MOST_TOKENS:
-        expected = f"at most {MOST_TOKENS // question.length:,} rows of {question.length:,} tokens"
+        expected = f"at most {counted(MOST_TOKENS // question.length, 'row')} of {question.length:,} tokens"
         raise BadInput("parity", "--samples", expected=expected, found=f"{question.samples:,}")
     each, rest = divmod(question.samples, layout.data)
     if rest or each < layout.pipeline:

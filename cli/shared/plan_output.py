@@ -8,12 +8,13 @@ from ...parallel_state import BadInput, dtype_name, dtype_named
 from ...planner.search.find import Found
 from ...planner.search.generation_layouts import GenerationChoice, generation_layouts
 from ...planner.search.page import MARK, make_page, make_sweep_page
-from ...planner.search.report import HEAD, as_json, asked, counted, facts, machine_of, rows, searched
+from ...planner.search.report import HEAD, as_json, asked, facts, left_out, machine_of, rows, searched
 from ...planner.search.request import Request
 from ...planner.search.strategy import reasons
 from ...planner.search.sweep import Unmet, asked_in_sweep, sweep_head, sweep_json, sweep_rows, sweep_warnings
 from ...runs.report.html import is_page_with
 from ...runs.terminal import plain_console
+from ...system import counted
 from .say import say
 
 #: Characters: the least of a column of layouts, the longest line of a column's name, and more than any table.
@@ -62,7 +63,7 @@ def _print_one(search: Found) -> None:
     for word, line in facts(search):
         console.print(f"{word:<14} {line}")
     console.print(f"\nRuled out: {searched(search)}")
-    for kind, reason, layouts, example in counted(search):
+    for kind, reason, layouts, example in left_out(search):
         console.print(f"  {layouts:>12}  {kind}: {reason}" + (f"; nearest: {example}" if example else ""))
 
 
@@ -73,7 +74,7 @@ def _print_several(results: Sequence[Found | Unmet]) -> None:
         console.print(f"warning        {line}")
     for outcome in results:
         if isinstance(outcome, Unmet):
-            console.print(f"none           {outcome.request.gpus:,} GPUs: {outcome.error}")
+            console.print(f"none           {counted(outcome.request.gpus, 'GPU')}: {outcome.error}")
 
 
 def print_generation(requests: Sequence[Request], dtype: str, json: bool) -> None:
@@ -96,8 +97,8 @@ def print_generation(requests: Sequence[Request], dtype: str, json: bool) -> Non
         f"{first.name} on {machine_of(most, most.gpus)}: GB of the rank that needs most, "
         f"numbers in {dtype_name(dtype)}; a GPU may hold {first.room / 1e9:.1f} GB"
     )
-    head = ("GPUs", "tokens of a row", "layout", "weights", f"cache of {data.global_batch:,} rows", "reading",
-            "GB in all", "rows that fit")  # fmt: skip
+    cache = f"cache of {counted(data.global_batch, 'row')}"
+    head = ("GPUs", "tokens of a row", "layout", "weights", cache, "reading", "GB in all", "rows that fit")
     lines = []
     for choice in choices:
         memory, length = choice.memory, choice.request.recipe.data.sequence_length
@@ -106,7 +107,7 @@ def print_generation(requests: Sequence[Request], dtype: str, json: bool) -> Non
         lines.append((f"{layout.world:,}", f"{length:,}", str(layout), *sizes, f"{choice.most:,}"))
     _table(head, lines, left=2)
     for without in unmet:
-        say(f"none           {without.request.gpus:,} GPUs: {without.error}")
+        say(f"none           {counted(without.request.gpus, 'GPU')}: {without.error}")
 
 
 def _table(head: Sequence[str], lines: Sequence[tuple[str, ...]], *, left: int) -> None:

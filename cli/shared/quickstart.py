@@ -22,6 +22,7 @@ from ...layers import gather_logits
 from ...parallel_state import BadInput, PeerFailed
 from ...runs.metrics import read_metrics
 from ...storage.output_places import check_place
+from ...system import counted
 from .model_card import CARD
 
 
@@ -176,7 +177,7 @@ class Quickstart:
         complete = len(ours) == len(alone) == STEPS
         self.check(
             "curve: 4 processes, stopped, resumed on 2, against 1 process",
-            f"{worst:.1e} apart over {len(ours)} steps",
+            f"{worst:.1e} apart over {counted(len(ours), 'step')}",
             "<= 1e-8",
             complete and worst <= 1e-8,
         )
@@ -257,6 +258,9 @@ class Quickstart:
         launched = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
         environment = {name: value for name, value in os.environ.items() if name not in launched}
         environment.setdefault("OMP_NUM_THREADS", "1")  # so small a model is no faster with more
-        done = subprocess.run([sys.executable, "-m", "trilith.cli", *words], env=environment, check=False)
+        hidden = ["--no-next"] * (words[0] == "train")  # what is next, the quickstart itself does
+        done = subprocess.run(
+            [sys.executable, "-m", "trilith.cli", *words, *hidden], env=environment, check=False
+        )
         if done.returncode:
             raise PeerFailed(f"`trilith {' '.join(words)}` ended with exit code {done.returncode}")

@@ -28,11 +28,6 @@ def format_warning(
     return f"warning: {' '.join(visible(str(message)).split())}\n"
 
 
-def counted(number: int, noun: str, ending: str = "s") -> str:
-    """Return a number of things in words: ``1 file``, ``2 files``; ``ending``: of several."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{ending}"
-
-
 def say(text: str, *, nl: bool = True, err: bool = False) -> None:
     """Print text, which may have come from anywhere."""
     stream = sys.stderr if err else sys.stdout

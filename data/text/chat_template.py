@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ...parallel_state import BadInput
 from ...storage.small_files import read_text
-from ...system import OverLimit, bounded
+from ...system import OverLimit, bounded, counted
 from ..token_file import TokenFile
 from .chat_formats import Conversation
 from .tokenizer_loading import (
@@ -268,8 +268,9 @@ def warnings_of(file: TokenFile, chat: Chat, tokenizer: Tokenizer, path: Path) -
     warnings, targets = [], file.index.targets
     if targets is not None and targets.unended:
         warnings.append(
-            f"in {targets.unended:,} samples the special token right behind an answer is not learnt: "
-            "the model would not learn to stop. Put the end mark inside {% generation %}; see with --show 1"
+            f"in {counted(targets.unended, 'sample')} the special token right behind an answer is not "
+            "learnt: the model would not learn to stop. Put the end mark inside {% generation %}; see with "
+            "--show 1"
         )
     if chat.template_of(tokenizer, path).learns_the_header():
         warnings.append(

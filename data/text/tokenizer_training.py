@@ -50,7 +50,8 @@ def train_tokenizer(
     ``special_tokens_map.json``. ``AutoTokenizer.from_pretrained(folder)`` gives the ids of the ``.model`` on
     any text, and decoding gives the text back; only U+2581 comes back as the blank that it stands for.
     ``<unk>``, ``<s>`` and ``</s>`` are ids 0, 1 and 2 and are never read out of a text that spells them,
-    unless there is a chat template: transformers encodes what it writes as it does any text.
+    unless there is a chat template: transformers encodes what it writes as it does any text, with one switch
+    (``split_special_tokens``), and a template that cannot write its marks is of no use.
 
     One exception: beside a ``config.json`` of ``model_type`` qwen2, transformers 5.23 puts Qwen's own
     pipeline in place of whatever tokenizer the folder holds.

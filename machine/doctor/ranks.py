@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ...parallel_state import Layout
 from ...runs.launch import process_group
+from ...system import counted
 from ..child import in_ranks
 from ..finding import Finding
 
@@ -36,10 +37,11 @@ def _all_reduce(device: str, world: int) -> Finding:
             "NCCL": "Set NCCL_DEBUG=INFO and run again; check /dev/shm and peer access above",
             "gloo": "Check that localhost resolves (/etc/hosts), and GLOO_SOCKET_IFNAME if it is set",
         }[backend]
-        return Finding(GROUP, f"all-reduce, {backend}", "fault", f"{world} ranks: {ran.error}", todo)
-    text = (
-        f"{world} ranks met in {ran.result['meet']:.1f} s; 4 KiB take {ran.result['seconds'] * 1e6:,.0f} us"
-    )
+        return Finding(
+            GROUP, f"all-reduce, {backend}", "fault", f"{counted(world, 'rank')}: {ran.error}", todo
+        )
+    seconds, latency = ran.result["meet"], 1e6 * ran.result["seconds"]
+    text = f"{counted(world, 'rank')} met in {seconds:.1f} s; 4 KiB take {latency:,.0f} us"
     return Finding(GROUP, f"all-reduce, {backend}", "ok", text)
 
 
@@ -55,7 +57,7 @@ def all_reduce(device: str) -> dict[str, float]:
         total = float(numbers.sum())
         met = time.perf_counter() - began
         if total != 1024 * world * (world + 1) / 2:
-            raise RuntimeError(f"the sum of {world} ranks is wrong: {total}")
+            raise RuntimeError(f"the sum of {counted(world, 'rank')} is wrong: {total}")
         began, count = time.perf_counter(), 20
         for _ in range(count):
             dist.all_reduce(numbers)

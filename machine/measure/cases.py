@@ -9,6 +9,7 @@ from ...layers import Checkpointing
 from ...models import published_size
 from ...planner.dry_run import heaviest, plan_without_weights
 from ...recipes.recipe import parse_recipe
+from ...system import counted
 from ..llama import llama
 from .conversion import conversion_speed
 from .layers import layer_overhead
@@ -152,7 +153,7 @@ def _links(bench: Bench) -> Iterator[Case]:
     elif bench.gpus == 1:
         yield Case("links", "NCCL", note="one GPU: nothing to send to")
     else:
-        yield Case("links", f"NCCL, {bench.gpus} GPUs", collective_speed, options, bench.gpus)
+        yield Case("links", f"NCCL, {counted(bench.gpus, 'GPU')}", collective_speed, options, bench.gpus)
 
 
 def _layers(bench: Bench) -> Iterator[Case]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ...layers import Checkpointing
 from ...parallel_state import Layout, ParallelState
 from ...runs.launch import process_group
+from ...system import counted
 from ..facts import smi
 from .groups_of_parameters import exchange_figures
 from .row import Figures
@@ -53,7 +54,7 @@ def collective_speed(device: str, megabytes: int, rounds: int) -> dict[str, Any]
     if link:
         figures["NVLink, one direction: GB/s"] = link
         figures["all-reduce, of the link"] = float(figures["all-reduce: GB/s"] or 0.0) / link
-    return {"figures": figures, "note": f"{world} ranks, {megabytes} MiB in fp32; bus bandwidth"}
+    return {"figures": figures, "note": f"{counted(world, 'rank')}, {megabytes} MiB in fp32; bus bandwidth"}
 
 
 def link_rate(text: str) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...parallel_state import BadInput
+from ...runs.launch import NO_GPU, no_gpu
 from ...storage.disk import Disk
 from ...system.machine import memory_available
 from ..child import finite, in_ranks
@@ -91,7 +92,7 @@ def machine_facts(device: str | None = None) -> dict[str, Any]:
     here = in_ranks(gpus, 1, {}, seconds=120.0).result
     names = here.get("names", [])
     if device == "cuda" and not names:
-        raise BadInput("bench", "--device", expected="cpu: this machine has no CUDA device", found="cuda")
+        raise BadInput("bench", "--device", expected="a GPU that torch sees", found=no_gpu(), todo=NO_GPU)
     device = device or ("cuda" if names else "cpu")
     names = names if device == "cuda" else []
     return {

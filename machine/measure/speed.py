@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ...parallel_state import Layout
 from ...runs.launch import process_group
+from ...system import counted
 from .row import Figures
 from .small_blocks import AGAIN, added_by, operator_seconds
 from .timing import median_seconds
@@ -47,7 +48,10 @@ def device_speed(device: str, side: int, megabytes: int, rounds: int) -> dict[st
             figures[name] = measure()
         dist.barrier()  # or a rank that has finished would leave the others the whole machine
     threads = torch.get_num_threads()
-    return {"figures": figures, "note": f"{ranks} ranks at once, each with {threads} threads"}
+    return {
+        "figures": figures,
+        "note": f"{counted(ranks, 'rank')} at once, each with {counted(threads, 'thread')}",
+    }
 
 
 def matmul_flops(device: torch.device, side: int, dtype: torch.dtype = torch.bfloat16) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import median_high, median_low
 from typing import Any
 
+from ...system import counted
 from ..finding import Finding
 from .links import Link
 
@@ -51,12 +52,12 @@ def _alike(cards: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator
         values = [card["facts"].get(key, "unknown") for card in cards]
         (common, count), *_ = Counter(values).most_common()
         if count == len(cards):
-            yield Finding("alike", key, "ok", f"{common} on all {count} nodes"), None
+            yield Finding("alike", key, "ok", f"{common} on all {counted(count, 'node')}"), None
             continue
         todo = "Give all nodes the same packages, or the same container"
         for name, value in zip(names, values, strict=True):
             if value != common:
-                differs = f"{value}; {common} on {count} of {len(cards)} nodes"
+                differs = f"{value}; {common} on {count} of {counted(len(cards), 'node')}"
                 finding = Finding("alike", f"{key} on {name}", "fault", differs, todo)
                 yield finding, name if 2 * count > len(cards) else None
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ...parallel_state import BadInput, Launched, launched
 from ...runs.rendezvous import open_store
-from ...system import quiet_libraries
+from ...system import counted, quiet_libraries
 from ..doctor.disk import measure_folder
 from ..facts import driver, gpus, versions
 from ..finding import Finding
@@ -125,7 +125,7 @@ def _result(store: dist.Store, members: list[int], world: int, gbits: float | No
             links += [Link(number, other, error="the node fell silent") for other in others]
     verdict = judge(cards, links, gbits=gbits)
     missing = [rank for rank in range(world) if not store.check([f"card/{rank}"])]
-    came = f"{len(members)} nodes: {', '.join(str(card['name']) for card in cards)}"
+    came = f"{counted(len(members), 'node')}: {', '.join(str(card['name']) for card in cards)}"
     if missing:
         came += f"; ranks {', '.join(map(str, missing))} did not come"
     todo = "Look at the nodes that are not named; the scheduler knows them all" if missing else ""

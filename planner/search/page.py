@@ -6,7 +6,7 @@ from html import escape
 from ...runs.report.html import folded, table, whole_page
 from .find import Found
 from .pictures import memory_of_stages, pareto, step_of_rank, sweep, timetable_of
-from .report import HEAD, asked, counted, facts, recipe_toml, rows, searched
+from .report import HEAD, asked, facts, left_out, recipe_toml, rows, searched
 from .strategy import reasons
 from .sweep import Unmet, asked_in_sweep, found_ones, sweep_head, sweep_rows, sweep_warnings
 
@@ -38,7 +38,7 @@ def make_page(search: Found) -> str:
         "the parts follow each other here; in truth each block has its own.</p>",
         "<h2>Why the others fall</h2>",
         f"<p>{escape(searched(search))}</p>",
-        table(counted(search), head=("", "reason", "layouts", "example")),
+        table(left_out(search), head=("", "reason", "layouts", "example")),
         folded("The recipe", f"<pre>{escape(recipe_toml(search))}</pre>"),
     ]
     return whole_page(f"trilith plan {request.name}", "".join(body), mark=MARK)

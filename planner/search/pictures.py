@@ -8,6 +8,7 @@ from typing import Any
 
 from ...pipeline.timetable import few_micro_batches, timetable
 from ...simulation.record import StepRecord
+from ...system import counted
 from ..time import PARTS
 from ..time.rank_step import rank_step
 from .find import Found
@@ -176,7 +177,7 @@ def sweep(results: Sequence[Found]) -> str:
     for gpus, length, rate in sorted(points):
         lines.setdefault(length if over_gpus else gpus, []).append((gpus if over_gpus else length, rate))
     for colour, (name, line) in zip(cycle(_COLOURS), lines.items(), strict=False):
-        label = f"{name:,} tokens of a row" if over_gpus else f"{name:,} GPUs"
+        label = f"{name:,} tokens of a row" if over_gpus else f"{counted(name, 'GPU')}"
         axes.plot(*zip(*line, strict=True), marker="o", color=colour, label=label)
         if over_gpus:
             (first, rate), (last, _) = line[0], line[-1]

@@ -7,6 +7,7 @@ import torch
 
 from ...parallel_state import BadInput
 from ...recipes.recipe import Recipe
+from ...system import counted
 from ..dry_run import device_room
 from ..time import MACHINES, Machine
 from .choice import recipe_of
@@ -45,7 +46,7 @@ def fit(recipe: Recipe, ranks: int) -> tuple[Recipe, str]:
     raise BadInput(
         "train",
         "--fit",
-        expected=f"a legal layout of at most {ranks} ranks that fits",
+        expected=f"a legal layout of at most {counted(ranks, 'rank')} that fits",
         found=f"none: {refused.expected}, found {refused.found}",
         todo="Start more ranks; `trilith plan RECIPE --gpus N` says what N ranks hold",
     )

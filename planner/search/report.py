@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ...system import counted
 from ..device_memory import reserved_words
 from ..explanations.explanation import plain
 from ..time import MACHINES, MIDDLE_HALF, TIMES_SLOWER, Spending, StepTime, spending
@@ -39,7 +40,7 @@ def seconds_of(seconds: float) -> str:
     return f"{seconds:.3f}" if seconds >= 0.1 else f"{seconds:.3g}"
 
 
-def counted(search: Found) -> list[tuple[str, str, str, str]]:
+def left_out(search: Found) -> list[tuple[str, str, str, str]]:
     """Return why other layouts were left out: kind, reason, number of layouts, and one example."""
     return [(reason.kind, reason.text, f"{reason.layouts:,}", reason.example) for reason in search.tally]
 
@@ -47,7 +48,7 @@ def counted(search: Found) -> list[tuple[str, str, str, str]]:
 def asked(request: Request) -> str:
     """Return what is planned, in one line: also what the user did not say."""
     data = request.recipe.data
-    step = f"steps of {data.global_batch:,} rows x {data.sequence_length:,} tokens"
+    step = f"steps of {counted(data.global_batch, 'row')} x {data.sequence_length:,} tokens"
     return f"{request.name}: {step} on {request.gpus:,} x {machine_of(request, request.gpus)}"
 
 
@@ -210,7 +211,8 @@ def recipe_head(search: Found) -> str:
     """Return the comment of a recipe: what the search found, and the runner-up."""
     request, best = search.request, search.best[0]
     lines = [
-        f"{request.name} on {request.gpus:,} GPUs ({request.machine.name}), chosen by `trilith plan`: "
+        f"{request.name} on {counted(request.gpus, 'GPU')} ({request.machine.name}), "
+        "chosen by `trilith plan`: "
         f"{strategy(best.choice.layout)}.",
         f"Predicted: {_short(best.time.seconds)} s a step, MFU {best.time.mfu.causal:.0%}, waits "
         f"{best.time.parts['bubble'] / best.time.seconds:.0%}, {best.bytes / 1e9:.1f} GB of a GPU.",

@@ -87,12 +87,12 @@ def _where(layout: Layout, span: int, gpus: int, inside: str) -> str:
 def _sharing(request: Request, best: Answer) -> str:
     """Say what the data ranks share, and what one ZeRO stage less would need or take."""
     layout = best.choice.layout
-    who = " and ".join(name for name in ("data", "context") if getattr(layout, name) > 1)
+    who = " and ".join(name for name in ("data", "context") if getattr(layout, name) > 1) + " ranks"
     if shards_of(layout) == 1:
         beside = ", and sum gradients beside each micro-batch, as ZeRO 2 does" if layout.zero > 1 else ""
-        return f"the {who} ranks share no weights, gradients or moments, for these fit{beside}"
+        return f"the {who} share no weights, gradients or moments, for these fit{beside}"
     shared = {1: "moments", 2: "moments and gradients", 3: "weights, gradients and moments"}[layout.zero]
-    return f"the {who} ranks share {shared}{_one_stage_less(request, best)}"
+    return f"the {who} share {shared}{_one_stage_less(request, best)}"
 
 
 def _one_stage_less(request: Request, best: Answer) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...parallel_state import BadInput
+from ...system import counted
 from .find import Found
 from .report import as_json, asked_json, machine_of, seconds_of, spent
 from .request import Request
@@ -72,7 +73,7 @@ def sweep_warnings(results: Sequence[Found | Unmet]) -> list[str]:
         if isinstance(search, Unmet):
             continue
         request = search.request
-        row = f"{request.gpus:,} GPUs with {request.recipe.data.sequence_length:,} tokens of a row"
+        row = f"{counted(request.gpus, 'GPU')} with {request.recipe.data.sequence_length:,} tokens of a row"
         for line in warnings(request, search.best[0]):
             about.setdefault(line, []).append(row)
     return [f"{'; '.join(rows)}: {line}" for line, rows in about.items()]

@@ -1,5 +1,6 @@
 """Warn of what a user should know about a layout before it costs a run."""
 
+from ...system import counted
 from ..explanations.explanation import plain
 from .critical_batch import TOKENS_OF_A_PARAMETER, critical_batch
 from .evaluate import Answer
@@ -12,11 +13,12 @@ def warnings(request: Request, answer: Answer) -> list[str]:
     layout, gpus, lines = answer.choice.layout, request.machine.gpus, []
     if layout.tensor > 1 and crosses(layout, layout.tensor, gpus):
         lines.append(
-            f"tensor={layout.tensor} leaves the node of {gpus} GPUs: every block waits for the network"
+            f"tensor={layout.tensor} leaves the node of {counted(gpus, 'GPU')}: "
+            "every block waits for the network"
         )
     if layout.expert > 1 and crosses(layout, layout.expert * layout.tensor, gpus):
         lines.append(
-            f"expert={layout.expert} x tensor={layout.tensor} crosses the node of {gpus} GPUs: "
+            f"expert={layout.expert} x tensor={layout.tensor} crosses the node of {counted(gpus, 'GPU')}: "
             "tokens travel over the network in every block"
         )
     of = request.parameters

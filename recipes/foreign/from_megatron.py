@@ -3,6 +3,7 @@
 from typing import Any
 
 from ...data.megatron import parse_blend
+from ...system import counted
 from .megatron_arguments import Arguments
 from .megatron_layout import layout
 from .megatron_model import model_shape
@@ -54,7 +55,7 @@ def _batch(config: ForeignConfig, draft: RecipeDraft) -> int:
     draft.set("data.global_batch", rows)
     draft.set_or_blank("data.sequence_length", config.whole("seq_length", least=1))
     if rampup := config.value("rampup_batch_size"):
-        draft.miss("rampup_batch_size", rampup, f"every step has {rows} rows")
+        draft.miss("rampup_batch_size", rampup, f"every step has {counted(rows, 'row')}")
     return rows
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...system import counted
 from .translation import ForeignConfig, RecipeDraft, is_off
 
 #: How context ranks get keys and values: at once, or a piece at a time around a ring.
@@ -51,7 +52,7 @@ def parallelism(config: ForeignConfig, draft: RecipeDraft, sizes: Sizes, ranks: 
     replica_size = sizes.tensor * sizes.context
     stated = sizes.shard * sizes.replicate > 1
     if ranks % replica_size or (stated and "layout.data" not in draft.values and ranks != sizes.ranks):
-        expected = f"sizes whose product is the {ranks} ranks"
+        expected = f"sizes whose product is the {counted(ranks, 'rank')}"
         raise config.bad("parallelism_config", expected, sizes.ranks if stated else replica_size)
     section = config.section("parallelism_config")
     if sizes.tensor > 1:

@@ -3,6 +3,7 @@
 import math
 
 from ...parallel_state import BadInput
+from ...system import counted
 from .megatron_reasons import reason_of
 from .translation import ForeignConfig, RecipeDraft
 
@@ -48,7 +49,7 @@ def _expert(config: ForeignConfig, draft: RecipeDraft, ranks: int) -> None:
     if size > 1:
         draft.set("layout.expert", size)
     if size != expert:
-        why = f"experts lie on the {ranks} ranks of data and context"
+        why = f"experts lie on the {counted(ranks, 'rank')} of data and context"
         draft.miss("expert_model_parallel_size", expert, why)
 
 

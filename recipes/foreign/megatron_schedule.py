@@ -1,5 +1,6 @@
 """Translate the length of Megatron's run, and how its learning rate rises and falls."""
 
+from ...system import counted
 from .translation import ForeignConfig, RecipeDraft
 
 #: Our name of each of Megatron's shapes.
@@ -18,7 +19,7 @@ def _span(config: ForeignConfig, name: str, batch: int, *, by_samples: bool) -> 
     iters, samples = config.whole(f"{name}_iters"), config.whole(f"{name}_samples")
     if iters and samples:
         if iters != samples // batch:  # Megatron stores both
-            expected = f"{name}_iters={iters} x {batch} rows, or one of them"
+            expected = f"{name}_iters={iters} x {counted(batch, 'row')}, or one of them"
             raise config.bad(f"{name}_samples", expected, samples)
     elif (samples and not by_samples) or (iters and by_samples):
         unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
@@ -28,7 +29,8 @@ def _span(config: ForeignConfig, name: str, batch: int, *, by_samples: bool) -> 
 
 def steps_and_schedule(config: ForeignConfig, draft: RecipeDraft, batch: int) -> None:
     """Set the number of steps, of ``batch`` rows each, and the learning rate over them."""
-    by_samples = bool(config.whole("train_samples"))
+    samples = config.whole("train_samples")
+    by_samples = bool(samples)
     steps = _span(config, "train", batch, by_samples=by_samples)
     decay = _span(config, "lr_decay", batch, by_samples=by_samples) or steps
     warmup = _span(config, "lr_warmup", batch, by_samples=by_samples)
@@ -45,9 +47,9 @@ def steps_and_schedule(config: ForeignConfig, draft: RecipeDraft, batch: int) ->
         draft.set("steps", decay, "the rate falls over these")
         draft.set("stop_after", steps)
     else:
-        draft.set("steps", steps, f"{config.raw['train_samples']} samples" if by_samples else "")
+        draft.set("steps", steps, counted(samples, "sample") if samples else "")
         if decay is not None and decay < steps and style != "constant":
-            why = f"the rate is lowest after {steps} steps, the last one"
+            why = f"the rate is lowest after {counted(steps, 'step')}, the last one"
             draft.miss("lr_decay_samples" if by_samples else "lr_decay_iters", decay, why)
     draft.set("optimizer.schedule", _SCHEDULES[style])
     if fraction and decay:

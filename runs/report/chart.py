@@ -72,13 +72,13 @@ class Chart:
         return f'<ul class="legend">{entries}{resumed}</ul>' if len(shown) > 1 or resumed else ""
 
 
-def shown(value: float | None) -> str:
-    """Return a number as people read it: 4 digits, thousands set apart."""
+def shown(value: float | None, digits: int = 4) -> str:
+    """Return a number as people read it, rounded to ``digits``, thousands set apart."""
     if value is None:
         return "not finite"
-    if value == 0 or 1e-3 <= abs(value) < 1e4:
-        return f"{value:.4g}"
-    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.3e}"
+    if value == 0 or 1e-3 <= abs(value) < 10**digits:
+        return f"{value:.{digits}g}"
+    return f"{value:,.0f}" if 1 <= abs(value) < 1e9 else f"{value:.{digits - 1}e}"
 
 
 class _Axis:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...storage.output_places import check_output_file
 from ...storage.staging import output_file
+from ...system import counted
 from ..events import flat_recipe
 from .chart import Chart, Series, shown
 from .html import folded, table, whole_page
@@ -53,7 +54,7 @@ def _is_report(seen: bytes) -> bool:
 
 def make_report(runs: Sequence[RunRecord]) -> str:
     """Return the page. All text from a run's files is escaped."""
-    title = "Run " + runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
+    title = f"Training run: {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs compared"
     body = [
         f"<h1>{escape(title)}</h1>",
         _summary(runs),
@@ -111,7 +112,7 @@ def _facts(run: RunRecord) -> dict[str, str]:
     return {
         "state": run.state,
         "layout": "; then ".join(layouts) or "unknown",
-        "resumed": f"{resumes} times" if resumes != 1 else "once",
+        "resumed": ("never", "once")[resumes] if resumes < 2 else f"{resumes} times",
         "last loss": f"{shown(last['loss'])} at step {run.done:,}" if last else "none",
         "best evaluation loss": f"{shown(best[0])} at step {best[1]:,}" if best else "not evaluated",
         "tokens": f"{sum(line['tokens'] for line in run.steps):,}",
@@ -158,7 +159,7 @@ def _detail(event: dict[str, Any]) -> str:
 
 
 def _where(attempt: dict[str, Any]) -> str:
-    where = f"on {attempt['world']} rank{'s' if attempt['world'] > 1 else ''} ({attempt['layout']})"
+    where = f"on {counted(attempt['world'], 'rank')} ({attempt['layout']})"
     return f"{where}; {attempt['fitted']}" if attempt.get("fitted") else where
 
 
@@ -193,4 +194,6 @@ def _cell(line: dict[str, Any], key: str) -> str:
         return "not finite"
     if key == "memory":
         return f"{line[key] / 2**30:.2f}"
-    return f"{line[key]:.1%}" if key.startswith("mfu") else repr(line[key])
+    if not isinstance(line[key], int | float):
+        return str(line[key])
+    return f"{line[key]:.1%}" if key.startswith("mfu") else shown(line[key], 6)

@@ -8,6 +8,7 @@ from ...checkpoints import newest_checkpoint, verify
 from ...checkpoints.find import STRICT, warn_of
 from ...parallel_state import BadCheckpoint, BadInput
 from ...storage.folder_kind import CHECKPOINTS, holds_steps
+from ...system import counted
 from ..events import read_events
 from ..metrics import is_whole, read_metrics
 
@@ -48,7 +49,10 @@ class RunRecord:
                 times_by_rank.setdefault(rank, []).append(times)
         ranks = sorted(times_by_rank, key=lambda rank: -len(times_by_rank[rank]))
         counts = ((rank, len(times_by_rank[rank]), max(times_by_rank[rank])) for rank in ranks)
-        return [f"{rank}: {count} times, up to {worst:.1f} x the median" for rank, count, worst in counts]
+        return [
+            f"{rank}: {counted(count, 'time')}, up to {worst:.1f} x the median"
+            for rank, count, worst in counts
+        ]
 
     @property
     def state(self) -> str:
@@ -60,7 +64,7 @@ class RunRecord:
         if event == "finished":
             goal = last.get("goal", step)
             return (
-                f"finished all {goal:,} steps"
+                f"finished all {counted(goal, 'step')}"
                 if step >= goal
                 else f"ended at step {step:,} of {goal:,}, as asked"
             )

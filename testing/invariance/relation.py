@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...system import counted
 from ..layouts import apart, largest
 
 _Same = Callable[[Tensor, Tensor], bool]
@@ -86,7 +87,7 @@ def _mistake(whole: Tensor, parts: Sequence[Tensor], summed: Tensor | None, same
     """Return which known mistake the difference looks like, or an empty string."""
     count = len(parts)
     if summed is not None and all(same(count * whole, part) for part in parts):
-        return f"{count} times too large: it was summed over {count} ranks that each had all of it"
+        return f"{count} times too large: it was summed over {counted(count, 'rank')} that each had all of it"
     if summed is not None and all(same(whole, count * part) for part in parts):
         return f"{count} times too small"
     if whole.ndim > 1 and _one_vector_more(whole, parts[0], same):

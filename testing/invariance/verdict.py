@@ -8,6 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from ...parallel_state import Layout
+from ...system import counted
 from ..layouts import assemble, differences, largest, zero_share
 from ..recorder import Event
 from .relation import Placement, place
@@ -141,7 +142,7 @@ class Judge:
                 return Fault("", "update", off, text)
         for name, relative in self._differences("parameters"):
             if not relative <= self.tolerance:
-                text = f"{name} differs by {relative:.1e} after {steps} steps; the first was right"
+                text = f"{name} differs by {relative:.1e} after {counted(steps, 'step')}; the first was right"
                 return Fault(module_of(name), "update", relative, text)
         return None
 

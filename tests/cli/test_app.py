@@ -12,9 +12,11 @@ import pytest
 import typer.main
 from commands_page import EXAMPLES, every_command
 from support.command_lines import NAMES, VALID, values_of, words_of
+from support.pages import ROOT
 from trilith.cli.app import COMMANDS, GROUPS, make_app, run
 from trilith.cli.errors import explain
 from trilith.cli.shared.aliases import ALIASES, COMMANDS_OF_OTHERS, FORMER_COMMANDS, RENAMED, with_own_names
+from trilith.cli.shared import options
 from trilith.cli.shared.options import TESTED
 from trilith.parallel_state import BadCheckpoint, BadInput, PeerFailed
 
@@ -407,6 +409,12 @@ def test_a_former_command_is_the_command_that_has_its_meaning(capsys):
         assert name not in EVERY and words[0] in EVERY
         assert run(["--debug", name, "--help"]) == 0
         assert f"trilith {words[0]} " in capsys.readouterr().out
+
+
+def test_the_help_names_every_table_of_names_that_comes_with_trilith():
+    tables = {path.name.removesuffix(".names.toml") for path in ROOT.rglob("foreign/*.names.toml")}
+    (listed,) = re.findall(r"table of names \(([\w, ]+)\)", options.NAMES)
+    assert set(listed.split(", ")) == tables
 
 
 def test_examples_fit_on_a_terminal():

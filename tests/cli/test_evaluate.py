@@ -10,6 +10,7 @@ from support.token_files import write_token_file
 from trilith.checkpoints import convert
 from trilith.cli.app import run
 from trilith.data.text.tokenizer_loading import fingerprint_of_folder
+from trilith.data.token_writer import TokenWriter
 from trilith.machine.random_files import write_tokens
 from trilith.runs.metrics import read_metrics
 
@@ -89,6 +90,25 @@ def test_tokens_of_another_tokenizer_are_refused(place, capfd):
         words = ["evaluate", str(place / "named"), str(place / name), *ROWS]
         assert run([*words, "--device", "cpu"]) == code
         assert ("tokens of the model's tokenizer" in capfd.readouterr().err) == bool(code)
+
+
+def test_the_tokenizer_of_the_tokens_may_have_been_saved_again(place, capfd):
+    shutil.copytree(place / "hf", place / "again")
+    (place / "tokenizer").mkdir()
+    stated = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}
+    (place / "tokenizer" / "tokenizer.json").write_text(json.dumps(stated))
+    own = fingerprint_of_folder(place / "tokenizer")
+    with TokenWriter(
+        place / "named", vocab_size=20, tokenizer=place / "tokenizer", tokenizer_fingerprint=own
+    ) as writer:
+        writer.add([*range(20)] * 9)
+        writer.commit()
+    for vocabulary, code in (({"a": 0}, 0), ({"b": 0}, 2)):
+        changed = json.dumps({"model": stated["model"] | {"vocab": vocabulary}}, indent=2)
+        (place / "again" / "tokenizer.json").write_text(changed)
+        words = ["evaluate", str(place / "again"), str(place / "named"), *ROWS, "--device", "cpu"]
+        assert run(words) == code
+        assert ("in place of the model's" in capfd.readouterr().err) == bool(code)
 
 
 @pytest.mark.parametrize(

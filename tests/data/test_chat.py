@@ -112,6 +112,7 @@ def test_a_prompt_is_the_beginning_of_the_sample(tmp_path, splits):
     assert (ids[: len(prompt)], ids[0], ids[-2]) == (prompt, tokenizer.bos_id, tokenizer.eos_id)
     theirs = tokenizer.backend.apply_chat_template(TALK[:-1], add_generation_prompt=True)["input_ids"]
     assert splits or theirs == prompt
+    assert (tokenizer.encode("a</s>")[-1] == tokenizer.eos_id) == (not splits)  # in plain text: one switch
 
 
 def test_a_template_that_rewrites_the_past_is_refused_with_the_place(tokenizer, tmp_path):

@@ -179,7 +179,7 @@ test_conversations_that_cannot_be_tokenized_are_refused = refusals(
     chat("data-set-no-state", "set/test", dataset("state.json", b"[]"), "a JSON object"),
     chat("plain-text", "in.txt", put("in.txt", b"hello"), r"conversations in \.jsonl or \.parquet"),
     chat("text-record", "in.jsonl", lines([*talks(3), {"text": "x"}]), r"in\.jsonl:4: expected messages"),
-    chat("nothing-to-learn", "in.jsonl", lines(talks(1)), "tokens to learn: .* none in 1 samples"),
+    chat("nothing-to-learn", "in.jsonl", lines(talks(1)), "tokens to learn: .* none in 1 sample"),
     chat("model", "in.jsonl", with_tokenizer, "found a SentencePiece file", "t/tokenizer.model"),
     chat("start-token", "in.jsonl", lines(talks(2)), "the template decides, found --no-bos", bos=False),
     Refused(

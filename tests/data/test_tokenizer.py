@@ -16,11 +16,13 @@ from support.draws import drawn
 from support.token_files import documents_of, stop_tokenizing, write_json_lines
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 from trilith.cli.app import run
 from trilith.data import TokenFile, token_writer
 from trilith.data.text import tokenizer_loading
 from trilith.data.text.tokenize_files import tokenize
-from trilith.data.text.tokenizer_loading import load_tokenizer
+from trilith.data.text.tokenizer_identity import give_the_same_ids
+from trilith.data.text.tokenizer_loading import fingerprint_of_folder, load_tokenizer
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.generation.prompts import prompt_ids
 from trilith.parallel_state import BadInput
@@ -168,6 +170,25 @@ def test_fingerprint_follows_the_files(folder, tmp_path):
     (copy / "tokenizer.json").write_text(json.dumps(added))
     assert load_tokenizer(copy).fingerprint != load_tokenizer(folder).fingerprint
     assert tokenizer_loading.LARGEST_FILE == 256 * 2**20
+
+
+def test_a_tokenizer_that_was_saved_again_gives_the_same_ids_and_a_changed_one_does_not(folder, tmp_path):
+    again = tmp_path / "again"
+    AutoTokenizer.from_pretrained(folder).save_pretrained(again)
+    assert fingerprint_of_folder(again) != fingerprint_of_folder(folder)
+    assert give_the_same_ids(folder, again) and not give_the_same_ids(folder, tmp_path)
+    stated = json.loads((again / "tokenizer.json").read_text())
+    older = stated["model"] | {"ignore_merges": None}
+    if "merges" in older:
+        older["merges"] = [" ".join(merge) for merge in older["merges"]]
+    vocabulary = {"vocab": dict(zip("ab", (1, 0), strict=True))}
+    changes = {"normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "added_tokens": []}
+    changes |= {"model": stated["model"] | vocabulary, "version": "0"}
+    for key, change in [*changes.items(), ("model", older)]:
+        (again / "tokenizer.json").write_text(json.dumps(stated | {key: change}))
+        assert give_the_same_ids(folder, again) == (key == "version" or change is older), key
+    (again / "added_tokens.json").write_text('{"<new>": 600}')
+    assert not give_the_same_ids(folder, again)
 
 
 @pytest.mark.parametrize("when", ["before_rename", "after_rename"])

@@ -87,9 +87,12 @@ REFUSED = {
     **{
         f"E10-{why}": (
             lambda world=world: Layout.of(tensor=2, pipeline=2).check_world(world),
-            rf"expected 4 = tensor 2 x .* pipeline 2, found {world}\. Start 4 ranks",
+            rf"expected 4 ranks = tensor 2 x pipeline 2, found {world} started\. {todo}, or start 4 ranks",
         )
-        for why, world in (("fewer", 1), ("uneven", 3), ("more", 8))
+        for why, world, todo in (
+            *(("fewer", 1, "Change an axis"), ("uneven", 3, "Change an axis")),
+            ("more", 8, "Say layout.data=2"),
+        )
     },
 }
 test_a_number_that_cannot_be_is_refused_with_what_was_expected = refusals(

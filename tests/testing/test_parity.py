@@ -161,7 +161,7 @@ def test_the_command(folders, capsys):
     ("arguments", "says"),
     [
         (["--tensor", "3"], "tensor: expected a divisor of num_attention_heads=4, found 3"),
-        (["--device", "cuda"], "device: expected cpu: this machine has no CUDA device"),
+        (["--device", "cuda"], "device: cuda: expected a GPU that torch sees"),
         (["--device", "gpu"], "device: expected auto, cpu or cuda"),
         (["--sequence-length", "65"], "--sequence-length: expected at most 64"),
         (["--data", "2", "--samples", "3"], "--samples: expected a multiple of data=2"),

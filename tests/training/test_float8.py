@@ -41,7 +41,7 @@ def test_a_run_says_once_which_weights_stay_in_bf16(tmp_path):
     (steps, said), (usual, plain) = (run_parallel(run_and_listen, 1, one)[0] for one in (raw, bf16))
     losses, others = ([step.loss for step in run] for run in (steps, usual))
     line = (
-        "float8: 3 weights stay in bfloat16 (a side is no multiple of 16): "
+        "float8: 3 weights in bfloat16 (a side is no multiple of 16): "
         "layers.0.mlp.gate_up.gate, layers.0.mlp.gate_up.up, layers.0.mlp.down"
     )
     assert said.count(line) == 1 and "float8" not in plain

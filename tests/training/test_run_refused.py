@@ -15,10 +15,12 @@ from support.token_files import write_token_file
 from trilith.data.text.tokenizer_loading import fingerprint_of_folder
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from trilith.models import LoraConfig, adapted, family_of
-from trilith.parallel_state import ParallelState
+from trilith.parallel_state import BadInput, ParallelState
+from trilith.planner.dry_run import rank_plan
 from trilith.planner.search import fit
 from trilith.recipes.recipe import parse_recipe
-from trilith.training import Callback, Trainer, check_run, run
+from trilith.training import Callback, Trainer, check_run, host_memory, run
+from trilith.training.host_memory import check_host_memory
 from trilith.training.run_plan import plan
 
 #: A Llama has no such field.
@@ -112,7 +114,7 @@ ROWS = {
     ),
     "mtp-no-blocks": ("absent: the model of .* has no blocks of multi-token", {"model": {"mtp": 0.3}}),
     "mtp-without-a-block": ("1 or more with mtp", predicting({"num_nextn_predict_layers": 0})),
-    "mtp-no-factor": ("a factor: .* has 1 blocks of multi-token prediction", of(TINY_GLM | {"mtp": True})),
+    "mtp-no-factor": ("a factor: .* states 1 block of multi-token prediction", of(TINY_GLM | {"mtp": True})),
     "float8-fp64": ("dtype: expected float32 or bfloat16 with.*float64", FLOAT8 | {"dtype": "float64"}),
     "float8-scaling-alone": (
         'compute = "float8" beside it.*bfloat16',
@@ -231,6 +233,33 @@ test_a_run_does_not_go_on_with_other_data_or_another_model = refusals(
     readapted("no-adapters", "expected a whole model, found LoRA adapters", lora=None),
     readapted("adapters-of-another-base", "that the adapters were trained on", harm=change_a_weight),
 )
+
+
+HOST = [
+    ({"tensor": 2, "data": 2}, {}),
+    ({"pipeline": 2, "data": 2, "zero": 1}, {}),
+    ({"data": 3, "zero": 3}, {}),
+    ({"data": 2, "pipeline": 2}, {"lora": LORA, "model": {"config": None, "init_from": "base"}}),
+]
+
+
+@pytest.mark.parametrize(("layout", "changes"), HOST, ids=["replicas", "zero-1", "zero-3", "lora"])
+def test_cpu_ranks_that_cannot_fit_the_host_are_refused_to_the_byte(tmp_path, monkeypatch, layout, changes):
+    monkeypatch.chdir(tmp_path)
+    write_hf_folder(tmp_path / "base", TINY_LLAMA)
+    data = {"global_batch": 12, "micro_batch": 2}
+    small = recipe(tmp_path, layout=layout, data=data, **changes)
+    planned = plan(small)
+    ranks = [rank_plan(small, planned, rank) for rank in range(small.layout.world)]
+    weights = [rank.stored if small.layout.zero == 3 else rank.parameters for rank in ranks]
+    need = 8 * (sum(weights) + (-1 if changes else 3) * sum(rank.trained for rank in ranks))  # not of LoRA
+    for free in need, None:
+        monkeypatch.setattr(host_memory, "memory_available", lambda swap, free=free: free)
+        check_host_memory(small, planned)
+    monkeypatch.setattr(host_memory, "memory_available", lambda swap: need - 1)
+    with pytest.raises(BadInput, match=f"at least .* GB for {small.layout.world} ranks: weights"):
+        check_host_memory(small, planned)
+    check_host_memory(small.on("cuda"), planned)
 
 
 def many_ids(key):

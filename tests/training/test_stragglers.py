@@ -17,20 +17,33 @@ from trilith.training import trainer
 from trilith.training.stragglers import slowest_of
 
 
-def run_with_a_late_rank(raw):
-    """Run with rank 1 late in step 2, the one that is measured; return whether torch is as it was."""
+def run_with_a_late_rank(raw, hosts=None):
+    """Run with rank 1 late in step 2, the one that is measured; return whether torch is as it was. ``hosts``:
+    the names of the ranks' hosts, if they are to be several.
+    """
 
     def late(point, *, rank, step):
         if point == "step.forward" and rank == 1 and step == 2:
             time.sleep(0.5)
 
     before = dist.Work.wait
-    with mock.patch.object(trainer, "fault", late):
+    with mock.patch.object(trainer, "fault", late), pytest.MonkeyPatch.context() as patch:
+        if hosts is not None:
+            patch.setattr(socket, "gethostname", lambda: hosts[dist.get_rank()])
         run_recipe(raw)
     return dist.Work.wait is before
 
 
 LAYOUTS = [{"data": 2, "zero": 3}, {"pipeline": 2}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("hosts", [None, ["a", "b"]], ids=["one host", "two hosts"])
+def test_unless_asked_a_slow_rank_is_named_among_several_hosts_alone(tmp_path, tokens, hosts):
+    """CPU ranks of one host take its cores from each other, and no rank is to blame."""
+    raw = tiny_recipe(tmp_path / "late", tokens, steps=3, log_every=2, layout={"data": 2})
+    assert run_parallel(run_with_a_late_rank, 2, raw, hosts) == [True, True]
+    named = [line.get("slow_host") for line in read_metrics(tmp_path / "late" / "metrics.jsonl")]
+    assert named == [None, "b" if hosts else None, None]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -48,7 +61,7 @@ def test_a_rank_that_sleeps_is_named_with_its_host(tmp_path, tokens, layout):
         run_parallel(run_recipe, 2, unseen)
         assert losses(tmp_path / "late") == losses(tmp_path / "unseen")
         page = make_report([read_run(tmp_path / "late")])
-        assert f"rank 1 on {socket.gethostname()}: 1 times, up to" in page
+        assert f"rank 1 on {socket.gethostname()}: 1 time, up to" in page
 
 
 def test_ranks_are_compared_with_those_that_do_the_same_work():
@@ -75,7 +88,7 @@ def test_a_report_lists_slow_ranks_by_how_often_they_were_slow(tmp_path):
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read_run(tmp_path).slow_ranks == [
-        *("rank 5 on b: 2 times, up to 2.5 x the median", "rank 1 on a: 1 times, up to 3.0 x the median")
+        *("rank 5 on b: 2 times, up to 2.5 x the median", "rank 1 on a: 1 time, up to 3.0 x the median")
     ]
 
 
