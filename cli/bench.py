@@ -6,28 +6,21 @@ from typing import Annotated
 import typer
 
 from .shared.options import TESTED
+from .shared.parameters import Range
 
 
 def bench(
+    *,
     out: Annotated[
-        Path,
-        typer.Option(help="folder for bench.json and bench.html; holds temporary checkpoints while it runs"),
+        Path, "folder for bench.json and bench.html; holds temporary checkpoints while it runs"
     ] = Path("trilith-bench"),
     only: Annotated[
         str | None,
-        typer.Option(
-            help="comma-separated parts to run: speed, parity, links, layers, mfu, memory, saving, conversion"
-        ),
+        "comma-separated parts to run: speed, parity, links, layers, mfu, memory, saving, conversion",
     ] = None,
-    minutes: Annotated[
-        float, typer.Option(min=0.1, max=600, help="start no new measurement after this many minutes")
-    ] = 10.0,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda; default: the GPUs if there are any", show_default=False)
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="measure tiny shapes and few steps, to see that everything runs")
-    ] = False,
+    minutes: Annotated[float, Range(0.1, 600), "start no new measurement after this many minutes"] = 10.0,
+    device: Annotated[str | None, "cpu or cuda; default: the GPUs if there are any"] = None,
+    quick: Annotated[bool, "measure tiny shapes and few steps, to see that everything runs"] = False,
 ) -> None:
     """Measure training on this machine, and write one JSON and one HTML page.
 

@@ -10,6 +10,7 @@ import typer
 
 from .shared.inputs import check_there
 from .shared.options import TESTED
+from .shared.parameters import As, Range
 from .shared.say import say
 
 if TYPE_CHECKING:
@@ -17,29 +18,19 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    folders: Annotated[
-        list[Path] | None,
-        typer.Argument(help="folders whose file systems to check too", metavar="FOLDER"),
-    ] = None,
-    nodes: Annotated[
-        bool,
-        typer.Option("--nodes", help="compare the nodes on which torchrun or srun started this command"),
-    ] = False,
+    folders: Annotated[list[Path] | None, As("FOLDER"), "folders whose file systems to check too"] = None,
+    *,
+    nodes: Annotated[bool, "compare the nodes on which torchrun or srun started this command"] = False,
     gbits: Annotated[
-        float | None,
-        typer.Option(min=0, help="rate that links should have, in 10^9 bits a second, for --nodes"),
+        float | None, Range(0), "rate that links should have, in 10^9 bits a second, for --nodes"
     ] = None,
     exclude: Annotated[
         bool,
-        typer.Option(
-            "--exclude-faulty",
-            help="add nodes that --nodes finds at fault to the file excluded-nodes in the first FOLDER, the "
-            "run's, where the Slurm script of trilith launch reads it",
-        ),
+        As("--exclude-faulty"),
+        "add nodes that --nodes finds at fault to the file excluded-nodes in the first FOLDER, the "
+        "run's, where the Slurm script of trilith launch reads it",
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="print the findings as JSON, to send or to compare")
-    ] = False,
+    as_json: Annotated[bool, As("--json"), "print the findings as JSON, to send or to compare"] = False,
 ) -> None:
     """Check in a minute whether a machine, or the nodes of a job, can train.
 

@@ -2,26 +2,19 @@
 
 from typing import Annotated
 
-import typer
-
-from .shared.options import CONFIG, NAMES, PATH_OR_ADDRESS
+from .shared.options import CONFIG, NAMES
+from .shared.parameters import As, Place
 from .shared.say import counted
 
 
 def inspect(
-    source: Annotated[
-        str,
-        typer.Argument(help="Hugging Face folder, checkpoint, or a run's folder", metavar="DIR"),
-        PATH_OR_ADDRESS,
-    ],
+    source: Annotated[Place, As("DIR"), "Hugging Face folder, checkpoint, or a run's folder"],
+    *,
     tensor: Annotated[
-        str | None,
-        typer.Option(
-            "--tensor", help="name of a tensor whose minimum, maximum, mean and standard deviation to print"
-        ),
+        str | None, "name of a tensor whose minimum, maximum, mean and standard deviation to print"
     ] = None,
-    config: Annotated[str | None, typer.Option(help=CONFIG), PATH_OR_ADDRESS] = None,
-    names: Annotated[str | None, typer.Option(help=NAMES)] = None,
+    config: Annotated[Place | None, CONFIG] = None,
+    names: Annotated[str | None, NAMES] = None,
 ) -> None:
     """List what a folder of weights holds: model, layout, step, files, tensors.
 

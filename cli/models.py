@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from .shared.options import size_names
 
 if TYPE_CHECKING:
@@ -16,16 +14,12 @@ if TYPE_CHECKING:
 def models(
     name: Annotated[
         str | None,
-        typer.Argument(
-            help="published size, such as llama-3.1-8b, or family, such as llama; default: all families",
-            metavar="NAME",
-            autocompletion=size_names,
-        ),
+        "published size, such as llama-3.1-8b, or family, such as llama; default: all families",
+        size_names,
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="print one JSON object, for programs")] = False,
-    show: Annotated[
-        bool, typer.Option("--show", help="show the model: its blocks, parameters, cuts and names in files")
-    ] = False,
+    *,
+    json: Annotated[bool, "print one JSON object, for programs"] = False,
+    show: Annotated[bool, "show the model: its blocks, parameters, cuts and names in files"] = False,
 ) -> None:
     """List the families of models and their published sizes.
 

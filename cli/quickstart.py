@@ -7,9 +7,8 @@ import typer
 
 
 def quickstart(
-    out: Annotated[
-        Path, typer.Option(help="new or empty folder for all files that the quickstart makes")
-    ] = Path("quickstart"),
+    *,
+    out: Annotated[Path, "new or empty folder for all files that the quickstart makes"] = Path("quickstart"),
 ) -> None:
     """Show in two minutes that a small model trains the same in two layouts.
 

@@ -3,21 +3,18 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from .shared.options import FORCE, SCHEDULES, VIRTUAL_STAGES, schedule_names
+from .shared.parameters import Range
 
 
 def schedule(
-    name: Annotated[
-        str,
-        typer.Argument(help=f"pipeline schedule: {SCHEDULES}", metavar="NAME", autocompletion=schedule_names),
-    ],
-    pipeline: Annotated[int, typer.Option(min=2, help="number of pipeline ranks")] = 4,
-    micro_batches: Annotated[int, typer.Option(min=1, help="number of micro-batches in a step")] = 8,
-    virtual_stages: Annotated[int | None, typer.Option(min=1, help=VIRTUAL_STAGES)] = None,
-    out: Annotated[Path | None, typer.Option(help="picture to write, in .png, .svg or .pdf")] = None,
-    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
+    name: Annotated[str, f"pipeline schedule: {SCHEDULES}", schedule_names],
+    *,
+    pipeline: Annotated[int, Range(2), "number of pipeline ranks"] = 4,
+    micro_batches: Annotated[int, Range(1), "number of micro-batches in a step"] = 8,
+    virtual_stages: Annotated[int | None, Range(1), VIRTUAL_STAGES] = None,
+    out: Annotated[Path | None, "picture to write, in .png, .svg or .pdf"] = None,
+    force: Annotated[bool, FORCE] = False,
 ) -> None:
     """Show the timetable of a pipeline schedule and how long each rank waits.
 
