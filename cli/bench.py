@@ -7,6 +7,7 @@ import typer
 
 from .shared.options import TESTED
 from .shared.parameters import Range
+from .shared.say import progress_bar, say
 
 
 def bench(
@@ -40,7 +41,7 @@ def bench(
     """
     from collections.abc import Sequence
 
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
     from ..machine import measure
     from ..machine.measure.cases import PARTS
@@ -48,7 +49,6 @@ def bench(
     from ..machine.measure.row import Case, Row
     from ..machine.measure.run import check_parts, report_json
     from ..parallel_state import BadInput
-    from ..runs.terminal import plain_console
     from ..storage.folder_kind import kinds_of
     from ..storage.leftovers import make_parents, remove_empty
     from ..storage.output_places import check_output_file
@@ -66,12 +66,8 @@ def bench(
     for file in files:
         check_output_file(file, parents=True)
     made = make_parents(out)
-    console = plain_console(soft_wrap=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
-               TimeElapsedColumn())  # fmt: skip
-    error_console = plain_console(stderr=True)
     try:
-        with Progress(*columns, console=error_console, disable=not error_console.is_terminal) as progress:
+        with progress_bar(MofNCompleteColumn(), TimeElapsedColumn()) as progress:
             task = progress.add_task("looking at the machine", total=None)
             names: list[str] = []
 
@@ -82,7 +78,7 @@ def bench(
             def done(row: Row) -> None:
                 figures = ", ".join(f"{key} {shown_figure(value)}" for key, value in row.figures.items())
                 words = "; ".join(text for text in (figures, row.note) if text)
-                console.print(f"{row.part}: {row.what}: {row.status}; {words} ({row.seconds:.1f} s)")
+                say(f"{row.part}: {row.what}: {row.status}; {words} ({row.seconds:.1f} s)")
                 progress.advance(task)
                 if len(names) > (at := int(progress.tasks[0].completed)):
                     progress.update(task, description=names[at])
@@ -96,7 +92,7 @@ def bench(
     for file, text in zip(files, (report_json(report), make_page(report)), strict=True):
         with output_file(file, parents=True) as path:
             path.write_text(text, encoding="utf-8")
-    console.print(f"wrote {files[0]} and {files[1]}: please send both")
-    console.print(f"{TESTED} docs/gpu.md of the repository says what that leaves open.")
+    say(f"wrote {files[0]} and {files[1]}: please send both")
+    say(f"{TESTED} docs/gpu.md of the repository says what that leaves open.")
     if any(row.status in ("failed", "differs") for row in report.rows):
         raise typer.Exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ import typer
 from .shared.inputs import check_there
 from .shared.options import TESTED
 from .shared.parameters import As, Range
-from .shared.say import say
+from .shared.say import say, say_json, table
 
 if TYPE_CHECKING:
     from ..machine import Finding
@@ -69,7 +70,7 @@ def doctor(
     with plain_console(stderr=True).status("checking") as status:
         findings = diagnose(folders or (), say=lambda group: status.update(f"checking {group}"))
     if as_json:
-        _print_json(findings=findings)
+        say_json({"findings": findings}, default=asdict)
     else:
         _print_table("Doctor", findings)
     _end(findings)
@@ -84,9 +85,7 @@ def _compare(folders: Sequence[Path], *, gbits: float | None, exclude: bool, as_
         return
     verdict = comparison.verdict
     if as_json:
-        _print_json(
-            nodes=comparison.nodes, links=comparison.links, findings=verdict.findings, exclude=verdict.exclude
-        )
+        say_json({"nodes": comparison.nodes, "links": comparison.links, **vars(verdict)}, default=asdict)
     else:
         _print_table("Nodes", verdict.findings)
         if verdict.exclude:
@@ -98,32 +97,17 @@ def _compare(folders: Sequence[Path], *, gbits: float | None, exclude: bool, as_
     _end(verdict.findings)
 
 
-def _print_json(**parts: object) -> None:
-    import json
-    from dataclasses import asdict, is_dataclass
-
-    def plain(instance: object) -> object:
-        if is_dataclass(instance) and not isinstance(instance, type):
-            return asdict(instance)
-        raise TypeError(type(instance))
-
-    say(json.dumps(parts, indent=2, default=plain))
-
-
 def _print_table(title: str, findings: Sequence[Finding]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     from ..runs.terminal import plain_console
 
-    table = Table(title=title, title_justify="left")
-    for column in ("", "check", "found", "what to do"):
-        table.add_column(column, overflow="fold")
+    rows = table(title, ("", "check", "found", "what to do"))
     colours = {"ok": "green", "warning": "yellow", "fault": "red"}
     for finding in findings:
-        table.add_row(Text(finding.level, colours[finding.level]), finding.check, finding.found, finding.todo)
+        rows.add_row(Text(finding.level, colours[finding.level]), finding.check, finding.found, finding.todo)
     console = plain_console()
-    console.print(table)
+    console.print(rows)
     counts = {level: sum(finding.level == level for finding in findings) for level in colours}
     console.print(", ".join(f"{count} {level}" for level, count in counts.items()))
     console.print(f"{TESTED} docs/gpu.md of the repository says what that leaves open.", style="dim")

@@ -14,6 +14,7 @@ from .shared.options import (
     schedule_names,
 )
 from .shared.parameters import As, Place, Range
+from .shared.say import say
 
 
 def parity(
@@ -99,21 +100,18 @@ def parity(
     if tolerance is not None and not 0 <= tolerance < float("inf"):
         raise BadInput("parity", "--tolerance", expected="a number from 0", found=tolerance)
     check(question)
-    console = plain_console(soft_wrap=True)
-    with console.status("checking") as status:
+    with plain_console().status("checking") as status:
         comparisons = compare_with_transformers(
             question, tolerance=tolerance, say=lambda text: status.update(f"running: {text}")
         )
     for comparison in comparisons:
         where = "" if comparison.first is None else f"{comparison.first.kind} of {comparison.first.name}"
         verdict = f"differs first in the {where}" if where else "the same"
-        console.print(
-            f"{comparison.what}: {verdict} (allowed {comparison.tolerance:.0e}, {dtype_name(dtype)})"
-        )
+        say(f"{comparison.what}: {verdict} (allowed {comparison.tolerance:.0e}, {dtype_name(dtype)})")
         for worst in (comparison.worst(kind) for kind in ("output", "loss", "gradient")):
-            console.print(f"  largest difference of {worst.kind:<8} {worst.relative:.1e}  {worst.name}")
+            say(f"  largest difference of {worst.kind:<8} {worst.relative:.1e}  {worst.name}")
         for part in comparison.differences if print_all else ():
-            console.print(f"  {part.relative:.1e}  {part.kind:<8} {part.name}")
+            say(f"  {part.relative:.1e}  {part.kind:<8} {part.name}")
     if any(comparison.first for comparison in comparisons):
         raise typer.Exit(1)
 

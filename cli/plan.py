@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from ..system import no_garbage_search
 from .shared.options import FORCE, model_names
 from .shared.parameters import As, Range
+from .shared.say import progress_bar, say
 from .shared.sizes import parse_amount, parse_counts
 
 if TYPE_CHECKING:
@@ -102,7 +103,6 @@ def plan(
     from ..storage.output_places import check_output_file
     from ..storage.staging import output_file
     from .shared.plan_output import is_page, page_of, print_generation, print_head, print_plan
-    from .shared.say import say
 
     counts: Sequence[int | None] = _counts(gpus, "--gpus") or [None]
     lengths: Sequence[int | None] = _counts(sequence_length, "--sequence-length") or [None]
@@ -178,18 +178,15 @@ def _counts(text: str | None, option: str) -> list[int] | None:
 
 def _search(requests: Sequence[Request]) -> list[Found | Unmet]:
     """Search for each request with a progress bar on a terminal; raise ``BadInput`` if all find nothing."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import TimeElapsedColumn
 
     from ..parallel_state import BadInput
     from ..planner.search.find import SHOWN, find_layouts
     from ..planner.search.sweep import Unmet, found_ones
-    from ..runs.terminal import plain_console
 
-    console = plain_console(stderr=True)
     results: list[Found | Unmet] = []
     shown = SHOWN if len(requests) == 1 else 1
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bar(TimeElapsedColumn(), transient=True) as progress:
         for request in requests:
             task = progress.add_task(f"{request.gpus:,} GPUs: listing layouts", total=None)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .shared.options import SCHEDULES
+from .shared.say import say, say_json
 from .shared.sizes import parse_amount
 from .shared.topics import Topic, read_table
 
@@ -199,12 +200,9 @@ def _show(explanation: Explanation, as_json: bool) -> None:
     from dataclasses import asdict
 
     from ..planner.explanations.explanation import plain, readable
-    from .shared.say import say
 
     if as_json:
-        import json
-
-        say(json.dumps(asdict(explanation), indent=2))
+        say_json(asdict(explanation))
         return
     say(f"{explanation.title}\n\ngiven")
     for number in explanation.inputs:

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from .shared.say import table
+
 
 def quickstart(
     *,
@@ -22,7 +24,6 @@ def quickstart(
         trilith quickstart
         trilith quickstart --out first-try
     """
-    from rich.table import Table
     from rich.text import Text
 
     from ..runs.terminal import plain_console
@@ -30,12 +31,10 @@ def quickstart(
 
     console = plain_console()
     checks = Quickstart(out, lambda text: console.print(text, soft_wrap=True)).run()
-    table = Table(title="What was checked", title_justify="left")
-    for column in ("check", "figure", "goal", ""):
-        table.add_column(column)
+    rows = table("What was checked", ("check", "figure", "goal", ""))
     for check in checks:
-        table.add_row(check.what, check.figure, check.goal, "ok" if check.passed else Text("FAILED", "red"))
-    console.print(table)
+        rows.add_row(check.what, check.figure, check.goal, "ok" if check.passed else Text("FAILED", "red"))
+    console.print(rows)
     console.print(f"curves: {out / 'loss.png'}   model: {out / 'hf'}   run: {out / 'run'}")
     if not all(check.passed for check in checks):
         raise typer.Exit(1)

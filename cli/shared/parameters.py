@@ -48,7 +48,9 @@ def declared(command: Callable[..., None]) -> Callable[..., None]:
 
     hints = get_type_hints(command, include_extras=True)
     signature = inspect.signature(command)
-    parameters = [_declared(each, hints.get(each.name, each.annotation)) for each in signature.parameters.values()]
+    parameters = [
+        _declared(each, hints.get(each.name, each.annotation)) for each in signature.parameters.values()
+    ]
     # typer reads both; the type of a function does not state the first.
     called.__dict__["__signature__"] = signature.replace(parameters=parameters)
     called.__annotations__ = {each.name: each.annotation for each in parameters}
