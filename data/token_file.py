@@ -87,12 +87,15 @@ class TokenFile:
         tokens = self._checked_tokens.read(begin, end)
         if tokens.size and tokens.max() >= self.vocab_size:
             at = int(np.argmax(tokens >= self.vocab_size))
+            expected = f"below {self.vocab_size}"
+            todo = "The file was changed after it was made: tokenize again"
+            actual = tokens[at]
             raise BadInput(
                 TokenPaths(self.path).tokens,
                 f"token {begin + at}",
-                expected=f"below {self.vocab_size}",
-                found=tokens[at],
-                todo="The file was changed after it was made: tokenize again",
+                expected=expected,
+                found=actual,
+                todo=todo,
             )
         return tokens
 

@@ -69,13 +69,9 @@ class TokenIndex(StrictRecord):
     def check_seal(self, path: Path) -> None:
         """Refuse an index that was changed after it was written."""
         if self.seal != self._seal():
-            raise BadInput(
-                path,
-                "seal",
-                expected=f"{self._seal()}, the SHA-256 of what the index says",
-                found=self.seal or "none",
-                todo="The index was changed after it was made: copy it again, or tokenize again",
-            )
+            expected = f"{self._seal()}, the SHA-256 of what the index says"
+            todo = "The index was changed after it was made: copy it again, or tokenize again"
+            raise BadInput(path, "seal", expected=expected, found=self.seal or "none", todo=todo)
 
     def _seal(self) -> str:
         # An index without a tokenizer has the seal that it had before there was this key.
@@ -259,10 +255,6 @@ def _size_of(path: Path) -> int:
 def check_vocabulary(vocab_size: int, model_vocab_size: int, where: object) -> None:
     """Refuse a tokenizer or tokens with ids that the model has no rows for. A smaller vocabulary is fine."""
     if vocab_size > model_vocab_size:
-        raise BadInput(
-            where,
-            "vocab_size",
-            expected=f"at most {model_vocab_size}, the model's",
-            found=vocab_size,
-            todo="Raise the model's vocab_size or use the model's own tokenizer",
-        )
+        expected = f"at most {model_vocab_size}, the model's"
+        todo = "Raise the model's vocab_size or use the model's own tokenizer"
+        raise BadInput(where, "vocab_size", expected=expected, found=vocab_size, todo=todo)

@@ -68,12 +68,15 @@ class CheckedFile:
             return
         checksum = crc32(self._bytes[block * BLOCK : (block + 1) * BLOCK].data)
         if checksum != self._sums[block]:
+            expected = f"the CRC-32 {int(self._sums[block]):08x} that they were written with"
+            todo = "The file was changed after it was made: copy it again, or tokenize again"
+            actual = f"{checksum:08x}"
             raise BadInput(
                 self.path,
                 f"bytes {block * BLOCK} to {min((block + 1) * BLOCK, len(self._bytes)) - 1}",
-                expected=f"the CRC-32 {int(self._sums[block]):08x} that they were written with",
-                found=f"{checksum:08x}",
-                todo="The file was changed after it was made: copy it again, or tokenize again",
+                expected=expected,
+                found=actual,
+                todo=todo,
             )
         self._checked[block] = True
 

@@ -180,13 +180,10 @@ class TokenWriter:
         if not self.tokens and not self.left_out:
             raise BadInput(self._paths.tokens, "tokens", expected="at least one", found="none in the input")
         if self._template is not None and not self._learnt:
-            raise BadInput(
-                self._paths.targets,
-                "tokens to learn",
-                expected="at least one",
-                found=f"none in {self.left_out} samples",
-                todo="The chat template marks no text as the assistant's",
-            )
+            expected = "at least one"
+            todo = "The chat template marks no text as the assistant's"
+            actual = f"none in {self.left_out} samples"
+            raise BadInput(self._paths.targets, "tokens to learn", expected=expected, found=actual, todo=todo)
         for open_file in self._files.values():
             sync(open_file)
         made = self._staging.directory
