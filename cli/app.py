@@ -42,8 +42,7 @@ from .recipe import recipe
 from .report import report
 from .schedule import schedule
 from .shared.aliases import COMMANDS_OF_OTHERS, what_to_type, with_own_command, with_own_names
-from .shared.help_text import help_text
-from .shared.parameters import declared
+from .shared.parameters import declared, help_text
 from .tokenize import tokenize
 from .train import train
 from .train_tokenizer import train_tokenizer

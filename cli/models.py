@@ -9,7 +9,7 @@ from .shared.say import say, say_json
 
 if TYPE_CHECKING:
     from ..models import Family
-    from .shared.family_features import Features
+    from .shared.shown_model import Features
 
 #: Tokens of the sequence whose FLOPs are told, unless the model takes fewer.
 _LONGEST = 8192
@@ -96,7 +96,7 @@ def _print_families(families: list[Family], as_json: bool) -> None:
 
     from ..models import published_sizes
     from ..models.from_transformers.proved import offered, proved
-    from .shared.family_features import AXES, features_of
+    from .shared.shown_model import AXES, features_of
 
     sizes: dict[str, list[str]] = {family.model_type: [] for family in families}
     for name, size in published_sizes().items():
@@ -124,7 +124,7 @@ def _print_families(families: list[Family], as_json: bool) -> None:
 
 
 def _row(features: Features) -> tuple[str, ...]:
-    from .shared.family_features import AXES
+    from .shared.shown_model import AXES
 
     axes = [_word(axis in features.axes) for axis in AXES]
     lora = ", ".join(features.lora) or _word(False)

@@ -26,8 +26,7 @@ def index_files(
     context: typer.Context, inputs: list[Path], tokenizer: Path, out: Path, origin: Origin, *, quiet: bool
 ) -> None:
     """Write an index for each file of ``inputs``, and print the recipe's lines for more than one."""
-    from ..data.datatrove import datatrove_files, read_datatrove
-    from ..data.foreign_tokens import index_tokens
+    from ..data.foreign_tokens import datatrove_files, index_tokens, read_datatrove
     from ..data.megatron import parse_blend, read_megatron
     from ..data.text.tokenizer_loading import load_tokenizer
     from ..parallel_state import BadInput

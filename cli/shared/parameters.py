@@ -6,6 +6,7 @@ parameter, such as the context or one that typer's own declaration describes, is
 """
 
 import inspect
+import re
 from collections.abc import Callable
 from functools import wraps
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
@@ -74,3 +75,24 @@ def _declared(parameter: inspect.Parameter, hint: Any) -> inspect.Parameter:
     else:
         info = typer.Argument(default, metavar=name.metavar or parameter.name.upper(), **facts)
     return parameter.replace(annotation=kind, default=info)
+
+
+#: The columns of a terminal that examples fit in, with a margin of one on each side.
+_COLUMNS = 80
+
+
+def help_text(docstring: str) -> str:
+    """Join the lines of each paragraph, so that a terminal of any width wraps them; keep indented lines, and
+    continue long ones on the next line as a shell does.
+    """
+    text = re.sub(r"(?<=\S)\n(?=\S)| \\\n +", " ", inspect.cleandoc(docstring))
+    return re.sub(rf"^    .{{{_COLUMNS - 5},}}$", _continued, text, flags=re.MULTILINE)
+
+
+def _continued(line: re.Match[str]) -> str:
+    lines = [""]
+    for word in re.findall(r"(?:[^\s\"]|\"[^\"]*\")+", line[0]):
+        if len(lines[-1]) + len(word) > _COLUMNS - 10:
+            lines.append("   ")
+        lines[-1] += f" {word}"
+    return " \\\n".join(f"   {line}" for line in lines)
