@@ -8,7 +8,7 @@ from typing import Any
 
 from ..parallel_state import BadInput, nearest_divisors
 from ..recipes.recipe import Recipe
-from ..storage.disk import writing
+from ..storage.disk import write_whole
 from ..storage.small_files import read_text
 
 
@@ -173,8 +173,5 @@ def exclude_nodes(folder: Path, names: Iterable[str]) -> Path:
     path = folder / EXCLUDED_NODES
     known = read_text(path).splitlines() if path.exists() else []
     lines = [*known, *(name for name in dict.fromkeys(names) if name not in known)]
-    temporary = path.with_name(path.name + ".tmp")
-    with writing(path):
-        temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        temporary.replace(path)
+    write_whole(path, "".join(f"{line}\n" for line in lines))
     return path

@@ -47,7 +47,7 @@ class Mixture:
                 todo = "Tokenize all files of a mixture with one tokenizer"
                 actual = file.index.tokenizer_fingerprint
                 raise BadInput(
-                    TokenPaths(file.path).index,
+                    TokenPaths.named(file.path).index,
                     "tokenizer_fingerprint",
                     expected=expected,
                     found=actual,

@@ -9,7 +9,6 @@ each document ends (uint64), and ``NAME.ds.metadata`` with the name of the token
 and the number of ids.
 """
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,9 +24,9 @@ from ..storage.safe_open import open_regular, stat_regular
 from ..storage.small_files import read_text
 from ..storage.staging import Staging
 from .token_file import TokenFile
-from .token_index import VERSION, TokenIndex, TokenPaths, little_endian
+from .token_index import TokenPaths, little_endian
 from .token_publish import publish_tokens, refuse_taken
-from .token_sums import BlockSums
+from .token_sums import FileHashes
 
 #: Bytes read at once: a multiple of every id's size.
 _PART = 2**22
@@ -90,11 +89,10 @@ def index_tokens(
     staged_as = paths.index if in_place else paths.name
     staging = Staging.begin_files(staged_as, refuse)
     try:
-        digest, sums, begun = hashlib.sha256(), BlockSums(), 0
+        hashes, begun = FileHashes(), 0
         for at, ids in _parts(foreign):
             _check_ids(ids, at, vocab_size, foreign.path)
-            digest.update(ids.data)
-            sums.update(ids.data)
+            hashes.update(ids.data)
             first, last = np.searchsorted(foreign.offsets[:-1], [at, at + ids.size])
             if bos_id is not None:
                 begun += int(np.count_nonzero(ids[foreign.offsets[first:last] - at] == bos_id))
@@ -103,19 +101,11 @@ def index_tokens(
         if not in_place:
             os.symlink(_target(foreign.path, paths.tokens), staging.directory / "tokens")
             places["tokens"] = paths.tokens
-        index = TokenIndex(
-            version=VERSION,
-            dtype=foreign.dtype,
-            tokens=int(foreign.offsets[-1]),
-            documents=len(foreign.offsets) - 1,
-            vocab_size=vocab_size,
-            eos_id=eos_id,
-            bos_id=bos_id if begun == len(foreign.offsets) - 1 else None,
-            tokenizer_fingerprint=tokenizer_fingerprint,
-            sha256=digest.hexdigest(),
-            documents_sha256="",
-        )
-        return publish_tokens(staging, paths, index, foreign.offsets, [sums.value()], places)
+        return publish_tokens(
+            staging, paths, foreign.offsets, [hashes], places,
+            dtype=foreign.dtype, vocab_size=vocab_size, tokenizer_fingerprint=tokenizer_fingerprint,
+            eos_id=eos_id, bos_id=bos_id if begun == len(foreign.offsets) - 1 else None,
+        )  # fmt: skip
     finally:
         staging.abandon()
 

@@ -67,7 +67,9 @@ class WindowRows:
             expected = f"at least {length + 1}, one sequence of {length} and its last label"
             todo = "Add text or shorten sequence_length"
             actual = len(file.tokens)
-            raise BadInput(TokenPaths(file.path).tokens, "tokens", expected=expected, found=actual, todo=todo)
+            raise BadInput(
+                TokenPaths.named(file.path).tokens, "tokens", expected=expected, found=actual, todo=todo
+            )
 
     def __len__(self) -> int:
         return (len(self.file.tokens) - 1) // self.length
@@ -111,7 +113,7 @@ class SampleRows:
             todo = 'Raise sequence_length, or set data.overlong to "truncate" or "drop"'
             actual = f"{int(long.sum())} longer ones of {len(long)}, the longest with {places.max() + 1}"
             raise BadInput(
-                TokenPaths(file.path).tokens, "samples", expected=expected, found=actual, todo=todo
+                TokenPaths.named(file.path).tokens, "samples", expected=expected, found=actual, todo=todo
             )
         if long.any():
             self.fingerprint += f", {overlong} at {length}"
@@ -121,7 +123,7 @@ class SampleRows:
             todo = "Raise sequence_length"
             actual = "none"
             raise BadInput(
-                TokenPaths(file.path).tokens, "samples", expected=expected, found=actual, todo=todo
+                TokenPaths.named(file.path).tokens, "samples", expected=expected, found=actual, todo=todo
             )
         self._places = np.minimum(places, length)
         if packed:

@@ -14,7 +14,7 @@ import torch
 
 from ..parallel_state import BadInput
 from ..parallel_state.engine import accelerator
-from ..storage.disk import writing
+from ..storage.disk import write_whole, writing
 from ..storage.file_names import BROKEN, set_aside_name
 from ..storage.small_files import log_line, read_good_lines, read_log
 from ..system.process_info import own_memory
@@ -122,15 +122,7 @@ def _sorted_out(path: Path, start: int) -> tuple[list[str], list[str]]:
 
 
 def _replace(path: Path, lines: list[str]) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with writing(path):
-        try:
-            temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            temporary.replace(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+    write_whole(path, "".join(f"{line}\n" for line in lines))
 
 
 def _finite(line: Mapping[str, Any]) -> dict[str, Any]:
