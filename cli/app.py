@@ -42,7 +42,7 @@ from .recipe import recipe
 from .report import report
 from .schedule import schedule
 from .shared.aliases import COMMANDS_OF_OTHERS, what_to_type, with_own_command, with_own_names
-from .shared.help_text import help_text
+from .shared.parameters import declared, help_text
 from .tokenize import tokenize
 from .train import train
 from .train_tokenizer import train_tokenizer
@@ -176,7 +176,7 @@ def _group(
     panels = {command.__name__: name for name, group in GROUPS.items() for command in group}
     for command in commands:
         text = help_text(command.__doc__ or "")
-        app.command(cls=_Command, help=text, rich_help_panel=panels.get(command.__name__))(command)
+        app.command(cls=_Command, help=text, rich_help_panel=panels.get(command.__name__))(declared(command))
     return app
 
 

@@ -6,28 +6,22 @@ from typing import Annotated
 import typer
 
 from .shared.options import TESTED
+from .shared.parameters import Range
+from .shared.say import progress_bar, say
 
 
 def bench(
+    *,
     out: Annotated[
-        Path,
-        typer.Option(help="folder for bench.json and bench.html; holds temporary checkpoints while it runs"),
+        Path, "folder for bench.json and bench.html; holds temporary checkpoints while it runs"
     ] = Path("trilith-bench"),
     only: Annotated[
         str | None,
-        typer.Option(
-            help="comma-separated parts to run: speed, parity, links, layers, mfu, memory, saving, conversion"
-        ),
+        "comma-separated parts to run: speed, parity, links, layers, mfu, memory, saving, conversion",
     ] = None,
-    minutes: Annotated[
-        float, typer.Option(min=0.1, max=600, help="start no new measurement after this many minutes")
-    ] = 10.0,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda; default: the GPUs if there are any", show_default=False)
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="measure tiny shapes and few steps, to see that everything runs")
-    ] = False,
+    minutes: Annotated[float, Range(0.1, 600), "start no new measurement after this many minutes"] = 10.0,
+    device: Annotated[str | None, "cpu or cuda; default: the GPUs if there are any"] = None,
+    quick: Annotated[bool, "measure tiny shapes and few steps, to see that everything runs"] = False,
 ) -> None:
     """Measure training on this machine, and write one JSON and one HTML page.
 
@@ -47,7 +41,7 @@ def bench(
     """
     from collections.abc import Sequence
 
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
     from ..machine import measure
     from ..machine.measure.cases import PARTS
@@ -55,7 +49,6 @@ def bench(
     from ..machine.measure.row import Case, Row
     from ..machine.measure.run import check_parts, report_json
     from ..parallel_state import BadInput
-    from ..runs.terminal import plain_console
     from ..storage.folder_kind import kinds_of
     from ..storage.leftovers import make_parents, remove_empty
     from ..storage.output_places import check_output_file
@@ -73,12 +66,8 @@ def bench(
     for file in files:
         check_output_file(file, parents=True)
     made = make_parents(out)
-    console = plain_console(soft_wrap=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
-               TimeElapsedColumn())  # fmt: skip
-    error_console = plain_console(stderr=True)
     try:
-        with Progress(*columns, console=error_console, disable=not error_console.is_terminal) as progress:
+        with progress_bar(MofNCompleteColumn(), TimeElapsedColumn()) as progress:
             task = progress.add_task("looking at the machine", total=None)
             names: list[str] = []
 
@@ -89,7 +78,7 @@ def bench(
             def done(row: Row) -> None:
                 figures = ", ".join(f"{key} {shown_figure(value)}" for key, value in row.figures.items())
                 words = "; ".join(text for text in (figures, row.note) if text)
-                console.print(f"{row.part}: {row.what}: {row.status}; {words} ({row.seconds:.1f} s)")
+                say(f"{row.part}: {row.what}: {row.status}; {words} ({row.seconds:.1f} s)")
                 progress.advance(task)
                 if len(names) > (at := int(progress.tasks[0].completed)):
                     progress.update(task, description=names[at])
@@ -103,7 +92,7 @@ def bench(
     for file, text in zip(files, (report_json(report), make_page(report)), strict=True):
         with output_file(file, parents=True) as path:
             path.write_text(text, encoding="utf-8")
-    console.print(f"wrote {files[0]} and {files[1]}: please send both")
-    console.print(f"{TESTED} docs/gpu.md of the repository says what that leaves open.")
+    say(f"wrote {files[0]} and {files[1]}: please send both")
+    say(f"{TESTED} docs/gpu.md of the repository says what that leaves open.")
     if any(row.status in ("failed", "differs") for row in report.rows):
         raise typer.Exit(1)

@@ -5,39 +5,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from .shared.options import ADAPTER, DEVICE, DTYPE, LARGEST_SEED, PATH_OR_ADDRESS, Strict
+from .shared.options import ADAPTER, DEVICE, DTYPE, LARGEST_SEED, Strict
+from .shared.parameters import As, Place, Range
 from .shared.say import pieces_of_text, say
 
 
 def chat(
-    source: Annotated[
-        str,
-        typer.Argument(help="Hugging Face folder, checkpoint, or a run's folder", metavar="DIR"),
-        PATH_OR_ADDRESS,
-    ],
-    system: Annotated[str | None, typer.Option(help="system message")] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, max=2**20, help="largest number of tokens of an answer")
-    ] = 256,
+    source: Annotated[Place, As("DIR"), "Hugging Face folder, checkpoint, or a run's folder"],
+    *,
+    system: Annotated[str | None, "system message"] = None,
+    max_new_tokens: Annotated[int, Range(1, 2**20), "largest number of tokens of an answer"] = 256,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="sampling temperature; 0: always take the likeliest token")
+        float, Range(0.0), "sampling temperature; 0: always take the likeliest token"
     ] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="sample from the K likeliest tokens; 0: from all")] = 0,
+    top_k: Annotated[int, Range(0), "sample from the K likeliest tokens; 0: from all"] = 0,
     top_p: Annotated[
-        float,
-        typer.Option(
-            min=0.0, max=1.0, help="sample from the likeliest tokens whose probabilities reach this sum"
-        ),
+        float, Range(0.0, 1.0), "sample from the likeliest tokens whose probabilities reach this sum"
     ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="seed of the sampling")] = 0,
-    dtype: Annotated[str, typer.Option(help=DTYPE)] = "float32",
-    device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="tokenizer folder with a chat template; default: DIR")
-    ] = None,
-    adapter: Annotated[Path | None, typer.Option(help=ADAPTER)] = None,
+    seed: Annotated[int, Range(0, LARGEST_SEED), "seed of the sampling"] = 0,
+    dtype: Annotated[str, DTYPE] = "float32",
+    device: Annotated[str, DEVICE] = "auto",
+    tokenizer: Annotated[Path | None, "tokenizer folder with a chat template; default: DIR"] = None,
+    adapter: Annotated[Path | None, ADAPTER] = None,
     strict: Strict = False,
 ) -> None:
     """Talk with a model on one device: each line typed is a message, and is answered.

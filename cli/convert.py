@@ -6,10 +6,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
 from ..system import counted
-from .shared.options import CONFIG, DRY_RUN, IMPLEMENTATION, NAMES, PATH_OR_ADDRESS, SPLIT, WORKERS, Strict
+from .shared.options import CONFIG, DRY_RUN, IMPLEMENTATION, NAMES, SPLIT, WORKERS, Strict
+from .shared.parameters import Place, Range
 from .shared.say import say
 
 if TYPE_CHECKING:
@@ -20,56 +19,36 @@ _WORKERS = 2
 
 def convert(
     src: Annotated[
-        str,
-        typer.Argument(
-            help="Hugging Face folder, Hugging Face model id, checkpoint, a run's folder, an address "
-            "of one of them such as s3://bucket/run, or a checkpoint of another project",
-            metavar="SRC",
-        ),
-        PATH_OR_ADDRESS,
+        Place,
+        "Hugging Face folder, Hugging Face model id, checkpoint, a run's folder, an address "
+        "of one of them such as s3://bucket/run, or a checkpoint of another project",
     ],
-    dst: Annotated[
-        Path,
-        typer.Argument(
-            help="new folder for the converted weights",
-            metavar="DST",
-        ),
-    ],
+    dst: Annotated[Path, "new folder for the converted weights"],
+    *,
     to: Annotated[
         Literal["hf", "peft", "sharded", "dcp"] | None,
-        typer.Option(
-            "--to",
-            help="form to write: hf (Hugging Face), sharded (checkpoint), peft (LoRA adapters) or dcp "
-            "(torch's distributed checkpoint); default: sharded from a Hugging Face folder, or with --tensor "
-            "or --pipeline; otherwise hf",
-        ),
+        "form to write: hf (Hugging Face), sharded (checkpoint), peft (LoRA adapters) or dcp "
+        "(torch's distributed checkpoint); default: sharded from a Hugging Face folder, or with --tensor "
+        "or --pipeline; otherwise hf",
     ] = None,
-    tensor: Annotated[int, typer.Option(min=1, help="number of tensor-parallel ranks to cut for")] = 1,
-    pipeline: Annotated[int, typer.Option(min=1, help="number of pipeline stages to cut for")] = 1,
-    split: Annotated[str | None, typer.Option(help=SPLIT)] = None,
-    config: Annotated[str | None, typer.Option(help=CONFIG), PATH_OR_ADDRESS] = None,
-    names: Annotated[str | None, typer.Option(help=NAMES)] = None,
-    implementation: Annotated[Literal["auto", "transformers"], typer.Option(help=IMPLEMENTATION)] = "auto",
+    tensor: Annotated[int, Range(1), "number of tensor-parallel ranks to cut for"] = 1,
+    pipeline: Annotated[int, Range(1), "number of pipeline stages to cut for"] = 1,
+    split: Annotated[str | None, SPLIT] = None,
+    config: Annotated[Place | None, CONFIG] = None,
+    names: Annotated[str | None, NAMES] = None,
+    implementation: Annotated[Literal["auto", "transformers"], IMPLEMENTATION] = "auto",
     dtype: Annotated[
-        str | None, typer.Option(help="data type to cast weights to: bfloat16, float16, float32 or float64")
+        str | None, "data type to cast weights to: bfloat16, float16, float32 or float64"
     ] = None,
-    allow_nonfinite: Annotated[
-        bool, typer.Option("--allow-nonfinite", help="accept weights that are NaN or infinite")
-    ] = False,
+    allow_nonfinite: Annotated[bool, "accept weights that are NaN or infinite"] = False,
     allow_symlinks: Annotated[
         bool,
-        typer.Option(
-            "--allow-symlinks",
-            help="follow symbolic links that lead out of a Hugging Face folder (links into the Hugging Face "
-            "cache are always followed)",
-        ),
+        "follow symbolic links that lead out of a Hugging Face folder (links into the Hugging Face "
+        "cache are always followed)",
     ] = False,
-    workers: Annotated[int, typer.Option(min=1, help=WORKERS)] = _WORKERS,
-    verify: Annotated[
-        bool,
-        typer.Option("--verify", help="read the output again and compare every number with the source"),
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN)] = False,
+    workers: Annotated[int, Range(1), WORKERS] = _WORKERS,
+    verify: Annotated[bool, "read the output again and compare every number with the source"] = False,
+    dry_run: Annotated[bool, DRY_RUN] = False,
     strict: Strict = False,
 ) -> None:
     """Convert weights between Hugging Face, checkpoints and layouts.

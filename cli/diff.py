@@ -5,26 +5,18 @@ from typing import Annotated
 import typer
 
 from .shared.inputs import check_weights_there
-from .shared.options import CONFIG, NAMES, PATH_OR_ADDRESS
+from .shared.options import CONFIG, NAMES
+from .shared.parameters import Place, Range
 from .shared.say import say
 
 
 def diff(
-    a: Annotated[
-        str,
-        typer.Argument(help="Hugging Face folder, checkpoint, or a run's folder", metavar="A"),
-        PATH_OR_ADDRESS,
-    ],
-    b: Annotated[
-        str,
-        typer.Argument(help="folder to compare with, in any form and any layout", metavar="B"),
-        PATH_OR_ADDRESS,
-    ],
-    most: Annotated[
-        int, typer.Option("--most", min=1, max=10**6, help="largest number of differing tensors to print")
-    ] = 20,
-    config: Annotated[str | None, typer.Option(help=CONFIG), PATH_OR_ADDRESS] = None,
-    names: Annotated[str | None, typer.Option(help=NAMES)] = None,
+    a: Annotated[Place, "Hugging Face folder, checkpoint, or a run's folder"],
+    b: Annotated[Place, "folder to compare with, in any form and any layout"],
+    *,
+    most: Annotated[int, Range(1, 10**6), "largest number of differing tensors to print"] = 20,
+    config: Annotated[Place | None, CONFIG] = None,
+    names: Annotated[str | None, NAMES] = None,
 ) -> None:
     """Compare the weights of two folders tensor by tensor.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,36 +11,27 @@ import typer
 
 from .shared.inputs import check_there
 from .shared.options import TESTED
-from .shared.say import say
+from .shared.parameters import As, Range
+from .shared.say import say, say_json, table
 
 if TYPE_CHECKING:
     from ..machine import Finding
 
 
 def doctor(
-    folders: Annotated[
-        list[Path] | None,
-        typer.Argument(help="folders whose file systems to check too", metavar="FOLDER"),
-    ] = None,
-    nodes: Annotated[
-        bool,
-        typer.Option("--nodes", help="compare the nodes on which torchrun or srun started this command"),
-    ] = False,
+    folders: Annotated[list[Path] | None, As("FOLDER"), "folders whose file systems to check too"] = None,
+    *,
+    nodes: Annotated[bool, "compare the nodes on which torchrun or srun started this command"] = False,
     gbits: Annotated[
-        float | None,
-        typer.Option(min=0, help="rate that links should have, in 10^9 bits a second, for --nodes"),
+        float | None, Range(0), "rate that links should have, in 10^9 bits a second, for --nodes"
     ] = None,
     exclude: Annotated[
         bool,
-        typer.Option(
-            "--exclude-faulty",
-            help="add nodes that --nodes finds at fault to the file excluded-nodes in the first FOLDER, the "
-            "run's, where the Slurm script of trilith launch reads it",
-        ),
+        As("--exclude-faulty"),
+        "add nodes that --nodes finds at fault to the file excluded-nodes in the first FOLDER, the "
+        "run's, where the Slurm script of trilith launch reads it",
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="print the findings as JSON, to send or to compare")
-    ] = False,
+    as_json: Annotated[bool, As("--json"), "print the findings as JSON, to send or to compare"] = False,
 ) -> None:
     """Check in a minute whether a machine, or the nodes of a job, can train.
 
@@ -78,7 +70,7 @@ def doctor(
     with plain_console(stderr=True).status("checking") as status:
         findings = diagnose(folders or (), say=lambda group: status.update(f"checking {group}"))
     if as_json:
-        _print_json(findings=findings)
+        say_json({"findings": findings}, default=asdict)
     else:
         _print_table("Doctor", findings)
     _end(findings)
@@ -93,9 +85,7 @@ def _compare(folders: Sequence[Path], *, gbits: float | None, exclude: bool, as_
         return
     verdict = comparison.verdict
     if as_json:
-        _print_json(
-            nodes=comparison.nodes, links=comparison.links, findings=verdict.findings, exclude=verdict.exclude
-        )
+        say_json({"nodes": comparison.nodes, "links": comparison.links, **vars(verdict)}, default=asdict)
     else:
         _print_table("Nodes", verdict.findings)
         if verdict.exclude:
@@ -107,32 +97,17 @@ def _compare(folders: Sequence[Path], *, gbits: float | None, exclude: bool, as_
     _end(verdict.findings)
 
 
-def _print_json(**parts: object) -> None:
-    import json
-    from dataclasses import asdict, is_dataclass
-
-    def plain(instance: object) -> object:
-        if is_dataclass(instance) and not isinstance(instance, type):
-            return asdict(instance)
-        raise TypeError(type(instance))
-
-    say(json.dumps(parts, indent=2, default=plain))
-
-
 def _print_table(title: str, findings: Sequence[Finding]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     from ..runs.terminal import plain_console
 
-    table = Table(title=title, title_justify="left")
-    for column in ("", "check", "found", "what to do"):
-        table.add_column(column, overflow="fold")
+    rows = table(title, ("", "check", "found", "what to do"))
     colours = {"ok": "green", "warning": "yellow", "fault": "red"}
     for finding in findings:
-        table.add_row(Text(finding.level, colours[finding.level]), finding.check, finding.found, finding.todo)
+        rows.add_row(Text(finding.level, colours[finding.level]), finding.check, finding.found, finding.todo)
     console = plain_console()
-    console.print(table)
+    console.print(rows)
     counts = {level: sum(finding.level == level for finding in findings) for level in colours}
     console.print(", ".join(f"{count} {level}" for level, count in counts.items()))
     console.print(f"{TESTED} docs/gpu.md of the repository says what that leaves open.", style="dim")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..system import counted, no_garbage_search
+from .shared.say import print_table, say, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,7 +40,6 @@ def show_dry_run(
     ``exact``: simulate the rank's step, too, and say who holds the bytes; ``html``: write that as a page.
     """
     from ..planner.device_memory import LESS_UNUSED
-    from ..runs.terminal import plain_console
     from ..storage.staging import output_file
 
     # The page's file takes its room first: where it cannot be written, nothing is simulated for it.
@@ -47,19 +47,18 @@ def show_dry_run(
         if page is not None:
             page.write_bytes(bytes(_ROOM_FOR_PAGE))
         planned = _show(recipe, overrides, rank, device_memory, exact=exact, page=page)
-    console = plain_console(soft_wrap=True)
     if html is not None:
-        console.print(f"page           {html}")
+        say(f"page           {html}")
     for note in planned.notes:
-        console.print(f"not here       {note}")
+        say(f"not here       {note}")
     planned.check(str(recipe))
     if planned.room is None:
-        console.print("fit unknown    give the device's memory: --device-memory 80GB")
+        say("fit unknown    give the device's memory: --device-memory 80GB")
     else:
         used, room, share = planned.rank.total, planned.room, 1 - planned.recipe.memory.headroom
         space = f"{used / 1e9:,.1f} of {room / 1e9:,.1f} GB, {share:.0%} of the device's"
         wasteful = planned.rank.runtime and planned.device and planned.rank.reserved > planned.device
-        console.print(f"fits           {space}" + (f", only with {LESS_UNUSED}" if wasteful else ""))
+        say(f"fits           {space}" + (f", only with {LESS_UNUSED}" if wasteful else ""))
 
 
 def _show(
@@ -72,15 +71,14 @@ def _show(
     page: Path | None,
 ) -> DryRun:
     from ..recipes.recipe import load_recipe
-    from ..runs.terminal import plain_console
     from .shared.sizes import parse_size
 
     device = parse_size(device_memory, "--device-memory") if device_memory is not None else None
-    loaded, console = load_recipe(recipe, overrides), plain_console(soft_wrap=True)
+    loaded = load_recipe(recipe, overrides)
     layout = loaded.layout
     # All else takes seconds.
     ranks = f": {counted(layout.world, 'rank')}" if layout.world > 1 else ""
-    console.print(f"layout         {layout}{ranks}")
+    say(f"layout         {layout}{ranks}")
     from ..planner.device_memory import reserved_words
     from ..planner.dry_run import dry_run
     from ..planner.search.exact_memory import (
@@ -96,47 +94,45 @@ def _show(
     planned = dry_run(loaded, rank=rank, device=device)
     shown, memory = planned.rank, planned.rank.memory
     active = f", of which a token meets {planned.active:,}" if planned.active < planned.parameters else ""
-    console.print(f"device         {planned.recipe.device}")
-    console.print(
+    say(f"device         {planned.recipe.device}")
+    say(
         f"parameters     {planned.parameters:,}{active}; rank {shown.rank} computes with "
         f"{shown.parameters:,}, stores {shown.stored:,}, trains {shown.trained:,}"
     )
-    console.print(
+    say(
         f"global batch   {counted(planned.recipe.data.global_batch, 'sample')}, {planned.tokens:,} tokens; "
         f"{counted(planned.micro_batches, 'micro-batch')} of {planned.recipe.data.micro_batch} a rank; "
         f"pipeline bubble {planned.bubble:.1%}"
     )
     for line in without_effect(planned.recipe):
-        console.print(f"note           {line}")
+        say(f"note           {line}")
     if layout.pipeline > 1:
-        console.print(f"stages         {planned.cut}")
+        say(f"stages         {planned.cut}")
     flops, prefix = (1e9, "G") if planned.flops.causal >= 1e8 else (1e6, "M")
-    console.print(
+    say(
         f"model FLOPs    {planned.flops.full / flops:,.2f} {prefix} a token counting all of attention, "
         f"{planned.flops.causal / flops:,.2f} {prefix} counting the causal half"
     )
     unit, scale = _unit(shown.total)
     sizes = memory.parts(0) | {"runtime (assumed)": shown.runtime}
     rows = [(kind, f"{size / scale:,.2f}") for kind, size in sizes.items() if kind != "runtime"]
-    table = _table(f"memory of rank {shown.rank}", ("kind", unit), rows)
-    table.add_section()
-    table.add_row("at the worst moment", f"{shown.total / scale:,.2f}")
+    memory_table = _table(f"memory of rank {shown.rank}", ("kind", unit), rows)
+    memory_table.add_section()
+    memory_table.add_row("at the worst moment", f"{shown.total / scale:,.2f}")
     if memory.host:
-        table.add_row("beside, on the host", f"{memory.host / scale:,.2f}")
-    console.print(table)
+        memory_table.add_row("beside, on the host", f"{memory.host / scale:,.2f}")
+    print_table(memory_table)
     if shown.runtime:
-        console.print(f"reserved       {reserved_words(shown.reserved, planned.device)}")
+        say(f"reserved       {reserved_words(shown.reserved, planned.device)}")
     if planned.recipe.compiles:
-        console.print("program        eager; compiled blocks keep less: 0.90 to 0.97 of this on an H100")
+        say("program        eager; compiled blocks keep less: 0.90 to 0.97 of this on an H100")
     if shown.traffic:
-        console.print(_sent(shown.traffic, shown.rank))
+        print_table(_sent(shown.traffic, shown.rank))
     if exact or page is not None:
         record = _simulated(planned.recipe, shown.rank)
-        console.print(f"exact          {exact_line(record, memory.total)}")
-        console.print(
-            _table(f"who holds the memory of rank {shown.rank}", KINDS_HEAD, kinds_of_bytes(record))
-        )
-        console.print(_table("the largest holders", HOLDERS_HEAD, largest_holders(record)))
+        say(f"exact          {exact_line(record, memory.total)}")
+        print_table(_table(f"who holds the memory of rank {shown.rank}", KINDS_HEAD, kinds_of_bytes(record)))
+        print_table(_table("the largest holders", HOLDERS_HEAD, largest_holders(record)))
         if page is not None:
             page.write_text(make_step_page(recipe.stem, record, memory.total), encoding="utf-8")
     return planned
@@ -162,14 +158,10 @@ def _is_page(seen: bytes) -> bool:
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for name in head:
-        table.add_column(name, justify="right" if name in _NUMBERS else "left")
+    filled = table(title, head, right=_NUMBERS)
     for row in rows:
-        table.add_row(*row)
-    return table
+        filled.add_row(*row)
+    return filled
 
 
 def _unit(largest: float) -> tuple[str, float]:
@@ -181,14 +173,8 @@ def _sent(traffic: Sequence[Traffic], rank: int) -> Table:
     unit, scale = _unit(max(sent.wire for sent in traffic))
     head = ("over", "ranks", "kind", "of", "number", f"{unit} on the wire")
     rows = [
-        (
-            sent.axis,
-            f"{sent.ranks:,}",
-            sent.kind.replace("_", "-"),
-            sent.what,
-            f"{sent.count:,}",
-            f"{sent.wire / scale:,.2f}",
-        )
-        for sent in traffic
-    ]
+        (each.axis, f"{each.ranks:,}", each.kind.replace("_", "-"), each.what, f"{each.count:,}",
+         f"{each.wire / scale:,.2f}")
+        for each in traffic
+    ]  # fmt: skip
     return _table(f"collectives of rank {rank}, a step", head, rows)

@@ -7,37 +7,29 @@ from typing import Annotated
 import typer
 
 from ..system import counted
-from .shared.options import ADAPTER, DEVICE, DTYPE, PATH_OR_ADDRESS, Strict
+from .shared.options import ADAPTER, DEVICE, DTYPE, Strict
+from .shared.parameters import As, Place, Range
 from .shared.say import say
 
 
 def evaluate(
     context: typer.Context,
-    source: Annotated[
-        str,
-        typer.Argument(help="Hugging Face folder, checkpoint, or a run's folder", metavar="DIR"),
-        PATH_OR_ADDRESS,
-    ],
-    tokens: Annotated[Path, typer.Argument(help="token file of trilith tokenize", metavar="TOKENS")],
+    source: Annotated[Place, As("DIR"), "Hugging Face folder, checkpoint, or a run's folder"],
+    tokens: Annotated[Path, "token file of trilith tokenize"],
+    *,
     sequence_length: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="tokens of a row; default: those of the run, else 2048 or the most that the model takes",
-        ),
+        Range(1),
+        "tokens of a row; default: those of the run, else 2048 or the most that the model takes",
     ] = None,
-    rows: Annotated[
-        int | None, typer.Option(min=1, help="number of rows, drawn as with seed 0; default: all")
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, max=2**16, help="number of rows computed at once")] = 4,
-    tensor: Annotated[
-        int, typer.Option(min=1, help="number of tensor-parallel ranks, as local processes")
-    ] = 1,
-    pipeline: Annotated[int, typer.Option(min=1, help="number of pipeline stages, as local processes")] = 1,
-    dtype: Annotated[str, typer.Option(help=DTYPE)] = "float32",
-    device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
-    adapter: Annotated[Path | None, typer.Option(help=ADAPTER)] = None,
-    json: Annotated[bool, typer.Option("--json", help="print one JSON object, for programs")] = False,
+    rows: Annotated[int | None, Range(1), "number of rows, drawn as with seed 0; default: all"] = None,
+    batch: Annotated[int, Range(1, 2**16), "number of rows computed at once"] = 4,
+    tensor: Annotated[int, Range(1), "number of tensor-parallel ranks, as local processes"] = 1,
+    pipeline: Annotated[int, Range(1), "number of pipeline stages, as local processes"] = 1,
+    dtype: Annotated[str, DTYPE] = "float32",
+    device: Annotated[str, DEVICE] = "auto",
+    adapter: Annotated[Path | None, ADAPTER] = None,
+    json: Annotated[bool, "print one JSON object, for programs"] = False,
     status: Annotated[Path | None, typer.Option(hidden=True)] = None,
     strict: Strict = False,
 ) -> None:

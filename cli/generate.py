@@ -5,71 +5,48 @@ from typing import Annotated
 
 import typer
 
-from .shared.options import ADAPTER, DEVICE, DTYPE, FORCE, LARGEST_SEED, PATH_OR_ADDRESS, Strict
+from .shared.options import ADAPTER, DEVICE, DTYPE, FORCE, LARGEST_SEED, Strict
+from .shared.parameters import As, Place, Range
 from .shared.say import pieces_of_text, say
 
 
 def generate(
     context: typer.Context,
-    source: Annotated[
-        str,
-        typer.Argument(help="Hugging Face folder, checkpoint, or a run's folder", metavar="DIR"),
-        PATH_OR_ADDRESS,
-    ],
-    prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="text to continue; may be repeated")
-    ] = None,
+    source: Annotated[Place, As("DIR"), "Hugging Face folder, checkpoint, or a run's folder"],
+    *,
+    prompt: Annotated[list[str] | None, As("--prompt", "-p"), "text to continue; may be repeated"] = None,
     prompt_file: Annotated[
-        Path | None,
-        typer.Option(help="file of prompts: one in each line, or .jsonl records with prompt or messages"),
+        Path | None, "file of prompts: one in each line, or .jsonl records with prompt or messages"
     ] = None,
     chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat", help="treat prompts as messages of a user, and apply the tokenizer's chat template"
-        ),
+        bool, "treat prompts as messages of a user, and apply the tokenizer's chat template"
     ] = False,
-    system: Annotated[str | None, typer.Option(help="system message, for --chat")] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, max=2**20, help="largest number of tokens to add")
-    ] = 64,
-    min_new_tokens: Annotated[int, typer.Option(min=0, help="smallest number of tokens to add")] = 0,
+    system: Annotated[str | None, "system message, for --chat"] = None,
+    max_new_tokens: Annotated[int, Range(1, 2**20), "largest number of tokens to add"] = 64,
+    min_new_tokens: Annotated[int, Range(0), "smallest number of tokens to add"] = 0,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="sampling temperature; 0: always take the likeliest token")
+        float, Range(0.0), "sampling temperature; 0: always take the likeliest token"
     ] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="sample from the K likeliest tokens; 0: from all")] = 0,
+    top_k: Annotated[int, Range(0), "sample from the K likeliest tokens; 0: from all"] = 0,
     top_p: Annotated[
-        float,
-        typer.Option(
-            min=0.0, max=1.0, help="sample from the likeliest tokens whose probabilities reach this sum"
-        ),
+        float, Range(0.0, 1.0), "sample from the likeliest tokens whose probabilities reach this sum"
     ] = 1.0,
     seed: Annotated[
-        int,
-        typer.Option(
-            min=0, max=LARGEST_SEED, help="seed of the sampling; each prompt has its own random numbers"
-        ),
+        int, Range(0, LARGEST_SEED), "seed of the sampling; each prompt has its own random numbers"
     ] = 0,
     stop: Annotated[
-        list[str] | None,
-        typer.Option(help="text that ends a continuation, besides the model's end tokens; may be repeated"),
+        list[str] | None, "text that ends a continuation, besides the model's end tokens; may be repeated"
     ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="do not stop at the model's end tokens")
-    ] = False,
-    batch: Annotated[int, typer.Option(min=1, help="number of prompts computed at once")] = 16,
-    out: Annotated[
-        Path | None, typer.Option(help="JSONL file to write, with one object for each prompt")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
-    tensor: Annotated[
-        int, typer.Option(min=1, help="number of tensor-parallel ranks, as local processes")
-    ] = 1,
-    pipeline: Annotated[int, typer.Option(min=1, help="number of pipeline stages, as local processes")] = 1,
-    dtype: Annotated[str, typer.Option(help=DTYPE)] = "float32",
-    device: Annotated[str, typer.Option(help=DEVICE)] = "auto",
-    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer folder; default: DIR")] = None,
-    adapter: Annotated[Path | None, typer.Option(help=ADAPTER)] = None,
+    ignore_eos: Annotated[bool, "do not stop at the model's end tokens"] = False,
+    batch: Annotated[int, Range(1), "number of prompts computed at once"] = 16,
+    out: Annotated[Path | None, "JSONL file to write, with one object for each prompt"] = None,
+    force: Annotated[bool, FORCE] = False,
+    tensor: Annotated[int, Range(1), "number of tensor-parallel ranks, as local processes"] = 1,
+    pipeline: Annotated[int, Range(1), "number of pipeline stages, as local processes"] = 1,
+    dtype: Annotated[str, DTYPE] = "float32",
+    device: Annotated[str, DEVICE] = "auto",
+    tokenizer: Annotated[Path | None, "tokenizer folder; default: DIR"] = None,
+    adapter: Annotated[Path | None, ADAPTER] = None,
     status: Annotated[Path | None, typer.Option(hidden=True)] = None,
     strict: Strict = False,
 ) -> None:

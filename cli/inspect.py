@@ -2,26 +2,20 @@
 
 from typing import Annotated
 
-import typer
-
 from ..system import counted
-from .shared.options import CONFIG, NAMES, PATH_OR_ADDRESS
+from .shared.options import CONFIG, NAMES
+from .shared.parameters import As, Place
+from .shared.say import print_table, say, table
 
 
 def inspect(
-    source: Annotated[
-        str,
-        typer.Argument(help="Hugging Face folder, checkpoint, or a run's folder", metavar="DIR"),
-        PATH_OR_ADDRESS,
-    ],
+    source: Annotated[Place, As("DIR"), "Hugging Face folder, checkpoint, or a run's folder"],
+    *,
     tensor: Annotated[
-        str | None,
-        typer.Option(
-            "--tensor", help="name of a tensor whose minimum, maximum, mean and standard deviation to print"
-        ),
+        str | None, "name of a tensor whose minimum, maximum, mean and standard deviation to print"
     ] = None,
-    config: Annotated[str | None, typer.Option(help=CONFIG), PATH_OR_ADDRESS] = None,
-    names: Annotated[str | None, typer.Option(help=NAMES)] = None,
+    config: Annotated[Place | None, CONFIG] = None,
+    names: Annotated[str | None, NAMES] = None,
 ) -> None:
     """List what a folder of weights holds: model, layout, step, files, tensors.
 
@@ -40,22 +34,15 @@ def inspect(
     from difflib import get_close_matches
     from math import prod
 
-    from rich.table import Table
-
     from ..checkpoints import read_foreign, read_source, verify_files
     from ..parallel_state import BadInput, buffer_names
-    from ..runs.terminal import plain_console
 
-    console = plain_console(soft_wrap=True)
     if config is None and (foreign := read_foreign(source)) is not None:
-        console.print(f"{source}: {foreign.summary()}; with --config its tensors have Hugging Face's names")
+        say(f"{source}: {foreign.summary()}; with --config its tensors have Hugging Face's names")
         for line in (*foreign.facts(), *foreign.skipped):
-            console.print(line, markup=False)
+            say(line)
         for name, stored in foreign.tensors.items():
-            console.print(
-                f"{name}  {stored.dtype} {[*stored.shape]}  {counted(len(stored.parts), 'part')}",
-                markup=False,
-            )
+            say(f"{name}  {stored.dtype} {[*stored.shape]}  {counted(len(stored.parts), 'part')}")
         return
     folder = read_source(source, config=config, names=names)
     manifest = folder.manifest
@@ -68,13 +55,11 @@ def inspect(
         for name, whole in folder.catalog.items()
         if not name.startswith("optimizer.") and name not in fixed
     )
-    console.print(f"{folder.path}: {folder.form} of {folder.described.model_type}, {parameters:,} parameters")
+    say(f"{folder.path}: {folder.form} of {folder.described.model_type}, {parameters:,} parameters")
     if manifest is not None:
-        console.print(
-            f"layout: {manifest.layout}" + (f"; step {manifest.step}" if manifest.step is not None else "")
-        )
+        say(f"layout: {manifest.layout}" + (f"; step {manifest.step}" if manifest.step is not None else ""))
     for warning in folder.warnings:
-        console.print(f"warning: {warning}")
+        say(f"warning: {warning}")
     if tensor is not None:
         if tensor not in folder.catalog:
             near = get_close_matches(tensor, folder.catalog, n=3)
@@ -86,20 +71,16 @@ def inspect(
             numbers = [number for number, file in enumerate(folder.files) if file in holding]
             verify_files(manifest, folder.files, numbers)
         values = whole.read(finite=False).double()
-        console.print(
+        say(
             f"{tensor}  {whole.dtype} {list(whole.shape)}  min {values.min():.6g}  max {values.max():.6g}  "
             f"mean {values.mean():.6g}  std {values.std():.6g}"
         )
         return
-    files = Table(title="files", title_justify="left")
-    for column in ("file", "tensors", "bytes"):
-        files.add_column(column, justify="left" if column == "file" else "right")
+    files = table("files", ("file", "tensors", "bytes"), right=("tensors", "bytes"))
     for file in folder.stored_files:
         files.add_row(file.path.name, f"{len(file.tensors):,}", f"{file.size:,}")
-    console.print(files)
-    tensors = Table(title="tensors", title_justify="left")
-    for column in ("name", "dtype", "shape", "parts"):
-        tensors.add_column(column)
+    print_table(files)
+    tensors = table("tensors", ("name", "dtype", "shape", "parts"))
     for name, whole in folder.catalog.items():
         tensors.add_row(name, whole.dtype, str(list(whole.shape)), str(len(whole.parts)))
-    console.print(tensors)
+    print_table(tensors)

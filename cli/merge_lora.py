@@ -3,31 +3,19 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from ..system import counted
 from .shared.inputs import check_weights_there
-from .shared.options import PATH_OR_ADDRESS, WORKERS, Strict
+from .shared.options import WORKERS, Strict
+from .shared.parameters import Place, Range
 from .shared.say import say
 
 
 def merge_lora(
-    base: Annotated[
-        str,
-        typer.Argument(
-            help="Hugging Face folder, Hugging Face model id, or checkpoint of the base model", metavar="BASE"
-        ),
-        PATH_OR_ADDRESS,
-    ],
-    adapter: Annotated[
-        str,
-        typer.Argument(
-            help="PEFT folder, a LoRA run's folder, or a checkpoint of a LoRA run", metavar="ADAPTER"
-        ),
-        PATH_OR_ADDRESS,
-    ],
-    out: Annotated[Path, typer.Argument(help="new Hugging Face folder", metavar="OUT")],
-    workers: Annotated[int, typer.Option(min=1, help=WORKERS)] = 2,
+    base: Annotated[Place, "Hugging Face folder, Hugging Face model id, or checkpoint of the base model"],
+    adapter: Annotated[Place, "PEFT folder, a LoRA run's folder, or a checkpoint of a LoRA run"],
+    out: Annotated[Path, "new Hugging Face folder"],
+    *,
+    workers: Annotated[int, Range(1), WORKERS] = 2,
     strict: Strict = False,
 ) -> None:
     """Add LoRA adapters to the weights of their base model.

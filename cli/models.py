@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from .shared.options import size_names
+from .shared.say import say, say_json
 
 if TYPE_CHECKING:
     from ..models import Family
-    from .shared.family_features import Features
+    from .shared.shown_model import Features
+
+#: Tokens of the sequence whose FLOPs are told, unless the model takes fewer.
+_LONGEST = 8192
 
 
 def models(
     name: Annotated[
         str | None,
-        typer.Argument(
-            help="published size, such as llama-3.1-8b, or family, such as llama; default: all families",
-            metavar="NAME",
-            autocompletion=size_names,
-        ),
+        "published size, such as llama-3.1-8b, or family, such as llama; default: all families",
+        size_names,
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="print one JSON object, for programs")] = False,
-    show: Annotated[
-        bool, typer.Option("--show", help="show the model: its blocks, parameters, cuts and names in files")
-    ] = False,
+    *,
+    json: Annotated[bool, "print one JSON object, for programs"] = False,
+    show: Annotated[bool, "show the model: its blocks, parameters, cuts and names in files"] = False,
 ) -> None:
     """List the families of models and their published sizes.
 
@@ -33,8 +31,8 @@ def models(
     tells what each family can do: the axes of a layout, LoRA, text generation. Each ability is tested on
     a tiny model, which takes about ten seconds. With the name of a family it lists the family's published
     sizes. With the name of a size it prints the fields of the config, the number of parameters (and, if
-    there are experts, how many of them compute one token), the memory of the weights, the FLOPs of a
-    token, and a dry run to start from. A recipe trains a size from scratch with `model.size = "NAME"`.
+    there are experts, how many of them compute one token), the memory of the weights and the FLOPs of a
+    token; `trilith plan` finds its layouts. A recipe trains a size from scratch with `model.size = "NAME"`.
 
     Types that transformers computes (docs/any_model.md of the repository) are listed by the axes that tests
     have proved; with the name of one the command tells why others are refused.
@@ -74,7 +72,6 @@ def _print_shown(name: str | None, as_json: bool) -> None:
     from ..models import FAMILIES, family_of, published_size, published_sizes, tiny_config
     from ..models.from_transformers.proved import proved
     from ..parallel_state import BadInput
-    from ..runs.terminal import plain_console
     from .shared.shown_model import shown_model
 
     if name is None or as_json:
@@ -89,10 +86,9 @@ def _print_shown(name: str | None, as_json: bool) -> None:
     elif fields is None or title:
         fields = {**published_size(title, "models", also=FAMILIES).fields}
     family = family_of(fields, name)
-    console = plain_console(soft_wrap=True)
-    console.print(f"{title or 'tiny model'}: {family.model_type} ({family.architecture})\n")
+    say(f"{title or 'tiny model'}: {family.model_type} ({family.architecture})\n")
     for line in shown_model(family, family.from_hf(fields, name)):
-        console.print(line)
+        say(line)
 
 
 def _print_families(families: list[Family], as_json: bool) -> None:
@@ -100,37 +96,35 @@ def _print_families(families: list[Family], as_json: bool) -> None:
 
     from ..models import published_sizes
     from ..models.from_transformers.proved import offered, proved
-    from ..runs.terminal import plain_console
-    from .shared.family_features import AXES, features_of
+    from .shared.shown_model import AXES, features_of
 
     sizes: dict[str, list[str]] = {family.model_type: [] for family in families}
     for name, size in published_sizes().items():
         sizes[size.family.model_type].append(name)
     by_family = {family.model_type: features_of(family) for family in families}
     if as_json:
-        _print_json({key: asdict(features) | {"sizes": sizes[key]} for key, features in by_family.items()})
+        say_json({key: asdict(features) | {"sizes": sizes[key]} for key, features in by_family.items()})
         return
-    console = plain_console(soft_wrap=True)
     rows = [("family", *AXES, "LoRA on", "generation")]
     rows += [(key, *_row(features)) for key, features in by_family.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        console.print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
-    console.print(f"\ntypes that transformers {proved()['transformers']} or later computes, by proved axes")
+        say("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
+    say(f"\ntypes that transformers {proved()['transformers']} or later computes, by proved axes")
     kinds_by_axes: dict[tuple[str, ...], list[str]] = {}
     for kind, axes in offered().items():
         if kind not in sizes:
             kinds_by_axes.setdefault(axes, []).append(kind)
     for axes, kinds in sorted(kinds_by_axes.items(), key=lambda row: -len(row[1])):
-        console.print(f"  {', '.join(axes) or 'data alone'}: {', '.join(kinds)}")
-    console.print("\npublished sizes")
+        say(f"  {', '.join(axes) or 'data alone'}: {', '.join(kinds)}")
+    say("\npublished sizes")
     for key, names in sizes.items():
         if names:
-            console.print(f"  {key}: {', '.join(names)}")
+            say(f"  {key}: {', '.join(names)}")
 
 
 def _row(features: Features) -> tuple[str, ...]:
-    from .shared.family_features import AXES
+    from .shared.shown_model import AXES
 
     axes = [_word(axis in features.axes) for axis in AXES]
     lora = ", ".join(features.lora) or _word(False)
@@ -143,75 +137,61 @@ def _word(can: bool) -> str:
 
 def _print_adopted(kind: str, as_json: bool) -> None:
     from ..models.from_transformers.proved import AXES, proved, why_not, why_refused
-    from ..runs.terminal import plain_console
 
     refused = why_refused(kind)
     reasons = {} if refused else {axis: why for axis in AXES if (why := why_not(kind, axis))}
     axes = [] if refused else [axis for axis in AXES if axis not in reasons]
     if as_json:
-        _print_json({"axes": axes, "refused": refused or reasons})
+        say_json({"axes": axes, "refused": refused or reasons})
         return
-    console = plain_console(soft_wrap=True)
-    console.print(f"{kind}: computed by transformers {proved()['transformers']} or later")
-    console.print(f"refused        {refused}" if refused else f"proved axes    {', '.join(axes) or 'data'}")
+    say(f"{kind}: computed by transformers {proved()['transformers']} or later")
+    say(f"refused        {refused}" if refused else f"proved axes    {', '.join(axes) or 'data'}")
     for axis, why in reasons.items():
-        console.print(f"{axis:<14} refused: {why}")
+        say(f"{axis:<14} refused: {why}")
 
 
 def _print_sizes(family: Family, as_json: bool) -> None:
     from ..models import published_sizes
-    from ..runs.terminal import plain_console
 
     sizes = [size for size in published_sizes().values() if size.family is family]
     if as_json:
-        _print_json({size.name: {"parameters": size.parameters} for size in sizes})
+        say_json({size.name: {"parameters": size.parameters} for size in sizes})
         return
-    console = plain_console(soft_wrap=True)
-    console.print(f"published sizes of {family.model_type} ({family.architecture})")
+    say(f"published sizes of {family.model_type} ({family.architecture})")
     width = max((len(size.name) for size in sizes), default=0)
     for size in sizes:
-        console.print(f"  {size.name:<{width}}  {size.parameters:>15,} parameters")
+        say(f"  {size.name:<{width}}  {size.parameters:>15,} parameters")
 
 
 def _print_size(name: str, as_json: bool) -> None:
     from ..models import published_size
-    from ..runs.terminal import plain_console
-    from .shared.shown_model import size_facts
+    from ..simulation.model_flops import flops_per_token, parameters_of
 
-    facts = size_facts(published_size(name))
-    size = facts.size
+    size = published_size(name)
+    model, length = size.family.on_meta(size.config), min(_LONGEST, size.config.max_position_embeddings)
+    active, flops, weights = parameters_of(model).active, flops_per_token(model, length), 2 * size.parameters
     if as_json:
-        _print_json(
+        say_json(
             {
                 "name": size.name,
                 "family": size.family.model_type,
                 "config": dict(size.fields),
                 "parameters": size.parameters,
-                "active_parameters": facts.active,
-                "weights_bytes": facts.weights,
-                "sequence_length": facts.sequence_length,
-                "flops_per_token": {"causal": facts.flops.causal, "full": facts.flops.full},
-                "dry_run": facts.dry_run,
+                "active_parameters": active,
+                "weights_bytes": weights,
+                "sequence_length": length,
+                "flops_per_token": {"causal": flops.causal, "full": flops.full},
             }
         )
         return
-    console = plain_console(soft_wrap=True)
-    active = f", of which a token meets {facts.active:,}" if facts.active < size.parameters else ""
-    console.print(f"{size.name}: {size.family.model_type} ({size.family.architecture})")
+    met = f", of which a token meets {active:,}" if active < size.parameters else ""
+    say(f"{size.name}: {size.family.model_type} ({size.family.architecture})")
     for key, value in size.fields.items():
-        console.print(f"  {key} = {value}")
-    console.print(f"parameters     {size.parameters:,}{active}")
-    console.print(f"weights        {facts.weights / 1e9:,.2f} GB in bfloat16")
-    console.print(
-        f"model FLOPs    {facts.flops.full / 1e9:,.2f} G a token in a sequence of {facts.sequence_length:,}, "
-        f"forward and backward, {facts.flops.causal / 1e9:,.2f} G counting the causal half of attention"
+        say(f"  {key} = {value}")
+    say(f"parameters     {size.parameters:,}{met}")
+    say(f"weights        {weights / 1e9:,.2f} GB in bfloat16")
+    say(
+        f"model FLOPs    {flops.full / 1e9:,.2f} G a token in a sequence of {length:,}, "
+        f"forward and backward, {flops.causal / 1e9:,.2f} G counting the causal half of attention"
     )
-    console.print(f"dry run        {facts.dry_run}")
-
-
-def _print_json(value: object) -> None:
-    import json
-
-    from .shared.say import say
-
-    say(json.dumps(value, indent=2))
+    say(f"layouts        trilith plan {size.name} --gpus 8")

@@ -9,44 +9,34 @@ import typer
 
 from .shared.inputs import NoSuchInput, check_model_there, check_tokens_there
 from .shared.options import FORCE, size_names
+from .shared.parameters import As, Range
 from .shared.say import say
 
 
 def new(
+    *,
     model: Annotated[
         str | None,
-        typer.Option(
-            help="Hugging Face folder to train on, or published size or config.json to start from scratch",
-            autocompletion=size_names,
-        ),
+        "Hugging Face folder to train on, or published size or config.json to start from scratch",
+        size_names,
     ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="token file of `trilith tokenize`", metavar="TOKENS")
-    ] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, max=2**20, help="number of GPUs")] = None,
+    data: Annotated[Path | None, As("TOKENS"), "token file of `trilith tokenize`"] = None,
+    gpus: Annotated[int | None, Range(1, 2**20), "number of GPUs"] = None,
     gpu_type: Annotated[
-        str, typer.Option(help="type of GPU, such as h200, b200, a100-80gb, l40s, rtx-4090, mi300x")
+        str, "type of GPU, such as h200, b200, a100-80gb, l40s, rtx-4090, mi300x"
     ] = "h100-80gb",
     sequence_length: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="tokens of a row; default: the most that the model takes, up to 8192, or less "
-            "for few tokens",
-        ),
+        Range(1),
+        "tokens of a row; default: the most that the model takes, up to 8192, or less for few tokens",
     ] = None,
     global_batch: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="rows of a step, over all ranks; default: 4 Mi tokens, or less for few tokens"
-        ),
+        int | None, Range(1), "rows of a step, over all ranks; default: 4 Mi tokens, or less for few tokens"
     ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="number of steps; default: once over the tokens")
-    ] = None,
-    lora: Annotated[int | None, typer.Option(min=1, help="train LoRA adapters of this rank")] = None,
-    out: Annotated[Path, typer.Option(help="recipe to write", metavar="RECIPE.toml")] = Path("recipe.toml"),
-    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
+    steps: Annotated[int | None, Range(1), "number of steps; default: once over the tokens"] = None,
+    lora: Annotated[int | None, Range(1), "train LoRA adapters of this rank"] = None,
+    out: Annotated[Path, As("RECIPE.toml"), "recipe to write"] = Path("recipe.toml"),
+    force: Annotated[bool, FORCE] = False,
 ) -> None:
     """Write a commented recipe for a model, a token file and a number of GPUs.
 

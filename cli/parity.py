@@ -7,66 +7,46 @@ import typer
 from .shared.inputs import check_weights_there
 from .shared.options import (
     IMPLEMENTATION,
-    PATH_OR_ADDRESS,
     SCHEDULES,
     SPLIT,
     VIRTUAL_STAGES,
     check_seed,
     schedule_names,
 )
+from .shared.parameters import As, Place, Range
+from .shared.say import say
 
 
 def parity(
-    folder: Annotated[
-        str, typer.Argument(help="Hugging Face folder with the model", metavar="HF_DIR"), PATH_OR_ADDRESS
-    ],
-    tensor: Annotated[int, typer.Option(min=1, help="number of tensor-parallel ranks")] = 1,
-    pipeline: Annotated[int, typer.Option(min=1, help="number of pipeline stages")] = 1,
-    data: Annotated[int, typer.Option(min=1, help="number of data-parallel ranks")] = 1,
-    data_replicate: Annotated[
-        int, typer.Option(min=1, help="number of whole copies among the data-parallel ranks")
-    ] = 1,
-    expert: Annotated[
-        int, typer.Option(min=1, help="number of data-parallel ranks that share out the experts")
-    ] = 1,
-    zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage of data parallelism, 0 to 3")] = 0,
+    folder: Annotated[Place, As("HF_DIR"), "Hugging Face folder with the model"],
+    *,
+    tensor: Annotated[int, Range(1), "number of tensor-parallel ranks"] = 1,
+    pipeline: Annotated[int, Range(1), "number of pipeline stages"] = 1,
+    data: Annotated[int, Range(1), "number of data-parallel ranks"] = 1,
+    data_replicate: Annotated[int, Range(1), "number of whole copies among the data-parallel ranks"] = 1,
+    expert: Annotated[int, Range(1), "number of data-parallel ranks that share out the experts"] = 1,
+    zero: Annotated[int, Range(0, 3), "ZeRO stage of data parallelism, 0 to 3"] = 0,
     sequence: Annotated[
-        bool,
-        typer.Option("--sequence-parallel", help="use sequence parallelism over the tensor-parallel ranks"),
+        bool, As("--sequence-parallel"), "use sequence parallelism over the tensor-parallel ranks"
     ] = False,
-    context: Annotated[
-        int, typer.Option(min=1, help="number of context-parallel ranks; they share each row")
-    ] = 1,
-    ring: Annotated[
-        bool, typer.Option("--ring", help="use ring attention over the context-parallel ranks")
-    ] = False,
-    schedule: Annotated[
-        str, typer.Option(help=f"pipeline schedule: {SCHEDULES}", autocompletion=schedule_names)
-    ] = "1f1b",
-    virtual_stages: Annotated[int | None, typer.Option(min=1, help=VIRTUAL_STAGES)] = None,
-    split: Annotated[str | None, typer.Option(help=SPLIT)] = None,
+    context: Annotated[int, Range(1), "number of context-parallel ranks; they share each row"] = 1,
+    ring: Annotated[bool, "use ring attention over the context-parallel ranks"] = False,
+    schedule: Annotated[str, f"pipeline schedule: {SCHEDULES}", schedule_names] = "1f1b",
+    virtual_stages: Annotated[int | None, Range(1), VIRTUAL_STAGES] = None,
+    split: Annotated[str | None, SPLIT] = None,
     dtype: Annotated[
-        str,
-        typer.Option(
-            help="data type to compute in: float64 shows the smallest errors, bfloat16 only large ones"
-        ),
+        str, "data type to compute in: float64 shows the smallest errors, bfloat16 only large ones"
     ] = "float32",
-    samples: Annotated[
-        int,
-        typer.Option(min=0, help="number of rows in the batch; 0: at least two for each rank"),
-    ] = 0,
-    sequence_length: Annotated[int, typer.Option(min=1, help="number of tokens in a row")] = 32,
-    implementation: Annotated[Literal["auto", "transformers"], typer.Option(help=IMPLEMENTATION)] = "auto",
-    device: Annotated[
-        str, typer.Option(help="device to compute on: cpu, or cuda with a GPU for each rank")
-    ] = "cpu",
+    samples: Annotated[int, Range(0), "number of rows in the batch; 0: at least two for each rank"] = 0,
+    sequence_length: Annotated[int, Range(1), "number of tokens in a row"] = 32,
+    implementation: Annotated[Literal["auto", "transformers"], IMPLEMENTATION] = "auto",
+    device: Annotated[str, "device to compute on: cpu, or cuda with a GPU for each rank"] = "cpu",
     seed: Annotated[int, typer.Option(help="seed of the random tokens", callback=check_seed)] = 0,
     tolerance: Annotated[
-        float | None,
-        typer.Option(help="largest relative difference that passes; default: depends on --dtype"),
+        float | None, "largest relative difference that passes; default: depends on --dtype"
     ] = None,
     print_all: Annotated[
-        bool, typer.Option("--modules", help="print every module and every gradient, not only the worst")
+        bool, As("--modules"), "print every module and every gradient, not only the worst"
     ] = False,
 ) -> None:
     """Compare a model with transformers and with one process, module by module.
@@ -120,21 +100,18 @@ def parity(
     if tolerance is not None and not 0 <= tolerance < float("inf"):
         raise BadInput("parity", "--tolerance", expected="a number from 0", found=tolerance)
     check(question)
-    console = plain_console(soft_wrap=True)
-    with console.status("checking") as status:
+    with plain_console().status("checking") as status:
         comparisons = compare_with_transformers(
             question, tolerance=tolerance, say=lambda text: status.update(f"running: {text}")
         )
     for comparison in comparisons:
         where = "" if comparison.first is None else f"{comparison.first.kind} of {comparison.first.name}"
         verdict = f"differs first in the {where}" if where else "the same"
-        console.print(
-            f"{comparison.what}: {verdict} (allowed {comparison.tolerance:.0e}, {dtype_name(dtype)})"
-        )
+        say(f"{comparison.what}: {verdict} (allowed {comparison.tolerance:.0e}, {dtype_name(dtype)})")
         for worst in (comparison.worst(kind) for kind in ("output", "loss", "gradient")):
-            console.print(f"  largest difference of {worst.kind:<8} {worst.relative:.1e}  {worst.name}")
+            say(f"  largest difference of {worst.kind:<8} {worst.relative:.1e}  {worst.name}")
         for part in comparison.differences if print_all else ():
-            console.print(f"  {part.relative:.1e}  {part.kind:<8} {part.name}")
+            say(f"  {part.relative:.1e}  {part.kind:<8} {part.name}")
     if any(comparison.first for comparison in comparisons):
         raise typer.Exit(1)
 

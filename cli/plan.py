@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from ..system import counted, no_garbage_search
 from .shared.options import FORCE, model_names
+from .shared.parameters import As, Range
+from .shared.say import progress_bar, say
 from .shared.sizes import parse_amount, parse_counts
 
 if TYPE_CHECKING:
@@ -27,79 +27,48 @@ MOST_COUNTS = 64
 
 @no_garbage_search(hide=True)
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="published size, config.json, Hugging Face folder, or recipe",
-            metavar="MODEL",
-            autocompletion=model_names,
-        ),
-    ],
-    gpus: Annotated[
-        str | None, typer.Option(help="number of GPUs, or several such as 8,16,32 for a scaling curve")
-    ] = None,
+    model: Annotated[str, "published size, config.json, Hugging Face folder, or recipe", model_names],
+    *,
+    gpus: Annotated[str | None, "number of GPUs, or several such as 8,16,32 for a scaling curve"] = None,
     gpu_type: Annotated[
-        str, typer.Option(help="type of GPU, such as h200, b200, a100-80gb, l40s, rtx-4090, mi300x")
+        str, "type of GPU, such as h200, b200, a100-80gb, l40s, rtx-4090, mi300x"
     ] = "h100-80gb",
     machine: Annotated[
-        Path | None,
-        typer.Option(
-            help="instead of --gpu-type: the bench.json of your machine",
-            metavar="BENCH.json",
-        ),
+        Path | None, As("BENCH.json"), "instead of --gpu-type: the bench.json of your machine"
     ] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of a node; default: as many as in the maker's own servers")
+        int | None, Range(1), "GPUs of a node; default: as many as in the maker's own servers"
     ] = None,
     sequence_length: Annotated[
         str | None,
-        typer.Option(
-            help="tokens of a row, or several such as 8192,32768 for a sweep; default: the recipe's, or the "
-            "most that the model takes, up to 8192"
-        ),
+        "tokens of a row, or several such as 8192,32768 for a sweep; default: the recipe's, or the "
+        "most that the model takes, up to 8192",
     ] = None,
     global_batch: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="rows of a step, over all ranks; default: the recipe's, or 4 Mi tokens, with --lora "
-            "64 rows, with --generate 16",
-        ),
+        Range(1),
+        "rows of a step, over all ranks; default: the recipe's, or 4 Mi tokens, with --lora "
+        "64 rows, with --generate 16",
     ] = None,
-    lora: Annotated[int | None, typer.Option(min=1, help="train LoRA adapters of this rank")] = None,
+    lora: Annotated[int | None, Range(1), "train LoRA adapters of this rank"] = None,
     tokens: Annotated[
-        str | None, typer.Option(help="tokens of the whole training, such as 15T, for its days and GPU-hours")
+        str | None, "tokens of the whole training, such as 15T, for its days and GPU-hours"
     ] = None,
-    price: Annotated[
-        str | None, typer.Option(help="price of a GPU-hour, for the cost of --tokens", metavar="NUMBER")
-    ] = None,
+    price: Annotated[str | None, As("NUMBER"), "price of a GPU-hour, for the cost of --tokens"] = None,
     watts: Annotated[
-        str | None,
-        typer.Option(
-            help="watts of a GPU, for the energy of --tokens; default: the maker's", metavar="NUMBER"
-        ),
+        str | None, As("NUMBER"), "watts of a GPU, for the energy of --tokens; default: the maker's"
     ] = None,
-    generate: Annotated[
-        bool, typer.Option("--generate", help="plan `trilith generate` in the place of training")
-    ] = False,
+    generate: Annotated[bool, "plan `trilith generate` in the place of training"] = False,
     dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="data type of weights and cache, for --generate; default: bfloat16", metavar="DTYPE"
-        ),
+        str | None, As("DTYPE"), "data type of weights and cache, for --generate; default: bfloat16"
     ] = None,
     headroom: Annotated[
-        float | None,
-        typer.Option(
-            min=0, max=0.9, help="share of a GPU's memory to leave free; default: the recipe's, or 0.08"
-        ),
+        float | None, Range(0, 0.9), "share of a GPU's memory to leave free; default: the recipe's, or 0.08"
     ] = None,
-    write: Annotated[
-        Path | None, typer.Option(help="recipe of the fastest layout to write", metavar="RECIPE.toml")
-    ] = None,
-    html: Annotated[Path | None, typer.Option(help="report to write, one page", metavar="PAGE.html")] = None,
-    json: Annotated[bool, typer.Option("--json", help="print one JSON object, for programs")] = False,
-    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
+    write: Annotated[Path | None, As("RECIPE.toml"), "recipe of the fastest layout to write"] = None,
+    html: Annotated[Path | None, As("PAGE.html"), "report to write, one page"] = None,
+    json: Annotated[bool, "print one JSON object, for programs"] = False,
+    force: Annotated[bool, FORCE] = False,
 ) -> None:
     """Find the fastest layout of a model that fits, and why the others do not.
 
@@ -134,7 +103,6 @@ def plan(
     from ..storage.output_places import check_output_file
     from ..storage.staging import output_file
     from .shared.plan_output import is_page, page_of, print_generation, print_head, print_plan
-    from .shared.say import say
 
     counts: Sequence[int | None] = _counts(gpus, "--gpus") or [None]
     lengths: Sequence[int | None] = _counts(sequence_length, "--sequence-length") or [None]
@@ -210,18 +178,15 @@ def _counts(text: str | None, option: str) -> list[int] | None:
 
 def _search(requests: Sequence[Request]) -> list[Found | Unmet]:
     """Search for each request with a progress bar on a terminal; raise ``BadInput`` if all find nothing."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import TimeElapsedColumn
 
     from ..parallel_state import BadInput
     from ..planner.search.find import SHOWN, find_layouts
     from ..planner.search.sweep import Unmet, found_ones
-    from ..runs.terminal import plain_console
 
-    console = plain_console(stderr=True)
     results: list[Found | Unmet] = []
     shown = SHOWN if len(requests) == 1 else 1
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bar(TimeElapsedColumn(), transient=True) as progress:
         for request in requests:
             task = progress.add_task(f"{counted(request.gpus, 'GPU')}: listing layouts", total=None)
 

@@ -1,19 +1,75 @@
-"""``trilith plan explain TOPIC``: a command for each topic of ``shared/topics.toml``."""
+"""``trilith plan explain TOPIC``: a command for each topic of ``topics.toml``."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from .shared.options import SCHEDULES
+from .shared.say import say, say_json
 from .shared.sizes import parse_amount
-from .shared.topics import Topic, read_table
 
 if TYPE_CHECKING:
     from ..planner.explanations.explanation import Explanation
+
+
+class Input(NamedTuple):
+    """Name a number that is put in: symbol, option, default as it is written, and meaning."""
+
+    symbol: str
+    option: str
+    default: str
+    meaning: str
+
+
+class Result(NamedTuple):
+    """State how a result is computed. The texts have ``{}`` for ``str.format``."""
+
+    symbol: str
+    formula: str
+    unit: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Topic:
+    """Hold a topic of ``topics.toml``, whose head says what each key is."""
+
+    title: str
+    help: str
+    inputs: list[Input]
+    steps: list[Result]
+    notes: list[str]
+    sources: list[str]
+    examples: list[str]
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    of_model: Mapping[str, str] = field(default_factory=dict)
+
+
+@cache
+def read_table() -> tuple[Mapping[str, tuple[str, str]], Mapping[str, Topic]]:
+    """Return kind and meaning of each option that is a number, and the topics by name."""
+    table = tomllib.loads(Path(__file__).with_name("topics.toml").read_text(encoding="utf-8"))
+    options = {name: (kind, meaning) for name, (kind, meaning) in table["options"].items()}
+    topics = {}
+    for name, raw in table["topics"].items():
+        inputs = [[*fields, options[fields[1]][1]][:4] for fields in _rows(raw["inputs"])]
+        steps = [Result(*fields) for fields in _rows(raw["steps"])]
+        topics[name] = Topic(**raw | {"inputs": [Input(*fields) for fields in inputs], "steps": steps})
+    return options, topics
+
+
+def _rows(text: str) -> list[list[str]]:
+    """Return the fields of each line: two blanks or more are between them."""
+    return [re.split(r" {2,}", line.strip(), maxsplit=3) for line in text.splitlines()]
 
 
 def plan_explain() -> None:
@@ -199,12 +255,9 @@ def _show(explanation: Explanation, as_json: bool) -> None:
     from dataclasses import asdict
 
     from ..planner.explanations.explanation import plain, readable
-    from .shared.say import say
 
     if as_json:
-        import json
-
-        say(json.dumps(asdict(explanation), indent=2))
+        say_json(asdict(explanation))
         return
     say(f"{explanation.title}\n\ngiven")
     for number in explanation.inputs:

@@ -6,11 +6,12 @@ from typing import Annotated
 
 import typer
 
+from .shared.say import table
+
 
 def quickstart(
-    out: Annotated[
-        Path, typer.Option(help="new or empty folder for all files that the quickstart makes")
-    ] = Path("quickstart"),
+    *,
+    out: Annotated[Path, "new or empty folder for all files that the quickstart makes"] = Path("quickstart"),
 ) -> None:
     """Show in two minutes that a small model trains the same in two layouts.
 
@@ -24,7 +25,6 @@ def quickstart(
         trilith quickstart
         trilith quickstart --out first-try
     """
-    from rich.table import Table
     from rich.text import Text
 
     from ..runs.terminal import plain_console
@@ -32,12 +32,10 @@ def quickstart(
 
     console = plain_console()
     checks = Quickstart(out, lambda text: console.print(text, soft_wrap=True)).run()
-    table = Table(title="What was checked", title_justify="left")
-    for column in ("check", "figure", "goal", ""):
-        table.add_column(column)
+    rows = table("What was checked", ("check", "figure", "goal", ""))
     for check in checks:
-        table.add_row(check.what, check.figure, check.goal, "ok" if check.passed else Text("FAILED", "red"))
-    console.print(table)
+        rows.add_row(check.what, check.figure, check.goal, "ok" if check.passed else Text("FAILED", "red"))
+    console.print(rows)
     console.print(f"curves: {out / 'loss.png'}   model: {out / 'hf'}   run: {out / 'run'}")
     for lead, words in (
         ("next:", ["report", out / "run"]),

@@ -4,10 +4,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from .shared.inputs import check_there
 from .shared.options import FORCE
+from .shared.parameters import As, Range
 from .shared.say import say
 
 
@@ -22,26 +21,15 @@ class Origin(StrEnum):
 def recipe(
     origin: Annotated[
         Origin,
-        typer.Argument(
-            help="from-deepspeed (ds_config.json), from-trainer (Hugging Face's training_args.json) or "
-            "from-megatron (a log of Megatron-LM, its YAML, or stored arguments as JSON)",
-            metavar="ORIGIN",
-        ),
+        "from-deepspeed (ds_config.json), from-trainer (Hugging Face's training_args.json) or "
+        "from-megatron (a log of Megatron-LM, its YAML, or stored arguments as JSON)",
     ],
-    file: Annotated[Path, typer.Argument(help="configuration of the other trainer", metavar="FILE")],
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(help="from-megatron: words of torchrun, after --, in FILE's place", metavar="WORDS"),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", min=1, help="number of processes that train; the file rarely says it"),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help="file for the recipe; default: print it", metavar="RECIPE.toml"),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
+    file: Annotated[Path, "configuration of the other trainer"],
+    words: Annotated[list[str] | None, "from-megatron: words of torchrun, after --, in FILE's place"] = None,
+    *,
+    ranks: Annotated[int | None, Range(1), "number of processes that train; the file rarely says it"] = None,
+    out: Annotated[Path | None, As("RECIPE.toml"), "file for the recipe; default: print it"] = None,
+    force: Annotated[bool, FORCE] = False,
 ) -> None:
     """Translate a DeepSpeed, Hugging Face or Megatron configuration into a recipe.
 

@@ -3,25 +3,21 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from .shared.inputs import check_there
 from .shared.options import FORCE, Strict
+from .shared.parameters import As
 from .shared.say import say
 
 
 def report(
-    runs: Annotated[
-        list[Path], typer.Argument(help="folder of a run; several runs are compared", metavar="RUN")
-    ],
+    runs: Annotated[list[Path], As("RUN"), "folder of a run; several runs are compared"],
+    *,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="HTML file to write; default: report.html in the run's folder, or in the current folder for "
-            "several runs"
-        ),
+        "HTML file to write; default: report.html in the run's folder, or in the current folder for "
+        "several runs",
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
+    force: Annotated[bool, FORCE] = False,
     strict: Strict = False,
 ) -> None:
     """Write one HTML page about a run: curves, throughput, memory, events, recipe.

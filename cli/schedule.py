@@ -3,22 +3,20 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from ..system import counted
 from .shared.options import FORCE, SCHEDULES, VIRTUAL_STAGES, schedule_names
+from .shared.parameters import Range
+from .shared.say import say
 
 
 def schedule(
-    name: Annotated[
-        str,
-        typer.Argument(help=f"pipeline schedule: {SCHEDULES}", metavar="NAME", autocompletion=schedule_names),
-    ],
-    pipeline: Annotated[int, typer.Option(min=2, help="number of pipeline ranks")] = 4,
-    micro_batches: Annotated[int, typer.Option(min=1, help="number of micro-batches in a step")] = 8,
-    virtual_stages: Annotated[int | None, typer.Option(min=1, help=VIRTUAL_STAGES)] = None,
-    out: Annotated[Path | None, typer.Option(help="picture to write, in .png, .svg or .pdf")] = None,
-    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
+    name: Annotated[str, f"pipeline schedule: {SCHEDULES}", schedule_names],
+    *,
+    pipeline: Annotated[int, Range(2), "number of pipeline ranks"] = 4,
+    micro_batches: Annotated[int, Range(1), "number of micro-batches in a step"] = 8,
+    virtual_stages: Annotated[int | None, Range(1), VIRTUAL_STAGES] = None,
+    out: Annotated[Path | None, "picture to write, in .png, .svg or .pdf"] = None,
+    force: Annotated[bool, FORCE] = False,
 ) -> None:
     """Show the timetable of a pipeline schedule and how long each rank waits.
 
@@ -42,26 +40,23 @@ def schedule(
         check_picture(out, force=force)
     layout = layout_of(name, pipeline, virtual_stages)
     computed = timetable(name, layout, micro_batches)
-    console = plain_console(soft_wrap=True)
-    for line in timetable_lines(computed, width=console.width):
-        console.print(line)
-    console.print("")
-    console.print(
+    for line in timetable_lines(computed, width=plain_console().width):
+        say(line)
+    say("")
+    say(
         "F forward, B backward, which takes a second slot (--); I and W its halves: for the stage's input, "
         "for its weights; . waits"
     )
     if layout.virtual_stages > 1:
-        console.print("small letters: the rank's later stages")
-    console.print("")
-    console.print(f"{'':<9}{'stages':<12}{'held at once':>13}{'waits':>18}")
+        say("small letters: the rank's later stages")
+    say("")
+    say(f"{'':<9}{'stages':<12}{'held at once':>13}{'waits':>18}")
     for rank in range(pipeline):
         numbers = " ".join(map(str, layout.stages_of(rank)))
         held_at_once = f"{computed.most_held(rank):>13}"
-        console.print(f"rank {rank:<4}{numbers:<12}{held_at_once}{computed.idle(rank):>18.1%}")
-    console.print(
-        f"{'all':<34}{computed.bubble:>18.1%}; by the formula {bubble(name, layout, micro_batches):.1%}"
-    )
+        say(f"rank {rank:<4}{numbers:<12}{held_at_once}{computed.idle(rank):>18.1%}")
+    say(f"{'all':<34}{computed.bubble:>18.1%}; by the formula {bubble(name, layout, micro_batches):.1%}")
     if out is not None:
         shape = f"{counted(pipeline, 'rank')}, {layout.stages} stages, {micro_batches} micro-batches"
         draw_timetable(out, f"{name}: {shape}", computed, force=force)
-        console.print(f"wrote {out}")
+        say(f"wrote {out}")

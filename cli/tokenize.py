@@ -9,6 +9,7 @@ import typer
 from ..system import counted
 from .shared.inputs import check_there
 from .shared.options import INPUTS, JSON_KEY
+from .shared.parameters import As, Range
 from .shared.say import say
 
 #: The parameters of ``trilith tokenize`` that mean something where nothing is tokenized.
@@ -26,8 +27,7 @@ def index_files(
     context: typer.Context, inputs: list[Path], tokenizer: Path, out: Path, origin: Origin, *, quiet: bool
 ) -> None:
     """Write an index for each file of ``inputs``, and print the recipe's lines for more than one."""
-    from ..data.datatrove import datatrove_files, read_datatrove
-    from ..data.foreign_tokens import index_tokens
+    from ..data.foreign_tokens import datatrove_files, index_tokens, read_datatrove
     from ..data.megatron import parse_blend, read_megatron
     from ..data.text.tokenizer_loading import load_tokenizer
     from ..parallel_state import BadInput
@@ -84,70 +84,43 @@ class Target(StrEnum):
 
 def tokenize(
     context: typer.Context,
-    inputs: Annotated[
-        list[Path],
-        typer.Argument(
-            help=INPUTS,
-            metavar="INPUT",
-        ),
-    ],
-    tokenizer: Annotated[Path, typer.Option(help="Hugging Face folder or SentencePiece .model file")],
-    out: Annotated[Path, typer.Option(help="path of the token file, without a suffix", metavar="PREFIX")],
+    inputs: Annotated[list[Path], As("INPUT"), INPUTS],
+    *,
+    tokenizer: Annotated[Path, "Hugging Face folder or SentencePiece .model file"],
+    out: Annotated[Path, As("PREFIX"), "path of the token file, without a suffix"],
     append_eos: Annotated[
-        bool,
-        typer.Option("--append-eos/--no-append-eos", help="end each document with the tokenizer's end token"),
+        bool, As("--append-eos/--no-append-eos"), "end each document with the tokenizer's end token"
     ] = True,
     bos: Annotated[
         bool | None,
-        typer.Option(
-            "--bos/--no-bos",
-            help="begin each document with the start token; default: as the tokenizer does with a text",
-        ),
+        As("--bos/--no-bos"),
+        "begin each document with the start token; default: as the tokenizer does with a text",
     ] = None,
-    json_key: Annotated[str, typer.Option(help=JSON_KEY)] = "text",
-    split_paragraphs: Annotated[
-        bool,
-        typer.Option("--split-paragraphs", help="make one document of each paragraph, not of each text file"),
-    ] = False,
-    chat: Annotated[
-        bool,
-        typer.Option("--chat", help="read conversations; a model then learns only the assistant's tokens"),
-    ] = False,
+    json_key: Annotated[str, JSON_KEY] = "text",
+    split_paragraphs: Annotated[bool, "make one document of each paragraph, not of each text file"] = False,
+    chat: Annotated[bool, "read conversations; a model then learns only the assistant's tokens"] = False,
     chat_template: Annotated[
-        Path | None,
-        typer.Option(help="Jinja file with the chat template, for --chat; default: the tokenizer's own"),
+        Path | None, "Jinja file with the chat template, for --chat; default: the tokenizer's own"
     ] = None,
     template_set: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="K=V",
-            help="variable of the chat template, such as thinking=false; may be repeated",
-        ),
+        list[str] | None, As("K=V"), "variable of the chat template, such as thinking=false; may be repeated"
     ] = None,
     show: Annotated[
-        int,
-        typer.Option(
-            min=0, metavar="N", help="number of samples to print, for --chat; learnt tokens are in [[ ]]"
-        ),
+        int, As("N"), Range(0), "number of samples to print, for --chat; learnt tokens are in [[ ]]"
     ] = 0,
     workers: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="number of processes; default: one for each available core"),
+        int | None, As("N"), Range(1), "number of processes; default: one for each available core"
     ] = None,
     origin: Annotated[
         Origin | None,
-        typer.Option(
-            "--from",
-            metavar="NAME",
-            help="megatron or datatrove: INPUT holds token ids of that program, a prefix of .bin and .idx or "
-            "a .ds file; they are not copied",
-        ),
+        As("--from", "NAME"),
+        "megatron or datatrove: INPUT holds token ids of that program, a prefix of .bin and .idx or "
+        "a .ds file; they are not copied",
     ] = None,
     target: Annotated[
-        Target | None,
-        typer.Option("--to", metavar="NAME", help="megatron: write .idx too, with which Megatron reads .bin"),
+        Target | None, As("--to", "NAME"), "megatron: write .idx too, with which Megatron reads .bin"
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="show no progress bar")] = False,
+    quiet: Annotated[bool, "show no progress bar"] = False,
 ) -> None:
     """Turn text or conversations into a token file for training.
 

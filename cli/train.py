@@ -11,6 +11,7 @@ import typer
 
 from .shared.inputs import check_recipe_there
 from .shared.options import Strict, recipe_names
+from .shared.parameters import As
 
 if TYPE_CHECKING:
     from ..training.supervised import Fit
@@ -18,57 +19,37 @@ if TYPE_CHECKING:
 
 def train(
     recipe: Annotated[
-        Path,
-        typer.Argument(
-            help="TOML file, or the name of a recipe that is installed with trilith",
-            metavar="RECIPE",
-            autocompletion=recipe_names,
-        ),
+        Path, "TOML file, or the name of a recipe that is installed with trilith", recipe_names
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="recipe keys to change, such as layout.tensor=2 data.global_batch=64", metavar="KEY=VALUE"
-        ),
+        As("KEY=VALUE"),
+        "recipe keys to change, such as layout.tensor=2 data.global_batch=64",
     ] = None,
+    *,
     nproc: Annotated[
-        int | None,
-        typer.Option("--nproc", help="number of local processes; default: the number of ranks in the layout"),
+        int | None, "number of local processes; default: the number of ranks in the layout"
     ] = None,
     fit: Annotated[
-        bool,
-        typer.Option(
-            "--fit", help="use the ranks that were started, in the fastest layout that is legal and fits"
-        ),
+        bool, "use the ranks that were started, in the fastest layout that is legal and fits"
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="print no progress lines")] = False,
+    quiet: Annotated[bool, "print no progress lines"] = False,
     dry: Annotated[
         bool,
-        typer.Option(
-            "--dry-run",
-            help="start nothing; print the memory and traffic of a rank, and whether it fits its device",
-        ),
+        As("--dry-run"),
+        "start nothing; print the memory and traffic of a rank, and whether it fits its device",
     ] = False,
     rank: Annotated[
-        int | None,
-        typer.Option("--rank", help="rank to plan with --dry-run; default: the one that needs most memory"),
+        int | None, "rank to plan with --dry-run; default: the one that needs most memory"
     ] = None,
-    device_memory: Annotated[
-        str | None, typer.Option("--device-memory", help="memory of each device for --dry-run, such as 80GB")
-    ] = None,
+    device_memory: Annotated[str | None, "memory of each device for --dry-run, such as 80GB"] = None,
     exact: Annotated[
         bool,
-        typer.Option(
-            "--exact",
-            help="run a step of the rank on a simulated device, with --dry-run, and say who holds its memory "
-            "at the worst moment (seconds for a few blocks and micro-batches, minutes for many)",
-        ),
+        "run a step of the rank on a simulated device, with --dry-run, and say who holds its memory "
+        "at the worst moment (seconds for a few blocks and micro-batches, minutes for many)",
     ] = False,
     html: Annotated[
-        Path | None,
-        typer.Option(
-            help="page to write with --dry-run, with a picture of --exact's step", metavar="PAGE.html"
-        ),
+        Path | None, As("PAGE.html"), "page to write with --dry-run, with a picture of --exact's step"
     ] = None,
     strict: Strict = False,
     next_commands: Annotated[bool, typer.Option("--next/--no-next", hidden=True)] = True,

@@ -3,33 +3,23 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-
 from .shared.inputs import check_there
 from .shared.options import INPUTS, JSON_KEY
+from .shared.parameters import As
 from .shared.say import say
 
 
 def train_tokenizer(
-    inputs: Annotated[
-        list[Path],
-        typer.Argument(
-            help=INPUTS,
-            metavar="INPUT",
-        ),
-    ],
-    vocab_size: Annotated[
-        int, typer.Option(help="number of token ids, including 3 special tokens and 256 byte tokens")
-    ],
-    out: Annotated[Path, typer.Option(help="new folder for the tokenizer", metavar="FOLDER")],
-    model_type: Annotated[Literal["bpe", "unigram"], typer.Option(help="algorithm of SentencePiece")] = "bpe",
-    json_key: Annotated[str, typer.Option(help=JSON_KEY)] = "text",
+    inputs: Annotated[list[Path], As("INPUT"), INPUTS],
+    *,
+    vocab_size: Annotated[int, "number of token ids, including 3 special tokens and 256 byte tokens"],
+    out: Annotated[Path, As("FOLDER"), "new folder for the tokenizer"],
+    model_type: Annotated[Literal["bpe", "unigram"], "algorithm of SentencePiece"] = "bpe",
+    json_key: Annotated[str, JSON_KEY] = "text",
     chat_template: Annotated[
         Path | None,
-        typer.Option(
-            help="Jinja file with the chat template to store in the folder; text that spells a special "
-            "token, such as </s>, is then read as that token, as by most tokenizers"
-        ),
+        "Jinja file with the chat template to store in the folder; text that spells a special token, such "
+        "as </s>, is then read as that token, as by most tokenizers",
     ] = None,
 ) -> None:
     """Train a SentencePiece tokenizer that transformers can read.

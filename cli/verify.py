@@ -2,25 +2,22 @@
 
 from typing import Annotated
 
-import typer
-
 from ..system import counted
-from .shared.options import CONFIG, NAMES, PATH_OR_ADDRESS, Strict
+from .shared.options import CONFIG, NAMES, Strict
+from .shared.parameters import As, Place
 from .shared.say import say
 
 
 def verify(
     source: Annotated[
-        str,
-        typer.Argument(
-            help="checkpoint, a run's folder, Hugging Face folder, token file, a URL of one of them, or a "
-            "checkpoint of another project",
-            metavar="DIR_OR_TOKENS",
-        ),
-        PATH_OR_ADDRESS,
+        Place,
+        As("DIR_OR_TOKENS"),
+        "checkpoint, a run's folder, Hugging Face folder, token file, a URL of one of them, or a "
+        "checkpoint of another project",
     ],
-    config: Annotated[str | None, typer.Option(help=CONFIG), PATH_OR_ADDRESS] = None,
-    names: Annotated[str | None, typer.Option(help=NAMES)] = None,
+    *,
+    config: Annotated[Place | None, CONFIG] = None,
+    names: Annotated[str | None, NAMES] = None,
     strict: Strict = False,
 ) -> None:
     """Check every byte of a checkpoint, a Hugging Face folder or a token file.

@@ -5,8 +5,7 @@ returns the text of its file. ``operand`` makes a path a word of a command.
 ``exclude_nodes`` adds to the list of nodes that no job should use.
 """
 
-from .excluded_nodes import EXCLUDED_NODES, exclude_nodes
-from .job import SYSTEMS, Job, job_of, operand
+from .job import EXCLUDED_NODES, SYSTEMS, Job, exclude_nodes, job_of, operand
 from .render import render
 
 __all__ = ["EXCLUDED_NODES", "Job", "SYSTEMS", "exclude_nodes", "job_of", "operand", "render"]

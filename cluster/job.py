@@ -1,13 +1,15 @@
 """Describe a job of a recipe: its hosts, its ranks on each host, and what the scheduler must know."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..parallel_state import BadInput, nearest_divisors
 from ..recipes.recipe import Recipe
+from ..storage.disk import write_whole
+from ..storage.small_files import read_text
 
 
 @dataclass(frozen=True)
@@ -160,3 +162,16 @@ def _check_limits(job: Job) -> None:
             if not re.fullmatch(form, name):
                 expected = f"one {what}'s name, as Kubernetes knows it"
                 raise BadInput("launch", f"--{option}", expected=expected, found=repr(name))
+
+
+#: One node's name a line; the Slurm script of ``trilith launch`` reads it.
+EXCLUDED_NODES = "excluded-nodes"
+
+
+def exclude_nodes(folder: Path, names: Iterable[str]) -> Path:
+    """Add node names to the list in ``folder``, each once, and return the list's path; old lines stay."""
+    path = folder / EXCLUDED_NODES
+    known = read_text(path).splitlines() if path.exists() else []
+    lines = [*known, *(name for name in dict.fromkeys(names) if name not in known)]
+    write_whole(path, "".join(f"{line}\n" for line in lines))
+    return path

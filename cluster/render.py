@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 from ..parallel_state import BadInput
 from ..storage.small_files import read_text
-from .excluded_nodes import EXCLUDED_NODES
-from .job import SYSTEMS, Job
+from .job import EXCLUDED_NODES, SYSTEMS, Job
 
 #: What stands for a pod's working directory, which is gone with the pod, if the recipe's ``out`` is relative.
 _WORKING = "/claim"

@@ -43,12 +43,15 @@ class Mixture:
         self.interleave = Interleave([weight for _, weight in parts])
         for file in self.files[1:]:
             if file.index.tokenizer_fingerprint != self.files[0].index.tokenizer_fingerprint:
+                expected = f"{self.files[0].index.tokenizer_fingerprint}, as of {self.files[0].path}"
+                todo = "Tokenize all files of a mixture with one tokenizer"
+                actual = file.index.tokenizer_fingerprint
                 raise BadInput(
-                    TokenPaths(file.path).index,
+                    TokenPaths.named(file.path).index,
                     "tokenizer_fingerprint",
-                    expected=f"{self.files[0].index.tokenizer_fingerprint}, as of {self.files[0].path}",
-                    found=file.index.tokenizer_fingerprint,
-                    todo="Tokenize all files of a mixture with one tokenizer",
+                    expected=expected,
+                    found=actual,
+                    todo=todo,
                 )
 
     @property

@@ -3,9 +3,12 @@
 Megatron's ``.bin`` and datatrove's ``.ds`` hold little-endian ids end to end, as ``<name>.bin`` does. One
 pass over them gives what a token file has more: that every id is below the vocabulary's size, and the hashes
 and checksums by which damage is found later.
+
+datatrove, on which nanotron trains, writes ``NAME.ds`` of uint16 or uint32 ids, ``NAME.ds.index`` with where
+each document ends (uint64), and ``NAME.ds.metadata`` with the name of the tokenizer and the bytes of an id,
+and the number of ids.
 """
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,12 +20,13 @@ from numpy.typing import NDArray
 
 from ..parallel_state import BadInput, from_os_error
 from ..storage.output_places import check_place
-from ..storage.safe_open import open_regular
+from ..storage.safe_open import open_regular, stat_regular
+from ..storage.small_files import read_text
 from ..storage.staging import Staging
 from .token_file import TokenFile
-from .token_index import VERSION, TokenIndex, TokenPaths, little_endian
+from .token_index import TokenPaths, little_endian
 from .token_publish import publish_tokens, refuse_taken
-from .token_sums import BlockSums
+from .token_sums import FileHashes
 
 #: Bytes read at once: a multiple of every id's size.
 _PART = 2**22
@@ -85,11 +89,10 @@ def index_tokens(
     staged_as = paths.index if in_place else paths.name
     staging = Staging.begin_files(staged_as, refuse)
     try:
-        digest, sums, begun = hashlib.sha256(), BlockSums(), 0
+        hashes, begun = FileHashes(), 0
         for at, ids in _parts(foreign):
             _check_ids(ids, at, vocab_size, foreign.path)
-            digest.update(ids.data)
-            sums.update(ids.data)
+            hashes.update(ids.data)
             first, last = np.searchsorted(foreign.offsets[:-1], [at, at + ids.size])
             if bos_id is not None:
                 begun += int(np.count_nonzero(ids[foreign.offsets[first:last] - at] == bos_id))
@@ -98,19 +101,11 @@ def index_tokens(
         if not in_place:
             os.symlink(_target(foreign.path, paths.tokens), staging.directory / "tokens")
             places["tokens"] = paths.tokens
-        index = TokenIndex(
-            version=VERSION,
-            dtype=foreign.dtype,
-            tokens=int(foreign.offsets[-1]),
-            documents=len(foreign.offsets) - 1,
-            vocab_size=vocab_size,
-            eos_id=eos_id,
-            bos_id=bos_id if begun == len(foreign.offsets) - 1 else None,
-            tokenizer_fingerprint=tokenizer_fingerprint,
-            sha256=digest.hexdigest(),
-            documents_sha256="",
-        )
-        return publish_tokens(staging, paths, index, foreign.offsets, [sums.value()], places)
+        return publish_tokens(
+            staging, paths, foreign.offsets, [hashes], places,
+            dtype=foreign.dtype, vocab_size=vocab_size, tokenizer_fingerprint=tokenizer_fingerprint,
+            eos_id=eos_id, bos_id=bos_id if begun == len(foreign.offsets) - 1 else None,
+        )  # fmt: skip
     finally:
         staging.abandon()
 
@@ -148,3 +143,51 @@ def _check_ids(ids: NDArray[np.unsignedinteger], at: int, vocab_size: int, where
 def _target(tokens: Path, link: Path) -> str:
     """Return what the link says: a relative path, so that a folder with both can be moved as one."""
     return os.path.relpath(os.path.realpath(tokens), os.path.realpath(link.parent))
+
+
+def datatrove_files(path: Path) -> list[Path]:
+    """Return the ``.ds`` files of a folder, in the order of their names; a file stands for itself."""
+    if not path.is_dir():
+        return [path]
+    files = sorted(path.glob("*.ds"))
+    if not files:
+        raise BadInput(path, expected="a folder with .ds files", found="none in it")
+    return files
+
+
+def read_datatrove(path: Path) -> ForeignTokens:
+    """Describe the ids of a ``.ds`` file by the files beside it.
+
+    Raises ``BadInput`` if these do not fit each other, and for a loss mask, which is not read.
+    """
+    index, metadata, loss = (path.with_name(path.name + end) for end in (".index", ".metadata", ".loss"))
+    size = stat_regular(path).st_size
+    ends_size = stat_regular(index, todo="Tokenize with save_index=True").st_size
+    if loss.exists():
+        expected, todo = (
+            "no mask of the loss: every token is learnt here",
+            "trilith tokenize --chat makes one",
+        )
+        raise BadInput(loss, expected=expected, found="one", todo=todo)
+    if not ends_size or ends_size % 8:
+        raise BadInput(index, "size", expected="8 bytes for each document", found=ends_size)
+    offsets = offsets_of_ends(np.fromfile(index, dtype="<i8"), index)
+    count = int(offsets[-1])
+    dtype: Literal["uint16", "uint32"] = "uint16" if size == 2 * count else "uint32"
+    if size not in (2 * count, 4 * count):
+        expected = f"2 or 4 bytes for each of {count} ids, as {index.name} says"
+        raise BadInput(path, "size", expected=expected, found=size, todo="Copy it again")
+    if metadata.exists():
+        _check_metadata(read_text(metadata).splitlines(), size // count, count, metadata)
+    return ForeignTokens(path, dtype, offsets)
+
+
+def _check_metadata(lines: list[str], itemsize: int, count: int, where: Path) -> None:
+    """Compare the lines ``tokenizer|bytes of an id`` (once without bytes) and the number of ids."""
+    _, bar, bytes_said = lines[0].rpartition("|") if lines else ("", "", "")
+    for key, expected, stored in (
+        ("bytes of an id", itemsize, bytes_said if bar else str(itemsize)),
+        ("ids", count, lines[1] if len(lines) > 1 else "nothing"),
+    ):
+        if stored != str(expected):
+            raise BadInput(where, key, expected=f"{expected}, as the other files say", found=stored)

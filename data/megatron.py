@@ -112,12 +112,9 @@ def _check_sequences(
         wrong = starts != pointers[begin : begin + _AT_ONCE]
         if wrong.any():
             at = int(np.argmax(wrong))
-            raise BadInput(
-                where,
-                f"pointer of sequence {begin + at}",
-                expected=f"{starts[at]}, the byte after the sequence before it",
-                found=pointers[begin + at],
-            )
+            expected = f"{starts[at]}, the byte after the sequence before it"
+            actual = pointers[begin + at]
+            raise BadInput(where, f"pointer of sequence {begin + at}", expected=expected, found=actual)
         end += int(part.sum())
     return end
 

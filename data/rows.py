@@ -64,12 +64,11 @@ class WindowRows:
         self.file, self.length, self.separate = file, length, separate
         self.fingerprint = f"separate documents of {file.fingerprint}" if separate else file.fingerprint
         if len(self) == 0:
+            expected = f"at least {length + 1}, one sequence of {length} and its last label"
+            todo = "Add text or shorten sequence_length"
+            actual = len(file.tokens)
             raise BadInput(
-                TokenPaths(file.path).tokens,
-                "tokens",
-                expected=f"at least {length + 1}, one sequence of {length} and its last label",
-                found=len(file.tokens),
-                todo="Add text or shorten sequence_length",
+                TokenPaths.named(file.path).tokens, "tokens", expected=expected, found=actual, todo=todo
             )
 
     def __len__(self) -> int:
@@ -110,23 +109,21 @@ class SampleRows:
         self._starts, places = file.documents[:-1], np.diff(file.documents) - 1
         long = places > length
         if overlong == "refuse" and long.any():
+            expected = f"at most {length + 1} tokens each, for sequence_length={length}"
+            todo = 'Raise sequence_length, or set data.overlong to "truncate" or "drop"'
+            actual = f"{int(long.sum())} longer ones of {len(long)}, the longest with {places.max() + 1}"
             raise BadInput(
-                TokenPaths(file.path).tokens,
-                "samples",
-                expected=f"at most {length + 1} tokens each, for sequence_length={length}",
-                found=f"{int(long.sum())} longer ones of {len(long)}, the longest with {places.max() + 1}",
-                todo='Raise sequence_length, or set data.overlong to "truncate" or "drop"',
+                TokenPaths.named(file.path).tokens, "samples", expected=expected, found=actual, todo=todo
             )
         if long.any():
             self.fingerprint += f", {overlong} at {length}"
         keep = np.flatnonzero(~long & (places > 0) if overlong == "drop" else places > 0)
         if not keep.size:
+            expected = f"some samples of 2 to {length + 1} tokens"
+            todo = "Raise sequence_length"
+            actual = "none"
             raise BadInput(
-                TokenPaths(file.path).tokens,
-                "samples",
-                expected=f"some samples of 2 to {length + 1} tokens",
-                found="none",
-                todo="Raise sequence_length",
+                TokenPaths.named(file.path).tokens, "samples", expected=expected, found=actual, todo=todo
             )
         self._places = np.minimum(places, length)
         if packed:

@@ -74,13 +74,9 @@ def piece_of(global_batch: int, data_index: int, data_size: int) -> range:
     if global_batch < 1:
         raise BadInput("order", "global_batch", expected="at least 1", found=global_batch)
     if data_size < 1 or global_batch % data_size:
-        raise BadInput(
-            "order",
-            "global_batch",
-            expected=f"a multiple of the {data_size} data ranks",
-            found=global_batch,
-            todo="Change global_batch or the data axes of the layout",
-        )
+        expected = f"a multiple of the {data_size} data ranks"
+        todo = "Change global_batch or the data axes of the layout"
+        raise BadInput("order", "global_batch", expected=expected, found=global_batch, todo=todo)
     assert 0 <= data_index < data_size, (data_index, data_size)
     piece = global_batch // data_size
     return range(data_index * piece, (data_index + 1) * piece)

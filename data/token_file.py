@@ -87,12 +87,15 @@ class TokenFile:
         tokens = self._checked_tokens.read(begin, end)
         if tokens.size and tokens.max() >= self.vocab_size:
             at = int(np.argmax(tokens >= self.vocab_size))
+            expected = f"below {self.vocab_size}"
+            todo = "The file was changed after it was made: tokenize again"
+            actual = tokens[at]
             raise BadInput(
-                TokenPaths(self.path).tokens,
+                TokenPaths.named(self.path).tokens,
                 f"token {begin + at}",
-                expected=f"below {self.vocab_size}",
-                found=tokens[at],
-                todo="The file was changed after it was made: tokenize again",
+                expected=expected,
+                found=actual,
+                todo=todo,
             )
         return tokens
 
@@ -105,7 +108,9 @@ class TokenFile:
         if targets.size and targets.max() > 1:
             at = begin + int(np.argmax(targets > 1))
             target = self._checked_targets.items[at]
-            raise BadInput(TokenPaths(self.path).targets, f"token {at}", expected="0 or 1", found=target)
+            raise BadInput(
+                TokenPaths.named(self.path).targets, f"token {at}", expected="0 or 1", found=target
+            )
         return targets
 
     @property
@@ -126,7 +131,7 @@ class TokenFile:
 
         ``progress`` is called with the number of bytes read since its last call.
         """
-        paths = TokenPaths(self.path)
+        paths = TokenPaths.named(self.path)
         _compare_hash(paths.tokens, self._all(self.ids, progress), self.index.sha256)
         if self.index.targets is not None:
             count = 0
@@ -178,4 +183,4 @@ def _local(path: str | Path) -> TokenPaths:
     folder, _, name = url.rpartition("/")
     named = TokenPaths.of(name)
     names = {file.name for file in named.all}
-    return TokenPaths(fetched(folder, lambda file: file in names) / named.name)
+    return TokenPaths.named(fetched(folder, lambda file: file in names) / named.name)

@@ -69,18 +69,17 @@ class TokenIndex(StrictRecord):
     def check_seal(self, path: Path) -> None:
         """Refuse an index that was changed after it was written."""
         if self.seal != self._seal():
-            raise BadInput(
-                path,
-                "seal",
-                expected=f"{self._seal()}, the SHA-256 of what the index says",
-                found=self.seal or "none",
-                todo="The index was changed after it was made: copy it again, or tokenize again",
-            )
+            expected = f"{self._seal()}, the SHA-256 of what the index says"
+            todo = "The index was changed after it was made: copy it again, or tokenize again"
+            raise BadInput(path, "seal", expected=expected, found=self.seal or "none", todo=todo)
 
     def _seal(self) -> str:
         # An index without a tokenizer has the seal that it had before there was this key.
         stated = self.model_dump(mode="json", exclude={"seal"} if self.tokenizer else {"seal", "tokenizer"})
         return hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()
+
+
+_SUFFIXES = (".json", ".bin", ".docs.npy", ".targets", ".sums", ".idx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,35 +89,21 @@ class TokenPaths:
     """
 
     name: Path
-
-    @property
-    def tokens(self) -> Path:
-        return self.name.with_name(self.name.name + ".bin")
-
-    @property
-    def documents(self) -> Path:
-        return self.name.with_name(self.name.name + ".docs.npy")
-
-    @property
-    def targets(self) -> Path:
-        return self.name.with_name(self.name.name + ".targets")
-
-    @property
-    def sums(self) -> Path:
-        return self.name.with_name(self.name.name + ".sums")
-
-    @property
-    def megatron(self) -> Path:
-        return self.name.with_name(self.name.name + ".idx")
+    index: Path
+    tokens: Path
+    documents: Path
+    targets: Path
+    sums: Path
+    megatron: Path
 
     @property
     def all(self) -> tuple[Path, ...]:
         """Return every file that a token file may have, the index first."""
         return self.index, self.tokens, self.documents, self.targets, self.sums, self.megatron
 
-    @property
-    def index(self) -> Path:
-        return self.name.with_name(self.name.name + ".json")
+    @staticmethod
+    def named(name: Path) -> TokenPaths:
+        return TokenPaths(name, *(name.with_name(name.name + suffix) for suffix in _SUFFIXES))
 
     @staticmethod
     def of(path: str | Path) -> TokenPaths:
@@ -126,10 +111,8 @@ class TokenPaths:
         path = Path(path)
         if path.name in ("", ".."):
             raise BadInput(path, expected="the name of a token file", found="a folder")
-        for suffix in (".docs.npy", ".targets", ".sums", ".bin", ".json", ".idx"):
-            if path.name.endswith(suffix):
-                return TokenPaths(path.with_name(path.name.removesuffix(suffix)))
-        return TokenPaths(path)
+        suffix = next((suffix for suffix in _SUFFIXES if path.name.endswith(suffix)), "")
+        return TokenPaths.named(path.with_name(path.name.removesuffix(suffix)))
 
 
 def little_endian(dtype: str) -> np.dtype[Any]:
@@ -180,7 +163,7 @@ def _command(path: Path) -> str:
     """Return what makes an index here: out of a text, or of Megatron's files of this name."""
     name = TokenPaths.of(path).name
     words = [str(name), "--from", "megatron", "--out", str(name)]
-    if not TokenPaths(name).megatron.is_file():
+    if not TokenPaths.named(name).megatron.is_file():
         words = [str(name) if name.exists() else "TEXT", "--tokenizer", "FOLDER", "--out", "tokens"]
     return shlex.join(["trilith", "tokenize", *words])
 
@@ -259,10 +242,6 @@ def _size_of(path: Path) -> int:
 def check_vocabulary(vocab_size: int, model_vocab_size: int, where: object) -> None:
     """Refuse a tokenizer or tokens with ids that the model has no rows for. A smaller vocabulary is fine."""
     if vocab_size > model_vocab_size:
-        raise BadInput(
-            where,
-            "vocab_size",
-            expected=f"at most {model_vocab_size}, the model's",
-            found=vocab_size,
-            todo="Raise the model's vocab_size or use the model's own tokenizer",
-        )
+        expected = f"at most {model_vocab_size}, the model's"
+        todo = "Raise the model's vocab_size or use the model's own tokenizer"
+        raise BadInput(where, "vocab_size", expected=expected, found=vocab_size, todo=todo)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BufferedRandom
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,23 +17,22 @@ from ..storage.file_names import leftovers
 from ..storage.leftovers import clear_leftovers
 from ..storage.staging import Staging
 from .token_file import TokenFile
-from .token_index import TokenIndex, TokenPaths
-from .token_sums import Sums
+from .token_index import VERSION, TokenIndex, TokenPaths
+from .token_sums import FileHashes
 
 
 def publish_tokens(
     staging: Staging,
     paths: TokenPaths,
-    index: TokenIndex,
     offsets: NDArray[np.int64],
-    sums: Sequence[Sums],
+    hashes: Sequence[FileHashes],
     others: Mapping[str, Path],
+    **facts: Any,
 ) -> TokenFile:
     """Write what describes the tokens, give every file its name, and open the token file.
 
-    ``index`` lacks the hashes of the files written here; ``sums`` are the checksums of the tokens, and of the
-    targets if there are any. ``others`` has the places of files that are in the staging folder already, on
-    the disk.
+    ``hashes``: of the tokens, and of the targets if there are any. ``others`` has the places of files that
+    are in the staging folder already, on the disk. ``facts``: what else the index states.
     """
     made = staging.directory
     with new_file(made / "documents") as file:
@@ -41,13 +40,20 @@ def publish_tokens(
         file.flush()
         file.seek(0)
         documents_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    checksums = b"".join(part.tobytes() for part in sums)
+    checksums = b"".join(each.sums().tobytes() for each in hashes)
     with new_file(made / "sums") as file:
         file.write(checksums)
-    hashes = {"documents_sha256": documents_sha256, "sums_sha256": hashlib.sha256(checksums).hexdigest()}
-    index = index.model_copy(update=hashes).sealed()
+    index = TokenIndex(
+        version=VERSION,
+        tokens=int(offsets[-1]),
+        documents=len(offsets) - 1,
+        sha256=hashes[0].sha256.hexdigest(),
+        documents_sha256=documents_sha256,
+        sums_sha256=hashlib.sha256(checksums).hexdigest(),
+        **facts,
+    )
     with new_file(made / "index") as file:
-        file.write(json.dumps(index.model_dump(exclude_defaults=True), indent=2).encode() + b"\n")
+        file.write(json.dumps(index.sealed().model_dump(exclude_defaults=True), indent=2).encode() + b"\n")
     described = {"documents": paths.documents, "sums": paths.sums, "index": paths.index}
     staging.publish_files({**others, **described})
     return TokenFile.open(paths.name)

@@ -5,6 +5,7 @@ uint32. A hash of the whole file would need the whole file to be read at every s
 pass over each block that is read.
 """
 
+import hashlib
 from array import array
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ BLOCK = 2**16
 Sums = NDArray[np.uint32]
 
 
-class BlockSums:
-    """Compute the checksums of a file's blocks from its bytes as they come."""
+class FileHashes:
+    """Compute a file's SHA-256 and the checksums of its blocks from its bytes as they come."""
 
     def __init__(self) -> None:
-        self._done, self._last, self._filled = array("I"), 0, 0
+        self.sha256, self._done, self._last, self._filled = hashlib.sha256(), array("I"), 0, 0
 
     def update(self, data: bytes | memoryview) -> None:
+        self.sha256.update(data)
         data, at = memoryview(data).cast("B"), 0
         while at < len(data):
             part = data[at : at + BLOCK - self._filled]
@@ -38,7 +40,7 @@ class BlockSums:
                 self._done.append(self._last)
                 self._last = self._filled = 0
 
-    def value(self) -> Sums:
+    def sums(self) -> Sums:
         """Return the checksums of the bytes so far; the last block may be incomplete."""
         sums = [*self._done, self._last] if self._filled else self._done
         return np.array(sums, dtype="<u4")
@@ -68,12 +70,15 @@ class CheckedFile:
             return
         checksum = crc32(self._bytes[block * BLOCK : (block + 1) * BLOCK].data)
         if checksum != self._sums[block]:
+            expected = f"the CRC-32 {int(self._sums[block]):08x} that they were written with"
+            todo = "The file was changed after it was made: copy it again, or tokenize again"
+            actual = f"{checksum:08x}"
             raise BadInput(
                 self.path,
                 f"bytes {block * BLOCK} to {min((block + 1) * BLOCK, len(self._bytes)) - 1}",
-                expected=f"the CRC-32 {int(self._sums[block]):08x} that they were written with",
-                found=f"{checksum:08x}",
-                todo="The file was changed after it was made: copy it again, or tokenize again",
+                expected=expected,
+                found=actual,
+                todo=todo,
             )
         self._checked[block] = True
 

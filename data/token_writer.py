@@ -22,9 +22,9 @@ from ..storage.staging import Staging
 from ..system import counted
 from .megatron import check_for_megatron, write_megatron_index
 from .token_file import TokenFile
-from .token_index import VERSION, TargetIndex, TokenIndex, TokenPaths, dtype_for, little_endian
+from .token_index import TargetIndex, TokenPaths, dtype_for, little_endian
 from .token_publish import new_file, publish_tokens, refuse_taken, sync
-from .token_sums import BlockSums
+from .token_sums import FileHashes
 
 #: Seconds between two notes of how far a job has come: what a kill costs at most.
 MARK_EVERY = 2.0
@@ -78,12 +78,18 @@ class TokenWriter:
         megatron: bool = False,
         job: str = "",
     ) -> None:
-        self._paths = TokenPaths.of(name)
-        self._vocab_size, self._fingerprint = vocab_size, tokenizer_fingerprint
-        self._eos_id, self._bos_id = eos_id, bos_id
+        self._paths, self._vocab_size = TokenPaths.of(name), vocab_size
         # Unlike ``Path.resolve``, this raises nothing for a loop of links, which is refused where it is used.
         here = os.path.realpath(self._paths.name.parent)
-        self._tokenizer = "" if tokenizer is None else os.path.relpath(os.path.realpath(tokenizer), here)
+        #: What the index states.
+        self._facts = {
+            "dtype": dtype_for(vocab_size),
+            "vocab_size": vocab_size,
+            "eos_id": eos_id,
+            "bos_id": bos_id,
+            "tokenizer_fingerprint": tokenizer_fingerprint,
+            "tokenizer": "" if tokenizer is None else os.path.relpath(os.path.realpath(tokenizer), here),
+        }
         self._template, self._job, self._megatron = template_sha256, job, megatron
         if not 1 <= vocab_size <= 2**32:
             raise BadInput(self._paths.index, "vocab_size", expected="1 to 2**32", found=vocab_size)
@@ -164,8 +170,7 @@ class TokenWriter:
             for file in self._files.values():
                 sync(file)
             sizes = {name: file.tell() for name, file in self._files.items()}
-            written = {name: digest.hexdigest() for name, digest in self._digests.items()}
-            self._journal.add(Mark(self.portions, self.left_out, self.unended, sizes, written))
+            self._journal.add(Mark(self.portions, self.left_out, self.unended, sizes, self._sha256()))
             self._last_mark = time.monotonic()
 
     def _begin_anew(self) -> None:
@@ -181,25 +186,21 @@ class TokenWriter:
         if not self.tokens and not self.left_out:
             raise BadInput(self._paths.tokens, "tokens", expected="at least one", found="none in the input")
         if self._template is not None and not self._learnt:
-            raise BadInput(
-                self._paths.targets,
-                "tokens to learn",
-                expected="at least one",
-                found=f"none in {counted(self.left_out, 'sample')}",
-                todo="The chat template marks no text as the assistant's",
-            )
+            expected = "at least one"
+            todo = "The chat template marks no text as the assistant's"
+            actual = f"none in {counted(self.left_out, 'sample')}"
+            raise BadInput(self._paths.targets, "tokens to learn", expected=expected, found=actual, todo=todo)
         for open_file in self._files.values():
             sync(open_file)
         made = self._staging.directory
         lengths = np.fromfile(made / "lengths", dtype="<i8")
         offsets = np.zeros(lengths.size + 1, dtype="<i8")
         np.cumsum(lengths, out=offsets[1:])
-        paths, places = self._paths, {"tokens": self._paths.tokens}
-        targets = None
+        paths, places, targets = self._paths, {"tokens": self._paths.tokens}, None
         if self._template is not None:
             targets = TargetIndex(
                 tokens=self._learnt,
-                sha256=self._digests["targets"].hexdigest(),
+                sha256=self._hashes["targets"].sha256.hexdigest(),
                 template_sha256=self._template,
                 left_out=self.left_out,
                 unended=self.unended,
@@ -209,22 +210,8 @@ class TokenWriter:
             with new_file(made / "megatron") as file:
                 write_megatron_index(file, offsets, self._dtype)
             places["megatron"] = paths.megatron
-        index = TokenIndex(
-            version=VERSION,
-            dtype=dtype_for(self._vocab_size),
-            tokens=self.tokens,
-            documents=lengths.size,
-            vocab_size=self._vocab_size,
-            eos_id=self._eos_id,
-            bos_id=self._bos_id,
-            tokenizer_fingerprint=self._fingerprint,
-            tokenizer=self._tokenizer,
-            sha256=self._digests["tokens"].hexdigest(),
-            documents_sha256="",
-            targets=targets,
-        )
-        sums = [self._sums[name].value() for name in self._names if name != "lengths"]
-        return publish_tokens(self._staging, paths, index, offsets, sums, places)
+        hashes = [self._hashes[name] for name in self._names if name != "lengths"]
+        return publish_tokens(self._staging, paths, offsets, hashes, places, targets=targets, **self._facts)
 
     def _open(self) -> None:
         """Open the files: empty, or with the data that an earlier writer of the same job finished."""
@@ -238,10 +225,9 @@ class TokenWriter:
             os.truncate(path, mark.sizes[name])
             self._files[name] = path.open("ab")
             for part in _parts(path):
-                self._digests[name].update(part)
-                self._sums[name].update(part)
+                self._hashes[name].update(part)
                 self._learnt += part.count(1) if name == "targets" else 0
-        if mark.written != {name: digest.hexdigest() for name, digest in self._digests.items()}:
+        if mark.written != self._sha256():
             self._begin_anew()  # a file does not hold what was written
             return
         self.portions, self.left_out, self.unended = mark.portions, mark.left_out, mark.unended
@@ -255,16 +241,17 @@ class TokenWriter:
         )
 
     def _nothing_yet(self) -> None:
-        self._digests = {name: hashlib.sha256() for name in self._names}
-        self._sums = {name: BlockSums() for name in self._names}
+        self._hashes = {name: FileHashes() for name in self._names}
         self._learnt: int = 0
         self.tokens = self.portions = self.left_out = self.unended = 0
 
     def _write(self, name: str, data: np.ndarray[Any, Any]) -> None:
         with writing(Path(self._files[name].name)):
             self._files[name].write(data.data)
-        self._digests[name].update(data.data)
-        self._sums[name].update(data.data)
+        self._hashes[name].update(data.data)
+
+    def _sha256(self) -> dict[str, str]:
+        return {name: hashes.sha256.hexdigest() for name, hashes in self._hashes.items()}
 
     def _refuse_taken_name(self) -> None:
         refuse_taken(self._paths.name, self._paths.index, self._paths.all)

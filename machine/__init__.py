@@ -5,7 +5,7 @@ Offers ``diagnose``, a check of the machine before a run, ``preflight``, a compa
 """
 
 from .doctor.checks import diagnose
-from .finding import Finding
+from .facts import Finding
 from .measure.row import Row
 from .measure.run import Report, measure
 from .nodes.preflight import Preflight, preflight

@@ -1,9 +1,12 @@
-"""Say what a machine is: processor, versions, GPUs."""
+"""Say what a machine is, processor, versions, GPUs, and hold what the doctor finds about it."""
+
+from __future__ import annotations
 
 import platform
 import subprocess
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -65,3 +68,23 @@ def said_by(*command: str, seconds: float) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+#: ok: nothing to do. warning: works, but slowly or not everywhere. fault: something will fail.
+Level = Literal["ok", "warning", "fault"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """State the result of a check: what was checked, what was found, and the next step if it is not ok."""
+
+    group: str
+    check: str
+    level: Level
+    found: str
+    todo: str = ""
+
+    @classmethod
+    def unless(cls, group: str, check: str, found: str, todo: str, level: Level = "warning") -> Finding:
+        """Return a finding that is ok unless there is something to do."""
+        return cls(group, check, level if todo else "ok", found, todo)

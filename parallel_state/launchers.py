@@ -9,7 +9,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from ..system.whole_number import whole_number
+from ..system.text import whole_number
 from .errors import BadInput
 
 _HIGHEST_PORT = 65535

@@ -13,9 +13,9 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
 
 from ..parallel_state import MachineFailed, from_os_error
 from ..storage.small_files import read_json
@@ -126,7 +126,7 @@ class Heartbeat:
         """
         if self.run is None:
             make_folder(self._path.parent)
-            self._status = _changed(self._status, run=run)
+            self._status = replace(self._status, run=run)
             self._write(first=True)
             self.run = run
             self._thread.start()
@@ -171,10 +171,10 @@ class Heartbeat:
                 if self._file is not None:
                     os.utime(self._file.fileno())
 
-    def _write(self, *, now: bool = True, first: bool = False, **changes: object) -> None:
+    def _write(self, *, now: bool = True, first: bool = False, **changes: Any) -> None:
         """Note the changes and, ``now``, put them on the disk; a full disk must not hide what went wrong."""
         with self._lock:
-            self._status = _changed(self._status, time=time.time(), **changes)
+            self._status = replace(self._status, time=time.time(), **changes)
             if first or (now and self.run is not None and not self._replaced()):
                 with suppress(OSError):
                     self._replace()
@@ -200,10 +200,6 @@ class Heartbeat:
         with suppress(OSError, MachineFailed, ValueError, TypeError):
             return bool(_read(self._path).run != self.run)
         return False
-
-
-def _changed(status: RankStatus, **changes: object) -> RankStatus:
-    return RankStatus(**(asdict(status) | changes))
 
 
 def status_folder(out: Path) -> Path:

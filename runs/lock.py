@@ -113,13 +113,9 @@ def _take(folder: Path, patience: float | None, say: Callable[[str], None]) -> F
     deadline, announced = time.monotonic() + patience, False
     while (lock := _try_to_take(folder)) is None:
         if time.monotonic() > deadline:
-            raise BadInput(
-                "recipe",
-                "out",
-                expected="a folder that no other run is using",
-                found=f"{folder}, in use",
-                todo="Wait for that run, or choose another folder",
-            )
+            expected = "a folder that no other run is using"
+            todo = "Wait for that run, or choose another folder"
+            raise BadInput("recipe", "out", expected=expected, found=f"{folder}, in use", todo=todo)
         if not announced:
             announced = True
             say(f"{folder} is in use by another run: waiting up to {patience:g} s for it to end")

@@ -1,17 +1,23 @@
-"""Define the figures of each step and their line in ``metrics.jsonl``."""
+"""Define the figures of each step and their line in ``metrics.jsonl``; measure the memory of this rank."""
 
 from __future__ import annotations
 
 import math
+import resource
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..parallel_state import BadInput
-from ..storage.disk import writing
+from ..parallel_state.engine import accelerator
+from ..storage.disk import write_whole, writing
 from ..storage.file_names import BROKEN, set_aside_name
 from ..storage.small_files import log_line, read_good_lines, read_log
+from ..system.process_info import own_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +122,7 @@ def _sorted_out(path: Path, start: int) -> tuple[list[str], list[str]]:
 
 
 def _replace(path: Path, lines: list[str]) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with writing(path):
-        try:
-            temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            temporary.replace(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+    write_whole(path, "".join(f"{line}\n" for line in lines))
 
 
 def _finite(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,3 +164,16 @@ def _step(line: Mapping[str, Any] | None) -> int | None:
     """Return the step of a line, or ``None``."""
     step = None if line is None else line.get("step")
     return step if type(step) is int and step >= 0 else None
+
+
+def memory_used(device: torch.device) -> int:
+    """Return bytes: the most that tensors have used on the GPU so far, or the CPU process's memory now.
+
+    Without ``/proc``, the most that the process has used.
+    """
+    if (peak := accelerator.peak_memory(device)) is not None:
+        return peak
+    if (memory := own_memory()) is not None:
+        return memory.resident
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from ..parallel_state import BadInput
-from ..storage.disk import writing
+from ..storage.disk import write_whole
 from ..storage.small_files import read_json
 
 #: Trackers that a recipe may name; others are given to ``run`` as objects.
@@ -75,11 +75,7 @@ class NamedTrackers:
         if "mlflow" in self._made:
             self._known["mlflow"] = self._made["mlflow"].tracker.info.run_id
         if self._known:
-            path = self._out / _IDENTITIES
-            temporary = path.with_suffix(".tmp")
-            with writing(path):
-                temporary.write_text(json.dumps(self._known), encoding="utf-8")
-                temporary.replace(path)
+            write_whole(self._out / _IDENTITIES, json.dumps(self._known))
 
     def close(self) -> None:
         """Leave Accelerate as it was before."""

@@ -88,6 +88,18 @@ class Disk:
                 self.close(fd)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file whole or not at all; a file of this name is replaced."""
+    temporary = path.with_name(path.name + ".tmp")
+    with writing(path):
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an ``OSError`` of the ``with`` block into one line that names the file."""

@@ -8,12 +8,10 @@ search less for garbage: in starts, in plans, in training (``manual_gc``) and in
 
 from .counted import counted
 from .garbage import manual_gc, no_garbage_search, search_garbage_rarely, search_less_often
-from .limits import OverLimit, bounded, most_at_once
-from .quiet import quiet_libraries
+from .limits import OverLimit, bounded, check_enough, most_at_once
 from .refusals import Refusal, refusal_of
-from .resource_checks import check_enough
-from .visible import visible
-from .whole_number import whole_number
+from .standard_streams import quiet_libraries
+from .text import visible, whole_number
 
 __all__ = [
     "OverLimit",

@@ -1,12 +1,13 @@
-"""Limit the time and memory of code that somebody else wrote, and the processes started at once.
+"""Limit the time and memory of code that somebody else wrote, and refuse to begin with too little.
 
 A pattern or a template of somebody else's runs in ``bounded``. The interpreter itself sees to it that a
 signal ends an endless loop, in Python and inside ``re``, and the operating system refuses memory beyond a
 limit. Both belong to the process: signals reach its main thread alone, so in another thread only memory is
-limited.
+limited. torch ends the process where the system refuses it a file or memory, so ``check_enough`` asks first.
 """
 
 import math
+import mmap
 import os
 import resource
 import signal
@@ -77,3 +78,23 @@ def most_at_once() -> int:
     A larger number is a slip of the keyboard: starting so many would exhaust the machine.
     """
     return max(_ON_A_SMALL_MACHINE, _FOR_EACH_CORE * (os.cpu_count() or 1))
+
+
+#: File descriptors that a command has open at once: of its threads, its ranks' pipes, and libraries.
+DESCRIPTORS = 64
+#: Bytes without which not even the libraries can be loaded.
+MEMORY = 2**28
+
+
+def check_enough() -> None:
+    """Raise the system's own ``OSError`` where this process may not open ``DESCRIPTORS`` more files, or may
+    not take ``MEMORY`` more bytes.
+    """
+    descriptors: list[int] = []
+    try:
+        for _ in range(DESCRIPTORS):
+            descriptors.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    mmap.mmap(-1, MEMORY, flags=mmap.MAP_PRIVATE).close()  # untouched, it costs nothing

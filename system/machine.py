@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from .whole_number import whole_number
+from .text import whole_number
 
 _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 

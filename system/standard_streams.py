@@ -1,11 +1,12 @@
-"""Look after the standard streams of a command: closed ones, and an output whose reader has gone."""
+"""Look after the standard streams: closed ones, an output whose reader has gone, and what libraries write."""
 
 import errno
 import io
 import os
 import select
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
@@ -62,3 +63,27 @@ def drop_output() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Drop what code other than Python's writes to standard error inside the block.
+
+    For calls whose failure Python hears of anyhow, as an exception.
+    """
+    sys.stderr.flush()
+    try:
+        standard_error = os.dup(2)
+    except OSError:  # it is closed: nobody would hear anything
+        yield
+        return
+    with (
+        open(standard_error, "w", buffering=1, errors="backslashreplace") as python_stderr,
+        open(os.devnull, "w") as nowhere,
+        redirect_stderr(python_stderr),
+    ):
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(python_stderr.fileno(), 2)

@@ -64,7 +64,7 @@ PRIVATE_TORCH = {
 
 #: Files that read or parse by themselves and not through ``storage/small_files.py``, and why.
 READERS = {
-    "cli/shared/topics.py": "a table of our own, which --help reads without torch",
+    "cli/plan_explain.py": "a table of our own, which --help reads without torch",
     "cli/shared/options.py": "a table of our own, which a shell completes from without torch",
     "storage/strict_json.py": "the one parser of JSON",
     "storage/small_files.py": "the one reader, and journals, whose bytes are our own",
@@ -170,7 +170,6 @@ USE_TESTING = (
     "machine/",
     "cli/parity.py",
     "cli/shared/parity.py",
-    "cli/shared/in_transformers.py",
 )
 
 
@@ -321,7 +320,7 @@ def own_numbers(files):
     return [
         f"{path}:{node.lineno}: {node.attr} before int: system.whole_number reads such text"
         for path, text in files.items()
-        if path != "system/whole_number.py"
+        if path != "system/text.py"
         for node in nodes_of(text)
         if isinstance(node, ast.Attribute) and node.attr in tests
     ]

@@ -24,8 +24,7 @@ from ..recipes.recipe import Recipe
 from ..runs.guard import report_error_before_cleanup
 from ..runs.heartbeat import Heartbeat
 from ..runs.launch import device_words
-from ..runs.memory_use import memory_used
-from ..runs.metrics import StepMetrics
+from ..runs.metrics import StepMetrics, memory_used
 from ..runs.requests import Killed, Preempted, Requests, StopSignals, Switches, agree_on_requests, why_stopped
 from ..runs.terminal import Terminal
 from ..runs.trackers import Tracker

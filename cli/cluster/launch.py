@@ -6,88 +6,56 @@ import subprocess
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-
 from ...system import counted
 from ..shared.inputs import check_recipe_there
 from ..shared.options import FORCE, recipe_names
+from ..shared.parameters import As, Range
 from ..shared.say import say
 
 
 def launch(
     system: Annotated[
         Literal["slurm", "kubernetes", "jobset"],
-        typer.Argument(
-            help="slurm, kubernetes (Kubeflow Trainer) or jobset (plain Kubernetes)", metavar="SYSTEM"
-        ),
+        "slurm, kubernetes (Kubeflow Trainer) or jobset (plain Kubernetes)",
     ],
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            help="TOML file, or the name of a recipe that is installed with trilith",
-            metavar="RECIPE",
-            autocompletion=recipe_names,
-        ),
-    ],
+    recipe: Annotated[str, "TOML file, or the name of a recipe that is installed with trilith", recipe_names],
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="recipe keys to change, such as layout.tensor=2", metavar="KEY=VALUE"),
+        list[str] | None, As("KEY=VALUE"), "recipe keys to change, such as layout.tensor=2"
     ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="number of hosts; default: as many as the ranks fill")
-    ] = None,
+    *,
+    nodes: Annotated[int | None, Range(1), "number of hosts; default: as many as the ranks fill"] = None,
     ranks_per_node: Annotated[
-        int | None, typer.Option(min=1, help="ranks on each host; default: 8, or what --nodes leaves")
+        int | None, Range(1), "ranks on each host; default: 8, or what --nodes leaves"
     ] = None,
     minutes: Annotated[
-        int | None,
-        typer.Option(min=2, help="time limit of the job in minutes; default: 1440 for Slurm, else none"),
+        int | None, Range(2), "time limit of the job in minutes; default: 1440 for Slurm, else none"
     ] = None,
     warning: Annotated[
-        int | None,
-        typer.Option(min=1, help="minutes before the limit at which the run saves and ends; default: 5"),
+        int | None, Range(1), "minutes before the limit at which the run saves and ends; default: 5"
     ] = None,
     restarts: Annotated[
-        int | None,
-        typer.Option(min=0, help="how often a failed job is started again; default: 3 (not for kubernetes)"),
+        int | None, Range(0), "how often a failed job is started again; default: 3 (not for kubernetes)"
     ] = None,
-    name: Annotated[str | None, typer.Option(help="name of the job; default: the recipe's")] = None,
-    partition: Annotated[str | None, typer.Option(help="partition (Slurm only)")] = None,
-    account: Annotated[str | None, typer.Option(help="account (Slurm only)")] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option(help="host that the job must not use; may be given several times")
-    ] = None,
+    name: Annotated[str | None, "name of the job; default: the recipe's"] = None,
+    partition: Annotated[str | None, "partition (Slurm only)"] = None,
+    account: Annotated[str | None, "account (Slurm only)"] = None,
+    exclude: Annotated[list[str] | None, "host that the job must not use; may be given several times"] = None,
     spares: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="number of extra nodes to ask for, which replace excluded ones (Slurm only)"
-        ),
+        int | None, Range(0), "number of extra nodes to ask for, which replace excluded ones (Slurm only)"
     ] = None,
-    fit: Annotated[
-        bool,
-        typer.Option("--fit", help="go on with fewer nodes if some are lost, in a layout that fits them"),
-    ] = False,
+    fit: Annotated[bool, "go on with fewer nodes if some are lost, in a layout that fits them"] = False,
     least_nodes: Annotated[
-        int | None,
-        typer.Option(min=1, help="fewest free nodes on which Slurm starts a job with --fit; default: 1"),
+        int | None, Range(1), "fewest free nodes on which Slurm starts a job with --fit; default: 1"
     ] = None,
     image: Annotated[
-        str | None,
-        typer.Option(
-            help="container image that has trilith (Kubernetes and JobSet only); default: trilith:latest"
-        ),
+        str | None, "container image that has trilith (Kubernetes and JobSet only); default: trilith:latest"
     ] = None,
     claim: Annotated[
-        str | None,
-        typer.Option(
-            help="claim of a volume, for the run's folder (Kubernetes and JobSet only); default: NAME-run"
-        ),
+        str | None, "claim of a volume, for the run's folder (Kubernetes and JobSet only); default: NAME-run"
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="file to write; default: the job's name with a suffix")
-    ] = None,
-    submit: Annotated[bool, typer.Option("--submit", help="hand the written file to the scheduler")] = False,
-    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
+    out: Annotated[Path | None, "file to write; default: the job's name with a suffix"] = None,
+    submit: Annotated[bool, "hand the written file to the scheduler"] = False,
+    force: Annotated[bool, FORCE] = False,
 ) -> None:
     """Write a job file for Slurm or Kubernetes; review it before you submit it.
 

@@ -14,17 +14,13 @@ STILL_RUNNING = 1
 
 
 def status(
-    run: Annotated[Path, typer.Argument(help="folder of a run: the recipe's key out", metavar="RUN")],
+    run: Annotated[Path, "folder of a run: the recipe's key out"],
+    *,
     since: Annotated[
-        Path | None,
-        typer.Option(help="ignore starts that are older than this file, which is on the same disk"),
+        Path | None, "ignore starts that are older than this file, which is on the same disk"
     ] = None,
-    exit_code: Annotated[
-        bool, typer.Option("--exit-code", help="end with the run's exit code, or with 1 while it runs")
-    ] = False,
-    why: Annotated[
-        bool, typer.Option("--why", help="say which rank waited for which, and in which collective")
-    ] = False,
+    exit_code: Annotated[bool, "end with the run's exit code, or with 1 while it runs"] = False,
+    why: Annotated[bool, "say which rank waited for which, and in which collective"] = False,
 ) -> None:
     """Say how the last start of a run ended, or how far it has come.
 

@@ -42,9 +42,6 @@ def check_seed(seed: int) -> int:
     return seed
 
 
-#: Beside the annotation of a text that names a path of this machine, an address or a model of the hub: what
-#: is annotated ``Path`` is a path of this machine alone.
-PATH_OR_ADDRESS = "path or address"
 CONFIG = (
     "for a checkpoint of another project: Hugging Face folder of the same model, for its config and tokenizer"
 )

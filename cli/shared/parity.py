@@ -1,19 +1,34 @@
-"""Compare a folder's model in transformers, here in one process, and here in a layout."""
+"""Compare a folder's model in transformers, here in one process, and here in a layout.
 
-from collections.abc import Callable
+The model in transformers is observed under our names, by the table of names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from ...checkpoints import check_whole, read_source
-from ...parallel_state import BadInput, Layout
+from ...layers import IGNORE, routers
+from ...models import Link
+from ...parallel_state import BadInput, Box, Layout
 from ...pipeline import check_schedule
 from ...runs.launch import check_local
 from ...storage.file_names import CONFIG
 from ...system import counted
+from ...system.refusals import refusal_of
+from ...testing.layouts import Observation, Outputs, as_pieces, on_ranks
 from ...testing.parity.case import Comparison, Question, compare
 from ...testing.parity.ours import observe_ours
-from .in_transformers import observe_hf
+from ...testing.recorder import Recorder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: Largest difference, relative to the largest number of a tensor, that rounding explains. In 16 bits much is
 #: rounding: only gross errors show there.
@@ -75,3 +90,95 @@ def compare_with_transformers(
         cut = observe_ours(question)
         comparisons.append(compare(ours, cut, allowed, f"{question.layout} / one process"))
     return comparisons
+
+
+def observe_hf(question: Question, *, timeout: float = 600) -> Observation:
+    """Run the folder's model with transformers in a process of its own; ``timeout`` in seconds."""
+    observed: list[Observation] = on_ranks(observe_alone, 1, question, timeout=timeout)
+    return observed[0]
+
+
+def observe_alone(question: Question) -> Observation:
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+
+    source = read_source(question.folder, implementation=question.implementation)
+    links, _ = source.family.links(source.model_config)
+    model = _load(question)
+    if any(routers(source.family.on_meta(source.model_config))):
+        model.set_experts_implementation("eager")  # the other one has no fp64
+    model.eval().to(question.device)
+    counterparts = _counterparts(links)
+    # Files of a model with experts bear other names than its modules; Gemma's embedding scales as well.
+    scaled = {name for name, module in model.named_modules() if hasattr(module, "embed_scale")}
+    recorder = Recorder(model, counterparts.keys() - scaled, outputs_only=True)
+    input_ids, labels = (rows.to(question.device) for rows in question.batch(source.model_config))
+    logits = model(input_ids).logits
+    inner = torch.promote_types(logits.dtype, torch.float32)
+    summed = F.cross_entropy(
+        logits.flatten(0, 1).to(inner), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+    loss = summed / (labels != IGNORE).sum()
+    loss.backward()
+    (stated,) = source.family.declarations(source.model_config)
+    moved = [link for link in links if not stated[link.ours].buffer]
+    outputs: Outputs = {}
+    for event, output in recorder.leave().forward.items():
+        if event.leaf == 0 and output.ndim == 3:
+            for ours, features in counterparts[event.module].items():
+                part = torch.cat([output[..., feature] for feature in features], dim=-1).cpu()
+                outputs[ours] = [(Box.whole(tuple(part.shape)), part)]
+    outputs["logits"] = [(Box.whole(tuple(logits.shape)), logits.detach().cpu())]
+    gradients = {name: x.grad.cpu() for name, x in model.named_parameters() if x.grad is not None}
+    whole = as_pieces(_gradients(moved, revert_weight_conversion(model, gradients)))
+    return Observation([float(loss.detach())], gradients=whole, outputs=outputs)
+
+
+def _load(question: Question) -> PreTrainedModel:
+    """Load the folder with transformers, which refuses some that we read with whatever exception it meets."""
+    from transformers import AutoModelForCausalLM, __version__
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(question.folder, dtype=question.dtype)
+    except Exception as error:
+        if refusal_of(error) is not None:
+            raise
+        expected = f"a folder that transformers {__version__} loads as well, to compare with"
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise BadInput(question.folder, expected=expected, found=reason) from error
+
+
+def _counterparts(links: Sequence[Link]) -> dict[str, dict[str, list[slice]]]:
+    """Return their modules for our modules with a weight and for our blocks: for each of theirs, our names
+    and the features of its output that belong to them.
+    """
+    counterparts: dict[str, dict[str, list[slice]]] = {}
+    for link in links:
+        ours, _, leaf = link.ours.rpartition(".")
+        if leaf == "weight" and ours != "head":
+            along = 1 if link.transpose else 0
+            whole = len(link.hf_box.stop) == 1
+            features = slice(None) if whole else slice(link.hf_box.start[along], link.hf_box.stop[along])
+            counterparts.setdefault(link.hf.rpartition(".")[0], {}).setdefault(ours, []).append(features)
+        if ours.startswith("layers."):
+            number = ours.split(".")[1]
+            before, _, _ = link.hf.partition(f".{number}.")
+            counterparts.setdefault(f"{before}.{number}", {})[f"layers.{number}"] = [slice(None)]
+    return counterparts
+
+
+def _gradients(links: Sequence[Link], hf_gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients under our names, from those under the names in HF's files."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for link in links:
+        stop = link.ours_box.stop
+        shapes[link.ours] = tuple(map(max, shapes.get(link.ours, stop), stop))
+    whole: dict[str, Tensor] = {}
+    for link in links:
+        assert link.hf in hf_gradients, f"{link.hf} has no gradient"
+        piece = hf_gradients[link.hf][link.hf_box.slices]
+        mine = whole.setdefault(link.ours, torch.empty(shapes[link.ours], dtype=piece.dtype))
+        mine[link.ours_box.slices] = piece.T if link.transpose else piece
+    return whole

@@ -1,7 +1,6 @@
 """Print what ``trilith plan`` found, and make its page."""
 
 from collections.abc import Sequence
-from json import dumps
 from textwrap import wrap
 
 from ...parallel_state import BadInput, dtype_name, dtype_named
@@ -15,7 +14,7 @@ from ...planner.search.sweep import Unmet, asked_in_sweep, sweep_head, sweep_jso
 from ...runs.report.html import is_page_with
 from ...runs.terminal import plain_console
 from ...system import counted
-from .say import say
+from .say import say, say_json
 
 #: Characters: the least of a column of layouts, the longest line of a column's name, and more than any table.
 _LAYOUT, _NAME, _WIDEST = 26, 8, 1000
@@ -48,7 +47,7 @@ def print_plan(results: Sequence[Found | Unmet], json: bool) -> None:
     """Print one search, or the table of several."""
     search = _single(results)
     if json:
-        say(dumps(as_json(search) if search else sweep_json(results), indent=2))
+        say_json(as_json(search) if search else sweep_json(results))
     elif search:
         _print_one(search)
     else:
@@ -89,7 +88,7 @@ def print_generation(requests: Sequence[Request], dtype: str, json: bool) -> Non
     if not choices:
         raise unmet[0].error
     if json:
-        say(dumps([choice.as_json() for choice in choices] + sweep_json(unmet), indent=2))
+        say_json([choice.as_json() for choice in choices] + sweep_json(unmet))
         return
     data, first = choices[0].request.recipe.data, choices[0].request
     most = max((choice.request for choice in choices), key=lambda choice: choice.gpus)

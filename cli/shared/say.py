@@ -1,14 +1,22 @@
 """Print for commands, progress too: unchanged into a file or a pipe, and made fit for a terminal on one."""
 
+from __future__ import annotations
+
+import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ...system import visible
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
+    from rich.table import Table
 
 #: Where our modules lie.
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -35,6 +43,11 @@ def say(text: str, *, nl: bool = True, err: bool = False) -> None:
     typer.echo(visible(text) if stream.isatty() else text, nl=nl, err=err, color=True)
 
 
+def say_json(value: object, default: Callable[[Any], object] | None = None) -> None:
+    """Print an object for programs; ``default`` turns what JSON does not know into what it does."""
+    say(json.dumps(value, indent=2, default=default))
+
+
 @contextmanager
 def pieces_of_text() -> Iterator[Callable[[str], None]]:
     """Yield what prints text piece by piece; a failure within a line ends it, so that its error has one."""
@@ -54,23 +67,45 @@ def pieces_of_text() -> Iterator[Callable[[str], None]]:
         raise
 
 
+def table(title: str | None, head: Sequence[str], *, right: Container[str] = ()) -> Table:
+    """Return a table without rows, with a title on its left; columns of numbers are set ``right``."""
+    from rich.table import Table
+
+    columns = Table(title=title, title_justify="left")
+    for name in head:
+        columns.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return columns
+
+
+def print_table(rows: Table) -> None:
+    """Print a table whose longest line is as wide as it needs to be."""
+    from ...runs.terminal import plain_console
+
+    plain_console(soft_wrap=True).print(rows)
+
+
 @contextmanager
-def byte_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function to call, from any thread, with the bytes done since the last call."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.progress import TransferSpeedColumn as Speed
+def progress_bar(
+    *columns: ProgressColumn, quiet: bool = False, transient: bool = False
+) -> Iterator[Progress]:
+    """Yield a display of tasks, each with its description, a bar and ``columns``, on a terminal."""
+    from rich.progress import BarColumn, Progress, TextColumn
 
     from ...runs.terminal import plain_console
 
     console = plain_console(stderr=True)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        Speed(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    head = TextColumn("{task.description}", markup=False), BarColumn()
+    hidden = quiet or not console.is_terminal
+    with Progress(*head, *columns, console=console, transient=transient, disable=hidden) as progress:
+        yield progress
+
+
+@contextmanager
+def byte_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function to call, from any thread, with the bytes done since the last call."""
+    from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    with progress_bar(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as progress:
         task = progress.add_task(title, total=total)
         yield lambda done: progress.advance(task, done)
 
@@ -78,23 +113,11 @@ def byte_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
 @contextmanager
 def token_progress(total: int, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """Yield a function to call with the bytes read and the tokens written so far."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.progress import TransferSpeedColumn as Speed
+    from rich.progress import DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    from ...runs.terminal import plain_console
-
-    console = plain_console(stderr=True)
-    columns = (
-        TextColumn("tokenizing"),
-        BarColumn(),
-        DownloadColumn(),
-        Speed(),
-        TextColumn("{task.fields[tokens]:,} tokens"),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=quiet or not console.is_terminal
-    ) as progress:
+    tokens_written = TextColumn("{task.fields[tokens]:,} tokens")
+    columns = DownloadColumn(), TransferSpeedColumn(), tokens_written, TimeRemainingColumn()
+    with progress_bar(*columns, quiet=quiet, transient=True) as progress:
         task = progress.add_task("tokenizing", total=total, tokens=0, start=False)
 
         def moved(done: int, tokens: int) -> None:

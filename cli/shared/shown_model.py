@@ -1,24 +1,27 @@
-"""Show a model on a page: what its blocks compute and send; shapes, cuts and names in files of parameters."""
+"""Show a model on a page: what its blocks compute and send; shapes, cuts and names in files of parameters.
+
+What each family can do is asked of its tiny model, which is built, or refused, for every axis and feature.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import getdoc
 from itertools import groupby
-from math import gcd
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ...models import Family, ModelConfig, Size
-from ...parallel_state import BadInput, Declaration, Layout
+from ...generation import generate
+from ...models import Family, ModelConfig, tiny_config
+from ...models.lora.targets import expert_sites, linear_sites
+from ...parallel_state import BadInput, Declaration, Layout, ParallelState, initialize
 from ...planner import sampled
 from ...simulation.kinds_of_blocks import block_kinds
 from ...simulation.micro_batch import MicroBatch
-from ...simulation.model_flops import TokenFlops, flops_per_token, parameters_of
 
 if TYPE_CHECKING:
     from ...models import CausalLM
@@ -128,50 +131,49 @@ def _around(model: CausalLM) -> Iterator[str]:
         yield f"logits bounded by {model.logit_cap:g}"
 
 
-#: The recipe that the suggested dry run changes: data ranks that share all states (ZeRO 3), GPUs of 80 GB.
-RECIPE = "llama-3.1-8b-8gpus"
-#: Bytes that weights, gradients and moments may take on a rank, and those of one parameter in float32.
-_ROOM, _STATES = 40e9, 16
-#: From this many parameters the suggestion cuts each matrix too, over the GPUs of one host.
-_LARGE, _HOST = 20e9, 8
-_LONGEST = 8192
+#: A layout that has ranks along one axis.
+AXES: dict[str, Layout] = {
+    "tensor": Layout.of(tensor=2),
+    "sequence": Layout.of(tensor=2, sequence=True),
+    "pipeline": Layout.of(pipeline=2),
+    "context": Layout.of(context=2),
+    "expert": Layout.of(data=2, expert=2),
+}
 
 
 @dataclass(frozen=True)
-class SizeFacts:
-    """Hold what a published size costs. ``flops``: of a token in a sequence of ``sequence_length`` tokens."""
+class Features:
+    """Hold what a family can do. ``lora``: what gets adapters, ``linears`` and ``experts``."""
 
-    size: Size
-    #: Of the parameters, those that one token meets.
-    active: int
-    sequence_length: int
-    flops: TokenFlops
-    #: The overrides of the suggested dry run.
-    overrides: tuple[str, ...]
-
-    @property
-    def weights(self) -> int:
-        """Return the bytes of the weights in bfloat16."""
-        return 2 * self.size.parameters
-
-    @property
-    def dry_run(self) -> str:
-        """Return the command that plans a training run from scratch in memory of 80 GB a GPU."""
-        return " ".join(["trilith train", RECIPE, *self.overrides, "--dry-run"])
+    axes: tuple[str, ...]
+    lora: tuple[str, ...]
+    generation: bool
 
 
-def size_facts(size: Size) -> SizeFacts:
-    """Compute the facts of a published size on the meta device, in seconds and without memory."""
-    config = size.config
-    model = size.family.on_meta(config)
-    length = min(_LONGEST, config.max_position_embeddings)
-    tensor = gcd(_HOST, *config.tensor_units.values()) if size.parameters > _LARGE else 1
-    data = 1
-    while _STATES * size.parameters > _ROOM * tensor * data:
-        data *= 2
-    layout = {"tensor": tensor, "data": data, "zero": 3, "sequence": str(tensor > 1).lower()}
-    overrides = [f"model.size={size.name}", *(f"layout.{axis}={number}" for axis, number in layout.items())]
-    overrides += [f"data.sequence_length={length}", "memory.checkpointing=full"]
-    return SizeFacts(
-        size, parameters_of(model).active, length, flops_per_token(model, length), tuple(overrides)
+def features_of(family: Family) -> Features:
+    """Find the features of a family by trying them on its tiny model, in a fraction of a second."""
+    config = family.from_hf(tiny_config(family.model_type))
+
+    def builds(layout: Layout) -> bool:
+        state = ParallelState.stand_in(layout, 0)
+        return _accepts(lambda: family.build(config, state=state))
+
+    def writes() -> object:
+        model = family.build(config, device="cpu")
+        initialize(model, 0)
+        return generate(model, [[1, 2, 3]], max_new_tokens=2)
+
+    sites = {"linears": linear_sites(family, config), "experts": expert_sites(family, config)}
+    return Features(
+        axes=tuple(axis for axis, layout in AXES.items() if builds(layout)),
+        lora=tuple(kind for kind, targets in sites.items() if targets),
+        generation=_accepts(writes),
     )
+
+
+def _accepts(attempt: Callable[[], object]) -> bool:
+    try:
+        attempt()
+    except BadInput:
+        return False
+    return True

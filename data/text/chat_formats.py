@@ -47,11 +47,8 @@ def conversation_of(record: dict[str, Any], where: str) -> Conversation:
         turns.append(("user", "\n\n".join(instructions)))
         turns.append(("assistant", _text(record["output"], where, "output")))
         return Conversation([{"role": role, "content": content} for role, content in turns], 0, tools)
-    raise BadInput(
-        where,
-        expected="messages, conversations, prompt and completion, or instruction and output",
-        found=f"the keys {', '.join(record) or 'of nothing'}",
-    )
+    expected = "messages, conversations, prompt and completion, or instruction and output"
+    raise BadInput(where, expected=expected, found=f"the keys {', '.join(record) or 'of nothing'}")
 
 
 def _turn(value: Any, where: str, key: str, role: str) -> list[dict[str, Any]]:

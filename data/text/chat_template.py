@@ -71,11 +71,8 @@ class Chat:
 
     def template_of(self, loaded: Tokenizer, where: Path) -> ChatTemplate:
         if not isinstance(loaded, FolderTokenizer):
-            raise BadInput(
-                where,
-                expected="a Hugging Face tokenizer folder, for a chat template",
-                found="a SentencePiece file",
-            )
+            expected = "a Hugging Face tokenizer folder, for a chat template"
+            raise BadInput(where, expected=expected, found="a SentencePiece file")
         return ChatTemplate(loaded, self.template, dict(self.variables))
 
 
@@ -225,14 +222,13 @@ class ChatTemplate:
         if whole.startswith(beginning):
             return
         at = next((i for i, (a, b) in enumerate(zip(whole, beginning, strict=False)) if a != b), len(whole))
-        raise BadInput(
-            self._where,
-            "chat template",
-            expected="a template that writes the beginning of a conversation as it begins the whole one, "
-            "to tell who speaks",
-            found=f"{beginning[at : at + 30]!r} for {whole[at : at + 30]!r} at character {at} of {where}",
-            todo="Mark the assistant's words in the template with {% generation %} and {% endgeneration %}",
+        expected = (
+            "a template that writes the beginning of a conversation as it begins the whole one, "
+            "to tell who speaks"
         )
+        todo = "Mark the assistant's words in the template with {% generation %} and {% endgeneration %}"
+        actual = f"{beginning[at : at + 30]!r} for {whole[at : at + 30]!r} at character {at} of {where}"
+        raise BadInput(self._where, "chat template", expected=expected, found=actual, todo=todo)
 
 
 def _ends(encoding: Any) -> NDArray[np.int64]:
@@ -243,13 +239,9 @@ def _own(tokenizer: FolderTokenizer) -> str:
     try:
         text: str = tokenizer.backend.get_chat_template()
     except ValueError:
-        raise BadInput(
-            tokenizer.path,
-            "chat_template",
-            expected="a chat template",
-            found="none",
-            todo="Give a file with --chat-template, or put chat_template.jinja beside the tokenizer",
-        ) from None
+        expected = "a chat template"
+        todo = "Give a file with --chat-template, or put chat_template.jinja beside the tokenizer"
+        raise BadInput(tokenizer.path, "chat_template", expected=expected, found="none", todo=todo) from None
     return text
 
 

@@ -26,12 +26,9 @@ def need(package: str, path: Path) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise BadInput(
-            path,
-            expected=f"the {package} package to read it",
-            found="none",
-            todo=f"Install the extra data of trilith, or: pip install {package}",
-        ) from error
+        expected = f"the {package} package to read it"
+        todo = f"Install the extra data of trilith, or: pip install {package}"
+        raise BadInput(path, expected=expected, found="none", todo=todo) from error
 
 
 def _within_memory(portions: Iterator[Portion], path: Path) -> Iterator[Portion]:
@@ -41,13 +38,9 @@ def _within_memory(portions: Iterator[Portion], path: Path) -> Iterator[Portion]
             with bounded(memory=MOST_MEMORY):
                 portion = next(portions, None)
         except OverLimit as error:
-            raise BadInput(
-                path,
-                "rows",
-                expected=f"rows that are unpacked within {error}",
-                found="some that need more",
-                todo="Write the file anew with shorter rows",
-            ) from None
+            expected = f"rows that are unpacked within {error}"
+            todo = "Write the file anew with shorter rows"
+            raise BadInput(path, "rows", expected=expected, found="some that need more", todo=todo) from None
         if portion is None:
             return
         yield portion
@@ -95,19 +88,13 @@ def dataset_files(folder: Path) -> list[Path]:
     """Return the Arrow files of a data set's folder, in their order; ``BadInput`` for any other folder."""
     if (folder / "dataset_dict.json").is_file():
         names = sorted(path.parent.name for path in folder.glob("*/state.json"))
-        raise BadInput(
-            folder,
-            expected="one data set",
-            found=f"several: {', '.join(names)}",
-            todo=f"Name one, such as {folder / names[0]}" if names else "",
-        )
+        expected = "one data set"
+        todo = f"Name one, such as {folder / names[0]}" if names else ""
+        raise BadInput(folder, expected=expected, found=f"several: {', '.join(names)}", todo=todo)
     if not (folder / "state.json").is_file():
-        raise BadInput(
-            folder,
-            expected="a regular file, or a folder written by datasets' save_to_disk",
-            found="a folder with no state.json",
-            todo="Name the files in it",
-        )
+        expected = "a regular file, or a folder written by datasets' save_to_disk"
+        todo = "Name the files in it"
+        raise BadInput(folder, expected=expected, found="a folder with no state.json", todo=todo)
     state = read_json(folder / "state.json")
     try:
         files = [folder / Path(str(part["filename"])).name for part in state["_data_files"]]

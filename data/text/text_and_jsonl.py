@@ -209,13 +209,9 @@ def _cut(stream: _Stream, size: int, end: Callable[[bytes], int], path: Path) ->
         else:
             length = len(buffer)  # double, so that a long document is not searched over and over
         if len(buffer) > LARGEST_DOCUMENT:
-            raise BadInput(
-                path,
-                "document",
-                expected=f"at most {LARGEST_DOCUMENT} bytes",
-                found="a longer one",
-                todo="Split the file, or its paragraphs with --split-paragraphs",
-            )
+            expected = f"at most {LARGEST_DOCUMENT} bytes"
+            todo = "Split the file, or its paragraphs with --split-paragraphs"
+            raise BadInput(path, "document", expected=expected, found="a longer one", todo=todo)
     if buffer:
         yield buffer
 

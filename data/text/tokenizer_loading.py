@@ -82,25 +82,18 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             path, expected="a SentencePiece .model file or a tokenizer folder", found="nothing there"
         )
     if path.suffix != ".model":
-        raise BadInput(
-            path,
-            expected="a SentencePiece .model file or a tokenizer folder",
-            found=f"a file that ends in {path.suffix!r}",
-            todo="Give the folder that holds it" if path.suffix == ".json" else "",
-        )
+        expected = "a SentencePiece .model file or a tokenizer folder"
+        todo = "Give the folder that holds it" if path.suffix == ".json" else ""
+        raise BadInput(path, expected=expected, found=f"a file that ends in {path.suffix!r}", todo=todo)
     return _SentencePieceTokenizer(path)
 
 
 def check_length(text: str, where: object = "text") -> None:
     """Refuse a text that is too long to be tokenized whole."""
     if len(text) > LARGEST_TEXT:
-        raise BadInput(
-            where,
-            "document",
-            expected=f"at most {LARGEST_TEXT:,} characters",
-            found=f"{len(text):,}",
-            todo="Split it; a text file into its paragraphs with --split-paragraphs",
-        )
+        expected = f"at most {LARGEST_TEXT:,} characters"
+        todo = "Split it; a text file into its paragraphs with --split-paragraphs"
+        raise BadInput(where, "document", expected=expected, found=f"{len(text):,}", todo=todo)
 
 
 class _SentencePieceTokenizer:
@@ -236,12 +229,9 @@ def refuse_panics(where: object, tokenizer: Any = None) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise BadInput(
-            where,
-            "tokenizer.json",
-            expected="patterns that any text can be matched with",
-            found=" ".join(str(error).split())[:200],
-        ) from error
+        expected = "patterns that any text can be matched with"
+        actual = " ".join(str(error).split())[:200]
+        raise BadInput(where, "tokenizer.json", expected=expected, found=actual) from error
 
 
 @lru_cache(maxsize=8)

@@ -99,11 +99,10 @@ def _train(texts: Iterable[str], vocab_size: int, model_type: str) -> bytes:
             raise wrong[0] from None
         # "INTERNAL: src/file.cc(123) [(condition)] The reason."
         reason = " ".join(str(error).split()).rpartition("] ")[2].removesuffix(".")
+        todo = "Give more text or another vocab_size"
+        actual = reason
         raise BadInput(
-            "tokenizer",
-            f"training a {model_type} vocabulary of {vocab_size}",
-            found=reason,
-            todo="Give more text or another vocab_size",
+            "tokenizer", f"training a {model_type} vocabulary of {vocab_size}", found=actual, todo=todo
         ) from error
     return _round_scores(written.getvalue()) if model_type == "unigram" else written.getvalue()
 
@@ -117,13 +116,9 @@ def _counted(texts: Iterable[str], wrong: list[BaseException]) -> Iterator[str]:
         for text in texts:
             count += len(text)
             if count > MOST_CHARACTERS:
-                raise BadInput(
-                    "tokenizer",
-                    "text to train on",
-                    expected=f"at most {MOST_CHARACTERS:,} characters",
-                    found="more",
-                    todo="Give a sample: some hundred million characters are plenty",
-                )
+                expected = f"at most {MOST_CHARACTERS:,} characters"
+                todo = "Give a sample: some hundred million characters are plenty"
+                raise BadInput("tokenizer", "text to train on", expected=expected, found="more", todo=todo)
             yield text
     except (Exception, KeyboardInterrupt) as error:
         wrong.append(error)

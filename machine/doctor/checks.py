@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ...system import refusal_of
-from ..finding import Finding
-from .devices import check_devices
+from ..facts import Finding
+from .devices import check_devices, check_ranks
 from .disk import check_files
 from .limits import check_limits, check_variables
-from .ranks import check_ranks
 from .software import check_software
 
 #: Groups of checks: the title, and the function that makes the findings from the folders to look at.

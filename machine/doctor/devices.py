@@ -1,17 +1,22 @@
-"""Check the GPUs: driver, memory and who uses it, the links between them."""
+"""Check the GPUs: driver, memory and who uses it, their links; and that ranks reach each other."""
 
+import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from ...parallel_state import Layout
+from ...runs.launch import process_group
 from ...simulation.model_flops import peak_named
-from ...system import whole_number
+from ...system import counted, whole_number
 from ..child import in_ranks
-from ..facts import driver, smi
-from ..finding import Finding
+from ..facts import Finding, driver, smi
 
 GROUP = "devices"
 _GB = 1e9
@@ -101,3 +106,53 @@ def link_kinds(topology: str) -> set[str]:
     columns = sum(bool(re.fullmatch(r"GPU\d+", word)) for word in head)
     rows = [line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s", line)]
     return {kind for row in rows for kind in row[1 : columns + 1] if kind != "X"}
+
+
+RANKS = "ranks"
+#: Seconds for the ranks to start, meet and add.
+_WAIT = 60.0
+
+
+def check_ranks() -> Iterator[Finding]:
+    """Yield whether ranks on this machine add their numbers correctly, and in what time."""
+    yield _all_reduce("cpu", 2)
+    gpus = torch.cuda.device_count()
+    if gpus > 1:
+        yield _all_reduce("cuda", gpus)
+    elif gpus == 1:
+        yield Finding(RANKS, "all-reduce, NCCL", "ok", "not tried: it needs two GPUs, and one is here")
+
+
+def _all_reduce(device: str, world: int) -> Finding:
+    backend = "NCCL" if device == "cuda" else "gloo"
+    ran = in_ranks(all_reduce, world, {"device": device}, seconds=_WAIT)
+    if ran.error:
+        todo = {
+            "NCCL": "Set NCCL_DEBUG=INFO and run again; check /dev/shm and peer access above",
+            "gloo": "Check that localhost resolves (/etc/hosts), and GLOO_SOCKET_IFNAME if it is set",
+        }[backend]
+        text = f"{counted(world, 'rank')}: {ran.error}"
+        return Finding(RANKS, f"all-reduce, {backend}", "fault", text, todo)
+    seconds, latency = ran.result["meet"], 1e6 * ran.result["seconds"]
+    text = f"{counted(world, 'rank')} met in {seconds:.1f} s; 4 KiB take {latency:,.0f} us"
+    return Finding(RANKS, f"all-reduce, {backend}", "ok", text)
+
+
+def all_reduce(device: str) -> dict[str, float]:
+    """Add the ranks' numbers; return the seconds to meet and those of one all-reduce. Raises if a sum is
+    wrong.
+    """
+    world = int(os.environ["WORLD_SIZE"])
+    began = time.perf_counter()
+    with process_group(Layout.of(data=world), device=device, timeout=timedelta(seconds=_WAIT)) as state:
+        numbers = torch.full((1024,), float(state.rank + 1), device=state.device)
+        dist.all_reduce(numbers)
+        total = float(numbers.sum())
+        met = time.perf_counter() - began
+        if total != 1024 * world * (world + 1) / 2:
+            raise RuntimeError(f"the sum of {counted(world, 'rank')} is wrong: {total}")
+        began, count = time.perf_counter(), 20
+        for _ in range(count):
+            dist.all_reduce(numbers)
+        float(numbers[0])  # waits for the device
+        return {"meet": met, "seconds": (time.perf_counter() - began) / count}

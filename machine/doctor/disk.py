@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...storage.disk import try_lock
 from ...system.machine import file_system_of
-from ..finding import Finding
+from ..facts import Finding
 
 GROUP = "files"
 _GB = 1e9

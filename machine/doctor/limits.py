@@ -10,8 +10,7 @@ import torch
 
 from ...system import whole_number
 from ...system.machine import memory_available, processor_name, usable_cores
-from ..facts import said_by
-from ..finding import Finding
+from ..facts import Finding, said_by
 
 GROUP, VARIABLES = "machine", "environment"
 _GB = 1e9

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..facts import versions
-from ..finding import Finding
+from ..facts import Finding, versions
 
 GROUP = "software"
 _PROGRAM = "#include <vector>\nint main() { std::vector<int> a(3); return int(a.size()) - 3; }\n"

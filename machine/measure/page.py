@@ -1,8 +1,6 @@
-"""Write a report as one HTML page: tables and pictures, no script, no other file, no network."""
+"""Write a report as one HTML page: tables, no script, no other file, no network."""
 
-import io
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -22,8 +20,6 @@ TITLES = {
     "saving": "Checkpoints: how much longer a step takes",
     "conversion": "Conversion",
 }
-#: Colours that can be read on light and dark paper.
-_OURS, _OTHER, _INK = "#3b82c4", "#b0802f", "#7a8088"
 
 
 def make_page(report: Report) -> str:
@@ -31,7 +27,6 @@ def make_page(report: Report) -> str:
     body = [
         "<h1>trilith bench</h1>",
         table([[key, _text(value)] for key, value in report.machine.items()], caption="Machine"),
-        _pictures(report.rows),
     ]
     for part in PARTS:
         rows = [row for row in report.rows if row.part == part]
@@ -68,61 +63,3 @@ def shown_figure(value: float | str | None) -> str:
 
 def _text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _pictures(rows: Iterable[Row]) -> str:
-    """Draw utilization and memory as bars; nothing where neither was measured."""
-    rows = [row for row in rows if row.figures]
-    share = "MFU, causal" if any("MFU, causal" in row.figures for row in rows) else "of the matmul, causal"
-    bars = [
-        (_named(rows, share), ((share, 100.0, _OURS),), "percent"),
-        (_named(rows, "peak: GB"), (("peak: GB", 1.0, _OURS), ("planned: GB", 1.0, _OTHER)), "GB"),
-    ]
-    drawn = [(named, columns, unit) for named, columns, unit in bars if named]
-    return f"<figure>{_bars(drawn)}</figure>" if drawn else ""
-
-
-def _named(rows: Iterable[Row], key: str) -> list[Row]:
-    return [row for row in rows if key in row.figures]
-
-
-def _bars(charts: Sequence[tuple[list[Row], Sequence[tuple[str, float, str]], str]]) -> str:
-    """Return horizontal bars as SVG, one chart below the other."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    heights = [len(rows) * len(columns) + 1 for rows, columns, _ in charts]
-    # Text stays text: it can be searched, and needs no font of this machine.
-    with pyplot.rc_context({"svg.fonttype": "none", "text.color": _INK, "font.size": 10}):
-        figure, axes = pyplot.subplots(
-            len(charts), 1, figsize=(8, 0.35 * sum(heights) + 0.8), squeeze=False, height_ratios=heights
-        )
-        for (rows, columns, unit), ax in zip(charts, axes[:, 0], strict=True):
-            for number, (key, factor, colour) in enumerate(columns):
-                places = [row * len(columns) + number for row in range(len(rows))]
-                values = [factor * float(row.figures.get(key) or 0.0) for row in rows]
-                ax.barh(places, values, height=0.8, color=colour, label=key)
-                for place, value in zip(places, values, strict=True):
-                    ax.annotate(f" {value:.3g}", (value, place), va="center")
-            middle = (len(columns) - 1) / 2
-            ax.set_yticks(
-                [row * len(columns) + middle for row in range(len(rows))],
-                [f"{row.part}: {row.what}" for row in rows],
-            )
-            ax.set_title(f"{', '.join(key for key, _, _ in columns)} ({unit})", loc="left", fontsize=10)
-            ax.invert_yaxis()
-            ax.tick_params(colors=_INK)
-            ax.spines[["top", "right", "bottom"]].set_visible(False)
-            ax.spines["left"].set_color(_INK)
-            ax.xaxis.set_visible(False)
-            if len(columns) > 1:
-                ax.legend(frameon=False, loc="lower right")
-        figure.tight_layout()
-        written = io.StringIO()
-        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
-        pyplot.close(figure)
-    text = written.getvalue()
-    # Its metadata names matplotlib by addresses; the page shall have none.
-    return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)

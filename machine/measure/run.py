@@ -17,8 +17,7 @@ from ...storage.disk import Disk
 from ...system.machine import memory_available
 from ..child import finite, in_ranks
 from ..doctor.checks import diagnose
-from ..facts import gpus, host
-from ..finding import Finding
+from ..facts import Finding, gpus, host
 from ..random_files import write_tokens
 from .cases import CPU_RANKS, PARTS, Bench, cases
 from .row import Case, Row

@@ -7,7 +7,7 @@ from statistics import median_high, median_low
 from typing import Any
 
 from ...system import counted
-from ..finding import Finding
+from ..facts import Finding
 from .links import Link
 
 #: A link or a disk that has less than this share of what the others have is slow.

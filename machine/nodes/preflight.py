@@ -16,8 +16,7 @@ from ...parallel_state import BadInput, Launched, launched
 from ...runs.rendezvous import open_store
 from ...system import counted, quiet_libraries
 from ..doctor.disk import measure_folder
-from ..facts import driver, gpus, versions
-from ..finding import Finding
+from ..facts import Finding, driver, gpus, versions
 from .judge import Verdict, judge
 from .links import Link, measure_links
 

@@ -4,18 +4,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...parallel_state import BadInput
-from .fsdp_and_accelerate import ULYSSES
-from .translation import NO_COUNTERPART, ForeignConfig, RecipeDraft, half_dtype, set_compute, set_loss_scale
+from .translation import (
+    NO_COUNTERPART,
+    ULYSSES,
+    ForeignConfig,
+    RecipeDraft,
+    half_dtype,
+    set_compute,
+    set_loss_scale,
+)
 
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
 _DTYPES = {
-    "fp16": "float16",
-    "float16": "float16",
-    "half": "float16",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp32": "float32",
-    "float32": "float32",
+    **dict.fromkeys(("fp16", "float16", "half"), "float16"),
+    **{"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"},
 }
 
 #: The learning rate of DeepSpeed's Adam, and of its WarmupLR and WarmupDecayLR, where the file says none.
@@ -80,16 +82,8 @@ def from_deepspeed(
 
 
 _NAMES = {
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "optimizer",
-    "scheduler",
-    "zero_optimization",
-    "fp16",
-    "bf16",
-    "gradient_clipping",
-    "activation_checkpointing",
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer"),
+    *("scheduler", "zero_optimization", "fp16", "bf16", "gradient_clipping", "activation_checkpointing"),
 }
 
 

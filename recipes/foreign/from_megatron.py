@@ -4,11 +4,9 @@ from typing import Any
 
 from ...data.megatron import parse_blend
 from ...system import counted
-from .megatron_arguments import Arguments
-from .megatron_layout import layout
+from .megatron_arguments import Arguments, reason_of
+from .megatron_layout import layout, steps_and_schedule
 from .megatron_model import model_shape
-from .megatron_reasons import reason_of
-from .megatron_schedule import steps_and_schedule
 from .translation import ForeignConfig, RecipeDraft, half_dtype, set_compute, set_loss_scale
 
 

@@ -6,39 +6,25 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from ...runs.trackers import TrackerName
-from .deepspeed_in_trainer import deepspeed_file, with_arguments
-from .fsdp_and_accelerate import check_shards, fsdp, into_deepspeed, parallelism, read_sizes
+from .parallel_in_trainer import (
+    check_shards,
+    deepspeed_file,
+    fsdp,
+    into_deepspeed,
+    parallelism,
+    read_sizes,
+    with_arguments,
+)
 from .translation import NO_COUNTERPART, ForeignConfig, RecipeDraft, half_dtype, set_compute
 
 #: Keys that say nothing about what is trained, or what is so here anyway.
 _MEANINGLESS = {
-    "hub_token",
-    "hub_model_id",
-    "push_to_hub",
-    "log_level",
-    "log_level_replica",
-    "logging_dir",
-    "run_name",
-    "disable_tqdm",
-    "local_rank",
-    "do_train",
-    "do_eval",
-    "do_predict",
-    "dataloader_pin_memory",
-    "dataloader_num_workers",
-    "dataloader_drop_last",
-    "ddp_backend",
-    "ddp_timeout",
-    "ddp_find_unused_parameters",
-    "remove_unused_columns",
-    "overwrite_output_dir",
-    "per_device_eval_batch_size",
-    "fp16_backend",
-    "half_precision_backend",
-    "accelerator_config",
-    "save_safetensors",
-    "save_only_model",
-    "_n_gpu",
+    *("hub_token", "hub_model_id", "push_to_hub", "log_level", "log_level_replica", "logging_dir"),
+    *("run_name", "disable_tqdm", "local_rank", "do_train", "do_eval", "do_predict"),
+    *("dataloader_pin_memory", "dataloader_num_workers", "dataloader_drop_last", "ddp_backend"),
+    *("ddp_timeout", "ddp_find_unused_parameters", "remove_unused_columns", "overwrite_output_dir"),
+    *("per_device_eval_batch_size", "fp16_backend", "half_precision_backend", "accelerator_config"),
+    *("save_safetensors", "save_only_model", "_n_gpu"),
 }
 _SCHEDULES = {
     "linear": "linear",

@@ -1,4 +1,5 @@
-"""Read Megatron's arguments, by their names in ``arguments.py``, from a log, a command, YAML or JSON.
+"""Read Megatron's arguments, by their names in ``arguments.py``, from a log, a command, YAML or JSON; say why
+an argument has no counterpart.
 
 Megatron resolves its arguments and prints them at the start of a run; a shell gives the words of a script.
 So neither is done here.
@@ -20,6 +21,7 @@ from ...parallel_state import BadInput
 from ...storage.safe_open import open_regular
 from ...storage.small_files import read_json, read_text
 from ...system import whole_number
+from .translation import NO_COUNTERPART
 
 #: Other spellings of an argument: earlier names, and those of NeMo and Megatron-Bridge.
 _ALIASES = {
@@ -71,6 +73,59 @@ _EQUIVALENTS: dict[tuple[str, Any], tuple[str, Any]] = {
 _PATHS = {
     *("data_path", "train_data_path", "valid_data_path", "tokenizer_model", "vocab_file", "merge_file"),
     *("save", "load", "pretrained_checkpoint", "tensorboard_dir"),
+}
+#: Why an argument has no counterpart in a recipe, and beginnings of names: the longest that fits counts.
+_REASONS = {
+    "how Megatron does it; what is computed stays the same": """
+        overlap_ tp_comm_ transformer_impl use_mcore_models use_legacy_models masked_softmax_fusion
+        no_masked_softmax_fusion cross_entropy_ gradient_accumulation_fusion no_gradient_accumulation_fusion
+        bias_ no_bias_ no_rope_fusion no_persist_layer_norm manual_gc empty_unused_memory_level
+        distributed_backend use_cpu_initialization cuda_graph enable_cuda_graph external_cuda_graph
+        moe_grouped_gemm moe_permute_fusion moe_token_dispatcher_type ddp_
+    """,
+    "see attention_backend in docs/recipe.md: the first one that can is taken": """
+        attention_backend use_flash_attn
+    """,
+    "see compute; weights and moments stay in float32": "params_dtype",
+    "set timeout, in seconds": "distributed_timeout_minutes",
+    "routers compute in float32": "moe_router_dtype",
+    "metrics are in metrics.jsonl, and every step's seconds with them": """
+        moe_per_layer_logging log_ timing_log_ wandb_ tensorboard_
+    """,
+    "no token of an expert is dropped": "moe_expert_capacity_factor moe_pad_expert_input_to_capacity",
+    "the loss is a mean over all tokens of the step here": "calculate_per_token_loss",
+    "a loss or gradient that is not finite stops the run": "check_for_nan no_check_for_nan",
+    "checkpoints are whole in any layout; see [checkpoint]": """
+        ckpt_ dist_ckpt_ auto_detect_ckpt_format use_dist_ckpt no_load_ no_save_
+    """,
+    "weights alone come with model.init_from": "finetune",
+    "set stop_after, in steps": "exit_",
+    "how Megatron reads its data; token files are mapped": """
+        data_cache_path mmap_bin_files no_mmap_bin_files create_attention_mask_in_dataloader
+        no_create_attention_mask_in_dataloader
+    """,
+    "set data.prefetch, the batches made ahead": "num_workers",
+    "rows are shuffled anew in each epoch": "dataloader_type",
+    "set data.tokens to a token file": "mock_data",
+    "set model.tokenizer to a Hugging Face folder": "vocab_file merge_file tokenizer_model tiktoken_",
+    "rows of padding are never stored": "make_vocab_size_divisible_by",
+    "set watch.trace_steps": "profile use_pytorch_profiler",
+    "set [[optimizer.groups]] with a match and lr_scale": "decoupled_",
+    "scales are made from the numbers at hand, one a tensor": "fp8_",
+    "what is recomputed is kept nowhere": "distribute_saved_activations",
+    "docs/memory.md says what each value of memory.checkpointing computes again": "recompute_",
+    "set layout.split; the cut changes no result": """
+        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout
+    """,
+    "blocks are cut by what they cost, embedding and loss included": "account_for_",
+    "an expert is cut over the tensor ranks as all else is": "expert_tensor_parallel_size",
+    "weight decay stays as it is": "start_weight_decay end_weight_decay",
+    "this family turns a whole head": "rotary_percent",
+    "set sliding_window in model.config, where the family has one": "window_size",
+    "softmax is computed in float32 at least": """
+        attention_softmax_in_fp32 apply_query_key_layer_scaling no_query_key_layer_scaling
+    """,
+    "the model is not known": "max_position_embeddings",
 }
 _TORCHRUN = ("nproc_per_node", "nnodes")
 #: What a user puts in the place of torchrun.
@@ -234,3 +289,10 @@ def _check_nodes(root: Any, file: Path) -> None:
                 if times > 1:
                     raise BadInput(file, name, expected="each key once", found=f"it {times} times")
             nodes += [value for _, value in node.value]
+
+
+def reason_of(key: str) -> str:
+    """Return why the argument ``key`` is not in the recipe."""
+    reasons = {beginning: why for why, words in _REASONS.items() for beginning in words.split()}
+    fits = [beginning for beginning in reasons if key.startswith(beginning)]
+    return reasons[max(fits, key=len)] if fits else NO_COUNTERPART

@@ -18,6 +18,7 @@ LARGEST = 1e18
 
 #: Why most settings are not in the recipe.
 NO_COUNTERPART = "there is nothing of this kind here"
+ULYSSES = "Ulysses deals heads out; here keys and values are gathered"
 
 #: Keys that the user may have to fill in: with what, and what stands there while the rest is checked.
 _BLANKS: dict[str, tuple[str, Any]] = {

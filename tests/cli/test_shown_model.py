@@ -7,7 +7,7 @@ from support.configs import MODELS
 from support.families import family_and_config
 from support.versions import of_proved_transformers
 from trilith.cli.app import run
-from trilith.cli.shared import family_features
+from trilith.cli.shared import shown_model as shown_model_module
 from trilith.cli.shared.shown_model import shown_model
 from trilith.models import FAMILIES, published_size
 from trilith.models.from_transformers.proved import offered
@@ -60,7 +60,7 @@ def test_a_family_is_shown_by_its_first_published_size(capsys):
 @of_proved_transformers
 def test_adopted_types_are_listed_by_their_axes_and_shown_with_their_cut(capsys, monkeypatch):
     monkeypatch.setattr(
-        family_features, "features_of", lambda family: family_features.Features((), (), False)
+        shown_model_module, "features_of", lambda family: shown_model_module.Features((), (), False)
     )
     assert run(["models"]) == 0
     listed = capsys.readouterr().out.partition("or later computes, by proved axes\n")[2].partition("\n\n")[0]

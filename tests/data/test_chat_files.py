@@ -22,7 +22,7 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 from trilith.cli.app import run
 from trilith.data import TokenFile, token_writer
-from trilith.data.text import tokenize_workers
+from trilith.data.text import tokenize_files
 from trilith.data.text.chat_formats import Conversation
 from trilith.data.text.chat_template import Chat, ChatTemplate, shown
 from trilith.data.text.text_and_jsonl import read_blocks
@@ -128,14 +128,14 @@ def test_a_killed_job_goes_on_and_gives_the_same_bytes(folder, tmp_path, monkeyp
 
 
 def counted(monkeypatch, call):
-    made, begun = tokenize_workers._encoder, []
+    made, begun = tokenize_files._encoder, []
     with monkeypatch.context() as patch:
 
         def counting(*arguments):
             one = made(*arguments)
             return lambda block: (begun.append(block.first), one(block))[1]
 
-        patch.setattr(tokenize_workers, "_encoder", counting)
+        patch.setattr(tokenize_files, "_encoder", counting)
         call()
     return len(begun)
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from support.command_lines import call_command
 from support.damage import truncate
 from support.refusals import Refused, refusals
-from trilith.data.datatrove import read_datatrove
-from trilith.data.foreign_tokens import index_tokens
+from trilith.data.foreign_tokens import index_tokens, read_datatrove
 from trilith.data.megatron import parse_blend, read_megatron
 
 FIXTURES = Path(__file__).parent / "foreign_tokens"

@@ -18,6 +18,7 @@ from support.damage import flip_bit
 from support.draws import drawn
 from support.token_files import bytes_of, documents_of, stop_tokenizing, write_json_lines, zstd
 from trilith.cli.app import run
+from trilith.cli.shared.parameters import declared
 from trilith.cli.tokenize import tokenize as command
 from trilith.data import TokenFile, token_writer
 from trilith.data.text import text_and_jsonl, tokenize_files
@@ -212,7 +213,7 @@ def test_a_package_that_is_not_there_is_named(folder, tmp_path, monkeypatch, nam
 
 def test_the_command(folder, tokenizer, tmp_path):
     app = Typer()
-    app.command()(command)
+    app.command()(declared(command))
     path = jsonl(tmp_path / "in.jsonl", ["one", "two"], key="body")
     arguments = [str(path), "--tokenizer", str(folder), "--out", str(tmp_path / "out"), "--json-key", "body"]
     result = CliRunner().invoke(app, [*arguments, "--workers", "1", "--no-append-eos"])

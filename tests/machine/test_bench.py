@@ -64,7 +64,7 @@ def test_the_quick_bench_measures_every_part_and_leaves_a_json_and_a_page(
     assert step["tokens/s"] == pytest.approx(64 / step["ms a step"] * 1e3)
     page = (out / "bench.html").read_text()
     assert "<script" not in page and "http" not in re.sub(r'"http://www\.w3\.org/[^"]*"|http-equiv', "", page)
-    assert all(row["what"] in page for row in rows.values()) and "<svg" in page
+    assert all(row["what"] in page for row in rows.values())
     said = capsys.readouterr().out
     assert all(name in said for name in rows) and "please send both" in said
 

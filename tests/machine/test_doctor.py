@@ -7,7 +7,7 @@ import pytest
 import torch
 from trilith.cli.app import run
 from trilith.machine import Finding
-from trilith.machine.doctor import checks, devices, disk, limits, ranks, software
+from trilith.machine.doctor import checks, devices, disk, limits, software
 
 TOPOLOGY = """
 \t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
@@ -161,8 +161,8 @@ def wrong_sum(device):
 
 
 def test_ranks_that_add_wrongly_are_a_fault(monkeypatch):
-    monkeypatch.setattr(ranks, "all_reduce", wrong_sum)
-    found = ranks._all_reduce("cpu", 2)
+    monkeypatch.setattr(devices, "all_reduce", wrong_sum)
+    found = devices._all_reduce("cpu", 2)
     assert found.level == "fault" and "the sum of 2 ranks is wrong: 7" in found.found and found.todo
 
 

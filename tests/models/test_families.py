@@ -13,7 +13,7 @@ from support.nightly import some
 from support.round_trips import assert_same, weights
 from trilith.checkpoints import load, read_adapter, read_source
 from trilith.cli.app import run
-from trilith.cli.shared.in_transformers import observe_hf
+from trilith.cli.shared.parity import observe_hf
 from trilith.generation import generate
 from trilith.layers import gather_logits
 from trilith.models import FAMILIES, AdaptedFamily

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import shutil
 import typing
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 import typer
 from trilith.checkpoints import convert
 from trilith.cli.app import COMMANDS, make_app
-from trilith.cli.shared.options import PATH_OR_ADDRESS
+from trilith.cli.shared.parameters import declared
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.machine.random_files import write_hf_folder, write_tokens
 from typer.testing import CliRunner
@@ -121,13 +122,14 @@ def parameters_of(command: str) -> list[Parameter]:
     """Return name, flag (none for an argument), hidden and type of each parameter of a command, in order."""
     (function,) = (each for each in COMMANDS if each.__name__ == command)
     parameters: list[Parameter] = []
-    for name, hint in typing.get_type_hints(function, include_extras=True).items():
-        parts = [*typing.get_args(hint), None, None]
-        kind, about = parts[:2]
+    hints = typing.get_type_hints(function, include_extras=True)
+    for name, declaration in inspect.signature(declared(function)).parameters.items():
+        about, kind = declaration.default, declaration.annotation
         if isinstance(about, typer.models.OptionInfo | typer.models.ArgumentInfo):
             flag = next(iter(about.param_decls or ()), f"--{name.replace('_', '-')}")
             is_argument = isinstance(about, typer.models.ArgumentInfo)
-            kinds = {kind, *typing.get_args(kind)} | ({Path} if PATH_OR_ADDRESS in parts else set())
+            addresses = {Path} if "OrAddress" in repr(hints[name]) else set()
+            kinds = {kind, *typing.get_args(kind)} | addresses
             parameters.append((name, None if is_argument else flag, about.hidden, kinds))
     return parameters
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from trilith.cli.shared.family_features import AXES, features_of
+from trilith.cli.shared.shown_model import AXES, features_of
 from trilith.models import FAMILIES, published_sizes
 from trilith.parallel_state import Layout
 from trilith.storage.small_files import read_json, read_text

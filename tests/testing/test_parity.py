@@ -11,8 +11,7 @@ from support.configs import config
 from support.families import transformers_model
 from trilith.cli.app import run
 from trilith.cli.parity import parity as parity_command
-from trilith.cli.shared.in_transformers import observe_hf
-from trilith.cli.shared.parity import compare_with_transformers
+from trilith.cli.shared.parity import compare_with_transformers, observe_hf
 from trilith.models import CausalLM
 from trilith.parallel_state import Layout
 from trilith.recipes.sections import LayoutSection

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 from support.kills import wait_for
 from trilith.cli.app import run
-from trilith.cluster import excluded_nodes
-from trilith.cluster.excluded_nodes import EXCLUDED_NODES
+from trilith.cluster import job as job_module
+from trilith.cluster.job import EXCLUDED_NODES
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.runs.lock import inherits_lock, lock_folder, only_run_in
 from trilith.runs.metrics import read_metrics
@@ -176,7 +176,7 @@ def test_a_folder_of_other_files_is_no_place_for_a_run(tmp_path):
 
 @pytest.mark.parametrize("again", [False, True], ids=["first", "after-a-start"])
 def test_what_a_job_or_a_former_start_left_is_no_other_file(tmp_path, again):
-    made = re.findall(r'"\$out/([\w-]+)"', Path(excluded_nodes.__file__).with_name("job.sbatch").read_text())
+    made = re.findall(r'"\$out/([\w-]+)"', Path(job_module.__file__).with_name("job.sbatch").read_text())
     assert "job-started" in made
     for name in (*made, EXCLUDED_NODES, *Switches.names, "recipe.toml", "job-1.log", ".nfs01"):
         (tmp_path / name).touch()

@@ -1,4 +1,4 @@
-"""Make text from elsewhere fit for a terminal: what would command it is shown and not obeyed.
+"""Read and show text that somebody else wrote: whole numbers, and what would command a terminal.
 
 Names of files and tensors, values of recipes, and generated text may hold characters that move the cursor,
 rename the window or turn the reading direction. Each becomes its escape, such as ``\\x1b``.
@@ -24,3 +24,16 @@ def visible(text: str) -> str:
 def _escape(match: re.Match[str]) -> str:
     number = ord(match[0])
     return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
+
+
+#: Digits of the longest number that is read: below 2^63, and no program writes more.
+_MOST_DIGITS = 18
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number of a text of up to 18 ASCII digits; ``None`` for any other text.
+
+    ``int`` alone takes other scripts' digits and underscores, and raises for thousands of digits;
+    ``str.isdigit`` also takes ``"²"``, which ``int`` refuses.
+    """
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None

@@ -1,0 +1,98 @@
+"""Declare a command's parameters by its signature: typer's own declarations are made from there.
+
+A parameter before the ``*`` is an argument, one behind it an option. Beside its type an annotation has its
+help, a text, and may have ``Range``, ``As``, and a function that completes what is typed. Any other
+parameter, such as the context or one that typer's own declaration describes, is left to typer.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+
+import typer
+from typer.models import ParameterInfo
+
+
+class Range(NamedTuple):
+    """Bound a number, both ends included."""
+
+    least: float
+    most: float | None = None
+
+
+class As:
+    """Name a parameter otherwise than the function does: an option's flags, or what stands for the value."""
+
+    def __init__(self, *names: str) -> None:
+        self.flags = [name for name in names if name.startswith("-")]
+        self.metavar = next((name for name in names if not name.startswith("-")), None)
+
+
+class OrAddress:
+    """Mark a text that names a path of this machine, an address or a model of the hub.
+
+    What has the type ``Path`` is a path of this machine alone.
+    """
+
+
+Place = Annotated[str, OrAddress]
+
+
+def declared(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with typer's declarations of its parameters."""
+
+    @wraps(command)
+    def called(**values: Any) -> None:
+        command(**values)
+
+    hints = get_type_hints(command, include_extras=True)
+    signature = inspect.signature(command)
+    parameters = [
+        _declared(each, hints.get(each.name, each.annotation)) for each in signature.parameters.values()
+    ]
+    # typer reads both; the type of a function does not state the first.
+    called.__dict__["__signature__"] = signature.replace(parameters=parameters)
+    called.__annotations__ = {each.name: each.annotation for each in parameters}
+    return called
+
+
+def _declared(parameter: inspect.Parameter, hint: Any) -> inspect.Parameter:
+    kind, *about = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    texts = [part for part in about if isinstance(part, str)]
+    if not texts or any(isinstance(part, ParameterInfo) for part in about):
+        return parameter.replace(annotation=hint)
+    name = next((part for part in about if isinstance(part, As)), As())
+    least, most = next((part for part in about if isinstance(part, Range)), (None, None))
+    completion = next((part for part in about if inspect.isfunction(part)), None)
+    default = ... if parameter.default is parameter.empty else parameter.default
+    is_option = parameter.kind is parameter.KEYWORD_ONLY
+    facts: Any = {"help": texts[0], "min": least, "max": most, "autocompletion": completion}
+    if is_option:  # typer would add a flag that turns it off
+        flags = name.flags or ([f"--{parameter.name.replace('_', '-')}"] if kind is bool else [])
+        info = typer.Option(default, *flags, metavar=name.metavar, **facts)
+    else:
+        info = typer.Argument(default, metavar=name.metavar or parameter.name.upper(), **facts)
+    return parameter.replace(annotation=kind, default=info)
+
+
+#: The columns of a terminal that examples fit in, with a margin of one on each side.
+_COLUMNS = 80
+
+
+def help_text(docstring: str) -> str:
+    """Join the lines of each paragraph, so that a terminal of any width wraps them; keep indented lines, and
+    continue long ones on the next line as a shell does.
+    """
+    text = re.sub(r"(?<=\S)\n(?=\S)| \\\n +", " ", inspect.cleandoc(docstring))
+    return re.sub(rf"^    .{{{_COLUMNS - 5},}}$", _continued, text, flags=re.MULTILINE)
+
+
+def _continued(line: re.Match[str]) -> str:
+    lines = [""]
+    for word in re.findall(r"(?:[^\s\"]|\"[^\"]*\")+", line[0]):
+        if len(lines[-1]) + len(word) > _COLUMNS - 10:
+            lines.append("   ")
+        lines[-1] += f" {word}"
+    return " \\\n".join(f"   {line}" for line in lines)
