@@ -17,9 +17,9 @@ from ..parallel_state import Layout, ParallelState
 from ..pipeline.relay import StageOutput
 from ..recipes.optimizer_sections import ParameterGroup
 from ..simulation.model_flops import TokenFlops, flops_of_token
+from ..training.optimizer import freeze
 from ..training.own.module import OwnConfig, OwnFamily
 from ..training.own_parts import OwnParts
-from ..training.parameter_groups import freeze
 from .own_module import bytes_sent, micro_batch_of, module_stages, outputs_of, stages_of
 from .rank_parameters import Group, RankParameters, rank_parameters
 from .sampled_model import SampledModel, sampled

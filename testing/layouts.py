@@ -17,7 +17,7 @@ from ..parallel_state import BadInput, Box, Constant, Normal, ParallelState, dec
 from ..parallel_state.engine import local_data
 from ..parallel_state.initial_weights import fill
 from ..ranks import RankError, run_parallel
-from ..training.adamw import make_adamw
+from ..training.optimizer import make_adamw
 
 #: A rank's part of each parameter: its box without padding, whether the rank owns it, the numbers.
 Pieces = dict[str, tuple[Box, bool, Tensor]]

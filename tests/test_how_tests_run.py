@@ -136,7 +136,7 @@ def test_a_change_reaches_the_rooms_that_import_it():
     chosen = changed.tests_of(["cli/plan.py"])
     assert {"tests/cli", "tests/test_*.py", "tests/test_house.py"} == set(chosen)
     assert {"tests/cli", "tests/training", "tests/layers"} <= set(changed.tests_of(["layers/norm.py"]))
-    assert "tests/data" not in changed.tests_of(["training/adamw.py"])
+    assert "tests/data" not in changed.tests_of(["training/optimizer.py"])
     assert "tests/cluster/test_slurm.py" in changed.tests_of(["tests/support/slurm.py"])
     assert set(changed.tests_of(["pyproject.toml"])) == {"tests"}
 

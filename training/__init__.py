@@ -5,12 +5,12 @@ your own loop it offers the steps, the optimizer, ZeRO (``shard_over_data``), pr
 evaluation.
 """
 
-from .adamw import make_adamw
 from .callbacks import Callback
 from .evaluation import Evaluator
 from .function_loss import FunctionLoss
 from .learning_rate import Schedule
 from .loss import Fault, Loss, Sums, Term
+from .optimizer import make_adamw
 from .precision import Precision
 from .run_plan import RunPlan, check_run
 from .samples import shard_batch

@@ -25,13 +25,12 @@ from ..recipes.checks import without_effect
 from ..recipes.recipe import Recipe
 from ..recipes.sections import ExpertsSection, MemorySection
 from ..simulation.model_flops import Mfu, peak_flops
-from .adamw import make_adamw
 from .callbacks import Callback, ModelFlops, StepLines, Traces
 from .evaluation import Evaluation, Evaluator
 from .learning_rate import Schedule, schedule_of
+from .optimizer import freeze, make_adamw
 from .own.module import OwnFamily, needs_memory
 from .own_parts import set_up_own
-from .parameter_groups import freeze
 from .parameter_norms import NormLog
 from .precision import Precision, multiply_in_float8
 from .run_plan import Plan, RunPlan, flops_of

@@ -25,9 +25,9 @@ from ..simulation.recorder import Recorder
 from ..simulation.without_numbers import shapes_only
 from .function_loss import FunctionLoss, as_loss, refuse_uncut
 from .loss import Loss
+from .optimizer import freeze
 from .own.code import OwnCode, call_own, check_keywords, own_code, refused
 from .own.module import OwnConfig, OwnFamily
-from .parameter_groups import freeze
 from .precision import multiply_in_float8
 from .run_data import open_data
 from .samples import Samples

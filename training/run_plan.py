@@ -28,9 +28,9 @@ from ..storage.remote_folder import RemoteFolder
 from ..system import counted
 from ..system.addresses import file_in
 from .lora import plan_adapters
+from .optimizer import assign, freeze, names_of
 from .own.module import own_family
 from .own_parts import OwnParts, check_held_out, own_parts
-from .parameter_groups import assign, freeze, names_of
 from .run_data import HeldOut, check_tokenizer, open_data, open_held_out, tokenizer_of
 from .stage_cut import StageCut, cut_stages
 

@@ -29,11 +29,11 @@ from ..runs.requests import Killed, Preempted, Requests, StopSignals, Switches, 
 from ..runs.terminal import Terminal
 from ..runs.trackers import Tracker
 from ..system import counted, manual_gc
-from .adamw import set_learning_rate
 from .build import build, choices, measurements
 from .callbacks import Callback, Callbacks, EventLog, MetricsLog, TrackerLog
 from .lora import first_adapters
 from .not_finite import find_first_non_finite
+from .optimizer import set_learning_rate
 from .progress_checks import check_progress, check_ranks_alike, contents_of_run, identity_of_run
 from .run_plan import RunPlan, agree_on_weights, check_run
 from .step_sums import StepResult

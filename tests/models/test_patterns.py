@@ -10,7 +10,7 @@ from support.refusals import refusal_of
 from trilith.models import LoraConfig, patterns
 from trilith.parallel_state import BadInput
 from trilith.recipes.optimizer_sections import ParameterGroup
-from trilith.training.parameter_groups import assign
+from trilith.training.optimizer import assign
 
 #: A name on which a pattern that tries all ways needs longer than anybody lives.
 NAME = "model.layers.0.self_attn." + "a" * 60 + "!"

@@ -25,9 +25,8 @@ from trilith.testing.layouts import (
     random_rows,
     roughen,
 )
-from trilith.training.adamw import make_adamw
 from trilith.training.build import spare_memory
-from trilith.training.parameter_groups import assign, freeze, names_of
+from trilith.training.optimizer import assign, freeze, make_adamw, names_of
 from trilith.training.precision import Precision
 from trilith.training.step import Step
 from trilith.training.token_loss import TokenLoss

@@ -15,8 +15,7 @@ from trilith.recipes.optimizer_sections import ParameterGroup
 from trilith.simulation.tensors import tensors_in
 from trilith.testing import run_parallel
 from trilith.training import Precision, make_adamw
-from trilith.training.adamw import set_learning_rate
-from trilith.training.parameter_groups import assign, freeze, names_of
+from trilith.training.optimizer import assign, freeze, names_of, set_learning_rate
 
 FAMILY = family_of(TINY_LLAMA)
 NAMES = names_of(FAMILY, FAMILY.from_hf(TINY_LLAMA))

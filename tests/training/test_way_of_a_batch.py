@@ -27,7 +27,7 @@ HELPERS = {
     "data/token_file.py": "reads the ids of a row",
     "data/token_sums.py": "compares bytes that are read with their checksums",
     "data/prefetch.py": "calls what makes a micro-batch, in a thread or at once",
-    "training/adamw.py": "sets the learning rate",
+    "training/optimizer.py": "sets the learning rate",
     "training/learning_rate.py": "the step's learning rate",
     "training/callbacks.py": "measurements, which change nothing",
     "training/compute_weights.py": "the weights' copies in another dtype, of which this run has none",
