@@ -15,8 +15,8 @@ from support.command_lines import NAMES, VALID, values_of, words_of
 from support.pages import ROOT
 from trilith.cli.app import COMMANDS, GROUPS, make_app, run
 from trilith.cli.errors import explain
-from trilith.cli.shared.aliases import ALIASES, COMMANDS_OF_OTHERS, FORMER_COMMANDS, RENAMED, with_own_names
 from trilith.cli.shared import options
+from trilith.cli.shared.aliases import ALIASES, COMMANDS_OF_OTHERS, FORMER_COMMANDS, RENAMED, with_own_names
 from trilith.cli.shared.options import TESTED
 from trilith.parallel_state import BadCheckpoint, BadInput, PeerFailed
 

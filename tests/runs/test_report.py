@@ -215,7 +215,7 @@ def test_a_curve_stands_where_its_numbers_are():
     assert (b[0] - a[0]) * 4 == pytest.approx(d[0] - a[0], abs=0.5)
     assert Chart("c", "T", "", [Series("s", [(1, None)], 0)]).svg() == ""
     wide = Chart("c", "T", "", [Series("s", [(1, 1e-3), (2, 1e3)], 0)]).svg()
-    assert "logarithmic" in wide
+    assert ">by step, logarithmic<" in wide
 
 
 def test_a_line_that_a_kill_cut_short_does_not_hide_the_rest(tmp_path):
