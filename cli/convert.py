@@ -112,7 +112,8 @@ def convert(
         carry_out(plan, dst, allow_nonfinite=allow_nonfinite, options=options)
     for warning in plan.source.warnings:
         say(f"warning: {warning}", err=True)
-    say(f"{dst}: {counted(len(plan.files), 'file')} of weights, {plan.nbytes:,} bytes")
+    kinds = "weights and moments" if plan.keeps_moments else "weights"
+    say(f"{dst}: {counted(len(plan.files), 'file')} of {kinds}, {plan.nbytes:,} bytes")
     if verify:
         _compare(plan.source, dst, dtype)
 

@@ -95,10 +95,12 @@ def _show(
     shown, memory = planned.rank, planned.rank.memory
     active = f", of which a token meets {planned.active:,}" if planned.active < planned.parameters else ""
     say(f"device         {planned.recipe.device}")
-    say(
-        f"parameters     {planned.parameters:,}{active}; rank {shown.rank} computes with "
-        f"{shown.parameters:,}, stores {shown.stored:,}, trains {shown.trained:,}"
-    )
+    same = shown.parameters == shown.stored == shown.trained
+    on_rank = f"computes with {shown.parameters:,}, stores {shown.stored:,}, trains {shown.trained:,}"
+    if same:
+        padded = ", padding included" * (layout.world == 1 and shown.stored > planned.parameters)
+        on_rank = f"has {shown.stored:,}{padded}"
+    say(f"parameters     {planned.parameters:,}{active}; rank {shown.rank} {on_rank}")
     say(
         f"global batch   {counted(planned.recipe.data.global_batch, 'sample')}, {planned.tokens:,} tokens; "
         f"{counted(planned.micro_batches, 'micro-batch')} of {planned.recipe.data.micro_batch} a rank; "

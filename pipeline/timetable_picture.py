@@ -52,7 +52,7 @@ def draw_timetable(out: Path, title: str, table: Timetable, *, force: bool = Fal
     matplotlib.use("Agg")
     width = min(24, max(11, 3 + 0.27 * max(map(len, table.ranks))))
     size = width, 2.3 + 0.42 * len(table.ranks)
-    figure, (times, sums) = plt.subplots(1, 2, figsize=size, width_ratios=(6, 1.4), layout="constrained")
+    figure, (times, sums) = plt.subplots(1, 2, figsize=size, width_ratios=(6, 0.9), layout="constrained")
     draw_times(times, table)
     times.set_title(f"{table.bubble:.1%} of the step is waiting", loc="left", fontsize=10)
     times.set_xlabel("units of a stage's forward", fontsize=9)
@@ -115,11 +115,11 @@ def _draw_sums(axes: Any, table: Timetable) -> None:
     ranks = range(len(table.ranks))
     idle = [table.idle(rank) for rank in ranks]
     axes.barh(ranks, idle, height=0.5, color="#bc4b51")
-    most = max(0.3, 1.35 * max(idle))
+    most = max(0.1, 1.5 * max(idle))
     for rank in ranks:
         axes.text(idle[rank] + 0.02 * most, rank, f"{idle[rank]:.1%}", va="center", fontsize=8)
         axes.text(most * 1.05, rank, str(table.most_held(rank)), va="center", ha="left", fontsize=9)
-    axes.text(most * 1.05, -0.75, "held", ha="left", fontsize=9)
+    axes.text(most * 1.05, -0.75, "held", ha="right", fontsize=9)
     axes.set_title("waiting", loc="left", fontsize=10)
     axes.set_xlim(0, most)
     axes.set_ylim(len(table.ranks) - 0.5, -0.5)

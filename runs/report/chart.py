@@ -44,11 +44,12 @@ class Chart:
         across = _Axis(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT)
         log = min(ys) > 0 and max(ys) > 1000 * min(ys)
         up = _Axis(min(ys), max(ys), _HEIGHT - _BOTTOM, _TOP, log=log, room=0.05)
+        words = self.unit, "by step", "logarithmic" if log else ""
         title, description = f"{self.name}-title", f"{self.name}-description"
         return "".join(
             [
-                f'<figure><figcaption>{escape(self.title)} <span class="unit">{escape(self.unit)}',
-                f"{', logarithmic' if log else ''}</span></figcaption>",
+                f'<figure><figcaption>{escape(self.title)} <span class="unit">',
+                f"{escape(', '.join(filter(None, words)))}</span></figcaption>",
                 f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-labelledby="{title} {description}">',
                 f'<title id="{title}">{escape(self.title)} by step</title>',
                 f'<desc id="{description}">{escape(self.description())}</desc>',

@@ -154,12 +154,15 @@ def _detail(event: dict[str, Any]) -> str:
             return str(event["checkpoint"])
         case "vanished":
             return "no word of how it ended: killed, or its machine lost"
+        case "finished" if event["step"] < event["goal"]:
+            return f"of {event['goal']:,}, as asked"
         case _:
             return str(event.get("why", ""))
 
 
 def _where(attempt: dict[str, Any]) -> str:
-    where = f"on {counted(attempt['world'], 'rank')} ({attempt['layout']})"
+    layout, ranks = attempt["layout"], counted(attempt["world"], "rank")
+    where = f"on {ranks} ({layout})" if attempt["world"] > 1 else f"on {layout}"
     return f"{where}; {attempt['fitted']}" if attempt.get("fitted") else where
 
 

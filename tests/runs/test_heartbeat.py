@@ -250,6 +250,9 @@ def test_a_refused_start_does_not_hide_how_the_run_ended(code, events, before, t
         Events(tmp_path / "events.jsonl").note(event, 60, **facts)
     last = outcome(tmp_path)
     assert (last.code, last.text) == (code, f"rank 0 failed with code {code}: of 0{before}")
+    ended(tmp_path, 0)
+    Events(tmp_path / "events.jsonl").note("finished", 7, goal=60)
+    assert outcome(tmp_path).text == "finished after step 7 of 60, as asked"
 
 
 def test_a_rank_that_fell_silent_is_lost(tmp_path):
