@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
@@ -18,28 +18,19 @@ from trilith.system import search_less_often
 
 search_less_often()  # all that is imported from here on stays
 
-import torch
 from hypothesis import settings
 from support import draws, lanes, run_times
-from support.models_page import MEASURED
-from trilith.ranks import pool, processes
 from trilith.system import search_garbage_rarely
 from trilith.system.process_info import children_of, environment_of, process_info
 
 if os.environ.get("TRILITH_TEST_DEVICE", "cpu") == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or recipes that leave `device` open would train on a GPU
-torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of lanes, and of processes that tests start
 # Or each lane compiles every test, and each process that a test starts the package, anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 #: What files of tests import that start the command on ranks; a fork that imports it is slower by a third.
-processes.templates.preload = [
-    "pytest",
-    "trilith.cli.app",
-    "trilith.pipeline.runner",
-    "support.short_runs",
-]
+PRELOAD = ["pytest", "trilith.cli.app", "trilith.pipeline.runner", "support.short_runs"]
 BEGIN = time.monotonic()
 settings.register_profile(draws.ALL, deadline=None, derandomize=True)
 settings.register_profile("trilith", settings.get_profile(draws.ALL), max_examples=50)
@@ -68,9 +59,23 @@ def pytest_configure(config):
     settings.load_profile("quick" if config.getoption("quick") else default)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session):
+    """Prepare for ranks, unless this process only starts lanes: it never imports torch."""
+    if lanes.starts_lanes(session.config):
+        return
+    import torch
+    from trilith.ranks import processes
+
+    torch.set_num_threads(1)
+    processes.templates.preload = PRELOAD
+
+
 @pytest.fixture(autouse=True, scope="session")
 def no_processes_if_quick(request):
     """With ``--quick``, skip a test where it asks for ranks, forks, or starts Python."""
+    from trilith.ranks import processes
+
     start = subprocess.Popen.__init__
 
     def skip(*given, **named):
@@ -99,7 +104,7 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if run_times.function_of(item.nodeid) in long]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if run_times.function_of(item.nodeid) not in long]
-    elif vars(config.option).get("dist", "no") != "no" or hasattr(config, "workerinput"):
+    elif lanes.starts_lanes(config) or hasattr(config, "workerinput"):
         of_file = run_times.seconds_of_files()
         items.sort(key=lambda item: -of_file[run_times.file_of(item.nodeid)])
 
@@ -111,28 +116,32 @@ def pytest_collection_finish():
 
 #: Seconds of each test function in this session, in all lanes.
 TOOK = Counter()
-#: What tests that passed have measured: family, axes, difference (see ``support.models_page``).
-FOUND = []
+#: What tests that passed have measured, by the name of the property (see ``support.models_page``).
+FOUND = defaultdict(list)
 
 
 def pytest_runtest_logreport(report):
     """Collect how long a test took and what it has measured, in this process or in a lane."""
     TOOK[run_times.function_of(report.nodeid)] += report.duration
     if report.when == "call" and report.passed:
-        FOUND.extend(value for name, value in report.user_properties if name == MEASURED)
+        for name, value in report.user_properties:
+            FOUND[name].append(value)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
     """Fail the session if a process that a test started still runs once the pool's ranks have been ended."""
     if (file := session.config.getoption("measured")) and not hasattr(session.config, "workeroutput"):
-        Path(file).write_text(json.dumps({MEASURED: FOUND}))
+        Path(file).write_text(json.dumps(FOUND))
     if not hasattr(session.config, "workeroutput"):
         run_times.remember(TOOK, getattr(session.config, "cache", None))  # or -p no:cacheprovider
         if session.config.getoption("seconds"):
             run_times.SECONDS.write_text(run_times.table(TOOK))
-    pool._pool.close()
-    processes.templates.close()
+    if not lanes.starts_lanes(session.config):
+        from trilith.ranks import pool, processes
+
+        pool._pool.close()
+        processes.templates.close()
     # Python's own helpers of `multiprocessing`, which it would end only with this process.
     forkserver._forkserver._stop()
     resource_tracker._resource_tracker._stop()

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import warnings
+from itertools import product
 from pathlib import Path
 from random import Random
 
@@ -26,10 +27,10 @@ WORKS, WORKS_LONGER = 0.4, 2.0
 COMPARES = {"diff", "parity"}
 #: What is drawn in a fork: the first few in the default suite, the others with the slow tests.
 FEW, AT_ONCE, ALL = 4, 20, 200
-DRAWS = [range(FEW), range(FEW, AT_ONCE), *(range(at, at + AT_ONCE) for at in range(AT_ONCE, ALL, AT_ONCE))]
+DRAWS = [range(FEW, AT_ONCE), *(range(at, at + AT_ONCE) for at in range(AT_ONCE, ALL, AT_ONCE))]
 ROWS = Path(__file__).parents[1] / "recipes"
 #: What is drawn: a kind, and the commands that it is for.
-KINDS = [("input", NAMES), ("output", OUTPUTS), ("run", READS_RUN), ("origin", ["recipe"])]
+KINDS = {"input": NAMES, "output": OUTPUTS, "run": READS_RUN, "origin": ["recipe"]}
 
 
 @pytest.fixture(scope="module")
@@ -52,26 +53,30 @@ def as_users_do():
     warnings.simplefilter("default")
 
 
-@pytest.mark.parametrize(
-    "numbers",
-    [
-        pytest.param(draws, id=str(draws.start), marks=pytest.mark.slow if draws.start else [])
-        for draws in DRAWS
-    ],
-)
-@pytest.mark.parametrize(("kind", "command"), [(kind, name) for kind, names in KINDS for name in names])
-def test_a_drawn_input_is_refused_in_one_line_or_taken(more_inputs, folder, kind, command, numbers):
+def draws():
+    """Yield parameters: a command, the kinds of what is drawn for it, and the numbers of the draws."""
+    for command in NAMES:
+        kinds = [kind for kind, names in KINDS.items() if command in names]
+        yield pytest.param(command, kinds, range(FEW), id=command)
+        for kind, numbers in product(kinds, DRAWS):
+            id = f"{kind}-{command}-{numbers.start}"
+            yield pytest.param(command, [kind], numbers, id=id, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("command", "kinds", "numbers"), [*draws()])
+def test_a_drawn_input_is_refused_in_one_line_or_taken(more_inputs, folder, command, kinds, numbers):
     before, trials, left, places = tree(more_inputs), [], [], []
-    makes_at_once = kind == "output" and command in ("quickstart", "bench")  # and would work for long
-    for number in numbers[: AT_ONCE // 4] if makes_at_once else numbers:
-        where = folder()
-        drawn = draw(command, number, more_inputs, where, kind)
-        works = 0.1 if makes_at_once else WORKS_LONGER if numbers.start else WORKS
-        work = works if command in LONG else 0.0
-        codes = {0, 2, 4} | ({1} if command in COMPARES else set())
-        trials.append(Trial(where, drawn.words, codes, names=drawn.names, work=work))
-        left.append(tree(where))
-        places.append(drawn.place)
+    for kind in kinds:
+        makes_at_once = kind == "output" and command in ("quickstart", "bench")  # and would work for long
+        for number in numbers[: AT_ONCE // 4] if makes_at_once else numbers:
+            where = folder()
+            drawn = draw(command, number, more_inputs, where, kind)
+            works = 0.1 if makes_at_once else WORKS_LONGER if numbers.start else WORKS
+            work = works if command in LONG else 0.0
+            codes = {0, 2, 4} | ({1} if command in COMPARES else set())
+            trials.append(Trial(where, drawn.words, codes, names=drawn.names, work=work))
+            left.append(tree(where))
+            places.append(drawn.place)
     codes = check(trials, as_users_do, within=1.0)
     assert tree(more_inputs) == before
     for trial, code, files, place in zip(trials, codes, left, places, strict=True):
@@ -103,15 +108,20 @@ def fail_at(number):
     sys.addaudithook(hook)
 
 
-@pytest.mark.parametrize("command", NAMES)
-def test_a_mistake_in_the_code_stays_an_unexpected_error(inputs, folder, command):
-    where = folder()
-    code = forked.run_forked(
-        lambda: (fail_at(Random(command).randint(1, 3)), run(words(command, inputs, where)))[1],
-        where,
-        limit=60,
-    )
-    assert code.code == 70 and "KeyError: 'seeded'" in code.err, code
+def test_a_mistake_in_the_code_stays_an_unexpected_error(inputs, folder):
+    commands = {command: folder() for command in NAMES}
+
+    def work():
+        for command, where in commands.items():
+            os.chdir(where)
+            fail_at(Random(command).randint(1, 3))
+            print(f"\0{command} {run(words(command, inputs, where))}", file=sys.stderr)
+        return 0
+
+    ended = forked.run_forked(work, folder(), limit=60)
+    told = [line.rsplit("\0", 1) for line in ended.err.splitlines() if "\0" in line]
+    assert [end for _, end in told] == [f"{command} 70" for command in NAMES], ended
+    assert ended.err.count("KeyError: 'seeded'") == len(NAMES), ended
 
 
 def only_ascii():
@@ -125,27 +135,19 @@ def no_cache():
     forked.obey_permissions()
     home = Path("home")
     home.mkdir(mode=0o555)
-    caches = (
-        "HOME",
-        "XDG_CACHE_HOME",
-        "HF_HOME",
-        "TORCHINDUCTOR_CACHE_DIR",
-        "TRITON_CACHE_DIR",
-        "MPLCONFIGDIR",
-    )
-    os.environ.update(dict.fromkeys(caches, str(home.absolute())))
+    homes = ("HOME", "XDG_CACHE_HOME", "HF_HOME")
+    caches = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MPLCONFIGDIR")
+    os.environ.update(dict.fromkeys(homes + caches, str(home.absolute())))
 
 
-@pytest.mark.parametrize("surroundings", [only_ascii, no_cache])
-def test_a_locale_or_a_home_of_little_use_changes_nothing(inputs, folder, surroundings):
+def test_a_locale_and_a_home_of_little_use_change_nothing(inputs, folder):
     trials = []
     for command in NAMES:
         where = folder() / "übung"
         where.mkdir()
         (where / "tmp").mkdir()
-        # The doctor alone says that torch's compiler has no cache.
-        code = 3 if command == "doctor" and surroundings is no_cache else 0
+        code = 3 if command == "doctor" else 0  # which alone says that torch's compiler has no cache
         works = WORKS_LONGER if command == "doctor" else WORKS
         work = works if command in LONG else 0.0
         trials.append(Trial(where, words(command, inputs, where), {code}, work=work))
-    check(trials, surroundings)
+    check(trials, lambda: (only_ascii(), no_cache()))

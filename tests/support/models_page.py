@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from trilith.cli.shared.shown_model import AXES, features_of
@@ -60,6 +61,7 @@ def axes_of(layout: Layout) -> list[str]:
     return [axis for axis, yes in used.items() if yes]
 
 
+@cache
 def refused(family: str) -> set[str]:
     """Return the columns that the family cannot have."""
     features = features_of(FAMILIES[family])
