@@ -30,7 +30,7 @@ class Distances(nn.Module):
     def __init__(self, heads: int, state: ParallelState | None, farthest: int = 4) -> None:
         super().__init__()
         self.farthest = farthest
-        self.table = nn.Embedding(2 * farthest + 1, heads // alone_or(state).tensor_size)
+        self.table = nn.Embedding(2 * farthest + 1, heads // alone_or(state).tensor.size)
         declare(self.table, "weight", cut=Cut(1), state=state)
 
     def forward(self, tokens: Tensor, causal: bool) -> Tensor:

@@ -79,7 +79,7 @@ def generate(
             layout = model.state.layout
             if layout.pipeline > 1:
                 last = layout.rank_of_stage(layout.stages - 1)
-                dist.broadcast(new_B, group=model.state.pipeline_group, group_src=last)
+                dist.broadcast(new_B, group=model.state.pipeline.group, group_src=last)
             step: list[int | None] = [None if ended[i] else token for i, token in enumerate(new_B.tolist())]
             for i, token in enumerate(step):
                 if token is not None:
@@ -163,12 +163,12 @@ def _check(model: CausalLM, prompts: Sequence[Tokens], most: int, least: int, st
         expected = f"ids below the model's vocab_size={vocabulary}"
         raise BadInput("generate", "tokens", expected=expected, found=outside[0])
     check_length(max(map(len, prompts)), most, positions)
-    if model.state.context_size > 1:
+    if model.state.context.size > 1:
         raise BadInput(
             "generate",
             "layout.context",
             expected="1: one token at a time cannot be cut along the sequence",
-            found=model.state.context_size,
+            found=model.state.context.size,
             todo="Load the weights in the same layout without it",
         )
     if model.state.sequence:

@@ -169,7 +169,7 @@ def automatic_chunk(
     gradient, so that there is a sum.
     """
     state = alone_or(state)
-    columns = padded_vocabulary(vocab_size, state.tensor_size) // state.tensor_size
+    columns = padded_vocabulary(vocab_size, state.tensor.size) // state.tensor.size
     whole = tokens * columns * compute
     if whole <= LOGITS:
         return 0

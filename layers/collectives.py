@@ -48,33 +48,33 @@ pair: Callable[[Tensor, _Change, _Change], Tensor] = _Pair.apply
 
 def copy_to_tensor(x: Tensor, state: ParallelState) -> Tensor:
     """Return a whole activation unchanged; in backward sum the ranks' partial gradients."""
-    if state.tensor_size == 1:
+    if state.tensor.size == 1:
         return x
-    return pair(x, _alias, partial(engine.all_reduce, group=state.tensor_group))
+    return pair(x, _alias, partial(engine.all_reduce, group=state.tensor.group))
 
 
 def reduce_from_tensor(x: Tensor, state: ParallelState) -> Tensor:
     """Sum a partial activation over the tensor ranks."""
-    if state.tensor_size == 1:
+    if state.tensor.size == 1:
         return x
-    return pair(x, partial(engine.all_reduce, group=state.tensor_group), _same)
+    return pair(x, partial(engine.all_reduce, group=state.tensor.group), _same)
 
 
 def split_to_tensor(x: Tensor, state: ParallelState, *, dim: int = -1) -> Tensor:
     """Return this rank's equal piece of a whole activation along ``dim``."""
-    if state.tensor_size == 1:
+    if state.tensor.size == 1:
         return x
     dim %= x.ndim
-    gather = partial(engine.all_gather, dim=dim, group=state.tensor_group)
+    gather = partial(engine.all_gather, dim=dim, group=state.tensor.group)
     return pair(x, partial(own_piece, dim=dim, state=state), gather)
 
 
 def gather_from_tensor(x: Tensor, state: ParallelState, *, dim: int = -1) -> Tensor:
     """Gather an activation that is split along ``dim``; all ranks must use the result in the same way."""
-    if state.tensor_size == 1:
+    if state.tensor.size == 1:
         return x
     dim %= x.ndim
-    gather = partial(engine.all_gather, dim=dim, group=state.tensor_group)
+    gather = partial(engine.all_gather, dim=dim, group=state.tensor.group)
     return pair(x, gather, partial(own_piece, dim=dim, state=state))
 
 
@@ -82,7 +82,7 @@ def gather_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
     """Gather an activation that is split along the sequence; ranks may use it differently, so gradients
     are summed.
     """
-    if state.tensor_size == 1:
+    if state.tensor.size == 1:
         return x
     check_sequence(x, dim)
     return pair(x, *_gather_and_scatter(dim % x.ndim, state))
@@ -90,7 +90,7 @@ def gather_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
 
 def scatter_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
     """Sum a partial activation over the tensor ranks, and return this rank's piece of the sequence."""
-    if state.tensor_size == 1:
+    if state.tensor.size == 1:
         return x
     check_sequence(x, dim)
     _check_divides(x, dim, state)
@@ -113,8 +113,8 @@ def leave_tensor(x: Tensor, state: ParallelState) -> Tensor:
 def own_piece(x: Tensor, dim: int, state: ParallelState) -> Tensor:
     """Return this tensor rank's equal piece of ``dim``, contiguous. Its gradient is autograd's."""
     _check_divides(x, dim, state)
-    length = x.shape[dim] // state.tensor_size
-    return x.narrow(dim, state.tensor_index * length, length).contiguous()
+    length = x.shape[dim] // state.tensor.size
+    return x.narrow(dim, state.tensor.index * length, length).contiguous()
 
 
 def check_sequence(x: Tensor, dim: int) -> None:
@@ -130,18 +130,18 @@ def check_sequence(x: Tensor, dim: int) -> None:
 
 
 def _check_divides(x: Tensor, dim: int, state: ParallelState) -> None:
-    if x.shape[dim] % state.tensor_size:
+    if x.shape[dim] % state.tensor.size:
         raise BadInput(
             "input",
             f"dim {dim} of shape {tuple(x.shape)}",
-            expected=f"a length that tensor={state.tensor_size} divides",
+            expected=f"a length that tensor={state.tensor.size} divides",
             found=x.shape[dim],
             todo="Change the sequence length or the tensor axis",
         )
 
 
 def _gather_and_scatter(dim: int, state: ParallelState) -> tuple[_Change, _Change]:
-    group = state.tensor_group
+    group = state.tensor.group
     gather = partial(engine.all_gather, dim=dim, group=group)
     return gather, partial(engine.reduce_scatter, dim=dim, group=group)
 

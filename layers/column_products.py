@@ -27,7 +27,7 @@ class _Products(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, state: ParallelState, *weights_and_biases: Tensor | None
     ) -> tuple[Tensor, ...]:
-        whole = engine.all_gather(x, 1, state.tensor_group) if state.sequence else x
+        whole = engine.all_gather(x, 1, state.tensor.group) if state.sequence else x
         pairs = [*zip(weights_and_biases[::2], weights_and_biases[1::2], strict=True)]
         ctx.state = state
         ctx.save_for_backward(whole, *weights_and_biases[::2])
@@ -42,9 +42,9 @@ class _Products(torch.autograd.Function):
                 dx = grad @ weight if dx is None else dx.add_(grad @ weight)
             assert dx is not None
             if state.sequence:
-                coming = engine.reduce_scatter_start(dx, 1, state.tensor_group)
+                coming = engine.reduce_scatter_start(dx, 1, state.tensor.group)
             else:
-                coming = engine.all_reduce_start(dx, state.tensor_group)
+                coming = engine.all_reduce_start(dx, state.tensor.group)
         gradients: list[Tensor | None] = []
         flat = x.flatten(0, -2)
         for number, grad in enumerate(grads):
@@ -65,7 +65,7 @@ def column_products(x: Tensor, weights_and_biases: WeightsAndBiases, state: Para
     computed. Inside an autocast region autograd does one after the other, because it must follow autocast's
     casts. Raises ``BadInput`` for an input without a sequence dim under sequence parallelism.
     """
-    if state.tensor_size == 1 or autocasts(x):
+    if state.tensor.size == 1 or autocasts(x):
         return products(enter_tensor(x, state), weights_and_biases)
     if state.sequence:
         check_sequence(x, 1)

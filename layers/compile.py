@@ -57,7 +57,7 @@ def parts_in_one_graph(module: nn.Module) -> Iterator[nn.Module]:
 def _one_graph(module: nn.Module) -> bool:
     if isinstance(module, Dropout):
         return not (module.p and module.state.sequence)
-    if isinstance(module, ParallelLinear) and module.state.tensor_size > 1:
+    if isinstance(module, ParallelLinear) and module.state.tensor.size > 1:
         return not any(getattr(adapter, "dropout", 0) for adapter in module.adapters)
     return bool(getattr(module, "one_graph", True))
 

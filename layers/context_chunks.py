@@ -27,17 +27,17 @@ def cut_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
     Use it for ids, labels and positions, not for activations. Raises ``BadInput`` if the chunks are not
     equal.
     """
-    size = state.context_size
+    size = state.context.size
     if size == 1:
         return x
     state.layout.check_length(x.shape[dim], "input", f"dim {dim} of shape {tuple(x.shape)}")
     chunks = x.chunk(2 * size, dim)
-    return torch.cat([chunks[number] for number in own_chunks(state.context_index, size)], dim)
+    return torch.cat([chunks[number] for number in own_chunks(state.context.index, size)], dim)
 
 
 def token_places(length: int, state: ParallelState, device: torch.device | None = None) -> Tensor:
     """Return the places of this context rank's ``length`` tokens in the whole sequence: (length,) int64."""
-    return cut_sequence(torch.arange(length * state.context_size, device=device), state, dim=0)
+    return cut_sequence(torch.arange(length * state.context.size, device=device), state, dim=0)
 
 
 def sum_over_context(x: Tensor, state: ParallelState) -> Tensor:
@@ -46,9 +46,9 @@ def sum_over_context(x: Tensor, state: ParallelState) -> Tensor:
     Each rank then computes with the sum, and its loss counts: the gradients are summed as well. So a loss of
     rows is added up, and counted, on each of the ranks.
     """
-    if state.context_size == 1:
+    if state.context.size == 1:
         return x
-    total = partial(engine.all_reduce, group=state.context_group)
+    total = partial(engine.all_reduce, group=state.context.group)
     return pair(x, total, total)
 
 
@@ -59,5 +59,5 @@ def default_positions(x: Tensor, state: ParallelState, *, embedded: bool) -> Ten
     With sequence parallelism hidden states are this rank's piece (B, S / tensor, D). With several context
     ranks ``x`` is this rank's chunks of the sequence, and so are the positions: (S / context,).
     """
-    length = x.shape[1] * (state.tensor_size if embedded and state.sequence else 1)
+    length = x.shape[1] * (state.tensor.size if embedded and state.sequence else 1)
     return token_places(length, state, x.device)

@@ -45,12 +45,12 @@ def own_random(state: ParallelState, *, split: bool) -> AbstractContextManager[N
     Afterwards all ranks continue with the common stream. The seed of the own streams is drawn from the common
     one, so nothing has to be saved, and a recomputation repeats it.
     """
-    return _own(state) if split and state.tensor_size > 1 else nullcontext()
+    return _own(state) if split and state.tensor.size > 1 else nullcontext()
 
 
 @contextmanager
 def _own(state: ParallelState) -> Iterator[None]:
     seed = int(torch.randint(2**62, (), device="cpu"))
     with accelerator.fork_random(state.device):
-        torch.manual_seed(seed + state.tensor_index)
+        torch.manual_seed(seed + state.tensor.index)
         yield

@@ -62,12 +62,12 @@ class VocabParallelEmbedding(DeclaredModule):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the embeddings of the token ids."""
         weight = local(self.weight)
-        if self.rows > self.num_embeddings or self.state.tensor_size > 1:  # else torch sees to it
+        if self.rows > self.num_embeddings or self.state.tensor.size > 1:  # else torch sees to it
             check_ids(tokens, self.num_embeddings)
-        if self.state.tensor_size == 1:
+        if self.state.tensor.size == 1:
             return F.embedding(tokens, weight)
         rows = weight.shape[0]
-        ids = tokens - self.state.tensor_index * rows
+        ids = tokens - self.state.tensor.index * rows
         elsewhere = (ids < 0) | (ids >= rows)
         embedded = F.embedding(ids.masked_fill(elsewhere, 0), weight)
         return leave_tensor(embedded.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.state)
@@ -155,7 +155,7 @@ class PositionEmbedding(DeclaredModule):
         """Return the hidden states with their position embeddings added."""
         if self.state.sequence:
             length = x.shape[1]
-            positions = positions.narrow(-1, self.state.tensor_index * length, length)
+            positions = positions.narrow(-1, self.state.tensor.index * length, length)
         return x + F.embedding(positions, local(self.weight))
 
     def extra_repr(self) -> str:
@@ -198,4 +198,4 @@ def _vocabulary(
 
 
 def _repr(rows: int, dim: int, padded: int, state: ParallelState) -> str:
-    return f"{rows}, {dim}, padded={padded}, here=({padded // state.tensor_size}, {dim})"
+    return f"{rows}, {dim}, padded={padded}, here=({padded // state.tensor.size}, {dim})"

@@ -89,10 +89,10 @@ class Float8:
         """
         rowwise = self.scaling == "rowwise"
         tops = [x.abs().amax(dim if rowwise else (0, 1), keepdim=True).float() for x, dim in matrices]
-        if not cut or self.state.tensor_size == 1:
+        if not cut or self.state.tensor.size == 1:
             return tops
         here = torch.cat([top.flatten() for top in tops])
-        parts = engine.all_reduce(here, self.state.tensor_group, "max").split([top.numel() for top in tops])
+        parts = engine.all_reduce(here, self.state.tensor.group, "max").split([top.numel() for top in tops])
         return [part.view(top.shape) for part, top in zip(parts, tops, strict=True)]
 
 

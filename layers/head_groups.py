@@ -17,7 +17,7 @@ class HeadGroups:
     def __init__(self, heads: int, groups: int, state: ParallelState) -> None:
         if heads % groups:
             raise BadInput("heads", "groups", expected=f"a divisor of {heads} heads", found=groups)
-        size, index, each = state.tensor_size, state.tensor_index, heads // groups
+        size, index, each = state.tensor.size, state.tensor.index, heads // groups
         here = range(heads * index // size, -(-heads * (index + 1) // size))
         self.groups, self.shared = groups, groups % size > 0
         self.held = shared_units(groups, size, index)

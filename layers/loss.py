@@ -63,7 +63,7 @@ def vocab_parallel_cross_entropy(
     """
     state = alone_or(state)
     check_ids(labels, vocab_size, but=ignore_index)
-    size = state.tensor_size
+    size = state.tensor.size
     padded = padded_vocabulary(vocab_size, size)
     if size > 1 and logits.shape[-1] * size not in (vocab_size, padded):
         raise BadInput(

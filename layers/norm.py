@@ -110,7 +110,7 @@ class _HeadsNorm(DeclaredModule):
     ) -> None:
         super().__init__()
         self.heads, self.head_dim, self.eps, self.state = heads, head_dim, eps, alone_or(state)
-        size, index = self.state.tensor_size, self.state.tensor_index
+        size, index = self.state.tensor.size, self.state.tensor.index
         heads_of = [range(heads * rank // size, -(-heads * (rank + 1) // size)) for rank in range(size)]
         cut: Cut | None = Cut(0, unit=shape[0] // heads)
         partial: tuple[str, ...] = ()

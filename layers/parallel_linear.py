@@ -72,10 +72,10 @@ def cut_units(
     computes those that its part of the layer's other outputs needs, and has a part of their gradient. Else
     the rows are ``None``, for all that the rank holds.
     """
-    units, size = shape[0] // unit, state.tensor_size
+    units, size = shape[0] // unit, state.tensor.size
     if not may_share or units % size == 0:
         return Declaration(shape, Cut(0, unit=unit)), None
-    needed = shared_units(units, size, state.tensor_index)
+    needed = shared_units(units, size, state.tensor.index)
     return Declaration(shape, partial=("tensor",)), slice(needed.start * unit, needed.stop * unit)
 
 
@@ -113,7 +113,7 @@ class ParallelLinear(DeclaredModule):
         #: Whether selective checkpointing computes the products again.
         self.recomputed = False
         self._single = isinstance(out_features, int)
-        self._width = in_features // self.state.tensor_size if self.cut_dim == 1 else in_features
+        self._width = in_features // self.state.tensor.size if self.cut_dim == 1 else in_features
         outputs = {"": out_features} if isinstance(out_features, int) else out_features
         units = dict.fromkeys(outputs, unit) if isinstance(unit, int) else unit
         initial = initial or Uniform(1 / sqrt(in_features))
@@ -130,7 +130,7 @@ class ParallelLinear(DeclaredModule):
                 declare_parameter(holder, "bias", replace(stated, initial=of_bias), self.state)
             else:
                 holder.register_parameter("bias", None)
-            here = features // self.state.tensor_size if self.cut_dim == 0 else features
+            here = features // self.state.tensor.size if self.cut_dim == 0 else features
             self.parts.append(OutputPart(holder, rows, here if rows is None else rows.stop - rows.start))
 
     def _declare(
@@ -148,7 +148,7 @@ class ParallelLinear(DeclaredModule):
             expected, shape = f"{self._width} features on the last dim", f"shape {tuple(x.shape)}"
             layer, todo = type(self).__name__, self.input_advice
             raise BadInput(layer, "input", expected=expected, found=shape, todo=todo)
-        if self._single and self.state.tensor_size == 1 and not self.adapters and self.float8 is None:
+        if self._single and self.state.tensor.size == 1 and not self.adapters and self.float8 is None:
             return F.linear(x, self.weight, self.bias)  # nn.Linear's own line
         outputs = self._outputs(x, [part.weight_and_bias() for part in self.parts])
         return outputs[0] if self._single else tuple(outputs)
@@ -238,25 +238,25 @@ class RowParallelLinear(ParallelLinear):
         self.partial = partial
         super().__init__(in_features, out_features, bias, unit=unit, initial=initial, state=state)
         #: Selective checkpointing keeps the sum over the ranks, not its terms.
-        self.recomputed = partial or self.state.tensor_size > 1
+        self.recomputed = partial or self.state.tensor.size > 1
 
     def _declare(
         self, features: int, unit: int, may_share: bool
     ) -> tuple[Declaration, Declaration, slice | None]:
         weight, bias, rows = super()._declare(features, unit, may_share)
-        if self.partial and self.state.tensor_size > 1:  # the bias is zero on all ranks but the first
+        if self.partial and self.state.tensor.size > 1:  # the bias is zero on all ranks but the first
             bias = replace(bias, partial=("tensor",))
         return replace(weight, cut=Cut(1, unit=unit), partial=()), bias, rows
 
     def _outputs(self, x: Tensor, weights_and_biases: WeightsAndBiases) -> list[Tensor]:
-        if self.state.tensor_size == 1:
+        if self.state.tensor.size == 1:
             return super()._outputs(x, weights_and_biases)
         ((weight, bias),) = weights_and_biases
         (y,) = super()._outputs(x, [(weight, None)])  # adapters' terms are parts of the sum too
         if not self.partial:
             y = leave_tensor(y, self.state)
         elif bias is not None:
-            bias = bias * float(self.state.tensor_index == 0)
+            bias = bias * float(self.state.tensor.index == 0)
         return [y if bias is None else y + bias]
 
 

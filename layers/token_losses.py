@@ -42,7 +42,7 @@ class LossTerms:
 
     def true_columns(self, columns: int, state: ParallelState) -> int:
         """Return how many of this rank's columns are not padding."""
-        return min(max(self.vocab_size - state.tensor_index * columns, 0), columns)
+        return min(max(self.vocab_size - state.tensor.index * columns, 0), columns)
 
 
 class Rows(NamedTuple):
@@ -64,16 +64,16 @@ def token_losses(
 ) -> tuple[Tensor, Rows]:
     """Return the tokens' losses, (N,), and the ``Rows`` for their gradient, with two small all-reduces."""
     columns = terms.true_columns(x_NV.shape[-1], state)
-    target = labels_N - state.tensor_index * x_NV.shape[-1]
+    target = labels_N - state.tensor.index * x_NV.shape[-1]
     elsewhere = (target < 0) | (target >= columns)
     target = target.masked_fill(elsewhere, 0)
     top, total, spread = _sums(x_NV[:, :columns], terms)
     picked = _bounded(x_NV.gather(-1, target.unsqueeze(-1)), terms.logit_cap)[0].squeeze(-1)
     picked = picked.masked_fill(elsewhere, 0.0)
-    if state.tensor_size > 1:
-        here, top = top, engine.all_reduce(top, state.tensor_group, "max")
+    if state.tensor.size > 1:
+        here, top = top, engine.all_reduce(top, state.tensor.group, "max")
         sums = torch.stack([total * (here - top).exp(), picked, spread])
-        total, picked, spread = engine.all_reduce(sums, state.tensor_group).unbind(0)
+        total, picked, spread = engine.all_reduce(sums, state.tensor.group).unbind(0)
     log_total = total.log()
     # The differences come first: logits may be so large that a sum with them would lose the logarithm.
     loss = log_total + (1 - terms.smoothing) * (top - picked)

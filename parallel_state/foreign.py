@@ -72,7 +72,7 @@ def refuse_foreign(model: nn.Module, where: str, *, over: ParallelState | None =
         expected = "a module that shard_over_data shares"
         wrapper = f"{type(module).__name__ if wrapped else 'fully_shard of torch'}, which averages gradients"
         meshes = _meshes(module)
-        hides = over is not None and over.tensor_size > 1 and isinstance(module, DistributedDataParallel)
+        hides = over is not None and over.tensor.size > 1 and isinstance(module, DistributedDataParallel)
         if over is not None and over.layout.expert == 1 and meshes and not hides:
             right = _sorted(over.data_mesh.mesh.flatten().tolist())
             if meshes <= {right}:

@@ -40,14 +40,14 @@ class GradientSums:
     def finalize(self, *, reduce: torch.dtype | None = None) -> None:
         """Sum the partial gradients, in place; see ``finalize_gradients``."""
         state = self.state
-        if state.tensor_size > 1:
+        if state.tensor.size > 1:
             partial = [
                 parameter for _, parameter, declaration in self._all if "tensor" in declaration.partial
             ]
-            _sum_together(partial, state.tensor_group, reduce)
+            _sum_together(partial, state.tensor.group, reduce)
         if state.layout.pipeline > 1 and not state.layout.v_shape:  # in a V one rank holds both ends
             _sum_together(
-                [parameter for _, parameter, stated in self._all if stated.ends], state.ends_group, reduce
+                [parameter for _, parameter, stated in self._all if stated.ends], state.ends.group, reduce
             )
 
     def count(self, *, unused: Callable[[str], Any] = lambda name: False) -> tuple[int, int]:
@@ -83,7 +83,7 @@ def refuse_held_twice(model: nn.Module, state: ParallelState) -> None:
     """
     ranks: list[dict[str, bool]] = [{}] * state.layout.pipeline
     here = {name: stated.ends for name, stated in declarations(model).items()}
-    dist.all_gather_object(ranks, here, group=state.pipeline_group)
+    dist.all_gather_object(ranks, here, group=state.pipeline.group)
     ends = {0} if state.layout.v_shape else {0, len(ranks) - 1}
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         holders = [number for number, rank in enumerate(ranks) if name in rank]

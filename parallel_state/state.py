@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, cached_property
 from typing import cast
@@ -33,6 +34,21 @@ _MESH_AXES = ("pipeline", "data_replicate", "fsdp", "tensor")
 _EXPERT_AXES = ("pipeline", "expert_replicate", "expert_shard", "expert", "tensor")
 
 
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Describe an axis of a layout as a rank sees it: how many ranks lie along it, which of them it is."""
+
+    size: int
+    index: int
+    _group: dist.ProcessGroup | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Return the process group of the ranks along the axis, in order."""
+        assert self._group is not None, "a stand-in has no process groups, and one rank no others"
+        return self._group
+
+
 class ParallelState:
     """Tell a parallel layer about the ranks around it; layers take it as their last, keyword-only argument.
 
@@ -49,8 +65,7 @@ class ParallelState:
         device: torch.device | None = None,
         mesh: DeviceMesh | None = None,
         experts: DeviceMesh | None = None,
-        ends: dist.ProcessGroup | None = None,
-        context: dist.ProcessGroup | None = None,
+        groups: Mapping[str, dist.ProcessGroup] | None = None,
         files: dist.ProcessGroup | None = None,
     ) -> None:
         self.layout = layout
@@ -61,12 +76,23 @@ class ParallelState:
         self.device = device or torch.device("cpu")
         self.mesh = mesh
         self._experts = experts
-        self._expert_group = None if experts is None else experts["expert"].get_group()
         self._expert_tensor_mesh = None if experts is None else experts["tensor"]
-        self._ends, self._context, self._files = ends, context, files
-        # Taken once: cutting a mesh costs milliseconds, and every collective asks for its group.
-        self._tensor_mesh = None if mesh is None else mesh["tensor"]
-        self._tensor = None if self._tensor_mesh is None else self._tensor_mesh.get_group()
+        self._files, groups = files, groups or {}
+        self._tensor_mesh = (
+            None if mesh is None else mesh["tensor"]
+        )  # once: cutting a mesh costs milliseconds
+        at = self.at
+        self.tensor = Axis(layout.tensor, at.tensor, groups.get("tensor"))
+        #: The ranks that have the other pieces of the same sequences.
+        self.context = Axis(layout.context, at.context, groups.get("context"))
+        #: The ranks that share out the experts and exchange tokens: a second view of data and context ranks.
+        expert = layout.data_place(at, experts=True)[2]
+        self.expert = Axis(layout.expert, expert, groups.get("expert"))
+        self.pipeline = Axis(layout.pipeline, at.pipeline, groups.get("pipeline"))
+        #: This rank and its counterpart at the pipeline's other end (tied embeddings); alone between them.
+        last = layout.pipeline - 1
+        ends = 2 if last and at.pipeline in (0, last) else 1
+        self.ends = Axis(ends, int(ends == 2 and at.pipeline == last), groups.get("ends"))
 
     @classmethod
     def start(
@@ -105,27 +131,31 @@ class ParallelState:
         def along(whole: torch.Tensor, axis: int) -> dist.ProcessGroup:
             return alone if whole.shape[axis] == 1 else new_group(_line(whole, rank, axis), timeout)
 
-        groups = [along(ranks, axis) for axis in range(len(sizes))]
-        mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=_MESH_AXES)
-        experts = None
+        of_mesh = [along(ranks, axis) for axis in range(len(sizes))]
+        mesh = DeviceMesh.from_group(of_mesh, device.type, mesh=ranks, mesh_dim_names=_MESH_AXES)
+        groups, experts = {"pipeline": of_mesh[0], "tensor": of_mesh[-1]}, None
         if layout.expert > 1:  # the second view shares the first and the last group, pipeline and tensor
             again = ranks.view(layout.pipeline, *layout.data_sizes(experts=True), layout.tensor)
             inner = [along(again, axis) for axis in (1, 2, 3)]
             experts = DeviceMesh.from_group(
-                [groups[0], *inner, groups[-1]], device.type, mesh=again, mesh_dim_names=_EXPERT_AXES
+                [of_mesh[0], *inner, of_mesh[-1]], device.type, mesh=again, mesh_dim_names=_EXPERT_AXES
             )
-        stages = _line(ranks, rank, 0)
-        ends = [stages[0], stages[-1]] if rank in (stages[0], stages[-1]) else [rank]
-        first = rank - layout.coordinates(rank).context * layout.tensor
-        around = [first + piece * layout.tensor for piece in range(layout.context)]
+            groups["expert"] = inner[-1]
+        if layout.pipeline > 1:
+            stages = _line(ranks, rank, 0)
+            ends = [stages[0], stages[-1]] if rank in (stages[0], stages[-1]) else [rank]
+            groups["ends"] = new_group(ends, timeout)
+        if layout.context > 1:
+            first = rank - layout.coordinates(rank).context * layout.tensor
+            around = [first + piece * layout.tensor for piece in range(layout.context)]
+            groups["context"] = new_group(around, timeout)
         return cls(
             layout,
             rank,
             device=device,
             mesh=mesh,
             experts=experts,
-            ends=new_group(ends, timeout) if layout.pipeline > 1 else None,
-            context=new_group(around, timeout) if layout.context > 1 else None,
+            groups=groups,
             files=new_group([*range(layout.world)], max(timeout, files_timeout), backend="gloo"),
         )
 
@@ -134,26 +164,16 @@ class ParallelState:
         """Return the state of any rank of any layout without processes; it has coordinates, and groups with
         which only tensors without numbers can be sent (``StandInGroup``).
         """
-        state = cls(layout, rank)
-        state._tensor = cast(dist.ProcessGroup, StandInGroup("tensor", layout.tensor, state.at.tensor))
-        state._context = cast(dist.ProcessGroup, StandInGroup("context", layout.context, state.at.context))
-        expert = layout.data_place(state.at, experts=True)[2]
-        state._expert_group = cast(dist.ProcessGroup, StandInGroup("expert", layout.expert, expert))
-        return state
+        bare = cls(layout, rank)
+        axes = {"tensor": bare.tensor, "context": bare.context, "expert": bare.expert}
+        groups = {name: StandInGroup(name, axis.size, axis.index) for name, axis in axes.items()}
+        return cls(layout, rank, groups=cast(dict[str, dist.ProcessGroup], groups))
 
     @staticmethod
     @cache
     def alone() -> ParallelState:
         """Return the state of one device, on which every collective is the identity."""
         return ParallelState(Layout(), 0)
-
-    @property
-    def tensor_size(self) -> int:
-        return self.layout.tensor
-
-    @property
-    def tensor_index(self) -> int:
-        return self.at.tensor
 
     @property
     def counts_here(self) -> bool:
@@ -164,20 +184,6 @@ class ParallelState:
     def sequence(self) -> bool:
         """Tell whether activations between the blocks are split along the sequence over the tensor axis."""
         return self.layout.sequence and self.layout.tensor > 1
-
-    @property
-    def context_size(self) -> int:
-        return self.layout.context
-
-    @property
-    def context_index(self) -> int:
-        return self.at.context
-
-    @property
-    def context_group(self) -> dist.ProcessGroup:
-        """Return the group of ranks that hold the other pieces of the same sequences, in order."""
-        assert self._context is not None, "a stand-in has no process groups, and one context rank no others"
-        return self._context
 
     @cached_property
     def data_group(self) -> dist.ProcessGroup:
@@ -192,16 +198,6 @@ class ParallelState:
         return new_group(ranks, TIMEOUT)
 
     @property
-    def tensor_group(self) -> dist.ProcessGroup:
-        assert self._tensor is not None, "a stand-in has no process groups"
-        return self._tensor
-
-    @property
-    def pipeline_group(self) -> dist.ProcessGroup:
-        assert self.mesh is not None, "a stand-in has no process groups"
-        return self.mesh.get_group("pipeline")  # ``mesh["pipeline"]`` would cut it anew
-
-    @property
     def file_group(self) -> dist.ProcessGroup | None:
         """Return the group of all ranks on the CPU, for checkpoints only: a thread may use it while other
         ranks compute.
@@ -209,15 +205,9 @@ class ParallelState:
         return self._files
 
     @property
-    def ends_group(self) -> dist.ProcessGroup:
-        """Return the group of this rank and its counterpart at the pipeline's other end: tied embeddings."""
-        assert self._ends is not None, "a stand-in has no process groups, and one stage no ends"
-        return self._ends
-
-    @property
     def tensor_mesh(self) -> DeviceMesh | None:
         """Return the mesh of tensor-parallel DTensor parameters; ``None`` for one rank or a stand-in."""
-        return None if self.tensor_size == 1 else self._tensor_mesh
+        return None if self.tensor.size == 1 else self._tensor_mesh
 
     @cached_property
     def data_mesh(self) -> DeviceMesh:
@@ -230,15 +220,9 @@ class ParallelState:
         return fsdp_mesh(self) if self.layout.zero else self.mesh["data_replicate"]
 
     @property
-    def expert_group(self) -> dist.ProcessGroup:
-        """Return the group of ranks that share out the experts and exchange tokens."""
-        assert self._expert_group is not None, "a stand-in has no process groups, and expert=1 no such"
-        return self._expert_group
-
-    @property
     def expert_tensor_mesh(self) -> DeviceMesh | None:
         """Return the ``tensor_mesh`` for parameters that are cut over ``expert``."""
-        return None if self.tensor_size == 1 else self._expert_tensor_mesh
+        return None if self.tensor.size == 1 else self._expert_tensor_mesh
 
     def replica_group(self, *, experts: bool = False) -> dist.ProcessGroup | None:
         """Return the group of ranks that hold the same whole weights, if there are some; with ZeRO none does.

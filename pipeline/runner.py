@@ -45,7 +45,7 @@ class Pipeline:
         ``.grad``, added to what was there, summed over the data ranks.
         """
         if not self._greeted and engine.accelerator.is_accelerator(self._state.device):
-            greet(neighbours(self._state), self._state.pipeline_group, self._state.device)
+            greet(neighbours(self._state), self._state.pipeline.group, self._state.device)
         self._greeted = True
         before_schedule(self._roots, zero=self._zero)
         self._schedule.step(*inputs, target=target, return_outputs=False, **keywords)
@@ -86,7 +86,7 @@ def make_schedule(
             state.device,
             takes=(travels[number - 1] if number else entry).meta(),
             gives=travels[number].meta(),
-            group=state.pipeline_group,
+            group=state.pipeline.group,
             zero=layout.zero,
             trains_all=trains_all,
         )

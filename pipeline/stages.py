@@ -86,7 +86,7 @@ class Stages:
             self.outputs, self._joined = [(sent,)] * layout.stages, lambda tensors: tensors[0]
             return
         refuse_held_twice(self.model, self.state)
-        self.outputs, group = [], self.state.pipeline_group
+        self.outputs, group = [], self.state.pipeline.group
         for number in range(layout.stages):
             holder, error = layout.rank_of_stage(number), None
             answer: list[Any] = [None]
@@ -165,7 +165,7 @@ class Stages:
         layout, here, x = self.state.layout, self.state.at.pipeline, None
         if layout.pipeline == 1:
             return self._run(0, (), {**micro_batch}, of_stage(0))
-        group = self.state.pipeline_group
+        group = self.state.pipeline.group
         for number in self.parts:
             if number and (before := layout.rank_of_stage(number - 1)) != here:
                 sent = sent_as(self.outputs[number - 1])

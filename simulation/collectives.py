@@ -36,10 +36,10 @@ def axes_of_groups(state: ParallelState) -> dict[str, str]:
     layout, mesh = state.layout, fsdp_mesh(state)
     groups: dict[str, dist.ProcessGroup | None] = {
         "all": dist.group.WORLD,
-        "tensor": state.tensor_group,
-        "pipeline": state.pipeline_group,
-        "ends": state.ends_group if layout.pipeline > 1 else None,
-        "context": state.context_group if layout.context > 1 else None,
+        "tensor": state.tensor.group,
+        "pipeline": state.pipeline.group,
+        "ends": state.ends.group if layout.pipeline > 1 else None,
+        "context": state.context.group if layout.context > 1 else None,
         "data": mesh.get_group("fsdp"),
         "replicas": mesh.get_group("data_replicate") if layout.copies_shards else state.replica_group(),
     }
@@ -47,7 +47,7 @@ def axes_of_groups(state: ParallelState) -> dict[str, str]:
         stacks = fsdp_mesh(state, experts=True)
         shards = layout.copies_shards
         copies = stacks.get_group("expert_replicate") if shards else state.replica_group(experts=True)
-        groups |= {"expert": state.expert_group, "expert data": stacks.get_group("expert_shard")}
+        groups |= {"expert": state.expert.group, "expert data": stacks.get_group("expert_shard")}
         groups["expert replicas"] = copies
     # Axes of one rank share a group, over which nothing should be sent.
     return {

@@ -36,7 +36,7 @@ class LossTraces:
         self.model, self.state = model, state
         self._known: dict[object, Trace] = {}
         # The ranks that share the tokens of a row between the blocks.
-        self._cut_over = state.tensor_size if state.sequence else 1
+        self._cut_over = state.tensor.size if state.sequence else 1
 
     def take(self, batch: MicroBatch, chunk: int, sums: int) -> Trace:
         """Return the trace of the loss of a micro-batch of one row, in chunks or of all logits at once."""

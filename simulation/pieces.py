@@ -80,7 +80,7 @@ class ModelPieces:
                 two, three = (piece.under(mode, in_two=in_two) for piece in few)
                 if (extended := of_more_rows(two, three, batch.rows)) is not None:
                     return extended
-            if self._among is not None and (ranks := self.state.context_size) > _FEW_RANKS:
+            if self._among is not None and (ranks := self.state.context.size) > _FEW_RANKS:
                 fewer = [self._among(few, kind) for few in (4, 5)]
                 # A rank computes with the keys and values of one rank after the other.
                 four, five = (
@@ -205,14 +205,14 @@ class ModelPieces:
             return Generation(caches, most + x.nbytes - sum(caches.values()))
 
     def _piece(self, take: Callable[[Checkpointing, bool], Trace], **options: Any) -> Piece:
-        return Piece(take, ranks=self.state.tensor_size, **options)
+        return Piece(take, ranks=self.state.tensor.size, **options)
 
     def _output(self, in_loss: bool) -> list[nn.Module]:
         return [] if in_loss else [output_of(self.model)]
 
     def _hidden(self, batch: MicroBatch) -> Callable[[], Tensor]:
         """Return what makes hidden states as they are between the blocks."""
-        length = batch.length // (self.state.tensor_size if self.state.sequence else 1)
+        length = batch.length // (self.state.tensor.size if self.state.sequence else 1)
         return lambda: empty((batch.rows, length, self.model.config.hidden_size), batch)
 
     def _inputs(self, batch: MicroBatch, *blocks: nn.Module) -> AttentionInputs:
@@ -248,7 +248,7 @@ class ModelPieces:
     def _under(self, block: nn.Module, mode: Checkpointing) -> Iterator[None]:
         """Let a block compute again what this mode drops."""
         block.forward = noted(block.forward)
-        checkpoint_blocks([(0, block)], mode, keep_attention=self.state.context_size == 1)
+        checkpoint_blocks([(0, block)], mode, keep_attention=self.state.context.size == 1)
         try:
             yield
         finally:

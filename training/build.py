@@ -200,7 +200,7 @@ def spare_memory(model: Any, memory: MemorySection, loss_chunk: int, state: Para
 
     ``loss_chunk``: number of tokens, 0 for the whole logits.
     """
-    whole, blocks = state.context_size == 1, numbered_blocks(model).items()
+    whole, blocks = state.context.size == 1, numbered_blocks(model).items()
     checkpoint_blocks(blocks, memory.checkpointing, interval=memory.every, keep_attention=whole)
     if hasattr(model, "head_in_loss"):
         model.head_in_loss = loss_chunk > 0

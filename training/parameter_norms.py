@@ -148,7 +148,7 @@ class Activations:
         """Stop counting; return the numbers by block, in the model's order. Collective over all ranks."""
         assert self._sums is not None, "it has not begun"
         sums, self._sums, state = self._sums, None, self.state
-        if state.tensor_size > 1 and not state.sequence and state.at.tensor:
+        if state.tensor.size > 1 and not state.sequence and state.at.tensor:
             sums.zero_()  # its neighbours on the tensor axis hold the same
         if state.layout.world > 1:
             dist.all_reduce(sums)

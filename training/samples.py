@@ -50,7 +50,7 @@ def cut_over_context(samples: Samples, dims: Mapping[str, int], state: ParallelS
     """Return this context rank's chunks of the samples that have a dim of the sequence, and others whole."""
 
     def cut(name: str, sample: Tensor) -> Tensor:
-        if state.context_size == 1 or name not in dims:
+        if state.context.size == 1 or name not in dims:
             return sample
         return change_alike(lambda x: cut_sequence(x, state, dim=dims[name]), sample)
 

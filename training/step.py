@@ -211,7 +211,7 @@ class Step:
             if parts:
                 if loss.count_labels is None:
                     raise BadInput("batch", expected="tensors by name", found=type(batch).__name__)
-                if counts_here and state.context_index == 0:  # of whole rows
+                if counts_here and state.context.index == 0:  # of whole rows
                     counts = checked_counts(loss, loss.count_labels(parts.labels))
             elif loss.count is not None and counts_here:
                 counts = checked_counts(loss, loss.count(cut_over_context(samples, loss.sequence, state)))

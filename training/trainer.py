@@ -286,5 +286,5 @@ def random_seed(seed: int, step: int, state: ParallelState) -> int:
 
     A resumed run draws the same masks, and there is no random state to save.
     """
-    piece = state.data_index * state.context_size + state.context_index
+    piece = state.data_index * state.context.size + state.context.index
     return seed_of(seed, "step", step, piece, state.at.pipeline)

@@ -60,7 +60,7 @@ class AttentionLayer(nn.Module):
 
         It cannot over context ranks, and where tensor ranks draw dropout's masks of their own.
         """
-        return self.state.context_size == 1 and not (self.dropout and self.state.tensor_size > 1)
+        return self.state.context.size == 1 and not (self.dropout and self.state.tensor.size > 1)
 
     def attend(self, q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, scope: AttentionScope) -> Tensor:
         """Return the heads' outputs, side by side: (B, S, heads here * value_dim)."""
@@ -134,8 +134,8 @@ class Attention(AttentionLayer):
         state: ParallelState | None = None,
     ) -> None:
         kv_heads = heads if kv_heads is None else kv_heads
-        here = heads // alone_or(state).tensor_size
-        first = alone_or(state).tensor_index * here
+        here = heads // alone_or(state).tensor.size
+        first = alone_or(state).tensor.index * here
         super().__init__(
             heads,
             head_dim,
@@ -187,7 +187,7 @@ class SharedHeads:
 
     def __init__(self, query_heads: int, key_value_heads: int, *, state: ParallelState | None = None) -> None:
         state = alone_or(state)
-        size, index = state.tensor_size, state.tensor_index
+        size, index = state.tensor.size, state.tensor.index
         group, here = query_heads // key_value_heads, query_heads // size
         shared = shared_units(key_value_heads, size, index)
         needed = [q // group - shared.start for q in range(index * here, (index + 1) * here)]

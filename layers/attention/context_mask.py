@@ -47,7 +47,7 @@ class ContextScope:
         here = on_host(positions)  # else this waits for an accelerator, once a forward
         if here is None and (torch.compiler.is_compiling() or positions.is_meta):
             self.first, self._starts = first, starts
-            self._bounds = [(0, positions.shape[-1] * state.context_size)] * 2
+            self._bounds = [(0, positions.shape[-1] * state.context.size)] * 2
             return
         if here is not None and here is not positions:
             _, here = _starts_and_firsts(here, window, state)
@@ -73,10 +73,10 @@ class ContextScope:
         ``chunk`` is the number of tokens in a chunk. Blocks that causality, documents or a window leave empty
         are skipped.
         """
-        size = self.state.context_size
+        size = self.state.context.size
         # The later chunk of keys first: a query's first block then contains the query's own key.
         for key, keys in reversed([*enumerate(own_chunks(source, size))]):
-            for query, queries in enumerate(own_chunks(self.state.context_index, size)):
+            for query, queries in enumerate(own_chunks(self.state.context.index, size)):
                 if keys > queries:
                     continue
                 begin = keys * chunk
@@ -100,8 +100,8 @@ class ContextScope:
         """Return the positions of a block's queries, (B or 1, chunk), and of its keys, (B or 1, 1 or chunk,
         chunk). Both count from the start of the query's document, so no other rank's positions are needed.
         """
-        size, here = self.state.context_size, torch.arange(chunk, device=self.state.device)
-        queries = (own_chunks(self.state.context_index, size)[block.query] * chunk + here).unsqueeze(0)
+        size, here = self.state.context.size, torch.arange(chunk, device=self.state.device)
+        queries = (own_chunks(self.state.context.index, size)[block.query] * chunk + here).unsqueeze(0)
         keys = (own_chunks(source, size)[block.key] * chunk + here).view(1, 1, -1)
         if self._starts is None:
             return queries, keys

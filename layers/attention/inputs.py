@@ -54,7 +54,7 @@ class AttentionInputs:
             assert positions is not None, "tokens that follow a cache need positions"
             cache.advance(positions)
         places = default_positions(like, state, embedded=True) if positions is None else positions
-        tokens = places.shape[-1] * state.context_size if cache is None else cache.used
+        tokens = places.shape[-1] * state.context.size if cache is None else cache.used
         self._scopes: dict[int | None, AttentionScope] = {}
         self._places, self._tokens = places, tokens
         for layer in layers:

@@ -64,10 +64,10 @@ def _agreed(right: bool, state: ParallelState) -> bool:
     if state.mesh is None or not accelerator.is_accelerator(state.device):
         return right
     vote = torch.tensor(int(right))
-    if state.tensor_size > 1:
-        dist.all_reduce(vote, dist.ReduceOp.MIN, state.tensor_group)
-    if state.context_size > 1:
-        dist.all_reduce(vote, dist.ReduceOp.MIN, state.context_group)
+    if state.tensor.size > 1:
+        dist.all_reduce(vote, dist.ReduceOp.MIN, state.tensor.group)
+    if state.context.size > 1:
+        dist.all_reduce(vote, dist.ReduceOp.MIN, state.context.group)
     return bool(vote)
 
 

@@ -56,7 +56,7 @@ class AttentionScope:
         self._state = alone_or(state)
         self._positions = None if positions is None else positions.reshape(-1, positions.shape[-1])
         self._made: dict[object, Any] = {}
-        if state is not None and state.context_size > 1:
+        if state is not None and state.context.size > 1:
             assert cache is None, "a cache holds whole sequences, not a context rank's chunks"
             self.context = ContextScope(positions, window=window, state=state)
         elif cache is not None:

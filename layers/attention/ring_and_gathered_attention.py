@@ -113,7 +113,7 @@ _attention: Callable[..., Tensor] = _ContextAttention.apply
 
 def _arriving(k: Tensor, v: Tensor, state: ParallelState) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield each context rank's keys and values, this rank's first: there a token sees at least itself."""
-    size, index, group = state.context_size, state.context_index, state.context_group
+    size, index, group = state.context.size, state.context.index, state.context.group
     here = torch.cat((k.flatten(), v.flatten()))
     if not state.layout.ring:
         gathered = engine.all_gather(here, 0, group).unflatten(0, (size, -1))
@@ -146,19 +146,19 @@ class _Returning:
         """Add this rank's part of the gradients of the keys and values of ``source``, in one piece."""
         if not self.state.layout.ring:
             if self._every is None:
-                self._every = dkv.new_empty(self.state.context_size, *dkv.shape)
+                self._every = dkv.new_empty(self.state.context.size, *dkv.shape)
             self._every[source] = dkv
-        elif source == self.state.context_index:
+        elif source == self.state.context.index:
             self._own = dkv
         else:
             if self._coming is not None:
                 dkv += engine.ring_exchange_wait(self._coming, dkv)
-            self._coming = engine.ring_exchange_start(dkv, self.state.context_group)
+            self._coming = engine.ring_exchange_start(dkv, self.state.context.group)
 
     def arrived(self) -> Tensor:
         """Return the gradients of this rank's keys and values, summed over all ranks."""
         if self._every is not None:
-            return engine.reduce_scatter(self._every.flatten(), 0, self.state.context_group)
+            return engine.reduce_scatter(self._every.flatten(), 0, self.state.context.group)
         assert self._own is not None and self._coming is not None
         return self._own + engine.ring_exchange_wait(self._coming, self._own)
 

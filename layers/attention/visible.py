@@ -23,9 +23,9 @@ def document_lengths(positions_BS: Tensor, places_S: Tensor, tokens: int, state:
     """
     starts_BS = places_S - positions_BS
     all_starts, ends = starts_BS, positions_BS + 1
-    if state.context_size > 1:
+    if state.context.size > 1:
         all_starts, ends = (
-            engine.all_gather(bounds_BS, 1, state.context_group) for bounds_BS in (starts_BS, ends)
+            engine.all_gather(bounds_BS, 1, state.context.group) for bounds_BS in (starts_BS, ends)
         )
     longest = ends.new_zeros(len(ends), tokens).scatter_reduce_(1, all_starts, ends, "amax")
     return longest.gather(1, starts_BS)

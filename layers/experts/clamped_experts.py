@@ -53,7 +53,7 @@ class ClampedExperts(Experts):
         self.alpha, self.limit, self.state = alpha, limit, alone_or(state)
         wide, zero = 2 * intermediate_size, Constant(0.0)
         # A gate and its upper product are neighbours and stay on one rank.
-        partial = ("tensor",) if self.state.tensor_size > 1 else ()
+        partial = ("tensor",) if self.state.tensor.size > 1 else ()
         stated = {
             "gate_up": Declaration((num_experts, hidden_size, wide), Cut(2, unit=2), initial=initial),
             "gate_up_bias": Declaration((num_experts, wide), Cut(1, unit=2), initial=zero),
@@ -76,7 +76,7 @@ class ClampedExperts(Experts):
         up_MF = both_MF[:, 1::2].clamp(-self.limit, self.limit)
         made_MF = (up_MF + 1) * (gate_MF * torch.sigmoid(self.alpha * gate_MF))
         out_MD = self._products(("down",), made_MF, counts)["down"]
-        return out_MD + _rows(local(self.down_bias), counts, out_MD) * float(self.state.tensor_index == 0)
+        return out_MD + _rows(local(self.down_bias), counts, out_MD) * float(self.state.tensor.index == 0)
 
     def extra_repr(self) -> str:
         return f"here={tuple(local(self.gate_up).shape)}, alpha={self.alpha}, limit={self.limit}"

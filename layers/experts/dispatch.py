@@ -40,7 +40,7 @@ class Dispatch:
         chosen_E = ends_E.long().diff(prepend=ends_E.new_zeros(1))
         here = num_experts // self.ranks
         each = [here] * self.ranks
-        received_E = engine.all_to_all(chosen_E, each, each, state.expert_group)
+        received_E = engine.all_to_all(chosen_E, each, each, state.expert.group)
         table = torch.stack([chosen_E, received_E]).view(2, self.ranks, here)
         sent, received = table.tolist()
         self._sent, self._received = [sum(row) for row in sent], [sum(row) for row in received]
@@ -70,8 +70,8 @@ class Dispatch:
         return y_MD.index_select(0, self._inverse).view(self.tokens, self.top_k, y_MD.shape[1])
 
     def _exchange(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
-        there = partial(engine.all_to_all, received=received, sent=sent, group=self.state.expert_group)
-        back = partial(engine.all_to_all, received=sent, sent=received, group=self.state.expert_group)
+        there = partial(engine.all_to_all, received=received, sent=sent, group=self.state.expert.group)
+        back = partial(engine.all_to_all, received=sent, sent=received, group=self.state.expert.group)
         return pair(x, there, back)
 
 

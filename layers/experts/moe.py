@@ -87,7 +87,7 @@ class GatedShared(DeclaredModule):
         super().__init__()
         self.net, self.state = net, alone_or(state)
         # It multiplies a term of a sum, so its gradient is one, too.
-        partial = ("tensor",) if self.state.tensor_size > 1 else ()
+        partial = ("tensor",) if self.state.tensor.size > 1 else ()
         initial = initial or Uniform(1 / sqrt(hidden_size))
         declare_parameter(
             self, "gate", Declaration((1, hidden_size), partial=partial, initial=initial), self.state

@@ -86,7 +86,7 @@ class TopKRouter(DeclaredModule):
         self.row_scale: float | None = None
         self.tally = Tally(num_experts)
         self.state = alone_or(state)
-        partial = ("tensor",) if self.state.tensor_size > 1 else ()
+        partial = ("tensor",) if self.state.tensor.size > 1 else ()
         stated = Declaration(
             (num_experts, hidden_size), partial=partial, initial=initial or Uniform(1 / sqrt(hidden_size))
         )
@@ -163,7 +163,7 @@ class TopKRouter(DeclaredModule):
     def _balance(self, counts_BE: Tensor, scores_BSE: Tensor, length: int) -> Tensor:
         """Return the balance loss, summed over the rows; over context ranks they add up their counts."""
         if self.state.layout.context > 1:
-            counts_BE = engine.all_reduce(counts_BE, self.state.context_group)
+            counts_BE = engine.all_reduce(counts_BE, self.state.context.group)
         shares_BSE = scores_BSE if self.score == "softmax" else scores_BSE / scores_BSE.sum(-1, keepdim=True)
         return (counts_BE * shares_BSE.sum(1)).sum() * (self.num_experts / length**2)
 

@@ -49,7 +49,7 @@ class CausalConvolution(DeclaredModule):
         for name, count in channels.items():
             shape = (count, 1, kernel_size)
             weight, rows = cut_units(shape, unit[name], name in shared, self.state)
-            here = count // self.state.tensor_size if rows is None else rows.stop - rows.start
+            here = count // self.state.tensor.size if rows is None else rows.stop - rows.start
             holder = nn.Module()
             self.add_module(name, holder)
             self.parts.append(OutputPart(holder, rows, here))

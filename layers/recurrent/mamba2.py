@@ -104,7 +104,7 @@ class Mamba2(DeclaredModule):
     @property
     def one_graph(self) -> bool:
         """Return whether ``torch.compile`` can make one graph of it: on one context rank."""
-        return self.state.context_size == 1
+        return self.state.context.size == 1
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         """Return the mixer's output for ``x``, of the same shape."""

@@ -27,7 +27,7 @@ class Runs:
 
     def __init__(self, inputs: AttentionInputs, state: ParallelState) -> None:
         self.state, self.cache = state, inputs.cache
-        self.in_row = 2 if state.context_size > 1 else 1
+        self.in_row = 2 if state.context.size > 1 else 1
         places = inputs.documents
         #: (R, L), each token's place in its document; ``None``: no document starts after a row's first token.
         self.places: Tensor | None = None if places is None else self.cut(places)
@@ -47,7 +47,7 @@ class Runs:
         """
         if self.in_row == 1 or count == 0:
             return None
-        number = own_chunks(self.state.context_index, self.state.context_size)
+        number = own_chunks(self.state.context.index, self.state.context.size)
         # A run that is shorter is sent whole; then the tokens come from several runs.
         ends = _in_order(x_RLC[:, -count:].unflatten(0, (-1, 2)), self.state)
         none = x_RLC.new_zeros(len(ends[0]), count, x_RLC.shape[-1])
@@ -62,7 +62,7 @@ class Runs:
         """
         if self.in_row == 1:
             return first
-        early, late = own_chunks(self.state.context_index, self.state.context_size)
+        early, late = own_chunks(self.state.context.index, self.state.context.size)
         all_maps = _in_order(maps.unflatten(0, (-1, 2)), self.state)
         states = [first]
         for chunk_map in all_maps[:late]:
@@ -81,10 +81,10 @@ class Runs:
 
 def _in_order(x: Tensor, state: ParallelState) -> list[Tensor]:
     """Gather (B, 2, ...) of every context rank; return the runs of the whole sequence in its order."""
-    gather = partial(engine.all_gather, dim=0, group=state.context_group)
-    scatter = partial(engine.reduce_scatter, dim=0, group=state.context_group)
+    gather = partial(engine.all_gather, dim=0, group=state.context.group)
+    scatter = partial(engine.reduce_scatter, dim=0, group=state.context.group)
     gathered = pair(x.transpose(0, 1), gather, scatter)  # (2 c, B, ...), a rank's two runs together
-    size = state.context_size
+    size = state.context.size
     place = {
         chunk: 2 * rank + half for rank in range(size) for half, chunk in enumerate(own_chunks(rank, size))
     }

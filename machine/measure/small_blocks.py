@@ -93,6 +93,6 @@ def _forward_and_backward(
 
 def _model(blocks: int, state: ParallelState | None = None, device: torch.device | str = "meta") -> CausalLM:
     """Return a Llama of 8 numbers a head, with two heads or one for each tensor rank."""
-    heads = 2 if state is None else max(2, state.tensor_size)
+    heads = 2 if state is None else max(2, state.tensor.size)
     raw = llama(8 * heads, blocks, ids=8 * heads, heads=heads, groups=heads, intermediate_size=16 * heads)
     return built(raw, state=state, device=device)

@@ -229,7 +229,7 @@ class CausalLM(nn.Module):
     def hidden_shape(self, tokens_BS: Tensor) -> tuple[int, int, int]:
         """Return the shape of the hidden states that a stage sends for these ids, on one rank."""
         rows, length = tokens_BS.shape
-        pieces = self.state.tensor_size if self.state.sequence else 1
+        pieces = self.state.tensor.size if self.state.sequence else 1
         return rows, length // pieces, self.config.hidden_size
 
     def numbered_blocks(self) -> dict[int, nn.Module]:

@@ -144,8 +144,8 @@ def cut_modules(
     model, kind, cutter = made.model, cfg.model_type, Cutter(made, cfg, state, {})
     here = cutter.here
     plan = plan_of(model)
-    if here.tensor_size > 1 and (why := why_no_tensor(model, kind)):
-        raise BadInput(kind, "tensor", expected="1", found=here.tensor_size, todo=why)
+    if here.tensor.size > 1 and (why := why_no_tensor(model, kind)):
+        raise BadInput(kind, "tensor", expected="1", found=here.tensor.size, todo=why)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     paths = {module: path for path, module in model.named_modules()}
     if embedding is None or head is None:
@@ -202,7 +202,7 @@ def _cut_module(cutter: Cutter, plan: Mapping[str, str], path: str, module: nn.M
         if style_of(plan, f"{path}.{name}") in ["local_params", *["colwise"] * (parameter.dim() == 1)]:
             cuts[name] = Cut(0)
     partial = style == "replicated_with_grad_allreduce" or here.sequence
-    if here.tensor_size > 1 and style in LINEARS and style != "replicate":
+    if here.tensor.size > 1 and style in LINEARS and style != "replicate":
         expected, kind = f"a linear for the style {style}", cutter.cfg.model_type
         raise BadInput(kind, path, expected=expected, found=type(module).__name__, todo="Take tensor=1")
     declare_rest(module, path, cutter.made.laws, here, partial=partial, cut=cuts)

@@ -211,7 +211,7 @@ def declare_rest(
     ``partial``: each tensor rank sees a part of what they compute with. On several tensor ranks the module's
     code finds the rank's own tensors under their names.
     """
-    parts = ("tensor",) if partial and state.tensor_size > 1 else ()
+    parts = ("tensor",) if partial and state.tensor.size > 1 else ()
     names = []
     for name, parameter in [*module.named_parameters(recurse=False)]:
         del module._parameters[name]
@@ -228,7 +228,7 @@ def declare_rest(
             stated = Declaration(tuple(buffer.shape), buffer=True, initial=law)
             declare_parameter(module, name, stated, state)
             names.append(name)
-    if names and state.tensor_size > 1:
+    if names and state.tensor.size > 1:
         made: Any = localized(cast(Any, type(module)), tuple(names))
         module.__class__ = made
 

@@ -162,7 +162,7 @@ class Adopted(CausalLM):
         stage, hf = stage or self.stage, self.__dict__["hf"]
         assert ahead is None, "no multi-token prediction"
         named: dict[str, Any] = {"use_cache": False}
-        length = x.shape[1] * (1 if stage.first or not self.state.sequence else self.state.tensor_size)
+        length = x.shape[1] * (1 if stage.first or not self.state.sequence else self.state.tensor.size)
         like = x.new_empty((len(x), length, 0), dtype=torch.float32)
         inputs = AttentionInputs(positions, cache, like=like, state=self.whole)
         if self.own_attention:

@@ -119,8 +119,8 @@ def _outputs(seen: Seen, features: _Features, model: CausalLM, length: int) -> O
 
 def _runs(tokens: int, length: int, state: ParallelState) -> Iterator[tuple[slice, int]]:
     """Yield the runs of a rank's tokens that lie together in the whole sequence, and where each begins."""
-    places = token_places(length // state.context_size, state)
-    begin = state.tensor_index * tokens if tokens < len(places) else 0
+    places = token_places(length // state.context.size, state)
+    begin = state.tensor.index * tokens if tokens < len(places) else 0
     places = places[begin : begin + tokens]
     breaks = ((places.diff() != 1).nonzero().flatten() + 1).tolist()
     for start, stop in pairwise([0, *breaks, tokens]):

@@ -48,7 +48,7 @@ def test_every_rank_has_the_same_work_with_any_ranks_keys(size, chunk):
     """With its own keys a rank has two causal halves and a whole block, with any other's two whole blocks."""
     for state in ranks(size):
         found = work(ContextScope(None, state=state), size, chunk)
-        own = found.pop(state.context_index)
+        own = found.pop(state.context.index)
         assert own == chunk * (chunk + 1) + chunk * chunk
         assert found == [2 * chunk * chunk] * (size - 1)
         length = 2 * size * chunk

@@ -142,7 +142,7 @@ def test_huge_logits_do_not_overflow():
 def in_parts(vocab, smoothing, z_loss, dtype):
     state = ParallelState.start(Layout.of(tensor=dist.get_world_size()))
     logits, labels = problem(vocab, dtype)
-    x = logits.chunk(state.tensor_size, -1)[state.tensor_index].clone().requires_grad_()
+    x = logits.chunk(state.tensor.size, -1)[state.tensor.index].clone().requires_grad_()
     loss = vocab_parallel_cross_entropy(
         x, labels, vocab, label_smoothing=smoothing, z_loss=z_loss, state=state
     )

@@ -60,8 +60,8 @@ def seeded(wrong, every, timeout):
     state = ParallelState.start(Layout.of(tensor=2))
     with CollectiveOrder(state, interval=every, timeout=timedelta(seconds=timeout)):
         for _ in range(3):
-            attention(state.tensor_group, X)
-        wrong(state.tensor_group, state.rank == 1)
+            attention(state.tensor.group, X)
+        wrong(state.tensor.group, state.rank == 1)
 
 
 def said(wrong, every=1, timeout=60):

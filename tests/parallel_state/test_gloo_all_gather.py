@@ -29,10 +29,10 @@ def gathered(x, state):
     """Return the ways to gather ``x`` plus the rank, along the first dim."""
     mine, name = (
         x + state.rank if x.dtype != torch.bool else x ^ bool(state.rank),
-        state.tensor_group.group_name,
+        state.tensor.group.group_name,
     )
     several = FUNCTIONAL.all_gather_into_tensor_coalesced([mine, mine], 2, name)
-    ways = [engine.all_gather(mine, 0, state.tensor_group), *map(FUNCTIONAL.wait_tensor, several)]
+    ways = [engine.all_gather(mine, 0, state.tensor.group), *map(FUNCTIONAL.wait_tensor, several)]
     if x.dtype.is_floating_point:
         ways.append(DTensor.from_local(mine, state.tensor_mesh, [Shard(0)]).full_tensor())
     return ways
@@ -48,7 +48,7 @@ def gather_all(compiled):
     try:
         if compiled:
             along = torch.compile(engine.all_gather, fullgraph=True)
-            return [along(x + state.rank, 0, state.tensor_group) for x in (ROWS["fp64"], ROWS["bf16"])]
+            return [along(x + state.rank, 0, state.tensor.group) for x in (ROWS["fp64"], ROWS["bf16"])]
         return [gathered(x, state) for x in ROWS.values()]
     finally:
         library._destroy()
@@ -69,7 +69,7 @@ def test_so_is_compiled_code():
 
 def gather_in_flight(seconds):
     """Keep both threads of a group busy, so that they end collectives at once."""
-    group = ParallelState.start(Layout()).tensor_group.group_name
+    group = ParallelState.start(Layout()).tensor.group.group_name
     x, end = torch.ones(8), time.monotonic() + seconds
     while time.monotonic() < end:
         running = [FUNCTIONAL.all_gather_into_tensor(x, 1, group) for _ in range(50)]

@@ -1,8 +1,10 @@
 """A layout seen from one rank: without processes as a stand-in, with them as coordinates, mesh and groups."""
 
+import re
 import time
 from contextlib import suppress
 from importlib.metadata import requires
+from operator import attrgetter
 from unittest import mock
 
 import pytest
@@ -14,7 +16,7 @@ from support.private_names import PRIVATE, self_check
 from torch.distributed.device_mesh import DeviceMesh
 from trilith.parallel_state import AXES, BadInput, Layout, ParallelState, engine, rank_at_fault, together
 from trilith.parallel_state.engine.supported_torch import BEFORE, SINCE
-from trilith.parallel_state.state import fsdp_mesh
+from trilith.parallel_state.state import Axis, fsdp_mesh
 from trilith.testing import RankError, run_parallel
 
 LLAMA_405B = {
@@ -57,14 +59,14 @@ def test_405b_is_planned_on_the_meta_device_without_processes():
 
 def test_a_stand_in_has_coordinates_and_groups_in_which_no_number_is_sent():
     state = ParallelState.stand_in(Layout.of(tensor=2, pipeline=2, data=2), rank=5)
-    assert (state.tensor_index, state.at.pipeline, state.data_index) == (1, 1, 0)
+    assert (state.tensor.index, state.at.pipeline, state.data_index) == (1, 1, 0)
     assert state.tensor_mesh is None
     with pytest.raises(AssertionError, match="stand-in"):
-        _ = state.pipeline_group
-    assert (state.tensor_group.size(), state.tensor_group.rank()) == (2, 1)
+        _ = state.pipeline.group
+    assert (state.tensor.group.size(), state.tensor.group.rank()) == (2, 1)
     with pytest.raises(RuntimeError, match="stand-in: tensor"):
-        engine.all_reduce(torch.ones(2), state.tensor_group)
-    assert engine.all_reduce(torch.ones(2, device="meta"), state.tensor_group).shape == (2,)
+        engine.all_reduce(torch.ones(2), state.tensor.group)
+    assert engine.all_reduce(torch.ones(2, device="meta"), state.tensor.group).shape == (2,)
 
 
 def test_one_device_needs_nothing():
@@ -81,8 +83,8 @@ def test_sequence_parallelism_on_one_tensor_rank_is_off_E8():
 def groups(layout):
     state = ParallelState.start(layout)
     found = {
-        "tensor": dist.get_process_group_ranks(state.tensor_group),
-        "pipeline": dist.get_process_group_ranks(state.pipeline_group),
+        "tensor": dist.get_process_group_ranks(state.tensor.group),
+        "pipeline": dist.get_process_group_ranks(state.pipeline.group),
         "data_shard": dist.get_process_group_ranks(fsdp_mesh(state).get_group("fsdp")),
         "data": sorted(state.data_mesh.mesh.flatten().tolist()),
     }
@@ -91,9 +93,9 @@ def groups(layout):
     if (replicas := state.replica_group()) is not None:
         found["data_replicate"] = dist.get_process_group_ranks(replicas)
     if layout.pipeline > 1:
-        found["ends"] = dist.get_process_group_ranks(state.ends_group)
+        found["ends"] = dist.get_process_group_ranks(state.ends.group)
     if layout.context > 1:
-        found["context"] = dist.get_process_group_ranks(state.context_group)
+        found["context"] = dist.get_process_group_ranks(state.context.group)
     return found
 
 
@@ -115,20 +117,21 @@ def test_axes_of_one_rank_share_one_group_and_no_others_do():
 def cuts_of_the_mesh(layout):
     """Return how often the mesh is cut when every group of the state has been asked for once more."""
     state, cut = ParallelState.start(layout), DeviceMesh.__getitem__
-    groups = [name for name in dir(state) if name.endswith(("_group", "_mesh")) and not name.startswith("_")]
+    of_axes = [f"{name}.group" for name, value in vars(state).items() if isinstance(value, Axis)]
+    groups = of_axes + [name for name in dir(state) if re.fullmatch(r"[a-z]\w*_(group|mesh)", name)]
     counted = []
     with mock.patch.object(DeviceMesh, "__getitem__", lambda *given: counted.append(given) or cut(*given)):
         for _ in range(2):
             before = len(counted)
             for name in groups:
                 with suppress(AssertionError):  # a layout without such a group
-                    getattr(state, name)
+                    attrgetter(name)(state)
     return len(counted) - before, groups
 
 
 def test_asking_for_a_group_does_not_cut_the_mesh_anew():
     for cuts, groups in run_parallel(cuts_of_the_mesh, 4, Layout.of(pipeline=2, data=2, expert=2, zero=1)):
-        assert cuts == 0 and {"pipeline_group", "data_mesh", "expert_group"} <= {*groups}
+        assert cuts == 0 and {"pipeline.group", "data_mesh", "expert.group"} <= {*groups}
 
 
 def ranks_along(layout, axes, rank):

@@ -114,7 +114,7 @@ def summed_twice():
     sound = RMSNorm.forward
 
     def forward(norm, x):
-        engine.all_reduce(x.detach(), norm.state.tensor_group)
+        engine.all_reduce(x.detach(), norm.state.tensor.group)
         return sound(norm, x)
 
     with mock.patch.object(RMSNorm, "forward", forward):

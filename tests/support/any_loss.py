@@ -269,7 +269,7 @@ def _train(trial: Trial) -> tuple[Observation, list[dict[str, float]]]:
         model = shard_over_data(stranger.build(state=state), state, FP64)
         initialize(model, 3, state=state)
         roughen(model, 3, state)
-        torch.manual_seed(100 * state.data_index + 10 * state.context_index + state.at.pipeline)
+        torch.manual_seed(100 * state.data_index + 10 * state.context.index + state.at.pipeline)
         how: dict[str, Any] = {"micro_batch": trial.micro_batch, "schedule": trial.schedule, "state": state}
         step = Step(model, stranger.loss(), **how)
 

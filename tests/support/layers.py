@@ -130,12 +130,12 @@ class _WholeSequence(torch.autograd.Function):
 
 
 def _joined(piece: Tensor, state: ParallelState) -> Tensor:
-    if state.context_size == 1:
+    if state.context.size == 1:
         return piece.clone()
     here = token_places(piece.shape[1], state)
-    whole = piece.new_zeros(piece.shape[0], piece.shape[1] * state.context_size, *piece.shape[2:])
+    whole = piece.new_zeros(piece.shape[0], piece.shape[1] * state.context.size, *piece.shape[2:])
     whole[:, here] = piece
-    dist.all_reduce(whole, group=state.context_group)
+    dist.all_reduce(whole, group=state.context.group)
     return whole
 
 
@@ -155,13 +155,13 @@ class Mixer(nn.Module):
         super().__init__()
         self.layer, self.state, self.rotary = layer, alone_or(state), rotary
         self.positions = None if documents is None else positions_of(documents)
-        if self.state.context_size > 1:
+        if self.state.context.size > 1:
             for parameter in layer.parameters():
                 parameter.register_post_accumulate_grad_hook(self._sum)
 
     def _sum(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        dist.all_reduce(local_data(parameter.grad), group=self.state.context_group)
+        dist.all_reduce(local_data(parameter.grad), group=self.state.context.group)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         state, rotary = self.state, {} if self.rotary is None else {"all": self.rotary}
@@ -437,7 +437,7 @@ class _Uneven(nn.Module):
 
     def factors(self, here: int) -> Tensor:
         """Return a power of two for each of this rank's features; all ranks' go from 1 to about 2^-32."""
-        first, whole = self.state.tensor_index * here, self.state.tensor_size * here
+        first, whole = self.state.tensor.index * here, self.state.tensor.size * here
         return torch.exp2(-32 / whole * torch.arange(first, first + here, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:

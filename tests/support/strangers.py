@@ -203,7 +203,7 @@ class Stub(nn.Module):
 
     def __init__(self, *, state: ParallelState | None = None) -> None:
         super().__init__()
-        self.pieces = alone_or(state).tensor_size if alone_or(state).sequence else 1
+        self.pieces = alone_or(state).tensor.size if alone_or(state).sequence else 1
         self.stage = Stage.of(4, state=state)
         if self.stage.first:
             self.into = VocabParallelEmbedding(WORDS, WIDTH, initial=Normal(0.5), state=state)

@@ -196,7 +196,7 @@ def _train(kind: str, folder: Path, place: Path) -> None:
     model = {"init_from": str(base)} if "lora" in written.recipe else {"config": CONFIG}
     raw = tiny_recipe(
         place / "run", place / "tokens", steps=STEPS, dtype="float32",
-        layout={"tensor": state.tensor_size, "pipeline": state.layout.pipeline}, **written.recipe,
+        layout={"tensor": state.tensor.size, "pipeline": state.layout.pipeline}, **written.recipe,
     ) | {"model": model}  # fmt: skip
     with mock.patch(f"{Trainer.__module__}.Saver", Filling):
         run_recipe(raw)

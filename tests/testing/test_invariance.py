@@ -49,7 +49,7 @@ class Hand(nn.Module):
         self.mistake, self.state = mistake, state or ParallelState.alone()
         start, cut = Normal(0.3), None if mistake == "uncut" else Cut(0)
         if mistake == "undeclared":
-            self.up = nn.Parameter(torch.zeros(HIDDEN // self.state.tensor_size, D))
+            self.up = nn.Parameter(torch.zeros(HIDDEN // self.state.tensor.size, D))
         else:
             declare_parameter(self, "up", Declaration((HIDDEN, D), cut=cut, initial=start), self.state)
         declare_parameter(self, "down", Declaration((D, HIDDEN), cut=Cut(1), initial=start), self.state)

@@ -67,7 +67,7 @@ def test_a_step_s_random_numbers_agree_on_a_tensor_group_alone():
     seeds = {}
     for rank in range(layout.world):
         state = ParallelState.stand_in(layout, rank)
-        place = (state.data_index, state.context_index, state.at.pipeline)
+        place = (state.data_index, state.context.index, state.at.pipeline)
         seeds.setdefault(place, set()).add(random_seed(3, 5, state))
     assert len(seeds) == layout.world // 2
     assert all(len(alike) == 1 for alike in seeds.values())

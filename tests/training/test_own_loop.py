@@ -201,7 +201,7 @@ def mean_gradients(wrap, layout):
         mine = x
         if at is state:
             model, mine = wrap(model, state), x.chunk(layout.data)[state.data_index]
-        piece = mine.chunk(at.tensor_size, dim=1)[at.tensor_index] if at.sequence else mine
+        piece = mine.chunk(at.tensor.size, dim=1)[at.tensor.index] if at.sequence else mine
         (model(piece).pow(2).sum() / mine.numel()).backward()
         finalize_gradients(model, state=at)
         grads = [parameter.grad for parameter in model.parameters()]
