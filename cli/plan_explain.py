@@ -61,6 +61,8 @@ def read_table() -> tuple[Mapping[str, tuple[str, str]], Mapping[str, Topic]]:
     options = {name: (kind, meaning) for name, (kind, meaning) in table["options"].items()}
     topics = {}
     for name, raw in table["topics"].items():
+        if base := table["topics"].get(raw.pop("extends", None)):
+            raw = base | raw | {key: base[key] + raw[key] for key in ("inputs", "steps")}
         inputs = [[*fields, options[fields[1]][1]][:4] for fields in _rows(raw["inputs"])]
         steps = [Result(*fields) for fields in _rows(raw["steps"])]
         topics[name] = Topic(**raw | {"inputs": [Input(*fields) for fields in inputs], "steps": steps})
