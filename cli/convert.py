@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from .shared.inputs import check_weights_there
 from .shared.options import CONFIG, DRY_RUN, IMPLEMENTATION, NAMES, SPLIT, WORKERS, Strict
 from .shared.parameters import Place, Range
 from .shared.say import counted, say
@@ -68,8 +69,6 @@ def convert(
         trilith convert run titan-again --to dcp --names titan
         trilith convert titan/step-1000 Llama-mine --to hf --config Llama-3.2-1B
     """
-    from .shared.inputs import check_weights_there
-
     check_weights_there(src, "a Hugging Face folder or a checkpoint")
     from ..checkpoints import ConversionOptions, carry_out, plan_conversion
     from .shared.model_card import model_card

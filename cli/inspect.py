@@ -2,6 +2,7 @@
 
 from typing import Annotated
 
+from .shared.inputs import check_weights_there
 from .shared.options import CONFIG, NAMES
 from .shared.parameters import As, Place
 from .shared.say import counted, print_table, say, table
@@ -27,8 +28,6 @@ def inspect(
         trilith inspect run
         trilith inspect Llama-3.2-1B --tensor model.norm.weight
     """
-    from .shared.inputs import check_weights_there
-
     check_weights_there(source, "a Hugging Face folder or a checkpoint")
     from difflib import get_close_matches
     from math import prod
