@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from .shared.options import SCHEDULES
+from .shared.parameters import As, Range
 from .shared.say import say, say_json
 from .shared.sizes import parse_amount
 
@@ -92,31 +93,28 @@ def plan_explain() -> None:
 #: The smallest value of each kind of amount, a number as people write it, such as 70B.
 _LEAST = {"amount": 1e-12, "nothing": 0.0}
 #: Options that are no number of a formula.
-_CHOICES = {
-    "schedule": Annotated[str, typer.Option(help=f"pipeline schedule: {SCHEDULES}")],
-    "zero": Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage")],
+_CHOICES: dict[str, Any] = {
+    "schedule": Annotated[str, f"pipeline schedule: {SCHEDULES}"],
+    "zero": Annotated[int, Range(0, 3), "ZeRO stage"],
     "model": Annotated[
-        str | None,
-        typer.Option(help="published size that sets the numbers of the model; `trilith models` lists them"),
+        str | None, "published size that sets the numbers of the model; `trilith models` lists them"
     ],
-    "sequence_parallel": Annotated[
-        bool, typer.Option("--sequence-parallel", help="cut norms and residual streams over the tensor ranks")
-    ],
-    "recompute": Annotated[str, typer.Option(help="activations computed again: none, selective, full")],
-    "json": Annotated[bool, typer.Option("--json", help="print one JSON object, for programs")],
+    "sequence_parallel": Annotated[bool, "cut norms and residual streams over the tensor ranks"],
+    "recompute": Annotated[str, "activations computed again: none, selective, full"],
+    "json": Annotated[bool, "print one JSON object, for programs"],
 }
 
 
 def _option(kind: str, meaning: str, default: str) -> tuple[Any, Any]:
     """Return the annotation and the default of a number's option."""
     if kind == "count":
-        least = typer.Option(min=1, max=10**18, help=meaning)
+        count = Range(1, 10**18)
         if default == "-":
-            return Annotated[int | None, least], None
-        return Annotated[int, least], int(default)
+            return Annotated[int | None, count, meaning], None
+        return Annotated[int, count, meaning], int(default)
     if kind == "share":
-        return Annotated[float, typer.Option(min=1e-6, max=1 - 1e-6, help=meaning)], float(default)
-    return Annotated[str, typer.Option(help=meaning, metavar="NUMBER")], default
+        return Annotated[float, Range(1e-6, 1 - 1e-6), meaning], float(default)
+    return Annotated[str, As("NUMBER"), meaning], default
 
 
 def topics() -> Iterator[Callable[..., None]]:
