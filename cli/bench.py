@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ..system.errors import BadInput
 from .shared.options import TESTED
 from .shared.parameters import Range
 from .shared.say import progress_bar, say
@@ -48,7 +49,6 @@ def bench(
     from ..machine.measure.page import make_page, shown_figure
     from ..machine.measure.row import Case, Row
     from ..machine.measure.run import check_parts, report_json
-    from ..parallel_state import BadInput
     from ..storage.folder_kind import kinds_of
     from ..storage.leftovers import make_parents, remove_empty
     from ..storage.output_places import check_output_file

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from ..system.errors import BadInput
 from .shared.inputs import check_weights_there
 from .shared.options import CONFIG, DRY_RUN, IMPLEMENTATION, NAMES, SPLIT, WORKERS, Strict
 from .shared.parameters import Place, Range
@@ -117,7 +118,6 @@ def convert(
 
 def _to_dcp(src: str, dst: Path, unsupported: list[str], names: str | None, config: str | None) -> None:
     from ..checkpoints import convert_to_dcp
-    from ..parallel_state import BadInput
 
     if unsupported:
         todo = "A checkpoint of torch's is whole, in the dtype of its source: convert the source first"

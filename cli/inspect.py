@@ -2,6 +2,7 @@
 
 from typing import Annotated
 
+from ..system.errors import BadInput
 from .shared.inputs import check_weights_there
 from .shared.options import CONFIG, NAMES
 from .shared.parameters import As, Place
@@ -33,7 +34,7 @@ def inspect(
     from math import prod
 
     from ..checkpoints import read_foreign, read_source, verify_files
-    from ..parallel_state import BadInput, buffer_names
+    from ..parallel_state import buffer_names
 
     if config is None and (foreign := read_foreign(source)) is not None:
         say(f"{source}: {foreign.summary()}; with --config its tensors have Hugging Face's names")

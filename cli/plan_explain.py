@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from ..system.errors import BadInput
 from .shared.options import SCHEDULES
 from .shared.parameters import As, Range
 from .shared.say import say, say_json
@@ -181,8 +182,6 @@ def _explained(name: str, topic: Topic, values: dict[str, Any], called: typer.Co
 
 def _refuse_given(called: typer.Context, names: Sequence[str]) -> None:
     """Refuse the options of these names where the user wrote them: --model sets their numbers."""
-    from ..parallel_state import BadInput
-
     for name in names:
         source = called.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -191,7 +190,6 @@ def _refuse_given(called: typer.Context, names: Sequence[str]) -> None:
 
 def _schedule(at: dict[str, Any]) -> None:
     """Take the stages of a rank from the schedule, and write what waits and what works in it."""
-    from ..parallel_state import BadInput
     from ..pipeline.schedule_kinds import schedule_kind
 
     kind = schedule_kind(at["schedule"], "explain")
@@ -226,8 +224,6 @@ def _experts(at: dict[str, Any]) -> None:
 
 def _memory(at: dict[str, Any]) -> None:
     """Write what ZeRO and sequence parallelism cut, and what recomputation drops."""
-    from ..parallel_state import BadInput
-
     shared = " / t" if at["sequence_parallel"] else ""
     products = f"S * b * D * (10{shared} + 24 / t)"
     blocks = {

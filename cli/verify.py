@@ -2,6 +2,7 @@
 
 from typing import Annotated
 
+from ..system.errors import BadInput
 from .shared.inputs import check_weights_there
 from .shared.options import CONFIG, NAMES, Strict
 from .shared.parameters import As, Place
@@ -39,7 +40,6 @@ def verify(
     """
     check_weights_there(source, "a Hugging Face folder, a checkpoint or a token file", kind="folder or file")
     from ..data.token_file import names_tokens
-    from ..parallel_state import BadInput
 
     if names_tokens(source):
         for option, value in (("--config", config), ("--names", names)):

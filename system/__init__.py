@@ -3,7 +3,7 @@
 Offers ``refusal_of``, which says in plain words what the system refused, ``bounded`` work within a limit of
 memory and time, ``visible``, which makes text fit for a terminal, ``whole_number``, which reads a number that
 somebody else wrote, ``quiet_libraries``, and four ways to search less for garbage: in starts, in plans, in
-training (``manual_gc``) and in tests.
+training (``manual_gc``) and in tests. ``errors`` has the errors for users, one line each.
 """
 
 from .garbage import manual_gc, no_garbage_search, search_garbage_rarely, search_less_often

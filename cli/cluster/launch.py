@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Annotated, Literal
 
+from ...system.errors import BadInput
 from ..shared.inputs import check_recipe_there
 from ..shared.options import FORCE, recipe_names
 from ..shared.parameters import As, Range
@@ -72,7 +73,6 @@ def launch(
     parameters = locals()
     check_recipe_there(recipe)
     from ...cluster import SYSTEMS, job_of, operand, render
-    from ...parallel_state import BadInput
     from ...recipes.recipe import load_recipe
     from ...storage.staging import output_file
 
